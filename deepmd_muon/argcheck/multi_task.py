@@ -151,7 +151,7 @@ def _check_sharing(found: Expanded, branches: Mapping[str, Any]) -> None:
                 where = found.origin(f"model/model_dict/{name}/type_map")
                 which = f"the branch {base!r}, with which it shares {shared.key!r}"
                 found.problem(where, f"must be that of {which}: {other}; found {own}")
-                return
+                break  # once for each branch
 
 
 def _check_names(found: Expanded, names: Collection[str]) -> None:

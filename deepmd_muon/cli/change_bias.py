@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="change: add the energies that fit the model's errors best; set: those that fit the data [%(default)s]",
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="changed checkpoint [INPUT with _updated before .pt]")
-    parser.add_argument("--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
+    parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
     add_label_options(parser)
 
 
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     change_bias(
         source,
         output,
-        branch=options.model_branch,
+        branch=options.head,
         values=options.bias_value,
         open_data=lambda type_map: open_listed(systems, type_map, options),
         mode=options.mode,

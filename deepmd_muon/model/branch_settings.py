@@ -112,12 +112,15 @@ def _a_row_for_each_branch(model_dict: Mapping[str, BranchModelSettings]) -> str
 
 def _names_once(model_dict: Mapping[str, BranchModelSettings]) -> str | None:
     taken = dict.fromkeys(model_dict, "the branch")
+    problems = []
     for name, branch in model_dict.items():
         for alias in branch.model_branch_alias:
             if alias in taken:
-                return f"has the alias {alias!r} of {name!r}, which is already a name of {taken[alias]} {alias!r}"
-            taken[alias] = f"{name!r} as"
-    return None
+                other = f"{taken[alias]} {alias!r}"
+                problems.append(f"has the alias {alias!r} of {name!r}, which is already a name of {other}")
+            else:
+                taken[alias] = f"{name!r} as"
+    return "; ".join(problems) or None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

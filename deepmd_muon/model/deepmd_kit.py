@@ -43,9 +43,6 @@ _ONLY_THEIRS: dict[str, Any] = {
     "bridging_r_inner": 0.5,
     "bridging_r_outer": 0.8,
 }
-_ONLY_THEIR_FITTING: dict[str, Any] = {
-    "use_aparam_as_mask": False,
-}
 
 
 def _translations(settings: ModelSettings) -> dict[str, Translation]:
@@ -151,7 +148,6 @@ def to_deepmd_kit(
         distance = min_nbor_dist.get(name, UNKNOWN_DISTANCE) if isinstance(min_nbor_dist, Mapping) else min_nbor_dist
         state |= _state_of_branch(one, f"model.{name}.", distance)
         sections[name] = {**_ONLY_THEIRS, **thaw(one.settings)}
-        sections[name]["fitting_net"] = {**_ONLY_THEIR_FITTING, **sections[name]["fitting_net"]}
         reasons += [f"{name}: {reason}" if several else reason for reason in ours_only(one.settings)]
     if isinstance(model, Branches):
         for name, section in sections.items():

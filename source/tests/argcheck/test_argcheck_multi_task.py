@@ -162,6 +162,21 @@ def test_what_does_not_fit_is_named(several, problems, change):
     assert words in problems(several)[path]
 
 
+def test_every_branch_and_alias_that_does_not_fit_is_named(several, problems):
+    branches = several["model"]["model_dict"]
+    branches["warm"] = {**branches["cold"], "type_map": ["O", "C"]}
+    branches["cold"] = {**branches["cold"], "type_map": ["H", "O"]}
+    for key in ("model_prob", "data_dict"):
+        several["training"][key]["warm"] = several["training"][key]["cold"]
+    several["loss_dict"]["warm"] = several["loss_dict"]["cold"]
+    assert list(problems(several)) == [f"model/model_dict/{name}/type_map" for name in ("cold", "warm")]
+    for name in ("cold", "warm"):
+        branches[name] |= {"type_map": "types", "model_branch_alias": ["hot", "ice"]}
+    ((path, message),) = problems(several).items()
+    assert path == "model/model_dict"
+    assert (message.count("'hot'"), message.count("'ice'")) == (4, 2)
+
+
 def test_a_part_that_no_branch_has_is_left_out_with_a_notice(several):
     several["model"]["shared_dict"]["idle"] = {}
     found = normalize(several)

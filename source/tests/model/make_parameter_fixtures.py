@@ -37,6 +37,8 @@ CASES: dict[str, dict] = {
     "fparam": {"fitting_net": {"numb_fparam": 2}},
     "aparam": {"fitting_net": {"numb_aparam": 2}},
     "vacuum": {"fitting_net": {**FITTING, "default_fparam": [0.4, -1.0], "atom_ener": [-1.5, None]}},
+    "mask": {"fitting_net": {**FITTING, "use_aparam_as_mask": True}},
+    "mask-vacuum": {"fitting_net": {"numb_aparam": 2, "use_aparam_as_mask": True, "atom_ener": [-1.5, None]}},
     "pairs": {"pair_exclude_types": [[0, 1]]},
     "atoms": {"atom_exclude_types": [1]},
     "everything": {"fitting_net": FITTING, "pair_exclude_types": [[0, 0]], "atom_exclude_types": [1]},

@@ -410,7 +410,6 @@ def test_a_taken_name_is_refused():
         (lambda p: p.update(model_dict={"a": {}, "b": {}}), r"several models.*\(a, b\)"),
         (lambda p: p["descriptor"].update(type="se_t"), "descriptor's type is 'se_t'"),
         (lambda p: p["fitting_net"].update(type="dipole"), "fitting net's type is 'dipole'"),
-        (lambda p: p["fitting_net"].update(use_aparam_as_mask=True), "use_aparam_as_mask is True"),
         (lambda p: p.update(spin={"use_spin": [True]}), "spin is"),
         (lambda p: p.update(preset_out_bias={"energy": [1.0, None]}), "preset_out_bias is"),
         (lambda p: p.update(bridging_method="zbl"), "bridging_method is 'zbl'"),

@@ -112,7 +112,13 @@ def test_excluded_pairs_do_not_see_each_other():
     assert at(0, 1, types=[0, 0])["force"].abs().max() > 1e-4
 
 
-FROZEN = ("se_e2_a-vacuum", "dpa1-everything", "dpa1-own", "dpa3-truncated")  # of each descriptor, and of each feature
+FROZEN = (
+    "se_e2_a-vacuum",
+    "se_e2_a-mask",
+    "dpa1-everything",
+    "dpa1-own",
+    "dpa3-truncated",
+)  # of each descriptor, and of each feature
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,6 @@ def test_attributes_are_deepmd_kits_lines(finished, capsys):
     capsys.readouterr()
     assert main(["--pt", "show", "model.ckpt.pt", "size", "type-map", "observed-type", "fitting-net"]) == 0
     fitting_net = {
-        "use_aparam_as_mask": False,
         "type": "ener",
         "neuron": [6, 6],
         "resnet_dt": True,
@@ -161,6 +160,7 @@ def test_attributes_are_deepmd_kits_lines(finished, capsys):
         "rcond": None,
         "numb_fparam": 0,
         "numb_aparam": 0,
+        "use_aparam_as_mask": False,
         "default_fparam": None,
         "dim_case_embd": 0,
     }

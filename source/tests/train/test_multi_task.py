@@ -249,7 +249,8 @@ def test_commands_take_a_branch(two_branches, train, caplog, kind):
         np.testing.assert_allclose(Predictor(f"{name}.pth").evaluate(frames).energy, energy, rtol=1e-12)
     assert main(["--pt", "test", "-m", "model.ckpt.pt", "-s", COLD, "--head", "cold", "-n", "2", "-d", "of"]) == 0
     np.testing.assert_allclose(np.loadtxt("of.e.out")[:, 1], found["cold"], rtol=1e-9)
-    assert main(["--pt", "change-bias", "model.ckpt.pt", "-b", "-1", "-o", "moved.pt", "--model-branch", "hot"]) == 0
+    for option in ("--head", "--model-branch"):
+        assert main(["--pt", "change-bias", "model.ckpt.pt", "-b", "-1", "-o", "moved.pt", option, "hot"]) == 0
     assert float(load_model("moved.pt", head="hot").atomic_model.out_bias) == -1.0
     assert float(load_model("moved.pt", head="cold").atomic_model.out_bias) != -1.0
     devi = ["--pt", "model-devi", "-m", "model.ckpt.pt", "moved.pt", "-s", COLD, "-o", "devi"]

@@ -12,6 +12,7 @@ import torch
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import DataError, DataLoader, NeighborCache, Parameters, open_systems, with_parameters
 from deepmd_muon.infer import Predictor
+from deepmd_muon.infer.predictor import load_model
 from deepmd_muon.loss import build_loss
 from deepmd_muon.model import build_model
 from deepmd_muon.model.deepmd_kit import settings_of
@@ -260,6 +261,29 @@ def test_exclusions_follow_their_elements_to_another_type_map():
     bare = settings(("H", "O"))
     moved = TypeMove(saved.type_map, bare.type_map).settings(saved, bare)
     assert (moved.pair_exclude_types, moved.atom_exclude_types) == (((1, 0),), (0,))
+
+
+@pytest.mark.parametrize("kind", ["dpa1", "dpa3"])
+@pytest.mark.parametrize("option", ["finetune", "init_model", "restart"])
+def test_runs_on_another_type_map_exclude_the_same_elements(systems, train, kind, option):
+    """O and H get other numbers and C is new; pairs of the descriptor and of the model, and types without energy."""
+    content = an_input(f"{kind}-own", systems, numb_steps=1, save_freq=1)
+    content["model"]["atom_exclude_types"] = [1]
+    assert train(content, skip_neighbor_stat=True) == 0
+    content["model"] |= {"type_map": ["H", "C", "O"], "atom_exclude_types": [0], "pair_exclude_types": [[0, 0], [1, 2]]}
+    content["model"]["descriptor"] = {**content["model"]["descriptor"], "exclude_types": [[2, 0], [1, 1]]}
+    content["training"] |= {"save_ckpt": "moved", "numb_steps": 2 * (option == "restart")}  # the second moves nothing
+    content["learning_rate"] = {"start_lr": 1e-14, "stop_lr": 1e-14}
+    assert train(content, **{option: "model.ckpt.pt"}, skip_neighbor_stat=True) == 0
+    before, after = Predictor("model.ckpt.pt", device="cpu"), Predictor("moved.pt", device="cpu")
+    for path in systems:
+        (then,), (now,) = (open_systems([path], each.type_map) for each in (before, after))
+        force = before.evaluate(then.frames(np.arange(1))).force
+        np.testing.assert_allclose(after.evaluate(now.frames(np.arange(1))).force, force, rtol=0, atol=1e-10)
+    settings = load_model("moved.pt").settings
+    assert settings.type_map == ("H", "C", "O")
+    assert settings.descriptor.exclude_types == ((2, 0), (1, 1))
+    assert (settings.pair_exclude_types, settings.atom_exclude_types) == (((0, 0), (1, 2)), (0,))
 
 
 def test_the_normalised_input_gives_the_same_again(systems, train):

@@ -118,6 +118,7 @@ def test_stratified_ranks_train_branches_side_by_side(place):
     assert sum(state["step"] for state in own["training_data"].values()) == 2 * HALF + (STEPS - HALF)
 
 
+@pytest.mark.slow
 def test_three_ranks_go_on_as_one_process_from_what_two_saved(place):
     """Stages 1 to 3, with fitting nets of their own and a shared one."""
     nets = {(2, 3): None, (3, 1): "net"}  # by the stages on two and on three ranks
@@ -137,7 +138,7 @@ def test_three_ranks_go_on_as_one_process_from_what_two_saved(place):
             torch.testing.assert_close(found[name], values, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("size", "stage"), [(3, 0), (3, 2)])
+@pytest.mark.parametrize(("size", "stage"), [pytest.param(3, 0, marks=pytest.mark.slow), (3, 2)])
 def test_a_head_of_some_ranks_gets_its_own_gradient(place, size, stage):
     """One stratified step against the gradients of each branch by itself."""
     steps = {"numb_steps": 1, "save_freq": 1}

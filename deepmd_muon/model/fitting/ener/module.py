@@ -218,7 +218,7 @@ class EnergyFitting(torch.nn.Module):
         default = None if settings.default_fparam is None else torch.tensor(settings.default_fparam, dtype=self.dtype)
         self.register_buffer("default_fparam_tensor", default)
         self.dim_in = dim_in
-        self.numb_parameters = settings.numb_fparam + settings.numb_aparam
+        self.numb_parameters = sum(settings.net_parameters.values())
         self.filter_layers = NetworkCollection(
             [
                 Network(
@@ -237,15 +237,16 @@ class EnergyFitting(torch.nn.Module):
     def parameters_of(self, structures: Structures) -> torch.Tensor | None:
         """Return the parameters of every sorted atom; see `Conditioned`."""
         found = []
-        if self.settings.numb_fparam:
+        numbers = self.settings.net_parameters
+        if "fparam" in numbers:
             fparam = structures.fparam
             if fparam is None and self.default_fparam_tensor is not None:
                 fparam = self.default_fparam_tensor.double().expand(structures.nframes, -1)
-            _check_parameters("fparam", fparam, self.settings.numb_fparam, "of each frame")
+            _check_parameters("fparam", fparam, numbers["fparam"], "of each frame")
             assert fparam is not None
             found.append(fparam[structures.sorted_frame])
-        if self.settings.numb_aparam:
-            _check_parameters("aparam", structures.aparam, self.settings.numb_aparam, "of each atom")
+        if "aparam" in numbers:
+            _check_parameters("aparam", structures.aparam, numbers["aparam"], "of each atom")
             assert structures.aparam is not None
             found.append(structures.aparam.flatten(0, 1)[structures.order])
         return torch.cat(found, dim=1) if found else None
@@ -275,12 +276,16 @@ class EnergyFitting(torch.nn.Module):
         """Append the row that says which branch of a multi-task model this is."""
         return x if self.case_embd is None else torch.cat([x, self.case_embd.expand(len(x), -1)], dim=1)
 
+    def scaling(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return means and inverse deviations of the parameters that the net reads."""
+        names = self.settings.net_parameters
+        return [getattr(self, f"{name}_avg") for name in names], [getattr(self, f"{name}_inv_std") for name in names]
+
     def _with_parameters(self, x: torch.Tensor, parameters: torch.Tensor | None) -> torch.Tensor:
         """Append the standardised parameters of each atom."""
         if parameters is None:
             return x
-        means = [mean for mean in (self.fparam_avg, self.aparam_avg) if mean is not None]
-        scales = [scale for scale in (self.fparam_inv_std, self.aparam_inv_std) if scale is not None]
+        means, scales = self.scaling()
         return torch.cat([x, (parameters.to(self.dtype) - torch.cat(means)) * torch.cat(scales)], dim=1)
 
     def _vacuum_rows(self, x: torch.Tensor) -> torch.Tensor:

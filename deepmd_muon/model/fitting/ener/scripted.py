@@ -28,19 +28,15 @@ class ScriptedEnergyFitting(torch.nn.Module):
             "branch", torch.zeros(0, dtype=module.dtype) if branch is None else branch.detach().clone()
         )
         self.numb_fparam, self.numb_aparam = module.settings.numb_fparam, module.settings.numb_aparam
-        for name, buffers in (
-            ("parameter_mean", (module.fparam_avg, module.aparam_avg)),
-            ("parameter_scale", (module.fparam_inv_std, module.aparam_inv_std)),
-        ):
-            there = [buffer.detach().clone() for buffer in buffers if buffer is not None]
-            self.register_buffer(name, torch.cat([self.branch.new_zeros(0), *there]))
+        for name, buffers in zip(("parameter_mean", "parameter_scale"), module.scaling(), strict=True):
+            self.register_buffer(name, torch.cat([self.branch.new_zeros(0), *(each.detach() for each in buffers)]))
         default = module.default_fparam_tensor
         self.register_buffer("default_fparam", self.branch.new_zeros(0) if default is None else default.clone())
         wanted = [energy is not None for energy in module.vacuum]
         self.vacuum = [any(wanted)] * len(wanted) if self.mixed_types else wanted
         bias = module.bias_atom_e.detach()[:, 0]
         # With parameters, the value in vacuum is another for every atom.
-        constant = self.numb_fparam + self.numb_aparam == 0
+        constant = module.numb_parameters == 0
         self.register_buffer("bias", bias - self._in_vacuum(module.dim_in) if constant else bias.clone())
 
     @torch.no_grad()
@@ -62,7 +58,8 @@ class ScriptedEnergyFitting(torch.nn.Module):
         x = descriptor.to(self.branch.dtype)
         with_parameters = self.parameter_mean.shape[0] > 0
         if with_parameters:
-            scaled = (parameters.to(self.branch.dtype) - self.parameter_mean) * self.parameter_scale
+            read = parameters[:, : self.parameter_mean.shape[0]]  # frame parameters alone with use_aparam_as_mask
+            scaled = (read.to(self.branch.dtype) - self.parameter_mean) * self.parameter_scale
             x = torch.cat([x, scaled], dim=1)
         if self.branch.shape[0] > 0:
             x = torch.cat([x, self.branch.expand(x.shape[0], -1)], dim=1)

@@ -66,6 +66,13 @@ class EnerSettings(Section):
             "them in set.*/aparam.npy (nframes, natoms * numb_aparam)."
         ),
     )
+    use_aparam_as_mask: bool = setting(
+        False,
+        doc=(
+            "Leave the atomic parameters out of the net. As in deepmd-kit's PyTorch code, the data still hold them, "
+            "and they mask no atom."
+        ),
+    )
     default_fparam: tuple[float, ...] | None = setting(
         None, doc="Frame parameters of frames without fparam.npy, and of predictions that give none."
     )
@@ -73,11 +80,16 @@ class EnerSettings(Section):
         0, minimum=0, doc="Branches of the multi-task model that these parameters come from; 0 without branches."
     )
 
+    @property
+    def net_parameters(self) -> dict[str, int]:
+        """The parameters that the net reads, by kind, in the order of its input, and how many there are."""
+        found = {"fparam": self.numb_fparam, "aparam": 0 if self.use_aparam_as_mask else self.numb_aparam}
+        return {name: number for name, number in found.items() if number}
+
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("trainable", "neuron"), _one_flag_a_layer),
         Rule(("default_fparam", "numb_fparam"), _a_default_for_each),
     )
     foreign: ClassVar[dict[str, Foreign]] = {
         "layer_name": Foreign("layers shared by name"),
-        "use_aparam_as_mask": Foreign("masked atoms", (False,)),
     }
