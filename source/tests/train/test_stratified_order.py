@@ -1,6 +1,7 @@
 """The order of branches over ranks: shares, positions, and batches dealt out without loss or repetition."""
 
 import itertools
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -55,7 +56,9 @@ class Numbered:
     def __init__(self, each):
         self.batches_per_step = each
         count = itertools.count()
-        self._sampler = SimpleNamespace(next=lambda: next(count))
+        self._order = SimpleNamespace(next=lambda: next(count))
+        self._drawn = deque()
+        self._balance = False
         self._step = self._taken = 0
 
     draw, advance, seat, begin_step = DataLoader.draw, DataLoader.advance, DataLoader.seat, DataLoader.begin_step
