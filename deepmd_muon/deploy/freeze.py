@@ -109,7 +109,7 @@ def save(program: Program, model: EnergyModel, temporary: Path, output: Path) ->
         warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript: LAMMPS's plugin reads nothing else
         scripted = torch.jit.script(program)
         torch.jit.save(scripted, plain, _extra_files=extra)
-        with replacement(temporary) as aside, named_file(aside, output) as file:
+        with named_file(temporary, output) as file:
             torch.jit.save(scripted, file, _extra_files=extra | {MANIFEST: manifest_of(plain.getvalue())})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -55,10 +56,11 @@ def branched_input(branches: Mapping[str, Sequence[str]], *, steps: int, seed: i
 
 
 def train(folder: Path, content: Mapping[str, Any], *options: str) -> Path:
-    """Run ``dp train`` in a folder, unless its checkpoint is there; return the checkpoint."""
-    checkpoint = folder / "model.ckpt.pt"
+    """Run ``dp train`` in a folder, unless its last checkpoint is there; return the checkpoint."""
+    checkpoint = folder / f"model.ckpt-{content['training']['numb_steps']}.pt"
     if not checkpoint.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # an interrupted run leaves an earlier checkpoint
+        folder.mkdir(parents=True)
         (folder / "input.json").write_text(json.dumps(content, indent=4))
         command = [sys.executable, "-m", "deepmd_muon", "--pt", "train", "input.json", "-l", "train.log", *options]
         with open(folder / "output.txt", "w") as output:

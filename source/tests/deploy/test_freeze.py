@@ -238,16 +238,6 @@ def test_a_file_that_differs_is_not_written(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_save_replaces_a_longer_file(tmp_path):
-    model, path = build(SE_E2_A), tmp_path / "model.pth"
-    for tail in (0, 10**6):
-        path.write_bytes(bytes(tail))
-        freezing.save(freezing.program_of(model), model, path, path)
-        assert compare(model, path).relative < 1e-11
-        assert path.stat().st_size < 10**6
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_the_comparison_sees_other_weights(frozen):
     model = build(SE_E2_A)
     with torch.no_grad():
