@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from deepmd_muon.files import is_special
+from deepmd_muon.files import is_special, paths_matching
 
 # Files of a system beside its sets.
 _OF_SYSTEM = frozenset({"type.raw", "type_map.raw", "nopbc", "data.mdb"})
@@ -70,7 +69,7 @@ def _same(path: Path, other: str | os.PathLike[str]) -> bool:
 def _is_data(path: Path, system: str) -> bool:
     """Return whether a file that exists is one of a system, which is a path or a pattern as `open_systems` takes."""
     system = system if os.path.exists(system) else system.partition("#")[0]
-    for place in [system] if os.path.exists(system) else _matching(system):
+    for place in [system] if os.path.exists(system) else paths_matching(system):
         if _same(path, place):
             return True
         real, folder = os.path.realpath(path), os.path.realpath(place)
@@ -79,23 +78,3 @@ def _is_data(path: Path, system: str) -> bool:
             if parts[-1] in _OF_SYSTEM or any(part.startswith("set.") for part in parts[:-1]):
                 return True
     return False
-
-
-def _matching(pattern: str) -> Iterator[str]:
-    """Yield the paths that fit a pattern; ``**`` enters each folder once, as circles of links never end."""
-    parts = pattern.split(os.sep)
-    if "**" not in parts:
-        yield from glob.iglob(pattern)
-        return
-    place = parts.index("**")
-    before, rest = os.path.join(*parts[:place], "") if place else "", os.path.join(*parts[place + 1 :] or "*")
-    before = os.sep + before if pattern.startswith(os.sep) else before
-    seen: set[str] = set()
-    for top in glob.glob(before or os.curdir):
-        for folder, below, _ in os.walk(top, followlinks=True):
-            real = os.path.realpath(folder)
-            if real in seen:
-                below.clear()
-                continue
-            seen.add(real)
-            yield from _matching(os.path.join(glob.escape(folder), rest))

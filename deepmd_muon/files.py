@@ -1,4 +1,4 @@
-"""Write files atomically, never through a symlink. Read regular files only.
+"""Write files atomically, never through a symlink. Read regular files only. Enter each folder once, links or not.
 
 Every error of writing is a `WriteError`, which names the file that was to be written, not a temporary one.
 """
@@ -6,6 +6,7 @@ Every error of writing is a `WriteError`, which names the file that was to be wr
 from __future__ import annotations
 
 import errno
+import glob
 import io
 import os
 import re
@@ -13,7 +14,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -274,3 +275,49 @@ def regular_text(path: str | os.PathLike[str]) -> str:
             raise OSError(
                 errno.EINVAL, f"no text in UTF-8 ({error.reason} at byte {error.start})", str(path)
             ) from error
+
+
+def real_folders(root: str, refuse: Callable[[OSError], None] | None = None) -> list[tuple[str, list[str]]]:
+    """Return the folders at or below one, sorted, with their files; circles of links are not followed.
+
+    Parameters
+    ----------
+    root
+        The folder.
+    refuse
+        Takes the error of a folder that cannot be listed; None passes over that folder.
+
+    Returns
+    -------
+    list of (str, list of str)
+        Neither sets of systems (``set.000``) nor folders whose names begin with a dot: conversions that were killed
+        leave some of these.
+    """
+    seen: set[str] = set()
+    found: list[tuple[str, list[str]]] = []
+    for folder, below, files in os.walk(root, onerror=refuse, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            below.clear()
+            continue
+        seen.add(real)
+        below[:] = sorted(name for name in below if not name.startswith(("set.", ".")))
+        found.append((folder, files))
+    return sorted(found)
+
+
+def paths_matching(pattern: str, refuse: Callable[[OSError], None] | None = None) -> Iterator[str]:
+    """Yield the paths that fit a pattern; ``**`` crosses `real_folders`, and at its end stands for the top alone."""
+    parts = pattern.split(os.sep)
+    if "**" not in parts:
+        yield from glob.iglob(pattern)
+        return
+    place = parts.index("**")
+    rest = os.sep.join(parts[place + 1 :])
+    for top in glob.glob(os.sep.join(parts[:place]) or (os.sep if parts[0] == "" and place else os.curdir)):
+        if not rest:
+            yield top  # readers search it for systems, and a clash below it counts
+            continue
+        for folder, _ in real_folders(top, refuse):
+            folder = os.path.normpath(folder) if place == 0 else folder
+            yield from paths_matching(os.path.join(glob.escape(folder), rest), refuse)

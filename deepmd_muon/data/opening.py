@@ -15,9 +15,10 @@ from deepmd_muon.data.formats import reader_of
 from deepmd_muon.data.parameters import Parameters
 from deepmd_muon.data.stores.ase_reading import read_ase
 from deepmd_muon.data.stores.lmdb_store import is_lmdb, lmdb_stores
-from deepmd_muon.data.stores.npy_store import npy_stores, real_folders
+from deepmd_muon.data.stores.npy_store import npy_stores, refuse_unlisted
 from deepmd_muon.data.stores.storage import HandleCache, Store
 from deepmd_muon.data.system import System
+from deepmd_muon.files import paths_matching
 from deepmd_muon.label_keys import LabelKeys
 
 log = logging.getLogger(__name__)
@@ -179,29 +180,9 @@ def _expanded(path: str) -> list[str]:
     """Return the paths that fit a pattern, sorted; a path that exists stands for itself."""
     if not glob.has_magic(path) or os.path.exists(path.partition("#")[0]):
         return [path]
-    if found := sorted(set(_glob(path))):
+    if found := sorted(set(paths_matching(path, refuse_unlisted))):
         return found
     raise SystemNotFoundError(f"no path fits the pattern {path} (relative patterns start at {os.getcwd()})")
-
-
-def _glob(pattern: str) -> Iterator[str]:
-    """Yield the paths that fit a pattern; where ``**`` crosses folders, circles of links are not followed."""
-    parts = pattern.split(os.sep)
-    if "**" not in parts:
-        yield from glob.iglob(pattern)
-        return
-    place = parts.index("**")
-    rest = os.sep.join(parts[place + 1 :])
-    for top in glob.glob(os.sep.join(parts[:place]) or (os.sep if parts[0] == "" and place else os.curdir)):
-        if not rest:
-            yield top  # all systems below are looked for anyway
-            continue
-        for folder, _ in real_folders(top):
-            inside = os.path.relpath(folder, top)
-            if inside != os.curdir and any(name.startswith(".") for name in inside.split(os.sep)):
-                continue
-            folder = os.path.normpath(folder) if place == 0 else folder
-            yield from _glob(os.path.join(glob.escape(folder), rest))
 
 
 def _fitting(folder: str, patterns: Sequence[str]) -> list[str]:

@@ -12,8 +12,12 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    import torch
 
 # Before torch is imported: tests run beside each other, and sums have one order. Processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -62,6 +66,23 @@ def log_level() -> Iterator[None]:
     level = logger.level
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture(params=["torch", pytest.param("kernels", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Return where neighbours are searched: by torch on the CPU, or by kernels on a GPU or in the interpreter."""
+    import torch
+
+    from deepmd_muon.model.nn import triton_support
+
+    if request.param == "kernels":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("there is no GPU; in the interpreter, test_model_kernels runs the kernels")
+        monkeypatch.setattr("deepmd_muon.model.neighbors.kernels.BLOCK", 128)
+    monkeypatch.setattr(triton_support, "usable", lambda _: request.param == "kernels")
+    return torch.device("cpu")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

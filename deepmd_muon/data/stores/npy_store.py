@@ -14,7 +14,7 @@ import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError, SystemNotFoundError
 from deepmd_muon.data.stores.storage import FileWatch, HandleCache, OpenFile, check_array
-from deepmd_muon.files import open_regular
+from deepmd_muon.files import open_regular, real_folders
 
 _READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 # Values up to this size [bytes], such as energies and cells, are kept instead of an open file.
@@ -167,29 +167,13 @@ def npy_stores(path: str, handles: HandleCache) -> Iterator[NpyStore]:
     """Find all systems at or below a folder, sorted."""
     if not os.path.isdir(path):
         raise SystemNotFoundError(f"system {path} does not exist (relative paths start at {os.getcwd()})")
-    found = [folder for folder, files in real_folders(path) if "type.raw" in files]
+    found = [folder for folder, files in real_folders(path, refuse_unlisted) if "type.raw" in files]
     if not found:
         raise SystemNotFoundError(f"no system found in {path}: neither it nor a folder below has a type.raw")
     for folder in found:
         yield NpyStore(folder, handles)
 
 
-def real_folders(root: str) -> list[tuple[str, list[str]]]:
-    """Return folders at or below `root` but for sets, sorted, with their files; each is met once, links or not."""
-    seen: set[str] = set()
-    found: list[tuple[str, list[str]]] = []
-
-    def refuse(error: OSError) -> None:
-        # Systems below it would be missing from the data in silence.
-        raise SystemFormatError(str(error.filename), "", f"cannot be listed: {error.strerror}") from error
-
-    for folder, below, files in os.walk(root, onerror=refuse, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in seen:
-            below.clear()
-            continue
-        seen.add(real)
-        # Of names with a dot, some were left by conversions that were killed.
-        below[:] = sorted(name for name in below if not name.startswith(("set.", ".")))
-        found.append((folder, files))
-    return sorted(found)
+def refuse_unlisted(error: OSError) -> None:
+    """Raise the error of a folder that cannot be listed: systems below it would be missing in silence."""
+    raise SystemFormatError(str(error.filename), "", f"cannot be listed: {error.strerror}") from error

@@ -77,6 +77,18 @@ def _per_atom(images, cell, periodic: tl.constexpr):
 
 
 @triton.jit
+def _own(frame, nframes, order, coord, images, periodic: tl.constexpr):
+    """Return a program's row, whether it has an atom, its structure, the atom, its position, and images per atom."""
+    row = tl.program_id(0).to(tl.int64)
+    cell = tl.load(frame + row)
+    inside = cell < nframes
+    cell = tl.where(inside, cell, 0)
+    here = tl.where(inside, tl.load(order + row), 0)
+    x, y, z = tl.load(coord + here * 3), tl.load(coord + here * 3 + 1), tl.load(coord + here * 3 + 2)
+    return row, inside, cell, here, x, y, z, _per_atom(images, cell, periodic)
+
+
+@triton.jit
 def _look(
     coord, box, inverse, reach, images, cell, natoms, here, x, y, z, begin, candidates, each, square,
     periodic: tl.constexpr, block: tl.constexpr,
@@ -141,13 +153,7 @@ def _search_kernel(
     by_type: tl.constexpr, periodic: tl.constexpr, block: tl.constexpr, capacity: tl.constexpr,
 ):  # fmt: skip
     """Find the neighbours of one atom; `starts` and `widths` are those of the sections."""
-    row = tl.program_id(0).to(tl.int64)
-    cell = tl.load(frame + row)
-    inside = cell < nframes
-    cell = tl.where(inside, cell, 0)
-    here = tl.where(inside, tl.load(order + row), 0)
-    x, y, z = tl.load(coord + here * 3), tl.load(coord + here * 3 + 1), tl.load(coord + here * 3 + 2)
-    each = _per_atom(images, cell, periodic)
+    row, inside, cell, here, x, y, z, each = _own(frame, nframes, order, coord, images, periodic)
     candidates = tl.where(inside, tl.load(counts + cell).to(tl.int32) * each, 0)
     found = candidates * 0
     for begin in range(0, candidates, block):
@@ -215,14 +221,8 @@ def _renew_kernel(
     periodic: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Write all atoms within cut-off and skin of one atom, where its structure is stale."""
-    row = tl.program_id(0).to(tl.int64)
-    cell = tl.load(frame + row)
-    inside = cell < nframes
-    cell = tl.where(inside, cell, 0)
+    row, inside, cell, here, x, y, z, each = _own(frame, nframes, order, coord, images, periodic)
     wanted = inside & (tl.load(stale + cell) != 0)
-    here = tl.where(inside, tl.load(order + row), 0)
-    x, y, z = tl.load(coord + here * 3), tl.load(coord + here * 3 + 1), tl.load(coord + here * 3 + 2)
-    each = _per_atom(images, cell, periodic)
     candidates = tl.where(wanted, tl.load(counts + cell).to(tl.int32) * each, 0)
     found = candidates * 0
     for begin in range(0, candidates, block):
@@ -306,13 +306,7 @@ def _count_kernel(
     periodic: tl.constexpr, block: tl.constexpr, kinds: tl.constexpr, radii: tl.constexpr,
 ):  # fmt: skip
     """Count the neighbours of one atom by type, and within shorter radii."""
-    row = tl.program_id(0).to(tl.int64)
-    cell = tl.load(frame + row)
-    inside = cell < nframes
-    cell = tl.where(inside, cell, 0)
-    here = tl.where(inside, tl.load(order + row), 0)
-    x, y, z = tl.load(coord + here * 3), tl.load(coord + here * 3 + 1), tl.load(coord + here * 3 + 2)
-    each = _per_atom(images, cell, periodic)
+    row, inside, cell, here, x, y, z, each = _own(frame, nframes, order, coord, images, periodic)
     candidates = tl.where(inside, tl.load(counts + cell).to(tl.int32) * each, 0)
     kind, radius = tl.arange(0, kinds), tl.arange(0, radii)
     short = tl.load(squares + 1 + radius, radius < nradii - 1, 0.0)

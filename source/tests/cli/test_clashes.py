@@ -82,10 +82,11 @@ def test_patterns_cross_circles_of_links_once(tmp_path):
     for number in range(4):
         (inner / f"up{number}").symlink_to("..")
     (inner / "s.xyz").touch()
+    (inner / "type.raw").touch()
     other = tmp_path / "out.json"
     other.touch()
-    for pattern in ("data/**", "data/**/s.xyz", "**/*.xyz"):
+    for pattern, output in (("data/**", "type.raw"), ("data/**/s.xyz", "s.xyz"), ("**/*.xyz", "s.xyz")):
         systems = {"the data": [str(tmp_path / pattern)]}
         with pytest.raises(ValueError, match="data"):
-            refuse_clashes(ValueError, {"-o": inner / "s.xyz"}, {}, systems)
+            refuse_clashes(ValueError, {"-o": inner / output}, {}, systems)
     refuse_clashes(ValueError, {"-o": other}, {}, {"the data": [str(tmp_path / "data/**")]})

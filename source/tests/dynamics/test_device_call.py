@@ -1,6 +1,5 @@
 """Forces whose lists live on the device equal the predictor's while atoms move, cells change and lists grow."""
 
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -16,23 +15,8 @@ from deepmd_muon.infer import Predictor
 from deepmd_muon.infer.device_call import DeviceCall
 from deepmd_muon.infer.frozen import FrozenModel
 from deepmd_muon.infer.frozen_archive import MANIFEST, WEIGHTS, weights_of
-from deepmd_muon.model.neighbors import kernels
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.graphs import GraphMemory
-
-
-@pytest.fixture(params=["torch", pytest.param("kernels", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr(triton_support, "usable", lambda _: False)
-        return torch.device("cpu")
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("there is no GPU; in the interpreter, test_model_kernels runs the kernels")
-    monkeypatch.setattr(triton_support, "usable", lambda _: True)
-    monkeypatch.setattr(kernels, "BLOCK", 128)
-    return torch.device("cpu")
 
 
 def call_of(name, frames, device, skin=0.8):

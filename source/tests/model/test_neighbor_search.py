@@ -1,18 +1,15 @@
 """Neighbours found on a device are those that the data room finds."""
 
 import itertools
-import os
 
 import numpy as np
 import pytest
 import torch
 
 from deepmd_muon.data import build_neighbors
-from deepmd_muon.model.neighbors import kernels
 from deepmd_muon.model.neighbors.atoms import FIRST_WIDTH, ROOM, Atoms, Candidates, Cells, Sections
 from deepmd_muon.model.neighbors.candidates import lay_out, mark_stale, refer, renew
 from deepmd_muon.model.neighbors.search import count_neighbors, find_neighbors
-from deepmd_muon.model.nn import triton_support
 
 NTYPES = 3
 CELLS = {
@@ -133,20 +130,6 @@ def compare(cell, by_type, sel, rcut, device):
         assert not np.isfinite(closest) or abs(float(nearest[here].min()) ** 0.5 - closest) < 1e-12
     assert (neighbor[-1] == -1).all()
     assert not counts[-1].any()
-
-
-@pytest.fixture(params=["torch", pytest.param("kernels", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr(triton_support, "usable", lambda _: False)
-        return torch.device("cpu")
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("there is no GPU; in the interpreter, test_model_kernels runs the kernels")
-    monkeypatch.setattr(triton_support, "usable", lambda _: True)
-    monkeypatch.setattr(kernels, "BLOCK", 128)
-    return torch.device("cpu")
 
 
 @pytest.mark.parametrize(
