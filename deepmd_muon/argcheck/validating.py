@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import ClassVar
 
 from deepmd_muon.section import Foreign, Rule, Section
@@ -55,6 +56,14 @@ class ValidatingSettings(Section):
             "validation data never does. A stratified run draws all of them to its end."
         ),
     )
+
+    def best_folder(self, save_ckpt: str) -> Path:
+        """Return the folder of the best checkpoints of a run with this prefix."""
+        return Path(self.save_best_dir or Path(save_ckpt).parent)
+
+    def best_prefix(self, save_ckpt: str) -> Path | None:
+        """Return the path that the best checkpoints' names begin with; None for a run that keeps none."""
+        return self.best_folder(save_ckpt) / "best.ckpt" if self.full_validation and self.save_best else None
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("early_stop_patience", "full_validation", "full_val_start"), _some_validations),

@@ -21,7 +21,7 @@ from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.infer.frozen import FrozenModel, is_frozen
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.model import EnergyModel, Structures, build_model
-from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit, min_distance_of
+from deepmd_muon.model.deepmd_kit import from_deepmd_kit, min_distance_of, saved_branches
 from deepmd_muon.model.nn import triton_support
 
 
@@ -65,7 +65,7 @@ def _take_averages(model: EnergyModel, checkpoint: dict[str, Any], path: Path, h
     if "ema" not in checkpoint:
         raise CheckpointError(f"{path} has no averaged weights; training.enable_ema was off in that run")
     averages = checkpoint["ema"]["model"]
-    branches = branches_of(checkpoint["model"])
+    branches = saved_branches(checkpoint["model"])
     prefix = f"{branches[head]}." if branches and head else ""
     with torch.no_grad():
         for name, parameter in model.named_parameters():

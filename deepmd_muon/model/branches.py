@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -52,6 +54,17 @@ def all_names(model: EnergyModel | Branches) -> dict[torch.Tensor, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return names
+
+
+def for_any_name(patterns: Sequence[str], model: Branches) -> tuple[str, ...]:
+    """Return patterns that match the first name of a shared parameter where the given ones match any of its names."""
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        matched = [names for names in all_names(model).values() if any(fnmatchcase(name, pattern) for name in names)]
+        others = [glob.escape(names[0]) for names in matched if not fnmatchcase(names[0], pattern)]
+        kept = [pattern] if len(others) < len(matched) or not matched else []
+        found.update(dict.fromkeys([*kept, *others]))
+    return tuple(found)
 
 
 def build_branches(

@@ -15,8 +15,7 @@ import torch
 
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.model.branch_settings import SINGLE
-from deepmd_muon.model.branches import Branches
-from deepmd_muon.model.branches import branches_of as branches_of_model
+from deepmd_muon.model.branches import Branches, branches_of
 from deepmd_muon.model.energy_model import EnergyModel
 from deepmd_muon.model.errors import BranchError, ForeignModelError, ModelError
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
@@ -144,7 +143,7 @@ def to_deepmd_kit(
     several = isinstance(model, Branches)
     state: dict[str, Any] = {}
     sections, reasons = {}, []
-    for name, one in branches_of_model(model).items():
+    for name, one in branches_of(model).items():
         distance = min_nbor_dist.get(name, UNKNOWN_DISTANCE) if isinstance(min_nbor_dist, Mapping) else min_nbor_dist
         state |= _state_of_branch(one, f"model.{name}.", distance)
         sections[name] = {**_ONLY_THEIRS, **thaw(one.settings)}
@@ -180,7 +179,7 @@ def _state_of_branch(model: EnergyModel, prefix: str, min_nbor_dist: float) -> d
     return state
 
 
-def branches_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
+def saved_branches(state_dict: Mapping[str, Any]) -> dict[str, str]:
     """Return the branches of a multi-task checkpoint, names before aliases, and the name each stands for.
 
     Empty for a checkpoint of a single model.
@@ -192,7 +191,7 @@ def branches_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
 
 def _branch(state_dict: Mapping[str, Any], wanted: str | None) -> tuple[str, Mapping[str, Any]]:
     """Return name and model parameters of the branch that is wanted, or of the only one."""
-    params, known = state_dict["_extra_state"]["model_params"], branches_of(state_dict)
+    params, known = state_dict["_extra_state"]["model_params"], saved_branches(state_dict)
     if not known:
         if wanted not in (None, SINGLE):
             raise BranchError(f"the checkpoint has no branch {wanted!r}: it holds a single model")
@@ -252,7 +251,7 @@ def from_deepmd_kit(
     settings = settings_of(params)
     translations = _translations(settings)
     own: dict[str, torch.Tensor] = {}
-    others = tuple(f"model.{other}." for other in set(branches_of(state_dict).values()) - {name})
+    others = tuple(f"model.{other}." for other in set(saved_branches(state_dict).values()) - {name})
     for name, value in state_dict.items():
         if name == "_extra_state" or "._networks." in name or name == f"{prefix}min_nbor_dist":
             continue

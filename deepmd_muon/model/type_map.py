@@ -51,17 +51,17 @@ class TypeMove:
 
     def settings(self, saved: ModelSettings, present: ModelSettings) -> ModelSettings:
         """Return saved settings for the present types; what new types need is that of the present settings."""
-        fitting = saved.fitting_net
-        if known := getattr(fitting, "atom_ener", None):
+        changes: dict[str, Any] = {"type_map": self.present, **self._exclusions(saved, present)}
+        pairs = getattr(saved.descriptor, "exclude_types", ())
+        moved_pairs = self._moved_pairs(pairs, getattr(present.descriptor, "exclude_types", ()))
+        if pairs:
+            changes["descriptor"] = changed(saved.descriptor, {"exclude_types": moved_pairs}, "model/descriptor")
+        if known := getattr(saved.fitting_net, "atom_ener", None):
             given = getattr(present.fitting_net, "atom_ener", None) or [None] * len(self.present)
             energies = dict(zip(self.present, given, strict=True)) | dict(zip(self.saved, known, strict=True))
             moved = tuple(energies[name] for name in self.present)
-            fitting = changed(fitting, {"atom_ener": moved}, "model/fitting_net")
-        changes = {"type_map": self.present, "fitting_net": fitting}
-        if known := getattr(saved.descriptor, "exclude_types", ()):
-            moved = self._moved_pairs(known, getattr(present.descriptor, "exclude_types", ()))
-            changes["descriptor"] = changed(saved.descriptor, {"exclude_types": moved}, "model/descriptor")
-        return changed(saved, changes | self._exclusions(saved, present))
+            changes["fitting_net"] = changed(saved.fitting_net, {"atom_ener": moved}, "model/fitting_net")
+        return changed(saved, changes)
 
     def _exclusions(self, saved: ModelSettings, present: ModelSettings) -> dict[str, tuple[Any, ...]]:
         """Return the excluded types and pairs of types, those of new types as present settings have them."""

@@ -17,7 +17,7 @@ from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, u
 from deepmd_muon.data import Frames, System, TypeMapError, open_systems
 from deepmd_muon.data.writing import write_hdf5
 from deepmd_muon.infer.predictor import Predictor
-from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit
+from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches
 from deepmd_muon.model.settings import ModelSettings, changed
 from deepmd_muon.replay.errors import ReplayError
 from deepmd_muon.replay.structures import KEPT, as_systems, choose_starts, draw
@@ -72,7 +72,7 @@ def prepare(given: Input, checkpoint: str, branch: str | None, replay: Sequence[
     path = checkpoint_path(checkpoint)
     content = read_checkpoint(path, ("optimizer", "ema"))
     with understood(path):
-        saved = branches_of(content["model"])
+        saved = saved_branches(content["model"])
         if saved and branch not in saved:
             raise ReplayError(
                 f"--replay continues one branch of {path}, which has {', '.join(saved)}: name it with --model-branch"

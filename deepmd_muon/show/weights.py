@@ -73,9 +73,9 @@ def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpda
 
 def _weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the weights of a model; of several branches under branch.name, as their parameters are called."""
-    from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit
+    from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches
 
-    branches = dict.fromkeys(branches_of(state).values())
+    branches = dict.fromkeys(saved_branches(state).values())
     if not branches:
         return dict(from_deepmd_kit(state)[1])
     found = {branch: from_deepmd_kit(state, branch)[1] for branch in branches}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deepmd_muon.argcheck.settings import MultiTaskSettings
-from deepmd_muon.argcheck.training import MultiTaskTrainingSettings
+from deepmd_muon.argcheck.training import MultiTaskTrainingSettings, TrainingSettings
 from deepmd_muon.data import DataLoader, Seats
 from deepmd_muon.data.sampling.sampler import CHOICE_BLOCK, Sampler, SavedOrder
 from deepmd_muon.loss import Loss, build_loss, check_labels
@@ -22,7 +22,7 @@ from deepmd_muon.model.branches import branches_of, build_branches
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.ranks import Ranks
-from deepmd_muon.train.setup import Data, number_of_steps
+from deepmd_muon.train.setup import Data
 
 if TYPE_CHECKING:
     from deepmd_muon.argcheck import Input
@@ -151,6 +151,15 @@ def length_and_probabilities(given: Input, data: Mapping[str, Data]) -> tuple[in
     assert several.numb_steps is not None
     systems = {name: float(len(part.training_systems)) for name, part in data.items()}
     return several.numb_steps, _normalized(several.model_prob or systems, [*data])
+
+
+def number_of_steps(training: TrainingSettings, loader: DataLoader) -> int:
+    """Return the length of the run in steps, from `numb_steps` or `numb_epoch`."""
+    if training.numb_steps is not None:
+        return training.numb_steps
+    assert training.numb_epoch is not None  # the input checker requires one of the two
+    batches = math.ceil(training.numb_epoch * loader.batches_per_epoch)
+    return math.ceil(batches / (loader.world_size * loader.batches_per_step))
 
 
 def _normalized(weights: Mapping[str, float], names: list[str] | None = None) -> dict[str, float]:

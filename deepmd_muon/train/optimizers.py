@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from deepmd_muon.model.branches import Branches, all_names
+from deepmd_muon.model.branches import Branches, for_any_name
 from deepmd_muon.optim.buildable import Buildable
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.other_configs import MuonConfig
@@ -49,7 +46,7 @@ def build_optimizer(
             )
         return optimizer
     if isinstance(config, HybridMuonConfig) and isinstance(model, Branches):
-        found: dict[str, Any] = {key: _for_any_name(getattr(config, key), model) for key in _PATTERNS}
+        found: dict[str, Any] = {key: for_any_name(getattr(config, key), model) for key in _PATTERNS}
         config = dataclasses.replace(config, **found)
     as_deepmd_kit = isinstance(config, HybridMuonConfig) and config.deepmd_kit_arithmetic
     if config.layout == "auto" and not as_deepmd_kit:
@@ -57,14 +54,3 @@ def build_optimizer(
     if state_in_parts:
         config = dataclasses.replace(config, sharded=dataclasses.replace(config.sharded, state="sharded"))
     return config.build(model, lr, replicas)
-
-
-def _for_any_name(patterns: Sequence[str], model: Branches) -> tuple[str, ...]:
-    """Return patterns that match the first name of a shared parameter where the given ones match any of its names."""
-    found: dict[str, None] = {}
-    for pattern in patterns:
-        matched = [names for names in all_names(model).values() if any(fnmatchcase(name, pattern) for name in names)]
-        others = [glob.escape(names[0]) for names in matched if not fnmatchcase(names[0], pattern)]
-        kept = [pattern] if len(others) < len(matched) or not matched else []
-        found.update(dict.fromkeys([*kept, *others]))
-    return tuple(found)

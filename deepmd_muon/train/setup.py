@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deepmd_muon.argcheck import BranchDataSettings, Input, TrainingDataSettings, TrainingSettings
+from deepmd_muon.argcheck import BranchDataSettings, Input, TrainingDataSettings
 from deepmd_muon.argcheck.changes import changed_settings
 from deepmd_muon.data import (
     DataLoader,
@@ -26,6 +26,9 @@ from deepmd_muon.model.settings import changed
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.systems import Systems
+
+if TYPE_CHECKING:
+    from deepmd_muon.train.checkpoint.source import Source
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +62,7 @@ class Data:
 
 
 def resolve_sel(
-    given: Input, systems: Mapping[str, Systems], *, count: bool
+    given: Input, systems: Mapping[str, Systems], sources: Mapping[str, Source] = MappingProxyType({}), *, count: bool
 ) -> tuple[Input, dict[str, NeighborStatistics]]:
     """Replace settings that depend on the data, such as ``sel: "auto"``, by numbers.
 
@@ -69,6 +72,8 @@ def resolve_sel(
         The checked input.
     systems
         Of each branch; see `MOST_COUNTED` for how much of the training data is looked at.
+    sources
+        Checkpoints of branches, whose numbers are taken.
     count
         False when neighbours are not to be counted (--skip-neighbor-stat).
 
@@ -89,6 +94,12 @@ def resolve_sel(
         descriptor = branch.model.descriptor
         if not descriptor.needs_counts:
             continue
+        if source := next((sources[name] for name in names if name in sources), None):
+            descriptor = descriptor.with_counts_of(source.model.descriptor)
+            given = with_descriptor(given, names, descriptor)
+            log.info("sel of %s becomes %s, as in %s", where, list(descriptor.neighbors().sel), source.path)
+            if not descriptor.needs_counts:
+                continue
         if not count:
             raise TrainingError(f'{where}/sel is "auto", which needs the neighbour statistics: give numbers')
         together = [system for name in names for system in systems[name].training]
@@ -197,15 +208,6 @@ def make_loaders(
         loader(valid, validation) if validation else None,
         train,
     )
-
-
-def number_of_steps(training: TrainingSettings, loader: DataLoader) -> int:
-    """Return the length of the run in steps, from `numb_steps` or `numb_epoch`."""
-    if training.numb_steps is not None:
-        return training.numb_steps
-    assert training.numb_epoch is not None  # the input checker requires one of the two
-    batches = math.ceil(training.numb_epoch * loader.batches_per_epoch)
-    return math.ceil(batches / (loader.world_size * loader.batches_per_step))
 
 
 def check_same_run(given: Input, systems: Mapping[str, Systems], ranks: Ranks) -> None:

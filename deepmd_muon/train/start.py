@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import torch
 
 from deepmd_muon.argcheck import Input, dump
-from deepmd_muon.checkpoint_file.directory import is_directory
-from deepmd_muon.checkpoint_file.errors import CheckpointError
-from deepmd_muon.checkpoint_file.file import OWN_KEY, checkpoint_path, understood
+from deepmd_muon.checkpoint_file.file import checkpoint_path, understood
 from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.files import make_folder_of
-from deepmd_muon.model import EnergyModel, Structures
+from deepmd_muon.model import Structures
 from deepmd_muon.model.branches import branches_of
 from deepmd_muon.model.settings import changed
 from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.train.branches import RunBranch, build_of, make_branches, seed_of
-from deepmd_muon.train.checkpoint.branch_state import for_branches
-from deepmd_muon.train.checkpoint.newest import followed, newest_checkpoint
-from deepmd_muon.train.checkpoint.ownership import held, keep_earlier, keep_later, keep_others, remove_leftovers
-from deepmd_muon.train.checkpoint.source import Source, Way, read_sources
-from deepmd_muon.train.checkpoint.type_map import moved_content
-from deepmd_muon.train.energy_bias import fit_energy_bias
+from deepmd_muon.train.checkpoint.newest import AUTOMATIC, continued_by
+from deepmd_muon.train.checkpoint.ownership import RunFiles
+from deepmd_muon.train.checkpoint.source import Source, Way, read_sources, state_of
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.outputs import check_outputs
 from deepmd_muon.train.process.abort import Moment, explained
 from deepmd_muon.train.process.allocator import keep_freed_memory
 from deepmd_muon.train.process.warm_up import warm_up
@@ -42,7 +33,6 @@ from deepmd_muon.train.report.tensorboard import require_tensorboard
 from deepmd_muon.train.report.weights_and_biases import require_wandb
 from deepmd_muon.train.setup import (
     CACHE_BYTES,
-    MOST_MEASURED,
     Data,
     check_same_run,
     check_sel,
@@ -52,17 +42,14 @@ from deepmd_muon.train.setup import (
     resolve_sel,
     with_descriptor,
 )
-from deepmd_muon.train.statistics import fixed_energies, set_model_statistics
+from deepmd_muon.train.statistics import set_model_statistics, settle_energy_bias
 from deepmd_muon.train.systems import Systems, open_training_systems, warn_of_shared_frames
 from deepmd_muon.train.trainer import Trainer
-from deepmd_muon.train.validation.full_validation import best_prefix
 
 log = logging.getLogger(__name__)
 
 # Atoms at 6 Å (see `frame_costs`) of frames in which the length of descriptors is measured.
 _MEASURED = 1 << 14
-# Values of --restart that stand for the newest checkpoint, if there is one.
-AUTOMATIC = ("auto", "latest")
 
 
 def run(
@@ -131,25 +118,17 @@ def run(
     begun = time.monotonic() if begun is None else begun
     training = given.settings.training
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
+        files = RunFiles(given, output, log_path)
         found = init_model or (None if restart in AUTOMATIC else restart)
-        ranks.from_first(
-            "looking at its outputs", lambda: check_outputs(given, given.source, output, log_path, found or finetune)
-        )
+        ranks.from_first("looking at its outputs", lambda: files.check(found or finetune))
         stack.enter_context(explained(lambda: Moment("preparing"), lambda: checkpoint_path(found) if found else None))
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
-        others = [output, log_path, *(branch.data.stat_file for branch in given.branches.values())]
-        validating = given.settings.validating
-        validations = validating.full_val_file if validating.full_validation else None
-        shared = best_prefix(validating, training.save_ckpt), validations
-        ranks.from_first("locking its files", lambda: stack.enter_context(held(training, given.source, *shared)))
-        ranks.from_first("removing what killed runs left", lambda: remove_leftovers(training, others, *shared))
-        if restart in AUTOMATIC:
-            restart = ranks.from_first("looking for a checkpoint", lambda: newest_checkpoint(training.save_ckpt))
-        elif (named := restart) is not None:
-            restart = ranks.from_first("looking for a checkpoint", lambda: followed(named, training.save_ckpt))
-        ways = {"restart": restart, "init_model": init_model, "finetune": finetune}
-        way, sources = _read_sources(given, ranks, branch=model_branch, **ways)
-        given = _keep_scales(given, way, sources)
+        ranks.from_first("locking its files", lambda: stack.enter_context(files.held()))
+        restart = ranks.from_first("looking for a checkpoint", lambda: continued_by(restart, training.save_ckpt))
+        ways: dict[Way, str | None] = {"restart": restart, "init_model": init_model, "finetune": finetune}
+        sources = read_sources(given, ways, model_branch, alone=ranks.size == 1)
+        first = next(iter(sources.values())) if restart else None
+        given = _keep_scales(given, first)
         if ranks.first:  # the others learn of an error as of any that ends a rank
             for notice in given.notices:
                 log.warning("%s", notice)
@@ -162,14 +141,13 @@ def run(
         given = _complete_input(given, sources, use_pretrain_script=use_pretrain_script)
         if make_data is not None:
             ranks.from_first("drawing structures to replay", make_data)
-        normalized = (Path(output), Path(output).read_bytes() if Path(output).is_file() else b"")
         trainer = _prepare(given, sources, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
-        if way == "restart":
-            _restart(trainer, sources, ranks)
-            source = next(iter(sources.values()))
-            ranks.from_first("keeping other files", lambda: _keep_files(trainer, source, normalized))
-        else:
-            ranks.from_first("keeping the files of an earlier run", lambda: keep_earlier(training, normalized))
+        if first is not None:
+            content = state_of(sources, trainer.model, trainer.optimizer, alone=ranks.size == 1)
+            with understood(first.path):
+                trainer.restart(content, first.path)
+        keep_best = trainer.validation.keep_earlier
+        ranks.from_first("keeping other files", lambda: files.keep(first, trainer.step, keep_best))
         return trainer.run(begun)
 
 
@@ -185,64 +163,10 @@ def _warn_of_forgetting(given: Input, sources: Mapping[str, Source]) -> None:
     )
 
 
-def _read_sources(
-    given: Input, ranks: Ranks, *, branch: str | None, **named: str | None
-) -> tuple[Way | None, dict[str, Source]]:
-    """Read the checkpoint that the run starts from, by the way it is named; nothing for a run that starts afresh."""
-    for way in get_args(Way):
-        if path := named[way]:
-            # Of a directory, several ranks read optimizer state and average later, each its part.
-            leave = ("optimizer", "ema") if way != "restart" or ranks.size > 1 else ()
-            return way, read_sources(given, path, way, branch, leave)
-    return None, {}
-
-
-def _restart(trainer: Trainer, sources: Mapping[str, Source], ranks: Ranks) -> None:
-    """Continue the run of a checkpoint, with the rows of its types where this input has them."""
-    source = next(iter(sources.values()))
-    moves = {
-        name: move for name, one in sources.items() if (move := one.move_to(trainer.branches[name].model.type_map))
-    }
-    if moves and ranks.size > 1 and is_directory(source.path):
-        raise CheckpointError(
-            f"type_map is not that of {source.path}, a directory whose state several processes cannot rearrange: "
-            "continue from a file, or start on one process"
-        )
-    if moves and len(trainer.branches) > 1:
-        raise CheckpointError(
-            f"type_map is not that of {source.path}, which the state of several branches cannot follow: start from its "
-            "weights with --init-model"
-        )
-    continued = {name: one.branch for name, one in sources.items()}
-    with understood(source.path):
-        content = for_branches(source.content, trainer.model, trainer.optimizer, continued)
-        if content is not source.content and ranks.size > 1 and is_directory(source.path):
-            raise CheckpointError(
-                f"the branches of this input are not those of {source.path}, a directory whose state several processes "
-                "cannot rearrange: continue from a file, or start on one process"
-            )
-        for name, move in moves.items():
-            content = moved_content(content, trainer.branches[name].model, trainer.optimizer, move)
-        trainer.restart(content, source.path)
-
-
-def _keep_files(trainer: Trainer, source: Source, normalized: tuple[Path, bytes]) -> None:
-    """Keep the files of another run, or of later steps of this one, that a restart would overwrite."""
-    training, validating = trainer.given.settings.training, trainer.given.settings.validating
-    validations = validating.full_val_file if validating.full_validation else None
-    own = source.content.get(OWN_KEY)
-    continued = json.loads(own["settings"])["training"].get("save_ckpt") if own else None
-    if keep_others(training, normalized, continued or str(source.path).rpartition("-")[0], validations):
-        trainer.validation.keep_earlier()
-    elif keep_later(training, source.path, trainer.step, validations):
-        trainer.validation.keep_earlier(after=trainer.step)
-
-
-def _keep_scales(given: Input, way: Way | None, sources: Mapping[str, Source]) -> Input:
+def _keep_scales(given: Input, source: Source | None) -> Input:
     """Let a run that goes on keep its scales of HybridMuon where the input omits them."""
-    if given.scales is None or way != "restart":
+    if given.scales is None or source is None:
         return given
-    source = next(iter(sources.values()))
     with understood(source.path):
         groups = (source.content.get("optimizer") or {}).get("param_groups", [])
         saved = groups[0] if groups else {}
@@ -292,8 +216,9 @@ def _prepare(
     if ranks.first:
         for opened in systems.values():
             warn_of_shared_frames(opened.training, opened.validation)
-    given = _take_counts(given, sources)
-    given, statistics = ranks.from_first("counting neighbours", lambda: resolve_sel(given, systems, count=count))
+    given, statistics = ranks.from_first(
+        "counting neighbours", lambda: resolve_sel(given, systems, sources, count=count)
+    )
     for name, source in sources.items():
         source.check(given.branches[name].model, insist=force_load)
     if ranks.first:
@@ -307,8 +232,8 @@ def _prepare(
     for name, one in branches_of(model).items():
         if name not in statistics and count:
             training, where = systems[name].training, given.branches[name].model_path
-            counted = partial(check_sel, one, training, caches[name], where)
-            statistics[name] = ranks.from_first("counting neighbours", counted)
+            checked = partial(check_sel, one, training, caches[name], where)
+            statistics[name] = ranks.from_first("counting neighbours", checked)
     _log_size(model, ranks)
     chosen = given.settings.training.seed
     seed = ranks.from_first("drawing a seed", new_seed) if chosen is None else chosen
@@ -316,37 +241,18 @@ def _prepare(
     distances = {name: found.min_distance for name, found in statistics.items()}
     continued = {name: source.branch for name, source in sources.items()}
     branches = make_branches(given, model, data, distances, continued)
-    if any(_needs_statistics(sources.get(name), branch, force=force_load) for name, branch in branches.items()):
+    settled = {name for name, one in sources.items() if one.has_statistics(branches[name].model.type_map)}
+    if force_load or settled != branches.keys():
         ranks.from_first("computing statistics", lambda: set_model_statistics(branches))
     for name in reversed(sources):  # of parts that are shared now and were not, those of the first branch stay
         sources[name].load_into(branches[name].model, force=force_load)
     model.to(ranks.device)
     for name, source in sources.items():
-        settle = partial(_settle_energy_bias, branches[name].model, source, data[name])
+        settle = partial(settle_energy_bias, branches[name].model, source, data[name].training)
         ranks.from_first("fitting the energy bias", settle)
     ranks.copy_from_first(model)
     given = _suit_descriptors(given, branches, ranks, output)
     return Trainer(given, model, branches, seed, ranks)
-
-
-def _needs_statistics(source: Source | None, branch: RunBranch, *, force: bool) -> bool:
-    """Whether a branch takes something from the statistics of its data, because no checkpoint has it."""
-    if source is None or force or source.new_fitting:
-        return True
-    move = source.move_to(branch.model.type_map)
-    return bool(move and move.new)
-
-
-def _take_counts(given: Input, sources: Mapping[str, Source]) -> Input:
-    """Take numbers of neighbours that the input leaves to the data from the checkpoint."""
-    for where, names in descriptor_sections(given).items():
-        descriptor = given.branches[names[0]].model.descriptor
-        source = next((sources[name] for name in names if name in sources), None)
-        if source and descriptor.needs_counts:
-            taken = descriptor.with_counts_of(source.model.descriptor)
-            given = with_descriptor(given, names, taken)
-            log.info("sel of %s becomes %s, as in %s", where, list(taken.neighbors().sel), source.path)
-    return given
 
 
 def _log_size(model: torch.nn.Module, ranks: Ranks) -> None:
@@ -399,17 +305,3 @@ def _suit_descriptors(given: Input, branches: Mapping[str, RunBranch], ranks: Ra
         if suited.scales is not given.scales:
             dump(suited.normalized, output)
     return suited
-
-
-def _settle_energy_bias(model: EnergyModel, source: Source, data: Data) -> None:
-    """Fit the energy bias to the training data: of all types when fine-tuning, else of those new to the checkpoint."""
-    move = source.move_to(model.type_map)
-    new = move.new if move else ()
-    if source.new_fitting or not (new or source.way == "finetune"):
-        return
-    keep = {name for name in model.type_map if name not in new} if source.way != "finetune" else set()
-    fixed = fixed_energies(model.settings)
-    if fixed is not None:
-        keep |= {name for name, value in zip(model.type_map, fixed, strict=True) if not math.isnan(value)}
-    batches = data.training.bounded_batches(model.settings.data_stat_nbatch, MOST_MEASURED)
-    fit_energy_bias(model, batches, keep=keep, rcond=getattr(model.settings.fitting_net, "rcond", None))

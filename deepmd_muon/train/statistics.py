@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from deepmd_muon.data import Batch, DataError, StatFile, data_fingerprint, energy_bias
+from deepmd_muon.data import Batch, DataError, DataLoader, StatFile, data_fingerprint, energy_bias
 from deepmd_muon.data.frames import PARAMETERS
 from deepmd_muon.model import EnergyModel, ModelSettings, Structures
 from deepmd_muon.model.fitting.interface import Conditioned
 from deepmd_muon.model.statistics import environment_statistics
 from deepmd_muon.train.branches import RunBranch
+from deepmd_muon.train.checkpoint.source import Source
+from deepmd_muon.train.energy_bias import fit_energy_bias
 from deepmd_muon.train.setup import MOST_MEASURED
 
 log = logging.getLogger(__name__)
@@ -167,3 +169,17 @@ def fixed_energies(settings: ModelSettings) -> np.ndarray | None:
     """Return given vacuum energies `(ntypes,)` [eV] with NaN where there is none; None when all are free."""
     given = getattr(settings.fitting_net, "atom_ener", None)
     return np.array([math.nan if value is None else value for value in given]) if given else None
+
+
+def settle_energy_bias(model: EnergyModel, source: Source, loader: DataLoader) -> None:
+    """Fit the energy bias to training data: of all types when fine-tuning, else of those new to the checkpoint."""
+    move = source.move_to(model.type_map)
+    new = move.new if move else ()
+    if source.new_fitting or not (new or source.way == "finetune"):
+        return
+    keep = {name for name in model.type_map if name not in new} if source.way != "finetune" else set()
+    fixed = fixed_energies(model.settings)
+    if fixed is not None:
+        keep |= {name for name, value in zip(model.type_map, fixed, strict=True) if not math.isnan(value)}
+    batches = loader.bounded_batches(model.settings.data_stat_nbatch, MOST_MEASURED)
+    fit_energy_bias(model, batches, keep=keep, rcond=getattr(model.settings.fitting_net, "rcond", None))

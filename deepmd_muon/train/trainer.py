@@ -95,13 +95,13 @@ class Trainer:
         self.model = model
         self.branches = branches
         data = {name: branch.data for name, branch in branches.items()}
-        self.num_steps, shares = length_and_probabilities(given, data)
-        self.rate = learning_rate(settings.learning_rate, self.num_steps)
-        self._drawn = {name for name, share in shares.items() if share > 0}
-        require_labels(branches)
         self._device = next(model.parameters()).device
         self.ranks = ranks or Ranks(self._device)
+        self.num_steps, shares = length_and_probabilities(given, data)
+        self._drawn = {name for name, share in shares.items() if share > 0}
+        require_labels(branches)
         self._order = task_order(given, shares, seed, self.ranks)
+        self.rate = learning_rate(settings.learning_rate, self.num_steps)
         with self.ranks.together("laying out the model"):
             self.strategy = choose_strategy(training, self.ranks, model)
             self.optimizer = self.strategy.build_optimizer(settings.optimizer, self.rate(0))

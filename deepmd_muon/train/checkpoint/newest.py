@@ -15,6 +15,9 @@ from deepmd_muon.checkpoint_file.file import OWN_KEY, checkpoint_path, read_chec
 
 log = logging.getLogger(__name__)
 
+# Values of --restart that stand for the newest checkpoint, if there is one.
+AUTOMATIC = ("auto", "latest")
+
 
 def newest_checkpoint(save_ckpt: str) -> str | None:
     """Return the newest checkpoint of a prefix, file or directory, or None.
@@ -36,18 +39,20 @@ def newest_checkpoint(save_ckpt: str) -> str | None:
     return str(linked)
 
 
-def followed(path: str, save_ckpt: str) -> str:
-    """Return the checkpoint that a restart from a path continues.
+def continued_by(restart: str | None, save_ckpt: str) -> str | None:
+    """Return the checkpoint that a run with ``--restart`` continues; None for one that starts afresh.
 
     A link of the prefix stands for the newest one: a run that was killed, or whose disk failed, may have written it but
     not linked it. All other paths stand for themselves.
     """
-    given = checkpoint_path(path)
+    if restart is None or restart in AUTOMATIC:
+        return newest_checkpoint(save_ckpt) if restart else None
+    given = checkpoint_path(restart)
     links = [Path(f"{save_ckpt}{suffix}") for suffix in (SUFFIX, ".pt")]
     if not given.is_symlink() or given.absolute() not in [link.absolute() for link in links]:
-        return path
+        return restart
     newest = newest_checkpoint(save_ckpt)
-    return newest if newest is not None and _step(Path(newest)) > _step(given) else path
+    return newest if newest is not None and _step(Path(newest)) > _step(given) else restart
 
 
 def newest_finite(saved: Sequence[Path], source: Path | None) -> Path | None:

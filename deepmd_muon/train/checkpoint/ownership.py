@@ -11,11 +11,13 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepmd_muon.argcheck.training import MultiTaskTrainingSettings
+from deepmd_muon.checkpoint_file.file import OWN_KEY
+from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.failures import is_disk_failure
 from deepmd_muon.files import (
     WriteError,
@@ -31,7 +33,8 @@ from deepmd_muon.train.checkpoint.files import REMOVED, write_pointer
 from deepmd_muon.train.errors import TrainingError
 
 if TYPE_CHECKING:
-    from deepmd_muon.argcheck import RunSettings
+    from deepmd_muon.argcheck import Input, RunSettings
+    from deepmd_muon.train.checkpoint.source import Source
 
 log = logging.getLogger(__name__)
 
@@ -41,54 +44,210 @@ _SUFFIXES = (".pt", ".dcp")
 _LONGEST_SAVE = 3600.0
 
 
-@contextlib.contextmanager
-def held(
-    training: RunSettings, input_path: str, best: Path | None = None, validations: str | None = None
-) -> Iterator[None]:
-    """Hold the checkpoints, the best ones and the reports of a run for the time of a `with` block.
-
-    The lock is the system's, which releases it however the process ends; a file beside each says who holds it.
+class RunFiles:
+    """The files that a run writes.
 
     Parameters
     ----------
-    training
-        The input's section: `save_ckpt`, `disp_file` and `jsonl_file` count.
-    input_path
-        The input file, for the message to others.
-    best
-        Prefix of the best checkpoints, whose names all runs share: two in one folder would delete each other's.
-    validations
-        The file of full validations.
-
-    Raises
-    ------
-    TrainingError
-        When another run holds them.
+    given
+        The checked input, which names most of them.
+    output, log_path
+        Where the normalised input and the log go.
     """
-    with contextlib.ExitStack() as stack:
-        for path, setting in _places(training, best, validations).items():
-            stack.enter_context(_lock(path, setting, input_path))
-        yield
+
+    def __init__(self, given: Input, output: str = "out.json", log_path: str | None = None) -> None:
+        training, validating = given.settings.training, given.settings.validating
+        self._given, self._output, self._log_path = given, output, log_path
+        self._prefix = Path(training.save_ckpt)
+        curve = Path(training.disp_file)
+        self._curve = curve if training.disp_training and not is_special(curve) else None
+        self._validations = validating.full_val_file if validating.full_validation else None
+        named = {
+            "training/save_ckpt": self._prefix,
+            "training/disp_file": self._curve,
+            "training/jsonl_file": training.jsonl_file,
+            "validating/full_val_file": self._validations,
+            "validating/save_best_dir": validating.best_prefix(training.save_ckpt),
+        }
+        places = {Path(path): name for name, path in named.items() if path is not None and not is_special(Path(path))}
+        # What one run at a time may write, and the setting that names each. All runs share the names of the best
+        # checkpoints: two in one folder would delete each other's. deepmd-kit's text file names the newest checkpoint
+        # of a folder, whatever `save_ckpt` is.
+        self._places = places | {self._prefix.with_name("checkpoint"): "training/save_ckpt"}
+        reports = self._curve, training.jsonl_file, exported_path(training)
+        self._reports = [Path(path) for path in reports if path is not None and not is_special(Path(path))]
+        # Full validation keeps its file itself where a run is fresh.
+        self._all_reports = [*self._reports, *(path for path in places if str(path) == self._validations)]
+        self._earlier_input = b""
+
+    def check(self, checkpoint: str | None = None) -> None:
+        """Refuse to write over the input, the data, the checkpoint that a run starts from, or one output over another.
+
+        Raises
+        ------
+        TrainingError
+            Naming every output that is something else as well.
+        """
+        training = self._given.settings.training
+        outputs = {"-o": self._output, "-l": self._log_path, "training/jsonl_file": training.jsonl_file}
+        for branch in self._given.branches.values():
+            outputs[f"{branch.data_path}/stat_file"] = branch.data.stat_file
+        if training.disp_training:
+            outputs["training/disp_file"] = training.disp_file
+        if training.profiling:
+            outputs["training/profiling_file"] = training.profiling_file
+        # The text file that names the newest checkpoint.
+        outputs["the run's file checkpoint"] = str(self._prefix.with_name("checkpoint"))
+        outputs["validating/full_val_file"] = self._validations
+        link = Path(f"{training.save_ckpt}.pt")
+        if not link.is_symlink():  # a link is what an earlier run has left
+            outputs["training/save_ckpt"] = str(link)
+        systems = {}
+        for name, branch in self._given.branches.items():
+            whose = f" of {name}" if self._given.multi_task else ""
+            systems[f"the training data{whose}"] = branch.data.training_data.systems
+            if branch.data.validation_data:
+                systems[f"the validation data{whose}"] = branch.data.validation_data.systems
+        inputs = {"the input": self._given.source, "the checkpoint": checkpoint}
+        refuse_clashes(TrainingError, outputs, inputs, systems)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the checkpoints, the best ones and the reports for the time of a `with` block.
+
+        The lock is the system's, which releases it however the process ends; a file beside each says who holds it.
+        Delete temporary files that killed runs of the same names have left.
+
+        Raises
+        ------
+        TrainingError
+            When another run holds them.
+        """
+        with contextlib.ExitStack() as stack:
+            for path, setting in self._places.items():
+                stack.enter_context(_lock(path, setting, self._given.source))
+            self._remove_leftovers()
+            if (output := Path(self._output)).is_file():
+                self._earlier_input = output.read_bytes()
+            yield
+
+    def _remove_leftovers(self) -> None:
+        prefix = self._prefix
+        # Of this prefix alone: others in the folder, such as prefix-2, may be writing theirs.
+        step = rf"\.{re.escape(prefix.name)}(-([0-9]+|{REMOVED}))?"
+        own = re.compile(rf"{step}\.[0-9a-f]{{16}}\.(pt|dcp)|{step}\.dcp")
+        found = [path for path in _entries(prefix.parent) if own.fullmatch(path.name)]
+        if self._curve is not None:
+            found += leftovers_of(self._curve)
+        # Other runs may be writing these as well.
+        named = [self._given.settings.training.jsonl_file, self._validations, self._output, self._log_path]
+        named += [branch.data.stat_file for branch in self._given.branches.values()]
+        shared = [prefix.with_name("checkpoint"), prefix.with_name("try"), *(Path(name) for name in named if name)]
+        left = [path for place in shared for path in leftovers_of(place)]
+        mine = {_lock_of(path).name for path in self._places}
+        found += [path for path in left if _age(path) > _LONGEST_SAVE or not _locks(path.parent) - mine]
+        for rest in found:
+            with writing(rest):
+                if rest.is_dir() and not rest.is_symlink():
+                    shutil.rmtree(rest)
+                else:
+                    rest.unlink(missing_ok=True)
+            log.info("removed %s, which a run that was killed had begun to write or to delete", rest)
+
+    def keep(self, source: Source | None, step: int, keep_best: Callable[[int], None]) -> None:
+        """Give files that this run would overwrite a number: ``lcurve.out`` becomes ``lcurve.out.1``.
+
+        A fresh run sets all files of an earlier one aside, ``model.ckpt-100.pt`` as ``model.ckpt.1-100.pt``; the first
+        number that is free for all of them is taken. A run that continues sets aside the reports of another run, or
+        its own files of later steps.
+
+        Parameters
+        ----------
+        source
+            The checkpoint that the run continues.
+        step
+            Updates done in it.
+        keep_best
+            Sets aside the best checkpoints after a step, -1 for all of them.
+        """
+        if source is None:
+            self._keep_earlier()
+        elif self._keep_others(source):
+            keep_best(-1)
+        elif self._keep_later(source.path, step):
+            keep_best(step)
+
+    def _keep_earlier(self) -> None:
+        saved, written = _saved(self._prefix), _not_empty(self._reports)
+        if not saved and not written:
+            return
+        number = _free_number(self._prefix, self._reports)
+        names = [*_set_aside(self._prefix, saved, number), *(f"{path.name}.{number}" for path in written)]
+        for path in written:
+            with writing(path):
+                path.rename(path.with_name(f"{path.name}.{number}"))
+        if self._earlier_input:
+            output = Path(self._output)
+            place = output.with_name(f"{output.name}.{number}")
+            with whole_file(place) as file:
+                file.write(self._earlier_input)
+            names.append(place.name)
+        log.info("kept the files of an earlier run as %s", ", ".join(names))
+
+    def _keep_later(self, source: Path, step: int) -> bool:
+        """Set aside checkpoints beyond the one that is continued, of which only those of `save_ckpt` have later ones.
+
+        The run will cut the reports at its first step, so they are copied. Return whether there were any.
+        """
+        prefix, source = self._prefix, source.resolve()
+        mine = source.parent == prefix.parent.resolve() and source.name.rpartition("-")[0] == prefix.name
+        later = [path for path in _saved(prefix) if int(path.stem.rpartition("-")[2]) > step] if mine else []
+        if not later:
+            return False
+        written = _not_empty(self._all_reports)
+        number = _free_number(prefix, written)
+        names = _set_aside(prefix, later, number)
+        replace_link(prefix.with_name(f"{prefix.name}{source.suffix}"), source.name)
+        write_pointer(prefix.parent, source.name)
+        for path in written:
+            copy = path.with_name(f"{path.name}.{number}")
+            with whole_file(copy) as file, path.open("rb") as report:
+                shutil.copyfileobj(report, file)
+            names.append(copy.name)
+        log.warning("this run goes back to step %d: later files are kept as %s", step, ", ".join(names))
+        return True
+
+    def _keep_others(self, source: Source) -> bool:
+        """Set aside the reports of another run, to which this one would add its rows; return whether there were any.
+
+        Two runs with different `save_ckpt` and the same `disp_file` may follow each other in a folder. The normalised
+        input that lies there says whose the reports are.
+        """
+        try:
+            sections = json.loads(self._earlier_input)
+            theirs = sections["training"]
+            prefix, names = Path(theirs["save_ckpt"]), {theirs.get("disp_file"), theirs.get("jsonl_file")}
+            names.add(sections.get("validating", {}).get("full_val_file"))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return False
+        own = source.content.get(OWN_KEY)
+        continued = json.loads(own["settings"])["training"].get("save_ckpt") if own else None
+        continued = continued or str(source.path).rpartition("-")[0]
+        if prefix.resolve() in (self._prefix.resolve(), Path(continued).resolve()):
+            return False
+        written = [path for path in _not_empty(self._all_reports) if str(path) in names]
+        number = _free_number(self._prefix, written)
+        for path in written:
+            with writing(path):
+                path.rename(path.with_name(f"{path.name}.{number}"))
+            log.warning("%s is that of the run with save_ckpt %s; it is kept as %s.%d", path, prefix, path, number)
+        return True
 
 
-def _places(training: RunSettings, best: Path | None, validations: str | None) -> dict[Path, str]:
-    """Return what one run at a time may write, and the setting that names each."""
-    prefix = Path(training.save_ckpt)
-    named = {
-        "training/save_ckpt": prefix,
-        "training/disp_file": _curve(training),
-        "training/jsonl_file": training.jsonl_file,
-        "validating/full_val_file": validations,
-        "validating/save_best_dir": best,
-    }
-    places = {Path(path): setting for setting, path in named.items() if path is not None and not is_special(Path(path))}
-    # deepmd-kit's text file names the newest checkpoint of a folder, whatever `save_ckpt` is.
-    return places | {prefix.with_name("checkpoint"): "training/save_ckpt"}
-
-
-def _curve(training: RunSettings) -> Path | None:
-    path = Path(training.disp_file)
-    return path if training.disp_training and not is_special(path) else None
+def exported_path(training: RunSettings) -> Path | None:
+    """Return the checkpoint of one branch that a run writes at its end; None where it writes none."""
+    branch = training.export_branch if isinstance(training, MultiTaskTrainingSettings) else None
+    return None if branch is None else Path(f"{training.save_ckpt}.{branch}.pt")
 
 
 @contextlib.contextmanager
@@ -138,45 +297,6 @@ def _open_locked(place: Path, path: Path, setting: str) -> int:
         os.close(handle)  # its holder has just removed it
 
 
-def remove_leftovers(
-    training: RunSettings,
-    outputs: Sequence[str | None] = (),
-    best: Path | None = None,
-    validations: str | None = None,
-) -> None:
-    """Delete what runs of the same names that were killed while they wrote have left; call it while they are held.
-
-    Parameters
-    ----------
-    training
-        The input's section, which names the files.
-    outputs
-        Other files that the run writes whole: the normalised input, the log, files of statistics.
-    best, validations
-        As of `held`.
-    """
-    prefix, curve = Path(training.save_ckpt), _curve(training)
-    # Of this prefix alone: others in the folder, such as prefix-2, may be writing theirs.
-    step = rf"\.{re.escape(prefix.name)}(-([0-9]+|{REMOVED}))?"
-    own = re.compile(rf"{step}\.[0-9a-f]{{16}}\.(pt|dcp)|{step}\.dcp")
-    found = [path for path in _entries(prefix.parent) if own.fullmatch(path.name)]
-    if curve is not None:
-        found += leftovers_of(curve)
-    # Other runs may be writing these as well.
-    others = [Path(name) for name in (training.jsonl_file, validations, *outputs) if name is not None]
-    shared = [prefix.with_name("checkpoint"), prefix.with_name("try"), *others]
-    left = [path for place in shared for path in leftovers_of(place)]
-    mine = {_lock_of(path).name for path in _places(training, best, validations)}
-    found += [path for path in left if _age(path) > _LONGEST_SAVE or not _locks(path.parent) - mine]
-    for rest in found:
-        with writing(rest):
-            if rest.is_dir() and not rest.is_symlink():
-                shutil.rmtree(rest)
-            else:
-                rest.unlink(missing_ok=True)
-        log.info("removed %s, which a run that was killed had begun to write or to delete", rest)
-
-
 def _lock_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.lock")
 
@@ -194,137 +314,10 @@ def _age(path: Path) -> float:
         return 0.0
 
 
-def keep_earlier(training: RunSettings, normalized: tuple[Path, bytes] | None = None) -> None:
-    """Give the files of an earlier run of the same names a number, before a fresh run writes its own.
-
-    ``lcurve.out`` becomes ``lcurve.out.1``, ``model.ckpt-100.pt`` becomes ``model.ckpt.1-100.pt``; the first number
-    that is free for all of them is taken.
-
-    Parameters
-    ----------
-    training
-        The input's section, which names the files.
-    normalized
-        Place and earlier content of the normalised input, which the new run has written already.
-    """
-    prefix = Path(training.save_ckpt)
-    saved, reports = _saved(prefix), _reports(training)
-    written = _not_empty(reports)
-    if not saved and not written:
-        return
-    number = _free_number(prefix, reports)
-    names = [*_set_aside(prefix, saved, number), *(f"{path.name}.{number}" for path in written)]
-    for path in written:
-        with writing(path):
-            path.rename(path.with_name(f"{path.name}.{number}"))
-    if normalized is not None and normalized[1]:
-        place = normalized[0].with_name(f"{normalized[0].name}.{number}")
-        with whole_file(place) as file:
-            file.write(normalized[1])
-        names.append(place.name)
-    log.info("kept the files of an earlier run as %s", ", ".join(names))
-
-
-def keep_later(training: RunSettings, source: Path, step: int, validations: str | None = None) -> bool:
-    """Give checkpoints beyond the one that a run continues a number: the run would overwrite them one by one.
-
-    ``model.ckpt-100.pt`` becomes ``model.ckpt.1-100.pt``. The run will cut the reports at its first step, so they are
-    copied to ``lcurve.out.1``.
-
-    Parameters
-    ----------
-    training
-        The input's section, which names the files.
-    source
-        The checkpoint that is continued. Only one of `save_ckpt` has later ones.
-    step
-        Updates done in it.
-    validations
-        The file of full validations.
-
-    Returns
-    -------
-    bool
-        Whether there were any.
-    """
-    prefix, source = Path(training.save_ckpt), source.resolve()
-    mine = source.parent == prefix.parent.resolve() and source.name.rpartition("-")[0] == prefix.name
-    later = [path for path in _saved(prefix) if int(path.stem.rpartition("-")[2]) > step] if mine else []
-    if not later:
-        return False
-    written = _not_empty(_reports(training, validations))
-    number = _free_number(prefix, written)
-    names = _set_aside(prefix, later, number)
-    replace_link(prefix.with_name(f"{prefix.name}{source.suffix}"), source.name)
-    write_pointer(prefix.parent, source.name)
-    for path in written:
-        copy = path.with_name(f"{path.name}.{number}")
-        with whole_file(copy) as file, path.open("rb") as report:
-            shutil.copyfileobj(report, file)
-        names.append(copy.name)
-    log.warning("this run goes back to step %d: later files are kept as %s", step, ", ".join(names))
-    return True
-
-
-def keep_others(
-    training: RunSettings, normalized: tuple[Path, bytes], continued: str, validations: str | None = None
-) -> bool:
-    """Give the reports of another run a number, before a run that continues would add its rows to them.
-
-    Two runs with different `save_ckpt` and the same `disp_file` may follow each other in a folder. The normalised input
-    that lies there says whose the reports are.
-
-    Parameters
-    ----------
-    training
-        The input's section, which names the files.
-    normalized
-        Place and earlier content of the normalised input.
-    continued
-        `save_ckpt` of the run that is continued, perhaps under another name.
-    validations
-        The file of full validations.
-
-    Returns
-    -------
-    bool
-        Whether another run was the last to write here.
-    """
-    try:
-        sections = json.loads(normalized[1])
-        theirs = sections["training"]
-        prefix, names = Path(theirs["save_ckpt"]), {theirs.get("disp_file"), theirs.get("jsonl_file")}
-        names.add(sections.get("validating", {}).get("full_val_file"))
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return False
-    if prefix.resolve() in (Path(training.save_ckpt).resolve(), Path(continued).resolve()):
-        return False
-    written = [path for path in _not_empty(_reports(training, validations)) if str(path) in names]
-    number = _free_number(Path(training.save_ckpt), written)
-    for path in written:
-        with writing(path):
-            path.rename(path.with_name(f"{path.name}.{number}"))
-        log.warning("%s is that of the run with save_ckpt %s; it is kept as %s.%d", path, prefix, path, number)
-    return True
-
-
 def _saved(prefix: Path) -> list[Path]:
     """Return the checkpoints of a prefix."""
     own = re.compile(rf"{re.escape(prefix.name)}-[0-9]+({'|'.join(map(re.escape, _SUFFIXES))})")
     return sorted(path for path in _entries(prefix.parent) if own.fullmatch(path.name))
-
-
-def _reports(training: RunSettings, validations: str | None = None) -> list[Path]:
-    others = [Path(name) for name in (training.jsonl_file, validations) if name is not None]
-    if exported := exported_path(training):
-        others.append(exported)
-    return [path for path in (_curve(training), *others) if path is not None and not is_special(path)]
-
-
-def exported_path(training: RunSettings) -> Path | None:
-    """Return the checkpoint of one branch that a run writes at its end; None where it writes none."""
-    branch = training.export_branch if isinstance(training, MultiTaskTrainingSettings) else None
-    return None if branch is None else Path(f"{training.save_ckpt}.{branch}.pt")
 
 
 def _not_empty(reports: Sequence[Path]) -> list[Path]:

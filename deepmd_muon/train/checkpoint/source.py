@@ -13,13 +13,17 @@ import torch
 from deepmd_muon.argcheck import Input
 from deepmd_muon.argcheck.changes import check_model_section
 from deepmd_muon.argcheck.settings import MultiTaskSettings
+from deepmd_muon.checkpoint_file.directory import is_directory
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, understood
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branch_settings import SINGLE
-from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit
+from deepmd_muon.model.branches import Branches, branches_of
+from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches
 from deepmd_muon.model.settings import ModelSettings, changed
 from deepmd_muon.model.type_map import TypeMove, move_weights
+from deepmd_muon.train.checkpoint.branch_state import for_branches
+from deepmd_muon.train.checkpoint.type_map import moved_content
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +74,7 @@ class Source:
             When it cannot be built here, or there is no such branch.
         """
         settings, weights = from_deepmd_kit(content["model"], branch)
-        saved = branches_of(content["model"])
+        saved = saved_branches(content["model"])
         return cls(path, content, settings, weights, way, new_fitting, saved.get(branch or "", SINGLE))
 
     def move_to(self, type_map: Collection[str]) -> TypeMove | None:
@@ -78,6 +82,11 @@ class Source:
         if self.model.type_map == tuple(type_map) or not self.model.descriptor.one_fitting_net:
             return None
         return TypeMove(self.model.type_map, tuple(type_map))
+
+    def has_statistics(self, type_map: Collection[str]) -> bool:
+        """Return whether it holds all that the statistics of data would give to a model of these types."""
+        move = self.move_to(type_map)
+        return not self.new_fitting and not (move and move.new)
 
     def script(self, present: ModelSettings) -> ModelSettings:
         """Return the model for --use-pretrain-script.
@@ -173,7 +182,7 @@ class Source:
 
 
 def read_sources(
-    given: Input, path: str | Path, way: Way, branch: str | None = None, leave: Collection[str] = ()
+    given: Input, ways: Mapping[Way, str | None], branch: str | None = None, *, alone: bool = True
 ) -> dict[str, Source]:
     """Read a checkpoint of ours or of deepmd-kit, and find the model in it that each branch of a run continues.
 
@@ -181,13 +190,14 @@ def read_sources(
     ----------
     given
         The checked input.
-    path, leave
-        As in `read_checkpoint`.
-    way
-        How the run uses it.
+    ways
+        The checkpoint, under the way the run uses it.
     branch
         Name or alias of a branch of a multi-task checkpoint, for a run of one model. As in deepmd-kit, fine-tuning
         without one, or from "RANDOM", takes the descriptor of the first branch and starts the fitting net anew.
+
+    alone
+        False for several ranks, which read optimizer state and average of a directory later, each its part.
 
     Returns
     -------
@@ -199,8 +209,11 @@ def read_sources(
     CheckpointError
         When the file is not a checkpoint, its model cannot be built here, or it has no branch that the run asks for.
     """
-    path = checkpoint_path(path)
-    content = read_checkpoint(path, leave)
+    way, named = next(((way, path) for way, path in ways.items() if path), (None, None))
+    if way is None or named is None:
+        return {}
+    path = checkpoint_path(named)
+    content = read_checkpoint(path, () if way == "restart" and alone else ("optimizer", "ema"))
     with understood(path):
         if isinstance(given.settings, MultiTaskSettings):
             if branch:
@@ -219,19 +232,66 @@ def read_sources(
     return found
 
 
+def state_of(
+    sources: Mapping[str, Source], model: EnergyModel | Branches, optimizer: torch.optim.Optimizer, *, alone: bool
+) -> Mapping[str, Any]:
+    """Return the content of the checkpoint that a run restarts from, its state arranged as this model's.
+
+    Parameters
+    ----------
+    sources
+        What the branches continue, by name.
+    model
+        Of all branches, weights loaded.
+    optimizer
+        The run's.
+    alone
+        False for several ranks, which cannot rearrange the state of a directory.
+
+    Raises
+    ------
+    CheckpointError
+        When the state cannot follow other branches, or the types of another type map.
+    """
+    source, models = next(iter(sources.values())), branches_of(model)
+    moves = {name: move for name, one in sources.items() if (move := one.move_to(models[name].type_map))}
+    fixed = not alone and is_directory(source.path)
+    if moves and fixed:
+        raise CheckpointError(
+            f"type_map is not that of {source.path}, a directory whose state several processes cannot rearrange: "
+            "continue from a file, or start on one process"
+        )
+    if moves and len(models) > 1:
+        raise CheckpointError(
+            f"type_map is not that of {source.path}, which the state of several branches cannot follow: start from its "
+            "weights with --init-model"
+        )
+    with understood(source.path):
+        continued = {name: one.branch for name, one in sources.items()}
+        content = for_branches(source.content, model, optimizer, continued)
+        if content is not source.content and fixed:
+            raise CheckpointError(
+                f"the branches of this input are not those of {source.path}, a directory whose state several processes "
+                "cannot rearrange: continue from a file, or start on one process"
+            )
+        for name, move in moves.items():
+            content = moved_content(content, models[name], optimizer, move)
+    return content
+
+
 _Choice = tuple[Way, "str | None", bool]  # how a branch is used, its name in the checkpoint, whether the net is new
 
 
 def _chosen_for_one(state: Mapping[str, Any], way: Way, branch: str | None) -> _Choice:
     if way != "finetune" or branch not in (None, RANDOM):
         return way, branch, False
-    branches = branches_of(state)
+    branches = saved_branches(state)
     return way, next(iter(branches), None), bool(branches) or branch == RANDOM
 
 
 def _choose(settings: MultiTaskSettings, state: Mapping[str, Any], path: Path, way: Way) -> dict[str, _Choice]:
     """Choose the saved branch of each branch of a run, for fine-tuning as deepmd-kit does."""
-    saved = branches_of(state)
+    saved = saved_branches(state)
     known: Mapping[str, str | None] = saved or {SINGLE: None}
     chosen: dict[str, _Choice] = {}
     for name, branch in settings.model.model_dict.items():

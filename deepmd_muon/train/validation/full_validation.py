@@ -28,16 +28,6 @@ log = logging.getLogger(__name__)
 _FAMILIES = ("e", "f", "s", "v")
 
 
-def _best_folder(settings: ValidatingSettings, save_ckpt: str) -> Path:
-    return Path(settings.save_best_dir or Path(save_ckpt).parent)
-
-
-def best_prefix(settings: ValidatingSettings, save_ckpt: str) -> Path | None:
-    """Return the path that the best checkpoints' names begin with; None for a run that keeps none."""
-    kept = settings.full_validation and settings.save_best
-    return _best_folder(settings, save_ckpt) / "best.ckpt" if kept else None
-
-
 class FullValidation:
     """Decides when to validate, ranks the results, and writes files; every rank has one and calls it with the others.
 
@@ -69,7 +59,7 @@ class FullValidation:
         self._start = int(start * num_steps) if start < 1 else int(start)
         self._taken = 0
         self._enabled = settings.full_validation and start != 1
-        folder = _best_folder(settings, save_ckpt)
+        folder = settings.best_folder(save_ckpt)
         whose = "" if branch == SINGLE else f".{branch}"
         name = f"best{whose}.ckpt"
         self.best = BestCheckpoints(folder, settings.max_best_ckpt, settings.validation_metric.lower(), name=name)

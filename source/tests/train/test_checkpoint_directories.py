@@ -23,7 +23,7 @@ from deepmd_muon.checkpoint_file.file import read_checkpoint
 from deepmd_muon.infer import Predictor
 from deepmd_muon.train import TrainingError
 from deepmd_muon.train.checkpoint.directories import DirectorySeries
-from deepmd_muon.train.checkpoint.ownership import remove_leftovers
+from deepmd_muon.train.checkpoint.ownership import RunFiles
 from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.ranks.ranks import Ranks
 
@@ -252,7 +252,8 @@ def test_what_a_killed_run_left_goes_and_that_of_other_runs_stays(small_input, t
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_text("half")
     (tmp_path / f".{prefix}.0123456789abcdef.dcp").symlink_to("nowhere")
-    remove_leftovers(normalize(small_input(training={"save_ckpt": prefix})).settings.training)
+    with RunFiles(normalize(small_input(training={"save_ckpt": prefix}))).held():
+        pass
     assert {path.name for path in tmp_path.iterdir()} == set(others)
 
 

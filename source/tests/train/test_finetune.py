@@ -11,7 +11,7 @@ from deepmd_muon.argcheck import load
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.main import main
 from deepmd_muon.model import ModelError, build_model
-from deepmd_muon.model.deepmd_kit import branches_of, from_deepmd_kit, to_deepmd_kit
+from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches, to_deepmd_kit
 from deepmd_muon.model.errors import BranchError
 from deepmd_muon.model.nn.type_embedding import identity
 from deepmd_muon.model.type_map import TypeMove, move_weights
@@ -191,7 +191,7 @@ def test_some_frames_are_enough_for_a_bias():
 
 def test_branches_and_their_refusals():
     state = FIXTURE["branches"]
-    assert list(branches_of(state))[:2] == ["water", "metal"]
+    assert list(saved_branches(state))[:2] == ["water", "metal"]
     for branch in (None, "steel"):
         with pytest.raises(BranchError, match="water, metal"):
             from_deepmd_kit(state, branch)

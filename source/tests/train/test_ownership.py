@@ -17,13 +17,13 @@ from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import read_checkpoint
 from deepmd_muon.cli.main import main
 from deepmd_muon.train import TrainingError
-from deepmd_muon.train.checkpoint.ownership import held
+from deepmd_muon.train.checkpoint.ownership import RunFiles
 
 
 def hold(folder, ready):
     """Hold the files of an input until this process is killed."""
     os.chdir(folder)
-    with held(load("input.json").settings.training, "input.json"):
+    with RunFiles(load("input.json")).held():
         ready.put("held")
         signal.pause()
 
@@ -72,7 +72,7 @@ def test_locks_are_not_taken_through_links(small_input):
     Path("victim").write_text("precious")
     Path(".model.ckpt.lock").symlink_to("victim")
     Path("input.json").write_text(json.dumps(small_input()))
-    with pytest.raises(TrainingError, match="save_ckpt"), held(load("input.json").settings.training, "input.json"):
+    with pytest.raises(TrainingError, match="save_ckpt"), RunFiles(load("input.json")).held():
         pass
     assert Path("victim").read_text() == "precious"
 
@@ -180,20 +180,20 @@ def test_changed_training_is_a_warning_that_lists_it(small_input, train, caplog)
 
 
 @pytest.mark.parametrize(
-    ("reports", "held_places", "message"),
+    ("reports", "validating", "message"),
     [
-        ({}, {"best": Path("best.ckpt")}, r"save_best_dir: best\.ckpt .*other\.json"),
-        ({}, {"validations": "val.log"}, r"full_val_file: val\.log .*other\.json"),
+        ({}, {"full_val_file": "other.log", "save_best_dir": "."}, r"save_best_dir: best\.ckpt .*other\.json"),
+        ({}, {"save_best": False}, r"full_val_file: val\.log .*other\.json"),
         ({"jsonl_file": "log.jsonl"}, {}, r"jsonl_file: log\.jsonl .*other\.json"),
     ],
     ids=["best", "validations", "json lines"],
 )
-def test_runs_with_other_names_share_no_file(small_input, train, reports, held_places, message):
+def test_runs_with_other_names_share_no_file(small_input, train, reports, validating, message):
     content = small_input(training={"numb_steps": 1, **reports})
     content |= {"validating": {"full_validation": True, "full_val_start": 0}}
     elsewhere = {"save_ckpt": "other/model", "disp_file": "other.out", **reports}
-    training = normalize(small_input(training=elsewhere)).settings.training
-    with held(training, "other.json", **held_places), pytest.raises(TrainingError, match=message):
+    other = small_input(training=elsewhere) | {"validating": {"full_validation": bool(validating), **validating}}
+    with RunFiles(normalize(other, "other.json")).held(), pytest.raises(TrainingError, match=message):
         train(content)
     assert train(content) == 0
     assert not list(Path().glob(".*.lock"))

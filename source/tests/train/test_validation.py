@@ -14,7 +14,7 @@ from deepmd_muon.data import DataLoader, NeighborCache, open_systems
 from deepmd_muon.loss import build_loss
 from deepmd_muon.model import build_model
 from deepmd_muon.train.batches.batch import to_device
-from deepmd_muon.train.setup import number_of_steps
+from deepmd_muon.train.branches import number_of_steps
 from deepmd_muon.train.validation.validate import mean_metrics, metric_weights, validate
 
 CPU = torch.device("cpu")
