@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import TRUST, HandOver, check_compiled
+from deepmd_muon.cli.handover import TRUST, load_predictors, require_readable
 from deepmd_muon.cli.systems import add_label_options, open_listed, section_of_input
 
 HELP = "check whether dynamics with models can be trusted near their data: coverage, scans, short dynamics"
@@ -46,13 +46,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Check, print the report and write the files."""
     for name in options.MODEL:
-        check_compiled(name, trust=options.trust)
-        if Path(name).suffix in (".pb", ".pt2", ".dp", ".yaml", ".savedmodel", ".hlo"):
-            raise HandOver(f"the model format {Path(name).suffix}")
+        require_readable(name, trust=options.trust)
     from deepmd_muon.checkpoint_file.file import checkpoint_path
     from deepmd_muon.files import make_folder_of, whole_file
-    from deepmd_muon.infer.predictor import Predictor
-    from deepmd_muon.model.errors import ForeignModelError
     from deepmd_muon.stability.check import CheckSettings, check_models
     from deepmd_muon.stability.curves import Verdict
     from deepmd_muon.stability.report import text_of, values_of
@@ -72,16 +68,8 @@ def run(options: argparse.Namespace) -> int:
 
         check_ending(Path(options.output))
     set_up_logging(options.log_level, options.log_path)
-    try:
-        predictors = [
-            Predictor(name, ema=options.ema, head=options.head, trust=options.trust) for name in options.MODEL
-        ]
-    except ForeignModelError as error:
-        raise HandOver(f"this model ({error})") from error
+    predictors = load_predictors(options.MODEL, options)
     type_map = predictors[0].type_map
-    for name, predictor in zip(options.MODEL, predictors, strict=True):
-        if predictor.type_map != type_map:
-            raise CommandError(f"{name} has types {predictor.type_map}, {options.MODEL[0]} has {type_map}")
     systems = open_section(section, type_map) if section else open_listed(options.system, type_map, options)
     check = check_models(options.MODEL, predictors, systems, settings)
     print("\n".join(text_of(check)))

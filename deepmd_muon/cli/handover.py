@@ -11,10 +11,13 @@ import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.files import open_regular
+
+if TYPE_CHECKING:
+    from deepmd_muon.infer.predictor import Predictor
 
 # In deepmd-kit's message about a library of its wheel that does not fit the installed torch.
 _OF_LIBRARIES = "error is raised when loading"
@@ -118,6 +121,38 @@ def check_compiled(path: str, *, trust: bool) -> None:
         raise CommandError(
             f"{path} holds compiled code, which runs when it is loaded; if you trust its maker, use --trust"
         )
+
+
+def require_readable(path: str, *, trust: bool) -> None:
+    """Hand over for a model file of deepmd-kit's other backends; see `check_compiled` for compiled ones."""
+    check_compiled(path, trust=trust)
+    if Path(path).suffix in (".pb", ".pt2", ".dp", ".yaml", ".savedmodel", ".hlo"):
+        raise HandOver(f"the model format {Path(path).suffix}")
+
+
+def load_predictors(names: Sequence[str], options: argparse.Namespace) -> list[Predictor]:
+    """Load models of the same types with the command's options ``--head``, ``--ema`` and ``--trust``.
+
+    Raises
+    ------
+    HandOver
+        For a model that deepmd-kit alone has.
+    CommandError
+        When the types of two models differ.
+    """
+    from deepmd_muon.infer.predictor import Predictor
+    from deepmd_muon.model.errors import ForeignModelError
+
+    ema = getattr(options, "ema", False)
+    try:
+        predictors = [Predictor(name, ema=ema, head=options.head, trust=options.trust) for name in names]
+    except ForeignModelError as error:
+        raise HandOver(f"this model ({error})") from error
+    type_map = predictors[0].type_map
+    for name, predictor in zip(names, predictors, strict=True):
+        if predictor.type_map != type_map:
+            raise CommandError(f"{name} has types {predictor.type_map}, {names[0]} has {type_map}")
+    return predictors
 
 
 def frozen_here(path: str | os.PathLike[str]) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import TRUST, HandOver, check_compiled
+from deepmd_muon.cli.handover import TRUST, load_predictors, require_readable
 from deepmd_muon.cli.systems import add_label_options, open_listed
 
 HELP = "write how far several models disagree on the frames of systems"
@@ -42,9 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Evaluate every system with every model."""
     for name in options.models:
-        check_compiled(name, trust=options.trust)
-        if Path(name).suffix in (".pb", ".pt2", ".dp", ".yaml", ".savedmodel", ".hlo"):
-            raise HandOver(f"the model format {Path(name).suffix}")
+        require_readable(name, trust=options.trust)
     if len(options.models) < 2 and not options.real_error:
         raise CommandError("-m needs at least two models; found one: its deviation from itself is zero")
     import numpy as np
@@ -57,24 +55,17 @@ def run(options: argparse.Namespace) -> int:
         common_parameters,
         system_deviation,
     )
-    from deepmd_muon.infer.predictor import Predictor
-    from deepmd_muon.model.errors import ForeignModelError
     from deepmd_muon.train.report import set_up_logging
 
     models = {f"the model {name}": checkpoint_path(name) for name in options.models}
     outputs = {"-o": options.output, "-l": options.log_path}
     refuse_clashes(CommandError, outputs, models, {"the data": [options.system]})
     set_up_logging(options.log_level, options.log_path)
-    try:
-        predictors = [Predictor(name, head=options.head, trust=options.trust) for name in options.models]
-    except ForeignModelError as error:
-        raise HandOver(f"this model ({error})") from error
-    type_map = predictors[0].type_map
-    for name, predictor in zip(options.models, predictors, strict=True):
-        if predictor.type_map != type_map:
-            raise CommandError(f"{name} has types {predictor.type_map}, {options.models[0]} has {type_map}")
+    predictors = load_predictors(options.models, options)
     settings = DeviationSettings(options.real_error, options.relative, options.relative_v)
-    systems = with_parameters(open_listed(options.system, type_map, options), common_parameters(predictors))
+    systems = with_parameters(
+        open_listed(options.system, predictors[0].type_map, options), common_parameters(predictors)
+    )
     output = DeviationFile(Path(options.output), atomic=options.atomic)
     for system in systems:
         parts = list(system_deviation(predictors, system, settings))

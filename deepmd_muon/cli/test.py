@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import TRUST, HandOver, check_compiled
+from deepmd_muon.cli.handover import TRUST, load_predictors, require_readable
 from deepmd_muon.cli.systems import add_label_options, listed_systems, open_listed, section_of_input
 
 if TYPE_CHECKING:
@@ -55,9 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Test every system, then report the errors of all."""
-    check_compiled(options.model, trust=options.trust)
-    if Path(options.model).suffix in (".pb", ".pt2", ".dp", ".yaml", ".savedmodel", ".hlo"):
-        raise HandOver(f"the model format {Path(options.model).suffix}")
+    require_readable(options.model, trust=options.trust)
     if options.numb_test < 0:
         raise CommandError(f"-n must be 0 (all frames) or a number of frames; found {options.numb_test}")
     import numpy as np
@@ -66,16 +64,11 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.infer.details import DetailFiles
     from deepmd_muon.infer.evaluation import evaluate_system
     from deepmd_muon.infer.metrics import add_errors
-    from deepmd_muon.infer.predictor import Predictor
-    from deepmd_muon.model.errors import ForeignModelError
     from deepmd_muon.train.report import set_up_logging
 
     _check_outputs(options)
     set_up_logging(options.log_level, options.log_path)
-    try:
-        predictor = Predictor(options.model, ema=options.ema, head=options.head, trust=options.trust)
-    except ForeignModelError as error:
-        raise HandOver(f"this model ({error})") from error
+    (predictor,) = load_predictors([options.model], options)
     details = DetailFiles(options.detail_file) if options.detail_file else None
     picture = _picture(options.plot)
     shuffle = np.random.default_rng(options.rand_seed) if options.shuffle_test else None

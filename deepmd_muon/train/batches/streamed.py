@@ -57,63 +57,8 @@ class BatchSource(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class HostFeed:
-    """A batch that is on the device already, in memory of its own."""
-
-    batch: TrainingBatch
-
-    @property
-    def layout(self) -> None:
-        """None: the next batch is elsewhere."""
-
-    @property
-    def system(self) -> str:
-        """The systems of the frames."""
-        return self.batch.system
-
-    @property
-    def atoms(self) -> np.ndarray:
-        """Real atoms of each frame, on the host."""
-        return self.batch.atoms
-
-    def labelled_atoms(self, needed: Collection[str]) -> float:
-        """Return the number of atoms in frames that have all these labels."""
-        return self.batch.labelled_atoms(needed)
-
-    def read(self) -> TrainingBatch:
-        """Return the batch."""
-        return self.batch
-
-
-class HostBatches:
-    """Batches of a loader, converted when they are asked for.
-
-    Parameters
-    ----------
-    loader
-        Where they come from.
-    ntypes
-        Number of types of the model.
-    device
-        Where the tensors go.
-    """
-
-    def __init__(self, loader: DataLoader, ntypes: int, device: torch.device) -> None:
-        self._loader = loader
-        self._ntypes = ntypes
-        self._device = device
-
-    def next(self) -> HostFeed:
-        """Return the next batch."""
-        return HostFeed(to_device(self._loader.next(), self._ntypes, self._device))
-
-    def close(self) -> None:
-        """Do nothing: the loader is closed by its owner."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StreamedFeed:
-    """A batch that has been copied into tensors which all batches of its layout share (None: of its own)."""
+class BatchFeed:
+    """A batch on the host, and its copy in tensors that all batches of its layout share; without one, its own."""
 
     layout: Hashable | None
     host: TrainingBatch
@@ -138,6 +83,33 @@ class StreamedFeed:
         return self.static
 
 
+class HostBatches:
+    """Batches of a loader, converted when they are asked for.
+
+    Parameters
+    ----------
+    loader
+        Where they come from.
+    ntypes
+        Number of types of the model.
+    device
+        Where the tensors go.
+    """
+
+    def __init__(self, loader: DataLoader, ntypes: int, device: torch.device) -> None:
+        self._loader = loader
+        self._ntypes = ntypes
+        self._device = device
+
+    def next(self) -> BatchFeed:
+        """Return the next batch."""
+        batch = to_device(self._loader.next(), self._ntypes, self._device)
+        return BatchFeed(None, batch, batch)
+
+    def close(self) -> None:
+        """Do nothing: the loader is closed by its owner."""
+
+
 class StreamedBatches:
     """Batches of a loader, prepared one ahead in a thread and copied from pinned memory.
 
@@ -160,7 +132,7 @@ class StreamedBatches:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepmd_muon-batches")
         self._ahead: Future[TrainingBatch] | None = None
 
-    def next(self) -> StreamedFeed:
+    def next(self) -> BatchFeed:
         """Return the next batch and begin to prepare the one after it."""
         ahead = self._ahead if self._ahead is not None else self._submit()
         host = ahead.result()
@@ -178,7 +150,7 @@ class StreamedBatches:
             layout = None
         for target, source in zip(tensors_of(static), tensors_of(host), strict=True):
             target.copy_(source, non_blocking=True)
-        return StreamedFeed(layout, host, static)
+        return BatchFeed(layout, host, static)
 
     def close(self) -> None:
         """End the thread."""

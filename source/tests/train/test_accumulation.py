@@ -14,7 +14,7 @@ from deepmd_muon.model import build_model
 from deepmd_muon.train import NonFiniteError, RunError, trainer
 from deepmd_muon.train.batches.accumulated import AccumulatedFeed
 from deepmd_muon.train.batches.batch import to_device
-from deepmd_muon.train.batches.streamed import HostFeed, StreamedBatches, StreamedFeed
+from deepmd_muon.train.batches.streamed import BatchFeed, StreamedBatches
 from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.step.compiled import CompiledGradient
 from deepmd_muon.train.step.guard import DeviceGuard, HostGuard, on_nonfinite
@@ -67,7 +67,7 @@ def gradients(model, loss, batch, gradient=None):
 def test_the_gradient_is_that_of_one_batch_with_all_frames(small_input, compiled):
     model, loss, first, second, both = prepare(small_input)
     metrics, wanted = gradients(model, loss, both)
-    feeds = AccumulatedFeed((StreamedFeed("a", first, first), StreamedFeed("b", second, second)))
+    feeds = AccumulatedFeed((BatchFeed("a", first, first), BatchFeed("b", second, second)))
     if compiled:
         calls = []
         gradient = CompiledGradient(model, loss, lambda graph, _: lambda *x: calls.append(0) or graph(*x))
@@ -153,7 +153,7 @@ def test_epochs_count_all_batches(small_input, train, load):
 def test_one_bad_batch_leaves_the_step_out(small_input, train, load, monkeypatch, policy, device):
     if device:
         on_device(monkeypatch, streamed=True)
-    original, count = HostFeed.read if not device else StreamedFeed.read, 0
+    original, count = BatchFeed.read, 0
 
     def read(self):
         nonlocal count
@@ -163,7 +163,7 @@ def test_one_bad_batch_leaves_the_step_out(small_input, train, load, monkeypatch
             batch.labels["energy"][:] = float("inf")
         return batch
 
-    monkeypatch.setattr(StreamedFeed if device else HostFeed, "read", read)
+    monkeypatch.setattr(BatchFeed, "read", read)
     content = exact(small_input, 1, 2, numb_steps=4, disp_freq=1)
     content["optimizer"]["on_nonfinite"] = policy
     if policy == "error":
