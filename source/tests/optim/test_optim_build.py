@@ -167,11 +167,6 @@ def test_patterns_that_match_or_are_only_usual_say_nothing():
         HybridMuon([{"params": params[:1], "adam_patterns": ["w"]}, {"params": params[1:], "adam_patterns": ["w"]}])
 
 
-def test_all_bad_settings_are_named_together():
-    with pytest.raises(InvalidSettingError, match=r"momentum: .*; muon_mode: .*; on_nonfinite: must be one of"):
-        HybridMuonConfig(momentum=-3, muon_mode="3d", on_nonfinite="perhaps")
-
-
 def test_the_constructor_and_groups_name_all_bad_settings_together():
     bad = {"lr": torch.ones(2), "momentum": -3, "muon_mode": "3d", "adam_betas": (0.9, None), "schedule": 5}
     named = ["adam_betas", "lr", "momentum", "muon_mode", "schedule"]
@@ -279,12 +274,6 @@ torch.save((gradients, stepped), "stepped.pt")
             torchs.step()
         assert all(torch.equal(p, x) for p, x in zip(params, end, strict=True))
         assert torchs.state[params[0]]["exp_avg"].equal(moment)
-
-
-@pytest.mark.parametrize("sharded", ["abc", {"slots": 2}])
-def test_sharded_must_be_settings_also_on_one_process(sharded):
-    with pytest.raises(InvalidSettingError, match="sharded: must be ShardedSettings"):
-        HybridMuon([torch.nn.Parameter(torch.zeros(2, 2))], sharded=sharded)
 
 
 def test_a_pattern_of_the_settings_that_matches_nothing_is_logged(caplog):
