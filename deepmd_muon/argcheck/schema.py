@@ -69,7 +69,8 @@ def _key(field: dataclasses.Field[Any], annotation: Any) -> Key:
     """Build the argument of one dataclass field."""
     setting = setting_of(field, annotation)
     variants: Variants | None = field.metadata.get("variants")
-    inside = _of_names(annotation)
+    # The X of Mapping[str, X].
+    inside = typing.get_args(annotation)[1] if typing.get_origin(annotation) is Mapping else None
     named = inside is not None and (variants is not None or dataclasses.is_dataclass(inside))
     annotation = inside if named else annotation
     kinds = [a for a in alternatives_of(annotation) if dataclasses.is_dataclass(a)]
@@ -95,11 +96,6 @@ def _key(field: dataclasses.Field[Any], annotation: Any) -> Key:
     key.setting, key.annotation, key.value = setting, annotation, field.default
     key.section, key.variants, key.named = nested, variants, named
     return key
-
-
-def _of_names(annotation: Any) -> Any:
-    """Return the X of ``Mapping[str, X]``, None for other annotations."""
-    return typing.get_args(annotation)[1] if typing.get_origin(annotation) is Mapping else None
 
 
 def _dargs_types(annotation: Any, setting: Setting) -> Iterator[Any]:

@@ -106,7 +106,12 @@ def _described(state: Mapping[str, Any], section: Mapping[str, Any], prefix: str
         return _Described(section, None)
     # (1, ntypes, 1)
     return _Described(
-        section, [name for name, energy in zip(section["type_map"], bias[0], strict=True) if _differs(energy)]
+        section,
+        [
+            name
+            for name, energy in zip(section["type_map"], bias[0], strict=True)
+            if bool((energy.abs() > _UNOBSERVED).any())
+        ],
     )
 
 
@@ -150,10 +155,6 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
     cells = ("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows)
     return "\n".join([rule, *(f"{row}\n{rule}" for row in cells)])
-
-
-def _differs(energy: Any) -> bool:
-    return bool((energy.abs() > _UNOBSERVED).any())
 
 
 def _size_lines(section: Mapping[str, Any]) -> list[str]:

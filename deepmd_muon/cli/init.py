@@ -55,7 +55,8 @@ def run(options: argparse.Namespace) -> int:
     others = [output.parent / f"model-{k}" / output.name for k in range(2, options.models + 1)]
     for place in (output, *others, folder):
         if place.exists():
-            raise CommandError(f"{place} exists; remove it or give another name ({_option_of(place != folder)})")
+            option = "--split-folder" if place == folder else "-o"
+            raise CommandError(f"{place} exists; remove it or give another name ({option})")
     wishes = Wishes(
         data=tuple(options.DATA),
         valid_data=tuple(options.valid_data or ()),
@@ -79,7 +80,3 @@ def run(options: argparse.Namespace) -> int:
 
 _MOST_MODELS = 100
 _LABELS = ("energy", "force", "virial", "stress")
-
-
-def _option_of(output: bool) -> str:
-    return "-o" if output else "--split-folder"

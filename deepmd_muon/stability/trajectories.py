@@ -114,12 +114,12 @@ def estimate_temperature(force_field: ForceField, systems: Sequence[System], fra
     The configurational temperature kT = ⟨|F|²⟩ / ⟨tr H⟩ (Rugh, Phys. Rev. Lett. 78, 772 (1997)): forces of the labels
     where there are some, and the potential's mean curvature by finite differences along random directions.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator, type_map = torch.Generator().manual_seed(0), force_field.predictor.type_map
     natoms = max(system.natoms for system in systems)
     square = curvature = 0.0
     some = list(sampled(systems, frames * natoms))
     for _, _, frame in some[:: max(1, len(some) // frames)]:
-        state = Systems.from_frames(frame, force_field.predictor.type_map, force_field.device, _ones(force_field))
+        state = Systems.from_frames(frame, type_map, force_field.device, [1.0] * len(type_map))
         force_field.reset()
         force = frame.force
         if force is None or not np.isfinite(force).all():
@@ -137,10 +137,6 @@ def estimate_temperature(force_field: ForceField, systems: Sequence[System], fra
         return None
     kelvin = square / curvature / BOLTZMANN
     return kelvin if 20.0 <= kelvin <= 20_000.0 else None
-
-
-def _ones(force_field: ForceField) -> list[float]:
-    return [1.0] * len(force_field.predictor.type_map)
 
 
 def run_dynamics(

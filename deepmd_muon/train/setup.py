@@ -232,7 +232,8 @@ def check_same_run(given: Input, systems: Mapping[str, Systems], ranks: Ranks) -
             kind = sections[where][0]
             log.info("%.2g %% of the frames of the %s data were compared between the ranks", 100 * digest.share, kind)
     for rank, theirs in enumerate(found):
-        keys = [key for key in changed_settings(found[0][0], theirs[0]) if not _of_a_machine(key)]
+        changes = changed_settings(found[0][0], theirs[0])
+        keys = [key for key in changes if not (key.startswith("training/") and key.endswith(_OF_A_MACHINE))]
         if keys:
             raise TrainingError(
                 f"the input of rank {rank} differs from that of rank 0 in {', '.join(keys)}: "
@@ -247,8 +248,3 @@ def check_same_run(given: Input, systems: Mapping[str, Systems], ranks: Ranks) -
                     f"the {kind} data of rank {rank} are not those of rank 0{which}: "
                     f"see that {where}/systems is the same on all machines"
                 )
-
-
-def _of_a_machine(key: str) -> bool:
-    """Whether a setting is the place of a file, which may have another name on another machine."""
-    return key.startswith("training/") and key.endswith(_OF_A_MACHINE)

@@ -42,7 +42,8 @@ def _of_forces(system: System, fit: PairFit, others: Sequence[PairFit]) -> Itera
     compared = sum(correlation != 0 for _, correlation in seen)
     if len(odd) > compared / 2 and len(odd) > 1:
         units = {words: value for words, value in ENERGY_UNITS.items() if "energies" in words or "sign" in words}
-        yield explain("forces", "the forces of the other systems", float(np.median(odd)), _as_forces(units))
+        of_forces = {words.replace("energies", "forces"): value for words, value in units.items()}
+        yield explain("forces", "the forces of the other systems", float(np.median(odd)), of_forces)
         return
     types = sorted({t for kind in fit.kinds for t in kind})
     for a, b in combinations(types, 2):
@@ -59,10 +60,6 @@ def _of_forces(system: System, fit: PairFit, others: Sequence[PairFit]) -> Itera
                 f"forces fit those of the other systems with {names[a]} and {names[b]} swapped only; check type.raw "
                 "and type_map.raw"
             )
-
-
-def _as_forces(units: dict[str, float]) -> dict[str, float]:
-    return {words.replace("energies", "forces"): value for words, value in units.items()}
 
 
 def _of_energies(looked: Sequence[tuple[System, Frames]]) -> list[str]:

@@ -86,7 +86,8 @@ class NpyStore:
 
     def sets(self) -> list[str]:
         """Names of the ``set.*`` folders, sorted."""
-        return sorted(name for name in self.names("") if name.startswith("set.") and self._is_folder(name))
+        named = (name for name in self.names("") if name.startswith("set."))
+        return sorted(name for name in named if os.path.isdir(os.path.join(self.root, name)))
 
     def names(self, folder: str) -> frozenset[str]:
         """Names of the files in `folder`."""
@@ -94,9 +95,6 @@ class NpyStore:
             return frozenset(os.listdir(os.path.join(self.root, folder)))
         except OSError as error:
             raise SystemFormatError(self.root, folder, f"cannot be listed: {error.strerror}") from error
-
-    def _is_folder(self, name: str) -> bool:
-        return os.path.isdir(os.path.join(self.root, name))
 
     def words(self, path: str) -> list[str]:
         """Read the words of a text file."""

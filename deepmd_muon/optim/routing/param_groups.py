@@ -76,20 +76,16 @@ def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | 
         used.add(p)
         return names[p], p
 
-    named = [
-        {**item, "params": [pair(p) for p in _as_list(item["params"])]} if isinstance(item, dict) else pair(item)
-        for item in given
-    ]
+    def several(params: Any) -> list[Any]:
+        return [pair(p) for p in ([params] if isinstance(params, Tensor) else params)]
+
+    named = [{**item, "params": several(item["params"])} if isinstance(item, dict) else pair(item) for item in given]
     omitted = [name for p, name in names.items() if p not in used and p.requires_grad]
     if omitted:
         warnings.warn(
             f"missing from params, though named_parameters lists them: {', '.join(omitted)}", stacklevel=_CONSTRUCTOR
         )
     return named
-
-
-def _as_list(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def check_parameters(groups: Sequence[dict[str, Any]]) -> None:

@@ -20,7 +20,6 @@ from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.sharded.carried import carried
 from deepmd_muon.optim.sharded.messages import (
     Piece,
-    Rectangle,
     local_shape,
     piece_of,
     rectangles,
@@ -267,7 +266,7 @@ class Bucket:
             s, i = self._slots[j]
             for target in rectangles(piece):
                 in_blocks.append(matrices[s][i][target.in_block])
-                in_buffer.append(_piece_rectangle(flat, piece, target))
+                in_buffer.append(flat.view(piece.rows.size, piece.columns.size)[target.in_piece])
         return in_blocks, in_buffer
 
     @phase("gather")
@@ -351,10 +350,6 @@ class Bucket:
 
 def _index(positions: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(positions, dtype=torch.int64, device=device)
-
-
-def _piece_rectangle(flat: Tensor, piece: Piece, target: Rectangle) -> Tensor:
-    return flat.view(piece.rows.size, piece.columns.size)[target.in_piece]
 
 
 def _table(owners: Sequence[int], count: int) -> Tensor:

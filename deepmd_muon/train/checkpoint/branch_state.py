@@ -57,7 +57,8 @@ def for_branches(
     places = {canonical_name(name): place for place, name in enumerate(group["param_names"])}
     names = {canonical_name(found[0]): [*map(canonical_name, found)] for found in all_names(model).values()}
     kept = {name for name, place in places.items() if group["params"][place] in saved["state"]}
-    if names.keys() <= places.keys() and kept <= names.keys() and _same_names(continued):
+    same = all(name == former for name, former in continued.items())
+    if same and names.keys() <= places.keys() and kept <= names.keys():
         return content
     former = _Former(content, continued)
     sources = {name: next((place for each in alike if (place := former.find(each)) in places), None)
@@ -74,10 +75,6 @@ def for_branches(
         "optimizer state: %d parameters continue; %s", len(sources) - len(fresh), "; ".join(_told(fresh, gone)) or "all"
     )
     return moved
-
-
-def _same_names(continued: Mapping[str, str]) -> bool:
-    return all(name == former for name, former in continued.items())
 
 
 def _told(fresh: list[str], gone: list[str]) -> list[str]:
