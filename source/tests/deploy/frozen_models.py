@@ -1,27 +1,14 @@
 """Small models for the tests of frozen files."""
 
 import numpy as np
+from small_models import section_of
 
-from deepmd_muon.argcheck import normalize
 from deepmd_muon.model import build_model
 
 
 def build(descriptor, fitting_net=None, type_map=("O", "H"), **section):
     """A small model with uneven statistics and energy bias; `section` are further keys of the model."""
-    checked = normalize(
-        {
-            "model": {
-                "type_map": list(type_map),
-                "descriptor": descriptor,
-                "fitting_net": {"neuron": [12, 12], "seed": 2, **(fitting_net or {})},
-                **section,
-            },
-            "learning_rate": {"start_lr": 1e-3},
-            "loss": {},
-            "training": {"training_data": {"systems": ["data"]}, "numb_steps": 1},
-        }
-    )
-    model = build_model(checked.normalized["model"])
+    model = build_model(section_of(descriptor, fitting_net, type_map, **section))
     ntypes = len(type_map)
     random = np.random.default_rng(11)
     as_tensor = model.atomic_model.out_bias.new_tensor
@@ -33,16 +20,6 @@ def build(descriptor, fitting_net=None, type_map=("O", "H"), **section):
     model.set_energy_bias(random.normal(size=ntypes))
     return model
 
-
-SE_E2_A = {
-    "type": "se_e2_a",
-    "sel": [24, 48],
-    "rcut": 4.0,
-    "rcut_smth": 1.0,
-    "neuron": [4, 8],
-    "axis_neuron": 2,
-    "seed": 1,
-}
 
 # Of a size that makes neighbours, angles and attention count; by descriptor.
 LARGER = {

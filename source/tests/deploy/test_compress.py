@@ -7,7 +7,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from frozen_models import LARGER, SE_E2_A, build
+from frozen_models import LARGER, build
+from small_models import SE_E2_A
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.deploy.compress import compress, restored

@@ -4,7 +4,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from frozen_models import LARGER, SE_E2_A, build
+from frozen_models import LARGER, build
+from small_models import SE_E2_A
 
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.main import main

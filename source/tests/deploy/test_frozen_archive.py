@@ -6,7 +6,8 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from frozen_models import SE_E2_A, build
+from frozen_models import build
+from small_models import SE_E2_A
 
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.errors import CommandError

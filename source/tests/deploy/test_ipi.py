@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from frozen_models import SE_E2_A, build
+from frozen_models import build
+from small_models import SE_E2_A
 
 from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.infer import Predictor
