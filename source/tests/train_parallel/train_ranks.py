@@ -146,64 +146,65 @@ def _work(rank, world, jobs, ends):
         ends.put((number, rank, end, time.perf_counter() - start))
 
 
-def _in_step(happen):
-    """Call a function with the number of the step and its batch before every step."""
-    from deepmd_muon.train.step.step import TrainingStep
-
-    original, count = TrainingStep.__call__, 0
-
-    def call(self, batch, lr, lr_fraction):
-        nonlocal count
-        count += 1
-        happen(count, batch)
-        return original(self, batch, lr, lr_fraction)
-
-    TrainingStep.__call__ = call
-
-    def undo():
-        TrainingStep.__call__ = original
-
-    return undo
+def _replace(owner, name, value):
+    """Replace an attribute; return what puts it back."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, original)
 
 
-def poison(rank):
-    """The third batch of rank 1 has a position that is no number."""
+def _in_step(who, step, happen):
+    """Call a function with the batch in one step of one rank."""
 
-    def happen(count, batch):
-        if rank == 1 and count == 3:
-            batch.structures.coord[0] = float("nan")
+    def prepare(rank):
+        from deepmd_muon.train.step.step import TrainingStep
 
-    return _in_step(happen)
+        original, count = TrainingStep.__call__, 0
 
+        def call(self, batch, lr, lr_fraction):
+            nonlocal count
+            count += 1
+            if (rank, count) == (who, step):
+                happen(batch)
+            return original(self, batch, lr, lr_fraction)
 
-def interrupt(rank):
-    """Rank 1 gets SIGTERM in its fourth step."""
+        return _replace(TrainingStep, "__call__", call)
 
-    def happen(count, batch):
-        if rank == 1 and count == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    return _in_step(happen)
-
-
-def fail(rank):
-    """Rank 1 fails in its third step."""
-
-    def happen(count, batch):
-        if rank == 1 and count == 3:
-            raise MemoryError("rank 1 has had enough")
-
-    return _in_step(happen)
+    return prepare
 
 
-def fail_first(rank):
-    """Rank 0, through which they reach each other, fails in its third step."""
+def _spoil(batch):
+    """Make a position that is no number."""
+    batch.structures.coord[0] = float("nan")
 
-    def happen(count, batch):
-        if rank == 0 and count == 3:
-            raise MemoryError("rank 0 has had enough")
 
-    return _in_step(happen)
+def _fail(text):
+    def happen(batch):
+        raise MemoryError(text)
+
+    return happen
+
+
+def _pause(batch):
+    """Stop this process for a while."""
+    subprocess.Popen(["sh", "-c", f"sleep {PAUSE}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _stop_for_good(batch=None):
+    """Stop this process, which is killed when the others have ended."""
+    time.sleep(0.5)
+    subprocess.Popen(["sh", "-c", f"sleep 4; kill -KILL {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+poison = _in_step(1, 3, _spoil)
+interrupt = _in_step(1, 4, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+fail = _in_step(1, 3, _fail("rank 1 has had enough"))
+fail_first = _in_step(0, 3, _fail("rank 0 has had enough"))  # through which they reach each other
+die = _in_step(1, 3, lambda _: os._exit(7))
+stop = _in_step(1, 3, _pause)
+stop_first_stepping = _in_step(0, 3, _stop_for_good)
 
 
 def other_folder(rank):
@@ -238,16 +239,6 @@ def busy_port(rank):
     return undo
 
 
-def die(rank):
-    """Rank 1 vanishes in its third step."""
-
-    def happen(count, batch):
-        if rank == 1 and count == 3:
-            os._exit(7)
-
-    return _in_step(happen)
-
-
 def sleep(rank):
     """The data of rank 1 take their time in the third step."""
     from deepmd_muon.data import DataLoader
@@ -261,23 +252,7 @@ def sleep(rank):
             time.sleep(PAUSE)
         return original(self)
 
-    DataLoader.next = slow
-
-    def undo():
-        DataLoader.next = original
-
-    return undo
-
-
-def stop(rank):
-    """Rank 1 is stopped for a while in its third step."""
-
-    def happen(count, batch):
-        if rank == 1 and count == 3:
-            subprocess.Popen(["sh", "-c", f"sleep {PAUSE}; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    return _in_step(happen)
+    return _replace(DataLoader, "next", slow)
 
 
 def _in_counting(happen):
@@ -290,12 +265,7 @@ def _in_counting(happen):
         happen()
         return original(*args, **options)
 
-    start.resolve_sel = resolve
-
-    def undo():
-        start.resolve_sel = original
-
-    return undo
+    return _replace(start, "resolve_sel", resolve)
 
 
 def count_long(rank):
@@ -303,31 +273,10 @@ def count_long(rank):
     return _in_counting(lambda: time.sleep(2.0))
 
 
-def _stop_for_good(seconds):
-    """Stop this process, which is killed when the others have ended."""
-    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -KILL {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def stop_first(rank):
     """Rank 0 is stopped while it counts neighbours, and never comes back."""
 
-    def happen():
-        time.sleep(0.5)
-        _stop_for_good(4.0)
-
-    return _in_counting(happen)
-
-
-def stop_first_stepping(rank):
-    """Rank 0 is stopped in its third step, and never comes back."""
-
-    def happen(count, batch):
-        if rank == 0 and count == 3:
-            time.sleep(0.5)
-            _stop_for_good(4.0)
-
-    return _in_step(happen)
+    return _in_counting(_stop_for_good)
 
 
 def stop_second(rank):
@@ -340,15 +289,10 @@ def stop_second(rank):
     def compare(*args):
         original(*args)
         if rank == 1:
-            _stop_for_good(4.0)
+            _stop_for_good()
 
-    start.check_same_run = compare
-
-    def undo():
-        start.check_same_run = original
-        undo_counting()
-
-    return undo
+    undo_comparing = _replace(start, "check_same_run", compare)
+    return lambda: (undo_comparing(), undo_counting())
 
 
 def _after_steps(write):
@@ -362,12 +306,7 @@ def _after_steps(write):
         write(self.optimizer)
         return found
 
-    TrainingStep.__call__ = call
-
-    def undo():
-        TrainingStep.__call__ = original
-
-    return undo
+    return _replace(TrainingStep, "__call__", call)
 
 
 def tell_plan(rank):
@@ -399,12 +338,7 @@ def tell_reading(rank):
         Path(f"read{rank}.txt").write_text(json.dumps(found))
         return original(self, plan, planner)
 
-    TensorReader.read_data = read_data
-
-    def undo():
-        TensorReader.read_data = original
-
-    return undo
+    return _replace(TensorReader, "read_data", read_data)
 
 
 def on_device(rank):
