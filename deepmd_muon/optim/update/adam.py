@@ -145,7 +145,7 @@ def _fused(tensors: TensorLists, steps: list[Tensor], lr: float | Tensor, values
     exact = lr if isinstance(lr, Tensor) and lr.dtype == targets[0].dtype == torch.float64 else None
     before = () if exact is None else torch._foreach_mul(targets, 1.0)  # a copy of all in one launch
     values = {**values, "lr": lr.float() if isinstance(lr, Tensor) else lr, "amsgrad": False, "maximize": False}
-    (_fused_on_gpu if targets[0].is_cuda else _fused_on_cpu)(*tensors, steps, **values)
+    (_fused_on_gpu if targets[0].is_cuda else _fused_on_cpu)(tensors, steps, **values)
     if exact is not None:
         correct_rounded_lr(targets, list(before), exact)
 
@@ -158,38 +158,20 @@ def correct_rounded_lr(targets: list[Tensor], before: list[Tensor], lr: Tensor) 
     torch._foreach_add_(targets, change)
 
 
-def _fused_on_cpu(
-    targets: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
-    **values: Any,
-) -> None:
+def _fused_on_cpu(tensors: TensorLists, steps: list[Tensor], **values: Any) -> None:
     """Call torch's kernel on tensors with the strides it assumes."""
-    tensors = targets, grads, exp_avgs, exp_avg_sqs
     alike = _with_equal_strides(tensors)
     torch_adam(*alike, [], steps, fused=True, decoupled_weight_decay=True, **values)
     _copy_back(tensors, alike)
 
 
-def _fused_on_gpu(
-    targets: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
-    *,
-    found_inf: Tensor | None,
-    **values: Any,
-) -> None:
+def _fused_on_gpu(tensors: TensorLists, steps: list[Tensor], *, found_inf: Tensor | None, **values: Any) -> None:
     """Call torch's kernel for tensors of one device and dtype, without torch's grouping by device and dtype.
 
     For 88 parameters the grouping takes longer on the host than the launches.
     """
     nothing: list[Tensor] = []  # AMSGrad's maxima
     values |= {"grad_scale": None, "found_inf": found_inf}
-    tensors = targets, grads, exp_avgs, exp_avg_sqs
     torch._foreach_add_(steps, 1)
     try:
         torch._fused_adamw_(*tensors, nothing, steps, **values)
