@@ -1,14 +1,38 @@
-"""Lines of a report that an earlier part of the run has written."""
+"""Reports of lines, and the lines of one that an earlier part of the run has written."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from deepmd_muon.files import is_special
+from deepmd_muon.files import fresh_file, is_special
 
 log = logging.getLogger(__name__)
+
+
+class LinesFile:
+    """A report that grows by lines.
+
+    Parameters
+    ----------
+    path
+        The file; its folder is there. A device or FIFO is written to from here on.
+    lines
+        Those it begins with.
+    """
+
+    def __init__(self, path: Path, lines: Iterable[str] = ()) -> None:
+        self._file = fresh_file(path, "".join(f"{line}\n" for line in lines).encode())
+
+    def write(self, line: str) -> None:
+        """Write a line, or several, and flush."""
+        self._file.write(f"{line}\n".encode())
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 def earlier_lines(path: Path, last_step: int, step_of: Callable[[str], int]) -> list[str]:

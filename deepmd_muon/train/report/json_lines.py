@@ -9,26 +9,19 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepmd_muon.files import fresh_file, make_folder_of
+from deepmd_muon.files import make_folder_of
 from deepmd_muon.train.report.columns import column
-from deepmd_muon.train.report.earlier_lines import earlier_lines
+from deepmd_muon.train.report.earlier_lines import LinesFile, earlier_lines
 
 
-class JsonLinesFile:
+class JsonLinesFile(LinesFile):
     """Append one JSON object at every reported step.
 
     Its keys are "step", "time" [s] in training since the run began (of all parts of a restarted run), "lr", and every
     metric with the ending "_trn" or "_val"; a value that is not finite is null. At a restart, lines beyond the restart
     step are dropped.
 
-    Parameters
-    ----------
-    path
-        The file. A device or FIFO is written to from here on, whatever `start_step`.
-    frequency
-        Every how many steps.
-    start_step
-        Steps already done; 0 begins a new file.
+    Parameters are those of `LearningCurveFile`.
     """
 
     validates = True
@@ -40,7 +33,7 @@ class JsonLinesFile:
         kept = earlier_lines(path, start_step, lambda line: _step_and_time(line)[0])
         before = _step_and_time(kept[-1])[1] if kept else 0.0
         self._begin = time.perf_counter() - before
-        self._file = fresh_file(path, "".join(f"{line}\n" for line in kept).encode())
+        super().__init__(path, kept)
 
     def step(self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]) -> None:
         """Write the line of the 1-based `step` and flush it."""
@@ -48,12 +41,7 @@ class JsonLinesFile:
         for ending, metrics in (("trn", train), ("val", valid)):
             for name, value in metrics.items():
                 record[column(name, ending)] = value if math.isfinite(value) else None
-        self._file.write(f"{json.dumps(record)}\n".encode())
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        self.write(json.dumps(record))
 
 
 def _step_and_time(line: str) -> tuple[int, float]:

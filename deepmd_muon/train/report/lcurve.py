@@ -6,9 +6,9 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from deepmd_muon.files import fresh_file, make_folder_of
+from deepmd_muon.files import make_folder_of
 from deepmd_muon.train.report.columns import branch_of, column, in_order
-from deepmd_muon.train.report.earlier_lines import earlier_lines, first_number
+from deepmd_muon.train.report.earlier_lines import LinesFile, earlier_lines, first_number
 
 _NOTE = "# If there is no available reference data, rmse_*_{val,trn} will print nan"
 
@@ -43,7 +43,7 @@ def row(
     return f"{step:7d}{''.join(columns)}   {lr:8.1e}"
 
 
-class LearningCurveFile:
+class LearningCurveFile(LinesFile):
     """Append a row of metrics at every reported step.
 
     The first row decides the columns: its training metrics in alphabetical order, and whether there is
@@ -69,7 +69,7 @@ class LearningCurveFile:
         kept = earlier_lines(path, start_step, first_number)
         headers = [line for line in kept if line.startswith("# step")]
         self._header = headers[-1] if headers else None
-        self._file = fresh_file(path, "".join(line + "\n" for line in kept).encode())
+        super().__init__(path, kept)
         self._names: list[str] = []
         self._validated: list[str] = []
 
@@ -81,11 +81,5 @@ class LearningCurveFile:
             self._validated = [name for name in self._names if branch_of(name) in branches]
             wanted = header(self._names, self._validated)
             if wanted.rstrip() != (self._header or "").rstrip():
-                self._file.write(f"{wanted}\n{_NOTE}\n".encode())
-        line = row(step, lr, self._names, self._validated, train, valid)
-        self._file.write(f"{line}\n".encode())
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+                self.write(f"{wanted}\n{_NOTE}")
+        self.write(row(step, lr, self._names, self._validated, train, valid))

@@ -6,14 +6,14 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepmd_muon.files import fresh_file, is_special, make_folder_of, writing
-from deepmd_muon.train.report.earlier_lines import earlier_lines, first_number
+from deepmd_muon.files import is_special, make_folder_of, writing
+from deepmd_muon.train.report.earlier_lines import LinesFile, earlier_lines, first_number
 
 _UNITS = {"e": "meV/atom", "f": "meV/Å", "s": "meV/Å³", "v": "meV/atom"}
 _WIDTH = 18
 
 
-class ValidationFile:
+class ValidationFile(LinesFile):
     """Append a row of errors at every full validation.
 
     Parameters
@@ -42,15 +42,9 @@ class ValidationFile:
         header = f"# {'step':>8s}" + "".join(f"   {name:>{_WIDTH}s}" for name in names)
         if header not in lines:
             lines.append(header)
-        self._file = fresh_file(self._path, "".join(f"{line}\n" for line in lines).encode())
+        super().__init__(self._path, lines)
 
     def row(self, step: int, errors: Mapping[str, float], note: str | None) -> None:
         """Write the errors [eV, Å] of the 1-based `step` and flush them; a note becomes a comment line."""
         values = "".join(f"   {1e3 * errors[name]:>{_WIDTH}.6g}" for name in self._columns)
-        lines = f"  {step:8d}{values}\n" + (f"# {note}\n" if note else "")
-        self._file.write(lines.encode())
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        self.write(f"  {step:8d}{values}" + (f"\n# {note}" if note else ""))
