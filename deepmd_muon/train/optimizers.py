@@ -37,20 +37,20 @@ def build_optimizer(
     DeePMD's weights are stored (in, out), so `layout` 'auto' becomes 'in_out', except with deepmd-kit's own arithmetic,
     which takes weights as stored. A parameter that several branches share has the name of each for patterns.
     """
-    if not isinstance(config, HybridMuonConfig | MuonConfig):
-        optimizer = config.build(model, lr, replicas if state_in_parts else None)
-        if not all("param_names" in group for group in optimizer.param_groups):
-            raise InvalidSettingError(
-                f"optimizer: {type(config).__name__}.build made {type(optimizer).__name__} without names of "
-                "parameters, which checkpoints need; give it model.named_parameters()"
-            )
-        return optimizer
-    if isinstance(config, HybridMuonConfig) and isinstance(model, Branches):
-        found: dict[str, Any] = {key: for_any_name(getattr(config, key), model) for key in _PATTERNS}
-        config = dataclasses.replace(config, **found)
-    as_deepmd_kit = isinstance(config, HybridMuonConfig) and config.deepmd_kit_arithmetic
-    if config.layout == "auto" and not as_deepmd_kit:
-        config = dataclasses.replace(config, layout="in_out")
-    if state_in_parts:
-        config = dataclasses.replace(config, sharded=dataclasses.replace(config.sharded, state="sharded"))
-    return config.build(model, lr, replicas)
+    if isinstance(config, HybridMuonConfig | MuonConfig):
+        if isinstance(config, HybridMuonConfig) and isinstance(model, Branches):
+            found: dict[str, Any] = {key: for_any_name(getattr(config, key), model) for key in _PATTERNS}
+            config = dataclasses.replace(config, **found)
+        as_deepmd_kit = isinstance(config, HybridMuonConfig) and config.deepmd_kit_arithmetic
+        if config.layout == "auto" and not as_deepmd_kit:
+            config = dataclasses.replace(config, layout="in_out")
+        if state_in_parts:
+            config = dataclasses.replace(config, sharded=dataclasses.replace(config.sharded, state="sharded"))
+        return config.build(model, lr, replicas)
+    optimizer = config.build(model, lr, replicas if state_in_parts else None)
+    if not all("param_names" in group for group in optimizer.param_groups):
+        raise InvalidSettingError(
+            f"optimizer: {type(config).__name__}.build made {type(optimizer).__name__} without names of "
+            "parameters, which checkpoints need; give it model.named_parameters()"
+        )
+    return optimizer

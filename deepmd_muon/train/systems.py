@@ -72,10 +72,11 @@ def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
         model = branch.model
         train = open_section(branch.data.training_data, model.type_map)
         if not model.type_map:
-            model = changed(model, {"type_map": elements_of(train)}, branch.model_path)
+            names = elements_of(train)
+            model = changed(model, {"type_map": names}, branch.model_path)
             given = given.with_models({name: model})
-            train = [system.with_type_map(model.type_map) for system in train]
-            log.info("model/type_map is left out and becomes %s: the types of the training data", list(model.type_map))
+            train = [system.with_type_map(names) for system in train]
+            log.info("model/type_map is left out and becomes %s: the types of the training data", list(names))
         section = branch.data.validation_data
         valid = open_section(section, model.type_map) if section else []
         every = with_parameters([*train, *valid], Parameters.of(model.fitting_net))

@@ -24,12 +24,11 @@ from deepmd_muon.files import (
     is_special,
     leftovers_of,
     make_folder_of,
-    regular_text,
     replace_link,
     whole_file,
     writing,
 )
-from deepmd_muon.train.checkpoint.files import REMOVED, write_pointer
+from deepmd_muon.train.checkpoint.files import REMOVED, rename_in_pointer, write_pointer
 from deepmd_muon.train.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -336,7 +335,7 @@ def _set_aside(prefix: Path, saved: Sequence[Path], number: int) -> list[str]:
         if target in renamed:
             replace_link(prefix.with_name(f"{prefix.name}.{number}{suffix}"), renamed[target])
             links[suffix].unlink()
-    _rename_in_pointer(prefix.parent, renamed)
+    rename_in_pointer(prefix.parent, renamed)
     return list(renamed.values())
 
 
@@ -348,14 +347,6 @@ def _free_number(prefix: Path, reports: Sequence[Path]) -> int:
         taken = re.compile(rf"{re.escape(report.name)}\.([0-9]+)")
         numbers += [int(found[1]) for path in _entries(report.parent) if (found := taken.fullmatch(path.name))]
     return max(numbers, default=0) + 1
-
-
-def _rename_in_pointer(folder: Path, renamed: dict[str, str]) -> None:
-    """Let the text file ``checkpoint`` name a kept checkpoint by its new name."""
-    with contextlib.suppress(OSError):
-        name = regular_text(folder / "checkpoint").strip()
-        if name in renamed:
-            write_pointer(folder, renamed[name])
 
 
 def _entries(folder: Path) -> list[Path]:
