@@ -73,10 +73,9 @@ class RunFiles:
         # checkpoints: two in one folder would delete each other's. deepmd-kit's text file names the newest checkpoint
         # of a folder, whatever `save_ckpt` is.
         self._places = places | {self._prefix.with_name("checkpoint"): "training/save_ckpt"}
-        reports = self._curve, training.jsonl_file, exported_path(training)
-        self._reports = [Path(path) for path in reports if path is not None and not is_special(Path(path))]
+        self._reports = _files_of(self._curve, training.jsonl_file, exported_path(training))
         # Full validation keeps its file itself where a run is fresh.
-        self._all_reports = [*self._reports, *(path for path in places if str(path) == self._validations)]
+        self._all_reports = [*self._reports, *_files_of(self._validations)]
         self._earlier_input = b""
 
     def check(self, checkpoint: str | None = None) -> None:
@@ -317,6 +316,11 @@ def _saved(prefix: Path) -> list[Path]:
     """Return the checkpoints of a prefix."""
     own = re.compile(rf"{re.escape(prefix.name)}-[0-9]+({'|'.join(map(re.escape, _SUFFIXES))})")
     return sorted(path for path in _entries(prefix.parent) if own.fullmatch(path.name))
+
+
+def _files_of(*named: str | Path | None) -> list[Path]:
+    """Return the paths of those that are files, not devices."""
+    return [Path(path) for path in named if path is not None and not is_special(Path(path))]
 
 
 def _not_empty(reports: Sequence[Path]) -> list[Path]:

@@ -88,7 +88,7 @@ def test_going_back_keeps_later_files(small_input, train, caplog):
     """A restart from an older checkpoint would overwrite later ones, and cut the reports."""
     training = {"numb_steps": 6, "save_freq": 2, "disp_freq": 1, "jsonl_file": "log.jsonl"}
     content = {**small_input(training=training), "validating": {"full_validation": True, "full_val_start": 0}}
-    content["validating"] |= {"validation_freq": 1, "max_best_ckpt": 6}
+    content["validating"] |= {"validation_freq": 1, "max_best_ckpt": 6, "full_val_file": "./val.log"}
     assert train(content) == 0
     reports = ("lcurve.out", "log.jsonl", "val.log")
     before = {name: Path(name).read_bytes() for name in (*reports, "model.ckpt-4.pt", "model.ckpt-6.pt")}
