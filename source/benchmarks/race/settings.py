@@ -60,7 +60,6 @@ SETTINGS = {
     "adamw": Setting(ADAMW, ADAMW_RATES),
     "stop_0.03": Setting(SLOW_END, averaged=True),
     "adamw_stop_0.03": Setting(merged(ADAMW, SLOW_END), ADAMW_RATES),
-    "half_rate": Setting({"learning_rate": {"start_lr": RATE / 2}}),
     "decay_1": muon(weight_decay=1.0),
     "cautious_decay_1": muon(weight_decay=1.0, cautious_decay=True),
     "normuon": muon(normuon=True),
@@ -71,6 +70,16 @@ SETTINGS = {
     "force_last": Setting({"loss": {"limit_pref_f": 100.0}}),
     "energy_last": Setting({"loss": {"limit_pref_e": 20.0}}),
     "small_network": Setting({"model": SMALL}),
+    "small_decay_1": Setting({"model": SMALL, "optimizer": {"weight_decay": 1.0}}),
+}
+#: Rates of the race of rules, over `RATE`; the setting of another rate than 1 has it in its name.
+FACTORS = (0.5, 1.0, 2.0)
+RULES = ("default", "soap", "brake", "hyperball", "rows", "normuon")
+SETTINGS |= {
+    f"{rule}_x{factor:g}": Setting(merged(SETTINGS[rule].change, {"learning_rate": {"start_lr": RATE * factor}}))
+    for rule in RULES
+    for factor in FACTORS
+    if factor != 1.0
 }
 
 

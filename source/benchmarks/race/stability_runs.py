@@ -75,8 +75,8 @@ _LOG = "worker_{}.log"
 
 
 def opened(folders: Sequence[Path], type_map: Sequence[str]) -> list[System]:
-    """Return the systems in folders."""
-    return open_systems([str(folder) for folder in folders], type_map)
+    """Return the systems in folders, which may be none."""
+    return open_systems([str(folder) for folder in folders], type_map) if folders else []
 
 
 def errors_of(predictor: Predictor, systems: Sequence[System]) -> dict[str, dict[str, float]]:
