@@ -70,6 +70,7 @@ SETTINGS = {
     "force_last": Setting({"loss": {"limit_pref_f": 100.0}}),
     "energy_last": Setting({"loss": {"limit_pref_e": 20.0}}),
     "small_network": Setting({"model": SMALL}),
+    "decay_3": muon(weight_decay=3.0),
     "small_decay_1": Setting({"model": SMALL, "optimizer": {"weight_decay": 1.0}}),
 }
 #: Rates of the race of rules, over `RATE`; the setting of another rate than 1 has it in its name.
