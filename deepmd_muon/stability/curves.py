@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-#: A path must cross a barrier of this many kT before it meets a hole. By 1e13/s · exp(−10) a pair crosses that every two
+#: A path must cross a barrier of this many kT before a hole. By 1e13/s · exp(−10) a pair crosses it every two
 #: nanoseconds; at two thirds of the temperature, where the potential is to be used, by exp(−15) every 300.
 BARRIER = 10.0
 # A minimum behind this many kT is only listed.

@@ -60,6 +60,7 @@ SETTINGS = {
     "adamw": Setting(ADAMW, ADAMW_RATES),
     "stop_0.03": Setting(SLOW_END, averaged=True),
     "adamw_stop_0.03": Setting(merged(ADAMW, SLOW_END), ADAMW_RATES),
+    "half_rate": Setting({"learning_rate": {"start_lr": RATE / 2}}),
     "decay_1": muon(weight_decay=1.0),
     "cautious_decay_1": muon(weight_decay=1.0, cautious_decay=True),
     "normuon": muon(normuon=True),
