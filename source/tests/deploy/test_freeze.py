@@ -101,7 +101,7 @@ def test_the_program_is_the_model(name, water_frames):
 def test_attention_is_folded_where_its_lengths_keep_their_digits(water_frames):
     """Keys of one direction would have lengths near 0: a squared length, a difference of products, loses digits."""
     model = build(*MODELS["DPA-1, wide attention"])
-    first, second = model.atomic_model.descriptor.se_atten.dpa1_attention.attention_layers
+    first, _ = model.atomic_model.descriptor.se_atten.dpa1_attention.attention_layers
     with torch.no_grad():
         keys = first.attention_layer.in_proj.matrix[:, 24:48]
         keys.copy_(keys[:, :1] * keys[:1])

@@ -13,7 +13,6 @@ from deepmd_muon.model.scripted.dense import Act, Dense, act_of, dense_layers, e
 from deepmd_muon.model.scripted.near import Near, Request
 from deepmd_muon.model.scripted.rows import sums_pullback
 
-
 WORST_CONDITION = 1e5
 """Largest ratio of squared lengths of queries, keys or values up to which an attention layer is folded."""
 
@@ -227,7 +226,9 @@ def _fold(
     else:
         moved.mul_(layer.temperature)
     shape = [ncentre, flat.shape[0] // max(1, ncentre), -1]
-    return [extended.view(shape), moved.view(shape), values.view(shape)] + parts, inverse
+    found = [extended.view(shape), moved.view(shape), values.view(shape)]
+    found.extend(parts)
+    return found, inverse
 
 
 def attend_pullback(
