@@ -14,7 +14,7 @@ pytestmark = pytest.mark.metatomic
 def calculator_of(folder):
     from metatomic_ase import MetatomicCalculator
 
-    from deepmd_muon.deploy.metatomic import export_metatomic
+    from deepmd_muon.infer.metatomic import export_metatomic
 
     export_metatomic(folder / "model.pth", folder / "model.pt")
     return MetatomicCalculator(folder / "model.pt", device="cpu", check_consistency=True)
