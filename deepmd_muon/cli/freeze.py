@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from pathlib import Path
+from typing import NoReturn
 
 from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.compress import write_compressed
@@ -43,8 +44,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Freeze."""
     output = Path(options.output)
-    if output.suffix in (".pt2", ".pte", ".pb", ".savedmodel", ".json", ".hlo"):
+    if output.suffix in (".pte", ".pb", ".savedmodel", ".json", ".hlo"):
         raise HandOver(f"frozen files of the format {output.suffix}")
+    if output.suffix == ".pt2":
+        _hand_over_compiled(options, output)
     # Of model.v1, "v1" belongs to the name: model.pth may be another model.
     output = output.with_suffix(".pth") if output.suffix in (".pth", ".pt") else Path(f"{output}.pth")
     from deepmd_muon.checkpoint_file.file import checkpoint_path
@@ -69,6 +72,19 @@ def run(options: argparse.Namespace) -> int:
     log.info("%s written from %s", output, checkpoint)
     log.info("largest differences from the checkpoint on random structures: %s", difference)
     return 0
+
+
+def _hand_over_compiled(options: argparse.Namespace, output: Path) -> NoReturn:
+    """Let deepmd-kit convert the checkpoint: its `freeze` would write a .pth in place of a .pt2."""
+    from deepmd_muon.checkpoint_file.file import checkpoint_path
+
+    if options.ema or options.head or options.interpolate:
+        raise CommandError(
+            "a compiled file (.pt2) takes the last weights of a checkpoint with one model, and no tables: leave out "
+            "--ema, --head and --interpolate, or write a .pth"
+        )
+    checkpoint = checkpoint_path(_checkpoint(Path(options.checkpoint)))
+    raise HandOver("compiled files (.pt2)", words=["convert-backend", str(checkpoint), str(output)])
 
 
 def _checkpoint(path: Path) -> Path:

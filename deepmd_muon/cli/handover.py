@@ -38,11 +38,13 @@ class HandOver(Exception):  # noqa: N818 (a request, not an error)
         The missing feature.
     advice
         Advice if deepmd-kit is not installed either.
+    words
+        deepmd-kit's command for it, where that is another one.
     """
 
-    def __init__(self, what: str, advice: str = "") -> None:
+    def __init__(self, what: str, advice: str = "", words: Sequence[str] = ()) -> None:
         super().__init__(what)
-        self.advice = advice
+        self.advice, self.words = advice, list(words)
 
 
 def choices(word: str, known: Sequence[str]) -> str:

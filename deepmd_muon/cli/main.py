@@ -108,7 +108,7 @@ def _run(words: list[str], backend: str | None, rest: list[str]) -> int:
     except HandOver as request:
         # Without a backend, our commands are PyTorch's and deepmd-kit's are TensorFlow's.
         prefix = ["--pt"] if backend is None and command not in _TENSORFLOW_ONLY else []
-        return hand_over(str(request), [*prefix, *words], request.advice)
+        return hand_over(str(request), request.words or [*prefix, *words], request.advice)
 
 
 def _guarded(options: argparse.Namespace) -> int:

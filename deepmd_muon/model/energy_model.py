@@ -332,6 +332,11 @@ _add_up: Callable[..., torch.Tensor] = Forces.apply  # torch leaves `apply` unty
 
 def _virial(structures: Structures, slope: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
     """−Σ dE/dr_ij ⊗ r_ij per frame."""
+    if not slope.requires_grad and triton_support.usable(slope.device):
+        from deepmd_muon.model.descriptor import environment_kernels
+
+        atoms = structures.nframes, structures.natoms
+        return environment_kernels.virial(slope, edges, structures.order, *atoms)
     per_atom = torch.bmm(slope.transpose(1, 2), edges).reshape(-1, 9)
     zeros = slope.new_zeros(structures.nframes, 9)
     return zeros.index_add_(0, structures.sorted_frame, per_atom, alpha=-1)

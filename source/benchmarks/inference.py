@@ -13,6 +13,11 @@ host, one from tensors on the device, one through ASE, and the batched simulator
 of the host and torch's own operations, also after atoms have moved and the cell has changed.
 
     python source/benchmarks/inference.py --resident --device cuda --descriptor se_e2_a --molecules 64 4096
+
+Dynamics of many structures side by side need a trained potential and its data:
+
+    python source/benchmarks/inference.py --resident --device cuda --molecules --copies 512 --model water/model.ckpt.pt
+        --system examples/water_xtb/data/train/300K
 """
 
 from __future__ import annotations
@@ -217,7 +222,7 @@ class Resident:
         from deepmd_muon.infer import Predictor
 
         self.options = options
-        model = random_model(options.descriptor, options.precision, "training")
+        model = self.model()
         if options.frozen:
             from deepmd_muon.deploy.freeze import freeze
 
@@ -228,8 +233,16 @@ class Resident:
             self.predictor = Predictor(model, device=options.device)
         self.predictor.batch_atoms = 1 << 16
         with plainly():
-            plain = random_model(options.descriptor, options.precision, "training")
-            self.plain = Predictor(plain, device=options.device)
+            self.plain = Predictor(self.model(), device=options.device)
+
+    def model(self) -> Any:
+        """Return the model of `--model`, or one with random weights."""
+        from deepmd_muon.infer.predictor import load_model
+
+        options = self.options
+        if options.model:
+            return load_model(options.model)
+        return random_model(options.descriptor, options.precision, "training")
 
     def expected(self, coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray) -> Any:
         """Predict with lists of the host and without Triton's kernels."""
@@ -334,57 +347,69 @@ class Resident:
             found.append(1e3 * (time.perf_counter() - begun) / options.repeats)
         return float(np.median(found))
 
-    def simulate(self, copies: int, molecules: int) -> list[tuple[str, float]]:
-        """Return the ms of a step of some structures in the simulator, at constant energy and temperature."""
-        import time
+    def simulate(self, frames: Any) -> list[tuple[str, float]]:
+        """Return the ms of a step of all frames side by side, and print what dynamics should keep.
 
-        from deepmd_muon.data import Frames
+        At constant energy the total energy is compared with its start, under a thermostat the temperature.
+        """
         from deepmd_muon.dynamics import ForceField, Langevin, Systems, relax, simulate
 
         device, options = self.predictor.device, self.options
-        coord, box, atype = water(molecules)
-        shake = np.random.default_rng(5).normal(scale=0.02, size=(copies, *coord.shape))
-        boxes, types = np.tile(box, (copies, 1, 1)), np.tile(atype.astype(np.int32), (copies, 1))
-        systems = Systems.from_frames(Frames(types, coord + shake, boxes), ("O", "H"), device)
-        systems = systems.heated(300.0, torch.Generator().manual_seed(1))
+        systems = Systems.from_frames(frames, self.predictor.type_map, device)
+        systems = systems.heated(options.temperature, torch.Generator().manual_seed(1))
         force_field, found = ForceField(self.predictor), []
-        for name, thermostat in (("NVE", None), ("Langevin", Langevin(300.0))):
-            steps, each = 10 * options.repeats, options.repeats
-            begun, drift = 0.0, None
-            for snapshot in simulate(force_field, systems, steps, options.time_step, thermostat=thermostat, every=each):
+        for name, thermostat in (("NVE", None), ("Langevin", Langevin(options.temperature))):
+            each, begun, first = options.repeats, 0.0, 0.0
+            kelvin = []
+            for snapshot in simulate(
+                force_field, systems, 10 * each, options.time_step, thermostat=thermostat, every=each
+            ):
+                if snapshot.lost:
+                    raise SystemExit(f"lost {snapshot.lost[0]}: the potential is not fit for dynamics")
                 total = snapshot.total_energy
-                drift = total if drift is None else drift
+                first = first if snapshot.step else total
+                kelvin.append(float(snapshot.systems.temperature.mean()))
                 if snapshot.step == 2 * each:
-                    if options.device == "cuda":
-                        torch.cuda.synchronize()
-                    begun = time.perf_counter()
-            if options.device == "cuda":
-                torch.cuda.synchronize()
-            found.append((name, 1e3 * (time.perf_counter() - begun) / (steps - 2 * each)))
-            change = float((total - drift).abs().max()) / len(atype)
-            print(
-                f"CHECK {copies} × {len(atype)} atoms, {name}: total energy moved by {change:.1e} eV/atom", flush=True
+                    begun = self.now()
+            found.append((name, 1e3 * (self.now() - begun) / (8 * each)))
+            change = (total - first) / frames.natoms
+            kept = (
+                f"total energy moved by {float(change.mean()):.1e} eV/atom, at most {float(change.abs().max()):.1e}, "
             )
-        begun = time.perf_counter()
+            print(
+                f"CHECK {frames.nframes} × {frames.natoms} atoms, {name}: {kept if thermostat is None else ''}"
+                f"{kelvin[0]:.0f} to {kelvin[-1]:.0f} K, {force_field.lists_built} lists built",
+                flush=True,
+            )
+        begun = self.now()
         relaxed = relax(force_field, systems, fmax=1e-3, steps=options.repeats)
-        taken = int(relaxed.steps.max())
-        found.append(("FIRE", 1e3 * (time.perf_counter() - begun) / max(1, taken)))
+        found.append(("FIRE", 1e3 * (self.now() - begun) / max(1, int(relaxed.steps.max()))))
         return found
+
+    def now(self) -> float:
+        """Wait for the device, and return the time [s]."""
+        import time
+
+        if self.options.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
 
 def resident(options: argparse.Namespace) -> None:
     """Check and time force calls that stay on the device, and print a table."""
+    from deepmd_muon.data import open_systems
+
     cases = Resident(options)
     rows: list[tuple[str, list[tuple[str, float]]]] = []
     for molecules in options.molecules:
         if molecules <= options.check_up_to:
             cases.check(molecules)
         rows.append((str(len(water(molecules)[2])), cases.time(molecules)))
-    for copies, molecules in options.copies:
-        found = cases.simulate(copies, molecules)
-        coord, box, atype = water(molecules)
-        natoms = len(atype)
-        loop = cases.best(cases.ase_step(coord, box, atype, options.time_step))
+    for copies in options.copies:
+        system = open_systems(options.system, cases.predictor.type_map)[0]
+        frames = system.frames(np.arange(copies) % system.nframes)
+        found, natoms = cases.simulate(frames), frames.natoms
+        loop = cases.best(cases.ase_step(frames.coord[0], frames.box[0], frames.atype[0], options.time_step))
         speeds = [(name, copies * natoms / ms * 1e3) for name, ms in found] + [("ASE", natoms / loop * 1e3)]
         print(f"RATE {copies} × {natoms} atoms·steps/s:", ", ".join(f"{n} {v:.3g}" for n, v in speeds), flush=True)
         rows.append((f"{copies} × {natoms}", [*found, ("ASE, one", loop)]))
@@ -475,7 +500,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--descriptor", choices=DESCRIPTORS, default="se_e2_a")
     parser.add_argument("--precision", choices=("float64", "float32"), default="float64")
-    parser.add_argument("--molecules", type=int, nargs="+", default=[64], help="cubes: 64, 125, 216, …, or 32")
+    parser.add_argument("--molecules", type=int, nargs="*", default=[64], help="cubes: 64, 125, 216, …, or 32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=20, help="steps of a round")
@@ -488,11 +513,17 @@ def main() -> None:
     parser.add_argument("--routes", nargs="+", choices=(*PROGRAMS, "LAMMPS"), default=[*PROGRAMS, "LAMMPS"])
     parser.add_argument("--resident", action="store_true", help="time force calls that stay on the device")
     parser.add_argument("--frozen", action="store_true", help="with --resident: of the frozen file")
-    parser.add_argument("--copies", nargs=2, type=int, action="append", default=[], metavar=("COPIES", "MOLECULES"))
+    parser.add_argument("--model", type=Path, help="with --resident: a checkpoint instead of random weights")
+    parser.add_argument("--copies", nargs="+", type=int, default=[], help="with --resident: structures side by side")
+    parser.add_argument("--system", type=Path, help="whose frames they are, with --model")
+    parser.add_argument("--temperature", type=float, default=300.0, help="of dynamics [K]")
     parser.add_argument("--kernels", action="store_true", help="with --resident: list the kernels of a call")
     parser.add_argument("--check-up-to", type=int, default=1000, help="molecules up to which results are compared")
     parser.add_argument("--time-step", type=float, default=0.5, help="of dynamics [fs]")
     options = parser.parse_args()
+    if options.copies and not (options.model and options.system):
+        # Atoms of a potential with random weights pass through each other, where its slopes are steep.
+        parser.error("--copies needs --model and --system: only a trained potential is fit for dynamics")
     if options.resident:
         resident(options)
         return

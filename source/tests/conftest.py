@@ -48,7 +48,7 @@ NOT_QUICK = (
     "test_importing_",
 )
 # Marks of tests that run only where they are asked for.
-APART = ("slow", "gpu", "deepmd_kit", "lammps", "torch_sim", "frameworks")
+APART = ("slow", "gpu", "deepmd_kit", "lammps", "torch_sim", "metatomic", "frameworks")
 # The longest files come first, in this order, so that parallel workers end together.
 LONGEST = (
     *("train_parallel/*.py", "optim_sharded/test_sharded_step.py", "optim/test_kernels.py"),

@@ -195,6 +195,28 @@ def _gather_kernel(
         tl.store(slope + edge * 3 + k, difference, real)
 
 
+@triton.jit
+def _virial_kernel(out, slope, edges, order, nnei, block: tl.constexpr):
+    """Write the virial of one atom's edges to the row of the atom."""
+    atom = tl.program_id(0).to(tl.int64)
+    here = out + tl.load(order + atom) * 9
+    for i in tl.static_range(3):
+        sum0 = tl.zeros((block,), tl.float64)
+        sum1 = tl.zeros((block,), tl.float64)
+        sum2 = tl.zeros((block,), tl.float64)
+        for begin in range(0, nnei, block):
+            column = begin + tl.arange(0, block)
+            real = column < nnei
+            at = (atom * nnei + column) * 3
+            along = tl.load(slope + at + i, real, 0.0)
+            sum0 -= along * tl.load(edges + at, real, 0.0)
+            sum1 -= along * tl.load(edges + at + 1, real, 0.0)
+            sum2 -= along * tl.load(edges + at + 2, real, 0.0)
+        tl.store(here + 3 * i, tl.sum(sum0))
+        tl.store(here + 3 * i + 1, tl.sum(sum1))
+        tl.store(here + 3 * i + 2, tl.sum(sum2))
+
+
 def edge_vectors(
     coord: torch.Tensor,
     box: torch.Tensor | None,
@@ -269,6 +291,16 @@ def scatter(slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, na
         force, slope.contiguous(), order, neighbor.contiguous(), neighbor.shape[1], block=block
     )
     return force
+
+
+def virial(slope: torch.Tensor, edges: torch.Tensor, order: torch.Tensor, nframes: int, natoms: int) -> torch.Tensor:
+    """Return −Σ dE/dr_ij ⊗ r_ij `(nframes, 9)` from tensors `(nreal, nnei, 3)`; each atom has a row of its own."""
+    of_atoms = slope.new_zeros(nframes * natoms, 9)
+    block = min(BLOCK, max(16, triton.next_power_of_2(edges.shape[1])))
+    _virial_kernel[(edges.shape[0],)](
+        of_atoms, slope.contiguous(), edges.contiguous(), order, edges.shape[1], block=block
+    )
+    return of_atoms.view(nframes, natoms, 9).sum(1)
 
 
 def gather(force: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,8 @@ def test_backend_of_the_environment_is_read_when_main_runs(monkeypatch, deepmd_k
     [
         (["--tf", "train", "in.json"], ["--tf", "train", "in.json"]),
         (["-b", "jax", "test", "-m", "x"], ["-b", "jax", "test", "-m", "x"]),
-        (["--pt", "freeze", "-o", "x.pt2"], ["--pt", "freeze", "-o", "x.pt2"]),
+        (["--pt", "freeze", "-c", "m.pt", "-o", "x.pt2"], ["convert-backend", "m.pt", "x.pt2"]),
+        (["freeze", "-o", "x.pb"], ["--pt", "freeze", "-o", "x.pb"]),
         (["freeze", "-n", "A"], ["--pt", "freeze", "-n", "A"]),
         (["--pt", "compress", "-i", "x.pb"], ["--pt", "compress", "-i", "x.pb"]),
         (["model-devi", "-m", "a.pb", "b.pb"], ["--pt", "model-devi", "-m", "a.pb", "b.pb"]),
@@ -107,6 +108,13 @@ def test_what_we_do_not_have_goes_to_deepmd_kit(words, handed_over, deepmd_kit, 
     assert main(words) == 0
     assert deepmd_kit == [handed_over]
     assert "handing over to deepmd-kit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--ema"], ["--head", "a"], ["--interpolate"]])
+def test_no_option_is_lost_on_the_way_to_a_compiled_file(option, deepmd_kit, capsys):
+    assert main(["freeze", "-c", "m.pt", "-o", "x.pt2", *option]) == 2
+    assert not deepmd_kit
+    assert "--head" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ MODELS = {
     "DPA-1, few slots, not smooth": (DPA1 | {"sel": 20, "smooth_type_embedding": False, "resnet_dt": True}, {}),
     "DPA-1 with a mean": (DPA1 | {"set_davg_zero": False, "type_one_side": True, "neuron": [5, 10]}, {}),
     "DPA-1, stripped types": (DPA1 | {"tebd_input_mode": "strip", "attn_layer": 0, "concat_output_tebd": False}, {}),
+    "DPA-1, wide attention": (DPA1 | {"attn": 24}, {}),
+    "DPA-1 with a mean, wide attention": (DPA1 | {"attn": 24, "set_davg_zero": False, "normalize": False}, {}),
     "DPA-1 v2": (V2 | {"attn_dotr": False, "normalize": False, "temperature": 0.5}, {}),
     "DPA-3": (DPA3, {}),
     "DPA-3, rough, few slots": (dpa3(smooth_edge_update=False, e_sel=12, a_sel=5, update_style="res_avg"), {}),
@@ -95,6 +97,20 @@ def test_the_program_is_the_model(name, water_frames):
     whole = program(*(torch.from_numpy(array) for array in (water_frames[0], water_frames[2], water_frames[1])))
     np.testing.assert_allclose(whole["force"].numpy(), expected.force, rtol=0, atol=tolerance)
     np.testing.assert_allclose(whole["energy"][:, 0].numpy(), expected.energy, rtol=tolerance)
+
+
+def test_attention_is_folded_where_its_lengths_keep_their_digits(water_frames):
+    """Keys of one direction would have lengths near 0: a squared length, a difference of products, loses digits."""
+    model = build(*MODELS["DPA-1, wide attention"])
+    first, _ = model.atomic_model.descriptor.se_atten.dpa1_attention.attention_layers
+    with torch.no_grad():
+        keys = first.attention_layer.in_proj.matrix[:, 24:48]
+        keys.copy_(keys[:, :1] * keys[:1])
+    program = Program(model, {}).eval()
+    assert [len(layer.folded) for layer in program.descriptor.attention] == [0, 17]
+    expected = Predictor(model, device="cpu").predict(*water_frames)
+    for frame, found in enumerate(lower(water_frames, program, model.rcut)):
+        assert_equal(found, expected, frame, 1e-13)
 
 
 @pytest.mark.parametrize("highest", [2.9, 3.0, 3.1, float("nan")])

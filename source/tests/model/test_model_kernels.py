@@ -21,7 +21,12 @@ from deepmd_muon.model.descriptor import environment, environment_kernels
 from deepmd_muon.model.descriptor.dpa3 import angles, edge_sums, edges, nodes
 from deepmd_muon.model.descriptor.dpa3.kernels import angles as angle_kernels
 from deepmd_muon.model.descriptor.dpa3.kernels import edges as edge_kernels
-from deepmd_muon.model.descriptor.se_e2_a import interpolation, interpolation_kernels, rows_kernels
+from deepmd_muon.model.descriptor.se_e2_a import (
+    contraction_kernels,
+    interpolation,
+    interpolation_kernels,
+    rows_kernels,
+)
 from deepmd_muon.model.nn import layer_kernels, layers, triton_support
 from deepmd_muon.model.nn.activation import activation
 from deepmd_muon.train.step.guard import DeviceGuard
@@ -35,7 +40,7 @@ DTYPES = [torch.float64, torch.float32]
 
 def test_kernels_in_the_interpreter():
     here = Path(__file__)
-    assert passed_in_interpreter(here, here.with_name("test_neighbor_search.py")) == 143
+    assert passed_in_interpreter(here, here.with_name("test_neighbor_search.py")) == 151
 
 
 class Draw:
@@ -79,6 +84,43 @@ def test_interpolation_kernels(dtype, pieces):
     close(interpolation_kernels.evaluate(edges, product), interpolation.evaluate_reference(edges, product), factor)
     moved = normal(*rows.shape)
     close(interpolation_kernels.spread(edges, moved), interpolation.spread_reference(edges, moved), factor)
+
+
+@on_each_backend
+def test_interpolation_kernels_with_sorted_edges_and_pieces_without_any():
+    """As neighbours are: the nearest first, several blocks in one piece, and padding in the lowest."""
+    draw = Draw(2)
+    rows, empty = draw.normal(2, 20 + 100, 4), draw.normal(2, 4)
+    for first, last in ((0, 20), (20, 120)):
+        rows[:, first:last, 0] = 9.0 * draw.uniform(2, last - first, dtype=torch.float64).sort(1, True).values ** 6
+        rows[:, last - 4 : last] = empty[:, None] = rows[:, last - 1 : last].amin() - 0.1
+    edges = interpolation.cut(rows, empty, 16, (20, 100), (20, 130))
+    close(interpolation_kernels.expand(edges), interpolation.expand_reference(edges), 100)
+    moved = draw.normal(*rows.shape)
+    close(interpolation_kernels.spread(edges, moved), interpolation.spread_reference(edges, moved), 100)
+
+
+@on_each_backend
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "axis"), [(100, 16), (9, 3), (300, 16)])
+def test_contraction_kernels(dtype, width, axis):
+    draw = Draw(3)
+    a, d_bar = draw.normal(5, 4, width, dtype=dtype), draw.normal(5, width, axis, dtype=dtype)
+    wanted = torch.bmm(a.transpose(1, 2), a[:, :, :axis])
+    close(contraction_kernels.contract(a, axis), wanted)
+    pulled = torch.bmm(a[:, :, :axis], d_bar.transpose(1, 2))
+    pulled[:, :, :axis] += torch.bmm(a, d_bar)
+    close(contraction_kernels.pull(a, d_bar), pulled, 10)
+
+
+@on_each_backend
+def test_virial_kernel():
+    """Two frames of three atoms, one of which is padding; more edges than are looked at together."""
+    draw, order, frame = Draw(4), torch.tensor([3, 0, 4, 1, 5], device=DEVICE), torch.tensor([1, 0, 1, 0, 1])
+    slope, edges = draw.normal(5, 300, 3), draw.normal(5, 300, 3)
+    wanted = slope.new_zeros(2, 9)
+    wanted.index_add_(0, frame.to(DEVICE), torch.bmm(slope.transpose(1, 2), edges).reshape(-1, 9), alpha=-1)
+    close(environment_kernels.virial(slope, edges, order, 2, 3), wanted)
 
 
 @on_each_backend

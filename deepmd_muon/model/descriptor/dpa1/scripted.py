@@ -13,12 +13,30 @@ from deepmd_muon.model.scripted.dense import Act, Dense, act_of, dense_layers, e
 from deepmd_muon.model.scripted.near import Near, Request
 from deepmd_muon.model.scripted.rows import sums_pullback
 
+WORST_CONDITION = 1e5
+"""Largest ratio of squared lengths of queries, keys or values up to which an attention layer is folded."""
+
 
 class Attention(NamedTuple):
-    """One attention layer: the linear layers of query, key and value, that behind them, and the normalisation."""
+    """One attention layer.
+
+    Attributes
+    ----------
+    inner, outer
+        The linear layers of query, key and value, and that behind them.
+    folded
+        Their products, each for features with a 1 behind them, x̃: M = QKᵀ, the Gram matrices of query, key and value if
+        these are normalised, and the product V of the layers of value and behind it, side by side
+        `(width + 1, 2·width + 1)` or `(width + 1, 5·width + 4)`; without rows where the layers are applied one by one.
+    scale, shift, eps
+        Of the normalisation.
+    temperature
+        Factor of the scores.
+    """
 
     inner: list[Dense]
     outer: Dense
+    folded: torch.Tensor
     scale: torch.Tensor
     shift: torch.Tensor
     eps: float
@@ -54,11 +72,13 @@ class Attended(NamedTuple):
     Attributes
     ----------
     parts, inverse
-        Query, key and value `(ncentre, ncolumns, attn)`, and the inverse lengths that normalised them.
+        Query, key and value `(ncentre, ncolumns, attn)`, and the inverse lengths that normalised them. Of a folded
+        layer: x̃, x̃·M and x·V, the last two scaled by the inverse lengths of query and value, then x̃ times the Gram
+        matrices.
     scores
         Shifted scores before the switch `(ncentre, ncolumns, ncolumns)`; empty unless attention is smooth.
-    weights
-        Softmax of the scores.
+    weights, factors
+        Softmax of the scores, and its product with `Gates.after`.
     normed, deviation
         Features before scale and shift `(ncentre·ncolumns, width)`, and the inverse deviation that normalised them.
     """
@@ -67,6 +87,7 @@ class Attended(NamedTuple):
     inverse: list[torch.Tensor]
     scores: torch.Tensor
     weights: torch.Tensor
+    factors: torch.Tensor
     normed: torch.Tensor
     deviation: torch.Tensor
 
@@ -149,13 +170,19 @@ def attend(layer: Attention, x: torch.Tensor, gates: Gates, normalize: bool, shi
     flat = x.view(-1, width)
     parts: list[torch.Tensor] = []
     inverse: list[torch.Tensor] = []
-    for dense in layer.inner:
-        part = torch.addmm(dense.bias, flat, dense.matrix)
+    if layer.folded.shape[0] > 0:
+        parts, inverse = _fold(layer, flat, ncentre, normalize)
+        scores = torch.bmm(parts[1], parts[0].transpose(1, 2))
         if normalize:
-            inverse.append(part.norm(2.0, [-1], True).clamp_(min=1e-12).reciprocal())
-            part = part.mul_(inverse[-1])
-        parts.append(part.view(ncentre, ncolumns, -1))
-    scores = torch.bmm(parts[0], parts[1].transpose(1, 2)).mul_(layer.temperature)
+            scores.mul_(inverse[1].view(ncentre, 1, ncolumns))
+    else:
+        for dense in layer.inner:
+            part = torch.addmm(dense.bias, flat, dense.matrix)
+            if normalize:
+                inverse.append(part.norm(2.0, [-1], True).clamp_(min=1e-12).reciprocal())
+                part = part.mul_(inverse[-1])
+            parts.append(part.view(ncentre, ncolumns, -1))
+        scores = torch.bmm(parts[0], parts[1].transpose(1, 2)).mul_(layer.temperature)
     shifted = scores.new_zeros([0])
     if gates.switch.shape[0] > 0:
         shifted = scores.add_(shift)
@@ -167,11 +194,41 @@ def attend(layer: Attention, x: torch.Tensor, gates: Gates, normalize: bool, shi
         weights = powers.div_(powers.sum(-1, keepdim=True) + float(gates.beyond) * (-shift - top).exp())
     else:
         weights = scores.softmax(-1)
-    mixed = torch.bmm(weights * gates.after, parts[2]).view(-1, parts[2].shape[2])
-    total = torch.addmm(layer.outer.bias, mixed, layer.outer.matrix).add_(flat)
+    factors = weights * gates.after
+    mixed = torch.bmm(factors, parts[2]).view(-1, parts[2].shape[2])
+    if layer.folded.shape[0] > 0:
+        total = mixed.add_(flat).add_(layer.outer.bias)
+    else:
+        total = torch.addmm(layer.outer.bias, mixed, layer.outer.matrix).add_(flat)
     total = total.sub_(total.mean(-1, keepdim=True))  # on CPUs var_mean takes several times as long
     deviation = (total.square().mean(-1, keepdim=True) + layer.eps).rsqrt()
-    return Attended(parts, inverse, shifted, weights, total.mul_(deviation), deviation)
+    return Attended(parts, inverse, shifted, weights, factors, total.mul_(deviation), deviation)
+
+
+def _fold(
+    layer: Attention, flat: torch.Tensor, ncentre: int, normalize: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return `Attended.parts` and `Attended.inverse` of a folded layer for features `(ncentre·ncolumns, width)`."""
+    wide = flat.shape[1] + 1
+    extended = torch.cat([flat, flat.new_ones([flat.shape[0], 1])], dim=1)
+    products = torch.mm(extended, layer.folded)
+    moved, values = products[:, :wide], products[:, products.shape[1] - flat.shape[1] :]
+    parts: list[torch.Tensor] = []
+    inverse: list[torch.Tensor] = []
+    if normalize:
+        grams = products[:, wide : 4 * wide].view(-1, 3, wide)
+        lengths = (grams * extended.unsqueeze(1)).sum(-1).clamp_(min=1e-24).rsqrt()
+        for index in range(3):
+            inverse.append(lengths[:, index : index + 1])
+            parts.append(grams[:, index])
+        moved.mul_(inverse[0] * layer.temperature)
+        values.mul_(inverse[2])
+    else:
+        moved.mul_(layer.temperature)
+    shape = [ncentre, flat.shape[0] // max(1, ncentre), -1]
+    found = [extended.view(shape), moved.view(shape), values.view(shape)]
+    found.extend(parts)
+    return found, inverse
 
 
 def attend_pullback(
@@ -183,12 +240,13 @@ def attend_pullback(
     of_switch: torch.Tensor,
 ) -> torch.Tensor:
     """Return dE/dx from dE/dy of one layer `(ncentre·ncolumns, width)`, and add to the derivatives by its gates."""
-    query, key, value = tape.parts
+    value = tape.parts[2]
+    folded = layer.folded.shape[0] > 0
     scaled = above * layer.scale
     along = (scaled * tape.normed).mean(-1, keepdim=True)
     below = (scaled - scaled.mean(-1, keepdim=True)).addcmul_(tape.normed, along, value=-1.0).mul_(tape.deviation)
-    of_mixed = torch.mm(below, layer.outer.matrix.t()).view(value.shape)
-    of_value = torch.bmm((tape.weights * gates.after).transpose(1, 2), of_mixed)
+    of_mixed = (below if folded else torch.mm(below, layer.outer.matrix.t())).view(value.shape)
+    of_value = torch.bmm(tape.factors.transpose(1, 2), of_mixed)
     # The softmax: dE/dscore = w·(dE/dw − Σ w·dE/dw), also with a constant in its denominator.
     of_scores = torch.bmm(of_mixed, value.transpose(1, 2)).mul_(tape.weights)
     of_after.add_(of_scores)
@@ -197,6 +255,9 @@ def attend_pullback(
     if gates.switch.shape[0] > 0:
         of_switch.addcmul_(of_scores, tape.scores)
         of_scores.mul_(gates.switch)
+    if folded:
+        return _unfold(layer, below, tape, of_scores, of_value)
+    query, key = tape.parts[0], tape.parts[1]
     of_scores.mul_(layer.temperature)
     adjoints = [torch.bmm(of_scores, key), torch.bmm(of_scores.transpose(1, 2), query), of_value]
     for index in range(3):
@@ -209,7 +270,40 @@ def attend_pullback(
     return below
 
 
-def _attention_of(layer: AttentionLayer) -> Attention:
+def _unfold(
+    layer: Attention, below: torch.Tensor, tape: Attended, of_scores: torch.Tensor, of_value: torch.Tensor
+) -> torch.Tensor:
+    """Add what goes through a folded layer's products to dE/dx `(ncentre·ncolumns, width)`.
+
+    A squared length l² = x̃·G·x̃ changes by 2·x̃·G, which the forward pass has computed.
+    """
+    width = below.shape[1]
+    wide = width + 1
+    extended, moved, value = tape.parts[0], tape.parts[1], tape.parts[2]
+    normalize = len(tape.inverse) > 0
+    if normalize:
+        of_scores.mul_(tape.inverse[1].view(of_scores.shape[0], 1, of_scores.shape[2]))
+    of_moved = torch.bmm(of_scores, extended)
+    of_extended = torch.bmm(of_scores.transpose(1, 2), moved)
+    below.add_(of_extended.view(-1, wide)[:, :width])
+    rate = torch.jit.annotate(list[torch.Tensor], [])
+    if normalize:
+        for result, slope in [(moved, of_moved), (extended, of_extended), (value, of_value)]:
+            rate.append((result * slope).sum(-1).view(-1, 1))
+        for index in range(3):
+            inverse = tape.inverse[index]
+            gram = tape.parts[index + 3][:, :width]
+            below.addcmul_(gram, inverse.square().mul_(rate[index]), value=-1.0)
+        of_moved.mul_((tape.inverse[0] * layer.temperature).view(of_moved.shape[0], -1, 1))
+        of_value.mul_(tape.inverse[2].view(of_value.shape[0], -1, 1))
+    else:
+        of_moved.mul_(layer.temperature)
+    first, last = layer.folded[:width, :wide], layer.folded[:width, layer.folded.shape[1] - width :]
+    below = torch.addmm(below, of_moved.view(-1, wide), first.t())
+    return torch.addmm(below, of_value.view(-1, width), last.t())
+
+
+def _attention_of(layer: AttentionLayer, normalize: bool) -> Attention:
     own, norm = layer.attention_layer, layer.attn_layer_norm
     inner, outer = (
         (part.matrix.detach().clone(), part.tensors.bias.detach().clone()) for part in (own.in_proj, own.out_proj)
@@ -219,7 +313,26 @@ def _attention_of(layer: AttentionLayer) -> Attention:
         for matrix, bias in zip(inner[0].chunk(3, dim=1), inner[1].chunk(3), strict=True)
     ]
     scale, shift = norm.matrix.detach().clone(), norm.bias.detach().clone()
-    return Attention(parts, Dense(*outer, None, 0), scale, shift, float(norm.eps), float(own.scale))
+    last = Dense(*outer, None, 0)
+    folded = _folded(parts, last, normalize)
+    return Attention(parts, last, folded, scale, shift, float(norm.eps), float(own.scale))
+
+
+def _folded(inner: list[Dense], outer: Dense, normalize: bool) -> torch.Tensor:
+    """Return `Attention.folded`; no rows where features are wider than attention, or lengths would lose digits."""
+    width, attn = inner[0].matrix.shape
+    query, key, value = (torch.cat([dense.matrix, dense.bias[None]]).double() for dense in inner)
+    none = outer.matrix.new_zeros(0, 0)
+    if width >= attn:
+        return none
+    products = [query @ key.t()]
+    if normalize:
+        # Rounding errors of l² = x̃·G·x̃ are relative to the largest l², which is `condition` times the smallest.
+        condition = max(float(torch.linalg.cond(part)) ** 2 for part in (query, key, value))
+        if not condition < WORST_CONDITION:
+            return none
+        products += [part @ part.t() for part in (query, key, value)]
+    return torch.cat([*products, value @ outer.matrix.double()], dim=1).to(outer.matrix.dtype)
 
 
 class ScriptedDPA1(torch.nn.Module):
@@ -249,7 +362,10 @@ class ScriptedDPA1(torch.nn.Module):
         self.append_types = own.concat_output_tebd
         self.act = act_of(own.activation_function)
         self.layers = dense_layers(block.filter_layers[0])
-        self.attention = [_attention_of(layer) for layer in block.dpa1_attention.attention_layers]  # type: ignore[arg-type]
+        self.attention = [
+            _attention_of(layer, own.normalize)  # type: ignore[arg-type]
+            for layer in block.dpa1_attention.attention_layers
+        ]
         with torch.no_grad():
             table = module.type_embedding().detach().clone()
         self.request = Request(own.rcut, [module.slots], False, False, len(table))

@@ -16,7 +16,7 @@ import triton.language as tl
 from deepmd_muon.model.descriptor.se_e2_a.edges import ORDERS, Edges, first_columns
 
 EDGES = 32  # edges looked at together
-WARPS = 4  # of a program that sums over the edges of an atom
+WARPS = 1  # of a program that sums over the edges of an atom
 
 
 @triton.jit
@@ -53,17 +53,18 @@ def _spread_kernel(
 ):
     """Sum over the edges of one atom and neighbour type into `(4, pieces, orders)`.
 
-    With `transpose`, the cotangents `moved` of `evaluate`; else R itself, empty slots included.
+    With `transpose`, the cotangents `moved` of `evaluate`; else R itself, empty slots included. Neighbours are sorted
+    by distance, so that few pieces have edges in a block.
     """
     atom, kind = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, width, missing = tl.load(table + 3 * kind), tl.load(table + 3 * kind + 1), tl.load(table + 3 * kind + 2)
     low, rate = tl.load(start + 2 * kind), tl.load(start + 2 * kind + 1)
     dtype: tl.constexpr = rows.dtype.element_ty
-    piece_axis = tl.arange(0, pieces)[:, None]
-    sum0 = tl.zeros((pieces, orders), dtype)
-    sum1 = tl.zeros((pieces, orders), dtype)
-    sum2 = tl.zeros((pieces, orders), dtype)
-    sum3 = tl.zeros((pieces, orders), dtype)
+    kinds = tl.num_programs(1)
+    size: tl.constexpr = pieces * orders
+    target = out + (atom * 4 * kinds + kind) * size
+    for c in tl.static_range(4):
+        tl.store(target + c * kinds * size + tl.arange(0, size), tl.zeros((size,), dtype))
     last = width if transpose else width + 1
     for begin in range(0, last, edges):
         e = begin + tl.arange(0, edges)
@@ -75,37 +76,29 @@ def _spread_kernel(
         if not transpose:
             is_empty = e == width
             s = tl.where(is_empty, tl.load(empty + atom * 4), s)
+            used = real | is_empty
+        else:
+            used = real
         piece, values, slopes = _basis((s - low) * rate, pieces, orders, edges)
-        here = piece_axis == piece[None, :]
-        for c in tl.static_range(4):
-            if transpose:
-                x = tl.load(moved + at + c, real, 0.0)
-                bend = tl.load(rows + at + c, real, 0.0) * tl.load(moved + at, real, 0.0) * (2.0 * rate)
-                terms = x[:, None] * values + bend[:, None] * slopes
-                weight = here.to(dtype)
-            else:
-                stand_in = tl.load(empty + atom * 4 + c) * missing.to(dtype)
-                x = tl.where(is_empty, stand_in, tl.load(rows + at + c, real, 0.0))
-                terms = values
-                weight = tl.where(here, x[None, :], 0.0)
-            part = tl.dot(weight, terms, input_precision="ieee", out_dtype=dtype)
-            if c == 0:
-                sum0 += part
-            elif c == 1:
-                sum1 += part
-            elif c == 2:
-                sum2 += part
-            else:
-                sum3 += part
-    kinds = tl.num_programs(1)
-    cell = piece_axis * orders + tl.arange(0, orders)[None, :]
-    size: tl.constexpr = pieces * orders
-    target = out + (atom * 4 * kinds + kind) * size + cell
-    stride = kinds * size
-    tl.store(target, sum0)
-    tl.store(target + stride, sum1)
-    tl.store(target + 2 * stride, sum2)
-    tl.store(target + 3 * stride, sum3)
+        if transpose:
+            bend = tl.load(moved + at, real, 0.0) * (2.0 * rate)
+        highest = tl.max(tl.where(used, piece, -1))
+        for number in range(tl.min(tl.where(used, piece, pieces)), highest + 1):
+            mine = used & (piece == number)
+            if tl.sum(mine.to(tl.int32)) > 0:
+                cell = target + number * orders + tl.arange(0, orders)
+                tl.debug_barrier()  # several threads may hold the same order
+                for c in tl.static_range(4):
+                    x = tl.load(rows + at + c, mine & real, 0.0)
+                    if transpose:
+                        y = tl.load(moved + at + c, mine, 0.0)
+                        terms = y[:, None] * values + (x * tl.where(mine, bend, 0.0))[:, None] * slopes
+                    else:
+                        stand_in = tl.load(empty + atom * 4 + c) * missing.to(dtype)
+                        terms = tl.where(mine & is_empty, stand_in, x)[:, None] * values
+                    sums = tl.load(cell + c * kinds * size) + tl.sum(terms, 0)
+                    tl.debug_barrier()
+                    tl.store(cell + c * kinds * size, sums)
 
 
 @triton.jit

@@ -24,11 +24,13 @@ from deepmd_muon.model.nn.networks import (
 from deepmd_muon.model.structures import Structures
 
 
-def _down(of_h: torch.Tensor, layer: LayerTensors, above: torch.Tensor, copies: Copies) -> torch.Tensor:
+def _down(
+    of_h: torch.Tensor, layer: LayerTensors, above: torch.Tensor, copies: Copies, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the cotangent of a layer's input from those of h and of its output."""
     if not copies:
-        return torch.mm(of_h, layer.matrix.t())
-    return torch.addmm(layers.fold(above, copies), of_h, layer.matrix.t())
+        return torch.mm(of_h, layer.matrix.t(), out=out)
+    return torch.addmm(layers.fold(above, copies), of_h, layer.matrix.t(), out=out)
 
 
 class _Tape(NamedTuple):
@@ -40,22 +42,29 @@ class _Tape(NamedTuple):
 
 
 def _up_and_down(
-    f: Activation, copies: Sequence[Copies], x: torch.Tensor, layers_of: Sequence[LayerTensors]
+    f: Activation,
+    copies: Sequence[Copies],
+    x: torch.Tensor,
+    layers_of: Sequence[LayerTensors],
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, _Tape]:
-    """Return E `(n, 1)` and dE/dx `(n, dim)`: values go up the layers, the adjoint of E comes down."""
+    """Return E `(n, 1)` and dE/dx `(n, dim)`: values go up the layers, the adjoint of E comes down to `out`."""
     *hidden, last = layers_of
     inputs, keeps = [x], []
     for layer, kind in zip(hidden, copies, strict=True):
         h = torch.addmm(layer.bias, inputs[-1], layer.matrix)
-        out, keep = layers.forward(f, h, layer.idt, inputs[-1], kind)
-        inputs.append(out)
+        value, keep = layers.forward(f, h, layer.idt, inputs[-1], kind)
+        inputs.append(value)
         keeps.append(keep)
     adjoints = [last.matrix.t().expand(x.shape[0], -1)]
-    for layer, kind, keep in zip(reversed(hidden), reversed(copies), reversed(keeps), strict=True):
+    down = reversed(list(enumerate(zip(hidden, copies, keeps, strict=True))))
+    for index, (layer, kind, keep) in down:
         above = adjoints[-1]
         h_bar = layers.slope(f, keep, layer.idt, above)
-        adjoints.append(_down(h_bar, layer, above, kind))
-    slope = adjoints.pop() if hidden else adjoints.pop().clone()
+        adjoints.append(_down(h_bar, layer, above, kind, None if index else out))
+    slope = adjoints.pop()
+    if not hidden:
+        slope = slope.clone() if out is None else out.copy_(slope)
     return torch.addmm(last.bias, inputs[-1], last.matrix), slope, _Tape(inputs, keeps, adjoints)
 
 
@@ -109,18 +118,21 @@ class EnergyAndSlope(torch.autograd.Function):
     ) -> Any:
         """Return E `(n, 1)` and dE/dx `(n, dim)`."""
         each = len(flat) // len(counts)
-        found, saved = [], []
+        energies, slopes, saved = [], [], []
+        # Networks write their rows of one tensor; a trace cannot record that.
+        whole = None if triton_support.is_tracing() else x.new_empty(x.shape)
+        rows = [None] * len(counts) if whole is None else whole.split(counts)
         with triton_support.Branches(x.device, len(counts)) as branches:
             for number, part in enumerate(x.split(counts)):
                 with branches.chain(number):
                     own = unflatten(flat[number * each : (number + 1) * each])
-                    energy, slope, tape = _up_and_down(f, copies, part, own)
-                    found.append((energy, slope))
+                    energy, slope, tape = _up_and_down(f, copies, part, own, rows[number])
+                    energies.append(energy)
+                    slopes.append(slope)
                     saved += [*tape.inputs[1:], *tape.keeps, *tape.adjoints]
         ctx.activation, ctx.copies, ctx.counts = f, copies, counts
         ctx.save_for_backward(x, *flat, *saved)
-        energies, slopes = zip(*found, strict=True)
-        return _joined(energies), _joined(slopes)
+        return _joined(energies), _joined(slopes) if whole is None else whole
 
     @staticmethod
     @torch.autograd.function.once_differentiable

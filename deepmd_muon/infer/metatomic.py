@@ -1,0 +1,114 @@
+"""Frozen files as models of metatomic (`metatomic-torch`), whose energies have our forces as gradients."""
+
+import os
+from typing import Any, Dict, List, Optional  # noqa: UP035 (metatomic compares annotations with these)
+
+import torch
+
+from deepmd_muon.data.elements import NUMBERS
+from deepmd_muon.infer.frozen import FrozenModel
+
+try:
+    from metatensor.torch import Labels, TensorBlock, TensorMap
+    from metatomic.torch import AtomisticModel, ModelCapabilities, ModelMetadata, ModelOutput, System
+except ImportError as error:
+    raise ImportError("export_metatomic needs metatomic: install the package metatomic-torch") from error
+
+
+class MetatomicPotential(torch.nn.Module):
+    """The energy of whole systems; neighbours are found by comparing all pairs.
+
+    Parameters
+    ----------
+    program
+        The program of a frozen file.
+    type_map
+        Element symbols of its types.
+    """
+
+    types: torch.Tensor
+
+    def __init__(self, program: torch.nn.Module, type_map: tuple[str, ...]) -> None:
+        super().__init__()
+        self.program: Any = program
+        types = torch.full((len(NUMBERS) + 1,), -1, dtype=torch.int64)
+        for kind, name in enumerate(type_map):
+            types[NUMBERS[name]] = kind
+        self.register_buffer("types", types)
+
+    def forward(
+        self,
+        systems: List[System],  # noqa: UP006
+        outputs: Dict[str, ModelOutput],  # noqa: UP006
+        selected_atoms: Optional[Labels] = None,  # noqa: UP045
+    ) -> Dict[str, TensorMap]:  # noqa: UP006
+        """Return "energy" of every system [eV], with gradients by positions and cell.
+
+        The program has computed forces F and virial W. E − F·δx + δh·h⁻ᵀ(xᵀF − W), whose changes δx of positions and
+        δh of the cell are 0, has the energy's value and gradients.
+        """
+        found: dict[str, TensorMap] = {}
+        if "energy" not in outputs:
+            return found
+        if selected_atoms is not None:
+            raise ValueError("this potential computes whole systems: selected_atoms cannot be used")
+        energies: list[torch.Tensor] = []
+        for system in systems:
+            kinds = self.types[system.types.to(torch.int64)]
+            if bool((kinds < 0).any()):
+                raise ValueError("the system holds an element that is not in the potential's type map")
+            periodic = bool(system.pbc.all())
+            if bool(system.pbc.any()) and not periodic:
+                raise ValueError("systems that are periodic along some axes only are not supported: widen the cell")
+            coord, cell = system.positions, system.cell
+            still, box = coord.detach(), cell.detach()
+            result = self.program.forward(
+                still.unsqueeze(0), kinds.unsqueeze(0), box.unsqueeze(0) if periodic else None, None, None, False, None
+            )
+            force = result["force"][0]
+            energy = result["energy"].view([]).to(coord.dtype) - ((coord - still) * force).sum()
+            if periodic:
+                slope = torch.linalg.solve(box.t(), torch.mm(still.t(), force) - result["virial"].view(3, 3))
+                energy = energy + ((cell - box) * slope).sum()
+            energies.append(energy)
+        device = systems[0].positions.device
+        block = TensorBlock(
+            values=torch.stack(energies).unsqueeze(1),
+            samples=Labels(["system"], torch.arange(len(systems), dtype=torch.int32, device=device).unsqueeze(1)),
+            components=torch.jit.annotate(list[Labels], []),
+            properties=Labels(["energy"], torch.zeros([1, 1], dtype=torch.int32, device=device)),
+        )
+        key = Labels(["_"], torch.zeros([1, 1], dtype=torch.int32, device=device))
+        found["energy"] = TensorMap(keys=key, blocks=[block])
+        return found
+
+
+def export_metatomic(frozen: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
+    """Write a frozen file as a model of metatomic, in float64 for CPUs and CUDA.
+
+    Parameters
+    ----------
+    frozen
+        A file of `dp freeze` or `dp compress` whose types are elements.
+    output
+        The model, ".pt".
+
+    Raises
+    ------
+    CheckpointError
+        When the file cannot be read as a potential.
+    """
+    model = FrozenModel(frozen, "cpu")
+    passes = bool(model.program.has_message_passing())
+    capabilities = ModelCapabilities(
+        outputs={"energy": ModelOutput(unit="eV", sample_kind="system")},
+        atomic_types=[NUMBERS[name] for name in model.type_map],
+        interaction_range=float("inf") if passes else model.rcut,
+        length_unit="angstrom",
+        supported_devices=["cpu", "cuda"],
+        dtype="float64",
+    )
+    potential = MetatomicPotential(model.program, model.type_map).eval()
+    AtomisticModel(potential, ModelMetadata(name=f"DeePMD potential of {' '.join(model.type_map)}"), capabilities).save(
+        str(output)
+    )
