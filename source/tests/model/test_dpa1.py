@@ -1,6 +1,8 @@
 """What only DPA-1 has: rows just within the cut-off, routes, groups of atoms, rescaled vectors."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -51,6 +53,22 @@ def test_same_routes(name, mode):
     assert ours == ROUTES[name][mode]
     in_proj = "atomic_model.descriptor.se_atten.dpa1_attention.attention_layers.0.attention_layer.in_proj.matrix"
     assert ours[in_proj] == 1
+
+
+FIRST_STEP = """
+import sys
+from model_batches import HERE, batch_of, read_fixture, stored_model
+fixture = read_fixture(HERE / "dpa1.pt.gz")
+model = stored_model(fixture, "one_side")
+out = model(batch_of(model, fixture["structures"]["tiny"]))
+(out["energy"].sum() + out["force"].square().sum()).backward()
+assert "sympy" not in sys.modules
+"""
+
+
+def test_a_first_step_does_not_import_symbolic_shapes():
+    """They take 0.3 s of the start-up."""
+    subprocess.run([sys.executable, "-c", FIRST_STEP], cwd=HERE, check=True)
 
 
 def test_a_list_of_slots_counts_by_its_sum():
