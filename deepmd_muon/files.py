@@ -135,8 +135,10 @@ def replacement(path: Path) -> Iterator[Path]:
     """
     temporary = hidden_name(path)
     with writing(path):
-        os.close(os.open(temporary, _NEW, 0o666))
+        handle = os.open(temporary, _NEW, 0o666)
     try:
+        with writing(path):
+            os.close(handle)
         yield temporary
         with writing(path):
             os.replace(temporary, path)

@@ -28,7 +28,7 @@ from data_sets import write_system
 from training_step import make_input
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-CASES = ("example", "water", "dpa1", "small100", "dpa3")
+CASES = ("example", "water", "dpa1", "dpa1-no-attention", "small100", "dpa3")
 INTERVAL = 10
 QUANTITIES = (
     ("first_step", "first step, clock [s]"),
@@ -50,8 +50,11 @@ class Run(NamedTuple):
 
 def content_of(case: str, data: Path, folder: Path) -> dict[str, Any]:
     """Return the input of a case; its data lie in `folder`, `data` or the examples."""
-    if case in ("water", "dpa1"):
-        return make_input("se_e2_a" if case == "water" else "dpa1", "f64-b1", "HybridMuon", 1, data, {})
+    if case in ("water", "dpa1", "dpa1-no-attention"):
+        content = make_input("se_e2_a" if case == "water" else "dpa1", "f64-b1", "HybridMuon", 1, data, {})
+        if case == "dpa1-no-attention":
+            content["model"]["descriptor"]["attn_layer"] = 0
+        return content
     path = EXAMPLES / ("dpa3_water" if case == "dpa3" else "water_xtb") / "input.json"
     content: dict[str, Any] = json.loads(path.read_text())
     for section in ("training_data", "validation_data"):

@@ -111,6 +111,22 @@ def test_a_file_that_fails_leaves_the_old_one():
     assert sorted(os.listdir()) == ["out", "victim"]
 
 
+def test_a_file_whose_close_fails_leaves_nothing(monkeypatch):
+    """NFS reports a full disk at close; no empty temporary file stays."""
+    close = os.close
+
+    def fail(handle):
+        close(handle)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "close", fail)
+        with pytest.raises(WriteError) as caught, whole_file(Path("out")):
+            pass
+    assert caught.value.errno == errno.ENOSPC
+    assert os.listdir() == ["victim"]
+
+
 def test_new_files_have_the_permissions_that_the_user_wants():
     before = os.umask(0o027)
     try:

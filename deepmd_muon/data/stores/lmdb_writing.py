@@ -79,7 +79,8 @@ def _database(path: Path, systems: Sequence[System]) -> Iterator[Any]:
             yield environment
     except lmdb.Error as error:
         number = next((n for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) if os.strerror(n) in str(error)), errno.EIO)
-        raise WriteError(number, str(error), str(path)) from error
+        cut = " (LMDB says so, too, if a full disk cuts a write short)" if number == errno.EIO else ""
+        raise WriteError(number, f"{error}{cut}", str(path)) from error
 
 
 def _elements(systems: Sequence[System]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from deepmd_muon.model.descriptor.environment import Environment
+from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.structures import Structures
 
 Pullback = Callable[[torch.Tensor], torch.Tensor]
@@ -144,6 +145,24 @@ class TypeIndexed(Protocol):
     type_axes: ClassVar[Mapping[str, int]]
 
 
+class _Seed(torch.autograd.Function):
+    """A number whose derivative by a tensor is a given cotangent, from which autograd can start.
+
+    ``torch.autograd.grad(tensor, ..., cotangent)`` does the same, but compares the shapes by torch's symbolic shapes,
+    whose import (with sympy) takes 0.3 s.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, cotangent: tuple[torch.Tensor]) -> torch.Tensor:
+        # a tuple, no input: autograd shall not go up the graph of the cotangent
+        ctx.cotangent = cotangent
+        return tensor.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return ctx.cotangent[0], None
+
+
 def describe_by_autograd(
     function: Callable[[torch.Tensor], torch.Tensor], edges: torch.Tensor, *, force: bool
 ) -> Described:
@@ -166,7 +185,12 @@ def describe_by_autograd(
         descriptor = function(leaf)
 
     def pullback(adjoint: torch.Tensor) -> torch.Tensor:
-        (slope,) = torch.autograd.grad(descriptor, leaf, adjoint, create_graph=training)
+        if leaf.device.type == "cpu" and not triton_support.is_tracing():
+            with torch.enable_grad():
+                seed = _Seed.apply(descriptor, (adjoint,))
+            (slope,) = torch.autograd.grad(seed, leaf, create_graph=training)
+        else:
+            (slope,) = torch.autograd.grad(descriptor, leaf, adjoint, create_graph=training)
         return slope
 
     return Described(descriptor if training else descriptor.detach(), pullback)

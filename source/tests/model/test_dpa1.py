@@ -1,13 +1,19 @@
 """What only DPA-1 has: rows just within the cut-off, routes, groups of atoms, rescaled vectors."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from model_batches import HERE, batch_of, read_fixture, stored_model
 
+from deepmd_muon.model.descriptor.dpa1 import attention as attention_module
 from deepmd_muon.model.descriptor.dpa1 import module
-from deepmd_muon.model.descriptor.dpa1.attention import _Rescaled
+from deepmd_muon.model.descriptor.dpa1.attention import Gates, NeighborAttention, _Rescaled
+from deepmd_muon.model.descriptor.dpa1.settings import DPA1Settings
+from deepmd_muon.model.nn import triton_support
+from deepmd_muon.model.nn.networks import SeedPath
 from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.optim import HybridMuon
 
@@ -49,6 +55,22 @@ def test_same_routes(name, mode):
     assert ours[in_proj] == 1
 
 
+FIRST_STEP = """
+import sys
+from model_batches import HERE, batch_of, read_fixture, stored_model
+fixture = read_fixture(HERE / "dpa1.pt.gz")
+model = stored_model(fixture, "one_side")
+out = model(batch_of(model, fixture["structures"]["tiny"]))
+(out["energy"].sum() + out["force"].square().sum()).backward()
+assert "sympy" not in sys.modules
+"""
+
+
+def test_a_first_step_does_not_import_symbolic_shapes():
+    """They take 0.3 s of the start-up."""
+    subprocess.run([sys.executable, "-c", FIRST_STEP], cwd=HERE, check=True)
+
+
 def test_a_list_of_slots_counts_by_its_sum():
     model = stored_model(FIXTURE, "truncated")
     assert (model.sel, model.by_type) == ((14,), False)
@@ -62,6 +84,111 @@ def test_rescaling_is_torchs_own_and_its_gradients_are_right(centred):
     torch.testing.assert_close(_Rescaled.apply(x, 1e-5 if centred else 1e-12, centred)[0], own, rtol=1e-14, atol=1e-14)
     torch.autograd.gradcheck(lambda x: _Rescaled.apply(x, 1e-5, centred), (x,))
     torch.autograd.gradgradcheck(lambda x: _Rescaled.apply(x, 1e-5, centred), (x,))
+
+
+def attention_of(columns, precision="float64", width=5, dotr=True, layers=2, alone=True, **settings):
+    """Return layers of attention, features and gates of three atoms; one slot is empty.
+
+    `alone`: whether an atom has no neighbour at all; rounding hides its scores, so that differences do not see them.
+    """
+    given = {"rcut": 6.0, "rcut_smth": 0.5, "sel": 9, "neuron": [width], "attn": 3, "attn_layer": layers, **settings}
+    attention = NeighborAttention(DPA1Settings(**given, precision=precision), SeedPath(3))
+    generator, dtype = torch.Generator().manual_seed(2), getattr(torch, precision)
+    for layer in attention.attention_layers:
+        layer.attn_layer_norm.matrix.data.normal_(1.0, 0.3, generator=generator)
+    features, gate = (
+        torch.randn(3, columns, n, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+        for n in (width, columns if dotr else 1)
+    )
+    mask = torch.zeros(3, 1, columns, dtype=dtype)
+    if columns:
+        mask[0, 0, -1] = mask[2, :, 0 if alone else -1 :] = torch.finfo(dtype).min / 2
+    return attention, features, Gates(mask, gate, None, 0)
+
+
+def attention_results(attention, features, gates, monkeypatch, *, written, force=True):
+    """Return features behind attention, their slopes, and gradients of losses: of values, of slopes, of both."""
+    monkeypatch.setattr(triton_support, "is_tracing", lambda: not written)
+    inputs = (features, gates.after, *attention.parameters())
+    out = attention(features, gates, force=force)
+    if not force:
+        return [out, *torch.autograd.grad(out.sin().sum(), inputs)]
+    slopes = torch.autograd.grad(out.pow(3).sum(), inputs[:2])
+    out = attention(features, gates, force=True)
+    attached = torch.autograd.grad(out.pow(3).sum(), inputs[:2], create_graph=True)
+    along = sum(slope.sin().sum() for slope in attached)
+    of_slopes = torch.autograd.grad(along, inputs, retain_graph=True, materialize_grads=True)
+    return [out, *slopes, *attached, *of_slopes, *torch.autograd.grad(out.sin().sum() + along, inputs)]
+
+
+OPTIONS = {
+    "normalised": {"temperature": 1.0},
+    "raw": {"normalize": False},
+    "scaled": {"scaling_factor": 2.5, "ln_eps": 1e-2, "layers": 3},
+    "without_angles": {"dotr": False, "layers": 1},
+}
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("columns", [4, 0])
+def test_written_derivatives_of_attention_are_autograds(columns, options, precision, monkeypatch):
+    made = attention_of(columns, precision, **options)
+    tolerance = 1e-11 if precision == "float64" else 2e-4
+    for force in (True, False):
+        ours, plain = (attention_results(*made, monkeypatch, written=written, force=force) for written in (True, False))
+        for value, wanted in zip(ours, plain, strict=True):
+            scale = max(1.0, wanted.abs().max().item() if wanted.numel() else 0.0)
+            torch.testing.assert_close(value, wanted, rtol=0, atol=tolerance * scale)
+
+
+def test_written_derivatives_of_attention_are_slopes_of_differences():
+    """Numerical derivatives of values, and of the adjoints of features and gate by everything that they depend on."""
+    attention, features, gates = attention_of(3, layers=1, alone=False)
+    weights = list(attention.parameters())
+
+    def value(x, gate, *given):
+        named = dict(zip(dict(attention.named_parameters()), given, strict=True))
+        return torch.func.functional_call(attention, named, (x, gates._replace(after=gate)), {"force": False})
+
+    def adjoints(x, gate, mix, *given):
+        named = dict(zip(dict(attention.named_parameters()), given, strict=True))
+        out = torch.func.functional_call(attention, named, (x, gates._replace(after=gate)), {"force": True})
+        return torch.autograd.grad((out * mix).sum(), (x, gate), create_graph=True)
+
+    mix = torch.randn(features.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    torch.autograd.gradcheck(value, (features, gates.after, *weights), check_undefined_grad=False)
+    torch.autograd.gradcheck(
+        adjoints, (features, gates.after, mix.requires_grad_(), *weights), check_undefined_grad=False
+    )
+
+
+def test_written_derivatives_of_attention_have_no_third():
+    attention, features, gates = attention_of(4, layers=1)
+    out = attention(features, gates, force=True)
+    (slope,) = torch.autograd.grad(out.pow(2).sum(), features, create_graph=True)
+    with pytest.raises(RuntimeError, match="third derivative"):
+        torch.autograd.grad(slope.sin().sum(), features, create_graph=True)
+
+
+@pytest.mark.parametrize("name", ["one_side", "two_sides", "mean", "truncated"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_forces_and_gradients_of_a_model_with_written_attention(name, recompute, monkeypatch):
+    """Including fewer slots than neighbours, standardised empty slots and recomputed layers."""
+    found = []
+    for written in (True, False):
+        model = stored_model(FIXTURE, name)
+        model.atomic_model.descriptor.recompute = recompute and written
+        batch = batch_of(model, FIXTURE["structures"]["triclinic"])
+        if not written:
+            monkeypatch.setattr(attention_module, "run", None)
+            monkeypatch.setattr(attention_module.triton_support, "is_tracing", lambda: True)
+        out = model(batch)
+        (out["energy"].sum() + out["force"].square().sum() + out["virial"].square().sum()).backward()
+        found.append([*out.values(), *(p.grad for p in model.parameters())])
+    for value, wanted in zip(*found, strict=True):
+        scale = 0.0 if wanted is None else wanted.abs().max().item()
+        torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-12 * scale)
 
 
 @pytest.mark.parametrize("name", ["one_side", "mean", "smooth_mean", "v2"])

@@ -6,7 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepmd_muon.model.descriptor.dpa1.attention_passes import Attention
 from deepmd_muon.model.descriptor.dpa1.settings import AttentionSettings
+from deepmd_muon.model.nn import triton_support
+from deepmd_muon.model.nn.four_passes import run
 from deepmd_muon.model.nn.networks import Layer, SeedPath, dtype_of
 from deepmd_muon.model.nn.recomputation import run_layer
 
@@ -160,8 +163,15 @@ class AttentionLayer(torch.nn.Module):
         eps = LAYER_NORM_EPS if settings.ln_eps is None else settings.ln_eps
         self.attn_layer_norm = LayerNorm(settings.neuron[-1], eps, dtype_of(settings.precision))
 
-    def forward(self, features: torch.Tensor, gates: Gates) -> torch.Tensor:
-        """Return features like those given `(nreal, ncolumns, width)`."""
+    def forward(self, features: torch.Tensor, gates: Gates, force: bool) -> torch.Tensor:
+        """Return features like those given `(nreal, ncolumns, width)`; `force` as in `four_passes.run`."""
+        if features.device.type == "cpu" and gates.switch is None and not triton_support.is_tracing():
+            inside, norm = self.attention_layer, self.attn_layer_norm
+            passes = Attention(inside.scale, NORMALIZE_EPS if inside.normalize else None, norm.eps)
+            weights = *inside.in_proj.tensors[:2], *inside.out_proj.tensors[:2], norm.matrix, norm.bias
+            out: torch.Tensor
+            (out,) = run(passes, features, gates.after, gates.mask, *weights, force=force)
+            return out
         normed: torch.Tensor = self.attn_layer_norm(features + self.attention_layer(features, gates))
         return normed
 
@@ -174,8 +184,11 @@ class NeighborAttention(torch.nn.Module):
         layers = [AttentionLayer(settings, stream.child(index)) for index in range(settings.attn_layer)]
         self.attention_layers = torch.nn.ModuleList(layers)
 
-    def forward(self, features: torch.Tensor, gates: Gates, *, recompute: bool = False) -> torch.Tensor:
-        """Return features like those given `(nreal, ncolumns, width)`; see `run_layer` for `recompute`."""
+    def forward(self, features: torch.Tensor, gates: Gates, *, force: bool, recompute: bool = False) -> torch.Tensor:
+        """Return features like those given `(nreal, ncolumns, width)`.
+
+        See `four_passes.run` for `force` and `run_layer` for `recompute`.
+        """
         for layer in self.attention_layers:
-            features = run_layer(layer, features, gates, recompute=recompute)
+            features = run_layer(layer, features, gates, force, recompute=recompute)
         return features

@@ -138,24 +138,24 @@ class DPA1(torch.nn.Module):
     def forward(self, structures: Structures, edges: torch.Tensor, *, force: bool = True) -> Described:
         """Describe every atom; see `Descriptor`."""
         if edges.device.type != "cpu" or triton_support.is_tracing():
-            return describe_by_autograd(lambda leaf: self._describe(structures, leaf), edges, force=force)
+            return describe_by_autograd(lambda leaf: self._describe(structures, leaf, force=force), edges, force=force)
         groups = group_atoms(structures)
         back = torch.argsort(torch.cat([rows for rows, _ in groups]))
 
         def describe(leaf: torch.Tensor) -> torch.Tensor:
             """Describe the atoms group by group: the tensors of few atoms stay in the processor's cache."""
-            parts = [self._describe(part, leaf[rows, : part.neighbor.shape[1]]) for rows, part in groups]
+            parts = [self._describe(part, leaf[rows, : part.neighbor.shape[1]], force=force) for rows, part in groups]
             return torch.cat(parts)[back]
 
         return describe_by_autograd(describe, edges, force=force)
 
-    def _describe(self, structures: Structures, edges: torch.Tensor) -> torch.Tensor:
+    def _describe(self, structures: Structures, edges: torch.Tensor, *, force: bool) -> torch.Tensor:
         near = self._neighborhood(structures, edges)
         table = self.type_embedding()
         features = self._embed(near, structures.sorted_type, table)
         if self.settings.attn_layer:
             gates = self._gates(near, structures)
-            features = self.se_atten.dpa1_attention(features, gates, recompute=self.recompute)
+            features = self.se_atten.dpa1_attention(features, gates, force=force, recompute=self.recompute)
         weighted = near.rows * near.weight.unsqueeze(-1)
         a = torch.bmm(weighted.transpose(1, 2), features) / self.slots
         d = torch.bmm(a.transpose(1, 2), a[:, :, : self.axis]).flatten(1)
