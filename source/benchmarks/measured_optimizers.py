@@ -17,6 +17,16 @@ from torch.optim import Optimizer
 from deepmd_muon.optim import HybridMuon
 
 SETS = ("se_e2_a", "dpa1", "dpa2", "dpa3", "dpa4_mini", "llm")
+# The rules of the Muon route, by the name that tables give them.
+RULES: dict[str, dict[str, Any]] = {
+    "Magma": {"magma_muon": True},
+    "NorMuon": {"normuon": True},
+    "cautious decay": {"cautious_decay": True},
+    "SOAP-Muon": {"soap_muon": True},
+    "radial brake": {"norm_control": "radial_brake"},
+    "hyperball": {"norm_control": "hyperball"},
+    "row norms": {"norm_control": "rows"},
+}
 Named = list[tuple[str, nn.Parameter]]
 # What steps: a torch optimizer, or something with its `step` and `state`.
 Make = Callable[[Named, bool], list[Any]]

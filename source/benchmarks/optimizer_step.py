@@ -1,12 +1,14 @@
 """Time whole optimizer steps beside their peers: on a GPU eager and captured in a CUDA graph, or on a CPU.
 
     python source/benchmarks/optimizer_step.py --out results.json [--sets se_e2_a,llm] [--deepmd-kit hybrid_muon.py]
+    python source/benchmarks/optimizer_step.py --out results.json --rules [--sets se_e2_a,dpa3]
     python source/benchmarks/optimizer_step.py --out results.json --device cpu --threads 2 [--deepmd-kit hybrid_muon.py]
 
 The parameter sets are those of five DeePMD models (shapes/*.json) and of 24 transformer layers of width 2048, all in
 float32 unless --dtype says otherwise. `eager`: median of CUDA events around one step, gradients in place. `captured`:
 median of graph replays, one at a time, including the time the host takes to launch a graph. `peak`: memory that a step
-allocates beside parameters, gradients and state, the buffers kept between steps included.
+allocates beside parameters, gradients and state, the buffers kept between steps included. `launches`: kernels and
+copies of a replay. `--rules` measures every rule of the Muon route beside none, instead of the peers.
 
 On a CPU: `step`, a whole step, and `products`, the same step's matrix products alone, each written to a buffer that was
 made before; shortest and median of rounds in which all optimizers take turns. On a busy machine compare the processor
@@ -28,6 +30,7 @@ from typing import Any
 
 import torch
 from measured_optimizers import (
+    RULES,
     SETS,
     Make,
     Named,
@@ -58,6 +61,14 @@ def timed(run: Callable[[], Any], budget: float = 0.4) -> float:
     return statistics.median(times)
 
 
+def launches(run: Callable[[], Any]) -> int:
+    """Return how many kernels and copies a call starts on the device."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        run()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events())
+
+
 def measure(make: Make, name: str, dtype: torch.dtype) -> dict[str, Any]:
     """Return all figures of one optimizer on one parameter set."""
     named = parameters(name, dtype)
@@ -78,14 +89,14 @@ def measure(make: Make, name: str, dtype: torch.dtype) -> dict[str, Any]:
     step()
     result: dict[str, Any] = {"peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20, "eager_ms": timed(step)}
     try:
-        result["captured_ms"] = captured(make, named)
+        result |= captured(make, named)
     except NotImplementedError as error:
         result["not_captured"] = str(error)
     return result
 
 
-def captured(make: Make, named: Named) -> float:
-    """Return the time of a replay of a captured step [ms]."""
+def captured(make: Make, named: Named) -> dict[str, Any]:
+    """Return the time of a replay of a captured step [ms], and its launches."""
     (optimizer,) = make(named, True)
     for _ in range(2):
         optimizer.step()
@@ -95,7 +106,7 @@ def captured(make: Make, named: Named) -> float:
         optimizer.step()
     for _ in range(3):
         graph.replay()
-    return timed(graph.replay)
+    return {"captured_ms": timed(graph.replay), "launches": launches(graph.replay)}
 
 
 class Products(TorchDispatchMode):
@@ -186,6 +197,7 @@ def line(name: str, title: str, r: dict[str, Any]) -> str:
     if "error" in r:
         return f"| {name} | {title} | failed: {r['error']} |"
     numbers = [f"{r[key]:.3f}" if key in r else "–" for key in ("eager_ms", "captured_ms", "peak_mib")]
+    numbers.append(str(r.get("launches", "–")))
     return f"| {name} | {title} | {' | '.join(numbers)} |"
 
 
@@ -199,6 +211,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="on a CPU")
     parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
     parser.add_argument("--deepmd-kit", type=Path, help="its hybrid_muon.py, to measure it beside")
+    parser.add_argument("--rules", action="store_true", help="measure the rules instead of the peers")
     parser.add_argument("--only", default="", help="measure only these optimizers, by title: A;B")
     arguments = parser.parse_args()
     makers: dict[str, Make] = {
@@ -211,6 +224,8 @@ def main() -> None:
         "fused AdamW": adamw,
         "torch Muon + AdamW": torch_muon,
     }
+    if arguments.rules:
+        makers = {"HybridMuon": hybrid()} | {f"HybridMuon, {name}": hybrid(**rule) for name, rule in RULES.items()}
     if arguments.deepmd_kit:
         makers["deepmd-kit HybridMuon"] = deepmd_kit(arguments.deepmd_kit)
     arguments.sets = arguments.sets or ",".join(SETS[:-1] if arguments.device == "cpu" else SETS)
@@ -220,9 +235,10 @@ def main() -> None:
         on_cpu(arguments, {title: make for title, make in makers.items() if "flash" not in title})
         return
     device = torch.cuda.get_device_name()
+    launches(torch.cuda.synchronize)  # the profiler sees inside graphs that are captured after its first start
     print(f"{datetime.date.today()} {device}, torch {torch.__version__}, {arguments.dtype}")
-    print("| set | optimizer | eager ms | captured ms | peak MiB |")
-    print("|---|---|---|---|---|")
+    print("| set | optimizer | eager ms | captured ms | peak MiB | launches |")
+    print("|---|---|---|---|---|---|")
     results = []
     for name in arguments.sets.split(","):
         for title, make in makers.items():

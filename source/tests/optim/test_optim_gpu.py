@@ -85,6 +85,35 @@ def test_a_captured_step_equals_the_eager_one_bitwise_and_follows_the_learning_r
             assert torch.equal(x, graphed.state[captured[name]][key]), (name, key)
 
 
+@pytest.mark.parametrize("settings", [{}, {"soap_muon": True, "normuon": True, "norm_control": "radial_brake"}])
+def test_captured_steps_of_several_optimizers_run_beside_each_other(settings):
+    """On streams of their own, begun while others run: no memory of one is another's."""
+    eager, captured = ([make("cuda", capturable=True, **settings) for _ in range(3)] for _ in range(2))
+    streams, graphs = [torch.cuda.Stream() for _ in captured], []
+    torch.cuda.synchronize()
+    for number, (params, optimizer) in enumerate(captured):
+        with torch.cuda.stream(streams[number]):
+            for k in range(3):
+                give_gradients(params, k + number)
+                optimizer.step()
+        streams[number].synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=streams[number]):
+            optimizer.step()
+    for _ in range(50):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for number, (params, optimizer) in enumerate(eager):
+        for k in range(53):
+            if k < 3:
+                give_gradients(params, k + number)
+            optimizer.step()
+        for name, p in params.items():
+            assert torch.equal(p, captured[number][0][name]), (number, name)
+
+
 def test_captures_that_would_go_wrong_are_refused():
     params, optimizer = make("cuda")
     give_gradients(params, 0)

@@ -1,0 +1,297 @@
+"""Race the rules of the Muon route, torch.optim.Muon and AdamW on the small GPT, each at its best learning rates.
+
+    python source/benchmarks/small_gpt_race.py --out doc/benchmarks/raw/small_gpt_race_h200_DATE.csv [--steps 500]
+
+A process for each optimizer, all at once on one GPU (or, with `--device cpu --processes 2`, on cores). Each optimizer
+tunes its rates on seed 0: from its default by factors of 2 until the best is not the last one tried, first all rates
+together, then that of AdamW's part alone. The rates of the lowest `validation` loss are kept for three fresh seeds,
+which choose nothing. A seed decides weights and batches; all optimizers see the same. Schedule and text are those of
+`small_gpt.py`. On a GPU the steps are captured in CUDA graphs; torch.optim.Muon's step cannot be captured.
+
+Losses [nats a byte]: `train`, the last 20 batches; `validation` and `test`, each half of the held-out text; `tail`, on
+the test half, of the mean of the weights after each of the last tenth of the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import csv
+import functools
+import math
+import multiprocessing
+import multiprocessing.pool
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from measured_optimizers import RULES
+from small_gpt import BATCH, BETAS, GPT, LENGTH, text, torch_muon
+from torch import Tensor, nn
+
+from deepmd_muon.optim import MuonConfig
+
+SEEDS = (1, 2, 3)
+_TAIL = 0.1
+_EAGER = 3  # steps before the capture
+_MOST = 6  # rates that one search tries at most
+Optimizers = list[torch.optim.Optimizer]
+
+
+class Contestant(NamedTuple):
+    """An optimizer: made for a model, Muon's (or the only) rate, and AdamW's."""
+
+    make: Callable[[nn.Module, float, float], Optimizers]
+    rates: tuple[float, ...]  # where the searches begin
+
+
+class Result(NamedTuple):
+    """Losses of one run."""
+
+    train: float
+    validation: float
+    test: float
+    tail: float
+
+
+def ours(model: nn.Module, lr: float, adamw_lr: float, **rule: object) -> Optimizers:
+    """Return a Muon with a rule, AdamW for embeddings and vectors."""
+    magma = rule.pop("magma_muon", False)
+    optimizer = MuonConfig(adam_lr_ratio=adamw_lr / lr, **rule).build(model, lr)
+    for group in optimizer.param_groups:
+        group["magma_muon"] = magma
+    return [optimizer]
+
+
+def adamw(model: nn.Module, lr: float) -> Optimizers:
+    """Return AdamW on every parameter."""
+    return [torch.optim.AdamW(model.parameters(), lr, betas=BETAS, weight_decay=0.1, fused=True)]
+
+
+def contestants() -> dict[str, Contestant]:
+    """Return all optimizers by name."""
+    found = {"Muon (MuonConfig)": Contestant(ours, (0.02, 0.02))}
+    for name, rule in RULES.items():
+        found[name] = Contestant(lambda model, lr, other, rule=rule: ours(model, lr, other, **rule), (0.02, 0.02))
+    if hasattr(torch.optim, "Muon"):
+        found["torch.optim.Muon"] = Contestant(lambda model, *rates: torch_muon(*rates)(model), (0.02, 3e-3))
+    return found | {"torch.optim.AdamW": Contestant(adamw, (3e-3,))}
+
+
+class Run:
+    """One training run, whose step is a graph where the device and the optimizer allow it."""
+
+    def __init__(self, make: Callable[[nn.Module], Optimizers], seed: int, steps: int, device: str) -> None:
+        data = text().long().to(device)
+        cut = len(data) * 9 // 10
+        torch.manual_seed(seed)
+        self.model = GPT().to(device)
+        self.optimizers = make(self.model)
+        self.capturing = False
+        starts = torch.randint(cut - LENGTH - 1, (steps, BATCH, 1), generator=torch.Generator().manual_seed(seed))
+        self.starts, self.data = starts.to(device), data[:cut]
+        self.halves = data[cut:].chunk(2)
+        warm, falling = (torch.arange(steps, dtype=torch.float64) + k for k in (1, 0))
+        factors = (warm / (0.05 * steps)).clamp_max(1.0) * (1.0 - falling / steps)
+        self.host_factors, self.factors = factors.tolist(), factors.to(device)
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)
+        self.losses = torch.zeros(steps, device=device)
+        self.steps, self.done = steps, 0
+        self.on_gpu = device != "cpu"
+        self.rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+        self.tail = [torch.zeros_like(p) for p in self.model.parameters()]
+        self.averaged = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if device != "cpu" and not any(isinstance(x, _eager_kinds()) for x in self.optimizers):
+            self.read_on_device()
+
+    def read_on_device(self) -> None:
+        """Let steps read batches and rates on the device, so that a graph can hold them."""
+        self.capturing = True
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=self.at.device)
+                group["capturable"] = True
+
+    def _gradients(self) -> None:
+        """Compute the gradients of the next batch."""
+        pieces = self.data[self.starts.index_select(0, self.at)[0] + torch.arange(LENGTH + 1, device=self.at.device)]
+        loss = loss_of(self.model, pieces)
+        for p in self.model.parameters():
+            if p.grad is not None:
+                p.grad.zero_()
+        loss.backward()
+        self.losses.index_copy_(0, self.at, loss.detach().view(1))
+
+    def _on_device(self) -> None:
+        """Take a step that reads batch and rate on the device."""
+        self._gradients()
+        factor = self.factors.index_select(0, self.at).squeeze()
+        for optimizer, rates in zip(self.optimizers, self.rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"].copy_(rate * factor)
+            optimizer.step()
+        self.at += 1
+
+    def _update(self) -> None:
+        """Step the optimizers with rates from the host."""
+        for optimizer, rates in zip(self.optimizers, self.rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * self.host_factors[self.done]
+            optimizer.step()
+
+    def step(self) -> None:
+        """Take a step; the fourth is captured first."""
+        work = self._on_device if self.capturing else self._gradients
+        if self.on_gpu and self.done == _EAGER:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+                work()
+        if self.graph is None:
+            work()
+        else:
+            self.graph.replay()
+        if not self.capturing:
+            self._update()
+            self.at += 1
+        self.done += 1
+        if self.done > (1.0 - _TAIL) * self.steps:
+            torch._foreach_add_(self.tail, [p.detach() for p in self.model.parameters()])
+            self.averaged += 1
+
+    @torch.no_grad()
+    def result(self) -> Result:
+        """Return the losses after the last step."""
+        found = [self.losses[-20:].mean().item(), *(held_out_loss(self.model, half) for half in self.halves)]
+        average = copy.deepcopy(self.model)
+        torch._foreach_copy_(list(average.parameters()), torch._foreach_div(self.tail, self.averaged))
+        found.append(held_out_loss(average, self.halves[1]))
+        return Result(*(x if math.isfinite(x) else math.inf for x in found))
+
+
+def _eager_kinds() -> tuple[type[torch.optim.Optimizer], ...]:
+    return (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
+
+
+def loss_of(model: nn.Module, pieces: Tensor) -> Tensor:
+    """Return the loss [nats a byte] of pieces (batch, length + 1)."""
+    return F.cross_entropy(model(pieces[:, :-1]).flatten(0, 1), pieces[:, 1:].flatten())
+
+
+def held_out_loss(model: nn.Module, data: Tensor) -> float:
+    """Return the loss [nats a byte] of all pieces of some text."""
+    pieces = data.unfold(0, LENGTH + 1, LENGTH)
+    return sum(loss_of(model, some).item() * len(some) for some in pieces.split(256)) / len(pieces)
+
+
+def train(contestant: Contestant, rates: Sequence[float], seed: int, steps: int, device: str) -> Result:
+    """Train with these rates."""
+    run = Run(lambda model: contestant.make(model, *rates), seed, steps, device)
+    for _ in range(steps):
+        run.step()
+    return run.result()
+
+
+def tune(begin: tuple[float, ...], loss: Callable[[tuple[float, ...]], float]) -> tuple[float, ...]:
+    """Return the best rates: one coordinate after the other, by factors of 2.
+
+    The first moves all rates together.
+    """
+    known = functools.cache(loss)
+    best = begin
+    for moved in range(len(begin)):
+
+        def at(k: int, center: tuple[float, ...] = best, moved: int = moved) -> tuple[float, ...]:
+            return tuple(rate * 2.0**k if i >= moved else rate for i, rate in enumerate(center))
+
+        tried = [-1, 0, 1]
+        while (least := min(tried, key=lambda k: known(at(k)))) in (tried[0], tried[-1]) and len(tried) < _MOST:
+            tried = [tried[0] - 1, *tried] if least == tried[0] else [*tried, tried[-1] + 1]
+        best = at(least)
+    return best
+
+
+def race(name: str, steps: int, device: str) -> list[dict[str, object]]:
+    """Tune one optimizer and train it with fresh seeds; return a row for each run."""
+    torch.set_num_threads(1)
+    begun = time.perf_counter()
+    contestant = contestants()[name]
+    rows: list[dict[str, object]] = []
+
+    def loss(rates: tuple[float, ...], seed: int = 0, role: str = "tuning") -> float:
+        result = train(contestant, rates, seed, steps, device)
+        shown = dict(zip(("lr", "adamw_lr"), rates, strict=False))
+        rows.append({"optimizer": name, "role": role, **shown, "seed": seed, "steps": steps, **result._asdict()})
+        return result.validation
+
+    with torch.cuda.stream(torch.cuda.Stream()) if device != "cpu" else contextlib.nullcontext():
+        best = tune(contestant.rates, loss)
+        for seed in SEEDS:
+            loss(best, seed, "fresh")
+    if device != "cpu":
+        torch.cuda.synchronize()
+    print(f"{name}: {len(rows)} runs in {time.perf_counter() - begun:.1f} s", flush=True)
+    return rows
+
+
+def rows_of(name: str, pending: multiprocessing.pool.AsyncResult, until: float) -> list[dict[str, object]]:
+    """Return the rows of an optimizer; none, with a message, if it failed or was too slow."""
+    try:
+        return pending.get(max(0.1, until - time.perf_counter()))
+    except Exception as error:  # the others' results are kept
+        print(f"{name} failed: {type(error).__name__}: {error}", flush=True)
+        return []
+
+
+def table(rows: Sequence[dict[str, object]]) -> list[str]:
+    """Return the lines of a table of the fresh seeds, the best first."""
+
+    def shown(values: Sequence[float]) -> str:
+        return f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}"
+
+    fresh: dict[str, list[dict[str, object]]] = {}
+    for row in rows:
+        if row["role"] == "fresh":
+            fresh.setdefault(str(row["optimizer"]), []).append(row)
+    lines = []
+    for name, its in fresh.items():
+        test, tail = ([float(row[key]) for row in its] for key in ("test", "tail"))
+        rates = ", ".join(f"{its[0][key]:g}" for key in ("lr", "adamw_lr") if its[0].get(key))
+        lines.append((statistics.mean(test), f"| {name} | {rates} | {shown(test)} | {shown(tail)} |"))
+    head = ["| optimizer | rates: Muon, AdamW | test loss | of the mean of the last weights |", "|---|---|---|---|"]
+    return [*head, *(line for _, line in sorted(lines))]
+
+
+def main() -> None:
+    """Race, write all runs, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--processes", type=int, default=len(contestants()))
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which optimizers are left out")
+    parser.add_argument("--only", default="", help="race only these optimizers, by name: A;B")
+    arguments = parser.parse_args()
+    names = [name for name in contestants() if not arguments.only or name in arguments.only.split(";")]
+    device = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
+    print(f"{time.strftime('%Y-%m-%d')}, {device}, torch {torch.__version__}, {arguments.steps} steps", flush=True)
+    begun = time.perf_counter()
+    with multiprocessing.get_context("spawn").Pool(min(arguments.processes, len(names))) as pool:
+        pending = {name: pool.apply_async(race, (name, arguments.steps, arguments.device)) for name in names}
+        rows = [row for name, each in pending.items() for row in rows_of(name, each, begun + arguments.limit)]
+        pool.close()
+    columns = ["optimizer", "role", "lr", "adamw_lr", "seed", "steps", *Result._fields]
+    with arguments.out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"{len(rows)} runs in {time.perf_counter() - begun:.0f} s\n", *table(rows), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
