@@ -31,9 +31,8 @@ def _errors(found, wanted, i, count, width, stride, present, mask, atomic: tl.co
     row, counted = i // width, i < count
     if present is not None:
         counted &= tl.load(present + row, counted, 0) != 0
-    if atomic:
-        if mask is not None:
-            counted &= tl.load(mask + i // 3, counted, 0) != 0
+    if atomic and mask is not None:
+        counted &= tl.load(mask + i // 3, counted, 0) != 0
     theirs = tl.load(wanted + row * stride + i % width, counted, 0.0)
     return counted, tl.load(found + i, counted, 0.0) - theirs
 
@@ -42,9 +41,8 @@ def _errors(found, wanted, i, count, width, stride, present, mask, atomic: tl.co
 def _per_atom(natoms, i, count, width, atomic: tl.constexpr):
     """Return 1/N of the frames of elements `i`; 1 where the table holds it, and for atomic terms."""
     per_atom = tl.full(i.shape, 1.0, tl.float64)
-    if not atomic:
-        if natoms is not None:
-            per_atom /= tl.maximum(tl.load(natoms + i // width, i < count, 1), 1).to(tl.float64)
+    if not atomic and natoms is not None:
+        per_atom /= tl.maximum(tl.load(natoms + i // width, i < count, 1), 1).to(tl.float64)
     return per_atom
 
 
@@ -213,6 +211,4 @@ def gradients_of(
     grid = (triton.cdiv(max(sizes), BLOCK), len(sizes))
     options = {"force": terms.force, "intensive": terms.intensive, "block": BLOCK}
     _gradient_kernel[grid](target, table, fraction, cotangent, numbers, *terms.arguments(), **options)
-    return [
-        part.view(prediction.shape) for part, (prediction, _) in zip(target.split(sizes), terms.pairs, strict=True)
-    ]
+    return [part.view(prediction.shape) for part, (prediction, _) in zip(target.split(sizes), terms.pairs, strict=True)]

@@ -90,7 +90,7 @@ def _pack(system: System, numbers: np.ndarray, first: int, ntypes: int) -> Chunk
     def packed(values: np.ndarray) -> np.ndarray:
         """Return values of the real atoms `(nframes, natoms, width)`, each frame's sorted by type, as rows."""
         if same:
-            return values.take(order[0], axis=1).reshape(-1, values.shape[2])
+            return np.asarray(values.take(order[0], axis=1)).reshape(-1, values.shape[2])
         return np.asarray(np.take_along_axis(values, order[..., None], 1)[real])
 
     labels, present = {}, {}
