@@ -10,8 +10,8 @@ same tensor, beside that of one GPU repeating its own run: as users run it, wher
 in any order, and by torch's deterministic operations alone. The last checkpoint of N GPUs is then loaded and saved
 again on one, and that of one on N: the weights must not change.
 
-What has not begun after `--most` seconds is left out, and named; 480 seconds hold all on two H200. On a machine without
-GPUs the ranks are processes that exchange through gloo: `--cases --equal se_e2_a --steps 4` tries the comparison.
+What has not begun after `--most` seconds is left out, and named. On a machine without GPUs the ranks are processes that
+exchange through gloo: `--cases --equal se_e2_a --steps 4` tries the comparison.
 
 With `--alone` the N processes are one, which takes the part of rank 0 (`one_of_many.py`): the time of N GPUs without
 that of the wire, for machines with one GPU.
