@@ -29,8 +29,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-t", "--temperature", type=float, metavar="K", help="of the dynamics [1.5 times that of the data, by forces]"
     )
-    parser.add_argument("--time", type=float, default=0.5, metavar="PS", help="length of the dynamics [%(default)s]")
-    parser.add_argument("--time-step", type=float, metavar="FS", help="[0.5 where an atom is light, else 1]")
+    parser.add_argument("--time", type=float, default=2.0, metavar="PS", help="length of the dynamics [%(default)s]")
+    parser.add_argument("--time-step", type=float, default=1.0, metavar="FS", help="[%(default)s]; hydrogen weighs 4 u")
     parser.add_argument("--copies", type=int, metavar="N", help="structures followed [4 to 16, on a GPU 64]")
     parser.add_argument("--probes", type=int, default=3, metavar="N", help="scans of each pair and kind [%(default)s]")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of frames and velocities [%(default)s]")

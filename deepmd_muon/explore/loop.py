@@ -264,7 +264,7 @@ class Explorer:
                 f"{models[0]} is a frozen file, which cannot be trained on: name its checkpoint (models)"
             )
         systems = self._systems(here.number + 1, predictor.type_map)
-        chosen = CheckSettings(settings.temperature, None, settings.time, settings.copies)
+        chosen = CheckSettings(settings.temperature, time=settings.time, copies=settings.copies)
         found = check_models([str(models[0])], [predictor], systems, chosen)
         here.folder.mkdir(parents=True, exist_ok=True)
         with whole_file(here.folder / "check.txt") as file:

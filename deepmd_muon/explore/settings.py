@@ -122,7 +122,7 @@ class CheckRoundSettings(Section):
     temperature: float | None = setting(
         None, above=0.0, doc="Temperature [K]; left out 1.5 times that which the forces of the data tell."
     )
-    time: float = setting(0.5, above=0.0, doc="Length of the dynamics [ps].")
+    time: float = setting(2.0, above=0.0, doc="Length of the dynamics [ps].")
     copies: int | None = setting(None, minimum=1, doc="Structures followed; left out 4 to 16, on a GPU 64.")
     enough: Literal["holds", "doubtful", "never"] = setting(
         "doubtful",

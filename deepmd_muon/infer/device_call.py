@@ -82,6 +82,7 @@ class DeviceCall:
         self._box: np.ndarray | None = None
         self._cells: tuple[Tensor, int] | None = None
         self._table: Table | None = None
+        self._weights, self._tabulated = tuple(model.parameters()), 0
         self._ready = False
         self._replayed = Replayed(self.launch, memory)
         self.version = 0
@@ -185,20 +186,26 @@ class DeviceCall:
         return True
 
     def prepare(self) -> None:
-        """Choose sizes and tables by the present positions, where that is to be done; a launch needs them.
+        """Choose sizes and tables by the present positions and weights, where that is to be done; a launch needs them.
+
+        A change of weights is seen by torch's counters of changes in place. A replayed graph does not count its own.
 
         Raises
         ------
         NeighborError
             As `predict`.
         """
-        if self._ready:
+        weights = 0 if self._table is None else sum(weight._version for weight in self._weights)
+        if self._ready and weights == self._tabulated:
             return
+        if self._ready:
+            self._changed()
         if not self.lists.prepare():
             self._find_fault()
             raise DenseError(f"an atom has more than {MOST_NEIGHBORS} neighbours within the cut-off and the skin")
         self.lists.nearest.zero_()
         self._table = self._model.tabulate(self.lists.find())
+        self._tabulated = 0 if self._table is None else sum(weight._version for weight in self._weights)
         self.lists.nearest.fill_(0.0 if self._table is None else self._table.nearest**2)
         self._ready = True
 

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 #: Dynamics start so many times hotter than the data.
 HOTTER = 1.5
+#: Lighter atoms weigh this much in the dynamics [u]: hydrogen allows twice the time step, and no average of positions
+#: depends on masses (Feenstra, Hess and Berendsen, J. Comput. Chem. 20, 786 (1999)).
+LIGHTEST = 4.0
 #: Assumed of data whose forces tell no temperature [K].
 ROOM_TEMPERATURE = 300.0
 # Ratios of a distance to the shortest of the data: below the first dynamics left the data, below the second far. Hotter
@@ -50,7 +53,7 @@ class CheckSettings:
     temperature
         Of the dynamics [K]; None takes `HOTTER` times the temperature of the data.
     time_step
-        [fs]; None takes 0.5 where an atom is lighter than 5 u, else 1.
+        [fs]; atoms lighter than `LIGHTEST` weigh that much.
     time
         Length of the dynamics [ps].
     copies
@@ -62,8 +65,8 @@ class CheckSettings:
     """
 
     temperature: float | None = None
-    time_step: float | None = None
-    time: float = 0.5
+    time_step: float = 1.0
+    time: float = 2.0
     copies: int | None = None
     probes: int = 3
     seed: int = 0
@@ -201,10 +204,8 @@ def _dynamics(
     temperature: float,
     settings: CheckSettings,
 ) -> Trajectories:
-    present = {coverage.type_map[k] for pair in coverage.pairs for k in pair}
-    light = min(MASSES.get(name, math.inf) for name in present) < 5.0
-    time_step = settings.time_step or (0.5 if light else 1.0)
-    steps = max(1, round(1000.0 * settings.time / time_step))
+    masses = np.maximum([MASSES.get(name, math.nan) for name in coverage.type_map], LIGHTEST)
+    steps = max(1, round(1000.0 * settings.time / settings.time_step))
     on_gpu = predictor.device.type == "cuda"
     atoms = sum(system.natoms for system in systems) / len(systems)
     work = (_GPU_WORK if on_gpu else _CPU_WORK) / (atoms * steps)
@@ -215,8 +216,9 @@ def _dynamics(
         start,
         coverage,
         angles,
+        masses=masses.tolist(),
         temperature=temperature,
-        time_step=time_step,
+        time_step=settings.time_step,
         steps=steps,
         seed=settings.seed,
     )

@@ -8,9 +8,9 @@ from typing import Literal
 
 import numpy as np
 
-#: A barrier of this many kT is not crossed in dynamics of nanoseconds: rates of 1e13/s · exp(−15) are 3/µs a pair,
-#: and relaxation of the neighbours lowers the barrier of a rigid path.
-BARRIER = 15.0
+#: A path must cross a barrier of this many kT before a hole. By 1e13/s · exp(−10) a pair crosses it every two
+#: nanoseconds; at two thirds of the temperature, where the potential is to be used, by exp(−15) every 300.
+BARRIER = 10.0
 # A minimum behind this many kT is only listed.
 _SAFE = 30.0
 # Shallower dips are noise of the potential [kT].
@@ -117,7 +117,7 @@ def _kinks(
     jump = np.abs(np.diff(energy) - 0.5 * step * (slope[1:] + slope[:-1]))
     allowed = 0.25 * np.abs(step * np.diff(slope)) + 0.2 * kt
     # On the steep side of a hole points are too far apart to tell.
-    reached = (barrier[1:] < BARRIER * kt) & (energy[1:] > -3.0 * kt)
+    reached = (barrier[:-1] < BARRIER * kt) & (energy[1:] > -3.0 * kt)
     jump = np.where((jump > allowed) & reached, jump, 0.0)
     k = int(jump.argmax())
     if not jump[k]:

@@ -149,15 +149,16 @@ def run_dynamics(
     coverage: Coverage,
     angles: Angles,
     *,
+    masses: Sequence[float],
     temperature: float,
     time_step: float,
     steps: int,
     seed: int,
     every: int = 10,
 ) -> Trajectories:
-    """Follow copies at constant energy from a temperature [K]."""
+    """Follow copies at constant energy from a temperature [K], with the masses of the types [u]."""
     generator = torch.Generator().manual_seed(seed)
-    systems = Systems.from_frames(start, coverage.type_map, force_field.device).heated(temperature, generator)
+    systems = Systems.from_frames(start, coverage.type_map, force_field.device, masses).heated(temperature, generator)
     # Exactly the temperature: a few atoms would start much hotter or colder.
     scale = (temperature / systems.temperature.clamp(min=1e-9)).sqrt()[:, None, None]
     systems = replace(systems, velocity=systems.velocity * scale)

@@ -71,6 +71,20 @@ SETTINGS = {
     "force_last": Setting({"loss": {"limit_pref_f": 100.0}}),
     "energy_last": Setting({"loss": {"limit_pref_e": 20.0}}),
     "small_network": Setting({"model": SMALL}),
+    "decay_3": muon(weight_decay=3.0),
+    "small_decay_1": Setting({"model": SMALL, "optimizer": {"weight_decay": 1.0}}),
+}
+#: The rules of the Muon route that race, and what their rates of matrices are multiplied by beside 1.
+RULES = ("default", "soap", "brake", "hyperball", "rows", "normuon")
+FACTORS = (0.5, 2.0, 4.0, 8.0)
+#: What an input that sets nothing takes in short runs.
+SHORT = {"lr_adjust_coeff": 8.64, "adam_lr_ratio": 10.0}
+SETTINGS |= {
+    f"{rule}_x{factor:g}": Setting(
+        merged(SETTINGS[rule].change, {"optimizer": {**SHORT, "lr_adjust_coeff": factor * SHORT["lr_adjust_coeff"]}})
+    )
+    for rule in RULES
+    for factor in FACTORS
 }
 
 

@@ -75,8 +75,8 @@ _LOG = "worker_{}.log"
 
 
 def opened(folders: Sequence[Path], type_map: Sequence[str]) -> list[System]:
-    """Return the systems in folders."""
-    return open_systems([str(folder) for folder in folders], type_map)
+    """Return the systems in folders, which may be none."""
+    return open_systems([str(folder) for folder in folders], type_map) if folders else []
 
 
 def errors_of(predictor: Predictor, systems: Sequence[System]) -> dict[str, dict[str, float]]:
@@ -160,12 +160,14 @@ def listed(values: np.ndarray, digits: int) -> Any:
 
 def check_of(predictor: Predictor, systems: Sequence[System], temperature: float, copies: int) -> dict[str, Any]:
     """Return the verdict of `dp check` at a temperature [K], and what it is made of."""
-    check = check_models(["model"], [predictor], systems, CheckSettings(temperature=temperature, copies=copies))
+    settings = CheckSettings(temperature=temperature, copies=copies)
+    check = check_models(["model"], [predictor], systems, settings)
     (model,) = check.models
     shortest = check.coverage.shortest
     held = np.isfinite(shortest)
     ratio = float((model.dynamics.reached[held] / shortest[held]).min())
-    return {"temperature": temperature, "copies": copies, "ratio": round(ratio, 4), **_values(model)}
+    given = {"temperature": temperature, "copies": copies, "time": settings.time}
+    return {**given, "ratio": round(ratio, 4), **_values(model)}
 
 
 def _values(model: ModelCheck) -> dict[str, Any]:

@@ -16,12 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepmd_muon.dynamics.systems import BOLTZMANN
+from deepmd_muon.stability.check import CheckSettings
+from deepmd_muon.stability.curves import BARRIER, Verdict
+
 #: A pair this much closer than in any training frame is a departure, as in `dynamics.py`.
 CLOSER = 0.9
 #: Closer than this the labelling method's own dynamics never comes (`stability_reference.py`): the potential is wrong.
 WRONG = 0.75
-#: Lengths of a longer check [ps].
-LONGER = (1.0, 2.0)
+#: Length of the check's dynamics [ps]: those of older lines were shorter, and the hotter copies stand for the rest.
+CHECKED = CheckSettings().time
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Potential:
 
     Attributes
     ----------
-    set, setting, seed
+    set, setting, seed, steps
         Which one.
     test, out
         Force errors on test frames and out of distribution [eV/Å].
@@ -44,17 +48,16 @@ class Potential:
         Time until each run departed or ended [ps].
     least
         Smallest ratio of a distance to the shortest of its pair in the training frames.
-    verdict
-        Of `dp check`, at the last of its temperatures; None where it was not checked.
-    scans
-        Verdict of its scans.
     hot
         When the first of the hotter copies blew up or came closer than `WRONG` [ps]; infinite where none did.
+    verdict
+        Of `dp check`, at the last of its temperatures; None where it was not checked.
     """
 
     set: str
     setting: str
     seed: int
+    steps: int
     test: float
     out: float
     flatness: float
@@ -64,20 +67,17 @@ class Potential:
     departed: int
     departing: float
     least: float
-    verdict: str | None
-    scans: str | None
     hot: float
+    verdict: str | None
 
     @property
     def outcome(self) -> str:
         """What became of its runs."""
         if self.blown:
             return "a run blew up"
-        return f"none blew up, a pair came closer than {WRONG:g}" if self.least < WRONG else "neither"
-
-    def fails_after(self, time: float) -> bool:
-        """Return whether scans and so long dynamics of the hotter copies fail."""
-        return self.scans == "fails" or self.hot <= time
+        if self.least < WRONG:
+            return f"none blew up, a pair came closer than {WRONG:g}"
+        return "neither" if math.isinf(self.hot) else "neither, but one of both in a hotter run"
 
     @classmethod
     def of(cls, line: dict[str, Any]) -> Potential:
@@ -87,8 +87,8 @@ class Potential:
         count, end = run["copies"][0], run["picoseconds"]
         column = run["ratios"].index(CLOSER)
         blown = run["blown"][:count]
-        hot = [times[run["ratios"].index(WRONG)] for times in run["passed"][count:]]
-        checked = list(line["check"].values())[-1] if line.get("check") else {}
+        checked = list(line["check"].values())[-1] if line.get("check") else None
+        hot = hottest(run)
         passed = [times[column] for times in run["passed"][:count]]
         ended = [end if when is None else when for when in blown]
         left = [until if when is None else min(when, until) for when, until in zip(passed, ended, strict=True)]
@@ -96,6 +96,7 @@ class Potential:
             set=line["set"],
             setting=line["setting"],
             seed=line["seed"],
+            steps=line["steps"],
             test=test,
             out=out,
             flatness=pooled(line["changed"]) / test if line.get("changed") else math.nan,
@@ -105,10 +106,29 @@ class Potential:
             departed=sum(when is not None for when in passed),
             departing=sum(left),
             least=min(value for value in run["least"][-1][:count] if value is not None),
-            verdict=checked.get("verdict"),
-            scans=checked.get("items", {}).get("scans"),
-            hot=min((when for when in [*run["blown"][count:], *hot] if when is not None), default=math.inf),
+            hot=hot,
+            verdict=checked and verdict_of(checked, hot).name,
         )
+
+
+def hottest(run: dict[str, Any]) -> float:
+    """Return when the first hotter copy blew up or came closer than `WRONG` [ps]; infinite where none did."""
+    count, column = run["copies"][0], run["ratios"].index(WRONG)
+    ended = [*run["blown"][count:], *(times[column] for times in run["passed"][count:])]
+    return min((when for when in ended if when is not None), default=math.inf)
+
+
+def verdict_of(check: dict[str, Any], hot: float) -> Verdict:
+    """Return what `dp check` says today, by its present `BARRIER` and `CHECKED`."""
+    kt = BOLTZMANN * check["temperature"]
+    found = [Verdict[verdict] for item, verdict in check["items"].items() if item != "scans"]
+    for kind, _, _, feature, verdict, _, barrier in check["features"]:
+        if kind != "dimer":
+            safe = feature != "not finite" and barrier >= BARRIER * kt
+            found.append(min(Verdict[verdict], Verdict.doubtful) if safe else Verdict[verdict])
+    if check.get("time", 0.0) < CHECKED and hot <= CHECKED:
+        found.append(Verdict.fails)
+    return max(found)
 
 
 def pooled(values: Iterable[float]) -> float:
@@ -118,9 +138,9 @@ def pooled(values: Iterable[float]) -> float:
 
 
 def mean_of(values: Sequence[float]) -> tuple[float, float]:
-    """Return mean and its standard error over seeds; NaN for the error of one."""
+    """Return mean and its standard error over seeds, NaN where there are too few."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return statistics.fmean(values), error
+    return statistics.fmean(values) if values else math.nan, error
 
 
 def rate_of(events: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
@@ -140,6 +160,8 @@ def rate_of(events: Sequence[int], times: Sequence[float]) -> tuple[float, float
 
 def shown(value: tuple[float, float], digits: int = 4) -> str:
     """Write a value with its error."""
+    if math.isnan(value[0]):
+        return "–"
     return f"{value[0]:.{digits}f}" + ("" if math.isnan(value[1]) else f" ± {value[1]:.{digits}f}")
 
 
@@ -154,16 +176,16 @@ def grouped(potentials: Iterable[Potential], key: Callable[[Potential], Any]) ->
 def settings_table(potentials: Sequence[Potential]) -> list[str]:
     """Return the rows of all settings of each set."""
     lines = [
-        "| set | setting | seeds | test [eV/Å] | out of distribution [eV/Å] | flatness | runs that blew up "
+        "| set | steps | setting | seeds | test [eV/Å] | out of distribution [eV/Å] | flatness | runs that blew up "
         "| potentials | blow-ups a ps | departures a ps |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|" + "---|" * 11,
     ]
-    for (name, setting), some in grouped(potentials, lambda p: (p.set, p.setting)).items():
+    for (name, steps, setting), some in grouped(potentials, lambda p: (p.set, p.steps, p.setting)).items():
         blown = rate_of([p.blown for p in some], [p.time for p in some])
         departed = rate_of([p.departed for p in some], [p.departing for p in some])
         errors = (shown(mean_of([getattr(p, key) for p in some])) for key in ("test", "out"))
-        flat = shown(mean_of([p.flatness for p in some]), 2)
-        cells = [name, setting, str(len(some)), *errors, flat]
+        flat = shown(mean_of([p.flatness for p in some if not math.isnan(p.flatness)]), 2)
+        cells = [name, f"{steps:,}", setting, str(len(some)), *errors, flat]
         cells += [f"{sum(p.blown for p in some)} of {sum(p.runs for p in some)}", str(sum(p.blown > 0 for p in some))]
         cells += [shown(blown, 3), shown(departed, 3)]
         lines.append("| " + " | ".join(cells) + " |")
@@ -171,18 +193,13 @@ def settings_table(potentials: Sequence[Potential]) -> list[str]:
 
 
 def verdict_table(potentials: Sequence[Potential]) -> list[str]:
-    """Return what `dp check` said of potentials by what became of their runs, and what a longer check would say."""
-    longer = [f"fails with {time:g} ps" for time in LONGER]
-    lines = [
-        "| " + " | ".join(["set", "dynamics", "potentials", "holds", "doubtful", "fails", *longer]) + " |",
-        "|" + "---|" * (6 + len(longer)),
-    ]
+    """Return what `dp check` says of potentials by what became of their runs."""
+    lines = ["| set | steps | dynamics | potentials | holds | doubtful | fails |", "|" + "---|" * 7]
     checked = [p for p in potentials if p.verdict is not None]
-    for name, some in [*grouped(checked, lambda p: p.set).items(), ("all", checked)]:
+    for (name, steps), some in [*grouped(checked, lambda p: (p.set, p.steps)).items(), (("all", "all"), checked)]:
         for outcome, chosen in sorted(grouped(some, lambda p: p.outcome).items()):
-            counts = [sum(p.verdict == verdict for p in chosen) for verdict in ("holds", "doubtful", "fails")]
-            counts += [sum(p.fails_after(time) for p in chosen) for time in LONGER]
-            lines.append(f"| {name} | {outcome} | {len(chosen)} | " + " | ".join(map(str, counts)) + " |")
+            counts = [sum(p.verdict == verdict.name for p in chosen) for verdict in Verdict]
+            lines.append(f"| {name} | {steps} | {outcome} | {len(chosen)} | " + " | ".join(map(str, counts)) + " |")
     return lines
 
 
@@ -191,7 +208,7 @@ def read(paths: Iterable[Path]) -> list[Potential]:
     lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     found = [Potential.of(line) for line in lines if "dynamics" in line]
     order = {p.setting: k for k, p in reversed(list(enumerate(found)))}
-    return sorted(found, key=lambda p: (p.set, order[p.setting], p.seed))
+    return sorted(found, key=lambda p: (p.set, p.steps, order[p.setting], p.seed))
 
 
 def main() -> None:

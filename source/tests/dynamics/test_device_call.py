@@ -90,6 +90,18 @@ def test_tables_reach_farther_when_atoms_come_closer(device, frames):
     assert call.version == 1
 
 
+def test_tables_follow_the_weights(device, frames):
+    call, _ = call_of("smooth", frames, device)
+    before = call.predict(frames.coord, frames.box, None, None).force
+    model = build("smooth")
+    with torch.no_grad():
+        for own, other in zip(call._model.parameters(), model.parameters(), strict=True):
+            own.mul_(1.01)
+            other.mul_(1.01)
+    assert_same(call, lambda given: Predictor(model, device="cpu").evaluate(given), frames)
+    assert np.abs(call.predict(frames.coord, frames.box, None, None).force - before).max() > 1e-7
+
+
 @pytest.mark.parametrize(("change", "message"), [(np.nan, "finite"), (0.0, "same place")])
 def test_atoms_at_fault_are_named(device, frames, change, message):
     call, _ = call_of("smooth", frames, device)

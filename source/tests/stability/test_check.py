@@ -254,7 +254,10 @@ def test_features_of_simple_curves():
     assert bad.kind == "not finite"
 
 
-@pytest.mark.parametrize(("height", "verdict"), [(0.2, Verdict.fails), (0.7, Verdict.doubtful), (3.0, Verdict.holds)])
+@pytest.mark.parametrize(
+    ("height", "verdict"),
+    [(0.2, Verdict.fails), (0.3, Verdict.doubtful), (0.7, Verdict.doubtful), (3.0, Verdict.holds)],
+)
 def test_a_hole_counts_by_the_barrier_before_it(height, verdict):
     def energy(d):
         return height * np.exp(-(((d - 1.8) / 0.2) ** 2)) - 6.0 * np.exp(-(((d - 1.0) / 0.2) ** 2)) + 1e-3 * d**-10
