@@ -13,7 +13,7 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -202,17 +202,23 @@ class Mismatch:
 
     Attributes
     ----------
-    faults
-        Expected type and found value in words, each with the indices that lead to it inside a list.
+    found
+        For each fault, the indices that lead to it inside a list, and a function that words it. Most mismatches are
+        attempts whose words nobody reads, and those of a tensor take milliseconds.
     """
 
-    faults: tuple[tuple[tuple[int | str, ...], str], ...]
+    found: tuple[tuple[tuple[int | str, ...], Callable[[], str]], ...]
+
+    @property
+    def faults(self) -> tuple[tuple[tuple[int | str, ...], str], ...]:
+        """Expected type and found value in words, each with the indices that lead to it inside a list."""
+        return tuple((where, word()) for where, word in self.found)
 
     @property
     def words(self) -> str:
         """The first fault, with its place inside a list."""
-        where, message = self.faults[0]
-        return f"element {'/'.join(map(str, where))} {message}" if where else message
+        where, word = self.found[0]
+        return f"element {'/'.join(map(str, where))} {word()}" if where else word()
 
 
 def convert(value: Any, annotation: Any, *, exact: bool = False) -> Any:
@@ -280,10 +286,10 @@ def _convert_list(value: Any, annotation: Any, *, exact: bool) -> Any:
     kinds = elements if fixed else (elements[0],) * len(value)
     converted = tuple(convert(element, kind, exact=exact) for element, kind in zip(value, kinds, strict=True))
     faults = tuple(
-        ((index, *where), message)
+        ((index, *where), word)
         for index, element in enumerate(converted)
         if isinstance(element, Mismatch)
-        for where, message in element.faults
+        for where, word in element.found
     )
     return Mismatch(faults) if faults else converted
 
@@ -295,16 +301,16 @@ def _convert_map(value: Any, annotation: Any, *, exact: bool) -> Any:
     kind = typing.get_args(annotation)[1]
     converted = {str(name): convert(inner, kind, exact=exact) for name, inner in value.items()}
     faults = tuple(
-        ((name, *where), message)
+        ((name, *where), word)
         for name, inner in converted.items()
         if isinstance(inner, Mismatch)
-        for where, message in inner.faults
+        for where, word in inner.found
     )
     return Mismatch(faults) if faults else converted
 
 
 def _mismatch(value: Any, annotation: Any) -> Mismatch:
-    return Mismatch((((), f"must be {describe(annotation)}; found {shown(value)}"),))
+    return Mismatch((((), lambda: f"must be {describe(annotation)}; found {shown(value)}"),))
 
 
 _NAMES: dict[Any, tuple[str, str]] = {

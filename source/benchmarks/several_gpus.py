@@ -6,8 +6,12 @@ WATER holds DeePMD's example systems (data_0 to data_2, 192 atoms). A case is MO
 frames of each rank; it runs on one GPU and on all. A figure is the median over the intervals of 100 steps after the
 first three. `equal` then trains 100 steps in float64, without interpolated embedding nets, on N GPUs with one frame
 each and on one GPU with N frames, and prints the largest difference of a weight relative to the largest weight of the
-same tensor, beside that of one GPU repeating its own run. The last checkpoint of N GPUs is then loaded and saved
+same tensor, beside that of one GPU repeating its own run: as users run it, where atomic additions sum over neighbours
+in any order, and by torch's deterministic operations alone. The last checkpoint of N GPUs is then loaded and saved
 again on one, and that of one on N: the weights must not change.
+
+What has not begun after `--most` seconds is left out, and named. On a machine without GPUs the ranks are processes that
+exchange through gloo: `--cases --equal se_e2_a --steps 4` tries the comparison.
 
 With `--alone` the N processes are one, which takes the part of rank 0 (`one_of_many.py`): the time of N GPUs without
 that of the wire, for machines with one GPU.
@@ -23,7 +27,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +40,22 @@ INTERVAL = 100
 CASES = [
     *("se_e2_a:f64-b1:0", "se_e2_a:f64-b8:0", "dpa3:f32-b1:0"),
     *("se_e2_a:f64-b1:1", "se_e2_a:f64-b8:1", "dpa3:f32-b1:1"),
+    *("dpa3:f32-b8:0", "dpa3:f32-b8:1", "se_e2_a:f64-b1:2", "se_e2_a:f64-b1:3"),
 ]
-STEPS = {"se_e2_a": 3000, "dpa1": 1000, "dpa3": 1000}
+# Steps of a run: ten intervals or more, but for the slowest.
+STEPS = {"se_e2_a:f64-b1": 3000, "se_e2_a:f64-b8": 3000, "dpa1:f64-b1": 1000, "dpa3:f32-b1": 1000}
+SLOW = 600
+DETERMINISTIC = """
+import os
+import sys
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+import torch
+from deepmd_muon.cli.main import main
+from deepmd_muon.model.nn import triton_support
+torch.use_deterministic_algorithms(True, warn_only=True)
+triton_support.usable = lambda device: False  # its kernels add up forces atomically
+sys.exit(main())
+"""
 
 
 def train(
@@ -75,9 +95,10 @@ def time_case(case: str, data: Path, gpus: int, folder: Path, *, alone: bool) ->
     """Return the times of a case on one GPU and on several, or of rank 0 alone."""
     kind, sizes, stage = case.split(":")
     own = {"zero_stage": int(stage), "disp_freq": INTERVAL, "jsonl_file": "steps.jsonl"} | (
-        {"capture": "on"} if stage == "1" else {}
+        {"capture": "on"} if stage == "1" and torch.cuda.is_available() else {}
     )
-    content = make_input(kind, sizes, "HybridMuon", STEPS[kind], data, own)
+    steps = SLOW if stage in "23" else STEPS.get(f"{kind}:{sizes}", SLOW)
+    content = make_input(kind, sizes, "HybridMuon", steps, data, own)
     found: dict[str, Any] = {"case": case}
     for count in (1, gpus):
         place = folder / f"{case.replace(':', '_')}_{count}"
@@ -107,33 +128,42 @@ def difference(one: Path, other: Path) -> tuple[float, str]:
     )
 
 
-def compare(kind: str, data: Path, gpus: int, folder: Path) -> dict[str, Any]:
+def compare(kind: str, data: Path, gpus: int, folder: Path, steps: int) -> dict[str, Any]:
     """Return how far N GPUs are from one with N frames, and whether checkpoints move between these numbers."""
-    steps = 100
     own = {"disp_freq": steps, "save_freq": steps // 2, "interpolate_embedding": False, "enable_ema": True}
-    found: dict[str, Any] = {}
-    places = {}
+    script = folder / "deterministic.py"
+    script.write_text(DETERMINISTIC)
+    found: dict[str, Any] = {"steps": steps}
+    inputs, places = {}, {}
     for count in (1, gpus):
         content = make_input(kind, f"f64-b{gpus // count}", "HybridMuon", steps, data, own)
         content["training"]["training_data"]["systems"] = [str(data.resolve() / "data_0")]
         content["training"]["save_freq"] = steps // 2
         content["model"]["data_stat_nbatch"] = 1000  # every frame, whatever the batch
         content["optimizer"] |= {"precision": "float64", "lr_adjust_coeff": 0.18}
-        places[count] = folder / f"{kind}_equal_{count}", content
-        train(*places[count], count)
-    (one, _), (many, _) = places[1], places[gpus]
-    found["steps"] = steps
-    again = folder / f"{kind}_equal_again"
-    train(again, places[1][1], 1)  # sums over neighbours take atomic additions, whose order varies
-    found["1 against itself"] = difference(places[1][0] / f"model.ckpt-{steps}.pt", again / f"model.ckpt-{steps}.pt")
-    found["N against 1"] = difference(one / f"model.ckpt-{steps}.pt", many / f"model.ckpt-{steps}.pt")
+        inputs[count] = content
+
+    def last(way: str, program: Sequence[str], count: int) -> Path:
+        place = folder / f"{kind}_{way}"
+        content = inputs[count] if program[0] == "-m" else changed(inputs[count], capture="off")
+        train(place, content, count, program=program)
+        return place / f"model.ckpt-{steps}.pt"
+
+    for name, program in {"": ("-m", "deepmd_muon"), ", deterministic": (str(script),)}.items():
+        one, again, many = (last(f"{way}{name}", program, n) for way, n in (("1", 1), ("again", 1), ("N", gpus)))
+        found[f"1 against itself{name}"] = difference(one, again)
+        found[f"N against 1{name}"] = difference(one, many)
+        places = places or {1: one, gpus: many}
     for source, target in ((gpus, 1), (1, gpus)):
-        place, last = folder / f"{kind}_again_{source}_{target}", places[source][0] / f"model.ckpt-{steps}.pt"
-        content = {**places[target][1]}
-        content["training"] = {**content["training"], "save_ckpt": "again"}
-        train(place, content, target, "--restart", str(last))
-        found[f"{source} loaded on {target}"] = difference(last, place / f"again-{steps}.pt")
+        place = folder / f"{kind}_again_{source}_{target}"
+        train(place, changed(inputs[target], save_ckpt="again"), target, "--restart", str(places[source]))
+        found[f"{source} loaded on {target}"] = difference(places[source], place / f"again-{steps}.pt")
     return found
+
+
+def changed(content: dict[str, Any], **training: Any) -> dict[str, Any]:
+    """Return an input with other keys in its section `training`."""
+    return {**content, "training": {**content["training"], **training}}
 
 
 def main() -> None:
@@ -144,15 +174,25 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=CASES)
     parser.add_argument("--alone", action="store_true", help="rank 0 of the GPUs without the others")
     parser.add_argument("--equal", nargs="*", default=["se_e2_a"], help="models to compare weights of")
+    parser.add_argument("--steps", type=int, default=100, help="steps after which weights are compared")
+    parser.add_argument("--most", type=float, default=480.0, help="seconds after which nothing new begins")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for case in options.cases:
-            results.append(time_case(case, options.data, options.gpus, Path(folder), alone=options.alone))
-            print(json.dumps(results[-1]), flush=True)
-        for kind in options.equal:
-            results.append({"equal": kind, **compare(kind, options.data, options.gpus, Path(folder))})
+    end = time.monotonic() + options.most
+    with tempfile.TemporaryDirectory() as name:
+        folder, data, gpus = Path(name), options.data, options.gpus
+        wanted = [(case, partial(time_case, case, data, gpus, folder, alone=options.alone)) for case in options.cases]
+        # Behind the first cases, so that a slow machine leaves out the last ones.
+        compared = [
+            (f"equal:{kind}", partial(compare, kind, data, gpus, folder, options.steps)) for kind in options.equal
+        ]
+        for what, work in [*wanted[:4], *compared, *wanted[4:]]:
+            try:
+                found = work() if time.monotonic() < end else {"failed": "not begun in time"}
+            except SystemExit as error:
+                found = {"failed": str(error)}
+            results.append({"case": what} | found)
             print(json.dumps(results[-1]), flush=True)
     if options.out:
         options.out.write_text(json.dumps(results, indent=1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -59,11 +59,17 @@ def _reach(inverse: np.ndarray) -> np.ndarray:
     return reach
 
 
+@lru_cache(maxsize=4)  # the frames of a system have the same number of atoms
+def _pairs_of_size(natoms: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return i and j of all pairs of so many atoms, an atom with itself included."""
+    return np.triu_indices(natoms)
+
+
 def _pairs_of(frames: Frames, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return i, j and vectors [Å] of one frame."""
     real = np.flatnonzero(frames.atype[k] >= 0)
     coord = frames.coord[k][real]
-    first, second = np.triu_indices(len(real))
+    first, second = _pairs_of_size(len(real))
     apart = coord[second] - coord[first]
     shifts = np.zeros((1, 3))
     if frames.box is not None:
@@ -74,13 +80,14 @@ def _pairs_of(frames: Frames, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
     own = np.flatnonzero(first == second)
     parts = []
     many = max(1, _AT_ONCE // max(1, len(apart)))
+    length = np.einsum("pc,pc->p", apart, apart)
     for begin in range(0, len(shifts), many):
-        vectors = apart + shifts[begin : begin + many, None]
-        squared = np.einsum("spc,spc->sp", vectors, vectors)
+        some = shifts[begin : begin + many]
+        squared = length + 2.0 * (some @ apart.T) + (some * some).sum(axis=1, keepdims=True)
         # An atom meets its images in pairs of opposite shifts; the shift in the middle leads to itself.
         squared[: max(0, len(shifts) // 2 + 1 - begin), own] = np.inf
         s, p = np.nonzero(squared < RCUT**2)
-        parts.append((real[first[p]], real[second[p]], vectors[s, p]))
+        parts.append((real[first[p]], real[second[p]], apart[p] + some[s]))
     i, j, vector = (np.concatenate(part) for part in zip(*parts, strict=True))
     return i, j, vector
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,32 +12,43 @@ from torch import Tensor
 from deepmd_muon.loss.ener.settings import EnerLossSettings
 from deepmd_muon.loss.interface import Labels
 
+if TYPE_CHECKING:
+    from deepmd_muon.loss.ener import kernels
+
 # One program adds up all errors: with more force components, torch's many programs are faster.
 _MOST = 1 << 16
 _LABELS = {"e": "energy", "f": "force", "v": "virial"}
 
 
 def evaluate(
-    settings: EnerLossSettings, prediction: Mapping[str, Tensor], labels: Labels, lr_fraction: Tensor, natoms: int
+    settings: EnerLossSettings,
+    prediction: Mapping[str, Tensor],
+    labels: Labels,
+    lr_fraction: Tensor,
+    natoms: int,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss and metrics as `EnergyLoss.compare` does, where `fits` says so."""
-    table = _table(settings, natoms, prediction["energy"].device)
-    pairs = [x for term in settings.names for x in (prediction[_LABELS[term]], labels[_LABELS[term]])]
-    value, errors = FusedLoss.apply(table, lr_fraction, *pairs)
+    quantities = [_LABELS[term] for term in settings.names]
+    # With a mask the number of atoms differs between frames, and the kernels read it.
+    table = _table(settings, natoms if mask is None else 1, prediction["energy"].device)
+    pairs = [x for name in quantities for x in (prediction[name], labels[name])]
+    present = [labels.get(f"find_{name}") for name in quantities]
+    mask = mask if mask is None else mask.contiguous()
+    value, errors = FusedLoss.apply(settings, table, lr_fraction, mask, present, *pairs)
     names = [*(f"rmse_{term}" for term in settings.names), "rmse"]
     return value, dict(zip(names, errors.unbind(), strict=True))
 
 
-def fits(settings: EnerLossSettings, prediction: Mapping[str, Tensor], labels: Labels, mask: Tensor | None) -> bool:
-    """Return whether the loss is a sum of mean squares over all atoms of all frames, of a size that pays."""
+def fits(settings: EnerLossSettings, prediction: Mapping[str, Tensor], labels: Labels) -> bool:
+    """Return whether the loss is a sum of mean squares, of a size that pays."""
     terms = settings.names
-    if not settings.is_plain or settings.relative_f is not None or mask is not None or not {*terms} <= {*_LABELS}:
+    if not settings.is_plain or settings.relative_f is not None or not {*terms} <= {*_LABELS}:
         return False
-    partial = any(name.startswith("find_") and label is not None for name, label in labels.items())
     weighted = settings.enable_atom_ener_coeff and labels.get("atom_ener_coeff") is not None
     names = [_LABELS[term] for term in terms]
     given = [labels.get(name) is not None for name in names]
-    return not partial and not weighted and all(given) and max(prediction[name].numel() for name in names) <= _MOST
+    return not weighted and all(given) and max(prediction[name].numel() for name in names) <= _MOST
 
 
 @cache  # graphs read them as long as they exist; there is one for each number of atoms
@@ -57,17 +68,28 @@ class FusedLoss(torch.autograd.Function):
     """The loss, and without gradient the error that each term shows and the root of the loss."""
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, fraction: Tensor, *pairs: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        settings: EnerLossSettings,
+        table: Tensor,
+        fraction: Tensor,
+        mask: Tensor | None,
+        present: list[Tensor | None],
+        *pairs: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Return a scalar and `(terms + 1,)`, float64; `pairs` hold prediction and label of each term in turn."""
         from deepmd_muon.loss.ener import kernels
 
         frames = pairs[1].shape[0]
         straight = [x.contiguous() if k % 2 == 0 else x.reshape(frames, -1) for k, x in enumerate(pairs)]
-        ctx.save_for_backward(table, fraction, *straight)
-        out = kernels.loss_of(list(zip(straight[::2], straight[1::2], strict=True)), table, fraction)
-        errors = out[1:]
+        natoms = None if mask is None else mask.sum(1)
+        ctx.settings = settings
+        terms = _terms(settings, mask, natoms, present, straight)
+        out = kernels.loss_of(terms, table, fraction)
+        value, errors, numbers = out.split([1, len(present) + 1, len(present)])
+        ctx.save_for_backward(table, fraction, numbers, mask, natoms, *present, *straight)
         ctx.mark_non_differentiable(errors)
-        return out[0], errors
+        return value[0], errors
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -75,7 +97,22 @@ class FusedLoss(torch.autograd.Function):
         """Return the gradient of every prediction."""
         from deepmd_muon.loss.ener import kernels
 
-        table, fraction, *straight = ctx.saved_tensors
-        pairs = list(zip(straight[::2], straight[1::2], strict=True))
-        found = kernels.gradients_of(pairs, table, fraction, cotangent)
-        return (None, None, *(x for gradient in found for x in (gradient, None)))
+        table, fraction, numbers, mask, natoms, *rest = ctx.saved_tensors
+        each = len(rest) // 3
+        terms = _terms(ctx.settings, mask, natoms, rest[:each], rest[each:])
+        found = kernels.gradients_of(terms, table, fraction, cotangent, numbers)
+        return (*(None,) * 5, *(x for gradient in found for x in (gradient, None)))
+
+
+def _terms(
+    settings: EnerLossSettings,
+    mask: Tensor | None,
+    natoms: Tensor | None,
+    present: Sequence[Tensor | None],
+    straight: Sequence[Tensor],
+) -> kernels.Terms:
+    from deepmd_muon.loss.ener import kernels
+
+    pairs = [*zip(straight[::2], straight[1::2], strict=True)]
+    force = settings.names.index("f") if "f" in settings.names else len(pairs)
+    return kernels.Terms(pairs, [*present], mask, natoms, force, settings.intensive_ener_virial)

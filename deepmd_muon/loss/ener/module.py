@@ -131,9 +131,9 @@ class EnergyLoss:
         if (
             isinstance(lr_fraction, torch.Tensor)
             and triton_support.usable(prediction["energy"].device)
-            and fused.fits(self.settings, prediction, label, mask)
+            and fused.fits(self.settings, prediction, label)
         ):
-            return fused.evaluate(self.settings, prediction, label, lr_fraction, natoms)
+            return fused.evaluate(self.settings, prediction, label, lr_fraction, natoms, mask)
         return self.compare(prediction, label, lr_fraction, natoms, mask)
 
     def compare(

@@ -80,29 +80,39 @@ def read_chunk(systems: Sequence[System], offset: np.ndarray, numbers: np.ndarra
 def _pack(system: System, numbers: np.ndarray, first: int, ntypes: int) -> Chunk:
     """Read frames of one system."""
     frames = system.frames(numbers - first)
-    order = np.argsort(np.where(frames.atype < 0, 1 << 30, frames.atype), axis=1, kind="stable")
-    atype = np.take_along_axis(frames.atype, order, 1)
-    real = atype >= 0
+    atype = frames.atype
+    # Frames of a system usually have the same types in the same order, and no padding: then rows move as a whole.
+    same = not system.mixed and bool((atype[0] >= 0).all())
+    rows = atype[:1] if same else atype
+    order = np.argsort(np.where(rows < 0, 1 << 30, rows), axis=1, kind="stable")
+    real = np.take_along_axis(atype, order, 1) >= 0
+
+    def packed(values: np.ndarray) -> np.ndarray:
+        """Return values of the real atoms `(nframes, natoms, width)`, each frame's sorted by type, as rows."""
+        if same:
+            return np.asarray(values.take(order[0], axis=1)).reshape(-1, values.shape[2])
+        return np.asarray(np.take_along_axis(values, order[..., None], 1)[real])
+
     labels, present = {}, {}
     for name in frames.labels:
         values, present[name] = getattr(frames, name), frames.present(name)
-        values = np.where(present[name].reshape(-1, *(1,) * (values.ndim - 1)), values, 0.0)
+        if not present[name].all():
+            values = np.where(present[name].reshape(-1, *(1,) * (values.ndim - 1)), values, 0.0)
         if name in FRAME_LABELS:
             labels[name] = values.reshape(len(values), FRAME_LABELS[name])
         else:
-            values = values.reshape(*order.shape, ATOM_LABELS[name])
-            labels[name] = np.take_along_axis(values, order[..., None], 1)[real]
+            labels[name] = packed(values.reshape(*atype.shape, ATOM_LABELS[name]))
     parameters = {} if frames.fparam is None else {"fparam": frames.fparam}
     if frames.aparam is not None:
-        parameters["aparam"] = np.take_along_axis(frames.aparam, order[..., None], 1)[real]
+        parameters["aparam"] = packed(frames.aparam)
     return Chunk(
         numbers=numbers,
         natoms=real.sum(1),
         counts=frames.type_counts(ntypes),
         periodic=np.full(len(numbers), system.pbc),
         box=np.asarray(frames.box, dtype=np.float64) if system.pbc else None,
-        coord=np.take_along_axis(frames.coord, order[..., None], 1)[real],
-        atype=atype[real].astype(np.int64),
+        coord=packed(frames.coord),
+        atype=packed(atype[..., None])[:, 0].astype(np.int64),
         labels=labels,
         present=present,
         parameters=parameters,

@@ -32,6 +32,8 @@ _AHEAD = 1024
 _FIRST_ATOMS, _WINDOW_ATOMS = 1 << 16, 1 << 18
 # Windows that are read ahead of the one in use.
 _READ_AHEAD = 2
+# Threads that read: most of their work is Python's own, so more of them only take turns, also with the one that steps.
+_READERS = 2
 #: Atoms of all data, each frame as large as the largest, up to which they are read before the first step.
 AT_ONCE = 1 << 22
 #: Atoms of a frame from which on the search on the device, which looks at all pairs, is slower than the host's.
@@ -93,7 +95,7 @@ class ResidentBatches:
         self._shapes = Shapes()
         self._gatherings: dict[Shape, Gathering] = {}
         self._numbers = SlotTable(self._rows, loader.most_frames, self._store)
-        self._readers = ThreadPoolExecutor(worker_count(), thread_name_prefix="deepmd_muon-frames")
+        self._readers = ThreadPoolExecutor(min(_READERS, worker_count()), thread_name_prefix="deepmd_muon-frames")
         self._windows: deque[_Window] = deque()
         self._begun = 0
         self._plans: deque[tuple[Plan, np.ndarray, Shape]] = deque()

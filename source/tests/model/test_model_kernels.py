@@ -40,7 +40,7 @@ DTYPES = [torch.float64, torch.float32]
 
 def test_kernels_in_the_interpreter():
     here = Path(__file__)
-    assert passed_in_interpreter(here, here.with_name("test_neighbor_search.py")) == 151
+    assert passed_in_interpreter(here, here.with_name("test_neighbor_search.py")) == 163
 
 
 class Draw:
@@ -231,22 +231,28 @@ def test_judge_kernel(policy, dtype):
 
 
 @on_each_backend
+@pytest.mark.parametrize("padding", ["none", "atoms", "frames", "atoms and frames", "everything"])
 @pytest.mark.parametrize(
     "settings",
     [{}, {"start_pref_v": 2.0, "limit_pref_v": 3.0, "intensive_ener_virial": True}, {"start_pref_e": 0.0}],
 )
-def test_loss_kernels(monkeypatch, settings):
+def test_loss_kernels(monkeypatch, settings, padding):
     """Errors over several blocks, labels that are parts of wider rows, and a loss that is not the last node."""
     draw, (frames, atoms), loss = Draw(8).normal, (5, 150), build_loss(settings)
     energy, force, virial = draw(frames, 17), draw(frames, atoms * 3 + 7), draw(frames, 9)
     labels = {"energy": energy[:, 3], "force": force[:, 2:-5].view(frames, atoms, 3), "virial": virial}
     values = {"energy": draw(frames), "force": draw(frames, atoms, 3), "virial": draw(frames, 9)}
     fraction, results = torch.tensor(0.3, dtype=torch.float64, device=DEVICE), []
+    sizes = torch.tensor([150, 7, 149, 80, 0] if padding != "everything" else [0] * 5, device=DEVICE)
+    mask = torch.arange(atoms, device=DEVICE) < sizes.unsqueeze(1) if padding not in ("none", "frames") else None
+    if padding in ("frames", "atoms and frames"):
+        for name, found in {"energy": [1, 1, 0, 1, 0], "force": [1, 0, 1, 1, 0], "virial": [0] * 5}.items():
+            labels[f"find_{name}"] = torch.tensor(found, dtype=torch.bool, device=DEVICE)
     for fused in (False, True):
         monkeypatch.setattr(triton_support, "usable", lambda _, fused=fused: fused)
         prediction = {name: value.clone().requires_grad_() for name, value in values.items()}
-        assert fused_loss.fits(loss.settings, prediction, labels, None)
-        value, metrics = loss(prediction, labels, fraction, atoms)
+        assert fused_loss.fits(loss.settings, prediction, labels)
+        value, metrics = loss(prediction, labels, fraction, atoms, mask)
         (0.7 * value).backward()
         results.append([value.detach(), *metrics.values(), *(prediction[name].grad for name in prediction)])
         assert list(metrics) == [*(term.metric for term in loss.terms), "rmse"]

@@ -137,3 +137,14 @@ def test_a_schedule_for_large_matrices_is_checked_saved_and_restored():
     params[0][1].grad = torch.eye(3)
     optimizer.step()
     assert math.isfinite(params[0][1].detach().sum().item())
+
+
+def test_parameters_are_not_printed_to_be_checked(monkeypatch):
+    """Words for a mismatch are made when they are read: printing a tensor of a GPU waits for it."""
+
+    def refuse(self):
+        raise AssertionError("a parameter was printed")
+
+    monkeypatch.setattr(nn.Parameter, "__repr__", refuse)
+    optimizer = HybridMuon([("weight", nn.Parameter(torch.ones(3, 3)))], lr=1e-3)
+    assert len(optimizer.param_groups) == 1
