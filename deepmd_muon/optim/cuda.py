@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
@@ -72,13 +73,25 @@ def record(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CU
     # that no copy of a thread that reads data lands in this graph.
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device, priority=-1)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), without_collector():
         graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the device meanwhile
         try:
             result = launch()
         finally:
             graph.capture_end()
     return graph, result
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """Let Python collect no cycles of objects: CUDA does not permit to destroy their graphs during a capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def try_record(launch: Callable[[], T], device: torch.device, what: str) -> tuple[torch.cuda.CUDAGraph, T] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Callable, Iterator
 
@@ -87,10 +88,15 @@ def own_blas_workspaces() -> Iterator[None]:
     """Let a capture in this context take cuBLAS's workspaces from the graph's pool.
 
     torch keeps one workspace a handle and stream, and a graph keeps its address. Graphs that were captured on the same
-    streams would share it, and write over one another's partial sums when they replay at the same time.
+    streams would share it, and write over one another's partial sums when they replay at the same time. Python collects
+    no cycles of objects meanwhile: CUDA does not permit to destroy their graphs during a capture.
     """
+    collects = gc.isenabled()
+    gc.disable()
     torch._C._cuda_clearCublasWorkspaces()
     try:
         yield
     finally:
         torch._C._cuda_clearCublasWorkspaces()
+        if collects:
+            gc.enable()
