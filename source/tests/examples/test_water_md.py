@@ -21,7 +21,7 @@ def block(language, word):
 
 def test_the_page_prints_the_files():
     assert block("text", "pair_style") == (EXAMPLE / "in.lammps").read_text()
-    assert block("python", "ase") == (EXAMPLE / "nve.py").read_text()
+    assert block("python", "VelocityVerlet") == (EXAMPLE / "nve.py").read_text()
 
 
 def test_its_commands_exist():
