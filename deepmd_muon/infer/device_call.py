@@ -82,7 +82,9 @@ class DeviceCall:
         self._box: np.ndarray | None = None
         self._cells: tuple[Tensor, int] | None = None
         self._table: Table | None = None
-        self._weights, self._tabulated = tuple(model.parameters()), 0
+        # Tensors made in inference mode count no changes.
+        self._weights = [weight for weight in model.parameters() if not weight.is_inference()]
+        self._tabulated = 0
         self._ready = False
         self._replayed = Replayed(self.launch, memory)
         self.version = 0

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from deepmd_muon.collector import without_collector
 from deepmd_muon.optim.errors import CaptureError
 
 _LOG = logging.getLogger(__name__)
@@ -80,18 +80,6 @@ def record(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CU
         finally:
             graph.capture_end()
     return graph, result
-
-
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    """Let Python collect no cycles of objects: CUDA does not permit to destroy their graphs during a capture."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def try_record(launch: Callable[[], T], device: torch.device, what: str) -> tuple[torch.cuda.CUDAGraph, T] | None:

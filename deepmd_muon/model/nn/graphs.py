@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 from collections.abc import Callable, Iterator
 
 import torch
+
+from deepmd_muon.collector import without_collector
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class GraphMemory:
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
             own_blas_workspaces(),
+            without_collector(),
             torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"),
         ):
             launch()
@@ -88,15 +90,10 @@ def own_blas_workspaces() -> Iterator[None]:
     """Let a capture in this context take cuBLAS's workspaces from the graph's pool.
 
     torch keeps one workspace a handle and stream, and a graph keeps its address. Graphs that were captured on the same
-    streams would share it, and write over one another's partial sums when they replay at the same time. Python collects
-    no cycles of objects meanwhile: CUDA does not permit to destroy their graphs during a capture.
+    streams would share it, and write over one another's partial sums when they replay at the same time.
     """
-    collects = gc.isenabled()
-    gc.disable()
     torch._C._cuda_clearCublasWorkspaces()
     try:
         yield
     finally:
         torch._C._cuda_clearCublasWorkspaces()
-        if collects:
-            gc.enable()

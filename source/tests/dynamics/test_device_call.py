@@ -74,6 +74,12 @@ def test_tables_reach_farther_when_atoms_come_closer(device, frames):
     assert call.version == 1
 
 
+def test_a_model_made_in_inference_mode_predicts(device, frames):
+    with torch.inference_mode():
+        call, expect = call_of("smooth", frames, device)
+        assert_same(call, expect, frames)
+
+
 def test_tables_follow_the_weights(device, frames):
     call, _ = call_of("smooth", frames, device)
     before = call.predict(frames.coord, frames.box, None, None).force
