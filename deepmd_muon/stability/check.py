@@ -57,7 +57,7 @@ class CheckSettings:
     time
         Length of the dynamics [ps].
     copies
-        Number of structures; None takes as many as half a minute allows, 4 to 16 (64 on a GPU).
+        Number of structures; None takes 4 to 16 (64 on a GPU), more than 4 where they take a minute at most.
     probes
         Paths in place of each pair and kind.
     seed
