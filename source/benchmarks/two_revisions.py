@@ -1,11 +1,14 @@
-"""Compare start-up and steps of `dp train` on a CPU between two checkouts, in pairs of runs.
+"""Compare start-up and steps of `dp train` between two checkouts, in pairs of runs.
 
     python source/benchmarks/two_revisions.py OLD NEW --data WATER --runs 9 --steps 200
+    python source/benchmarks/two_revisions.py OLD NEW --data WATER --runs 3 --steps 6000 --interval 500 --device cuda \
+        --cases se_e2_a:f64-b1 se_e2_a:f64-b8 se_e2_a:f64-b32 dpa3:f32-b1
 
 OLD and NEW are folders of checkouts, WATER holds DeePMD's example systems. Runs of the checkouts alternate. A start is
 a run of one step, imports included: time on the clock and processor time (user and system) until its line is logged,
-and processor time of the whole run. The time of a step is the least of all intervals of ten steps of a run; its
-processor time is the mean from the tenth step to the last one logged.
+and processor time of the whole run. The time of a step is the least of all intervals between
+logged steps of a run; its processor time is the mean between its second line and its last. A case
+MODEL:PRECISION-bFRAMES is one of `training_step.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,6 @@ from training_step import make_input
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CASES = ("example", "water", "dpa1", "dpa1-no-attention", "small100", "dpa3")
-INTERVAL = 10
 QUANTITIES = (
     ("first_step", "first step, clock [s]"),
     ("processor", "first step, processor [s]"),
@@ -50,6 +52,8 @@ class Run(NamedTuple):
 
 def content_of(case: str, data: Path, folder: Path) -> dict[str, Any]:
     """Return the input of a case; its data lie in `folder`, `data` or the examples."""
+    if ":" in case:
+        return make_input(*case.split(":"), "HybridMuon", 1, data, {})
     if case in ("water", "dpa1", "dpa1-no-attention"):
         content = make_input("se_e2_a" if case == "water" else "dpa1", "f64-b1", "HybridMuon", 1, data, {})
         if case == "dpa1-no-attention":
@@ -70,12 +74,12 @@ def content_of(case: str, data: Path, folder: Path) -> dict[str, Any]:
     return content
 
 
-def run(checkout: Path, content: dict[str, Any], steps: int) -> Run:
-    """Train in a new folder, in a process of its own."""
+def run(checkout: Path, content: dict[str, Any], steps: int, interval: int, device: str) -> Run:
+    """Train in a new folder, in a process of its own; a line is logged every `interval` steps."""
     training = {
         "numb_steps": steps,
         "disp_training": True,
-        "disp_freq": INTERVAL,
+        "disp_freq": interval,
         "save_freq": 10**8,
         "jsonl_file": "steps.jsonl",
     }
@@ -83,7 +87,7 @@ def run(checkout: Path, content: dict[str, Any], steps: int) -> Run:
         path = Path(folder, "input.json")
         path.write_text(json.dumps({**content, "training": {**content["training"], **training}}))
         command = [sys.executable, "-m", "deepmd_muon", "--pt", "train", "input.json"]
-        environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": "1", "DEVICE": "cpu"}
+        environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": "1", "DEVICE": device}
         begin, before = time.perf_counter(), _seconds(resource.getrusage(resource.RUSAGE_CHILDREN))
         first = (np.inf, np.inf)
         log = []
@@ -100,10 +104,10 @@ def run(checkout: Path, content: dict[str, Any], steps: int) -> Run:
             raise SystemExit(f"{checkout}: dp train ended with {process.returncode}:\n{''.join(log[-50:])}")
         whole = _seconds(resource.getrusage(resource.RUSAGE_CHILDREN)) - before
         rows = map(json.loads, Path(folder, "steps.jsonl").read_text().splitlines())
-        times = {row["step"]: row["time"] for row in rows if "time" in row and row["step"] % INTERVAL == 0}
-        step = min((times[k] - times[k - INTERVAL] for k in times if k - INTERVAL in times), default=np.inf) / INTERVAL
+        times = {row["step"]: row["time"] for row in rows if "time" in row and row["step"] % interval == 0}
+        step = min((times[k] - times[k - interval] for k in times if k - interval in times), default=np.inf) / interval
     last = max(used)
-    processor = (used[last] - used[INTERVAL]) / (last - INTERVAL) if last > INTERVAL else np.inf
+    processor = (used[last] - used[interval]) / (last - interval) if last > interval else np.inf
     return Run(*first, whole, step, processor)
 
 
@@ -131,9 +135,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkouts", nargs=2, type=Path, metavar="CHECKOUT")
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--cases", nargs="+", default=CASES, help=f"{', '.join(CASES)}, or MODEL:PRECISION-bFRAMES")
     parser.add_argument("--runs", type=int, default=9, help="starts of each checkout")
     parser.add_argument("--steps", type=int, default=0, help="steps of further runs that time a step")
+    parser.add_argument("--interval", type=int, default=10, help="steps between two lines of the log")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     print("| case | quantity | old least | old median | new least | new median | rise of least | of medians |")
     print("|" + "---|" * 8)
@@ -141,7 +147,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             content = content_of(case, options.data, Path(folder))
             for steps in (1, options.steps) if options.steps else (1,):
-                pairs = [[run(each, content, steps) for each in options.checkouts] for _ in range(options.runs)]
+                pairs = [
+                    [run(each, content, steps, options.interval, options.device) for each in options.checkouts]
+                    for _ in range(options.runs)
+                ]
                 for name, quantity in QUANTITIES if steps == 1 else STEPS:
                     scale, change = (1, "+.3f") if steps == 1 else (1e3, "+.1%")
                     print(row(case, quantity, [tuple(scale * getattr(r, name) for r in p) for p in pairs], change))
