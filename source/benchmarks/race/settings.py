@@ -31,11 +31,18 @@ class Setting:
         First learning rate of each set; `RATE` where it is missing.
     averaged
         Whether the run also gives a potential of the weights averaged over its last part, with a name of its own.
+    last
+        Values of sections that the last tenth of the run has instead, from a restart.
+    noise
+        Standard deviation [Å] of the displacements of atoms in further copies of each training frame. They keep its
+        labels.
     """
 
     change: Mapping[str, Any] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
     averaged: bool = False
+    last: Mapping[str, Any] = field(default_factory=dict)
+    noise: float = 0.0
 
 
 def muon(**settings: Any) -> Setting:
@@ -73,6 +80,10 @@ SETTINGS = {
     "small_network": Setting({"model": SMALL}),
     "decay_3": muon(weight_decay=3.0),
     "small_decay_1": Setting({"model": SMALL, "optimizer": {"weight_decay": 1.0}}),
+    "noise_0.01": Setting(noise=0.01),
+    "noise_0.03": Setting(noise=0.03),
+    # A fifth of the rate of matrices that an input with more than 10,000 steps takes where it sets nothing.
+    "slow_last_tenth": Setting(last={"optimizer": {"lr_adjust_coeff": 4.32 / 5}}),
 }
 #: The rules of the Muon route that race, and what their rates of matrices are multiplied by beside 1.
 RULES = ("default", "soap", "brake", "hyperball", "rows", "normuon")

@@ -33,7 +33,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from sets import SETS, Part
-from settings import SETTINGS, input_for
+from settings import SETTINGS, STOP, input_for, merged
 from watched import RATIOS, WatchedRun, copies_of
 
 from deepmd_muon.checkpoint_file.file import read_checkpoint
@@ -69,6 +69,10 @@ CONDITIONS = {
 HOTTER = 1.5
 #: When dynamics are looked at [ps].
 TIMES = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
+#: The last part of a run, where a setting treats it on its own.
+LAST = 0.1
+#: How often frames are repeated where a setting displaces atoms.
+COPIES = 8
 #: Size of a change of weights that tells how flat the minimum is, relative to the root mean square of their tensor.
 CHANGE = 0.01
 _LOG = "worker_{}.log"
@@ -191,13 +195,47 @@ def _values(model: ModelCheck) -> dict[str, Any]:
 def trained(job: tuple[str, str, int], args: argparse.Namespace, folder: Path) -> Path:
     """Train a potential by `dp train`, and return its checkpoint."""
     name, setting, seed = job
+    chosen = SETTINGS[setting]
     content = input_for(name, setting, args.data / name, seed=seed, steps=args.steps, model=args.model)
-    (folder / "input.json").write_text(json.dumps(content))
+    if chosen.noise:
+        data = content["training"]["training_data"]
+        data["systems"] = [noisy(Path(path), folder / "noisy", chosen.noise, seed) for path in data["systems"]]
     with chdir(folder):
-        status = dp(["train", "input.json", "-v", "ERROR"])
+        if not chosen.last:
+            return run_train(content, [])
+        # The same course of the rate: it falls by a constant factor a step.
+        part = 1 - LAST
+        change = {"training": {"numb_steps": round(part * args.steps)}, "learning_rate": {"stop_lr_ratio": STOP**part}}
+        earlier = run_train(merged(content, change), [])
+        return run_train(merged(content, chosen.last), ["--restart", str(earlier)])
+
+
+def run_train(content: Mapping[str, Any], words: Sequence[str]) -> Path:
+    """Run `dp train` in the current folder, and return the last checkpoint."""
+    path = Path("input.json").resolve()
+    path.write_text(json.dumps(content))
+    status = dp(["train", str(path), "-v", "ERROR", *words])
     if status:
         raise RuntimeError(f"dp train ended with {status}")
-    return folder / f"model.ckpt-{args.steps}.pt"
+    return path.parent / f"model.ckpt-{content['training']['numb_steps']}.pt"
+
+
+def noisy(system: Path, folder: Path, deviation: float, seed: int) -> str:
+    """Write a system with its frames `COPIES` times, all but the first with displaced atoms and the labels of it."""
+    random = np.random.default_rng(seed)
+    target = folder / system.name
+    for name in ("type.raw", "type_map.raw", "nopbc"):
+        if (system / name).exists():
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copy(system / name, target)
+    for path in sorted(system.glob("set.*/*.npy")):
+        values = np.concatenate([np.load(path)] * COPIES)
+        if path.name == "coord.npy":
+            first = len(values) // COPIES
+            values[first:] += random.normal(0, deviation, values[first:].shape).astype(values.dtype)
+        (target / path.parent.name).mkdir(exist_ok=True)
+        np.save(target / path.parent.name / path.name, values)
+    return str(target)
 
 
 def lines_of(job: tuple[str, str, int], args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:

@@ -24,6 +24,7 @@ from deepmd_muon.dynamics import ForceField, Systems, simulate
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model import build_model
 from deepmd_muon.stability.coverage import pairs_of
+from deepmd_muon.train.learning_rate import learning_rate
 
 DATA = Path(__file__).resolve().parents[3] / "examples" / "water_xtb" / "data" / "valid"
 
@@ -78,6 +79,34 @@ def test_inputs_of_settings_are_accepted(name, tmp_path):
     content = settings.input_for("alloys", name, tmp_path, seed=2, steps=10)
     assert normalize(content).settings.training.numb_steps == 10
     assert content["training"]["seed"] == 2
+
+
+def test_noise_displaces_copies_of_frames(tmp_path):
+    written = runs.noisy(DATA / "300K", tmp_path, 0.02, 1)
+    (plain,), (noisy,) = open_systems(str(DATA / "300K"), ["O", "H"]), open_systems(written, ["O", "H"])
+    n = plain.nframes
+    before, after = plain.frames(np.arange(n)), noisy.frames(np.arange(runs.COPIES * n))
+    np.testing.assert_array_equal(after.coord[:n], before.coord)
+    moved = after.coord[n:] - np.tile(before.coord, (runs.COPIES - 1, 1, 1))
+    assert moved.std() == pytest.approx(0.02, rel=0.02)
+    np.testing.assert_array_equal(after.force, np.tile(before.force, (runs.COPIES, 1, 1)))
+
+
+def test_the_last_tenth_restarts_on_the_same_course(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(runs, "run_train", lambda content, words: given.append((content, words)) or tmp_path / "m.pt")
+    args = runs.arguments(["--data", str(tmp_path), "--results", str(tmp_path / "r.jsonl"), "--steps", "100"])
+    runs.trained(("water", "slow_last_tenth", 1), args, tmp_path)
+    (first, _), (last, words) = given
+    rates = []
+    for content in (first, last):
+        section = normalize({**content, "training": {**content["training"], "training_data": {"systems": [str(DATA)]}}})
+        rates.append(learning_rate(section.settings.learning_rate, content["training"]["numb_steps"])(89))
+    assert rates[0] == pytest.approx(rates[1], rel=2e-3)
+    assert (first["training"]["numb_steps"], last["training"]["numb_steps"]) == (90, 100)
+    assert "lr_adjust_coeff" not in first["optimizer"]
+    assert last["optimizer"]["lr_adjust_coeff"] == pytest.approx(0.864)
+    assert words == ["--restart", str(tmp_path / "m.pt")]
 
 
 @pytest.mark.slow
