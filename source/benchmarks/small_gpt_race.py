@@ -34,6 +34,7 @@ from measured_optimizers import RULES
 from small_gpt import BATCH, BETAS, GPT, LENGTH, text, torch_muon
 from torch import Tensor, nn
 
+from deepmd_muon.model.nn.graphs import own_blas_workspaces
 from deepmd_muon.optim import MuonConfig
 
 SEEDS = (1, 2, 3)
@@ -150,7 +151,8 @@ class Run:
         work = self._on_device if self.capturing else self._gradients
         if self.on_gpu and self.done == _EAGER:
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+            # A run that ends frees the workspaces of its stream, which this graph must not hold (pytorch#193402).
+            with own_blas_workspaces(), torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
                 work()
         if self.graph is None:
             work()
