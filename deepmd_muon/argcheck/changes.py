@@ -66,12 +66,6 @@ def report_changes(saved: Mapping[str, Any], present: Mapping[str, Any], path: P
             log.info("since %s was written: %s", path, change)
 
 
-def report_rate(saved: float, present: float, path: Path) -> None:
-    """Warn when the learning rate of the last step of a checkpoint is another one in this input."""
-    if abs(present - saved) > 1e-6 * max(abs(saved), abs(present)):
-        log.warning("the learning rate was %.3g when %s was written and goes on from %.3g", saved, path, present)
-
-
 def changed_settings(saved: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> dict[str, str]:
     """Return the saved and the present value of every setting that differs, in words, by its path in the input."""
     changes: dict[str, str] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from deepmd_muon.argcheck.training import BranchDataSettings
 from deepmd_muon.files import whole_file
 from deepmd_muon.loss.settings import LossSettings
 from deepmd_muon.model.branch_settings import SINGLE
-from deepmd_muon.model.settings import ModelSettings
+from deepmd_muon.model.settings import ModelSettings, changed
 from deepmd_muon.optim.omitted_scales import OmittedScales, omitted_scales
 from deepmd_muon.section import thaw
 from deepmd_muon.setting import shown
@@ -103,6 +103,21 @@ class Input:
             return self.changed(model=models.get(SINGLE, settings.model))
         changed = {name: old.with_model(models.get(name, old)) for name, old in settings.model.model_dict.items()}
         return self.changed(model=dataclasses.replace(settings.model, model_dict=changed))
+
+    @property
+    def descriptor_sections(self) -> dict[str, list[str]]:
+        """Paths of the sections of descriptors, and the branches whose descriptor each is."""
+        found: dict[str, list[str]] = {}
+        for name, branch in self.branches.items():
+            shared = self.references.get(name, {}).get("descriptor")
+            where = f"model/shared_dict/{shared.key}" if shared else f"{branch.model_path}/descriptor"
+            found.setdefault(where, []).append(name)
+        return found
+
+    def with_model(self, names: Sequence[str], **changes: Any) -> Input:
+        """Return the input with other settings in section `model` of some branches, which may share them."""
+        found = {name: self.branches[name] for name in names}
+        return self.with_models({name: changed(one.model, changes, one.model_path) for name, one in found.items()})
 
     @property
     def normalized(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar
 
 from deepmd_muon.label_keys import LabelKeys
@@ -323,6 +324,11 @@ class RunSettings(Section):
         doc="Time after which a process that the others wait for is given up, and the run ends with an error [s].",
     )
 
+    @property
+    def exported_path(self) -> Path | None:
+        """The checkpoint of one branch that a run writes at its end; None where it writes none."""
+        return None
+
     rules: ClassVar[tuple[Rule, ...]] = (Rule(("data_parallel_replicate_degree", "zero_stage"), _only_sharded),)
     foreign: ClassVar[dict[str, Foreign]] = {
         "save_dir": Foreign("a folder of checkpoints apart from save_ckpt (write save_ckpt as folder/prefix)"),
@@ -425,6 +431,11 @@ class MultiTaskTrainingSettings(RunSettings):
             "model, without optimizer state."
         ),
     )
+
+    @property
+    def exported_path(self) -> Path | None:
+        """The checkpoint of `export_branch` alone, which the run writes at its end."""
+        return None if self.export_branch is None else Path(f"{self.save_ckpt}.{self.export_branch}.pt")
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("numb_steps", "num_epoch_dict", "model_prob"), _one_length_of_branches),

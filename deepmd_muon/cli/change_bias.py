@@ -6,10 +6,10 @@ import argparse
 import math
 from pathlib import Path
 
-from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import HandOver, frozen_here
 from deepmd_muon.cli.systems import add_label_options, listed_systems, open_listed
+from deepmd_muon.files import refuse_clashes
 
 HELP = "change the energy that a trained model adds to each atom by its type"
 
@@ -52,8 +52,8 @@ def run(options: argparse.Namespace) -> int:
     if not all(map(math.isfinite, options.bias_value or ())):
         raise CommandError(f"-b must be finite energies [eV]; found {options.bias_value}")
     from deepmd_muon.checkpoint_file.file import checkpoint_path
-    from deepmd_muon.train.energy_bias import change_bias
     from deepmd_muon.train.report import set_up_logging
+    from deepmd_muon.train.statistics import change_bias
 
     source = checkpoint_path(options.INPUT)
     output = Path(options.output) if options.output else source.with_name(f"{source.stem}_updated.pt")

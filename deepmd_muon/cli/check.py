@@ -6,7 +6,6 @@ import argparse
 import json
 from pathlib import Path
 
-from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import TRUST, load_predictors, require_readable
 from deepmd_muon.cli.systems import add_label_options, open_listed, section_of_input
@@ -48,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     for name in options.MODEL:
         require_readable(name, trust=options.trust)
     from deepmd_muon.checkpoint_file.file import checkpoint_path
-    from deepmd_muon.files import make_folder_of, whole_file
+    from deepmd_muon.files import make_folder_of, refuse_clashes, whole_file
     from deepmd_muon.stability.check import CheckSettings, check_models
     from deepmd_muon.stability.curves import Verdict
     from deepmd_muon.stability.report import text_of, values_of

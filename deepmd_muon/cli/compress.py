@@ -8,9 +8,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import TRUST, HandOver, frozen_here
+from deepmd_muon.files import refuse_clashes
 
 if TYPE_CHECKING:
     from deepmd_muon.model import EnergyModel

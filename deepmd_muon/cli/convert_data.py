@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.systems import add_label_options, open_listed
+from deepmd_muon.files import refuse_clashes
 
 if TYPE_CHECKING:
     from deepmd_muon.data import System

@@ -7,11 +7,10 @@ import logging
 from pathlib import Path
 from typing import NoReturn
 
-from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.compress import write_compressed
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import DeepmdKitOption, HandOver
-from deepmd_muon.files import regular_text
+from deepmd_muon.files import refuse_clashes, regular_text
 
 HELP = "write the model of a checkpoint as a file for LAMMPS, deepmd-kit and dp test"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.systems import add_label_options, open_listed
+from deepmd_muon.files import refuse_clashes
 
 HELP = "look at data, split off validation data, and write an input that trains on them"
 

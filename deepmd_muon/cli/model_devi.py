@@ -6,10 +6,10 @@ import argparse
 import logging
 from pathlib import Path
 
-from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import TRUST, load_predictors, require_readable
 from deepmd_muon.cli.systems import add_label_options, open_listed
+from deepmd_muon.files import refuse_clashes
 
 HELP = "write how far several models disagree on the frames of systems"
 

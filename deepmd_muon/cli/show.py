@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.attributes import ATTRIBUTES, log_attributes
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import TRUST, check_compiled, choices
+from deepmd_muon.files import refuse_clashes
 
 HELP = "show how the optimizer treats every parameter, on one process or many, or draw a learning curve"
 
@@ -177,7 +177,7 @@ def _input_routing(path: Path) -> str:
     from deepmd_muon.argcheck import load
     from deepmd_muon.optim import HybridMuon, HybridMuonConfig
     from deepmd_muon.show.plan import model_of, optimizer_of
-    from deepmd_muon.train.checkpoint.branch_state import shared_names
+    from deepmd_muon.train.checkpoint.continued_state import shared_names
 
     given = load(path)
     optimizer, first = optimizer_of(given), ""
@@ -193,7 +193,7 @@ def _checkpoint_routing(path: Path) -> str:
     """Return the routing that is recorded in a checkpoint."""
     from deepmd_muon.checkpoint_file.file import OWN_KEY, read_checkpoint, understood
     from deepmd_muon.optim.routing.rules import RouteTable
-    from deepmd_muon.train.checkpoint.branch_state import SHARED
+    from deepmd_muon.train.checkpoint.continued_state import SHARED
 
     checkpoint = read_checkpoint(path)
     if "optimizer" not in checkpoint:

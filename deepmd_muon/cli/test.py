@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import TRUST, load_predictors, require_readable
 from deepmd_muon.cli.systems import add_label_options, listed_systems, open_listed, section_of_input
+from deepmd_muon.files import refuse_clashes
 
 if TYPE_CHECKING:
     from deepmd_muon.argcheck.training import TrainingDataSettings

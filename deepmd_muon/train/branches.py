@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import logging
 import math
@@ -22,7 +21,7 @@ from deepmd_muon.model.branches import branches_of, build_branches
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.ranks import Ranks
-from deepmd_muon.train.setup import Data
+from deepmd_muon.train.systems import Data, seed_of
 
 if TYPE_CHECKING:
     from deepmd_muon.argcheck import Input
@@ -120,13 +119,6 @@ def require_labels(branches: Mapping[str, RunBranch]) -> None:
         errors += [f"{branch.prefix}{error}" for error in found.errors]
     if errors:
         raise TrainingError("; ".join(errors))
-
-
-def seed_of(seed: int, name: str) -> int:
-    """Return the seed of the order of a branch's data; branches with the same data must not draw the same frames."""
-    if name == SINGLE:
-        return seed
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1  # 63 bits
 
 
 def length_and_probabilities(given: Input, data: Mapping[str, Data]) -> tuple[int, dict[str, float]]:

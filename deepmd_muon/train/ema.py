@@ -44,14 +44,7 @@ class Ema:
         if not 0.0 <= decay < 1.0:
             raise EmaError(f"ema_decay must be in [0, 1); found {decay!r}")
         self.decay = decay
-        # deepmd-kit's average lists some empty parameters that we do not have; it refuses a state without them.
-        # It stores what branches share once for each.
-        self._stored_names = [
-            f"{name}.{inner}" if isinstance(model, Branches) else inner
-            for name, one in branches_of(model).items()
-            for inner in deepmd_kit_parameter_names(one)
-        ]
-        self._first_names = {name: names[0] for names in all_names(model).values() for name in names}
+        self._model = model
         self._parameters: dict[str, torch.Tensor] = {
             name: p for name, p in model.named_parameters() if p.is_floating_point()
         }
@@ -99,13 +92,20 @@ class Ema:
     def state_dict(self) -> dict[str, Any]:
         """Return the average under deepmd-kit's keys for a checkpoint's "ema", laid out over the ranks as it is."""
         average = {name: tensor.detach().clone() for name, tensor in self._average.items()}
-        return {
-            "decay": self.decay,
-            "model": {
-                name: average.get(self._first_names.get(name, name), torch.zeros(0)) for name in self._stored_names
-            },
-            "validation_state": {},
-        }
+        first = self._first_names()
+        # deepmd-kit's average lists some empty parameters that we do not have; it refuses a state without them.
+        # It stores what branches share once for each.
+        stored = [
+            f"{name}.{inner}" if isinstance(self._model, Branches) else inner
+            for name, one in branches_of(self._model).items()
+            for inner in deepmd_kit_parameter_names(one)
+        ]
+        model = {name: average.get(first.get(name, name), torch.zeros(0)) for name in stored}
+        return {"decay": self.decay, "model": model, "validation_state": {}}
+
+    def _first_names(self) -> dict[str, str]:
+        """Return the name under which each parameter is averaged; what branches share has several names."""
+        return {name: names[0] for names in all_names(self._model).values() for name in names}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], path: Path | None = None) -> None:
@@ -125,7 +125,7 @@ class Ema:
             When names or shapes differ from the model's.
         """
         stored = {name: tensor for name, tensor in state["model"].items() if tensor.numel()}
-        missing, unknown = self._average.keys() - stored.keys(), stored.keys() - self._first_names.keys()
+        missing, unknown = self._average.keys() - stored.keys(), stored.keys() - self._first_names().keys()
         if missing or unknown:
             raise EmaError(
                 f"the stored average is of another model: it lacks {len(missing)} of the parameters "

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 
 from deepmd_muon.argcheck import Input
-from deepmd_muon.argcheck.changes import report_rate
 from deepmd_muon.argcheck.training import MultiTaskTrainingSettings
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import OWN_KEY
@@ -33,12 +32,10 @@ from deepmd_muon.train.branches import (
 )
 from deepmd_muon.train.checkpoint.content import RunState
 from deepmd_muon.train.checkpoint.newest import newest_finite
-from deepmd_muon.train.checkpoint.ownership import exported_path
 from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import NonFiniteError
 from deepmd_muon.train.learning_rate import learning_rate
-from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.process.abort import Moment, explained, last_good
 from deepmd_muon.train.process.signals import StopSignals
 from deepmd_muon.train.process.warm_up import compile_kernels
@@ -50,6 +47,7 @@ from deepmd_muon.train.report.throughput import Throughput
 from deepmd_muon.train.step.interpolation_schedule import Tuning
 from deepmd_muon.train.step.stepper import DeviceParts, build_stepper
 from deepmd_muon.train.strategy import choose_strategy
+from deepmd_muon.train.strategy.base import build_optimizer
 from deepmd_muon.train.validation.final_errors import check_command
 from deepmd_muon.train.validation.run_validation import Validation
 
@@ -125,8 +123,9 @@ class Trainer:
         # In TF32, a thread could change the precision of the first step's products.
         if isinstance(self.optimizer, HybridMuon) and self._device.type == "cuda" and not training.enable_tf32:
             compile_kernels(self.optimizer)
-        if training.recompute:
-            _recompute_layers(branches)
+        recomputed = [branch.model.recompute_layers() for branch in branches.values() if training.recompute]
+        if training.recompute and not any(recomputed):
+            log.warning("training/recompute has no effect: the descriptor has no layers to compute again")
         self._tuning: list[Tuning] = []
         if training.interpolate_embedding and not self.strategy.cuts_parameters:
             tuned: dict[object, list[tuple[EnergyModel, DataLoader]]] = {}
@@ -230,7 +229,7 @@ class Trainer:
     def _export(self) -> None:
         """Write the branch of `export_branch` as a checkpoint of one model."""
         training = self.given.settings.training
-        path = exported_path(training)
+        path = training.exported_path
         if path is None or not self.ranks.first:
             return
         assert isinstance(training, MultiTaskTrainingSettings)
@@ -361,8 +360,10 @@ class Trainer:
         infos = content["model"]["_extra_state"]["train_infos"]
         self.validation.restore(infos)
         if self.step:
-            rate = float(infos["lr"])
-            report_rate(rate, self.rate(self.step - 1), source)
+            saved, present = float(infos["lr"]), self.rate(self.step - 1)
+            if abs(present - saved) > 1e-6 * max(abs(saved), abs(present)):
+                was = "the learning rate was %.3g when %s was written and goes on from %.3g"
+                log.warning(was, saved, source, present)
         if self.step > self.num_steps:
             raise CheckpointError(
                 f"{source} is at step {self.step}, beyond the last step {self.num_steps} of this input: "
@@ -378,13 +379,6 @@ class Trainer:
         """Make model and optimizer as a single process has them."""
         model = build_of(self.given)
         return model, build_optimizer(self.given.settings.optimizer, model, self.rate(0))
-
-
-def _recompute_layers(branches: Mapping[str, RunBranch]) -> None:
-    """Compute layers again in backward passes, in every branch that has such layers."""
-    found = [branch.model.recompute_layers() for branch in branches.values()]
-    if not any(found):
-        log.warning("training/recompute has no effect: the descriptor has no layers to compute again")
 
 
 def _write_trace(profile: torch.profiler.profile, path: Path) -> None:

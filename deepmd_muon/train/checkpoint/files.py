@@ -6,7 +6,6 @@ that deepmd-kit tests, freezes and continues from the file; an exact restart als
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from deepmd_muon.files import make_folder_of, regular_text, replace_link, whole_file, writing
+from deepmd_muon.files import make_folder_of, replace_link, whole_file, writing
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +101,3 @@ def write_pointer(folder: Path, name: str) -> None:
     """Write deepmd-kit's text file ``checkpoint``, which names the newest one."""
     with whole_file(folder / "checkpoint") as file:
         file.write(os.fsencode(f"{name}\n"))
-
-
-def rename_in_pointer(folder: Path, renamed: dict[str, str]) -> None:
-    """Let the text file ``checkpoint`` name a kept checkpoint by its new name."""
-    with contextlib.suppress(OSError):
-        name = regular_text(folder / "checkpoint").strip()
-        if name in renamed:
-            write_pointer(folder, renamed[name])

@@ -57,7 +57,16 @@ class Checkpoints:
             )
 
             with ranks.together("trying to write checkpoints"):
-                _require_writable_everywhere(prefix.parent, ranks)
+                problem = None  # on the machine of another rank, the folder that rank 0 has made may not be there
+                try:
+                    try_to_write(prefix.parent)
+                except WriteError as error:
+                    problem = f"on {socket.gethostname()}: {error.strerror}"
+                found = [f"rank {rank} {each}" for rank, each in enumerate(ranks.gather_objects(problem)) if each]
+                if found:
+                    raise TrainingError(
+                        f"training/save_ckpt: cannot write checkpoints to {prefix.parent}: {'; '.join(found)}"
+                    )
                 self.directories = DirectorySeries(prefix, keep, ranks, pointer=not self._always_files)
 
     @property
@@ -191,15 +200,3 @@ def _require_writable(folder: Path) -> None:
         if is_disk_failure(error):
             raise
         raise TrainingError(f"training/save_ckpt: cannot write checkpoints to {folder}: {error.strerror}") from error
-
-
-def _require_writable_everywhere(folder: Path, ranks: Ranks) -> None:
-    """Let all ranks write to the folder that rank 0 has made, which the machine of another may not reach."""
-    problem = None
-    try:
-        try_to_write(folder)
-    except WriteError as error:
-        problem = f"on {socket.gethostname()}: {error.strerror}"
-    found = [f"rank {rank} {each}" for rank, each in enumerate(ranks.gather_objects(problem)) if each]
-    if found:
-        raise TrainingError(f"training/save_ckpt: cannot write checkpoints to {folder}: {'; '.join(found)}")

@@ -13,17 +13,13 @@ import torch
 from deepmd_muon.argcheck import Input
 from deepmd_muon.argcheck.changes import check_model_section
 from deepmd_muon.argcheck.settings import MultiTaskSettings
-from deepmd_muon.checkpoint_file.directory import is_directory
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, understood
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branch_settings import SINGLE
-from deepmd_muon.model.branches import Branches, branches_of
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches
 from deepmd_muon.model.settings import ModelSettings, changed
 from deepmd_muon.model.type_map import TypeMove, move_weights
-from deepmd_muon.train.checkpoint.branch_state import for_branches
-from deepmd_muon.train.checkpoint.type_map import moved_content
 
 log = logging.getLogger(__name__)
 
@@ -230,53 +226,6 @@ def read_sources(
             whose = "" if name == SINGLE else f" of {name}"
             log.warning("%s gives its descriptor alone; the fitting net%s starts anew", path, whose)
     return found
-
-
-def state_of(
-    sources: Mapping[str, Source], model: EnergyModel | Branches, optimizer: torch.optim.Optimizer, *, alone: bool
-) -> Mapping[str, Any]:
-    """Return the content of the checkpoint that a run restarts from, its state arranged as this model's.
-
-    Parameters
-    ----------
-    sources
-        What the branches continue, by name.
-    model
-        Of all branches, weights loaded.
-    optimizer
-        The run's.
-    alone
-        False for several ranks, which cannot rearrange the state of a directory.
-
-    Raises
-    ------
-    CheckpointError
-        When the state cannot follow other branches, or the types of another type map.
-    """
-    source, models = next(iter(sources.values())), branches_of(model)
-    moves = {name: move for name, one in sources.items() if (move := one.move_to(models[name].type_map))}
-    fixed = not alone and is_directory(source.path)
-    if moves and fixed:
-        raise CheckpointError(
-            f"type_map is not that of {source.path}, a directory whose state several processes cannot rearrange: "
-            "continue from a file, or start on one process"
-        )
-    if moves and len(models) > 1:
-        raise CheckpointError(
-            f"type_map is not that of {source.path}, which the state of several branches cannot follow: start from its "
-            "weights with --init-model"
-        )
-    with understood(source.path):
-        continued = {name: one.branch for name, one in sources.items()}
-        content = for_branches(source.content, model, optimizer, continued)
-        if content is not source.content and fixed:
-            raise CheckpointError(
-                f"the branches of this input are not those of {source.path}, a directory whose state several processes "
-                "cannot rearrange: continue from a file, or start on one process"
-            )
-        for name, move in moves.items():
-            content = moved_content(content, models[name], optimizer, move)
-    return content
 
 
 _Choice = tuple[Way, "str | None", bool]  # how a branch is used, its name in the checkpoint, whether the net is new

@@ -499,7 +499,7 @@ def test_omitted_scales_suit_the_descriptors_of_the_run(small_input, train, load
         lengths.append(descriptor_length(*args))
         return lengths[-1]
 
-    monkeypatch.setattr("deepmd_muon.train.start.descriptor_length", measured)
+    monkeypatch.setattr("deepmd_muon.train.omitted_settings.descriptor_length", measured)
     monkeypatch.setattr(omitted_scales, "_LONG_FOR_MUON", 0.01)
     monkeypatch.setattr(omitted_scales, "_LONG_FOR_ADAM", 0.04)
     assert train(small_input(training={"numb_steps": 1}), log_level="INFO") == 0
