@@ -67,13 +67,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, weight: float | torch.Tensor | None = None) -> None:
-        """Take the parameters of this moment into the average.
-
-        Parameters
-        ----------
-        weight
-            Of the parameters, `weight()` when left out; a float64 scalar is read on its device.
-        """
+        """Take the parameters of this moment into the average, with `weight()` or another, read on its device."""
         averages, parameters = self._local()
         if weight is None:
             weight = self.weight()
@@ -109,20 +103,10 @@ class Ema:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], path: Path | None = None) -> None:
-        """Continue from a stored average; the decay stays the one of this run.
+        """Continue from a stored average, tensors whole; the decay stays the one of this run.
 
-        Parameters
-        ----------
-        state
-            What `state_dict` returned, tensors whole.
-        path
-            The directory from which tensors that have been left there, meta ones, are read as far as this rank holds
-            them.
-
-        Raises
-        ------
-        EmaError
-            When names or shapes differ from the model's.
+        Meta tensors have been left in the directory `path`, from which each rank reads its part. A state of other names
+        or shapes is an EmaError.
         """
         stored = {name: tensor for name, tensor in state["model"].items() if tensor.numel()}
         missing, unknown = self._average.keys() - stored.keys(), stored.keys() - self._first_names().keys()

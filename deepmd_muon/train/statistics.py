@@ -221,10 +221,8 @@ def fit_energy_bias(
 
     Parameters
     ----------
-    model
-        Changed in place.
     batches
-        Samples; frames without energy do not count.
+        Samples; frames without energy do not count. A TrainingError where none has an energy.
     mode
         'change' adds to the bias what explains the model's errors best; 'set' replaces it by what explains the total
         energies best without the model.
@@ -232,11 +230,6 @@ def fit_energy_bias(
         Types whose bias stays.
     rcond
         As in `energy_bias`.
-
-    Raises
-    ------
-    TrainingError
-        When no sample has an energy.
     """
     before = model.atomic_model.out_bias[0, :, 0].cpu().numpy().copy()
     counts, errors = [], []
@@ -279,25 +272,14 @@ def change_bias(
 
     Parameters
     ----------
-    source, output
-        The checkpoint, ours or deepmd-kit's, and the new file.
     open_data
         Opens the systems whose energies the bias is fitted to, for a type map.
     values
         Energies [eV] to set instead, one for each type.
-    mode
-        See `fit_energy_bias`.
     frames
         At most this many of each system; 0 takes all.
     branch
         Name or alias of a branch of a multi-task checkpoint.
-
-    Raises
-    ------
-    TrainingError
-        When the number of values is not that of the types, or no system has energies.
-    CheckpointError
-        When the file is not a checkpoint, or its model cannot be built here.
     """
     content = read_checkpoint(source)
     with understood(source):

@@ -46,15 +46,7 @@ class Systems:
 
 
 def open_section(section: TrainingDataSettings, type_map: Sequence[str] | None) -> list[System]:
-    """Open the systems of a section `training_data` or `validation_data`.
-
-    Parameters
-    ----------
-    section
-        The section.
-    type_map
-        Element names that types shall index; empty or None keeps those of each system.
-    """
+    """Open the systems of a data section, with types that index `type_map`; without one, each keeps its own."""
     return open_systems(
         section.systems,
         type_map or None,
@@ -65,13 +57,7 @@ def open_section(section: TrainingDataSettings, type_map: Sequence[str] | None) 
 
 
 def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
-    """Open the systems of training and of validation data of each branch.
-
-    Returns
-    -------
-    tuple
-        The input, with the type map of the training data where it has none; the systems of each branch, types
-        translated to the model's.
+    """Open the systems of each branch, types translated to its model's; take a type map that the input omits from them.
 
     Raises
     ------
@@ -149,14 +135,9 @@ def seed_of(seed: int, name: str) -> int:
 
 @dataclasses.dataclass
 class Data:
-    """The sources of batches.
+    """Endless shuffled batches of a branch; no `validation` without validation data.
 
-    Attributes
-    ----------
-    training, validation
-        Endless shuffled batches; no `validation` without validation data.
-    training_systems
-        The systems behind `training`, also those that its batch size leaves out.
+    `training_systems` has those that the batch size of `training` leaves out, too.
     """
 
     training: DataLoader
@@ -196,12 +177,9 @@ def make_loaders(
 
 
 def check_same_run(given: Input, systems: Mapping[str, Systems], ranks: Ranks) -> None:
-    """Compare the inputs and data that the ranks see: files of one name may differ on another machine.
+    """Compare the inputs and data that the ranks see, which may be other files on another machine.
 
-    Raises
-    ------
-    TrainingError
-        On all ranks, naming one that differs from rank 0, and in what.
+    Raise a TrainingError on all ranks, naming one that differs from rank 0, and in what.
     """
     if ranks.size == 1:
         return

@@ -65,8 +65,6 @@ class Trainer:
         The checked input, with numbers in `sel`.
     model
         The model, or those of all branches, with statistics set or weights loaded, on its device.
-    branches
-        Models, losses and batches by name.
     seed
         Of the order in which branches are trained.
     ranks
@@ -137,17 +135,9 @@ class Trainer:
         self._state = RunState(given, model, self.optimizer, branches, self._order, self.ema)
 
     def run(self, begun: float | None = None) -> int:
-        """Train until the last step.
+        """Train until the last step; `begun` is `time.monotonic()` when the command began, for the log.
 
-        Parameters
-        ----------
-        begun
-            `time.monotonic()` when the command began, for the log; now by default.
-
-        Returns
-        -------
-        int
-            0, or 128 plus the number of the signal that ended the run early (after a checkpoint was saved).
+        Return 0, or 128 plus the number of the signal that ended the run early (after a checkpoint was saved).
 
         Raises
         ------
@@ -340,12 +330,7 @@ class Trainer:
     def restart(self, content: Mapping[str, Any], source: Path) -> None:
         """Continue from a checkpoint: optimizer, averages, data order and random numbers; the weights are loaded.
 
-        Parameters
-        ----------
-        content
-            What `read` returned; of a directory, tensors of optimizer and average may have been left.
-        source
-            The file, for messages.
+        Of a directory, tensors of optimizer and average may have been left there.
 
         Raises
         ------

@@ -13,13 +13,7 @@ from deepmd_muon.train.batches.streamed import BatchSource, Feed
 
 @dataclasses.dataclass(frozen=True)
 class AccumulatedFeed:
-    """The batches of one step; it reads them one after the other, so that the memory of one holds them all.
-
-    Attributes
-    ----------
-    parts
-        The batches, in the order of the data.
-    """
+    """The batches of one step, in the order of the data; read one by one, so that memory holds a single one."""
 
     parts: tuple[Feed, ...]
 
@@ -68,15 +62,7 @@ class StepSource(Protocol):
 
 
 class AccumulatedBatches:
-    """The batches of another source, several for a step.
-
-    Parameters
-    ----------
-    source
-        Where they come from; one that shares tensors among batches keeps as many sets of them as a step reads.
-    each
-        Batches of a step.
-    """
+    """The batches of another source, `each` for a step: as many sets of tensors, where it shares them among batches."""
 
     def __init__(self, source: BatchSource, each: int) -> None:
         self._source = source

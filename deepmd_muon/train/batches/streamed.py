@@ -84,17 +84,7 @@ class BatchFeed:
 
 
 class HostBatches:
-    """Batches of a loader, converted when they are asked for.
-
-    Parameters
-    ----------
-    loader
-        Where they come from.
-    ntypes
-        Number of types of the model.
-    device
-        Where the tensors go.
-    """
+    """Batches of a loader, converted to tensors on `device` when they are asked for."""
 
     def __init__(self, loader: DataLoader, ntypes: int, device: torch.device) -> None:
         self._loader = loader
@@ -111,14 +101,9 @@ class HostBatches:
 
 
 class StreamedBatches:
-    """Batches of a loader, prepared one ahead in a thread and copied from pinned memory.
+    """Batches of a loader, prepared one ahead in a thread and copied to `device` from pinned memory.
 
     The tensors of a layout are written anew with every batch of it, in stream order.
-
-    Parameters
-    ----------
-    loader, ntypes, device
-        As for `HostBatches`.
     """
 
     def __init__(self, loader: DataLoader, ntypes: int, device: torch.device) -> None:

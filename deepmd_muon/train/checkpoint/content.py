@@ -31,17 +31,7 @@ _LOADERS = ("training_data", "validation_data")
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-    """The parts of a run whose state a checkpoint keeps.
-
-    Attributes
-    ----------
-    given
-        The checked input.
-    model, optimizer, branches, order
-        The parts themselves.
-    ema
-        The averaged parameters; None without.
-    """
+    """The parts of a run whose state a checkpoint keeps; `ema` is None without an average."""
 
     given: Input
     model: EnergyModel | Branches
@@ -51,16 +41,9 @@ class RunState:
     ema: Ema | None
 
     def content(self, step: int, lr: float, infos: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of a checkpoint, tensors laid out over the ranks as they are.
+        """Return the keys of a checkpoint after `step` updates, tensors laid out over the ranks as they are.
 
-        Parameters
-        ----------
-        step
-            Updates done.
-        lr
-            Learning rate of the last update.
-        infos
-            Plain values that deepmd-kit keeps beside these two.
+        `lr` is the rate of the last update; `infos` are plain values that deepmd-kit keeps beside these two.
         """
         content: dict[str, Any] = {
             "model": to_deepmd_kit(
@@ -85,15 +68,7 @@ class RunState:
         return content
 
     def alone(self, name: str, step: int, lr: float) -> dict[str, Any]:
-        """Return the keys of a checkpoint of one branch as a single model, without what a restart needs.
-
-        Parameters
-        ----------
-        name
-            The branch.
-        step, lr
-            As of `content`.
-        """
+        """Return the keys of a checkpoint of one branch as a single model, without what a restart needs."""
         branch = self.branches[name]
         infos = {"lr": lr, "step": step - 1}
         content: dict[str, Any] = {
@@ -126,17 +101,10 @@ class RunState:
         return values if isinstance(self.model, Branches) else values[SINGLE]
 
     def restore(self, content: Mapping[str, Any], source: Path) -> int:
-        """Restore random numbers, data order and average; return the number of updates done.
+        """Restore random numbers, data order and average from a checkpoint; return the number of updates done.
 
-        Weights and optimizer state are restored elsewhere. Parts that the checkpoint lacks start anew, with a
-        warning.
-
-        Parameters
-        ----------
-        content
-            A checkpoint of ours or of deepmd-kit.
-        source
-            Its path.
+        Weights and optimizer state are restored elsewhere. Parts that the checkpoint lacks, as one of deepmd-kit does,
+        start anew, with a warning.
         """
         own = content.get(OWN_KEY)
         if own is None:

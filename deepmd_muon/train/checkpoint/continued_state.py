@@ -35,18 +35,9 @@ def shared_names(model: EnergyModel | Branches) -> dict[str, str]:
 def state_of(
     sources: Mapping[str, Source], model: EnergyModel | Branches, optimizer: torch.optim.Optimizer, *, alone: bool
 ) -> Mapping[str, Any]:
-    """Return the content of the checkpoint that a run restarts from, its state arranged as this model's.
+    """Return the content of the checkpoint that a run restarts from, its state arranged as the present model's.
 
-    Parameters
-    ----------
-    sources
-        What the branches continue, by name.
-    model
-        Of all branches, weights loaded.
-    optimizer
-        The run's.
-    alone
-        False for several ranks, which cannot rearrange the state of a directory.
+    Several ranks (not `alone`) cannot rearrange the state of a directory. The weights are loaded already.
 
     Raises
     ------
@@ -88,18 +79,8 @@ def for_branches(
     """Return a checkpoint whose optimizer state and averages bear the names of the present parameters.
 
     Parameters that the checkpoint does not have start without state, as in a fresh run; state of parameters that are
-    gone is dropped. A checkpoint with the present names comes back as it is, as does one without names.
-
-    Parameters
-    ----------
-    content
-        The checkpoint.
-    model
-        The present model, weights loaded.
-    optimizer
-        The run's.
-    continued
-        The saved branch that each branch starts from; those that start anew have none.
+    gone is dropped. A checkpoint with the present names comes back as it is, as does one without names. `continued` has
+    the saved branch that each branch starts from; those that start anew have none.
     """
     saved = content.get("optimizer") or {}
     groups = saved.get("param_groups", [])
@@ -190,19 +171,7 @@ def _moved_state(
 def moved_content(
     content: Mapping[str, Any], model: EnergyModel, optimizer: torch.optim.Optimizer, move: TypeMove
 ) -> dict[str, Any]:
-    """Return a checkpoint whose optimizer state and averages have the shapes of the present types.
-
-    Parameters
-    ----------
-    content
-        The checkpoint.
-    model
-        The present model, weights loaded.
-    optimizer
-        The run's.
-    move
-        From the checkpoint's type map to the present one.
-    """
+    """Return a checkpoint whose optimizer state and averages have the shapes of the present types."""
     moved = dict(content)
     if state := content.get("optimizer"):
         moved["optimizer"] = _move_state(state, model, optimizer, move)

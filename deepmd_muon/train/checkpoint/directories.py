@@ -57,23 +57,8 @@ class DirectorySeries:
     """The directories of one run: ``prefix-N.dcp``, and the link ``prefix.dcp`` to the newest.
 
     One is under way at a time. It grows under another name, and gets its own when all ranks have written and synced
-    their parts; so what bears the name is complete, whenever the run ends.
-
-    Parameters
-    ----------
-    prefix
-        Path of the directories without ``-N.dcp``.
-    keep
-        How many are kept; only those of this run are ever deleted, the oldest first.
-    ranks
-        The processes that write. All of them make a series, and call its methods, together.
-    pointer
-        Whether the text file ``checkpoint`` names the newest.
-
-    Attributes
-    ----------
-    written
-        Names of the directories of this run that still exist, oldest first.
+    their parts; so what bears the name is complete, whenever the run ends. All ranks make a series, and call its
+    methods, together. Where `pointer` is true, the text file ``checkpoint`` names the newest as well.
     """
 
     def __init__(self, prefix: Path, keep: int, ranks: Ranks, *, pointer: bool) -> None:

@@ -55,14 +55,7 @@ class FileSeries:
     def save(self, step: int, content: Mapping[str, Any], *, write: bool = True) -> Path:
         """Write the checkpoint of `step` updates and bring link, text file and retention up to date.
 
-        Parameters
-        ----------
-        step
-            Updates done; the N of the name.
-        content
-            The keys of the file.
-        write
-            False where another process writes the files: only the list is kept.
+        Where another process writes the files (`write` is false), only the list is kept.
         """
         path = self.prefix.parent / f"{self.prefix.name}-{step}.pt"
         written = self.names_with(step)

@@ -26,15 +26,9 @@ def parameter_order(model: EnergyModel | Branches) -> Sequence[str]:
 def in_deepmd_kits_order(state_dict: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
     """Return an optimizer's state dict that deepmd-kit's optimizer of the same kind loads by position.
 
-    It lists the parameters of deepmd-kit's model, empty ones included, and Adam's state beside HybridMuon's carries the
-    powers of the decays from which deepmd-kit corrects its bias. This package reads by name and ignores both.
-
-    Parameters
-    ----------
-    state_dict
-        Of an optimizer with one group, whose parameters have names; others come back as they are.
-    order
-        See `parameter_order`.
+    It lists the parameters of deepmd-kit's model (`parameter_order`), empty ones included, and Adam's state beside
+    HybridMuon's carries the powers of the decays from which deepmd-kit corrects its bias. This package reads by name
+    and ignores both. State of several groups, or without names, comes back as it is.
     """
     groups, state = state_dict["param_groups"], state_dict["state"]
     names = [canonical_name(name) for name in groups[0].get("param_names", ())]

@@ -56,14 +56,9 @@ def continued_by(restart: str | None, save_ckpt: str) -> str | None:
 
 
 def newest_finite(saved: Sequence[Path], source: Path | None) -> Path | None:
-    """Return the last checkpoint whose weights are finite; None without one.
+    """Return the last of a run's checkpoints, oldest first, whose weights are finite; `source` where there is none.
 
-    Parameters
-    ----------
-    saved
-        Checkpoints of the run, oldest first. The newest may hold the weights that made a loss NaN.
-    source
-        The checkpoint that the run has continued, which was examined when it was read.
+    The newest may hold the weights that made a loss NaN. `source`, which the run has continued, was examined when read.
     """
     for path in reversed(saved):
         try:

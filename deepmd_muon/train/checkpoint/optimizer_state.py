@@ -25,18 +25,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, model: EnergyModel | Branches, content: Mapping[str, Any], source: Path
 ) -> None:
-    """Load the optimizer state of a checkpoint after checking that it belongs to this optimizer.
-
-    Parameters
-    ----------
-    optimizer
-        The run's optimizer.
-    model
-        The model it moves.
-    content
-        The checkpoint, ours or deepmd-kit's.
-    source
-        Its file, for messages.
+    """Load the optimizer state of a checkpoint, ours or deepmd-kit's, after checking that it belongs to this optimizer.
 
     Raises
     ------
@@ -81,22 +70,10 @@ def _with_names(state: Mapping[str, Any], model: EnergyModel | Branches) -> dict
 
 
 def read_state_part(optimizer: torch.optim.Optimizer, content: Mapping[str, Any], path: Path) -> bool:
-    """Load the optimizer state of a directory, reading only this rank's part of every tensor.
+    """Load the optimizer state of a directory on several ranks, reading only this rank's part of every tensor.
 
-    Parameters
-    ----------
-    optimizer
-        The run's, on several ranks, before its first step.
-    content
-        Of the directory, with meta tensors in the optimizer's state.
-    path
-        The directory.
-
-    Returns
-    -------
-    bool
-        Whether that was possible: parameters, routes, views, shapes and types are those that were saved. Nothing has
-        been changed otherwise, and the state is to be read whole.
+    Return whether that was possible: parameters, routes, views, shapes and types are those that were saved. Otherwise
+    nothing has been changed, and the state is to be read whole. `content` has meta tensors in the optimizer's state.
     """
     saved = content.get("optimizer")
     if not isinstance(optimizer, HybridMuon | torch.optim.Adam):

@@ -44,15 +44,7 @@ _LONGEST_SAVE = 3600.0
 
 
 class RunFiles:
-    """The files that a run writes.
-
-    Parameters
-    ----------
-    given
-        The checked input, which names most of them.
-    output, log_path
-        Where the normalised input and the log go.
-    """
+    """The files that a run writes, as its checked input and the command line name them."""
 
     def __init__(self, given: Input, output: str = "out.json", log_path: str | None = None) -> None:
         self._given, self._output, self._log_path = given, output, log_path
@@ -64,13 +56,7 @@ class RunFiles:
         self._earlier_input = b""
 
     def check(self, checkpoint: str | None = None) -> None:
-        """Refuse to write over the input, the data, the checkpoint that a run starts from, or one output over another.
-
-        Raises
-        ------
-        TrainingError
-            Naming every output that is something else as well.
-        """
+        """Refuse to write over the input, the data, the checkpoint of a run's start, or one output over another."""
         training = self._training
         outputs = {"-o": self._output, "-l": self._log_path, "training/jsonl_file": training.jsonl_file}
         for branch in self._given.branches.values():
@@ -95,15 +81,10 @@ class RunFiles:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the checkpoints, the best ones and the reports for the time of a `with` block.
+        """Hold checkpoints and reports for the time of a `with` block; a TrainingError where another run holds them.
 
         The lock is the system's, which releases it however the process ends; a file beside each says who holds it.
         Delete temporary files that killed runs of the same names have left.
-
-        Raises
-        ------
-        TrainingError
-            When another run holds them.
         """
         named = {
             "training/save_ckpt": self._prefix,
@@ -153,17 +134,9 @@ class RunFiles:
         """Give files that this run would overwrite a number: ``lcurve.out`` becomes ``lcurve.out.1``.
 
         A fresh run sets all files of an earlier one aside, ``model.ckpt-100.pt`` as ``model.ckpt.1-100.pt``; the first
-        number that is free for all of them is taken. A run that continues sets aside the reports of another run, or
-        its own files of later steps.
-
-        Parameters
-        ----------
-        source
-            The checkpoint that the run continues.
-        step
-            Updates done in it.
-        keep_best
-            Sets aside the best checkpoints after a step, -1 for all of them.
+        number that is free for all of them is taken. A run that continues `source` after `step` updates sets aside the
+        reports of another run, or its own files of later steps. `keep_best` sets aside the best checkpoints after a
+        step, -1 for all.
         """
         prefix = self._prefix
         reports = _not_empty(self._curve, self._training.jsonl_file, self._training.exported_path)

@@ -30,17 +30,7 @@ _NAMING = 10.0
 class Checkpoints:
     """Files, directories or both; every rank has one and calls its methods with the others.
 
-    Parameters
-    ----------
-    training
-        The input's section: `save_ckpt`, `max_ckpt_keep` and `checkpoint_format` count.
-    ranks
-        The processes of the run; rank 0 writes files, all write directories.
-
-    Raises
-    ------
-    TrainingError
-        On all ranks, when one that will write cannot.
+    Rank 0 writes files, all write directories. A rank that will write but cannot is a TrainingError on all ranks.
     """
 
     def __init__(self, training: RunSettings, ranks: Ranks) -> None:
@@ -88,12 +78,7 @@ class Checkpoints:
     def save(self, step: int, content: Callable[[], Mapping[str, Any]]) -> None:
         """Write the checkpoint of `step` updates; a directory is only begun.
 
-        Parameters
-        ----------
-        step
-            Updates done.
-        content
-            Returns the keys of the file, tensors laid out over the ranks as they are; the lists of files are added.
+        `content` returns the keys of the file, tensors laid out over the ranks as they are; lists of files are added.
         """
         with self.being_written():
             if self.directories:
@@ -134,10 +119,7 @@ class Checkpoints:
     def rescue(self, *, wait: bool) -> None:
         """Publish the directory under way when the run ends with an error, which counts more than one of this.
 
-        Parameters
-        ----------
-        wait
-            Wait for it; False when another rank is lost, and with it perhaps its part.
+        Wait for it, unless another rank is lost, and with it perhaps its part.
         """
         try:
             self.finish() if wait else self.poll()
@@ -158,15 +140,10 @@ class Checkpoints:
             self._saving = outer
 
     def adopt(self, own: Mapping[str, Any], source: Path) -> None:
-        """Count the checkpoints of the run that is continued as this run's own.
+        """Count the checkpoints of the run that is continued, which `own` lists under our key, as this run's own.
 
-        Parameters
-        ----------
-        own
-            The checkpoint's values under our key.
-        source
-            The checkpoint; nothing happens unless this run saves in the same folder, or when it bears another name
-            than it was saved under: the others' names may then be those of another run.
+        Nothing happens unless this run saves in the same folder, or when `source` bears another name than it was saved
+        under: the others' names may then be those of another run.
         """
         source, names = source.resolve(), {*own["series"], *own.get("directories", [])}
         folder = source.parent

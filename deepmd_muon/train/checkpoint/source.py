@@ -62,13 +62,7 @@ class Source:
     def of(
         cls, path: Path, content: Mapping[str, Any], way: Way, branch: str | None = None, new_fitting: bool = False
     ) -> Source:
-        """Take the model of a branch out of a checkpoint's content.
-
-        Raises
-        ------
-        ForeignModelError
-            When it cannot be built here, or there is no such branch.
-        """
+        """Take the model of a branch out of a checkpoint's content; ForeignModelError where it cannot be built here."""
         settings, weights = from_deepmd_kit(content["model"], branch)
         saved = saved_branches(content["model"])
         return cls(path, content, settings, weights, way, new_fitting, saved.get(branch or "", SINGLE))
@@ -100,29 +94,16 @@ class Source:
         return changed(present, taken)
 
     def check(self, present: ModelSettings, *, insist: bool) -> None:
-        """Refuse to go on with weights of another model, see `check_model_section`.
-
-        Parameters
-        ----------
-        present
-            The model of the input.
-        insist
-            Log the differences instead.
-        """
+        """Refuse to go on with weights of another model, or log the differences; see `check_model_section`."""
         saved = self._model_for(present)
         if self.new_fitting:
             saved = changed(saved, {"fitting_net": present.fitting_net})
         check_model_section(saved, present, self.path, insist=insist)
 
     def load_into(self, model: EnergyModel, *, force: bool) -> None:
-        """Load weights and statistics into a model; rows of types move to where its type map has them.
+        """Load weights and statistics into a model of the input; rows of types move to where its type map has them.
 
-        Parameters
-        ----------
-        model
-            The model of the present input; parts that the checkpoint lacks are not changed.
-        force
-            Load matching parts and log the others, instead of stopping.
+        `force` loads matching parts and logs the others. Parts that the checkpoint lacks are not changed then.
 
         Raises
         ------
@@ -184,14 +165,11 @@ def read_sources(
 
     Parameters
     ----------
-    given
-        The checked input.
     ways
         The checkpoint, under the way the run uses it.
     branch
         Name or alias of a branch of a multi-task checkpoint, for a run of one model. As in deepmd-kit, fine-tuning
         without one, or from "RANDOM", takes the descriptor of the first branch and starts the fitting net anew.
-
     alone
         False for several ranks, which read optimizer state and average of a directory later, each its part.
 
@@ -199,11 +177,6 @@ def read_sources(
     -------
     dict
         By name of the run's branches; those that start anew have none.
-
-    Raises
-    ------
-    CheckpointError
-        When the file is not a checkpoint, its model cannot be built here, or it has no branch that the run asks for.
     """
     way, named = next(((way, path) for way, path in ways.items() if path), (None, None))
     if way is None or named is None:

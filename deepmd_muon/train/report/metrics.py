@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 class RecentMetrics:
     """Metrics since the last report: of the last step of each branch, or averaged over all its steps.
 
-    Parameters
-    ----------
-    branches
-        The branches of the run.
-    averaged
-        Whether steps are averaged.
-    stratified
-        Whether a rank may have had no step of a branch that others have trained.
+    In a stratified run a rank may have had no step of a branch that others have trained.
     """
 
     def __init__(self, branches: Mapping[str, RunBranch], *, averaged: bool, stratified: bool = False) -> None:

@@ -33,19 +33,9 @@ def places_of(feed: Feed) -> int:
 
 
 class Throughput:
-    """Counts the atoms of a run and its lost time.
+    """Counts the atoms of a run and its lost time; exchanges of their numbers take place on CPUs.
 
-    Parameters
-    ----------
-    ranks
-        The processes; exchanges of their numbers take place on CPUs.
-    clock
-        Returns the time [s].
-
-    Attributes
-    ----------
-    atoms
-        Real atoms in the batches of all ranks so far; of several ranks, until the last `share`.
+    `atoms` counts the real atoms in the batches of all ranks so far; of several ranks, until the last `share`.
     """
 
     def __init__(self, ranks: Ranks, clock: Callable[[], float] = time.monotonic) -> None:

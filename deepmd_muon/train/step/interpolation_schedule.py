@@ -23,20 +23,9 @@ _MOST_SYSTEMS = 4
 class Tuning:
     """Keeps the number of pieces of a descriptor's interpolation in step with its weights.
 
-    It looks at the same frames every time, so that a run repeats.
-
-    Parameters
-    ----------
-    branches
-        The models that have the descriptor, on their device, with the loaders of their training data: the pieces
-        suffice for all of them.
-    device
-        Where the models are.
-
-    Attributes
-    ----------
-    looked
-        Whether the run, or the one that it continues, has looked before.
+    It looks at the same frames every time, so that a run repeats. `branches` are the models that have the descriptor,
+    with the loaders of their training data: the pieces suffice for all of them. `looked` says whether the run, or the
+    one that it continues, has looked before.
     """
 
     def __init__(self, branches: Sequence[tuple[EnergyModel, DataLoader]], device: torch.device) -> None:

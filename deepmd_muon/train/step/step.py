@@ -64,14 +64,9 @@ class TrainingStep:
     ) -> dict[str, Tensor]:
         """Update the parameters and their average once.
 
-        Parameters
-        ----------
-        batch
-            Structures and labels on the model's device; or several of them, the mean of whose gradients is taken.
-        lr
-            Learning rate of the update; a tensor is read on its device.
-        lr_fraction
-            Learning rate divided by the first one, which the prefactors of the loss follow.
+        Structures and labels are on the model's device; of several batches, the mean of their gradients is taken. `lr`
+        may be a tensor, which is read on its device; the prefactors of the loss follow `lr_fraction`, the rate divided
+        by the first one.
 
         Returns
         -------

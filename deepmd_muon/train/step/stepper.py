@@ -65,17 +65,7 @@ class Stepper(Protocol):
 
 
 class HostStepper:
-    """Reads loss and gradient norm in every step: on CPUs, and where ranks share more than gradients.
-
-    Parameters
-    ----------
-    step
-        With a `HostGuard`.
-    scalars
-        The schedule.
-    device
-        Where the steps run.
-    """
+    """Reads loss and gradient norm in every step: on CPUs, and where ranks share more than gradients."""
 
     def __init__(self, step: TrainingStep, scalars: Scalars, device: torch.device) -> None:
         self._step = step
@@ -126,21 +116,10 @@ class DeviceParts:
 
 
 class RateTable:
-    """The schedule's scalars on the device: a step reads them in the order of steps.
+    """The schedule's learning rates and their fractions of the first one on the device, read in the order of steps.
 
-    Parameters
-    ----------
-    scalars
-        Maps the 0-based step to learning rate and its fraction of the first one.
-    dtype
-        Of the learning rate, which an optimizer may demand.
-    device
-        Where the steps run.
-
-    Attributes
-    ----------
-    lr, lr_fraction
-        Scalars of the present step, of the given dtype and float64; written by `read`.
+    `lr`, of the dtype that the optimizer demands, and `lr_fraction`, float64, are scalars of the step, written by
+    `read`.
     """
 
     def __init__(self, scalars: Callable[[int], tuple[float, float]], dtype: torch.dtype, device: torch.device) -> None:
@@ -170,23 +149,10 @@ class RateTable:
 
 
 class CapturedStep:
-    """A training step that waits for nothing, captured where it can be.
+    """A training step that waits for nothing, captured where it can be; without `memory` for graphs, called eagerly.
 
-    Parameters
-    ----------
-    step
-        With a `DeviceGuard`.
-    rates
-        The schedule.
-    memory
-        Where graphs are captured; None calls the same function eagerly.
-
-    Attributes
-    ----------
-    recorded
-        Graphs that have been recorded.
-    eager_reason
-        Why steps run eagerly although they were to be captured; None while they need not.
+    `recorded` counts the graphs that have been recorded. `eager_reason` says why steps run eagerly although they were
+    to be captured; None while they need not.
     """
 
     def __init__(self, step: TrainingStep, rates: RateTable, memory: GraphMemory | None) -> None:
@@ -216,20 +182,7 @@ class CapturedStep:
             step.optimizer._warned_capturable_if_run_uncaptured = True
 
     def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
-        """Update the parameters once.
-
-        Parameters
-        ----------
-        feed
-            The batch, or several.
-        done
-            Updates made before this one.
-
-        Returns
-        -------
-        dict
-            Metrics before the update, as `TrainingStep` returns them; the next step overwrites them.
-        """
+        """Update the parameters once, after `done` updates; the next step overwrites the metrics that are returned."""
         self._rates.expect(done)
         self._guard.note(feed.system)
         if self._pieces != self._model.pieces:  # a graph holds launches of other kernels
@@ -327,20 +280,8 @@ class CapturedStep:
 class DeviceStepper:
     """Waits for nothing in a step, and captures it where it may.
 
-    Parameters
-    ----------
-    step
-        With a `DeviceGuard`.
-    scalars
-        The schedule.
-    device
-        Where the steps run.
-    capture
-        Whether to capture.
-    keep_metrics
-        Return metrics that the next step does not overwrite.
-    parts
-        Shared with the steppers of other branches; its guard is that of `step`.
+    `keep_metrics` returns metrics that the next step does not overwrite. `parts` are shared with the steppers of other
+    branches.
     """
 
     def __init__(
@@ -412,21 +353,7 @@ def build_stepper(
     model: EnergyModel | None = None,
     parts: DeviceParts | None = None,
 ) -> Stepper:
-    """Make the stepper of a run.
-
-    Parameters
-    ----------
-    strategy, loss, optimizer, ema
-        The objects that a step uses.
-    training
-        The input's section: `capture`, `enable_compile`, `enable_tf32`, `gradient_max_norm`,
-        `adam_gradient_max_norm`, `disp_freq`, `disp_avg`.
-    scalars
-        The schedule.
-    model
-        The model of the branch that it steps, where the strategy holds several.
-    parts
-        Shared by the steppers of these branches.
+    """Make the stepper of a run, as the section `training` asks; branches pass their own `model` and share `parts`.
 
     Raises
     ------

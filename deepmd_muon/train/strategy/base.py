@@ -89,31 +89,15 @@ class Strategy(ABC):
         source: Path,
         build_whole: Callable[[], tuple[EnergyModel | Branches, torch.optim.Optimizer]],
     ) -> None:
-        """Load the optimizer's state from a checkpoint.
+        """Load the optimizer's state from a checkpoint, before its first step.
 
-        Parameters
-        ----------
-        optimizer
-            Made by `build_optimizer`, before its first step.
-        content
-            The checkpoint; tensors of a directory may be meta tensors.
-        source
-            Its path.
-        build_whole
-            Makes the model and an optimizer as a single process has them, for a state that must be converted whole.
+        Tensors of a directory may be meta tensors. `build_whole` makes the model and an optimizer as a single process
+        has them, for a state that must be converted whole.
         """
 
     @abstractmethod
     def reduce(self, loss: Tensor, branch: EnergyModel | None = None) -> Reduced:
-        """Combine gradients and loss of all ranks after the backward pass.
-
-        Parameters
-        ----------
-        loss
-            Of this rank's batch.
-        branch
-            The model that the step trains, where there are several.
-        """
+        """Combine gradients and loss of all ranks after the backward pass of one `branch`, where there are several."""
 
     @abstractmethod
     def request_stop(self, number: int) -> None:
