@@ -282,7 +282,7 @@ def _device_of(place: Place) -> torch.device:
 
 
 def training_device() -> torch.device:
-    """Return the device that the environment variable DEVICE names, as in deepmd-kit; unset, the GPU if there is one."""
+    """Return the device that the environment variable DEVICE names, as in deepmd-kit; unset, a GPU if there is one."""
     wanted = os.environ.get("DEVICE", "").lower()
     if wanted not in ("", "cpu", "cuda"):
         raise TrainingError(f"the environment variable DEVICE must be cpu or cuda; found {os.environ['DEVICE']!r}")

@@ -66,7 +66,7 @@ class BestCheckpoints:
                     path.rename(self.path(step))
 
     def keep_earlier(self, after: int = -1) -> None:
-        """Give files of steps later than `after` a number: ``best.ckpt-100.t-1.pt`` becomes ``best.ckpt.1-100.t-1.pt``."""
+        """Give files of later steps a number: ``best.ckpt-100.t-1.pt`` becomes ``best.ckpt.1-100.t-1.pt``."""
         names = {path: self._pattern.fullmatch(path.name) for path in self._files()}
         earlier = [path for path, name in names.items() if name and int(name[1]) > after]
         if not earlier:
