@@ -21,7 +21,7 @@ from deepmd_muon.files import WriteError, is_special, replacement, whole_file
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.train.batches.accumulated import StepSource
+from deepmd_muon.train.batches.streamed import StepSource
 from deepmd_muon.train.branches import (
     RunBranch,
     StratifiedOrder,

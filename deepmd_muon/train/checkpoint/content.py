@@ -45,23 +45,32 @@ class RunState:
 
         `lr` is the rate of the last update; `infos` are plain values that deepmd-kit keeps beside these two.
         """
+        several = isinstance(self.model, Branches)
+
+        def kept(values: dict[str, Any]) -> Any:  # of a single model, its own
+            return values if several else values[SINGLE]
+
+        branches = self.branches.items()
+        own = {
+            "version": FORMAT_VERSION,
+            "step": step,
+            "settings": json.dumps(self.given.normalized),
+            "torch_rng": torch.get_rng_state(),
+            "pieces": kept({name: one.model.pieces for name, one in branches}),
+            "training_data": kept({name: one.data.training.state_dict() for name, one in branches}),
+            "validation_data": kept(
+                {name: one.data.validation.state_dict() if one.data.validation else {} for name, one in branches}
+            ),
+        }
+        if several:
+            own |= {"tasks": self.order.state_dict(), SHARED: shared_names(self.model)}
+        infos = {**infos, "lr": lr, "step": step - 1}  # deepmd-kit counts from 0
+        distances = kept({name: one.min_nbor_dist for name, one in branches})
+        optimizer = _with_plain_rates(self.optimizer.state_dict())
         content: dict[str, Any] = {
-            "model": to_deepmd_kit(
-                self.model,
-                {**infos, "lr": lr, "step": step - 1},  # deepmd-kit counts from 0
-                min_nbor_dist=self._of_each({name: one.min_nbor_dist for name, one in self.branches.items()}),
-            ),
-            "optimizer": in_deepmd_kits_order(
-                _with_plain_rates(self.optimizer.state_dict()), parameter_order(self.model)
-            ),
-            OWN_KEY: {
-                "version": FORMAT_VERSION,
-                "step": step,
-                "settings": json.dumps(self.given.normalized),
-                "torch_rng": torch.get_rng_state(),
-                **{key: self._of_each(values) for key, values in self._positions().items()},
-                **self._of_several(),
-            },
+            "model": to_deepmd_kit(self.model, infos, min_nbor_dist=distances),
+            "optimizer": in_deepmd_kits_order(optimizer, parameter_order(self.model)),
+            OWN_KEY: own,
         }
         if self.ema:
             content["ema"] = self.ema.state_dict()
@@ -80,25 +89,6 @@ class RunState:
             own = {key: average["model"][f"{name}.{key}"] for key, _ in branch.model.named_parameters()}
             content["ema"] = {**average, "model": own}
         return content
-
-    def _positions(self) -> dict[str, dict[str, Any]]:
-        """Return what is kept of each branch, by its name."""
-        data = {name: branch.data for name, branch in self.branches.items()}
-        return {
-            "pieces": {name: branch.model.pieces for name, branch in self.branches.items()},
-            "training_data": {name: one.training.state_dict() for name, one in data.items()},
-            "validation_data": {n: one.validation.state_dict() if one.validation else {} for n, one in data.items()},
-        }
-
-    def _of_several(self) -> dict[str, Any]:
-        """Return what is kept of several branches together."""
-        if not isinstance(self.model, Branches):
-            return {}
-        return {"tasks": self.order.state_dict(), SHARED: shared_names(self.model)}
-
-    def _of_each(self, values: dict[str, Any]) -> Any:
-        """Return values of all branches, of a single model its own."""
-        return values if isinstance(self.model, Branches) else values[SINGLE]
 
     def restore(self, content: Mapping[str, Any], source: Path) -> int:
         """Restore random numbers, data order and average from a checkpoint; return the number of updates done.

@@ -124,14 +124,6 @@ class Source:
         if self.new_fitting:
             taken = {name: x for name, x in weights.items() if name.startswith("atomic_model.descriptor.")}
             weights = {**model.state_dict(), **taken}
-        self._load(model, weights, force=force)
-
-    def _model_for(self, present: ModelSettings) -> ModelSettings:
-        """Return its model with the type map of another one, where rows can move."""
-        move = self.move_to(present.type_map)
-        return move.settings(self.model, present) if move else self.model
-
-    def _load(self, model: EnergyModel, weights: Mapping[str, torch.Tensor], *, force: bool) -> None:
         present = model.state_dict()
         problems = [f"{name}: not in the checkpoint" for name in present if name not in weights]
         problems += [f"{name}: not in the model of this input" for name in weights if name not in present]
@@ -156,6 +148,11 @@ class Source:
             name: tensor for name, tensor in weights.items() if name in present and _fits(name, tensor, present[name])
         }
         model.load_state_dict(fitting, strict=False)
+
+    def _model_for(self, present: ModelSettings) -> ModelSettings:
+        """Return its model with the type map of another one, where rows can move."""
+        move = self.move_to(present.type_map)
+        return move.settings(self.model, present) if move else self.model
 
 
 def read_sources(
@@ -192,7 +189,10 @@ def read_sources(
                 )
             chosen = _choose(given.settings, content["model"], path, way)
         else:
-            chosen = {SINGLE: _chosen_for_one(content["model"], way, branch)}
+            chosen = {SINGLE: (way, branch, False)}
+            if way == "finetune" and branch in (None, RANDOM):
+                branches = saved_branches(content["model"])
+                chosen = {SINGLE: (way, next(iter(branches), None), bool(branches) or branch == RANDOM)}
         found = {name: Source.of(path, content, *choice) for name, choice in chosen.items()}
     for name, source in found.items():
         if source.new_fitting:
@@ -202,13 +202,6 @@ def read_sources(
 
 
 _Choice = tuple[Way, "str | None", bool]  # how a branch is used, its name in the checkpoint, whether the net is new
-
-
-def _chosen_for_one(state: Mapping[str, Any], way: Way, branch: str | None) -> _Choice:
-    if way != "finetune" or branch not in (None, RANDOM):
-        return way, branch, False
-    branches = saved_branches(state)
-    return way, next(iter(branches), None), bool(branches) or branch == RANDOM
 
 
 def _choose(settings: MultiTaskSettings, state: Mapping[str, Any], path: Path, way: Way) -> dict[str, _Choice]:

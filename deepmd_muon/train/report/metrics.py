@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from deepmd_muon.train.batches.accumulated import parts_of
+from deepmd_muon.train.batches.streamed import parts_of
 from deepmd_muon.train.validation.validate import mean_metrics, metrics_by_batch
 
 if TYPE_CHECKING:
-    from deepmd_muon.train.batches.accumulated import StepFeed
+    from deepmd_muon.train.batches.streamed import StepFeed
     from deepmd_muon.train.branches import RunBranch
     from deepmd_muon.train.ranks.ranks import Ranks
 

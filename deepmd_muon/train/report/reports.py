@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from deepmd_muon.train.report.console import ConsoleReport, ProgressLine
 from deepmd_muon.train.report.json_lines import JsonLinesFile
@@ -43,14 +43,6 @@ class Report(Protocol):
         """Write buffered rows and close the files."""
 
 
-@runtime_checkable
-class _Advancing(Protocol):
-    """A report that wants to know of every step."""
-
-    def advance(self, step: int) -> None:
-        """Take note that the 1-based `step` is done."""
-
-
 def _due(report: Report, step: int) -> bool:
     return step == 1 or step % report.frequency == 0
 
@@ -61,7 +53,7 @@ class Reports:
     def __init__(self, reports: Sequence[Report] = (), progress: ProgressLine | None = None) -> None:
         self._reports = tuple(reports)
         self._progress = progress
-        self._advancing = [found for found in (*self._reports, progress) if isinstance(found, _Advancing)]
+        self._advancing = [found for found in (*self._reports, progress) if hasattr(found, "advance")]
 
     def due(self, step: int) -> bool:
         """Return whether any report wants the training metrics of the 1-based `step`."""
@@ -74,7 +66,7 @@ class Reports:
     def advance(self, step: int) -> None:
         """Move the progress line and end long silences of the log; called every step, reads nothing from the device."""
         for report in self._advancing:
-            report.advance(step)
+            report.advance(step)  # type: ignore[union-attr]
 
     def step(self, step: int, lr: float, train: Metrics, valid: Metrics | None = None) -> None:
         """Hand the metrics of the 1-based `step`, whose update used `lr`, to every report that wants them.

@@ -13,8 +13,8 @@ from torch import Tensor
 from deepmd_muon.loss import Loss
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.optim import clip_adam_grad_norm_
-from deepmd_muon.train.batches.accumulated import AccumulatedFeed
 from deepmd_muon.train.batches.batch import TrainingBatch
+from deepmd_muon.train.batches.streamed import AccumulatedFeed
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.ranks.ranks import local_part
 from deepmd_muon.train.step.compiled import CompiledGradient, differentiate

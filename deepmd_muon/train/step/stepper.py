@@ -23,13 +23,20 @@ from deepmd_muon.loss import Loss
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.nn.graphs import GraphMemory
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.train.batches.accumulated import AccumulatedBatches, StepFeed, StepSource, parts_of
 from deepmd_muon.train.batches.resident import ResidentBatches, why_not_on_device
-from deepmd_muon.train.batches.streamed import BatchSource, HostBatches, StreamedBatches
+from deepmd_muon.train.batches.streamed import (
+    AccumulatedBatches,
+    BatchSource,
+    HostBatches,
+    StepFeed,
+    StepSource,
+    StreamedBatches,
+    parts_of,
+)
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.step.compiled import CompiledGradient
-from deepmd_muon.train.step.guard import DeviceGuard, HostGuard, on_nonfinite
+from deepmd_muon.train.step.guard import DeviceGuard, Guard, HostGuard, on_nonfinite
 from deepmd_muon.train.step.step import TrainingStep
 from deepmd_muon.train.strategy import Strategy
 
@@ -106,13 +113,6 @@ class DeviceParts:
     guard: DeviceGuard | None = None
     rates: RateTable | None = None
     memory: GraphMemory | None = None
-
-    def rates_for(self, scalars: Scalars, optimizer: torch.optim.Optimizer, device: torch.device) -> RateTable:
-        """Return the schedule for an optimizer."""
-        # torch's fused Adam reads no other dtype.
-        dtype = torch.float64 if isinstance(optimizer, HybridMuon) else torch.float32
-        self.rates = self.rates or RateTable(scalars, dtype, device)
-        return self.rates
 
 
 class RateTable:
@@ -300,7 +300,10 @@ class DeviceStepper:
             parts.memory = parts.memory or GraphMemory()
         self._guard = step.guard
         self._strategy = step.strategy
-        self._captured = CapturedStep(step, parts.rates_for(scalars, step.optimizer, device), parts.memory)
+        if parts.rates is None:  # torch's fused Adam reads no other dtype
+            dtype = torch.float64 if isinstance(step.optimizer, HybridMuon) else torch.float32
+            parts.rates = RateTable(scalars, dtype, device)
+        self._captured = CapturedStep(step, parts.rates, parts.memory)
         self._device = device
         self._keep = keep_metrics
 
@@ -365,31 +368,24 @@ def build_stepper(
     if obstacle and training.capture == "on":
         raise TrainingError(f'training/capture is "on", but {obstacle}: use "auto"')
     tf32 = training.enable_tf32 and device.type == "cuda"
+    capture = training.capture == "on" or (training.capture == "auto" and strategy.captured_by_default)
+    parts, gradient = parts or DeviceParts(), None
+    guard: Guard
     if obstacle:
         if training.enable_compile:
             log.info("training/enable_compile is ignored: %s", obstacle)
         if training.enable_tf32 and not tf32:
             log.info("training/enable_tf32 is ignored: %s", obstacle)
-        step = TrainingStep(
-            strategy,
-            loss,
-            optimizer,
-            HostGuard(policy, training.disp_freq),
-            training.gradient_max_norm,
-            ema,
-            tf32=tf32,
-            model=model,
-            adam_max_norm=training.adam_gradient_max_norm,
-        )
+        guard = HostGuard(policy, training.disp_freq)
+    else:
+        gather = strategy.ranks.gather_objects
+        guard = parts.guard = parts.guard or DeviceGuard(policy, optimizer, device, training.disp_freq, gather)
+        if capture and training.enable_compile:
+            whole = model or strategy.model
+            assert isinstance(whole, EnergyModel)
+            gradient = CompiledGradient(whole, loss)
+    norms = {"max_norm": training.gradient_max_norm, "adam_max_norm": training.adam_gradient_max_norm}
+    step = TrainingStep(strategy, loss, optimizer, guard, ema=ema, gradient=gradient, tf32=tf32, model=model, **norms)
+    if obstacle:
         return HostStepper(step, scalars, device)
-    parts = parts or DeviceParts()
-    guard = parts.guard = parts.guard or DeviceGuard(
-        policy, optimizer, device, training.disp_freq, strategy.ranks.gather_objects
-    )
-    capture = training.capture == "on" or (training.capture == "auto" and strategy.captured_by_default)
-    whole = model or strategy.model
-    assert isinstance(whole, EnergyModel)
-    gradient = CompiledGradient(whole, loss) if capture and training.enable_compile else None
-    norms = training.gradient_max_norm, training.adam_gradient_max_norm
-    step = TrainingStep(strategy, loss, optimizer, guard, norms[0], ema, gradient, tf32, model, norms[1])
     return DeviceStepper(step, scalars, device, capture=capture, keep_metrics=training.disp_avg, parts=parts)

@@ -17,6 +17,7 @@ from deepmd_muon.optim.buildable import Buildable
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.other_configs import MuonConfig
 from deepmd_muon.setting import InvalidSettingError
+from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
 from deepmd_muon.train.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -81,7 +82,6 @@ class Strategy(ABC):
         """Make the run's optimizer, on this rank's parts where parameters are cut."""
         return build_optimizer(config, self.model, lr, replicas=self._replicas, state_in_parts=self._state_in_parts)
 
-    @abstractmethod
     def load_optimizer_state(
         self,
         optimizer: torch.optim.Optimizer,
@@ -94,6 +94,7 @@ class Strategy(ABC):
         Tensors of a directory may be meta tensors. `build_whole` makes the model and an optimizer as a single process
         has them, for a state that must be converted whole.
         """
+        load_optimizer_state(optimizer, self.model, content, source)
 
     @abstractmethod
     def reduce(self, loss: Tensor, branch: EnergyModel | None = None) -> Reduced:
