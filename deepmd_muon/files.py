@@ -285,18 +285,9 @@ def regular_text(path: str | os.PathLike[str]) -> str:
 def real_folders(root: str, refuse: Callable[[OSError], None] | None = None) -> list[tuple[str, list[str]]]:
     """Return the folders at or below one, sorted, with their files; circles of links are not followed.
 
-    Parameters
-    ----------
-    root
-        The folder.
-    refuse
-        Takes the error of a folder that cannot be listed; None passes over that folder.
-
-    Returns
-    -------
-    list of (str, list of str)
-        Neither sets of systems (``set.000``) nor folders whose names begin with a dot: conversions that were killed
-        leave some of these.
+    Sets of systems (``set.000``) and folders whose names begin with a dot are left out: conversions that were killed
+    leave some of these. `refuse` takes the error of a folder that cannot be listed; without it, that folder is passed
+    over.
     """
     seen: set[str] = set()
     found: list[tuple[str, list[str]]] = []
@@ -336,21 +327,8 @@ def refuse_clashes(
 ) -> None:
     """Refuse to write one output over another, or over something that is read.
 
-    Parameters
-    ----------
-    error
-        Class of the error.
-    outputs
-        Files by the name of their option or setting; None and devices do not count.
-    inputs
-        Files that are read, by what they are; None and files that do not exist do not count.
-    systems
-        Paths or patterns of data, as `open_systems` takes them, by what they are.
-
-    Raises
-    ------
-    error
-        Naming every output that is something else as well.
+    Outputs and inputs come by what they are; None does not count, nor do devices among outputs. `systems` are paths or
+    patterns of data, as `open_systems` takes them. The `error` names every output that is something else as well.
     """
     places = {name: Path(path) for name, path in outputs.items() if path is not None and not is_special(Path(path))}
     problems = list(_twice(places))

@@ -19,18 +19,10 @@ _TRAINING = ("optimizer/", "loss/", "learning_rate/", "training/training_data/",
 
 
 def check_model_section(saved: ModelSettings, present: ModelSettings, path: Path, *, insist: bool) -> None:
-    """Refuse to go on with weights that were trained for another model.
+    """Refuse to go on with weights of the checkpoint `path` that were trained for another model, or log the changes.
 
-    A changed cutoff or activation fits the same weights, and a run would go on with other energies.
-
-    Parameters
-    ----------
-    saved, present
-        The sections, with numbers in `sel`.
-    path
-        The checkpoint, for the message.
-    insist
-        Log the changes instead.
+    A changed cutoff or activation fits the same weights, and a run would go on with other energies. Both sections have
+    numbers in `sel`.
 
     Raises
     ------

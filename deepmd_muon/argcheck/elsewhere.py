@@ -30,12 +30,7 @@ KEYS = {
 def only_in_deepmd_kit(data: Mapping[str, Any], schema: Key) -> list[Problem]:
     """Return what decides that an input is deepmd-kit's alone; further problems with it mean nothing then.
 
-    Parameters
-    ----------
-    data
-        The input in today's spelling.
-    schema
-        `deepmd_muon.argcheck.schema.tree` of the whole input.
+    The input is in today's spelling; `schema` is the `tree` of it all.
     """
     found = {path: what for path, what in KEYS.items() if _value(data, path)}
     for path, names in TYPES.items():

@@ -34,15 +34,7 @@ _NO_OPTIMIZER = (
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """One of the models that an input asks for.
-
-    Attributes
-    ----------
-    model, loss, data
-        Its settings.
-    model_path, data_path
-        Their sections, for messages.
-    """
+    """One of the models that an input asks for, with the paths of its sections for messages."""
 
     model: ModelSettings
     loss: LossSettings
@@ -140,14 +132,7 @@ class Input:
 
 
 def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
-    """Check the contents of an input.
-
-    Parameters
-    ----------
-    data
-        Content of an input file.
-    source
-        Name of the file for the message of an error.
+    """Check the contents of an input; `source` names its file in messages.
 
     Raises
     ------
@@ -204,12 +189,7 @@ def _only_in_deepmd_kit(expanded: Expanded) -> list[Problem]:
 
 
 def load(path: str | os.PathLike[str]) -> Input:
-    """Read and check an input file.
-
-    Parameters
-    ----------
-    path
-        A JSON file, or YAML when it ends in .yaml or .yml.
+    """Read and check an input file: JSON, or YAML when it ends in .yaml or .yml.
 
     Raises
     ------
@@ -222,14 +202,6 @@ def load(path: str | os.PathLike[str]) -> Input:
 
 
 def dump(normalized: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a normalised input as JSON; a reader sees the old file or the new one, never a part.
-
-    Parameters
-    ----------
-    normalized
-        `Input.normalized`.
-    path
-        File to write, usually out.json.
-    """
+    """Write `Input.normalized` as JSON, usually out.json; a reader sees the old file or the new one, never a part."""
     with whole_file(Path(path)) as file:
         file.write((json.dumps(normalized, indent=4, ensure_ascii=False) + "\n").encode())

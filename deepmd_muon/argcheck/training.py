@@ -20,10 +20,6 @@ _SYSTEMS = (
 _NUMBER = r"\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?"
 
 
-def _one_size_a_system(batch_size: int | str | tuple[int, ...]) -> str | None:
-    return "must name at least one size; found an empty list" if batch_size == () else None
-
-
 def _some_systems(systems: tuple[str, ...]) -> str | None:
     return None if systems else "must name at least one system; found an empty list"
 
@@ -83,6 +79,7 @@ class TrainingDataSettings(Section):
     batch_size: int | str | tuple[int, ...] = setting(
         "auto",
         minimum=1,
+        nonempty=True,
         pattern=r"auto(:[1-9]\d*)?|(max|filter|mixed|mix):[1-9]\d*",
         forms='"auto", "auto:N", "max:N", "filter:N", "mixed:N", "mix:N", a whole number or one for each system',
         doc=(
@@ -111,7 +108,6 @@ class TrainingDataSettings(Section):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("systems",), _some_systems),
         Rule(("rglob_patterns",), _relative_patterns),
-        Rule(("batch_size",), _one_size_a_system),
         Rule(("sys_probs", "systems"), _probabilities),
         Rule(("auto_prob", "sys_probs"), _blocks),
     )
