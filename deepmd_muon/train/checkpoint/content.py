@@ -21,7 +21,7 @@ from deepmd_muon.model.branches import Branches
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.train.branches import RunBranch, StratifiedOrder, TaskOrder
 from deepmd_muon.train.checkpoint.continued_state import SHARED, shared_names
-from deepmd_muon.train.checkpoint.for_deepmd_kit import in_deepmd_kits_order, parameter_order
+from deepmd_muon.train.checkpoint.optimizer_state import in_deepmd_kits_order, parameter_order
 from deepmd_muon.train.ema import Ema
 
 log = logging.getLogger(__name__)
