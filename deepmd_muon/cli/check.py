@@ -56,12 +56,12 @@ def run(options: argparse.Namespace) -> int:
     settings = CheckSettings(
         options.temperature, options.time_step, options.time, options.copies, options.probes, options.seed
     )
+    data = {"the data": options.system if section is None else section.systems}
+    begin(options, {"--json": options.json, "-o": options.output}, models, data)
     if options.output:
         from deepmd_muon.show.picture import check_ending
 
         check_ending(Path(options.output))
-    data = {"the data": options.system if section is None else section.systems}
-    begin(options, {"--json": options.json, "-o": options.output}, models, data)
     predictors = load_predictors(options.MODEL, options)
     type_map = predictors[0].type_map
     systems = open_section(section, type_map) if section else open_listed(options.system, type_map, options)

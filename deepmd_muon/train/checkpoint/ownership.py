@@ -143,12 +143,14 @@ class RunFiles:
         every = [*reports, *_not_empty(self._validations)]
         saved: list[Path] = []
         if source is None:  # full validation keeps its file itself
-            saved, whose = _saved(prefix), "an earlier run"
-        elif theirs := self._of_another_run(source):
-            reports, whose = [path for path in every if str(path) in theirs], "another run, with another save_ckpt,"
+            saved, told = _saved(prefix), "kept the files of an earlier run as %s"
+        elif another := self._of_another_run(source):
+            other, theirs = another
+            reports = [path for path in every if str(path) in theirs]
+            told = f"reports of the run with save_ckpt {other} are kept as %s"
             keep_best(-1)
         elif saved := self._later_than(source.path.resolve(), step):
-            reports, whose = every, f"steps beyond {step}, to which this run goes back,"
+            reports, told = every, f"this run goes back to step {step}: later files are kept as %s"
             keep_best(step)
         else:
             return
@@ -178,7 +180,7 @@ class RunFiles:
             else:
                 with writing(path):
                     path.rename(path.with_name(names[-1]))
-        log.log(logging.WARNING if source else logging.INFO, "files of %s are kept as %s", whose, ", ".join(names))
+        log.log(logging.WARNING if source else logging.INFO, told, ", ".join(names))
 
     def _later_than(self, source: Path, step: int) -> list[Path]:
         """Return the checkpoints beyond the one that is continued; only one of `save_ckpt` has later ones."""
@@ -187,8 +189,8 @@ class RunFiles:
             return []
         return [path for path in _saved(prefix) if int(path.stem.rpartition("-")[2]) > step]
 
-    def _of_another_run(self, source: Source) -> set[str | None]:
-        """Return the names of the reports of another run, to which this one would add its rows; none of its own.
+    def _of_another_run(self, source: Source) -> tuple[Path, set[str | None]] | None:
+        """Return `save_ckpt` and reports of another run, to which this one would add its rows; None for its own.
 
         Two runs with different `save_ckpt` and the same `disp_file` may follow each other in a folder. The normalised
         input that lies there says whose the reports are.
@@ -199,11 +201,12 @@ class RunFiles:
             prefix, names = Path(theirs["save_ckpt"]), {theirs.get("disp_file"), theirs.get("jsonl_file")}
             names.add(sections.get("validating", {}).get("full_val_file"))
         except (ValueError, LookupError, TypeError, AttributeError):
-            return set()
+            return None
         own = source.content.get(OWN_KEY)
         continued = json.loads(own["settings"])["training"].get("save_ckpt") if own else None
         continued = continued or str(source.path).rpartition("-")[0]
-        return set() if prefix.resolve() in (self._prefix.resolve(), Path(continued).resolve()) else names
+        own_prefixes = self._prefix.resolve(), Path(continued).resolve()
+        return None if prefix.resolve() in own_prefixes else (prefix, names)
 
 
 @contextlib.contextmanager

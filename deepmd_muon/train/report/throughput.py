@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from deepmd_muon.train.batches.shapes import Shape
 from deepmd_muon.train.batches.streamed import StepFeed, parts_of
 from deepmd_muon.train.ranks.ranks import Ranks
 
@@ -45,8 +44,8 @@ class Throughput:
         """Count the batches of a step that has been taken, or launched."""
         for part in parts_of(feed):
             self._own += int(part.atoms.sum())
-            padded = part.layout.counts if isinstance(part.layout, Shape) else part.atoms
-            self._places += int(sum(padded))  # atoms that the step computes, those of padding among them
+            # A layout that is a shape has the places for atoms of each type, those of padding among them.
+            self._places += int(sum(getattr(part.layout, "counts", part.atoms)))
         if self._ranks.size == 1:
             self.atoms = float(self._own)
         if self._first is None:  # compiles, opens files, waits for ranks that start later: not like any other
