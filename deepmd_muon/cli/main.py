@@ -162,12 +162,14 @@ def split_backend(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
+    from importlib.metadata import version  # reads torch's version without importing torch
+
     parser = argparse.ArgumentParser(
         prog="dp",
         description="Train and test DeePMD potentials with the HybridMuon optimizer.",
         epilog="Other backends and commands (gui, …) go to deepmd-kit.",
     )
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=f"deepmd-muon {__version__} (torch {version('torch')})")
     backend = parser.add_mutually_exclusive_group()
     backend.add_argument(
         "-b",
@@ -192,10 +194,3 @@ def build_parser() -> argparse.ArgumentParser:
             )
         )
     return parser
-
-
-def _version() -> str:
-    """Return the version line; torch's version is read without importing torch."""
-    from importlib.metadata import version
-
-    return f"deepmd-muon {__version__} (torch {version('torch')})"

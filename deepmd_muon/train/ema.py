@@ -68,7 +68,9 @@ class Ema:
     @torch.no_grad()
     def update(self, weight: float | torch.Tensor | None = None) -> None:
         """Take the parameters of this moment into the average, with `weight()` or another, read on its device."""
-        averages, parameters = self._local()
+        # As far as this rank holds them.
+        averages = [local_part(x) for x in self._average.values()]
+        parameters = [local_part(p) for p in self._parameters.values()]
         if weight is None:
             weight = self.weight()
         if isinstance(weight, torch.Tensor):
@@ -128,7 +130,3 @@ class Ema:
             local_part(average).copy_(local_part(value))
         if state.get("decay", self.decay) != self.decay:
             log.warning("ema_decay is %g here and was %g before the restart", self.decay, state["decay"])
-
-    def _local(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return averages and parameters as far as this rank holds them."""
-        return [local_part(x) for x in self._average.values()], [local_part(p) for p in self._parameters.values()]

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -55,23 +56,26 @@ _RATES = 1024
 _RESIDENT_SHARE = 0.25
 
 
-class Stepper(Protocol):
+class Stepper(ABC):
     """Takes the steps of a run."""
 
+    @abstractmethod
     def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
         """Update the parameters once, after `done` updates; return metrics from before the update."""
 
-    def check(self, done: int) -> None:
-        """Raise pending errors of steps, before anything is built on `done` updates."""
-
+    @abstractmethod
     def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
         """Return where the batches of a run come from."""
 
-    def close(self) -> None:
+    @abstractmethod
+    def check(self, done: int) -> None:
+        """Raise pending errors of steps, before anything is built on `done` updates."""
+
+    def close(self) -> None:  # noqa: B027 (steps that read on the host leave nothing behind)
         """End: no step follows."""
 
 
-class HostStepper:
+class HostStepper(Stepper):
     """Reads loss and gradient norm in every step: on CPUs, and where ranks share more than gradients."""
 
     def __init__(self, step: TrainingStep, scalars: Scalars, device: torch.device) -> None:
@@ -84,10 +88,8 @@ class HostStepper:
         return self._step(feed.read(), *self._scalars(done))
 
     def check(self, done: int) -> None:
-        """Do nothing: steps raise themselves."""
-
-    def close(self) -> None:
-        """Do nothing: a step leaves nothing behind."""
+        """Judge the steps that were skipped; others raise themselves."""
+        self._step.guard.check(done)
 
     def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
         """Return batches that are converted one by one; on a GPU those of `DeviceStepper`."""
@@ -277,7 +279,7 @@ class CapturedStep:
         return graph
 
 
-class DeviceStepper:
+class DeviceStepper(Stepper):
     """Waits for nothing in a step, and captures it where it may.
 
     `keep_metrics` returns metrics that the next step does not overwrite. `parts` are shared with the steppers of other
