@@ -1,4 +1,4 @@
-"""Write files atomically, never through a symlink. Read regular files only. Enter each folder once, links or not.
+"""Write files atomically, never through a symlink or over an input. Read regular files only. Enter each folder once.
 
 Every error of writing is a `WriteError`, which names the file that was to be written, not a temporary one.
 """
@@ -14,13 +14,16 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, ClassVar
 
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
+# Files of a system of data beside its sets.
+_OF_SYSTEM = frozenset({"type.raw", "type_map.raw", "nopbc", "data.mdb"})
 #: Seconds that a FIFO may take to find a reader.
 FIFO_PATIENCE = 10.0
 
@@ -282,18 +285,9 @@ def regular_text(path: str | os.PathLike[str]) -> str:
 def real_folders(root: str, refuse: Callable[[OSError], None] | None = None) -> list[tuple[str, list[str]]]:
     """Return the folders at or below one, sorted, with their files; circles of links are not followed.
 
-    Parameters
-    ----------
-    root
-        The folder.
-    refuse
-        Takes the error of a folder that cannot be listed; None passes over that folder.
-
-    Returns
-    -------
-    list of (str, list of str)
-        Neither sets of systems (``set.000``) nor folders whose names begin with a dot: conversions that were killed
-        leave some of these.
+    Sets of systems (``set.000``) and folders whose names begin with a dot are left out: conversions that were killed
+    leave some of these. `refuse` takes the error of a folder that cannot be listed; without it, that folder is passed
+    over.
     """
     seen: set[str] = set()
     found: list[tuple[str, list[str]]] = []
@@ -323,3 +317,57 @@ def paths_matching(pattern: str, refuse: Callable[[OSError], None] | None = None
         for folder, _ in real_folders(top, refuse):
             folder = os.path.normpath(folder) if place == 0 else folder
             yield from paths_matching(os.path.join(glob.escape(folder), rest), refuse)
+
+
+def refuse_clashes(
+    error: type[Exception],
+    outputs: Mapping[str, str | os.PathLike[str] | None],
+    inputs: Mapping[str, str | os.PathLike[str] | None],
+    systems: Mapping[str, Iterable[str]] = MappingProxyType({}),
+) -> None:
+    """Refuse to write one output over another, or over something that is read.
+
+    Outputs and inputs come by what they are; None does not count, nor do devices among outputs. `systems` are paths or
+    patterns of data, as `open_systems` takes them. The `error` names every output that is something else as well.
+    """
+    places = {name: Path(path) for name, path in outputs.items() if path is not None and not is_special(Path(path))}
+    problems = list(_twice(places))
+    existing = {name: path for name, path in places.items() if path.exists()}
+    for name, path in existing.items():
+        problems += [f"{name} is {what}: {path}" for what, file in inputs.items() if file and _same(path, file)]
+    problems += [
+        f"{name} is a file of {what} {system}: {path}"
+        for what, paths in systems.items()
+        for system in (paths if existing else ())
+        for name, path in existing.items()
+        if _is_data(path, system)
+    ]
+    if problems:
+        raise error("; ".join(problems) + ". Give the output another name: it would be overwritten")
+
+
+def _twice(places: Mapping[str, Path]) -> Iterator[str]:
+    """Yield a problem for every output that is an earlier one, too."""
+    seen: dict[str, str] = {}
+    for name, path in places.items():
+        other = seen.setdefault(os.path.realpath(path), name)
+        if other != name:
+            yield f"{name} is {other}: {path}"
+
+
+def _same(path: Path, other: str | os.PathLike[str]) -> bool:
+    return os.path.exists(other) and os.path.samefile(path, other)
+
+
+def _is_data(path: Path, system: str) -> bool:
+    """Return whether a file that exists is one of a system, which is a path or a pattern as `open_systems` takes."""
+    system = system if os.path.exists(system) else system.partition("#")[0]
+    for place in [system] if os.path.exists(system) else paths_matching(system):
+        if _same(path, place):
+            return True
+        real, folder = os.path.realpath(path), os.path.realpath(place)
+        if os.path.isdir(folder) and real.startswith(f"{folder}{os.sep}"):
+            parts = Path(real).relative_to(folder).parts
+            if parts[-1] in _OF_SYSTEM or any(part.startswith("set.") for part in parts[:-1]):
+                return True
+    return False

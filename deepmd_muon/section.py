@@ -125,20 +125,10 @@ class Variants:
 
 
 def section(default: Any = dataclasses.MISSING, *, doc: str, variants: Variants | None = None) -> Any:
-    """Declare a dataclass field that is a sub-section.
+    """Declare a dataclass field that is a sub-section, required without a default.
 
-    Parameters
-    ----------
-    default
-        Value of an absent section; left out, the section is required.
-    doc
-        Purpose of the section.
-    variants
-        The kinds it comes in; None when the annotation names a single dataclass.
-
-    Notes
-    -----
-    A field annotated ``Mapping[str, X]`` is an object of sections, whose names the input chooses.
+    `variants` are the kinds it comes in; None when the annotation names a single dataclass. A field annotated
+    ``Mapping[str, X]`` is an object of sections, whose names the input chooses.
     """
     metadata = {"setting": Setting(doc), "variants": variants}
     return dataclasses.field(default=default, metadata=metadata)

@@ -13,7 +13,7 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -120,15 +120,7 @@ class Setting:
 
 
 def setting(default: Any = dataclasses.MISSING, *, doc: str, **rules: Any) -> Any:
-    """Declare a dataclass field that carries its `Setting`.
-
-    Parameters
-    ----------
-    default
-        The field's default; a mutable one is not allowed. Left out, the field is required.
-    doc, **rules
-        As in `Setting`.
-    """
+    """Declare a dataclass field that carries its `Setting`; without a default, the field is required."""
     return dataclasses.field(default=default, metadata={"setting": Setting(doc, **rules)})
 
 
@@ -285,13 +277,7 @@ def _convert_list(value: Any, annotation: Any, *, exact: bool) -> Any:
         return _mismatch(value, annotation)
     kinds = elements if fixed else (elements[0],) * len(value)
     converted = tuple(convert(element, kind, exact=exact) for element, kind in zip(value, kinds, strict=True))
-    faults = tuple(
-        ((index, *where), word)
-        for index, element in enumerate(converted)
-        if isinstance(element, Mismatch)
-        for where, word in element.found
-    )
-    return Mismatch(faults) if faults else converted
+    return _faults_within(enumerate(converted)) or converted
 
 
 def _convert_map(value: Any, annotation: Any, *, exact: bool) -> Any:
@@ -300,13 +286,18 @@ def _convert_map(value: Any, annotation: Any, *, exact: bool) -> Any:
         return _mismatch(value, annotation)
     kind = typing.get_args(annotation)[1]
     converted = {str(name): convert(inner, kind, exact=exact) for name, inner in value.items()}
-    faults = tuple(
-        ((name, *where), word)
-        for name, inner in converted.items()
-        if isinstance(inner, Mismatch)
-        for where, word in inner.found
-    )
-    return Mismatch(faults) if faults else converted
+    return _faults_within(converted.items()) or converted
+
+
+def _faults_within(found: Iterable[tuple[int | str, Any]]) -> Mismatch | None:
+    """Return the faults of elements, each with the index that leads to it."""
+    faults = [
+        ((index, *where), word)
+        for index, element in found
+        if isinstance(element, Mismatch)
+        for where, word in element.found
+    ]
+    return Mismatch(tuple(faults)) if faults else None
 
 
 def _mismatch(value: Any, annotation: Any) -> Mismatch:

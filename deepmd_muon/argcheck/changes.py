@@ -19,18 +19,10 @@ _TRAINING = ("optimizer/", "loss/", "learning_rate/", "training/training_data/",
 
 
 def check_model_section(saved: ModelSettings, present: ModelSettings, path: Path, *, insist: bool) -> None:
-    """Refuse to go on with weights that were trained for another model.
+    """Refuse to go on with weights of the checkpoint `path` that were trained for another model, or log the changes.
 
-    A changed cutoff or activation fits the same weights, and a run would go on with other energies.
-
-    Parameters
-    ----------
-    saved, present
-        The sections, with numbers in `sel`.
-    path
-        The checkpoint, for the message.
-    insist
-        Log the changes instead.
+    A changed cutoff or activation fits the same weights, and a run would go on with other energies. Both sections have
+    numbers in `sel`.
 
     Raises
     ------
@@ -64,12 +56,6 @@ def report_changes(saved: Mapping[str, Any], present: Mapping[str, Any], path: P
     for change in changes.values():
         if change not in weighty:
             log.info("since %s was written: %s", path, change)
-
-
-def report_rate(saved: float, present: float, path: Path) -> None:
-    """Warn when the learning rate of the last step of a checkpoint is another one in this input."""
-    if abs(present - saved) > 1e-6 * max(abs(saved), abs(present)):
-        log.warning("the learning rate was %.3g when %s was written and goes on from %.3g", saved, path, present)
 
 
 def changed_settings(saved: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> dict[str, str]:

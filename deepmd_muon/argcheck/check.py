@@ -39,20 +39,7 @@ class _Found:
 
 
 def check(section: type[T], given: object) -> Checked[T]:
-    """Check an input against a settings dataclass.
-
-    Parameters
-    ----------
-    section
-        The dataclass of the whole input.
-    given
-        Content of the file: dicts, lists, strings, numbers, true, false, null.
-
-    Returns
-    -------
-    Checked
-        The settings, or every problem, section by section.
-    """
+    """Check the content of an input file against a settings dataclass: the settings, or every problem."""
     walk = _Walk(tree(section))
     found = walk.section(walk.root, given, ())
     settings = _freeze(found) if found is not None and not walk.problems else None
@@ -90,7 +77,8 @@ class _Walk:
         for name, inner in kind.keys.items():
             if name not in spellings:
                 if inner.required:
-                    self.problem((*path, name), f"is missing; give {_wanted(inner)}")
+                    wanted = "a section" if inner.is_section else describe(inner.annotation)
+                    self.problem((*path, name), f"is missing; give {wanted}")
                 else:
                     found.values[name] = inner.value
                 continue
@@ -249,11 +237,6 @@ def _broken_rules(
 def _comment(key: Any, path: Path) -> bool:
     """Whether a key is a comment, or the schema reference that editors put on top of a file."""
     return isinstance(key, str) and (key.startswith("_") or (key == "$schema" and not path))
-
-
-def _wanted(key: Key) -> str:
-    """Describe the value of a missing key."""
-    return "a section" if key.is_section else describe(key.annotation)
 
 
 def _look(found: Any, names: list[str]) -> Any:

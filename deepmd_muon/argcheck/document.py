@@ -63,18 +63,7 @@ _Block = _Heading | _Paragraph | _Entry
 
 
 def reference(format: Format = "rst") -> str:
-    """Return the reference of every key of an input file.
-
-    Parameters
-    ----------
-    format
-        Markup: reStructuredText, Markdown or plain text.
-
-    Raises
-    ------
-    ValueError
-        When the format is none of these.
-    """
+    """Return the reference of every key of an input file in a markup, ValueError for an unknown one."""
     return _written(_document(), format)
 
 

@@ -30,17 +30,16 @@ KEYS = {
 def only_in_deepmd_kit(data: Mapping[str, Any], schema: Key) -> list[Problem]:
     """Return what decides that an input is deepmd-kit's alone; further problems with it mean nothing then.
 
-    Parameters
-    ----------
-    data
-        The input in today's spelling.
-    schema
-        `deepmd_muon.argcheck.schema.tree` of the whole input.
+    The input is in today's spelling; `schema` is the `tree` of it all.
     """
     found = {path: what for path, what in KEYS.items() if _value(data, path)}
     for path, names in TYPES.items():
         kind = _value(data, f"{path}/type")
-        if kind in names and kind not in _available(schema, path):
+        section = schema
+        for name in path.split("/"):
+            section = section.keys[name]
+        ours = {*section.kinds, *section.variants.alias} if section.variants else set()
+        if kind in names and kind not in ours:
             found[f"{path}/type"] = f"the {path.rpartition('/')[2].replace('_', ' ')} {kind!r}"
     return [Problem(path, f"deepmd-kit has {what}, this package does not", what) for path, what in found.items()]
 
@@ -50,10 +49,3 @@ def _value(data: Any, path: str) -> Any:
     for name in path.split("/"):
         data = data.get(name) if isinstance(data, Mapping) else None
     return data
-
-
-def _available(schema: Key, path: str) -> set[str]:
-    """Return the kinds of a section that this package has."""
-    for name in path.split("/"):
-        schema = schema.keys[name]
-    return {*schema.kinds, *schema.variants.alias} if schema.variants else set()

@@ -29,20 +29,7 @@ class Problem:
 
 
 class InputError(ValueError):
-    """An input that cannot be used.
-
-    Parameters
-    ----------
-    problems
-        Everything that is wrong, in the order of the file.
-    source
-        Name of the file, or its substitute in the message.
-
-    Attributes
-    ----------
-    problems : tuple of Problem
-    source : str
-    """
+    """An input that cannot be used: everything that is wrong, in the order of the file, and the name of the file."""
 
     def __init__(self, problems: Iterable[Problem], source: str = "the input") -> None:
         self.problems = tuple(problems)

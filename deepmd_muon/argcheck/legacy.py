@@ -111,13 +111,7 @@ class Upgrade:
 
 
 def upgrade(data: dict[str, Any]) -> Upgrade:
-    """Bring an input to today's spelling.
-
-    Parameters
-    ----------
-    data
-        Content of the file; it is not changed.
-    """
+    """Bring the content of an input file, which is not changed, to today's spelling."""
     upgraded = Upgrade(copy.deepcopy(data))
     training = upgraded.section("training")
     if training is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from deepmd_muon.argcheck.training import BranchDataSettings
 from deepmd_muon.files import whole_file
 from deepmd_muon.loss.settings import LossSettings
 from deepmd_muon.model.branch_settings import SINGLE
-from deepmd_muon.model.settings import ModelSettings
+from deepmd_muon.model.settings import ModelSettings, changed
 from deepmd_muon.optim.omitted_scales import OmittedScales, omitted_scales
 from deepmd_muon.section import thaw
 from deepmd_muon.setting import shown
@@ -34,15 +34,7 @@ _NO_OPTIMIZER = (
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """One of the models that an input asks for.
-
-    Attributes
-    ----------
-    model, loss, data
-        Its settings.
-    model_path, data_path
-        Their sections, for messages.
-    """
+    """One of the models that an input asks for, with the paths of its sections for messages."""
 
     model: ModelSettings
     loss: LossSettings
@@ -105,6 +97,21 @@ class Input:
         return self.changed(model=dataclasses.replace(settings.model, model_dict=changed))
 
     @property
+    def descriptor_sections(self) -> dict[str, list[str]]:
+        """Paths of the sections of descriptors, and the branches whose descriptor each is."""
+        found: dict[str, list[str]] = {}
+        for name, branch in self.branches.items():
+            shared = self.references.get(name, {}).get("descriptor")
+            where = f"model/shared_dict/{shared.key}" if shared else f"{branch.model_path}/descriptor"
+            found.setdefault(where, []).append(name)
+        return found
+
+    def with_model(self, names: Sequence[str], **changes: Any) -> Input:
+        """Return the input with other settings in section `model` of some branches, which may share them."""
+        found = {name: self.branches[name] for name in names}
+        return self.with_models({name: changed(one.model, changes, one.model_path) for name, one in found.items()})
+
+    @property
     def normalized(self) -> dict[str, Any]:
         """The settings as plain dicts and lists, in today's spelling and with every default filled in.
 
@@ -125,14 +132,7 @@ class Input:
 
 
 def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
-    """Check the contents of an input.
-
-    Parameters
-    ----------
-    data
-        Content of an input file.
-    source
-        Name of the file for the message of an error.
+    """Check the contents of an input; `source` names its file in messages.
 
     Raises
     ------
@@ -189,12 +189,7 @@ def _only_in_deepmd_kit(expanded: Expanded) -> list[Problem]:
 
 
 def load(path: str | os.PathLike[str]) -> Input:
-    """Read and check an input file.
-
-    Parameters
-    ----------
-    path
-        A JSON file, or YAML when it ends in .yaml or .yml.
+    """Read and check an input file: JSON, or YAML when it ends in .yaml or .yml.
 
     Raises
     ------
@@ -207,14 +202,6 @@ def load(path: str | os.PathLike[str]) -> Input:
 
 
 def dump(normalized: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a normalised input as JSON; a reader sees the old file or the new one, never a part.
-
-    Parameters
-    ----------
-    normalized
-        `Input.normalized`.
-    path
-        File to write, usually out.json.
-    """
+    """Write `Input.normalized` as JSON, usually out.json; a reader sees the old file or the new one, never a part."""
     with whole_file(Path(path)) as file:
         file.write((json.dumps(normalized, indent=4, ensure_ascii=False) + "\n").encode())

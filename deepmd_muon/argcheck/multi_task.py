@@ -80,13 +80,7 @@ class Expanded:
 
 
 def expand(data: Mapping[str, Any]) -> Expanded:
-    """Write every branch of an input out: shared parts in full, keys of all models in each.
-
-    Parameters
-    ----------
-    data
-        An input for which `is_multi_task` holds; it is not changed.
-    """
+    """Return a multi-task input with every branch written out: shared parts in full, common keys in each."""
     found = Expanded(copy.deepcopy(dict(data)))
     model = found.data["model"]
     branches = model["model_dict"]

@@ -80,21 +80,10 @@ def with_replay(
     training: TrainingDataSettings,
     validation: ValidationDataSettings | None,
 ) -> Input:
-    """Return the input of the two-branch run.
+    """Return the input of the two-branch run, from one that passed `check_replay` and its model with a type map.
 
-    Both branches share the descriptor, and the fitting net where `replay/share_fitting_net` says so. Both continue
-    one model of the checkpoint, and their energies of atoms are fitted to their own data.
-
-    Parameters
-    ----------
-    given
-        An input that passed `check_replay`.
-    model
-        Its model, with a type map.
-    head
-        Branch of the checkpoint to start from; None for a checkpoint of one model.
-    training, validation
-        The replayed data.
+    Both branches share the descriptor, and the fitting net where `replay/share_fitting_net` says so. Both continue the
+    branch `head` of the checkpoint, or its one model, and their energies of atoms are fitted to their own data.
 
     Raises
     ------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dargs import Argument, Variant
@@ -126,11 +126,16 @@ def _variant(variants: Variants) -> Variant:
     kinds = []
     for name, choice in variants.choices.items():
         alias = [other for other, target in variants.alias.items() if target == name]
-        kind = Key(name, dict, keys_of(choice), alias=alias, doc=summary(choice))
-        kind.setting, kind.annotation, kind.value = Setting(summary(choice)), choice, dataclasses.MISSING
-        kind.section, kind.variants = choice, None
-        kinds.append(kind)
+        kinds.append(_kind(name, choice, alias))
     return Variant("type", kinds, optional=variants.default is not None, default_tag=variants.default or "")
+
+
+def _kind(name: str, section: type, alias: Iterable[str] = ()) -> Key:
+    """Build the argument of a whole section, or of one of its kinds."""
+    key = Key(name, dict, keys_of(section), alias=alias, doc=summary(section))
+    key.setting, key.annotation, key.value = Setting(summary(section)), section, dataclasses.MISSING
+    key.section, key.variants = section, None
+    return key
 
 
 def summary(section: type) -> str:
@@ -151,7 +156,7 @@ def tree(section: type, name: str = "input") -> Key:
     """Return a settings dataclass as one dargs argument, built anew only when kinds were registered since."""
     known = _TREES.get((section, name))
     if known is None or not _is_current(known):
-        known = _TREES[section, name] = _build(section, name)
+        known = _TREES[section, name] = _kind(name, section)
     return known
 
 
@@ -163,13 +168,6 @@ def _is_current(key: Key) -> bool:
         if kinds != dict(key.variants.choices) or built.choice_alias != dict(key.variants.alias):
             return False
     return all(_is_current(inner) for inner in (*key.keys.values(), *key.kinds.values()))
-
-
-def _build(section: type, name: str) -> Key:
-    key = Key(name, dict, keys_of(section), doc=summary(section))
-    key.setting, key.annotation, key.value = Setting(summary(section)), section, dataclasses.MISSING
-    key.section, key.variants = section, None
-    return key
 
 
 def foreign_of(section: type) -> Mapping[str, Foreign]:

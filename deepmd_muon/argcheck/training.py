@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar
 
 from deepmd_muon.label_keys import LabelKeys
@@ -17,10 +18,6 @@ _SYSTEMS = (
     "single string stands for a list of one."
 )
 _NUMBER = r"\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?"
-
-
-def _one_size_a_system(batch_size: int | str | tuple[int, ...]) -> str | None:
-    return "must name at least one size; found an empty list" if batch_size == () else None
 
 
 def _some_systems(systems: tuple[str, ...]) -> str | None:
@@ -82,6 +79,7 @@ class TrainingDataSettings(Section):
     batch_size: int | str | tuple[int, ...] = setting(
         "auto",
         minimum=1,
+        nonempty=True,
         pattern=r"auto(:[1-9]\d*)?|(max|filter|mixed|mix):[1-9]\d*",
         forms='"auto", "auto:N", "max:N", "filter:N", "mixed:N", "mix:N", a whole number or one for each system',
         doc=(
@@ -110,7 +108,6 @@ class TrainingDataSettings(Section):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("systems",), _some_systems),
         Rule(("rglob_patterns",), _relative_patterns),
-        Rule(("batch_size",), _one_size_a_system),
         Rule(("sys_probs", "systems"), _probabilities),
         Rule(("auto_prob", "sys_probs"), _blocks),
     )
@@ -323,6 +320,11 @@ class RunSettings(Section):
         doc="Time after which a process that the others wait for is given up, and the run ends with an error [s].",
     )
 
+    @property
+    def exported_path(self) -> Path | None:
+        """The checkpoint of one branch that a run writes at its end; None where it writes none."""
+        return None
+
     rules: ClassVar[tuple[Rule, ...]] = (Rule(("data_parallel_replicate_degree", "zero_stage"), _only_sharded),)
     foreign: ClassVar[dict[str, Foreign]] = {
         "save_dir": Foreign("a folder of checkpoints apart from save_ckpt (write save_ckpt as folder/prefix)"),
@@ -425,6 +427,11 @@ class MultiTaskTrainingSettings(RunSettings):
             "model, without optimizer state."
         ),
     )
+
+    @property
+    def exported_path(self) -> Path | None:
+        """The checkpoint of `export_branch` alone, which the run writes at its end."""
+        return None if self.export_branch is None else Path(f"{self.save_ckpt}.{self.export_branch}.pt")
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("numb_steps", "num_epoch_dict", "model_prob"), _one_length_of_branches),

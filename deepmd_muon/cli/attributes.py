@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,111 +16,66 @@ ATTRIBUTES = ("model-branch", "type-map", "descriptor", "fitting-net", "size", "
 _UNOBSERVED = 1e-6
 
 
-@dataclasses.dataclass(frozen=True)
-class _Described:
-    """A model in a file, or that of one branch.
-
-    Attributes
-    ----------
-    section
-        Its model section as deepmd-kit writes it.
-    biased
-        Types whose energy bias is not 0; None where the file does not say.
-    """
-
-    section: Mapping[str, Any]
-    biased: list[str] | None
-
-
 def log_attributes(path: str, wanted: Sequence[str], *, trust: bool = False) -> None:
     """Log attributes of the model in a checkpoint or frozen file, in deepmd-kit's order and words.
 
-    Parameters
-    ----------
-    path
-        The file; ".pt" or ".dcp" of a checkpoint may be left out.
-    wanted
-        Of `ATTRIBUTES`.
-    trust
-        Run a frozen file whatever operators it calls, see `Predictor`.
-
-    Raises
-    ------
-    HandOver
-        When deepmd-kit alone can tell: a serialization tree, the size of a model that we do not have.
-    CommandError
-        When a model of one task is asked for its branches.
+    `trust` runs a frozen file whatever operators it calls, see `Predictor`. What deepmd-kit alone can tell is handed
+    over: a serialization tree, the size of a model that we do not have.
     """
     if "serialization-tree" in wanted:
         raise HandOver("'show serialization-tree'")
-    from deepmd_muon.checkpoint_file.file import understood
-    from deepmd_muon.infer.frozen import is_frozen
+    from deepmd_muon.checkpoint_file.file import read_checkpoint, understood
+    from deepmd_muon.infer.frozen import FrozenModel, is_frozen
+    from deepmd_muon.model.deepmd_kit import PREFIX
 
     with understood(path):
-        model = _frozen(path, trust=trust) if is_frozen(path) else _checkpoint(path)
-        if "model_dict" in model.section:
-            for line in _lines_of_several(path, wanted):
-                log.info(line)
-            return
-        if "model-branch" in wanted:
-            raise CommandError(f"show model-branch needs a multi-task checkpoint; {path} holds a single model")
-        lines = ["This is a singletask model"]
-        if "type-map" in wanted:
-            lines.append(f"The type_map is {list(model.section['type_map'])}")
-        if "descriptor" in wanted:
-            lines.append(f"The descriptor parameter is {model.section['descriptor']}")
-        if "fitting-net" in wanted:
-            lines.append(f"The fitting_net parameter is {model.section['fitting_net']}")
-        if "size" in wanted:
-            lines += _size_lines(model.section)
-        if "observed-type" in wanted:
-            observed = _observed(model, path)
-            lines += [
-                "The observed types for this model: ",
-                f"Number of observed types: {len(observed)} ",
-                f"Observed types: {observed} ",
-            ]
+        if is_frozen(path):
+            frozen = FrozenModel(path, "cpu", trust=trust)
+            lines = _lines_of_one(path, wanted, frozen.model_section(), frozen.observed_types())
+        else:
+            state = read_checkpoint(path, leave=("optimizer", "ema"))["model"]
+            section = state["_extra_state"]["model_params"]
+            if "model_dict" in section:
+                lines = _lines_of_several(path, wanted, state, section["model_dict"])
+            else:
+                lines = _lines_of_one(path, wanted, section, _biased(state, section, PREFIX))
     for line in lines:
         log.info(line)
 
 
-def _frozen(path: str, *, trust: bool) -> _Described:
-    from deepmd_muon.infer.frozen import FrozenModel
+def _lines_of_one(path: str, wanted: Sequence[str], section: Mapping[str, Any], biased: list[str] | None) -> list[str]:
+    """Return the lines on a single model."""
+    if "model-branch" in wanted:
+        raise CommandError(f"show model-branch needs a multi-task checkpoint; {path} holds a single model")
+    lines = ["This is a singletask model"]
+    if "type-map" in wanted:
+        lines.append(f"The type_map is {list(section['type_map'])}")
+    if "descriptor" in wanted:
+        lines.append(f"The descriptor parameter is {section['descriptor']}")
+    if "fitting-net" in wanted:
+        lines.append(f"The fitting_net parameter is {section['fitting_net']}")
+    if "size" in wanted:
+        lines += _size_lines(section)
+    if "observed-type" in wanted:
+        observed = _observed(path, section, biased)
+        lines += ["The observed types for this model: ", f"Number of observed types: {len(observed)} "]
+        lines.append(f"Observed types: {observed} ")
+    return lines
 
-    frozen = FrozenModel(path, "cpu", trust=trust)
-    return _Described(frozen.model_section(), frozen.observed_types())
 
-
-def _checkpoint(path: str) -> _Described:
-    from deepmd_muon.checkpoint_file.file import read_checkpoint
-    from deepmd_muon.model.deepmd_kit import PREFIX
-
-    state = read_checkpoint(path, leave=("optimizer", "ema"))["model"]
-    return _described(state, state["_extra_state"]["model_params"], PREFIX)
-
-
-def _described(state: Mapping[str, Any], section: Mapping[str, Any], prefix: str) -> _Described:
-    bias = state.get(f"{prefix}atomic_model.out_bias")
+def _biased(state: Mapping[str, Any], section: Mapping[str, Any], prefix: str) -> list[str] | None:
+    """Return the types whose energy bias is not 0; None where the file does not say."""
+    bias = state.get(f"{prefix}atomic_model.out_bias")  # (1, ntypes, 1)
     if bias is None:
-        return _Described(section, None)
-    # (1, ntypes, 1)
-    return _Described(
-        section,
-        [
-            name
-            for name, energy in zip(section["type_map"], bias[0], strict=True)
-            if bool((energy.abs() > _UNOBSERVED).any())
-        ],
-    )
+        return None
+    pairs = zip(section["type_map"], bias[0], strict=True)
+    return [name for name, energy in pairs if bool((energy.abs() > _UNOBSERVED).any())]
 
 
-def _lines_of_several(path: str, wanted: Sequence[str]) -> list[str]:
+def _lines_of_several(
+    path: str, wanted: Sequence[str], state: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
     """Return the lines on a checkpoint of several branches."""
-    from deepmd_muon.checkpoint_file.file import read_checkpoint
-
-    state = read_checkpoint(path, leave=("optimizer", "ema"))["model"]
-    sections = state["_extra_state"]["model_params"]["model_dict"]
-    models = {name: _described(state, section, f"model.{name}.") for name, section in sections.items()}
     lines = ["This is a multitask model"]
     if "model-branch" in wanted:
         names = [*sections, "RANDOM"]
@@ -139,7 +93,10 @@ def _lines_of_several(path: str, wanted: Sequence[str]) -> list[str]:
         (_, *sizes) = _size_lines(next(iter(sections.values())))
         lines += ["Parameter counts for a single branch model:", *sizes]
     if "observed-type" in wanted:
-        observed = {name: _observed(model, path) for name, model in models.items()}
+        observed = {
+            name: _observed(path, section, _biased(state, section, f"model.{name}."))
+            for name, section in sections.items()
+        }
         lines.append("The observed types for each branch: ")
         for name, found in observed.items():
             lines += [f"{name}: Number of observed types: {len(found)} ", f"{name}: Observed types: {found} "]
@@ -172,9 +129,9 @@ def _size_lines(section: Mapping[str, Any]) -> list[str]:
     return ["Parameter counts:", *(f"Parameters in {name}: {size:,}" for name, size in sizes.items())]
 
 
-def _observed(model: _Described, path: str) -> list[str]:
+def _observed(path: str, section: Mapping[str, Any], biased: list[str] | None) -> list[str]:
     """Return the types that the training data had, in the order of the type map."""
-    recorded = model.section.get("info", {}).get("observed_type", model.biased)
+    recorded = section.get("info", {}).get("observed_type", biased)
     if recorded is None:
         raise CommandError(f"{path} does not say which types its training data had; give its checkpoint")
     return list(recorded)

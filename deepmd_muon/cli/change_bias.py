@@ -6,10 +6,10 @@ import argparse
 import math
 from pathlib import Path
 
-from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import HandOver, frozen_here
-from deepmd_muon.cli.systems import add_label_options, listed_systems, open_listed
+from deepmd_muon.cli.handover import HandOver
+from deepmd_muon.cli.models import add_model_options, frozen_here
+from deepmd_muon.cli.systems import add_label_options, begin, listed_systems, open_listed
 
 HELP = "change the energy that a trained model adds to each atom by its type"
 
@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="change: add the energies that fit the model's errors best; set: those that fit the data [%(default)s]",
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="changed checkpoint [INPUT with _updated before .pt]")
-    parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
+    add_model_options(parser, "head")
     add_label_options(parser)
 
 
@@ -52,17 +52,15 @@ def run(options: argparse.Namespace) -> int:
     if not all(map(math.isfinite, options.bias_value or ())):
         raise CommandError(f"-b must be finite energies [eV]; found {options.bias_value}")
     from deepmd_muon.checkpoint_file.file import checkpoint_path
-    from deepmd_muon.train.energy_bias import change_bias
-    from deepmd_muon.train.report import set_up_logging
+    from deepmd_muon.train.statistics import change_bias
 
     source = checkpoint_path(options.INPUT)
     output = Path(options.output) if options.output else source.with_name(f"{source.stem}_updated.pt")
     if output.suffix != ".pt":
         raise CommandError(f"-o must end in .pt; found {output}")
     systems = listed_systems(options.datafile) if options.datafile else [options.system]
-    outputs, read = {"-o": output, "-l": options.log_path}, {"the checkpoint": source, "the list": options.datafile}
-    refuse_clashes(CommandError, outputs, read, {} if options.bias_value else {"the data": systems})
-    set_up_logging(options.log_level, options.log_path)
+    read = {"the checkpoint": source, "the list": options.datafile}
+    begin(options, {"-o": output}, read, {} if options.bias_value else {"the data": systems})
     change_bias(
         source,
         output,

@@ -6,10 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from deepmd_muon.clashes import refuse_clashes
-from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import TRUST, load_predictors, require_readable
-from deepmd_muon.cli.systems import add_label_options, open_listed, section_of_input
+from deepmd_muon.cli.models import add_model_options, load_predictors, require_readable
+from deepmd_muon.cli.systems import add_label_options, begin, open_listed, section_of_input
 
 HELP = "check whether dynamics with models can be trusted near their data: coverage, scans, short dynamics"
 
@@ -37,9 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="exit status 1 for doubtful items, too")
     parser.add_argument("--json", metavar="FILE", help="write all that was found, curves included")
     parser.add_argument("-o", "--output", metavar="FILE", help="draw scans and dynamics (.png, .pdf, …)")
-    parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of multi-task checkpoints")
-    parser.add_argument("--ema", action="store_true", help="use the averaged weights of the checkpoints")
-    parser.add_argument("--trust", action="store_true", help=TRUST)
+    add_model_options(parser, "head", "ema", "trust")
     add_label_options(parser)
 
 
@@ -52,22 +48,20 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.stability.check import CheckSettings, check_models
     from deepmd_muon.stability.curves import Verdict
     from deepmd_muon.stability.report import text_of, values_of
-    from deepmd_muon.train.report import set_up_logging
     from deepmd_muon.train.systems import open_section
 
     section = section_of_input(Path(options.train_data), "training") if options.train_data else None
     models = {"--train-data": options.train_data}
     models |= {f"the model {name}": checkpoint_path(name) for name in options.MODEL}
-    outputs = {"--json": options.json, "-o": options.output, "-l": options.log_path}
-    refuse_clashes(CommandError, outputs, models, {"the data": options.system if section is None else section.systems})
     settings = CheckSettings(
         options.temperature, options.time_step, options.time, options.copies, options.probes, options.seed
     )
+    data = {"the data": options.system if section is None else section.systems}
+    begin(options, {"--json": options.json, "-o": options.output}, models, data)
     if options.output:
         from deepmd_muon.show.picture import check_ending
 
         check_ending(Path(options.output))
-    set_up_logging(options.log_level, options.log_path)
     predictors = load_predictors(options.MODEL, options)
     type_map = predictors[0].type_map
     systems = open_section(section, type_map) if section else open_listed(options.system, type_map, options)

@@ -8,9 +8,10 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import TRUST, HandOver, frozen_here
+from deepmd_muon.cli.handover import HandOver
+from deepmd_muon.cli.models import add_model_options, frozen_here
+from deepmd_muon.cli.systems import begin
 
 if TYPE_CHECKING:
     from deepmd_muon.model import EnergyModel
@@ -51,9 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FACTOR",
         help="tables end at the smallest distance of the training data over this, the nets serve below [%(default)s]",
     )
-    parser.add_argument("--ema", action="store_true", help="take the averaged weights of the checkpoint")
-    parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
-    parser.add_argument("--trust", action="store_true", help=TRUST)
+    add_model_options(parser, "head", "ema", "trust")
     for words, name in (
         (("-f", "--frequency"), "N"),
         (("-c", "--checkpoint-folder"), "FOLDER"),
@@ -76,10 +75,8 @@ def run(options: argparse.Namespace) -> int:
     _check(options, source)
     from deepmd_muon.deploy.compress import restored
     from deepmd_muon.infer.predictor import load_min_distance, load_model
-    from deepmd_muon.train.report import set_up_logging
 
-    refuse_clashes(CommandError, {"-o": output, "-l": options.log_path}, {"the model": source})
-    set_up_logging(options.log_level, options.log_path)
+    begin(options, {"-o": output}, {"the model": source})
     if source.suffix == ".pth":
         model, min_distance = restored(source, trust=options.trust)
     else:

@@ -6,9 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepmd_muon.clashes import refuse_clashes
-from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.systems import add_label_options, open_listed
+from deepmd_muon.cli.systems import add_label_options, begin, open_listed, write_systems
 
 if TYPE_CHECKING:
     from deepmd_muon.data import System
@@ -35,24 +33,13 @@ def run(options: argparse.Namespace) -> int:
     """Convert, and print the systems that were found."""
     from deepmd_muon.data.checks.labels import suspicions
     from deepmd_muon.data.opening import check_labels
-    from deepmd_muon.data.stores.lmdb_writing import write_lmdb
-    from deepmd_muon.data.writing import write_extxyz, write_hdf5, write_npy
-    from deepmd_muon.train.report import set_up_logging
 
-    refuse_clashes(CommandError, {"OUT": options.output, "-l": options.log_path}, {}, {"the data": options.input})
-    set_up_logging(options.log_level, options.log_path)
+    begin(options, {"OUT": options.output}, systems={"the data": options.input})
     systems = open_listed(options.input, options.type_map, options)
     if not options.unlabelled:
         check_labels(systems)
     output = Path(options.output)
-    writers = {
-        ".hdf5": write_hdf5,
-        ".h5": write_hdf5,
-        ".lmdb": write_lmdb,
-        ".xyz": write_extxyz,
-        ".extxyz": write_extxyz,
-    }
-    places = writers.get(output.suffix.lower(), write_npy)(systems, output)
+    places = write_systems(systems, output)
     print(_summary(systems))
     for suspicion in suspicions(systems):
         print(f"warning: {suspicion}")

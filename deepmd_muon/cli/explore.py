@@ -6,6 +6,8 @@ import argparse
 import functools
 from pathlib import Path
 
+from deepmd_muon.cli.systems import begin
+
 HELP = "close gaps of potentials: draw structures by their own dynamics, label them, train on, check; in rounds"
 
 
@@ -22,9 +24,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Do the rounds that are left."""
     from deepmd_muon.explore.loop import Explorer, load_settings
-    from deepmd_muon.train.report import set_up_logging
 
     path = Path(options.INPUT)
     settings = load_settings(path)
-    set_up_logging(options.log_level, options.log_path)
+    begin(options)
     return Explorer(settings, path.parent, functools.partial(print, flush=True)).run()

@@ -7,10 +7,11 @@ import logging
 from pathlib import Path
 from typing import NoReturn
 
-from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.compress import write_compressed
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import DeepmdKitOption, HandOver
+from deepmd_muon.cli.models import add_model_options
+from deepmd_muon.cli.systems import begin
 from deepmd_muon.files import regular_text
 
 HELP = "write the model of a checkpoint as a file for LAMMPS, deepmd-kit and dp test"
@@ -32,11 +33,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", metavar="FILE", default="frozen_model", help="the file; .pth is added [%(default)s]"
     )
-    parser.add_argument("--ema", action="store_true", help="take the averaged weights of the checkpoint")
     parser.add_argument(
         "--interpolate", action="store_true", help="tables for embedding nets, as dp compress makes them"
     )
-    parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
+    add_model_options(parser, "head", "ema")
     for words, what in ((("-n", "--node-names"), "nodes"), (("-w", "--nvnmd-weight"), "NVNMD's file")):
         parser.add_argument(*words, metavar="NAME", action=DeepmdKitOption, help=f"{what}, for other backends")
 
@@ -54,12 +54,10 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.deploy.freeze import freeze
     from deepmd_muon.infer.predictor import load_min_distance, load_model
     from deepmd_muon.model.errors import ForeignModelError
-    from deepmd_muon.train.report import set_up_logging
 
     checkpoint = _checkpoint(Path(options.checkpoint))
-    outputs, pointer = {"-o": output, "-l": options.log_path}, Path(options.checkpoint, "checkpoint")
-    refuse_clashes(CommandError, outputs, {"the checkpoint": checkpoint_path(checkpoint), "the pointer": pointer})
-    set_up_logging(options.log_level, options.log_path)
+    pointer = Path(options.checkpoint, "checkpoint")
+    begin(options, {"-o": output}, {"the checkpoint": checkpoint_path(checkpoint), "the pointer": pointer})
     try:
         model = load_model(checkpoint, ema=options.ema, head=options.head)
     except ForeignModelError as error:

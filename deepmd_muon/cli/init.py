@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.systems import add_label_options, open_listed
+from deepmd_muon.cli.systems import add_label_options, begin, open_listed
 
 HELP = "look at data, split off validation data, and write an input that trains on them"
 
@@ -42,11 +41,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write input and split, and print what was found and chosen."""
     from deepmd_muon.cli.proposal import Wishes, propose
-    from deepmd_muon.train.report import set_up_logging
 
-    outputs, data = {"-o": options.output, "-l": options.log_path}, [*options.DATA, *(options.valid_data or ())]
-    refuse_clashes(CommandError, outputs, {}, {"the data": data})
-    set_up_logging(options.log_level, options.log_path)
+    begin(options, {"-o": options.output}, systems={"the data": [*options.DATA, *(options.valid_data or ())]})
     if not 0.0 < options.valid_share < 1.0:
         raise CommandError(f"--valid-share must be between 0 and 1; found {options.valid_share:g}")
     if not 1 <= options.models <= _MOST_MODELS:

@@ -64,18 +64,10 @@ _LOG_LEVELS = {"DEBUG": 10, "3": 10, "INFO": 20, "2": 20, "WARNING": 30, "1": 30
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit status.
+    """Run the words after the program's name, those of this process by default, and return the exit status.
 
-    Parameters
-    ----------
-    arguments
-        The words after the program's name; None takes those of this process.
-
-    Returns
-    -------
-    int
-        0 on success, 2 when the command line or a file it names is wrong, 1 when the work cannot go on (a full disk, no
-        memory, a loss that is not finite), 130 after Ctrl-C; otherwise the status of the command or of deepmd-kit.
+    It is 0 on success, 2 when the command line or a file it names is wrong, 1 when the work cannot go on (a full disk,
+    no memory, a loss that is not finite), 130 after Ctrl-C; otherwise the status of the command or of deepmd-kit.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     backend, rest = split_backend(words)
@@ -152,13 +144,7 @@ def _printing(command: str, error: Exception) -> contextlib.AbstractContextManag
 
 
 def split_backend(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Take the backend out of the words before the command.
-
-    Returns
-    -------
-    tuple
-        The backend's name, from the words or else from DP_BACKEND, or None; and the words without it.
-    """
+    """Return the backend's name, from the words or else from DP_BACKEND, or None; and the words without it."""
     backend = os.environ.get("DP_BACKEND") or None
     rest: list[str] = []
     remaining = list(words)
@@ -176,12 +162,14 @@ def split_backend(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
+    from importlib.metadata import version  # reads torch's version without importing torch
+
     parser = argparse.ArgumentParser(
         prog="dp",
         description="Train and test DeePMD potentials with the HybridMuon optimizer.",
         epilog="Other backends and commands (gui, …) go to deepmd-kit.",
     )
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=f"deepmd-muon {__version__} (torch {version('torch')})")
     backend = parser.add_mutually_exclusive_group()
     backend.add_argument(
         "-b",
@@ -206,10 +194,3 @@ def build_parser() -> argparse.ArgumentParser:
             )
         )
     return parser
-
-
-def _version() -> str:
-    """Return the version line; torch's version is read without importing torch."""
-    from importlib.metadata import version
-
-    return f"deepmd-muon {__version__} (torch {version('torch')})"

@@ -6,10 +6,9 @@ import argparse
 import logging
 from pathlib import Path
 
-from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import TRUST, load_predictors, require_readable
-from deepmd_muon.cli.systems import add_label_options, open_listed
+from deepmd_muon.cli.models import add_model_options, load_predictors, require_readable
+from deepmd_muon.cli.systems import add_label_options, begin, open_listed
 
 HELP = "write how far several models disagree on the frames of systems"
 
@@ -34,8 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--relative_v", type=float, metavar="LEVEL", help="divide deviations of virials by the virial plus LEVEL"
     )
-    parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of multi-task checkpoints")
-    parser.add_argument("--trust", action="store_true", help=TRUST)
+    add_model_options(parser, "head", "trust")
     add_label_options(parser)
 
 
@@ -55,12 +53,9 @@ def run(options: argparse.Namespace) -> int:
         common_parameters,
         system_deviation,
     )
-    from deepmd_muon.train.report import set_up_logging
 
     models = {f"the model {name}": checkpoint_path(name) for name in options.models}
-    outputs = {"-o": options.output, "-l": options.log_path}
-    refuse_clashes(CommandError, outputs, models, {"the data": [options.system]})
-    set_up_logging(options.log_level, options.log_path)
+    begin(options, {"-o": options.output}, models, {"the data": [options.system]})
     predictors = load_predictors(options.models, options)
     settings = DeviationSettings(options.real_error, options.relative, options.relative_v)
     systems = with_parameters(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 
-from deepmd_muon.clashes import refuse_clashes
-from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.systems import add_label_options, open_listed
+from deepmd_muon.cli.systems import add_label_options, begin, open_listed
 
 HELP = "find the shortest distance and the largest numbers of neighbours in a data set"
 
@@ -35,10 +33,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Count, and log the same lines as deepmd-kit."""
     from deepmd_muon.data import neighbor_statistics, with_common_types
-    from deepmd_muon.train.report import set_up_logging
 
-    refuse_clashes(CommandError, {"-l": options.log_path}, {}, {"the data": [options.system]})
-    set_up_logging(options.log_level, options.log_path)
+    begin(options, systems={"the data": [options.system]})
     systems = open_listed(options.system, options.type_map, options)
     if options.type_map is None:
         systems = with_common_types(systems)

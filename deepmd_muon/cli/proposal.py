@@ -91,20 +91,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Proposal:
-    """An input and what led to it.
+    """An input and what led to it: choices with reasons, frames of every system, what looks wrong with the data.
 
-    Attributes
-    ----------
-    content
-        The input.
-    choices
-        Its settings, with reasons.
-    shares
-        Frames of every system for training and validation.
-    warnings
-        What looks wrong with the data.
-    to_write
-        Systems to write by folder; empty where the input names the data as they are.
+    `to_write` has the systems to write by folder; it is empty where the input names the data as they are.
     """
 
     content: dict[str, Any]
@@ -114,13 +103,7 @@ class Proposal:
     to_write: dict[Path, list[System]]
 
     def write(self, outputs: Sequence[Path]) -> None:
-        """Write the split systems and an input for each model; models differ in their seeds.
-
-        Raises
-        ------
-        CommandError
-            When the input cannot name a system, because its path is no UTF-8.
-        """
+        """Write the split systems and an input for each model; models differ in their seeds."""
         texts = []
         for seed, output in enumerate(outputs, 1):
             content = _with_seed(self.content, seed, os.path.relpath(".", output.parent) if seed > 1 else ".")
@@ -168,14 +151,7 @@ def _with_seed(content: dict[str, Any], seed: int, top: str) -> dict[str, Any]:
 
 
 def propose(wishes: Wishes, open_data: Callable[[Sequence[str]], list[System]]) -> Proposal:
-    """Look at data and choose.
-
-    Parameters
-    ----------
-    wishes
-        The command line.
-    open_data
-        Opens systems by their paths.
+    """Look at data, which `open_data` opens by their paths, and choose.
 
     Raises
     ------

@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.attributes import ATTRIBUTES, log_attributes
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import TRUST, check_compiled, choices
+from deepmd_muon.cli.handover import choices
+from deepmd_muon.cli.models import add_model_options, check_compiled
+from deepmd_muon.cli.systems import begin
+from deepmd_muon.files import refuse_clashes
 
 HELP = "show how the optimizer treats every parameter, on one process or many, or draw a learning curve"
 
@@ -89,7 +91,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     assert isinstance(topic, _Topic)
     topic.file = parser.add_argument("file", metavar="FILE", nargs="+", help="input.json, model.ckpt.pt or lcurve.out")
-    parser.add_argument("--trust", action="store_true", help=TRUST)
+    add_model_options(parser, "trust")
     output = parser.add_argument(
         "-o", "--output", metavar="FILE", help=f"picture [{', '.join(f'{t}: {p}' for t, p in _PICTURES.items())}]"
     )
@@ -163,11 +165,9 @@ def _run_attributes(options: argparse.Namespace) -> int:
     if unknown:
         raise CommandError(f"there is no topic {options.topic!r}; {choices(options.topic, tuple(_TOPICS))}")
     from deepmd_muon.checkpoint_file.file import checkpoint_path
-    from deepmd_muon.train.report import set_up_logging
 
     check_compiled(options.topic, trust=options.trust)
-    refuse_clashes(CommandError, {"-l": options.log_path}, {"the model": checkpoint_path(options.topic)})
-    set_up_logging(options.log_level, options.log_path)
+    begin(options, inputs={"the model": checkpoint_path(options.topic)})
     log_attributes(options.topic, options.file, trust=options.trust)
     return 0
 
@@ -177,7 +177,7 @@ def _input_routing(path: Path) -> str:
     from deepmd_muon.argcheck import load
     from deepmd_muon.optim import HybridMuon, HybridMuonConfig
     from deepmd_muon.show.plan import model_of, optimizer_of
-    from deepmd_muon.train.checkpoint.branch_state import shared_names
+    from deepmd_muon.train.checkpoint.continued_state import shared_names
 
     given = load(path)
     optimizer, first = optimizer_of(given), ""
@@ -193,7 +193,7 @@ def _checkpoint_routing(path: Path) -> str:
     """Return the routing that is recorded in a checkpoint."""
     from deepmd_muon.checkpoint_file.file import OWN_KEY, read_checkpoint, understood
     from deepmd_muon.optim.routing.rules import RouteTable
-    from deepmd_muon.train.checkpoint.branch_state import SHARED
+    from deepmd_muon.train.checkpoint.continued_state import SHARED
 
     checkpoint = read_checkpoint(path)
     if "optimizer" not in checkpoint:

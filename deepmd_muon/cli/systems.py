@@ -1,19 +1,33 @@
-"""Systems of a command line: lists in text files, and names of labels."""
+"""Data and outputs of a command line: lists in text files, names of labels, and files that it must not write over."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.files import regular_text
+from deepmd_muon.files import refuse_clashes, regular_text
 
 if TYPE_CHECKING:
     from deepmd_muon.argcheck.training import TrainingDataSettings
     from deepmd_muon.data import System
+
+
+def begin(
+    options: argparse.Namespace,
+    outputs: Mapping[str, str | Path | None] = MappingProxyType({}),
+    inputs: Mapping[str, str | Path | None] = MappingProxyType({}),
+    systems: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> None:
+    """Refuse outputs that the command reads, or each other (see `refuse_clashes`); then begin its log."""
+    from deepmd_muon.train.report import set_up_logging
+
+    refuse_clashes(CommandError, {**outputs, "-l": options.log_path}, inputs, systems)
+    set_up_logging(options.log_level, options.log_path)
 
 
 def add_label_options(parser: argparse.ArgumentParser) -> None:
@@ -41,14 +55,18 @@ def open_listed(
     return open_systems(paths, type_map, keys, keep_unconverged=options.keep_unconverged)
 
 
-def listed_systems(path: str) -> list[str]:
-    """Return the systems of a text file, one a line; empty lines and those that begin with # do not count.
+def write_systems(systems: list[System], output: Path) -> list[str]:
+    """Write systems in the form that the ending of `output` names, else as npy folders; return their names."""
+    from deepmd_muon.data.stores.lmdb_writing import write_lmdb
+    from deepmd_muon.data.writing import write_extxyz, write_hdf5, write_npy
 
-    Raises
-    ------
-    CommandError
-        When the file does not exist or is not text.
-    """
+    writers = {".hdf5": write_hdf5, ".h5": write_hdf5, ".lmdb": write_lmdb}
+    writers |= {".xyz": write_extxyz, ".extxyz": write_extxyz}
+    return writers.get(output.suffix.lower(), write_npy)(systems, output)
+
+
+def listed_systems(path: str) -> list[str]:
+    """Return the systems of a text file, one a line; empty lines and those that begin with # do not count."""
     if not Path(path).exists():
         raise CommandError(f"there is no list of systems {path}")
     try:

@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import TRUST, load_predictors, require_readable
-from deepmd_muon.cli.systems import add_label_options, listed_systems, open_listed, section_of_input
+from deepmd_muon.cli.models import add_model_options, load_predictors, require_readable
+from deepmd_muon.cli.systems import add_label_options, begin, listed_systems, open_listed, section_of_input
 
 if TYPE_CHECKING:
     from deepmd_muon.argcheck.training import TrainingDataSettings
@@ -47,9 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", metavar="FILE", nargs="+", help="draw predictions against reference values (.png, .pdf, …)"
     )
-    parser.add_argument("--ema", action="store_true", help="use the averaged weights of the checkpoint")
-    parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
-    parser.add_argument("--trust", action="store_true", help=TRUST)
+    add_model_options(parser, "head", "ema", "trust")
     add_label_options(parser)
 
 
@@ -64,10 +61,8 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.infer.details import DetailFiles
     from deepmd_muon.infer.evaluation import evaluate_system
     from deepmd_muon.infer.metrics import add_errors
-    from deepmd_muon.train.report import set_up_logging
 
-    _check_outputs(options)
-    set_up_logging(options.log_level, options.log_path)
+    _begin(options)
     (predictor,) = load_predictors([options.model], options)
     details = DetailFiles(options.detail_file) if options.detail_file else None
     picture = _picture(options.plot)
@@ -92,18 +87,17 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_outputs(options: argparse.Namespace) -> None:
-    """Refuse outputs that are the model, data, a list, an input file or each other."""
+def _begin(options: argparse.Namespace) -> None:
+    """Refuse outputs that are the model, data, a list, an input file or each other; begin the log."""
     from deepmd_muon.checkpoint_file.file import checkpoint_path
     from deepmd_muon.infer.details import DetailFiles
 
-    outputs = {"-l": options.log_path}
-    outputs |= {f"--plot {path}": path for path in options.plot or ()}
+    outputs = {f"--plot {path}": path for path in options.plot or ()}
     if options.detail_file:
         outputs |= {f"-d ({path.name})": path for path in DetailFiles.paths(options.detail_file)}
     read = {"the model": checkpoint_path(options.model), "the list": options.datafile}
     read |= {"--train-data": options.train_data, "--valid-data": options.valid_data}
-    refuse_clashes(CommandError, outputs, read, {"the data": _paths(options)})
+    begin(options, outputs, read, {"the data": _paths(options)})
 
 
 def _test_system(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepmd_muon.cli.errors import CommandError
+from deepmd_muon.cli.systems import write_systems
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,7 +51,6 @@ def run(options: argparse.Namespace) -> int:
     """Write a table or dimers."""
     import numpy as np
 
-    from deepmd_muon.data.writing import write_extxyz, write_hdf5, write_npy
     from deepmd_muon.data.zbl import dimers_of, table_of, zbl_forces
     from deepmd_muon.files import make_folder_of, whole_file
 
@@ -63,8 +63,7 @@ def run(options: argparse.Namespace) -> int:
         place = Path(options.dimers)
         label = _label_by(options.calculator, options.arguments) if options.calculator else zbl_forces
         systems = dimers_of(names, _or(options.begin, 0.4), _or(options.end, 1.0), options.frames, label)
-        writers = {".hdf5": write_hdf5, ".h5": write_hdf5, ".xyz": write_extxyz, ".extxyz": write_extxyz}
-        writers.get(place.suffix.lower(), write_npy)(systems, place)
+        write_systems(systems, place)
         kinds = "energies and forces" if options.calculator else "forces"
         print(f"{sum(s.nframes for s in systems)} dimers of {len(systems)} pairs, labelled with {kinds}: {place}")
         return 0

@@ -94,7 +94,7 @@ def plan_of(given: Input, ranks: int | None, stage: int, groups: int = 1) -> Pla
 
 def optimizer_of(given: Input) -> torch.optim.Optimizer:
     """Build the model and the optimizer of an input without looking at data."""
-    from deepmd_muon.train.optimizers import build_optimizer
+    from deepmd_muon.train.strategy.base import build_optimizer
 
     return build_optimizer(given.settings.optimizer, model_of(given), given.settings.learning_rate.start_lr)
 

@@ -48,7 +48,7 @@ def weights_page(path: Path, picture: Path) -> str:
 def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpdate]:
     """Return every parameter of the optimizer, in the order of its groups."""
     from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, canonical_name
-    from deepmd_muon.train.checkpoint.for_deepmd_kit import in_own_order
+    from deepmd_muon.train.checkpoint.optimizer_state import in_own_order
 
     optimizer: Mapping[str, Any] = checkpoint.get("optimizer") or {}
     groups = optimizer.get("param_groups", [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import logging
 import math
@@ -22,7 +21,7 @@ from deepmd_muon.model.branches import branches_of, build_branches
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.ranks import Ranks
-from deepmd_muon.train.setup import Data
+from deepmd_muon.train.systems import Data, seed_of
 
 if TYPE_CHECKING:
     from deepmd_muon.argcheck import Input
@@ -89,19 +88,7 @@ def make_branches(
     distances: Mapping[str, float],
     continued: Mapping[str, str],
 ) -> dict[str, RunBranch]:
-    """Put the parts of each branch together.
-
-    Parameters
-    ----------
-    given
-        The checked input.
-    model
-        Of all branches, see `build_branches`.
-    data, distances
-        Of each branch, by name.
-    continued
-        The branch of the checkpoint that a branch starts from.
-    """
+    """Put the parts of each branch together; `continued` has the branch of the checkpoint that each starts from."""
     models = branches_of(model)
     found = {}
     for name, settings in given.branches.items():
@@ -122,23 +109,8 @@ def require_labels(branches: Mapping[str, RunBranch]) -> None:
         raise TrainingError("; ".join(errors))
 
 
-def seed_of(seed: int, name: str) -> int:
-    """Return the seed of the order of a branch's data; branches with the same data must not draw the same frames."""
-    if name == SINGLE:
-        return seed
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1  # 63 bits
-
-
 def length_and_probabilities(given: Input, data: Mapping[str, Data]) -> tuple[int, dict[str, float]]:
-    """Return the length of the run in steps, of which each takes one batch a rank, and the branches' probabilities.
-
-    Parameters
-    ----------
-    given
-        The checked input, which has either `numb_steps` or a number of epochs.
-    data
-        Of each branch.
-    """
+    """Return the length of the run in steps, of which each takes one batch a rank, and the branches' probabilities."""
     if not isinstance(given.settings, MultiTaskSettings):
         return number_of_steps(given.settings.training, data[SINGLE].training), {SINGLE: 1.0}
     several = given.settings.training
@@ -178,15 +150,7 @@ def task_order(
 
 
 class TaskOrder:
-    """The branch of each step, the same on all ranks; its position in a checkpoint is one integer.
-
-    Parameters
-    ----------
-    probabilities
-        Of each branch.
-    seed
-        Of the order.
-    """
+    """The branch of each step, the same on all ranks; its position in a checkpoint is one integer."""
 
     def __init__(self, probabilities: Mapping[str, float], seed: int) -> None:
         self._names = tuple(probabilities)
@@ -219,15 +183,6 @@ class StratifiedOrder(SavedOrder):
     Systematic sampling: N ranks stand 1/N apart on the unit interval, which the probabilities cut into branches, and
     one random number a step shifts all of them. So a branch of probability p has ⌊N·p⌋ or ⌈N·p⌉ ranks, on average N·p.
     The ranks rotate, so that each meets every branch. A position is a step and holds for any number of ranks.
-
-    Parameters
-    ----------
-    probabilities
-        Of each branch.
-    seed
-        Of the order.
-    rank, size
-        This rank, and the number of ranks.
     """
 
     def __init__(self, probabilities: Mapping[str, float], seed: int, rank: int, size: int) -> None:

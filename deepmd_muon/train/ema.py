@@ -44,14 +44,7 @@ class Ema:
         if not 0.0 <= decay < 1.0:
             raise EmaError(f"ema_decay must be in [0, 1); found {decay!r}")
         self.decay = decay
-        # deepmd-kit's average lists some empty parameters that we do not have; it refuses a state without them.
-        # It stores what branches share once for each.
-        self._stored_names = [
-            f"{name}.{inner}" if isinstance(model, Branches) else inner
-            for name, one in branches_of(model).items()
-            for inner in deepmd_kit_parameter_names(one)
-        ]
-        self._first_names = {name: names[0] for names in all_names(model).values() for name in names}
+        self._model = model
         self._parameters: dict[str, torch.Tensor] = {
             name: p for name, p in model.named_parameters() if p.is_floating_point()
         }
@@ -74,14 +67,10 @@ class Ema:
 
     @torch.no_grad()
     def update(self, weight: float | torch.Tensor | None = None) -> None:
-        """Take the parameters of this moment into the average.
-
-        Parameters
-        ----------
-        weight
-            Of the parameters, `weight()` when left out; a float64 scalar is read on its device.
-        """
-        averages, parameters = self._local()
+        """Take the parameters of this moment into the average, with `weight()` or another, read on its device."""
+        # As far as this rank holds them.
+        averages = [local_part(x) for x in self._average.values()]
+        parameters = [local_part(p) for p in self._parameters.values()]
         if weight is None:
             weight = self.weight()
         if isinstance(weight, torch.Tensor):
@@ -99,33 +88,30 @@ class Ema:
     def state_dict(self) -> dict[str, Any]:
         """Return the average under deepmd-kit's keys for a checkpoint's "ema", laid out over the ranks as it is."""
         average = {name: tensor.detach().clone() for name, tensor in self._average.items()}
-        return {
-            "decay": self.decay,
-            "model": {
-                name: average.get(self._first_names.get(name, name), torch.zeros(0)) for name in self._stored_names
-            },
-            "validation_state": {},
-        }
+        first = self._first_names()
+        # deepmd-kit's average lists some empty parameters that we do not have; it refuses a state without them.
+        # It stores what branches share once for each.
+        stored = [
+            f"{name}.{inner}" if isinstance(self._model, Branches) else inner
+            for name, one in branches_of(self._model).items()
+            for inner in deepmd_kit_parameter_names(one)
+        ]
+        model = {name: average.get(first.get(name, name), torch.zeros(0)) for name in stored}
+        return {"decay": self.decay, "model": model, "validation_state": {}}
+
+    def _first_names(self) -> dict[str, str]:
+        """Return the name under which each parameter is averaged; what branches share has several names."""
+        return {name: names[0] for names in all_names(self._model).values() for name in names}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], path: Path | None = None) -> None:
-        """Continue from a stored average; the decay stays the one of this run.
+        """Continue from a stored average, tensors whole; the decay stays the one of this run.
 
-        Parameters
-        ----------
-        state
-            What `state_dict` returned, tensors whole.
-        path
-            The directory from which tensors that have been left there, meta ones, are read as far as this rank holds
-            them.
-
-        Raises
-        ------
-        EmaError
-            When names or shapes differ from the model's.
+        Meta tensors have been left in the directory `path`, from which each rank reads its part. A state of other names
+        or shapes is an EmaError.
         """
         stored = {name: tensor for name, tensor in state["model"].items() if tensor.numel()}
-        missing, unknown = self._average.keys() - stored.keys(), stored.keys() - self._first_names.keys()
+        missing, unknown = self._average.keys() - stored.keys(), stored.keys() - self._first_names().keys()
         if missing or unknown:
             raise EmaError(
                 f"the stored average is of another model: it lacks {len(missing)} of the parameters "
@@ -144,7 +130,3 @@ class Ema:
             local_part(average).copy_(local_part(value))
         if state.get("decay", self.decay) != self.decay:
             log.warning("ema_decay is %g here and was %g before the restart", self.decay, state["decay"])
-
-    def _local(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return averages and parameters as far as this rank holds them."""
-        return [local_part(x) for x in self._average.values()], [local_part(p) for p in self._parameters.values()]

@@ -19,12 +19,7 @@ class RunError(TrainingError):
 class NonFiniteError(RunError):
     """Loss or gradient is no longer a finite number; the parameters are those before the step.
 
-    Parameters
-    ----------
-    message
-        The values found.
-    update
-        1-based number of the step, where it is not the present one.
+    `update` is the 1-based number of the step, where it is not the present one.
     """
 
     def __init__(self, message: str, update: int | None = None) -> None:

@@ -21,19 +21,7 @@ class LearningRateError(ValueError):
 
 
 def learning_rate(settings: LearningRateSettings, num_steps: int) -> Schedule:
-    """Build the schedule that a `learning_rate` section describes.
-
-    Parameters
-    ----------
-    settings
-        The section; the schedule follows from its class.
-    num_steps
-        Length of the run in steps, warm-up included.
-
-    Returns
-    -------
-    Schedule
-        The learning rate of the 0-based step: step 0 is the first update.
+    """Build the schedule of a `learning_rate` section: the rate of the 0-based step of a run of `num_steps`.
 
     Raises
     ------
@@ -62,19 +50,7 @@ def learning_rate(settings: LearningRateSettings, num_steps: int) -> Schedule:
 
 
 def with_warmup(decay: Schedule, start_lr: float, warmup_steps: int, start_factor: float) -> Schedule:
-    """Rise linearly from `start_factor * start_lr` to `start_lr`, then follow `decay` from its step 0.
-
-    Parameters
-    ----------
-    decay
-        The schedule after the warm-up.
-    start_lr
-        Rate at the end of the warm-up.
-    warmup_steps
-        Length of the rise; 0 returns `decay` itself.
-    start_factor
-        Rate of step 0 in units of `start_lr`.
-    """
+    """Rise linearly from `start_factor * start_lr` to `start_lr`, then follow `decay` from its step 0."""
     if warmup_steps == 0:
         return decay
     first = start_factor * start_lr
@@ -96,21 +72,10 @@ def exponential(
     *,
     smooth: bool = False,
 ) -> Schedule:
-    """Multiply the rate by a constant factor every `decay_steps` steps; never fall below `stop_lr`.
+    """Multiply the rate by `decay_rate` every `decay_steps` steps; never fall below `stop_lr`.
 
-    Parameters
-    ----------
-    start_lr, stop_lr
-        First rate and floor. Without `decay_rate` the factor is chosen such that the last rate is `stop_lr`.
-    num_steps
-        Length of the decay in steps.
-    decay_steps
-        Steps between two drops. When it does not fit into `num_steps` and `decay_rate` is not given, a
-        hundredth of `num_steps`, at most 100, takes its place.
-    decay_rate
-        Factor of one drop.
-    smooth
-        Spread each drop evenly over its `decay_steps`.
+    Without `decay_rate` the last of `num_steps` rates is `stop_lr`, and a `decay_steps` that does not fit into the run
+    becomes a hundredth of it, at most 100. `smooth` spreads each drop evenly over its steps.
     """
     if decay_rate is None:
         if decay_steps >= num_steps:
@@ -144,14 +109,7 @@ def stable_then_decay(
 ) -> Schedule:
     """Keep `start_lr`, then fall to `stop_lr` during the last `phase_steps` of `num_steps` steps.
 
-    Parameters
-    ----------
-    start_lr, stop_lr
-        First and last rate, both positive.
-    num_steps, phase_steps
-        Length of both phases together, and of the decay.
-    decay_type
-        "inverse_linear" (1/lr grows linearly), "cosine" or "linear".
+    With "inverse_linear", 1/lr grows linearly; both rates are positive.
     """
     stable_steps = num_steps - phase_steps
 

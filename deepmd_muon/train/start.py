@@ -5,25 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-
-import torch
 
 from deepmd_muon.argcheck import Input, dump
 from deepmd_muon.checkpoint_file.file import checkpoint_path, understood
 from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.files import make_folder_of
-from deepmd_muon.model import Structures
 from deepmd_muon.model.branches import branches_of
-from deepmd_muon.model.settings import changed
-from deepmd_muon.model.statistics import descriptor_length
-from deepmd_muon.train.branches import RunBranch, build_of, make_branches, seed_of
+from deepmd_muon.train.branches import build_of, make_branches
+from deepmd_muon.train.checkpoint.continued_state import state_of
 from deepmd_muon.train.checkpoint.newest import AUTOMATIC, continued_by
 from deepmd_muon.train.checkpoint.ownership import RunFiles
-from deepmd_muon.train.checkpoint.source import Source, Way, read_sources, state_of
+from deepmd_muon.train.checkpoint.source import Source, Way, read_sources
 from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.omitted_settings import check_sel, resolve_sel, suit_scales, take_from_checkpoint
 from deepmd_muon.train.process.abort import Moment, explained
 from deepmd_muon.train.process.allocator import keep_freed_memory
 from deepmd_muon.train.process.warm_up import warm_up
@@ -31,25 +28,20 @@ from deepmd_muon.train.ranks.ranks import Ranks, joined
 from deepmd_muon.train.report import set_up_logging
 from deepmd_muon.train.report.tensorboard import require_tensorboard
 from deepmd_muon.train.report.weights_and_biases import require_wandb
-from deepmd_muon.train.setup import (
-    CACHE_BYTES,
-    Data,
+from deepmd_muon.train.statistics import set_model_statistics, settle_energy_bias
+from deepmd_muon.train.systems import (
     check_same_run,
-    check_sel,
-    descriptor_sections,
     make_loaders,
     new_seed,
-    resolve_sel,
-    with_descriptor,
+    open_training_systems,
+    warn_of_shared_frames,
 )
-from deepmd_muon.train.statistics import set_model_statistics, settle_energy_bias
-from deepmd_muon.train.systems import Systems, open_training_systems, warn_of_shared_frames
 from deepmd_muon.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-# Atoms at 6 Å (see `frame_costs`) of frames in which the length of descriptors is measured.
-_MEASURED = 1 << 14
+# Neighbour lists of a training set are kept in memory up to this many bytes.
+_CACHE_BYTES = 2 << 30
 
 
 def run(
@@ -123,22 +115,20 @@ def run(
         ranks.from_first("looking at its outputs", lambda: files.check(found or finetune))
         stack.enter_context(explained(lambda: Moment("preparing"), lambda: checkpoint_path(found) if found else None))
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
-        ranks.from_first("locking its files", lambda: stack.enter_context(files.held()))
-        restart = ranks.from_first("looking for a checkpoint", lambda: continued_by(restart, training.save_ckpt))
+
+        def claimed() -> str | None:
+            """Lock the run's files; return the checkpoint that it continues."""
+            stack.enter_context(files.held())
+            return continued_by(restart, training.save_ckpt)
+
+        restart = ranks.from_first("locking its files", claimed)
         ways: dict[Way, str | None] = {"restart": restart, "init_model": init_model, "finetune": finetune}
         sources = read_sources(given, ways, model_branch, alone=ranks.size == 1)
         first = next(iter(sources.values())) if restart else None
-        given = _keep_scales(given, first)
+        given = take_from_checkpoint(given, sources, use_pretrain_script=use_pretrain_script)
         if ranks.first:  # the others learn of an error as of any that ends a rank
-            for notice in given.notices:
-                log.warning("%s", notice)
-            # Log the scales that are not kept once the length of descriptors is known.
-            kept = [given.scales.notice] if given.scales and given.scales.kept else []
-            for remark in (*given.remarks, *kept):
-                log.info("%s", remark)
-            _check_reports(given, output)
-            _warn_of_forgetting(given, sources)
-        given = _complete_input(given, sources, use_pretrain_script=use_pretrain_script)
+            _log_remarks(given, sources)
+            _check_outputs(given, output)
         if make_data is not None:
             ranks.from_first("drawing structures to replay", make_data)
         trainer = _prepare(given, sources, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
@@ -151,57 +141,33 @@ def run(
         return trainer.run(begun)
 
 
-def _warn_of_forgetting(given: Input, sources: Mapping[str, Source]) -> None:
-    """Warn where a model is fine-tuned and nothing keeps the old one: no other branch trains on its parts."""
+def _log_remarks(given: Input, sources: Mapping[str, Source]) -> None:
+    """Log what the input leaves to defaults, and a fine-tuning during which nothing keeps what the model knows."""
+    for notice in given.notices:
+        log.warning("%s", notice)
+    # Log the scales that are not kept once the length of descriptors is known.
+    kept = [given.scales.notice] if given.scales and given.scales.kept else []
+    for remark in (*given.remarks, *kept):
+        log.info("%s", remark)
     source = next(iter(sources.values()), None)
-    if source is None or source.way != "finetune" or source.new_fitting or len(given.branches) > 1:
-        return
-    log.warning(
-        "fine-tuning on new data alone forgets what %s knows: errors on other structures grow; "
-        "--replay DATA or --replay pseudo keeps most of it (doc/fine-tuning.md)",
-        source.path,
-    )
+    if source and source.way == "finetune" and not source.new_fitting and len(given.branches) == 1:
+        log.warning(
+            "fine-tuning on new data alone forgets what %s knows: errors on other structures grow; "
+            "--replay DATA or --replay pseudo keeps most of it (doc/fine-tuning.md)",
+            source.path,
+        )
 
 
-def _keep_scales(given: Input, source: Source | None) -> Input:
-    """Let a run that goes on keep its scales of HybridMuon where the input omits them."""
-    if given.scales is None or source is None:
-        return given
-    with understood(source.path):
-        groups = (source.content.get("optimizer") or {}).get("param_groups", [])
-        saved = groups[0] if groups else {}
-        known = isinstance(saved.get("lr_adjust_coeff"), float)
-        return given.with_scales(given.scales.kept_from(saved, str(source.path))) if known else given
-
-
-def _check_reports(given: Input, output: str) -> None:
-    """Find out before the long work begins that a report or the normalised input could not be written."""
+def _check_outputs(given: Input, output: str) -> None:
+    """Find out before the long work begins that a report or another output could not be written."""
     make_folder_of(Path(output))
+    for branch in given.branches.values():
+        if branch.data.stat_file:
+            StatFile(branch.data.stat_file)  # refuses a folder
     if given.settings.training.tensorboard:
         require_tensorboard()
     if given.settings.training.wandb:
         require_wandb()
-
-
-def _complete_input(given: Input, sources: Mapping[str, Source], *, use_pretrain_script: bool) -> Input:
-    """Take what the input leaves to its checkpoint, and refuse a `stat_file` that cannot be written."""
-    models = {}
-    for name, branch in given.branches.items():
-        model, source = branch.model, sources.get(name)
-        if source and not model.type_map:
-            model = changed(model, {"type_map": source.model.type_map}, branch.model_path)
-            log.info("model/type_map is left out and becomes %s, as in %s", list(model.type_map), source.path)
-        if source and use_pretrain_script:
-            model = source.script(model)
-        if branch.data.stat_file:
-            StatFile(branch.data.stat_file)  # refuses a folder before the long work begins
-        models[name] = model
-    given = given.with_models(models)
-    for names in descriptor_sections(given).values():
-        # A branch that starts anew shares what the script of another one says.
-        if use_pretrain_script and (scripted := next((name for name in names if name in sources), None)):
-            given = with_descriptor(given, names, given.branches[scripted].model.descriptor)
-    return given
 
 
 def _prepare(
@@ -226,7 +192,7 @@ def _prepare(
 
     model = build_of(given)
     caches = {
-        name: NeighborCache.of(one.neighbors, one.ntypes, CACHE_BYTES // len(given.branches))
+        name: NeighborCache.of(one.neighbors, one.ntypes, _CACHE_BYTES // len(given.branches))
         for name, one in branches_of(model).items()
     }
     for name, one in branches_of(model).items():
@@ -234,10 +200,17 @@ def _prepare(
             training, where = systems[name].training, given.branches[name].model_path
             checked = partial(check_sel, one, training, caches[name], where)
             statistics[name] = ranks.from_first("counting neighbours", checked)
-    _log_size(model, ranks)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise TrainingError("nothing is trainable: set trainable to true in model/descriptor or model/fitting_net")
+    log.info(
+        "model: %d trainable weights of %d on %s",
+        sum(p.numel() for p in model.parameters() if p.requires_grad),
+        sum(p.numel() for p in model.parameters()),
+        ranks.device if ranks.size == 1 else f"{ranks.size} × {ranks.device.type}",
+    )
     chosen = given.settings.training.seed
     seed = ranks.from_first("drawing a seed", new_seed) if chosen is None else chosen
-    data = _open_loaders(given, systems, caches, seed, ranks)
+    data = make_loaders(given, systems, caches, seed, ranks)
     distances = {name: found.min_distance for name, found in statistics.items()}
     continued = {name: source.branch for name, source in sources.items()}
     branches = make_branches(given, model, data, distances, continued)
@@ -251,57 +224,7 @@ def _prepare(
         settle = partial(settle_energy_bias, branches[name].model, source, data[name].training)
         ranks.from_first("fitting the energy bias", settle)
     ranks.copy_from_first(model)
-    given = _suit_descriptors(given, branches, ranks, output)
-    return Trainer(given, model, branches, seed, ranks)
-
-
-def _log_size(model: torch.nn.Module, ranks: Ranks) -> None:
-    """Log the number of weights; refuse a model that cannot be trained."""
-    if not any(p.requires_grad for p in model.parameters()):
-        raise TrainingError("nothing is trainable: set trainable to true in model/descriptor or model/fitting_net")
-    log.info(
-        "model: %d trainable weights of %d on %s",
-        sum(p.numel() for p in model.parameters() if p.requires_grad),
-        sum(p.numel() for p in model.parameters()),
-        ranks.device if ranks.size == 1 else f"{ranks.size} × {ranks.device.type}",
-    )
-
-
-def _open_loaders(
-    given: Input, systems: Mapping[str, Systems], caches: Mapping[str, NeighborCache], seed: int, ranks: Ranks
-) -> dict[str, Data]:
-    """Make this rank's loaders of every branch."""
-    return {
-        name: make_loaders(
-            systems[name].training,
-            systems[name].validation,
-            branch.data,
-            caches[name],
-            seed_of(seed, name),
-            ranks,
-            batches_per_step=given.settings.training.accumulate_grad_batches,
-            balance=given.settings.training.balance_batches,
-        )
-        for name, branch in given.branches.items()
-    }
-
-
-def _suit_descriptors(given: Input, branches: Mapping[str, RunBranch], ranks: Ranks, output: str) -> Input:
-    """Lower the scales of HybridMuon that the input omits, and no checkpoint had, where descriptors are long."""
-    if given.scales is None or given.scales.kept:
-        return given
-
-    def batches(branch: RunBranch) -> Iterator[Structures]:
-        for batch in branch.data.training.bounded_batches(1, _MEASURED):
-            yield Structures.of(batch.frames, batch.neighbors, branch.model.ntypes, ranks.device)
-
-    def longest() -> float:
-        return max(descriptor_length(branch.model, batches(branch)) for branch in branches.values())
-
-    suited = given.with_scales(given.scales.for_descriptors(ranks.from_first("measuring descriptors", longest)))
-    assert suited.scales is not None
-    if ranks.first:
-        log.info("%s", suited.scales.notice)
-        if suited.scales is not given.scales:
-            dump(suited.normalized, output)
-    return suited
+    suited = suit_scales(given, branches, ranks)
+    if ranks.first and suited != given:
+        dump(suited.normalized, output)
+    return Trainer(suited, model, branches, seed, ranks)

@@ -1,26 +1,49 @@
-"""Statistics of the training data in the models: standardised environments and energy biases."""
+"""Statistics of data in models: standardised environments, and energy biases, also those of trained models."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
-from deepmd_muon.data import Batch, DataError, DataLoader, StatFile, data_fingerprint, energy_bias
+from deepmd_muon.checkpoint_file.file import read_checkpoint, understood
+from deepmd_muon.data import (
+    Batch,
+    DataError,
+    DataLoader,
+    NeighborCache,
+    Parameters,
+    StatFile,
+    System,
+    data_fingerprint,
+    energy_bias,
+    with_parameters,
+)
 from deepmd_muon.data.frames import PARAMETERS
-from deepmd_muon.model import EnergyModel, ModelSettings, Structures
+from deepmd_muon.files import whole_file
+from deepmd_muon.model import EnergyModel, ModelSettings, Structures, build_model
+from deepmd_muon.model.deepmd_kit import branch_prefix, from_deepmd_kit
 from deepmd_muon.model.fitting.interface import Conditioned
 from deepmd_muon.model.statistics import environment_statistics
-from deepmd_muon.train.branches import RunBranch
-from deepmd_muon.train.checkpoint.source import Source
-from deepmd_muon.train.energy_bias import fit_energy_bias
-from deepmd_muon.train.setup import MOST_MEASURED
+from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.ranks.ranks import training_device
+
+if TYPE_CHECKING:
+    from deepmd_muon.train.branches import RunBranch
+    from deepmd_muon.train.checkpoint.source import Source
 
 log = logging.getLogger(__name__)
+
+BiasMode = Literal["change", "set"]
+
+# Atoms at 6 Å (see `frame_costs`) of the frames behind the statistics of the environment and the energies.
+_MOST_MEASURED = 1 << 15
 
 
 def set_model_statistics(branches: Mapping[str, RunBranch]) -> None:
@@ -118,7 +141,7 @@ def _check_statistics(arrays: Mapping[str, np.ndarray], model: EnergyModel, path
 def _compute(group: Sequence[RunBranch]) -> list[dict[str, np.ndarray]]:
     """Return the statistics of branches with one descriptor."""
     samples = [
-        list(branch.data.training.bounded_batches(branch.model.settings.data_stat_nbatch, MOST_MEASURED))
+        list(branch.data.training.bounded_batches(branch.model.settings.data_stat_nbatch, _MOST_MEASURED))
         for branch in group
     ]
     model = group[0].model
@@ -181,5 +204,108 @@ def settle_energy_bias(model: EnergyModel, source: Source, loader: DataLoader) -
     fixed = fixed_energies(model.settings)
     if fixed is not None:
         keep |= {name for name, value in zip(model.type_map, fixed, strict=True) if not math.isnan(value)}
-    batches = loader.bounded_batches(model.settings.data_stat_nbatch, MOST_MEASURED)
+    batches = loader.bounded_batches(model.settings.data_stat_nbatch, _MOST_MEASURED)
     fit_energy_bias(model, batches, keep=keep, rcond=getattr(model.settings.fitting_net, "rcond", None))
+
+
+@torch.no_grad()
+def fit_energy_bias(
+    model: EnergyModel,
+    batches: Iterable[Batch],
+    mode: BiasMode = "change",
+    *,
+    keep: Collection[str] = (),
+    rcond: float | None = None,
+) -> None:
+    """Fit the energy of each type that the model adds to its atoms, by least squares, as deepmd-kit does.
+
+    Parameters
+    ----------
+    batches
+        Samples; frames without energy do not count. A TrainingError where none has an energy.
+    mode
+        'change' adds to the bias what explains the model's errors best; 'set' replaces it by what explains the total
+        energies best without the model.
+    keep
+        Types whose bias stays.
+    rcond
+        As in `energy_bias`.
+    """
+    before = model.atomic_model.out_bias[0, :, 0].cpu().numpy().copy()
+    counts, errors = [], []
+    for batch in batches:
+        frames = batch.frames
+        if frames.energy is None:
+            continue
+        predicted = 0.0
+        if mode == "change":
+            device = model.atomic_model.out_bias.device
+            structures = Structures.of(frames, batch.neighbors, model.ntypes, device)
+            predicted = model(structures, force=False)["energy"].cpu().numpy()
+        counted = frames.type_counts(model.ntypes)
+        counted[:, list(model.settings.atom_exclude_types)] = 0
+        counts.append(counted)
+        errors.append(frames.energy - predicted)
+    if not counts:
+        raise TrainingError("no system has energies, which the energy bias is fitted to")
+    kept = np.array([name in keep for name in model.type_map])
+    fixed = np.where(kept, 0.0 if mode == "change" else before, np.nan)
+    found = energy_bias(np.concatenate(counts), np.concatenate(errors), fixed, rcond)
+    after = before + found if mode == "change" else found
+    model.set_energy_bias(torch.from_numpy(after))
+    values = zip(model.type_map, before, after, strict=True)
+    changed = [f"{name} {old:.6g} → {new:.6g} eV" for name, old, new in values if old != new]
+    log.info("energy bias: %s", ", ".join(changed) or "unchanged")
+
+
+def change_bias(
+    source: Path,
+    output: Path,
+    *,
+    open_data: Callable[[Sequence[str]], list[System]],
+    values: Sequence[float] | None = None,
+    mode: BiasMode = "change",
+    frames: int = 0,
+    branch: str | None = None,
+) -> None:
+    """Write a checkpoint with another energy bias; all else in it, optimizer state too, stays.
+
+    Parameters
+    ----------
+    open_data
+        Opens the systems whose energies the bias is fitted to, for a type map.
+    values
+        Energies [eV] to set instead, one for each type.
+    frames
+        At most this many of each system; 0 takes all.
+    branch
+        Name or alias of a branch of a multi-task checkpoint.
+    """
+    content = read_checkpoint(source)
+    with understood(source):
+        settings, weights = from_deepmd_kit(content["model"], branch)
+        model = build_model(settings)
+        model.load_state_dict(weights)
+    if values is None:
+        model = model.to(training_device())
+        rcond = getattr(settings.fitting_net, "rcond", None)
+        systems = with_parameters(open_data(model.type_map), Parameters.of(settings.fitting_net))
+        fit_energy_bias(model, _samples(model, systems, frames), mode, rcond=rcond)
+    elif len(values) != model.ntypes:
+        raise TrainingError(f"one energy is needed for each type of {list(model.type_map)}; found {len(values)}")
+    else:
+        log.info("energy bias of %s: %s eV", ", ".join(model.type_map), list(values))
+        model.set_energy_bias(values)
+    name = f"{branch_prefix(content['model'], branch)}atomic_model.out_bias"
+    content["model"] = {**content["model"], name: model.atomic_model.out_bias.cpu()}
+    with whole_file(output) as file:
+        torch.save(content, file)
+    log.info("saved %s", output)
+
+
+def _samples(model: EnergyModel, systems: list[System], frames: int) -> Iterator[Batch]:
+    """Return frames of every system, spread evenly."""
+    cache = NeighborCache.of(model.neighbors, model.ntypes, max_bytes=0)
+    if frames:
+        return DataLoader(systems, 1, cache=cache).sample_batches(frames)
+    return DataLoader(systems, "auto:1024", cache=cache).sample_batches(max(system.nframes for system in systems))

@@ -1,20 +1,33 @@
-"""Systems of a run: opened as the input says, and looked at before the long work begins."""
+"""Data of a run: systems, opened as the input says and looked at before the long work begins, and their loaders."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from deepmd_muon.argcheck import Input, TrainingDataSettings
-from deepmd_muon.data import Parameters, System, open_systems, with_parameters
+from deepmd_muon.argcheck.changes import changed_settings
+from deepmd_muon.data import DataLoader, NeighborCache, Parameters, System, open_systems, with_parameters
+from deepmd_muon.data.checks.digest import content_digest
 from deepmd_muon.data.checks.labels import suspicions
 from deepmd_muon.data.checks.overlap import shared_frames
 from deepmd_muon.data.opening import check_labels, elements_of
-from deepmd_muon.model.settings import changed
+from deepmd_muon.model.branch_settings import SINGLE
+from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.ranks.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
+# Places of files, which may have other names on another machine; data are compared by content.
+_OF_A_MACHINE = (
+    *("training_data/systems", "validation_data/systems"),
+    *("/stat_file", "/tensorboard_log_dir", "/profiling_file"),
+)
 # Doubts about the data that are named at the usual log level.
 _MOST_SUSPICIONS = 20
 
@@ -33,15 +46,7 @@ class Systems:
 
 
 def open_section(section: TrainingDataSettings, type_map: Sequence[str] | None) -> list[System]:
-    """Open the systems of a section `training_data` or `validation_data`.
-
-    Parameters
-    ----------
-    section
-        The section.
-    type_map
-        Element names that types shall index; empty or None keeps those of each system.
-    """
+    """Open the systems of a data section, with types that index `type_map`; without one, each keeps its own."""
     return open_systems(
         section.systems,
         type_map or None,
@@ -52,13 +57,7 @@ def open_section(section: TrainingDataSettings, type_map: Sequence[str] | None) 
 
 
 def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
-    """Open the systems of training and of validation data of each branch.
-
-    Returns
-    -------
-    tuple
-        The input, with the type map of the training data where it has none; the systems of each branch, types
-        translated to the model's.
+    """Open the systems of each branch, types translated to its model's; take a type map that the input omits from them.
 
     Raises
     ------
@@ -70,15 +69,13 @@ def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
     opened = {}
     for name, branch in given.branches.items():
         model = branch.model
-        train = open_section(branch.data.training_data, model.type_map)
+        sections = branch.data.training_data, branch.data.validation_data
+        train, valid = (open_section(section, model.type_map) if section else [] for section in sections)
         if not model.type_map:
             names = elements_of(train)
-            model = changed(model, {"type_map": names}, branch.model_path)
-            given = given.with_models({name: model})
-            train = [system.with_type_map(names) for system in train]
+            given = given.with_model([name], type_map=names)
+            train, valid = ([system.with_type_map(names) for system in part] for part in (train, valid))
             log.info("model/type_map is left out and becomes %s: the types of the training data", list(names))
-        section = branch.data.validation_data
-        valid = open_section(section, model.type_map) if section else []
         every = with_parameters([*train, *valid], Parameters.of(model.fitting_net))
         opened[name] = Systems(every[: len(train)], every[len(train) :])
         of_branch = f" of {name}" if given.multi_task else ""
@@ -122,3 +119,95 @@ def warn_of_shared_frames(train: Sequence[System], valid: Sequence[System]) -> N
             shared,
             looked,
         )
+
+
+def new_seed() -> int:
+    """Draw a seed for the order of the data."""
+    return int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1)  # 63 bits: a plain integer everywhere
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Return the seed of the order of a branch's data; branches with the same data must not draw the same frames."""
+    if name == SINGLE:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1  # 63 bits
+
+
+@dataclasses.dataclass
+class Data:
+    """Endless shuffled batches of a branch; no `validation` without validation data.
+
+    `training_systems` has those that the batch size of `training` leaves out, too.
+    """
+
+    training: DataLoader
+    validation: DataLoader | None
+    training_systems: list[System]
+
+
+def make_loaders(
+    given: Input, systems: Mapping[str, Systems], caches: Mapping[str, NeighborCache], seed: int, ranks: Ranks
+) -> dict[str, Data]:
+    """Make this rank's loaders of every branch, those of a branch on one cache of neighbour lists."""
+
+    def loader(name: str, opened: list[System], section: TrainingDataSettings, **options: Any) -> DataLoader:
+        return DataLoader(
+            opened,
+            section.batch_size,
+            auto_prob=section.auto_prob,
+            sys_probs=section.sys_probs,
+            seed=seed_of(seed, name),
+            cache=caches[name],
+            rank=ranks.rank,
+            world_size=ranks.size,
+            **options,
+        )
+
+    training = given.settings.training
+    steps = {"batches_per_step": training.accumulate_grad_batches, "balance": training.balance_batches}
+    found = {}
+    for name, branch in given.branches.items():
+        own, validation = systems[name], branch.data.validation_data
+        found[name] = Data(
+            loader(name, own.training, branch.data.training_data, prefetch=True, **steps),
+            loader(name, own.validation, validation) if validation else None,
+            own.training,
+        )
+    return found
+
+
+def check_same_run(given: Input, systems: Mapping[str, Systems], ranks: Ranks) -> None:
+    """Compare the inputs and data that the ranks see, which may be other files on another machine.
+
+    Raise a TrainingError on all ranks, naming one that differs from rank 0, and in what.
+    """
+    if ranks.size == 1:
+        return
+    sections = {}
+    for name, branch in given.branches.items():
+        for kind in ("training", "validation"):
+            sections[f"{branch.data_path}/{kind}_data"] = (kind, getattr(systems[name], kind))
+    with ranks.together("comparing inputs and data"):
+        digests = {where: content_digest(opened) for where, (_, opened) in sections.items()}
+        found = ranks.gather_objects((given.normalized, digests))
+    for where, digest in digests.items():
+        if digest.share < 1.0:
+            kind = sections[where][0]
+            log.info("%.2g %% of the frames of the %s data were compared between the ranks", 100 * digest.share, kind)
+    for rank, theirs in enumerate(found):
+        changes = changed_settings(found[0][0], theirs[0])
+        keys = [key for key in changes if not (key.startswith("training/") and key.endswith(_OF_A_MACHINE))]
+        if keys:
+            raise TrainingError(
+                f"the input of rank {rank} differs from that of rank 0 in {', '.join(keys)}: "
+                "all ranks must read the same input"
+            )
+        for where, (kind, opened) in sections.items():
+            first, other = found[0][1][where], theirs[1][where]
+            if first != other:
+                pairs = zip(opened, first.systems, other.systems, strict=False)
+                which = next((f" in system {system.name}" for system, a, b in pairs if a != b), "")
+                raise TrainingError(
+                    f"the {kind} data of rank {rank} are not those of rank 0{which}: "
+                    f"see that {where}/systems is the same on all machines"
+                )

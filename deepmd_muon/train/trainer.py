@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 
 from deepmd_muon.argcheck import Input
-from deepmd_muon.argcheck.changes import report_rate
 from deepmd_muon.argcheck.training import MultiTaskTrainingSettings
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import OWN_KEY
@@ -22,7 +21,7 @@ from deepmd_muon.files import WriteError, is_special, replacement, whole_file
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.train.batches.accumulated import StepSource
+from deepmd_muon.train.batches.streamed import StepSource
 from deepmd_muon.train.branches import (
     RunBranch,
     StratifiedOrder,
@@ -33,12 +32,10 @@ from deepmd_muon.train.branches import (
 )
 from deepmd_muon.train.checkpoint.content import RunState
 from deepmd_muon.train.checkpoint.newest import newest_finite
-from deepmd_muon.train.checkpoint.ownership import exported_path
 from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import NonFiniteError
 from deepmd_muon.train.learning_rate import learning_rate
-from deepmd_muon.train.optimizers import build_optimizer
 from deepmd_muon.train.process.abort import Moment, explained, last_good
 from deepmd_muon.train.process.signals import StopSignals
 from deepmd_muon.train.process.warm_up import compile_kernels
@@ -50,6 +47,7 @@ from deepmd_muon.train.report.throughput import Throughput
 from deepmd_muon.train.step.interpolation_schedule import Tuning
 from deepmd_muon.train.step.stepper import DeviceParts, build_stepper
 from deepmd_muon.train.strategy import choose_strategy
+from deepmd_muon.train.strategy.base import build_optimizer
 from deepmd_muon.train.validation.final_errors import check_command
 from deepmd_muon.train.validation.run_validation import Validation
 
@@ -67,8 +65,6 @@ class Trainer:
         The checked input, with numbers in `sel`.
     model
         The model, or those of all branches, with statistics set or weights loaded, on its device.
-    branches
-        Models, losses and batches by name.
     seed
         Of the order in which branches are trained.
     ranks
@@ -125,8 +121,9 @@ class Trainer:
         # In TF32, a thread could change the precision of the first step's products.
         if isinstance(self.optimizer, HybridMuon) and self._device.type == "cuda" and not training.enable_tf32:
             compile_kernels(self.optimizer)
-        if training.recompute:
-            _recompute_layers(branches)
+        recomputed = [branch.model.recompute_layers() for branch in branches.values() if training.recompute]
+        if training.recompute and not any(recomputed):
+            log.warning("training/recompute has no effect: the descriptor has no layers to compute again")
         self._tuning: list[Tuning] = []
         if training.interpolate_embedding and not self.strategy.cuts_parameters:
             tuned: dict[object, list[tuple[EnergyModel, DataLoader]]] = {}
@@ -138,17 +135,9 @@ class Trainer:
         self._state = RunState(given, model, self.optimizer, branches, self._order, self.ema)
 
     def run(self, begun: float | None = None) -> int:
-        """Train until the last step.
+        """Train until the last step; `begun` is `time.monotonic()` when the command began, for the log.
 
-        Parameters
-        ----------
-        begun
-            `time.monotonic()` when the command began, for the log; now by default.
-
-        Returns
-        -------
-        int
-            0, or 128 plus the number of the signal that ended the run early (after a checkpoint was saved).
+        Return 0, or 128 plus the number of the signal that ended the run early (after a checkpoint was saved).
 
         Raises
         ------
@@ -230,7 +219,7 @@ class Trainer:
     def _export(self) -> None:
         """Write the branch of `export_branch` as a checkpoint of one model."""
         training = self.given.settings.training
-        path = exported_path(training)
+        path = training.exported_path
         if path is None or not self.ranks.first:
             return
         assert isinstance(training, MultiTaskTrainingSettings)
@@ -341,12 +330,7 @@ class Trainer:
     def restart(self, content: Mapping[str, Any], source: Path) -> None:
         """Continue from a checkpoint: optimizer, averages, data order and random numbers; the weights are loaded.
 
-        Parameters
-        ----------
-        content
-            What `read` returned; of a directory, tensors of optimizer and average may have been left.
-        source
-            The file, for messages.
+        Of a directory, tensors of optimizer and average may have been left there.
 
         Raises
         ------
@@ -361,8 +345,10 @@ class Trainer:
         infos = content["model"]["_extra_state"]["train_infos"]
         self.validation.restore(infos)
         if self.step:
-            rate = float(infos["lr"])
-            report_rate(rate, self.rate(self.step - 1), source)
+            saved, present = float(infos["lr"]), self.rate(self.step - 1)
+            if abs(present - saved) > 1e-6 * max(abs(saved), abs(present)):
+                was = "the learning rate was %.3g when %s was written and goes on from %.3g"
+                log.warning(was, saved, source, present)
         if self.step > self.num_steps:
             raise CheckpointError(
                 f"{source} is at step {self.step}, beyond the last step {self.num_steps} of this input: "
@@ -378,13 +364,6 @@ class Trainer:
         """Make model and optimizer as a single process has them."""
         model = build_of(self.given)
         return model, build_optimizer(self.given.settings.optimizer, model, self.rate(0))
-
-
-def _recompute_layers(branches: Mapping[str, RunBranch]) -> None:
-    """Compute layers again in backward passes, in every branch that has such layers."""
-    found = [branch.model.recompute_layers() for branch in branches.values()]
-    if not any(found):
-        log.warning("training/recompute has no effect: the descriptor has no layers to compute again")
 
 
 def _write_trace(profile: torch.profiler.profile, path: Path) -> None:

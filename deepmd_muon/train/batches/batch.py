@@ -59,10 +59,7 @@ class TrainingBatch:
     def counted(self, types: Tensor | None) -> Tensor | None:
         """Return which atoms count in the loss `(nframes, natoms)`, as in deepmd-kit: real ones of types with energy.
 
-        Parameters
-        ----------
-        types
-            `EnergyModel.counted`.
+        `types` is `EnergyModel.counted`.
         """
         if types is None:
             return self.mask
@@ -71,17 +68,7 @@ class TrainingBatch:
 
 
 def to_device(batch: Batch, ntypes: int, device: torch.device) -> TrainingBatch:
-    """Convert a batch.
-
-    Parameters
-    ----------
-    batch
-        Frames and neighbours.
-    ntypes
-        Number of types of the model.
-    device
-        Where the tensors go.
-    """
+    """Convert frames and neighbours of a batch, for a model of `ntypes` types, to tensors on `device`."""
     frames = batch.frames
     structures = Structures.of(frames, batch.neighbors, ntypes, device)
 

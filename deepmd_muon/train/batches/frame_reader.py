@@ -55,19 +55,7 @@ class Chunk:
 
 
 def read_chunk(systems: Sequence[System], offset: np.ndarray, numbers: np.ndarray, ntypes: int) -> Chunk:
-    """Read frames.
-
-    Parameters
-    ----------
-    systems
-        Where they are.
-    offset
-        Number of the first frame of each system `(nsystems + 1,)`.
-    numbers
-        Of the frames, in rising order.
-    ntypes
-        Types of the model.
-    """
+    """Read frames, whose numbers rise; `offset` has the number of the first frame of each system `(nsystems + 1,)`."""
     owners = np.searchsorted(offset, numbers, side="right") - 1
     cuts = np.flatnonzero(np.diff(owners)) + 1
     parts = [

@@ -121,11 +121,8 @@ class FrameStore:
     def take(self, chunks: Sequence[Chunk]) -> None:
         """Write frames into their slots; where data pass through, over all that was there.
 
-        Raises
-        ------
-        NeighborError
-            When two atoms lie at the same place, a cell or position is impossible, or an atom has more neighbours than
-            the search on a device takes; names frame and system.
+        Two atoms at the same place, an impossible cell or position, or an atom with more neighbours than the search on
+        a device takes are a NeighborError that names frame and system.
         """
         slot = place = 0
         for chunk in chunks:

@@ -63,18 +63,9 @@ class _Window:
 
 
 class ResidentBatches:
-    """Batches of a loader gathered on the device.
+    """Batches of a loader gathered on the device, in the loader's order.
 
-    Data within the budget are read once and stay; larger ones pass through, window after window.
-
-    Parameters
-    ----------
-    loader
-        Its order of batches is kept.
-    device
-        Where the data go.
-    budget
-        Bytes that data which stay may take.
+    Data within the budget [bytes] are read once and stay; larger ones pass through, window after window.
     """
 
     def __init__(self, loader: DataLoader, device: torch.device, budget: int = 1 << 30) -> None:

@@ -1,11 +1,11 @@
-"""Sources of a step's batch: converted on the spot, or streamed to the device one batch ahead."""
+"""Sources of a step's batches: converted on the spot, or streamed to the device one ahead; several for one step."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -84,17 +84,7 @@ class BatchFeed:
 
 
 class HostBatches:
-    """Batches of a loader, converted when they are asked for.
-
-    Parameters
-    ----------
-    loader
-        Where they come from.
-    ntypes
-        Number of types of the model.
-    device
-        Where the tensors go.
-    """
+    """Batches of a loader, converted to tensors on `device` when they are asked for."""
 
     def __init__(self, loader: DataLoader, ntypes: int, device: torch.device) -> None:
         self._loader = loader
@@ -111,14 +101,9 @@ class HostBatches:
 
 
 class StreamedBatches:
-    """Batches of a loader, prepared one ahead in a thread and copied from pinned memory.
+    """Batches of a loader, prepared one ahead in a thread and copied to `device` from pinned memory.
 
     The tensors of a layout are written anew with every batch of it, in stream order.
-
-    Parameters
-    ----------
-    loader, ntypes, device
-        As for `HostBatches`.
     """
 
     def __init__(self, loader: DataLoader, ntypes: int, device: torch.device) -> None:
@@ -166,6 +151,72 @@ class StreamedBatches:
         padded = dataclasses.replace(batch, neighbors=widen_sections(batch.neighbors, widths))
         converted = with_full_sections(to_device(padded, self._ntypes, _CPU))
         return map_tensors(converted, Tensor.pin_memory) if self._device.type == "cuda" else converted
+
+
+@dataclasses.dataclass(frozen=True)
+class AccumulatedFeed:
+    """The batches of one step, in the order of the data; read one by one, so that memory holds a single one."""
+
+    parts: tuple[Feed, ...]
+
+    @property
+    def layout(self) -> Hashable | None:
+        """The layouts of all batches; None if one has memory of its own."""
+        layouts = tuple(part.layout for part in self.parts)
+        return None if None in layouts else layouts
+
+    @property
+    def system(self) -> str:
+        """The systems of the frames."""
+        return ", ".join(dict.fromkeys(part.system for part in self.parts))
+
+    @property
+    def atoms(self) -> np.ndarray:
+        """Real atoms of each frame, on the host."""
+        return np.concatenate([part.atoms for part in self.parts])
+
+    def labelled_atoms(self, needed: Collection[str]) -> float:
+        """Return the number of atoms in frames that have all these labels."""
+        return sum(part.labelled_atoms(needed) for part in self.parts)
+
+    def read(self) -> AccumulatedFeed:
+        """Return this object, whose `parts` the step reads."""
+        return self
+
+
+StepFeed: TypeAlias = Feed | AccumulatedFeed
+"""The input of a step: a batch, or several."""
+
+
+def parts_of(feed: StepFeed) -> tuple[Feed, ...]:
+    """Return the batches of a step."""
+    return feed.parts if isinstance(feed, AccumulatedFeed) else (feed,)
+
+
+class StepSource(Protocol):
+    """An endless order of what steps read."""
+
+    def next(self) -> StepFeed:
+        """Return what the next step reads; nothing waits for the device."""
+
+    def close(self) -> None:
+        """End background work."""
+
+
+class AccumulatedBatches:
+    """The batches of another source, `each` for a step: as many sets of tensors, where it shares them among batches."""
+
+    def __init__(self, source: BatchSource, each: int) -> None:
+        self._source = source
+        self._each = each
+
+    def next(self) -> AccumulatedFeed:
+        """Return the batches of the next step."""
+        return AccumulatedFeed(tuple(self._source.next() for _ in range(self._each)))
+
+    def close(self) -> None:
+        """End background work."""
+        self._source.close()
 
 
 def padded_widths(sections: Collection[int], limits: np.ndarray) -> tuple[int, ...]:

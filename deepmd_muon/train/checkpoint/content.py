@@ -20,8 +20,8 @@ from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.branches import Branches
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.train.branches import RunBranch, StratifiedOrder, TaskOrder
-from deepmd_muon.train.checkpoint.branch_state import SHARED, shared_names
-from deepmd_muon.train.checkpoint.for_deepmd_kit import in_deepmd_kits_order, parameter_order
+from deepmd_muon.train.checkpoint.continued_state import SHARED, shared_names
+from deepmd_muon.train.checkpoint.optimizer_state import in_deepmd_kits_order, parameter_order
 from deepmd_muon.train.ema import Ema
 
 log = logging.getLogger(__name__)
@@ -31,17 +31,7 @@ _LOADERS = ("training_data", "validation_data")
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-    """The parts of a run whose state a checkpoint keeps.
-
-    Attributes
-    ----------
-    given
-        The checked input.
-    model, optimizer, branches, order
-        The parts themselves.
-    ema
-        The averaged parameters; None without.
-    """
+    """The parts of a run whose state a checkpoint keeps; `ema` is None without an average."""
 
     given: Input
     model: EnergyModel | Branches
@@ -51,49 +41,43 @@ class RunState:
     ema: Ema | None
 
     def content(self, step: int, lr: float, infos: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of a checkpoint, tensors laid out over the ranks as they are.
+        """Return the keys of a checkpoint after `step` updates, tensors laid out over the ranks as they are.
 
-        Parameters
-        ----------
-        step
-            Updates done.
-        lr
-            Learning rate of the last update.
-        infos
-            Plain values that deepmd-kit keeps beside these two.
+        `lr` is the rate of the last update; `infos` are plain values that deepmd-kit keeps beside these two.
         """
+        several = isinstance(self.model, Branches)
+
+        def kept(values: dict[str, Any]) -> Any:  # of a single model, its own
+            return values if several else values[SINGLE]
+
+        branches = self.branches.items()
+        own = {
+            "version": FORMAT_VERSION,
+            "step": step,
+            "settings": json.dumps(self.given.normalized),
+            "torch_rng": torch.get_rng_state(),
+            "pieces": kept({name: one.model.pieces for name, one in branches}),
+            "training_data": kept({name: one.data.training.state_dict() for name, one in branches}),
+            "validation_data": kept(
+                {name: one.data.validation.state_dict() if one.data.validation else {} for name, one in branches}
+            ),
+        }
+        if several:
+            own |= {"tasks": self.order.state_dict(), SHARED: shared_names(self.model)}
+        infos = {**infos, "lr": lr, "step": step - 1}  # deepmd-kit counts from 0
+        distances = kept({name: one.min_nbor_dist for name, one in branches})
+        optimizer = _with_plain_rates(self.optimizer.state_dict())
         content: dict[str, Any] = {
-            "model": to_deepmd_kit(
-                self.model,
-                {**infos, "lr": lr, "step": step - 1},  # deepmd-kit counts from 0
-                min_nbor_dist=self._of_each({name: one.min_nbor_dist for name, one in self.branches.items()}),
-            ),
-            "optimizer": in_deepmd_kits_order(
-                _with_plain_rates(self.optimizer.state_dict()), parameter_order(self.model)
-            ),
-            OWN_KEY: {
-                "version": FORMAT_VERSION,
-                "step": step,
-                "settings": json.dumps(self.given.normalized),
-                "torch_rng": torch.get_rng_state(),
-                **{key: self._of_each(values) for key, values in self._positions().items()},
-                **self._of_several(),
-            },
+            "model": to_deepmd_kit(self.model, infos, min_nbor_dist=distances),
+            "optimizer": in_deepmd_kits_order(optimizer, parameter_order(self.model)),
+            OWN_KEY: own,
         }
         if self.ema:
             content["ema"] = self.ema.state_dict()
         return content
 
     def alone(self, name: str, step: int, lr: float) -> dict[str, Any]:
-        """Return the keys of a checkpoint of one branch as a single model, without what a restart needs.
-
-        Parameters
-        ----------
-        name
-            The branch.
-        step, lr
-            As of `content`.
-        """
+        """Return the keys of a checkpoint of one branch as a single model, without what a restart needs."""
         branch = self.branches[name]
         infos = {"lr": lr, "step": step - 1}
         content: dict[str, Any] = {
@@ -106,37 +90,11 @@ class RunState:
             content["ema"] = {**average, "model": own}
         return content
 
-    def _positions(self) -> dict[str, dict[str, Any]]:
-        """Return what is kept of each branch, by its name."""
-        data = {name: branch.data for name, branch in self.branches.items()}
-        return {
-            "pieces": {name: branch.model.pieces for name, branch in self.branches.items()},
-            "training_data": {name: one.training.state_dict() for name, one in data.items()},
-            "validation_data": {n: one.validation.state_dict() if one.validation else {} for n, one in data.items()},
-        }
-
-    def _of_several(self) -> dict[str, Any]:
-        """Return what is kept of several branches together."""
-        if not isinstance(self.model, Branches):
-            return {}
-        return {"tasks": self.order.state_dict(), SHARED: shared_names(self.model)}
-
-    def _of_each(self, values: dict[str, Any]) -> Any:
-        """Return values of all branches, of a single model its own."""
-        return values if isinstance(self.model, Branches) else values[SINGLE]
-
     def restore(self, content: Mapping[str, Any], source: Path) -> int:
-        """Restore random numbers, data order and average; return the number of updates done.
+        """Restore random numbers, data order and average from a checkpoint; return the number of updates done.
 
-        Weights and optimizer state are restored elsewhere. Parts that the checkpoint lacks start anew, with a
-        warning.
-
-        Parameters
-        ----------
-        content
-            A checkpoint of ours or of deepmd-kit.
-        source
-            Its path.
+        Weights and optimizer state are restored elsewhere. Parts that the checkpoint lacks, as one of deepmd-kit does,
+        start anew, with a warning.
         """
         own = content.get(OWN_KEY)
         if own is None:

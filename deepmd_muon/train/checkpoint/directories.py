@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from deepmd_muon.checkpoint_file.directory import CONTENT, SUFFIX, take_apart
 from deepmd_muon.failures import failure_of
 from deepmd_muon.files import hidden_name, named_file, replace_link, writing
-from deepmd_muon.train.checkpoint.files import REMOVED, write_pointer
+from deepmd_muon.train.checkpoint.files import REMOVED, Series, write_pointer
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.ranks import Ranks
 
@@ -53,33 +53,18 @@ class _NamedFiles(FileSystem):
             yield stream
 
 
-class DirectorySeries:
+class DirectorySeries(Series):
     """The directories of one run: ``prefix-N.dcp``, and the link ``prefix.dcp`` to the newest.
 
     One is under way at a time. It grows under another name, and gets its own when all ranks have written and synced
-    their parts; so what bears the name is complete, whenever the run ends.
-
-    Parameters
-    ----------
-    prefix
-        Path of the directories without ``-N.dcp``.
-    keep
-        How many are kept; only those of this run are ever deleted, the oldest first.
-    ranks
-        The processes that write. All of them make a series, and call its methods, together.
-    pointer
-        Whether the text file ``checkpoint`` names the newest.
-
-    Attributes
-    ----------
-    written
-        Names of the directories of this run that still exist, oldest first.
+    their parts; so what bears the name is complete, whenever the run ends. All ranks make a series, and call its
+    methods, together. Where `pointer` is true, the text file ``checkpoint`` names the newest as well.
     """
 
+    suffix = SUFFIX
+
     def __init__(self, prefix: Path, keep: int, ranks: Ranks, *, pointer: bool) -> None:
-        self.prefix = prefix
-        self.keep = keep
-        self.written: list[str] = []
+        super().__init__(prefix, keep)
         self._ranks = ranks
         self._pointer = pointer
         self._under_way: _Write | None = None
@@ -93,19 +78,9 @@ class DirectorySeries:
             warnings.filterwarnings("ignore", "torch.distributed is", UserWarning, "torch.distributed.checkpoint")
 
     @property
-    def newest(self) -> Path | None:
-        """The last complete checkpoint of this run."""
-        return self.prefix.parent / self.written[-1] if self.written else None
-
-    @property
     def under_way(self) -> bool:
         """Whether a checkpoint is being written beside the steps."""
         return self._under_way is not None
-
-    def names_with(self, step: int) -> list[str]:
-        """Return the names that exist when the checkpoint of `step` has been written, before surplus ones go."""
-        name = f"{self.prefix.name}-{step}{SUFFIX}"
-        return [*(other for other in self.written if other != name), name]
 
     def save(self, step: int, content: Mapping[str, Any]) -> None:
         """Copy the checkpoint of `step` updates to the host and begin to write it.

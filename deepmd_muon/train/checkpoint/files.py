@@ -6,17 +6,15 @@ that deepmd-kit tests, freezes and continues from the file; an exact restart als
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from deepmd_muon.files import make_folder_of, regular_text, replace_link, whole_file, writing
+from deepmd_muon.files import make_folder_of, replace_link, whole_file, writing
 
 log = logging.getLogger(__name__)
 
@@ -24,46 +22,49 @@ REMOVED = "removed"
 """Stands for the step in the name of a checkpoint directory that is being deleted."""
 
 
-@dataclasses.dataclass
-class FileSeries:
-    """The checkpoints of one run: ``prefix-N.pt``, the link ``prefix.pt`` and the text file ``checkpoint``.
+class Series:
+    """The checkpoints of one run under one prefix.
+
+    Only those that this run wrote are ever deleted, the oldest first; those of a run that was restarted count as its
+    own.
 
     Attributes
     ----------
     prefix
-        Path of the files without ``-N.pt``.
+        Path of the checkpoints without ``-N.pt``.
     keep
-        How many are kept. Only files that this run wrote are ever deleted, the oldest first; those of a run that was
-        restarted count as its own.
+        How many are kept.
     written
-        Names of the files of this run that still exist, oldest first.
+        Names of those of this run that still exist, oldest first.
     """
 
-    prefix: Path
-    keep: int
-    written: list[str] = dataclasses.field(default_factory=list)
+    suffix: ClassVar[str]
+
+    def __init__(self, prefix: Path, keep: int) -> None:
+        self.prefix = prefix
+        self.keep = keep
+        self.written: list[str] = []
 
     @property
     def newest(self) -> Path | None:
-        """The last checkpoint of this run."""
+        """The last complete checkpoint of this run."""
         return self.prefix.parent / self.written[-1] if self.written else None
 
     def names_with(self, step: int) -> list[str]:
         """Return the names that exist when the checkpoint of `step` has been written, before surplus ones go."""
-        name = f"{self.prefix.name}-{step}.pt"
+        name = f"{self.prefix.name}-{step}{self.suffix}"
         return [*(other for other in self.written if other != name), name]
+
+
+class FileSeries(Series):
+    """The checkpoints ``prefix-N.pt``, the link ``prefix.pt`` and the text file ``checkpoint``."""
+
+    suffix = ".pt"
 
     def save(self, step: int, content: Mapping[str, Any], *, write: bool = True) -> Path:
         """Write the checkpoint of `step` updates and bring link, text file and retention up to date.
 
-        Parameters
-        ----------
-        step
-            Updates done; the N of the name.
-        content
-            The keys of the file.
-        write
-            False where another process writes the files: only the list is kept.
+        Where another process writes the files (`write` is false), only the list is kept.
         """
         path = self.prefix.parent / f"{self.prefix.name}-{step}.pt"
         written = self.names_with(step)
@@ -88,10 +89,6 @@ class FileSeries:
         if not link.is_symlink() or os.readlink(link) != self.newest.name:
             replace_link(link, self.newest.name)
         write_pointer(self.prefix.parent, self.newest.name)
-        self.remove_surplus()
-
-    def remove_surplus(self) -> None:
-        """Delete the oldest files beyond `keep`."""
         while len(self.written) > self.keep:
             oldest = self.prefix.parent / self.written.pop(0)
             with writing(oldest):
@@ -102,11 +99,3 @@ def write_pointer(folder: Path, name: str) -> None:
     """Write deepmd-kit's text file ``checkpoint``, which names the newest one."""
     with whole_file(folder / "checkpoint") as file:
         file.write(os.fsencode(f"{name}\n"))
-
-
-def rename_in_pointer(folder: Path, renamed: dict[str, str]) -> None:
-    """Let the text file ``checkpoint`` name a kept checkpoint by its new name."""
-    with contextlib.suppress(OSError):
-        name = regular_text(folder / "checkpoint").strip()
-        if name in renamed:
-            write_pointer(folder, renamed[name])

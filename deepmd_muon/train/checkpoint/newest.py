@@ -28,7 +28,11 @@ def newest_checkpoint(save_ckpt: str) -> str | None:
     prefix = Path(save_ckpt)
     links = [path for suffix in (SUFFIX, ".pt") if (path := Path(f"{prefix}{suffix}")).exists()]
     linked = max(links, key=_step, default=None)  # of the same step, the directory
-    complete = [path for path in _checkpoints(prefix) if linked is None or _step(path) > _step(linked)]
+    own = re.compile(rf"{re.escape(prefix.name)}-[0-9]+(\.pt|{re.escape(SUFFIX)})")
+    entries = prefix.parent.iterdir() if prefix.parent.is_dir() else ()
+    found = [path for path in entries if own.fullmatch(path.name) and not path.is_symlink()]
+    complete = [path for path in found if (is_directory(path) if path.suffix == SUFFIX else path.is_file())]
+    complete = [path for path in complete if linked is None or _step(path) > _step(linked)]
     complete.sort(key=lambda path: (_step(path), path.suffix == SUFFIX), reverse=True)
     for path in complete:
         if linked is None or linked.resolve().name in _names_before(path):
@@ -56,14 +60,9 @@ def continued_by(restart: str | None, save_ckpt: str) -> str | None:
 
 
 def newest_finite(saved: Sequence[Path], source: Path | None) -> Path | None:
-    """Return the last checkpoint whose weights are finite; None without one.
+    """Return the last of a run's checkpoints, oldest first, whose weights are finite; `source` where there is none.
 
-    Parameters
-    ----------
-    saved
-        Checkpoints of the run, oldest first. The newest may hold the weights that made a loss NaN.
-    source
-        The checkpoint that the run has continued, which was examined when it was read.
+    The newest may hold the weights that made a loss NaN. `source`, which the run has continued, was examined when read.
     """
     for path in reversed(saved):
         try:
@@ -81,14 +80,6 @@ def _step(path: Path) -> int:
     """Return the N of prefix-N.pt, for a link that of its target; 0 for other names."""
     name = re.search(r"-(\d+)$", path.resolve().stem)
     return int(name[1]) if name else 0
-
-
-def _checkpoints(prefix: Path) -> list[Path]:
-    """Return the complete checkpoints of a prefix."""
-    own = re.compile(rf"{re.escape(prefix.name)}-[0-9]+(\.pt|{re.escape(SUFFIX)})")
-    entries = prefix.parent.iterdir() if prefix.parent.is_dir() else ()
-    found = [path for path in entries if own.fullmatch(path.name) and not path.is_symlink()]
-    return [path for path in found if (is_directory(path) if path.suffix == SUFFIX else path.is_file())]
 
 
 def _names_before(path: Path) -> set[str]:

@@ -1,8 +1,8 @@
-"""The optimizer's state in checkpoints: checked against the present optimizer and converted where it may be."""
+"""The optimizer's state in checkpoints: in the order of deepmd-kit's parameters, checked and converted when loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +17,16 @@ from deepmd_muon.optim import HybridMuon, name_deepmd_kit_state
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
 from deepmd_muon.optim.routing.rules import canonical_name
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit
-from deepmd_muon.train.checkpoint.for_deepmd_kit import in_own_order
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# The routing manifest's entry of a parameter without elements, which only deepmd-kit's models have.
+_EMPTY = {"routes": "frozen", "views": "", "shapes": "0"}
 
 
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, model: EnergyModel | Branches, content: Mapping[str, Any], source: Path
 ) -> None:
-    """Load the optimizer state of a checkpoint after checking that it belongs to this optimizer.
-
-    Parameters
-    ----------
-    optimizer
-        The run's optimizer.
-    model
-        The model it moves.
-    content
-        The checkpoint, ours or deepmd-kit's.
-    source
-        Its file, for messages.
+    """Load the optimizer state of a checkpoint, ours or deepmd-kit's, after checking that it belongs to this optimizer.
 
     Raises
     ------
@@ -81,22 +71,10 @@ def _with_names(state: Mapping[str, Any], model: EnergyModel | Branches) -> dict
 
 
 def read_state_part(optimizer: torch.optim.Optimizer, content: Mapping[str, Any], path: Path) -> bool:
-    """Load the optimizer state of a directory, reading only this rank's part of every tensor.
+    """Load the optimizer state of a directory on several ranks, reading only this rank's part of every tensor.
 
-    Parameters
-    ----------
-    optimizer
-        The run's, on several ranks, before its first step.
-    content
-        Of the directory, with meta tensors in the optimizer's state.
-    path
-        The directory.
-
-    Returns
-    -------
-    bool
-        Whether that was possible: parameters, routes, views, shapes and types are those that were saved. Nothing has
-        been changed otherwise, and the state is to be read whole.
+    Return whether that was possible: parameters, routes, views, shapes and types are those that were saved. Otherwise
+    nothing has been changed, and the state is to be read whole. `content` has meta tensors in the optimizer's state.
     """
     saved = content.get("optimizer")
     if not isinstance(optimizer, HybridMuon | torch.optim.Adam):
@@ -170,3 +148,56 @@ def _load_by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], mo
                 )
     here = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": values, "param_groups": here})
+
+
+def parameter_order(model: EnergyModel | Branches) -> Sequence[str]:
+    """Return the parameters of deepmd-kit's model in its order; none where it has no such model."""
+    try:
+        return deepmd_kit_parameter_names(model)
+    except CheckpointError:
+        return ()
+
+
+def in_deepmd_kits_order(state_dict: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
+    """Return an optimizer's state dict that deepmd-kit's optimizer of the same kind loads by position.
+
+    It lists the parameters of deepmd-kit's model (`parameter_order`), empty ones included, and Adam's state beside
+    HybridMuon's carries the powers of the decays from which deepmd-kit corrects its bias. This package reads by name
+    and ignores both. State of several groups, or without names, comes back as it is.
+    """
+    groups, state = state_dict["param_groups"], state_dict["state"]
+    names = [canonical_name(name) for name in groups[0].get("param_names", ())]
+    if len(groups) != 1 or not names or not set(names) <= set(order):
+        return dict(state_dict)
+    (group,) = groups
+    place = {name: index for index, name in enumerate(names)}
+    lists: dict[str, list[Any]] = {"params": list(range(len(order))), "param_names": list(order)}
+    for key, empty in _EMPTY.items():
+        if key in group:
+            lists[key] = [group[key][place[name]] if name in place else empty for name in order]
+    keys = {index: group["params"][place[name]] for index, name in enumerate(order) if name in place}
+    moved = {index: _with_powers(state[key], group) for index, key in keys.items() if key in state}
+    return {**state_dict, "state": moved, "param_groups": [{**group, **lists}]}
+
+
+def in_own_order(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Undo `in_deepmd_kits_order` for an optimizer of these parameters; the keys of the state stay."""
+    groups = []
+    for group in state_dict["param_groups"]:
+        place = {canonical_name(name): index for index, name in enumerate(group["param_names"])}
+        kept = [place[name] for name in names if name in place]
+        lists = {key: [group[key][i] for i in kept] for key in ("params", "param_names", *_EMPTY) if key in group}
+        groups.append({**group, **lists})
+    state = {
+        key: {what: x for what, x in values.items() if not what.endswith("_pow")}
+        for key, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _with_powers(values: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the powers of both decays to the Adam state of HybridMuon."""
+    if "step" not in values or "adam_betas" not in group:
+        return dict(values)
+    steps = float(values["step"])
+    return {**values, **{f"beta{i}_pow": beta**steps for i, beta in enumerate(group["adam_betas"], start=1)}}

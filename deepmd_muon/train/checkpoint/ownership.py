@@ -15,24 +15,24 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepmd_muon.argcheck.training import MultiTaskTrainingSettings
 from deepmd_muon.checkpoint_file.file import OWN_KEY
-from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.failures import is_disk_failure
 from deepmd_muon.files import (
     WriteError,
     is_special,
     leftovers_of,
     make_folder_of,
+    refuse_clashes,
+    regular_text,
     replace_link,
     whole_file,
     writing,
 )
-from deepmd_muon.train.checkpoint.files import REMOVED, rename_in_pointer, write_pointer
+from deepmd_muon.train.checkpoint.files import REMOVED, write_pointer
 from deepmd_muon.train.errors import TrainingError
 
 if TYPE_CHECKING:
-    from deepmd_muon.argcheck import Input, RunSettings
+    from deepmd_muon.argcheck import Input
     from deepmd_muon.train.checkpoint.source import Source
 
 log = logging.getLogger(__name__)
@@ -44,54 +44,24 @@ _LONGEST_SAVE = 3600.0
 
 
 class RunFiles:
-    """The files that a run writes.
-
-    Parameters
-    ----------
-    given
-        The checked input, which names most of them.
-    output, log_path
-        Where the normalised input and the log go.
-    """
+    """The files that a run writes, as its checked input and the command line name them."""
 
     def __init__(self, given: Input, output: str = "out.json", log_path: str | None = None) -> None:
-        training, validating = given.settings.training, given.settings.validating
         self._given, self._output, self._log_path = given, output, log_path
-        self._prefix = Path(training.save_ckpt)
-        curve = Path(training.disp_file)
-        self._curve = curve if training.disp_training and not is_special(curve) else None
+        self._training = given.settings.training
+        self._prefix = Path(self._training.save_ckpt)
+        validating = given.settings.validating
         self._validations = validating.full_val_file if validating.full_validation else None
-        named = {
-            "training/save_ckpt": self._prefix,
-            "training/disp_file": self._curve,
-            "training/jsonl_file": training.jsonl_file,
-            "validating/full_val_file": self._validations,
-            "validating/save_best_dir": validating.best_prefix(training.save_ckpt),
-        }
-        places = {Path(path): name for name, path in named.items() if path is not None and not is_special(Path(path))}
-        # What one run at a time may write, and the setting that names each. All runs share the names of the best
-        # checkpoints: two in one folder would delete each other's. deepmd-kit's text file names the newest checkpoint
-        # of a folder, whatever `save_ckpt` is.
-        self._places = places | {self._prefix.with_name("checkpoint"): "training/save_ckpt"}
-        self._reports = _files_of(self._curve, training.jsonl_file, exported_path(training))
-        # Full validation keeps its file itself where a run is fresh.
-        self._all_reports = [*self._reports, *_files_of(self._validations)]
+        self._curve = self._training.disp_file if self._training.disp_training else None
         self._earlier_input = b""
 
     def check(self, checkpoint: str | None = None) -> None:
-        """Refuse to write over the input, the data, the checkpoint that a run starts from, or one output over another.
-
-        Raises
-        ------
-        TrainingError
-            Naming every output that is something else as well.
-        """
-        training = self._given.settings.training
+        """Refuse to write over the input, the data, the checkpoint of a run's start, or one output over another."""
+        training = self._training
         outputs = {"-o": self._output, "-l": self._log_path, "training/jsonl_file": training.jsonl_file}
         for branch in self._given.branches.values():
             outputs[f"{branch.data_path}/stat_file"] = branch.data.stat_file
-        if training.disp_training:
-            outputs["training/disp_file"] = training.disp_file
+        outputs["training/disp_file"] = self._curve
         if training.profiling:
             outputs["training/profiling_file"] = training.profiling_file
         # The text file that names the newest checkpoint.
@@ -111,39 +81,47 @@ class RunFiles:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the checkpoints, the best ones and the reports for the time of a `with` block.
+        """Hold checkpoints and reports for the time of a `with` block; a TrainingError where another run holds them.
 
         The lock is the system's, which releases it however the process ends; a file beside each says who holds it.
         Delete temporary files that killed runs of the same names have left.
-
-        Raises
-        ------
-        TrainingError
-            When another run holds them.
         """
+        named = {
+            "training/save_ckpt": self._prefix,
+            "training/disp_file": self._curve,
+            "training/jsonl_file": self._training.jsonl_file,
+            "validating/full_val_file": self._validations,
+            "validating/save_best_dir": self._given.settings.validating.best_prefix(self._training.save_ckpt),
+        }
+        # All runs share the names of the best checkpoints: two in one folder would delete each other's. deepmd-kit's
+        # text file names the newest checkpoint of a folder, whatever `save_ckpt` is.
+        places = {path: setting for setting, one in named.items() for path in _files_of(one)}
+        places |= {self._prefix.with_name("checkpoint"): "training/save_ckpt"}
         with contextlib.ExitStack() as stack:
-            for path, setting in self._places.items():
+            for path, setting in places.items():
                 stack.enter_context(_lock(path, setting, self._given.source))
-            self._remove_leftovers()
+            self._remove_leftovers({_lock_of(path).name for path in places})
             if (output := Path(self._output)).is_file():
                 self._earlier_input = output.read_bytes()
             yield
 
-    def _remove_leftovers(self) -> None:
+    def _remove_leftovers(self, mine: set[str]) -> None:
+        """Delete temporary files of killed runs; `mine` are the names of this run's locks."""
         prefix = self._prefix
         # Of this prefix alone: others in the folder, such as prefix-2, may be writing theirs.
         step = rf"\.{re.escape(prefix.name)}(-([0-9]+|{REMOVED}))?"
         own = re.compile(rf"{step}\.[0-9a-f]{{16}}\.(pt|dcp)|{step}\.dcp")
         found = [path for path in _entries(prefix.parent) if own.fullmatch(path.name)]
-        if self._curve is not None:
-            found += leftovers_of(self._curve)
-        # Other runs may be writing these as well.
-        named = [self._given.settings.training.jsonl_file, self._validations, self._output, self._log_path]
+        found += [left for path in _files_of(self._curve) for left in leftovers_of(path)]
+        # Other runs may be writing these as well: they stay while another run has locks there, for an hour at most.
+        named = [self._training.jsonl_file, self._validations, self._output, self._log_path]
         named += [branch.data.stat_file for branch in self._given.branches.values()]
         shared = [prefix.with_name("checkpoint"), prefix.with_name("try"), *(Path(name) for name in named if name)]
-        left = [path for place in shared for path in leftovers_of(place)]
-        mine = {_lock_of(path).name for path in self._places}
-        found += [path for path in left if _age(path) > _LONGEST_SAVE or not _locks(path.parent) - mine]
+        for rest in (left for path in shared for left in leftovers_of(path)):
+            with contextlib.suppress(FileNotFoundError):  # its run has just renamed it
+                old = time.time() - rest.lstat().st_mtime > _LONGEST_SAVE
+                if old or {path.name for path in rest.parent.glob(".*.lock")} <= mine:
+                    found.append(rest)
         for rest in found:
             with writing(rest):
                 if rest.is_dir() and not rest.is_symlink():
@@ -156,67 +134,63 @@ class RunFiles:
         """Give files that this run would overwrite a number: ``lcurve.out`` becomes ``lcurve.out.1``.
 
         A fresh run sets all files of an earlier one aside, ``model.ckpt-100.pt`` as ``model.ckpt.1-100.pt``; the first
-        number that is free for all of them is taken. A run that continues sets aside the reports of another run, or
-        its own files of later steps.
-
-        Parameters
-        ----------
-        source
-            The checkpoint that the run continues.
-        step
-            Updates done in it.
-        keep_best
-            Sets aside the best checkpoints after a step, -1 for all of them.
+        number that is free for all of them is taken. A run that continues `source` after `step` updates sets aside the
+        reports of another run, or its own files of later steps. `keep_best` sets aside the best checkpoints after a
+        step, -1 for all.
         """
-        if source is None:
-            self._keep_earlier()
-        elif self._keep_others(source):
+        prefix = self._prefix
+        reports = _not_empty(self._curve, self._training.jsonl_file, self._training.exported_path)
+        every = [*reports, *_not_empty(self._validations)]
+        saved: list[Path] = []
+        if source is None:  # full validation keeps its file itself
+            saved, told = _saved(prefix), "kept the files of an earlier run as %s"
+        elif another := self._of_another_run(source):
+            other, theirs = another
+            reports = [path for path in every if str(path) in theirs]
+            told = f"reports of the run with save_ckpt {other} are kept as %s"
             keep_best(-1)
-        elif self._keep_later(source.path, step):
+        elif saved := self._later_than(source.path.resolve(), step):
+            reports, told = every, f"this run goes back to step {step}: later files are kept as %s"
             keep_best(step)
-
-    def _keep_earlier(self) -> None:
-        saved, written = _saved(self._prefix), _not_empty(self._reports)
-        if not saved and not written:
+        else:
             return
-        number = _free_number(self._prefix, self._reports)
-        names = [*_set_aside(self._prefix, saved, number), *(f"{path.name}.{number}" for path in written)]
-        for path in written:
-            with writing(path):
-                path.rename(path.with_name(f"{path.name}.{number}"))
-        if self._earlier_input:
+        if not saved and not reports:
+            return
+        number = _free_number(prefix, reports)
+        renamed = _set_aside(prefix, saved, number)
+        names = [*renamed.values()]
+        if source is None and self._earlier_input:
             output = Path(self._output)
-            place = output.with_name(f"{output.name}.{number}")
-            with whole_file(place) as file:
+            names.append(f"{output.name}.{number}")
+            with whole_file(output.with_name(names[-1])) as file:
                 file.write(self._earlier_input)
-            names.append(place.name)
-        log.info("kept the files of an earlier run as %s", ", ".join(names))
+        pointer = ""  # of deepmd-kit: a text file that names the newest checkpoint
+        with contextlib.suppress(OSError):
+            pointer = renamed.get(regular_text(prefix.with_name("checkpoint")).strip(), "")
+        if source is not None and saved:
+            pointer = source.path.resolve().name
+            replace_link(prefix.with_name(f"{prefix.name}{source.path.resolve().suffix}"), pointer)
+        if pointer:
+            write_pointer(prefix.parent, pointer)
+        for path in reports:
+            names.append(f"{path.name}.{number}")
+            if source is not None and saved:  # the run will cut the report at its first step
+                with whole_file(path.with_name(names[-1])) as file, path.open("rb") as report:
+                    shutil.copyfileobj(report, file)
+            else:
+                with writing(path):
+                    path.rename(path.with_name(names[-1]))
+        log.log(logging.WARNING if source else logging.INFO, told, ", ".join(names))
 
-    def _keep_later(self, source: Path, step: int) -> bool:
-        """Set aside checkpoints beyond the one that is continued, of which only those of `save_ckpt` have later ones.
+    def _later_than(self, source: Path, step: int) -> list[Path]:
+        """Return the checkpoints beyond the one that is continued; only one of `save_ckpt` has later ones."""
+        prefix = self._prefix
+        if source.parent != prefix.parent.resolve() or source.name.rpartition("-")[0] != prefix.name:
+            return []
+        return [path for path in _saved(prefix) if int(path.stem.rpartition("-")[2]) > step]
 
-        The run will cut the reports at its first step, so they are copied. Return whether there were any.
-        """
-        prefix, source = self._prefix, source.resolve()
-        mine = source.parent == prefix.parent.resolve() and source.name.rpartition("-")[0] == prefix.name
-        later = [path for path in _saved(prefix) if int(path.stem.rpartition("-")[2]) > step] if mine else []
-        if not later:
-            return False
-        written = _not_empty(self._all_reports)
-        number = _free_number(prefix, written)
-        names = _set_aside(prefix, later, number)
-        replace_link(prefix.with_name(f"{prefix.name}{source.suffix}"), source.name)
-        write_pointer(prefix.parent, source.name)
-        for path in written:
-            copy = path.with_name(f"{path.name}.{number}")
-            with whole_file(copy) as file, path.open("rb") as report:
-                shutil.copyfileobj(report, file)
-            names.append(copy.name)
-        log.warning("this run goes back to step %d: later files are kept as %s", step, ", ".join(names))
-        return True
-
-    def _keep_others(self, source: Source) -> bool:
-        """Set aside the reports of another run, to which this one would add its rows; return whether there were any.
+    def _of_another_run(self, source: Source) -> tuple[Path, set[str | None]] | None:
+        """Return `save_ckpt` and reports of another run, to which this one would add its rows; None for its own.
 
         Two runs with different `save_ckpt` and the same `disp_file` may follow each other in a folder. The normalised
         input that lies there says whose the reports are.
@@ -227,25 +201,12 @@ class RunFiles:
             prefix, names = Path(theirs["save_ckpt"]), {theirs.get("disp_file"), theirs.get("jsonl_file")}
             names.add(sections.get("validating", {}).get("full_val_file"))
         except (ValueError, LookupError, TypeError, AttributeError):
-            return False
+            return None
         own = source.content.get(OWN_KEY)
         continued = json.loads(own["settings"])["training"].get("save_ckpt") if own else None
         continued = continued or str(source.path).rpartition("-")[0]
-        if prefix.resolve() in (self._prefix.resolve(), Path(continued).resolve()):
-            return False
-        written = [path for path in _not_empty(self._all_reports) if str(path) in names]
-        number = _free_number(self._prefix, written)
-        for path in written:
-            with writing(path):
-                path.rename(path.with_name(f"{path.name}.{number}"))
-            log.warning("%s is that of the run with save_ckpt %s; it is kept as %s.%d", path, prefix, path, number)
-        return True
-
-
-def exported_path(training: RunSettings) -> Path | None:
-    """Return the checkpoint of one branch that a run writes at its end; None where it writes none."""
-    branch = training.export_branch if isinstance(training, MultiTaskTrainingSettings) else None
-    return None if branch is None else Path(f"{training.save_ckpt}.{branch}.pt")
+        own_prefixes = self._prefix.resolve(), Path(continued).resolve()
+        return None if prefix.resolve() in own_prefixes else (prefix, names)
 
 
 @contextlib.contextmanager
@@ -299,19 +260,6 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.lock")
 
 
-def _locks(folder: Path) -> set[str]:
-    """Return the names of the locks in a folder: of runs that write there, or were killed."""
-    return {path.name for path in folder.glob(".*.lock")}
-
-
-def _age(path: Path) -> float:
-    """Return how long ago a file was written [s]; 0 when it is gone."""
-    try:
-        return time.time() - path.lstat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-
-
 def _saved(prefix: Path) -> list[Path]:
     """Return the checkpoints of a prefix."""
     own = re.compile(rf"{re.escape(prefix.name)}-[0-9]+({'|'.join(map(re.escape, _SUFFIXES))})")
@@ -323,12 +271,12 @@ def _files_of(*named: str | Path | None) -> list[Path]:
     return [Path(path) for path in named if path is not None and not is_special(Path(path))]
 
 
-def _not_empty(reports: Sequence[Path]) -> list[Path]:
-    return [path for path in reports if path.is_file() and path.stat().st_size > 0]
+def _not_empty(*named: str | Path | None) -> list[Path]:
+    return [path for path in _files_of(*named) if path.is_file() and path.stat().st_size > 0]
 
 
-def _set_aside(prefix: Path, saved: Sequence[Path], number: int) -> list[str]:
-    """Rename checkpoints, and what points at them; return the new names."""
+def _set_aside(prefix: Path, saved: Sequence[Path], number: int) -> dict[str, str]:
+    """Rename checkpoints, and links that point at them; return the new names by the old ones."""
     renamed = {path.name: f"{prefix.name}.{number}{path.name[len(prefix.name) :]}" for path in saved}
     links = {suffix: prefix.with_name(prefix.name + suffix) for suffix in _SUFFIXES}
     targets = {suffix: os.readlink(link) for suffix, link in links.items() if link.is_symlink()}
@@ -339,8 +287,7 @@ def _set_aside(prefix: Path, saved: Sequence[Path], number: int) -> list[str]:
         if target in renamed:
             replace_link(prefix.with_name(f"{prefix.name}.{number}{suffix}"), renamed[target])
             links[suffix].unlink()
-    rename_in_pointer(prefix.parent, renamed)
-    return list(renamed.values())
+    return renamed
 
 
 def _free_number(prefix: Path, reports: Sequence[Path]) -> int:

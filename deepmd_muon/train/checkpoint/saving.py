@@ -30,17 +30,7 @@ _NAMING = 10.0
 class Checkpoints:
     """Files, directories or both; every rank has one and calls its methods with the others.
 
-    Parameters
-    ----------
-    training
-        The input's section: `save_ckpt`, `max_ckpt_keep` and `checkpoint_format` count.
-    ranks
-        The processes of the run; rank 0 writes files, all write directories.
-
-    Raises
-    ------
-    TrainingError
-        On all ranks, when one that will write cannot.
+    Rank 0 writes files, all write directories. A rank that will write but cannot is a TrainingError on all ranks.
     """
 
     def __init__(self, training: RunSettings, ranks: Ranks) -> None:
@@ -57,7 +47,16 @@ class Checkpoints:
             )
 
             with ranks.together("trying to write checkpoints"):
-                _require_writable_everywhere(prefix.parent, ranks)
+                problem = None  # on the machine of another rank, the folder that rank 0 has made may not be there
+                try:
+                    try_to_write(prefix.parent)
+                except WriteError as error:
+                    problem = f"on {socket.gethostname()}: {error.strerror}"
+                found = [f"rank {rank} {each}" for rank, each in enumerate(ranks.gather_objects(problem)) if each]
+                if found:
+                    raise TrainingError(
+                        f"training/save_ckpt: cannot write checkpoints to {prefix.parent}: {'; '.join(found)}"
+                    )
                 self.directories = DirectorySeries(prefix, keep, ranks, pointer=not self._always_files)
 
     @property
@@ -79,12 +78,7 @@ class Checkpoints:
     def save(self, step: int, content: Callable[[], Mapping[str, Any]]) -> None:
         """Write the checkpoint of `step` updates; a directory is only begun.
 
-        Parameters
-        ----------
-        step
-            Updates done.
-        content
-            Returns the keys of the file, tensors laid out over the ranks as they are; the lists of files are added.
+        `content` returns the keys of the file, tensors laid out over the ranks as they are; lists of files are added.
         """
         with self.being_written():
             if self.directories:
@@ -125,10 +119,7 @@ class Checkpoints:
     def rescue(self, *, wait: bool) -> None:
         """Publish the directory under way when the run ends with an error, which counts more than one of this.
 
-        Parameters
-        ----------
-        wait
-            Wait for it; False when another rank is lost, and with it perhaps its part.
+        Wait for it, unless another rank is lost, and with it perhaps its part.
         """
         try:
             self.finish() if wait else self.poll()
@@ -149,15 +140,10 @@ class Checkpoints:
             self._saving = outer
 
     def adopt(self, own: Mapping[str, Any], source: Path) -> None:
-        """Count the checkpoints of the run that is continued as this run's own.
+        """Count the checkpoints of the run that is continued, which `own` lists under our key, as this run's own.
 
-        Parameters
-        ----------
-        own
-            The checkpoint's values under our key.
-        source
-            The checkpoint; nothing happens unless this run saves in the same folder, or when it bears another name
-            than it was saved under: the others' names may then be those of another run.
+        Nothing happens unless this run saves in the same folder, or when `source` bears another name than it was saved
+        under: the others' names may then be those of another run.
         """
         source, names = source.resolve(), {*own["series"], *own.get("directories", [])}
         folder = source.parent
@@ -191,15 +177,3 @@ def _require_writable(folder: Path) -> None:
         if is_disk_failure(error):
             raise
         raise TrainingError(f"training/save_ckpt: cannot write checkpoints to {folder}: {error.strerror}") from error
-
-
-def _require_writable_everywhere(folder: Path, ranks: Ranks) -> None:
-    """Let all ranks write to the folder that rank 0 has made, which the machine of another may not reach."""
-    problem = None
-    try:
-        try_to_write(folder)
-    except WriteError as error:
-        problem = f"on {socket.gethostname()}: {error.strerror}"
-    found = [f"rank {rank} {each}" for rank, each in enumerate(ranks.gather_objects(problem)) if each]
-    if found:
-        raise TrainingError(f"training/save_ckpt: cannot write checkpoints to {folder}: {'; '.join(found)}")

@@ -13,17 +13,13 @@ import torch
 from deepmd_muon.argcheck import Input
 from deepmd_muon.argcheck.changes import check_model_section
 from deepmd_muon.argcheck.settings import MultiTaskSettings
-from deepmd_muon.checkpoint_file.directory import is_directory
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, understood
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branch_settings import SINGLE
-from deepmd_muon.model.branches import Branches, branches_of
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches
 from deepmd_muon.model.settings import ModelSettings, changed
 from deepmd_muon.model.type_map import TypeMove, move_weights
-from deepmd_muon.train.checkpoint.branch_state import for_branches
-from deepmd_muon.train.checkpoint.type_map import moved_content
 
 log = logging.getLogger(__name__)
 
@@ -66,13 +62,7 @@ class Source:
     def of(
         cls, path: Path, content: Mapping[str, Any], way: Way, branch: str | None = None, new_fitting: bool = False
     ) -> Source:
-        """Take the model of a branch out of a checkpoint's content.
-
-        Raises
-        ------
-        ForeignModelError
-            When it cannot be built here, or there is no such branch.
-        """
+        """Take the model of a branch out of a checkpoint's content; ForeignModelError where it cannot be built here."""
         settings, weights = from_deepmd_kit(content["model"], branch)
         saved = saved_branches(content["model"])
         return cls(path, content, settings, weights, way, new_fitting, saved.get(branch or "", SINGLE))
@@ -104,29 +94,16 @@ class Source:
         return changed(present, taken)
 
     def check(self, present: ModelSettings, *, insist: bool) -> None:
-        """Refuse to go on with weights of another model, see `check_model_section`.
-
-        Parameters
-        ----------
-        present
-            The model of the input.
-        insist
-            Log the differences instead.
-        """
+        """Refuse to go on with weights of another model, or log the differences; see `check_model_section`."""
         saved = self._model_for(present)
         if self.new_fitting:
             saved = changed(saved, {"fitting_net": present.fitting_net})
         check_model_section(saved, present, self.path, insist=insist)
 
     def load_into(self, model: EnergyModel, *, force: bool) -> None:
-        """Load weights and statistics into a model; rows of types move to where its type map has them.
+        """Load weights and statistics into a model of the input; rows of types move to where its type map has them.
 
-        Parameters
-        ----------
-        model
-            The model of the present input; parts that the checkpoint lacks are not changed.
-        force
-            Load matching parts and log the others, instead of stopping.
+        `force` loads matching parts and logs the others. Parts that the checkpoint lacks are not changed then.
 
         Raises
         ------
@@ -147,14 +124,6 @@ class Source:
         if self.new_fitting:
             taken = {name: x for name, x in weights.items() if name.startswith("atomic_model.descriptor.")}
             weights = {**model.state_dict(), **taken}
-        self._load(model, weights, force=force)
-
-    def _model_for(self, present: ModelSettings) -> ModelSettings:
-        """Return its model with the type map of another one, where rows can move."""
-        move = self.move_to(present.type_map)
-        return move.settings(self.model, present) if move else self.model
-
-    def _load(self, model: EnergyModel, weights: Mapping[str, torch.Tensor], *, force: bool) -> None:
         present = model.state_dict()
         problems = [f"{name}: not in the checkpoint" for name in present if name not in weights]
         problems += [f"{name}: not in the model of this input" for name in weights if name not in present]
@@ -180,6 +149,11 @@ class Source:
         }
         model.load_state_dict(fitting, strict=False)
 
+    def _model_for(self, present: ModelSettings) -> ModelSettings:
+        """Return its model with the type map of another one, where rows can move."""
+        move = self.move_to(present.type_map)
+        return move.settings(self.model, present) if move else self.model
+
 
 def read_sources(
     given: Input, ways: Mapping[Way, str | None], branch: str | None = None, *, alone: bool = True
@@ -188,14 +162,11 @@ def read_sources(
 
     Parameters
     ----------
-    given
-        The checked input.
     ways
         The checkpoint, under the way the run uses it.
     branch
         Name or alias of a branch of a multi-task checkpoint, for a run of one model. As in deepmd-kit, fine-tuning
         without one, or from "RANDOM", takes the descriptor of the first branch and starts the fitting net anew.
-
     alone
         False for several ranks, which read optimizer state and average of a directory later, each its part.
 
@@ -203,11 +174,6 @@ def read_sources(
     -------
     dict
         By name of the run's branches; those that start anew have none.
-
-    Raises
-    ------
-    CheckpointError
-        When the file is not a checkpoint, its model cannot be built here, or it has no branch that the run asks for.
     """
     way, named = next(((way, path) for way, path in ways.items() if path), (None, None))
     if way is None or named is None:
@@ -223,7 +189,10 @@ def read_sources(
                 )
             chosen = _choose(given.settings, content["model"], path, way)
         else:
-            chosen = {SINGLE: _chosen_for_one(content["model"], way, branch)}
+            chosen = {SINGLE: (way, branch, False)}
+            if way == "finetune" and branch in (None, RANDOM):
+                branches = saved_branches(content["model"])
+                chosen = {SINGLE: (way, next(iter(branches), None), bool(branches) or branch == RANDOM)}
         found = {name: Source.of(path, content, *choice) for name, choice in chosen.items()}
     for name, source in found.items():
         if source.new_fitting:
@@ -232,61 +201,7 @@ def read_sources(
     return found
 
 
-def state_of(
-    sources: Mapping[str, Source], model: EnergyModel | Branches, optimizer: torch.optim.Optimizer, *, alone: bool
-) -> Mapping[str, Any]:
-    """Return the content of the checkpoint that a run restarts from, its state arranged as this model's.
-
-    Parameters
-    ----------
-    sources
-        What the branches continue, by name.
-    model
-        Of all branches, weights loaded.
-    optimizer
-        The run's.
-    alone
-        False for several ranks, which cannot rearrange the state of a directory.
-
-    Raises
-    ------
-    CheckpointError
-        When the state cannot follow other branches, or the types of another type map.
-    """
-    source, models = next(iter(sources.values())), branches_of(model)
-    moves = {name: move for name, one in sources.items() if (move := one.move_to(models[name].type_map))}
-    fixed = not alone and is_directory(source.path)
-    if moves and fixed:
-        raise CheckpointError(
-            f"type_map is not that of {source.path}, a directory whose state several processes cannot rearrange: "
-            "continue from a file, or start on one process"
-        )
-    if moves and len(models) > 1:
-        raise CheckpointError(
-            f"type_map is not that of {source.path}, which the state of several branches cannot follow: start from its "
-            "weights with --init-model"
-        )
-    with understood(source.path):
-        continued = {name: one.branch for name, one in sources.items()}
-        content = for_branches(source.content, model, optimizer, continued)
-        if content is not source.content and fixed:
-            raise CheckpointError(
-                f"the branches of this input are not those of {source.path}, a directory whose state several processes "
-                "cannot rearrange: continue from a file, or start on one process"
-            )
-        for name, move in moves.items():
-            content = moved_content(content, models[name], optimizer, move)
-    return content
-
-
 _Choice = tuple[Way, "str | None", bool]  # how a branch is used, its name in the checkpoint, whether the net is new
-
-
-def _chosen_for_one(state: Mapping[str, Any], way: Way, branch: str | None) -> _Choice:
-    if way != "finetune" or branch not in (None, RANDOM):
-        return way, branch, False
-    branches = saved_branches(state)
-    return way, next(iter(branches), None), bool(branches) or branch == RANDOM
 
 
 def _choose(settings: MultiTaskSettings, state: Mapping[str, Any], path: Path, way: Way) -> dict[str, _Choice]:

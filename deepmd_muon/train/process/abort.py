@@ -45,12 +45,8 @@ def explained(moment: Callable[[], Moment], newest: Callable[[], Path | None]) -
     """Turn the error that ends a run in a `with` block into a `RunError`.
 
     A full disk, lack of memory, a failing device and, after the first step, unreadable data are not errors of this
-    package, so that no traceback is shown. Other errors are not changed, and the log says how far the run was.
-
-    Parameters
-    ----------
-    moment, newest
-        Return the present activity of the run and its last checkpoint; called when it ends.
+    package, so that no traceback is shown. Other errors are not changed, and the log says how far the run was: its
+    activity and its last checkpoint are asked for when it ends.
     """
     try:
         yield

@@ -13,20 +13,11 @@ _OLD_MOST = 32 << 20
 
 
 def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
-    """Let glibc keep memory that tensors on the CPU free, instead of returning it to the system.
+    """Let glibc keep memory that tensors on the CPU free, and return whether it accepted that.
 
     By default glibc maps large tensors one by one: each time the system has to hand over pages filled with zeros, which
-    takes up to a tenth of a step. The peak memory of the process grows by a few percent.
-
-    Parameters
-    ----------
-    environment
-        Nothing is changed where its MALLOC_… variables or GLIBC_TUNABLES set up the allocator already.
-
-    Returns
-    -------
-    bool
-        Whether glibc accepted the settings; False with another C library, and where the environment has its own.
+    takes up to a tenth of a step. The peak memory of the process grows by a few percent. Nothing is changed with
+    another C library, or where MALLOC_… variables or GLIBC_TUNABLES set up the allocator already.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environment):
         return False

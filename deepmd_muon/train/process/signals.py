@@ -28,11 +28,6 @@ class StopSignals:
     repeats
         Signals after the first that change nothing. Under torchrun a process gets Ctrl-C twice, from the terminal and
         from torchrun.
-
-    Attributes
-    ----------
-    number
-        The first signal's number; None without one.
     """
 
     def __init__(self, request: Callable[[int], None], writing: Callable[[], bool], repeats: int = 0) -> None:

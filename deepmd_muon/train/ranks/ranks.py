@@ -35,13 +35,7 @@ T = TypeVar("T")
 
 
 class Stopwatch:
-    """Adds up the time of `with` blocks.
-
-    Attributes
-    ----------
-    seconds
-        Their sum.
-    """
+    """Adds up the time of `with` blocks in `seconds`."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -109,19 +103,9 @@ class Ranks:
             self.watch.doing("preparing")
 
     def from_first(self, what: str, compute: Callable[[], T]) -> T:
-        """Compute something on rank 0 alone, however long it takes, and hand the result to all.
+        """Compute `what` on rank 0 alone, however long it takes, and hand the result to all.
 
-        Parameters
-        ----------
-        what
-            In words, for the others.
-        compute
-            Called on rank 0.
-
-        Raises
-        ------
-        TrainingError
-            On the other ranks, when rank 0 raised anything.
+        The others get a TrainingError when rank 0 raised anything.
         """
         if self.size == 1:
             return compute()
@@ -174,18 +158,13 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
     """Join the processes that torchrun or srun started, for the time of a `with` block.
 
     See `find_place` for the environment; a process that is alone makes no process group. GPUs talk through NCCL, CPUs
-    through gloo.
-
-    Parameters
-    ----------
-    seconds
-        A rank that the others wait for longer is given up [s].
+    through gloo. A rank that the others wait for longer than `seconds` is given up.
 
     Raises
     ------
     TrainingError
-        When the environment is incomplete, there are fewer GPUs than processes on this machine, or another rank
-        cannot begin or is lost; the message then describes that rank.
+        When the environment is incomplete, there are fewer GPUs than processes on this machine, or another rank cannot
+        begin or is lost; the message then describes that rank.
     """
     place = find_place()
     if place is None:
@@ -303,13 +282,7 @@ def _device_of(place: Place) -> torch.device:
 
 
 def training_device() -> torch.device:
-    """Return the device that the environment variable DEVICE, deepmd-kit's own, names; unset, the GPU if there is one.
-
-    Raises
-    ------
-    TrainingError
-        When it names neither cpu nor cuda, or cuda where there is no GPU.
-    """
+    """Return the device that the environment variable DEVICE names, as in deepmd-kit; unset, a GPU if there is one."""
     wanted = os.environ.get("DEVICE", "").lower()
     if wanted not in ("", "cpu", "cuda"):
         raise TrainingError(f"the environment variable DEVICE must be cpu or cuda; found {os.environ['DEVICE']!r}")

@@ -40,19 +40,7 @@ _NUMBERS = itertools.count()
 
 
 class Meeting:
-    """A process among those of its run.
-
-    Parameters
-    ----------
-    place
-        Which process this is.
-    patience
-        How long it waits for the others [s].
-
-    Attributes
-    ----------
-    store
-        Reaches all ranks of this run.
+    """A process among those of its run, which waits `patience` seconds for the others; `store` reaches all of them.
 
     Raises
     ------
@@ -84,15 +72,8 @@ class Meeting:
     def report(self, problem: str = "") -> dict[int, str]:
         """Say whether this rank can begin, and wait until all have come or one has a problem.
 
-        Returns
-        -------
-        dict
-            The problems of the ranks that have one; without an entry, all can begin.
-
-        Raises
-        ------
-        TrainingError
-            When some rank does not come in time.
+        Return the problems of the ranks that have one; without an entry, all can begin. A rank that does not come in
+        time is a TrainingError.
         """
         size = self._place.size
         self._ask(lambda: self.store.set(f"report{self._place.rank}", problem))
@@ -192,10 +173,7 @@ def _refusal(place: Place) -> str | None:
 def _store(place: Place) -> Store:
     """Return torch's store, of which this process is the keeper or a client.
 
-    Raises
-    ------
-    TimeoutError
-        When another program listens there, for whose answer torch waits without end; its thread is left behind.
+    Where another program listens there, torch waits for its answer without end: TimeoutError, and its thread is left.
     """
     made: Future[Store] = Future()
 

@@ -154,12 +154,8 @@ class Watch:
     def meet(self) -> None:
         """Wait until all ranks have come here, for as long as those that are missing show that they live.
 
-        Rank 0 looks at all others, they at rank 0 alone.
-
-        Raises
-        ------
-        LostRankError
-            When a rank that is missing has not been heard of for the limit, or has ended.
+        Rank 0 looks at all others, they at rank 0 alone. One that has ended, or was not heard of for the limit, is
+        lost.
         """
         number = self._met + 1
         if self._rank:

@@ -144,15 +144,7 @@ class ConsoleReport:
 
 
 class ProgressLine:
-    """A bar with steps, elapsed and remaining time, kept below the log lines of a terminal.
-
-    Parameters
-    ----------
-    num_steps, start_step
-        Last step of the run, and the steps done before it began.
-    progress
-        The bar; `on_terminal` makes it.
-    """
+    """A bar with steps, elapsed and remaining time, kept below the log lines of a terminal; `on_terminal` makes it."""
 
     def __init__(self, num_steps: int, start_step: int, progress: Progress) -> None:
         self._progress = progress

@@ -12,15 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class LinesFile:
-    """A report that grows by lines.
-
-    Parameters
-    ----------
-    path
-        The file; its folder is there. A device or FIFO is written to from here on.
-    lines
-        Those it begins with.
-    """
+    """A report that grows by lines; its folder is there. A device or FIFO is written to from here on."""
 
     def __init__(self, path: Path, lines: Iterable[str] = ()) -> None:
         self._file = fresh_file(path, "".join(f"{line}\n" for line in lines).encode())
@@ -36,16 +28,10 @@ class LinesFile:
 
 
 def earlier_lines(path: Path, last_step: int, step_of: Callable[[str], int]) -> list[str]:
-    """Return the lines that a restart keeps: the rows up to its step, each with the comments that follow it.
+    """Return the lines that a restart after `last_step` steps keeps, each row with the comments that follow it.
 
-    Parameters
-    ----------
-    path
-        The report; a device has no lines, and a missing file neither.
-    last_step
-        Steps done before the restart; 0 keeps nothing.
-    step_of
-        Returns the step of a row, or raises ValueError if the line is none. Such lines are left out with a warning.
+    A device has no lines, and a missing file neither. Lines for which `step_of` raises ValueError, because they are no
+    row, are left out with a warning.
     """
     if not last_step or not path.is_file() or is_special(path):
         return []

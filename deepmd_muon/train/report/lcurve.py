@@ -46,18 +46,9 @@ def row(
 class LearningCurveFile(LinesFile):
     """Append a row of metrics at every reported step.
 
-    The first row decides the columns: its training metrics in alphabetical order, and whether there is
-    validation, for each branch. At a restart, rows beyond the restart step are dropped: each step stands in the file
-    once.
-
-    Parameters
-    ----------
-    path
-        The file. A device or FIFO is written to from here on, whatever `start_step`.
-    frequency
-        Every how many steps.
-    start_step
-        Steps already done; 0 begins a new file.
+    The first row decides the columns: its training metrics in alphabetical order, and whether there is validation, for
+    each branch. At a restart, rows beyond `start_step` are dropped: each step stands in the file once. A device or FIFO
+    is written to from here on.
     """
 
     validates = True

@@ -75,18 +75,10 @@ def set_up_logging(
     *,
     rank: int | None = None,
 ) -> None:
-    """Send this package's log to stderr and, when `path` is given, to that file as well.
+    """Send this package's log to stderr and, when `path` is given, to that file, begun anew, as well.
 
-    Another call replaces the set-up of the last one.
-
-    Parameters
-    ----------
-    level
-        Least severe level that is shown.
-    path
-        Log file, begun anew; missing folders are made. With several ranks the file is kept by rank 0.
-    rank
-        Rank in a distributed run, shown in every line; other ranks than 0 show warnings and errors only.
+    Another call replaces the set-up of the last one. In a distributed run every line shows the `rank`; other ranks than
+    0 show warnings and errors only, and rank 0 keeps the file.
     """
     logger = logging.getLogger("deepmd_muon")
     for handler in [h for h in logger.handlers if getattr(h, "_deepmd_muon", False)]:

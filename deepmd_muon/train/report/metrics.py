@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from deepmd_muon.train.batches.accumulated import parts_of
+from deepmd_muon.train.batches.streamed import parts_of
 from deepmd_muon.train.validation.validate import mean_metrics, metrics_by_batch
 
 if TYPE_CHECKING:
-    from deepmd_muon.train.batches.accumulated import StepFeed
+    from deepmd_muon.train.batches.streamed import StepFeed
     from deepmd_muon.train.branches import RunBranch
     from deepmd_muon.train.ranks.ranks import Ranks
 
@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 class RecentMetrics:
     """Metrics since the last report: of the last step of each branch, or averaged over all its steps.
 
-    Parameters
-    ----------
-    branches
-        The branches of the run.
-    averaged
-        Whether steps are averaged.
-    stratified
-        Whether a rank may have had no step of a branch that others have trained.
+    In a stratified run a rank may have had no step of a branch that others have trained.
     """
 
     def __init__(self, branches: Mapping[str, RunBranch], *, averaged: bool, stratified: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from deepmd_muon.train.report.console import ConsoleReport, ProgressLine
 from deepmd_muon.train.report.json_lines import JsonLinesFile
@@ -43,33 +43,17 @@ class Report(Protocol):
         """Write buffered rows and close the files."""
 
 
-@runtime_checkable
-class _Advancing(Protocol):
-    """A report that wants to know of every step."""
-
-    def advance(self, step: int) -> None:
-        """Take note that the 1-based `step` is done."""
-
-
 def _due(report: Report, step: int) -> bool:
     return step == 1 or step % report.frequency == 0
 
 
 class Reports:
-    """All reports of a run; each gets the steps that its frequency asks for.
-
-    Parameters
-    ----------
-    reports
-        Where metrics go to; none at all on ranks that stay silent.
-    progress
-        The progress line of a terminal.
-    """
+    """All reports of a run, none at all on ranks that stay silent; each gets the steps that its frequency asks for."""
 
     def __init__(self, reports: Sequence[Report] = (), progress: ProgressLine | None = None) -> None:
         self._reports = tuple(reports)
         self._progress = progress
-        self._advancing = [found for found in (*self._reports, progress) if isinstance(found, _Advancing)]
+        self._advancing = [found for found in (*self._reports, progress) if hasattr(found, "advance")]
 
     def due(self, step: int) -> bool:
         """Return whether any report wants the training metrics of the 1-based `step`."""
@@ -82,20 +66,12 @@ class Reports:
     def advance(self, step: int) -> None:
         """Move the progress line and end long silences of the log; called every step, reads nothing from the device."""
         for report in self._advancing:
-            report.advance(step)
+            report.advance(step)  # type: ignore[union-attr]
 
     def step(self, step: int, lr: float, train: Metrics, valid: Metrics | None = None) -> None:
-        """Hand the metrics of the 1-based `step` to every report that wants them.
+        """Hand the metrics of the 1-based `step`, whose update used `lr`, to every report that wants them.
 
-        Parameters
-        ----------
-        step
-            1-based step.
-        lr
-            Learning rate of this step's update.
-        train, valid
-            Metrics by DeePMD's names ("rmse", "rmse_e", "rmse_f", …), of several branches as metric/branch; no `valid`
-            without validation data.
+        Metrics have DeePMD's names ("rmse", "rmse_e", "rmse_f", …), of several branches metric/branch.
         """
         for report in self._reports:
             if _due(report, step):
@@ -133,17 +109,10 @@ def open_reports(
     silent: bool = False,
     atoms: Callable[[], float] = lambda: 0.0,
 ) -> Reports:
-    """Open the reports that the input's `training` section asks for.
+    """Open the reports that section `training` asks for; a restart after `start_step` steps continues files.
 
     Parameters
     ----------
-    training
-        The section; `disp_training` switches log lines and learning curve, `time_training` the timing lines,
-        `jsonl_file` names a log of JSON lines.
-    num_steps
-        Last 1-based step of the run.
-    start_step
-        Steps already done when the run is a restart, else 0; files are continued from there.
     begun
         `time.monotonic()` when the command began; now by default.
     silent
@@ -153,10 +122,8 @@ def open_reports(
 
     Raises
     ------
-    TensorBoardError
-        When `tensorboard` is on and the package is not installed.
-    WandbError
-        When `wandb` is on and the package is not installed or begins no run.
+    TensorBoardError, WandbError
+        When `tensorboard` or `wandb` is on and its package is not installed, or begins no run.
     """
     if silent:
         shown = training.disp_training or training.jsonl_file is not None or training.wandb

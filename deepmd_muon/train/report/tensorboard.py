@@ -26,19 +26,7 @@ def require_tensorboard() -> None:
 class TensorBoardReport:
     """Write training metrics and the learning rate as scalars `Default/<name>`, of several branches `<branch>/<name>`.
 
-    Parameters
-    ----------
-    log_dir
-        Directory of the event files.
-    frequency
-        Every how many steps.
-    start_step
-        Steps already done; points beyond it in an existing directory are hidden.
-
-    Raises
-    ------
-    TensorBoardError
-        When the package `tensorboard` cannot be imported.
+    Points beyond `start_step` in an existing directory are hidden.
     """
 
     validates = False

@@ -9,43 +9,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from deepmd_muon.train.batches.accumulated import StepFeed, parts_of
-from deepmd_muon.train.batches.streamed import Feed
+from deepmd_muon.train.batches.streamed import StepFeed, parts_of
 from deepmd_muon.train.ranks.ranks import Ranks
 
 
-@runtime_checkable
-class _Padded(Protocol):
-    """The layout of batches that are padded to a shape: `counts` has the places for atoms of each type."""
-
-    counts: tuple[int, ...]
-
-
-def places_of(feed: Feed) -> int:
-    """Return the number of atoms that a step computes, those of padding among them."""
-    layout = feed.layout
-    return sum(layout.counts) if isinstance(layout, _Padded) else int(feed.atoms.sum())
-
-
 class Throughput:
-    """Counts the atoms of a run and its lost time.
+    """Counts the atoms of a run and its lost time; exchanges of their numbers take place on CPUs.
 
-    Parameters
-    ----------
-    ranks
-        The processes; exchanges of their numbers take place on CPUs.
-    clock
-        Returns the time [s].
-
-    Attributes
-    ----------
-    atoms
-        Real atoms in the batches of all ranks so far; of several ranks, until the last `share`.
+    `atoms` counts the real atoms in the batches of all ranks so far; of several ranks, until the last `share`.
     """
 
     def __init__(self, ranks: Ranks, clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,7 +44,8 @@ class Throughput:
         """Count the batches of a step that has been taken, or launched."""
         for part in parts_of(feed):
             self._own += int(part.atoms.sum())
-            self._places += places_of(part)
+            # A layout that is a shape has the places for atoms of each type, those of padding among them.
+            self._places += int(sum(getattr(part.layout, "counts", part.atoms)))
         if self._ranks.size == 1:
             self.atoms = float(self._own)
         if self._first is None:  # compiles, opens files, waits for ranks that start later: not like any other

@@ -14,16 +14,10 @@ _WIDTH = 18
 
 
 class ValidationFile(LinesFile):
-    """Append a row of errors at every full validation.
+    """Append a row of errors at every full validation; at a restart, rows beyond `start_step` are dropped.
 
-    Parameters
-    ----------
-    path
-        The file. At a restart, rows beyond the restart step are dropped.
-    metric
-        The error that decides, such as "v:rmse"; the virial stands in the place of the stress when it does.
-    start_step
-        Steps already done; 0 begins a new file, and an earlier one is kept as ``val.log.1``.
+    The virial stands in the place of the stress when it decides, such as by the `metric` "v:rmse". A new file (no steps
+    done) keeps an earlier one as ``val.log.1``.
     """
 
     def __init__(self, path: str | os.PathLike[str], metric: str, *, start_step: int = 0) -> None:

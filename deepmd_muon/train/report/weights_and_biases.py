@@ -26,19 +26,7 @@ class WandbReport:
     """Log the rows of the learning curve: learning rate, and errors as `<name>_trn` and `<name>_val`.
 
     wandb's own variables hold here: WANDB_MODE=offline writes to the folder `wandb` and sends nothing, WANDB_RUN_ID
-    with WANDB_RESUME=allow continues a run of theirs.
-
-    Parameters
-    ----------
-    project
-        Name of the project.
-    frequency
-        Every how many steps.
-
-    Raises
-    ------
-    WandbError
-        When the package `wandb` cannot be imported, or it refuses to begin a run.
+    with WANDB_RESUME=allow continues a run of theirs. A package that is missing or begins no run is a WandbError.
     """
 
     validates = True

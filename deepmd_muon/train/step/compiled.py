@@ -59,17 +59,9 @@ def differentiate(
 
 @dataclasses.dataclass
 class _Function:
-    """A compiled function and the names of its results.
+    """A compiled function of parameters, buffers, tensors of the batch and the fraction of the learning rate.
 
-    Attributes
-    ----------
-    call
-        Maps parameters, buffers, tensors of the batch and the fraction of the learning rate to a flat list: the
-        loss, the metrics, and the gradients.
-    metrics
-        Names of the metrics.
-    with_gradient
-        The parameters that have one.
+    `call` returns a flat list: the loss, the `metrics`, and the gradients of the parameters `with_gradient`.
     """
 
     call: Compiled
@@ -80,17 +72,8 @@ class _Function:
 class CompiledGradient:
     """`differentiate`, compiled for the layouts of batches that are asked for.
 
-    Parameters
-    ----------
-    model, loss
-        The functions to differentiate; `force` and `virial` as the loss needs them.
-    compiler
-        Maps a traced graph and its example arguments to a function; torch's Inductor when left out.
-
-    Attributes
-    ----------
-    failed
-        Why nothing is compiled any more; None while all goes well.
+    `compiler` maps a traced graph and its example arguments to a function; torch's Inductor when left out. `failed`
+    says why nothing is compiled any more.
     """
 
     def __init__(

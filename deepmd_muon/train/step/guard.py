@@ -40,10 +40,7 @@ def _problem(loss: float, norm: float, where: str) -> str:
 class SkipCount:
     """Count skipped steps: a run that skips nearly all of its steps does not train.
 
-    Parameters
-    ----------
-    interval
-        Steps that are judged together; at least `LEAST`, so that one bad step does not end a run.
+    At least `LEAST` steps are judged together, so that one bad step does not end a run.
     """
 
     LEAST = 10
@@ -53,13 +50,7 @@ class SkipCount:
         self._seen = self._bad = 0
 
     def add(self, seen: int, bad: int, done: int) -> None:
-        """Count steps, of which the last is update `done`, and judge a complete interval.
-
-        Raises
-        ------
-        NonFiniteError
-            When all steps of an interval were skipped.
-        """
+        """Count steps, of which the last is update `done`; a complete interval of skipped steps is a NonFiniteError."""
         self._seen += seen
         self._bad += bad
         if self._seen < self._interval:
@@ -79,19 +70,9 @@ class Guard(ABC):
 
     @abstractmethod
     def admits(self, reduced: Reduced, where: Callable[[], str]) -> bool:
-        """Return whether the optimizer is to be called.
+        """Return whether the optimizer is to be called for a step; `where` names the systems of its batch.
 
-        Parameters
-        ----------
-        reduced
-            Gradients, norm and loss of the step.
-        where
-            Names the systems of the batch.
-
-        Raises
-        ------
-        NonFiniteError
-            When loss or gradient is not finite and the policy is 'error'.
+        Under 'error', loss or gradient that is not finite is a NonFiniteError.
         """
 
     def weight(self, value: float | Tensor) -> float | Tensor:
@@ -99,25 +80,14 @@ class Guard(ABC):
         return value
 
     def check(self, done: int) -> None:  # noqa: B027 (nothing to report where steps raise themselves)
-        """Report the findings of steps since the last check; `done` updates have been asked for by now.
+        """Report what the steps since the last check have found, under 'error' by NonFiniteError.
 
-        Raises
-        ------
-        NonFiniteError
-            When a step was not finite and the policy is 'error'.
+        `done` updates have been asked for by now.
         """
 
 
 class HostGuard(Guard):
-    """Reads loss and gradient norm in every step.
-
-    Parameters
-    ----------
-    policy
-        'error' raises, 'skip' leaves the step out with a warning.
-    interval
-        Steps that `SkipCount` judges together.
-    """
+    """Reads loss and gradient norm in every step; the policy 'skip' leaves bad steps out with a warning."""
 
     def __init__(self, policy: OnNonFinite, interval: int = 1) -> None:
         self._policy = policy
@@ -145,23 +115,10 @@ class HostGuard(Guard):
 class DeviceGuard(Guard):
     """Decides on the device through the optimizer's `found_inf`, the predicate of torch's gradient scaler.
 
-    Parameters
-    ----------
-    policy
-        'error' freezes everything from the first bad step on, 'skip' leaves bad steps out and counts them.
-    optimizer
-        Reads `found_inf` in its `step`; its own treatment of gradients that are not finite is switched off.
-    device
-        Of the parameters.
-    interval
-        Steps that `SkipCount` judges together.
-    gather
-        Collects what all ranks say of a bad step; they find it together.
-
-    Attributes
-    ----------
-    skip
-        float32 scalar on the device: 1 leaves the present step out.
+    The optimizer reads it in its `step`; its own treatment of gradients that are not finite is switched off. The policy
+    'error' freezes everything from the first bad step on, 'skip' leaves bad steps out and counts them. `gather`
+    collects what all ranks say of a bad step; they find it together. `skip` is a float32 scalar on the device: 1 leaves
+    the present step out.
     """
 
     #: Values kept on the device: steps seen, bad steps, and number, loss and norm of the first bad one.

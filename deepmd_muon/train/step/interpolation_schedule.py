@@ -23,20 +23,9 @@ _MOST_SYSTEMS = 4
 class Tuning:
     """Keeps the number of pieces of a descriptor's interpolation in step with its weights.
 
-    It looks at the same frames every time, so that a run repeats.
-
-    Parameters
-    ----------
-    branches
-        The models that have the descriptor, on their device, with the loaders of their training data: the pieces
-        suffice for all of them.
-    device
-        Where the models are.
-
-    Attributes
-    ----------
-    looked
-        Whether the run, or the one that it continues, has looked before.
+    It looks at the same frames every time, so that a run repeats. `branches` are the models that have the descriptor,
+    with the loaders of their training data: the pieces suffice for all of them. `looked` says whether the run, or the
+    one that it continues, has looked before.
     """
 
     def __init__(self, branches: Sequence[tuple[EnergyModel, DataLoader]], device: torch.device) -> None:
@@ -50,17 +39,14 @@ class Tuning:
         first, self.looked = not self.looked, True
         if not (first or done & (done - 1) == 0 or done % _PERIOD == 0):
             return
-        self._batches = self._batches or [(model, self._sample(model, loader)) for model, loader in self._branches]
+        if not self._batches:
+            for model, loader in self._branches:
+                samples = itertools.islice(loader.sample_batches(1), _MOST_SYSTEMS)
+                found = [to_device(batch, model.ntypes, self._device).structures for batch in samples]
+                self._batches.append((model, found))
         wanted = [model.wanted_pieces(batches) for model, batches in self._batches]
         pieces, (model, _) = max(wanted) if all(wanted) else 0, self._branches[0]
         if pieces != model.pieces:
             model.pieces = pieces  # of the descriptor that all have
-            log.info("embedding nets are %s", _describe(pieces))
-
-    def _sample(self, model: EnergyModel, loader: DataLoader) -> list[Structures]:
-        samples = itertools.islice(loader.sample_batches(1), _MOST_SYSTEMS)
-        return [to_device(batch, model.ntypes, self._device).structures for batch in samples]
-
-
-def _describe(pieces: int) -> str:
-    return f"interpolated on {pieces} pieces in training steps" if pieces else "evaluated at every edge"
+            how = f"interpolated on {pieces} pieces in training steps" if pieces else "evaluated at every edge"
+            log.info("embedding nets are %s", how)

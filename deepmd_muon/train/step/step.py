@@ -13,8 +13,8 @@ from torch import Tensor
 from deepmd_muon.loss import Loss
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.optim import clip_adam_grad_norm_
-from deepmd_muon.train.batches.accumulated import AccumulatedFeed
 from deepmd_muon.train.batches.batch import TrainingBatch
+from deepmd_muon.train.batches.streamed import AccumulatedFeed
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.ranks.ranks import local_part
 from deepmd_muon.train.step.compiled import CompiledGradient, differentiate
@@ -64,14 +64,9 @@ class TrainingStep:
     ) -> dict[str, Tensor]:
         """Update the parameters and their average once.
 
-        Parameters
-        ----------
-        batch
-            Structures and labels on the model's device; or several of them, the mean of whose gradients is taken.
-        lr
-            Learning rate of the update; a tensor is read on its device.
-        lr_fraction
-            Learning rate divided by the first one, which the prefactors of the loss follow.
+        Structures and labels are on the model's device; of several batches, the mean of their gradients is taken. `lr`
+        may be a tensor, which is read on its device; the prefactors of the loss follow `lr_fraction`, the rate divided
+        by the first one.
 
         Returns
         -------

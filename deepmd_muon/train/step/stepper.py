@@ -1,11 +1,19 @@
-"""How a run takes its steps: reading loss and gradient on the host, or without waiting for the device."""
+"""How a run takes its steps: reading loss and gradient on the host, or without waiting for the device.
+
+A step that waits for nothing is a function of tensors whose addresses stay: the batch, the learning rate, weights,
+optimizer state, averages. `CapturedStep` calls that function eagerly the first time a layout of batches occurs (kernels
+are compiled, state is made), captures it in a CUDA graph the second time, and replays the graph from then on. Without
+capture it always calls the function, on a CPU too, and gives the same weights. A step whose gradient is to be compiled
+is compiled the second time and captured the third.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,14 +24,20 @@ from deepmd_muon.loss import Loss
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.nn.graphs import GraphMemory
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.train.batches.accumulated import AccumulatedBatches, StepFeed, StepSource
 from deepmd_muon.train.batches.resident import ResidentBatches, why_not_on_device
-from deepmd_muon.train.batches.streamed import BatchSource, HostBatches, StreamedBatches
+from deepmd_muon.train.batches.streamed import (
+    AccumulatedBatches,
+    BatchSource,
+    HostBatches,
+    StepFeed,
+    StepSource,
+    StreamedBatches,
+    parts_of,
+)
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.step.captured import CapturedStep, RateTable
 from deepmd_muon.train.step.compiled import CompiledGradient
-from deepmd_muon.train.step.guard import DeviceGuard, HostGuard, on_nonfinite
+from deepmd_muon.train.step.guard import DeviceGuard, Guard, HostGuard, on_nonfinite
 from deepmd_muon.train.step.step import TrainingStep
 from deepmd_muon.train.strategy import Strategy
 
@@ -32,38 +46,37 @@ log = logging.getLogger(__name__)
 Scalars: TypeAlias = Callable[[int], tuple[float, float]]
 """Maps the 0-based step to its learning rate and the fraction of the first one."""
 
+#: Graphs that are kept at most; batches of further layouts are stepped eagerly while all are in use.
+MOST_GRAPHS = 32
+# Steps after which a graph that was not replayed makes room for another.
+_UNUSED = 4096
+# Steps whose learning rates are copied to the device at once.
+_RATES = 1024
 # Share of a device's free memory that training data may take to live there.
 _RESIDENT_SHARE = 0.25
 
 
-class Stepper(Protocol):
+class Stepper(ABC):
     """Takes the steps of a run."""
 
+    @abstractmethod
     def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
         """Update the parameters once, after `done` updates; return metrics from before the update."""
 
-    def check(self, done: int) -> None:
-        """Raise pending errors of steps, before anything is built on `done` updates."""
-
+    @abstractmethod
     def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
         """Return where the batches of a run come from."""
 
-    def close(self) -> None:
+    @abstractmethod
+    def check(self, done: int) -> None:
+        """Raise pending errors of steps, before anything is built on `done` updates."""
+
+    def close(self) -> None:  # noqa: B027 (steps that read on the host leave nothing behind)
         """End: no step follows."""
 
 
-class HostStepper:
-    """Reads loss and gradient norm in every step: on CPUs, and where ranks share more than gradients.
-
-    Parameters
-    ----------
-    step
-        With a `HostGuard`.
-    scalars
-        The schedule.
-    device
-        Where the steps run.
-    """
+class HostStepper(Stepper):
+    """Reads loss and gradient norm in every step: on CPUs, and where ranks share more than gradients."""
 
     def __init__(self, step: TrainingStep, scalars: Scalars, device: torch.device) -> None:
         self._step = step
@@ -75,10 +88,8 @@ class HostStepper:
         return self._step(feed.read(), *self._scalars(done))
 
     def check(self, done: int) -> None:
-        """Do nothing: steps raise themselves."""
-
-    def close(self) -> None:
-        """Do nothing: a step leaves nothing behind."""
+        """Judge the steps that were skipped; others raise themselves."""
+        self._step.guard.check(done)
 
     def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
         """Return batches that are converted one by one; on a GPU those of `DeviceStepper`."""
@@ -105,31 +116,174 @@ class DeviceParts:
     rates: RateTable | None = None
     memory: GraphMemory | None = None
 
-    def rates_for(self, scalars: Scalars, optimizer: torch.optim.Optimizer, device: torch.device) -> RateTable:
-        """Return the schedule for an optimizer."""
-        # torch's fused Adam reads no other dtype.
-        dtype = torch.float64 if isinstance(optimizer, HybridMuon) else torch.float32
-        self.rates = self.rates or RateTable(scalars, dtype, device)
-        return self.rates
+
+class RateTable:
+    """The schedule's learning rates and their fractions of the first one on the device, read in the order of steps.
+
+    `lr`, of the dtype that the optimizer demands, and `lr_fraction`, float64, are scalars of the step, written by
+    `read`.
+    """
+
+    def __init__(self, scalars: Callable[[int], tuple[float, float]], dtype: torch.dtype, device: torch.device) -> None:
+        self._scalars = scalars
+        self._table = torch.zeros(_RATES, 2, dtype=torch.float64, device=device)
+        self._row = torch.zeros(1, dtype=torch.int64, device=device)
+        self._next = -1
+        self._end = -1
+        self.lr = torch.zeros((), dtype=dtype, device=device)
+        self.lr_fraction = torch.zeros((), dtype=torch.float64, device=device)
+
+    def expect(self, step: int) -> None:
+        """Make sure that the next `read` gives the scalars of this step; on the host, before the step."""
+        if step != self._next or step >= self._end:
+            values = [self._scalars(number) for number in range(step, step + _RATES)]
+            self._table.copy_(torch.tensor(values, dtype=torch.float64))
+            self._row.zero_()
+            self._end = step + _RATES
+        self._next = step + 1
+
+    def read(self) -> None:
+        """Write the scalars of the present step; on the device, part of the step."""
+        row = self._table.index_select(0, self._row)
+        self.lr.copy_(row[0, 0])
+        self.lr_fraction.copy_(row[0, 1])
+        self._row.add_(1)
 
 
-class DeviceStepper:
+class CapturedStep:
+    """A training step that waits for nothing, captured where it can be; without `memory` for graphs, called eagerly.
+
+    `recorded` counts the graphs that have been recorded. `eager_reason` says why steps run eagerly although they were
+    to be captured; None while they need not.
+    """
+
+    def __init__(self, step: TrainingStep, rates: RateTable, memory: GraphMemory | None) -> None:
+        assert isinstance(step.guard, DeviceGuard)
+        self._step = step
+        self._guard = step.guard
+        self._rates = rates
+        self._memory = memory
+        self._gradient = step.gradient
+        self._met: set[Hashable] = set()
+        self._graphs: dict[Hashable | None, torch.cuda.CUDAGraph] = {}
+        self._used: dict[Hashable | None, int] = {}
+        self._steps = 0
+        self._full = False
+        self._names: tuple[str, ...] = ()
+        self._metrics: Tensor | None = None
+        model = step.model or step.strategy.model
+        assert isinstance(model, EnergyModel)
+        self._model = model
+        self._pieces = self._model.pieces
+        self.recorded = 0
+        self.eager_reason: str | None = None
+        if memory is not None:
+            for group in step.optimizer.param_groups:
+                group["capturable"] = True
+            # The first steps run eagerly on purpose; torch's Adam would warn of it.
+            step.optimizer._warned_capturable_if_run_uncaptured = True
+
+    def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
+        """Update the parameters once, after `done` updates; the next step overwrites the metrics that are returned."""
+        self._rates.expect(done)
+        self._guard.note(feed.system)
+        if self._pieces != self._model.pieces:  # a graph holds launches of other kernels
+            self._pieces = self._model.pieces
+            self._graphs.clear()
+            self._met.clear()
+            if self._gradient is not None:
+                self._gradient.forget()
+        self._steps += 1
+        graph = self._graphs.get(feed.layout)
+        if graph is not None:
+            self._used[feed.layout] = self._steps
+            graph.replay()
+        else:
+            self._without_graph(feed)
+        assert self._metrics is not None
+        return dict(zip(self._names, self._metrics.unbind(), strict=True))
+
+    def close(self) -> None:
+        """Drop the graphs: one that holds an exchange between GPUs must end before their communicator does."""
+        if self._graphs:
+            torch.cuda.synchronize()
+            self._graphs.clear()
+
+    def _without_graph(self, feed: StepFeed) -> None:
+        """Take a step without a graph; record one, or compile its gradient first, if wanted."""
+        layout, gradient = feed.layout, self._gradient
+        met = layout in self._met
+        if gradient is not None:
+            gradient.expect(layout)
+            # Only captured steps are compiled.
+            if met and layout is not None and any(gradient.wants(part.layout) for part in parts_of(feed)):
+                assert self._memory is not None
+                with gradient.compiling():
+                    self._memory.run_aside(lambda: self._run(feed))
+                return
+        if self._wants_graph(layout):
+            graph = self._captured(feed)
+            if graph is not None:
+                graph.replay()
+                return
+        if self._memory is not None:
+            self._memory.run_aside(lambda: self._run(feed))
+        else:
+            self._run(feed)
+
+    def _run(self, feed: StepFeed) -> None:
+        """Run the part of a step that a graph contains, all work on the device."""
+        self._rates.read()
+        metrics = self._step(feed.read(), self._rates.lr, self._rates.lr_fraction)
+        values = torch.stack([value.double() for value in metrics.values()])
+        if self._metrics is None:
+            self._names, self._metrics = tuple(metrics), torch.empty_like(values)
+        self._metrics.copy_(values)
+
+    def _wants_graph(self, layout: Hashable | None) -> bool:
+        """Return whether this step is to be captured: from the second batch of a layout on, while there is room."""
+        if self._memory is None or self.eager_reason is not None or layout is None:
+            return False
+        if len(self._graphs) == MOST_GRAPHS and not self._drop_unused():
+            if not self._full:
+                self._full = True
+                log.info("batches have more than %d layouts: further ones are stepped without a graph", MOST_GRAPHS)
+            return False
+        if layout not in self._met:
+            self._met.add(layout)
+            return False
+        return True
+
+    def _drop_unused(self) -> bool:
+        """Drop the graph that was not replayed for longest, if that is long; return whether there is room."""
+        oldest = min(self._graphs, key=lambda layout: self._used[layout])
+        if self._steps - self._used[oldest] < _UNUSED:
+            return False
+        torch.cuda.synchronize()
+        del self._graphs[oldest], self._used[oldest]
+        self._met.discard(oldest)
+        return True
+
+    def _captured(self, feed: StepFeed) -> torch.cuda.CUDAGraph | None:
+        """Record a step in a graph without running it; None, with one log line, where that fails."""
+        assert self._memory is not None
+        try:
+            graph = self._memory.recorded(lambda: self._run(feed))
+        except Exception as error:  # whatever a driver, a compiler or a module raises must not end a training run
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.eager_reason = reason
+            log.warning("training steps are launched one kernel at a time, because they cannot be captured: %s", reason)
+            return None
+        self._graphs[feed.layout], self._used[feed.layout] = graph, self._steps
+        self.recorded += 1
+        return graph
+
+
+class DeviceStepper(Stepper):
     """Waits for nothing in a step, and captures it where it may.
 
-    Parameters
-    ----------
-    step
-        With a `DeviceGuard`.
-    scalars
-        The schedule.
-    device
-        Where the steps run.
-    capture
-        Whether to capture.
-    keep_metrics
-        Return metrics that the next step does not overwrite.
-    parts
-        Shared with the steppers of other branches; its guard is that of `step`.
+    `keep_metrics` returns metrics that the next step does not overwrite. `parts` are shared with the steppers of other
+    branches.
     """
 
     def __init__(
@@ -148,7 +302,10 @@ class DeviceStepper:
             parts.memory = parts.memory or GraphMemory()
         self._guard = step.guard
         self._strategy = step.strategy
-        self._captured = CapturedStep(step, parts.rates_for(scalars, step.optimizer, device), parts.memory)
+        if parts.rates is None:  # torch's fused Adam reads no other dtype
+            dtype = torch.float64 if isinstance(step.optimizer, HybridMuon) else torch.float32
+            parts.rates = RateTable(scalars, dtype, device)
+        self._captured = CapturedStep(step, parts.rates, parts.memory)
         self._device = device
         self._keep = keep_metrics
 
@@ -201,21 +358,7 @@ def build_stepper(
     model: EnergyModel | None = None,
     parts: DeviceParts | None = None,
 ) -> Stepper:
-    """Make the stepper of a run.
-
-    Parameters
-    ----------
-    strategy, loss, optimizer, ema
-        The objects that a step uses.
-    training
-        The input's section: `capture`, `enable_compile`, `enable_tf32`, `gradient_max_norm`,
-        `adam_gradient_max_norm`, `disp_freq`, `disp_avg`.
-    scalars
-        The schedule.
-    model
-        The model of the branch that it steps, where the strategy holds several.
-    parts
-        Shared by the steppers of these branches.
+    """Make the stepper of a run, as the section `training` asks; branches pass their own `model` and share `parts`.
 
     Raises
     ------
@@ -227,31 +370,24 @@ def build_stepper(
     if obstacle and training.capture == "on":
         raise TrainingError(f'training/capture is "on", but {obstacle}: use "auto"')
     tf32 = training.enable_tf32 and device.type == "cuda"
+    capture = training.capture == "on" or (training.capture == "auto" and strategy.captured_by_default)
+    parts, gradient = parts or DeviceParts(), None
+    guard: Guard
     if obstacle:
         if training.enable_compile:
             log.info("training/enable_compile is ignored: %s", obstacle)
         if training.enable_tf32 and not tf32:
             log.info("training/enable_tf32 is ignored: %s", obstacle)
-        step = TrainingStep(
-            strategy,
-            loss,
-            optimizer,
-            HostGuard(policy, training.disp_freq),
-            training.gradient_max_norm,
-            ema,
-            tf32=tf32,
-            model=model,
-            adam_max_norm=training.adam_gradient_max_norm,
-        )
+        guard = HostGuard(policy, training.disp_freq)
+    else:
+        gather = strategy.ranks.gather_objects
+        guard = parts.guard = parts.guard or DeviceGuard(policy, optimizer, device, training.disp_freq, gather)
+        if capture and training.enable_compile:
+            whole = model or strategy.model
+            assert isinstance(whole, EnergyModel)
+            gradient = CompiledGradient(whole, loss)
+    norms = {"max_norm": training.gradient_max_norm, "adam_max_norm": training.adam_gradient_max_norm}
+    step = TrainingStep(strategy, loss, optimizer, guard, ema=ema, gradient=gradient, tf32=tf32, model=model, **norms)
+    if obstacle:
         return HostStepper(step, scalars, device)
-    parts = parts or DeviceParts()
-    guard = parts.guard = parts.guard or DeviceGuard(
-        policy, optimizer, device, training.disp_freq, strategy.ranks.gather_objects
-    )
-    capture = training.capture == "on" or (training.capture == "auto" and strategy.captured_by_default)
-    whole = model or strategy.model
-    assert isinstance(whole, EnergyModel)
-    gradient = CompiledGradient(whole, loss) if capture and training.enable_compile else None
-    norms = training.gradient_max_norm, training.adam_gradient_max_norm
-    step = TrainingStep(strategy, loss, optimizer, guard, norms[0], ema, gradient, tf32, model, norms[1])
     return DeviceStepper(step, scalars, device, capture=capture, keep_metrics=training.disp_avg, parts=parts)

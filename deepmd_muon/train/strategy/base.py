@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.model.branches import Branches
+from deepmd_muon.model.branches import Branches, for_any_name
 from deepmd_muon.optim.buildable import Buildable
-from deepmd_muon.train.optimizers import build_optimizer
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.other_configs import MuonConfig
+from deepmd_muon.setting import InvalidSettingError
+from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
 from deepmd_muon.train.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+# Settings that are patterns on names of parameters; those of `splits` begin with one, and are taken as they are.
+_PATTERNS = ("adam_patterns", "adamw_patterns", "muon_patterns", "expert_patterns", "local_patterns")
 
 
 class Reduced(NamedTuple):
@@ -75,7 +82,6 @@ class Strategy(ABC):
         """Make the run's optimizer, on this rank's parts where parameters are cut."""
         return build_optimizer(config, self.model, lr, replicas=self._replicas, state_in_parts=self._state_in_parts)
 
-    @abstractmethod
     def load_optimizer_state(
         self,
         optimizer: torch.optim.Optimizer,
@@ -83,31 +89,16 @@ class Strategy(ABC):
         source: Path,
         build_whole: Callable[[], tuple[EnergyModel | Branches, torch.optim.Optimizer]],
     ) -> None:
-        """Load the optimizer's state from a checkpoint.
+        """Load the optimizer's state from a checkpoint, before its first step.
 
-        Parameters
-        ----------
-        optimizer
-            Made by `build_optimizer`, before its first step.
-        content
-            The checkpoint; tensors of a directory may be meta tensors.
-        source
-            Its path.
-        build_whole
-            Makes the model and an optimizer as a single process has them, for a state that must be converted whole.
+        Tensors of a directory may be meta tensors. `build_whole` makes the model and an optimizer as a single process
+        has them, for a state that must be converted whole.
         """
+        load_optimizer_state(optimizer, self.model, content, source)
 
     @abstractmethod
     def reduce(self, loss: Tensor, branch: EnergyModel | None = None) -> Reduced:
-        """Combine gradients and loss of all ranks after the backward pass.
-
-        Parameters
-        ----------
-        loss
-            Of this rank's batch.
-        branch
-            The model that the step trains, where there are several.
-        """
+        """Combine gradients and loss of all ranks after the backward pass of one `branch`, where there are several."""
 
     @abstractmethod
     def request_stop(self, number: int) -> None:
@@ -118,3 +109,38 @@ class Strategy(ABC):
 
     def reshard(self) -> None:  # noqa: B027 (nothing to do where parameters are never gathered)
         """Free parameters that a forward-only pass has gathered."""
+
+
+def build_optimizer(
+    config: Buildable,
+    model: nn.Module,
+    lr: float,
+    *,
+    replicas: DeviceMesh | None = None,
+    state_in_parts: bool = False,
+) -> torch.optim.Optimizer:
+    """Make the run's optimizer.
+
+    The ranks of `replicas` hold the same parameters and gradients: HybridMuon shares its work among them, the others
+    take the same step on each. With `state_in_parts` each of them keeps a part of the optimizer's state.
+
+    DeePMD's weights are stored (in, out), so `layout` 'auto' becomes 'in_out', except with deepmd-kit's own arithmetic,
+    which takes weights as stored. A parameter that several branches share has the name of each for patterns.
+    """
+    if isinstance(config, HybridMuonConfig | MuonConfig):
+        if isinstance(config, HybridMuonConfig) and isinstance(model, Branches):
+            found: dict[str, Any] = {key: for_any_name(getattr(config, key), model) for key in _PATTERNS}
+            config = dataclasses.replace(config, **found)
+        as_deepmd_kit = isinstance(config, HybridMuonConfig) and config.deepmd_kit_arithmetic
+        if config.layout == "auto" and not as_deepmd_kit:
+            config = dataclasses.replace(config, layout="in_out")
+        if state_in_parts:
+            config = dataclasses.replace(config, sharded=dataclasses.replace(config.sharded, state="sharded"))
+        return config.build(model, lr, replicas)
+    optimizer = config.build(model, lr, replicas if state_in_parts else None)
+    if not all("param_names" in group for group in optimizer.param_groups):
+        raise InvalidSettingError(
+            f"optimizer: {type(config).__name__}.build made {type(optimizer).__name__} without names of "
+            "parameters, which checkpoints need; give it model.named_parameters()"
+        )
+    return optimizer

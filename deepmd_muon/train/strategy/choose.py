@@ -14,14 +14,8 @@ from deepmd_muon.train.strategy.base import Strategy
 def choose_strategy(training: RunSettings, ranks: Ranks, model: EnergyModel | Branches) -> Strategy:
     """Make the strategy that `zero_stage` and the number of processes ask for.
 
-    Parameters
-    ----------
-    training
-        The input's section: `zero_stage` and `data_parallel_replicate_degree` count.
-    ranks
-        The processes of the run; a single one trains alone whatever the stage.
-    model
-        Equal on all ranks, on its device; stages 2 and 3 cut its parameters in place.
+    The model is equal on all ranks, on its device; stages 2 and 3 cut its parameters in place. A single process trains
+    alone at any stage.
 
     Raises
     ------

@@ -23,20 +23,7 @@ from deepmd_muon.train.strategy.base import Reduced
 
 
 def sharding_mesh(ranks: Ranks, replicate_degree: int = 1) -> DeviceMesh:
-    """Make the mesh that a model is sharded over.
-
-    Parameters
-    ----------
-    ranks
-        At least two processes.
-    replicate_degree
-        Number of groups of ranks that each hold the whole model (HSDP).
-
-    Raises
-    ------
-    TrainingError
-        When the ranks cannot form that many groups of equal size.
-    """
+    """Make the mesh that a model is sharded over; `replicate_degree` groups each hold the whole model (HSDP)."""
     size = ranks.size
     if size % replicate_degree:
         raise TrainingError(

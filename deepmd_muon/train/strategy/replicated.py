@@ -29,14 +29,8 @@ from deepmd_muon.train.strategy.base import Reduced
 class Replicated(SeveralRanks):
     """Every rank holds the model and works on its own batch.
 
-    Parameters
-    ----------
-    ranks, model
-        The processes and their model.
-    state_in_parts
-        Whether each keeps a part of the optimizer's state (stage 1) instead of all of it (stage 0).
-    stratified
-        Whether ranks train different branches in a step. A gradient is then the mean over the ranks that have it.
+    With `state_in_parts` each keeps a part of the optimizer's state (stage 1) instead of all of it (stage 0). With
+    `stratified` ranks train different branches in a step. A gradient is then the mean over the ranks that have it.
     """
 
     def __init__(
@@ -139,17 +133,8 @@ class LateRequests:
     """Requests to stop that are summed on the device in every step, and read on the host some steps later.
 
     Every rank reads the sum of the same step after the same step, so all of them end together, and none waits for a
-    step that has just been launched.
-
-    Parameters
-    ----------
-    ranks
-        The processes and their device.
-
-    Attributes
-    ----------
-    mine, summed
-        One number a signal `(len(SIGNALS),)`, float64, on the device: this rank's request, and the requests of all.
+    step that has just been launched. `mine` and `summed` have one number a signal `(len(SIGNALS),)`, float64, on the
+    device: this rank's request, and the requests of all.
     """
 
     #: Steps between the sum and its reading; the host is at most so far ahead of the device.

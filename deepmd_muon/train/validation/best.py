@@ -18,22 +18,10 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class BestCheckpoints:
-    """The best checkpoints of a run.
+    """The best checkpoints of a run: `keep` of them by the error `metric`, such as "e:mae", in a folder.
 
-    Attributes
-    ----------
-    folder
-        Where they lie.
-    keep
-        How many are kept.
-    metric
-        Name of the error that ranks them, such as "e:mae".
-    records
-        Error and step of the best, best first; of equal errors the earlier step.
-    name
-        Beginning of the files' names.
-    since_best
-        Steps ranked since the best one.
+    `records` holds error and step of each, best first; of equal errors the earlier step. Names of files begin with
+    `name`.
     """
 
     folder: Path
@@ -78,13 +66,7 @@ class BestCheckpoints:
                     path.rename(self.path(step))
 
     def keep_earlier(self, after: int = -1) -> None:
-        """Give the files of an earlier run a number: ``best.ckpt-100.t-1.pt`` becomes ``best.ckpt.1-100.t-1.pt``.
-
-        Parameters
-        ----------
-        after
-            Only those of later steps.
-        """
+        """Give files of later steps a number: ``best.ckpt-100.t-1.pt`` becomes ``best.ckpt.1-100.t-1.pt``."""
         names = {path: self._pattern.fullmatch(path.name) for path in self._files()}
         earlier = [path for path, name in names.items() if name and int(name[1]) > after]
         if not earlier:

@@ -22,33 +22,19 @@ _COLUMNS = (("e", "energy [meV/atom]"), ("f", "force [meV/Å]"), ("v", "virial [
 
 
 def frames_to_compare(frames: Sequence[int], num_steps: int) -> list[int]:
-    """Return how many frames of each system the table compares: all if they are few beside the steps of the run.
+    """Return how many `frames` of each system the table compares: all if they are few beside the steps of the run.
 
     Otherwise each system takes part in proportion to its frames, with one at least; where systems are too many for
     that, evenly spread ones do.
-
-    Parameters
-    ----------
-    frames
-        Frames of each system.
-    num_steps
-        Length of the run.
     """
     return _spread_over(frames, min(_MOST_FRAMES, max(_FEWEST_FRAMES, num_steps // _STEPS_A_FRAME)))
 
 
 def frames_of_sample(frames: Sequence[int], disp_freq: int) -> list[int]:
-    """Return how many frames of each system a row of the learning curve compares with ``"numb_btch": "sample"``.
+    """Return how many `frames` of each system ``"numb_btch": "sample"`` compares for a row of the learning curve.
 
-    A frame costs about a third of a step, so validation takes at most about a tenth of the time of the steps between
-    two rows. Divided among systems as in `frames_to_compare`.
-
-    Parameters
-    ----------
-    frames
-        Frames of each system.
-    disp_freq
-        Steps between two rows.
+    A frame costs about a third of a step, so validation takes at most about a tenth of the time of the `disp_freq`
+    steps between two rows. Divided among systems as in `frames_to_compare`.
     """
     return _spread_over(frames, max(_FEWEST_FRAMES, disp_freq // _STEPS_A_FRAME_OF_A_ROW))
 
@@ -66,14 +52,7 @@ def error_table(
 ) -> Iterator[str]:
     """Yield the lines of the table: root-mean-square errors of every system and of all.
 
-    Parameters
-    ----------
-    names, frames
-        Name and number of frames of each system.
-    compared
-        Frames of each that were compared.
-    sums
-        A row of `error_sums` each.
+    `compared` of its `frames` were compared of each system, with a row of `error_sums`.
     """
     rows = {k: errors_of_sums(sums[k]) for k, count in enumerate(compared) if count}
     total = errors_of_sums([sum(column) for column in zip(*sums, strict=True)])

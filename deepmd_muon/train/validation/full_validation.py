@@ -31,23 +31,7 @@ _FAMILIES = ("e", "f", "s", "v")
 class FullValidation:
     """Decides when to validate, ranks the results, and writes files; every rank has one and calls it with the others.
 
-    Parameters
-    ----------
-    settings
-        Section `validating`.
-    save_ckpt
-        Prefix of the other checkpoints.
-    num_steps
-        Length of the run.
-    ranks
-        The processes of the run; rank 0 writes.
-    branch
-        Whose errors these are; files bear its name unless it is the only one.
-
-    Attributes
-    ----------
-    best
-        The best checkpoints so far.
+    Rank 0 writes. Files bear the branch's name unless it is the only one. `best` are the best checkpoints so far.
     """
 
     def __init__(
@@ -88,21 +72,10 @@ class FullValidation:
         return self._enabled and step > self._taken and since >= 0 and since % self._settings.validation_freq == 0
 
     def take(self, step: int, errors: Mapping[str, float], content: Callable[[], Mapping[str, Any]]) -> None:
-        """Rank the errors of a step, save it if it is among the best, and write the row.
+        """Rank the errors of a step, equal on all ranks, save it if it is among the best, and write the row.
 
-        Parameters
-        ----------
-        step
-            Updates done.
-        errors
-            See `full_errors`; equal on all ranks.
-        content
-            Returns the checkpoint of this step, laid out over the ranks as it is.
-
-        Raises
-        ------
-        TrainingError
-            When the validation data have no label for the error that decides.
+        `content` returns the checkpoint of this step, laid out over the ranks as it is. Validation data without a label
+        for the error that decides are a TrainingError.
         """
         error = errors[self.best.metric]
         if math.isnan(error):
@@ -143,14 +116,8 @@ def full_errors(
 ) -> dict[str, float]:
     """Return mean absolute and root-mean-square errors over all batches, by deepmd-kit's definitions.
 
-    Parameters
-    ----------
-    model
-        The model.
-    batches
-        Validation batches on the model's device, and whether each counts.
-    add_up
-        Adds a tensor over all ranks; every rank must have a batch.
+    Batches are on the model's device, with whether each counts; every rank must have one. `add_up` adds a tensor over
+    all ranks.
 
     Returns
     -------
@@ -168,19 +135,9 @@ def error_sums(
     nrows: int,
     add_up: Callable[[Tensor], Tensor],
 ) -> list[list[float]]:
-    """Return the sums behind `full_errors` in several rows, such as one a system.
+    """Return the sums behind `full_errors` in `nrows` rows, such as one a system, to which each batch names its own.
 
-    Parameters
-    ----------
-    batches
-        As in `full_errors`, each with the row that it belongs to.
-    nrows
-        Number of rows.
-
-    Returns
-    -------
-    list
-        Rows of Σ|error|, Σ error² and the number of values of each of the four quantities, (nrows, 12).
+    A row has Σ|error|, Σ error² and the number of values of each of the four quantities, (12,).
     """
     device = next(model.parameters()).device
     total = torch.zeros(nrows, 12, dtype=torch.float64, device=device)

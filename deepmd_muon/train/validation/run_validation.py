@@ -33,18 +33,7 @@ _OF_BRANCHES = "full_validation_of_branches"
 class Validation:
     """Measures the errors of every branch that has validation data; every rank has one and calls it with the others.
 
-    Parameters
-    ----------
-    given
-        The checked input.
-    branches
-        The branches of the run.
-    num_steps
-        Length of the run.
-    strategy
-        The processes of the run, and how they hold the model.
-    now
-        Notes the run's activity and step.
+    `now` notes the run's activity and step.
     """
 
     def __init__(

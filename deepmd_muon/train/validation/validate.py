@@ -26,14 +26,7 @@ def metrics_by_batch(
 ) -> list[tuple[Mapping[str, Tensor], Mapping[str, float]]]:
     """Return the metrics of each batch of a step, and their weights, for `mean_metrics`.
 
-    Parameters
-    ----------
-    loss
-        As in training.
-    metrics
-        Scalars of one batch, `(nbatches,)` of several.
-    feeds
-        The batches.
+    Metrics are scalars of one batch, `(nbatches,)` of several.
     """
     columns = {name: values.reshape(len(feeds)).unbind() for name, values in metrics.items()}
     rows = [{name: values[k] for name, values in columns.items()} for k in range(len(feeds))]
@@ -87,17 +80,9 @@ def validate(
 ) -> dict[str, Tensor]:
     """Return the metrics of `model` over some batches, each weighted with the atoms that it compares.
 
-    Parameters
-    ----------
-    model, loss
-        As in training.
-    batches
-        Validation batches on the model's device, and whether each counts; one that does not is passed through the
-        model nevertheless, because the ranks of a sharded model must do so together.
-    lr_fraction
-        Learning rate divided by the first one, which the prefactors of the loss follow.
-    add_up
-        See `mean_metrics`.
+    Batches come with whether each counts; one that does not is passed through the model nevertheless, because the ranks
+    of a sharded model must do so together. The prefactors of the loss follow `lr_fraction`, as in training. See
+    `mean_metrics` for `add_up`.
     """
 
     def measured() -> Iterable[tuple[Mapping[str, Tensor], Mapping[str, float]]]:

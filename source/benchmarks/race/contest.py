@@ -26,17 +26,12 @@ from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.train.batches.batch import TrainingBatch, to_device
 from deepmd_muon.train.branches import make_branches
 from deepmd_muon.train.learning_rate import learning_rate
+from deepmd_muon.train.omitted_settings import resolve_sel
 from deepmd_muon.train.ranks.ranks import Ranks
-from deepmd_muon.train.setup import (
-    CACHE_BYTES,
-    Data,
-    make_loaders,
-    resolve_sel,
-)
 from deepmd_muon.train.statistics import set_model_statistics
 from deepmd_muon.train.step.stepper import build_stepper
 from deepmd_muon.train.strategy import choose_strategy
-from deepmd_muon.train.systems import open_section, open_training_systems
+from deepmd_muon.train.systems import Data, Systems, make_loaders, open_section, open_training_systems
 from deepmd_muon.train.validation.full_validation import full_errors
 
 # All rates end at this fraction of where they start, so that all losses go through the same prefactors.
@@ -86,7 +81,7 @@ class Arena:
         self._content["model"] = given.normalized["model"]
         first = build_model(given.settings.model)
         self._ntypes = first.ntypes
-        self._cache = NeighborCache.of(first.neighbors, first.ntypes, CACHE_BYTES)
+        self._cache = NeighborCache.of(first.neighbors, first.ntypes, 2 << 30)
         data = self.data(given)
         set_model_statistics(make_branches(given, first, {SINGLE: data}, {}, {}))
         self.weights = first.state_dict()
@@ -105,7 +100,8 @@ class Arena:
     def data(self, given: Input) -> Data:
         """Return new loaders of the training part, which begin where all runs begin."""
         seed = self._content["training"]["seed"]
-        return make_loaders(self._train, [], given.settings.training, self._cache, seed, Ranks(self.device))
+        systems, caches = {SINGLE: Systems(self._train, [])}, {SINGLE: self._cache}
+        return make_loaders(given, systems, caches, seed, Ranks(self.device))[SINGLE]
 
     def _batches(
         self, given: Input, folders: list[Path], most: int | None = None

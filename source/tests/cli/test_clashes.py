@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from deepmd_muon.clashes import refuse_clashes
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
 from deepmd_muon.data.writing import write_hdf5
+from deepmd_muon.files import refuse_clashes
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 DATA = "data/valid/cluster13"

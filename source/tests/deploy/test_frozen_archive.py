@@ -11,8 +11,8 @@ from small_models import SE_E2_A
 
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.errors import CommandError
-from deepmd_muon.cli.handover import check_compiled
 from deepmd_muon.cli.main import main
+from deepmd_muon.cli.models import check_compiled
 from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.infer import Predictor
 from deepmd_muon.infer.ase_calculator import DeepPotCalculator

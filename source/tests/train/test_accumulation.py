@@ -12,9 +12,8 @@ from deepmd_muon.data import DataLoader, NeighborCache, Plan, open_systems
 from deepmd_muon.loss import build_loss
 from deepmd_muon.model import build_model
 from deepmd_muon.train import NonFiniteError, RunError, trainer
-from deepmd_muon.train.batches.accumulated import AccumulatedFeed
 from deepmd_muon.train.batches.batch import to_device
-from deepmd_muon.train.batches.streamed import BatchFeed, StreamedBatches
+from deepmd_muon.train.batches.streamed import AccumulatedFeed, BatchFeed, StreamedBatches
 from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.step.compiled import CompiledGradient
 from deepmd_muon.train.step.guard import DeviceGuard, HostGuard, on_nonfinite

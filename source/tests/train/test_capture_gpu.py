@@ -16,7 +16,7 @@ import torch
 
 from deepmd_muon.train import NonFiniteError, trainer
 from deepmd_muon.train.batches.frame_store import FrameStore
-from deepmd_muon.train.step.captured import MOST_GRAPHS
+from deepmd_muon.train.step.stepper import MOST_GRAPHS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -229,8 +229,8 @@ def test_all_ways_of_data_give_nearly_the_same_weights(small_input, train, load,
 
 
 def test_an_unused_graph_makes_room(small_input, train, monkeypatch, steppers, tmp_path):
-    monkeypatch.setattr("deepmd_muon.train.step.captured.MOST_GRAPHS", 2)
-    monkeypatch.setattr("deepmd_muon.train.step.captured._UNUSED", 1)
+    monkeypatch.setattr("deepmd_muon.train.step.stepper.MOST_GRAPHS", 2)
+    monkeypatch.setattr("deepmd_muon.train.step.stepper._UNUSED", 1)
     systems = [write_system(tmp_path / f"system{n}", n, 5, n) for n in (8, 12, 27)]
     content = small_input(training={"numb_steps": 60})
     content["training"]["training_data"] = {"systems": systems, "batch_size": 1}
@@ -260,7 +260,7 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(small_input, trai
 
 def test_a_step_launches_without_waiting(small_input, train, monkeypatch):
     """torch reports every operation that waits for the device: there is none in the replayed steps."""
-    from deepmd_muon.train.step.captured import CapturedStep
+    from deepmd_muon.train.step.stepper import CapturedStep
 
     original, replayed = CapturedStep.__call__, []
 

@@ -11,10 +11,9 @@ from deepmd_muon.data import DataLoader, open_systems
 from deepmd_muon.train import NonFiniteError, TrainingError, trainer
 from deepmd_muon.train.batches.batch import tensors_of, to_device
 from deepmd_muon.train.batches.streamed import StreamedBatches, with_full_sections
-from deepmd_muon.train.step.captured import RateTable
 from deepmd_muon.train.step.guard import DeviceGuard, on_nonfinite
 from deepmd_muon.train.step.step import TrainingStep
-from deepmd_muon.train.step.stepper import DeviceStepper
+from deepmd_muon.train.step.stepper import DeviceStepper, RateTable
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 CPU = torch.device("cpu")

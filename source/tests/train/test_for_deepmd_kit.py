@@ -6,7 +6,7 @@ import torch
 from deepmd_muon.cli.main import main
 from deepmd_muon.model import build_model
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
-from deepmd_muon.train.checkpoint.for_deepmd_kit import in_deepmd_kits_order
+from deepmd_muon.train.checkpoint.optimizer_state import in_deepmd_kits_order
 
 
 @pytest.mark.parametrize("optimizer", ["HybridMuon", "AdamW"])

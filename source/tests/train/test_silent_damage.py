@@ -21,10 +21,9 @@ from deepmd_muon.data.checks.digest import content_digest
 from deepmd_muon.section import thaw
 from deepmd_muon.train import NonFiniteError, TrainingError
 from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
-from deepmd_muon.train.setup import check_same_run
 from deepmd_muon.train.step.guard import DeviceGuard, HostGuard, SkipCount
 from deepmd_muon.train.strategy.base import Reduced
-from deepmd_muon.train.systems import Systems
+from deepmd_muon.train.systems import Systems, check_same_run
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 

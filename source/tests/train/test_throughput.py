@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from deepmd_muon.train.batches.accumulated import AccumulatedFeed
+from deepmd_muon.train.batches.streamed import AccumulatedFeed
 from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.report.throughput import Throughput
 

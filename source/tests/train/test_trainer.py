@@ -345,6 +345,23 @@ def test_skipping_a_non_finite_step_is_a_setting(small_input, train, load, monke
     assert set(steps) == {5}
 
 
+def test_a_run_that_skips_all_its_steps_ends(small_input, train, monkeypatch):
+    from deepmd_muon.data import DataLoader
+
+    original = DataLoader.next
+
+    def poisoned(self):
+        batch = original(self)
+        batch.frames.energy[:] = np.inf
+        return batch
+
+    monkeypatch.setattr(DataLoader, "next", poisoned)
+    content = small_input(optimizer={"on_nonfinite": "skip"}, training={"numb_steps": 30, "disp_freq": 5})
+    content["training"].pop("validation_data")
+    with pytest.raises(NonFiniteError, match="all of the last 10 steps were skipped"):
+        train(content)
+
+
 def test_a_restart_with_other_data_keeps_all_but_the_order(small_input, train, finished, load, caplog):
     before = load("model.ckpt-5.pt")["optimizer"]["state"]
     content = small_input(training={"save_ckpt": "more", "seed": 77, "save_freq": 100})
@@ -499,7 +516,7 @@ def test_omitted_scales_suit_the_descriptors_of_the_run(small_input, train, load
         lengths.append(descriptor_length(*args))
         return lengths[-1]
 
-    monkeypatch.setattr("deepmd_muon.train.start.descriptor_length", measured)
+    monkeypatch.setattr("deepmd_muon.train.omitted_settings.descriptor_length", measured)
     monkeypatch.setattr(omitted_scales, "_LONG_FOR_MUON", 0.01)
     monkeypatch.setattr(omitted_scales, "_LONG_FOR_ADAM", 0.04)
     assert train(small_input(training={"numb_steps": 1}), log_level="INFO") == 0

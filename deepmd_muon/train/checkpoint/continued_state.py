@@ -1,4 +1,4 @@
-"""Continuing a run with other branches: optimizer state and averages follow the parameters, whatever their names."""
+"""Continuing a run with other branches or types: optimizer state and averages follow the parameters."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 
-from deepmd_muon.checkpoint_file.file import OWN_KEY
+from deepmd_muon.checkpoint_file.directory import is_directory
+from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.checkpoint_file.file import OWN_KEY, understood
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branch_settings import SINGLE
-from deepmd_muon.model.branches import Branches, all_names
+from deepmd_muon.model.branches import Branches, all_names, branches_of
+from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
+from deepmd_muon.model.type_map import TypeMove, move_weights, type_axes
 from deepmd_muon.optim import HybridMuon
-from deepmd_muon.optim.routing.rules import canonical_name
+from deepmd_muon.optim.routing.rules import RouteTable, canonical_name
+from deepmd_muon.train.checkpoint.source import Source
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +32,44 @@ def shared_names(model: EnergyModel | Branches) -> dict[str, str]:
     return {name: names[0] for names in all_names(model).values() for name in names[1:]}
 
 
+def state_of(
+    sources: Mapping[str, Source], model: EnergyModel | Branches, optimizer: torch.optim.Optimizer, *, alone: bool
+) -> Mapping[str, Any]:
+    """Return the content of the checkpoint that a run restarts from, its state arranged as the present model's.
+
+    Several ranks (not `alone`) cannot rearrange the state of a directory. The weights are loaded already.
+
+    Raises
+    ------
+    CheckpointError
+        When the state cannot follow other branches, or the types of another type map.
+    """
+    source, models = next(iter(sources.values())), branches_of(model)
+    moves = {name: move for name, one in sources.items() if (move := one.move_to(models[name].type_map))}
+    fixed = not alone and is_directory(source.path)
+    if moves and fixed:
+        raise CheckpointError(
+            f"type_map is not that of {source.path}, a directory whose state several processes cannot rearrange: "
+            "continue from a file, or start on one process"
+        )
+    if moves and len(models) > 1:
+        raise CheckpointError(
+            f"type_map is not that of {source.path}, which the state of several branches cannot follow: start from its "
+            "weights with --init-model"
+        )
+    with understood(source.path):
+        continued = {name: one.branch for name, one in sources.items()}
+        content = for_branches(source.content, model, optimizer, continued)
+        if content is not source.content and fixed:
+            raise CheckpointError(
+                f"the branches of this input are not those of {source.path}, a directory whose state several processes "
+                "cannot rearrange: continue from a file, or start on one process"
+            )
+        for name, move in moves.items():
+            content = moved_content(content, models[name], optimizer, move)
+    return content
+
+
 def for_branches(
     content: Mapping[str, Any],
     model: EnergyModel | Branches,
@@ -36,18 +79,8 @@ def for_branches(
     """Return a checkpoint whose optimizer state and averages bear the names of the present parameters.
 
     Parameters that the checkpoint does not have start without state, as in a fresh run; state of parameters that are
-    gone is dropped. A checkpoint with the present names comes back as it is, as does one without names.
-
-    Parameters
-    ----------
-    content
-        The checkpoint.
-    model
-        The present model, weights loaded.
-    optimizer
-        The run's.
-    continued
-        The saved branch that each branch starts from; those that start anew have none.
+    gone is dropped. A checkpoint with the present names comes back as it is, as does one without names. `continued` has
+    the saved branch that each branch starts from; those that start anew have none.
     """
     saved = content.get("optimizer") or {}
     groups = saved.get("param_groups", [])
@@ -133,3 +166,43 @@ def _moved_state(
         if values:  # a copy: what was shared may have become two parameters
             state[number] = {key: x.clone() if torch.is_tensor(x) else x for key, x in values.items()}
     return {**saved, "state": state, "param_groups": [{**group, **lists}]}
+
+
+def moved_content(
+    content: Mapping[str, Any], model: EnergyModel, optimizer: torch.optim.Optimizer, move: TypeMove
+) -> dict[str, Any]:
+    """Return a checkpoint whose optimizer state and averages have the shapes of the present types."""
+    moved = dict(content)
+    if state := content.get("optimizer"):
+        moved["optimizer"] = _move_state(state, model, optimizer, move)
+    if average := content.get("ema"):
+        moved["ema"] = {**average, "model": move_weights(model, average["model"], move)}
+    return moved
+
+
+def _move_state(
+    state: Mapping[str, Any], model: EnergyModel, optimizer: torch.optim.Optimizer, move: TypeMove
+) -> dict[str, Any]:
+    """Move rows of moments; new types have none, as before a first step."""
+    axes, parameters = type_axes(model), dict(model.named_parameters())
+    routing = {entry.name: entry for entry in optimizer.routing} if isinstance(optimizer, HybridMuon) else {}
+    unnamed = iter(deepmd_kit_parameter_names(model))  # deepmd-kit's own state is by position
+    groups, values = [], dict(state["state"])
+    for group in state["param_groups"]:
+        changed = {key: list(group[key]) for key in ("routes", "views", "shapes") if key in group}
+        names = group.get("param_names") or [next(unnamed, "") for _ in group["params"]]
+        for index, (name, key) in enumerate(zip(map(canonical_name, names), group["params"], strict=True)):
+            if name not in axes or name not in parameters:
+                continue
+            shape, old, entry = parameters[name].shape, values.get(key, {}), routing.get(name)
+            if entry and entry.route != "frozen" and ("momentum_buffer" in old) != (entry.route == "muon"):
+                old = {}  # with one type the table is not a matrix
+            moments = {what: x for what, x in old.items() if torch.is_tensor(x) and x.dim() == len(shape)}
+            values[key] = {**old, **{w: move.rows(x, x.new_zeros(shape), axes[name]) for w, x in moments.items()}}
+            if entry and changed:
+                for what, listed in RouteTable([entry]).manifest().items():
+                    if what in changed:
+                        changed[what][index] = listed[0]
+            log.warning("optimizer state of %s: %s", name, move.describe() if old else "starts fresh")
+        groups.append({**group, **changed})
+    return {**state, "state": values, "param_groups": groups}

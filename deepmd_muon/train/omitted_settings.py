@@ -1,0 +1,144 @@
+"""Settings that an input omits: those of the checkpoint it continues, or numbers that suit its data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from deepmd_muon.argcheck import Input
+from deepmd_muon.checkpoint_file.file import understood
+from deepmd_muon.data import NeighborCache, NeighborStatistics, System, neighbor_statistics
+from deepmd_muon.data.sampling.samples import sample_frames
+from deepmd_muon.model import EnergyModel, Structures
+from deepmd_muon.model.statistics import descriptor_length
+from deepmd_muon.train.branches import RunBranch
+from deepmd_muon.train.checkpoint.source import Source
+from deepmd_muon.train.errors import TrainingError
+from deepmd_muon.train.ranks.ranks import Ranks
+from deepmd_muon.train.systems import Systems
+
+log = logging.getLogger(__name__)
+
+# Atoms at 6 Å (see `frame_costs`) of the frames in which neighbours are counted, a second of work; and of those in
+# which the length of descriptors is measured.
+_MOST_COUNTED, _MEASURED = 5 << 14, 1 << 14
+
+
+def take_from_checkpoint(given: Input, sources: Mapping[str, Source], *, use_pretrain_script: bool) -> Input:
+    """Let checkpoints decide type maps that the input omits, or whole models, and the scales of a run that goes on."""
+    for name, source in sources.items():
+        if not given.branches[name].model.type_map:
+            given = given.with_model([name], type_map=source.model.type_map)
+            log.info("model/type_map is left out and becomes %s, as in %s", list(source.model.type_map), source.path)
+    if use_pretrain_script:
+        present = given.branches
+        given = given.with_models({name: source.script(present[name].model) for name, source in sources.items()})
+        for names in given.descriptor_sections.values():
+            # A branch that starts anew shares what the script of another one says.
+            if scripted := next((name for name in names if name in sources), None):
+                given = given.with_model(names, descriptor=given.branches[scripted].model.descriptor)
+    first = next(iter(sources.values()), None)
+    if given.scales is None or first is None or first.way != "restart":
+        return given
+    with understood(first.path):
+        groups = (first.content.get("optimizer") or {}).get("param_groups", [])
+        saved = groups[0] if groups else {}
+        known = isinstance(saved.get("lr_adjust_coeff"), float)
+        return given.with_scales(given.scales.kept_from(saved, str(first.path))) if known else given
+
+
+def resolve_sel(
+    given: Input, systems: Mapping[str, Systems], sources: Mapping[str, Source] = MappingProxyType({}), *, count: bool
+) -> tuple[Input, dict[str, NeighborStatistics]]:
+    """Replace ``sel: "auto"`` and the like by the numbers of the branch's checkpoint, or those found in its data.
+
+    Returns
+    -------
+    tuple
+        The input with numbers, and the neighbour statistics of branches within the model's cut-off where they were
+        needed. Branches with the same entry of model/shared_dict get the same numbers, enough for all of them.
+
+    Raises
+    ------
+    TrainingError
+        When a descriptor needs counts and `count` is false (--skip-neighbor-stat).
+    """
+    statistics: dict[str, NeighborStatistics] = {}
+    for where, names in given.descriptor_sections.items():
+        descriptor = given.branches[names[0]].model.descriptor
+        if not descriptor.needs_counts:
+            continue
+        if source := next((sources[name] for name in names if name in sources), None):
+            descriptor = descriptor.with_counts_of(source.model.descriptor)
+            given = given.with_model(names, descriptor=descriptor)
+            log.info("sel of %s becomes %s, as in %s", where, list(descriptor.neighbors().sel), source.path)
+            if not descriptor.needs_counts:
+                continue
+        if not count:
+            raise TrainingError(f'{where}/sel is "auto", which needs the neighbour statistics: give numbers')
+        together = [system for name in names for system in systems[name].training]
+        counted: dict[float, NeighborStatistics] = {}
+
+        def within(rcut: float) -> NeighborStatistics:
+            counted[rcut] = _count_neighbors(together, rcut, None)  # noqa: B023 (called before the next branch)
+            return counted[rcut]  # noqa: B023
+
+        resolved = descriptor.with_counts(within)
+        given = given.with_model(names, descriptor=resolved)
+        rcut = resolved.neighbors().rcut
+        log.info("sel of %s becomes %s", where, list(resolved.neighbors().sel))
+        if len(names) == 1 and rcut in counted:
+            statistics[names[0]] = counted[rcut]
+    return given, statistics
+
+
+def check_sel(
+    model: EnergyModel, systems: list[System], cache: NeighborCache, where: str = "model"
+) -> NeighborStatistics:
+    """Count neighbours in training frames, filling the cache, and warn when the model's `sel` is too small."""
+    found = _count_neighbors(systems, model.rcut, cache)
+    most = found.max_neighbors if model.by_type else (found.max_total,)
+    names = model.type_map if model.by_type else ("all types",)
+    short = [f"{name}: {n} > {limit}" for name, n, limit in zip(names, most, model.sel, strict=True) if n > limit]
+    if short:
+        enough = [-(-n // 4) * 4 for n in most]  # deepmd-kit rounds sel up to multiples of 4
+        log.warning(
+            "sel is smaller than the most neighbours found (%s): the farthest are left out; set %s/descriptor/sel "
+            "to at least %s",
+            "; ".join(short),
+            where,
+            enough if model.by_type else enough[0],
+        )
+    return found
+
+
+def _count_neighbors(systems: list[System], rcut: float, cache: NeighborCache | None) -> NeighborStatistics:
+    numbers = sample_frames(systems, _MOST_COUNTED, rcut)
+    counted, total = sum(map(len, numbers)), sum(system.nframes for system in systems)
+    found = neighbor_statistics(systems, rcut, cache, numbers=numbers)
+    log.info(
+        "neighbours within %g Å%s: at most %s per type; shortest distance %.3f Å",
+        rcut,
+        f" in {counted} of {total} frames" if counted < total else "",
+        list(found.max_neighbors),
+        found.min_distance,
+    )
+    return found
+
+
+def suit_scales(given: Input, branches: Mapping[str, RunBranch], ranks: Ranks) -> Input:
+    """Lower the scales of HybridMuon that the input omits, and no checkpoint had, where descriptors are long."""
+    if given.scales is None or given.scales.kept:
+        return given
+
+    def batches(branch: RunBranch) -> Iterator[Structures]:
+        for batch in branch.data.training.bounded_batches(1, _MEASURED):
+            yield Structures.of(batch.frames, batch.neighbors, branch.model.ntypes, ranks.device)
+
+    def longest() -> float:
+        return max(descriptor_length(branch.model, batches(branch)) for branch in branches.values())
+
+    scales = given.scales.for_descriptors(ranks.from_first("measuring descriptors", longest))
+    log.info("%s", scales.notice)  # on other ranks than the first the log shows warnings alone
+    return given.with_scales(scales)
