@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,18 +25,16 @@ from deepmd_muon.optim.routing.param_groups import (
     with_names,
 )
 from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, is_local
-from deepmd_muon.optim.sharded.plan import Plan
-from deepmd_muon.optim.sharded.planned import plan_of_one_process
+from deepmd_muon.optim.sharded.plan import Plan, plan_of_one_process
 from deepmd_muon.optim.state.host_memory import HostMemory
-from deepmd_muon.optim.state.load import apply_restored, drop_unused, load_state, place_state_tensor, restored_groups
+from deepmd_muon.optim.state.load import apply_restored, drop_unused, load_state, restored_groups
 from deepmd_muon.optim.state.replaced import move_state
-from deepmd_muon.optim.state.schema import complete_rules
+from deepmd_muon.optim.state.schema import StateHolder, complete_rules
 from deepmd_muon.optim.step import CompiledStep
 from deepmd_muon.optim.torch_hooks import QuickOptimizer, profiled_on_demand, read_by_grad_scaler
 from deepmd_muon.optim.words import understand_words
 
 if TYPE_CHECKING:
-    from deepmd_muon.optim.sharded.params import ShardedParameter
     from deepmd_muon.optim.sharded.step import ShardedStep
 
 log = logging.getLogger(__name__)
@@ -91,6 +88,7 @@ class HybridMuon(QuickOptimizer):
     _step_supports_amp_scaling = property(lambda _: read_by_grad_scaler())
     alternates = agreed_skip = False
     _host_memory: HostMemory | None = None
+    _sharded: ShardedStep | None = None
     _routing = Routing(())
     routing = RouteTable(())
 
@@ -113,7 +111,7 @@ class HybridMuon(QuickOptimizer):
         dict; nothing here reads them.
         """
         param_group = words_of_group(param_group, self.defaults)
-        self._compiled.raise_deferred()
+        self._raise_deferred()
         with warnings.catch_warnings():
             # torch only warns of duplicates; they are refused by name below.
             warnings.filterwarnings("ignore", "optimizer contains a parameter group with duplicate")
@@ -129,7 +127,7 @@ class HybridMuon(QuickOptimizer):
 
     def _route_parameters(self) -> None:
         """Recompute the routes and store them in the groups; new parameters take over the state of their name."""
-        self._compiled.raise_deferred()
+        self._raise_deferred()
         check_parameters(self.param_groups)
         routing = Routing(self.param_groups)
         groups = routing.groups(self.param_groups)
@@ -139,7 +137,8 @@ class HybridMuon(QuickOptimizer):
             from deepmd_muon.optim.sharded.step import sharded_step  # needs torch.distributed
 
             sharded = sharded_step(groups, self.replicas, self.sharded)
-        move_state(self.state, self._routing, groups, sharded, self._host_memory, self.on_route_change)
+        holders: Mapping[Tensor, StateHolder] = {} if sharded is None else sharded.holders
+        move_state(self.state, self._routing, groups, holders, self._host_memory, self.on_route_change)
         # Nothing above changes the optimizer if it raises: a split that does not fit leaves it as it was.
         routing.write_manifests(self.param_groups)
         if routing.table != self.routing and log.isEnabledFor(logging.DEBUG):
@@ -147,9 +146,14 @@ class HybridMuon(QuickOptimizer):
             plan = sharded.plan if sharded else plan_of_one_process(groups, self.sharded)
             log.debug("%s", plan.describe())
         self._routing, self.routing = routing, routing.table
-        self._clipper, self._sharded = clip, sharded
+        self._clipper, self._sharded, self._holders = clip, sharded, holders
         drop_unused(self.state, groups)
         self._compiled.reset(sharded)
+
+    def _raise_deferred(self) -> None:
+        """Raise the errors of the last step that ranks agree on late."""
+        if self._sharded is not None:
+            self._sharded.raise_deferred()
 
     def compile_kernels(self) -> None:
         """Compile the kernels of the first step ahead of it, in a thread if wanted; meanwhile TF32 may be off."""
@@ -164,9 +168,6 @@ class HybridMuon(QuickOptimizer):
         self._reroute_if_changed()
         pairs = [(p, entry, group.settings) for group in self._groups() for p, entry in group.routed]
         return [(p, e, spec_of(p) is None and is_local(e.name, settings)) for p, e, settings in pairs]
-
-    def _holder_of(self, p: Tensor) -> ShardedParameter | None:
-        return None if self._sharded is None else self._sharded.sharding_of(p)
 
     @property
     def plan(self) -> Plan:
@@ -196,9 +197,9 @@ class HybridMuon(QuickOptimizer):
             On several GPUs, when ranks did not have the same gradients in the last step; a run should therefore end
             with a call of this method.
         """
-        self._compiled.raise_deferred()
+        self._raise_deferred()
         self._reroute_if_changed()
-        complete_rules(self.state, self._groups(), self._holder_of)
+        complete_rules(self.state, self._groups(), self._holders)
         found = super().state_dict()
         if self._host_memory is not None:
             self._host_memory.wait()
@@ -303,14 +304,17 @@ class HybridMuon(QuickOptimizer):
         ForeignStateError
             When the state comes from another optimizer or carries no routing; nothing is changed.
         """
-        self._compiled.raise_deferred()
+        self._raise_deferred()
         self._reroute_if_changed()
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = changed if changed is not None else state_dict
         offloaded = self._host_memory is not None
-        place = functools.partial(place_state_tensor, offloaded=offloaded, sharding_of=self._holder_of)
+
+        def place(key: str, value: Tensor, p: Tensor, entry: RouteEntry) -> Tensor:
+            return self._holders.get(p, StateHolder(p, entry)).place(key, value, offloaded=offloaded)
+
         state = load_state(state_dict, self._groups(), self.on_route_change, place)
         apply_restored(self.param_groups, restored_groups(self.param_groups, state_dict["param_groups"]))
         self.state.clear()
@@ -323,7 +327,7 @@ class HybridMuon(QuickOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("workspace", "offload_bytes", "_host_memory", "replicas", "sharded", "qk_clip", "on_route_change")
-        self._compiled.raise_deferred()
+        self._raise_deferred()
         self._reroute_if_changed()
         if self._host_memory is not None:
             self._host_memory.wait()

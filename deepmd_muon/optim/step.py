@@ -7,10 +7,9 @@ once, and each step first checks whether the `Snapshot` still holds.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,77 +21,18 @@ from deepmd_muon.optim.errors import InvalidGradientError
 from deepmd_muon.optim.polar.dispatch import unavailable
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry
-from deepmd_muon.optim.routing.views import MatrixView
-from deepmd_muon.optim.rules.interface import MatrixRule
-from deepmd_muon.optim.rules.master_weights import MASTER
-from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.snapshot import Snapshot
-from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
-from deepmd_muon.optim.state.schema import (
-    ALL_MOMENTS,
-    STATE_OF_ROUTE,
-    LocalStateFactory,
-    State,
-    complete_state,
-    moments_of,
-    state_tensors,
-)
-from deepmd_muon.optim.update.adam import adam_, moment_dtype
+from deepmd_muon.optim.state.host_memory import HostMemory
+from deepmd_muon.optim.state.schema import STATE_OF_ROUTE, State, StateHolder
 from deepmd_muon.optim.update.gradients import StepControl, decide, gradients_of, waves
 from deepmd_muon.optim.update.muon import muon_
+from deepmd_muon.optim.waves import RoutedParams, StateLists, Wave, step_elements, waves_of
 
 if TYPE_CHECKING:
+    from deepmd_muon.optim.sharded.step import ShardedStep
     from deepmd_muon.optim.update.fused_steps import FusedStepCache
 
-RoutedParams = list[tuple[Tensor, RouteEntry]]
-# State tensors of several parameters: by key, one tensor for each parameter.
-StateLists = Mapping[str, list[Tensor]]
-
 _SMALL = 4 * 2**20  # elements
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Wave:
-    """Parameters of one group, route, device and dtype, updated together, and their state.
-
-    With moments in host memory, `transfer_batch` holds them, parameter by parameter, in the order of `moments_of`.
-    """
-
-    group: Group
-    route: Route
-    device: torch.device
-    params: list[Tensor]
-    views: list[MatrixView]
-    state: StateLists
-    transfer_batch: TransferBatch | None
-
-
-class ShardedPart(Protocol):
-    """The part of a step on parameters that live on several ranks."""
-
-    @property
-    def params(self) -> Sequence[Tensor]:
-        """The parameters whose local memory the compiled step holds views of; none if each rank steps all by itself."""
-
-    def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
-        """Check parameters, gradients and state, all of which may have changed."""
-
-    def agree(self, flags: Tensor | None) -> Tensor | None:
-        """Agree with the other ranks to take a step; return the elementwise maximum of all ranks' flags."""
-
-    def run(
-        self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int, control: StepControl
-    ) -> None:
-        """Step the parameters that live on several ranks."""
-
-    def local_params(self, routed: RoutedParams) -> RoutedParams:
-        """Return those of the given parameters that each process steps by itself."""
-
-    def raise_deferred(self) -> None:
-        """Raise deferred errors from the previous step."""
-
-    def reset(self) -> None:
-        """Release all references to parameters' memory and state."""
 
 
 class CompiledStep:
@@ -113,7 +53,7 @@ class CompiledStep:
 
     def __init__(self) -> None:
         self.params: list[Tensor] = []
-        self.sharded: ShardedPart | None = None
+        self.sharded: ShardedStep | None = None
         self.side_stream: SideStream | None = None
         self.wave_streams: tuple[SideStream, ...] = ()
         self._groups: Sequence[Group] = ()
@@ -190,25 +130,15 @@ class CompiledStep:
         from deepmd_muon.optim.update.fused_steps import compile_kernels
 
         for group in groups:
-            for wave in waves(_of_route(group.routed, "muon"), elements_at_a_time(group, "muon", [], None, workspace)):
+            most = 0 if group.values["foreach"] is False else workspace
+            for wave in waves(_of_route(group.routed, "muon"), most):
                 p, views = wave[0][0], tuple(entry.view for _, entry in wave if entry.view is not None)
                 if _can_be_fused(p.device, group.settings):
                     variant = Variant(p.dtype, group.values["maximize"], skip, False)
                     compile_kernels(views, p.device, p.dtype, variant, group.settings)
 
-    def raise_deferred(self) -> None:
-        """Raise deferred errors from the previous step."""
-        if self.sharded is not None:
-            self.sharded.raise_deferred()
-
-    def reset(self, sharded: ShardedPart | None) -> None:
-        """Release all references to parameters, gradients and state; the next step is recompiled.
-
-        Parameters
-        ----------
-        sharded
-            The new part of the step on parameters that live on several ranks.
-        """
+    def reset(self, sharded: ShardedStep | None) -> None:
+        """Release all references to parameters, gradients and state; the next step, with `sharded`, is recompiled."""
         self._snapshot, self._waves = None, None
         self._groups, self._with_gradients, self.params = (), [], []
         self.sharded = sharded
@@ -220,7 +150,9 @@ class CompiledStep:
         found: list[Wave] = []
         for group, routed in zip(self._groups, self._with_gradients, strict=True):
             mine = routed if self.sharded is None else self.sharded.local_params(routed)
-            found += _waves_of(group, mine, state, memory, workspace)
+            for route in STATE_OF_ROUTE:
+                members = [(p, StateHolder(p, entry)) for p, entry in _of_route(mine, route)]
+                found += waves_of(group, route, members, state, memory, workspace)
         found.sort(key=lambda wave: wave.route != "muon")
         self.side_stream = self._side_stream_for(found) if memory is None else None
         self.wave_streams = self._wave_streams_for(found) if memory is None else ()
@@ -255,14 +187,18 @@ class CompiledStep:
         for stream in side_streams:
             stream.fork()
         turns = itertools.cycle(self.wave_streams)
-        for wave, state in zip(found, _ready(found, memory), strict=True):
+        states: Iterable[StateLists] = [wave.state for wave in found]
+        if memory is not None:  # moments are fetched when the iterator reaches their wave
+            fetched = memory.fetch_in_turn([wave.transfer_batch for wave in found if wave.transfer_batch is not None])
+            states = (wave.with_moments(moments) for wave, moments in zip(found, fetched, strict=True))
+        for wave, state in zip(found, states, strict=True):
             here = control.on(wave.device)
             if wave.route == "muon":
                 with next(turns) if self.wave_streams and _is_large(wave) else contextlib.nullcontext():
                     self._step_matrices(wave, state, here)
             else:
                 with self.side_stream or contextlib.nullcontext():
-                    step_elements(wave.params, gradients_of(wave.params), state, wave.route, wave.group, here)
+                    step_elements(wave, gradients_of(wave.params), state, here)
 
     def _step_matrices(self, wave: Wave, state: StateLists, control: StepControl) -> None:
         """Take a step of the Muon route."""
@@ -314,96 +250,3 @@ def _with_gradient(group: Group) -> RoutedParams:
             )
         routed.append((p, entry))
     return routed
-
-
-def _waves_of(
-    group: Group, routed: RoutedParams, state: State, memory: HostMemory | None, workspace: int
-) -> Iterator[Wave]:
-    """Divide one group's parameters into waves; create missing state."""
-    for route in STATE_OF_ROUTE:
-        taken = _of_route(routed, route)
-        for wave in waves(taken, elements_at_a_time(group, route, [p for p, _ in taken], memory, workspace)):
-            params = [p for p, _ in wave]
-            views = [entry.view for _, entry in wave if entry.view is not None]
-            rules = matrix_rules(group.settings)
-            states = [complete_state(state[p], LocalStateFactory(p, entry), rules) for p, entry in wave]
-            keys = state_tensors(route, rules, params[0].dtype)
-            transfer_batch = transfer_batch_of(state, memory, params, route, rules)
-            lists = state_lists(states, keys)
-            yield Wave(group, route, params[0].device, params, views, lists, transfer_batch)
-
-
-def state_lists(states: Sequence[dict[str, Tensor]], keys: Iterable[str]) -> StateLists:
-    """Return some state tensors of several parameters by key."""
-    return {key: [local_of(values[key]) for values in states] for key in keys}
-
-
-def elements_at_a_time(
-    group: Group, route: Route, params: Sequence[Tensor], memory: HostMemory | None, workspace: int
-) -> int:
-    """Return the bound on the elements of a wave of such parameters."""
-    if group.values["foreach"] is False:
-        return 0
-    if memory is None or not params:
-        return workspace
-    # Moments are at least float32 on the Adam routes, and so are master weights.
-    dtype = params[0].dtype
-    keys = moments_of(route, matrix_rules(group.settings), dtype)
-    wide = -(-moment_dtype(dtype).itemsize // params[0].element_size())
-    count = sum(1 if key == "momentum_buffer" else wide for key in keys)
-    return min(workspace, memory.elements_per_batch(params, count))
-
-
-def transfer_batch_of(
-    state: State,
-    memory: HostMemory | None,
-    params: Sequence[Tensor],
-    route: Route,
-    rules: Sequence[MatrixRule],
-) -> TransferBatch | None:
-    """Return the moments of some parameters of one dtype as a transfer batch; None where they stay on the device."""
-    if memory is None:
-        return None
-    keys = moments_of(route, rules, params[0].dtype)
-    return memory.transfer_batch(state, [(p, key) for p in params for key in keys])
-
-
-def with_moments(state: StateLists, route: Route, moments: Sequence[Tensor]) -> StateLists:
-    """Return state with its moments replaced by those of its transfer batch."""
-    keys = [key for key in (*STATE_OF_ROUTE[route], MASTER) if key in state and key in ALL_MOMENTS]
-    return {**state, **{key: list(moments[i :: len(keys)]) for i, key in enumerate(keys)}}
-
-
-def _ready(found: Sequence[Wave], memory: HostMemory | None) -> Iterable[StateLists]:
-    """Return the state of each wave; offloaded moments are fetched when the iterator reaches the wave."""
-    if memory is None:
-        return [wave.state for wave in found]
-    fetched = memory.fetch_in_turn([wave.transfer_batch for wave in found if wave.transfer_batch is not None])
-    return (with_moments(wave.state, wave.route, moments) for wave, moments in zip(found, fetched, strict=True))
-
-
-def step_elements(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    state: StateLists,
-    route: Route,
-    group: Group,
-    control: StepControl,
-) -> None:
-    """Step parameters of one Adam route, group, device and dtype."""
-    settings, lr = group.settings, group.lr
-    ratio = settings.adam_lr_ratio
-    assert ratio is not None
-    adam_(
-        params,
-        grads,
-        *(state[key] for key in ("exp_avg", "exp_avg_sq", "step")),
-        lr=lr if ratio == 1.0 else lr * ratio,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        weight_decay=settings.weight_decay if route == "adamw" else 0.0,
-        eps=settings.adam_eps,
-        implementation=settings.adam_implementation,
-        control=control,
-        maximize=group.values["maximize"],
-        masters=state.get(MASTER),
-    )

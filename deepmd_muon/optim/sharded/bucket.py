@@ -17,14 +17,13 @@ from torch import Tensor
 from deepmd_muon.optim.phases import phase
 from deepmd_muon.optim.rules.interface import MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER
-from deepmd_muon.optim.sharded.carried import carried
 from deepmd_muon.optim.sharded.messages import (
     Piece,
     local_shape,
     piece_of,
     rectangles,
 )
-from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan
+from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan, carried
 from deepmd_muon.optim.sharded.rule_state import RuleState
 from deepmd_muon.optim.sharded.transport import Exchange, ExchangeBuffers
 
@@ -137,9 +136,9 @@ class Bucket:
             stacks.setdefault((groups[jobs[j].parameter], shape), []).append(j)
         self.stacks = [Stack(*key, tuple(members)) for key, members in stacks.items()]
         self._slots = {j: (s, i) for s, stack in enumerate(self.stacks) for i, j in enumerate(stack.jobs)}
-        peers = domain.ranks if len(exchange.messages.gather_in) == len(domain.ranks) else (rank,)
-        senders = [r for r, m in zip(peers, exchange.messages.gather_in, strict=True) for _ in m.jobs]
-        receivers = [r for r, m in zip(peers, exchange.messages.return_out, strict=True) for _ in m.jobs]
+        messages = exchange.messages
+        senders = [r for r, m in zip(messages.peers, messages.into["gather"], strict=True) for _ in m.jobs]
+        receivers = [r for r, m in zip(messages.peers, messages.out["return"], strict=True) for _ in m.jobs]
         self._arriving = pieces(into["gather"].payloads, senders, gather=True)
         self._leaving = pieces(out["return"].payloads, receivers, gather=False)
         order = {j: i for i, j in enumerate(j for stack in self.stacks for j in stack.jobs)}

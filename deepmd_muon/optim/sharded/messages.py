@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 from deepmd_muon.optim.routing.views import Axis
@@ -18,7 +17,7 @@ from deepmd_muon.optim.sharded.layout import (
     regions_by_rank,
     score_runs_by_rank,
 )
-from deepmd_muon.optim.sharded.plan import WORD, Domain, Job, Leg, Plan
+from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Job, Leg, Plan
 
 
 class Piece(NamedTuple):
@@ -54,22 +53,15 @@ class Rectangle(NamedTuple):
 
 
 class Message(NamedTuple):
-    """One rank's pieces in one message.
+    """One rank's pieces in one message, of `words` words.
 
-    Attributes
-    ----------
-    jobs
-        Positions in the exchange's jobs, one per piece.
-    lines, elements
-        Number of rules' values per row or column, and of elements, of each piece.
-    start, words
-        Offset in the buffer, and length, in words.
+    Of each piece: the position of its job in the exchange's jobs, and its numbers of rules' values per row or column
+    and of elements.
     """
 
     jobs: tuple[int, ...]
     lines: tuple[int, ...]
     elements: tuple[int, ...]
-    start: int
     words: int
 
 
@@ -79,20 +71,21 @@ class RankMessages:
 
     Attributes
     ----------
+    peers
+        The ranks that it exchanges messages with, itself included.
     jobs
         The jobs in which the rank takes part.
     owned
         Positions in `jobs` of the jobs that it owns.
-    gather_out, gather_in, return_out, return_in
-        Messages to and from every rank of the domain, in its order.
+    out, into
+        By leg, the messages to and from every peer.
     """
 
+    peers: tuple[int, ...]
     jobs: tuple[Job, ...]
     owned: tuple[int, ...]
-    gather_out: tuple[Message, ...]
-    gather_in: tuple[Message, ...]
-    return_out: tuple[Message, ...]
-    return_in: tuple[Message, ...]
+    out: dict[Leg, list[Message]]
+    into: dict[Leg, list[Message]]
 
 
 def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
@@ -196,67 +189,31 @@ def local_messages(plan: Plan, domain: Domain, rank: int) -> list[RankMessages]:
     return [_rank_messages(plan, domain, portion, (rank,), rank) for portion in portions]
 
 
-def _rank_messages(plan: Plan, domain: Domain, jobs: Sequence[Job], peers: Sequence[int], rank: int) -> RankMessages:
+def _rank_messages(plan: Plan, domain: Domain, jobs: Sequence[Job], peers: tuple[int, ...], rank: int) -> RankMessages:
     """Sort the pieces of these jobs into messages, in the order of jobs on both sides."""
-    pieces: dict[tuple[str, bool, int], list[tuple[int, int, int]]] = defaultdict(list)
+    pieces: dict[tuple[Leg, bool, int], list[tuple[int, int, int]]] = defaultdict(list)
     for i, job in enumerate(jobs):
-        for leg, ends in (("gather", job.sources), ("return", job.destinations)):
+        ends: Mapping[Leg, Mapping[int, int]] = {"gather": job.sources, "return": job.destinations}
+        for leg, holders in ends.items():
             from_holder = leg == "gather"
-            if rank in ends:
-                pieces[leg, from_holder, job.owner].append((i, job.lines.get(rank, 0), ends[rank]))
+            if rank in holders:
+                pieces[leg, from_holder, job.owner].append((i, job.lines.get(rank, 0), holders[rank]))
             if rank == job.owner:
-                for other, elements in ends.items():
+                for other, elements in holders.items():
                     pieces[leg, not from_holder, other].append((i, job.lines.get(other, 0), elements))
 
-    def side(leg: Leg, *, sending: bool) -> tuple[Message, ...]:
-        start, found = 0, []
+    def messages(leg: Leg, *, sending: bool) -> list[Message]:
+        found = []
         for peer in peers:
             held_here = pieces.get((leg, sending, peer), [])
             lines, elements = tuple(n for _, n, _ in held_here), tuple(n for *_, n in held_here)
             words = domain.message_bytes(leg, len(held_here), sum(lines), sum(elements), plan.settings) // WORD
-            found.append(Message(tuple(i for i, *_ in held_here), lines, elements, start, words))
-            start += words
-        return tuple(found)
+            found.append(Message(tuple(i for i, *_ in held_here), lines, elements, words))
+        return found
 
-    return RankMessages(
-        tuple(jobs),
-        tuple(i for i, job in enumerate(jobs) if job.owner == rank),
-        side("gather", sending=True),
-        side("gather", sending=False),
-        side("return", sending=True),
-        side("return", sending=False),
-    )
-
-
-def header_words(messages: Sequence[Message], header: int) -> list[list[int]]:
-    """Return the positions, in words, of every piece's header, message by message."""
-    return [
-        [message.start + i * header + k for k in range(header)]
-        for message in messages
-        for i in range(len(message.jobs))
-    ]
-
-
-def payload_starts(messages: Sequence[Message], header: int, itemsize: int, planes: int) -> list[tuple[int, int, int]]:
-    """Return job, first element in the buffer and number of elements of every piece, message by message.
-
-    A piece has its elements `planes` times, one after another.
-    """
-    found = []
-    for message in messages:
-        first = (message.start + len(message.jobs) * header + sum(message.lines)) * WORD // itemsize
-        starts = itertools.accumulate((planes * n for n in message.elements), initial=first)
-        found += list(zip(message.jobs, starts, message.elements, strict=False))
-    return found
-
-
-def line_ranges(messages: Sequence[Message], header: int) -> list[tuple[int, int]]:
-    """Return first and last word (exclusive) of every piece's lines, message by message."""
-    found: list[tuple[int, int]] = []
-    for message in messages:
-        ends = list(itertools.accumulate(message.lines, initial=message.start + len(message.jobs) * header))
-        found += itertools.pairwise(ends)
-    return found
+    out = {leg: messages(leg, sending=True) for leg in LEGS}
+    into = {leg: messages(leg, sending=False) for leg in LEGS}
+    return RankMessages(peers, tuple(jobs), tuple(i for i, job in enumerate(jobs) if job.owner == rank), out, into)
 
 
 def local_parts(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slice]]:

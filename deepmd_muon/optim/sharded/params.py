@@ -20,7 +20,6 @@ from deepmd_muon.optim.errors import (
     ReshardedParameterError,
     ShardingError,
 )
-from deepmd_muon.optim.routing.rules import RouteEntry
 from deepmd_muon.optim.rules.interface import Extent, StateTensor
 from deepmd_muon.optim.sharded.layout import (
     Layout,
@@ -31,7 +30,7 @@ from deepmd_muon.optim.sharded.layout import (
     rule_layout,
     state_layout,
 )
-from deepmd_muon.optim.state.schema import ALL_MOMENTS, LocalStateFactory
+from deepmd_muon.optim.state.schema import ALL_MOMENTS, StateHolder, known_tensors
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -98,27 +97,21 @@ def state_sharding(p: Tensor, replicas: Replicas, *, matrices: bool) -> StateSha
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardedParameter:
-    """A parameter that lives on several ranks.
+class ShardedParameter(StateHolder):
+    """A parameter that lives on several ranks: a DTensor, or a plain tensor replicated on the ranks of the layout.
 
     Attributes
     ----------
-    p
-        The parameter: a DTensor, or a plain tensor replicated on the ranks of the layout.
-    entry
-        Its route.
     group
         Number of its parameter group.
     layout
         The layout of its elements.
     device
         The device of this rank's elements.
-    cut
-        The sharding of its state, where the parameter is replicated and its state is not.
+    sharding
+        Of its state, where the parameter is replicated and its state is not.
     """
 
-    p: Tensor
-    entry: RouteEntry
     group: int
     layout: Layout
     device: torch.device
@@ -136,16 +129,11 @@ class ShardedParameter:
         local = local_of(self.p).detach()
         return local if self.sharding is None else self.sharding.part(local)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The parameter's dtype."""
-        return self.p.dtype
-
     def full(self, tensor: StateTensor) -> Tensor:
         """Return a new state tensor, filled with its initial value, in the layout of the parameter's state."""
         if tensor.extent == "parameter" and self.sharding is not None:
             return self.sharding.zeros(self.p, tensor.dtype_for(self.p.dtype))
-        new = LocalStateFactory(self.p, self.entry).full(tensor)
+        new = super().full(tensor)
         return new if tensor.extent in ("parameter", "scalar") else self.of(new, tensor.extent)
 
     def of(self, value: Tensor, extent: Extent) -> Tensor:
@@ -179,6 +167,11 @@ class ShardedParameter:
         return DTensor.from_local(
             local.contiguous(), mesh, placements, run_check=False, shape=value.shape, stride=strides
         )
+
+    def cut(self, key: str, whole: Tensor, *, offloaded: bool) -> Tensor:
+        """Return a tensor that every rank has whole in the layout of this parameter's state; without communication."""
+        like = self.full(known_tensors()[key])
+        return local_part(whole, like) if isinstance(like, DTensor) else super().cut(key, whole, offloaded=offloaded)
 
     def __str__(self) -> str:
         return f"{self.entry.name!r} of shape {tuple(self.p.shape)} on {self.layout}"

@@ -22,13 +22,12 @@ from deepmd_muon.optim.rules.interface import Pieces
 from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
 from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter
-from deepmd_muon.optim.sharded.carried import carried
 from deepmd_muon.optim.sharded.messages import bucket_messages, local_messages, local_parts, local_shape, piece_of
 from deepmd_muon.optim.sharded.params import ShardedParameter
-from deepmd_muon.optim.sharded.plan import Plan
+from deepmd_muon.optim.sharded.plan import Plan, carried
 from deepmd_muon.optim.sharded.transport import CollectiveStream, Exchange, ExchangeBuffers
 from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
-from deepmd_muon.optim.state.schema import State, complete_state
+from deepmd_muon.optim.state.schema import State
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.update.muon import (
     advance_momenta,
@@ -165,7 +164,7 @@ class Pipeline:
         for positions in (*(update.order for update in self.momentum_updates), everything):
             chosen = [self.sharded_params[i] for i in positions]
             for param in chosen:
-                complete_state(state[param.p], param, matrix_rules(groups[param.group].settings))
+                param.complete(state[param.p], matrix_rules(groups[param.group].settings))
             if memory is not None:
                 memory.offload(state, [(param.p, "momentum_buffer") for param in chosen])
         states = [state[param.p] for param in self.sharded_params]

@@ -12,18 +12,25 @@ Parameters whose meshes consist of the same ranks share a *domain*, which has it
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import torch
+
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.polar.schedules import coefficients_of
+from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
-from deepmd_muon.optim.rules.interface import MatrixRule
-from deepmd_muon.optim.sharded.carried import carried
-from deepmd_muon.optim.sharded.layout import Layout
+from deepmd_muon.optim.rules.interface import Input, MatrixRule, StateTensor
+from deepmd_muon.optim.rules.registry import inputs_of, matrix_rules, tensors_of
+from deepmd_muon.optim.sharded.layout import Layout, replicated
 from deepmd_muon.optim.sharded.owners import Balance, BlockHolders, holders_of_blocks
 from deepmd_muon.optim.sharded_config import ShardedSettings
+from deepmd_muon.optim.update.adam import moment_dtype
 
 Leg = Literal["gather", "return"]
 LEGS: tuple[Leg, Leg] = ("gather", "return")
@@ -31,6 +38,36 @@ LEGS: tuple[Leg, Leg] = ("gather", "return")
 VERSION = 3
 WORD = 8  # bytes of a header entry (float64); messages are padded to whole words
 NARROW = 2  # bytes of an element in a 16-bit type
+
+
+class Carried(NamedTuple):
+    """The values that messages carry for some rules, beside the elements.
+
+    Attributes
+    ----------
+    blocks
+        Keys of the state tensors with one number per block, which are sent and returned.
+    lines
+        The same with numbers for each row or column.
+    inputs
+        What is sent of each element beside the direction.
+    sums
+        Number of values of the statistics, which are sent only.
+    """
+
+    blocks: tuple[str, ...]
+    lines: tuple[tuple[str, StateTensor], ...]
+    inputs: tuple[Input, ...]
+    sums: int
+
+
+@functools.lru_cache(maxsize=256)
+def carried(rules: tuple[MatrixRule, ...]) -> Carried:
+    """Return what messages carry for these rules."""
+    tensors = tensors_of(rules)
+    lines = tuple((key, tensor) for key, tensor in tensors.items() if tensor.extent in ("rows", "columns"))
+    blocks = tuple(key for key, tensor in tensors.items() if tensor.extent == "blocks")
+    return Carried(blocks, lines, inputs_of(rules), sum(rule.sums for rule in rules))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +99,22 @@ class PlannedParameter:
     steps: int = 10
     gram: bool = True
     state_layout: Layout | None = None
+
+    @classmethod
+    def of(
+        cls,
+        entry: RouteEntry,
+        dtype: torch.dtype,
+        settings: HybridMuonConfig,
+        layout: Layout,
+        state_layout: Layout | None = None,
+    ) -> PlannedParameter:
+        """Return a parameter of the Muon route with the settings of its group."""
+        assert entry.view is not None
+        steps = len(coefficients_of(settings.schedule_of(entry.view.block_shapes[0])))
+        rules, itemsize = matrix_rules(settings), moment_dtype(dtype).itemsize
+        gram = settings.enable_gram
+        return cls(entry.name, entry.shape, entry.view, layout, itemsize, rules, steps, gram, state_layout)
 
     def layout_of(self, leg: Leg) -> Layout:
         """Return the layout of a leg's pieces: momenta are gathered, and updates return to the elements."""
@@ -303,6 +356,14 @@ def plan_from_routes(
     """
     chosen = [(entry, entry.view) for entry in routes if entry.view is not None and entry.route == "muon"]
     planned = [PlannedParameter(entry.name, entry.shape, view, layout, **options) for entry, view in chosen]
+    return make_plan(planned, settings)
+
+
+def plan_of_one_process(groups: Sequence[Group], settings: ShardedSettings) -> Plan:
+    """Return the plan of a process that orthogonalizes every matrix itself; it sends nothing."""
+    alone = replicated((0,))
+    routed = [(p, entry, group) for group in groups for p, entry in group.routed if entry.route == "muon"]
+    planned = [PlannedParameter.of(entry, p.dtype, group.settings, alone) for p, entry, group in routed]
     return make_plan(planned, settings)
 
 

@@ -15,7 +15,7 @@ from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
 from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.state.host_memory import HostMemory
-from deepmd_muon.optim.state.schema import State, complete_state
+from deepmd_muon.optim.state.schema import State
 from deepmd_muon.optim.update.gradients import StepControl, waves
 from deepmd_muon.optim.update.muon import muon_
 
@@ -53,7 +53,7 @@ def reference_step(
         mine = [param for param, found in zip(sharded_params, there, strict=True) if param.group == number and found]
         for wave in waves([(param.p, param) for param in mine], workspace):
             chosen = [param for _, param in wave]
-            states = [complete_state(state[param.p], param, rules) for param in chosen]
+            states = [param.complete(state[param.p], rules) for param in chosen]
             if memory is not None:
                 memory.offload(state, [(param.p, "momentum_buffer") for param in chosen])
             params = [_gathered(param.p.detach()) for param in chosen]

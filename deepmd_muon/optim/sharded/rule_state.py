@@ -12,9 +12,8 @@ from torch import Tensor
 
 from deepmd_muon.optim.rules.interface import MatrixRule
 from deepmd_muon.optim.rules.registry import tensors_of
-from deepmd_muon.optim.sharded.carried import carried
 from deepmd_muon.optim.sharded.messages import lines_of, score_index
-from deepmd_muon.optim.sharded.plan import Plan
+from deepmd_muon.optim.sharded.plan import Plan, carried
 from deepmd_muon.optim.sharded.transport import Exchange, Side
 
 Copies = tuple[list[Tensor], list[Tensor]]  # views of a buffer, and views of the state, pairwise

@@ -22,21 +22,19 @@ from deepmd_muon.optim.sharded.params import (
     ShardedParameter,
     layout_error,
     layout_of,
-    local_part,
     state_sharding,
 )
 from deepmd_muon.optim.sharded.pipeline import Pipeline, PipelineStep
-from deepmd_muon.optim.sharded.plan import make_plan
-from deepmd_muon.optim.sharded.planned import planned_parameter
+from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
 from deepmd_muon.optim.sharded.presence import ComparedParameter, GradientPresence
 from deepmd_muon.optim.sharded.process_groups import check_agreement, group_of
 from deepmd_muon.optim.sharded.reference import reference_step
 from deepmd_muon.optim.sharded.transport import CollectiveStream
 from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.state.host_memory import HostMemory
-from deepmd_muon.optim.state.schema import State, complete_state
-from deepmd_muon.optim.step import RoutedParams
+from deepmd_muon.optim.state.schema import State
 from deepmd_muon.optim.update.gradients import StepControl
+from deepmd_muon.optim.waves import RoutedParams
 
 
 def sharded_step(groups: Sequence[Group], replicas: Replicas | None, settings: ShardedSettings) -> ShardedStep | None:
@@ -86,6 +84,8 @@ class ShardedStep:
         The plan of the Muon route; plain values, made without communication.
     params
         The parameters; empty where every replica takes the whole step by itself.
+    holders
+        By parameter, what lays out its state.
     """
 
     def __init__(
@@ -93,22 +93,15 @@ class ShardedStep:
     ) -> None:
         self._settings = settings
         self._sharded_params = list(sharded_params)
-        self._here = {param.p for param in sharded_params}
+        self.holders = {param.p: param for param in sharded_params}
         self._device = sharded_params[0].device
         self._muon = [param for param in sharded_params if param.entry.route == "muon"]
-        self.plan = make_plan(
-            [
-                planned_parameter(
-                    param.entry,
-                    param.p.dtype,
-                    groups[param.group].settings,
-                    param.layout,
-                    param.sharding.layout if param.sharding else None,
-                )
-                for param in self._muon
-            ],
-            settings,
-        )
+        planned = []
+        for param in self._muon:
+            state_layout = param.sharding.layout if param.sharding else None
+            own = groups[param.group].settings
+            planned.append(PlannedParameter.of(param.entry, param.p.dtype, own, param.layout, state_layout))
+        self.plan = make_plan(planned, settings)
         # Replicas that repeat the work take the single-process step, with all its fast paths, once their plans agree.
         plain = not any(isinstance(param.p, DTensor) for param in sharded_params)
         sharding = any(param.sharding is not None for param in sharded_params)
@@ -146,22 +139,14 @@ class ShardedStep:
 
     def local_params(self, routed: RoutedParams) -> RoutedParams:
         """Return those of some parameters that each process steps by itself."""
-        return routed if self._repeating else [(p, entry) for p, entry in routed if p not in self._here]
-
-    def sharding_of(self, p: Tensor) -> ShardedParameter | None:
-        """Return what lays out the state of a parameter; None for one of a single process."""
-        return next((param for param in self._sharded_params if param.p is p), None)
+        return routed if self._repeating else [(p, entry) for p, entry in routed if p not in self.holders]
 
     def fresh_state(self, groups: Sequence[Group]) -> dict[str, dict[str, Tensor]]:
         """Return newly initialised state by parameter name; the optimizer's state stays."""
         return {
-            param.entry.name: complete_state({}, param, matrix_rules(groups[param.group].settings))
+            param.entry.name: param.complete({}, matrix_rules(groups[param.group].settings))
             for param in self._sharded_params
         }
-
-    def local_part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """Return a tensor that every rank has whole in the layout of a DTensor, such as one of `fresh_state`."""
-        return local_part(whole, like)
 
     def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
         """Check parameters, gradients and state; `agree` raises the errors on all ranks."""

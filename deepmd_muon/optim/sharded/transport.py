@@ -12,17 +12,17 @@ need no further synchronization: each is reused only after waiting for the colle
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepmd_muon.optim.phases import Phase, in_phase, run_in_phase
-from deepmd_muon.optim.sharded.messages import Message, RankMessages, header_words, line_ranges, payload_starts
-from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan
+from deepmd_muon.optim.phases import Phase, in_phase, phase
+from deepmd_muon.optim.sharded.messages import Message, RankMessages
+from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Leg, Plan
 
 _PHASES: dict[Leg, Phase] = {"gather": "gather", "return": "scatter"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,10 +60,24 @@ class Side:
         cls, messages: Sequence[Message], header: int, planes: int, dtype: torch.dtype, device: torch.device
     ) -> Side:
         """Compile messages."""
-        positions = torch.tensor(header_words(messages, header), dtype=torch.int64, device=device).view(-1, header)
-        starts = payload_starts(messages, header, dtype.itemsize, planes)
-        lines = tuple(line_ranges(messages, header))
-        return cls(tuple(message.words for message in messages), positions, lines, tuple(starts), planes, dtype)
+        headers: list[int] = []
+        lines: list[tuple[int, int]] = []
+        payloads: list[tuple[int, int, int]] = []
+        start = 0
+        for message in messages:
+            body = start + len(message.jobs) * header
+            headers += range(start, body)
+            ends = [*itertools.accumulate(message.lines, initial=body)]
+            lines += itertools.pairwise(ends)
+            elements = itertools.accumulate(
+                (planes * n for n in message.elements), initial=ends[-1] * WORD // dtype.itemsize
+            )
+            payloads += zip(message.jobs, elements, message.elements, strict=False)
+            start += message.words
+        positions = torch.tensor(headers, dtype=torch.int64, device=device).view(-1, header)
+        return cls(
+            tuple(message.words for message in messages), positions, tuple(lines), tuple(payloads), planes, dtype
+        )
 
     @property
     def words(self) -> int:
@@ -143,18 +157,14 @@ class Exchange:
         crossing = domain.exchanges()
         self._crosses = {leg: bucket is not None and bucket in crossing[leg] for leg in crossing}
 
-        def side(messages: Sequence[Message], leg: Leg) -> Side:
-            wire = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
-            return Side.of(messages, domain.header(leg), domain.planes(leg), _DTYPES.get(wire, dtype), device)
+        def sides(messages: Mapping[Leg, Sequence[Message]]) -> dict[Leg, Side]:
+            found = {}
+            for leg, some in messages.items():
+                wire = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
+                found[leg] = Side.of(some, domain.header(leg), domain.planes(leg), _DTYPES.get(wire, dtype), device)
+            return found
 
-        self.outward: dict[Leg, Side] = {
-            "gather": side(messages.gather_out, "gather"),
-            "return": side(messages.return_out, "return"),
-        }
-        self.inward: dict[Leg, Side] = {
-            "gather": side(messages.gather_in, "gather"),
-            "return": side(messages.return_in, "return"),
-        }
+        self.outward, self.inward = sides(messages.out), sides(messages.into)
         self.sent: dict[Leg, Tensor] = {}
         self.received: dict[Leg, Tensor] = {}
 
@@ -166,21 +176,17 @@ class Exchange:
 
     def bind(self, buffers: ExchangeBuffers) -> None:
         """Use these buffers."""
-        sides: dict[Leg, tuple[Tensor, Tensor]] = {
-            "gather": (buffers.holders, buffers.owners),
-            "return": (buffers.owners, buffers.holders),
-        }
-        for leg, (near, far) in sides.items():
+        for leg in LEGS:
+            near, far = (buffers.holders, buffers.owners) if leg == "gather" else (buffers.owners, buffers.holders)
             self.sent[leg] = near[: self.outward[leg].words]
             self.received[leg] = (far if self._crosses[leg] else near)[: self.inward[leg].words]
 
     def start(self, leg: Leg, collectives: CollectiveStream) -> Callable[[], Any]:
         """Start sending the packed messages; return a function that waits for this rank's messages."""
         if not self._crosses[leg]:
-            return _nothing  # all messages stay on this rank, in the same order
+            return lambda: None  # all messages stay on this rank, in the same order
         received, sent = self.inward[leg], self.outward[leg]
-        phase = _PHASES[leg]
-        with in_phase(phase):
+        with in_phase(_PHASES[leg]):
             wait = collectives.launch(
                 dist.all_to_all_single,
                 self.received[leg],
@@ -189,8 +195,4 @@ class Exchange:
                 list(sent.splits),
                 group=self._group,
             )
-        return functools.partial(run_in_phase, phase, wait)
-
-
-def _nothing() -> None:
-    """Wait for nothing."""
+        return phase(_PHASES[leg])(wait)

@@ -177,10 +177,6 @@ class HostMemory:
     def __reduce__(self) -> tuple[type[HostMemory], tuple[int]]:
         return HostMemory, (self.batch_bytes,)  # a copy of the optimizer allocates its own slots
 
-    def elements_per_batch(self, params: Iterable[Tensor], moments: int) -> int:
-        """Return how many elements, with `moments` moments each, a transfer batch may have."""
-        return self.batch_bytes // (moments * max((p.element_size() for p in params), default=1))
-
     def transfer_batch(
         self, state: Mapping[Tensor, dict[str, Any]], wanted: Sequence[tuple[Tensor, str]]
     ) -> TransferBatch:

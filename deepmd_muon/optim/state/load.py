@@ -11,18 +11,17 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig, RouteChange
-from deepmd_muon.optim.dtensors import full_tensor, spec_of
 from deepmd_muon.optim.errors import ForeignStateError, InvalidSettingError, RoutingMismatchError
 from deepmd_muon.optim.routing.group_settings import SCHEDULED_SETTINGS, SCHEDULER_KEYS, group_settings, own_keys
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, RoutingRules, canonical_name, choose_route
-from deepmd_muon.optim.rules.interface import Extent, MatrixRule
+from deepmd_muon.optim.rules.interface import MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER, NARROW
 from deepmd_muon.optim.rules.registry import known_rules, matrix_rules, owner_of, tensors_of, unknown_rules
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit, read_deepmd_kit
@@ -94,7 +93,7 @@ def load_state(
     state_dict: Mapping[str, Any],
     groups: Sequence[Group],
     on_route_change: RouteChange,
-    place: Callable[[str, Tensor, Tensor], Tensor],
+    place: Callable[[str, Tensor, Tensor, RouteEntry], Tensor],
 ) -> dict[Tensor, dict[str, Any]]:
     """Return the state that a state dict holds for these parameters; see `HybridMuon.load_state_dict`.
 
@@ -107,7 +106,7 @@ def load_state(
     on_route_change
         The setting of this name.
     place
-        Takes a state tensor's key, value and parameter; returns a copy with the present dtype, layout and device.
+        Takes a state tensor's key, value, parameter and route; returns a copy with present dtype, layout and device.
     """
     present = RouteTable([entry for _, entry, _ in _parameters(groups)])
     saved = _read(state_dict, groups, present)
@@ -142,7 +141,7 @@ def load_state(
         values = {key: value for key, value in values.items() if key not in off}
         dropped.update((key, _why_off(key, rules)) for key in off)
         if values:
-            state[p] = {key: place(key, value, p) for key, value in values.items()}
+            state[p] = {key: place(key, value, p, entry) for key, value in values.items()}
             converted |= {(k, v.dtype, state[p][k].dtype) for k, v in values.items() if v.dtype != state[p][k].dtype}
     for name in differences.keys() - {entry.name for entry in present}:
         log.warning("%s; its state is dropped", differences[name])
@@ -334,38 +333,6 @@ def _inconsistencies(saved: SavedParameter) -> list[str]:
             what = f"{entry.view.blocks} matrices" if entry.view and tensor.extent == "blocks" else f"shape {shape}"
             problems.append(f"{entry.name}: {key} has shape {found}, the view has {what}")
     return problems
-
-
-class StateSharding(Protocol):
-    """How the state of a parameter that lives on several ranks is sharded."""
-
-    def of(self, value: Tensor, extent: Extent) -> Tensor:
-        """Return a state tensor of this extent, in any layout, with this sharding."""
-
-
-def place_state_tensor(
-    key: str, value: Tensor, p: Tensor, *, offloaded: bool, sharding_of: Callable[[Tensor], StateSharding | None]
-) -> Tensor:
-    """Copy a saved state tensor to its device, with the dtype and layout of its parameter's state.
-
-    All ranks must call this together, since tensors in another layout take collectives. The layout of a DTensor
-    parameter's state is checked before the step, not here.
-    """
-    tensor, device = known_tensors()[key], p.device
-    dtype = tensor.dtype_for(p.dtype)
-    if tensor.extent != "scalar":
-        sharding = sharding_of(p)
-        if sharding is not None:
-            value = sharding.of(value, tensor.extent)
-        elif spec_of(p) is None:
-            value = full_tensor(value)
-    if tensor.extent == "parameter":
-        device = torch.device("cpu") if offloaded else device
-        if spec_of(value) is None:
-            # With the parameter's strides, like newly initialised state.
-            return torch.empty_like(p, dtype=dtype, device=device, requires_grad=False).copy_(value.detach())
-    value = value.detach().to(device, dtype, copy=True)
-    return value.view(()) if tensor.extent == "scalar" else value
 
 
 def restored_groups(
