@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 Implementation = Literal["whole", "strips", "tiles", "symmetric", "torch"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
@@ -18,6 +19,15 @@ _MOST_STRIPS = 128  # most programs of one matrix
 _TILE = 64
 # With more 64 × 64 tiles, launches of larger products are faster.
 _MOST_TILES = 100
+
+
+# Shape, strides and dtype of each tensor.
+Geometry = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+
+
+def geometry_of(tensors: Sequence[Tensor]) -> Geometry:
+    """Return what launches of these tensors depend on, beside their addresses."""
+    return tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,20 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.cuda import try_record
-from deepmd_muon.optim.polar.address_table import AddressTable, captured_addresses
+from deepmd_muon.optim.polar.dispatch import Geometry, geometry_of
 from deepmd_muon.optim.polar.kernels.shared import MAX_PROGRAMS, strips, tiles
 from deepmd_muon.optim.polar.kernels.whole import TILES, small_matrices
 from deepmd_muon.optim.polar.schedules import Coefficients
-from deepmd_muon.optim.polar.tables import Geometry, Inputs, Launch, LaunchSet, MatrixLocation, Span, StartLaunch
+from deepmd_muon.optim.polar.tables import (
+    AddressTable,
+    Inputs,
+    Launch,
+    LaunchSet,
+    MatrixLocation,
+    Span,
+    StartLaunch,
+    captured_addresses,
+)
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 _STRIPS = (64, 128, 256)  # most rows of each kind of matrices that are divided into strips
@@ -63,7 +72,7 @@ def run_launches(
     """Start all launches for these shapes, or replay their recording; without results nothing is recorded."""
     device = matrices[0].device
     matrices = [readable(x) for x in matrices]
-    plan = launches_for(name, tuple((tuple(x.shape), x.stride(), x.dtype) for x in matrices), device)
+    plan = launches_for(name, geometry_of(matrices), device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     capturing = _capturing(device)
     if capturing:

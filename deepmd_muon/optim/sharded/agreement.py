@@ -36,30 +36,10 @@ _Statement = tuple[tuple[int, ...], str, int, dict[str, Any]]
 _DIGEST_BITS = 24  # whole numbers that float32 holds exactly
 
 
-def settings_of(group: Group) -> dict[str, Any]:
-    """Return the settings of a group that ranks compare; a learning rate on a GPU is read, which waits for it."""
-    own = {key: getattr(group.settings, key) for key in _KEYS}
-    return {"lr": float(group.values["lr"]), "maximize": group.values["maximize"], **own}
-
-
-def as_number(value: Any) -> float:
-    """Return a setting as a number to compare: itself, or a digest of what is not a number."""
-    if isinstance(value, (bool, int, float)):
-        return float(value)
-    return float(zlib.crc32(repr(value).encode()) % 2**_DIGEST_BITS)
-
-
 def check_settings(groups: Sequence[Group], params: Sequence[ShardedParameter], device: torch.device) -> None:
-    """Compare names, routes and settings of all parameters among the ranks that hold them.
+    """Compare names, routes and settings of all parameters among the ranks that hold them, on tensors of `device`.
 
-    Parameters
-    ----------
-    groups
-        The optimizer's parameter groups.
-    params
-        The parameters that live on several ranks.
-    device
-        Device of the collectives.
+    A learning rate on a GPU is read, which waits for it.
 
     Raises
     ------
@@ -67,13 +47,18 @@ def check_settings(groups: Sequence[Group], params: Sequence[ShardedParameter], 
         On all ranks: with the first parameter, or with group, key and both values of the first setting that differs.
     """
     members = [(tuple(sorted(p.layout.ranks)), f"{p} (route {p.entry.placement})", p) for p in params]
-    settings = {number: settings_of(groups[number]) for number in dict.fromkeys(p.group for p in params)}
-    for among, group in agreeing_groups([ranks for ranks, _, _ in members], device):
+    settings = {}
+    for number in dict.fromkeys(p.group for p in params):
+        group = groups[number]
+        own = {key: getattr(group.settings, key) for key in _KEYS}
+        settings[number] = {"lr": float(group.values["lr"]), "maximize": group.values["maximize"], **own}
+    for among, process_group in agreeing_groups([ranks for ranks, _, _ in members], device):
         here = [member for member in members if set(member[0]) <= set(among)]
-        check_names([(ranks, name) for ranks, name, _ in here], among, group, device)
+        check_names([(ranks, name) for ranks, name, _ in here], among, process_group, device)
         mine: list[_Statement] = [(ranks, p.entry.name, p.group, settings[p.group]) for ranks, _, p in here]
         everyone: list[list[_Statement]] | None
-        everyone = statements_if_different(repr(mine).encode(), functools.partial(list, mine), among, group, device)
+        statement = repr(mine).encode()
+        everyone = statements_if_different(statement, functools.partial(list, mine), among, process_group, device)
         known: dict[Any, tuple[int, dict[str, Any]]] = {}
         for rank, theirs in zip(among, everyone or (), strict=everyone is not None):
             for ranks, name, number, values in theirs:
@@ -91,12 +76,7 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
 
     Later, replicas may differ by rounding where ranks repeat the work on unlike hardware.
 
-    Parameters
-    ----------
-    state
-        Of the optimizer; parameters with state have been compared before, or their values come from a checkpoint.
-    params, device
-        As in `check_settings`.
+    Parameters with state have been compared before, or their values come from a checkpoint.
 
     Raises
     ------
@@ -135,11 +115,6 @@ def _digest(x: Tensor) -> Tensor:
 class GroupColumns:
     """Settings of groups as columns of the small all-reduce that a step has anyway.
 
-    Parameters
-    ----------
-    params
-        The parameters that live on several ranks.
-
     Attributes
     ----------
     entries
@@ -162,26 +137,28 @@ class GroupColumns:
 
     def changed(self) -> bool:
         """Read the groups; return whether a setting has changed since the last call."""
-        read = [(_host_lr(group), group.values["maximize"]) for group in self._groups]
+        lrs = [group.values["lr"] for group in self._groups]
+        # The first step alone compares learning rates on a GPU.
+        on_host = [float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else 0.0 for lr in lrs]
+        read = [(lr, group.values["maximize"]) for lr, group in zip(on_host, self._groups, strict=True)]
         if read == self._read:
             return False
         self._read = read
         before, self._values = self._values, {}
         for number in set(self._numbers):
             group, (lr, maximize) = self._groups[number], read[number]
-            own = [as_number(getattr(group.settings, key)) for key in _KEYS]
-            self._values[number] = [lr, float(maximize), *own]
+            own = [getattr(group.settings, key) for key in _KEYS]
+            # Settings that are no numbers are compared by digests.
+            numbers = [
+                float(x if isinstance(x, (bool, int, float)) else zlib.crc32(repr(x).encode()) % 2**_DIGEST_BITS)
+                for x in own
+            ]
+            self._values[number] = [lr, float(maximize), *numbers]
         return self._values != before
 
     def values(self, entry: int) -> list[float]:
         """Return the settings of the group of an entry, in the order of `KEYS`."""
         return self._values[self._numbers[entry]]
-
-
-def _host_lr(group: Group) -> float:
-    """Return a group's learning rate; 0 for one on a GPU, which the first step alone compares."""
-    lr = group.values["lr"]
-    return float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else 0.0
 
 
 def difference(entry: str, largest: Sequence[float], smallest: Sequence[float]) -> str | None:

@@ -17,15 +17,10 @@ from torch import Tensor
 from deepmd_muon.optim.phases import phase
 from deepmd_muon.optim.rules.interface import MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER
-from deepmd_muon.optim.sharded.messages import (
-    Piece,
-    local_shape,
-    piece_of,
-    rectangles,
-)
+from deepmd_muon.optim.sharded.messages import Piece, local_shape, piece_of, rectangles
 from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan, carried
 from deepmd_muon.optim.sharded.rule_state import RuleState
-from deepmd_muon.optim.sharded.transport import Exchange, ExchangeBuffers
+from deepmd_muon.optim.sharded.transport import Exchange, ExchangeBuffers, Side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +61,7 @@ class OwnedBlocks:
 
 
 class UpdateList:
-    """Pieces of one parameter group and dtype that are updated together: `rectangles` ← `updates`."""
+    """Pieces of one parameter group and dtype that are updated together: `targets` take `updates`."""
 
     def __init__(self) -> None:
         self.positions: list[int] = []
@@ -78,18 +73,7 @@ class UpdateList:
 class Bucket:
     """One exchange, compiled for this rank.
 
-    Parameters
-    ----------
-    plan, domain
-        The plan and one of its domains.
-    exchange
-        Its transport.
-    groups
-        Number of the parameter group of every parameter of the plan.
-    rank
-        This rank.
-    device
-        Device of the tensors.
+    `groups` has the number of the parameter group of every parameter of the plan.
 
     Attributes
     ----------
@@ -99,14 +83,14 @@ class Bucket:
     measuring
         The rules whose statistics the headers carry.
     fresh
-        Those whose momenta no earlier bucket advances.
+        Those of the parameters whose momenta no earlier bucket advances.
     applying
         The pieces whose updates arrive here, in the order of the messages.
     stacks
         The matrices that this rank orthogonalizes.
     matrices, inputs
         The same as tensors, (count, rows, columns) each, and what rules ask for beside them; set by `bind`.
-    kinds
+    update_lists
         The updates of this rank, with their parameter group; set by `bind`.
     """
 
@@ -120,14 +104,15 @@ class Bucket:
         self._plan, self._rank, self._device = plan, rank, device
         jobs = exchange.messages.jobs
 
-        def pieces(payloads: Sequence[tuple[int, int, int]], ranks: Sequence[int], *, gather: bool) -> list[Piece]:
-            leg: Leg = "gather" if gather else "return"
-            found = zip(payloads, ranks, strict=True)
-            return [piece_of(plan, jobs[j].parameter, jobs[j].block, r, leg) for (j, _, _), r in found]
+        def pieces(leg: Leg, side: Side, ranks: Sequence[int]) -> list[Piece]:
+            at = ((jobs[j], r) for (j, _, _), r in zip(side.payloads, ranks, strict=True))
+            return [piece_of(plan, job.parameter, job.block, r, leg) for job, r in at]
 
         out, into = exchange.outward, exchange.inward
-        self._packing = pieces(out["gather"].payloads, [rank] * len(out["gather"].payloads), gather=True)
-        self.applying = pieces(into["return"].payloads, [rank] * len(into["return"].payloads), gather=False)
+        self._packing = pieces("gather", out["gather"], [rank] * len(out["gather"].payloads))
+        self.applying = pieces("return", into["return"], [rank] * len(into["return"].payloads))
+        self._arriving = pieces("gather", into["gather"], into["gather"].peers)
+        self._leaving = pieces("return", out["return"], out["return"].peers)
         self.parameters = tuple(dict.fromkeys(piece.parameter for piece in (*self._packing, *self.applying)))
         stacks: dict[tuple[int, tuple[int, int]], list[int]] = {}
         for j in exchange.messages.owned:
@@ -136,16 +121,11 @@ class Bucket:
             stacks.setdefault((groups[jobs[j].parameter], shape), []).append(j)
         self.stacks = [Stack(*key, tuple(members)) for key, members in stacks.items()]
         self._slots = {j: (s, i) for s, stack in enumerate(self.stacks) for i, j in enumerate(stack.jobs)}
-        messages = exchange.messages
-        senders = [r for r, m in zip(messages.peers, messages.into["gather"], strict=True) for _ in m.jobs]
-        receivers = [r for r, m in zip(messages.peers, messages.out["return"], strict=True) for _ in m.jobs]
-        self._arriving = pieces(into["gather"].payloads, senders, gather=True)
-        self._leaving = pieces(out["return"].payloads, receivers, gather=False)
         order = {j: i for i, j in enumerate(j for stack in self.stacks for j in stack.jobs)}
         self._header_table = _table([order[j] for j, _, _ in into["gather"].payloads], len(order)).to(device)
         self._header_of_leaving = _index([order[j] for j, _, _ in out["return"].payloads], device)
         stacked = [(stack.jobs, stack.shape) for stack in self.stacks]
-        self._rule_state = RuleState(plan, domain.rules, exchange, stacked, (rank, senders, receivers), device)
+        self._rule_state = RuleState(plan, domain.rules, exchange, stacked, rank, device)
 
     @property
     def elements(self) -> int:
@@ -162,18 +142,8 @@ class Bucket:
     ) -> None:
         """Create all views.
 
-        Parameters
-        ----------
-        slot
-            Buffers for the messages.
-        room
-            Memory for the matrices, float64.
-        local
-            This rank's part of every parameter of the plan.
-        momenta
-            This rank's momentum of every parameter.
-        rows
-            First row of each parameter in the table of sums that `pack` takes.
+        `workspace`, float64, holds the matrices. `local_params` and `momenta` are this rank's of every parameter of the
+        plan; `rows`, the first row of each parameter in the table of sums that `pack` takes.
         """
         self.exchange.bind(buffers)
         flat, start = workspace.view(self.exchange.dtype), 0
@@ -189,10 +159,9 @@ class Bucket:
         self._arrive: tuple[list[Tensor], list[Tensor]] = [], []
         for number, plane in enumerate(planes):
             flats = into.elements(self.exchange.received["gather"], number)
-            for found, some in zip(
-                self._arrive, self._rectangles(into.payloads, self._arriving, flats, plane), strict=True
-            ):
-                found.extend(some)
+            in_blocks, in_buffer = self._rectangles(into.payloads, self._arriving, flats, plane)
+            self._arrive[0].extend(in_blocks)
+            self._arrive[1].extend(in_buffer)
         flats = out.elements(self.exchange.sent["return"])
         self._leave = self._rectangles(out.payloads, self._leaving, flats, self.matrices)
         self._bind_applying(local_params)
@@ -235,9 +204,8 @@ class Bucket:
         """Create the views of parameters and of the rules' state that are updated, and of their updates."""
         side, plan = self.exchange.inward["return"], self._plan
         update_lists: dict[tuple[int, torch.dtype], UpdateList] = defaultdict(UpdateList)
-        for k, (piece, flat) in enumerate(
-            zip(self.applying, side.elements(self.exchange.received["return"]), strict=True)
-        ):
+        flats = side.elements(self.exchange.received["return"])
+        for k, (piece, flat) in enumerate(zip(self.applying, flats, strict=True)):
             mine = local_params[piece.parameter]
             if piece.elements:
                 update_list = update_lists[mine.group, mine.p.dtype]
@@ -263,9 +231,9 @@ class Bucket:
             if not piece.elements:
                 continue
             s, i = self._slots[j]
-            for target in rectangles(piece):
-                in_blocks.append(matrices[s][i][target.in_block])
-                in_buffer.append(flat.view(piece.rows.size, piece.columns.size)[target.in_piece])
+            for in_piece, in_block in rectangles(piece):
+                in_blocks.append(matrices[s][i][in_block])
+                in_buffer.append(flat.view(piece.rows.size, piece.columns.size)[in_piece])
         return in_blocks, in_buffer
 
     @phase("gather")
@@ -334,16 +302,13 @@ class Bucket:
             for k, target, master in zip(kind.positions, kind.targets, masters, strict=False):
                 yield k, [target, *master]
 
-    def presence(self) -> Tensor:
-        """Return for every returned piece whether its block was updated: bool (pieces,)."""
-        return self._returned()[:, 0] > 0
-
     @phase("scatter")
     def take_state(self) -> None:
         """Write the returned state of rules to this rank's."""
-        self._rule_state.take(self._returned)
+        self._rule_state.take(self.returned_headers)
 
-    def _returned(self) -> Tensor:
+    def returned_headers(self) -> Tensor:
+        """Return the header of every returned piece, (pieces, fields), which begins with its block's presence."""
         return self.exchange.received["return"][self.exchange.inward["return"].headers]
 
 

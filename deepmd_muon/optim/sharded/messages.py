@@ -11,13 +11,14 @@ from deepmd_muon.optim.routing.views import Axis
 from deepmd_muon.optim.rules.interface import StateTensor
 from deepmd_muon.optim.sharded.layout import (
     Overlap,
+    Region,
     block_bounds,
     lines_layout,
     overlap,
     regions_by_rank,
     score_runs_by_rank,
 )
-from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Job, Leg, Plan
+from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Job, Leg, Plan, PlannedParameter
 
 
 class Piece(NamedTuple):
@@ -43,13 +44,6 @@ class Piece(NamedTuple):
     def elements(self) -> int:
         """Number of elements."""
         return self.rows.size * self.columns.size if self.batch >= 0 else 0
-
-
-class Rectangle(NamedTuple):
-    """A rectangle of a piece, and the same in its block: half-open intervals."""
-
-    in_piece: tuple[slice, slice]
-    in_block: tuple[slice, slice]
 
 
 class Message(NamedTuple):
@@ -88,16 +82,20 @@ class RankMessages:
     into: dict[Leg, list[Message]]
 
 
-def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
-    """Return a rank's piece of a block: of the momentum, for the gather, or of the elements that it updates."""
-    p = plan.parameters[parameter]
+def _held(p: PlannedParameter, block: int, region: Region) -> tuple[int, int, Overlap, Overlap]:
+    """Return a block's part of its matrix, the matrix in a rank's region (−1: none), and its rows and columns there."""
     parts = block_bounds(p.view)
     batch, part = divmod(block, len(parts))
     r0, r1, c0, c1 = parts[part]
-    region = regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank]
     where = overlap(region.batch, batch, batch + 1)
-    rows, columns = overlap(region.rows, r0, r1), overlap(region.columns, c0, c1)
-    return Piece(parameter, block, where.start if where.size else -1, rows, columns)
+    index = where.start if where.size else -1
+    return part, index, overlap(region.rows, r0, r1), overlap(region.columns, c0, c1)
+
+
+def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
+    """Return a rank's piece of a block: of the momentum, for the gather, or of the elements that it updates."""
+    p = plan.parameters[parameter]
+    return Piece(parameter, block, *_held(p, block, regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank])[1:])
 
 
 class Lines(NamedTuple):
@@ -129,16 +127,12 @@ def lines_of(plan: Plan, parameter: int, block: int, rank: int, tensor: StateTen
     """Return the rows or columns of a block whose values a rank keeps."""
     of = cast("Axis", tensor.extent)
     p = plan.parameters[parameter]
-    parts = block_bounds(p.view)
-    batch, part = divmod(block, len(parts))
-    r0, r1, c0, c1 = parts[part]
     region = regions_by_rank(p.shape, p.view, lines_layout(p.shape, p.view, p.layout_of("gather"), of))[rank]
-    where = overlap(region.batch, batch, batch + 1)
-    inside = overlap(region.rows, r0, r1) if of == "rows" else overlap(region.columns, c0, c1)
+    part, batch, rows, columns = _held(p, block, region)
     repeats, (nbatch, nrows, ncolumns) = p.view.repeats(of), region.shape
     shape = nbatch, nrows if of == "rows" else ncolumns, repeats, tensor.width(p.view)
     values = tensor.lengths(p.view)[part]
-    return Lines(shape, where.start if where.size else -1, inside, part if repeats > 1 else 0, values)
+    return Lines(shape, batch, rows if of == "rows" else columns, part if repeats > 1 else 0, values)
 
 
 def score_index(plan: Plan, parameter: int, block: int, rank: int) -> int:
@@ -153,15 +147,15 @@ def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, i
     return regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank].shape
 
 
-def rectangles(piece: Piece) -> list[Rectangle]:
-    """Return the rectangles of a piece; strided shards and folded dimensions give more than one."""
+def rectangles(piece: Piece) -> list[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+    """Return the rectangles of a piece, in it and in its block; strided shards and folded dimensions give several."""
     found = []
     row = 0
     for r0, r1 in piece.rows.runs:
         column = 0
         for c0, c1 in piece.columns.runs:
-            inside = slice(row, row + r1 - r0), slice(column, column + c1 - c0)
-            found.append(Rectangle(inside, (slice(r0, r1), slice(c0, c1))))
+            in_piece = slice(row, row + r1 - r0), slice(column, column + c1 - c0)
+            found.append((in_piece, (slice(r0, r1), slice(c0, c1))))
             column += c1 - c0
         row += r1 - r0
     return found

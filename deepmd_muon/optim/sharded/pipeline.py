@@ -359,7 +359,7 @@ class PipelineStep:
         undecided = [k for k, piece in enumerate(bucket.applying) if piece.parameter in self._tentative]
         before: dict[int, list[Tensor]] = {}
         if undecided:
-            moved = bucket.presence()
+            moved = bucket.returned_headers()[:, 0] > 0
             self._moved.update({bucket.applying[k][:2]: moved[k] for k in undecided})
             before = {k: [x.clone() for x in xs] for k, xs in bucket.changed_by_updates() if k in undecided}
         for number, kind in bucket.update_lists:

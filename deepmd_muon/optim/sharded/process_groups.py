@@ -55,12 +55,7 @@ def agreeing_groups(
 ) -> list[tuple[tuple[int, ...], dist.ProcessGroup]]:
     """Return the sets of ranks that are not subsets of others, largest first, with their process groups.
 
-    Parameters
-    ----------
-    known
-        Sets of ranks, each ascending; all ranks of a set must call this. Sets of one rank are omitted.
-    device
-        As in `group_of`.
+    All ranks of a set, each ascending, must call this together. Sets of one rank are omitted.
     """
     largest: list[tuple[int, ...]] = []
     for ranks in sorted(dict.fromkeys(known), key=lambda ranks: (-len(ranks), ranks)):
@@ -84,8 +79,6 @@ def check_names(
         The ranks and the name of every parameter that this rank holds.
     ranks, group
         All ranks that call this, and their process group; each parameter is on some or all of them.
-    device
-        Device of the exchanged tensors.
 
     Returns
     -------
@@ -135,18 +128,7 @@ def check_agreement(
     device: torch.device,
     error: ShardingError | None = None,
 ) -> None:
-    """Compare the plans of all ranks of a domain, and share their errors.
-
-    Parameters
-    ----------
-    plan, domain
-        The plan and domain to compare.
-    group
-        Process group of the domain's ranks; None for a single rank.
-    device
-        Device of the exchanged tensors.
-    problem
-        This rank's error; the caller raises it where all ranks have the same.
+    """Compare the plans of all ranks of a domain, and share their errors; the caller raises `error` if all have it.
 
     Raises
     ------

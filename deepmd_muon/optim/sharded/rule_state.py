@@ -22,14 +22,7 @@ Copies = tuple[list[Tensor], list[Tensor]]  # views of a buffer, and views of th
 class RuleState:
     """State of rules in one bucket on this rank.
 
-    Parameters
-    ----------
-    plan, rules, exchange
-        The plan, the rules of its domain, and the bucket's transport.
-    stacks
-        The jobs of each stack of matrices that this rank owns, and the shape of its matrices.
-    ranks
-        This rank, the sender of every piece that arrives, and the receiver of every piece that leaves.
+    `stacks` has the jobs of each stack of matrices that this rank owns, and the shape of its matrices.
 
     Attributes
     ----------
@@ -43,11 +36,10 @@ class RuleState:
         rules: tuple[MatrixRule, ...],
         exchange: Exchange,
         stacks: Sequence[tuple[Sequence[int], tuple[int, int]]],
-        ranks: tuple[int, Sequence[int], Sequence[int]],
+        rank: int,
         device: torch.device,
     ) -> None:
-        self._plan, self._exchange, self._device = plan, exchange, device
-        self._rank, self._senders, self._receivers = ranks
+        self._plan, self._exchange, self._rank, self._device = plan, exchange, rank, device
         self._jobs = exchange.messages.jobs
         self.keys = carried(rules).blocks
         self._dtypes = {key: tensor.dtype_for(exchange.dtype) for key, tensor in tensors_of(rules).items()}
@@ -70,8 +62,8 @@ class RuleState:
         sent, received = self._exchange.sent, self._exchange.received
         self._packed = self._numbers_of(out, state), self._lines_here(out, sent["gather"], state)
         self._returned = self._numbers_of(into, state), self._lines_here(into, received["return"], state)
-        self._arrive = self._lines_owned(self._exchange.inward["gather"], received["gather"], self._senders)
-        self._leave = self._lines_owned(self._exchange.outward["return"], sent["return"], self._receivers)
+        self._arrive = self._lines_owned(self._exchange.inward["gather"], received["gather"])
+        self._leave = self._lines_owned(self._exchange.outward["return"], sent["return"])
 
     def _numbers_of(
         self, side: Side, state: Mapping[int, Mapping[str, Tensor]]
@@ -104,10 +96,10 @@ class RuleState:
                     start += lines.length
         return found
 
-    def _lines_owned(self, side: Side, buffer: Tensor, peers: Sequence[int]) -> Copies:
+    def _lines_owned(self, side: Side, buffer: Tensor) -> Copies:
         """Return the copies between a buffer of other ranks' pieces and the rows and columns of owned matrices."""
         found: Copies = [], []
-        for (j, _, _), peer, (start, _) in zip(side.payloads, peers, side.lines, strict=True):
+        for (j, _, _), peer, (start, _) in zip(side.payloads, side.peers, side.lines, strict=True):
             job, (s, i) = self._jobs[j], self._slots[j]
             for key, tensor in carried(self._plan.parameters[job.parameter].rules).lines:
                 lines = lines_of(self._plan, job.parameter, job.block, peer, tensor)

@@ -11,9 +11,9 @@ need no further synchronization: each is reused only after waiting for the colle
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,21 +21,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepmd_muon.optim.phases import Phase, in_phase, phase
-from deepmd_muon.optim.sharded.messages import Message, RankMessages
+from deepmd_muon.optim.sharded.messages import RankMessages
 from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Leg, Plan
 
 _PHASES: dict[Leg, Phase] = {"gather": "gather", "return": "scatter"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclasses.dataclass(frozen=True)
 class Side:
-    """All messages that a rank sends, or receives, in one leg.
+    """All messages that a rank sends to its peers, or receives from them, in one leg.
 
     Attributes
     ----------
     splits
         Words to or from every peer.
+    peers
+        The rank at the other end of every piece.
     headers
         int64 (pieces, header words): positions of the headers.
     lines
@@ -45,39 +46,39 @@ class Side:
     planes
         How often a piece has its elements: directions, then what rules ask for.
     dtype
-        Dtype of the elements.
+        Dtype of the elements; `wide` where they are not rounded.
     """
 
-    splits: tuple[int, ...]
-    headers: Tensor
-    lines: tuple[tuple[int, int], ...]
-    payloads: tuple[tuple[int, int, int], ...]
-    planes: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(
-        cls, messages: Sequence[Message], header: int, planes: int, dtype: torch.dtype, device: torch.device
-    ) -> Side:
-        """Compile messages."""
+    def __init__(
+        self,
+        plan: Plan,
+        domain: Domain,
+        leg: Leg,
+        messages: RankMessages,
+        wide: torch.dtype,
+        device: torch.device,
+        *,
+        sending: bool,
+    ) -> None:
+        wire = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
+        self.dtype, self.planes, header = _DTYPES.get(wire, wide), domain.planes(leg), domain.header(leg)
+        several = (messages.out if sending else messages.into)[leg]
+        self.splits = [message.words for message in several]
+        self.peers = [peer for peer, message in zip(messages.peers, several, strict=True) for _ in message.jobs]
+        self.lines: list[tuple[int, int]] = []
+        self.payloads: list[tuple[int, int, int]] = []
         headers: list[int] = []
-        lines: list[tuple[int, int]] = []
-        payloads: list[tuple[int, int, int]] = []
         start = 0
-        for message in messages:
+        for message in several:
             body = start + len(message.jobs) * header
             headers += range(start, body)
             ends = [*itertools.accumulate(message.lines, initial=body)]
-            lines += itertools.pairwise(ends)
-            elements = itertools.accumulate(
-                (planes * n for n in message.elements), initial=ends[-1] * WORD // dtype.itemsize
-            )
-            payloads += zip(message.jobs, elements, message.elements, strict=False)
+            self.lines += itertools.pairwise(ends)
+            first = ends[-1] * WORD // self.dtype.itemsize
+            firsts = itertools.accumulate((self.planes * n for n in message.elements), initial=first)
+            self.payloads += zip(message.jobs, firsts, message.elements, strict=False)
             start += message.words
-        positions = torch.tensor(headers, dtype=torch.int64, device=device).view(-1, header)
-        return cls(
-            tuple(message.words for message in messages), positions, tuple(lines), tuple(payloads), planes, dtype
-        )
+        self.headers = torch.tensor(headers, dtype=torch.int64, device=device).view(-1, header)
 
     @property
     def words(self) -> int:
@@ -129,16 +130,12 @@ class Exchange:
 
     Parameters
     ----------
-    plan, domain, messages
-        The messages to exchange.
     bucket
         Number of the bucket; None for jobs that stay.
     group
         Process group of the domain's ranks, in ascending order of global ranks.
     dtype
         Dtype of elements in full precision.
-    device
-        Device of the buffers.
     """
 
     def __init__(
@@ -157,14 +154,9 @@ class Exchange:
         crossing = domain.exchanges()
         self._crosses = {leg: bucket is not None and bucket in crossing[leg] for leg in crossing}
 
-        def sides(messages: Mapping[Leg, Sequence[Message]]) -> dict[Leg, Side]:
-            found = {}
-            for leg, some in messages.items():
-                wire = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
-                found[leg] = Side.of(some, domain.header(leg), domain.planes(leg), _DTYPES.get(wire, dtype), device)
-            return found
-
-        self.outward, self.inward = sides(messages.out), sides(messages.into)
+        make = functools.partial(Side, plan, domain, messages=messages, wide=dtype, device=device)
+        self.outward = {leg: make(leg, sending=True) for leg in LEGS}
+        self.inward = {leg: make(leg, sending=False) for leg in LEGS}
         self.sent: dict[Leg, Tensor] = {}
         self.received: dict[Leg, Tensor] = {}
 
@@ -191,8 +183,8 @@ class Exchange:
                 dist.all_to_all_single,
                 self.received[leg],
                 self.sent[leg],
-                list(received.splits),
-                list(sent.splits),
+                received.splits,
+                sent.splits,
                 group=self._group,
             )
         return phase(_PHASES[leg])(wait)

@@ -7,16 +7,19 @@ import itertools
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.cuda import launch_in_threads
-from deepmd_muon.optim.polar.compiling import compilations
-from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS
+from deepmd_muon.optim.polar import dispatch
+from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS, geometry_of
+from deepmd_muon.optim.polar.one_launch import launches_for, start_launch
+from deepmd_muon.optim.polar.orthogonalization import check, choices
 from deepmd_muon.optim.polar.schedules import Coefficients, coefficients_of
+from deepmd_muon.optim.polar.tables import AddressTable, Inputs, captured_addresses
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules.magma import SCORE, Magma
 from deepmd_muon.optim.rules.master_weights import NARROW, MasterWeights
@@ -32,6 +35,8 @@ _MAX_RECORDINGS = 8
 # Lists of parameters whose steps are kept: where experts get gradients in turn, there are ever new ones.
 _MOST_LISTS = 16
 FUSED_RULES = (Magma,)  # the rules that the kernels of `FusedMuon` know
+# Implementations whose kernels are compiled for classes of shapes, so that zeros of the same shapes reach them.
+_BY_CLASS = ("whole", "strips", "tiles")
 _COMPILING = threading.Lock()
 _COMPILED: set[tuple[object, ...]] = set()
 
@@ -157,6 +162,36 @@ def _orthogonalizations(
         schedules[schedule].append(torch.zeros(count, m, n, dtype=moment_dtype(dtype), device=device))
     several = [compilations(*each[::-1], torch.float16, IMPLEMENTATIONS) for each in schedules.items()]
     return list(itertools.chain(*several))
+
+
+def compilations(
+    matrices: Sequence[Tensor], coefficients: Coefficients, operand: torch.dtype, allowed: Collection[str]
+) -> list[Callable[[], object]]:
+    """Return calls that compile and check the kernels which orthogonalize such matrices, each another one.
+
+    Only shapes, dtypes and the device of `matrices` matter. A call raises what the compiler or the driver raises.
+    """
+    device = matrices[0].device
+    usable = tuple(name for name in allowed if name not in dispatch.FAILED)
+    chosen = choices(geometry_of(matrices), torch.cuda.get_device_capability(device), operand, usable)
+    calls: list[Callable[[], object]] = [functools.partial(captured_addresses, matrices[:1])]
+    for name in dict.fromkeys(chosen):
+        if name == "torch":
+            continue
+        calls.append(functools.partial(check, name, device))
+        if name in _BY_CLASS:
+            calls += _launches(name, [x for x, own in zip(matrices, chosen, strict=True) if own == name], coefficients)
+    return calls
+
+
+def _launches(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Callable[[], object]]:
+    """Return one launch for each kernel that these matrices need."""
+    device = matrices[0].device
+    plan = launches_for(name, geometry_of(matrices), device)
+    inputs = Inputs(AddressTable(len(matrices), device).of(matrices), matrices)
+    different = {tuple(launch.constants.items()): launch for launch in plan.launches}
+    out = torch.empty(plan.out_size, dtype=torch.float32, device=device)
+    return [functools.partial(start_launch, name, launch, inputs, coefficients, out) for launch in different.values()]
 
 
 @functools.lru_cache(maxsize=64)
