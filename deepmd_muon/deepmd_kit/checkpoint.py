@@ -32,16 +32,10 @@ def with_powers(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_names(state_dict: Mapping[str, Any], names: Sequence[str], step: int) -> dict[str, Any]:
-    """Return a state dict whose groups name their parameters.
+    """Return a state dict, deepmd-kit's or ours, whose groups name their parameters.
 
-    Parameters
-    ----------
-    state_dict
-        ``optimizer`` of a checkpoint that deepmd-kit's trainer or this package's wrote.
-    names
-        Of the present parameters, in the trainer's order; they are taken where the state dict has none.
-    step
-        Steps taken, for the bias correction if a state of deepmd-kit's class does not contain them.
+    It takes the present `names`, in the trainer's order, where it has none, and `step` for the bias correction if a
+    state of deepmd-kit's class does not contain the steps taken.
     """
     groups = state_dict["param_groups"]
     if all("param_names" in group for group in groups):
@@ -64,14 +58,9 @@ def of_parameters(state_dict: Mapping[str, Any], names: Collection[str]) -> dict
 
 
 def laid_out(state_dict: Mapping[str, Any], optimizer: HybridMuon) -> dict[str, Any]:
-    """Cut the whole tensors of a state dict with names as the optimizer lays out its state, without communication.
+    """Cut the whole tensors of a state dict with names, the same on every rank, as the optimizer lays out its state.
 
-    Parameters
-    ----------
-    state_dict
-        With whole tensors, the same on every rank.
-    optimizer
-        Its parameters are DTensors, or plain.
+    Nothing is communicated. The optimizer's parameters are DTensors, or plain.
     """
     fresh = optimizer.fresh_state()
     parameters = {

@@ -19,15 +19,7 @@ class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
 
     torch's class copies every key of its groups to and from the rank's own optimizer, which holds other parameters
     than its groups list. Here names and routes stay where they belong, and a state dict gets those of all ranks.
-
-    Parameters
-    ----------
-    named_parameters
-        Of the whole model, in the same order on all ranks.
-    lr
-        Learning rate.
-    settings
-        Of `DeepmdKitHybridMuon`.
+    `named_parameters` are those of the whole model, in the same order on all ranks.
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, Tensor]], lr: float, **settings: Any) -> None:
@@ -62,13 +54,7 @@ class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the part of a whole state dict that belongs to this rank's parameters.
-
-        Parameters
-        ----------
-        state_dict
-            Its groups name their parameters; see `deepmd_muon.deepmd_kit.checkpoint.with_names`.
-        """
+        """Load the part of a whole state dict, whose groups name its parameters, that belongs to this rank's."""
         mine = [self._names[p] for group in self.optim.param_groups for p in group["params"]]
         self.optim.load_state_dict(of_parameters(state_dict, mine))
         self._sync_param_groups(self.optim.param_groups, self.param_groups)

@@ -21,16 +21,8 @@ _is_trained = attrgetter("requires_grad")
 class Snapshot:
     """Groups and their settings, parameters, layouts of gradients, and state that a step was compiled for.
 
-    Parameters
-    ----------
-    param_groups, state
-        Of the optimizer.
-    workspace
-        Bound on the elements of a wave.
-    devices
-        One parameter of each wave, and its device.
-    shared
-        Parameters that live on several ranks: the compiled step holds views of their local memory.
+    `devices` has one parameter of each wave with its device; `shared`, the parameters that live on several ranks, of
+    whose local memory the compiled step holds views.
     """
 
     def __init__(

@@ -72,10 +72,7 @@ class CompiledStep:
     def prepare(self, groups: Sequence[Group], state: State) -> None:
         """Collect the parameters that have a gradient; `run` compiles the step itself.
 
-        Raises
-        ------
-        InvalidGradientError
-            When a gradient is sparse.
+        Raises InvalidGradientError when a gradient is sparse.
         """
         before, self._snapshot, self._waves = self._snapshot, None, None
         self._groups = groups
@@ -117,12 +114,7 @@ class CompiledStep:
     def compile_kernels(self, groups: Sequence[Group], workspace: int, *, skip: bool) -> None:
         """Compile the kernels of the Muon route on a GPU before the first step, of parameters on one process.
 
-        Parameters
-        ----------
-        groups, workspace
-            As in `prepare` and `run`.
-        skip
-            Whether steps will have a predicate that skips them.
+        `skip` tells whether steps will have a predicate that skips them.
         """
         if unavailable() or (self.sharded is not None and self.sharded.params):
             return

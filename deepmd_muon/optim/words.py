@@ -158,12 +158,7 @@ def _schedule(words: Mapping[str, Any]) -> Any:
 def advice(key: str, given: Mapping[str, Any], known: Collection[str]) -> str | None:
     """Return what to write instead of another optimizer's word in an input, or None if the key is no such word.
 
-    Parameters
-    ----------
-    key, given
-        The word, and the section in which it stands.
-    known
-        The settings there are.
+    `given` is the section in which it stands; `known` are the settings there are.
     """
     if key not in WORDS and key not in _HINTS:
         return None

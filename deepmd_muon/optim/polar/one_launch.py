@@ -42,21 +42,9 @@ _CAPTURED: set[LaunchSet] = set()
 
 
 def orthogonalize_in_one_launch(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
-    """Orthogonalize batches of matrices in as few launches as the device allows.
+    """Orthogonalize batches (b, m, n) of any strides by 'whole', 'strips' or 'tiles', in as few launches as possible.
 
-    Parameters
-    ----------
-    name
-        'whole', 'strips' or 'tiles'; see the table of `dispatch`.
-    matrices
-        Non-empty batches (b, m, n) of any strides on one device.
-    coefficients
-        One (a, b, c) per step.
-
-    Returns
-    -------
-    list of Tensor
-        float32 results (b, m, n), parts of one new tensor.
+    The float32 results (b, m, n) are parts of one new tensor.
     """
     return run_launches(name, start_launch, matrices, coefficients)
 

@@ -17,13 +17,7 @@ _AT_ONCE = 16  # addresses that `write_addresses` takes
 
 
 class AddressTable:
-    """Addresses of `count` tensors that may move between launches.
-
-    Attributes
-    ----------
-    table
-        int64, on the device; recorded graphs read it at each replay.
-    """
+    """Addresses of `count` tensors that may move between launches: `table`, int64, which recorded graphs read."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._written: tuple[int, ...] = ()
@@ -101,18 +95,9 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The matrices of one tensor in a batch.
+    """The `count` matrices of tensor number `tensor` in a batch.
 
-    Attributes
-    ----------
-    tensor
-        Number of the tensor.
-    count
-        Number of its matrices.
-    place
-        Offset of their contiguous results, in elements.
-    transposed
-        Whether results have the smaller dimension as columns.
+    Their contiguous results start at element `place`; if `transposed`, these have the smaller dimension as columns.
     """
 
     tensor: int
@@ -122,15 +107,7 @@ class Span:
 
 
 class Inputs(NamedTuple):
-    """The matrices, as launches read them.
-
-    Attributes
-    ----------
-    addresses
-        Addresses of the tensors, on the device, int64.
-    tensors
-        The tensors; None in a recording, whose addresses will change.
-    """
+    """The matrices, as launches read them: addresses on the device, and tensors; None in a recording, which outlives them."""
 
     addresses: Tensor
     tensors: Sequence[Tensor] | None

@@ -66,18 +66,9 @@ def clip_heads(clipper: Clipper | None, logits: Logits, skip: Tensor | None) -> 
 
 
 class Clipper:
-    """A `QKClip` bound to parameters.
+    """A `QKClip` bound to parameters, plain or DTensors, with their routes.
 
-    Parameters
-    ----------
-    clip
-        The layers, threshold and α.
-    params
-        Parameters, plain or DTensors, with their routes.
-    replicas
-        Ranks on which plain parameters are copies of each other; see `HybridMuon`.
-    local
-        Names of plain parameters that belong to this rank alone.
+    `local` has the names of plain parameters that belong to this rank alone; others are copies on `replicas`.
 
     Raises
     ------
@@ -182,16 +173,11 @@ class Clipper:
         return None
 
     def __call__(self, logits: Logits, skip: Tensor | None = None) -> None:
-        """Scale the rows of heads whose logits exceed the threshold.
+        """Scale the rows of heads whose logits exceed the threshold, unless `skip` is 1 on the device.
 
-        Parameters
-        ----------
-        logits
-            What `checked` returned: the largest logit of each head, −inf for heads that this rank does not compute, or
-            a DTensor, of which each rank's own heads are read. Layers may be missing. On several ranks all must give
-            the same layers: the maximum over the ranks counts.
-        skip
-            Device predicate; 1 leaves all parameters unchanged.
+        `logits` is what `checked` returned: the largest logit of each head, −inf for heads that this rank does not
+        compute, or a DTensor, of which each rank's own heads are read. Layers may be missing. On several ranks all must
+        give the same layers: the maximum over the ranks counts.
         """
         device = local_of(self._targets[0].p).device
         largest = torch.full((self._heads,), -math.inf, dtype=torch.float64, device=device)

@@ -106,13 +106,7 @@ raw_settings = itemgetter(*("adam_betas", *_SCHEDULES, *LISTS, *_PLAIN_SETTINGS)
 
 
 def check_group(group: Mapping[str, Any], defaults: Collection[str]) -> None:
-    """Check a parameter group, whose keys should be those of `defaults`.
-
-    Raises
-    ------
-    InvalidSettingError
-        Naming every setting that is unknown, of a wrong type or out of its range.
-    """
+    """Check a parameter group, whose keys should be those of `defaults`; raise as `checked_arguments`."""
     names = (field.name for field in dataclasses.fields(GroupArguments))
     given = {name: group[name] for name in names if name in group}
     checked_arguments(GroupArguments, given, _unknown_keys(group, defaults))
@@ -150,7 +144,7 @@ def words_of_group(group: Any, defaults: Mapping[str, Any]) -> Any:
     Raises
     ------
     InvalidSettingError
-        Naming every word that cannot be translated, and every setting that is of a wrong type or out of its range.
+        Naming every word that cannot be translated, and every setting that `check_group` refuses.
     """
     if not isinstance(group, dict):
         return group  # torch names the problem
@@ -214,16 +208,11 @@ def group_defaults(given: GroupArguments) -> dict[str, Any]:
 
 
 def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
-    """Check a new group, and add what the optimizer keeps in it.
+    """Check a new group, as `check_group` does, and add what the optimizer keeps in it.
 
     `constructed` is its learning rate and scheduled settings as text, which every kind of state dict preserves: a state
     dict then tells values that a scheduler has changed from those that another construction would change. With
     `capturable`, a captured step reads the learning rate from a tensor on the parameters' device.
-
-    Raises
-    ------
-    InvalidSettingError
-        As `check_group`.
     """
     check_group(group, defaults)
     group["muon_mode"] = group["muon_mode"].lower()

@@ -24,17 +24,9 @@ log = logging.getLogger(__name__)
 
 
 class Group(NamedTuple):
-    """A parameter group as a step reads it.
+    """A parameter group as a step reads it: the group in `param_groups`, its checked settings, parameters and routes.
 
-    Attributes
-    ----------
-    values
-        The group in `param_groups`; a step reads the learning rate and `maximize` from it, because they may change
-        between steps.
-    settings
-        Its settings, checked and frozen.
-    routed
-        Its parameters and their routes.
+    A step reads the learning rate and `maximize` from `values`, because they may change between steps.
     """
 
     values: dict[str, Any]
@@ -89,13 +81,7 @@ def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | 
 
 
 def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse parameters that are complex, overlap themselves or are repeated, and repeated names.
-
-    Raises
-    ------
-    InvalidParameterError
-        Naming the first such parameter.
-    """
+    """Raise InvalidParameterError for complex, self-overlapping or repeated parameters, and for repeated names."""
     seen: dict[Tensor, str] = {}
     taken: set[str] = set()
     for number, group in enumerate(groups):
@@ -185,17 +171,7 @@ def _looks_like_kernel(entry: RouteEntry) -> bool:
 
 
 class Routing:
-    """The routes of all parameters of some groups, and the inputs that they were computed from.
-
-    Parameters
-    ----------
-    param_groups
-        Of the optimizer; nothing in them is changed.
-
-    Attributes
-    ----------
-    table
-        All routes.
+    """The routes of all parameters of some groups (`table`), and the inputs that they were computed from.
 
     Raises
     ------

@@ -226,23 +226,9 @@ def leaf_name(name: str) -> str:
 def choose_route(
     name: str | None, shape: tuple[int, ...], rules: RoutingRules, *, trainable: bool = True
 ) -> RouteEntry:
-    """Route one parameter.
+    """Route one parameter by its full name (None disables all rules on names) and its global shape.
 
-    Parameters
-    ----------
-    name
-        Its full name; None disables all rules on names.
-    shape
-        Its (global) shape.
-    rules
-        See `RoutingRules`.
-    trainable
-        False for a parameter that does not require a gradient.
-
-    Returns
-    -------
-    RouteEntry
-        With the canonical name, or "".
+    The entry has the canonical name, or "".
     """
     known = canonical_name(name) if name else ""
     route, view, reason = _decide(known, shape, rules)

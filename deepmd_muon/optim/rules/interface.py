@@ -119,17 +119,8 @@ BlockState = Mapping[str, Sequence[Tensor]]
 def together(step: Callable[..., Sequence[Tensor]], *lists: Sequence[Tensor]) -> list[list[Tensor]]:
     """Apply a function of batches to lists of them, in one batch where the tensors of the first have equal shapes.
 
-    Parameters
-    ----------
-    step
-        Takes a batch (b, …) of each list, and returns some tensors (b, …).
-    *lists
-        Of equal length.
-
-    Returns
-    -------
-    list
-        For each result of `step`, a list like the given ones.
+    `step` takes a batch (b, …) of each of the equally long lists and returns some tensors (b, …). For each of these
+    the result has a list like the given ones.
     """
     alike: dict[torch.Size, list[int]] = defaultdict(list)
     for i, x in enumerate(lists[0]):

@@ -43,18 +43,10 @@ _HIGHEST = 1.0 / (1.0 + math.exp(-1.0 / TEMPERATURE))
 
 
 def alignments(momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return cos(m, g) of every block; equal lengths are batched.
+    """Return cos(m, g) of every block, float32 (blocks,) each; 0 where either vector is zero. Equal lengths are batched.
 
-    Parameters
-    ----------
-    momenta, gradients
-        (blocks, elements) each, of one dtype. Sums are in float64, and float64 blocks are scaled first, so that a
-        block's size and scale do not matter.
-
-    Returns
-    -------
-    list of Tensor
-        float32, (blocks,) each; 0 where either vector is zero.
+    `momenta` and `gradients` are (blocks, elements) each, of one dtype. Sums are in float64, and float64 blocks are
+    scaled first, so that a block's size and scale do not matter.
     """
     if not momenta:
         return []
@@ -133,18 +125,10 @@ _SMALL = 2**16
 
 
 def piece_sums(momentum: Tensor, gradient: Tensor) -> Tensor:
-    """Return the contribution of each piece to its block's alignment.
+    """Return the contribution of each piece, (pieces, elements), to its block's alignment: float64 (pieces, 5).
 
-    Parameters
-    ----------
-    momentum, gradient
-        (pieces, elements), of one dtype.
-
-    Returns
-    -------
-    Tensor
-        float64 (pieces, 5): the scales s and t, then Σ(m/s)², Σ(m/s)(g/t) and Σ(g/t)². The scales are 1 unless the
-        dtype is float64, whose squares can overflow.
+    The columns are the scales s and t, then Σ(m/s)², Σ(m/s)(g/t) and Σ(g/t)². The scales are 1 unless the dtype is
+    float64, whose squares can overflow.
     """
     m, g = momentum.double(), gradient.double()
     ones = torch.ones(len(m), 1, dtype=torch.float64, device=m.device)
@@ -207,17 +191,9 @@ def _lengths(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tenso
 
 
 def cosines(sums: Tensor) -> Tensor:
-    """Return cos(m, g) of every block.
+    """Return cos(m, g) of every block, float32 (blocks,), from `piece_sums` padded with zeros, (blocks, pieces, 5).
 
-    Parameters
-    ----------
-    sums
-        float64 (blocks, pieces, 5) from `piece_sums`, padded with zeros.
-
-    Returns
-    -------
-    Tensor
-        float32 (blocks,); 0 where either vector is zero.
+    It is 0 where either vector is zero.
     """
     s, t = sums[..., 0], sums[..., 1]
     s, t = (x / x.amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny) for x in (s, t))

@@ -72,10 +72,7 @@ def unknown_rules(names: Iterable[str]) -> list[str]:
 def matrix_rules(settings: HybridMuonConfig) -> tuple[MatrixRule, ...]:
     """Return the rules that settings switch on, in the order in which they act.
 
-    Raises
-    ------
-    InvalidSettingError
-        When the setting `rules` has a name that nobody has registered.
+    Raises InvalidSettingError when the setting `rules` has a name that nobody has registered.
     """
     if missing := unknown_rules(settings.rules):
         raise InvalidSettingError(unknown_rules_problem(missing))

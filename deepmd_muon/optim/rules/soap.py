@@ -107,15 +107,7 @@ class SoapMuon(MatrixRule):
 
 
 def next_basis(covariance: Tensor, basis: Tensor) -> Tensor:
-    """Return P − I after one step towards the eigenvectors.
-
-    Parameters
-    ----------
-    covariance
-        L, (b, n, n), symmetric and positive semidefinite.
-    basis
-        P − I, (b, n, n).
-    """
+    """Return P − I after one step towards the eigenvectors of L, symmetric and positive semidefinite; all (b, n, n)."""
     p = basis + torch.eye(basis.shape[1], dtype=basis.dtype, device=basis.device)
     a = torch.bmm(p.mT, torch.bmm(covariance, p))
     d = a.diagonal(dim1=1, dim2=2)

@@ -45,14 +45,8 @@ class Stack:
 class OwnedBlocks:
     """Properties of an owner's matrices, gathered with their pieces; one tensor per stack.
 
-    Attributes
-    ----------
-    present
-        float64 (matrices,); positive if any piece had a gradient.
-    measured
-        Statistics of the rules that ask for them, (matrices,) each.
-    state
-        State of the rules by key: for each stack (matrices,), or (matrices, rows or columns).
+    `present`, float64 (matrices,), is positive if any piece had a gradient. Of the rules, `measured` has statistics,
+    (matrices,), and `state` what they keep by key: (matrices,), or (matrices, rows or columns).
     """
 
     present: list[Tensor]
@@ -240,15 +234,9 @@ class Bucket:
     def pack(self, planes: Sequence[Mapping[int, Tensor]], sums: Tensor | None, absent: Mapping[int, Tensor]) -> None:
         """Write directions, what rules ask for, presence, the rules' state and sums into the buffer for the owners.
 
-        Parameters
-        ----------
-        planes
-            This rank's part of the matrices to orthogonalize, by parameter of the plan, shaped like the local momentum,
-            and of each of `asked`.
-        sums
-            float64 (…, sums), the statistics that the rules measured, for the pieces of all parameters.
-        absent
-            Parameters without a gradient on this rank.
+        `planes` has this rank's directions by parameter of the plan, shaped like the local momentum, and the same of
+        each of `asked`; `sums`, float64 (…, sums), the rules' statistics of the pieces of all parameters; `absent`, the
+        parameters without a gradient on this rank.
         """
         for into, plane in zip(self._pack_into, planes, strict=True):
             if into:

@@ -29,15 +29,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class ElementwiseStep:
-    """The element-wise routes of sharded parameters.
-
-    Parameters
-    ----------
-    sharded_params
-        Parameters of the Adam routes that live on several ranks.
-    lane
-        Launches the collectives.
-    """
+    """The element-wise routes of parameters that live on several ranks."""
 
     def __init__(self, sharded_params: Sequence[ShardedParameter], collectives: CollectiveStream) -> None:
         self._sharded_params = sharded_params
@@ -87,14 +79,8 @@ class ElementwiseStep:
 class GatheredParts:
     """Gathers, by one collective, the parts of parameters of one dtype that the ranks of a group have stepped.
 
-    It keeps one buffer for all parts and one for this rank's.
-
-    Parameters
-    ----------
-    params
-        With their state shardings, all over the same ranks.
-    lane
-        Launches the collective.
+    The state shardings of the parameters are over the same ranks. One buffer for all parts is kept, and one for this
+    rank's.
     """
 
     def __init__(self, params: Sequence[tuple[Tensor, StateSharding]], collectives: CollectiveStream) -> None:

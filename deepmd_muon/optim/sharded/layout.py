@@ -98,15 +98,7 @@ class Region(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """One rank's part of one block along rows or columns.
-
-    Attributes
-    ----------
-    start, stop
-        Its interval in the local tensor.
-    runs
-        The rows or columns of the block.
-    """
+    """One rank's part of one block along rows or columns: its interval in the local tensor, and the block's indices."""
 
     start: int
     stop: int

@@ -101,14 +101,9 @@ def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Pie
 class Lines(NamedTuple):
     """The part of a rule's state per row or column of a block that one rank keeps.
 
-    Attributes
-    ----------
-    shape
-        Shape (batch, lines, blocks that a line lies in, values) of the rank's local state tensor.
-    batch, inside, part
-        Where the block's lines are in it; `inside` tells which lines of the block they are.
-    values
-        Number of values of each line.
+    `shape` is (batch, lines, blocks that a line lies in, values) of the rank's local state tensor. The block's lines
+    are at `batch`, `inside` and `part` of it, with `values` numbers each; `inside` tells which lines of the block they
+    are.
     """
 
     shape: tuple[int, int, int, int]

@@ -39,16 +39,9 @@ Replicas = DeviceMesh | dist.ProcessGroup
 
 @dataclasses.dataclass(frozen=True)
 class StateSharding:
-    """How the state of a replicated parameter is sharded: along one dimension, one part per rank.
+    """How the state of a replicated parameter is sharded: along one dimension, one part per rank of the mesh.
 
-    Attributes
-    ----------
-    mesh
-        The ranks.
-    layout
-        The layout in the plan.
-    dim, start, length
-        This rank's part.
+    `layout` is the same as the plan has it; this rank's part is `length` indices from `start` on.
     """
 
     mesh: DeviceMesh

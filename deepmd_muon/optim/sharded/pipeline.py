@@ -42,16 +42,10 @@ _WIDE = {4: torch.float32, 8: torch.float64}
 
 @dataclasses.dataclass
 class MomentumGroup:
-    """Momenta of one parameter group and dtype that a bucket advances.
+    """Momenta of one parameter group and dtype that a bucket advances, by positions in the plan.
 
-    Attributes
-    ----------
-    group
-        Number of the parameter group.
-    parameters
-        Positions in the plan.
-    shapes, parts
-        Shape (batch, rows, columns) of each local momentum, and the rows and columns of each part of a matrix.
+    `shapes` are those of the local momenta, (batch, rows, columns); `parts`, the rows and columns of each part of a
+    matrix.
     """
 
     group: int
@@ -89,16 +83,7 @@ class MomentumUpdate:
 
 
 class Pipeline:
-    """A plan compiled for this rank.
-
-    Parameters
-    ----------
-    plan
-        Of `sharded_params`, in the same order.
-    sharded_params
-        The parameters of the Muon route that live on several ranks; at least one.
-    groups, collectives
-        Process groups of the plan's domains; the stream of collectives.
+    """A plan compiled for this rank; its parameters are `sharded_params`, at least one, in the same order.
 
     Attributes
     ----------
@@ -204,16 +189,7 @@ class Pipeline:
 class PipelineStep:
     """One step in progress: constructing it sends the first pieces; `finish` does the rest.
 
-    Parameters
-    ----------
-    pipeline
-        Bound to the present parameters and state.
-    groups, state, memory
-        The optimizer's parameter groups, state and offloaded moments.
-    control
-        Conditions of the step.
-    moments
-        Yields each bucket's offloaded momenta on the device, in order; None without offload.
+    `moments` yields each bucket's offloaded momenta on the device, in order.
     """
 
     def __init__(

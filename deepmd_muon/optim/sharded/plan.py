@@ -43,16 +43,8 @@ NARROW = 2  # bytes of an element in a 16-bit type
 class Carried(NamedTuple):
     """The values that messages carry for some rules, beside the elements.
 
-    Attributes
-    ----------
-    blocks
-        Keys of the state tensors with one number per block, which are sent and returned.
-    lines
-        The same with numbers for each row or column.
-    inputs
-        What is sent of each element beside the direction.
-    sums
-        Number of values of the statistics, which are sent only.
+    `blocks` and `lines` are the state tensors with one number per block, and per row or column: sent and returned.
+    `inputs` is sent of each element beside the direction, `sums` values of statistics of each piece.
     """
 
     blocks: tuple[str, ...]

@@ -21,14 +21,7 @@ _RARELY = 100
 class ComparedParameter(NamedTuple):
     """A parameter whose replicas would diverge if only some ranks had its gradient.
 
-    Attributes
-    ----------
-    p
-        The parameter.
-    name
-        Its name in messages; names and their order must be the same on all its ranks.
-    ranks
-        The ranks that hold it, ascending.
+    Names, and their order, must be the same on all its ranks, which ascend.
     """
 
     p: Tensor
@@ -44,12 +37,10 @@ class GradientPresence:
 
     Parameters
     ----------
-    watched
+    compared
         Parameters whose step is not exchanged: a rank without a gradient would not step them.
     ranks
         All sets of ranks that hold parameters; a subset of another set is compared as part of that.
-    device
-        Device of the collectives.
     late
         Whether to read a comparison when the next one begins; None: only on a GPU.
     columns
@@ -106,17 +97,8 @@ class GradientPresence:
     def compare(self, flags: Tensor | None = None) -> Tensor | None:
         """Raise the error of the previous comparison, and start a comparison of the present gradients.
 
-        During the capture of a CUDA graph only `flags` are reduced: replays use the same gradients.
-
-        Parameters
-        ----------
-        flags
-            Float32 (n,), of the same length on all ranks; reduced in the same collective.
-
-        Returns
-        -------
-        Tensor or None
-            Float32 (n,): the maximum over ranks.
+        `flags`, float32 (n,) on all ranks, are reduced in the same collective; the result is their maximum over ranks.
+        During the capture of a CUDA graph only they are reduced: replays use the same gradients.
 
         Raises
         ------
@@ -150,13 +132,7 @@ class GradientPresence:
         return flags
 
     def raise_deferred(self) -> None:
-        """Raise the error of the last comparison, once; identical on all ranks, without communication.
-
-        Raises
-        ------
-        MissingGradientError
-            As `compare`.
-        """
+        """Raise the error of the last comparison, once; identical on all ranks, without communication."""
         if not self._pending:
             return
         self._pending = False

@@ -24,12 +24,7 @@ _KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessG
 def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup | None:
     """Return the process group of these ranks, all of which must call this; None for a single rank.
 
-    It is created once and shared.
-
-    Raises
-    ------
-    UnsupportedTransportError
-        When the group has no backend for the device.
+    It is created once and shared. UnsupportedTransportError tells that it has no backend for the device.
     """
     if len(ranks) == 1:
         return None
@@ -73,17 +68,8 @@ def check_names(
 ) -> dict[tuple[tuple[int, ...], str], int]:
     """Check that parameters have the same names, in the same order, on all ranks that hold them.
 
-    Parameters
-    ----------
-    mine
-        The ranks and the name of every parameter that this rank holds.
-    ranks, group
-        All ranks that call this, and their process group; each parameter is on some or all of them.
-
-    Returns
-    -------
-    dict
-        A number for every parameter of these ranks, the same on all.
+    `mine` has the ranks and the name of every parameter that this rank holds; `ranks` are all that call this, the
+    members of `group`. Return a number for every parameter of these ranks, the same on all.
 
     Raises
     ------

@@ -32,18 +32,8 @@ def reference_step(
 ) -> None:
     """Take the Muon step of these parameters on full tensors, and store this rank's part of the results.
 
-    A gradient that is missing on this rank but not on all ranks counts as zeros.
-
-    Parameters
-    ----------
-    plan, sharded_params, process_groups
-        The parameters, their plan in the same order, and the process groups of the plan's domains.
-    groups, state, memory
-        Of the optimizer.
-    workspace
-        Bound on the elements of a wave.
-    control
-        Whether to skip the step, and the gradients' scale.
+    The plan has the parameters in the same order. A gradient that is missing on this rank but not on all ranks counts
+    as zeros.
     """
     if memory is not None:
         memory.wait()

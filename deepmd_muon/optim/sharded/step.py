@@ -42,8 +42,8 @@ def sharded_step(groups: Sequence[Group], replicas: Replicas | None, settings: S
 
     Raises
     ------
-    UnsupportedTransportError
-        When a dtype is not float16, bfloat16, float32 or float64.
+    ShardingError, UnsupportedTransportError
+        When the state or the dtype of a parameter cannot be stepped there.
     """
     sharded_params = []
     for number, group in enumerate(groups):
@@ -67,16 +67,7 @@ def sharded_step(groups: Sequence[Group], replicas: Replicas | None, settings: S
 
 
 class ShardedStep:
-    """Steps the parameters that live on several ranks.
-
-    Parameters
-    ----------
-    groups
-        The optimizer's parameter groups.
-    sharded_params
-        The parameters, in the optimizer's order.
-    settings
-        Settings of the exchange.
+    """Steps the parameters that live on several ranks, given in the optimizer's order.
 
     Attributes
     ----------
@@ -127,13 +118,7 @@ class ShardedStep:
             update.buffers = []
 
     def raise_deferred(self) -> None:
-        """Raise deferred errors from the previous step; without communication.
-
-        Raises
-        ------
-        MissingGradientError
-            As `agree`.
-        """
+        """Raise deferred errors from the previous step; without communication."""
         if self._presence is not None:
             self._presence.raise_deferred()
 

@@ -126,16 +126,9 @@ class CollectiveStream:
 
 
 class Exchange:
-    """One bucket of one domain on one rank, or a portion of the jobs that stay on it.
+    """One bucket of one domain on one rank, or, without `bucket`, a portion of the jobs that stay on it.
 
-    Parameters
-    ----------
-    bucket
-        Number of the bucket; None for jobs that stay.
-    group
-        Process group of the domain's ranks, in ascending order of global ranks.
-    dtype
-        Dtype of elements in full precision.
+    `group` is the process group of the domain's ranks in ascending order; `dtype`, that of elements in full precision.
     """
 
     def __init__(

@@ -100,12 +100,7 @@ def _sharded_state_class(kind: type[Optimizer]) -> Any:
 class _ShardedStateOptimizer(Optimizer):
     """An optimizer that steps this rank's parts of whole parameters.
 
-    Attributes
-    ----------
-    _whole
-        The whole parameters.
-    _around
-        Takes the gradients before a step, and gathers the other ranks' parts after it.
+    `_around` takes the gradients before a step, and gathers the other ranks' parts after it.
     """
 
     _whole: Sequence[Tensor]

@@ -40,15 +40,7 @@ class HostSlot:
 
 
 class TransferBatch:
-    """State tensors that are copied together.
-
-    Attributes
-    ----------
-    device
-        The device that steps them.
-    nbytes
-        Size on the device.
-    """
+    """State tensors that are copied together: `nbytes` on the `device` that steps them."""
 
     def __init__(self, slots: Sequence[HostSlot], device: torch.device) -> None:
         self.device = device
@@ -161,13 +153,7 @@ class DeviceBuffers:
 
 
 class HostMemory:
-    """The moments of one optimizer in host memory.
-
-    Parameters
-    ----------
-    batch_bytes
-        Bound on the bytes of one transfer batch; a larger tensor goes alone.
-    """
+    """The moments of one optimizer in host memory; a transfer batch has at most `batch_bytes`, or one larger tensor."""
 
     def __init__(self, batch_bytes: int) -> None:
         self.batch_bytes = batch_bytes

@@ -95,18 +95,10 @@ def load_state(
     on_route_change: RouteChange,
     place: Callable[[str, Tensor, Tensor, RouteEntry], Tensor],
 ) -> dict[Tensor, dict[str, Any]]:
-    """Return the state that a state dict holds for these parameters; see `HybridMuon.load_state_dict`.
+    """Return the state that a state dict holds for the parameters of these groups; see `HybridMuon.load_state_dict`.
 
-    Parameters
-    ----------
-    state_dict
-        Of HybridMuon or of deepmd-kit's.
-    groups
-        The present parameters, routes and settings.
-    on_route_change
-        The setting of this name.
-    place
-        Takes a state tensor's key, value, parameter and route; returns a copy with present dtype, layout and device.
+    `place` takes a state tensor's key, value, parameter and route; it returns a copy with present dtype, layout and
+    device.
     """
     present = RouteTable([entry for _, entry, _ in _parameters(groups)])
     saved = _read(state_dict, groups, present)

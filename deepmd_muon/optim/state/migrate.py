@@ -53,16 +53,9 @@ class SavedParameter:
 
 
 def migrate(saved: SavedParameter, present: RouteEntry, betas: tuple[float, float]) -> tuple[dict[str, Tensor], str]:
-    """Return the migrated state, and a phrase for the log.
+    """Return the migrated state of a parameter whose shape, view or route differs now, and a phrase for the log.
 
-    Parameters
-    ----------
-    saved
-        The parameter in the state dict.
-    present
-        The same parameter now; shape, view or route differs.
-    betas
-        Decays of Adam's moments now.
+    `betas` are the decays of Adam's moments now.
     """
     old = saved.entry
     values: dict[str, Any] = dict(saved.values)

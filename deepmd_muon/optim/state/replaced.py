@@ -33,22 +33,10 @@ def move_state(
 ) -> None:
     """Give the state of parameters that were replaced to the new ones of their names; drop that of removed ones.
 
-    On several ranks all must call this together, since state that is in parts is gathered.
-
-    Parameters
-    ----------
-    state
-        Of the optimizer; changed in place, unless an error is raised.
-    before
-        Routes of the earlier parameters.
-    after
-        The present groups.
-    holders
-        Of the present parameters that live on several ranks.
-    memory
-        The moments in host memory.
-    on_route_change
-        The setting of this name, for state whose new parameter has another route, view or shape.
+    On several ranks all must call this together, since state that is in parts is gathered. `before` has the routes of
+    the earlier parameters, `after` the present groups; `holders` are those of parameters that live on several ranks.
+    `on_route_change` decides about state whose new parameter has another route, view or shape. An error leaves `state`
+    as it was.
 
     Raises
     ------

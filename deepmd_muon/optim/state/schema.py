@@ -38,16 +38,10 @@ ALL_MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", MASTER)
 def state_tensors(
     route: Route, rules: Iterable[MatrixRule], dtype: torch.dtype | None = None
 ) -> dict[str, StateTensor]:
-    """Return the state tensors of a parameter of this route, with those of these rules.
+    """Return the state tensors of a parameter of this route, with those of its group's rules.
 
-    Parameters
-    ----------
-    route
-        Outside of the Muon route, rules have no state but master weights.
-    rules
-        Of its group.
-    dtype
-        Of the parameter; master weights are those of 16-bit parameters. None for any.
+    Outside of the Muon route, rules have no state but master weights, which are those of 16-bit parameters; a `dtype`
+    of None stands for any.
     """
     of_rules = {
         key: tensor

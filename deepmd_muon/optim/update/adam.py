@@ -47,34 +47,22 @@ def adam_(
     maximize: bool = False,
     masters: Sequence[Tensor] | None = None,
 ) -> None:
-    """Take one Adam step in place; with `weight_decay` > 0, decay is decoupled as in AdamW.
+    """Take one Adam step in place on real tensors of one device and dtype; with `weight_decay`, it is AdamW's.
+
+    16-bit parameters are updated in float32 and rounded once, or stepped as their `masters`.
 
     Parameters
     ----------
-    params
-        Real tensors of one device and dtype; 16-bit ones are updated in float32 and rounded once.
-    grads
-        Their gradients.
     exp_avgs, exp_avg_sqs
         First and second moments, in `moment_dtype` of the parameters.
     steps
         float32 scalars, the number of steps taken; advanced by one.
     lr
         Learning rate; a tensor is read on its device.
-    betas
-        Decays of the moments.
-    weight_decay
-        λ in p ← p (1 − lr λ).
-    eps
-        ε, added to the root of the corrected second moment.
     implementation
         'fused' is torch's kernel, 'foreach' a few operations on all parameters, 'for-loop' the same one by one.
     control
         Whether to skip the step, and the gradients' scale; on the parameters' device.
-    maximize
-        Maximize instead of minimizing.
-    masters
-        Master weights of 16-bit parameters, if they have any; stepped in their place.
     """
     wide = moment_dtype(params[0].dtype)
     grads = prepare_gradients(grads, wide, control.scale, maximize=maximize)

@@ -59,16 +59,9 @@ class Variant(NamedTuple):
 
 
 class FusedMuon:
-    """One Muon step of a fixed list of parameters, as `deepmd_muon.optim.update.muon.muon_` defines it.
+    """One Muon step of a fixed list of contiguous parameters and momenta, as `muon_` defines it.
 
-    Parameters
-    ----------
-    params, buffers, scores, views
-        As in `muon_`; parameters and buffers must be contiguous.
-    settings
-        Of the parameters' group.
-    recording
-        Record the launches of a small model in a CUDA graph.
+    With `recording`, the launches of a small model are recorded in a CUDA graph.
     """
 
     def __init__(

@@ -128,13 +128,6 @@ def compile_kernels(
     """Compile and check the kernels of a small model's step in threads beside each other; only the first call does.
 
     A call waits for one in another thread. On a CPU, and while a graph is captured, nothing is done.
-
-    Parameters
-    ----------
-    views, device, dtype
-        Of the parameters of a wave.
-    variant, settings
-        Of their step.
     """
     elements = sum(view.batch * view.rows * view.columns for view in views)
     if device.type != "cuda" or elements > SMALL or torch.cuda.is_current_stream_capturing():

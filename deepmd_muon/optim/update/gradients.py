@@ -18,13 +18,8 @@ T = TypeVar("T")
 class StepControl(NamedTuple):
     """Conditions of one step, the same for all parameters.
 
-    Attributes
-    ----------
-    skip
-        Device predicate, float32 scalar: 1 keeps every parameter and all state unchanged; None never skips. The host
-        does not read it.
-    scale
-        The factor by which a gradient scaler multiplied the loss, or None.
+    `skip` is a device predicate, a float32 scalar: 1 keeps every parameter and all state unchanged, and the host does
+    not read it. `scale` is the factor by which a gradient scaler multiplied the loss.
     """
 
     skip: Tensor | None = None
@@ -57,19 +52,10 @@ def decide(
     skip: Tensor | None,
     agree: Callable[[Tensor | None], Tensor | None] | None,
 ) -> StepControl:
-    """Decide, on the device, whether a step is skipped.
+    """Decide, on the device, whether a step is skipped; `scale` and `skip` are a gradient scaler's.
 
-    Parameters
-    ----------
-    names, grads
-        Of all parameters; None without a gradient. On several ranks the names and their order are the same, and each
-        rank passes its local elements of the gradients.
-    on_nonfinite
-        The setting of this name.
-    scale, skip
-        A gradient scaler's, or None.
-    agree
-        On several ranks: takes this rank's flags, float32 (n,) or None; returns the maximum over ranks.
+    On several ranks `names` and their order are the same, and `grads` are each rank's local elements. `agree` takes
+    this rank's flags, float32 (n,) or None, and returns the maximum over ranks.
 
     Raises
     ------

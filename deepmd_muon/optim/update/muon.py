@@ -31,26 +31,20 @@ def muon_(
     control: StepControl,
     maximize: bool = False,
 ) -> None:
-    """Take one Muon step in place.
+    """Take one Muon step in place on real tensors of one device and dtype, with gradients.
+
+    16-bit parameters are updated in float32 and rounded once.
 
     Parameters
     ----------
-    params
-        Real tensors of one device and dtype, with gradients; 16-bit parameters are updated in float32 and rounded once.
     buffers
         Momenta, of the parameters' shapes and dtype.
     state
         State tensors of the settings' rules by key, one per parameter; changed in place.
-    views
-        The parameters' matrix views.
     lr
         Learning rate; a tensor is read on its device.
-    settings
-        Settings of the parameters' group.
     control
         Whether to skip the step, and the gradients' scale; on the parameters' device.
-    maximize
-        Maximize instead of minimizing.
     """
     grads = gradients_of(params)
     momenta, grads = advance_momenta(grads, buffers, settings, control, maximize=maximize)
@@ -150,25 +144,10 @@ def update_blocks(
     settings: HybridMuonConfig,
     lr: float | Tensor,
 ) -> tuple[list[Tensor], dict[str, Sequence[Tensor]]]:
-    """Orthogonalize blocks with the rules of their settings.
+    """Orthogonalize blocks, batches (b, rows, columns) of one device and dtype, with the rules of their settings.
 
-    Parameters
-    ----------
-    directions
-        Batches (b, rows, columns) of one device and dtype.
-    inputs
-        Of the same shapes, if rules ask for them.
-    state
-        Of the rules; left as it is.
-    measured
-        Statistics of the blocks, (b,) each, for the rules that ask for them.
-    rules, settings, lr
-        Of the blocks' parameter group.
-
-    Returns
-    -------
-    tuple
-        The scaled updates, of the directions' shapes, and the new state.
+    `inputs`, of the same shapes, and `measured`, (b,) each, are there for the rules that ask for them. Return the
+    scaled updates and the rules' new state; `state` is left as it is.
     """
     new: dict[str, Sequence[Tensor]] = {}
     for rule in rules:
