@@ -19,18 +19,6 @@ from deepmd_muon.optim.routing.rules import canonical_name
 PER_PARAMETER = ("params", "param_names", "routes", "views", "shapes")
 
 
-def with_powers(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Add to Adam's state the powers of both decays, from which deepmd-kit's class corrects its bias."""
-    state = dict(state_dict["state"])
-    for group in state_dict["param_groups"]:
-        beta1, beta2 = group["adam_betas"]
-        for key in group["params"]:
-            if "step" in state.get(key, {}):
-                steps = float(state[key]["step"])
-                state[key] = {**state[key], "beta1_pow": beta1**steps, "beta2_pow": beta2**steps}
-    return {**state_dict, "state": state}
-
-
 def with_names(state_dict: Mapping[str, Any], names: Sequence[str], step: int) -> dict[str, Any]:
     """Return a state dict, deepmd-kit's or ours, whose groups name their parameters.
 

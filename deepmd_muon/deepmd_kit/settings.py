@@ -42,7 +42,7 @@ def accept_further_keys(registry: Any) -> None:
 
 
 def further_settings(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what HybridMuon takes beside deepmd-kit's keys, from the section ``optimizer`` that deepmd-kit has checked.
+    """Return what HybridMuon takes beside deepmd-kit's keys, from the ``optimizer`` section that it has checked.
 
     Raises
     ------

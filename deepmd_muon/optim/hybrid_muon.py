@@ -13,7 +13,7 @@ from torch import Tensor
 from deepmd_muon.optim.arguments import Arguments, documented, takes
 from deepmd_muon.optim.cuda import refuse_unsafe_capture
 from deepmd_muon.optim.dtensors import spec_of
-from deepmd_muon.optim.qk_clip.clip import Logits, checked_logits, clip_heads, clipper
+from deepmd_muon.optim.qk_clip.clip import Clipper, Logits, checked_logits
 from deepmd_muon.optim.routing.group_settings import complete_group, group_defaults, words_of_group
 from deepmd_muon.optim.routing.param_groups import (
     Group,
@@ -27,7 +27,7 @@ from deepmd_muon.optim.routing.param_groups import (
 from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, is_local
 from deepmd_muon.optim.sharded.plan import Plan, plan_of_one_process
 from deepmd_muon.optim.state.host_memory import HostMemory
-from deepmd_muon.optim.state.load import apply_restored, drop_unused, load_state, restored_groups
+from deepmd_muon.optim.state.load import drop_unused, load_state, restore_groups
 from deepmd_muon.optim.state.replaced import move_state
 from deepmd_muon.optim.state.schema import StateHolder, complete_rules
 from deepmd_muon.optim.step import CompiledStep
@@ -131,7 +131,7 @@ class HybridMuon(QuickOptimizer):
         check_parameters(self.param_groups)
         routing = Routing(self.param_groups)
         groups = routing.groups(self.param_groups)
-        clip = clipper(self.qk_clip, groups, self.replicas)
+        clipper = None if self.qk_clip is None else Clipper(self.qk_clip, groups, self.replicas)
         sharded: ShardedStep | None = None
         if self.replicas is not None or any(spec_of(p) is not None for group in groups for p, _ in group.routed):
             from deepmd_muon.optim.sharded.step import sharded_step  # needs torch.distributed
@@ -146,7 +146,7 @@ class HybridMuon(QuickOptimizer):
             plan = sharded.plan if sharded else plan_of_one_process(groups, self.sharded)
             log.debug("%s", plan.describe())
         self._routing, self.routing = routing, routing.table
-        self._clipper, self._sharded, self._holders = clip, sharded, holders
+        self._clipper, self._sharded, self._holders = clipper, sharded, holders
         drop_unused(self.state, groups)
         self._compiled.reset(sharded)
 
@@ -273,14 +273,15 @@ class HybridMuon(QuickOptimizer):
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         control = compiled.decide(self.on_nonfinite, scale, skip, agreed=self.agreed_skip)
         compiled.run(self.state, self._host_memory, self.workspace, control)
-        clip_heads(self._clipper, logits, control.skip)
+        if self._clipper is not None and logits:
+            self._clipper(logits, control.skip)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore state by parameter name, after checking every saved route and view against the present one.
 
         Tensors keep their values bitwise. The learning rate comes back, and all that schedulers write into groups:
         their own keys, and numeric settings that this optimizer was constructed with as the saved one was. Settings
-        constructed with another value keep it, as do switches; each difference is logged (see `restored_groups`).
+        constructed with another value keep it, as do switches; each difference is logged (see `restore_groups`).
 
         Where a parameter's route, view or shape differs from the saved one, or it exists on one side only,
         `on_route_change` decides: 'error' raises; 'reset' discards that parameter's state; 'migrate' keeps what means
@@ -316,7 +317,7 @@ class HybridMuon(QuickOptimizer):
             return self._holders.get(p, StateHolder(p, entry)).place(key, value, offloaded=offloaded)
 
         state = load_state(state_dict, self._groups(), self.on_route_change, place)
-        apply_restored(self.param_groups, restored_groups(self.param_groups, state_dict["param_groups"]))
+        restore_groups(self.param_groups, state_dict["param_groups"])
         self.state.clear()
         self.state.update(state)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

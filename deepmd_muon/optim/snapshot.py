@@ -57,7 +57,12 @@ class Snapshot:
             and all(map(is_, param_groups, self._groups))
             and all(map(eq, [_settings_of(group, workspace) for group in param_groups], self._settings))
             and self.same_tensors(param_groups, state)
-            and self._same_gradients()
+            and _layouts(self._params) == self._gradients
+            and list(map(_is_trained, self._params)) == self._trained
+            and all(
+                g is None or spec_of(g) is s or spec_of(g) == s
+                for g, s in zip([p.grad for p in self._shared], self._specs, strict=True)
+            )
         )
 
     def same_tensors(self, param_groups: Sequence[dict[str, Any]], state: State) -> bool:
@@ -80,13 +85,6 @@ class Snapshot:
             return all(all(map(is_, map(get, holders), known)) for get, holders, known in self._tensors)
         except KeyError:  # a state tensor has been deleted
             return False
-
-    def _same_gradients(self) -> bool:
-        """Return whether the same parameters are trained and have gradients of the same layout."""
-        if _layouts(self._params) != self._gradients or list(map(_is_trained, self._params)) != self._trained:
-            return False
-        grads = [p.grad for p in self._shared]
-        return all(g is None or spec_of(g) is s or spec_of(g) == s for g, s in zip(grads, self._specs, strict=True))
 
 
 def _settings_of(group: Mapping[str, Any], workspace: int) -> tuple[Any, ...]:

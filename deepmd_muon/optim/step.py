@@ -198,19 +198,13 @@ class CompiledStep:
         of_rules = {key: tensors for key, tensors in state.items() if key != "momentum_buffer"}
         lists = wave.params, state["momentum_buffer"], of_rules, wave.views
         options: dict[str, Any] = {"lr": wave.group.lr, "settings": settings, "control": control}
-        fused = self._fused_steps(wave.device, settings)
-        if fused is None or not fused.step(*lists, **options, maximize=group["maximize"]):
-            muon_(*lists, **options, maximize=group["maximize"])
-
-    def _fused_steps(self, device: torch.device, settings: HybridMuonConfig) -> FusedStepCache | None:
-        """Return the fused form of the Muon route; None where torch's operations are used."""
-        if not _can_be_fused(device, settings):
-            return None
-        if self._fused is None and not unavailable():
+        fused = _can_be_fused(wave.device, settings)
+        if fused and self._fused is None and not unavailable():
             from deepmd_muon.optim.update.fused_steps import FusedStepCache  # needs Triton
 
             self._fused = FusedStepCache()
-        return self._fused
+        if not fused or self._fused is None or not self._fused.step(*lists, **options, maximize=group["maximize"]):
+            muon_(*lists, **options, maximize=group["maximize"])
 
 
 def _is_large(wave: Wave) -> bool:

@@ -93,7 +93,10 @@ def _orthogonalize_together(
     elif lot.gram:
         done = _gram(wide, coefficients)
     else:
-        stacked = _standard(_stack(wide, lot), coefficients, operand)
+        stacked = wide[0]
+        if len(wide) > 1 or stacked.shape[2] != lot.columns:  # one batch (Σb, m, columns)
+            stacked = torch.cat([torch.nn.functional.pad(x, (0, lot.columns - x.shape[2])) for x in wide])
+        stacked = _standard(stacked, coefficients, operand)
         pieces = stacked.split([x.shape[0] for x in wide])
         done = [piece[:, :, : x.shape[2]] for piece, x in zip(pieces, wide, strict=True)]
     results = [matrices[0]] * len(matrices)
@@ -116,13 +119,6 @@ def _normalize(x: Tensor, dtype: torch.dtype, *, own: bool) -> Tensor:
     x = (x.div_(largest) if own else x / largest).to(dtype)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min_(1e-18)
     return x.div_(norm)
-
-
-def _stack(matrices: Sequence[Tensor], lot: _SharedIteration) -> Tensor:
-    """Put batches (b, m, n ≤ columns) into one (Σb, m, columns)."""
-    if len(matrices) == 1 and matrices[0].shape[2] == lot.columns:
-        return matrices[0]
-    return torch.cat([torch.nn.functional.pad(x, (0, lot.columns - x.shape[2])) for x in matrices])
 
 
 def _standard(x: Tensor, coefficients: Coefficients, operand: torch.dtype) -> Tensor:

@@ -41,14 +41,6 @@ _MAX_RECORDINGS = 8
 _CAPTURED: set[LaunchSet] = set()
 
 
-def orthogonalize_in_one_launch(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
-    """Orthogonalize batches (b, m, n) of any strides by 'whole', 'strips' or 'tiles', in as few launches as possible.
-
-    The float32 results (b, m, n) are parts of one new tensor.
-    """
-    return run_launches(name, start_launch, matrices, coefficients)
-
-
 def run_launches(
     name: str,
     start: StartLaunch,
@@ -57,7 +49,11 @@ def run_launches(
     *,
     with_results: bool = True,
 ) -> list[Tensor]:
-    """Start all launches for these shapes, or replay their recording; without results nothing is recorded."""
+    """Orthogonalize batches (b, m, n) of any strides in as few launches of `name` as the device allows.
+
+    The float32 results (b, m, n) are parts of one new tensor. Launches of small matrices are recorded, and replayed
+    from then on; without results nothing is recorded.
+    """
     device = matrices[0].device
     matrices = [readable(x) for x in matrices]
     plan = launches_for(name, geometry_of(matrices), device)

@@ -219,13 +219,12 @@ def try_kernels(name: str, matrices: Sequence[Tensor], coefficients: Coefficient
 def run_kernels(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
     """Orthogonalize batches (b, m, n) on one device with the kernels of one implementation."""
     if name == "symmetric":
-        from deepmd_muon.optim.polar.symmetric_launch import orthogonalize_by_products as run
-    else:
-        from deepmd_muon.optim.polar.one_launch import orthogonalize_in_one_launch
+        from deepmd_muon.optim.polar.symmetric_launch import orthogonalize_by_products
 
-        run = functools.partial(orthogonalize_in_one_launch, name)
-    done: list[Tensor] = run(matrices, coefficients)
-    return done
+        return orthogonalize_by_products(matrices, coefficients)
+    from deepmd_muon.optim.polar.one_launch import run_launches, start_launch
+
+    return run_launches(name, start_launch, matrices, coefficients)
 
 
 class KernelError(RuntimeError):

@@ -107,7 +107,7 @@ class Span:
 
 
 class Inputs(NamedTuple):
-    """The matrices, as launches read them: addresses on the device, and tensors; None in a recording, which outlives them."""
+    """The matrices, as launches read them: addresses on the device, and tensors (None in a recording)."""
 
     addresses: Tensor
     tensors: Sequence[Tensor] | None

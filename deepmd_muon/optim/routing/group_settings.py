@@ -22,7 +22,7 @@ from deepmd_muon.optim.config import (
 )
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
-from deepmd_muon.optim.routing.rules import RouteTable, RoutingRules
+from deepmd_muon.optim.routing.rules import RouteTable
 from deepmd_muon.optim.rules.registry import unknown_rules, unknown_rules_problem
 from deepmd_muon.optim.words import WORDS, nearest, translated
 from deepmd_muon.setting import check_settings, setting, setting_like
@@ -252,11 +252,6 @@ def group_settings(group: Mapping[str, Any]) -> HybridMuonConfig:
         return _settings(**values)
     except TypeError:  # an unhashable value has the wrong type: let the check name the setting
         return HybridMuonConfig(**values)
-
-
-def rules_of(group: Mapping[str, Any]) -> RoutingRules:
-    """Return the settings of a group that decide routes."""
-    return RoutingRules.of(group_settings(group))
 
 
 def frozen_schedule(schedule: AnySchedule | None, key: str) -> str | Steps | None:

@@ -7,9 +7,9 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from deepmd_muon.optim.config import HybridMuonConfig, MuonMode, VectorRoute
 from deepmd_muon.optim.errors import ForeignStateError
@@ -82,44 +82,12 @@ class RouteEntry:
         return f"{self.route} {self.view}" if self.view else self.route
 
 
-class RouteTable(Sequence[RouteEntry]):
+class RouteTable(tuple[RouteEntry, ...]):
     """The routes of all parameters, in the optimizer's order; prints as a table."""
-
-    def __init__(self, entries: Sequence[RouteEntry]) -> None:
-        self._entries = tuple(entries)
-
-    @overload
-    def __getitem__(self, index: int) -> RouteEntry: ...
-    @overload
-    def __getitem__(self, index: slice) -> RouteTable: ...
-    def __getitem__(self, index: int | slice) -> RouteEntry | RouteTable:
-        found = self._entries[index]
-        return RouteTable(found) if isinstance(found, tuple) else found
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[RouteEntry]:
-        return iter(self._entries)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RouteTable) and self._entries == other._entries
-
-    def __hash__(self) -> int:
-        return hash(self._entries)
 
     def __str__(self) -> str:
         header = ("name", "shape", "view", "route", "reason")
-        rows = [
-            (
-                entry.name,
-                "x".join(map(str, entry.shape)) or "scalar",
-                str(entry.view or "-"),
-                entry.route,
-                entry.reason,
-            )
-            for entry in self
-        ]
+        rows = [(e.name, "x".join(map(str, e.shape)) or "scalar", str(e.view or "-"), e.route, e.reason) for e in self]
         widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]
@@ -168,7 +136,9 @@ class RouteTable(Sequence[RouteEntry]):
                 )
             names = group.get("param_names") or [unnamed(number, i) for i in range(len(group["routes"]))]
             for name, shape, view, chosen in zip(names, group["shapes"], group["views"], group["routes"], strict=True):
-                entry = RouteEntry(canonical_name(name), _read_shape(shape), MatrixView.parse(view), chosen, "recorded")
+                # Version 1 held shapes as lists.
+                sizes = tuple(map(int, filter(None, shape.split("x")) if isinstance(shape, str) else shape))
+                entry = RouteEntry(canonical_name(name), sizes, MatrixView.parse(view), chosen, "recorded")
                 entries.append(_checked(entry))
         return cls(entries)
 
@@ -193,11 +163,6 @@ def _checked(entry: RouteEntry) -> RouteEntry:
     if entry.route == "muon" and view is None:
         raise ForeignStateError(f"{entry.name} is on route muon in the manifest, without a matrix view")
     return entry
-
-
-def _read_shape(saved: str | Sequence[int]) -> tuple[int, ...]:
-    """Read a shape of a manifest; version 1 held lists."""
-    return tuple(map(int, filter(None, saved.split("x")) if isinstance(saved, str) else saved))
 
 
 def is_local(name: str, settings: HybridMuonConfig) -> bool:

@@ -12,15 +12,11 @@ from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.rules.interface import Input, MatrixRule, StateTensor
 from deepmd_muon.optim.rules_config import RULES
 
-
-def _class_of(rule: str) -> type[MatrixRule]:
-    module, name = rule.split(":")
-    found: type[MatrixRule] = getattr(import_module(f"deepmd_muon.optim.rules.{module}"), name)
-    return found
-
-
 # The rules of this package in the order in which they act: each class tells what settings mean for it.
-_CLASSES = tuple(map(_class_of, RULES))
+_CLASSES: tuple[type[MatrixRule], ...] = tuple(
+    getattr(import_module(f"deepmd_muon.optim.rules.{module}"), name)
+    for module, name in (rule.split(":") for rule in RULES)
+)
 _REGISTERED: dict[str, MatrixRule] = {}
 
 
@@ -100,8 +96,3 @@ def tensors_of(rules: Iterable[MatrixRule]) -> dict[str, StateTensor]:
 def inputs_of(rules: Iterable[MatrixRule]) -> tuple[Input, ...]:
     """Return what some rules ask for beside the directions, in the order of messages."""
     return tuple(sorted({kind for rule in rules for kind in rule.inputs}))
-
-
-def owner_of(key: str) -> MatrixRule:
-    """Return the known rule whose state tensor has this key."""
-    return next(rule for rule in known_rules() if key in rule.tensors())

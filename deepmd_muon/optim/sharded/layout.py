@@ -118,11 +118,7 @@ def total(runs: Runs) -> int:
 def chunk(runs: Runs, index: int, count: int) -> Runs:
     """Return part `index` of `count` as torch.chunk does: sizes rounded up, the last parts smaller or empty."""
     size = -(-total(runs) // count)
-    return _slice(runs, index * size, (index + 1) * size)
-
-
-def _slice(runs: Runs, start: int, stop: int) -> Runs:
-    """Return positions start … stop of the concatenated runs."""
+    start, stop = index * size, (index + 1) * size  # positions in the concatenated runs
     found = []
     position = 0
     for first, last in runs:

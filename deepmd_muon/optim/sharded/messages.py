@@ -16,7 +16,6 @@ from deepmd_muon.optim.sharded.layout import (
     lines_layout,
     overlap,
     regions_by_rank,
-    score_runs_by_rank,
 )
 from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Job, Leg, Plan, PlannedParameter
 
@@ -128,12 +127,6 @@ def lines_of(plan: Plan, parameter: int, block: int, rank: int, tensor: StateTen
     shape = nbatch, nrows if of == "rows" else ncolumns, repeats, tensor.width(p.view)
     values = tensor.lengths(p.view)[part]
     return Lines(shape, batch, rows if of == "rows" else columns, part if repeats > 1 else 0, values)
-
-
-def score_index(plan: Plan, parameter: int, block: int, rank: int) -> int:
-    """Return the position of a block's score in a rank's local scores."""
-    p = plan.parameters[parameter]
-    return overlap(score_runs_by_rank(p.shape, p.view, p.layout)[rank], block, block + 1).start
 
 
 def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, int, int]:

@@ -124,17 +124,12 @@ class Pipeline:
             bucket.fresh = tuple(i for i in bucket.parameters if i not in seen)
             seen.update(bucket.fresh)
         self.momentum_updates = [MomentumUpdate(plan, sharded_params, bucket, self.rank) for bucket in self.order]
-        self._make_slots()
-
-    def _make_slots(self) -> None:
-        """Allocate the memory for messages and matrices."""
 
         def widest(buckets: Sequence[Bucket]) -> tuple[int, int]:
             words = [bucket.exchange.words for bucket in buckets]
             return max((w[0] for w in words), default=0), max((w[1] for w in words), default=0)
 
-        count = self.plan.settings.slots
-        by_slot = [self.travelling[k::count] for k in range(count)] + [self.staying]
+        by_slot = [self.travelling[k :: self.first] for k in range(self.first)] + [self.staying]
         self._slots = [(ExchangeBuffers(widest(buckets), self.device), buckets) for buckets in by_slot if buckets]
         words = max((b.elements * b.exchange.dtype.itemsize // 8 + 1 for b in self.order), default=0)
         self._workspace = torch.empty(words, dtype=torch.float64, device=self.device)
@@ -319,14 +314,13 @@ class PipelineStep:
                 updates[k] = update
             for key, values in new.items():
                 for k, value in zip(mine, values, strict=True):
-                    owned.state[k][key] = self._kept(owned.present[k], value, owned.state[k][key])
+                    # The old state stays where no rank has a gradient, and in a skipped step.
+                    moves = owned.present[k] > 0
+                    moves = moves if self._control.skip is None else moves & (self._control.skip <= 0)
+                    moves = moves.view(-1, *[1] * (value.ndim - 1))
+                    owned.state[k][key] = torch.where(moves, value, owned.state[k][key])
         bucket.unpack(updates, owned)
         return bucket.exchange.start("return", self._pipeline.collectives)
-
-    def _kept(self, present: Tensor, new: Tensor, old: Tensor) -> Tensor:
-        """Return the new state of matrices; the old one of those without a gradient, and in a skipped step."""
-        moves = present > 0 if self._control.skip is None else (present > 0) & (self._control.skip <= 0)
-        return torch.where(moves.view(-1, *[1] * (new.ndim - 1)), new, old)
 
     def _apply(self, bucket: Bucket, returned: Callable[[], Any]) -> None:
         """Wait for a bucket's updates and apply them."""

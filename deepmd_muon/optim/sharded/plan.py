@@ -136,12 +136,8 @@ class Job(NamedTuple):
 
     def ends(self, leg: Leg) -> Iterator[tuple[int, int, int]]:
         """Yield sender, receiver and number of elements of every piece of one leg."""
-        if leg == "gather":
-            for rank, elements in self.sources.items():
-                yield rank, self.owner, elements
-        else:
-            for rank, elements in self.destinations.items():
-                yield self.owner, rank, elements
+        for rank, elements in (self.sources if leg == "gather" else self.destinations).items():
+            yield (rank, self.owner, elements) if leg == "gather" else (self.owner, rank, elements)
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> int:
@@ -196,14 +192,10 @@ class Domain:
         """Return the values per element: the direction and what rules ask for beside it, or the update."""
         return 1 + len(carried(self.rules).inputs) if leg == "gather" else 1
 
-    def element(self, leg: Leg, settings: ShardedSettings) -> int:
-        """Return the bytes of an element on the wire."""
-        dtype = settings.gather_dtype if leg == "gather" else settings.return_dtype
-        return self.itemsize if dtype == "full" else NARROW
-
     def message_bytes(self, leg: Leg, pieces: int, lines: int, elements: int, settings: ShardedSettings) -> int:
         """Return the length of one message: headers of all pieces, rules' lines, elements, padded to whole words."""
-        payload = elements * self.planes(leg) * self.element(leg, settings)
+        dtype = settings.gather_dtype if leg == "gather" else settings.return_dtype
+        payload = elements * self.planes(leg) * (self.itemsize if dtype == "full" else NARROW)
         return WORD * (pieces * self.header(leg) + lines + -(-payload // WORD))
 
     def messages(self, leg: Leg, settings: ShardedSettings) -> dict[tuple[int, int, int], int]:
@@ -286,7 +278,7 @@ class Plan:
         if self.settings.exchange == "reference" and self.domains:
             lines.append("exchange 'reference' gathers everything on every rank; with 'owners':")
         for number, domain in enumerate(self.domains):
-            lines += [f"domain {number}: {_describe_domain(self, domain)}", *_costs(self, domain)]
+            lines.append(f"domain {number}: {_describe_domain(self, domain)}")
             if owners:
                 lines += _owners(self, domain)
         if self.domains:
@@ -436,22 +428,16 @@ def _describe_domain(plan: Plan, domain: Domain) -> str:
     staying = sum(job.bucket is None for job in domain.jobs)
     layouts = sorted({str(plan.parameters[i].layout) for i in domain.parameters})
     shared = any(len(plan.parameters[i].layout.replicas()) > 1 for i in domain.parameters)
+    exchanges = domain.exchanges()
     replicas = f", replicas {'share' if domain.spread else 'repeat'} the work" if shared else ""
     return (
         f"{len(domain.ranks)} ranks; {len(domain.parameters)} parameters, {blocks} matrices on {'; '.join(layouts)}"
-        f"{replicas}; {staying} jobs stay, {len(domain.jobs) - staying} travel in {domain.buckets} buckets"
+        f"{replicas}; {staying} jobs stay, {len(domain.jobs) - staying} travel in {domain.buckets} buckets\n"
+        f"  collectives a step: {len(exchanges['gather'])} to the owners, {len(exchanges['return'])} back\n"
+        f"  FLOPs a rank: {_spread(list(domain.work.values()))}\n"
+        f"  bytes sent a rank: {_spread(list(domain.sent(plan.settings).values()))}\n"
+        f"  digest {plan.digest(domain).hex()[:16]}"
     )
-
-
-def _costs(plan: Plan, domain: Domain) -> list[str]:
-    exchanges = domain.exchanges()
-    sent = domain.sent(plan.settings)
-    return [
-        f"  collectives a step: {len(exchanges['gather'])} to the owners, {len(exchanges['return'])} back",
-        f"  FLOPs a rank: {_spread(list(domain.work.values()))}",
-        f"  bytes sent a rank: {_spread(list(sent.values()))}",
-        f"  digest {plan.digest(domain).hex()[:16]}",
-    ]
 
 
 def _spread(values: Sequence[int]) -> str:

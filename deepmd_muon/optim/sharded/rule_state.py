@@ -12,7 +12,8 @@ from torch import Tensor
 
 from deepmd_muon.optim.rules.interface import MatrixRule
 from deepmd_muon.optim.rules.registry import tensors_of
-from deepmd_muon.optim.sharded.messages import lines_of, score_index
+from deepmd_muon.optim.sharded.layout import overlap, score_runs_by_rank
+from deepmd_muon.optim.sharded.messages import lines_of
 from deepmd_muon.optim.sharded.plan import Plan, carried
 from deepmd_muon.optim.sharded.transport import Exchange, Side
 
@@ -75,7 +76,9 @@ class RuleState:
             for k, (j, _, _) in enumerate(side.payloads):
                 job = self._jobs[j]
                 if key in state[job.parameter]:
-                    at = score_index(self._plan, job.parameter, job.block, self._rank)
+                    p = self._plan.parameters[job.parameter]
+                    own = score_runs_by_rank(p.shape, p.view, p.layout)[self._rank]
+                    at = overlap(own, job.block, job.block + 1).start
                     positions.append(k)
                     views.append(state[job.parameter][key][at : at + 1])
             index = torch.tensor(positions, dtype=torch.int64, device=self._device)

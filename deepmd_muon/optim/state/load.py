@@ -23,7 +23,7 @@ from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, RoutingRules, canonical_name, choose_route
 from deepmd_muon.optim.rules.interface import MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER, NARROW
-from deepmd_muon.optim.rules.registry import known_rules, matrix_rules, owner_of, tensors_of, unknown_rules
+from deepmd_muon.optim.rules.registry import known_rules, matrix_rules, tensors_of, unknown_rules
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit, read_deepmd_kit
 from deepmd_muon.optim.state.migrate import SavedParameter, migrate
 from deepmd_muon.optim.state.others import is_another_muon, read_another_muon
@@ -59,24 +59,24 @@ def drop_unused(state: Mapping[Tensor, dict[str, Any]], groups: Sequence[Group])
     known = known_tensors()
     for p, entry, group in _parameters(groups):
         own, rules = state.get(p, {}), matrix_rules(group.settings)
-        off = _tensors_of_rules_that_are_off(own, rules)
-        unfit = [key for key in known.keys() & own.keys() - off if not _fits(key, own[key], entry, rules)]
+        off = _unused(own, rules)
+        unfit = [key for key in known.keys() & own.keys() - off.keys() if not _fits(key, own[key], entry, rules)]
         for key in (*off, *unfit):
             del own[key]
         if off or unfit:
-            why = _describe(entry) if unfit else "; ".join(sorted({_why_off(key, rules) for key in off}))
+            why = _describe(entry) if unfit else "; ".join(sorted(set(off.values())))
             log.warning("%s: its state %s is dropped: %s now", entry.name, ", ".join(sorted((*off, *unfit))), why)
 
 
-def _tensors_of_rules_that_are_off(values: Mapping[str, Any], rules: Sequence[MatrixRule]) -> set[str]:
-    """Return the keys of state tensors that belong to known rules, but not to these."""
-    return set(values) & tensors_of(known_rules()).keys() - tensors_of(rules).keys()
+def _unused(values: Mapping[str, Any], rules: Sequence[MatrixRule], *, narrow: bool = True) -> dict[str, str]:
+    """Return the keys of state tensors that belong to known rules, but not to these, each with the reason.
 
-
-def _why_off(key: str, rules: Sequence[MatrixRule]) -> str:
-    """Return why these rules do not have a known rule's state tensor."""
-    name = owner_of(key).name
-    return f"{name} keeps other state" if name in [rule.name for rule in rules] else f"{name} is off"
+    Master weights are those of parameters of `narrow` dtype: wider ones have all bits themselves.
+    """
+    used = tensors_of(rules).keys() - (set() if narrow else {MASTER})
+    on = {rule.name for rule in rules}
+    owners = {key: rule.name for rule in known_rules() for key in rule.tensors() if key in values and key not in used}
+    return {key: f"{name} keeps other state" if name in on else f"{name} is off" for key, name in owners.items()}
 
 
 def _fits(key: str, value: Tensor, entry: RouteEntry, rules: Sequence[MatrixRule]) -> bool:
@@ -127,11 +127,9 @@ def load_state(
             values, happened = migrate(old, entry, (group.settings.adam_beta1, group.settings.adam_beta2))
             log.warning("%s; %s", differences[entry.name], happened)
         rules = matrix_rules(group.settings)
-        off = _tensors_of_rules_that_are_off(values, rules)
-        if p.dtype not in NARROW:
-            off |= {MASTER} & values.keys()  # the parameter itself has all bits
+        off = _unused(values, rules, narrow=p.dtype in NARROW)
         values = {key: value for key, value in values.items() if key not in off}
-        dropped.update((key, _why_off(key, rules)) for key in off)
+        dropped.update(off.items())
         if values:
             state[p] = {key: place(key, value, p, entry) for key, value in values.items()}
             converted |= {(k, v.dtype, state[p][k].dtype) for k, v in values.items() if v.dtype != state[p][k].dtype}
@@ -327,10 +325,8 @@ def _inconsistencies(saved: SavedParameter) -> list[str]:
     return problems
 
 
-def restored_groups(
-    param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return what present groups take from saved ones: all that schedulers write. Log every difference in settings.
+def restore_groups(param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Write to present groups what they take from saved ones: all that schedulers write. Log differences in settings.
 
     A setting that was constructed with the same value as now takes the saved value, which a scheduler may have changed
     since. One that is constructed with another value has been changed on purpose, and keeps it.
@@ -338,11 +334,11 @@ def restored_groups(
     Raises
     ------
     InvalidSettingError
-        When a saved value is out of its range.
+        When a saved value is out of its range; nothing is changed.
     """
     if is_another_muon(groups):
         log.info("the state is another Muon's: its learning rates and settings are not taken over")
-        return [{} for _ in param_groups]
+        return
     if len(groups) != len(param_groups):
         log.info(
             "the state was saved with %d parameter groups and there are now %d: learning rates and settings are not "
@@ -350,11 +346,15 @@ def restored_groups(
             len(groups),
             len(param_groups),
         )
-        return [{} for _ in param_groups]
+        return
     found = [_restored(number, *pair) for number, pair in enumerate(zip(param_groups, groups, strict=True))]
     for present, values in zip(param_groups, found, strict=True):
         group_settings({**present, **values})  # checks them
-    return found
+    for group, values in zip(param_groups, found, strict=True):
+        lr = group["lr"]
+        group.update(values)
+        if isinstance(lr, Tensor):  # it keeps its memory
+            group["lr"] = lr.fill_(values["lr"])
 
 
 def _restored(number: int, present: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -372,22 +372,10 @@ def _restored(number: int, present: Mapping[str, Any], saved: Mapping[str, Any])
     if "adam_betas" in values:
         values["adam_betas"] = tuple(values["adam_betas"])
     for key in sorted(set(present) & set(saved) - _NOT_SETTINGS):
-        if _plain(present[key]) != _plain(saved[key]):
+        pair = [list(x) if isinstance(x, tuple) else x for x in (present[key], saved[key])]
+        if pair[0] != pair[1]:
             if key in values:
                 log.info("param_groups[%d] %s: %r as saved; it was %r", number, key, saved[key], present[key])
             else:
                 log.info("param_groups[%d] %s: now %r, saved %r", number, key, present[key], saved[key])
     return values
-
-
-def apply_restored(param_groups: Sequence[dict[str, Any]], restored: Sequence[Mapping[str, Any]]) -> None:
-    """Write what `restored_groups` found; a learning rate that is a tensor keeps its memory."""
-    for group, values in zip(param_groups, restored, strict=True):
-        lr = group["lr"]
-        group.update(values)
-        if isinstance(lr, Tensor) and values:
-            group["lr"] = lr.fill_(values["lr"])
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

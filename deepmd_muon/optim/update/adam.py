@@ -133,7 +133,12 @@ def _fused(tensors: TensorLists, steps: list[Tensor], lr: float | Tensor, values
     exact = lr if isinstance(lr, Tensor) and lr.dtype == targets[0].dtype == torch.float64 else None
     before = () if exact is None else torch._foreach_mul(targets, 1.0)  # a copy of all in one launch
     values = {**values, "lr": lr.float() if isinstance(lr, Tensor) else lr, "amsgrad": False, "maximize": False}
-    (_fused_on_gpu if targets[0].is_cuda else _fused_on_cpu)(tensors, steps, **values)
+    if targets[0].is_cuda:
+        _fused_on_gpu(tensors, steps, **values)
+    else:  # on tensors with the strides that torch's kernel assumes
+        alike = _with_equal_strides(tensors)
+        torch_adam(*alike, [], steps, fused=True, decoupled_weight_decay=True, **values)
+        _copy_back(tensors, alike)
     if exact is not None:
         correct_rounded_lr(targets, list(before), exact)
 
@@ -144,13 +149,6 @@ def correct_rounded_lr(targets: list[Tensor], before: list[Tensor], lr: Tensor) 
     change = torch._foreach_sub(targets, before)
     torch._foreach_mul_(change, torch.where(rate > 0, (lr - rate) / rate, 0.0))
     torch._foreach_add_(targets, change)
-
-
-def _fused_on_cpu(tensors: TensorLists, steps: list[Tensor], **values: Any) -> None:
-    """Call torch's kernel on tensors with the strides it assumes."""
-    alike = _with_equal_strides(tensors)
-    torch_adam(*alike, [], steps, fused=True, decoupled_weight_decay=True, **values)
-    _copy_back(tensors, alike)
 
 
 def _fused_on_gpu(tensors: TensorLists, steps: list[Tensor], *, found_inf: Tensor | None, **values: Any) -> None:

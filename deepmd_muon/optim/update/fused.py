@@ -10,6 +10,8 @@ synchronizes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import logging
 from collections import defaultdict
@@ -29,13 +31,17 @@ from deepmd_muon.optim.polar.tables import AddressTable, captured_addresses
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.update.adam import moment_dtype
 from deepmd_muon.optim.update.applied import AppliedGroups, MatrixGroup, takes
-from deepmd_muon.optim.update.fused_kernels import GROUP, OFFSET, PARAMETER, PLAIN, RESULT, SUMS, advance, apply, damp
-from deepmd_muon.optim.update.fused_tables import (
-    BlockLocation,
-    StepScalars,
-    block_locations,
-    chunks_of,
-    split_float64,
+from deepmd_muon.optim.update.fused_kernels import (
+    GROUP,
+    OFFSET,
+    PARAMETER,
+    PLAIN,
+    RESULT,
+    ROW,
+    SUMS,
+    advance,
+    apply,
+    damp,
 )
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.update.muon import polar_factors
@@ -56,6 +62,39 @@ class Variant(NamedTuple):
     maximize: bool
     skip: bool
     scale: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockLocation:
+    """The location of one block in its parameter: tensor number, offset, row stride and shape, in elements."""
+
+    tensor: int
+    offset: int
+    stride: int
+    rows: int
+    columns: int
+
+
+class StepScalars:
+    """The learning rate, the skip predicate and the gradients' scale, at the addresses that recorded launches read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rate = torch.zeros((), dtype=torch.float64, device=device)
+        self.skip, self.scale = (torch.zeros((), dtype=torch.float32, device=device) for _ in range(2))
+        self._rate: float | None = None
+
+    def write(self, lr: float | Tensor, control: StepControl) -> None:
+        """Write the present values without synchronizing."""
+        if isinstance(lr, Tensor):
+            self.rate.copy_(lr)
+            self._rate = None
+        elif lr != self._rate:
+            self.rate.fill_(lr)
+            self._rate = lr
+        if control.skip is not None:
+            self.skip.copy_(control.skip)
+        if control.scale is not None:
+            self.scale.copy_(control.scale)
 
 
 class FusedMuon:
@@ -208,15 +247,11 @@ class FusedMuon:
             return
         self._launch(table, variant, capturing)
         if self._record_launches and not capturing:
-            self._record(table, variant)
-
-    def _record(self, table: Tensor, variant: Variant) -> None:
-        """Record the launches of a step in a CUDA graph."""
-        recorded = try_record(lambda: self._launch(table, variant, True), self._device, "a fused step")
-        if recorded is None:
-            self._record_launches = False
-        else:
-            self._recorded[variant], _ = recorded
+            new = try_record(lambda: self._launch(table, variant, True), self._device, "a fused step")
+            if new is None:
+                self._record_launches = False
+            else:
+                self._recorded[variant], _ = new
 
     def _launch(self, table: Tensor, variant: Variant, capturing: bool) -> None:
         """Start all kernels of a step."""
@@ -280,3 +315,31 @@ class FusedMuon:
 
 def _addresses(*several: Sequence[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, itertools.chain(*several)))
+
+
+def block_locations(tensor: int, view: MatrixView) -> list[BlockLocation]:
+    """Return a parameter's blocks in the order of its Magma scores."""
+    blocks = []
+    for b in range(view.batch):
+        offset = b * view.rows * view.columns
+        for m, n in view.block_shapes:
+            blocks.append(BlockLocation(tensor, offset, view.columns, m, n))
+            offset += m * n if view.axis == "rows" else n
+    return blocks
+
+
+def chunks_of(table: Tensor, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Divide blocks into chunks; return the chunks' table, and each block's first chunk and number of chunks."""
+    count = (table[:, 1] + width - 1) // width
+    first = count.cumsum(0) - count
+    chunks = table.repeat_interleave(count, dim=0)
+    chunks[:, 0] = (torch.arange(len(chunks), device="cpu") - first.repeat_interleave(count)) * width
+    assert chunks.shape[1] == int(ROW.value)
+    return chunks.to(device), first, count
+
+
+@functools.lru_cache(maxsize=64)
+def split_float64(x: float) -> tuple[float, float]:
+    """Split a float64 number into two float32 numbers, because kernel arguments are float32."""
+    high = float(torch.tensor(x, dtype=torch.float32, device="cpu"))
+    return high, x - high

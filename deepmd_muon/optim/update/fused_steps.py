@@ -25,8 +25,7 @@ from deepmd_muon.optim.rules.magma import SCORE, Magma
 from deepmd_muon.optim.rules.master_weights import NARROW, MasterWeights
 from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.update.adam import moment_dtype
-from deepmd_muon.optim.update.fused import SMALL, TYPES, FusedMuon, Variant
-from deepmd_muon.optim.update.fused_tables import block_locations
+from deepmd_muon.optim.update.fused import SMALL, TYPES, FusedMuon, Variant, block_locations
 from deepmd_muon.optim.update.gradients import StepControl, gradients_of
 from deepmd_muon.optim.update.muon import muon_
 

@@ -114,16 +114,11 @@ def _measure(
     """Return the statistics of all blocks that rules ask for, (batch,) each."""
     if not any(rule.sums for rule in rules):
         return {}
-    vectors = [
-        [piece for view, x in zip(views, several, strict=True) for piece in _vectors(view, x)]
-        for several in (momenta, grads)
-    ]
+    vectors: list[list[Tensor]] = [[], []]  # the blocks of momenta and gradients, each (batch, elements)
+    for found, several in zip(vectors, (momenta, grads), strict=True):
+        for view, x in zip(views, several, strict=True):
+            found += [piece.flatten(1) for piece in view.cut(x)] if view.axis else [x.reshape(view.batch, -1)]
     return {rule: rule.measure_whole(*vectors) for rule in rules if rule.sums}
-
-
-def _vectors(view: MatrixView, x: Tensor) -> list[Tensor]:
-    """Return the blocks of a tensor of the parameter's shape as vectors, each (batch, elements)."""
-    return [piece.flatten(1) for piece in view.cut(x)] if view.axis else [x.reshape(view.batch, -1)]
 
 
 def _store(old: Sequence[Tensor], new: Sequence[Tensor], skip: Tensor | None) -> None:
@@ -218,7 +213,13 @@ def apply_updates(
     steps = in_dtype(updates, wide) if targets[0].is_cuda or isinstance(lr, Tensor) else updates
     steps = [u if u.shape == p.shape else u.reshape(p.shape) for u, p in zip(steps, params, strict=True)]
     if weight_decay:
-        _decay(list(targets), steps, 1.0 - lr * weight_decay, rules)
+        kept: Any = 1.0 - lr * weight_decay
+        chosen = [where for rule in rules if (where := rule.decays(targets, steps)) is not None]
+        if not chosen:
+            torch._foreach_mul_(targets, kept)
+        else:
+            for p, q, *masks in zip(targets, torch._foreach_mul(targets, kept), *chosen, strict=True):
+                p.copy_(torch.where(torch.stack(masks).all(dim=0) if len(masks) > 1 else masks[0], q, p))
     if isinstance(lr, Tensor):
         torch._foreach_sub_(targets, torch._foreach_mul(steps, lr))
     else:
@@ -227,14 +228,3 @@ def apply_updates(
         round_masters(masters, targets, params)
     elif wide != params[0].dtype:
         torch._foreach_copy_(list(params), targets)
-
-
-def _decay(targets: list[Tensor], updates: Sequence[Tensor], kept: Any, rules: Sequence[MatrixRule]) -> None:
-    """Multiply the targets by `kept`, a number or a tensor, where all rules let them decay."""
-    chosen = [found for rule in rules if (found := rule.decays(targets, updates)) is not None]
-    if not chosen:
-        torch._foreach_mul_(targets, kept)
-        return
-    decayed = torch._foreach_mul(targets, kept)
-    for p, q, *masks in zip(targets, decayed, *chosen, strict=True):
-        p.copy_(torch.where(torch.stack(masks).all(dim=0) if len(masks) > 1 else masks[0], q, p))
