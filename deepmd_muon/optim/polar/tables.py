@@ -114,34 +114,16 @@ class Inputs(NamedTuple):
 
 
 class Application(NamedTuple):
-    """How results update parameters instead of being written.
+    """How results update parameters instead of being written."""
 
-    Attributes
-    ----------
-    targets
-        For each tensor of matrices, int64 (count, 2): the addresses of contiguous parameters, and the numbers of their
-        factors.
-    squares
-        For each tensor, float64 (count, 1, 2): 1 and the sum of the squares of each matrix.
-    dtype
-        Of the parameters: float32, float16 or bfloat16.
-    factors
-        Scale and damping, float32 (factors,).
-    rate
-        Learning rate, float64 ().
-    decay
-        Weight decay, split by `split_float64`.
-    skip
-        Above 0 to leave the parameters as they are, float32 ().
-    """
-
+    # For each tensor of matrices, int64 (count, 2): addresses of contiguous parameters, and numbers of their factors.
     targets: Sequence[Tensor]
-    squares: Sequence[Tensor]
-    dtype: torch.dtype
-    factors: Tensor
-    rate: Tensor
-    decay: tuple[float, float]
-    skip: Tensor
+    squares: Sequence[Tensor]  # for each, float64 (count, 1, 2): 1 and the sum of the squares of each matrix
+    dtype: torch.dtype  # of the parameters: float32, float16 or bfloat16
+    factors: Tensor  # scale and damping, float32 (factors,)
+    rate: Tensor  # learning rate, float64 ()
+    decay: tuple[float, float]  # weight decay, split by `split_float64`
+    skip: Tensor  # above 0 to leave the parameters as they are, float32 ()
 
 
 # Starts one launch: name, launch, inputs, coefficients, result.

@@ -26,20 +26,13 @@ class MatrixView:
 
     Its text form is ``batch x rows x columns``, e.g. ``1x240x1600``, and for fused weights ``1x64x160 columns
     64+64+32``; it is what state dicts store.
-
-    Attributes
-    ----------
-    batch, rows, columns
-        Number and shape of the matrices.
-    axis, sizes
-        For a fused weight, the axis along which each matrix is split and the sizes of its blocks.
     """
 
     batch: int
     rows: int
     columns: int
-    axis: Axis | None = None
-    sizes: tuple[int, ...] = ()
+    axis: Axis | None = None  # of a fused weight: along which each matrix is split
+    sizes: tuple[int, ...] = ()  # and the sizes of its blocks
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -144,27 +137,13 @@ class MatrixView:
 
 @dataclasses.dataclass(frozen=True)
 class FusedSplit:
-    """How a fused weight is split.
+    """How a fused weight is split."""
 
-    Attributes
-    ----------
-    pattern
-        Shell pattern on full names.
-    axis
-        Whether rows or columns are split.
-    sizes
-        Of the parts; −1 stands for the rest. Empty for equal parts.
-    count
-        Number of parts.
-    words
-        The sizes as the setting has them.
-    """
-
-    pattern: str
+    pattern: str  # shell pattern on full names
     axis: Axis
-    sizes: tuple[int, ...]
-    count: int
-    words: str
+    sizes: tuple[int, ...]  # of the parts; −1 stands for the rest; empty for equal parts
+    count: int  # number of parts
+    words: str  # the sizes as the setting has them
 
     @classmethod
     def parse(cls, text: str) -> FusedSplit:

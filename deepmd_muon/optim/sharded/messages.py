@@ -21,22 +21,12 @@ from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Job, Leg, Plan, P
 
 
 class Piece(NamedTuple):
-    """The part of a block that one rank holds.
+    """The part of a block that one rank holds."""
 
-    Attributes
-    ----------
-    parameter, block
-        Position in the plan and number of the block.
-    batch
-        Index of the matrix in the rank's local view; -1 where the rank has none of it.
-    rows, columns
-        Its rows and columns in the local view, and in the block.
-    """
-
-    parameter: int
+    parameter: int  # position in the plan
     block: int
-    batch: int
-    rows: Overlap
+    batch: int  # index of the matrix in the rank's local view; -1 where the rank has none of it
+    rows: Overlap  # in the local view, and in the block
     columns: Overlap
 
     @property
@@ -60,25 +50,13 @@ class Message(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RankMessages:
-    """One rank's messages in one exchange of one domain.
+    """One rank's messages in one exchange of one domain."""
 
-    Attributes
-    ----------
-    peers
-        The ranks that it exchanges messages with, itself included.
-    jobs
-        The jobs in which the rank takes part.
-    owned
-        Positions in `jobs` of the jobs that it owns.
-    out, into
-        By leg, the messages to and from every peer.
-    """
-
-    peers: tuple[int, ...]
-    jobs: tuple[Job, ...]
-    owned: tuple[int, ...]
-    out: dict[Leg, list[Message]]
-    into: dict[Leg, list[Message]]
+    peers: tuple[int, ...]  # the ranks that it exchanges messages with, itself included
+    jobs: tuple[Job, ...]  # in which the rank takes part
+    owned: tuple[int, ...]  # positions in `jobs` of those that it owns
+    out: dict[Leg, list[Message]]  # to every peer
+    into: dict[Leg, list[Message]]  # from every peer
 
 
 def _held(p: PlannedParameter, block: int, region: Region) -> tuple[int, int, Overlap, Overlap]:

@@ -63,25 +63,13 @@ class Balance:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockHolders:
-    """The ranks that hold the elements, and the state of rules, of blocks of one kind.
+    """The ranks that hold the elements, and the state of rules, of blocks of one kind."""
 
-    Attributes
-    ----------
-    replicas
-        The ranks of each complete copy of the momentum.
-    copies
-        For each of them, the ranks that hold elements of it, and how many.
-    destinations
-        For each complete copy of the parameter, the ranks that need the update or the rules' state, and how many
-        elements they hold.
-    lines
-        How many values of rules' state, one per row or column, each rank keeps.
-    """
-
-    replicas: tuple[tuple[int, ...], ...]
-    copies: tuple[Mapping[int, int], ...]
+    replicas: tuple[tuple[int, ...], ...]  # the ranks of each complete copy of the momentum
+    copies: tuple[Mapping[int, int], ...]  # for each of them, the ranks that hold elements of it, and how many
+    # For each complete copy of the parameter, the ranks that need the update or the rules' state, and their elements.
     destinations: tuple[Mapping[int, int], ...]
-    lines: Mapping[int, int]
+    lines: Mapping[int, int]  # how many values of rules' state, per row or column, each rank keeps
 
     @property
     def whole(self) -> bool:

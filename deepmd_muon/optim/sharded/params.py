@@ -91,24 +91,12 @@ def state_sharding(p: Tensor, replicas: Replicas, *, matrices: bool) -> StateSha
 
 @dataclasses.dataclass(frozen=True)
 class ShardedParameter(StateHolder):
-    """A parameter that lives on several ranks: a DTensor, or a plain tensor replicated on the ranks of the layout.
+    """A parameter that lives on several ranks: a DTensor, or a plain tensor replicated on the ranks of the layout."""
 
-    Attributes
-    ----------
-    group
-        Number of its parameter group.
-    layout
-        The layout of its elements.
-    device
-        The device of this rank's elements.
-    sharding
-        Of its state, where the parameter is replicated and its state is not.
-    """
-
-    group: int
-    layout: Layout
-    device: torch.device
-    sharding: StateSharding | None = None
+    group: int  # number of its parameter group
+    layout: Layout  # of its elements
+    device: torch.device  # of this rank's elements
+    sharding: StateSharding | None = None  # of its state, where the parameter is replicated and its state is not
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of the elements whose moments are on this rank."""

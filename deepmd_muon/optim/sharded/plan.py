@@ -152,36 +152,16 @@ def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> i
 
 @dataclasses.dataclass(frozen=True)
 class Domain:
-    """Parameters that live on the same ranks with elements of the same size, and their jobs.
+    """Parameters that live on the same ranks with elements of the same size, and their jobs."""
 
-    Attributes
-    ----------
-    ranks
-        Global ranks, ascending.
-    parameters
-        Positions in the plan's parameters.
-    itemsize
-        Bytes of an element in full precision.
-    rules
-        The rules of any of its parameters; headers have room for what these carry per block.
-    spread
-        Whether replicas share the work; see `ShardedSettings.replication`.
-    jobs
-        In global order: decreasing work, then name, then block.
-    buckets
-        Number of exchanges.
-    work
-        Floating-point operations of each rank in this domain.
-    """
-
-    ranks: tuple[int, ...]
-    parameters: tuple[int, ...]
-    itemsize: int
-    rules: tuple[MatrixRule, ...]
-    spread: bool
-    jobs: tuple[Job, ...]
-    buckets: int
-    work: Mapping[int, int]
+    ranks: tuple[int, ...]  # global ranks, ascending
+    parameters: tuple[int, ...]  # positions in the plan's parameters
+    itemsize: int  # bytes of an element in full precision
+    rules: tuple[MatrixRule, ...]  # of any of its parameters; headers have room for what these carry per block
+    spread: bool  # whether replicas share the work; see `ShardedSettings.replication`
+    jobs: tuple[Job, ...]  # in global order: decreasing work, then name, then block
+    buckets: int  # number of exchanges
+    work: Mapping[int, int]  # floating-point operations of each rank
 
     def header(self, leg: Leg) -> int:
         """Return the header's words per piece: presence, the rules' state per block, and (gather only) their sums."""
@@ -240,21 +220,11 @@ class Domain:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The step of all parameters of the Muon route.
+    """The step of all parameters of the Muon route."""
 
-    Attributes
-    ----------
-    parameters
-        In the optimizer's order.
-    settings
-        Of the sharded step.
-    domains
-        The largest first.
-    """
-
-    parameters: tuple[PlannedParameter, ...]
+    parameters: tuple[PlannedParameter, ...]  # in the optimizer's order
     settings: ShardedSettings
-    domains: tuple[Domain, ...]
+    domains: tuple[Domain, ...]  # the largest first
 
     def lines(self, domain: Domain) -> list[str]:
         """Return statements, one per line, that must be equal on all ranks of a domain."""

@@ -14,7 +14,13 @@ from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import is_local
 from deepmd_muon.optim.rules.master_weights import NARROW
 from deepmd_muon.optim.rules.registry import matrix_rules
-from deepmd_muon.optim.sharded.agreement import GroupColumns, check_replicas, check_settings
+from deepmd_muon.optim.sharded.agreement import (
+    ComparedParameter,
+    GradientPresence,
+    GroupColumns,
+    check_replicas,
+    check_settings,
+)
 from deepmd_muon.optim.sharded.elements import ElementwiseStep
 from deepmd_muon.optim.sharded.params import (
     DTYPES,
@@ -26,7 +32,6 @@ from deepmd_muon.optim.sharded.params import (
 )
 from deepmd_muon.optim.sharded.pipeline import Pipeline, PipelineStep
 from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
-from deepmd_muon.optim.sharded.presence import ComparedParameter, GradientPresence
 from deepmd_muon.optim.sharded.process_groups import check_agreement, group_of
 from deepmd_muon.optim.sharded.reference import reference_step
 from deepmd_muon.optim.sharded.transport import CollectiveStream

@@ -29,25 +29,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Side:
-    """All messages that a rank sends to its peers, or receives from them, in one leg.
-
-    Attributes
-    ----------
-    splits
-        Words to or from every peer.
-    peers
-        The rank at the other end of every piece.
-    headers
-        int64 (pieces, header words): positions of the headers.
-    lines
-        First and last word (exclusive) of every piece's rules' state per row or column.
-    payloads
-        Job, first element and number of elements of every piece.
-    planes
-        How often a piece has its elements: directions, then what rules ask for.
-    dtype
-        Dtype of the elements; `wide` where they are not rounded.
-    """
+    """All messages that a rank sends to its peers, or receives from them, in one leg."""
 
     def __init__(
         self,
@@ -64,6 +46,8 @@ class Side:
         self.dtype, self.planes, header = _DTYPES.get(wire, wide), domain.planes(leg), domain.header(leg)
         several = (messages.out if sending else messages.into)[leg]
         self.splits = [message.words for message in several]
+        # Of every piece: the rank at the other end; first and last word (exclusive) of rules' state per row or column;
+        # job, first element and number of elements, which it has once in each plane: directions, then rules' inputs.
         self.peers = [peer for peer, message in zip(messages.peers, several, strict=True) for _ in message.jobs]
         self.lines: list[tuple[int, int]] = []
         self.payloads: list[tuple[int, int, int]] = []
@@ -78,6 +62,7 @@ class Side:
             firsts = itertools.accumulate((self.planes * n for n in message.elements), initial=first)
             self.payloads += zip(message.jobs, firsts, message.elements, strict=False)
             start += message.words
+        # The words of every piece's header, (pieces, header words).
         self.headers = torch.tensor(headers, dtype=torch.int64, device=device).view(-1, header)
 
     @property

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from deepmd_muon.optim.errors import ReshardedParameterError, ShardingError
+from deepmd_muon.optim.sharded.agreement import ComparedParameter, GradientPresence
 from deepmd_muon.optim.sharded.elements import GatheredParts
 from deepmd_muon.optim.sharded.params import Replicas, StateSharding, layout_of, state_sharding
-from deepmd_muon.optim.sharded.presence import ComparedParameter, GradientPresence
 from deepmd_muon.optim.sharded.transport import CollectiveStream
 
 _Kind = TypeVar("_Kind", bound=Optimizer)

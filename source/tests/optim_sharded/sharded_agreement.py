@@ -18,7 +18,7 @@ from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.errors import InvalidParameterError, PlanMismatchError, ReplicaMismatchError
 from deepmd_muon.optim.qk_clip import QKClip, SeparateQK
 from deepmd_muon.optim.sharded import ShardedSettings, presence, step
-from deepmd_muon.optim.sharded.presence import GradientPresence
+from deepmd_muon.optim.sharded.agreement import GradientPresence
 
 WAYS = {
     "repeated": ShardedSettings(replication="repeat"),

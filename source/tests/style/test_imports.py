@@ -21,7 +21,7 @@ LAYERS = (
     ),
     *("deepmd_muon.optim.routing.views", "deepmd_muon.optim.update.gradients", "deepmd_muon.optim.rules"),
     *("deepmd_muon.optim.polar", "deepmd_muon.optim.routing", "deepmd_muon.optim.update"),
-    *("deepmd_muon.optim.state", "deepmd_muon.optim.snapshot", "deepmd_muon.optim.waves"),
+    *("deepmd_muon.optim.state", "deepmd_muon.optim.waves"),
     *("deepmd_muon.optim.sharded", "deepmd_muon.optim.qk_clip", "deepmd_muon.optim.arguments"),
     *("deepmd_muon.optim.step", "deepmd_muon.optim.hybrid_muon"),
     *("deepmd_muon.optim.build", "deepmd_muon.optim"),
