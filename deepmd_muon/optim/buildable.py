@@ -87,11 +87,6 @@ class MuonBuildable(Buildable):
     ) -> Optimizer:
         """Make this optimizer for the named parameters of `model`; see `OptimizerSettings`.
 
-        Parameters
-        ----------
-        model, lr, replicas
-            As in `OptimizerSettings.build`.
-        qk_clip
-            A `deepmd_muon.optim.qk_clip.QKClip`: attention layers whose logits stay below a threshold.
+        A `deepmd_muon.optim.qk_clip.QKClip` names attention layers whose logits stay below a threshold.
         """
         return _builder_of(self)(self, model, self.own_lr if lr is None else lr, replicas, qk_clip)

@@ -19,14 +19,14 @@ from torch import Tensor
 from deepmd_muon.optim.config import HybridMuonConfig, NonFinite
 from deepmd_muon.optim.cuda import SideStream
 from deepmd_muon.optim.dtensors import local_of, spec_of
-from deepmd_muon.optim.errors import InvalidGradientError
+from deepmd_muon.optim.errors import InvalidGradientError, NonFiniteGradientError
 from deepmd_muon.optim.polar.dispatch import unavailable
 from deepmd_muon.optim.routing.group_settings import raw_settings
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry
 from deepmd_muon.optim.state.host_memory import HostMemory
 from deepmd_muon.optim.state.schema import STATE_OF_ROUTE, State, StateHolder, known_tensors
-from deepmd_muon.optim.update.gradients import StepControl, decide, gradients_of, waves
+from deepmd_muon.optim.update.gradients import StepControl, gradients_of, nonfinite_flags, waves
 from deepmd_muon.optim.update.muon import muon_
 from deepmd_muon.optim.waves import RoutedParams, StateLists, Wave, step_elements, waves_of
 
@@ -166,19 +166,41 @@ class CompiledStep:
     def decide(
         self, on_nonfinite: NonFinite, scale: Tensor | None, skip: Tensor | None, *, agreed: bool = False
     ) -> StepControl:
-        """Decide on the device, identically on all ranks, whether this step is skipped; see `gradients.decide`.
+        """Decide on the device, identically on all ranks, whether this step is skipped.
 
-        `agreed` tells that `skip` is the same on all ranks, so that they need not compare it.
+        `scale` and `skip` are a gradient scaler's; with `agreed`, `skip` is the same on all ranks, which need not
+        compare it.
+
+        Raises
+        ------
+        NonFiniteGradientError
+            When a gradient holds NaN or infinity, `on_nonfinite` is 'error' and no scaler skips the step.
         """
-        agree = None if self.sharded is None else self.sharded.agree
-        if on_nonfinite == "ignore" and (agree is None or agreed):
-            if agree is not None:
-                agree(None)
+        if on_nonfinite == "ignore" and (self.sharded is None or agreed):
+            if self.sharded is not None:
+                self.sharded.agree(None)
             return StepControl(skip, scale)
-        routed = [member for group in self._groups for member in group.routed]
-        grads = [p.grad if entry.route != "frozen" else None for p, entry in routed]
-        local = [None if g is None else local_of(g) for g in grads]
-        return decide([entry.name for _, entry in routed], local, on_nonfinite, scale, skip, agree)
+        routed = [member for group in self._groups for member in group.routed]  # in the same order on all ranks
+        grads = [None if p.grad is None or entry.route == "frozen" else local_of(p.grad) for p, entry in routed]
+        flags = skip
+        named = on_nonfinite == "error" and skip is None  # the host reads the flags, one per parameter
+        if on_nonfinite != "ignore":
+            here = {i: g for i, g in enumerate(grads) if g is not None and g.numel()}
+            bad = nonfinite_flags(list(here.values())).float() if here else torch.zeros(0, device="cpu")
+            if named:
+                flags = bad.new_zeros(len(grads))
+                flags[list(here)] = bad
+            else:
+                worst = bad.amax() if here else bad.sum()
+                flags = worst if skip is None else torch.maximum(skip.to(worst.device), worst)
+        if self.sharded is not None:
+            flags = self.sharded.agree(flags)
+        if flags is None or not flags.numel():
+            return StepControl(None, scale)
+        if named and flags.any():
+            found = zip(routed, flags.tolist(), strict=True)
+            raise NonFiniteGradientError([entry.name for (_, entry), is_bad in found if is_bad])
+        return StepControl(flags.amax() if flags.ndim else flags, scale)
 
     def run(self, state: State, memory: HostMemory | None, workspace: int, control: StepControl) -> None:
         """Step all parameters that have a gradient; compile the step if necessary."""

@@ -12,7 +12,6 @@ from deepmd_muon.optim.dtensors import local_of
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
-from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
 from deepmd_muon.optim.state.schema import ALL_MOMENTS, State, StateHolder, state_tensors
@@ -79,19 +78,13 @@ def waves_of(
 
 def step_elements(wave: Wave, grads: Sequence[Tensor], state: StateLists, control: StepControl) -> None:
     """Step a wave of one of the Adam routes."""
-    settings, lr = wave.group.settings, wave.group.lr
-    ratio = settings.adam_lr_ratio
-    assert ratio is not None
     adam_(
         wave.params,
         grads,
-        *(state[key] for key in ("exp_avg", "exp_avg_sq", "step")),
-        lr=lr if ratio == 1.0 else lr * ratio,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        weight_decay=settings.weight_decay if wave.route == "adamw" else 0.0,
-        eps=settings.adam_eps,
-        implementation=settings.adam_implementation,
+        state,
+        decays=wave.route == "adamw",
+        lr=wave.group.lr,
+        settings=wave.group.settings,
         control=control,
         maximize=wave.group.values["maximize"],
-        masters=state.get(MASTER),
     )

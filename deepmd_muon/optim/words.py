@@ -89,12 +89,7 @@ WORDS = frozenset((*_TRANSLATIONS, *_SCHEDULE))
 def translated(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Return arguments or a parameter group with other optimizers' words replaced by settings of this package.
 
-    Parameters
-    ----------
-    given
-        Values by word or setting.
-    known
-        The settings there are; a word that is one of them stays.
+    `known` are the settings there are; a word that is one of them stays.
 
     Raises
     ------

@@ -64,10 +64,6 @@ class Candidate:
     fits: Callable[[MatrixBatch], bool]
 
 
-def _whole(p: MatrixBatch) -> bool:
-    return p.readable and p.columns <= (256 if p.rows <= 64 else 128)
-
-
 def _strips(p: MatrixBatch) -> bool:
     strips = -(-p.columns // (64 if p.rows <= 128 else 32))
     few = p.rows <= 128 or p.count * strips <= 2 * _MOST_STRIPS
@@ -78,16 +74,12 @@ def _tiles(p: MatrixBatch) -> bool:
     return p.readable and 1 < p.rows <= 1024 and p.tiles <= _MOST_TILES
 
 
-def _symmetric(p: MatrixBatch) -> bool:
-    return p.readable and p.rows >= 128
-
-
 TABLE: tuple[Candidate, ...] = (
     Candidate(
         "whole",
         "m ≤ 64 and n ≤ 256, or m, n ≤ 128",
         "one launch, one program per matrix, X in registers",
-        _whole,
+        lambda p: p.readable and p.columns <= (256 if p.rows <= 64 else 128),
     ),
     Candidate(
         "strips",
@@ -105,7 +97,7 @@ TABLE: tuple[Candidate, ...] = (
         "symmetric",
         "m ≥ 128",
         "three launches per step, half of each symmetric product; wide matrices share products with X",
-        _symmetric,
+        lambda p: p.readable and p.rows >= 128,
     ),
     Candidate("torch", "everything else", "batched products of torch", lambda _: True),
 )

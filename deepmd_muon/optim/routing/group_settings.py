@@ -23,7 +23,7 @@ from deepmd_muon.optim.config import (
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
 from deepmd_muon.optim.routing.rules import RouteTable
-from deepmd_muon.optim.rules.registry import unknown_rules, unknown_rules_problem
+from deepmd_muon.optim.rules.registry import unknown_rules
 from deepmd_muon.optim.words import WORDS, nearest, translated
 from deepmd_muon.setting import check_settings, setting, setting_like
 
@@ -127,8 +127,8 @@ def checked_arguments(kind: type[Checked], given: Mapping[str, Any], problems: S
     for key in _SCHEDULES:
         values[key], found = _plain_schedule(given[key], key)
         problems += found
-    if isinstance(values["rules"], tuple) and (missing := unknown_rules(values["rules"])):
-        problems.append(unknown_rules_problem(missing))
+    if isinstance(values["rules"], tuple):
+        problems += unknown_rules(values["rules"])
     try:
         arguments = kind(**values)
     except InvalidSettingError as error:

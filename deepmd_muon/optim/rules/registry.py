@@ -60,8 +60,14 @@ def known_rules() -> list[MatrixRule]:
 
 
 def unknown_rules(names: Iterable[str]) -> list[str]:
-    """Return the names in the setting `rules` that nobody has registered."""
-    return [name for name in names if name not in _REGISTERED]
+    """Return a phrase for the names in the setting `rules` that nobody has registered; none if there are none."""
+    missing = ", ".join(repr(name) for name in names if name not in _REGISTERED)
+    known = ", ".join(map(repr, _REGISTERED)) or "none"
+    problem = (
+        f"rules: no rule is registered as {missing}; registered are {known}; import the module that calls "
+        "register_rule first"
+    )
+    return [problem] if missing else []
 
 
 @functools.lru_cache(maxsize=256)
@@ -70,19 +76,10 @@ def matrix_rules(settings: HybridMuonConfig) -> tuple[MatrixRule, ...]:
 
     Raises InvalidSettingError when the setting `rules` has a name that nobody has registered.
     """
-    if missing := unknown_rules(settings.rules):
-        raise InvalidSettingError(unknown_rules_problem(missing))
+    if problems := unknown_rules(settings.rules):
+        raise InvalidSettingError(problems[0])
     chosen = [rule for kind in _CLASSES if (rule := kind.of(settings)) is not None]
     return (*chosen, *(_REGISTERED[name] for name in settings.rules))
-
-
-def unknown_rules_problem(missing: Iterable[str]) -> str:
-    """Return the phrase for names that nobody has registered."""
-    known = ", ".join(map(repr, _REGISTERED)) or "none"
-    return (
-        f"rules: no rule is registered as {', '.join(map(repr, missing))}; registered are {known}; import the module "
-        "that calls register_rule first"
-    )
 
 
 def tensors_of(rules: Iterable[MatrixRule]) -> dict[str, StateTensor]:

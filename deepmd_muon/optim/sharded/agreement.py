@@ -121,10 +121,7 @@ def _digest(x: Tensor) -> Tensor:
 class GroupColumns:
     """Settings of groups as columns of the small all-reduce that a step has anyway.
 
-    Attributes
-    ----------
-    entries
-        The ranks of each group's parameters, with the name of the first of them; one or more for each group.
+    `entries` has the ranks of each group's parameters, with the name of the first of them; one or more for each group.
     """
 
     def __init__(self, params: Sequence[ShardedParameter]) -> None:

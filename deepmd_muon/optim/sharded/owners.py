@@ -128,16 +128,9 @@ def holders_of_blocks(
 ) -> tuple[BlockHolders, ...]:
     """Return the holders of every block, in the order of block numbers; blocks with the same holders share one object.
 
-    Parameters
-    ----------
-    shape, view, layout
-        Of the parameter.
-    state_layout
-        Of its momentum.
-    scored
-        Whether ranks that keep a block's score need its result even without holding elements of it.
-    lines
-        The state tensors with values for each row or column; the ranks that keep these need them, too.
+    `state_layout` is that of the parameter's momentum. With `scored`, ranks that keep a block's score need its result
+    even without holding elements of it. `lines` are the state tensors with values for each row or column; the ranks
+    that keep these need them, too.
     """
     copies_of_state = state_layout.replicas()
     sizes, having = _overlaps(shape, view, layout)

@@ -165,7 +165,13 @@ class ShardedStep:
             During the capture of a CUDA graph, where no such step was taken before, or with `exchange` 'reference'.
         """
         if is_capturing():
-            self._check_capture()
+            if self._settings.exchange == "reference" and self._muon:
+                raise CaptureError("exchange 'reference' reads on the host which gradients exist; use 'owners'")
+            if not (self._agreed and (self._repeating or (self._bound and self._elements is not None))):
+                raise CaptureError(
+                    "parameters or state have changed since the last step, or there was none; "
+                    "take a step before the capture"
+                )
         if not self._agreed:
             self._groups = [group_of(domain.ranks, self._device) for domain in self.plan.domains]
             for domain, group in zip(self.plan.domains, self._groups, strict=True):
@@ -213,16 +219,6 @@ class ShardedStep:
         for _ in moments or ():  # copies the last batch back to the host
             pass
         finish()
-
-    def _check_capture(self) -> None:
-        """Raise where a step would read numbers on the host, or its replays would repeat work of the first step."""
-        if self._settings.exchange == "reference" and self._muon:
-            raise CaptureError("exchange 'reference' reads on the host which gradients exist; use 'owners'")
-        if not (self._agreed and (self._repeating or (self._bound and self._elements is not None))):
-            raise CaptureError(
-                "parameters or state have changed since the last step, or there was none; "
-                "take a step before the capture"
-            )
 
     def _compare_presence(self) -> GradientPresence:
         """Return the comparison of gradients for parameters whose replicas would otherwise diverge."""

@@ -32,15 +32,9 @@ def shard_state(
     part. A gradient that is missing on some ranks only raises MissingGradientError on all ranks, on a GPU in the next
     step or by `state_dict` or `load_state_dict`. The optimizer cannot be copied or pickled; its state dict can.
 
-    Parameters
-    ----------
-    kind, **options
-        Class of the optimizer and its arguments; its update of an element must depend on that element alone.
-    params
-        Whole parameters, equal on all ranks, with equal gradients. Between steps their memory may be replaced by memory
-        of the same shape, strides, dtype and device.
-    replicas
-        Those ranks.
+    Its class `kind` must update each element from that element alone. The whole parameters and their gradients are
+    equal on `replicas`. Between steps their memory may be replaced by memory of the same shape, strides, dtype and
+    device.
 
     Raises
     ------

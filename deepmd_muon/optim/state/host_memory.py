@@ -28,14 +28,11 @@ _ALIGNMENT = 256  # bytes; kernels read whole vectors
 
 @dataclasses.dataclass(frozen=True)
 class HostSlot:
-    """Pinned memory of one state tensor: `nbytes` bytes of `slab` from `start` on; `value` is the tensor in the state.
-
-    `nbytes` is padded to whole vectors, so it may exceed the tensor's size.
-    """
+    """Pinned memory of one state tensor, which is `value` in the state."""
 
     slab: Tensor
     start: int
-    nbytes: int
+    nbytes: int  # padded to whole vectors, so it may exceed the tensor's size
     value: Tensor
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import threading
 from collections import Counter, defaultdict
@@ -137,23 +136,16 @@ def compile_kernels(
             return
         _COMPILED.add(key)
         works = functools.partial(_works, device, dtype, variant, settings.magma_muon, settings.nesterov)
-        calls = [works] if fuses(settings, dtype) else []
-        launch_in_threads([*calls, *_orthogonalizations(views, device, dtype, settings)], device)
-
-
-def _orthogonalizations(
-    views: Sequence[MatrixView], device: torch.device, dtype: torch.dtype, settings: HybridMuonConfig
-) -> list[Callable[[], object]]:
-    """Return calls that compile the kernels which orthogonalize the blocks of these views."""
-    if not settings.flash_muon or settings.precision not in ("auto", "float16"):
-        return []
-    counts = Counter((block.rows, block.columns) for view in views for block in block_locations(0, view))
-    schedules: dict[Coefficients, list[Tensor]] = defaultdict(list)
-    for (m, n), count in counts.items():
-        schedule = coefficients_of(settings.schedule_of((count, m, n)))
-        schedules[schedule].append(torch.zeros(count, m, n, dtype=moment_dtype(dtype), device=device))
-    several = [compilations(*each[::-1], torch.float16, IMPLEMENTATIONS) for each in schedules.items()]
-    return list(itertools.chain(*several))
+        calls: list[Callable[[], object]] = [works] if fuses(settings, dtype) else []
+        if settings.flash_muon and settings.precision in ("auto", "float16"):
+            counts = Counter((block.rows, block.columns) for view in views for block in block_locations(0, view))
+            schedules: dict[Coefficients, list[Tensor]] = defaultdict(list)
+            for (m, n), count in counts.items():
+                schedule = coefficients_of(settings.schedule_of((count, m, n)))
+                schedules[schedule].append(torch.zeros(count, m, n, dtype=moment_dtype(dtype), device=device))
+            for schedule, matrices in schedules.items():
+                calls += compilations(matrices, schedule, torch.float16, IMPLEMENTATIONS)
+        launch_in_threads(calls, device)
 
 
 def compilations(
@@ -171,19 +163,16 @@ def compilations(
         if name == "torch":
             continue
         calls.append(functools.partial(check, name, device))
-        if name in _BY_CLASS:
-            calls += _launches(name, [x for x, own in zip(matrices, chosen, strict=True) if own == name], coefficients)
+        if name not in _BY_CLASS:
+            continue
+        mine = [x for x, own in zip(matrices, chosen, strict=True) if own == name]
+        plan = launches_for(name, geometry_of(mine), device)
+        inputs = Inputs(AddressTable(len(mine), device).of(mine), mine)
+        out = torch.empty(plan.out_size, dtype=torch.float32, device=device)
+        # One launch for each kernel that these matrices need.
+        different = {tuple(launch.constants.items()): launch for launch in plan.launches}.values()
+        calls += [functools.partial(start_launch, name, launch, inputs, coefficients, out) for launch in different]
     return calls
-
-
-def _launches(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Callable[[], object]]:
-    """Return one launch for each kernel that these matrices need."""
-    device = matrices[0].device
-    plan = launches_for(name, geometry_of(matrices), device)
-    inputs = Inputs(AddressTable(len(matrices), device).of(matrices), matrices)
-    different = {tuple(launch.constants.items()): launch for launch in plan.launches}
-    out = torch.empty(plan.out_size, dtype=torch.float32, device=device)
-    return [functools.partial(start_launch, name, launch, inputs, coefficients, out) for launch in different.values()]
 
 
 @functools.lru_cache(maxsize=64)
