@@ -110,21 +110,10 @@ def orthogonalize_matrices(
     gram: bool = True,
     flash: bool | Collection[str] = True,
 ) -> list[Tensor]:
-    """Orthogonalize several batches of matrices of different shapes together.
+    """Orthogonalize several batches (b, m, n) of different shapes on one device together; they are not changed.
 
-    Parameters
-    ----------
-    matrices
-        Tensors (b, m, n) on one device; they are not changed.
-    schedule, precision, gram
-        As in `orthogonalize`.
-    flash
-        Whether to use kernels, or the implementations of `polar.dispatch` that may be used.
-
-    Returns
-    -------
-    list of Tensor
-        The polar factors, shapes as given, in the iterate's dtype (float32, or float64 for precision 'float64').
+    The other arguments are as in `orthogonalize`; `flash` tells whether to use kernels, or which implementations of
+    `polar.dispatch`. The polar factors are in the iterate's dtype: float32, or float64 for precision 'float64'.
     """
     if not matrices:
         return []

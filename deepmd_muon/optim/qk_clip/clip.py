@@ -36,7 +36,7 @@ class _Target:
 def checked_logits(clipper: Clipper | None, logits: Logits | None) -> dict[str, Tensor]:
     """Return the logits given to a step, by the routing's names.
 
-    QKClipError names those that are not (heads,) tensors of declared layers; nothing is changed.
+    Raises QKClipError, naming those that are not (heads,) tensors of declared layers; nothing is changed.
     """
     if logits is None:
         return {}

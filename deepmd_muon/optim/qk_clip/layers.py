@@ -265,7 +265,7 @@ class QKClip:
 def rows_by_parameter(clip: QKClip, routes: Mapping[str, RouteEntry]) -> dict[str, list[tuple[Layer, HeadRows]]]:
     """Return which rows of which parameter QK-clip scales, those of biases included.
 
-    QKClipError tells when a weight is missing or does not fit its layer, or a layer normalises queries or keys.
+    Raises QKClipError when a weight is missing or does not fit its layer, or a layer normalises queries or keys.
     """
     shapes = {name: entry.shape for name, entry in routes.items()}
     found: dict[str, list[tuple[Layer, HeadRows]]] = {}

@@ -115,10 +115,7 @@ def check_group(group: Mapping[str, Any], defaults: Collection[str]) -> None:
 def checked_arguments(kind: type[Checked], given: Mapping[str, Any], problems: Sequence[str] = ()) -> Checked:
     """Return arguments of HybridMuon as a dataclass, with lists as tuples.
 
-    Raises
-    ------
-    InvalidSettingError
-        With `problems`, and naming every setting that is of a wrong type or out of its range.
+    Raises InvalidSettingError with `problems`, and every setting that is of a wrong type or out of its range.
     """
     values = {**given, **{key: as_tuple(given[key]) for key in LISTS}}
     problems = [*_problems_of_lr(given["lr"]), *problems]

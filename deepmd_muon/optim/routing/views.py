@@ -92,10 +92,7 @@ class MatrixView:
     def axes(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return (i, j): dimensions of the parameter before i are the batch, i … j the rows, from j on the columns.
 
-        Raises
-        ------
-        ValueError
-            When no dimensions of this shape fold to the view.
+        Raises ValueError when no dimensions of this shape fold to the view.
         """
         for i in range(len(shape) + 1):
             for j in range(i, len(shape) + 1):
@@ -118,13 +115,7 @@ class MatrixView:
 
     @classmethod
     def parse(cls, text: str) -> MatrixView | None:
-        """Read the text form; an empty string stands for no view.
-
-        Raises
-        ------
-        ValueError
-            When the text is neither empty nor of the form above.
-        """
+        """Read the text form, or raise ValueError; an empty string stands for no view."""
         if not text:
             return None
         found = _VIEW_FORM.fullmatch(text)
@@ -149,10 +140,7 @@ class FusedSplit:
     def parse(cls, text: str) -> FusedSplit:
         """Read the form of the setting `splits`, e.g. ``*.qkv.weight: rows 3`` or ``*.q_b: rows (128+64)*16+rest``.
 
-        Raises
-        ------
-        InvalidShapeError
-            When the text has another form, or 'rest' stands in it twice.
+        Raises InvalidShapeError when the text has another form, or 'rest' stands in it twice.
         """
         found = re.fullmatch(SPLIT_PATTERN, text)
         if not found or found["sizes"].count("rest") > 1:
@@ -171,10 +159,7 @@ class FusedSplit:
     def apply(self, view: MatrixView, name: str) -> MatrixView:
         """Return the view divided into blocks.
 
-        Raises
-        ------
-        InvalidShapeError
-            When the sizes do not add up to the dimension, leave no rest, or equal parts do not divide it.
+        Raises InvalidShapeError when sizes do not add up to the dimension or leave no rest, or parts do not divide it.
         """
         length = view.rows if self.axis == "rows" else view.columns
         left = length - sum(size for size in self.sizes if size != _REST)
@@ -195,13 +180,8 @@ def effective_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 def matrix_view(shape: tuple[int, ...], mode: MuonMode) -> MatrixView | None:
     """Return the matrix view of a shape, or None when the mode defines none.
 
-    Parameters
-    ----------
-    shape
-        The parameter's shape.
-    mode
-        '2d' sees only effective rank 2; 'flat' folds all leading dimensions into rows; 'slice' takes the last
-        two dimensions as the matrix and the leading ones as a batch.
+    '2d' sees only effective rank 2; 'flat' folds all leading dimensions into rows; 'slice' takes the last two
+    dimensions as the matrix and the leading ones as a batch.
     """
     effective = effective_shape(shape)
     if len(effective) < 2 or (mode == "2d" and len(effective) > 2):

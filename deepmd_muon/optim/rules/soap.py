@@ -47,17 +47,11 @@ _STEPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class SoapMuon(MatrixRule):
-    """SOAP before the polar factor, as a rule.
-
-    Attributes
-    ----------
-    beta
-        Decay β of L, R and v.
-    """
+    """SOAP before the polar factor, as a rule."""
 
     name = "soap_muon"
     inputs = ("gradient",)
-    beta: float = 0.9
+    beta: float = 0.9  # decay of L, R and v
 
     @classmethod
     def of(cls, settings: HybridMuonConfig) -> SoapMuon | None:

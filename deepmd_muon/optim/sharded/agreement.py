@@ -45,12 +45,8 @@ _DIGEST_BITS = 24  # whole numbers that float32 holds exactly
 def check_settings(groups: Sequence[Group], params: Sequence[ShardedParameter], device: torch.device) -> None:
     """Compare names, routes and settings of all parameters among the ranks that hold them, on tensors of `device`.
 
-    A learning rate on a GPU is read, which waits for it.
-
-    Raises
-    ------
-    PlanMismatchError
-        On all ranks: with the first parameter, or with group, key and both values of the first setting that differs.
+    A learning rate on a GPU is read, which waits for it. Raises PlanMismatchError on all ranks, with the first parameter
+    that differs, or with group, key and both values of the first setting.
     """
     members = [(tuple(sorted(p.layout.ranks)), f"{p} (route {p.entry.placement})", p) for p in params]
     settings = {}
@@ -80,14 +76,9 @@ def check_settings(groups: Sequence[Group], params: Sequence[ShardedParameter], 
 def check_replicas(state: State, params: Sequence[ShardedParameter], device: torch.device) -> None:
     """Compare the values of plain parameters that have not been stepped yet with those of their replicas.
 
-    Later, replicas may differ by rounding where ranks repeat the work on unlike hardware.
-
-    Parameters with state have been compared before, or their values come from a checkpoint.
-
-    Raises
-    ------
-    ReplicaMismatchError
-        On all ranks, naming the parameters.
+    Later, replicas may differ by rounding where ranks repeat the work on unlike hardware. Parameters with state have
+    been compared before, or their values come from a checkpoint. Raises ReplicaMismatchError on all ranks, with all
+    names.
     """
     fresh = [p for p in params if not isinstance(p.p, DTensor) and not state.get(p.p) and p.p.numel()]
     if not fresh:
@@ -178,24 +169,14 @@ class ComparedParameter(NamedTuple):
 class GradientPresence:
     """Compares by one small all-reduce which parameters have gradients on the ranks that hold them.
 
-    On a CPU the result is read at once. On a GPU it is read when the next comparison begins, or by `raise_deferred`, so
-    that the host does not wait for the device: all ranks then raise together, one step late.
+    On a CPU the result is read at once. On a GPU, or with `late`, it is read when the next comparison begins, or by
+    `raise_deferred`, so that the host does not wait for the device: all ranks then raise together, one step late.
 
-    Parameters
-    ----------
-    compared
-        Parameters whose step is not exchanged: a rank without a gradient would not step them.
-    ranks
-        All sets of ranks that hold parameters; a subset of another set is compared as part of that.
-    late
-        Whether to read a comparison when the next one begins; None: only on a GPU.
-    columns
-        Settings of groups, which travel in the same collective, or in one of their own in every hundredth step.
+    The steps of the parameters `compared` are not exchanged: a rank without a gradient would not step them. `ranks` are
+    all sets of ranks that hold parameters; a subset of another set is compared as part of that. Settings of groups, the
+    `columns`, travel in the same collective, or in one of their own in every hundredth step.
 
-    Raises
-    ------
-    PlanMismatchError
-        On all ranks of a group, when their parameters differ.
+    Raises PlanMismatchError on all ranks of a group when their parameters differ.
     """
 
     def __init__(

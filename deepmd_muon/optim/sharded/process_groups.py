@@ -24,7 +24,7 @@ _KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessG
 def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup | None:
     """Return the process group of these ranks, all of which must call this; None for a single rank.
 
-    It is created once and shared. UnsupportedTransportError tells that it has no backend for the device.
+    It is created once and shared. Raises UnsupportedTransportError when it has no backend for the device.
     """
     if len(ranks) == 1:
         return None

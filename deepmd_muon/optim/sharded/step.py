@@ -154,11 +154,10 @@ class ShardedStep:
         ShardingError
             On all ranks, when something cannot be exchanged; nothing is changed.
         MissingGradientError
-            On all ranks, when only some replicas have a gradient of a parameter whose step is not exchanged; on a GPU
-            in the next step, or by `raise_deferred`.
+            On all ranks, when only some replicas have a gradient of a parameter whose step is not exchanged; on a GPU in the
+            next step, or by `raise_deferred`.
         PlanMismatchError
-            On all ranks, when their parameters or routes differ in the first step, or settings of their groups then or
-            later (`GroupColumns`).
+            On all ranks, when parameters or routes differ in the first step, or settings of groups then or later.
         ReplicaMismatchError
             On all ranks, in the first step, when replicas differ.
         CaptureError
