@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from deepmd_muon.optim.buildable import import_builders_with
+from deepmd_muon.optim.buildable import IMPORT_BUILDERS
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.buildable import Buildable
@@ -87,7 +87,7 @@ __all__ = [
 ]
 
 
-import_builders_with(lambda: import_module(f"{__name__}.build"))
+IMPORT_BUILDERS.append(lambda: import_module(f"{__name__}.build"))
 
 
 def __getattr__(name: str) -> Any:

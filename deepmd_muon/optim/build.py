@@ -57,7 +57,11 @@ def build_muon(
     else:
         settings["adam_betas"] = (settings.pop("adam_beta1"), settings.pop("adam_beta2"))
     if config.conv_patterns is None:
-        settings |= _kernels_of(model, settings["splits"])
+        kernels = {glob.escape(name): groups for name, groups in convolutions(model).items()}
+        if kernels:
+            log.info("matrices (out, in times kernel) of convolutions: %s", ", ".join(convolutions(model)))
+        grouped = [f"{pattern}: rows {groups}" for pattern, groups in kernels.items() if groups > 1]
+        settings |= {"conv_patterns": tuple(kernels), "splits": (*settings["splits"], *grouped)}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = HybridMuon(model.named_parameters(), lr, replicas=replicas, **settings)
@@ -77,15 +81,6 @@ def _patterns_of(model: nn.Module, matrices: Sequence[str]) -> tuple[str, ...]:
     if found:
         log.info("AdamW by type of module: %s", ", ".join(f"{name} ({reason})" for name, reason in found.items()))
     return (*DEFAULT_ADAMW_PATTERNS, *map(glob.escape, found))
-
-
-def _kernels_of(model: nn.Module, splits: Sequence[str]) -> dict[str, Any]:
-    """Return patterns for the weights of a model's convolutions, and how those of grouped ones are split."""
-    found = {glob.escape(name): groups for name, groups in convolutions(model).items()}
-    if found:
-        log.info("matrices (out, in times kernel) of convolutions: %s", ", ".join(convolutions(model)))
-    grouped = [f"{pattern}: rows {groups}" for pattern, groups in found.items() if groups > 1]
-    return {"conv_patterns": tuple(found), "splits": (*splits, *grouped)}
 
 
 @register_builder(AdamConfig)

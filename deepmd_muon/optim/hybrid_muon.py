@@ -140,7 +140,8 @@ class HybridMuon(QuickOptimizer):
         holders: Mapping[Tensor, StateHolder] = {} if sharded is None else sharded.holders
         move_state(self.state, self._routing, groups, holders, self._host_memory, self.on_route_change)
         # Nothing above changes the optimizer if it raises: a split that does not fit leaves it as it was.
-        routing.write_manifests(self.param_groups)
+        for group, entries in zip(self.param_groups, routing.routes, strict=True):
+            group.update(RouteTable(entries).manifest())  # plain lists, which state dicts keep
         if routing.table != self.routing and log.isEnabledFor(logging.DEBUG):
             log_parameters(groups, self.replicas)
             plan = sharded.plan if sharded else plan_of_one_process(groups, self.sharded)
@@ -180,11 +181,17 @@ class HybridMuon(QuickOptimizer):
         return self._sharded.fresh_state(self._groups()) if self._sharded else {}
 
     def _reroute_if_changed(self) -> None:
-        """Recompute the routing if parameters, their switches or routing settings have changed; log new routes."""
+        """Recompute the routing if parameters, their switches or routing settings have changed.
+
+        Warn of each new route or view, unless the parameter was frozen or unfrozen.
+        """
         if not self._routing.is_current(self.param_groups):
-            before = self.routing
+            before = {entry.name: entry for entry in self.routing}
             self._route_parameters()
-            self.routing.log_changes(before)
+            for entry in self.routing:
+                old = before.get(entry.name, entry)
+                if "frozen" not in (old.route, entry.route) and old.placement != entry.placement:
+                    log.warning("%s: the route is now %s; it was %s", entry.name, entry.placement, old.placement)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with its routing; a frozen parameter keeps the state it had before.

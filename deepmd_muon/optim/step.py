@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, eq, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +53,8 @@ class Snapshot:
         devices: Sequence[tuple[Tensor, torch.device]],
         shared: Sequence[Tensor],
     ) -> None:
-        self._groups = list(param_groups)
-        self._settings = copy.deepcopy([_settings_of(group, workspace) for group in param_groups])
+        self._groups, self._workspace = list(param_groups), workspace
+        self._settings = copy.deepcopy([(raw_settings(group), group["foreach"]) for group in param_groups])
         self._sizes = [len(group["params"]) for group in param_groups]
         self._params = [p for group in param_groups for p in group["params"]]
         self._trained = list(map(_is_trained, self._params))
@@ -75,7 +75,8 @@ class Snapshot:
         return (
             [len(group["params"]) for group in param_groups] == self._sizes
             and all(map(is_, param_groups, self._groups))
-            and all(map(eq, [_settings_of(group, workspace) for group in param_groups], self._settings))
+            and workspace == self._workspace
+            and all(map(eq, [(raw_settings(group), group["foreach"]) for group in param_groups], self._settings))
             and self.same_tensors(param_groups, state)
             and _layouts(self._params) == self._gradients
             and list(map(_is_trained, self._params)) == self._trained
@@ -88,28 +89,19 @@ class Snapshot:
     def same_tensors(self, param_groups: Sequence[dict[str, Any]], state: State) -> bool:
         """Return whether parameters and state are the same tensors in the same memory."""
         params = itertools.chain.from_iterable(group["params"] for group in param_groups)
-        return (
-            sum(len(group["params"]) for group in param_groups) == len(self._params)
-            and all(map(is_, params, self._params))
-            and len(state) == len(self._states)
-            and all(map(is_, state.values(), self._states))
-            and self._same_state()
-            and all(p.device == device for p, device in self._devices)
-            and all(map(is_, map(spec_of, self._shared), self._specs))
-            and [local_of(p).data_ptr() for p in self._shared] == self._addresses
-        )
-
-    def _same_state(self) -> bool:
-        """Return whether all state tensors are the same."""
         try:
-            return all(all(map(is_, map(get, holders), known)) for get, holders, known in self._tensors)
+            return (
+                sum(len(group["params"]) for group in param_groups) == len(self._params)
+                and all(map(is_, params, self._params))
+                and len(state) == len(self._states)
+                and all(map(is_, state.values(), self._states))
+                and all(all(map(is_, map(get, holders), known)) for get, holders, known in self._tensors)
+                and all(p.device == device for p, device in self._devices)
+                and all(map(is_, map(spec_of, self._shared), self._specs))
+                and [local_of(p).data_ptr() for p in self._shared] == self._addresses
+            )
         except KeyError:  # a state tensor has been deleted
             return False
-
-
-def _settings_of(group: Mapping[str, Any], workspace: int) -> tuple[Any, ...]:
-    """Return the settings that determine waves and updates."""
-    return raw_settings(group), group["foreach"], workspace
 
 
 def _layouts(params: Sequence[Tensor]) -> list[torch.layout | None]:

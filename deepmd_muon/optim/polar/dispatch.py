@@ -70,10 +70,6 @@ def _strips(p: MatrixBatch) -> bool:
     return p.readable and 1 < p.rows <= 256 and strips <= _MOST_STRIPS and few
 
 
-def _tiles(p: MatrixBatch) -> bool:
-    return p.readable and 1 < p.rows <= 1024 and p.tiles <= _MOST_TILES
-
-
 TABLE: tuple[Candidate, ...] = (
     Candidate(
         "whole",
@@ -91,7 +87,7 @@ TABLE: tuple[Candidate, ...] = (
         "tiles",
         f"m ≤ 1024 and at most {_MOST_TILES} tiles of 64 × 64",
         "one cooperative launch, programs share the tiles of each product",
-        _tiles,
+        lambda p: p.readable and 1 < p.rows <= 1024 and p.tiles <= _MOST_TILES,
     ),
     Candidate(
         "symmetric",

@@ -128,14 +128,13 @@ class LogitRecorder:
         for layer in layers:
             module = modules[layer.name]
             if isinstance(module, nn.MultiheadAttention):
-                self._add(module.register_forward_hook, functools.partial(self._after_mha, layer.name))
+                after: Callable[..., None] = functools.partial(self._after_mha, layer.name)
             else:
                 self._hooks.append(module.register_forward_pre_hook(functools.partial(self._before, layer.name)))
-                self._add(module.register_forward_hook, functools.partial(self._after, layer.name), always_call=True)
-
-    def _add(self, register: Callable[..., Any], hook: Callable[..., Any], **options: Any) -> None:
-        # Before FSDP's hook, which frees the whole weights.
-        self._hooks.append(register(hook, prepend=True, with_kwargs=True, **options))
+                after = functools.partial(self._after, layer.name)
+            # Before FSDP's hook, which frees the whole weights.
+            always = not isinstance(module, nn.MultiheadAttention)
+            self._hooks.append(module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=always))
 
     def take(self) -> dict[str, Tensor] | None:
         """Return the maxima recorded since the last call, (heads,) by layer, or None; the next step begins."""

@@ -106,10 +106,17 @@ raw_settings = itemgetter(*("adam_betas", *_SCHEDULES, *LISTS, *_PLAIN_SETTINGS)
 
 
 def check_group(group: Mapping[str, Any], defaults: Collection[str]) -> None:
-    """Check a parameter group, whose keys should be those of `defaults`; raise as `checked_arguments`."""
+    """Check a parameter group, whose keys should be those of `defaults`; raise as `checked_arguments`.
+
+    A key that is a misspelled setting is a problem; others are the user's own.
+    """
     names = (field.name for field in dataclasses.fields(GroupArguments))
     given = {name: group[name] for name in names if name in group}
-    checked_arguments(GroupArguments, given, _unknown_keys(group, defaults))
+    settings = ("params", *defaults)
+    misspelled = {key: near for key in sorted(own_keys(group)) if (near := nearest(str(key), settings))}
+    problems = [f"{key!r}: unknown in a parameter group; did you mean {near!r}?" for key, near in misspelled.items()]
+    problems += [f"{key}: holds for all groups; give it to HybridMuon" for key in sorted(OF_ALL_GROUPS & group.keys())]
+    checked_arguments(GroupArguments, given, problems)
 
 
 def checked_arguments(kind: type[Checked], given: Mapping[str, Any], problems: Sequence[str] = ()) -> Checked:
@@ -163,15 +170,6 @@ def words_of_group(group: Any, defaults: Mapping[str, Any]) -> Any:
 def own_keys(group: Mapping[str, Any]) -> set[str]:
     """Return the keys of a group that are the user's own: neither settings nor words nor what the optimizer keeps."""
     return group.keys() - _KNOWN_KEYS - WORDS
-
-
-def _unknown_keys(group: Mapping[str, Any], defaults: Collection[str]) -> list[str]:
-    """Return a problem for each key of a parameter group that is a misspelled setting; others are the user's own."""
-    settings = ("params", *defaults)
-    misspelled = {key: near for key in sorted(own_keys(group)) if (near := nearest(str(key), settings))}
-    problems = [f"{key!r}: unknown in a parameter group; did you mean {near!r}?" for key, near in misspelled.items()]
-    problems += [f"{key}: holds for all groups; give it to HybridMuon" for key in sorted(OF_ALL_GROUPS & group.keys())]
-    return problems
 
 
 def _problems_of_lr(lr: Any) -> list[str]:

@@ -76,10 +76,13 @@ def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | 
         used.add(p)
         return names[p], p
 
-    def several(params: Any) -> list[Any]:
-        return [pair(p) for p in ([params] if isinstance(params, Tensor) else params)]
-
-    named = [{**item, "params": several(item["params"])} if isinstance(item, dict) else pair(item) for item in given]
+    named = []
+    for item in given:
+        if isinstance(item, dict):
+            params = item["params"]
+            named.append({**item, "params": [pair(p) for p in ([params] if isinstance(params, Tensor) else params)]})
+        else:
+            named.append(pair(item))
     omitted = [name for p, name in names.items() if p not in used and p.requires_grad]
     if omitted:
         warnings.warn(
@@ -177,7 +180,7 @@ def warn_of_kernels(groups: Sequence[Group]) -> None:
 
 
 class Routing:
-    """The routes of all parameters of some groups (`table`), and the inputs that they were computed from.
+    """The routes of all parameters (`table`), those of each group (`routes`), and the inputs they were computed from.
 
     Raises
     ------
@@ -187,14 +190,14 @@ class Routing:
 
     def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
         self._inputs, self._params = _routing_inputs(param_groups), _identities(param_groups)
-        self._routes: list[list[RouteEntry]] = []
+        self.routes: list[list[RouteEntry]] = []
         for number, group in enumerate(param_groups):
             rules, names = RoutingRules.of(group_settings(group)), group.get("param_names")
-            self._routes.append([])
+            self.routes.append([])
             for i, p in enumerate(group["params"]):
                 entry = choose_route(names[i] if names else None, tuple(p.shape), rules, trainable=p.requires_grad)
-                self._routes[-1].append(entry if names else dataclasses.replace(entry, name=unnamed(number, i)))
-        self.table = RouteTable([entry for entries in self._routes for entry in entries])
+                self.routes[-1].append(entry if names else dataclasses.replace(entry, name=unnamed(number, i)))
+        self.table = RouteTable([entry for entries in self.routes for entry in entries])
 
     def is_current(self, param_groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the parameters, switches and routing settings, which may change between steps, are as before."""
@@ -208,13 +211,8 @@ class Routing:
 
     def groups(self, param_groups: Sequence[dict[str, Any]]) -> list[Group]:
         """Return the groups as a step reads them."""
-        groups = zip(param_groups, self._routes, strict=True)
+        groups = zip(param_groups, self.routes, strict=True)
         return [Group(g, group_settings(g), tuple(zip(g["params"], some, strict=True))) for g, some in groups]
-
-    def write_manifests(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Store each group's routes in it as plain lists, which state dicts keep."""
-        for group, entries in zip(param_groups, self._routes, strict=True):
-            group.update(RouteTable(entries).manifest())
 
 
 def log_parameters(groups: Iterable[Group], replicas: object = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import re
 from collections import Counter
@@ -14,8 +13,6 @@ from typing import Any, Literal
 from deepmd_muon.optim.config import HybridMuonConfig, MuonMode, VectorRoute
 from deepmd_muon.optim.errors import ForeignStateError
 from deepmd_muon.optim.routing.views import FusedSplit, MatrixView, effective_shape, kernel_view, matrix_view
-
-log = logging.getLogger(__name__)
 
 Route = Literal["muon", "adam", "adamw", "frozen"]
 ROUTES: tuple[Route, ...] = ("muon", "adam", "adamw", "frozen")
@@ -93,14 +90,6 @@ class RouteTable(tuple[RouteEntry, ...]):
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]
         ]
         return "\n".join(line.rstrip() for line in lines)
-
-    def log_changes(self, before: RouteTable) -> None:
-        """Warn of each parameter whose route or view differs from `before`, unless it was frozen or unfrozen."""
-        earlier = {entry.name: entry for entry in before}
-        for entry in self:
-            old = earlier.get(entry.name, entry)
-            if "frozen" not in (old.route, entry.route) and old.placement != entry.placement:
-                log.warning("%s: the route is now %s; it was %s", entry.name, entry.placement, old.placement)
 
     def summary(self) -> str:
         """Return one line: parameters and share of the weights per route."""

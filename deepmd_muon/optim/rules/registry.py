@@ -40,7 +40,9 @@ def register_rule(rule: MatrixRule) -> None:
                 "number per 'blocks', 'rows' or 'columns'"
             )
     for other in known_rules():
-        if other.name == rule.name and _origin(other) == _origin(rule):
+        mine, theirs = type(rule), type(other)
+        same = (mine.__module__, mine.__qualname__) == (theirs.__module__, theirs.__qualname__)
+        if other.name == rule.name and same:
             continue
         if other.name == rule.name:
             raise InvalidSettingError(f"register_rule: {rule.name!r} is the name of another rule, {other}")
@@ -48,10 +50,6 @@ def register_rule(rule: MatrixRule) -> None:
             raise InvalidSettingError(f"register_rule: {rule.name!r} and {other.name!r} both have the state {shared}")
     _REGISTERED[rule.name] = rule
     matrix_rules.cache_clear()
-
-
-def _origin(rule: MatrixRule) -> tuple[str, str]:
-    return type(rule).__module__, type(rule).__qualname__
 
 
 def known_rules() -> list[MatrixRule]:

@@ -45,8 +45,8 @@ _DIGEST_BITS = 24  # whole numbers that float32 holds exactly
 def check_settings(groups: Sequence[Group], params: Sequence[ShardedParameter], device: torch.device) -> None:
     """Compare names, routes and settings of all parameters among the ranks that hold them, on tensors of `device`.
 
-    A learning rate on a GPU is read, which waits for it. Raises PlanMismatchError on all ranks, with the first parameter
-    that differs, or with group, key and both values of the first setting.
+    A learning rate on a GPU is read, which waits for it. Raises PlanMismatchError on all ranks, with the first
+    parameter that differs, or with group, key and both values of the first setting.
     """
     members = [(tuple(sorted(p.layout.ranks)), f"{p} (route {p.entry.placement})", p) for p in params]
     settings = {}
@@ -112,7 +112,8 @@ def _digest(x: Tensor) -> Tensor:
 class GroupColumns:
     """Settings of groups as columns of the small all-reduce that a step has anyway.
 
-    `entries` has the ranks of each group's parameters, with the name of the first of them; one or more for each group.
+    `entries` has the ranks of each group's parameters, with the name of the first of them; one or more for each group,
+    whose numbers are `numbers`. `values` has the settings of these groups, in the order of `KEYS`.
     """
 
     def __init__(self, params: Sequence[ShardedParameter]) -> None:
@@ -120,10 +121,10 @@ class GroupColumns:
         for p in params:
             first.setdefault((tuple(sorted(p.layout.ranks)), p.group), p.entry.name)
         self.entries = [(ranks, f"the group of {name!r}") for (ranks, _), name in first.items()]
-        self._numbers = [number for _, number in first]
+        self.numbers = [number for _, number in first]
         self._groups: Sequence[Group] = ()
         self._read: list[Any] = []
-        self._values: dict[int, list[float]] = {}
+        self.values: dict[int, list[float]] = {}
 
     def bind(self, groups: Sequence[Group]) -> None:
         """Take the groups whose settings the next comparisons read."""
@@ -138,8 +139,8 @@ class GroupColumns:
         if read == self._read:
             return False
         self._read = read
-        before, self._values = self._values, {}
-        for number in set(self._numbers):
+        before, self.values = self.values, {}
+        for number in set(self.numbers):
             group, (lr, maximize) = self._groups[number], read[number]
             own = [getattr(group.settings, key) for key in _KEYS]
             # Settings that are no numbers are compared by digests.
@@ -147,12 +148,8 @@ class GroupColumns:
                 float(x if isinstance(x, (bool, int, float)) else zlib.crc32(repr(x).encode()) % 2**_DIGEST_BITS)
                 for x in own
             ]
-            self._values[number] = [lr, float(maximize), *numbers]
-        return self._values != before
-
-    def values(self, entry: int) -> list[float]:
-        """Return the settings of the group of an entry, in the order of `KEYS`."""
-        return self._values[self._numbers[entry]]
+            self.values[number] = [lr, float(maximize), *numbers]
+        return self.values != before
 
 
 class ComparedParameter(NamedTuple):
@@ -308,6 +305,6 @@ class GradientPresence:
             flags[:, len(self._names[k]) :] = -torch.inf  # of groups on other ranks
             for number, start in self._entries[k]:
                 assert self._columns is not None
-                values = torch.tensor(self._columns.values(number), device="cpu")
+                values = torch.tensor(self._columns.values[self._columns.numbers[number]], device="cpu")
                 flags[:, start : start + len(KEYS)] = torch.stack([values, -values])
             self._here.append(flags.view(-1).to(self._device))

@@ -20,7 +20,7 @@ from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.sharded.messages import Piece, local_shape, piece_of, rectangles
 from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan, carried
 from deepmd_muon.optim.sharded.rule_state import RuleState
-from deepmd_muon.optim.sharded.transport import Exchange, ExchangeBuffers, Side
+from deepmd_muon.optim.sharded.transport import Exchange, Side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +54,14 @@ class OwnedBlocks:
     state: list[dict[str, Tensor]]
 
 
+@dataclasses.dataclass
 class UpdateList:
     """Pieces of one parameter group and dtype that are updated together: `targets` take `updates`."""
 
-    def __init__(self) -> None:
-        self.positions: list[int] = []
-        self.targets: list[Tensor] = []
-        self.updates: list[Tensor] = []
-        self.masters: list[Tensor] = []  # of 16-bit parameters with master weights
+    positions: list[int] = dataclasses.field(default_factory=list)
+    targets: list[Tensor] = dataclasses.field(default_factory=list)
+    updates: list[Tensor] = dataclasses.field(default_factory=list)
+    masters: list[Tensor] = dataclasses.field(default_factory=list)  # of 16-bit parameters with master weights
 
 
 class Bucket:
@@ -128,7 +128,7 @@ class Bucket:
 
     def bind(
         self,
-        buffers: ExchangeBuffers,
+        buffers: tuple[Tensor, Tensor],
         workspace: Tensor,
         local_params: Mapping[int, LocalParameter],
         momenta: Sequence[Tensor],
@@ -139,7 +139,7 @@ class Bucket:
         `workspace`, float64, holds the matrices. `local_params` and `momenta` are this rank's of every parameter of the
         plan; `rows`, the first row of each parameter in the table of sums that `pack` takes.
         """
-        self.exchange.bind(buffers)
+        self.exchange.bind(*buffers)
         flat, start = workspace.view(self.exchange.dtype), 0
         planes: list[list[Tensor]] = [[] for _ in range(1 + len(self.asked))]
         for plane in planes:

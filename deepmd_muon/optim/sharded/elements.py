@@ -19,7 +19,7 @@ from deepmd_muon.optim.sharded.layout import held_runs, total
 from deepmd_muon.optim.sharded.params import ShardedParameter, StateSharding
 from deepmd_muon.optim.sharded.process_groups import group_of
 from deepmd_muon.optim.sharded.transport import CollectiveStream
-from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
+from deepmd_muon.optim.state.host_memory import HostMemory
 from deepmd_muon.optim.state.schema import State, StateHolder
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.waves import Wave, step_elements, waves_of
@@ -33,16 +33,12 @@ class ElementwiseStep:
 
     def __init__(self, sharded_params: Sequence[ShardedParameter], collectives: CollectiveStream) -> None:
         self._sharded_params = sharded_params
-        self._waves: list[Wave] = []
+        self.waves: list[Wave] = []
         parts: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[Tensor, StateSharding]]] = defaultdict(list)
         for param in sharded_params:
             if param.sharding is not None and len(param.sharding.layout.ranks) > 1:
                 parts[param.sharding.layout.ranks, param.p.dtype].append((param.p, param.sharding))
         self._parts = [GatheredParts(chosen, collectives) for chosen in parts.values()]
-
-    def reset(self) -> None:
-        """Release all references to parameters' memory and state."""
-        self._waves = []
 
     def compile(self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int) -> None:
         """Divide the parameters that have a gradient into waves; create missing state."""
@@ -50,20 +46,16 @@ class ElementwiseStep:
         for param in self._sharded_params:
             if param.p.grad is not None:
                 kinds[param.group, param.entry.route].append((param.elements(), param))
-        self._waves = []
+        self.waves = []
         for (number, route), members in kinds.items():
-            self._waves += waves_of(groups[number], route, members, state, memory, workspace)
-
-    def transfer_batches(self) -> list[TransferBatch]:
-        """Return the transfer batch of each wave with offloaded moments."""
-        return [wave.transfer_batch for wave in self._waves if wave.transfer_batch is not None]
+            self.waves += waves_of(groups[number], route, members, state, memory, workspace)
 
     def step(self, control: StepControl, moments: Iterator[list[Tensor]] | None) -> Callable[[], None]:
         """Step all waves; return the function that waits for the other ranks' parts and writes them.
 
         `moments` yields each wave's offloaded moments on the device, in order.
         """
-        for wave in self._waves:
+        for wave in self.waves:
             state = wave.state if moments is None else wave.with_moments(next(moments))
             grads = [grad for param in wave.holders if (grad := param.gradient()) is not None]
             step_elements(wave, grads, state, control.on(wave.device))

@@ -102,7 +102,7 @@ def lines_of(plan: Plan, parameter: int, block: int, rank: int, tensor: StateTen
     region = regions_by_rank(p.shape, p.view, lines_layout(p.shape, p.view, p.layout_of("gather"), of))[rank]
     part, batch, rows, columns = _held(p, block, region)
     repeats, (nbatch, nrows, ncolumns) = p.view.repeats(of), region.shape
-    shape = nbatch, nrows if of == "rows" else ncolumns, repeats, tensor.width(p.view)
+    shape = nbatch, nrows if of == "rows" else ncolumns, repeats, max(tensor.lengths(p.view))
     values = tensor.lengths(p.view)[part]
     return Lines(shape, batch, rows if of == "rows" else columns, part if repeats > 1 else 0, values)
 

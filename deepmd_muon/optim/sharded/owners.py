@@ -54,12 +54,6 @@ class Balance:
                 return owners
             heapq.heapreplace(heap, (now, owners))  # weights only grow, so an old one is a lower bound
 
-    def give(self, owners: OwnerSet, work: int, size: int) -> None:
-        """Add one block to each of these ranks."""
-        for rank in owners:
-            self.loads[rank] += work
-            self.bytes[rank] += size
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockHolders:
@@ -109,7 +103,9 @@ class BlockHolders:
         if preferred:
             near = balance.lightest(preferred)
             owners = near if balance.weight(near)[0] <= balance.weight(owners)[0] else owners
-        balance.give(owners, work, size)
+        for rank in owners:
+            balance.loads[rank] += work
+            balance.bytes[rank] += size
         if spread:
             yield owners[0], self.copies[self._replica_of[owners[0]]], self._everyone
         else:

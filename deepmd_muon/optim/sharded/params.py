@@ -60,11 +60,6 @@ class StateSharding:
         placements = [Shard(self.dim)] * self.mesh.ndim
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=strides)
 
-    def zeros(self, p: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a DTensor of zeros with a parameter's shape and this sharding."""
-        part = self.part(p)
-        return self.joined(torch.zeros(part.shape, dtype=dtype, device=part.device), p.shape)
-
     def of(self, value: Tensor) -> Tensor:
         """Return a state tensor, in any layout, with this sharding; for a DTensor all ranks must call it together."""
         if isinstance(value, DTensor):
@@ -113,7 +108,9 @@ class ShardedParameter(StateHolder):
     def full(self, tensor: StateTensor) -> Tensor:
         """Return a new state tensor, filled with its initial value, in the layout of the parameter's state."""
         if tensor.extent == "parameter" and self.sharding is not None:
-            return self.sharding.zeros(self.p, tensor.dtype_for(self.p.dtype))
+            part = self.sharding.part(self.p)
+            zeros = torch.zeros(part.shape, dtype=tensor.dtype_for(self.p.dtype), device=part.device)
+            return self.sharding.joined(zeros, self.p.shape)
         new = super().full(tensor)
         return new if tensor.extent in ("parameter", "scalar") else self.of(new, tensor.extent)
 

@@ -25,7 +25,7 @@ from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter
 from deepmd_muon.optim.sharded.messages import bucket_messages, local_messages, local_parts, local_shape, piece_of
 from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.plan import Plan, carried
-from deepmd_muon.optim.sharded.transport import CollectiveStream, Exchange, ExchangeBuffers
+from deepmd_muon.optim.sharded.transport import CollectiveStream, Exchange
 from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
 from deepmd_muon.optim.state.schema import State
 from deepmd_muon.optim.update.gradients import StepControl
@@ -125,12 +125,14 @@ class Pipeline:
             seen.update(bucket.fresh)
         self.momentum_updates = [MomentumUpdate(plan, sharded_params, bucket, self.rank) for bucket in self.order]
 
-        def widest(buckets: Sequence[Bucket]) -> tuple[int, int]:
+        def widest(buckets: Sequence[Bucket]) -> tuple[Tensor, Tensor]:
             words = [bucket.exchange.words for bucket in buckets]
-            return max((w[0] for w in words), default=0), max((w[1] for w in words), default=0)
+            most = [max(side, default=0) for side in zip(*words, strict=True)]
+            holders, owners = (torch.empty(n, dtype=torch.float64, device=self.device) for n in most)
+            return holders, owners
 
         by_slot = [self.travelling[k :: self.first] for k in range(self.first)] + [self.staying]
-        self._slots = [(ExchangeBuffers(widest(buckets), self.device), buckets) for buckets in by_slot if buckets]
+        self._slots = [(widest(buckets), buckets) for buckets in by_slot if buckets]
         words = max((b.elements * b.exchange.dtype.itemsize // 8 + 1 for b in self.order), default=0)
         self._workspace = torch.empty(words, dtype=torch.float64, device=self.device)
 

@@ -118,7 +118,7 @@ class ShardedStep:
         self._bound = self._compiled = False
         self._prepared = (), {}
         if self._elements is not None:
-            self._elements.reset()
+            self._elements.waves = []
         for update in self._pipeline.momentum_updates if self._pipeline is not None else ():
             update.buffers = []
 
@@ -154,8 +154,8 @@ class ShardedStep:
         ShardingError
             On all ranks, when something cannot be exchanged; nothing is changed.
         MissingGradientError
-            On all ranks, when only some replicas have a gradient of a parameter whose step is not exchanged; on a GPU in the
-            next step, or by `raise_deferred`.
+            On all ranks, when only some replicas have a gradient of a parameter whose step is not exchanged; on a GPU
+            in the next step, or by `raise_deferred`.
         PlanMismatchError
             On all ranks, when parameters or routes differ in the first step, or settings of groups then or later.
         ReplicaMismatchError
@@ -208,7 +208,8 @@ class ShardedStep:
         moments = None
         if memory is not None:
             before, after = self._pipeline.transfer_batches(state, memory) if self._pipeline is not None else ([], [])
-            moments = memory.fetch_in_turn([*before, *self._elements.transfer_batches(), *after])
+            own = [wave.transfer_batch for wave in self._elements.waves if wave.transfer_batch is not None]
+            moments = memory.fetch_in_turn([*before, *own, *after])
         run = None if self._pipeline is None else PipelineStep(self._pipeline, groups, state, memory, control, moments)
         finish = self._elements.step(control, moments)
         if run is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,17 +76,6 @@ class Side:
         return [flat[start + plane * count : start + (plane + 1) * count] for _, start, count in self.payloads]
 
 
-class ExchangeBuffers:
-    """The buffers of one bucket at a time: one on its holders' side, one on its owners'.
-
-    The gather copies from the first to the second, the return from the second to the first; a leg whose messages all
-    stay on the rank is read where it was packed.
-    """
-
-    def __init__(self, words: Sequence[int], device: torch.device) -> None:
-        self.holders, self.owners = (torch.empty(n, dtype=torch.float64, device=device) for n in words)
-
-
 class CollectiveStream:
     """Launches collectives: on a high-priority stream on a GPU, on the backend's threads elsewhere."""
 
@@ -144,10 +133,14 @@ class Exchange:
         out, into = self.outward, self.inward
         return max(out["gather"].words, into["return"].words), max(into["gather"].words, out["return"].words)
 
-    def bind(self, buffers: ExchangeBuffers) -> None:
-        """Use these buffers."""
+    def bind(self, holders: Tensor, owners: Tensor) -> None:
+        """Use these buffers, of one bucket at a time: one on its holders' side, one on its owners'.
+
+        The gather copies from the first to the second, the return from the second to the first; a leg whose messages
+        all stay on the rank is read where it was packed.
+        """
         for leg in LEGS:
-            near, far = (buffers.holders, buffers.owners) if leg == "gather" else (buffers.owners, buffers.holders)
+            near, far = (holders, owners) if leg == "gather" else (owners, holders)
             self.sent[leg] = near[: self.outward[leg].words]
             self.received[leg] = (far if self._crosses[leg] else near)[: self.inward[leg].words]
 

@@ -166,8 +166,11 @@ def _read(state_dict: Mapping[str, Any], present: Sequence[Group], routing: Rout
         return read_another_muon(groups, state, routing)
     if all({"betas", "param_names"} <= group.keys() for group in groups):
         return _read_adam(groups, state, routing)
+    keys = {key for values in state.values() for key in values}
+    kind = "SGD with momentum" if "momentum_buffer" in keys else "another optimizer"
+    kind = "Adam or AdamW" if "exp_avg" in keys else kind
     raise ForeignStateError(
-        f"the optimizer state looks like that of {_likely_optimizer(state)}: it has no routing manifest, and is not an "
+        f"the optimizer state looks like that of {kind}: it has no routing manifest, and is not an "
         "Adam state with names of parameters or with as many as here in every group, so it cannot be loaded"
     )
 
@@ -253,16 +256,6 @@ def _read_adam(
             elif name in known:  # never stepped: there is nothing to compare
                 found[name] = SavedParameter(known[name], {})
     return found
-
-
-def _likely_optimizer(state: Mapping[Any, Mapping[str, Any]]) -> str:
-    """Guess the optimizer that wrote a state dict without a routing manifest."""
-    keys = {key for values in state.values() for key in values}
-    if "exp_avg" in keys:
-        return "Adam or AdamW"
-    if "momentum_buffer" in keys:
-        return "SGD with momentum"
-    return "another optimizer"
 
 
 def _differences(saved: Mapping[str, SavedParameter], present: RouteTable) -> dict[str, str]:

@@ -65,7 +65,11 @@ def muon_(
     rate = effective_lr(lr, control)
     done, new = update_blocks(directions, inputs, of_blocks, measured, rules, settings, rate)
     for key, values in new.items():
-        _store(of_blocks[key], values, control.skip)
+        if control.skip is not None:  # on the device: the old state stays
+            before, after = (torch.cat([x.reshape(-1) for x in some]) for some in (of_blocks[key], values))
+            kept = torch.where(control.skip > 0, before, after).split([x.numel() for x in of_blocks[key]])
+            values = [x.view(old.shape) for x, old in zip(kept, of_blocks[key], strict=True)]
+        torch._foreach_copy_(of_blocks[key], list(values))
     remaining = iter(done)
     updates = [view.join([next(remaining) for _ in cut]) for view, cut in zip(views, blocks, strict=True)]
     apply_updates(params, updates, rate, settings.weight_decay, rules, masters)
@@ -119,15 +123,6 @@ def _measure(
         for view, x in zip(views, several, strict=True):
             found += [piece.flatten(1) for piece in view.cut(x)] if view.axis else [x.reshape(view.batch, -1)]
     return {rule: rule.measure_whole(*vectors) for rule in rules if rule.sums}
-
-
-def _store(old: Sequence[Tensor], new: Sequence[Tensor], skip: Tensor | None) -> None:
-    """Write new state, unless `skip` is set on the device."""
-    if skip is not None:
-        before, after = (torch.cat([x.reshape(-1) for x in some]) for some in (old, new))
-        kept = torch.where(skip > 0, before, after)
-        new = [x.view(y.shape) for x, y in zip(kept.split([y.numel() for y in old]), old, strict=True)]
-    torch._foreach_copy_(list(old), list(new))
 
 
 def update_blocks(
