@@ -61,14 +61,11 @@ def laid_out(state_dict: Mapping[str, Any], optimizer: HybridMuon) -> dict[str, 
         for key, given in zip(group["params"], group["param_names"], strict=True):
             name = canonical_name(given)
             if name in parameters:
-                values, patterns = state.get(key, {}), fresh.get(name, {})
-                state[key] = {k: _cut(value, patterns.get(k, parameters[name])) for k, value in values.items()}
+                values, patterns = dict(state.get(key, {})), fresh.get(name, {})
+                for k, value in values.items():
+                    pattern = patterns.get(k, parameters[name])
+                    if isinstance(value, Tensor) and isinstance(pattern, DTensor) and value.shape == pattern.shape:
+                        mesh, placements = pattern.device_mesh, pattern.placements
+                        values[k] = distribute_tensor(value.to(pattern.device), mesh, placements, src_data_rank=None)
+                state[key] = values
     return {**state_dict, "state": state}
-
-
-def _cut(value: Any, pattern: Tensor) -> Any:
-    """Return a whole tensor laid out as a DTensor of the same shape is; anything else as it is."""
-    if not (isinstance(value, Tensor) and isinstance(pattern, DTensor) and value.shape == pattern.shape):
-        return value
-    value = value.to(pattern.device)
-    return distribute_tensor(value, pattern.device_mesh, pattern.placements, src_data_rank=None)

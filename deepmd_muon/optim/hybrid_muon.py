@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepmd_muon.optim.arguments import Arguments, documented, takes
 from deepmd_muon.optim.cuda import refuse_unsafe_capture
-from deepmd_muon.optim.dtensors import spec_of
+from deepmd_muon.optim.dtensors import local_of, spec_of, with_local
 from deepmd_muon.optim.qk_clip.clip import Clipper, Logits, checked_logits
 from deepmd_muon.optim.routing.group_settings import complete_group, group_defaults, words_of_group
 from deepmd_muon.optim.routing.param_groups import (
@@ -25,6 +25,7 @@ from deepmd_muon.optim.routing.param_groups import (
     with_names,
 )
 from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, is_local
+from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.sharded.plan import Plan, plan_of_one_process
 from deepmd_muon.optim.state.host_memory import HostMemory
 from deepmd_muon.optim.state.load import drop_unused, load_state, restore_groups
@@ -178,7 +179,11 @@ class HybridMuon(QuickOptimizer):
     def fresh_state(self) -> dict[str, dict[str, Tensor]]:
         """Return newly initialised state, by name and in its layout, of the parameters that live on several ranks."""
         self._reroute_if_changed()
-        return self._sharded.fresh_state(self._groups()) if self._sharded else {}
+        fresh = {}
+        for group in self._groups():
+            held = [self._holders[p] for p, _ in group.routed if p in self._holders]
+            fresh.update({holder.entry.name: holder.complete({}, matrix_rules(group.settings)) for holder in held})
+        return fresh
 
     def _reroute_if_changed(self) -> None:
         """Recompute the routing if parameters, their switches or routing settings have changed.
@@ -210,7 +215,11 @@ class HybridMuon(QuickOptimizer):
         found = super().state_dict()
         if self._host_memory is not None:
             self._host_memory.wait()
-            found["state"] = {key: self._host_memory.exported(values) for key, values in found["state"].items()}
+            # torch.distributed.checkpoint requires the tensors of a state dict, scalars aside, on one device.
+            for number, own in found["state"].items():
+                several = {key: x for key, x in own.items() if isinstance(x, Tensor) and x.ndim}
+                on_host = {key: with_local(x, local_of(x).cpu()) for key, x in several.items()}
+                found["state"][number] = {**own, **on_host}
         return found
 
     @torch.no_grad()

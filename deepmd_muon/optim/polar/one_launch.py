@@ -193,15 +193,13 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def tile_of(rows: int, columns: int) -> int:
-    """Return the number of the smallest tile of `TILES` that holds a matrix."""
-    fitting = [i for i, (mp, np) in enumerate(TILES) if rows <= mp and columns <= np]
-    return min(fitting, key=lambda i: TILES[i][0] * TILES[i][1])
-
-
 def _whole(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
     """Put few matrices in one launch, which takes as long as its slowest; of many, one launch per tile size."""
-    numbered = sorted(((tile_of(p.rows, p.columns), p) for p in pieces), key=lambda pair: -pair[0])
+    numbered = []
+    for p in pieces:  # with the smallest tile that holds it
+        fitting = [i for i, (mp, np) in enumerate(TILES) if p.rows <= mp and p.columns <= np]
+        numbered.append((min(fitting, key=lambda i: TILES[i][0] * TILES[i][1]), p))
+    numbered.sort(key=lambda pair: -pair[0])
     several = len(pieces) > 2 * multiprocessors(device)
     groups = [[pair for pair in numbered if pair[0] == t] for t in range(len(TILES))] if several else [numbered]
     launches = []

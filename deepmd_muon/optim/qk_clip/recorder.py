@@ -179,7 +179,11 @@ class LogitRecorder:
         if module.bias_k is not None:
             raise QKClipError([f"{name}: add_bias_kv adds a key that no row makes; leave this layer out"])
         given = _MHA.bind(module, *args, **kwargs).arguments
-        query, key = (_batch_first(module, given[each]) for each in ("query", "key"))
+        # As (batch, length, features).
+        query, key = (
+            x.unsqueeze(0) if x.ndim == 2 else x if module.batch_first else x.transpose(0, 1)
+            for x in (given["query"], given["key"])
+        )
         weights, biases = _projections(module)
         q, k = (F.linear(x, w, b) for x, w, b in zip((query, key), weights, biases, strict=True))
         q, k = (x.unflatten(-1, (module.num_heads, -1)).transpose(-2, -3) for x in (q, k))
@@ -215,13 +219,6 @@ def _attention_arguments(
     """Name the arguments of ``scaled_dot_product_attention`` that logits depend on."""
     shown = {"query": query, "key": key, "attn_mask": attn_mask}
     return {**shown, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-
-
-def _batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
-    """Return an input as (batch, length, features)."""
-    if x.ndim == 2:
-        return x.unsqueeze(0)
-    return x if module.batch_first else x.transpose(0, 1)
 
 
 def _projections(module: nn.MultiheadAttention) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from deepmd_muon.optim.config import HybridMuonConfig, MuonMode, VectorRoute
 from deepmd_muon.optim.errors import ForeignStateError
-from deepmd_muon.optim.routing.views import FusedSplit, MatrixView, effective_shape, kernel_view, matrix_view
+from deepmd_muon.optim.routing.views import FusedSplit, MatrixView, effective_shape, matrix_view
 
 Route = Literal["muon", "adam", "adamw", "frozen"]
 ROUTES: tuple[Route, ...] = ("muon", "adam", "adamw", "frozen")
@@ -210,7 +210,10 @@ def _decide(name: str, shape: tuple[int, ...], rules: RoutingRules) -> tuple[Rou
     if rank < 2:
         return rules.vector_route, None, f"effective rank {rank}{whose}"
     kernel = _matching(name, rules.conv_patterns) if len(shape) > 2 and not expert else None
-    view = kernel_view(shape) if kernel else matrix_view(each, rules.muon_mode)
+    view = matrix_view(each, rules.muon_mode)
+    if kernel:  # (out, in, …) is one matrix (out, in · …)
+        rows, columns = shape[0], math.prod(shape[1:])
+        view = MatrixView(1, rows, columns) if rows > 1 and columns > 1 else None
     if view is None and kernel:
         return rules.vector_route, None, f"kernel {kernel!r} with one row or column"
     if view is None and forced is not None:

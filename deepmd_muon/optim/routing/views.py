@@ -61,11 +61,11 @@ class MatrixView:
     def cut(self, x: Tensor) -> list[Tensor]:
         """Return the blocks of a tensor of the parameter's shape, each (batch, rows, columns)."""
         x = x.reshape(self.shape)
-        return list(x.split(self.sizes, dim=self._dim)) if self.axis else [x]
+        return list(x.split(self.sizes, dim=1 if self.axis == "rows" else 2)) if self.axis else [x]
 
     def join(self, blocks: Sequence[Tensor]) -> Tensor:
         """Undo `cut`, up to the parameter's shape: return (batch, rows, columns)."""
-        return torch.cat(list(blocks), dim=self._dim) if self.axis else blocks[0]
+        return torch.cat(list(blocks), dim=1 if self.axis == "rows" else 2) if self.axis else blocks[0]
 
     def numbers(self, of: Literal["blocks", "rows", "columns"]) -> Tensor:
         """Return for each element, in storage order, the number of its block, or of its row or column in its block.
@@ -104,10 +104,6 @@ class MatrixView:
         """Return the dimensions of the parameter that form the batch and the rows, or the batch and the columns."""
         i, j = self.axes(shape)
         return tuple(range(j)) if of == "rows" else (*range(i), *range(j, len(shape)))
-
-    @property
-    def _dim(self) -> int:
-        return 1 if self.axis == "rows" else 2
 
     def __str__(self) -> str:
         text = f"{self.batch}x{self.rows}x{self.columns}"
@@ -189,9 +185,3 @@ def matrix_view(shape: tuple[int, ...], mode: MuonMode) -> MatrixView | None:
     if mode == "flat":
         return MatrixView(1, math.prod(effective[:-1]), effective[-1])
     return MatrixView(math.prod(effective[:-2]), effective[-2], effective[-1])
-
-
-def kernel_view(shape: tuple[int, ...]) -> MatrixView | None:
-    """Return a convolution kernel (out, in, …) as one matrix (out, in · …); None where it has one row or column."""
-    rows, columns = shape[0], math.prod(shape[1:])
-    return MatrixView(1, rows, columns) if rows > 1 and columns > 1 else None

@@ -87,7 +87,15 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
     group = group_of(ranks, device)
     if group is None:
         return
-    mine = torch.stack([_digest(p.p.detach()).to(device) for p in fresh])
+    digests = []  # numbers of at most 62 bits from the bits of a tensor and their rows, without a copy of the tensor
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for param in fresh:
+        x = param.p.detach()
+        bits = x.contiguous().view(-1).view(kinds[x.itemsize]).view(x.shape[0] if x.ndim else 1, -1)
+        rows = bits.sum(1, dtype=torch.int64)  # wraps around
+        weights = 2 * torch.arange(len(rows), device=x.device) + 1
+        digests.append(((rows * weights).sum() & (2**62 - 1)).to(device))
+    mine = torch.stack(digests)
     extremes = torch.stack([mine, -mine])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     different = [p for p, equal in zip(fresh, (extremes[0] == -extremes[1]).tolist(), strict=True) if not equal]
@@ -98,15 +106,6 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
             "before the first step (DistributedDataParallel does). Name parameters that each rank has for itself, such "
             "as its experts, in local_patterns."
         )
-
-
-def _digest(x: Tensor) -> Tensor:
-    """Return a number of at most 62 bits from the bits of a tensor and their rows, without a copy of the tensor."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = x.contiguous().view(-1).view(kinds[x.itemsize]).view(x.shape[0] if x.ndim else 1, -1)
-    rows = bits.sum(1, dtype=torch.int64)  # wraps around
-    weights = 2 * torch.arange(len(rows), device=x.device) + 1
-    return (rows * weights).sum() & (2**62 - 1)
 
 
 class GroupColumns:

@@ -127,13 +127,6 @@ def rectangles(piece: Piece) -> list[tuple[tuple[slice, slice], tuple[slice, sli
     return found
 
 
-def bucket_messages(plan: Plan, domain: Domain, bucket: int, rank: int) -> RankMessages:
-    """Return a rank's messages in one bucket."""
-    jobs = [job for job in domain.jobs if job.bucket == bucket]
-    mine = [job for job in jobs if rank == job.owner or rank in job.sources or rank in job.destinations]
-    return _rank_messages(plan, domain, mine, domain.ranks, rank)
-
-
 def local_messages(plan: Plan, domain: Domain, rank: int) -> list[RankMessages]:
     """Return the messages, to itself, of the jobs that stay on a rank, in portions of at most the size of a bucket."""
     portions: list[list[Job]] = []
@@ -146,10 +139,10 @@ def local_messages(plan: Plan, domain: Domain, rank: int) -> list[RankMessages]:
                 room = plan.settings.bucket_bytes
             portions[-1].append(job)
             room -= size
-    return [_rank_messages(plan, domain, portion, (rank,), rank) for portion in portions]
+    return [rank_messages(plan, domain, portion, (rank,), rank) for portion in portions]
 
 
-def _rank_messages(plan: Plan, domain: Domain, jobs: Sequence[Job], peers: tuple[int, ...], rank: int) -> RankMessages:
+def rank_messages(plan: Plan, domain: Domain, jobs: Sequence[Job], peers: tuple[int, ...], rank: int) -> RankMessages:
     """Sort the pieces of these jobs into messages, in the order of jobs on both sides."""
     pieces: dict[tuple[Leg, bool, int], list[tuple[int, int, int]]] = defaultdict(list)
     for i, job in enumerate(jobs):

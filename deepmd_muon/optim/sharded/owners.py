@@ -85,12 +85,10 @@ class BlockHolders:
         )
 
     @functools.cached_property
-    def _everyone(self) -> Mapping[int, int]:
-        return {rank: size for copy in self.destinations for rank, size in copy.items()}
-
-    @functools.cached_property
-    def _replica_of(self) -> Mapping[int, int]:
-        return {rank: i for i, copy in enumerate(self.replicas) for rank in copy}
+    def _shared(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """The elements of every rank that needs the update, and the number of every rank's copy."""
+        everyone = {rank: size for copy in self.destinations for rank, size in copy.items()}
+        return everyone, {rank: i for i, copy in enumerate(self.replicas) for rank in copy}
 
     def assign(self, balance: Balance, work: int, size: int, *, spread: bool) -> Iterator[Assignment]:
         """Choose the owner, or one per replica, and yield each with its sources and destinations.
@@ -107,7 +105,8 @@ class BlockHolders:
             balance.loads[rank] += work
             balance.bytes[rank] += size
         if spread:
-            yield owners[0], self.copies[self._replica_of[owners[0]]], self._everyone
+            everyone, copy_of = self._shared
+            yield owners[0], self.copies[copy_of[owners[0]]], everyone
         else:
             yield from zip(owners, self.copies, self.destinations, strict=True)
 

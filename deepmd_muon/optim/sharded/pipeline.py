@@ -22,7 +22,7 @@ from deepmd_muon.optim.rules.interface import Pieces
 from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
 from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter
-from deepmd_muon.optim.sharded.messages import bucket_messages, local_messages, local_parts, local_shape, piece_of
+from deepmd_muon.optim.sharded.messages import local_messages, local_parts, local_shape, piece_of, rank_messages
 from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.plan import Plan, carried
 from deepmd_muon.optim.sharded.transport import CollectiveStream, Exchange
@@ -109,7 +109,11 @@ class Pipeline:
         for domain, group in zip(plan.domains, groups, strict=True):
             wide = _WIDE[domain.itemsize]
             for number in range(domain.buckets):
-                messages = bucket_messages(plan, domain, number, self.rank)
+                jobs = [job for job in domain.jobs if job.bucket == number]
+                mine = [
+                    j for j in jobs if self.rank == j.owner or self.rank in j.sources or self.rank in j.destinations
+                ]
+                messages = rank_messages(plan, domain, mine, domain.ranks, self.rank)
                 exchange = Exchange(plan, domain, messages, number, group, wide, self.device)
                 self.travelling.append(Bucket(plan, domain, exchange, numbers, self.rank, self.device))
             for messages in local_messages(plan, domain, self.rank):

@@ -46,14 +46,17 @@ def reference_step(
             states = [param.complete(state[param.p], rules) for param in chosen]
             if memory is not None:
                 memory.offload(state, [(param.p, "momentum_buffer") for param in chosen])
-            params = [_gathered(param.p.detach()) for param in chosen]
+            params = [full_tensor(param.p.detach()).clone() for param in chosen]
             for p, param in zip(params, chosen, strict=True):
-                p.grad = _gathered(torch.zeros_like(param.p.detach()) if param.p.grad is None else param.p.grad)
-            momenta = [_gathered(own["momentum_buffer"]).to(p.device) for own, p in zip(states, params, strict=True)]
-            keys = tensors_of(rules).keys() & states[0].keys()
+                grad = torch.zeros_like(param.p.detach()) if param.p.grad is None else param.p.grad
+                p.grad = full_tensor(grad).clone()
+            # All ranks must gather in the same order.
+            keys = ["momentum_buffer", *(key for key in tensors_of(rules) if key in states[0])]
             of_rules = {
-                key: [_gathered(own[key]).to(p.device) for own, p in zip(states, params, strict=True)] for key in keys
+                key: [full_tensor(own[key]).clone().to(p.device) for own, p in zip(states, params, strict=True)]
+                for key in keys
             }
+            momenta = of_rules.pop("momentum_buffer")
             muon_(
                 params,
                 momenta,
@@ -85,11 +88,6 @@ def _has_gradient_on_any_rank(
         for i, flag in zip(domain.parameters, flags.tolist(), strict=True):
             found[i] = flag > 0.0
     return found
-
-
-def _gathered(x: Tensor) -> Tensor:
-    """Gather a tensor, as a copy."""
-    return full_tensor(x).clone()
 
 
 def _write_local_part(mine: Tensor, full: Tensor) -> None:

@@ -13,7 +13,6 @@ from deepmd_muon.optim.errors import CaptureError, ShardingError, UnsupportedTra
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import is_local
 from deepmd_muon.optim.rules.master_weights import NARROW
-from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.sharded.agreement import (
     ComparedParameter,
     GradientPresence,
@@ -130,13 +129,6 @@ class ShardedStep:
     def local_params(self, routed: RoutedParams) -> RoutedParams:
         """Return those of some parameters that each process steps by itself."""
         return routed if self._repeating else [(p, entry) for p, entry in routed if p not in self.holders]
-
-    def fresh_state(self, groups: Sequence[Group]) -> dict[str, dict[str, Tensor]]:
-        """Return newly initialised state by parameter name; the optimizer's state stays."""
-        return {
-            param.entry.name: param.complete({}, matrix_rules(groups[param.group].settings))
-            for param in self._sharded_params
-        }
 
     def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
         """Check parameters, gradients and state; `agree` raises the errors on all ranks."""

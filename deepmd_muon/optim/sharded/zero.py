@@ -57,7 +57,8 @@ def shard_state(
         if presence is not None:
             presence.compare()
         for each in whole_params:
-            each.take_gradient()
+            each.part.grad = None if each.p.grad is None else _part(each.p.grad, each.sharding)
+            each.p.grad = None
 
     def gather() -> None:
         for arrived in [each.gather() for each in parts]:
@@ -157,11 +158,6 @@ class _WholeParameter:
         else:
             self.part.data = now
         self._memory = self.p.data_ptr()
-
-    def take_gradient(self) -> None:
-        """Move this rank's part of the gradient to the optimizer's parameter."""
-        self.part.grad = None if self.p.grad is None else _part(self.p.grad, self.sharding)
-        self.p.grad = None
 
 
 def _presence(whole_params: Sequence[_WholeParameter], replicas: Replicas) -> GradientPresence | None:

@@ -223,12 +223,3 @@ class HostMemory:
         """Wait until host memory holds the results of all steps."""
         for buffers in self._buffers.values():
             buffers.wait()
-
-    def exported(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return one parameter's state for a state dict: every tensor but scalars in host memory.
-
-        torch.distributed.checkpoint requires the tensors of a state dict, scalars aside, on one device.
-        """
-        return {
-            key: with_local(x, local_of(x).cpu()) if isinstance(x, Tensor) and x.ndim else x for key, x in state.items()
-        }

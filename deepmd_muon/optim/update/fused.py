@@ -270,7 +270,11 @@ class FusedMuon:
             side.fork()
         polar = self._orthogonalize(matrices, self._first)
         with side or contextlib.nullcontext():
-            factors = self._damping(skip)
+            factors = self._factors if self._magma else self._scales
+            if self._magma:  # advances the scores, and writes scale times damping of each block
+                damp[(factors.shape[0],)](
+                    self._blocks, self._sums, self._scales, factors, skip, PEAKS=self._peaks, WIDTH=256
+                )
             polar |= self._orthogonalize(matrices, self._second)
             ordered = [polar.get(i, matrix) for i, matrix in enumerate(matrices)]
             results = captured_addresses(ordered) if capturing else self._results.of(ordered)
@@ -287,15 +291,6 @@ class FusedMuon:
                 self._separate, results, factors, self._scalars.rate, *self._decay, skip, DTYPE=self._dtype,
                 POLAR=TYPES[ordered[0].dtype], WIDE=self._wide_type, WIDTH=self._width, num_warps=self._warps,
             )  # fmt: skip
-
-    def _damping(self, skip: Tensor | None) -> Tensor:
-        """Advance Magma's scores and return scale times damping of each block."""
-        if not self._magma:
-            return self._scales
-        damp[(self._factors.shape[0],)](
-            self._blocks, self._sums, self._scales, self._factors, skip, PEAKS=self._peaks, WIDTH=256
-        )
-        return self._factors
 
     def _orthogonalize(self, matrices: Sequence[Tensor], chosen: Sequence[int]) -> dict[int, Tensor]:
         """Return contiguous polar factors of some of the matrices, by number."""
