@@ -112,7 +112,8 @@ class GroupColumns:
     """Settings of groups as columns of the small all-reduce that a step has anyway.
 
     `entries` has the ranks of each group's parameters, with the name of the first of them; one or more for each group,
-    whose numbers are `numbers`. `values` has the settings of these groups, in the order of `KEYS`.
+    whose numbers are `numbers`. `values` has the settings of these groups, in the order of `KEYS`: those of `groups`,
+    as they were `read` last.
     """
 
     def __init__(self, params: Sequence[ShardedParameter]) -> None:
@@ -121,26 +122,22 @@ class GroupColumns:
             first.setdefault((tuple(sorted(p.layout.ranks)), p.group), p.entry.name)
         self.entries = [(ranks, f"the group of {name!r}") for (ranks, _), name in first.items()]
         self.numbers = [number for _, number in first]
-        self._groups: Sequence[Group] = ()
-        self._read: list[Any] = []
+        self.groups: Sequence[Group] = ()
+        self.read: list[Any] = []
         self.values: dict[int, list[float]] = {}
-
-    def bind(self, groups: Sequence[Group]) -> None:
-        """Take the groups whose settings the next comparisons read."""
-        self._groups, self._read = groups, []
 
     def changed(self) -> bool:
         """Read the groups; return whether a setting has changed since the last call."""
-        lrs = [group.values["lr"] for group in self._groups]
+        lrs = [group.values["lr"] for group in self.groups]
         # The first step alone compares learning rates on a GPU.
         on_host = [float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else 0.0 for lr in lrs]
-        read = [(lr, group.values["maximize"]) for lr, group in zip(on_host, self._groups, strict=True)]
-        if read == self._read:
+        read = [(lr, group.values["maximize"]) for lr, group in zip(on_host, self.groups, strict=True)]
+        if read == self.read:
             return False
-        self._read = read
+        self.read = read
         before, self.values = self.values, {}
         for number in set(self.numbers):
-            group, (lr, maximize) = self._groups[number], read[number]
+            group, (lr, maximize) = self.groups[number], read[number]
             own = [getattr(group.settings, key) for key in _KEYS]
             # Settings that are no numbers are compared by digests.
             numbers = [

@@ -114,17 +114,15 @@ class Bucket:
             shape = p.view.block_shapes[jobs[j].block % len(p.view.block_shapes)]
             stacks.setdefault((groups[jobs[j].parameter], shape), []).append(j)
         self.stacks = [Stack(*key, tuple(members)) for key, members in stacks.items()]
+        # Of the matrices that it orthogonalizes, and of what rules ask for beside them.
+        sizes = [len(stack.jobs) * stack.shape[0] * stack.shape[1] for stack in self.stacks]
+        self.elements = (1 + len(self.asked)) * sum(sizes)
         self._slots = {j: (s, i) for s, stack in enumerate(self.stacks) for i, j in enumerate(stack.jobs)}
         order = {j: i for i, j in enumerate(j for stack in self.stacks for j in stack.jobs)}
         self._header_table = _table([order[j] for j, _, _ in into["gather"].payloads], len(order)).to(device)
         self._header_of_leaving = _index([order[j] for j, _, _ in out["return"].payloads], device)
         stacked = [(stack.jobs, stack.shape) for stack in self.stacks]
         self._rule_state = RuleState(plan, domain.rules, exchange, stacked, rank, device)
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of the matrices that it orthogonalizes, and of what rules ask for beside them."""
-        return (1 + len(self.asked)) * sum(len(stack.jobs) * stack.shape[0] * stack.shape[1] for stack in self.stacks)
 
     def bind(
         self,

@@ -50,8 +50,8 @@ class ElementwiseStep:
         for (number, route), members in kinds.items():
             self.waves += waves_of(groups[number], route, members, state, memory, workspace)
 
-    def step(self, control: StepControl, moments: Iterator[list[Tensor]] | None) -> Callable[[], None]:
-        """Step all waves; return the function that waits for the other ranks' parts and writes them.
+    def step(self, control: StepControl, moments: Iterator[list[Tensor]] | None) -> list[Callable[[], None]]:
+        """Step all waves; return functions that wait for the other ranks' parts and write them.
 
         `moments` yields each wave's offloaded moments on the device, in order.
         """
@@ -59,13 +59,7 @@ class ElementwiseStep:
             state = wave.state if moments is None else wave.with_moments(next(moments))
             grads = [grad for param in wave.holders if (grad := param.gradient()) is not None]
             step_elements(wave, grads, state, control.on(wave.device))
-        arriving = [parts.gather() for parts in self._parts]
-
-        def finish() -> None:
-            for take in arriving:
-                take()
-
-        return finish
+        return [parts.gather() for parts in self._parts]
 
 
 class GatheredParts:

@@ -134,7 +134,7 @@ class ShardedStep:
         """Check parameters, gradients and state; `agree` raises the errors on all ranks."""
         self._error = layout_error(state, self._sharded_params)
         self._prepared = groups, state
-        self._columns.bind(groups)
+        self._columns.groups, self._columns.read = groups, []
         self._compiled = False
         self._bound = self._bound and same_tensors
 
@@ -203,14 +203,15 @@ class ShardedStep:
             own = [wave.transfer_batch for wave in self._elements.waves if wave.transfer_batch is not None]
             moments = memory.fetch_in_turn([*before, *own, *after])
         run = None if self._pipeline is None else PipelineStep(self._pipeline, groups, state, memory, control, moments)
-        finish = self._elements.step(control, moments)
+        arriving = self._elements.step(control, moments)
         if run is not None:
             run.finish()
         elif self._muon:
             reference_step(self.plan, self._muon, self._groups, groups, state, memory, workspace, control)
         for _ in moments or ():  # copies the last batch back to the host
             pass
-        finish()
+        for take in arriving:
+            take()
 
     def _compare_presence(self) -> GradientPresence:
         """Return the comparison of gradients for parameters whose replicas would otherwise diverge."""

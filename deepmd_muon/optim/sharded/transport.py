@@ -46,6 +46,7 @@ class Side:
         self.dtype, self.planes, header = _DTYPES.get(wire, wide), domain.planes(leg), domain.header(leg)
         several = (messages.out if sending else messages.into)[leg]
         self.splits = [message.words for message in several]
+        self.words = sum(self.splits)  # length of the buffer
         # Of every piece: the rank at the other end; first and last word (exclusive) of rules' state per row or column;
         # job, first element and number of elements, which it has once in each plane: directions, then rules' inputs.
         self.peers = [peer for peer, message in zip(messages.peers, several, strict=True) for _ in message.jobs]
@@ -64,11 +65,6 @@ class Side:
             start += message.words
         # The words of every piece's header, (pieces, header words).
         self.headers = torch.tensor(headers, dtype=torch.int64, device=device).view(-1, header)
-
-    @property
-    def words(self) -> int:
-        """Length of the buffer."""
-        return sum(self.splits)
 
     def elements(self, buffer: Tensor, plane: int = 0) -> list[Tensor]:
         """Return every piece's elements of one plane as a flat view of the buffer."""
@@ -124,14 +120,14 @@ class Exchange:
         make = functools.partial(Side, plan, domain, messages=messages, wide=dtype, device=device)
         self.outward = {leg: make(leg, sending=True) for leg in LEGS}
         self.inward = {leg: make(leg, sending=False) for leg in LEGS}
+        out, into = self.outward, self.inward
+        # Length of the buffers on the holders' side and on the owners' side.
+        self.words = (
+            max(out["gather"].words, into["return"].words),
+            max(into["gather"].words, out["return"].words),
+        )
         self.sent: dict[Leg, Tensor] = {}
         self.received: dict[Leg, Tensor] = {}
-
-    @property
-    def words(self) -> tuple[int, int]:
-        """Length of the buffers on the holders' side and on the owners' side."""
-        out, into = self.outward, self.inward
-        return max(out["gather"].words, into["return"].words), max(into["gather"].words, out["return"].words)
 
     def bind(self, holders: Tensor, owners: Tensor) -> None:
         """Use these buffers, of one bucket at a time: one on its holders' side, one on its owners'.

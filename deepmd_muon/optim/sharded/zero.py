@@ -148,15 +148,19 @@ class _WholeParameter:
         if self.p.data_ptr() == self._memory and _kind(self.p) == self._kind:
             return
         if _kind(self.p) != self._kind:
-            raise ReshardedParameterError(
-                f"{self.name!r} was {_describe(self._kind)} when its optimizer was constructed, "
-                f"and is {_describe(_kind(self.p))} now; construct a new optimizer and load its state"
+            was, now = (
+                f"{dtype} of shape {tuple(shape)} and strides {tuple(stride)} on {device}"
+                for shape, stride, dtype, device in (self._kind, _kind(self.p))
             )
-        now = _part(self.p.detach(), self.sharding)
-        if isinstance(self.part, DTensor) and isinstance(now, DTensor):
-            self.part._local_tensor = now._local_tensor
+            raise ReshardedParameterError(
+                f"{self.name!r} was {was} when its optimizer was constructed, "
+                f"and is {now} now; construct a new optimizer and load its state"
+            )
+        part = _part(self.p.detach(), self.sharding)
+        if isinstance(self.part, DTensor) and isinstance(part, DTensor):
+            self.part._local_tensor = part._local_tensor
         else:
-            self.part.data = now
+            self.part.data = part
         self._memory = self.p.data_ptr()
 
 
@@ -174,11 +178,6 @@ def _presence(whole_params: Sequence[_WholeParameter], replicas: Replicas) -> Gr
 
 def _kind(p: Tensor) -> tuple[Any, ...]:
     return p.shape, p.stride(), p.dtype, p.device
-
-
-def _describe(kind: tuple[Any, ...]) -> str:
-    shape, stride, dtype, device = kind
-    return f"{dtype} of shape {tuple(shape)} and strides {tuple(stride)} on {device}"
 
 
 def _part(whole: Tensor, sharding: StateSharding | None) -> Tensor:
