@@ -19,29 +19,11 @@ from deepmd_muon.optim.routing.rules import canonical_name
 PER_PARAMETER = ("params", "param_names", "routes", "views", "shapes")
 
 
-def with_powers(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Add to Adam's state the powers of both decays, from which deepmd-kit's class corrects its bias."""
-    state = dict(state_dict["state"])
-    for group in state_dict["param_groups"]:
-        beta1, beta2 = group["adam_betas"]
-        for key in group["params"]:
-            if "step" in state.get(key, {}):
-                steps = float(state[key]["step"])
-                state[key] = {**state[key], "beta1_pow": beta1**steps, "beta2_pow": beta2**steps}
-    return {**state_dict, "state": state}
-
-
 def with_names(state_dict: Mapping[str, Any], names: Sequence[str], step: int) -> dict[str, Any]:
-    """Return a state dict whose groups name their parameters.
+    """Return a state dict, deepmd-kit's or ours, whose groups name their parameters.
 
-    Parameters
-    ----------
-    state_dict
-        ``optimizer`` of a checkpoint that deepmd-kit's trainer or this package's wrote.
-    names
-        Of the present parameters, in the trainer's order; they are taken where the state dict has none.
-    step
-        Steps taken, for the bias correction if a state of deepmd-kit's class does not contain them.
+    It takes the present `names`, in the trainer's order, where it has none, and `step` for the bias correction if a
+    state of deepmd-kit's class does not contain the steps taken.
     """
     groups = state_dict["param_groups"]
     if all("param_names" in group for group in groups):
@@ -64,14 +46,9 @@ def of_parameters(state_dict: Mapping[str, Any], names: Collection[str]) -> dict
 
 
 def laid_out(state_dict: Mapping[str, Any], optimizer: HybridMuon) -> dict[str, Any]:
-    """Cut the whole tensors of a state dict with names as the optimizer lays out its state, without communication.
+    """Cut the whole tensors of a state dict with names, the same on every rank, as the optimizer lays out its state.
 
-    Parameters
-    ----------
-    state_dict
-        With whole tensors, the same on every rank.
-    optimizer
-        Its parameters are DTensors, or plain.
+    Nothing is communicated. The optimizer's parameters are DTensors, or plain.
     """
     fresh = optimizer.fresh_state()
     parameters = {
@@ -84,14 +61,11 @@ def laid_out(state_dict: Mapping[str, Any], optimizer: HybridMuon) -> dict[str, 
         for key, given in zip(group["params"], group["param_names"], strict=True):
             name = canonical_name(given)
             if name in parameters:
-                values, patterns = state.get(key, {}), fresh.get(name, {})
-                state[key] = {k: _cut(value, patterns.get(k, parameters[name])) for k, value in values.items()}
+                values, patterns = dict(state.get(key, {})), fresh.get(name, {})
+                for k, value in values.items():
+                    pattern = patterns.get(k, parameters[name])
+                    if isinstance(value, Tensor) and isinstance(pattern, DTensor) and value.shape == pattern.shape:
+                        mesh, placements = pattern.device_mesh, pattern.placements
+                        values[k] = distribute_tensor(value.to(pattern.device), mesh, placements, src_data_rank=None)
+                state[key] = values
     return {**state_dict, "state": state}
-
-
-def _cut(value: Any, pattern: Tensor) -> Any:
-    """Return a whole tensor laid out as a DTensor of the same shape is; anything else as it is."""
-    if not (isinstance(value, Tensor) and isinstance(pattern, DTensor) and value.shape == pattern.shape):
-        return value
-    value = value.to(pattern.device)
-    return distribute_tensor(value, pattern.device_mesh, pattern.placements, src_data_rank=None)

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from deepmd_muon.deepmd_kit.checkpoint import with_powers
 from deepmd_muon.optim import HybridMuon
 
 
@@ -18,5 +17,13 @@ class DeepmdKitHybridMuon(HybridMuon):
         """Ignore the trainer's call after the construction, which has received the names."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with its routing, and with the powers of Adam's decays that deepmd-kit's class reads."""
-        return with_powers(super().state_dict())
+        """Return the state with its routing, and with the powers of Adam's decays that deepmd-kit reads."""
+        found = super().state_dict()
+        state = found["state"] = dict(found["state"])
+        for group in found["param_groups"]:
+            for key in group["params"]:
+                if "step" in state.get(key, {}):
+                    steps = float(state[key]["step"])
+                    beta1_pow, beta2_pow = (beta**steps for beta in group["adam_betas"])
+                    state[key] = {**state[key], "beta1_pow": beta1_pow, "beta2_pow": beta2_pow}
+        return found

@@ -28,10 +28,7 @@ FURTHER_KEYS = tuple(key for key in _ALL_KEYS if key not in KEYS_OF_DEEPMD_KIT)
 def accept_further_keys(registry: Any) -> None:
     """Let deepmd-kit's strict check of its input accept the settings that its own HybridMuon does not have.
 
-    Parameters
-    ----------
-    registry
-        ``deepmd.utils.argcheck.opt_args_plugin``.
+    `registry` is ``deepmd.utils.argcheck.opt_args_plugin``.
     """
     theirs: Argument = registry.get_argument("HybridMuon")
     further = [key for key in keys_of(HybridMuonConfig) if key.name not in theirs.sub_fields]
@@ -45,12 +42,7 @@ def accept_further_keys(registry: Any) -> None:
 
 
 def further_settings(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what HybridMuon takes beside the keys of deepmd-kit.
-
-    Parameters
-    ----------
-    section
-        ``optimizer`` of the input, after deepmd-kit's own check.
+    """Return what HybridMuon takes beside deepmd-kit's keys, from the ``optimizer`` section that it has checked.
 
     Raises
     ------

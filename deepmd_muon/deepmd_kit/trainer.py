@@ -29,7 +29,11 @@ class HybridMuonTrainer(_Trainer):
 
     def __init__(self, config: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         section = config.get("optimizer", {})
-        _share_log()
+        # Show this package's messages where deepmd-kit shows its own.
+        theirs, ours = logging.getLogger("deepmd"), logging.getLogger("deepmd_muon")
+        ours.setLevel(theirs.getEffectiveLevel())
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
         self._further: dict[str, Any] = {}
         if section.get("type") == "HybridMuon":
             self._further = further_settings(section)
@@ -90,11 +94,3 @@ def extend(module: ModuleType) -> None:
 
     accept_further_keys(opt_args_plugin)
     module.Trainer = type("Trainer", (HybridMuonTrainer, theirs), {"__module__": module.__name__})  # type: ignore[attr-defined]
-
-
-def _share_log() -> None:
-    """Show this package's messages where deepmd-kit shows its own."""
-    theirs, ours = logging.getLogger("deepmd"), logging.getLogger("deepmd_muon")
-    ours.setLevel(theirs.getEffectiveLevel())
-    for handler in theirs.handlers:
-        ours.addHandler(handler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,20 +18,16 @@ class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
 
     torch's class copies every key of its groups to and from the rank's own optimizer, which holds other parameters
     than its groups list. Here names and routes stay where they belong, and a state dict gets those of all ranks.
-
-    Parameters
-    ----------
-    named_parameters
-        Of the whole model, in the same order on all ranks.
-    lr
-        Learning rate.
-    settings
-        Of `DeepmdKitHybridMuon`.
+    `named_parameters` are those of the whole model, in the same order on all ranks.
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, Tensor]], lr: float, **settings: Any) -> None:
         self._names = {p: name for name, p in named_parameters}
-        make = functools.partial(_make_local, self._names, settings)
+
+        def make(groups: list[dict[str, Any]], lr: float) -> DeepmdKitHybridMuon:  # torch's class gives no names
+            named = [{**group, "params": [(self._names[p], p) for p in group["params"]]} for group in groups]
+            return DeepmdKitHybridMuon(named, lr, **settings)
+
         super().__init__([p for _, p in named_parameters], optimizer_class=make, lr=lr)  # type: ignore[arg-type]
         self._manifests: list[Mapping[str, Sequence[str]]] = []
 
@@ -44,7 +39,9 @@ class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the state and the routes of all ranks on rank `to`; all ranks call it."""
         super().consolidate_state_dict(to)
-        own = [{name: entry for name, *entry in _rows(group)} for group in self.optim.param_groups]
+        # Name, route, view and shape of each parameter.
+        rows = [zip(*(group[key] for key in PER_PARAMETER[1:]), strict=True) for group in self.optim.param_groups]
+        own = [{name: entry for name, *entry in group} for group in rows]
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, own, group=self.process_group)
         self._manifests = [
@@ -62,26 +59,7 @@ class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the part of a whole state dict that belongs to this rank's parameters.
-
-        Parameters
-        ----------
-        state_dict
-            Its groups name their parameters; see `deepmd_muon.deepmd_kit.checkpoint.with_names`.
-        """
+        """Load the part of a whole state dict, whose groups name its parameters, that belongs to this rank's."""
         mine = [self._names[p] for group in self.optim.param_groups for p in group["params"]]
         self.optim.load_state_dict(of_parameters(state_dict, mine))
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
-
-
-def _make_local(
-    names: Mapping[Tensor, str], settings: Mapping[str, Any], groups: list[dict[str, Any]], lr: float
-) -> DeepmdKitHybridMuon:
-    """Make the optimizer of one rank's parameters, which torch's class gives without names."""
-    named = [{**group, "params": [(names[p], p) for p in group["params"]]} for group in groups]
-    return DeepmdKitHybridMuon(named, lr, **settings)
-
-
-def _rows(group: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Return name, route, view and shape of each parameter of a group."""
-    return list(zip(*(group[key] for key in PER_PARAMETER[1:]), strict=True))

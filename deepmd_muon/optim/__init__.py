@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from deepmd_muon.optim.buildable import import_builders_with
+from deepmd_muon.optim.buildable import IMPORT_BUILDERS
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.buildable import Buildable
@@ -32,38 +32,26 @@ if TYPE_CHECKING:
     from deepmd_muon.optim.state.deepmd_kit import name_deepmd_kit_state
     from deepmd_muon.optim.state.others import import_state
 
-_MODULES = {
-    "AdamConfig": "other_configs",
-    "Buildable": "buildable",
-    "AdamWConfig": "other_configs",
-    "CaptureError": "errors",
-    "ForeignStateError": "errors",
-    "HybridMuon": "hybrid_muon",
-    "HybridMuonConfig": "config",
-    "InvalidGradientError": "errors",
-    "InvalidParameterError": "errors",
-    "InvalidSettingError": "errors",
-    "InvalidShapeError": "errors",
-    "MatrixRule": "rules.interface",
-    "MuonConfig": "other_configs",
-    "import_state": "state.others",
-    "NonFiniteGradientError": "errors",
-    "QKClip": "qk_clip",
-    "QKClipError": "errors",
-    "RouteEntry": "routing.rules",
-    "RouteTable": "routing.rules",
-    "RoutingMismatchError": "errors",
-    "RoutingRules": "routing.rules",
-    "SCHEDULES": "polar",
-    "Schedule": "polar",
-    "StateTensor": "rules.interface",
-    "clip_adam_grad_norm_": "clip_gradients",
-    "describe_kernels": "polar.dispatch:describe",
-    "name_deepmd_kit_state": "state.deepmd_kit",
-    "orthogonalize": "polar",
-    "register_optimizer": "other_configs",
-    "register_rule": "rules.registry",
+_NAMES = {
+    "buildable": ("Buildable",),
+    "clip_gradients": ("clip_adam_grad_norm_",),
+    "config": ("HybridMuonConfig",),
+    "errors": (
+        *("CaptureError", "ForeignStateError", "InvalidGradientError", "InvalidParameterError", "InvalidSettingError"),
+        *("InvalidShapeError", "NonFiniteGradientError", "QKClipError", "RoutingMismatchError"),
+    ),
+    "hybrid_muon": ("HybridMuon",),
+    "other_configs": ("AdamConfig", "AdamWConfig", "MuonConfig", "register_optimizer"),
+    "polar": ("SCHEDULES", "Schedule", "orthogonalize"),
+    "qk_clip": ("QKClip",),
+    "routing.rules": ("RouteEntry", "RouteTable", "RoutingRules"),
+    "rules.interface": ("MatrixRule", "StateTensor"),
+    "rules.registry": ("register_rule",),
+    "state.deepmd_kit": ("name_deepmd_kit_state",),
+    "state.others": ("import_state",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+_MODULES["describe_kernels"] = "polar.dispatch:describe"
 
 __all__ = [
     "SCHEDULES",
@@ -99,7 +87,7 @@ __all__ = [
 ]
 
 
-import_builders_with(lambda: import_module(f"{__name__}.build"))
+IMPORT_BUILDERS.append(lambda: import_module(f"{__name__}.build"))
 
 
 def __getattr__(name: str) -> Any:

@@ -34,34 +34,41 @@ _IMPLEMENTATIONS: dict[AdamImplementation, dict[str, bool]] = {
 
 
 @register_builder(HybridMuonConfig)
-def build_hybrid_muon(
-    config: HybridMuonConfig,
-    model: nn.Module,
-    lr: float | Tensor,
-    replicas: Replicas | None = None,
-    qk_clip: QKClip | None = None,
-) -> HybridMuon:
-    """Make a HybridMuon for every named parameter of `model`, the frozen ones included."""
-    settings = {**vars(config), "qk_clip": qk_clip}
-    settings["adam_betas"] = (settings.pop("adam_beta1"), settings.pop("adam_beta2"))
-    return _hybrid_muon(model, lr, replicas, settings)
-
-
 @register_builder(MuonConfig)
 def build_muon(
-    config: MuonConfig,
+    config: HybridMuonConfig | MuonConfig,
     model: nn.Module,
     lr: float | Tensor,
     replicas: Replicas | None = None,
     qk_clip: QKClip | None = None,
 ) -> HybridMuon:
-    """Make a plain Muon, AdamW for the rest, for every named parameter of `model`."""
-    settings = {**vars(config), "qk_clip": qk_clip}
-    settings["lr_adjust_coeff"] = settings.pop("rms_coefficient")
-    if config.adamw_patterns is None:
-        fused = [FusedSplit.parse(split).pattern for split in (*config.splits, *declared_splits(model))]
-        settings["adamw_patterns"] = _patterns_of(model, (*config.expert_patterns, *config.muon_patterns, *fused))
-    return _hybrid_muon(model, lr, replicas, {**settings, "magma_muon": False, "vector_route": "adamw"})
+    """Make a HybridMuon, or a plain Muon with AdamW for the rest, for every named parameter of `model`.
+
+    The frozen ones are included.
+    """
+    settings = {**vars(config), "qk_clip": qk_clip, "splits": (*config.splits, *declared_splits(model))}
+    if isinstance(config, MuonConfig):
+        settings["lr_adjust_coeff"] = settings.pop("rms_coefficient")
+        settings |= {"magma_muon": False, "vector_route": "adamw"}
+        if config.adamw_patterns is None:
+            fused = [FusedSplit.parse(split).pattern for split in settings["splits"]]
+            matrices = (*config.expert_patterns, *config.muon_patterns, *fused)
+            settings["adamw_patterns"] = _patterns_of(model, matrices)
+    else:
+        settings["adam_betas"] = (settings.pop("adam_beta1"), settings.pop("adam_beta2"))
+    if config.conv_patterns is None:
+        kernels = {glob.escape(name): groups for name, groups in convolutions(model).items()}
+        if kernels:
+            log.info("matrices (out, in times kernel) of convolutions: %s", ", ".join(convolutions(model)))
+        grouped = [f"{pattern}: rows {groups}" for pattern, groups in kernels.items() if groups > 1]
+        settings |= {"conv_patterns": tuple(kernels), "splits": (*settings["splits"], *grouped)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = HybridMuon(model.named_parameters(), lr, replicas=replicas, **settings)
+    for warning in caught:  # caused by settings, not by code: they belong in the log
+        log.warning("%s", warning.message)
+    _report(optimizer, model)
+    return optimizer
 
 
 def _patterns_of(model: nn.Module, matrices: Sequence[str]) -> tuple[str, ...]:
@@ -74,30 +81,6 @@ def _patterns_of(model: nn.Module, matrices: Sequence[str]) -> tuple[str, ...]:
     if found:
         log.info("AdamW by type of module: %s", ", ".join(f"{name} ({reason})" for name, reason in found.items()))
     return (*DEFAULT_ADAMW_PATTERNS, *map(glob.escape, found))
-
-
-def _kernels_of(model: nn.Module, splits: Sequence[str]) -> dict[str, Any]:
-    """Return patterns for the weights of a model's convolutions, and how those of grouped ones are split."""
-    found = {glob.escape(name): groups for name, groups in convolutions(model).items()}
-    if found:
-        log.info("matrices (out, in times kernel) of convolutions: %s", ", ".join(convolutions(model)))
-    grouped = [f"{pattern}: rows {groups}" for pattern, groups in found.items() if groups > 1]
-    return {"conv_patterns": tuple(found), "splits": (*splits, *grouped)}
-
-
-def _hybrid_muon(
-    model: nn.Module, lr: float | Tensor, replicas: Replicas | None, settings: dict[str, Any]
-) -> HybridMuon:
-    settings["splits"] = (*settings["splits"], *declared_splits(model))
-    if settings["conv_patterns"] is None:
-        settings |= _kernels_of(model, settings["splits"])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer = HybridMuon(model.named_parameters(), lr, replicas=replicas, **settings)
-    for warning in caught:  # caused by settings, not by code: they belong in the log
-        log.warning("%s", warning.message)
-    _report(optimizer, model)
-    return optimizer
 
 
 @register_builder(AdamConfig)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 Builder = TypeVar("Builder", bound="Callable[..., Any]")
 
 # The function that makes an optimizer from each settings class. `deepmd_muon.optim.build` registers them; it needs
-# torch, and settings must not import it, so the package's __init__ says how to import it on first use.
+# torch, and settings must not import it, so the package's __init__ says how to import it when the first one is built.
 _BUILDERS: dict[type, Callable[..., Optimizer]] = {}
-_IMPORT_BUILDERS: list[Callable[[], object]] = []
+IMPORT_BUILDERS: list[Callable[[], object]] = []
 
 
 def register_builder(settings: type) -> Callable[[Builder], Builder]:
@@ -33,14 +33,9 @@ def register_builder(settings: type) -> Callable[[Builder], Builder]:
     return register
 
 
-def import_builders_with(load: Callable[[], object]) -> None:
-    """Call `load` when the first optimizer is built; it imports the modules that register builders."""
-    _IMPORT_BUILDERS.append(load)
-
-
 def _builder_of(settings: object) -> Callable[..., Optimizer]:
     if type(settings) not in _BUILDERS:
-        for load in _IMPORT_BUILDERS:
+        for load in IMPORT_BUILDERS:
             load()
     return _BUILDERS[type(settings)]
 
@@ -87,11 +82,6 @@ class MuonBuildable(Buildable):
     ) -> Optimizer:
         """Make this optimizer for the named parameters of `model`; see `OptimizerSettings`.
 
-        Parameters
-        ----------
-        model, lr, replicas
-            As in `OptimizerSettings.build`.
-        qk_clip
-            A `deepmd_muon.optim.qk_clip.QKClip`: attention layers whose logits stay below a threshold.
+        A `deepmd_muon.optim.qk_clip.QKClip` names attention layers whose logits stay below a threshold.
         """
         return _builder_of(self)(self, model, self.own_lr if lr is None else lr, replicas, qk_clip)

@@ -42,7 +42,10 @@ def clip_adam_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> T
     """
     shared: list[Tensor] = []
     local: list[Tensor] = []
-    for p, is_own in _adam_parameters(optimizer):
+    params = [(p, False) for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(optimizer, HybridMuon):
+        params = [(p, own) for p, entry, own in optimizer.routed_parameters() if entry.route in ("adam", "adamw")]
+    for p, is_own in params:
         if p.grad is not None:
             (local if is_own else shared).append(p.grad)
     if local:
@@ -52,13 +55,6 @@ def clip_adam_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> T
     norm = _norm(shared)
     _scale(shared, norm, max_norm)
     return norm
-
-
-def _adam_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, bool]]:
-    """Return the parameters of the Adam routes, and whether each belongs to this rank alone."""
-    if not isinstance(optimizer, HybridMuon):
-        return [(p, False) for group in optimizer.param_groups for p in group["params"]]
-    return [(p, own) for p, entry, own in optimizer.routed_parameters() if entry.route in ("adam", "adamw")]
 
 
 def _norm(grads: Sequence[Tensor]) -> Tensor:

@@ -22,15 +22,10 @@ T = TypeVar("T")
 
 
 class SideStream:
-    """A second stream of a device.
+    """A second stream of a CUDA device.
 
     Work launched inside ``with side_stream:`` waits for the work queued on the current stream at the last `fork`, and
     not for later work; on exit the current stream waits for it. A captured graph contains both the fork and the join.
-
-    Parameters
-    ----------
-    device
-        A CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,19 +50,9 @@ class SideStream:
 
 
 def record(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Record launches on a CUDA device in a graph without running them.
+    """Record launches of compiled kernels on a CUDA device in a graph without running them; they must not synchronize.
 
-    Parameters
-    ----------
-    launch
-        Launches kernels that are compiled already, and does not synchronize.
-    device
-        The device that they run on.
-
-    Returns
-    -------
-    tuple
-        The graph, and the value of `launch`, in memory that each replay of the graph overwrites.
+    Return the graph, and the value of `launch`, in memory that each replay of the graph overwrites.
     """
     # A new stream may be one that torch handed out 32 streams ago. Those of high priority have a list of their own, so
     # that no copy of a thread that reads data lands in this graph.
@@ -122,18 +107,7 @@ def refuse_unsafe_capture(
 ) -> None:
     """Raise during a capture whose replays would not repeat the step.
 
-    Parameters
-    ----------
-    groups, state
-        The optimizer's parameter groups and state.
-    params
-        The parameters that have a gradient.
-    offloaded
-        Whether moments are in host memory.
-    on_nonfinite
-        The setting of this name.
-    alternates
-        Whether some parameters have no gradient on purpose.
+    `params` are the parameters that have a gradient; with `alternates`, some have none on purpose.
 
     Raises
     ------

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from deepmd_muon.optim.arguments import Arguments, documented, takes
 from deepmd_muon.optim.cuda import refuse_unsafe_capture
-from deepmd_muon.optim.dtensors import spec_of
-from deepmd_muon.optim.qk_clip.clip import Logits, checked_logits, clip_heads, clipper
+from deepmd_muon.optim.dtensors import local_of, spec_of, with_local
+from deepmd_muon.optim.qk_clip.clip import Clipper, Logits, checked_logits
 from deepmd_muon.optim.routing.group_settings import complete_group, group_defaults, words_of_group
 from deepmd_muon.optim.routing.param_groups import (
     Group,
@@ -26,18 +25,17 @@ from deepmd_muon.optim.routing.param_groups import (
     with_names,
 )
 from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, is_local
-from deepmd_muon.optim.sharded.plan import Plan
-from deepmd_muon.optim.sharded.planned import plan_of_one_process
+from deepmd_muon.optim.rules.registry import matrix_rules
+from deepmd_muon.optim.sharded.plan import Plan, plan_of_one_process
 from deepmd_muon.optim.state.host_memory import HostMemory
-from deepmd_muon.optim.state.load import apply_restored, drop_unused, load_state, place_state_tensor, restored_groups
+from deepmd_muon.optim.state.load import drop_unused, load_state, restore_groups
 from deepmd_muon.optim.state.replaced import move_state
-from deepmd_muon.optim.state.schema import complete_rules
+from deepmd_muon.optim.state.schema import StateHolder, complete_rules
 from deepmd_muon.optim.step import CompiledStep
 from deepmd_muon.optim.torch_hooks import QuickOptimizer, profiled_on_demand, read_by_grad_scaler
 from deepmd_muon.optim.words import understand_words
 
 if TYPE_CHECKING:
-    from deepmd_muon.optim.sharded.params import ShardedParameter
     from deepmd_muon.optim.sharded.step import ShardedStep
 
 log = logging.getLogger(__name__)
@@ -91,6 +89,7 @@ class HybridMuon(QuickOptimizer):
     _step_supports_amp_scaling = property(lambda _: read_by_grad_scaler())
     alternates = agreed_skip = False
     _host_memory: HostMemory | None = None
+    _sharded: ShardedStep | None = None
     _routing = Routing(())
     routing = RouteTable(())
 
@@ -113,7 +112,7 @@ class HybridMuon(QuickOptimizer):
         dict; nothing here reads them.
         """
         param_group = words_of_group(param_group, self.defaults)
-        self._compiled.raise_deferred()
+        self._raise_deferred()
         with warnings.catch_warnings():
             # torch only warns of duplicates; they are refused by name below.
             warnings.filterwarnings("ignore", "optimizer contains a parameter group with duplicate")
@@ -129,27 +128,34 @@ class HybridMuon(QuickOptimizer):
 
     def _route_parameters(self) -> None:
         """Recompute the routes and store them in the groups; new parameters take over the state of their name."""
-        self._compiled.raise_deferred()
+        self._raise_deferred()
         check_parameters(self.param_groups)
         routing = Routing(self.param_groups)
         groups = routing.groups(self.param_groups)
-        clip = clipper(self.qk_clip, groups, self.replicas)
+        clipper = None if self.qk_clip is None else Clipper(self.qk_clip, groups, self.replicas)
         sharded: ShardedStep | None = None
         if self.replicas is not None or any(spec_of(p) is not None for group in groups for p, _ in group.routed):
             from deepmd_muon.optim.sharded.step import sharded_step  # needs torch.distributed
 
             sharded = sharded_step(groups, self.replicas, self.sharded)
-        move_state(self.state, self._routing, groups, sharded, self._host_memory, self.on_route_change)
+        holders: Mapping[Tensor, StateHolder] = {} if sharded is None else sharded.holders
+        move_state(self.state, self._routing, groups, holders, self._host_memory, self.on_route_change)
         # Nothing above changes the optimizer if it raises: a split that does not fit leaves it as it was.
-        routing.write_manifests(self.param_groups)
+        for group, entries in zip(self.param_groups, routing.routes, strict=True):
+            group.update(RouteTable(entries).manifest())  # plain lists, which state dicts keep
         if routing.table != self.routing and log.isEnabledFor(logging.DEBUG):
             log_parameters(groups, self.replicas)
             plan = sharded.plan if sharded else plan_of_one_process(groups, self.sharded)
             log.debug("%s", plan.describe())
         self._routing, self.routing = routing, routing.table
-        self._clipper, self._sharded = clip, sharded
+        self._clipper, self._sharded, self._holders = clipper, sharded, holders
         drop_unused(self.state, groups)
         self._compiled.reset(sharded)
+
+    def _raise_deferred(self) -> None:
+        """Raise the errors of the last step that ranks agree on late."""
+        if self._sharded is not None:
+            self._sharded.raise_deferred()
 
     def compile_kernels(self) -> None:
         """Compile the kernels of the first step ahead of it, in a thread if wanted; meanwhile TF32 may be off."""
@@ -165,9 +171,6 @@ class HybridMuon(QuickOptimizer):
         pairs = [(p, entry, group.settings) for group in self._groups() for p, entry in group.routed]
         return [(p, e, spec_of(p) is None and is_local(e.name, settings)) for p, e, settings in pairs]
 
-    def _holder_of(self, p: Tensor) -> ShardedParameter | None:
-        return None if self._sharded is None else self._sharded.sharding_of(p)
-
     @property
     def plan(self) -> Plan:
         """Which rank orthogonalizes which matrix, also on one process; `plan.describe()` prints it with its FLOPs."""
@@ -176,14 +179,24 @@ class HybridMuon(QuickOptimizer):
     def fresh_state(self) -> dict[str, dict[str, Tensor]]:
         """Return newly initialised state, by name and in its layout, of the parameters that live on several ranks."""
         self._reroute_if_changed()
-        return self._sharded.fresh_state(self._groups()) if self._sharded else {}
+        fresh = {}
+        for group in self._groups():
+            held = [self._holders[p] for p, _ in group.routed if p in self._holders]
+            fresh.update({holder.entry.name: holder.complete({}, matrix_rules(group.settings)) for holder in held})
+        return fresh
 
     def _reroute_if_changed(self) -> None:
-        """Recompute the routing if parameters, their switches or routing settings have changed; log new routes."""
+        """Recompute the routing if parameters, their switches or routing settings have changed.
+
+        Warn of each new route or view, unless the parameter was frozen or unfrozen.
+        """
         if not self._routing.is_current(self.param_groups):
-            before = self.routing
+            before = {entry.name: entry for entry in self.routing}
             self._route_parameters()
-            self.routing.log_changes(before)
+            for entry in self.routing:
+                old = before.get(entry.name, entry)
+                if "frozen" not in (old.route, entry.route) and old.placement != entry.placement:
+                    log.warning("%s: the route is now %s; it was %s", entry.name, entry.placement, old.placement)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with its routing; a frozen parameter keeps the state it had before.
@@ -196,13 +209,17 @@ class HybridMuon(QuickOptimizer):
             On several GPUs, when ranks did not have the same gradients in the last step; a run should therefore end
             with a call of this method.
         """
-        self._compiled.raise_deferred()
+        self._raise_deferred()
         self._reroute_if_changed()
-        complete_rules(self.state, self._groups(), self._holder_of)
+        complete_rules(self.state, self._groups(), self._holders)
         found = super().state_dict()
         if self._host_memory is not None:
             self._host_memory.wait()
-            found["state"] = {key: self._host_memory.exported(values) for key, values in found["state"].items()}
+            # torch.distributed.checkpoint requires the tensors of a state dict, scalars aside, on one device.
+            for number, own in found["state"].items():
+                several = {key: x for key, x in own.items() if isinstance(x, Tensor) and x.ndim}
+                on_host = {key: with_local(x, local_of(x).cpu()) for key, x in several.items()}
+                found["state"][number] = {**own, **on_host}
         return found
 
     @torch.no_grad()
@@ -272,14 +289,15 @@ class HybridMuon(QuickOptimizer):
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         control = compiled.decide(self.on_nonfinite, scale, skip, agreed=self.agreed_skip)
         compiled.run(self.state, self._host_memory, self.workspace, control)
-        clip_heads(self._clipper, logits, control.skip)
+        if self._clipper is not None and logits:
+            self._clipper(logits, control.skip)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore state by parameter name, after checking every saved route and view against the present one.
 
         Tensors keep their values bitwise. The learning rate comes back, and all that schedulers write into groups:
         their own keys, and numeric settings that this optimizer was constructed with as the saved one was. Settings
-        constructed with another value keep it, as do switches; each difference is logged (see `restored_groups`).
+        constructed with another value keep it, as do switches; each difference is logged (see `restore_groups`).
 
         Where a parameter's route, view or shape differs from the saved one, or it exists on one side only,
         `on_route_change` decides: 'error' raises; 'reset' discards that parameter's state; 'migrate' keeps what means
@@ -303,16 +321,19 @@ class HybridMuon(QuickOptimizer):
         ForeignStateError
             When the state comes from another optimizer or carries no routing; nothing is changed.
         """
-        self._compiled.raise_deferred()
+        self._raise_deferred()
         self._reroute_if_changed()
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = changed if changed is not None else state_dict
         offloaded = self._host_memory is not None
-        place = functools.partial(place_state_tensor, offloaded=offloaded, sharding_of=self._holder_of)
+
+        def place(key: str, value: Tensor, p: Tensor, entry: RouteEntry) -> Tensor:
+            return self._holders.get(p, StateHolder(p, entry)).place(key, value, offloaded=offloaded)
+
         state = load_state(state_dict, self._groups(), self.on_route_change, place)
-        apply_restored(self.param_groups, restored_groups(self.param_groups, state_dict["param_groups"]))
+        restore_groups(self.param_groups, state_dict["param_groups"])
         self.state.clear()
         self.state.update(state)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -323,7 +344,7 @@ class HybridMuon(QuickOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("workspace", "offload_bytes", "_host_memory", "replicas", "sharded", "qk_clip", "on_route_change")
-        self._compiled.raise_deferred()
+        self._raise_deferred()
         self._reroute_if_changed()
         if self._host_memory is not None:
             self._host_memory.wait()

@@ -31,47 +31,24 @@ _LONG_FOR_MUON, _LONG_FOR_ADAM = 8.0, 16.0
 
 @dataclasses.dataclass(frozen=True)
 class OmittedScales:
-    """Scales of HybridMuon that an input omits, and the values that they take.
+    """Scales of HybridMuon that an input omits, and the values that they take."""
 
-    Attributes
-    ----------
-    values
-        Of `lr_adjust_coeff`, and of `adam_lr_ratio` where the input omits both.
-    start_lr
-        The run's.
-    notice
-        What they take and why, in one line.
-    kept
-        Whether they are those of a run that is continued.
-    """
-
-    values: Mapping[str, Any]
+    values: Mapping[str, Any]  # of `lr_adjust_coeff`, and of `adam_lr_ratio` where the input omits both
     start_lr: float
-    notice: str
-    kept: bool = False
+    notice: str  # what they take and why, in one line
+    kept: bool = False  # whether they are those of a run that is continued
 
     def kept_from(self, group: Mapping[str, Any], source: str) -> OmittedScales:
-        """Return the scales of a run that is continued.
+        """Return the scales of a run that is continued from `source`, a checkpoint with this parameter group.
 
-        Parameters
-        ----------
-        group
-            A parameter group of its optimizer; without `adam_lr_ratio` where deepmd-kit wrote it.
-        source
-            Its checkpoint, for the notice.
+        deepmd-kit's groups have no `adam_lr_ratio`.
         """
         values = {name: group.get(name) for name in self.values}
         notice = f"optimizer/lr_adjust_coeff is not given and stays {_written(values)}, as in {source}"
         return OmittedScales(values, self.start_lr, notice, kept=True)
 
     def for_descriptors(self, length: float) -> OmittedScales:
-        """Return lower scales where descriptors are long and the scales are not kept; else themselves.
-
-        Parameters
-        ----------
-        length
-            Of the descriptors, see `descriptor_length`.
-        """
+        """Return lower scales where descriptors of this `length` are long and scales are not kept; else themselves."""
         if self.kept or not 0.0 < length < math.inf:
             return self
         most = {

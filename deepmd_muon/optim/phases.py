@@ -33,9 +33,3 @@ def phase(name: Phase) -> Callable[[Function], Function]:
         return cast("Function", call)
 
     return decorate
-
-
-def run_in_phase(name: Phase, function: Callable[[], Any]) -> Any:
-    """Call a function as part of a phase."""
-    with in_phase(name):
-        return function()

@@ -7,92 +7,105 @@ once, and each step first checks whether the `Snapshot` still holds.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import copy
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, eq, is_, itemgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig, NonFinite
 from deepmd_muon.optim.cuda import SideStream
-from deepmd_muon.optim.dtensors import local_of
-from deepmd_muon.optim.errors import InvalidGradientError
+from deepmd_muon.optim.dtensors import local_of, spec_of
+from deepmd_muon.optim.errors import InvalidGradientError, NonFiniteGradientError
 from deepmd_muon.optim.polar.dispatch import unavailable
+from deepmd_muon.optim.routing.group_settings import raw_settings
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry
-from deepmd_muon.optim.routing.views import MatrixView
-from deepmd_muon.optim.rules.interface import MatrixRule
-from deepmd_muon.optim.rules.master_weights import MASTER
-from deepmd_muon.optim.rules.registry import matrix_rules
-from deepmd_muon.optim.snapshot import Snapshot
-from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
-from deepmd_muon.optim.state.schema import (
-    ALL_MOMENTS,
-    STATE_OF_ROUTE,
-    LocalStateFactory,
-    State,
-    complete_state,
-    moments_of,
-    state_tensors,
-)
-from deepmd_muon.optim.update.adam import adam_, moment_dtype
-from deepmd_muon.optim.update.gradients import StepControl, decide, gradients_of, waves
+from deepmd_muon.optim.state.host_memory import HostMemory
+from deepmd_muon.optim.state.schema import STATE_OF_ROUTE, State, StateHolder, known_tensors
+from deepmd_muon.optim.update.gradients import StepControl, gradients_of, nonfinite_flags, waves
 from deepmd_muon.optim.update.muon import muon_
+from deepmd_muon.optim.waves import RoutedParams, StateLists, Wave, step_elements, waves_of
 
 if TYPE_CHECKING:
+    from deepmd_muon.optim.sharded.step import ShardedStep
     from deepmd_muon.optim.update.fused_steps import FusedStepCache
 
-RoutedParams = list[tuple[Tensor, RouteEntry]]
-# State tensors of several parameters: by key, one tensor for each parameter.
-StateLists = Mapping[str, list[Tensor]]
-
 _SMALL = 4 * 2**20  # elements
+_is_trained = attrgetter("requires_grad")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Wave:
-    """Parameters of one group, route, device and dtype, updated together, and their state.
+class Snapshot:
+    """Groups and their settings, parameters, layouts of gradients, and state that a step was compiled for.
 
-    With moments in host memory, `transfer_batch` holds them, parameter by parameter, in the order of `moments_of`.
+    `devices` has one parameter of each wave with its device; `shared`, the parameters that live on several ranks, of
+    whose local memory the compiled step holds views.
     """
 
-    group: Group
-    route: Route
-    device: torch.device
-    params: list[Tensor]
-    views: list[MatrixView]
-    state: StateLists
-    transfer_batch: TransferBatch | None
-
-
-class ShardedPart(Protocol):
-    """The part of a step on parameters that live on several ranks."""
-
-    @property
-    def params(self) -> Sequence[Tensor]:
-        """The parameters whose local memory the compiled step holds views of; none if each rank steps all by itself."""
-
-    def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
-        """Check parameters, gradients and state, all of which may have changed."""
-
-    def agree(self, flags: Tensor | None) -> Tensor | None:
-        """Agree with the other ranks to take a step; return the elementwise maximum of all ranks' flags."""
-
-    def run(
-        self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int, control: StepControl
+    def __init__(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        state: State,
+        workspace: int,
+        devices: Sequence[tuple[Tensor, torch.device]],
+        shared: Sequence[Tensor],
     ) -> None:
-        """Step the parameters that live on several ranks."""
+        self._groups, self._workspace = list(param_groups), workspace
+        self._settings = copy.deepcopy([(raw_settings(group), group["foreach"]) for group in param_groups])
+        self._sizes = [len(group["params"]) for group in param_groups]
+        self._params = [p for group in param_groups for p in group["params"]]
+        self._trained = list(map(_is_trained, self._params))
+        self._gradients = _layouts(self._params)
+        self._states = list(state.values())
+        self._tensors = [
+            (itemgetter(key), holders, [values[key] for values in holders])
+            for key in known_tensors()
+            if (holders := [values for values in self._states if key in values])
+        ]
+        self._devices = devices
+        self._shared = shared
+        self._specs = list(map(spec_of, shared))
+        self._addresses = [local_of(p).data_ptr() for p in shared]
 
-    def local_params(self, routed: RoutedParams) -> RoutedParams:
-        """Return those of the given parameters that each process steps by itself."""
+    def holds(self, param_groups: Sequence[dict[str, Any]], state: State, workspace: int) -> bool:
+        """Return whether the compiled step is still valid."""
+        return (
+            [len(group["params"]) for group in param_groups] == self._sizes
+            and all(map(is_, param_groups, self._groups))
+            and workspace == self._workspace
+            and all(map(eq, [(raw_settings(group), group["foreach"]) for group in param_groups], self._settings))
+            and self.same_tensors(param_groups, state)
+            and _layouts(self._params) == self._gradients
+            and list(map(_is_trained, self._params)) == self._trained
+            and all(
+                g is None or spec_of(g) is s or spec_of(g) == s
+                for g, s in zip([p.grad for p in self._shared], self._specs, strict=True)
+            )
+        )
 
-    def raise_deferred(self) -> None:
-        """Raise deferred errors from the previous step."""
+    def same_tensors(self, param_groups: Sequence[dict[str, Any]], state: State) -> bool:
+        """Return whether parameters and state are the same tensors in the same memory."""
+        params = itertools.chain.from_iterable(group["params"] for group in param_groups)
+        try:
+            return (
+                sum(len(group["params"]) for group in param_groups) == len(self._params)
+                and all(map(is_, params, self._params))
+                and len(state) == len(self._states)
+                and all(map(is_, state.values(), self._states))
+                and all(all(map(is_, map(get, holders), known)) for get, holders, known in self._tensors)
+                and all(p.device == device for p, device in self._devices)
+                and all(map(is_, map(spec_of, self._shared), self._specs))
+                and [local_of(p).data_ptr() for p in self._shared] == self._addresses
+            )
+        except KeyError:  # a state tensor has been deleted
+            return False
 
-    def reset(self) -> None:
-        """Release all references to parameters' memory and state."""
+
+def _layouts(params: Sequence[Tensor]) -> list[torch.layout | None]:
+    return [g if (g := p.grad) is None else g.layout for p in params]
 
 
 class CompiledStep:
@@ -113,7 +126,7 @@ class CompiledStep:
 
     def __init__(self) -> None:
         self.params: list[Tensor] = []
-        self.sharded: ShardedPart | None = None
+        self.sharded: ShardedStep | None = None
         self.side_stream: SideStream | None = None
         self.wave_streams: tuple[SideStream, ...] = ()
         self._groups: Sequence[Group] = ()
@@ -132,10 +145,7 @@ class CompiledStep:
     def prepare(self, groups: Sequence[Group], state: State) -> None:
         """Collect the parameters that have a gradient; `run` compiles the step itself.
 
-        Raises
-        ------
-        InvalidGradientError
-            When a gradient is sparse.
+        Raises InvalidGradientError when a gradient is sparse.
         """
         before, self._snapshot, self._waves = self._snapshot, None, None
         self._groups = groups
@@ -148,19 +158,41 @@ class CompiledStep:
     def decide(
         self, on_nonfinite: NonFinite, scale: Tensor | None, skip: Tensor | None, *, agreed: bool = False
     ) -> StepControl:
-        """Decide on the device, identically on all ranks, whether this step is skipped; see `gradients.decide`.
+        """Decide on the device, identically on all ranks, whether this step is skipped.
 
-        `agreed` tells that `skip` is the same on all ranks, so that they need not compare it.
+        `scale` and `skip` are a gradient scaler's; with `agreed`, `skip` is the same on all ranks, which need not
+        compare it.
+
+        Raises
+        ------
+        NonFiniteGradientError
+            When a gradient holds NaN or infinity, `on_nonfinite` is 'error' and no scaler skips the step.
         """
-        agree = None if self.sharded is None else self.sharded.agree
-        if on_nonfinite == "ignore" and (agree is None or agreed):
-            if agree is not None:
-                agree(None)
+        if on_nonfinite == "ignore" and (self.sharded is None or agreed):
+            if self.sharded is not None:
+                self.sharded.agree(None)
             return StepControl(skip, scale)
-        routed = [member for group in self._groups for member in group.routed]
-        grads = [p.grad if entry.route != "frozen" else None for p, entry in routed]
-        local = [None if g is None else local_of(g) for g in grads]
-        return decide([entry.name for _, entry in routed], local, on_nonfinite, scale, skip, agree)
+        routed = [member for group in self._groups for member in group.routed]  # in the same order on all ranks
+        grads = [None if p.grad is None or entry.route == "frozen" else local_of(p.grad) for p, entry in routed]
+        flags = skip
+        named = on_nonfinite == "error" and skip is None  # the host reads the flags, one per parameter
+        if on_nonfinite != "ignore":
+            here = {i: g for i, g in enumerate(grads) if g is not None and g.numel()}
+            bad = nonfinite_flags(list(here.values())).float() if here else torch.zeros(0, device="cpu")
+            if named:
+                flags = bad.new_zeros(len(grads))
+                flags[list(here)] = bad
+            else:
+                worst = bad.amax() if here else bad.sum()
+                flags = worst if skip is None else torch.maximum(skip.to(worst.device), worst)
+        if self.sharded is not None:
+            flags = self.sharded.agree(flags)
+        if flags is None or not flags.numel():
+            return StepControl(None, scale)
+        if named and flags.any():
+            found = zip(routed, flags.tolist(), strict=True)
+            raise NonFiniteGradientError([entry.name for (_, entry), is_bad in found if is_bad])
+        return StepControl(flags.amax() if flags.ndim else flags, scale)
 
     def run(self, state: State, memory: HostMemory | None, workspace: int, control: StepControl) -> None:
         """Step all parameters that have a gradient; compile the step if necessary."""
@@ -177,12 +209,7 @@ class CompiledStep:
     def compile_kernels(self, groups: Sequence[Group], workspace: int, *, skip: bool) -> None:
         """Compile the kernels of the Muon route on a GPU before the first step, of parameters on one process.
 
-        Parameters
-        ----------
-        groups, workspace
-            As in `prepare` and `run`.
-        skip
-            Whether steps will have a predicate that skips them.
+        `skip` tells whether steps will have a predicate that skips them.
         """
         if unavailable() or (self.sharded is not None and self.sharded.params):
             return
@@ -190,25 +217,15 @@ class CompiledStep:
         from deepmd_muon.optim.update.fused_steps import compile_kernels
 
         for group in groups:
-            for wave in waves(_of_route(group.routed, "muon"), elements_at_a_time(group, "muon", [], None, workspace)):
+            most = 0 if group.values["foreach"] is False else workspace
+            for wave in waves(_of_route(group.routed, "muon"), most):
                 p, views = wave[0][0], tuple(entry.view for _, entry in wave if entry.view is not None)
                 if _can_be_fused(p.device, group.settings):
                     variant = Variant(p.dtype, group.values["maximize"], skip, False)
                     compile_kernels(views, p.device, p.dtype, variant, group.settings)
 
-    def raise_deferred(self) -> None:
-        """Raise deferred errors from the previous step."""
-        if self.sharded is not None:
-            self.sharded.raise_deferred()
-
-    def reset(self, sharded: ShardedPart | None) -> None:
-        """Release all references to parameters, gradients and state; the next step is recompiled.
-
-        Parameters
-        ----------
-        sharded
-            The new part of the step on parameters that live on several ranks.
-        """
+    def reset(self, sharded: ShardedStep | None) -> None:
+        """Release all references to parameters, gradients and state; the next step, with `sharded`, is recompiled."""
         self._snapshot, self._waves = None, None
         self._groups, self._with_gradients, self.params = (), [], []
         self.sharded = sharded
@@ -220,7 +237,9 @@ class CompiledStep:
         found: list[Wave] = []
         for group, routed in zip(self._groups, self._with_gradients, strict=True):
             mine = routed if self.sharded is None else self.sharded.local_params(routed)
-            found += _waves_of(group, mine, state, memory, workspace)
+            for route in STATE_OF_ROUTE:
+                members = [(p, StateHolder(p, entry)) for p, entry in _of_route(mine, route)]
+                found += waves_of(group, route, members, state, memory, workspace)
         found.sort(key=lambda wave: wave.route != "muon")
         self.side_stream = self._side_stream_for(found) if memory is None else None
         self.wave_streams = self._wave_streams_for(found) if memory is None else ()
@@ -255,14 +274,18 @@ class CompiledStep:
         for stream in side_streams:
             stream.fork()
         turns = itertools.cycle(self.wave_streams)
-        for wave, state in zip(found, _ready(found, memory), strict=True):
+        states: Iterable[StateLists] = [wave.state for wave in found]
+        if memory is not None:  # moments are fetched when the iterator reaches their wave
+            fetched = memory.fetch_in_turn([wave.transfer_batch for wave in found if wave.transfer_batch is not None])
+            states = (wave.with_moments(moments) for wave, moments in zip(found, fetched, strict=True))
+        for wave, state in zip(found, states, strict=True):
             here = control.on(wave.device)
             if wave.route == "muon":
                 with next(turns) if self.wave_streams and _is_large(wave) else contextlib.nullcontext():
                     self._step_matrices(wave, state, here)
             else:
                 with self.side_stream or contextlib.nullcontext():
-                    step_elements(wave.params, gradients_of(wave.params), state, wave.route, wave.group, here)
+                    step_elements(wave, gradients_of(wave.params), state, here)
 
     def _step_matrices(self, wave: Wave, state: StateLists, control: StepControl) -> None:
         """Take a step of the Muon route."""
@@ -270,19 +293,13 @@ class CompiledStep:
         of_rules = {key: tensors for key, tensors in state.items() if key != "momentum_buffer"}
         lists = wave.params, state["momentum_buffer"], of_rules, wave.views
         options: dict[str, Any] = {"lr": wave.group.lr, "settings": settings, "control": control}
-        fused = self._fused_steps(wave.device, settings)
-        if fused is None or not fused.step(*lists, **options, maximize=group["maximize"]):
-            muon_(*lists, **options, maximize=group["maximize"])
-
-    def _fused_steps(self, device: torch.device, settings: HybridMuonConfig) -> FusedStepCache | None:
-        """Return the fused form of the Muon route; None where torch's operations are used."""
-        if not _can_be_fused(device, settings):
-            return None
-        if self._fused is None and not unavailable():
+        fused = _can_be_fused(wave.device, settings)
+        if fused and self._fused is None and not unavailable():
             from deepmd_muon.optim.update.fused_steps import FusedStepCache  # needs Triton
 
             self._fused = FusedStepCache()
-        return self._fused
+        if not fused or self._fused is None or not self._fused.step(*lists, **options, maximize=group["maximize"]):
+            muon_(*lists, **options, maximize=group["maximize"])
 
 
 def _is_large(wave: Wave) -> bool:
@@ -314,96 +331,3 @@ def _with_gradient(group: Group) -> RoutedParams:
             )
         routed.append((p, entry))
     return routed
-
-
-def _waves_of(
-    group: Group, routed: RoutedParams, state: State, memory: HostMemory | None, workspace: int
-) -> Iterator[Wave]:
-    """Divide one group's parameters into waves; create missing state."""
-    for route in STATE_OF_ROUTE:
-        taken = _of_route(routed, route)
-        for wave in waves(taken, elements_at_a_time(group, route, [p for p, _ in taken], memory, workspace)):
-            params = [p for p, _ in wave]
-            views = [entry.view for _, entry in wave if entry.view is not None]
-            rules = matrix_rules(group.settings)
-            states = [complete_state(state[p], LocalStateFactory(p, entry), rules) for p, entry in wave]
-            keys = state_tensors(route, rules, params[0].dtype)
-            transfer_batch = transfer_batch_of(state, memory, params, route, rules)
-            lists = state_lists(states, keys)
-            yield Wave(group, route, params[0].device, params, views, lists, transfer_batch)
-
-
-def state_lists(states: Sequence[dict[str, Tensor]], keys: Iterable[str]) -> StateLists:
-    """Return some state tensors of several parameters by key."""
-    return {key: [local_of(values[key]) for values in states] for key in keys}
-
-
-def elements_at_a_time(
-    group: Group, route: Route, params: Sequence[Tensor], memory: HostMemory | None, workspace: int
-) -> int:
-    """Return the bound on the elements of a wave of such parameters."""
-    if group.values["foreach"] is False:
-        return 0
-    if memory is None or not params:
-        return workspace
-    # Moments are at least float32 on the Adam routes, and so are master weights.
-    dtype = params[0].dtype
-    keys = moments_of(route, matrix_rules(group.settings), dtype)
-    wide = -(-moment_dtype(dtype).itemsize // params[0].element_size())
-    count = sum(1 if key == "momentum_buffer" else wide for key in keys)
-    return min(workspace, memory.elements_per_batch(params, count))
-
-
-def transfer_batch_of(
-    state: State,
-    memory: HostMemory | None,
-    params: Sequence[Tensor],
-    route: Route,
-    rules: Sequence[MatrixRule],
-) -> TransferBatch | None:
-    """Return the moments of some parameters of one dtype as a transfer batch; None where they stay on the device."""
-    if memory is None:
-        return None
-    keys = moments_of(route, rules, params[0].dtype)
-    return memory.transfer_batch(state, [(p, key) for p in params for key in keys])
-
-
-def with_moments(state: StateLists, route: Route, moments: Sequence[Tensor]) -> StateLists:
-    """Return state with its moments replaced by those of its transfer batch."""
-    keys = [key for key in (*STATE_OF_ROUTE[route], MASTER) if key in state and key in ALL_MOMENTS]
-    return {**state, **{key: list(moments[i :: len(keys)]) for i, key in enumerate(keys)}}
-
-
-def _ready(found: Sequence[Wave], memory: HostMemory | None) -> Iterable[StateLists]:
-    """Return the state of each wave; offloaded moments are fetched when the iterator reaches the wave."""
-    if memory is None:
-        return [wave.state for wave in found]
-    fetched = memory.fetch_in_turn([wave.transfer_batch for wave in found if wave.transfer_batch is not None])
-    return (with_moments(wave.state, wave.route, moments) for wave, moments in zip(found, fetched, strict=True))
-
-
-def step_elements(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    state: StateLists,
-    route: Route,
-    group: Group,
-    control: StepControl,
-) -> None:
-    """Step parameters of one Adam route, group, device and dtype."""
-    settings, lr = group.settings, group.lr
-    ratio = settings.adam_lr_ratio
-    assert ratio is not None
-    adam_(
-        params,
-        grads,
-        *(state[key] for key in ("exp_avg", "exp_avg_sq", "step")),
-        lr=lr if ratio == 1.0 else lr * ratio,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        weight_decay=settings.weight_decay if route == "adamw" else 0.0,
-        eps=settings.adam_eps,
-        implementation=settings.adam_implementation,
-        control=control,
-        maximize=group.values["maximize"],
-        masters=state.get(MASTER),
-    )

@@ -89,12 +89,7 @@ WORDS = frozenset((*_TRANSLATIONS, *_SCHEDULE))
 def translated(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Return arguments or a parameter group with other optimizers' words replaced by settings of this package.
 
-    Parameters
-    ----------
-    given
-        Values by word or setting.
-    known
-        The settings there are; a word that is one of them stays.
+    `known` are the settings there are; a word that is one of them stays.
 
     Raises
     ------
@@ -158,12 +153,7 @@ def _schedule(words: Mapping[str, Any]) -> Any:
 def advice(key: str, given: Mapping[str, Any], known: Collection[str]) -> str | None:
     """Return what to write instead of another optimizer's word in an input, or None if the key is no such word.
 
-    Parameters
-    ----------
-    key, given
-        The word, and the section in which it stands.
-    known
-        The settings there are.
+    `given` is the section in which it stands; `known` are the settings there are.
     """
     if key not in WORDS and key not in _HINTS:
         return None

@@ -31,7 +31,7 @@ from triton.runtime.errors import OutOfResources
 from deepmd_muon.optim.polar import SCHEDULES
 from deepmd_muon.optim.polar.kernels.normalized import PRESENT
 from deepmd_muon.optim.polar.kernels.symmetric import NEXT, SQUARE, symmetric_product, update
-from deepmd_muon.optim.polar.one_launch import launches_for, orthogonalize_in_one_launch
+from deepmd_muon.optim.polar.one_launch import launches_for, run_launches, start_launch
 from deepmd_muon.optim.polar.symmetric_launch import Tile, _tiled, tiles_for
 
 SHAPES = "1x1024x1024,1x2048x2048,1x4096x4096,1x8192x8192,16x1024x4096,4x2048x8192,64x768x2048"
@@ -159,7 +159,7 @@ def whole_iterations() -> Iterator[Row]:
             for warps, stages in itertools.product((4, 8), (2, 3, 4)):
                 launch.constants.update(num_warps=warps, num_stages=stages)
                 try:
-                    time = timed(lambda name=name, x=x: orthogonalize_in_one_launch(name, [x], coefficients))
+                    time = timed(lambda name=name, x=x: run_launches(name, start_launch, [x], coefficients))
                 except (
                     RuntimeError,
                     OutOfResources,

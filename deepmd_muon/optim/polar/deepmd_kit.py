@@ -20,14 +20,13 @@ GRAM_STEPS = slow_down(POLAR_EXPRESS_LIMIT[:5], 1.05, spare_last=False)
 
 def orthogonalize_as_deepmd_kit(matrices: Sequence[Tensor], *, gram: bool) -> list[Tensor]:
     """Orthogonalize batches (b, m, n) as deepmd-kit 3.2.0 does; results are float32."""
-    return [_one(x, gram=gram).float() for x in matrices]
-
-
-def _one(x: Tensor, *, gram: bool) -> Tensor:
-    tall = x.shape[1] > x.shape[2]
-    wide = x.mT if tall else x
-    done = _gram(wide.float()) if gram and x.shape[1] != x.shape[2] else _standard(wide.bfloat16())
-    return done.mT if tall else done
+    found = []
+    for x in matrices:
+        tall = x.shape[1] > x.shape[2]
+        wide = x.mT if tall else x
+        done = _gram(wide.float()) if gram and x.shape[1] != x.shape[2] else _standard(wide.bfloat16())
+        found.append((done.mT if tall else done).float())
+    return found
 
 
 def _standard(x: Tensor) -> Tensor:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 Implementation = Literal["whole", "strips", "tiles", "symmetric", "torch"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
@@ -18,6 +19,15 @@ _MOST_STRIPS = 128  # most programs of one matrix
 _TILE = 64
 # With more 64 × 64 tiles, launches of larger products are faster.
 _MOST_TILES = 100
+
+
+# Shape, strides and dtype of each tensor.
+Geometry = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+
+
+def geometry_of(tensors: Sequence[Tensor]) -> Geometry:
+    """Return what launches of these tensors depend on, beside their addresses."""
+    return tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,22 +64,10 @@ class Candidate:
     fits: Callable[[MatrixBatch], bool]
 
 
-def _whole(p: MatrixBatch) -> bool:
-    return p.readable and p.columns <= (256 if p.rows <= 64 else 128)
-
-
 def _strips(p: MatrixBatch) -> bool:
     strips = -(-p.columns // (64 if p.rows <= 128 else 32))
     few = p.rows <= 128 or p.count * strips <= 2 * _MOST_STRIPS
     return p.readable and 1 < p.rows <= 256 and strips <= _MOST_STRIPS and few
-
-
-def _tiles(p: MatrixBatch) -> bool:
-    return p.readable and 1 < p.rows <= 1024 and p.tiles <= _MOST_TILES
-
-
-def _symmetric(p: MatrixBatch) -> bool:
-    return p.readable and p.rows >= 128
 
 
 TABLE: tuple[Candidate, ...] = (
@@ -77,7 +75,7 @@ TABLE: tuple[Candidate, ...] = (
         "whole",
         "m ≤ 64 and n ≤ 256, or m, n ≤ 128",
         "one launch, one program per matrix, X in registers",
-        _whole,
+        lambda p: p.readable and p.columns <= (256 if p.rows <= 64 else 128),
     ),
     Candidate(
         "strips",
@@ -89,13 +87,13 @@ TABLE: tuple[Candidate, ...] = (
         "tiles",
         f"m ≤ 1024 and at most {_MOST_TILES} tiles of 64 × 64",
         "one cooperative launch, programs share the tiles of each product",
-        _tiles,
+        lambda p: p.readable and 1 < p.rows <= 1024 and p.tiles <= _MOST_TILES,
     ),
     Candidate(
         "symmetric",
         "m ≥ 128",
         "three launches per step, half of each symmetric product; wide matrices share products with X",
-        _symmetric,
+        lambda p: p.readable and p.rows >= 128,
     ),
     Candidate("torch", "everything else", "batched products of torch", lambda _: True),
 )

@@ -35,23 +35,10 @@ class _SharedIteration(NamedTuple):
 def orthogonalize_with_torch(
     matrices: Sequence[Tensor], coefficients: Coefficients, operand: torch.dtype, *, gram: bool = True
 ) -> list[Tensor]:
-    """Orthogonalize several batches of matrices together.
+    """Orthogonalize batches of matrices (b, m, n) on one device together, with one (a, b, c) per step.
 
-    Parameters
-    ----------
-    matrices
-        Tensors (b, m, n) on one device; they are not changed.
-    coefficients
-        One (a, b, c) per step.
-    operand
-        Dtype of the operands of matrix products.
-    gram
-        Allow iterating on the Gram matrix where that is cheaper.
-
-    Returns
-    -------
-    list of Tensor
-        The polar factors, shapes as given, in float32, or float64 where `operand` is.
+    Operands of products have the dtype `operand`; results are in float32, or float64 where it is. `gram` allows
+    iterating on the Gram matrix where that is cheaper.
     """
     master = torch.float64 if operand == torch.float64 else torch.float32
     shapes = tuple((x.shape[0], x.shape[1], x.shape[2]) for x in matrices)
@@ -106,7 +93,10 @@ def _orthogonalize_together(
     elif lot.gram:
         done = _gram(wide, coefficients)
     else:
-        stacked = _standard(_stack(wide, lot), coefficients, operand)
+        stacked = wide[0]
+        if len(wide) > 1 or stacked.shape[2] != lot.columns:  # one batch (Σb, m, columns)
+            stacked = torch.cat([torch.nn.functional.pad(x, (0, lot.columns - x.shape[2])) for x in wide])
+        stacked = _standard(stacked, coefficients, operand)
         pieces = stacked.split([x.shape[0] for x in wide])
         done = [piece[:, :, : x.shape[2]] for piece, x in zip(pieces, wide, strict=True)]
     results = [matrices[0]] * len(matrices)
@@ -129,13 +119,6 @@ def _normalize(x: Tensor, dtype: torch.dtype, *, own: bool) -> Tensor:
     x = (x.div_(largest) if own else x / largest).to(dtype)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min_(1e-18)
     return x.div_(norm)
-
-
-def _stack(matrices: Sequence[Tensor], lot: _SharedIteration) -> Tensor:
-    """Put batches (b, m, n ≤ columns) into one (Σb, m, columns)."""
-    if len(matrices) == 1 and matrices[0].shape[2] == lot.columns:
-        return matrices[0]
-    return torch.cat([torch.nn.functional.pad(x, (0, lot.columns - x.shape[2])) for x in matrices])
 
 
 def _standard(x: Tensor, coefficients: Coefficients, operand: torch.dtype) -> Tensor:
@@ -161,12 +144,7 @@ def _standard(x: Tensor, coefficients: Coefficients, operand: torch.dtype) -> Te
 def _gram(matrices: list[Tensor], coefficients: Coefficients) -> list[Tensor]:
     """Iterate on R = X Xᵀ: with p = a + b R + c R², Q ← Q p and R ← p R p; X ← Q X at restarts and at the end.
 
-    Parameters
-    ----------
-    matrices
-        Normalised batches (b, m, n) with equal m and any n ≥ m; they share the iteration of R, (Σb, m, m).
-    coefficients
-        One (a, b, c) per step.
+    Normalised batches (b, m, n) with equal m and any n ≥ m share the iteration of R, (Σb, m, m).
     """
     batches = [x.shape[0] for x in matrices]
     growth_limit = _GRAM_GROWTH[matrices[0].dtype]

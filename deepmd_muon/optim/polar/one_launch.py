@@ -11,11 +11,20 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.cuda import try_record
-from deepmd_muon.optim.polar.address_table import AddressTable, captured_addresses
+from deepmd_muon.optim.polar.dispatch import Geometry, geometry_of
 from deepmd_muon.optim.polar.kernels.shared import MAX_PROGRAMS, strips, tiles
 from deepmd_muon.optim.polar.kernels.whole import TILES, small_matrices
 from deepmd_muon.optim.polar.schedules import Coefficients
-from deepmd_muon.optim.polar.tables import Geometry, Inputs, Launch, LaunchSet, MatrixLocation, Span, StartLaunch
+from deepmd_muon.optim.polar.tables import (
+    AddressTable,
+    Inputs,
+    Launch,
+    LaunchSet,
+    MatrixLocation,
+    Span,
+    StartLaunch,
+    captured_addresses,
+)
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 _STRIPS = (64, 128, 256)  # most rows of each kind of matrices that are divided into strips
@@ -32,26 +41,6 @@ _MAX_RECORDINGS = 8
 _CAPTURED: set[LaunchSet] = set()
 
 
-def orthogonalize_in_one_launch(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
-    """Orthogonalize batches of matrices in as few launches as the device allows.
-
-    Parameters
-    ----------
-    name
-        'whole', 'strips' or 'tiles'; see the table of `dispatch`.
-    matrices
-        Non-empty batches (b, m, n) of any strides on one device.
-    coefficients
-        One (a, b, c) per step.
-
-    Returns
-    -------
-    list of Tensor
-        float32 results (b, m, n), parts of one new tensor.
-    """
-    return run_launches(name, start_launch, matrices, coefficients)
-
-
 def run_launches(
     name: str,
     start: StartLaunch,
@@ -60,10 +49,14 @@ def run_launches(
     *,
     with_results: bool = True,
 ) -> list[Tensor]:
-    """Start all launches for these shapes, or replay their recording; without results nothing is recorded."""
+    """Orthogonalize batches (b, m, n) of any strides in as few launches of `name` as the device allows.
+
+    The float32 results (b, m, n) are parts of one new tensor. Launches of small matrices are recorded, and replayed
+    from then on; without results nothing is recorded.
+    """
     device = matrices[0].device
     matrices = [readable(x) for x in matrices]
-    plan = launches_for(name, tuple((tuple(x.shape), x.stride(), x.dtype) for x in matrices), device)
+    plan = launches_for(name, geometry_of(matrices), device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     capturing = _capturing(device)
     if capturing:
@@ -200,15 +193,13 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def tile_of(rows: int, columns: int) -> int:
-    """Return the number of the smallest tile of `TILES` that holds a matrix."""
-    fitting = [i for i, (mp, np) in enumerate(TILES) if rows <= mp and columns <= np]
-    return min(fitting, key=lambda i: TILES[i][0] * TILES[i][1])
-
-
 def _whole(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
     """Put few matrices in one launch, which takes as long as its slowest; of many, one launch per tile size."""
-    numbered = sorted(((tile_of(p.rows, p.columns), p) for p in pieces), key=lambda pair: -pair[0])
+    numbered = []
+    for p in pieces:  # with the smallest tile that holds it
+        fitting = [i for i, (mp, np) in enumerate(TILES) if p.rows <= mp and p.columns <= np]
+        numbered.append((min(fitting, key=lambda i: TILES[i][0] * TILES[i][1]), p))
+    numbered.sort(key=lambda pair: -pair[0])
     several = len(pieces) > 2 * multiprocessors(device)
     groups = [[pair for pair in numbered if pair[0] == t] for t in range(len(TILES))] if several else [numbered]
     launches = []

@@ -1,19 +1,58 @@
-"""The polar factor of batches of matrices, by the implementation that the table of `dispatch` chooses."""
+"""The polar factor of batches of matrices, by the implementation that the table of `dispatch` chooses.
+
+Kernels are checked against torch on their first use.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+import functools
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import Precision
 from deepmd_muon.optim.errors import InvalidShapeError
-from deepmd_muon.optim.polar.arithmetic import requested_precision
-from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS
+from deepmd_muon.optim.polar import dispatch
+from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS, Geometry, Implementation, MatrixBatch, choose, geometry_of
 from deepmd_muon.optim.polar.newton_schulz import orthogonalize_with_torch
-from deepmd_muon.optim.polar.run import orthogonalize_with_kernels
-from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
+from deepmd_muon.optim.polar.schedules import AnySchedule, Coefficients, coefficients_of
+
+_LOG = logging.getLogger(__name__)
+_REDUCED = {"bf16", "tf32"}
+
+
+@contextlib.contextmanager
+def requested_precision() -> Iterator[None]:
+    """Disable autocast, and multiply float32 matrices in float32.
+
+    Autocast would round float32 operands to 16 bits; ``torch.set_float32_matmul_precision("high")`` and "medium" to
+    TF32 or bf16. On the Gram matrix of a low-rank gradient either rounding error grows until the result is NaN. The
+    caller's settings are restored on exit.
+    """
+    with torch._C._DisableAutocast():
+        matmuls = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul  # type: ignore[attr-defined]  # set at runtime
+        given = [matmul.fp32_precision for matmul in matmuls]
+        if not _REDUCED.intersection(given):
+            yield
+            return
+        try:
+            word = torch.get_float32_matmul_precision()
+        except RuntimeError:  # the caller uses the newer interface, which the older one cannot express
+            word = None
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            if word is not None:
+                torch.set_float32_matmul_precision(word)
+            for matmul, value in zip(matmuls, given, strict=True):
+                matmul.fp32_precision = "none"  # inherited from the backend or from torch.backends
+                if matmul.fp32_precision != value:
+                    matmul.fp32_precision = value
 
 
 def orthogonalize(
@@ -71,28 +110,21 @@ def orthogonalize_matrices(
     gram: bool = True,
     flash: bool | Collection[str] = True,
 ) -> list[Tensor]:
-    """Orthogonalize several batches of matrices of different shapes together.
+    """Orthogonalize several batches (b, m, n) of different shapes on one device together; they are not changed.
 
-    Parameters
-    ----------
-    matrices
-        Tensors (b, m, n) on one device; they are not changed.
-    schedule, precision, gram
-        As in `orthogonalize`.
-    flash
-        Whether to use kernels, or the implementations of `polar.dispatch` that may be used.
-
-    Returns
-    -------
-    list of Tensor
-        The polar factors, shapes as given, in the iterate's dtype (float32, or float64 for precision 'float64').
+    The other arguments are as in `orthogonalize`; `flash` tells whether to use kernels, or which implementations of
+    `polar.dispatch`. The polar factors are in the iterate's dtype: float32, or float64 for precision 'float64'.
     """
     if not matrices:
         return []
     coefficients = coefficients_of(schedule)
-    operand = _operand_dtype(precision, matrices[0].device)
-    implementations = (IMPLEMENTATIONS if flash else ()) if isinstance(flash, bool) else flash
-    results = orthogonalize_with_kernels(matrices, coefficients, operand, implementations)
+    on_gpu = matrices[0].device.type == "cuda"
+    auto = torch.float16 if on_gpu else torch.float32
+    operand: torch.dtype = auto if precision == "auto" else getattr(torch, precision)
+    allowed = (IMPLEMENTATIONS if flash else ()) if isinstance(flash, bool) else flash
+    results: list[Tensor | None] = [None] * len(matrices)
+    if allowed and _kernels_available() and on_gpu:
+        results = _orthogonalize_with_kernels(matrices, coefficients, operand, allowed)
     left = [i for i, done in enumerate(results) if done is None]
     if left:
         done = orthogonalize_with_torch([matrices[i] for i in left], coefficients, operand, gram=gram)
@@ -101,12 +133,104 @@ def orthogonalize_matrices(
     return [x for x in results if x is not None]
 
 
-def _operand_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    if precision == "auto":
-        return torch.float16 if device.type == "cuda" else torch.float32
-    return {
-        "float16": torch.float16,
-        "bfloat16": torch.bfloat16,
-        "float32": torch.float32,
-        "float64": torch.float64,
-    }[precision]
+@functools.lru_cache(maxsize=1)
+def _kernels_available() -> bool:
+    reason = dispatch.unavailable()
+    if reason:
+        level = logging.WARNING if torch.cuda.is_available() else logging.INFO
+        _LOG.log(level, "matrices are orthogonalized by torch: %s", reason)
+    return not reason
+
+
+def _orthogonalize_with_kernels(
+    matrices: Sequence[Tensor], coefficients: Coefficients, operand: torch.dtype, allowed: Collection[str]
+) -> list[Tensor | None]:
+    """Return float32 results (b, m, n) of batches for which the table chooses a kernel; None for all others."""
+    results: list[Tensor | None] = [None] * len(matrices)
+    usable = tuple(name for name in allowed if name not in dispatch.FAILED)
+    capability = torch.cuda.get_device_capability(matrices[0].device)
+    chosen = choose_all(geometry_of(matrices), capability, operand, usable)
+    for name in dict.fromkeys(chosen):
+        if name == "torch":
+            continue
+        members = [i for i, c in enumerate(chosen) if c == name]
+        done = try_kernels(name, [matrices[i] for i in members], coefficients)
+        if done is None:  # it has just been disabled: choose again
+            return _orthogonalize_with_kernels(matrices, coefficients, operand, allowed)
+        for i, x in zip(members, done, strict=True):
+            results[i] = x
+            dispatch.COUNTS[name, min(x.shape[1:]), max(x.shape[1:])] += x.shape[0]
+    return results
+
+
+@functools.lru_cache(maxsize=64)
+def choose_all(
+    geometry: Geometry, capability: tuple[int, int], operand: torch.dtype, allowed: tuple[str, ...]
+) -> tuple[Implementation, ...]:
+    """Choose an implementation for each tensor, and log the choice."""
+    chosen = choices(geometry, capability, operand, allowed)
+    lines = Counter(
+        (name, min(shape[1:]), max(shape[1:])) for name, (shape, _, _) in zip(chosen, geometry, strict=True)
+    )
+    for (name, m, n), number in sorted(lines.items()):
+        _LOG.info("%d tensors of %d × %d matrices are orthogonalized by %r", number, m, n, name)
+    return chosen
+
+
+def choices(
+    geometry: Geometry, capability: tuple[int, int], operand: torch.dtype, allowed: tuple[str, ...]
+) -> tuple[Implementation, ...]:
+    """Choose an implementation for each tensor, counting equal shapes together."""
+    sizes = [(shape[0], min(shape[1:]), max(shape[1:])) for shape, _, _ in geometry]
+    count: Counter[tuple[int, int]] = Counter()
+    for b, m, n in sizes:
+        count[m, n] += b
+    chosen: list[Implementation] = []
+    for (b, m, n), (_, _, dtype) in zip(sizes, geometry, strict=True):
+        batch = MatrixBatch(m, n, count[m, n], dtype, "cuda", capability, operand)
+        chosen.append("torch" if b * m * n == 0 else choose(batch, allowed))
+    return tuple(chosen)
+
+
+def try_kernels(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor] | None:
+    """Run one implementation, after a check against torch on its first use; disable it and log why on failure."""
+    try:
+        check(name, matrices[0].device)
+        return run_kernels(name, matrices, coefficients)
+    except Exception as error:  # an error of the compiler or driver must not end a training run
+        if torch.cuda.is_current_stream_capturing():
+            raise
+        dispatch.FAILED[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        _LOG.warning("%r is disabled, and torch is used instead: %s", name, dispatch.FAILED[name])
+        return None
+
+
+def run_kernels(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
+    """Orthogonalize batches (b, m, n) on one device with the kernels of one implementation."""
+    if name == "symmetric":
+        from deepmd_muon.optim.polar.symmetric_launch import orthogonalize_by_products
+
+        return orthogonalize_by_products(matrices, coefficients)
+    from deepmd_muon.optim.polar.one_launch import run_launches, start_launch
+
+    return run_launches(name, start_launch, matrices, coefficients)
+
+
+class KernelError(RuntimeError):
+    """The result of a kernel differs from torch's."""
+
+
+@functools.lru_cache(maxsize=64)
+def check(name: str, device: torch.device) -> None:
+    """Compare an implementation with plain torch on low-rank matrices, in each memory layout that it supports."""
+    shapes = {"whole": [(24, 40)], "strips": [(100, 400)], "tiles": [(270, 290)], "symmetric": [(150, 170), (128, 256)]}
+    coefficients = coefficients_of("8+2")
+    for m, n in shapes[name]:
+        i = torch.arange(2 * m * n, device=device, dtype=torch.float32).view(2, m, n)
+        x = torch.cos(0.3 * i) + torch.eye(m, n, device=device)
+        (expected,) = orthogonalize_with_torch([x], coefficients, torch.float16 if x.is_cuda else torch.float32)
+        for y in (x, x.mT, x.mT.contiguous().mT):
+            (found,) = run_kernels(name, [y], coefficients)
+            error = float(((found if found.shape == x.shape else found.mT) - expected).norm() / expected.norm())
+            if not error < 5e-3:
+                raise KernelError(f"the result differs from torch's by {error:.1e}")

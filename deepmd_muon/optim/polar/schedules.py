@@ -132,12 +132,12 @@ AnySchedule = str | Schedule | Sequence[Sequence[float]]
 
 
 def coefficients_of(schedule: AnySchedule) -> Coefficients:
-    """Return the (a, b, c) of each step of a named schedule, a `Schedule` or a sequence of triples.
+    """Return the (a, b, c) of each step of a named schedule, a `Schedule` or a sequence of triples of finite numbers.
 
     Raises
     ------
     InvalidSettingError
-        When the name is unknown, or the sequence is not one of triples of finite numbers.
+        When it is none of them.
     """
     if isinstance(schedule, Schedule):
         return schedule.coefficients

@@ -114,20 +114,10 @@ def deep_programs(order: int, depth: int, count: int) -> int:
 
 
 def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
-    """Orthogonalize batches of large matrices, equal shapes together.
+    """Orthogonalize batches (b, m, n) of large matrices of any strides, equal shapes together.
 
-    Parameters
-    ----------
-    matrices
-        Non-empty batches (b, m, n) of any strides on one device.
-    coefficients
-        One (a, b, c) per step.
-
-    Returns
-    -------
-    list of Tensor
-        float32 results (b, m, n), parts of one new tensor. The workspace is freed on return: 4 bytes per element of X,
-        8 where X is kept in fp32, and up to 16 per element of X Xᵀ, both padded to whole tiles.
+    The float32 results (b, m, n) are parts of one new tensor. The workspace is freed on return: 4 bytes per element of
+    X, 8 where X is kept in fp32, and up to 16 per element of X Xᵀ, both padded to whole tiles.
     """
     return run_launches("symmetric", _run, matrices, coefficients)
 

@@ -51,13 +51,13 @@ def segments(coefficients: Coefficients, rows: int, columns: int) -> list[Coeffi
     if most == 0 or columns < _WIDE * rows:
         return [(step,) for step in coefficients]
     growth = [a * a for a, _, _ in coefficients]
-    lengths = [n for n in range(1, min(most, len(growth)) + 1) if n <= 2 or _may_share(growth[: n - 1], rows, most)]
+    many = rows >= _MANY_ROWS
+    lengths = [
+        n
+        for n in range(1, min(most, len(growth)) + 1)
+        if n <= 2 or max(growth[: n - 1]) <= _GROWTH or (many and math.prod(growth[: n - 1]) <= _GROWTH ** (most - 1))
+    ]
     return min(([coefficients[:n], *_pairs(coefficients[n:])] for n in lengths), key=len)
-
-
-def _may_share(growth: Sequence[float], rows: int, most: int) -> bool:
-    """Return whether errors of R may grow by these factors before R is recomputed from X."""
-    return max(growth) <= _GROWTH or (rows >= _MANY_ROWS and math.prod(growth) <= _GROWTH ** (most - 1))
 
 
 def _pairs(coefficients: Coefficients) -> list[Coefficients]:

@@ -1,21 +1,59 @@
-"""Launches as data: locations of matrices, tables, and objects that the host keeps between calls."""
+"""Launches as data: locations of matrices, tables of addresses, and objects that the host keeps between calls."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from deepmd_muon.optim.polar.kernels.whole import write_addresses
 from deepmd_muon.optim.polar.schedules import Coefficients
 
-if TYPE_CHECKING:
-    from deepmd_muon.optim.polar.address_table import AddressTable  # needs Triton
+_AT_ONCE = 16  # addresses that `write_addresses` takes
 
-# Shape, strides and dtype of each tensor.
-Geometry = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+
+class AddressTable:
+    """Addresses of `count` tensors that may move between launches: `table`, int64, which recorded graphs read."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._written: tuple[int, ...] = ()
+        self.table = torch.zeros(_padded(count), dtype=torch.int64, device=device)
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the table, updated to the tensors' present addresses without synchronizing."""
+        now = tuple(map(Tensor.data_ptr, tensors))
+        if now != self._written:
+            self.table.copy_(_on_host(now, self.table.is_cuda), non_blocking=True)
+            self._written = now
+        return self.table
+
+
+def captured_addresses(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a table of the tensors' addresses for the graph being captured; each replay writes it."""
+    table = torch.empty(_padded(len(tensors)), dtype=torch.int64, device=tensors[0].device)
+    for first in range(0, len(tensors), _AT_ONCE):
+        some = [x.data_ptr() for x in tensors[first : first + _AT_ONCE]]
+        write_addresses[(1,)](table, first, *some, *(some[-1:] * (_AT_ONCE - len(some))))
+    return table
+
+
+def _padded(count: int) -> int:
+    return -(-count // _AT_ONCE) * _AT_ONCE
+
+
+@functools.lru_cache(maxsize=64)
+def _on_host(addresses: tuple[int, ...], pinned: bool) -> Tensor:
+    """Return addresses in (pinned) host memory, for copies to the device; it is never overwritten.
+
+    The cache pays because the allocator soon reuses addresses for gradients. A copy may still read an evicted entry:
+    torch keeps its pinned memory until the copy has finished.
+    """
+    padded = [*addresses, *[0] * (_padded(len(addresses)) - len(addresses))]
+    return torch.tensor(padded, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +95,9 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The matrices of one tensor in a batch.
+    """The `count` matrices of tensor number `tensor` in a batch.
 
-    Attributes
-    ----------
-    tensor
-        Number of the tensor.
-    count
-        Number of its matrices.
-    place
-        Offset of their contiguous results, in elements.
-    transposed
-        Whether results have the smaller dimension as columns.
+    Their contiguous results start at element `place`; if `transposed`, these have the smaller dimension as columns.
     """
 
     tensor: int
@@ -78,49 +107,23 @@ class Span:
 
 
 class Inputs(NamedTuple):
-    """The matrices, as launches read them.
-
-    Attributes
-    ----------
-    addresses
-        Addresses of the tensors, on the device, int64.
-    tensors
-        The tensors; None in a recording, whose addresses will change.
-    """
+    """The matrices, as launches read them: addresses on the device, and tensors (None in a recording)."""
 
     addresses: Tensor
     tensors: Sequence[Tensor] | None
 
 
 class Application(NamedTuple):
-    """How results update parameters instead of being written.
+    """How results update parameters instead of being written."""
 
-    Attributes
-    ----------
-    targets
-        For each tensor of matrices, int64 (count, 2): the addresses of contiguous parameters, and the numbers of their
-        factors.
-    squares
-        For each tensor, float64 (count, 1, 2): 1 and the sum of the squares of each matrix.
-    dtype
-        Of the parameters: float32, float16 or bfloat16.
-    factors
-        Scale and damping, float32 (factors,).
-    rate
-        Learning rate, float64 ().
-    decay
-        Weight decay, split by `split_float64`.
-    skip
-        Above 0 to leave the parameters as they are, float32 ().
-    """
-
+    # For each tensor of matrices, int64 (count, 2): addresses of contiguous parameters, and numbers of their factors.
     targets: Sequence[Tensor]
-    squares: Sequence[Tensor]
-    dtype: torch.dtype
-    factors: Tensor
-    rate: Tensor
-    decay: tuple[float, float]
-    skip: Tensor
+    squares: Sequence[Tensor]  # for each, float64 (count, 1, 2): 1 and the sum of the squares of each matrix
+    dtype: torch.dtype  # of the parameters: float32, float16 or bfloat16
+    factors: Tensor  # scale and damping, float32 (factors,)
+    rate: Tensor  # learning rate, float64 ()
+    decay: tuple[float, float]  # weight decay, split by `split_float64`
+    skip: Tensor  # above 0 to leave the parameters as they are, float32 ()
 
 
 # Starts one launch: name, launch, inputs, coefficients, result.

@@ -33,22 +33,10 @@ class _Target:
     places: Tensor
 
 
-def clipper(clip: QKClip | None, groups: Sequence[Group], replicas: Replicas | None) -> Clipper | None:
-    """Return the `Clipper` of the parameters of some groups; None where nothing is to be clipped."""
-    if clip is None:
-        return None
-    params = [pair for group in groups for pair in group.routed]
-    local = {e.name for group in groups for _, e in group.routed if is_local(e.name, group.settings)}
-    return Clipper(clip, params, replicas, local)
-
-
 def checked_logits(clipper: Clipper | None, logits: Logits | None) -> dict[str, Tensor]:
     """Return the logits given to a step, by the routing's names.
 
-    Raises
-    ------
-    QKClipError
-        When they are not (heads,) tensors of declared layers, by their names; nothing is changed.
+    Raises QKClipError, naming those that are not (heads,) tensors of declared layers; nothing is changed.
     """
     if logits is None:
         return {}
@@ -59,25 +47,10 @@ def checked_logits(clipper: Clipper | None, logits: Logits | None) -> dict[str, 
     return {} if clipper is None else clipper.checked(logits)
 
 
-def clip_heads(clipper: Clipper | None, logits: Logits, skip: Tensor | None) -> None:
-    """Clip the heads of the layers that logits are given for, if any; see `Clipper`."""
-    if clipper is not None and logits:
-        clipper(logits, skip)
-
-
 class Clipper:
-    """A `QKClip` bound to parameters.
+    """A `QKClip` bound to parameters, plain or DTensors, with their routes.
 
-    Parameters
-    ----------
-    clip
-        The layers, threshold and α.
-    params
-        Parameters, plain or DTensors, with their routes.
-    replicas
-        Ranks on which plain parameters are copies of each other; see `HybridMuon`.
-    local
-        Names of plain parameters that belong to this rank alone.
+    Plain parameters are copies on `replicas`, but those of `local_patterns` belong to this rank alone.
 
     Raises
     ------
@@ -85,15 +58,10 @@ class Clipper:
         Naming everything in which layers and parameters do not fit.
     """
 
-    def __init__(
-        self,
-        clip: QKClip,
-        params: Sequence[tuple[Tensor, RouteEntry]],
-        replicas: Replicas | None,
-        local: Container[str] = (),
-    ) -> None:
+    def __init__(self, clip: QKClip, groups: Sequence[Group], replicas: Replicas | None) -> None:
         self._clip = clip
-        by_name = {entry.name: (p, entry) for p, entry in params}
+        by_name = {entry.name: (p, entry) for group in groups for p, entry in group.routed}
+        local = {e.name for group in groups for _, e in group.routed if is_local(e.name, group.settings)}
         scaled = rows_by_parameter(clip, {name: entry for name, (_, entry) in by_name.items()})
         self._first: dict[str, int] = {}  # where a layer's heads begin
         self._groups: list[list[int]] = []  # heads that share a key
@@ -182,16 +150,11 @@ class Clipper:
         return None
 
     def __call__(self, logits: Logits, skip: Tensor | None = None) -> None:
-        """Scale the rows of heads whose logits exceed the threshold.
+        """Scale the rows of heads whose logits exceed the threshold, unless `skip` is 1 on the device.
 
-        Parameters
-        ----------
-        logits
-            What `checked` returned: the largest logit of each head, −inf for heads that this rank does not compute, or
-            a DTensor, of which each rank's own heads are read. Layers may be missing. On several ranks all must give
-            the same layers: the maximum over the ranks counts.
-        skip
-            Device predicate; 1 leaves all parameters unchanged.
+        `logits` is what `checked` returned: the largest logit of each head, −inf for heads that this rank does not
+        compute, or a DTensor, of which each rank's own heads are read. Layers may be missing. On several ranks all must
+        give the same layers: the maximum over the ranks counts.
         """
         device = local_of(self._targets[0].p).device
         largest = torch.full((self._heads,), -math.inf, dtype=torch.float64, device=device)
@@ -202,8 +165,14 @@ class Clipper:
                 largest[first : first + stop - start], local = local[: stop - start], local[stop - start :]
         if device not in self._reduced:  # a captured step cannot copy from the host
             self._reduced[device] = [heads.to(device) for _, heads in self._reductions]
+        if self._reductions:
+            import torch.distributed as dist
+
+            from deepmd_muon.optim.sharded.process_groups import group_of
         for (ranks, _), heads in zip(self._reductions, self._reduced[device], strict=True):
-            _all_reduce_max(largest, heads, ranks)
+            mine = largest[heads]
+            dist.all_reduce(mine, dist.ReduceOp.MAX, group=group_of(ranks, device))
+            largest[heads] = mine
         table = self._table(largest, skip)
         tables = {device: table}
         for target in self._targets:
@@ -258,14 +227,3 @@ def _reductions(
                 range(first[layer.name], first[layer.name] + layer.heads)
             )
     return [(ranks, torch.tensor(found, device="cpu")) for ranks, found in heads.items()]
-
-
-def _all_reduce_max(largest: Tensor, heads: Tensor, ranks: tuple[int, ...]) -> None:
-    """Replace some heads' logits by their maximum over ranks."""
-    import torch.distributed as dist
-
-    from deepmd_muon.optim.sharded.process_groups import group_of
-
-    mine = largest[heads]
-    dist.all_reduce(mine, dist.ReduceOp.MAX, group=group_of(ranks, largest.device))
-    largest[heads] = mine

@@ -246,7 +246,18 @@ class QKClip:
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(map(_canonical, self.layers)))
+        layers = []
+        for layer in self.layers:  # with their names as the routing knows them
+            given = {field.name for field in dataclasses.fields(layer)} & {
+                "name",
+                "query",
+                "key",
+                "weight",
+                "key_value",
+            }
+            named: dict[str, Any] = {field: canonical_name(getattr(layer, field)) for field in given}
+            layers.append(dataclasses.replace(layer, **named))
+        object.__setattr__(self, "layers", tuple(layers))
         problems = [] if self.layers else ["layers: at least one layer is needed"]
         if not self.threshold > 0.0:
             problems.append(f"threshold: must be > 0; found {self.threshold!r}")
@@ -265,10 +276,7 @@ class QKClip:
 def rows_by_parameter(clip: QKClip, routes: Mapping[str, RouteEntry]) -> dict[str, list[tuple[Layer, HeadRows]]]:
     """Return which rows of which parameter QK-clip scales, those of biases included.
 
-    Raises
-    ------
-    QKClipError
-        When a weight is missing or does not fit its layer, or a layer normalises queries or keys.
+    Raises QKClipError when a weight is missing or does not fit its layer, or a layer normalises queries or keys.
     """
     shapes = {name: entry.shape for name, entry in routes.items()}
     found: dict[str, list[tuple[Layer, HeadRows]]] = {}
@@ -298,13 +306,6 @@ def normalizations(layer: str, names: Iterable[str]) -> list[str]:
         "leave this layer out"
         for name in itertools.islice(below, 1)
     ]
-
-
-def _canonical(layer: Layer) -> Layer:
-    """Return a layer with its names as the routing knows them."""
-    keys = {field.name for field in dataclasses.fields(layer)} & {"name", "query", "key", "weight", "key_value"}
-    named: dict[str, Any] = {key: canonical_name(getattr(layer, key)) for key in keys}
-    return dataclasses.replace(layer, **named)
 
 
 def _length(layer: Layer, parameter: str, shapes: Mapping[str, tuple[int, ...]]) -> int:

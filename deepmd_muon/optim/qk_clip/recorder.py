@@ -1,9 +1,10 @@
-"""Forward hooks that record the largest logit of each head for QK-clip."""
+"""The largest attention logit of each head for QK-clip: computed in blocks of queries, recorded by forward hooks."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,11 +15,71 @@ from torch.overrides import TorchFunctionMode
 
 from deepmd_muon.optim.errors import QKClipError
 from deepmd_muon.optim.qk_clip.layers import QKClip, normalizations
-from deepmd_muon.optim.qk_clip.logits import BLOCK, max_logits
 from deepmd_muon.optim.routing.rules import canonical_name
 
+BLOCK = 2**22  # logits that are in memory at a time
 _UNSEEN = "calls no scaled_dot_product_attention, or is compiled; give its maxima to step(qk_logits=...)"
 _MHA = inspect.signature(nn.MultiheadAttention.forward)
+
+
+@torch.no_grad()
+def max_logits(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    block: int = BLOCK,
+) -> Tensor:
+    """Return the largest logit ``scale · q · k`` of each head over all pairs that attend to each other.
+
+    Parameters
+    ----------
+    query, key
+        (..., heads, L, head_dim) and (..., key heads, S, head_dim), as in
+        ``torch.nn.functional.scaled_dot_product_attention``.
+    attn_mask
+        Boolean, True where a pair attends, or added to the logits, where only −inf counts; broadcast to
+        (..., heads, L, S).
+    is_causal
+        Query i attends to keys 0 … i only.
+    scale
+        None takes 1/sqrt(head_dim).
+    enable_gqa
+        Key head g serves heads/key heads query heads.
+    block
+        Bound on the logits that are in memory at a time.
+
+    Returns
+    -------
+    Tensor
+        (heads,), float32 or wider; −inf where no pair attends.
+    """
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
+    heads, length = query.shape[-3], query.shape[-2]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    largest = torch.full((heads,), -math.inf, dtype=wide, device=query.device)
+    columns = max(1, key.shape[-2] * math.prod(query.shape[:-2]))
+    rows = max(1, block // columns)
+    for start in range(0, length, rows):
+        stop = min(length, start + rows)
+        seen = key[..., :stop, :] if is_causal else key  # later keys are masked
+        logits = (query[..., start:stop, :] @ seen.mT).to(wide) * scale
+        if is_causal:
+            allowed = torch.ones(stop - start, seen.shape[-2], dtype=torch.bool, device=query.device).tril_(start)
+            logits.masked_fill_(~allowed, -math.inf)
+        if attn_mask is not None:
+            mask = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., start:stop, :]
+            mask = mask if mask.shape[-1] == 1 else mask[..., : seen.shape[-2]]
+            logits.masked_fill_(~mask if mask.dtype == torch.bool else mask == -math.inf, -math.inf)
+        if logits.numel():
+            by_head = logits.movedim(-3, 0).flatten(1)
+            torch.maximum(largest, by_head.amax(1), out=largest)
+    return largest
 
 
 class LogitRecorder:
@@ -67,14 +128,13 @@ class LogitRecorder:
         for layer in layers:
             module = modules[layer.name]
             if isinstance(module, nn.MultiheadAttention):
-                self._add(module.register_forward_hook, functools.partial(self._after_mha, layer.name))
+                after: Callable[..., None] = functools.partial(self._after_mha, layer.name)
             else:
                 self._hooks.append(module.register_forward_pre_hook(functools.partial(self._before, layer.name)))
-                self._add(module.register_forward_hook, functools.partial(self._after, layer.name), always_call=True)
-
-    def _add(self, register: Callable[..., Any], hook: Callable[..., Any], **options: Any) -> None:
-        # Before FSDP's hook, which frees the whole weights.
-        self._hooks.append(register(hook, prepend=True, with_kwargs=True, **options))
+                after = functools.partial(self._after, layer.name)
+            # Before FSDP's hook, which frees the whole weights.
+            always = not isinstance(module, nn.MultiheadAttention)
+            self._hooks.append(module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=always))
 
     def take(self) -> dict[str, Tensor] | None:
         """Return the maxima recorded since the last call, (heads,) by layer, or None; the next step begins."""
@@ -119,7 +179,11 @@ class LogitRecorder:
         if module.bias_k is not None:
             raise QKClipError([f"{name}: add_bias_kv adds a key that no row makes; leave this layer out"])
         given = _MHA.bind(module, *args, **kwargs).arguments
-        query, key = (_batch_first(module, given[each]) for each in ("query", "key"))
+        # As (batch, length, features).
+        query, key = (
+            x.unsqueeze(0) if x.ndim == 2 else x if module.batch_first else x.transpose(0, 1)
+            for x in (given["query"], given["key"])
+        )
         weights, biases = _projections(module)
         q, k = (F.linear(x, w, b) for x, w, b in zip((query, key), weights, biases, strict=True))
         q, k = (x.unflatten(-1, (module.num_heads, -1)).transpose(-2, -3) for x in (q, k))
@@ -155,13 +219,6 @@ def _attention_arguments(
     """Name the arguments of ``scaled_dot_product_attention`` that logits depend on."""
     shown = {"query": query, "key": key, "attn_mask": attn_mask}
     return {**shown, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-
-
-def _batch_first(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
-    """Return an input as (batch, length, features)."""
-    if x.ndim == 2:
-        return x.unsqueeze(0)
-    return x if module.batch_first else x.transpose(0, 1)
 
 
 def _projections(module: nn.MultiheadAttention) -> tuple[list[Tensor], list[Tensor | None]]:

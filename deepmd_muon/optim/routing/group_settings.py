@@ -22,8 +22,8 @@ from deepmd_muon.optim.config import (
 )
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.polar.schedules import AnySchedule, coefficients_of
-from deepmd_muon.optim.routing.rules import RouteTable, RoutingRules
-from deepmd_muon.optim.rules.registry import unknown_rules, unknown_rules_problem
+from deepmd_muon.optim.routing.rules import RouteTable
+from deepmd_muon.optim.rules.registry import unknown_rules
 from deepmd_muon.optim.words import WORDS, nearest, translated
 from deepmd_muon.setting import check_settings, setting, setting_like
 
@@ -106,25 +106,23 @@ raw_settings = itemgetter(*("adam_betas", *_SCHEDULES, *LISTS, *_PLAIN_SETTINGS)
 
 
 def check_group(group: Mapping[str, Any], defaults: Collection[str]) -> None:
-    """Check a parameter group, whose keys should be those of `defaults`.
+    """Check a parameter group, whose keys should be those of `defaults`; raise as `checked_arguments`.
 
-    Raises
-    ------
-    InvalidSettingError
-        Naming every setting that is unknown, of a wrong type or out of its range.
+    A key that is a misspelled setting is a problem; others are the user's own.
     """
     names = (field.name for field in dataclasses.fields(GroupArguments))
     given = {name: group[name] for name in names if name in group}
-    checked_arguments(GroupArguments, given, _unknown_keys(group, defaults))
+    settings = ("params", *defaults)
+    misspelled = {key: near for key in sorted(own_keys(group)) if (near := nearest(str(key), settings))}
+    problems = [f"{key!r}: unknown in a parameter group; did you mean {near!r}?" for key, near in misspelled.items()]
+    problems += [f"{key}: holds for all groups; give it to HybridMuon" for key in sorted(OF_ALL_GROUPS & group.keys())]
+    checked_arguments(GroupArguments, given, problems)
 
 
 def checked_arguments(kind: type[Checked], given: Mapping[str, Any], problems: Sequence[str] = ()) -> Checked:
     """Return arguments of HybridMuon as a dataclass, with lists as tuples.
 
-    Raises
-    ------
-    InvalidSettingError
-        With `problems`, and naming every setting that is of a wrong type or out of its range.
+    Raises InvalidSettingError with `problems`, and every setting that is of a wrong type or out of its range.
     """
     values = {**given, **{key: as_tuple(given[key]) for key in LISTS}}
     problems = [*_problems_of_lr(given["lr"]), *problems]
@@ -133,8 +131,8 @@ def checked_arguments(kind: type[Checked], given: Mapping[str, Any], problems: S
     for key in _SCHEDULES:
         values[key], found = _plain_schedule(given[key], key)
         problems += found
-    if isinstance(values["rules"], tuple) and (missing := unknown_rules(values["rules"])):
-        problems.append(unknown_rules_problem(missing))
+    if isinstance(values["rules"], tuple):
+        problems += unknown_rules(values["rules"])
     try:
         arguments = kind(**values)
     except InvalidSettingError as error:
@@ -150,7 +148,7 @@ def words_of_group(group: Any, defaults: Mapping[str, Any]) -> Any:
     Raises
     ------
     InvalidSettingError
-        Naming every word that cannot be translated, and every setting that is of a wrong type or out of its range.
+        Naming every word that cannot be translated, and every setting that `check_group` refuses.
     """
     if not isinstance(group, dict):
         return group  # torch names the problem
@@ -172,15 +170,6 @@ def words_of_group(group: Any, defaults: Mapping[str, Any]) -> Any:
 def own_keys(group: Mapping[str, Any]) -> set[str]:
     """Return the keys of a group that are the user's own: neither settings nor words nor what the optimizer keeps."""
     return group.keys() - _KNOWN_KEYS - WORDS
-
-
-def _unknown_keys(group: Mapping[str, Any], defaults: Collection[str]) -> list[str]:
-    """Return a problem for each key of a parameter group that is a misspelled setting; others are the user's own."""
-    settings = ("params", *defaults)
-    misspelled = {key: near for key in sorted(own_keys(group)) if (near := nearest(str(key), settings))}
-    problems = [f"{key!r}: unknown in a parameter group; did you mean {near!r}?" for key, near in misspelled.items()]
-    problems += [f"{key}: holds for all groups; give it to HybridMuon" for key in sorted(OF_ALL_GROUPS & group.keys())]
-    return problems
 
 
 def _problems_of_lr(lr: Any) -> list[str]:
@@ -214,16 +203,11 @@ def group_defaults(given: GroupArguments) -> dict[str, Any]:
 
 
 def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
-    """Check a new group, and add what the optimizer keeps in it.
+    """Check a new group, as `check_group` does, and add what the optimizer keeps in it.
 
     `constructed` is its learning rate and scheduled settings as text, which every kind of state dict preserves: a state
     dict then tells values that a scheduler has changed from those that another construction would change. With
     `capturable`, a captured step reads the learning rate from a tensor on the parameters' device.
-
-    Raises
-    ------
-    InvalidSettingError
-        As `check_group`.
     """
     check_group(group, defaults)
     group["muon_mode"] = group["muon_mode"].lower()
@@ -263,11 +247,6 @@ def group_settings(group: Mapping[str, Any]) -> HybridMuonConfig:
         return _settings(**values)
     except TypeError:  # an unhashable value has the wrong type: let the check name the setting
         return HybridMuonConfig(**values)
-
-
-def rules_of(group: Mapping[str, Any]) -> RoutingRules:
-    """Return the settings of a group that decide routes."""
-    return RoutingRules.of(group_settings(group))
 
 
 def frozen_schedule(schedule: AnySchedule | None, key: str) -> str | Steps | None:

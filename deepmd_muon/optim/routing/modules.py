@@ -19,7 +19,7 @@ _NOT_LAYERS = ("torch.nn.modules.module", "torch.nn.modules.container")
 
 
 def tables_and_heads(model: nn.Module) -> dict[str, str]:
-    """Return the parameters of a model that Muon should not orthogonalize, by name, each with the reason.
+    """Return the parameters of a model that Muon should not orthogonalize, by canonical name, each with the reason.
 
     - Tables: the weight of nn.Embedding, nn.EmbeddingBag, and of every module that has `num_embeddings`. A gradient
       reaches a few of their rows; orthogonalized, it would move all. A tied output layer is the same parameter.
@@ -27,15 +27,8 @@ def tables_and_heads(model: nn.Module) -> dict[str, str]:
     - What is added to activations: a parameter that a module other than torch's own layers holds itself, if its shape
       is (1, n, ...), which broadcasts over a batch, or if it is named as a position or token (`pos...`, `...token`).
 
-    Parameters
-    ----------
-    model
-        Plain, or wrapped by FSDP, DDP or torch.compile.
-
-    Returns
-    -------
-    dict
-        Reasons by canonical name, in the model's order; of parameters with two or more dimensions above 1.
+    The model may be wrapped by FSDP, DDP or torch.compile. Parameters with fewer than two dimensions above 1 are not
+    listed.
     """
     reasons: dict[Tensor, str] = {}
     shapes = set()

@@ -15,8 +15,16 @@ from torch import Tensor
 from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, HybridMuonConfig
 from deepmd_muon.optim.dtensors import spec_of
 from deepmd_muon.optim.errors import InvalidParameterError
-from deepmd_muon.optim.routing.group_settings import PATTERNS, Params, as_tuple, group_settings, rules_of
-from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, canonical_name, choose_route, is_local, unnamed
+from deepmd_muon.optim.routing.group_settings import PATTERNS, Params, as_tuple, group_settings
+from deepmd_muon.optim.routing.rules import (
+    RouteEntry,
+    RouteTable,
+    RoutingRules,
+    canonical_name,
+    choose_route,
+    is_local,
+    unnamed,
+)
 from deepmd_muon.optim.routing.views import FusedSplit
 from deepmd_muon.optim.rules.registry import matrix_rules
 
@@ -24,17 +32,9 @@ log = logging.getLogger(__name__)
 
 
 class Group(NamedTuple):
-    """A parameter group as a step reads it.
+    """A parameter group as a step reads it: the group in `param_groups`, its checked settings, parameters and routes.
 
-    Attributes
-    ----------
-    values
-        The group in `param_groups`; a step reads the learning rate and `maximize` from it, because they may change
-        between steps.
-    settings
-        Its settings, checked and frozen.
-    routed
-        Its parameters and their routes.
+    A step reads the learning rate and `maximize` from `values`, because they may change between steps.
     """
 
     values: dict[str, Any]
@@ -76,10 +76,13 @@ def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | 
         used.add(p)
         return names[p], p
 
-    def several(params: Any) -> list[Any]:
-        return [pair(p) for p in ([params] if isinstance(params, Tensor) else params)]
-
-    named = [{**item, "params": several(item["params"])} if isinstance(item, dict) else pair(item) for item in given]
+    named = []
+    for item in given:
+        if isinstance(item, dict):
+            params = item["params"]
+            named.append({**item, "params": [pair(p) for p in ([params] if isinstance(params, Tensor) else params)]})
+        else:
+            named.append(pair(item))
     omitted = [name for p, name in names.items() if p not in used and p.requires_grad]
     if omitted:
         warnings.warn(
@@ -89,13 +92,7 @@ def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | 
 
 
 def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse parameters that are complex, overlap themselves or are repeated, and repeated names.
-
-    Raises
-    ------
-    InvalidParameterError
-        Naming the first such parameter.
-    """
+    """Raise InvalidParameterError for complex, self-overlapping or repeated parameters, and for repeated names."""
     seen: dict[Tensor, str] = {}
     taken: set[str] = set()
     for number, group in enumerate(groups):
@@ -164,10 +161,15 @@ def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -
 def warn_of_kernels(groups: Sequence[Group]) -> None:
     """Warn of parameters that look like convolution kernels and are many small matrices."""
     open_groups = [group for group in groups if group.values["conv_patterns"] is None]
-    found = [entry for group in open_groups for _, entry in group.routed if _looks_like_kernel(entry)]
+    entries = [(entry, entry.view) for group in open_groups for _, entry in group.routed]
+    found = [
+        (entry, view)
+        for entry, view in entries
+        if view is not None and len(entry.shape) >= 4 and view.batch >= _MANY
+        if view.rows == view.columns <= _LARGEST_KERNEL
+    ]
     if found:
-        first, view = found[0], found[0].view
-        assert view is not None
+        first, view = found[0]
         warnings.warn(
             f"{first.name!r} of shape {first.shape} is seen as {view.batch} matrices of {view.rows}x{view.columns}"
             + (f", and {len(found) - 1} more parameters like it" if len(found) > 1 else "")
@@ -177,25 +179,8 @@ def warn_of_kernels(groups: Sequence[Group]) -> None:
         )
 
 
-def _looks_like_kernel(entry: RouteEntry) -> bool:
-    view = entry.view
-    if view is None or len(entry.shape) < 4:
-        return False
-    return view.rows == view.columns <= _LARGEST_KERNEL and view.batch >= _MANY
-
-
 class Routing:
-    """The routes of all parameters of some groups, and the inputs that they were computed from.
-
-    Parameters
-    ----------
-    param_groups
-        Of the optimizer; nothing in them is changed.
-
-    Attributes
-    ----------
-    table
-        All routes.
+    """The routes of all parameters (`table`), those of each group (`routes`), and the inputs they were computed from.
 
     Raises
     ------
@@ -204,11 +189,15 @@ class Routing:
     """
 
     def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        self._inputs = _routing_inputs(param_groups)
-        self._params = _identities(param_groups)
-        routes = [_routes_of(group, number) for number, group in enumerate(param_groups)]
-        self.table = RouteTable([entry for entries in routes for entry in entries])
-        self._routes = routes
+        self._inputs, self._params = _routing_inputs(param_groups), _identities(param_groups)
+        self.routes: list[list[RouteEntry]] = []
+        for number, group in enumerate(param_groups):
+            rules, names = RoutingRules.of(group_settings(group)), group.get("param_names")
+            self.routes.append([])
+            for i, p in enumerate(group["params"]):
+                entry = choose_route(names[i] if names else None, tuple(p.shape), rules, trainable=p.requires_grad)
+                self.routes[-1].append(entry if names else dataclasses.replace(entry, name=unnamed(number, i)))
+        self.table = RouteTable([entry for entries in self.routes for entry in entries])
 
     def is_current(self, param_groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the parameters, switches and routing settings, which may change between steps, are as before."""
@@ -222,13 +211,8 @@ class Routing:
 
     def groups(self, param_groups: Sequence[dict[str, Any]]) -> list[Group]:
         """Return the groups as a step reads them."""
-        groups = zip(param_groups, self._routes, strict=True)
+        groups = zip(param_groups, self.routes, strict=True)
         return [Group(g, group_settings(g), tuple(zip(g["params"], some, strict=True))) for g, some in groups]
-
-    def write_manifests(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Store each group's routes in it as plain lists, which state dicts keep."""
-        for group, entries in zip(param_groups, self._routes, strict=True):
-            group.update(RouteTable(entries).manifest())
 
 
 def log_parameters(groups: Iterable[Group], replicas: object = None) -> None:
@@ -257,23 +241,9 @@ def _identities(param_groups: Sequence[dict[str, Any]]) -> list[list[tuple[int, 
 
 def _routing_inputs(param_groups: Sequence[dict[str, Any]]) -> list[Any]:
     """Return the values that may change between steps and that determine routes or their state."""
-    return [
-        (
-            matrix_rules(group_settings(g)),
-            as_tuple(g["local_patterns"]),
-            rules_of(g),
-            *(p.requires_grad for p in g["params"]),
-        )
-        for g in param_groups
-    ]
-
-
-def _routes_of(group: Mapping[str, Any], number: int) -> tuple[RouteEntry, ...]:
-    """Return the routes of a group's parameters, from their names and shapes and the group's settings."""
-    rules = rules_of(group)
-    names = group.get("param_names")
-    chosen = []
-    for i, p in enumerate(group["params"]):
-        entry = choose_route(names[i] if names else None, tuple(p.shape), rules, trainable=p.requires_grad)
-        chosen.append(entry if names else dataclasses.replace(entry, name=unnamed(number, i)))
-    return tuple(chosen)
+    found = []
+    for group in param_groups:
+        settings = group_settings(group)
+        trained = [p.requires_grad for p in group["params"]]
+        found.append((matrix_rules(settings), as_tuple(group["local_patterns"]), RoutingRules.of(settings), trained))
+    return found

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from deepmd_muon.optim.config import HybridMuonConfig, MuonMode, VectorRoute
 from deepmd_muon.optim.errors import ForeignStateError
-from deepmd_muon.optim.routing.views import FusedSplit, MatrixView, effective_shape, kernel_view, matrix_view
-
-log = logging.getLogger(__name__)
+from deepmd_muon.optim.routing.views import FusedSplit, MatrixView, effective_shape, matrix_view
 
 Route = Literal["muon", "adam", "adamw", "frozen"]
 ROUTES: tuple[Route, ...] = ("muon", "adam", "adamw", "frozen")
@@ -82,57 +79,17 @@ class RouteEntry:
         return f"{self.route} {self.view}" if self.view else self.route
 
 
-class RouteTable(Sequence[RouteEntry]):
+class RouteTable(tuple[RouteEntry, ...]):
     """The routes of all parameters, in the optimizer's order; prints as a table."""
-
-    def __init__(self, entries: Sequence[RouteEntry]) -> None:
-        self._entries = tuple(entries)
-
-    @overload
-    def __getitem__(self, index: int) -> RouteEntry: ...
-    @overload
-    def __getitem__(self, index: slice) -> RouteTable: ...
-    def __getitem__(self, index: int | slice) -> RouteEntry | RouteTable:
-        found = self._entries[index]
-        return RouteTable(found) if isinstance(found, tuple) else found
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[RouteEntry]:
-        return iter(self._entries)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RouteTable) and self._entries == other._entries
-
-    def __hash__(self) -> int:
-        return hash(self._entries)
 
     def __str__(self) -> str:
         header = ("name", "shape", "view", "route", "reason")
-        rows = [
-            (
-                entry.name,
-                "x".join(map(str, entry.shape)) or "scalar",
-                str(entry.view or "-"),
-                entry.route,
-                entry.reason,
-            )
-            for entry in self
-        ]
+        rows = [(e.name, "x".join(map(str, e.shape)) or "scalar", str(e.view or "-"), e.route, e.reason) for e in self]
         widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]
         ]
         return "\n".join(line.rstrip() for line in lines)
-
-    def log_changes(self, before: RouteTable) -> None:
-        """Warn of each parameter whose route or view differs from `before`, unless it was frozen or unfrozen."""
-        earlier = {entry.name: entry for entry in before}
-        for entry in self:
-            old = earlier.get(entry.name, entry)
-            if "frozen" not in (old.route, entry.route) and old.placement != entry.placement:
-                log.warning("%s: the route is now %s; it was %s", entry.name, entry.placement, old.placement)
 
     def summary(self) -> str:
         """Return one line: parameters and share of the weights per route."""
@@ -168,7 +125,9 @@ class RouteTable(Sequence[RouteEntry]):
                 )
             names = group.get("param_names") or [unnamed(number, i) for i in range(len(group["routes"]))]
             for name, shape, view, chosen in zip(names, group["shapes"], group["views"], group["routes"], strict=True):
-                entry = RouteEntry(canonical_name(name), _read_shape(shape), MatrixView.parse(view), chosen, "recorded")
+                # Version 1 held shapes as lists.
+                sizes = tuple(map(int, filter(None, shape.split("x")) if isinstance(shape, str) else shape))
+                entry = RouteEntry(canonical_name(name), sizes, MatrixView.parse(view), chosen, "recorded")
                 entries.append(_checked(entry))
         return cls(entries)
 
@@ -193,11 +152,6 @@ def _checked(entry: RouteEntry) -> RouteEntry:
     if entry.route == "muon" and view is None:
         raise ForeignStateError(f"{entry.name} is on route muon in the manifest, without a matrix view")
     return entry
-
-
-def _read_shape(saved: str | Sequence[int]) -> tuple[int, ...]:
-    """Read a shape of a manifest; version 1 held lists."""
-    return tuple(map(int, filter(None, saved.split("x")) if isinstance(saved, str) else saved))
 
 
 def is_local(name: str, settings: HybridMuonConfig) -> bool:
@@ -226,23 +180,9 @@ def leaf_name(name: str) -> str:
 def choose_route(
     name: str | None, shape: tuple[int, ...], rules: RoutingRules, *, trainable: bool = True
 ) -> RouteEntry:
-    """Route one parameter.
+    """Route one parameter by its full name (None disables all rules on names) and its global shape.
 
-    Parameters
-    ----------
-    name
-        Its full name; None disables all rules on names.
-    shape
-        Its (global) shape.
-    rules
-        See `RoutingRules`.
-    trainable
-        False for a parameter that does not require a gradient.
-
-    Returns
-    -------
-    RouteEntry
-        With the canonical name, or "".
+    The entry has the canonical name, or "".
     """
     known = canonical_name(name) if name else ""
     route, view, reason = _decide(known, shape, rules)
@@ -270,7 +210,10 @@ def _decide(name: str, shape: tuple[int, ...], rules: RoutingRules) -> tuple[Rou
     if rank < 2:
         return rules.vector_route, None, f"effective rank {rank}{whose}"
     kernel = _matching(name, rules.conv_patterns) if len(shape) > 2 and not expert else None
-    view = kernel_view(shape) if kernel else matrix_view(each, rules.muon_mode)
+    view = matrix_view(each, rules.muon_mode)
+    if kernel:  # (out, in, …) is one matrix (out, in · …)
+        rows, columns = shape[0], math.prod(shape[1:])
+        view = MatrixView(1, rows, columns) if rows > 1 and columns > 1 else None
     if view is None and kernel:
         return rules.vector_route, None, f"kernel {kernel!r} with one row or column"
     if view is None and forced is not None:

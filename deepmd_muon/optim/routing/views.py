@@ -26,20 +26,13 @@ class MatrixView:
 
     Its text form is ``batch x rows x columns``, e.g. ``1x240x1600``, and for fused weights ``1x64x160 columns
     64+64+32``; it is what state dicts store.
-
-    Attributes
-    ----------
-    batch, rows, columns
-        Number and shape of the matrices.
-    axis, sizes
-        For a fused weight, the axis along which each matrix is split and the sizes of its blocks.
     """
 
     batch: int
     rows: int
     columns: int
-    axis: Axis | None = None
-    sizes: tuple[int, ...] = ()
+    axis: Axis | None = None  # of a fused weight: along which each matrix is split
+    sizes: tuple[int, ...] = ()  # and the sizes of its blocks
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -68,11 +61,11 @@ class MatrixView:
     def cut(self, x: Tensor) -> list[Tensor]:
         """Return the blocks of a tensor of the parameter's shape, each (batch, rows, columns)."""
         x = x.reshape(self.shape)
-        return list(x.split(self.sizes, dim=self._dim)) if self.axis else [x]
+        return list(x.split(self.sizes, dim=1 if self.axis == "rows" else 2)) if self.axis else [x]
 
     def join(self, blocks: Sequence[Tensor]) -> Tensor:
         """Undo `cut`, up to the parameter's shape: return (batch, rows, columns)."""
-        return torch.cat(list(blocks), dim=self._dim) if self.axis else blocks[0]
+        return torch.cat(list(blocks), dim=1 if self.axis == "rows" else 2) if self.axis else blocks[0]
 
     def numbers(self, of: Literal["blocks", "rows", "columns"]) -> Tensor:
         """Return for each element, in storage order, the number of its block, or of its row or column in its block.
@@ -99,10 +92,7 @@ class MatrixView:
     def axes(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return (i, j): dimensions of the parameter before i are the batch, i … j the rows, from j on the columns.
 
-        Raises
-        ------
-        ValueError
-            When no dimensions of this shape fold to the view.
+        Raises ValueError when no dimensions of this shape fold to the view.
         """
         for i in range(len(shape) + 1):
             for j in range(i, len(shape) + 1):
@@ -115,23 +105,13 @@ class MatrixView:
         i, j = self.axes(shape)
         return tuple(range(j)) if of == "rows" else (*range(i), *range(j, len(shape)))
 
-    @property
-    def _dim(self) -> int:
-        return 1 if self.axis == "rows" else 2
-
     def __str__(self) -> str:
         text = f"{self.batch}x{self.rows}x{self.columns}"
         return f"{text} {self.axis} {'+'.join(map(str, self.sizes))}" if self.axis else text
 
     @classmethod
     def parse(cls, text: str) -> MatrixView | None:
-        """Read the text form; an empty string stands for no view.
-
-        Raises
-        ------
-        ValueError
-            When the text is neither empty nor of the form above.
-        """
+        """Read the text form, or raise ValueError; an empty string stands for no view."""
         if not text:
             return None
         found = _VIEW_FORM.fullmatch(text)
@@ -144,36 +124,19 @@ class MatrixView:
 
 @dataclasses.dataclass(frozen=True)
 class FusedSplit:
-    """How a fused weight is split.
+    """How a fused weight is split."""
 
-    Attributes
-    ----------
-    pattern
-        Shell pattern on full names.
-    axis
-        Whether rows or columns are split.
-    sizes
-        Of the parts; −1 stands for the rest. Empty for equal parts.
-    count
-        Number of parts.
-    words
-        The sizes as the setting has them.
-    """
-
-    pattern: str
+    pattern: str  # shell pattern on full names
     axis: Axis
-    sizes: tuple[int, ...]
-    count: int
-    words: str
+    sizes: tuple[int, ...]  # of the parts; −1 stands for the rest; empty for equal parts
+    count: int  # number of parts
+    words: str  # the sizes as the setting has them
 
     @classmethod
     def parse(cls, text: str) -> FusedSplit:
         """Read the form of the setting `splits`, e.g. ``*.qkv.weight: rows 3`` or ``*.q_b: rows (128+64)*16+rest``.
 
-        Raises
-        ------
-        InvalidShapeError
-            When the text has another form, or 'rest' stands in it twice.
+        Raises InvalidShapeError when the text has another form, or 'rest' stands in it twice.
         """
         found = re.fullmatch(SPLIT_PATTERN, text)
         if not found or found["sizes"].count("rest") > 1:
@@ -192,10 +155,7 @@ class FusedSplit:
     def apply(self, view: MatrixView, name: str) -> MatrixView:
         """Return the view divided into blocks.
 
-        Raises
-        ------
-        InvalidShapeError
-            When the sizes do not add up to the dimension, leave no rest, or equal parts do not divide it.
+        Raises InvalidShapeError when sizes do not add up to the dimension or leave no rest, or parts do not divide it.
         """
         length = view.rows if self.axis == "rows" else view.columns
         left = length - sum(size for size in self.sizes if size != _REST)
@@ -216,13 +176,8 @@ def effective_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 def matrix_view(shape: tuple[int, ...], mode: MuonMode) -> MatrixView | None:
     """Return the matrix view of a shape, or None when the mode defines none.
 
-    Parameters
-    ----------
-    shape
-        The parameter's shape.
-    mode
-        '2d' sees only effective rank 2; 'flat' folds all leading dimensions into rows; 'slice' takes the last
-        two dimensions as the matrix and the leading ones as a batch.
+    '2d' sees only effective rank 2; 'flat' folds all leading dimensions into rows; 'slice' takes the last two
+    dimensions as the matrix and the leading ones as a batch.
     """
     effective = effective_shape(shape)
     if len(effective) < 2 or (mode == "2d" and len(effective) > 2):
@@ -230,9 +185,3 @@ def matrix_view(shape: tuple[int, ...], mode: MuonMode) -> MatrixView | None:
     if mode == "flat":
         return MatrixView(1, math.prod(effective[:-1]), effective[-1])
     return MatrixView(math.prod(effective[:-2]), effective[-2], effective[-1])
-
-
-def kernel_view(shape: tuple[int, ...]) -> MatrixView | None:
-    """Return a convolution kernel (out, in, …) as one matrix (out, in · …); None where it has one row or column."""
-    rows, columns = shape[0], math.prod(shape[1:])
-    return MatrixView(1, rows, columns) if rows > 1 and columns > 1 else None

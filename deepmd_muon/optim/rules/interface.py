@@ -77,7 +77,7 @@ class StateTensor:
         if self.extent == "blocks":
             return (view.blocks,)
         dims = (shape[dim] for dim in view.dims_of(shape, self.extent))
-        return (*dims, view.repeats(self.extent) * self.width(view))
+        return (*dims, view.repeats(self.extent) * max(self.lengths(view)))
 
     def length(self, rows: int, columns: int) -> int:
         """Return how many numbers a line of a block has."""
@@ -85,19 +85,15 @@ class StateTensor:
         return n if n <= self.at_most else 0
 
     def lengths(self, view: MatrixView) -> list[int]:
-        """Return how many numbers a line of each part of a matrix has."""
+        """Return how many numbers a line of each part of a matrix has; in storage, shorter lines are padded."""
         return [self.length(*shape) for shape in view.block_shapes]
-
-    def width(self, view: MatrixView) -> int:
-        """Return the numbers stored for each line of a block; shorter ones are padded."""
-        return max(self.lengths(view))
 
     def cut(self, x: Tensor, view: MatrixView) -> list[Tensor]:
         """Return a rule's tensor as views, one per part of a matrix: (batch,), (batch, lines) or (batch, lines, n)."""
         if self.extent not in ("rows", "columns"):
             return list(x.view(view.batch, -1).unbind(1)) if view.axis else [x]
         lines = view.rows if self.extent == "rows" else view.columns
-        x = x.view(view.batch, lines, view.repeats(self.extent), self.width(view))
+        x = x.view(view.batch, lines, view.repeats(self.extent), max(self.lengths(view)))
         parts = list(x[:, :, 0].split(view.sizes, dim=1)) if view.axis == self.extent else list(x.unbind(2))
         if self.along is None:
             return [part[:, :, 0] for part in parts]
@@ -119,17 +115,8 @@ BlockState = Mapping[str, Sequence[Tensor]]
 def together(step: Callable[..., Sequence[Tensor]], *lists: Sequence[Tensor]) -> list[list[Tensor]]:
     """Apply a function of batches to lists of them, in one batch where the tensors of the first have equal shapes.
 
-    Parameters
-    ----------
-    step
-        Takes a batch (b, …) of each list, and returns some tensors (b, …).
-    *lists
-        Of equal length.
-
-    Returns
-    -------
-    list
-        For each result of `step`, a list like the given ones.
+    `step` takes a batch (b, …) of each of the equally long lists and returns some tensors (b, …). For each of these
+    the result has a list like the given ones.
     """
     alike: dict[torch.Size, list[int]] = defaultdict(list)
     for i, x in enumerate(lists[0]):

@@ -42,51 +42,6 @@ _LOWEST = 1.0 / (1.0 + math.exp(1.0 / TEMPERATURE))
 _HIGHEST = 1.0 / (1.0 + math.exp(-1.0 / TEMPERATURE))
 
 
-def alignments(momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return cos(m, g) of every block; equal lengths are batched.
-
-    Parameters
-    ----------
-    momenta, gradients
-        (blocks, elements) each, of one dtype. Sums are in float64, and float64 blocks are scaled first, so that a
-        block's size and scale do not matter.
-
-    Returns
-    -------
-    list of Tensor
-        float32, (blocks,) each; 0 where either vector is zero.
-    """
-    if not momenta:
-        return []
-    from_float64 = momenta[0].dtype == torch.float64
-    at_a_time = _AT_A_TIME_CPU if momenta[0].device.type == "cpu" else _AT_A_TIME
-    alike: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
-    for i, m in enumerate(momenta):
-        alike[m.shape[1]].append((m, i))
-    order: list[int] = []
-    sums: list[Tensor] = []
-    for wave in (wave for members in alike.values() for wave in waves(members, at_a_time)):
-        members = [i for _, i in wave]
-        order += members
-        if len(members) == 1:
-            sums.append(_sums_of_one(momenta[members[0]], gradients[members[0]]))
-            continue
-        blocks = sum(len(momenta[i]) for i in members)
-        pairs = momenta[0].new_empty(2, blocks, momenta[members[0]].shape[1], dtype=torch.float64)
-        for place, several in zip(pairs, (momenta, gradients), strict=True):
-            some = [several[i] for i in members]
-            if from_float64:
-                torch.cat(some, out=place)
-            else:
-                place.copy_(torch.cat(some))
-        sums.append(_sums_in_range(*pairs) if from_float64 else _sums(*pairs))
-    mm, mg, gg = torch.cat(sums, dim=1) if len(sums) > 1 else sums[0]
-    norms = mm.sqrt_() * gg.sqrt_()
-    cosines = torch.where(norms > 0, mg / norms, 0.0).clamp_(-1.0, 1.0).float()
-    found = dict(zip(order, cosines.split([len(momenta[i]) for i in order]), strict=True))
-    return [found[i] for i in range(len(momenta))]
-
-
 def _sums_of_one(m: Tensor, g: Tensor) -> Tensor:
     """Return `_sums` of a pair; a CPU converts it piece by piece."""
     if m.dtype == torch.float64:
@@ -119,32 +74,15 @@ def _sums(m: Tensor, g: Tensor, *, keep: bool = False) -> Tensor:
     return torch.stack((mm, (m * g if keep else m.mul_(g)).sum(dim=1), gg))
 
 
-def advanced_scores(scores: Sequence[Tensor], cosines: Sequence[Tensor]) -> list[Tensor]:
-    """Return the scores after a step with these alignments; all tensors are float32 (blocks,)."""
-    sizes = [len(score) for score in scores]
-    # In float64, so that a score does not depend on the number of scores: vector and scalar units round differently.
-    old, cosine = torch.cat(list(scores)).double(), torch.cat(list(cosines)).double()
-    new = old.lerp((torch.sigmoid(cosine / TEMPERATURE) - _LOWEST) / (_HIGHEST - _LOWEST), 1.0 - SCORE_DECAY)
-    return list(new.float().split(sizes))
-
-
 # Number of elements up to which launches cost more than concatenating the tensor with others.
 _SMALL = 2**16
 
 
 def piece_sums(momentum: Tensor, gradient: Tensor) -> Tensor:
-    """Return the contribution of each piece to its block's alignment.
+    """Return the contribution of each piece, (pieces, elements), to its block's alignment: float64 (pieces, 5).
 
-    Parameters
-    ----------
-    momentum, gradient
-        (pieces, elements), of one dtype.
-
-    Returns
-    -------
-    Tensor
-        float64 (pieces, 5): the scales s and t, then Σ(m/s)², Σ(m/s)(g/t) and Σ(g/t)². The scales are 1 unless the
-        dtype is float64, whose squares can overflow.
+    The columns are the scales s and t, then Σ(m/s)², Σ(m/s)(g/t) and Σ(g/t)². The scales are 1 unless the dtype is
+    float64, whose squares can overflow.
     """
     m, g = momentum.double(), gradient.double()
     ones = torch.ones(len(m), 1, dtype=torch.float64, device=m.device)
@@ -192,38 +130,10 @@ def piece_sums_of_many(pairs: Sequence[Pieces], *, joined: bool | None = None) -
     ]
 
 
-def table_of_sums(pairs: Sequence[Pieces], device: torch.device) -> Tensor:
-    """Return `piece_sums` of several pairs, concatenated: float64 (pieces of all, 5)."""
-    found = piece_sums_of_many(pairs)
-    if len(found) == 1:
-        return found[0]
-    return torch.cat(found) if found else torch.zeros(0, 5, dtype=torch.float64, device=device)
-
-
 @functools.lru_cache(maxsize=256)
 def _lengths(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     """Return the lengths of all pieces, three times."""
     return torch.tensor([n for pieces, n in shapes for _ in range(pieces)] * 3, dtype=torch.int64, device=device)
-
-
-def cosines(sums: Tensor) -> Tensor:
-    """Return cos(m, g) of every block.
-
-    Parameters
-    ----------
-    sums
-        float64 (blocks, pieces, 5) from `piece_sums`, padded with zeros.
-
-    Returns
-    -------
-    Tensor
-        float32 (blocks,); 0 where either vector is zero.
-    """
-    s, t = sums[..., 0], sums[..., 1]
-    s, t = (x / x.amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny) for x in (s, t))
-    mm, mg, gg = ((sums[..., 2 + i] * scale).sum(dim=1) for i, scale in enumerate((s * s, s * t, t * t)))
-    norms = mm.sqrt() * gg.sqrt()
-    return torch.where(norms > 0, mg / norms, 0.0).clamp(-1.0, 1.0).float()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,21 +153,63 @@ class Magma(MatrixRule):
         return {SCORE: StateTensor("blocks", "float32", SCORE_START)}
 
     def measure(self, pieces: Sequence[Pieces], device: torch.device) -> Tensor:
-        """Return `piece_sums`, float64 (pieces, 5)."""
-        return table_of_sums(pieces, device)
+        """Return `piece_sums` of several pairs, concatenated: float64 (pieces of all, 5)."""
+        found = piece_sums_of_many(pieces)
+        if len(found) == 1:
+            return found[0]
+        return torch.cat(found) if found else torch.zeros(0, 5, dtype=torch.float64, device=device)
 
     def combine(self, sums: Tensor) -> Tensor:
-        """Return the alignment of each block."""
-        return cosines(sums)
+        """Return the alignment of each block, float32 (blocks,); 0 where either vector is zero."""
+        s, t = sums[..., 0], sums[..., 1]
+        s, t = (x / x.amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny) for x in (s, t))
+        mm, mg, gg = ((sums[..., 2 + i] * scale).sum(dim=1) for i, scale in enumerate((s * s, s * t, t * t)))
+        norms = mm.sqrt() * gg.sqrt()
+        return torch.where(norms > 0, mg / norms, 0.0).clamp(-1.0, 1.0).float()
 
     def measure_whole(self, momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the alignment of each block, without the scales that pieces need."""
-        return alignments(momenta, gradients)
+        """Return cos(m, g) of every block, float32 (blocks,) each; 0 where a vector is zero. Equal lengths are batched.
+
+        `momenta` and `gradients` are of one dtype. Sums are in float64, and float64 blocks are scaled first where that
+        is needed, so that a block's size and scale do not matter.
+        """
+        if not momenta:
+            return []
+        from_float64 = momenta[0].dtype == torch.float64
+        at_a_time = _AT_A_TIME_CPU if momenta[0].device.type == "cpu" else _AT_A_TIME
+        alike: dict[int, list[tuple[Tensor, int]]] = defaultdict(list)
+        for i, m in enumerate(momenta):
+            alike[m.shape[1]].append((m, i))
+        order: list[int] = []
+        sums: list[Tensor] = []
+        for wave in (wave for members in alike.values() for wave in waves(members, at_a_time)):
+            members = [i for _, i in wave]
+            order += members
+            if len(members) == 1:
+                sums.append(_sums_of_one(momenta[members[0]], gradients[members[0]]))
+                continue
+            blocks = sum(len(momenta[i]) for i in members)
+            pairs = momenta[0].new_empty(2, blocks, momenta[members[0]].shape[1], dtype=torch.float64)
+            for place, several in zip(pairs, (momenta, gradients), strict=True):
+                some = [several[i] for i in members]
+                if from_float64:
+                    torch.cat(some, out=place)
+                else:
+                    place.copy_(torch.cat(some))
+            sums.append(_sums_in_range(*pairs) if from_float64 else _sums(*pairs))
+        mm, mg, gg = torch.cat(sums, dim=1) if len(sums) > 1 else sums[0]
+        norms = mm.sqrt_() * gg.sqrt_()
+        cosines = torch.where(norms > 0, mg / norms, 0.0).clamp_(-1.0, 1.0).float()
+        found = dict(zip(order, cosines.split([len(momenta[i]) for i in order]), strict=True))
+        return [found[i] for i in range(len(momenta))]
 
     def advance(self, polar: Sequence[Tensor], state: BlockState, measured: Sequence[Tensor] | None) -> BlockState:
-        """Let the scores follow the alignments."""
+        """Let the scores follow the alignments; all tensors are float32 (blocks,)."""
         assert measured is not None
-        return {SCORE: advanced_scores(state[SCORE], measured)}
+        # In float64, so that a score does not depend on the number of scores: vector and scalar units round unlike.
+        old, cosine = torch.cat(list(state[SCORE])).double(), torch.cat(list(measured)).double()
+        new = old.lerp((torch.sigmoid(cosine / TEMPERATURE) - _LOWEST) / (_HIGHEST - _LOWEST), 1.0 - SCORE_DECAY)
+        return {SCORE: new.float().split([len(score) for score in state[SCORE]])}
 
     def factors(self, polar: Sequence[Tensor], state: BlockState) -> list[Tensor]:
         """Return 0.1 + 0.9 s of each block."""

@@ -34,20 +34,12 @@ _LEAST = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class NormControl(MatrixRule):
-    """Norm control as a rule; it has no state.
-
-    Attributes
-    ----------
-    brake
-        Share b of a growth of the norm that remains; None to keep the norm in both directions.
-    neurons
-        Whether rows or columns keep their norms; None for matrices.
-    """
+    """Norm control as a rule; it has no state."""
 
     name = "norm_control"
     inputs = ("weight",)
-    brake: float | None = None
-    neurons: Axis | None = None
+    brake: float | None = None  # share b of a growth of the norm that remains; None keeps it in both directions
+    neurons: Axis | None = None  # whether rows or columns keep their norms; None for matrices
 
     @classmethod
     def of(cls, settings: HybridMuonConfig) -> NormControl | None:

@@ -30,19 +30,11 @@ EPSILON = 1e-10
 
 @dataclasses.dataclass(frozen=True)
 class NorMuon(MatrixRule):
-    """NorMuon as a rule: one second moment per neuron.
-
-    Attributes
-    ----------
-    beta
-        Decay β₂ of the second moments.
-    neurons
-        Whether rows or columns are neurons.
-    """
+    """NorMuon as a rule: one second moment per neuron."""
 
     name = "normuon"
-    beta: float = 0.95
-    neurons: Axis = "rows"
+    beta: float = 0.95  # decay β₂ of the second moments
+    neurons: Axis = "rows"  # whether rows or columns are neurons
 
     @classmethod
     def of(cls, settings: HybridMuonConfig) -> NorMuon | None:

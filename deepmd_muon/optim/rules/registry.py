@@ -12,15 +12,11 @@ from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.rules.interface import Input, MatrixRule, StateTensor
 from deepmd_muon.optim.rules_config import RULES
 
-
-def _class_of(rule: str) -> type[MatrixRule]:
-    module, name = rule.split(":")
-    found: type[MatrixRule] = getattr(import_module(f"deepmd_muon.optim.rules.{module}"), name)
-    return found
-
-
 # The rules of this package in the order in which they act: each class tells what settings mean for it.
-_CLASSES = tuple(map(_class_of, RULES))
+_CLASSES: tuple[type[MatrixRule], ...] = tuple(
+    getattr(import_module(f"deepmd_muon.optim.rules.{module}"), name)
+    for module, name in (rule.split(":") for rule in RULES)
+)
 _REGISTERED: dict[str, MatrixRule] = {}
 
 
@@ -44,7 +40,9 @@ def register_rule(rule: MatrixRule) -> None:
                 "number per 'blocks', 'rows' or 'columns'"
             )
     for other in known_rules():
-        if other.name == rule.name and _origin(other) == _origin(rule):
+        mine, theirs = type(rule), type(other)
+        same = (mine.__module__, mine.__qualname__) == (theirs.__module__, theirs.__qualname__)
+        if other.name == rule.name and same:
             continue
         if other.name == rule.name:
             raise InvalidSettingError(f"register_rule: {rule.name!r} is the name of another rule, {other}")
@@ -54,42 +52,32 @@ def register_rule(rule: MatrixRule) -> None:
     matrix_rules.cache_clear()
 
 
-def _origin(rule: MatrixRule) -> tuple[str, str]:
-    return type(rule).__module__, type(rule).__qualname__
-
-
 def known_rules() -> list[MatrixRule]:
     """Return all rules that a state dict may come from: those of this package in every form, and registered ones."""
     return [*itertools.chain(*(kind.forms() for kind in _CLASSES)), *_REGISTERED.values()]
 
 
 def unknown_rules(names: Iterable[str]) -> list[str]:
-    """Return the names in the setting `rules` that nobody has registered."""
-    return [name for name in names if name not in _REGISTERED]
+    """Return a phrase for the names in the setting `rules` that nobody has registered; none if there are none."""
+    missing = ", ".join(repr(name) for name in names if name not in _REGISTERED)
+    known = ", ".join(map(repr, _REGISTERED)) or "none"
+    problem = (
+        f"rules: no rule is registered as {missing}; registered are {known}; import the module that calls "
+        "register_rule first"
+    )
+    return [problem] if missing else []
 
 
 @functools.lru_cache(maxsize=256)
 def matrix_rules(settings: HybridMuonConfig) -> tuple[MatrixRule, ...]:
     """Return the rules that settings switch on, in the order in which they act.
 
-    Raises
-    ------
-    InvalidSettingError
-        When the setting `rules` has a name that nobody has registered.
+    Raises InvalidSettingError when the setting `rules` has a name that nobody has registered.
     """
-    if missing := unknown_rules(settings.rules):
-        raise InvalidSettingError(unknown_rules_problem(missing))
+    if problems := unknown_rules(settings.rules):
+        raise InvalidSettingError(problems[0])
     chosen = [rule for kind in _CLASSES if (rule := kind.of(settings)) is not None]
     return (*chosen, *(_REGISTERED[name] for name in settings.rules))
-
-
-def unknown_rules_problem(missing: Iterable[str]) -> str:
-    """Return the phrase for names that nobody has registered."""
-    known = ", ".join(map(repr, _REGISTERED)) or "none"
-    return (
-        f"rules: no rule is registered as {', '.join(map(repr, missing))}; registered are {known}; import the module "
-        "that calls register_rule first"
-    )
 
 
 def tensors_of(rules: Iterable[MatrixRule]) -> dict[str, StateTensor]:
@@ -103,8 +91,3 @@ def tensors_of(rules: Iterable[MatrixRule]) -> dict[str, StateTensor]:
 def inputs_of(rules: Iterable[MatrixRule]) -> tuple[Input, ...]:
     """Return what some rules ask for beside the directions, in the order of messages."""
     return tuple(sorted({kind for rule in rules for kind in rule.inputs}))
-
-
-def owner_of(key: str) -> MatrixRule:
-    """Return the known rule whose state tensor has this key."""
-    return next(rule for rule in known_rules() if key in rule.tensors())

@@ -47,17 +47,11 @@ _STEPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class SoapMuon(MatrixRule):
-    """SOAP before the polar factor, as a rule.
-
-    Attributes
-    ----------
-    beta
-        Decay β of L, R and v.
-    """
+    """SOAP before the polar factor, as a rule."""
 
     name = "soap_muon"
     inputs = ("gradient",)
-    beta: float = 0.9
+    beta: float = 0.9  # decay of L, R and v
 
     @classmethod
     def of(cls, settings: HybridMuonConfig) -> SoapMuon | None:
@@ -107,15 +101,7 @@ class SoapMuon(MatrixRule):
 
 
 def next_basis(covariance: Tensor, basis: Tensor) -> Tensor:
-    """Return P − I after one step towards the eigenvectors.
-
-    Parameters
-    ----------
-    covariance
-        L, (b, n, n), symmetric and positive semidefinite.
-    basis
-        P − I, (b, n, n).
-    """
+    """Return P − I after one step towards the eigenvectors of L, symmetric and positive semidefinite; all (b, n, n)."""
     p = basis + torch.eye(basis.shape[1], dtype=basis.dtype, device=basis.device)
     a = torch.bmm(p.mT, torch.bmm(covariance, p))
     d = a.diagonal(dim1=1, dim2=2)

@@ -1,4 +1,7 @@
-"""Agreement of ranks before they share steps: routes, settings of parameter groups, and the values of replicas."""
+"""Agreement of ranks: on routes, settings and the values of replicas before they share steps, and in every step.
+
+In every step they compare which gradients exist and the settings of groups, and agree whether it is skipped.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from deepmd_muon.optim.config import HybridMuonConfig
-from deepmd_muon.optim.errors import PlanMismatchError, ReplicaMismatchError
+from deepmd_muon.optim.cuda import is_capturing
+from deepmd_muon.optim.errors import MissingGradientError, PlanMismatchError, ReplicaMismatchError
 from deepmd_muon.optim.routing.group_settings import LISTS, OF_ALL_GROUPS
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.sharded.params import ShardedParameter
@@ -33,47 +37,30 @@ _NUMERIC = {"lr", "maximize", "adam_lr_ratio"}.union(
 )
 # The ranks and name of a parameter, and the number and settings of its group.
 _Statement = tuple[tuple[int, ...], str, int, dict[str, Any]]
+# Settings are compared in this many steps, where no step has a collective for them to travel in.
+_RARELY = 100
 _DIGEST_BITS = 24  # whole numbers that float32 holds exactly
 
 
-def settings_of(group: Group) -> dict[str, Any]:
-    """Return the settings of a group that ranks compare; a learning rate on a GPU is read, which waits for it."""
-    own = {key: getattr(group.settings, key) for key in _KEYS}
-    return {"lr": float(group.values["lr"]), "maximize": group.values["maximize"], **own}
-
-
-def as_number(value: Any) -> float:
-    """Return a setting as a number to compare: itself, or a digest of what is not a number."""
-    if isinstance(value, (bool, int, float)):
-        return float(value)
-    return float(zlib.crc32(repr(value).encode()) % 2**_DIGEST_BITS)
-
-
 def check_settings(groups: Sequence[Group], params: Sequence[ShardedParameter], device: torch.device) -> None:
-    """Compare names, routes and settings of all parameters among the ranks that hold them.
+    """Compare names, routes and settings of all parameters among the ranks that hold them, on tensors of `device`.
 
-    Parameters
-    ----------
-    groups
-        The optimizer's parameter groups.
-    params
-        The parameters that live on several ranks.
-    device
-        Device of the collectives.
-
-    Raises
-    ------
-    PlanMismatchError
-        On all ranks: with the first parameter, or with group, key and both values of the first setting that differs.
+    A learning rate on a GPU is read, which waits for it. Raises PlanMismatchError on all ranks, with the first
+    parameter that differs, or with group, key and both values of the first setting.
     """
     members = [(tuple(sorted(p.layout.ranks)), f"{p} (route {p.entry.placement})", p) for p in params]
-    settings = {number: settings_of(groups[number]) for number in dict.fromkeys(p.group for p in params)}
-    for among, group in agreeing_groups([ranks for ranks, _, _ in members], device):
+    settings = {}
+    for number in dict.fromkeys(p.group for p in params):
+        group = groups[number]
+        own = {key: getattr(group.settings, key) for key in _KEYS}
+        settings[number] = {"lr": float(group.values["lr"]), "maximize": group.values["maximize"], **own}
+    for among, process_group in agreeing_groups([ranks for ranks, _, _ in members], device):
         here = [member for member in members if set(member[0]) <= set(among)]
-        check_names([(ranks, name) for ranks, name, _ in here], among, group, device)
+        check_names([(ranks, name) for ranks, name, _ in here], among, process_group, device)
         mine: list[_Statement] = [(ranks, p.entry.name, p.group, settings[p.group]) for ranks, _, p in here]
         everyone: list[list[_Statement]] | None
-        everyone = statements_if_different(repr(mine).encode(), functools.partial(list, mine), among, group, device)
+        statement = repr(mine).encode()
+        everyone = statements_if_different(statement, functools.partial(list, mine), among, process_group, device)
         known: dict[Any, tuple[int, dict[str, Any]]] = {}
         for rank, theirs in zip(among, everyone or (), strict=everyone is not None):
             for ranks, name, number, values in theirs:
@@ -89,19 +76,9 @@ def check_settings(groups: Sequence[Group], params: Sequence[ShardedParameter], 
 def check_replicas(state: State, params: Sequence[ShardedParameter], device: torch.device) -> None:
     """Compare the values of plain parameters that have not been stepped yet with those of their replicas.
 
-    Later, replicas may differ by rounding where ranks repeat the work on unlike hardware.
-
-    Parameters
-    ----------
-    state
-        Of the optimizer; parameters with state have been compared before, or their values come from a checkpoint.
-    params, device
-        As in `check_settings`.
-
-    Raises
-    ------
-    ReplicaMismatchError
-        On all ranks, naming the parameters.
+    Later, replicas may differ by rounding where ranks repeat the work on unlike hardware. Parameters with state have
+    been compared before, or their values come from a checkpoint. Raises ReplicaMismatchError on all ranks, with all
+    names.
     """
     fresh = [p for p in params if not isinstance(p.p, DTensor) and not state.get(p.p) and p.p.numel()]
     if not fresh:
@@ -110,7 +87,15 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
     group = group_of(ranks, device)
     if group is None:
         return
-    mine = torch.stack([_digest(p.p.detach()).to(device) for p in fresh])
+    digests = []  # numbers of at most 62 bits from the bits of a tensor and their rows, without a copy of the tensor
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for param in fresh:
+        x = param.p.detach()
+        bits = x.contiguous().view(-1).view(kinds[x.itemsize]).view(x.shape[0] if x.ndim else 1, -1)
+        rows = bits.sum(1, dtype=torch.int64)  # wraps around
+        weights = 2 * torch.arange(len(rows), device=x.device) + 1
+        digests.append(((rows * weights).sum() & (2**62 - 1)).to(device))
+    mine = torch.stack(digests)
     extremes = torch.stack([mine, -mine])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     different = [p for p, equal in zip(fresh, (extremes[0] == -extremes[1]).tolist(), strict=True) if not equal]
@@ -123,27 +108,12 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
         )
 
 
-def _digest(x: Tensor) -> Tensor:
-    """Return a number of at most 62 bits from the bits of a tensor and their rows, without a copy of the tensor."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = x.contiguous().view(-1).view(kinds[x.itemsize]).view(x.shape[0] if x.ndim else 1, -1)
-    rows = bits.sum(1, dtype=torch.int64)  # wraps around
-    weights = 2 * torch.arange(len(rows), device=x.device) + 1
-    return (rows * weights).sum() & (2**62 - 1)
-
-
 class GroupColumns:
     """Settings of groups as columns of the small all-reduce that a step has anyway.
 
-    Parameters
-    ----------
-    params
-        The parameters that live on several ranks.
-
-    Attributes
-    ----------
-    entries
-        The ranks of each group's parameters, with the name of the first of them; one or more for each group.
+    `entries` has the ranks of each group's parameters, with the name of the first of them; one or more for each group,
+    whose numbers are `numbers`. `values` has the settings of these groups, in the order of `KEYS`: those of `groups`,
+    as they were `read` last.
     """
 
     def __init__(self, params: Sequence[ShardedParameter]) -> None:
@@ -151,44 +121,186 @@ class GroupColumns:
         for p in params:
             first.setdefault((tuple(sorted(p.layout.ranks)), p.group), p.entry.name)
         self.entries = [(ranks, f"the group of {name!r}") for (ranks, _), name in first.items()]
-        self._numbers = [number for _, number in first]
-        self._groups: Sequence[Group] = ()
-        self._read: list[Any] = []
-        self._values: dict[int, list[float]] = {}
-
-    def bind(self, groups: Sequence[Group]) -> None:
-        """Take the groups whose settings the next comparisons read."""
-        self._groups, self._read = groups, []
+        self.numbers = [number for _, number in first]
+        self.groups: Sequence[Group] = ()
+        self.read: list[Any] = []
+        self.values: dict[int, list[float]] = {}
 
     def changed(self) -> bool:
         """Read the groups; return whether a setting has changed since the last call."""
-        read = [(_host_lr(group), group.values["maximize"]) for group in self._groups]
-        if read == self._read:
+        lrs = [group.values["lr"] for group in self.groups]
+        # The first step alone compares learning rates on a GPU.
+        on_host = [float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else 0.0 for lr in lrs]
+        read = [(lr, group.values["maximize"]) for lr, group in zip(on_host, self.groups, strict=True)]
+        if read == self.read:
             return False
-        self._read = read
-        before, self._values = self._values, {}
-        for number in set(self._numbers):
-            group, (lr, maximize) = self._groups[number], read[number]
-            own = [as_number(getattr(group.settings, key)) for key in _KEYS]
-            self._values[number] = [lr, float(maximize), *own]
-        return self._values != before
-
-    def values(self, entry: int) -> list[float]:
-        """Return the settings of the group of an entry, in the order of `KEYS`."""
-        return self._values[self._numbers[entry]]
-
-
-def _host_lr(group: Group) -> float:
-    """Return a group's learning rate; 0 for one on a GPU, which the first step alone compares."""
-    lr = group.values["lr"]
-    return float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else 0.0
+        self.read = read
+        before, self.values = self.values, {}
+        for number in set(self.numbers):
+            group, (lr, maximize) = self.groups[number], read[number]
+            own = [getattr(group.settings, key) for key in _KEYS]
+            # Settings that are no numbers are compared by digests.
+            numbers = [
+                float(x if isinstance(x, (bool, int, float)) else zlib.crc32(repr(x).encode()) % 2**_DIGEST_BITS)
+                for x in own
+            ]
+            self.values[number] = [lr, float(maximize), *numbers]
+        return self.values != before
 
 
-def difference(entry: str, largest: Sequence[float], smallest: Sequence[float]) -> str | None:
-    """Return the first setting of a group that differs between ranks, with both values; None without any."""
-    for key, high, low in zip(KEYS, largest, smallest, strict=True):
-        if high != low:
-            numeric = key in _NUMERIC
-            values = f"{low:.7g} on one rank and {high:.7g} on another" if numeric else "not the same on all ranks"
-            return f"{key} of {entry} is {values}"
-    return None
+class ComparedParameter(NamedTuple):
+    """A parameter whose replicas would diverge if only some ranks had its gradient.
+
+    Names, and their order, must be the same on all its ranks, which ascend.
+    """
+
+    p: Tensor
+    name: str
+    ranks: tuple[int, ...]
+
+
+class GradientPresence:
+    """Compares by one small all-reduce which parameters have gradients on the ranks that hold them.
+
+    On a CPU the result is read at once. On a GPU, or with `late`, it is read when the next comparison begins, or by
+    `raise_deferred`, so that the host does not wait for the device: all ranks then raise together, one step late.
+
+    The steps of the parameters `compared` are not exchanged: a rank without a gradient would not step them. `ranks` are
+    all sets of ranks that hold parameters; a subset of another set is compared as part of that. Settings of groups, the
+    `columns`, travel in the same collective, or in one of their own in every hundredth step.
+
+    Raises PlanMismatchError on all ranks of a group when their parameters differ.
+    """
+
+    def __init__(
+        self,
+        compared: Sequence[ComparedParameter],
+        ranks: Sequence[tuple[int, ...]],
+        device: torch.device,
+        *,
+        late: bool | None = None,
+        columns: GroupColumns | None = None,
+    ) -> None:
+        self._device = device
+        on_gpu = device.type == "cuda"
+        self._late = on_gpu if late is None else late
+        self._copied = torch.cuda.Event() if on_gpu else None
+        self._groups: list[dist.ProcessGroup] = []
+        self._members: list[list[Tensor]] = []  # for each group: this rank's parameters,
+        self._places: list[list[int]] = []  # the positions of their flags,
+        self._names: list[list[str]] = []  # and the names of all ranks' parameters, one per flag
+        self._columns, self._steps = columns, 0
+        self._entries: list[list[tuple[int, int]]] = []  # this rank's groups of parameters: number, first column
+        self._labels: list[list[str]] = []  # and all ranks'
+        rest = [each for each in compared if len(each.ranks) > 1]
+        groups = [] if columns is None else list(enumerate(columns.entries))
+        for among, group in agreeing_groups(ranks, device):
+            mine = [each for each in rest if set(each.ranks) <= set(among)]
+            rest = [each for each in rest if not set(each.ranks) <= set(among)]
+            known = check_names([(each.ranks, each.name) for each in mine], among, group, device)
+            self._groups.append(group)
+            self._members.append([each.p for each in mine])
+            self._places.append([known[each.ranks, each.name] for each in mine])
+            self._names.append([name for _, name in known])
+            held = [(number, entry) for number, entry in groups if set(entry[0]) <= set(among)]
+            groups = [each for each in groups if each not in held]
+            found = check_names([entry for _, entry in held], among, group, device)
+            self._entries.append([(number, len(known) + len(KEYS) * found[entry]) for number, entry in held])
+            self._labels.append([name for _, name in found])
+        # Host memory for the results; pinned, so that copies from a GPU are asynchronous.
+        self._widths = [len(a) + len(KEYS) * len(b) for a, b in zip(self._names, self._labels, strict=True)]
+        self._arrived = [torch.zeros(2, width, device="cpu", pin_memory=on_gpu) for width in self._widths]
+        self._found: list[list[bool]] | None = None
+        self._here: list[Tensor] = []
+        self._pending = False
+
+    def compare(self, flags: Tensor | None = None) -> Tensor | None:
+        """Raise the error of the previous comparison, and start a comparison of the present gradients.
+
+        `flags`, float32 (n,) on all ranks, are reduced in the same collective; the result is their maximum over ranks.
+        During the capture of a CUDA graph only they are reduced: replays use the same gradients.
+
+        Raises
+        ------
+        MissingGradientError
+            On all ranks of the group, including those that do not hold the parameter.
+        """
+        capturing = is_capturing()
+        if not capturing:
+            self.raise_deferred()
+            self._look()
+        rarely = self._steps % _RARELY == 0
+        self._steps += 1
+        for k, group in enumerate(self._groups):
+            wanted = self._names[k] or (self._labels[k] and (rarely or flags is not None))
+            here = self._here[k] if wanted and not capturing else None
+            sent = [x for x in (here, flags) if x is not None]
+            if not sent:
+                continue
+            together = torch.cat(sent)
+            dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
+            if here is not None:
+                self._arrived[k].copy_(together[: len(here)].view(2, -1), non_blocking=True)
+                self._pending = True
+            if flags is not None:
+                flags = together[len(together) - len(flags) :]
+        if self._pending and not capturing:
+            if self._copied is not None:
+                self._copied.record(torch.cuda.current_stream(self._device))
+            if not self._late:
+                self.raise_deferred()
+        return flags
+
+    def raise_deferred(self) -> None:
+        """Raise the error of the last comparison, once; identical on all ranks, without communication."""
+        if not self._pending:
+            return
+        self._pending = False
+        if self._copied is not None:
+            self._copied.synchronize()  # recorded in the last step
+        late = "the last step differed between ranks; " if self._late else ""
+        read = [arrived.tolist() for arrived in self._arrived]
+        for arrived in self._arrived:
+            arrived.zero_()  # reported once
+        names = [
+            name
+            for known, arrived in zip(self._names, read, strict=True)
+            for name, here, missing in zip(known, *arrived, strict=False)
+            if here and missing
+        ]
+        if names:
+            raise MissingGradientError(
+                f"{late}some ranks have a gradient of {', '.join(names)} and others have none; "
+                "provide one on every rank (zeros suffice) or on none"
+            )
+        for known, labels, (largest, negated) in zip(self._names, self._labels, read, strict=True):
+            for i, label in enumerate(labels):
+                here = slice(len(known) + i * len(KEYS), len(known) + (i + 1) * len(KEYS))
+                for key, high, low in zip(KEYS, largest[here], [-x for x in negated[here]], strict=True):
+                    if high != low:
+                        values = f"{low:.7g} on one rank and {high:.7g} on another"
+                        values = values if key in _NUMERIC else "not the same on all ranks"
+                        raise PlanMismatchError(f"{late}{key} of {label} is {values}; give all ranks the same settings")
+
+    def _look(self) -> None:
+        """Update the flags on the device if local gradients or settings have changed.
+
+        Float32 (2, n): for parameters, 1 where the gradient is present, and where it is missing; for settings, value
+        and negative, so that the maximum over ranks gives their largest and smallest.
+        """
+        found = [[p.grad is not None for p in members] for members in self._members]
+        changed = self._columns is not None and self._columns.changed()
+        if found == self._found and not changed:
+            return
+        self._found = found
+        self._here = []
+        for k, (places, there) in enumerate(zip(self._places, found, strict=True)):
+            flags = torch.zeros(2, self._widths[k], device="cpu")
+            for place, is_there in zip(places, there, strict=True):
+                flags[0 if is_there else 1, place] = 1.0
+            flags[:, len(self._names[k]) :] = -torch.inf  # of groups on other ranks
+            for number, start in self._entries[k]:
+                assert self._columns is not None
+                values = torch.tensor(self._columns.values[self._columns.numbers[number]], device="cpu")
+                flags[:, start : start + len(KEYS)] = torch.stack([values, -values])
+            self._here.append(flags.view(-1).to(self._device))

@@ -17,16 +17,10 @@ from torch import Tensor
 from deepmd_muon.optim.phases import phase
 from deepmd_muon.optim.rules.interface import MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER
-from deepmd_muon.optim.sharded.carried import carried
-from deepmd_muon.optim.sharded.messages import (
-    Piece,
-    local_shape,
-    piece_of,
-    rectangles,
-)
-from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan
+from deepmd_muon.optim.sharded.messages import Piece, local_shape, piece_of, rectangles
+from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan, carried
 from deepmd_muon.optim.sharded.rule_state import RuleState
-from deepmd_muon.optim.sharded.transport import Exchange, ExchangeBuffers
+from deepmd_muon.optim.sharded.transport import Exchange, Side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +45,8 @@ class Stack:
 class OwnedBlocks:
     """Properties of an owner's matrices, gathered with their pieces; one tensor per stack.
 
-    Attributes
-    ----------
-    present
-        float64 (matrices,); positive if any piece had a gradient.
-    measured
-        Statistics of the rules that ask for them, (matrices,) each.
-    state
-        State of the rules by key: for each stack (matrices,), or (matrices, rows or columns).
+    `present`, float64 (matrices,), is positive if any piece had a gradient. Of the rules, `measured` has statistics,
+    (matrices,), and `state` what they keep by key: (matrices,), or (matrices, rows or columns).
     """
 
     present: list[Tensor]
@@ -66,31 +54,20 @@ class OwnedBlocks:
     state: list[dict[str, Tensor]]
 
 
+@dataclasses.dataclass
 class UpdateList:
-    """Pieces of one parameter group and dtype that are updated together: `rectangles` ← `updates`."""
+    """Pieces of one parameter group and dtype that are updated together: `targets` take `updates`."""
 
-    def __init__(self) -> None:
-        self.positions: list[int] = []
-        self.targets: list[Tensor] = []
-        self.updates: list[Tensor] = []
-        self.masters: list[Tensor] = []  # of 16-bit parameters with master weights
+    positions: list[int] = dataclasses.field(default_factory=list)
+    targets: list[Tensor] = dataclasses.field(default_factory=list)
+    updates: list[Tensor] = dataclasses.field(default_factory=list)
+    masters: list[Tensor] = dataclasses.field(default_factory=list)  # of 16-bit parameters with master weights
 
 
 class Bucket:
     """One exchange, compiled for this rank.
 
-    Parameters
-    ----------
-    plan, domain
-        The plan and one of its domains.
-    exchange
-        Its transport.
-    groups
-        Number of the parameter group of every parameter of the plan.
-    rank
-        This rank.
-    device
-        Device of the tensors.
+    `groups` has the number of the parameter group of every parameter of the plan.
 
     Attributes
     ----------
@@ -100,14 +77,14 @@ class Bucket:
     measuring
         The rules whose statistics the headers carry.
     fresh
-        Those whose momenta no earlier bucket advances.
+        Those of the parameters whose momenta no earlier bucket advances.
     applying
         The pieces whose updates arrive here, in the order of the messages.
     stacks
         The matrices that this rank orthogonalizes.
     matrices, inputs
         The same as tensors, (count, rows, columns) each, and what rules ask for beside them; set by `bind`.
-    kinds
+    update_lists
         The updates of this rank, with their parameter group; set by `bind`.
     """
 
@@ -121,14 +98,15 @@ class Bucket:
         self._plan, self._rank, self._device = plan, rank, device
         jobs = exchange.messages.jobs
 
-        def pieces(payloads: Sequence[tuple[int, int, int]], ranks: Sequence[int], *, gather: bool) -> list[Piece]:
-            leg: Leg = "gather" if gather else "return"
-            found = zip(payloads, ranks, strict=True)
-            return [piece_of(plan, jobs[j].parameter, jobs[j].block, r, leg) for (j, _, _), r in found]
+        def pieces(leg: Leg, side: Side, ranks: Sequence[int]) -> list[Piece]:
+            at = ((jobs[j], r) for (j, _, _), r in zip(side.payloads, ranks, strict=True))
+            return [piece_of(plan, job.parameter, job.block, r, leg) for job, r in at]
 
         out, into = exchange.outward, exchange.inward
-        self._packing = pieces(out["gather"].payloads, [rank] * len(out["gather"].payloads), gather=True)
-        self.applying = pieces(into["return"].payloads, [rank] * len(into["return"].payloads), gather=False)
+        self._packing = pieces("gather", out["gather"], [rank] * len(out["gather"].payloads))
+        self.applying = pieces("return", into["return"], [rank] * len(into["return"].payloads))
+        self._arriving = pieces("gather", into["gather"], into["gather"].peers)
+        self._leaving = pieces("return", out["return"], out["return"].peers)
         self.parameters = tuple(dict.fromkeys(piece.parameter for piece in (*self._packing, *self.applying)))
         stacks: dict[tuple[int, tuple[int, int]], list[int]] = {}
         for j in exchange.messages.owned:
@@ -136,26 +114,19 @@ class Bucket:
             shape = p.view.block_shapes[jobs[j].block % len(p.view.block_shapes)]
             stacks.setdefault((groups[jobs[j].parameter], shape), []).append(j)
         self.stacks = [Stack(*key, tuple(members)) for key, members in stacks.items()]
+        # Of the matrices that it orthogonalizes, and of what rules ask for beside them.
+        sizes = [len(stack.jobs) * stack.shape[0] * stack.shape[1] for stack in self.stacks]
+        self.elements = (1 + len(self.asked)) * sum(sizes)
         self._slots = {j: (s, i) for s, stack in enumerate(self.stacks) for i, j in enumerate(stack.jobs)}
-        peers = domain.ranks if len(exchange.messages.gather_in) == len(domain.ranks) else (rank,)
-        senders = [r for r, m in zip(peers, exchange.messages.gather_in, strict=True) for _ in m.jobs]
-        receivers = [r for r, m in zip(peers, exchange.messages.return_out, strict=True) for _ in m.jobs]
-        self._arriving = pieces(into["gather"].payloads, senders, gather=True)
-        self._leaving = pieces(out["return"].payloads, receivers, gather=False)
         order = {j: i for i, j in enumerate(j for stack in self.stacks for j in stack.jobs)}
         self._header_table = _table([order[j] for j, _, _ in into["gather"].payloads], len(order)).to(device)
         self._header_of_leaving = _index([order[j] for j, _, _ in out["return"].payloads], device)
         stacked = [(stack.jobs, stack.shape) for stack in self.stacks]
-        self._rule_state = RuleState(plan, domain.rules, exchange, stacked, (rank, senders, receivers), device)
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of the matrices that it orthogonalizes, and of what rules ask for beside them."""
-        return (1 + len(self.asked)) * sum(len(stack.jobs) * stack.shape[0] * stack.shape[1] for stack in self.stacks)
+        self._rule_state = RuleState(plan, domain.rules, exchange, stacked, rank, device)
 
     def bind(
         self,
-        buffers: ExchangeBuffers,
+        buffers: tuple[Tensor, Tensor],
         workspace: Tensor,
         local_params: Mapping[int, LocalParameter],
         momenta: Sequence[Tensor],
@@ -163,20 +134,10 @@ class Bucket:
     ) -> None:
         """Create all views.
 
-        Parameters
-        ----------
-        slot
-            Buffers for the messages.
-        room
-            Memory for the matrices, float64.
-        local
-            This rank's part of every parameter of the plan.
-        momenta
-            This rank's momentum of every parameter.
-        rows
-            First row of each parameter in the table of sums that `pack` takes.
+        `workspace`, float64, holds the matrices. `local_params` and `momenta` are this rank's of every parameter of the
+        plan; `rows`, the first row of each parameter in the table of sums that `pack` takes.
         """
-        self.exchange.bind(buffers)
+        self.exchange.bind(*buffers)
         flat, start = workspace.view(self.exchange.dtype), 0
         planes: list[list[Tensor]] = [[] for _ in range(1 + len(self.asked))]
         for plane in planes:
@@ -190,10 +151,9 @@ class Bucket:
         self._arrive: tuple[list[Tensor], list[Tensor]] = [], []
         for number, plane in enumerate(planes):
             flats = into.elements(self.exchange.received["gather"], number)
-            for found, some in zip(
-                self._arrive, self._rectangles(into.payloads, self._arriving, flats, plane), strict=True
-            ):
-                found.extend(some)
+            in_blocks, in_buffer = self._rectangles(into.payloads, self._arriving, flats, plane)
+            self._arrive[0].extend(in_blocks)
+            self._arrive[1].extend(in_buffer)
         flats = out.elements(self.exchange.sent["return"])
         self._leave = self._rectangles(out.payloads, self._leaving, flats, self.matrices)
         self._bind_applying(local_params)
@@ -236,9 +196,8 @@ class Bucket:
         """Create the views of parameters and of the rules' state that are updated, and of their updates."""
         side, plan = self.exchange.inward["return"], self._plan
         update_lists: dict[tuple[int, torch.dtype], UpdateList] = defaultdict(UpdateList)
-        for k, (piece, flat) in enumerate(
-            zip(self.applying, side.elements(self.exchange.received["return"]), strict=True)
-        ):
+        flats = side.elements(self.exchange.received["return"])
+        for k, (piece, flat) in enumerate(zip(self.applying, flats, strict=True)):
             mine = local_params[piece.parameter]
             if piece.elements:
                 update_list = update_lists[mine.group, mine.p.dtype]
@@ -264,24 +223,18 @@ class Bucket:
             if not piece.elements:
                 continue
             s, i = self._slots[j]
-            for target in rectangles(piece):
-                in_blocks.append(matrices[s][i][target.in_block])
-                in_buffer.append(flat.view(piece.rows.size, piece.columns.size)[target.in_piece])
+            for in_piece, in_block in rectangles(piece):
+                in_blocks.append(matrices[s][i][in_block])
+                in_buffer.append(flat.view(piece.rows.size, piece.columns.size)[in_piece])
         return in_blocks, in_buffer
 
     @phase("gather")
     def pack(self, planes: Sequence[Mapping[int, Tensor]], sums: Tensor | None, absent: Mapping[int, Tensor]) -> None:
         """Write directions, what rules ask for, presence, the rules' state and sums into the buffer for the owners.
 
-        Parameters
-        ----------
-        planes
-            This rank's part of the matrices to orthogonalize, by parameter of the plan, shaped like the local momentum,
-            and of each of `asked`.
-        sums
-            float64 (…, sums), the statistics that the rules measured, for the pieces of all parameters.
-        absent
-            Parameters without a gradient on this rank.
+        `planes` has this rank's directions by parameter of the plan, shaped like the local momentum, and the same of
+        each of `asked`; `sums`, float64 (…, sums), the rules' statistics of the pieces of all parameters; `absent`, the
+        parameters without a gradient on this rank.
         """
         for into, plane in zip(self._pack_into, planes, strict=True):
             if into:
@@ -335,16 +288,13 @@ class Bucket:
             for k, target, master in zip(kind.positions, kind.targets, masters, strict=False):
                 yield k, [target, *master]
 
-    def presence(self) -> Tensor:
-        """Return for every returned piece whether its block was updated: bool (pieces,)."""
-        return self._returned()[:, 0] > 0
-
     @phase("scatter")
     def take_state(self) -> None:
         """Write the returned state of rules to this rank's."""
-        self._rule_state.take(self._returned)
+        self._rule_state.take(self.returned_headers)
 
-    def _returned(self) -> Tensor:
+    def returned_headers(self) -> Tensor:
+        """Return the header of every returned piece, (pieces, fields), which begins with its block's presence."""
         return self.exchange.received["return"][self.exchange.inward["return"].headers]
 
 

@@ -5,7 +5,6 @@ Where each rank has all elements but only a part of the moments, it steps its pa
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,113 +15,58 @@ from torch import Tensor
 
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route
-from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.sharded.layout import held_runs, total
 from deepmd_muon.optim.sharded.params import ShardedParameter, StateSharding
 from deepmd_muon.optim.sharded.process_groups import group_of
 from deepmd_muon.optim.sharded.transport import CollectiveStream
-from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
-from deepmd_muon.optim.state.schema import State, complete_state, state_tensors
-from deepmd_muon.optim.step import (
-    StateLists,
-    elements_at_a_time,
-    state_lists,
-    step_elements,
-    transfer_batch_of,
-    with_moments,
-)
-from deepmd_muon.optim.update.gradients import StepControl, waves
+from deepmd_muon.optim.state.host_memory import HostMemory
+from deepmd_muon.optim.state.schema import State, StateHolder
+from deepmd_muon.optim.update.gradients import StepControl
+from deepmd_muon.optim.waves import Wave, step_elements, waves_of
 
 # torch 2.13 warns of the second name, torch 2.11 lacks the first.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ElementwiseWave:
-    """Parameters of one group, route, device and dtype, updated together: this rank's elements and moments."""
-
-    group: Group
-    route: Route
-    sharded_params: list[ShardedParameter]
-    elements: list[Tensor]
-    state: StateLists
-    transfer_batch: TransferBatch | None
-
-
 class ElementwiseStep:
-    """The element-wise routes of sharded parameters.
-
-    Parameters
-    ----------
-    sharded_params
-        Parameters of the Adam routes that live on several ranks.
-    lane
-        Launches the collectives.
-    """
+    """The element-wise routes of parameters that live on several ranks."""
 
     def __init__(self, sharded_params: Sequence[ShardedParameter], collectives: CollectiveStream) -> None:
         self._sharded_params = sharded_params
-        self._waves: list[ElementwiseWave] = []
+        self.waves: list[Wave] = []
         parts: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[Tensor, StateSharding]]] = defaultdict(list)
         for param in sharded_params:
             if param.sharding is not None and len(param.sharding.layout.ranks) > 1:
                 parts[param.sharding.layout.ranks, param.p.dtype].append((param.p, param.sharding))
         self._parts = [GatheredParts(chosen, collectives) for chosen in parts.values()]
 
-    def reset(self) -> None:
-        """Release all references to parameters' memory and state."""
-        self._waves = []
-
     def compile(self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int) -> None:
         """Divide the parameters that have a gradient into waves; create missing state."""
-        kinds: dict[tuple[int, Route], list[tuple[Tensor, ShardedParameter]]] = defaultdict(list)
+        kinds: dict[tuple[int, Route], list[tuple[Tensor, StateHolder]]] = defaultdict(list)
         for param in self._sharded_params:
             if param.p.grad is not None:
                 kinds[param.group, param.entry.route].append((param.elements(), param))
-        self._waves = []
-        for (number, route), taken in kinds.items():
-            group = groups[number]
-            for wave in waves(taken, elements_at_a_time(group, route, [x for x, _ in taken], memory, workspace)):
-                chosen = [param for _, param in wave]
-                rules = matrix_rules(group.settings)
-                states = [complete_state(state[param.p], param, rules) for param in chosen]
-                transfer_batch = transfer_batch_of(state, memory, [param.p for param in chosen], route, rules)
-                lists = state_lists(states, state_tensors(route, rules, chosen[0].dtype))
-                self._waves.append(ElementwiseWave(group, route, chosen, [x for x, _ in wave], lists, transfer_batch))
+        self.waves = []
+        for (number, route), members in kinds.items():
+            self.waves += waves_of(groups[number], route, members, state, memory, workspace)
 
-    def transfer_batches(self) -> list[TransferBatch]:
-        """Return the transfer batch of each wave with offloaded moments."""
-        return [wave.transfer_batch for wave in self._waves if wave.transfer_batch is not None]
-
-    def step(self, control: StepControl, moments: Iterator[list[Tensor]] | None) -> Callable[[], None]:
-        """Step all waves; return the function that waits for the other ranks' parts and writes them.
+    def step(self, control: StepControl, moments: Iterator[list[Tensor]] | None) -> list[Callable[[], None]]:
+        """Step all waves; return functions that wait for the other ranks' parts and write them.
 
         `moments` yields each wave's offloaded moments on the device, in order.
         """
-        for wave in self._waves:
-            state = wave.state if moments is None else with_moments(wave.state, wave.route, next(moments))
-            grads = [grad for param in wave.sharded_params if (grad := param.gradient()) is not None]
-            step_elements(wave.elements, grads, state, wave.route, wave.group, control.on(wave.elements[0].device))
-        arriving = [parts.gather() for parts in self._parts]
-
-        def finish() -> None:
-            for take in arriving:
-                take()
-
-        return finish
+        for wave in self.waves:
+            state = wave.state if moments is None else wave.with_moments(next(moments))
+            grads = [grad for param in wave.holders if (grad := param.gradient()) is not None]
+            step_elements(wave, grads, state, control.on(wave.device))
+        return [parts.gather() for parts in self._parts]
 
 
 class GatheredParts:
     """Gathers, by one collective, the parts of parameters of one dtype that the ranks of a group have stepped.
 
-    It keeps one buffer for all parts and one for this rank's.
-
-    Parameters
-    ----------
-    params
-        With their state shardings, all over the same ranks.
-    lane
-        Launches the collective.
+    The state shardings of the parameters are over the same ranks. One buffer for all parts is kept, and one for this
+    rank's.
     """
 
     def __init__(self, params: Sequence[tuple[Tensor, StateSharding]], collectives: CollectiveStream) -> None:

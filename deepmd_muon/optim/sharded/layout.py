@@ -98,15 +98,7 @@ class Region(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """One rank's part of one block along rows or columns.
-
-    Attributes
-    ----------
-    start, stop
-        Its interval in the local tensor.
-    runs
-        The rows or columns of the block.
-    """
+    """One rank's part of one block along rows or columns: its interval in the local tensor, and the block's indices."""
 
     start: int
     stop: int
@@ -126,11 +118,7 @@ def total(runs: Runs) -> int:
 def chunk(runs: Runs, index: int, count: int) -> Runs:
     """Return part `index` of `count` as torch.chunk does: sizes rounded up, the last parts smaller or empty."""
     size = -(-total(runs) // count)
-    return _slice(runs, index * size, (index + 1) * size)
-
-
-def _slice(runs: Runs, start: int, stop: int) -> Runs:
-    """Return positions start … stop of the concatenated runs."""
+    start, stop = index * size, (index + 1) * size  # positions in the concatenated runs
     found = []
     position = 0
     for first, last in runs:

@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 from deepmd_muon.optim.routing.views import Axis
 from deepmd_muon.optim.rules.interface import StateTensor
 from deepmd_muon.optim.sharded.layout import (
     Overlap,
+    Region,
     block_bounds,
     lines_layout,
     overlap,
     regions_by_rank,
-    score_runs_by_rank,
 )
-from deepmd_muon.optim.sharded.plan import WORD, Domain, Job, Leg, Plan
+from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Job, Leg, Plan, PlannedParameter
 
 
 class Piece(NamedTuple):
-    """The part of a block that one rank holds.
+    """The part of a block that one rank holds."""
 
-    Attributes
-    ----------
-    parameter, block
-        Position in the plan and number of the block.
-    batch
-        Index of the matrix in the rank's local view; -1 where the rank has none of it.
-    rows, columns
-        Its rows and columns in the local view, and in the block.
-    """
-
-    parameter: int
+    parameter: int  # position in the plan
     block: int
-    batch: int
-    rows: Overlap
+    batch: int  # index of the matrix in the rank's local view; -1 where the rank has none of it
+    rows: Overlap  # in the local view, and in the block
     columns: Overlap
 
     @property
@@ -46,78 +35,52 @@ class Piece(NamedTuple):
         return self.rows.size * self.columns.size if self.batch >= 0 else 0
 
 
-class Rectangle(NamedTuple):
-    """A rectangle of a piece, and the same in its block: half-open intervals."""
-
-    in_piece: tuple[slice, slice]
-    in_block: tuple[slice, slice]
-
-
 class Message(NamedTuple):
-    """One rank's pieces in one message.
+    """One rank's pieces in one message, of `words` words.
 
-    Attributes
-    ----------
-    jobs
-        Positions in the exchange's jobs, one per piece.
-    lines, elements
-        Number of rules' values per row or column, and of elements, of each piece.
-    start, words
-        Offset in the buffer, and length, in words.
+    Of each piece: the position of its job in the exchange's jobs, and its numbers of rules' values per row or column
+    and of elements.
     """
 
     jobs: tuple[int, ...]
     lines: tuple[int, ...]
     elements: tuple[int, ...]
-    start: int
     words: int
 
 
 @dataclasses.dataclass(frozen=True)
 class RankMessages:
-    """One rank's messages in one exchange of one domain.
+    """One rank's messages in one exchange of one domain."""
 
-    Attributes
-    ----------
-    jobs
-        The jobs in which the rank takes part.
-    owned
-        Positions in `jobs` of the jobs that it owns.
-    gather_out, gather_in, return_out, return_in
-        Messages to and from every rank of the domain, in its order.
-    """
+    peers: tuple[int, ...]  # the ranks that it exchanges messages with, itself included
+    jobs: tuple[Job, ...]  # in which the rank takes part
+    owned: tuple[int, ...]  # positions in `jobs` of those that it owns
+    out: dict[Leg, list[Message]]  # to every peer
+    into: dict[Leg, list[Message]]  # from every peer
 
-    jobs: tuple[Job, ...]
-    owned: tuple[int, ...]
-    gather_out: tuple[Message, ...]
-    gather_in: tuple[Message, ...]
-    return_out: tuple[Message, ...]
-    return_in: tuple[Message, ...]
+
+def _held(p: PlannedParameter, block: int, region: Region) -> tuple[int, int, Overlap, Overlap]:
+    """Return a block's part of its matrix, the matrix in a rank's region (−1: none), and its rows and columns there."""
+    parts = block_bounds(p.view)
+    batch, part = divmod(block, len(parts))
+    r0, r1, c0, c1 = parts[part]
+    where = overlap(region.batch, batch, batch + 1)
+    index = where.start if where.size else -1
+    return part, index, overlap(region.rows, r0, r1), overlap(region.columns, c0, c1)
 
 
 def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
     """Return a rank's piece of a block: of the momentum, for the gather, or of the elements that it updates."""
     p = plan.parameters[parameter]
-    parts = block_bounds(p.view)
-    batch, part = divmod(block, len(parts))
-    r0, r1, c0, c1 = parts[part]
-    region = regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank]
-    where = overlap(region.batch, batch, batch + 1)
-    rows, columns = overlap(region.rows, r0, r1), overlap(region.columns, c0, c1)
-    return Piece(parameter, block, where.start if where.size else -1, rows, columns)
+    return Piece(parameter, block, *_held(p, block, regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank])[1:])
 
 
 class Lines(NamedTuple):
     """The part of a rule's state per row or column of a block that one rank keeps.
 
-    Attributes
-    ----------
-    shape
-        Shape (batch, lines, blocks that a line lies in, values) of the rank's local state tensor.
-    batch, inside, part
-        Where the block's lines are in it; `inside` tells which lines of the block they are.
-    values
-        Number of values of each line.
+    `shape` is (batch, lines, blocks that a line lies in, values) of the rank's local state tensor. The block's lines
+    are at `batch`, `inside` and `part` of it, with `values` numbers each; `inside` tells which lines of the block they
+    are.
     """
 
     shape: tuple[int, int, int, int]
@@ -136,22 +99,12 @@ def lines_of(plan: Plan, parameter: int, block: int, rank: int, tensor: StateTen
     """Return the rows or columns of a block whose values a rank keeps."""
     of = cast("Axis", tensor.extent)
     p = plan.parameters[parameter]
-    parts = block_bounds(p.view)
-    batch, part = divmod(block, len(parts))
-    r0, r1, c0, c1 = parts[part]
     region = regions_by_rank(p.shape, p.view, lines_layout(p.shape, p.view, p.layout_of("gather"), of))[rank]
-    where = overlap(region.batch, batch, batch + 1)
-    inside = overlap(region.rows, r0, r1) if of == "rows" else overlap(region.columns, c0, c1)
+    part, batch, rows, columns = _held(p, block, region)
     repeats, (nbatch, nrows, ncolumns) = p.view.repeats(of), region.shape
-    shape = nbatch, nrows if of == "rows" else ncolumns, repeats, tensor.width(p.view)
+    shape = nbatch, nrows if of == "rows" else ncolumns, repeats, max(tensor.lengths(p.view))
     values = tensor.lengths(p.view)[part]
-    return Lines(shape, where.start if where.size else -1, inside, part if repeats > 1 else 0, values)
-
-
-def score_index(plan: Plan, parameter: int, block: int, rank: int) -> int:
-    """Return the position of a block's score in a rank's local scores."""
-    p = plan.parameters[parameter]
-    return overlap(score_runs_by_rank(p.shape, p.view, p.layout)[rank], block, block + 1).start
+    return Lines(shape, batch, rows if of == "rows" else columns, part if repeats > 1 else 0, values)
 
 
 def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, int, int]:
@@ -160,25 +113,18 @@ def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, i
     return regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank].shape
 
 
-def rectangles(piece: Piece) -> list[Rectangle]:
-    """Return the rectangles of a piece; strided shards and folded dimensions give more than one."""
+def rectangles(piece: Piece) -> list[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+    """Return the rectangles of a piece, in it and in its block; strided shards and folded dimensions give several."""
     found = []
     row = 0
     for r0, r1 in piece.rows.runs:
         column = 0
         for c0, c1 in piece.columns.runs:
-            inside = slice(row, row + r1 - r0), slice(column, column + c1 - c0)
-            found.append(Rectangle(inside, (slice(r0, r1), slice(c0, c1))))
+            in_piece = slice(row, row + r1 - r0), slice(column, column + c1 - c0)
+            found.append((in_piece, (slice(r0, r1), slice(c0, c1))))
             column += c1 - c0
         row += r1 - r0
     return found
-
-
-def bucket_messages(plan: Plan, domain: Domain, bucket: int, rank: int) -> RankMessages:
-    """Return a rank's messages in one bucket."""
-    jobs = [job for job in domain.jobs if job.bucket == bucket]
-    mine = [job for job in jobs if rank == job.owner or rank in job.sources or rank in job.destinations]
-    return _rank_messages(plan, domain, mine, domain.ranks, rank)
 
 
 def local_messages(plan: Plan, domain: Domain, rank: int) -> list[RankMessages]:
@@ -193,70 +139,34 @@ def local_messages(plan: Plan, domain: Domain, rank: int) -> list[RankMessages]:
                 room = plan.settings.bucket_bytes
             portions[-1].append(job)
             room -= size
-    return [_rank_messages(plan, domain, portion, (rank,), rank) for portion in portions]
+    return [rank_messages(plan, domain, portion, (rank,), rank) for portion in portions]
 
 
-def _rank_messages(plan: Plan, domain: Domain, jobs: Sequence[Job], peers: Sequence[int], rank: int) -> RankMessages:
+def rank_messages(plan: Plan, domain: Domain, jobs: Sequence[Job], peers: tuple[int, ...], rank: int) -> RankMessages:
     """Sort the pieces of these jobs into messages, in the order of jobs on both sides."""
-    pieces: dict[tuple[str, bool, int], list[tuple[int, int, int]]] = defaultdict(list)
+    pieces: dict[tuple[Leg, bool, int], list[tuple[int, int, int]]] = defaultdict(list)
     for i, job in enumerate(jobs):
-        for leg, ends in (("gather", job.sources), ("return", job.destinations)):
+        ends: Mapping[Leg, Mapping[int, int]] = {"gather": job.sources, "return": job.destinations}
+        for leg, holders in ends.items():
             from_holder = leg == "gather"
-            if rank in ends:
-                pieces[leg, from_holder, job.owner].append((i, job.lines.get(rank, 0), ends[rank]))
+            if rank in holders:
+                pieces[leg, from_holder, job.owner].append((i, job.lines.get(rank, 0), holders[rank]))
             if rank == job.owner:
-                for other, elements in ends.items():
+                for other, elements in holders.items():
                     pieces[leg, not from_holder, other].append((i, job.lines.get(other, 0), elements))
 
-    def side(leg: Leg, *, sending: bool) -> tuple[Message, ...]:
-        start, found = 0, []
+    def messages(leg: Leg, *, sending: bool) -> list[Message]:
+        found = []
         for peer in peers:
             held_here = pieces.get((leg, sending, peer), [])
             lines, elements = tuple(n for _, n, _ in held_here), tuple(n for *_, n in held_here)
             words = domain.message_bytes(leg, len(held_here), sum(lines), sum(elements), plan.settings) // WORD
-            found.append(Message(tuple(i for i, *_ in held_here), lines, elements, start, words))
-            start += words
-        return tuple(found)
+            found.append(Message(tuple(i for i, *_ in held_here), lines, elements, words))
+        return found
 
-    return RankMessages(
-        tuple(jobs),
-        tuple(i for i, job in enumerate(jobs) if job.owner == rank),
-        side("gather", sending=True),
-        side("gather", sending=False),
-        side("return", sending=True),
-        side("return", sending=False),
-    )
-
-
-def header_words(messages: Sequence[Message], header: int) -> list[list[int]]:
-    """Return the positions, in words, of every piece's header, message by message."""
-    return [
-        [message.start + i * header + k for k in range(header)]
-        for message in messages
-        for i in range(len(message.jobs))
-    ]
-
-
-def payload_starts(messages: Sequence[Message], header: int, itemsize: int, planes: int) -> list[tuple[int, int, int]]:
-    """Return job, first element in the buffer and number of elements of every piece, message by message.
-
-    A piece has its elements `planes` times, one after another.
-    """
-    found = []
-    for message in messages:
-        first = (message.start + len(message.jobs) * header + sum(message.lines)) * WORD // itemsize
-        starts = itertools.accumulate((planes * n for n in message.elements), initial=first)
-        found += list(zip(message.jobs, starts, message.elements, strict=False))
-    return found
-
-
-def line_ranges(messages: Sequence[Message], header: int) -> list[tuple[int, int]]:
-    """Return first and last word (exclusive) of every piece's lines, message by message."""
-    found: list[tuple[int, int]] = []
-    for message in messages:
-        ends = list(itertools.accumulate(message.lines, initial=message.start + len(message.jobs) * header))
-        found += itertools.pairwise(ends)
-    return found
+    out = {leg: messages(leg, sending=True) for leg in LEGS}
+    into = {leg: messages(leg, sending=False) for leg in LEGS}
+    return RankMessages(peers, tuple(jobs), tuple(i for i, job in enumerate(jobs) if job.owner == rank), out, into)
 
 
 def local_parts(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slice]]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+import itertools
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 from deepmd_muon.optim.routing.views import Axis, MatrixView
 from deepmd_muon.optim.rules.interface import StateTensor
 from deepmd_muon.optim.sharded.layout import (
     Layout,
+    Runs,
     block_bounds,
     lines_layout,
     overlap,
@@ -51,34 +54,16 @@ class Balance:
                 return owners
             heapq.heapreplace(heap, (now, owners))  # weights only grow, so an old one is a lower bound
 
-    def give(self, owners: OwnerSet, work: int, size: int) -> None:
-        """Add one block to each of these ranks."""
-        for rank in owners:
-            self.loads[rank] += work
-            self.bytes[rank] += size
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockHolders:
-    """The ranks that hold the elements, and the state of rules, of blocks of one kind.
+    """The ranks that hold the elements, and the state of rules, of blocks of one kind."""
 
-    Attributes
-    ----------
-    replicas
-        The ranks of each complete copy of the momentum.
-    copies
-        For each of them, the ranks that hold elements of it, and how many.
-    destinations
-        For each complete copy of the parameter, the ranks that need the update or the rules' state, and how many
-        elements they hold.
-    lines
-        How many values of rules' state, one per row or column, each rank keeps.
-    """
-
-    replicas: tuple[tuple[int, ...], ...]
-    copies: tuple[Mapping[int, int], ...]
+    replicas: tuple[tuple[int, ...], ...]  # the ranks of each complete copy of the momentum
+    copies: tuple[Mapping[int, int], ...]  # for each of them, the ranks that hold elements of it, and how many
+    # For each complete copy of the parameter, the ranks that need the update or the rules' state, and their elements.
     destinations: tuple[Mapping[int, int], ...]
-    lines: Mapping[int, int]
+    lines: Mapping[int, int]  # how many values of rules' state, per row or column, each rank keeps
 
     @property
     def whole(self) -> bool:
@@ -100,12 +85,10 @@ class BlockHolders:
         )
 
     @functools.cached_property
-    def _everyone(self) -> Mapping[int, int]:
-        return {rank: size for copy in self.destinations for rank, size in copy.items()}
-
-    @functools.cached_property
-    def _replica_of(self) -> Mapping[int, int]:
-        return {rank: i for i, copy in enumerate(self.replicas) for rank in copy}
+    def _shared(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """The elements of every rank that needs the update, and the number of every rank's copy."""
+        everyone = {rank: size for copy in self.destinations for rank, size in copy.items()}
+        return everyone, {rank: i for i, copy in enumerate(self.replicas) for rank in copy}
 
     def assign(self, balance: Balance, work: int, size: int, *, spread: bool) -> Iterator[Assignment]:
         """Choose the owner, or one per replica, and yield each with its sources and destinations.
@@ -118,9 +101,12 @@ class BlockHolders:
         if preferred:
             near = balance.lightest(preferred)
             owners = near if balance.weight(near)[0] <= balance.weight(owners)[0] else owners
-        balance.give(owners, work, size)
+        for rank in owners:
+            balance.loads[rank] += work
+            balance.bytes[rank] += size
         if spread:
-            yield owners[0], self.copies[self._replica_of[owners[0]]], self._everyone
+            everyone, copy_of = self._shared
+            yield owners[0], self.copies[copy_of[owners[0]]], everyone
         else:
             yield from zip(owners, self.copies, self.destinations, strict=True)
 
@@ -137,89 +123,61 @@ def holders_of_blocks(
 ) -> tuple[BlockHolders, ...]:
     """Return the holders of every block, in the order of block numbers; blocks with the same holders share one object.
 
-    Parameters
-    ----------
-    shape, view, layout
-        Of the parameter.
-    state_layout
-        Of its momentum.
-    scored
-        Whether ranks that keep a block's score need its result even without holding elements of it.
-    lines
-        The state tensors with values for each row or column; the ranks that keep these need them, too.
+    `state_layout` is that of the parameter's momentum. With `scored`, ranks that keep a block's score need its result
+    even without holding elements of it. `lines` are the state tensors with values for each row or column; the ranks
+    that keep these need them, too.
     """
-    replicas = layout.replicas()
     copies_of_state = state_layout.replicas()
-    sizes, having = _ranks_with_elements(shape, view, layout)
-    sizes_of_state, having_state = _ranks_with_elements(shape, view, state_layout)
-    with_scores = _ranks_with_scores(shape, view, layout) if scored else None
-    with_lines = [_ranks_with_lines(shape, view, state_layout, tensor) for tensor in lines]
+    sizes, having = _overlaps(shape, view, layout)
+    sizes_of_state, having_state = _overlaps(shape, view, state_layout)
+    with_lines = []
+    for tensor in lines:
+        of = cast("Axis", tensor.extent)
+        counts, having_lines = _overlaps(shape, view, lines_layout(shape, view, state_layout, of))
+        with_lines.append((0 if of == "rows" else 1, tensor.lengths(view), counts, having_lines))
+    with_scores: Sequence[tuple[int, ...]] = [()] * view.blocks
+    if scored and any(score_layout(shape, view, layout).placements):
+        with_scores = _ranks_by_index(view.blocks, score_runs_by_rank(shape, view, layout))
+    elif scored:
+        with_scores = [layout.ranks] * view.blocks
     known: dict[tuple[object, ...], BlockHolders] = {}
     found = []
-    for b, (ranks, with_state) in enumerate(zip(having, having_state, strict=True)):
-        for part, size in enumerate(sizes):
-            keeping = with_scores[b * len(sizes) + part] if with_scores else ()
-            key = ranks, with_state, keeping, part, *(tuple(having[b]) for _, having in with_lines)
-            if key not in known:
-                holding = {rank: size[rank] for rank in ranks if size[rank]}
-                kept: Counter[int] = Counter()
-                for counts, having_lines in with_lines:
-                    kept.update({rank: n for rank in having_lines[b] if (n := counts[part][rank])})
-                needing = {**dict.fromkeys((*keeping, *kept), 0), **holding}
-                state = {rank: n for rank in with_state if (n := sizes_of_state[part][rank])}
-                known[key] = BlockHolders(
-                    copies_of_state,
-                    tuple({r: state[r] for r in copy if r in state} for copy in copies_of_state),
-                    tuple({r: needing[r] for r in copy if r in needing} for copy in replicas),
-                    kept,
-                )
-            found.append(known[key])
+    for (b, part), keeping in zip(itertools.product(range(view.batch), range(len(sizes))), with_scores, strict=True):
+        key = having[b], having_state[b], keeping, part, *(having_lines[b] for *_, having_lines in with_lines)
+        if key not in known:
+            holding = {rank: n for rank in having[b] if (n := math.prod(sizes[part][rank]))}
+            state = {rank: n for rank in having_state[b] if (n := math.prod(sizes_of_state[part][rank]))}
+            kept: Counter[int] = Counter()
+            for axis, lengths, counts, having_lines in with_lines:
+                kept.update({r: n for r in having_lines[b] if (n := lengths[part] * counts[part][r][axis])})
+            needing = {**dict.fromkeys((*keeping, *kept), 0), **holding}
+            known[key] = BlockHolders(
+                copies_of_state,
+                tuple({r: state[r] for r in copy if r in state} for copy in copies_of_state),
+                tuple({r: needing[r] for r in copy if r in needing} for copy in layout.replicas()),
+                kept,
+            )
+        found.append(known[key])
     return tuple(found)
 
 
-def _ranks_with_elements(
+def _overlaps(
     shape: tuple[int, ...], view: MatrixView, layout: Layout
-) -> tuple[list[dict[int, int]], list[tuple[int, ...]]]:
-    """Return, for each part of a matrix, the elements per rank; and for each matrix, the ranks that hold some of it."""
-    regions_of = regions_by_rank(shape, view, layout)
-    sizes = []
-    for r0, r1, c0, c1 in block_bounds(view):
-        sizes.append(
-            {rank: overlap(x.rows, r0, r1).size * overlap(x.columns, c0, c1).size for rank, x in regions_of.items()}
-        )
-    having: list[list[int]] = [[] for _ in range(view.batch)]
-    for rank, region in regions_of.items():
-        for start, stop in region.batch:
-            for b in range(start, stop):
-                having[b].append(rank)
-    return sizes, [tuple(ranks) for ranks in having]
+) -> tuple[list[dict[int, tuple[int, int]]], list[tuple[int, ...]]]:
+    """Return, for each part of a matrix, each rank's rows and columns; for each matrix, the ranks with some of it."""
+    regions = regions_by_rank(shape, view, layout)
+    sizes = [
+        {rank: (overlap(x.rows, r0, r1).size, overlap(x.columns, c0, c1).size) for rank, x in regions.items()}
+        for r0, r1, c0, c1 in block_bounds(view)
+    ]
+    return sizes, _ranks_by_index(view.batch, {rank: region.batch for rank, region in regions.items()})
 
 
-def _ranks_with_lines(
-    shape: tuple[int, ...], view: MatrixView, state_layout: Layout, tensor: StateTensor
-) -> tuple[list[dict[int, int]], list[list[int]]]:
-    """Return, for each part of a matrix, the values per rank; and for each matrix, the ranks that keep some."""
-    of = cast("Axis", tensor.extent)
-    regions = regions_by_rank(shape, view, lines_layout(shape, view, state_layout, of))
-    counts = []
-    for (r0, r1, c0, c1), n in zip(block_bounds(view), tensor.lengths(view), strict=True):
-        parts = ((rank, overlap(x.rows, r0, r1), overlap(x.columns, c0, c1)) for rank, x in regions.items())
-        counts.append({rank: n * (rows if of == "rows" else columns).size for rank, rows, columns in parts})
-    having: list[list[int]] = [[] for _ in range(view.batch)]
-    for rank, region in regions.items():
-        for start, stop in region.batch:
-            for b in range(start, stop):
-                having[b].append(rank)
-    return counts, having
-
-
-def _ranks_with_scores(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> list[tuple[int, ...]]:
-    """Return the ranks that keep each block's score."""
-    if all(placement is None for placement in score_layout(shape, view, layout).placements):
-        return [layout.ranks] * view.blocks
-    keeping: list[list[int]] = [[] for _ in range(view.blocks)]
-    for rank, runs in score_runs_by_rank(shape, view, layout).items():
-        for start, stop in runs:
-            for block in range(start, stop):
-                keeping[block].append(rank)
-    return [tuple(ranks) for ranks in keeping]
+def _ranks_by_index(count: int, runs: Mapping[int, Runs]) -> list[tuple[int, ...]]:
+    """Return for each of `count` indices the ranks whose runs contain it."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    for rank, own in runs.items():
+        for start, stop in own:
+            for i in range(start, stop):
+                found[i].append(rank)
+    return [tuple(ranks) for ranks in found]

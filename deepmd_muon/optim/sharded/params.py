@@ -20,7 +20,6 @@ from deepmd_muon.optim.errors import (
     ReshardedParameterError,
     ShardingError,
 )
-from deepmd_muon.optim.routing.rules import RouteEntry
 from deepmd_muon.optim.rules.interface import Extent, StateTensor
 from deepmd_muon.optim.sharded.layout import (
     Layout,
@@ -31,7 +30,7 @@ from deepmd_muon.optim.sharded.layout import (
     rule_layout,
     state_layout,
 )
-from deepmd_muon.optim.state.schema import ALL_MOMENTS, LocalStateFactory
+from deepmd_muon.optim.state.schema import ALL_MOMENTS, StateHolder, known_tensors
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -40,16 +39,9 @@ Replicas = DeviceMesh | dist.ProcessGroup
 
 @dataclasses.dataclass(frozen=True)
 class StateSharding:
-    """How the state of a replicated parameter is sharded: along one dimension, one part per rank.
+    """How the state of a replicated parameter is sharded: along one dimension, one part per rank of the mesh.
 
-    Attributes
-    ----------
-    mesh
-        The ranks.
-    layout
-        The layout in the plan.
-    dim, start, length
-        This rank's part.
+    `layout` is the same as the plan has it; this rank's part is `length` indices from `start` on.
     """
 
     mesh: DeviceMesh
@@ -67,11 +59,6 @@ class StateSharding:
         strides = torch.empty(shape, device="meta").stride()
         placements = [Shard(self.dim)] * self.mesh.ndim
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=strides)
-
-    def zeros(self, p: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a DTensor of zeros with a parameter's shape and this sharding."""
-        part = self.part(p)
-        return self.joined(torch.zeros(part.shape, dtype=dtype, device=part.device), p.shape)
 
     def of(self, value: Tensor) -> Tensor:
         """Return a state tensor, in any layout, with this sharding; for a DTensor all ranks must call it together."""
@@ -98,31 +85,13 @@ def state_sharding(p: Tensor, replicas: Replicas, *, matrices: bool) -> StateSha
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardedParameter:
-    """A parameter that lives on several ranks.
+class ShardedParameter(StateHolder):
+    """A parameter that lives on several ranks: a DTensor, or a plain tensor replicated on the ranks of the layout."""
 
-    Attributes
-    ----------
-    p
-        The parameter: a DTensor, or a plain tensor replicated on the ranks of the layout.
-    entry
-        Its route.
-    group
-        Number of its parameter group.
-    layout
-        The layout of its elements.
-    device
-        The device of this rank's elements.
-    cut
-        The sharding of its state, where the parameter is replicated and its state is not.
-    """
-
-    p: Tensor
-    entry: RouteEntry
-    group: int
-    layout: Layout
-    device: torch.device
-    sharding: StateSharding | None = None
+    group: int  # number of its parameter group
+    layout: Layout  # of its elements
+    device: torch.device  # of this rank's elements
+    sharding: StateSharding | None = None  # of its state, where the parameter is replicated and its state is not
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of the elements whose moments are on this rank."""
@@ -136,16 +105,13 @@ class ShardedParameter:
         local = local_of(self.p).detach()
         return local if self.sharding is None else self.sharding.part(local)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The parameter's dtype."""
-        return self.p.dtype
-
     def full(self, tensor: StateTensor) -> Tensor:
         """Return a new state tensor, filled with its initial value, in the layout of the parameter's state."""
         if tensor.extent == "parameter" and self.sharding is not None:
-            return self.sharding.zeros(self.p, tensor.dtype_for(self.p.dtype))
-        new = LocalStateFactory(self.p, self.entry).full(tensor)
+            part = self.sharding.part(self.p)
+            zeros = torch.zeros(part.shape, dtype=tensor.dtype_for(self.p.dtype), device=part.device)
+            return self.sharding.joined(zeros, self.p.shape)
+        new = super().full(tensor)
         return new if tensor.extent in ("parameter", "scalar") else self.of(new, tensor.extent)
 
     def of(self, value: Tensor, extent: Extent) -> Tensor:
@@ -179,6 +145,11 @@ class ShardedParameter:
         return DTensor.from_local(
             local.contiguous(), mesh, placements, run_check=False, shape=value.shape, stride=strides
         )
+
+    def cut(self, key: str, whole: Tensor, *, offloaded: bool) -> Tensor:
+        """Return a tensor that every rank has whole in the layout of this parameter's state; without communication."""
+        like = self.full(known_tensors()[key])
+        return local_part(whole, like) if isinstance(like, DTensor) else super().cut(key, whole, offloaded=offloaded)
 
     def __str__(self) -> str:
         return f"{self.entry.name!r} of shape {tuple(self.p.shape)} on {self.layout}"

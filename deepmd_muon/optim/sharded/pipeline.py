@@ -22,13 +22,12 @@ from deepmd_muon.optim.rules.interface import Pieces
 from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
 from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter
-from deepmd_muon.optim.sharded.carried import carried
-from deepmd_muon.optim.sharded.messages import bucket_messages, local_messages, local_parts, local_shape, piece_of
+from deepmd_muon.optim.sharded.messages import local_messages, local_parts, local_shape, piece_of, rank_messages
 from deepmd_muon.optim.sharded.params import ShardedParameter
-from deepmd_muon.optim.sharded.plan import Plan
-from deepmd_muon.optim.sharded.transport import CollectiveStream, Exchange, ExchangeBuffers
+from deepmd_muon.optim.sharded.plan import Plan, carried
+from deepmd_muon.optim.sharded.transport import CollectiveStream, Exchange
 from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
-from deepmd_muon.optim.state.schema import State, complete_state
+from deepmd_muon.optim.state.schema import State
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.update.muon import (
     advance_momenta,
@@ -43,16 +42,10 @@ _WIDE = {4: torch.float32, 8: torch.float64}
 
 @dataclasses.dataclass
 class MomentumGroup:
-    """Momenta of one parameter group and dtype that a bucket advances.
+    """Momenta of one parameter group and dtype that a bucket advances, by positions in the plan.
 
-    Attributes
-    ----------
-    group
-        Number of the parameter group.
-    parameters
-        Positions in the plan.
-    shapes, parts
-        Shape (batch, rows, columns) of each local momentum, and the rows and columns of each part of a matrix.
+    `shapes` are those of the local momenta, (batch, rows, columns); `parts`, the rows and columns of each part of a
+    matrix.
     """
 
     group: int
@@ -90,16 +83,7 @@ class MomentumUpdate:
 
 
 class Pipeline:
-    """A plan compiled for this rank.
-
-    Parameters
-    ----------
-    plan
-        Of `sharded_params`, in the same order.
-    sharded_params
-        The parameters of the Muon route that live on several ranks; at least one.
-    groups, collectives
-        Process groups of the plan's domains; the stream of collectives.
+    """A plan compiled for this rank; its parameters are `sharded_params`, at least one, in the same order.
 
     Attributes
     ----------
@@ -125,7 +109,11 @@ class Pipeline:
         for domain, group in zip(plan.domains, groups, strict=True):
             wide = _WIDE[domain.itemsize]
             for number in range(domain.buckets):
-                messages = bucket_messages(plan, domain, number, self.rank)
+                jobs = [job for job in domain.jobs if job.bucket == number]
+                mine = [
+                    j for j in jobs if self.rank == j.owner or self.rank in j.sources or self.rank in j.destinations
+                ]
+                messages = rank_messages(plan, domain, mine, domain.ranks, self.rank)
                 exchange = Exchange(plan, domain, messages, number, group, wide, self.device)
                 self.travelling.append(Bucket(plan, domain, exchange, numbers, self.rank, self.device))
             for messages in local_messages(plan, domain, self.rank):
@@ -140,18 +128,15 @@ class Pipeline:
             bucket.fresh = tuple(i for i in bucket.parameters if i not in seen)
             seen.update(bucket.fresh)
         self.momentum_updates = [MomentumUpdate(plan, sharded_params, bucket, self.rank) for bucket in self.order]
-        self._make_slots()
 
-    def _make_slots(self) -> None:
-        """Allocate the memory for messages and matrices."""
-
-        def widest(buckets: Sequence[Bucket]) -> tuple[int, int]:
+        def widest(buckets: Sequence[Bucket]) -> tuple[Tensor, Tensor]:
             words = [bucket.exchange.words for bucket in buckets]
-            return max((w[0] for w in words), default=0), max((w[1] for w in words), default=0)
+            most = [max(side, default=0) for side in zip(*words, strict=True)]
+            holders, owners = (torch.empty(n, dtype=torch.float64, device=self.device) for n in most)
+            return holders, owners
 
-        count = self.plan.settings.slots
-        by_slot = [self.travelling[k::count] for k in range(count)] + [self.staying]
-        self._slots = [(ExchangeBuffers(widest(buckets), self.device), buckets) for buckets in by_slot if buckets]
+        by_slot = [self.travelling[k :: self.first] for k in range(self.first)] + [self.staying]
+        self._slots = [(widest(buckets), buckets) for buckets in by_slot if buckets]
         words = max((b.elements * b.exchange.dtype.itemsize // 8 + 1 for b in self.order), default=0)
         self._workspace = torch.empty(words, dtype=torch.float64, device=self.device)
 
@@ -165,7 +150,7 @@ class Pipeline:
         for positions in (*(update.order for update in self.momentum_updates), everything):
             chosen = [self.sharded_params[i] for i in positions]
             for param in chosen:
-                complete_state(state[param.p], param, matrix_rules(groups[param.group].settings))
+                param.complete(state[param.p], matrix_rules(groups[param.group].settings))
             if memory is not None:
                 memory.offload(state, [(param.p, "momentum_buffer") for param in chosen])
         states = [state[param.p] for param in self.sharded_params]
@@ -205,16 +190,7 @@ class Pipeline:
 class PipelineStep:
     """One step in progress: constructing it sends the first pieces; `finish` does the rest.
 
-    Parameters
-    ----------
-    pipeline
-        Bound to the present parameters and state.
-    groups, state, memory
-        The optimizer's parameter groups, state and offloaded moments.
-    control
-        Conditions of the step.
-    moments
-        Yields each bucket's offloaded momenta on the device, in order; None without offload.
+    `moments` yields each bucket's offloaded momenta on the device, in order.
     """
 
     def __init__(
@@ -344,14 +320,13 @@ class PipelineStep:
                 updates[k] = update
             for key, values in new.items():
                 for k, value in zip(mine, values, strict=True):
-                    owned.state[k][key] = self._kept(owned.present[k], value, owned.state[k][key])
+                    # The old state stays where no rank has a gradient, and in a skipped step.
+                    moves = owned.present[k] > 0
+                    moves = moves if self._control.skip is None else moves & (self._control.skip <= 0)
+                    moves = moves.view(-1, *[1] * (value.ndim - 1))
+                    owned.state[k][key] = torch.where(moves, value, owned.state[k][key])
         bucket.unpack(updates, owned)
         return bucket.exchange.start("return", self._pipeline.collectives)
-
-    def _kept(self, present: Tensor, new: Tensor, old: Tensor) -> Tensor:
-        """Return the new state of matrices; the old one of those without a gradient, and in a skipped step."""
-        moves = present > 0 if self._control.skip is None else (present > 0) & (self._control.skip <= 0)
-        return torch.where(moves.view(-1, *[1] * (new.ndim - 1)), new, old)
 
     def _apply(self, bucket: Bucket, returned: Callable[[], Any]) -> None:
         """Wait for a bucket's updates and apply them."""
@@ -360,7 +335,7 @@ class PipelineStep:
         undecided = [k for k, piece in enumerate(bucket.applying) if piece.parameter in self._tentative]
         before: dict[int, list[Tensor]] = {}
         if undecided:
-            moved = bucket.presence()
+            moved = bucket.returned_headers()[:, 0] > 0
             self._moved.update({bucket.applying[k][:2]: moved[k] for k in undecided})
             before = {k: [x.clone() for x in xs] for k, xs in bucket.changed_by_updates() if k in undecided}
         for number, kind in bucket.update_lists:

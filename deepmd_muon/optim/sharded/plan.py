@@ -12,18 +12,25 @@ Parameters whose meshes consist of the same ranks share a *domain*, which has it
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import torch
+
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.polar.schedules import coefficients_of
+from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
-from deepmd_muon.optim.rules.interface import MatrixRule
-from deepmd_muon.optim.sharded.carried import carried
-from deepmd_muon.optim.sharded.layout import Layout
+from deepmd_muon.optim.rules.interface import Input, MatrixRule, StateTensor
+from deepmd_muon.optim.rules.registry import inputs_of, matrix_rules, tensors_of
+from deepmd_muon.optim.sharded.layout import Layout, replicated
 from deepmd_muon.optim.sharded.owners import Balance, BlockHolders, holders_of_blocks
 from deepmd_muon.optim.sharded_config import ShardedSettings
+from deepmd_muon.optim.update.adam import moment_dtype
 
 Leg = Literal["gather", "return"]
 LEGS: tuple[Leg, Leg] = ("gather", "return")
@@ -31,6 +38,28 @@ LEGS: tuple[Leg, Leg] = ("gather", "return")
 VERSION = 3
 WORD = 8  # bytes of a header entry (float64); messages are padded to whole words
 NARROW = 2  # bytes of an element in a 16-bit type
+
+
+class Carried(NamedTuple):
+    """The values that messages carry for some rules, beside the elements.
+
+    `blocks` and `lines` are the state tensors with one number per block, and per row or column: sent and returned.
+    `inputs` is sent of each element beside the direction, `sums` values of statistics of each piece.
+    """
+
+    blocks: tuple[str, ...]
+    lines: tuple[tuple[str, StateTensor], ...]
+    inputs: tuple[Input, ...]
+    sums: int
+
+
+@functools.lru_cache(maxsize=256)
+def carried(rules: tuple[MatrixRule, ...]) -> Carried:
+    """Return what messages carry for these rules."""
+    tensors = tensors_of(rules)
+    lines = tuple((key, tensor) for key, tensor in tensors.items() if tensor.extent in ("rows", "columns"))
+    blocks = tuple(key for key, tensor in tensors.items() if tensor.extent == "blocks")
+    return Carried(blocks, lines, inputs_of(rules), sum(rule.sums for rule in rules))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +92,22 @@ class PlannedParameter:
     gram: bool = True
     state_layout: Layout | None = None
 
+    @classmethod
+    def of(
+        cls,
+        entry: RouteEntry,
+        dtype: torch.dtype,
+        settings: HybridMuonConfig,
+        layout: Layout,
+        state_layout: Layout | None = None,
+    ) -> PlannedParameter:
+        """Return a parameter of the Muon route with the settings of its group."""
+        assert entry.view is not None
+        steps = len(coefficients_of(settings.schedule_of(entry.view.block_shapes[0])))
+        rules, itemsize = matrix_rules(settings), moment_dtype(dtype).itemsize
+        gram = settings.enable_gram
+        return cls(entry.name, entry.shape, entry.view, layout, itemsize, rules, steps, gram, state_layout)
+
     def layout_of(self, leg: Leg) -> Layout:
         """Return the layout of a leg's pieces: momenta are gathered, and updates return to the elements."""
         return self.state_layout if leg == "gather" and self.state_layout else self.layout
@@ -91,12 +136,8 @@ class Job(NamedTuple):
 
     def ends(self, leg: Leg) -> Iterator[tuple[int, int, int]]:
         """Yield sender, receiver and number of elements of every piece of one leg."""
-        if leg == "gather":
-            for rank, elements in self.sources.items():
-                yield rank, self.owner, elements
-        else:
-            for rank, elements in self.destinations.items():
-                yield self.owner, rank, elements
+        for rank, elements in (self.sources if leg == "gather" else self.destinations).items():
+            yield (rank, self.owner, elements) if leg == "gather" else (self.owner, rank, elements)
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> int:
@@ -111,36 +152,16 @@ def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> i
 
 @dataclasses.dataclass(frozen=True)
 class Domain:
-    """Parameters that live on the same ranks with elements of the same size, and their jobs.
+    """Parameters that live on the same ranks with elements of the same size, and their jobs."""
 
-    Attributes
-    ----------
-    ranks
-        Global ranks, ascending.
-    parameters
-        Positions in the plan's parameters.
-    itemsize
-        Bytes of an element in full precision.
-    rules
-        The rules of any of its parameters; headers have room for what these carry per block.
-    spread
-        Whether replicas share the work; see `ShardedSettings.replication`.
-    jobs
-        In global order: decreasing work, then name, then block.
-    buckets
-        Number of exchanges.
-    work
-        Floating-point operations of each rank in this domain.
-    """
-
-    ranks: tuple[int, ...]
-    parameters: tuple[int, ...]
-    itemsize: int
-    rules: tuple[MatrixRule, ...]
-    spread: bool
-    jobs: tuple[Job, ...]
-    buckets: int
-    work: Mapping[int, int]
+    ranks: tuple[int, ...]  # global ranks, ascending
+    parameters: tuple[int, ...]  # positions in the plan's parameters
+    itemsize: int  # bytes of an element in full precision
+    rules: tuple[MatrixRule, ...]  # of any of its parameters; headers have room for what these carry per block
+    spread: bool  # whether replicas share the work; see `ShardedSettings.replication`
+    jobs: tuple[Job, ...]  # in global order: decreasing work, then name, then block
+    buckets: int  # number of exchanges
+    work: Mapping[int, int]  # floating-point operations of each rank
 
     def header(self, leg: Leg) -> int:
         """Return the header's words per piece: presence, the rules' state per block, and (gather only) their sums."""
@@ -151,14 +172,10 @@ class Domain:
         """Return the values per element: the direction and what rules ask for beside it, or the update."""
         return 1 + len(carried(self.rules).inputs) if leg == "gather" else 1
 
-    def element(self, leg: Leg, settings: ShardedSettings) -> int:
-        """Return the bytes of an element on the wire."""
-        dtype = settings.gather_dtype if leg == "gather" else settings.return_dtype
-        return self.itemsize if dtype == "full" else NARROW
-
     def message_bytes(self, leg: Leg, pieces: int, lines: int, elements: int, settings: ShardedSettings) -> int:
         """Return the length of one message: headers of all pieces, rules' lines, elements, padded to whole words."""
-        payload = elements * self.planes(leg) * self.element(leg, settings)
+        dtype = settings.gather_dtype if leg == "gather" else settings.return_dtype
+        payload = elements * self.planes(leg) * (self.itemsize if dtype == "full" else NARROW)
         return WORD * (pieces * self.header(leg) + lines + -(-payload // WORD))
 
     def messages(self, leg: Leg, settings: ShardedSettings) -> dict[tuple[int, int, int], int]:
@@ -203,21 +220,11 @@ class Domain:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The step of all parameters of the Muon route.
+    """The step of all parameters of the Muon route."""
 
-    Attributes
-    ----------
-    parameters
-        In the optimizer's order.
-    settings
-        Of the sharded step.
-    domains
-        The largest first.
-    """
-
-    parameters: tuple[PlannedParameter, ...]
+    parameters: tuple[PlannedParameter, ...]  # in the optimizer's order
     settings: ShardedSettings
-    domains: tuple[Domain, ...]
+    domains: tuple[Domain, ...]  # the largest first
 
     def lines(self, domain: Domain) -> list[str]:
         """Return statements, one per line, that must be equal on all ranks of a domain."""
@@ -241,7 +248,7 @@ class Plan:
         if self.settings.exchange == "reference" and self.domains:
             lines.append("exchange 'reference' gathers everything on every rank; with 'owners':")
         for number, domain in enumerate(self.domains):
-            lines += [f"domain {number}: {_describe_domain(self, domain)}", *_costs(self, domain)]
+            lines.append(f"domain {number}: {_describe_domain(self, domain)}")
             if owners:
                 lines += _owners(self, domain)
         if self.domains:
@@ -303,6 +310,14 @@ def plan_from_routes(
     """
     chosen = [(entry, entry.view) for entry in routes if entry.view is not None and entry.route == "muon"]
     planned = [PlannedParameter(entry.name, entry.shape, view, layout, **options) for entry, view in chosen]
+    return make_plan(planned, settings)
+
+
+def plan_of_one_process(groups: Sequence[Group], settings: ShardedSettings) -> Plan:
+    """Return the plan of a process that orthogonalizes every matrix itself; it sends nothing."""
+    alone = replicated((0,))
+    routed = [(p, entry, group) for group in groups for p, entry in group.routed if entry.route == "muon"]
+    planned = [PlannedParameter.of(entry, p.dtype, group.settings, alone) for p, entry, group in routed]
     return make_plan(planned, settings)
 
 
@@ -383,22 +398,16 @@ def _describe_domain(plan: Plan, domain: Domain) -> str:
     staying = sum(job.bucket is None for job in domain.jobs)
     layouts = sorted({str(plan.parameters[i].layout) for i in domain.parameters})
     shared = any(len(plan.parameters[i].layout.replicas()) > 1 for i in domain.parameters)
+    exchanges = domain.exchanges()
     replicas = f", replicas {'share' if domain.spread else 'repeat'} the work" if shared else ""
     return (
         f"{len(domain.ranks)} ranks; {len(domain.parameters)} parameters, {blocks} matrices on {'; '.join(layouts)}"
-        f"{replicas}; {staying} jobs stay, {len(domain.jobs) - staying} travel in {domain.buckets} buckets"
+        f"{replicas}; {staying} jobs stay, {len(domain.jobs) - staying} travel in {domain.buckets} buckets\n"
+        f"  collectives a step: {len(exchanges['gather'])} to the owners, {len(exchanges['return'])} back\n"
+        f"  FLOPs a rank: {_spread(list(domain.work.values()))}\n"
+        f"  bytes sent a rank: {_spread(list(domain.sent(plan.settings).values()))}\n"
+        f"  digest {plan.digest(domain).hex()[:16]}"
     )
-
-
-def _costs(plan: Plan, domain: Domain) -> list[str]:
-    exchanges = domain.exchanges()
-    sent = domain.sent(plan.settings)
-    return [
-        f"  collectives a step: {len(exchanges['gather'])} to the owners, {len(exchanges['return'])} back",
-        f"  FLOPs a rank: {_spread(list(domain.work.values()))}",
-        f"  bytes sent a rank: {_spread(list(sent.values()))}",
-        f"  digest {plan.digest(domain).hex()[:16]}",
-    ]
 
 
 def _spread(values: Sequence[int]) -> str:

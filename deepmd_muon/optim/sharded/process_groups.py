@@ -24,12 +24,7 @@ _KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessG
 def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup | None:
     """Return the process group of these ranks, all of which must call this; None for a single rank.
 
-    It is created once and shared.
-
-    Raises
-    ------
-    UnsupportedTransportError
-        When the group has no backend for the device.
+    It is created once and shared. Raises UnsupportedTransportError when it has no backend for the device.
     """
     if len(ranks) == 1:
         return None
@@ -55,12 +50,7 @@ def agreeing_groups(
 ) -> list[tuple[tuple[int, ...], dist.ProcessGroup]]:
     """Return the sets of ranks that are not subsets of others, largest first, with their process groups.
 
-    Parameters
-    ----------
-    known
-        Sets of ranks, each ascending; all ranks of a set must call this. Sets of one rank are omitted.
-    device
-        As in `group_of`.
+    All ranks of a set, each ascending, must call this together. Sets of one rank are omitted.
     """
     largest: list[tuple[int, ...]] = []
     for ranks in sorted(dict.fromkeys(known), key=lambda ranks: (-len(ranks), ranks)):
@@ -78,19 +68,8 @@ def check_names(
 ) -> dict[tuple[tuple[int, ...], str], int]:
     """Check that parameters have the same names, in the same order, on all ranks that hold them.
 
-    Parameters
-    ----------
-    mine
-        The ranks and the name of every parameter that this rank holds.
-    ranks, group
-        All ranks that call this, and their process group; each parameter is on some or all of them.
-    device
-        Device of the exchanged tensors.
-
-    Returns
-    -------
-    dict
-        A number for every parameter of these ranks, the same on all.
+    `mine` has the ranks and the name of every parameter that this rank holds; `ranks` are all that call this, the
+    members of `group`. Return a number for every parameter of these ranks, the same on all.
 
     Raises
     ------
@@ -135,18 +114,7 @@ def check_agreement(
     device: torch.device,
     error: ShardingError | None = None,
 ) -> None:
-    """Compare the plans of all ranks of a domain, and share their errors.
-
-    Parameters
-    ----------
-    plan, domain
-        The plan and domain to compare.
-    group
-        Process group of the domain's ranks; None for a single rank.
-    device
-        Device of the exchanged tensors.
-    problem
-        This rank's error; the caller raises it where all ranks have the same.
+    """Compare the plans of all ranks of a domain, and share their errors; the caller raises `error` if all have it.
 
     Raises
     ------

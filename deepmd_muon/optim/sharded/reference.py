@@ -15,7 +15,7 @@ from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
 from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.plan import Plan
 from deepmd_muon.optim.state.host_memory import HostMemory
-from deepmd_muon.optim.state.schema import State, complete_state
+from deepmd_muon.optim.state.schema import State
 from deepmd_muon.optim.update.gradients import StepControl, waves
 from deepmd_muon.optim.update.muon import muon_
 
@@ -32,18 +32,8 @@ def reference_step(
 ) -> None:
     """Take the Muon step of these parameters on full tensors, and store this rank's part of the results.
 
-    A gradient that is missing on this rank but not on all ranks counts as zeros.
-
-    Parameters
-    ----------
-    plan, sharded_params, process_groups
-        The parameters, their plan in the same order, and the process groups of the plan's domains.
-    groups, state, memory
-        Of the optimizer.
-    workspace
-        Bound on the elements of a wave.
-    control
-        Whether to skip the step, and the gradients' scale.
+    The plan has the parameters in the same order. A gradient that is missing on this rank but not on all ranks counts
+    as zeros.
     """
     if memory is not None:
         memory.wait()
@@ -53,17 +43,20 @@ def reference_step(
         mine = [param for param, found in zip(sharded_params, there, strict=True) if param.group == number and found]
         for wave in waves([(param.p, param) for param in mine], workspace):
             chosen = [param for _, param in wave]
-            states = [complete_state(state[param.p], param, rules) for param in chosen]
+            states = [param.complete(state[param.p], rules) for param in chosen]
             if memory is not None:
                 memory.offload(state, [(param.p, "momentum_buffer") for param in chosen])
-            params = [_gathered(param.p.detach()) for param in chosen]
+            params = [full_tensor(param.p.detach()).clone() for param in chosen]
             for p, param in zip(params, chosen, strict=True):
-                p.grad = _gathered(torch.zeros_like(param.p.detach()) if param.p.grad is None else param.p.grad)
-            momenta = [_gathered(own["momentum_buffer"]).to(p.device) for own, p in zip(states, params, strict=True)]
-            keys = tensors_of(rules).keys() & states[0].keys()
+                grad = torch.zeros_like(param.p.detach()) if param.p.grad is None else param.p.grad
+                p.grad = full_tensor(grad).clone()
+            # All ranks must gather in the same order.
+            keys = ["momentum_buffer", *(key for key in tensors_of(rules) if key in states[0])]
             of_rules = {
-                key: [_gathered(own[key]).to(p.device) for own, p in zip(states, params, strict=True)] for key in keys
+                key: [full_tensor(own[key]).clone().to(p.device) for own, p in zip(states, params, strict=True)]
+                for key in keys
             }
+            momenta = of_rules.pop("momentum_buffer")
             muon_(
                 params,
                 momenta,
@@ -95,11 +88,6 @@ def _has_gradient_on_any_rank(
         for i, flag in zip(domain.parameters, flags.tolist(), strict=True):
             found[i] = flag > 0.0
     return found
-
-
-def _gathered(x: Tensor) -> Tensor:
-    """Gather a tensor, as a copy."""
-    return full_tensor(x).clone()
 
 
 def _write_local_part(mine: Tensor, full: Tensor) -> None:

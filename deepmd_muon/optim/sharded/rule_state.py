@@ -12,9 +12,9 @@ from torch import Tensor
 
 from deepmd_muon.optim.rules.interface import MatrixRule
 from deepmd_muon.optim.rules.registry import tensors_of
-from deepmd_muon.optim.sharded.carried import carried
-from deepmd_muon.optim.sharded.messages import lines_of, score_index
-from deepmd_muon.optim.sharded.plan import Plan
+from deepmd_muon.optim.sharded.layout import overlap, score_runs_by_rank
+from deepmd_muon.optim.sharded.messages import lines_of
+from deepmd_muon.optim.sharded.plan import Plan, carried
 from deepmd_muon.optim.sharded.transport import Exchange, Side
 
 Copies = tuple[list[Tensor], list[Tensor]]  # views of a buffer, and views of the state, pairwise
@@ -23,14 +23,7 @@ Copies = tuple[list[Tensor], list[Tensor]]  # views of a buffer, and views of th
 class RuleState:
     """State of rules in one bucket on this rank.
 
-    Parameters
-    ----------
-    plan, rules, exchange
-        The plan, the rules of its domain, and the bucket's transport.
-    stacks
-        The jobs of each stack of matrices that this rank owns, and the shape of its matrices.
-    ranks
-        This rank, the sender of every piece that arrives, and the receiver of every piece that leaves.
+    `stacks` has the jobs of each stack of matrices that this rank owns, and the shape of its matrices.
 
     Attributes
     ----------
@@ -44,11 +37,10 @@ class RuleState:
         rules: tuple[MatrixRule, ...],
         exchange: Exchange,
         stacks: Sequence[tuple[Sequence[int], tuple[int, int]]],
-        ranks: tuple[int, Sequence[int], Sequence[int]],
+        rank: int,
         device: torch.device,
     ) -> None:
-        self._plan, self._exchange, self._device = plan, exchange, device
-        self._rank, self._senders, self._receivers = ranks
+        self._plan, self._exchange, self._rank, self._device = plan, exchange, rank, device
         self._jobs = exchange.messages.jobs
         self.keys = carried(rules).blocks
         self._dtypes = {key: tensor.dtype_for(exchange.dtype) for key, tensor in tensors_of(rules).items()}
@@ -71,8 +63,8 @@ class RuleState:
         sent, received = self._exchange.sent, self._exchange.received
         self._packed = self._numbers_of(out, state), self._lines_here(out, sent["gather"], state)
         self._returned = self._numbers_of(into, state), self._lines_here(into, received["return"], state)
-        self._arrive = self._lines_owned(self._exchange.inward["gather"], received["gather"], self._senders)
-        self._leave = self._lines_owned(self._exchange.outward["return"], sent["return"], self._receivers)
+        self._arrive = self._lines_owned(self._exchange.inward["gather"], received["gather"])
+        self._leave = self._lines_owned(self._exchange.outward["return"], sent["return"])
 
     def _numbers_of(
         self, side: Side, state: Mapping[int, Mapping[str, Tensor]]
@@ -84,7 +76,9 @@ class RuleState:
             for k, (j, _, _) in enumerate(side.payloads):
                 job = self._jobs[j]
                 if key in state[job.parameter]:
-                    at = score_index(self._plan, job.parameter, job.block, self._rank)
+                    p = self._plan.parameters[job.parameter]
+                    own = score_runs_by_rank(p.shape, p.view, p.layout)[self._rank]
+                    at = overlap(own, job.block, job.block + 1).start
                     positions.append(k)
                     views.append(state[job.parameter][key][at : at + 1])
             index = torch.tensor(positions, dtype=torch.int64, device=self._device)
@@ -105,10 +99,10 @@ class RuleState:
                     start += lines.length
         return found
 
-    def _lines_owned(self, side: Side, buffer: Tensor, peers: Sequence[int]) -> Copies:
+    def _lines_owned(self, side: Side, buffer: Tensor) -> Copies:
         """Return the copies between a buffer of other ranks' pieces and the rows and columns of owned matrices."""
         found: Copies = [], []
-        for (j, _, _), peer, (start, _) in zip(side.payloads, peers, side.lines, strict=True):
+        for (j, _, _), peer, (start, _) in zip(side.payloads, side.peers, side.lines, strict=True):
             job, (s, i) = self._jobs[j], self._slots[j]
             for key, tensor in carried(self._plan.parameters[job.parameter].rules).lines:
                 lines = lines_of(self._plan, job.parameter, job.block, peer, tensor)

@@ -13,8 +13,13 @@ from deepmd_muon.optim.errors import CaptureError, ShardingError, UnsupportedTra
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import is_local
 from deepmd_muon.optim.rules.master_weights import NARROW
-from deepmd_muon.optim.rules.registry import matrix_rules
-from deepmd_muon.optim.sharded.agreement import GroupColumns, check_replicas, check_settings
+from deepmd_muon.optim.sharded.agreement import (
+    ComparedParameter,
+    GradientPresence,
+    GroupColumns,
+    check_replicas,
+    check_settings,
+)
 from deepmd_muon.optim.sharded.elements import ElementwiseStep
 from deepmd_muon.optim.sharded.params import (
     DTYPES,
@@ -22,21 +27,18 @@ from deepmd_muon.optim.sharded.params import (
     ShardedParameter,
     layout_error,
     layout_of,
-    local_part,
     state_sharding,
 )
 from deepmd_muon.optim.sharded.pipeline import Pipeline, PipelineStep
-from deepmd_muon.optim.sharded.plan import make_plan
-from deepmd_muon.optim.sharded.planned import planned_parameter
-from deepmd_muon.optim.sharded.presence import ComparedParameter, GradientPresence
+from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
 from deepmd_muon.optim.sharded.process_groups import check_agreement, group_of
 from deepmd_muon.optim.sharded.reference import reference_step
 from deepmd_muon.optim.sharded.transport import CollectiveStream
 from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.state.host_memory import HostMemory
-from deepmd_muon.optim.state.schema import State, complete_state
-from deepmd_muon.optim.step import RoutedParams
+from deepmd_muon.optim.state.schema import State
 from deepmd_muon.optim.update.gradients import StepControl
+from deepmd_muon.optim.waves import RoutedParams
 
 
 def sharded_step(groups: Sequence[Group], replicas: Replicas | None, settings: ShardedSettings) -> ShardedStep | None:
@@ -44,8 +46,8 @@ def sharded_step(groups: Sequence[Group], replicas: Replicas | None, settings: S
 
     Raises
     ------
-    UnsupportedTransportError
-        When a dtype is not float16, bfloat16, float32 or float64.
+    ShardingError, UnsupportedTransportError
+        When the state or the dtype of a parameter cannot be stepped there.
     """
     sharded_params = []
     for number, group in enumerate(groups):
@@ -69,16 +71,7 @@ def sharded_step(groups: Sequence[Group], replicas: Replicas | None, settings: S
 
 
 class ShardedStep:
-    """Steps the parameters that live on several ranks.
-
-    Parameters
-    ----------
-    groups
-        The optimizer's parameter groups.
-    sharded_params
-        The parameters, in the optimizer's order.
-    settings
-        Settings of the exchange.
+    """Steps the parameters that live on several ranks, given in the optimizer's order.
 
     Attributes
     ----------
@@ -86,6 +79,8 @@ class ShardedStep:
         The plan of the Muon route; plain values, made without communication.
     params
         The parameters; empty where every replica takes the whole step by itself.
+    holders
+        By parameter, what lays out its state.
     """
 
     def __init__(
@@ -93,22 +88,15 @@ class ShardedStep:
     ) -> None:
         self._settings = settings
         self._sharded_params = list(sharded_params)
-        self._here = {param.p for param in sharded_params}
+        self.holders = {param.p: param for param in sharded_params}
         self._device = sharded_params[0].device
         self._muon = [param for param in sharded_params if param.entry.route == "muon"]
-        self.plan = make_plan(
-            [
-                planned_parameter(
-                    param.entry,
-                    param.p.dtype,
-                    groups[param.group].settings,
-                    param.layout,
-                    param.sharding.layout if param.sharding else None,
-                )
-                for param in self._muon
-            ],
-            settings,
-        )
+        planned = []
+        for param in self._muon:
+            state_layout = param.sharding.layout if param.sharding else None
+            own = groups[param.group].settings
+            planned.append(PlannedParameter.of(param.entry, param.p.dtype, own, param.layout, state_layout))
+        self.plan = make_plan(planned, settings)
         # Replicas that repeat the work take the single-process step, with all its fast paths, once their plans agree.
         plain = not any(isinstance(param.p, DTensor) for param in sharded_params)
         sharding = any(param.sharding is not None for param in sharded_params)
@@ -129,45 +117,24 @@ class ShardedStep:
         self._bound = self._compiled = False
         self._prepared = (), {}
         if self._elements is not None:
-            self._elements.reset()
+            self._elements.waves = []
         for update in self._pipeline.momentum_updates if self._pipeline is not None else ():
             update.buffers = []
 
     def raise_deferred(self) -> None:
-        """Raise deferred errors from the previous step; without communication.
-
-        Raises
-        ------
-        MissingGradientError
-            As `agree`.
-        """
+        """Raise deferred errors from the previous step; without communication."""
         if self._presence is not None:
             self._presence.raise_deferred()
 
     def local_params(self, routed: RoutedParams) -> RoutedParams:
         """Return those of some parameters that each process steps by itself."""
-        return routed if self._repeating else [(p, entry) for p, entry in routed if p not in self._here]
-
-    def sharding_of(self, p: Tensor) -> ShardedParameter | None:
-        """Return what lays out the state of a parameter; None for one of a single process."""
-        return next((param for param in self._sharded_params if param.p is p), None)
-
-    def fresh_state(self, groups: Sequence[Group]) -> dict[str, dict[str, Tensor]]:
-        """Return newly initialised state by parameter name; the optimizer's state stays."""
-        return {
-            param.entry.name: complete_state({}, param, matrix_rules(groups[param.group].settings))
-            for param in self._sharded_params
-        }
-
-    def local_part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """Return a tensor that every rank has whole in the layout of a DTensor, such as one of `fresh_state`."""
-        return local_part(whole, like)
+        return routed if self._repeating else [(p, entry) for p, entry in routed if p not in self.holders]
 
     def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
         """Check parameters, gradients and state; `agree` raises the errors on all ranks."""
         self._error = layout_error(state, self._sharded_params)
         self._prepared = groups, state
-        self._columns.bind(groups)
+        self._columns.groups, self._columns.read = groups, []
         self._compiled = False
         self._bound = self._bound and same_tensors
 
@@ -182,15 +149,20 @@ class ShardedStep:
             On all ranks, when only some replicas have a gradient of a parameter whose step is not exchanged; on a GPU
             in the next step, or by `raise_deferred`.
         PlanMismatchError
-            On all ranks, when their parameters or routes differ in the first step, or settings of their groups then or
-            later (`GroupColumns`).
+            On all ranks, when parameters or routes differ in the first step, or settings of groups then or later.
         ReplicaMismatchError
             On all ranks, in the first step, when replicas differ.
         CaptureError
             During the capture of a CUDA graph, where no such step was taken before, or with `exchange` 'reference'.
         """
         if is_capturing():
-            self._check_capture()
+            if self._settings.exchange == "reference" and self._muon:
+                raise CaptureError("exchange 'reference' reads on the host which gradients exist; use 'owners'")
+            if not (self._agreed and (self._repeating or (self._bound and self._elements is not None))):
+                raise CaptureError(
+                    "parameters or state have changed since the last step, or there was none; "
+                    "take a step before the capture"
+                )
         if not self._agreed:
             self._groups = [group_of(domain.ranks, self._device) for domain in self.plan.domains]
             for domain, group in zip(self.plan.domains, self._groups, strict=True):
@@ -228,26 +200,18 @@ class ShardedStep:
         moments = None
         if memory is not None:
             before, after = self._pipeline.transfer_batches(state, memory) if self._pipeline is not None else ([], [])
-            moments = memory.fetch_in_turn([*before, *self._elements.transfer_batches(), *after])
+            own = [wave.transfer_batch for wave in self._elements.waves if wave.transfer_batch is not None]
+            moments = memory.fetch_in_turn([*before, *own, *after])
         run = None if self._pipeline is None else PipelineStep(self._pipeline, groups, state, memory, control, moments)
-        finish = self._elements.step(control, moments)
+        arriving = self._elements.step(control, moments)
         if run is not None:
             run.finish()
         elif self._muon:
             reference_step(self.plan, self._muon, self._groups, groups, state, memory, workspace, control)
         for _ in moments or ():  # copies the last batch back to the host
             pass
-        finish()
-
-    def _check_capture(self) -> None:
-        """Raise where a step would read numbers on the host, or its replays would repeat work of the first step."""
-        if self._settings.exchange == "reference" and self._muon:
-            raise CaptureError("exchange 'reference' reads on the host which gradients exist; use 'owners'")
-        if not (self._agreed and (self._repeating or (self._bound and self._elements is not None))):
-            raise CaptureError(
-                "parameters or state have changed since the last step, or there was none; "
-                "take a step before the capture"
-            )
+        for take in arriving:
+            take()
 
     def _compare_presence(self) -> GradientPresence:
         """Return the comparison of gradients for parameters whose replicas would otherwise diverge."""

@@ -11,80 +11,65 @@ need no further synchronization: each is reused only after waiting for the colle
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepmd_muon.optim.phases import Phase, in_phase, run_in_phase
-from deepmd_muon.optim.sharded.messages import Message, RankMessages, header_words, line_ranges, payload_starts
-from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan
+from deepmd_muon.optim.phases import Phase, in_phase, phase
+from deepmd_muon.optim.sharded.messages import RankMessages
+from deepmd_muon.optim.sharded.plan import LEGS, WORD, Domain, Leg, Plan
 
 _PHASES: dict[Leg, Phase] = {"gather": "gather", "return": "scatter"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclasses.dataclass(frozen=True)
 class Side:
-    """All messages that a rank sends, or receives, in one leg.
+    """All messages that a rank sends to its peers, or receives from them, in one leg."""
 
-    Attributes
-    ----------
-    splits
-        Words to or from every peer.
-    headers
-        int64 (pieces, header words): positions of the headers.
-    lines
-        First and last word (exclusive) of every piece's rules' state per row or column.
-    payloads
-        Job, first element and number of elements of every piece.
-    planes
-        How often a piece has its elements: directions, then what rules ask for.
-    dtype
-        Dtype of the elements.
-    """
-
-    splits: tuple[int, ...]
-    headers: Tensor
-    lines: tuple[tuple[int, int], ...]
-    payloads: tuple[tuple[int, int, int], ...]
-    planes: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(
-        cls, messages: Sequence[Message], header: int, planes: int, dtype: torch.dtype, device: torch.device
-    ) -> Side:
-        """Compile messages."""
-        positions = torch.tensor(header_words(messages, header), dtype=torch.int64, device=device).view(-1, header)
-        starts = payload_starts(messages, header, dtype.itemsize, planes)
-        lines = tuple(line_ranges(messages, header))
-        return cls(tuple(message.words for message in messages), positions, lines, tuple(starts), planes, dtype)
-
-    @property
-    def words(self) -> int:
-        """Length of the buffer."""
-        return sum(self.splits)
+    def __init__(
+        self,
+        plan: Plan,
+        domain: Domain,
+        leg: Leg,
+        messages: RankMessages,
+        wide: torch.dtype,
+        device: torch.device,
+        *,
+        sending: bool,
+    ) -> None:
+        wire = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
+        self.dtype, self.planes, header = _DTYPES.get(wire, wide), domain.planes(leg), domain.header(leg)
+        several = (messages.out if sending else messages.into)[leg]
+        self.splits = [message.words for message in several]
+        self.words = sum(self.splits)  # length of the buffer
+        # Of every piece: the rank at the other end; first and last word (exclusive) of rules' state per row or column;
+        # job, first element and number of elements, which it has once in each plane: directions, then rules' inputs.
+        self.peers = [peer for peer, message in zip(messages.peers, several, strict=True) for _ in message.jobs]
+        self.lines: list[tuple[int, int]] = []
+        self.payloads: list[tuple[int, int, int]] = []
+        headers: list[int] = []
+        start = 0
+        for message in several:
+            body = start + len(message.jobs) * header
+            headers += range(start, body)
+            ends = [*itertools.accumulate(message.lines, initial=body)]
+            self.lines += itertools.pairwise(ends)
+            first = ends[-1] * WORD // self.dtype.itemsize
+            firsts = itertools.accumulate((self.planes * n for n in message.elements), initial=first)
+            self.payloads += zip(message.jobs, firsts, message.elements, strict=False)
+            start += message.words
+        # The words of every piece's header, (pieces, header words).
+        self.headers = torch.tensor(headers, dtype=torch.int64, device=device).view(-1, header)
 
     def elements(self, buffer: Tensor, plane: int = 0) -> list[Tensor]:
         """Return every piece's elements of one plane as a flat view of the buffer."""
         flat = buffer.view(self.dtype)
         return [flat[start + plane * count : start + (plane + 1) * count] for _, start, count in self.payloads]
-
-
-class ExchangeBuffers:
-    """The buffers of one bucket at a time: one on its holders' side, one on its owners'.
-
-    The gather copies from the first to the second, the return from the second to the first; a leg whose messages all
-    stay on the rank is read where it was packed.
-    """
-
-    def __init__(self, words: Sequence[int], device: torch.device) -> None:
-        self.holders, self.owners = (torch.empty(n, dtype=torch.float64, device=device) for n in words)
 
 
 class CollectiveStream:
@@ -111,20 +96,9 @@ class CollectiveStream:
 
 
 class Exchange:
-    """One bucket of one domain on one rank, or a portion of the jobs that stay on it.
+    """One bucket of one domain on one rank, or, without `bucket`, a portion of the jobs that stay on it.
 
-    Parameters
-    ----------
-    plan, domain, messages
-        The messages to exchange.
-    bucket
-        Number of the bucket; None for jobs that stay.
-    group
-        Process group of the domain's ranks, in ascending order of global ranks.
-    dtype
-        Dtype of elements in full precision.
-    device
-        Device of the buffers.
+    `group` is the process group of the domain's ranks in ascending order; `dtype`, that of elements in full precision.
     """
 
     def __init__(
@@ -143,54 +117,41 @@ class Exchange:
         crossing = domain.exchanges()
         self._crosses = {leg: bucket is not None and bucket in crossing[leg] for leg in crossing}
 
-        def side(messages: Sequence[Message], leg: Leg) -> Side:
-            wire = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
-            return Side.of(messages, domain.header(leg), domain.planes(leg), _DTYPES.get(wire, dtype), device)
-
-        self.outward: dict[Leg, Side] = {
-            "gather": side(messages.gather_out, "gather"),
-            "return": side(messages.return_out, "return"),
-        }
-        self.inward: dict[Leg, Side] = {
-            "gather": side(messages.gather_in, "gather"),
-            "return": side(messages.return_in, "return"),
-        }
+        make = functools.partial(Side, plan, domain, messages=messages, wide=dtype, device=device)
+        self.outward = {leg: make(leg, sending=True) for leg in LEGS}
+        self.inward = {leg: make(leg, sending=False) for leg in LEGS}
+        out, into = self.outward, self.inward
+        # Length of the buffers on the holders' side and on the owners' side.
+        self.words = (
+            max(out["gather"].words, into["return"].words),
+            max(into["gather"].words, out["return"].words),
+        )
         self.sent: dict[Leg, Tensor] = {}
         self.received: dict[Leg, Tensor] = {}
 
-    @property
-    def words(self) -> tuple[int, int]:
-        """Length of the buffers on the holders' side and on the owners' side."""
-        out, into = self.outward, self.inward
-        return max(out["gather"].words, into["return"].words), max(into["gather"].words, out["return"].words)
+    def bind(self, holders: Tensor, owners: Tensor) -> None:
+        """Use these buffers, of one bucket at a time: one on its holders' side, one on its owners'.
 
-    def bind(self, buffers: ExchangeBuffers) -> None:
-        """Use these buffers."""
-        sides: dict[Leg, tuple[Tensor, Tensor]] = {
-            "gather": (buffers.holders, buffers.owners),
-            "return": (buffers.owners, buffers.holders),
-        }
-        for leg, (near, far) in sides.items():
+        The gather copies from the first to the second, the return from the second to the first; a leg whose messages
+        all stay on the rank is read where it was packed.
+        """
+        for leg in LEGS:
+            near, far = (holders, owners) if leg == "gather" else (owners, holders)
             self.sent[leg] = near[: self.outward[leg].words]
             self.received[leg] = (far if self._crosses[leg] else near)[: self.inward[leg].words]
 
     def start(self, leg: Leg, collectives: CollectiveStream) -> Callable[[], Any]:
         """Start sending the packed messages; return a function that waits for this rank's messages."""
         if not self._crosses[leg]:
-            return _nothing  # all messages stay on this rank, in the same order
+            return lambda: None  # all messages stay on this rank, in the same order
         received, sent = self.inward[leg], self.outward[leg]
-        phase = _PHASES[leg]
-        with in_phase(phase):
+        with in_phase(_PHASES[leg]):
             wait = collectives.launch(
                 dist.all_to_all_single,
                 self.received[leg],
                 self.sent[leg],
-                list(received.splits),
-                list(sent.splits),
+                received.splits,
+                sent.splits,
                 group=self._group,
             )
-        return functools.partial(run_in_phase, phase, wait)
-
-
-def _nothing() -> None:
-    """Wait for nothing."""
+        return phase(_PHASES[leg])(wait)

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from deepmd_muon.optim.errors import ReshardedParameterError, ShardingError
+from deepmd_muon.optim.sharded.agreement import ComparedParameter, GradientPresence
 from deepmd_muon.optim.sharded.elements import GatheredParts
 from deepmd_muon.optim.sharded.params import Replicas, StateSharding, layout_of, state_sharding
-from deepmd_muon.optim.sharded.presence import ComparedParameter, GradientPresence
 from deepmd_muon.optim.sharded.transport import CollectiveStream
 
 _Kind = TypeVar("_Kind", bound=Optimizer)
@@ -32,15 +32,9 @@ def shard_state(
     part. A gradient that is missing on some ranks only raises MissingGradientError on all ranks, on a GPU in the next
     step or by `state_dict` or `load_state_dict`. The optimizer cannot be copied or pickled; its state dict can.
 
-    Parameters
-    ----------
-    kind, **options
-        Class of the optimizer and its arguments; its update of an element must depend on that element alone.
-    params
-        Whole parameters, equal on all ranks, with equal gradients. Between steps their memory may be replaced by memory
-        of the same shape, strides, dtype and device.
-    replicas
-        Those ranks.
+    Its class `kind` must update each element from that element alone. The whole parameters and their gradients are
+    equal on `replicas`. Between steps their memory may be replaced by memory of the same shape, strides, dtype and
+    device.
 
     Raises
     ------
@@ -63,7 +57,8 @@ def shard_state(
         if presence is not None:
             presence.compare()
         for each in whole_params:
-            each.take_gradient()
+            each.part.grad = None if each.p.grad is None else _part(each.p.grad, each.sharding)
+            each.p.grad = None
 
     def gather() -> None:
         for arrived in [each.gather() for each in parts]:
@@ -100,12 +95,7 @@ def _sharded_state_class(kind: type[Optimizer]) -> Any:
 class _ShardedStateOptimizer(Optimizer):
     """An optimizer that steps this rank's parts of whole parameters.
 
-    Attributes
-    ----------
-    _whole
-        The whole parameters.
-    _around
-        Takes the gradients before a step, and gathers the other ranks' parts after it.
+    `_around` takes the gradients before a step, and gathers the other ranks' parts after it.
     """
 
     _whole: Sequence[Tensor]
@@ -158,21 +148,20 @@ class _WholeParameter:
         if self.p.data_ptr() == self._memory and _kind(self.p) == self._kind:
             return
         if _kind(self.p) != self._kind:
-            raise ReshardedParameterError(
-                f"{self.name!r} was {_describe(self._kind)} when its optimizer was constructed, "
-                f"and is {_describe(_kind(self.p))} now; construct a new optimizer and load its state"
+            was, now = (
+                f"{dtype} of shape {tuple(shape)} and strides {tuple(stride)} on {device}"
+                for shape, stride, dtype, device in (self._kind, _kind(self.p))
             )
-        now = _part(self.p.detach(), self.sharding)
-        if isinstance(self.part, DTensor) and isinstance(now, DTensor):
-            self.part._local_tensor = now._local_tensor
+            raise ReshardedParameterError(
+                f"{self.name!r} was {was} when its optimizer was constructed, "
+                f"and is {now} now; construct a new optimizer and load its state"
+            )
+        part = _part(self.p.detach(), self.sharding)
+        if isinstance(self.part, DTensor) and isinstance(part, DTensor):
+            self.part._local_tensor = part._local_tensor
         else:
-            self.part.data = now
+            self.part.data = part
         self._memory = self.p.data_ptr()
-
-    def take_gradient(self) -> None:
-        """Move this rank's part of the gradient to the optimizer's parameter."""
-        self.part.grad = None if self.p.grad is None else _part(self.p.grad, self.sharding)
-        self.p.grad = None
 
 
 def _presence(whole_params: Sequence[_WholeParameter], replicas: Replicas) -> GradientPresence | None:
@@ -189,11 +178,6 @@ def _presence(whole_params: Sequence[_WholeParameter], replicas: Replicas) -> Gr
 
 def _kind(p: Tensor) -> tuple[Any, ...]:
     return p.shape, p.stride(), p.dtype, p.device
-
-
-def _describe(kind: tuple[Any, ...]) -> str:
-    shape, stride, dtype, device = kind
-    return f"{dtype} of shape {tuple(shape)} and strides {tuple(stride)} on {device}"
 
 
 def _part(whole: Tensor, sharding: StateSharding | None) -> Tensor:

@@ -69,20 +69,10 @@ def read_deepmd_kit(
     present: RouteTable,
     rules: Sequence[RoutingRules],
 ) -> dict[str, SavedParameter]:
-    """Read a state dict of deepmd-kit's HybridMuon.
+    """Read a state dict of deepmd-kit's HybridMuon; return it by name, under our keys.
 
-    Parameters
-    ----------
-    groups, state
-        ``param_groups`` and ``state`` of the state dict; parameter keys are names, or numbers in the order
-        of ``param_names`` or, without these, in the present order.
-    present, rules
-        The present routing, and each parameter's rules without the user's patterns.
-
-    Returns
-    -------
-    dict
-        By name; state keys are ours.
+    Parameters in it have names as keys, or numbers in the order of ``param_names`` or, without these, in the present
+    order. `rules` are those of each present parameter without the user's patterns.
 
     Raises
     ------

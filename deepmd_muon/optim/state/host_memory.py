@@ -28,27 +28,16 @@ _ALIGNMENT = 256  # bytes; kernels read whole vectors
 
 @dataclasses.dataclass(frozen=True)
 class HostSlot:
-    """Pinned memory of one state tensor: `nbytes` bytes of `slab` from `start` on; `value` is the tensor in the state.
-
-    `nbytes` is padded to whole vectors, so it may exceed the tensor's size.
-    """
+    """Pinned memory of one state tensor, which is `value` in the state."""
 
     slab: Tensor
     start: int
-    nbytes: int
+    nbytes: int  # padded to whole vectors, so it may exceed the tensor's size
     value: Tensor
 
 
 class TransferBatch:
-    """State tensors that are copied together.
-
-    Attributes
-    ----------
-    device
-        The device that steps them.
-    nbytes
-        Size on the device.
-    """
+    """State tensors that are copied together: `nbytes` on the `device` that steps them."""
 
     def __init__(self, slots: Sequence[HostSlot], device: torch.device) -> None:
         self.device = device
@@ -161,13 +150,7 @@ class DeviceBuffers:
 
 
 class HostMemory:
-    """The moments of one optimizer in host memory.
-
-    Parameters
-    ----------
-    batch_bytes
-        Bound on the bytes of one transfer batch; a larger tensor goes alone.
-    """
+    """The moments of one optimizer in host memory; a transfer batch has at most `batch_bytes`, or one larger tensor."""
 
     def __init__(self, batch_bytes: int) -> None:
         self.batch_bytes = batch_bytes
@@ -176,10 +159,6 @@ class HostMemory:
 
     def __reduce__(self) -> tuple[type[HostMemory], tuple[int]]:
         return HostMemory, (self.batch_bytes,)  # a copy of the optimizer allocates its own slots
-
-    def elements_per_batch(self, params: Iterable[Tensor], moments: int) -> int:
-        """Return how many elements, with `moments` moments each, a transfer batch may have."""
-        return self.batch_bytes // (moments * max((p.element_size() for p in params), default=1))
 
     def transfer_batch(
         self, state: Mapping[Tensor, dict[str, Any]], wanted: Sequence[tuple[Tensor, str]]
@@ -244,12 +223,3 @@ class HostMemory:
         """Wait until host memory holds the results of all steps."""
         for buffers in self._buffers.values():
             buffers.wait()
-
-    def exported(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return one parameter's state for a state dict: every tensor but scalars in host memory.
-
-        torch.distributed.checkpoint requires the tensors of a state dict, scalars aside, on one device.
-        """
-        return {
-            key: with_local(x, local_of(x).cpu()) if isinstance(x, Tensor) and x.ndim else x for key, x in state.items()
-        }

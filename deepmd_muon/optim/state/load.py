@@ -11,20 +11,19 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig, RouteChange
-from deepmd_muon.optim.dtensors import full_tensor, spec_of
 from deepmd_muon.optim.errors import ForeignStateError, InvalidSettingError, RoutingMismatchError
 from deepmd_muon.optim.routing.group_settings import SCHEDULED_SETTINGS, SCHEDULER_KEYS, group_settings, own_keys
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, RoutingRules, canonical_name, choose_route
-from deepmd_muon.optim.rules.interface import Extent, MatrixRule
+from deepmd_muon.optim.rules.interface import MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER, NARROW
-from deepmd_muon.optim.rules.registry import known_rules, matrix_rules, owner_of, tensors_of, unknown_rules
+from deepmd_muon.optim.rules.registry import known_rules, matrix_rules, tensors_of, unknown_rules
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit, read_deepmd_kit
 from deepmd_muon.optim.state.migrate import SavedParameter, migrate
 from deepmd_muon.optim.state.others import is_another_muon, read_another_muon
@@ -60,24 +59,24 @@ def drop_unused(state: Mapping[Tensor, dict[str, Any]], groups: Sequence[Group])
     known = known_tensors()
     for p, entry, group in _parameters(groups):
         own, rules = state.get(p, {}), matrix_rules(group.settings)
-        off = _tensors_of_rules_that_are_off(own, rules)
-        unfit = [key for key in known.keys() & own.keys() - off if not _fits(key, own[key], entry, rules)]
+        off = _unused(own, rules)
+        unfit = [key for key in known.keys() & own.keys() - off.keys() if not _fits(key, own[key], entry, rules)]
         for key in (*off, *unfit):
             del own[key]
         if off or unfit:
-            why = _describe(entry) if unfit else "; ".join(sorted({_why_off(key, rules) for key in off}))
+            why = _describe(entry) if unfit else "; ".join(sorted(set(off.values())))
             log.warning("%s: its state %s is dropped: %s now", entry.name, ", ".join(sorted((*off, *unfit))), why)
 
 
-def _tensors_of_rules_that_are_off(values: Mapping[str, Any], rules: Sequence[MatrixRule]) -> set[str]:
-    """Return the keys of state tensors that belong to known rules, but not to these."""
-    return set(values) & tensors_of(known_rules()).keys() - tensors_of(rules).keys()
+def _unused(values: Mapping[str, Any], rules: Sequence[MatrixRule], *, narrow: bool = True) -> dict[str, str]:
+    """Return the keys of state tensors that belong to known rules, but not to these, each with the reason.
 
-
-def _why_off(key: str, rules: Sequence[MatrixRule]) -> str:
-    """Return why these rules do not have a known rule's state tensor."""
-    name = owner_of(key).name
-    return f"{name} keeps other state" if name in [rule.name for rule in rules] else f"{name} is off"
+    Master weights are those of parameters of `narrow` dtype: wider ones have all bits themselves.
+    """
+    used = tensors_of(rules).keys() - (set() if narrow else {MASTER})
+    on = {rule.name for rule in rules}
+    owners = {key: rule.name for rule in known_rules() for key in rule.tensors() if key in values and key not in used}
+    return {key: f"{name} keeps other state" if name in on else f"{name} is off" for key, name in owners.items()}
 
 
 def _fits(key: str, value: Tensor, entry: RouteEntry, rules: Sequence[MatrixRule]) -> bool:
@@ -94,20 +93,12 @@ def load_state(
     state_dict: Mapping[str, Any],
     groups: Sequence[Group],
     on_route_change: RouteChange,
-    place: Callable[[str, Tensor, Tensor], Tensor],
+    place: Callable[[str, Tensor, Tensor, RouteEntry], Tensor],
 ) -> dict[Tensor, dict[str, Any]]:
-    """Return the state that a state dict holds for these parameters; see `HybridMuon.load_state_dict`.
+    """Return the state that a state dict holds for the parameters of these groups; see `HybridMuon.load_state_dict`.
 
-    Parameters
-    ----------
-    state_dict
-        Of HybridMuon or of deepmd-kit's.
-    groups
-        The present parameters, routes and settings.
-    on_route_change
-        The setting of this name.
-    place
-        Takes a state tensor's key, value and parameter; returns a copy with the present dtype, layout and device.
+    `place` takes a state tensor's key, value, parameter and route; it returns a copy with present dtype, layout and
+    device.
     """
     present = RouteTable([entry for _, entry, _ in _parameters(groups)])
     saved = _read(state_dict, groups, present)
@@ -136,13 +127,11 @@ def load_state(
             values, happened = migrate(old, entry, (group.settings.adam_beta1, group.settings.adam_beta2))
             log.warning("%s; %s", differences[entry.name], happened)
         rules = matrix_rules(group.settings)
-        off = _tensors_of_rules_that_are_off(values, rules)
-        if p.dtype not in NARROW:
-            off |= {MASTER} & values.keys()  # the parameter itself has all bits
+        off = _unused(values, rules, narrow=p.dtype in NARROW)
         values = {key: value for key, value in values.items() if key not in off}
-        dropped.update((key, _why_off(key, rules)) for key in off)
+        dropped.update(off.items())
         if values:
-            state[p] = {key: place(key, value, p) for key, value in values.items()}
+            state[p] = {key: place(key, value, p, entry) for key, value in values.items()}
             converted |= {(k, v.dtype, state[p][k].dtype) for k, v in values.items() if v.dtype != state[p][k].dtype}
     for name in differences.keys() - {entry.name for entry in present}:
         log.warning("%s; its state is dropped", differences[name])
@@ -177,8 +166,11 @@ def _read(state_dict: Mapping[str, Any], present: Sequence[Group], routing: Rout
         return read_another_muon(groups, state, routing)
     if all({"betas", "param_names"} <= group.keys() for group in groups):
         return _read_adam(groups, state, routing)
+    keys = {key for values in state.values() for key in values}
+    kind = "SGD with momentum" if "momentum_buffer" in keys else "another optimizer"
+    kind = "Adam or AdamW" if "exp_avg" in keys else kind
     raise ForeignStateError(
-        f"the optimizer state looks like that of {_likely_optimizer(state)}: it has no routing manifest, and is not an "
+        f"the optimizer state looks like that of {kind}: it has no routing manifest, and is not an "
         "Adam state with names of parameters or with as many as here in every group, so it cannot be loaded"
     )
 
@@ -266,16 +258,6 @@ def _read_adam(
     return found
 
 
-def _likely_optimizer(state: Mapping[Any, Mapping[str, Any]]) -> str:
-    """Guess the optimizer that wrote a state dict without a routing manifest."""
-    keys = {key for values in state.values() for key in values}
-    if "exp_avg" in keys:
-        return "Adam or AdamW"
-    if "momentum_buffer" in keys:
-        return "SGD with momentum"
-    return "another optimizer"
-
-
 def _differences(saved: Mapping[str, SavedParameter], present: RouteTable) -> dict[str, str]:
     """Return one line for each parameter that exists on one side only or whose shape, route or view differs.
 
@@ -336,42 +318,8 @@ def _inconsistencies(saved: SavedParameter) -> list[str]:
     return problems
 
 
-class StateSharding(Protocol):
-    """How the state of a parameter that lives on several ranks is sharded."""
-
-    def of(self, value: Tensor, extent: Extent) -> Tensor:
-        """Return a state tensor of this extent, in any layout, with this sharding."""
-
-
-def place_state_tensor(
-    key: str, value: Tensor, p: Tensor, *, offloaded: bool, sharding_of: Callable[[Tensor], StateSharding | None]
-) -> Tensor:
-    """Copy a saved state tensor to its device, with the dtype and layout of its parameter's state.
-
-    All ranks must call this together, since tensors in another layout take collectives. The layout of a DTensor
-    parameter's state is checked before the step, not here.
-    """
-    tensor, device = known_tensors()[key], p.device
-    dtype = tensor.dtype_for(p.dtype)
-    if tensor.extent != "scalar":
-        sharding = sharding_of(p)
-        if sharding is not None:
-            value = sharding.of(value, tensor.extent)
-        elif spec_of(p) is None:
-            value = full_tensor(value)
-    if tensor.extent == "parameter":
-        device = torch.device("cpu") if offloaded else device
-        if spec_of(value) is None:
-            # With the parameter's strides, like newly initialised state.
-            return torch.empty_like(p, dtype=dtype, device=device, requires_grad=False).copy_(value.detach())
-    value = value.detach().to(device, dtype, copy=True)
-    return value.view(()) if tensor.extent == "scalar" else value
-
-
-def restored_groups(
-    param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return what present groups take from saved ones: all that schedulers write. Log every difference in settings.
+def restore_groups(param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Write to present groups what they take from saved ones: all that schedulers write. Log differences in settings.
 
     A setting that was constructed with the same value as now takes the saved value, which a scheduler may have changed
     since. One that is constructed with another value has been changed on purpose, and keeps it.
@@ -379,11 +327,11 @@ def restored_groups(
     Raises
     ------
     InvalidSettingError
-        When a saved value is out of its range.
+        When a saved value is out of its range; nothing is changed.
     """
     if is_another_muon(groups):
         log.info("the state is another Muon's: its learning rates and settings are not taken over")
-        return [{} for _ in param_groups]
+        return
     if len(groups) != len(param_groups):
         log.info(
             "the state was saved with %d parameter groups and there are now %d: learning rates and settings are not "
@@ -391,11 +339,15 @@ def restored_groups(
             len(groups),
             len(param_groups),
         )
-        return [{} for _ in param_groups]
+        return
     found = [_restored(number, *pair) for number, pair in enumerate(zip(param_groups, groups, strict=True))]
     for present, values in zip(param_groups, found, strict=True):
         group_settings({**present, **values})  # checks them
-    return found
+    for group, values in zip(param_groups, found, strict=True):
+        lr = group["lr"]
+        group.update(values)
+        if isinstance(lr, Tensor):  # it keeps its memory
+            group["lr"] = lr.fill_(values["lr"])
 
 
 def _restored(number: int, present: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -413,22 +365,10 @@ def _restored(number: int, present: Mapping[str, Any], saved: Mapping[str, Any])
     if "adam_betas" in values:
         values["adam_betas"] = tuple(values["adam_betas"])
     for key in sorted(set(present) & set(saved) - _NOT_SETTINGS):
-        if _plain(present[key]) != _plain(saved[key]):
+        pair = [list(x) if isinstance(x, tuple) else x for x in (present[key], saved[key])]
+        if pair[0] != pair[1]:
             if key in values:
                 log.info("param_groups[%d] %s: %r as saved; it was %r", number, key, saved[key], present[key])
             else:
                 log.info("param_groups[%d] %s: now %r, saved %r", number, key, present[key], saved[key])
     return values
-
-
-def apply_restored(param_groups: Sequence[dict[str, Any]], restored: Sequence[Mapping[str, Any]]) -> None:
-    """Write what `restored_groups` found; a learning rate that is a tensor keeps its memory."""
-    for group, values in zip(param_groups, restored, strict=True):
-        lr = group["lr"]
-        group.update(values)
-        if isinstance(lr, Tensor) and values:
-            group["lr"] = lr.fill_(values["lr"])
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

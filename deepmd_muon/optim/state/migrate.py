@@ -29,40 +29,19 @@ from deepmd_muon.optim.rules.registry import known_rules, tensors_of
 
 @dataclasses.dataclass(frozen=True)
 class SavedParameter:
-    """One parameter of a state dict.
+    """One parameter of a state dict."""
 
-    Attributes
-    ----------
-    entry
-        Its name, shape, view and route there.
-    values
-        Its state.
-    explained
-        Whether the version that saved it, not a setting, explains a difference from the present route.
-    left_out
-        Whether torch left the state of the saved route out; see `deepmd_muon.optim.state.load`.
-    rules
-        The rules whose tensors its state must hold on the Muon route.
-    """
-
-    entry: RouteEntry
+    entry: RouteEntry  # name, shape, view and route there
     values: Mapping[str, Tensor]
-    explained: bool = False
-    left_out: bool = False
-    rules: tuple[MatrixRule, ...] = ()
+    explained: bool = False  # the version that saved it, not a setting, explains a difference from the present route
+    left_out: bool = False  # torch left the state of the saved route out; see `deepmd_muon.optim.state.load`
+    rules: tuple[MatrixRule, ...] = ()  # whose tensors its state must hold on the Muon route
 
 
 def migrate(saved: SavedParameter, present: RouteEntry, betas: tuple[float, float]) -> tuple[dict[str, Tensor], str]:
-    """Return the migrated state, and a phrase for the log.
+    """Return the migrated state of a parameter whose shape, view or route differs now, and a phrase for the log.
 
-    Parameters
-    ----------
-    saved
-        The parameter in the state dict.
-    present
-        The same parameter now; shape, view or route differs.
-    betas
-        Decays of Adam's moments now.
+    `betas` are the decays of Adam's moments now.
     """
     old = saved.entry
     values: dict[str, Any] = dict(saved.values)

@@ -95,10 +95,7 @@ def read_another_muon(
 ) -> dict[str, SavedParameter]:
     """Return the content of another Muon's state dict by parameter name; state keys are ours.
 
-    Raises
-    ------
-    ForeignStateError
-        When parameters have no names, or a group's algorithm has no counterpart here.
+    Raises ForeignStateError when parameters have no names, or a group's algorithm has no counterpart here.
     """
     known = {entry.name: entry for entry in present}
     found: dict[str, SavedParameter] = {}

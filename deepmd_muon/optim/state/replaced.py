@@ -8,58 +8,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from torch import Tensor
 
 from deepmd_muon.optim.config import RouteChange
-from deepmd_muon.optim.dtensors import full_tensor, spec_of
+from deepmd_muon.optim.dtensors import full_tensor
 from deepmd_muon.optim.errors import InvalidParameterError
 from deepmd_muon.optim.routing.param_groups import Group, Routing
-from deepmd_muon.optim.routing.rules import RouteTable
+from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable
 from deepmd_muon.optim.state.host_memory import HostMemory
-from deepmd_muon.optim.state.load import load_state, place_state_tensor
-from deepmd_muon.optim.state.schema import State
+from deepmd_muon.optim.state.load import load_state
+from deepmd_muon.optim.state.schema import State, StateHolder
 
 log = logging.getLogger(__name__)
-
-
-class FreshState(Protocol):
-    """Makes the state of parameters that live on several ranks, in the layout that a step needs."""
-
-    def fresh_state(self, groups: Sequence[Group]) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return newly initialised state by parameter name."""
-
-    def local_part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """Return a tensor that every rank has whole in the layout of a DTensor."""
 
 
 def move_state(
     state: State,
     before: Routing,
     after: Sequence[Group],
-    sharded: FreshState | None,
+    holders: Mapping[Tensor, StateHolder],
     memory: HostMemory | None,
     on_route_change: RouteChange,
 ) -> None:
     """Give the state of parameters that were replaced to the new ones of their names; drop that of removed ones.
 
-    On several ranks all must call this together, since state that is in parts is gathered.
-
-    Parameters
-    ----------
-    state
-        Of the optimizer; changed in place, unless an error is raised.
-    before
-        Routes of the earlier parameters.
-    after
-        The present groups.
-    sharded
-        The part of the step on parameters that live on several ranks.
-    memory
-        The moments in host memory.
-    on_route_change
-        The setting of this name, for state whose new parameter has another route, view or shape.
+    On several ranks all must call this together, since state that is in parts is gathered. `before` has the routes of
+    the earlier parameters, `after` the present groups; `holders` are those of parameters that live on several ranks.
+    `on_route_change` decides about state whose new parameter has another route, view or shape. An error leaves `state`
+    as it was.
 
     Raises
     ------
@@ -90,15 +67,11 @@ def move_state(
     }
     known = {entry.name for entry in table}
     groups = [group._replace(routed=tuple(pair for pair in group.routed if pair[1].name in known)) for group in after]
-    fresh = {} if sharded is None else sharded.fresh_state(groups)
     if memory is not None:
         memory.wait()
 
-    def place(key: str, value: Tensor, p: Tensor) -> Tensor:
-        like, whole = fresh.get(names[p], {}).get(key), full_tensor(value)
-        if sharded is None or like is None or spec_of(like) is None:
-            return place_state_tensor(key, whole, p, offloaded=memory is not None, sharding_of=lambda _: None)
-        return sharded.local_part(whole, like)
+    def place(key: str, value: Tensor, p: Tensor, entry: RouteEntry) -> Tensor:
+        return holders.get(p, StateHolder(p, entry)).cut(key, full_tensor(value), offloaded=memory is not None)
 
     moved = load_state(saved, groups, on_route_change, place)
     for name, p in replaced.items():

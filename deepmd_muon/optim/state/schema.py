@@ -6,15 +6,16 @@ All code that creates, loads, checks or offloads state reads this table.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepmd_muon.optim.dtensors import full_tensor, spec_of
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry
-from deepmd_muon.optim.rules.interface import MatrixRule, StateTensor
+from deepmd_muon.optim.rules.interface import Extent, MatrixRule, StateTensor
 from deepmd_muon.optim.rules.master_weights import MASTER, NARROW
 from deepmd_muon.optim.rules.registry import known_rules, matrix_rules, tensors_of
 
@@ -30,27 +31,17 @@ _ADAM = {
 # What a route keeps by itself; on the Muon route, rules may add tensors.
 STATE_OF_ROUTE: dict[Route, Mapping[str, StateTensor]] = {"muon": _MUON, "adam": _ADAM, "adamw": _ADAM}
 
-# State tensors shaped like their parameter: by route, and all of them. These are the ones that can be offloaded.
-MOMENTS: dict[Route, tuple[str, ...]] = {
-    route: tuple(key for key, tensor in tensors.items() if tensor.extent == "parameter")
-    for route, tensors in STATE_OF_ROUTE.items()
-}
-ALL_MOMENTS = (*dict.fromkeys(key for keys in MOMENTS.values() for key in keys), MASTER)
+# State tensors shaped like their parameter. These are the ones that can be offloaded.
+ALL_MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", MASTER)
 
 
 def state_tensors(
     route: Route, rules: Iterable[MatrixRule], dtype: torch.dtype | None = None
 ) -> dict[str, StateTensor]:
-    """Return the state tensors of a parameter of this route, with those of these rules.
+    """Return the state tensors of a parameter of this route, with those of its group's rules.
 
-    Parameters
-    ----------
-    route
-        Outside of the Muon route, rules have no state but master weights.
-    rules
-        Of its group.
-    dtype
-        Of the parameter; master weights are those of 16-bit parameters. None for any.
+    Outside of the Muon route, rules have no state but master weights, which are those of 16-bit parameters; a `dtype`
+    of None stands for any.
     """
     of_rules = {
         key: tensor
@@ -60,42 +51,21 @@ def state_tensors(
     return {**STATE_OF_ROUTE[route], **of_rules}
 
 
-def moments_of(route: Route, rules: Iterable[MatrixRule], dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the keys of the state tensors shaped like their parameter."""
-    return tuple(key for key, x in state_tensors(route, rules, dtype).items() if x.extent == "parameter")
-
-
 def known_tensors() -> dict[str, StateTensor]:
     """Return the state tensors of all routes and all rules that are known."""
     return {**_MUON, **tensors_of(known_rules()), **_ADAM}
 
 
-class StateFactory(Protocol):
-    """Creates state tensors with the device and layout of one parameter's state."""
-
-    @property
-    def entry(self) -> RouteEntry:
-        """The parameter's route."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The parameter's dtype."""
-
-    def full(self, tensor: StateTensor) -> Tensor:
-        """Return a new state tensor, filled with its initial value."""
-
-
 @dataclasses.dataclass(frozen=True)
-class LocalStateFactory:
-    """Creates the state of a parameter that only this process holds."""
+class StateHolder:
+    """Makes and lays out the state of one parameter; here of one that only this process holds."""
 
     p: Tensor
     entry: RouteEntry
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The parameter's dtype."""
-        return self.p.dtype
+    def gradient(self) -> Tensor | None:
+        """Return the gradient of the elements whose moments are on this rank."""
+        return self.p.grad
 
     def full(self, tensor: StateTensor) -> Tensor:
         """Return a new state tensor, filled with its initial value."""
@@ -106,33 +76,49 @@ class LocalStateFactory:
         shape = tensor.shape_for(self.entry.shape, self.entry.view)
         return torch.full(shape, tensor.start, dtype=dtype, device=self.p.device)
 
+    def complete(self, state: dict[str, Any], rules: Iterable[MatrixRule]) -> dict[str, Any]:
+        """Create the missing tensors of the parameter's state, those of its group's rules included, and return it."""
+        for key, tensor in state_tensors(self.entry.route, rules, self.p.dtype).items():
+            if key not in state:
+                state[key] = self.full(tensor)
+        return state
 
-def complete_rules(state: State, groups: Iterable[Group], holder_of: Callable[[Tensor], StateFactory | None]) -> None:
+    def of(self, value: Tensor, extent: Extent) -> Tensor:
+        """Return a state tensor of this extent, in any layout, in that of this parameter's state."""
+        return value if spec_of(self.p) is not None else full_tensor(value)
+
+    def place(self, key: str, value: Tensor, *, offloaded: bool) -> Tensor:
+        """Copy a saved state tensor to its device, with the dtype and layout of the parameter's state.
+
+        All ranks must call this together, since tensors in another layout take collectives. The layout of a DTensor
+        parameter's state is checked before the step, not here.
+        """
+        tensor, device = known_tensors()[key], self.p.device
+        dtype = tensor.dtype_for(self.p.dtype)
+        if tensor.extent != "scalar":
+            value = self.of(value, tensor.extent)
+        if tensor.extent == "parameter":
+            device = torch.device("cpu") if offloaded else device
+            if spec_of(value) is None:
+                # With the parameter's strides, like newly initialised state.
+                return torch.empty_like(self.p, dtype=dtype, device=device, requires_grad=False).copy_(value.detach())
+        value = value.detach().to(device, dtype, copy=True)
+        return value.view(()) if tensor.extent == "scalar" else value
+
+    def cut(self, key: str, whole: Tensor, *, offloaded: bool) -> Tensor:
+        """Do as `place` with a tensor that every rank has whole; without communication."""
+        return self.place(key, whole, offloaded=offloaded)
+
+
+def complete_rules(state: State, groups: Iterable[Group], holders: Mapping[Tensor, StateHolder]) -> None:
     """Create the missing tensors of rules where a parameter has a momentum, so that a file lacks none of them.
 
-    Master weights are created by a step: before, they say nothing that the parameter does not.
+    Master weights are created by a step: before, they say nothing that the parameter does not. `holders` are those of
+    the parameters that live on several ranks.
     """
     for group in groups:
         rules = matrix_rules(group.settings)
         keys = tensors_of(rules).keys() - {MASTER}
         for p, entry in group.routed:
             if "momentum_buffer" in state.get(p, {}) and entry.route == "muon" and not keys <= state[p].keys():
-                complete_state(state[p], holder_of(p) or LocalStateFactory(p, entry), rules)
-
-
-def complete_state(state: dict[str, Any], holder: StateFactory, rules: Iterable[MatrixRule] = ()) -> dict[str, Any]:
-    """Create the missing tensors of one parameter's state, and return it.
-
-    Parameters
-    ----------
-    state
-        Of one parameter; existing tensors stay.
-    holder
-        Creates the tensors.
-    rules
-        The rules of its group.
-    """
-    for key, tensor in state_tensors(holder.entry.route, rules, holder.dtype).items():
-        if key not in state:
-            state[key] = holder.full(tensor)
-    return state
+                holders.get(p, StateHolder(p, entry)).complete(state[p], rules)

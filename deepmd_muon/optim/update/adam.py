@@ -8,7 +8,7 @@ lists of tensors.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
-from deepmd_muon.optim.config import AdamImplementation
+from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.phases import phase
-from deepmd_muon.optim.rules.master_weights import current_masters, round_masters
+from deepmd_muon.optim.rules.master_weights import MASTER, current_masters, round_masters
 from deepmd_muon.optim.update.gradients import StepControl, in_dtype, prepare_gradients
 
 # Targets, gradients, first and second moments.
@@ -34,67 +34,51 @@ def moment_dtype(dtype: torch.dtype) -> torch.dtype:
 def adam_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
+    state: Mapping[str, Sequence[Tensor]],
     *,
+    decays: bool,
     lr: float | Tensor,
-    betas: tuple[float, float],
-    weight_decay: float,
-    eps: float,
-    implementation: AdamImplementation = "fused",
+    settings: HybridMuonConfig,
     control: StepControl,
     maximize: bool = False,
-    masters: Sequence[Tensor] | None = None,
 ) -> None:
-    """Take one Adam step in place; with `weight_decay` > 0, decay is decoupled as in AdamW.
+    """Take one Adam step in place on real tensors of one device and dtype.
+
+    16-bit parameters are updated in float32 and rounded once, or stepped as their master weights.
 
     Parameters
     ----------
-    params
-        Real tensors of one device and dtype; 16-bit ones are updated in float32 and rounded once.
-    grads
-        Their gradients.
-    exp_avgs, exp_avg_sqs
-        First and second moments, in `moment_dtype` of the parameters.
-    steps
-        float32 scalars, the number of steps taken; advanced by one.
+    state
+        One tensor per parameter by key: the moments in `moment_dtype`, and the steps taken, float32 scalars.
+    decays
+        Whether this is AdamW's step, with decoupled decay.
     lr
-        Learning rate; a tensor is read on its device.
-    betas
-        Decays of the moments.
-    weight_decay
-        λ in p ← p (1 − lr λ).
-    eps
-        ε, added to the root of the corrected second moment.
-    implementation
-        'fused' is torch's kernel, 'foreach' a few operations on all parameters, 'for-loop' the same one by one.
+        Learning rate of the Muon route; a tensor is read on its device.
     control
         Whether to skip the step, and the gradients' scale; on the parameters' device.
-    maximize
-        Maximize instead of minimizing.
-    masters
-        Master weights of 16-bit parameters, if they have any; stepped in their place.
     """
     wide = moment_dtype(params[0].dtype)
     grads = prepare_gradients(grads, wide, control.scale, maximize=maximize)
     # The parameters themselves, unless they have 16 bits.
     targets = list(params) if params[0].dtype is wide else in_dtype(params, wide)
+    masters = state.get(MASTER)
     if masters is not None:
         targets = current_masters(masters, params)
-    on_gpu = targets[0].is_cuda
-    if isinstance(lr, Tensor) and not (on_gpu and lr.is_cuda):
+    ratio = settings.adam_lr_ratio
+    assert ratio is not None
+    lr = lr if ratio == 1.0 else lr * ratio
+    if isinstance(lr, Tensor) and not (targets[0].is_cuda and lr.is_cuda):
         lr = float(lr)
-    tensors = targets, grads, list(exp_avgs), list(exp_avg_sqs)
-    values: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay, "eps": eps}
-    values["found_inf"] = control.skip
-    if implementation == "fused":
-        _fused(tensors, list(steps), lr, values)
-    elif implementation == "foreach":
-        _foreach(*tensors, list(steps), lr=lr, **values)
+    tensors, steps = (targets, grads, list(state["exp_avg"]), list(state["exp_avg_sq"])), list(state["step"])
+    values: dict[str, Any] = {"beta1": settings.adam_beta1, "beta2": settings.adam_beta2, "eps": settings.adam_eps}
+    values |= {"weight_decay": settings.weight_decay if decays else 0.0, "found_inf": control.skip}
+    if settings.adam_implementation == "fused":
+        _fused(tensors, steps, lr, values)
+    elif settings.adam_implementation == "foreach":
+        _foreach(tensors, steps, lr, **values)
     else:
         for p, g, m, v, step in zip(*tensors, steps, strict=True):
-            _foreach([p], [g], [m], [v], [step], lr=lr, **values)
+            _foreach(([p], [g], [m], [v]), [step], lr, **values)
     if masters is not None:
         round_masters(masters, targets, params)
     elif wide != params[0].dtype:
@@ -102,13 +86,10 @@ def adam_(
 
 
 def _foreach(
-    targets: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
+    tensors: TensorLists,
     steps: list[Tensor],
-    *,
     lr: float | Tensor,
+    *,
     beta1: float,
     beta2: float,
     weight_decay: float,
@@ -116,6 +97,7 @@ def _foreach(
     found_inf: Tensor | None,
 ) -> None:
     """Take the step by operations on lists of tensors; nothing waits for the device."""
+    targets, grads, exp_avgs, exp_avg_sqs = tensors
     changed = (*targets, *exp_avgs, *exp_avg_sqs, *steps)
     before = [] if found_inf is None else list(map(torch.clone, changed))
     torch._foreach_add_(steps, 1)
@@ -145,7 +127,12 @@ def _fused(tensors: TensorLists, steps: list[Tensor], lr: float | Tensor, values
     exact = lr if isinstance(lr, Tensor) and lr.dtype == targets[0].dtype == torch.float64 else None
     before = () if exact is None else torch._foreach_mul(targets, 1.0)  # a copy of all in one launch
     values = {**values, "lr": lr.float() if isinstance(lr, Tensor) else lr, "amsgrad": False, "maximize": False}
-    (_fused_on_gpu if targets[0].is_cuda else _fused_on_cpu)(tensors, steps, **values)
+    if targets[0].is_cuda:
+        _fused_on_gpu(tensors, steps, **values)
+    else:  # on tensors with the strides that torch's kernel assumes
+        alike = _with_equal_strides(tensors)
+        torch_adam(*alike, [], steps, fused=True, decoupled_weight_decay=True, **values)
+        _copy_back(tensors, alike)
     if exact is not None:
         correct_rounded_lr(targets, list(before), exact)
 
@@ -156,13 +143,6 @@ def correct_rounded_lr(targets: list[Tensor], before: list[Tensor], lr: Tensor) 
     change = torch._foreach_sub(targets, before)
     torch._foreach_mul_(change, torch.where(rate > 0, (lr - rate) / rate, 0.0))
     torch._foreach_add_(targets, change)
-
-
-def _fused_on_cpu(tensors: TensorLists, steps: list[Tensor], **values: Any) -> None:
-    """Call torch's kernel on tensors with the strides it assumes."""
-    alike = _with_equal_strides(tensors)
-    torch_adam(*alike, [], steps, fused=True, decoupled_weight_decay=True, **values)
-    _copy_back(tensors, alike)
 
 
 def _fused_on_gpu(tensors: TensorLists, steps: list[Tensor], *, found_inf: Tensor | None, **values: Any) -> None:

@@ -57,16 +57,10 @@ def takes(rows: int, columns: int, count: int, dtype: torch.dtype, device: torch
 
 
 class AppliedGroups:
-    """Groups of one wave whose last product updates the parameters.
+    """Groups of one wave whose last product updates parameters of a dtype.
 
-    Parameters
-    ----------
-    groups
-        Groups for which `takes` holds, and whose blocks are contiguous and start at multiples of 16 bytes.
-    dtype
-        Of the parameters.
-    decay
-        Weight decay, split by `split_float64`.
+    `takes` must hold for the groups, and their blocks be contiguous and start at multiples of 16 bytes. `decay` is the
+    weight decay, split by `split_float64`.
     """
 
     def __init__(self, groups: Sequence[MatrixGroup], dtype: torch.dtype, decay: tuple[float, float]) -> None:
@@ -127,13 +121,7 @@ class AppliedGroups:
 
 @functools.lru_cache(maxsize=16)
 def check(device: torch.device, dtype: torch.dtype) -> None:
-    """Compare with results that are written and then applied, for two matrices of both orientations.
-
-    Raises
-    ------
-    ApplicationError
-        When the parameters differ.
-    """
+    """Compare with results that are written and then applied, for two matrices of both orientations."""
     first, second, *_, last = coefficients_of("polar-express-5")
     coefficients = (first, second, last)  # X is kept in fp32 in between
     factors = torch.tensor([0.5, 0.25], device=device)

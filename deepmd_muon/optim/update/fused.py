@@ -10,6 +10,8 @@ synchronizes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import logging
 from collections import defaultdict
@@ -23,19 +25,23 @@ from torch import Tensor
 from deepmd_muon.optim.config import HybridMuonConfig, update_scale
 from deepmd_muon.optim.cuda import SideStream, try_record
 from deepmd_muon.optim.phases import in_phase
-from deepmd_muon.optim.polar.address_table import AddressTable, captured_addresses
 from deepmd_muon.optim.polar.dispatch import MatrixBatch, choose
 from deepmd_muon.optim.polar.schedules import coefficients_of
+from deepmd_muon.optim.polar.tables import AddressTable, captured_addresses
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.update.adam import moment_dtype
 from deepmd_muon.optim.update.applied import AppliedGroups, MatrixGroup, takes
-from deepmd_muon.optim.update.fused_kernels import GROUP, OFFSET, PARAMETER, PLAIN, RESULT, SUMS, advance, apply, damp
-from deepmd_muon.optim.update.fused_tables import (
-    BlockLocation,
-    StepScalars,
-    block_locations,
-    chunks_of,
-    split_float64,
+from deepmd_muon.optim.update.fused_kernels import (
+    GROUP,
+    OFFSET,
+    PARAMETER,
+    PLAIN,
+    RESULT,
+    ROW,
+    SUMS,
+    advance,
+    apply,
+    damp,
 )
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.update.muon import polar_factors
@@ -58,17 +64,43 @@ class Variant(NamedTuple):
     scale: bool
 
 
-class FusedMuon:
-    """One Muon step of a fixed list of parameters, as `deepmd_muon.optim.update.muon.muon_` defines it.
+@dataclasses.dataclass(frozen=True)
+class BlockLocation:
+    """The location of one block in its parameter: tensor number, offset, row stride and shape, in elements."""
 
-    Parameters
-    ----------
-    params, buffers, scores, views
-        As in `muon_`; parameters and buffers must be contiguous.
-    settings
-        Of the parameters' group.
-    recording
-        Record the launches of a small model in a CUDA graph.
+    tensor: int
+    offset: int
+    stride: int
+    rows: int
+    columns: int
+
+
+class StepScalars:
+    """The learning rate, the skip predicate and the gradients' scale, at the addresses that recorded launches read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rate = torch.zeros((), dtype=torch.float64, device=device)
+        self.skip, self.scale = (torch.zeros((), dtype=torch.float32, device=device) for _ in range(2))
+        self._rate: float | None = None
+
+    def write(self, lr: float | Tensor, control: StepControl) -> None:
+        """Write the present values without synchronizing."""
+        if isinstance(lr, Tensor):
+            self.rate.copy_(lr)
+            self._rate = None
+        elif lr != self._rate:
+            self.rate.fill_(lr)
+            self._rate = lr
+        if control.skip is not None:
+            self.skip.copy_(control.skip)
+        if control.scale is not None:
+            self.scale.copy_(control.scale)
+
+
+class FusedMuon:
+    """One Muon step of a fixed list of contiguous parameters and momenta, as `muon_` defines it.
+
+    With `recording`, the launches of a small model are recorded in a CUDA graph.
     """
 
     def __init__(
@@ -215,15 +247,11 @@ class FusedMuon:
             return
         self._launch(table, variant, capturing)
         if self._record_launches and not capturing:
-            self._record(table, variant)
-
-    def _record(self, table: Tensor, variant: Variant) -> None:
-        """Record the launches of a step in a CUDA graph."""
-        recorded = try_record(lambda: self._launch(table, variant, True), self._device, "a fused step")
-        if recorded is None:
-            self._record_launches = False
-        else:
-            self._recorded[variant], _ = recorded
+            new = try_record(lambda: self._launch(table, variant, True), self._device, "a fused step")
+            if new is None:
+                self._record_launches = False
+            else:
+                self._recorded[variant], _ = new
 
     def _launch(self, table: Tensor, variant: Variant, capturing: bool) -> None:
         """Start all kernels of a step."""
@@ -242,7 +270,11 @@ class FusedMuon:
             side.fork()
         polar = self._orthogonalize(matrices, self._first)
         with side or contextlib.nullcontext():
-            factors = self._damping(skip)
+            factors = self._factors if self._magma else self._scales
+            if self._magma:  # advances the scores, and writes scale times damping of each block
+                damp[(factors.shape[0],)](
+                    self._blocks, self._sums, self._scales, factors, skip, PEAKS=self._peaks, WIDTH=256
+                )
             polar |= self._orthogonalize(matrices, self._second)
             ordered = [polar.get(i, matrix) for i, matrix in enumerate(matrices)]
             results = captured_addresses(ordered) if capturing else self._results.of(ordered)
@@ -259,15 +291,6 @@ class FusedMuon:
                 self._separate, results, factors, self._scalars.rate, *self._decay, skip, DTYPE=self._dtype,
                 POLAR=TYPES[ordered[0].dtype], WIDE=self._wide_type, WIDTH=self._width, num_warps=self._warps,
             )  # fmt: skip
-
-    def _damping(self, skip: Tensor | None) -> Tensor:
-        """Advance Magma's scores and return scale times damping of each block."""
-        if not self._magma:
-            return self._scales
-        damp[(self._factors.shape[0],)](
-            self._blocks, self._sums, self._scales, self._factors, skip, PEAKS=self._peaks, WIDTH=256
-        )
-        return self._factors
 
     def _orthogonalize(self, matrices: Sequence[Tensor], chosen: Sequence[int]) -> dict[int, Tensor]:
         """Return contiguous polar factors of some of the matrices, by number."""
@@ -287,3 +310,31 @@ class FusedMuon:
 
 def _addresses(*several: Sequence[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, itertools.chain(*several)))
+
+
+def block_locations(tensor: int, view: MatrixView) -> list[BlockLocation]:
+    """Return a parameter's blocks in the order of its Magma scores."""
+    blocks = []
+    for b in range(view.batch):
+        offset = b * view.rows * view.columns
+        for m, n in view.block_shapes:
+            blocks.append(BlockLocation(tensor, offset, view.columns, m, n))
+            offset += m * n if view.axis == "rows" else n
+    return blocks
+
+
+def chunks_of(table: Tensor, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Divide blocks into chunks; return the chunks' table, and each block's first chunk and number of chunks."""
+    count = (table[:, 1] + width - 1) // width
+    first = count.cumsum(0) - count
+    chunks = table.repeat_interleave(count, dim=0)
+    chunks[:, 0] = (torch.arange(len(chunks), device="cpu") - first.repeat_interleave(count)) * width
+    assert chunks.shape[1] == int(ROW.value)
+    return chunks.to(device), first, count
+
+
+@functools.lru_cache(maxsize=64)
+def split_float64(x: float) -> tuple[float, float]:
+    """Split a float64 number into two float32 numbers, because kernel arguments are float32."""
+    high = float(torch.tensor(x, dtype=torch.float32, device="cpu"))
+    return high, x - high

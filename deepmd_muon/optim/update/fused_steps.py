@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.cuda import launch_in_threads
-from deepmd_muon.optim.polar.compiling import compilations
-from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS
+from deepmd_muon.optim.polar import dispatch
+from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS, geometry_of
+from deepmd_muon.optim.polar.one_launch import launches_for, start_launch
+from deepmd_muon.optim.polar.orthogonalization import check, choices
 from deepmd_muon.optim.polar.schedules import Coefficients, coefficients_of
+from deepmd_muon.optim.polar.tables import AddressTable, Inputs, captured_addresses
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules.magma import SCORE, Magma
 from deepmd_muon.optim.rules.master_weights import NARROW, MasterWeights
 from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.update.adam import moment_dtype
-from deepmd_muon.optim.update.fused import SMALL, TYPES, FusedMuon, Variant
-from deepmd_muon.optim.update.fused_tables import block_locations
+from deepmd_muon.optim.update.fused import SMALL, TYPES, FusedMuon, Variant, block_locations
 from deepmd_muon.optim.update.gradients import StepControl, gradients_of
 from deepmd_muon.optim.update.muon import muon_
 
@@ -32,6 +33,8 @@ _MAX_RECORDINGS = 8
 # Lists of parameters whose steps are kept: where experts get gradients in turn, there are ever new ones.
 _MOST_LISTS = 16
 FUSED_RULES = (Magma,)  # the rules that the kernels of `FusedMuon` know
+# Implementations whose kernels are compiled for classes of shapes, so that zeros of the same shapes reach them.
+_BY_CLASS = ("whole", "strips", "tiles")
 _COMPILING = threading.Lock()
 _COMPILED: set[tuple[object, ...]] = set()
 
@@ -123,13 +126,6 @@ def compile_kernels(
     """Compile and check the kernels of a small model's step in threads beside each other; only the first call does.
 
     A call waits for one in another thread. On a CPU, and while a graph is captured, nothing is done.
-
-    Parameters
-    ----------
-    views, device, dtype
-        Of the parameters of a wave.
-    variant, settings
-        Of their step.
     """
     elements = sum(view.batch * view.rows * view.columns for view in views)
     if device.type != "cuda" or elements > SMALL or torch.cuda.is_current_stream_capturing():
@@ -140,23 +136,43 @@ def compile_kernels(
             return
         _COMPILED.add(key)
         works = functools.partial(_works, device, dtype, variant, settings.magma_muon, settings.nesterov)
-        calls = [works] if fuses(settings, dtype) else []
-        launch_in_threads([*calls, *_orthogonalizations(views, device, dtype, settings)], device)
+        calls: list[Callable[[], object]] = [works] if fuses(settings, dtype) else []
+        if settings.flash_muon and settings.precision in ("auto", "float16"):
+            counts = Counter((block.rows, block.columns) for view in views for block in block_locations(0, view))
+            schedules: dict[Coefficients, list[Tensor]] = defaultdict(list)
+            for (m, n), count in counts.items():
+                schedule = coefficients_of(settings.schedule_of((count, m, n)))
+                schedules[schedule].append(torch.zeros(count, m, n, dtype=moment_dtype(dtype), device=device))
+            for schedule, matrices in schedules.items():
+                calls += compilations(matrices, schedule, torch.float16, IMPLEMENTATIONS)
+        launch_in_threads(calls, device)
 
 
-def _orthogonalizations(
-    views: Sequence[MatrixView], device: torch.device, dtype: torch.dtype, settings: HybridMuonConfig
+def compilations(
+    matrices: Sequence[Tensor], coefficients: Coefficients, operand: torch.dtype, allowed: Collection[str]
 ) -> list[Callable[[], object]]:
-    """Return calls that compile the kernels which orthogonalize the blocks of these views."""
-    if not settings.flash_muon or settings.precision not in ("auto", "float16"):
-        return []
-    counts = Counter((block.rows, block.columns) for view in views for block in block_locations(0, view))
-    schedules: dict[Coefficients, list[Tensor]] = defaultdict(list)
-    for (m, n), count in counts.items():
-        schedule = coefficients_of(settings.schedule_of((count, m, n)))
-        schedules[schedule].append(torch.zeros(count, m, n, dtype=moment_dtype(dtype), device=device))
-    several = [compilations(*each[::-1], torch.float16, IMPLEMENTATIONS) for each in schedules.items()]
-    return list(itertools.chain(*several))
+    """Return calls that compile and check the kernels which orthogonalize such matrices, each another one.
+
+    Only shapes, dtypes and the device of `matrices` matter. A call raises what the compiler or the driver raises.
+    """
+    device = matrices[0].device
+    usable = tuple(name for name in allowed if name not in dispatch.FAILED)
+    chosen = choices(geometry_of(matrices), torch.cuda.get_device_capability(device), operand, usable)
+    calls: list[Callable[[], object]] = [functools.partial(captured_addresses, matrices[:1])]
+    for name in dict.fromkeys(chosen):
+        if name == "torch":
+            continue
+        calls.append(functools.partial(check, name, device))
+        if name not in _BY_CLASS:
+            continue
+        mine = [x for x, own in zip(matrices, chosen, strict=True) if own == name]
+        plan = launches_for(name, geometry_of(mine), device)
+        inputs = Inputs(AddressTable(len(mine), device).of(mine), mine)
+        out = torch.empty(plan.out_size, dtype=torch.float32, device=device)
+        # One launch for each kernel that these matrices need.
+        different = {tuple(launch.constants.items()): launch for launch in plan.launches}.values()
+        calls += [functools.partial(start_launch, name, launch, inputs, coefficients, out) for launch in different]
+    return calls
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-
-from deepmd_muon.optim.config import NonFinite
-from deepmd_muon.optim.errors import NonFiniteGradientError
 
 T = TypeVar("T")
 
@@ -18,13 +15,8 @@ T = TypeVar("T")
 class StepControl(NamedTuple):
     """Conditions of one step, the same for all parameters.
 
-    Attributes
-    ----------
-    skip
-        Device predicate, float32 scalar: 1 keeps every parameter and all state unchanged; None never skips. The host
-        does not read it.
-    scale
-        The factor by which a gradient scaler multiplied the loss, or None.
+    `skip` is a device predicate, a float32 scalar: 1 keeps every parameter and all state unchanged, and the host does
+    not read it. `scale` is the factor by which a gradient scaler multiplied the loss.
     """
 
     skip: Tensor | None = None
@@ -47,53 +39,6 @@ def prepare_gradients(
         # The scale is a power of two in practice, so its reciprocal in float64 is exact.
         grads = list(torch._foreach_mul(grads, scale.double().reciprocal().to(dtype)))
     return list(torch._foreach_neg(grads)) if maximize else grads
-
-
-def decide(
-    names: Sequence[str],
-    grads: Sequence[Tensor | None],
-    on_nonfinite: NonFinite,
-    scale: Tensor | None,
-    skip: Tensor | None,
-    agree: Callable[[Tensor | None], Tensor | None] | None,
-) -> StepControl:
-    """Decide, on the device, whether a step is skipped.
-
-    Parameters
-    ----------
-    names, grads
-        Of all parameters; None without a gradient. On several ranks the names and their order are the same, and each
-        rank passes its local elements of the gradients.
-    on_nonfinite
-        The setting of this name.
-    scale, skip
-        A gradient scaler's, or None.
-    agree
-        On several ranks: takes this rank's flags, float32 (n,) or None; returns the maximum over ranks.
-
-    Raises
-    ------
-    NonFiniteGradientError
-        When a gradient holds NaN or infinity, `on_nonfinite` is 'error' and no scaler skips the step.
-    """
-    flags = skip
-    named = on_nonfinite == "error" and skip is None  # the host reads the flags, one per parameter
-    if on_nonfinite != "ignore":
-        here = {i: g for i, g in enumerate(grads) if g is not None and g.numel()}
-        bad = nonfinite_flags(list(here.values())).float() if here else torch.zeros(0, device="cpu")
-        if named:
-            flags = bad.new_zeros(len(grads))
-            flags[list(here)] = bad
-        else:
-            worst = bad.amax() if here else bad.sum()
-            flags = worst if skip is None else torch.maximum(skip.to(worst.device), worst)
-    if agree is not None:
-        flags = agree(flags)
-    if flags is None or not flags.numel():
-        return StepControl(None, scale)
-    if named and flags.any():
-        raise NonFiniteGradientError([name for name, is_bad in zip(names, flags.tolist(), strict=True) if is_bad])
-    return StepControl(flags.amax() if flags.ndim else flags, scale)
 
 
 def in_dtype(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -31,26 +31,20 @@ def muon_(
     control: StepControl,
     maximize: bool = False,
 ) -> None:
-    """Take one Muon step in place.
+    """Take one Muon step in place on real tensors of one device and dtype, with gradients.
+
+    16-bit parameters are updated in float32 and rounded once.
 
     Parameters
     ----------
-    params
-        Real tensors of one device and dtype, with gradients; 16-bit parameters are updated in float32 and rounded once.
     buffers
         Momenta, of the parameters' shapes and dtype.
     state
         State tensors of the settings' rules by key, one per parameter; changed in place.
-    views
-        The parameters' matrix views.
     lr
         Learning rate; a tensor is read on its device.
-    settings
-        Settings of the parameters' group.
     control
         Whether to skip the step, and the gradients' scale; on the parameters' device.
-    maximize
-        Maximize instead of minimizing.
     """
     grads = gradients_of(params)
     momenta, grads = advance_momenta(grads, buffers, settings, control, maximize=maximize)
@@ -71,7 +65,11 @@ def muon_(
     rate = effective_lr(lr, control)
     done, new = update_blocks(directions, inputs, of_blocks, measured, rules, settings, rate)
     for key, values in new.items():
-        _store(of_blocks[key], values, control.skip)
+        if control.skip is not None:  # on the device: the old state stays
+            before, after = (torch.cat([x.reshape(-1) for x in some]) for some in (of_blocks[key], values))
+            kept = torch.where(control.skip > 0, before, after).split([x.numel() for x in of_blocks[key]])
+            values = [x.view(old.shape) for x, old in zip(kept, of_blocks[key], strict=True)]
+        torch._foreach_copy_(of_blocks[key], list(values))
     remaining = iter(done)
     updates = [view.join([next(remaining) for _ in cut]) for view, cut in zip(views, blocks, strict=True)]
     apply_updates(params, updates, rate, settings.weight_decay, rules, masters)
@@ -120,25 +118,11 @@ def _measure(
     """Return the statistics of all blocks that rules ask for, (batch,) each."""
     if not any(rule.sums for rule in rules):
         return {}
-    vectors = [
-        [piece for view, x in zip(views, several, strict=True) for piece in _vectors(view, x)]
-        for several in (momenta, grads)
-    ]
+    vectors: list[list[Tensor]] = [[], []]  # the blocks of momenta and gradients, each (batch, elements)
+    for found, several in zip(vectors, (momenta, grads), strict=True):
+        for view, x in zip(views, several, strict=True):
+            found += [piece.flatten(1) for piece in view.cut(x)] if view.axis else [x.reshape(view.batch, -1)]
     return {rule: rule.measure_whole(*vectors) for rule in rules if rule.sums}
-
-
-def _vectors(view: MatrixView, x: Tensor) -> list[Tensor]:
-    """Return the blocks of a tensor of the parameter's shape as vectors, each (batch, elements)."""
-    return [piece.flatten(1) for piece in view.cut(x)] if view.axis else [x.reshape(view.batch, -1)]
-
-
-def _store(old: Sequence[Tensor], new: Sequence[Tensor], skip: Tensor | None) -> None:
-    """Write new state, unless `skip` is set on the device."""
-    if skip is not None:
-        before, after = (torch.cat([x.reshape(-1) for x in some]) for some in (old, new))
-        kept = torch.where(skip > 0, before, after)
-        new = [x.view(y.shape) for x, y in zip(kept.split([y.numel() for y in old]), old, strict=True)]
-    torch._foreach_copy_(list(old), list(new))
 
 
 def update_blocks(
@@ -150,25 +134,10 @@ def update_blocks(
     settings: HybridMuonConfig,
     lr: float | Tensor,
 ) -> tuple[list[Tensor], dict[str, Sequence[Tensor]]]:
-    """Orthogonalize blocks with the rules of their settings.
+    """Orthogonalize blocks, batches (b, rows, columns) of one device and dtype, with the rules of their settings.
 
-    Parameters
-    ----------
-    directions
-        Batches (b, rows, columns) of one device and dtype.
-    inputs
-        Of the same shapes, if rules ask for them.
-    state
-        Of the rules; left as it is.
-    measured
-        Statistics of the blocks, (b,) each, for the rules that ask for them.
-    rules, settings, lr
-        Of the blocks' parameter group.
-
-    Returns
-    -------
-    tuple
-        The scaled updates, of the directions' shapes, and the new state.
+    `inputs`, of the same shapes, and `measured`, (b,) each, are there for the rules that ask for them. Return the
+    scaled updates and the rules' new state; `state` is left as it is.
     """
     new: dict[str, Sequence[Tensor]] = {}
     for rule in rules:
@@ -239,7 +208,13 @@ def apply_updates(
     steps = in_dtype(updates, wide) if targets[0].is_cuda or isinstance(lr, Tensor) else updates
     steps = [u if u.shape == p.shape else u.reshape(p.shape) for u, p in zip(steps, params, strict=True)]
     if weight_decay:
-        _decay(list(targets), steps, 1.0 - lr * weight_decay, rules)
+        kept: Any = 1.0 - lr * weight_decay
+        chosen = [where for rule in rules if (where := rule.decays(targets, steps)) is not None]
+        if not chosen:
+            torch._foreach_mul_(targets, kept)
+        else:
+            for p, q, *masks in zip(targets, torch._foreach_mul(targets, kept), *chosen, strict=True):
+                p.copy_(torch.where(torch.stack(masks).all(dim=0) if len(masks) > 1 else masks[0], q, p))
     if isinstance(lr, Tensor):
         torch._foreach_sub_(targets, torch._foreach_mul(steps, lr))
     else:
@@ -248,14 +223,3 @@ def apply_updates(
         round_masters(masters, targets, params)
     elif wide != params[0].dtype:
         torch._foreach_copy_(list(params), targets)
-
-
-def _decay(targets: list[Tensor], updates: Sequence[Tensor], kept: Any, rules: Sequence[MatrixRule]) -> None:
-    """Multiply the targets by `kept`, a number or a tensor, where all rules let them decay."""
-    chosen = [found for rule in rules if (found := rule.decays(targets, updates)) is not None]
-    if not chosen:
-        torch._foreach_mul_(targets, kept)
-        return
-    decayed = torch._foreach_mul(targets, kept)
-    for p, q, *masks in zip(targets, decayed, *chosen, strict=True):
-        p.copy_(torch.where(torch.stack(masks).all(dim=0) if len(masks) > 1 else masks[0], q, p))

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepmd_muon.optim.polar import SCHEDULES, dispatch, orthogonalize_matrices
-from deepmd_muon.optim.polar.run import choose_all, run_kernels
+from deepmd_muon.optim.polar.orthogonalization import choose_all, run_kernels
 
 SHAPES = (
     *((1, 1), (1, 8), (2, 1), (5, 7), (16, 16), (17, 33), (25, 50), (63, 65), (65, 64), (127, 129), (128, 384)),

@@ -21,12 +21,12 @@ from offline import MULTIPROCESSORS, Recorded, Recorder, recorded_launches, reso
 
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.cuda import launch_in_threads
-from deepmd_muon.optim.polar import SCHEDULES, compiling, dispatch, one_launch, symmetric_launch
-from deepmd_muon.optim.polar.run import run_kernels
+from deepmd_muon.optim.polar import SCHEDULES, dispatch, one_launch, symmetric_launch
+from deepmd_muon.optim.polar.orthogonalization import run_kernels
 from deepmd_muon.optim.polar.tables import Application
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules.magma import SCORE_START
-from deepmd_muon.optim.update import fused
+from deepmd_muon.optim.update import fused, fused_steps
 from deepmd_muon.optim.update.fused import FusedMuon
 from deepmd_muon.optim.update.gradients import StepControl
 
@@ -187,12 +187,12 @@ def test_only_matrices_of_whole_tiles_are_fetched_ahead(columns, ahead):
 def test_kernels_are_compiled_ahead_of_the_launches_that_need_them(monkeypatch):
     """The shapes are those of DPA-3 and se_e2_a, whose strips need several launches."""
     checked = []
-    monkeypatch.setattr(compiling, "check", lambda name, device: checked.append(name))  # compares numbers
+    monkeypatch.setattr(fused_steps, "check", lambda name, device: checked.append(name))  # compares numbers
     shapes = [(12, 64, 320), (6, 128, 240), (6, 320, 128), (6, 128, 768), (2, 240, 240), (1, 240, 1600)]
     shapes += [(2, 25, 50), (2, 50, 100), (1, 128, 128), (6, 2, 128), (6, 32, 128)]
     matrices = [torch.empty(shape) for shape in shapes]
     with recorded_launches() as found:
-        for call in compiling.compilations(matrices, COEFFICIENTS, torch.float16, dispatch.IMPLEMENTATIONS):
+        for call in fused_steps.compilations(matrices, COEFFICIENTS, torch.float16, dispatch.IMPLEMENTATIONS):
             call()
         count = len(found)
         for name in ("whole", "strips"):

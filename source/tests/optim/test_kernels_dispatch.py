@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases import BATCHES, SHAPES, default_choice
 
-from deepmd_muon.optim.polar import dispatch, orthogonalize_matrices, run
+from deepmd_muon.optim.polar import dispatch, orthogonalization, orthogonalize_matrices
 from deepmd_muon.optim.polar.dispatch import TABLE, MatrixBatch, choose
 
 
@@ -84,25 +84,25 @@ def test_the_table_prints_and_ends_with_torch():
 
 def test_without_a_gpu_one_line_is_logged_and_torch_runs(monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "unavailable", lambda: "torch finds no GPU")
-    run._kernels_available.cache_clear()
+    orthogonalization._kernels_available.cache_clear()
     x = torch.eye(3).expand(2, 3, 3)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             assert torch.allclose(orthogonalize_matrices([x], "8+2")[0], torch.eye(3).expand(2, 3, 3), atol=2e-3)
     assert [record.message for record in caplog.records] == ["matrices are orthogonalized by torch: torch finds no GPU"]
-    run._kernels_available.cache_clear()
+    orthogonalization._kernels_available.cache_clear()
 
 
 def test_a_failing_kernel_is_switched_off_with_one_line(monkeypatch, caplog):
     def broken(name, matrices, coefficients):
         raise RuntimeError("no compiler\nand more")
 
-    monkeypatch.setattr(run, "check", lambda name, device: None)
-    monkeypatch.setattr(run, "run_kernels", broken)
+    monkeypatch.setattr(orthogonalization, "check", lambda name, device: None)
+    monkeypatch.setattr(orthogonalization, "run_kernels", broken)
     monkeypatch.setattr(dispatch, "FAILED", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with caplog.at_level(logging.WARNING):
-        assert run.try_kernels("whole", [torch.zeros(1, 2, 2)], ((1.0, 0.0, 0.0),)) is None
+        assert orthogonalization.try_kernels("whole", [torch.zeros(1, 2, 2)], ((1.0, 0.0, 0.0),)) is None
     assert [r.message for r in caplog.records] == [
         "'whole' is disabled, and torch is used instead: RuntimeError: no compiler"
     ]

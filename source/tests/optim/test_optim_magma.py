@@ -32,7 +32,7 @@ def test_alignments_are_cosines(dtype, scale, at_a_time, monkeypatch):
     monkeypatch.setattr(magma, "_AT_A_TIME_CPU", at_a_time)
     m, g = pairs(dtype, scale)
     kept = [x.clone() for x in (*m, *g)]
-    found = magma.alignments(m, g)
+    found = magma.Magma().measure_whole(m, g)
     for x, y, cosines in zip(m, g, found, strict=True):
         assert cosines.dtype == torch.float32
         torch.testing.assert_close(cosines, by_definition(x, y), rtol=2e-6, atol=1e-6)
@@ -43,25 +43,25 @@ def test_alignments_are_cosines(dtype, scale, at_a_time, monkeypatch):
 def test_zeros_and_not_numbers_stay_in_their_block(dtype):
     """Both have no direction: the cosine is 0 (the update of the latter is NaN, its score is not)."""
     m, g = pairs(dtype, 1.0)
-    expected = magma.alignments(m, g)
+    expected = magma.Magma().measure_whole(m, g)
     m[1][0] = 0.0
     m[5][2, 3] = torch.nan
-    found = magma.alignments(m, g)
+    found = magma.Magma().measure_whole(m, g)
     expected[1][0] = expected[5][2] = 0.0
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
 
 
 def test_no_blocks_have_no_alignments():
-    assert magma.alignments([], []) == []
+    assert magma.Magma().measure_whole([], []) == []
 
 
 def test_a_score_does_not_depend_on_its_neighbours():
     """Scores of several ranks' blocks come out bitwise as those of one process."""
     torch.manual_seed(2)
     scores, cosines = torch.rand(37), 2.0 * torch.rand(37) - 1.0
-    (together,) = magma.advanced_scores([scores], [cosines])
-    apart = magma.advanced_scores(scores.split(1), cosines.split(1))
+    (together,) = magma.Magma().advance([], {magma.SCORE: [scores]}, [cosines])[magma.SCORE]
+    apart = magma.Magma().advance([], {magma.SCORE: scores.split(1)}, cosines.split(1))[magma.SCORE]
     assert torch.equal(together, torch.cat(apart))
     (factors,) = magma.Magma().factors([], {"magma_score": [together]})
     single = magma.Magma().factors([], {"magma_score": apart})

@@ -14,8 +14,9 @@ from deepmd_muon.optim import AdamConfig, HybridMuon, HybridMuonConfig, MuonConf
 from deepmd_muon.optim import step as step_module
 from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.sharded_config import ShardedSettings
-from deepmd_muon.optim.step import CompiledStep, Wave
+from deepmd_muon.optim.step import CompiledStep
 from deepmd_muon.optim.update.gradients import StepControl
+from deepmd_muon.optim.waves import Wave
 
 
 def parameter(*shape, seed=0, dtype=torch.float32):

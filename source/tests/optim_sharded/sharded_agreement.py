@@ -17,8 +17,8 @@ from torch.distributed.tensor import Replicate, Shard
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.errors import InvalidParameterError, PlanMismatchError, ReplicaMismatchError
 from deepmd_muon.optim.qk_clip import QKClip, SeparateQK
-from deepmd_muon.optim.sharded import ShardedSettings, presence, step
-from deepmd_muon.optim.sharded.presence import GradientPresence
+from deepmd_muon.optim.sharded import ShardedSettings, agreement, step
+from deepmd_muon.optim.sharded.agreement import GradientPresence
 
 WAYS = {
     "repeated": ShardedSettings(replication="repeat"),
@@ -108,7 +108,7 @@ def settings_later():
         )
         group = optimizer.param_groups[0]
         gradients(params)
-        with mock.patch.object(presence, "_RARELY", 1):
+        with mock.patch.object(agreement, "_RARELY", 1):
             optimizer.step()
             for key, before, after in (("lr", 0.1, 0.25), ("momentum", 0.95, 0.5)):
                 if rank == 1:

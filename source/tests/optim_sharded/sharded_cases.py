@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from deepmd_muon.optim import CaptureError, HybridMuon
-from deepmd_muon.optim.sharded import ShardedSettings, presence
+from deepmd_muon.optim.sharded import ShardedSettings, agreement
 from deepmd_muon.optim.sharded import step as sharded_step
 from deepmd_muon.optim.sharded.layout import held_runs, total
 from deepmd_muon.optim.sharded.params import layout_of
@@ -178,7 +178,7 @@ def as_captured():
         raise AssertionError("a captured step read a tensor on the host")
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (presence, sharded_step):
+        for module in (agreement, sharded_step):
             patch.setattr(module, "is_capturing", lambda: True)
         for name in ("tolist", "item", "numpy", "__bool__", "__float__", "__int__", "__index__"):
             patch.setattr(torch.Tensor, name, read)

@@ -24,7 +24,7 @@ from deepmd_muon.optim.errors import (
     UnsupportedTransportError,
 )
 from deepmd_muon.optim.sharded import ShardedSettings, step
-from deepmd_muon.optim.sharded.presence import GradientPresence
+from deepmd_muon.optim.sharded.agreement import GradientPresence
 
 
 def missing_gradients():

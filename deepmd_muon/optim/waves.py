@@ -1,0 +1,90 @@
+"""Waves: parameters of one group, route, device and dtype that are updated together, with their state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from deepmd_muon.optim.dtensors import local_of
+from deepmd_muon.optim.routing.param_groups import Group
+from deepmd_muon.optim.routing.rules import Route, RouteEntry
+from deepmd_muon.optim.routing.views import MatrixView
+from deepmd_muon.optim.rules.registry import matrix_rules
+from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
+from deepmd_muon.optim.state.schema import ALL_MOMENTS, State, StateHolder, state_tensors
+from deepmd_muon.optim.update.adam import adam_, moment_dtype
+from deepmd_muon.optim.update.gradients import StepControl, waves
+
+RoutedParams = list[tuple[Tensor, RouteEntry]]
+StateLists = dict[str, list[Tensor]]  # by key, one tensor for each parameter
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Wave:
+    """Parameters of one group, route, device and dtype, updated together: this rank's elements and state.
+
+    With moments in host memory, `transfer_batch` holds them, parameter by parameter, in the order of `state`.
+    """
+
+    group: Group
+    route: Route
+    device: torch.device
+    params: list[Tensor]
+    views: list[MatrixView]
+    state: StateLists
+    transfer_batch: TransferBatch | None
+    holders: Sequence[StateHolder] = ()
+
+    def with_moments(self, moments: Sequence[Tensor]) -> StateLists:
+        """Return the state with its moments replaced by those of its transfer batch."""
+        keys = [key for key in self.state if key in ALL_MOMENTS]
+        return {**self.state, **{key: list(moments[i :: len(keys)]) for i, key in enumerate(keys)}}
+
+
+def waves_of(
+    group: Group,
+    route: Route,
+    members: Sequence[tuple[Tensor, StateHolder]],
+    state: State,
+    memory: HostMemory | None,
+    workspace: int,
+) -> Iterator[Wave]:
+    """Divide parameters of one group and route, given by their elements on this rank, into waves; create missing state.
+
+    `workspace` bounds the elements of a wave, and so does a transfer batch of `memory`.
+    """
+    rules = matrix_rules(group.settings)
+    most = 0 if group.values["foreach"] is False else workspace
+    if memory is not None and members and most:
+        # Moments are at least float32 on the Adam routes, and so are master weights.
+        dtype = members[0][0].dtype
+        wide = -(-moment_dtype(dtype).itemsize // dtype.itemsize)
+        moments = [key for key in state_tensors(route, rules, dtype) if key in ALL_MOMENTS]
+        count = sum(1 if key == "momentum_buffer" else wide for key in moments)
+        most = min(most, memory.batch_bytes // (count * max(x.element_size() for x, _ in members)))
+    for wave in waves(members, most):
+        params, holders = [x for x, _ in wave], [holder for _, holder in wave]
+        states = [holder.complete(state[holder.p], rules) for holder in holders]
+        keys = state_tensors(route, rules, params[0].dtype)
+        wanted = [(holder.p, key) for holder in holders for key in keys if key in ALL_MOMENTS]
+        transfer_batch = None if memory is None else memory.transfer_batch(state, wanted)
+        lists = {key: [local_of(values[key]) for values in states] for key in keys}
+        views = [holder.entry.view for holder in holders if holder.entry.view is not None]
+        yield Wave(group, route, params[0].device, params, views, lists, transfer_batch, holders)
+
+
+def step_elements(wave: Wave, grads: Sequence[Tensor], state: StateLists, control: StepControl) -> None:
+    """Step a wave of one of the Adam routes."""
+    adam_(
+        wave.params,
+        grads,
+        state,
+        decays=wave.route == "adamw",
+        lr=wave.group.lr,
+        settings=wave.group.settings,
+        control=control,
+        maximize=wave.group.values["maximize"],
+    )
