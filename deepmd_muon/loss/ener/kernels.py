@@ -3,11 +3,6 @@
 `EnergyLoss.compare` defines the result; its terms take some thirty launches of torch's operations.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
-# branch that is decided at compile time must be a statement.
-
 from __future__ import annotations
 
 from typing import NamedTuple

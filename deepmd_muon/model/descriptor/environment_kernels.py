@@ -3,11 +3,6 @@
 `environment` and `deepmd_muon.model.energy_model.edge_vectors` define the results.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
-# branch that is decided at compile time must be a statement.
-
 from __future__ import annotations
 
 import torch
@@ -19,17 +14,7 @@ BLOCK = 256
 
 @triton.jit
 def _edge_vectors_kernel(
-    out,
-    coord,
-    box,
-    order,
-    frame,
-    neighbor,
-    shift,
-    count,
-    nnei,
-    periodic: tl.constexpr,
-    block: tl.constexpr,
+    out, coord, box, order, frame, neighbor, shift, count, nnei, periodic: tl.constexpr, block: tl.constexpr
 ):
     """r_ij = coord[j] + S·box − coord[i]."""
     edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
@@ -53,17 +38,9 @@ def _edge_vectors_kernel(
 
 @triton.jit
 def _environment_kernel(
-    masked,
-    rows,
-    scalars,
-    edges,
-    empty,
-    count,
-    rcut: tl.constexpr,
-    rcut_smth: tl.constexpr,
-    protection: tl.constexpr,
-    block: tl.constexpr,
-):
+    masked, rows, scalars, edges, empty, count,
+    rcut: tl.constexpr, rcut_smth: tl.constexpr, protection: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """Rows, and the three scalars of their derivative one after another in `scalars` (3, count)."""
     edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = edge < count
@@ -93,18 +70,7 @@ def _environment_kernel(
 
 
 @triton.jit
-def _pull_kernel(
-    out,
-    adjoint,
-    factor,
-    edges,
-    radial,
-    isotropic,
-    bend,
-    count,
-    nnei,
-    block: tl.constexpr,
-):
+def _pull_kernel(out, adjoint, factor, edges, radial, isotropic, bend, count, nnei, block: tl.constexpr):
     """dE/dr_ij from dE/dR, R = factor·row + constant."""
     edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = edge < count
@@ -123,18 +89,7 @@ def _pull_kernel(
 
 
 @triton.jit
-def _push_kernel(
-    out,
-    cotangent,
-    factor,
-    edges,
-    radial,
-    isotropic,
-    bend,
-    count,
-    nnei,
-    block: tl.constexpr,
-):
+def _push_kernel(out, cotangent, factor, edges, radial, isotropic, bend, count, nnei, block: tl.constexpr):
     """Apply the transpose of `_pull_kernel`."""
     edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = edge < count
@@ -154,14 +109,7 @@ def _push_kernel(
 
 
 @triton.jit
-def _scatter_kernel(
-    force,
-    slope,
-    order,
-    neighbor,
-    nnei,
-    block: tl.constexpr,
-):
+def _scatter_kernel(force, slope, order, neighbor, nnei, block: tl.constexpr):
     """Add the slopes of one atom's edges to the force on it, and take each from that on the neighbour."""
     atom = tl.program_id(0).to(tl.int64)
     here = force + tl.load(order + atom) * 3
@@ -176,15 +124,7 @@ def _scatter_kernel(
 
 
 @triton.jit
-def _gather_kernel(
-    slope,
-    force,
-    order,
-    neighbor,
-    count,
-    nnei,
-    block: tl.constexpr,
-):
+def _gather_kernel(slope, force, order, neighbor, count, nnei, block: tl.constexpr):
     """Apply the transpose of `_scatter_kernel`."""
     edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = edge < count

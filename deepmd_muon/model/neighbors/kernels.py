@@ -5,11 +5,6 @@ within the cut-off, keeps those that are, sorts them by distance and writes them
 are two steps: `renew` keeps what is within cut-off and skin, `lay_out` sorts and writes what is within the cut-off.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
-# branch that is decided at compile time must be a statement.
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -3,11 +3,6 @@
 For tanh they keep its values, for other functions their arguments, as `activation` does.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
-# branch that is decided at compile time must be a statement.
-
 from __future__ import annotations
 
 from typing import Any
@@ -33,20 +28,9 @@ def _derivatives(kept, kind: tl.constexpr, curve_of: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    out,
-    keep,
-    z,
-    idt,
-    x,
-    count,
-    width,
-    n_in,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    scaled: tl.constexpr,
-    residual: tl.constexpr,
-    block: tl.constexpr,
-):
+    out, keep, z, idt, x, count, width, n_in,
+    curve_of: tl.constexpr, kind: tl.constexpr, scaled: tl.constexpr, residual: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """Store out = f(z)·idt + copies of x and, for tanh, keep = f(z)."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = at < count
@@ -66,18 +50,9 @@ def _forward_kernel(
 
 @triton.jit
 def _slope_kernel(
-    out,
-    keep,
-    idt,
-    above,
-    count,
-    width,
-    stride,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    scaled: tl.constexpr,
-    block: tl.constexpr,
-):
+    out, keep, idt, above, count, width, stride,
+    curve_of: tl.constexpr, kind: tl.constexpr, scaled: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """Store out = f′·idt·above; `stride` 0 reads one row of `above` for all."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = at < count
@@ -91,20 +66,9 @@ def _slope_kernel(
 
 @triton.jit
 def _tangent_kernel(
-    out,
-    keep,
-    idt,
-    before,
-    tangent,
-    count,
-    width,
-    n_in,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    scaled: tl.constexpr,
-    residual: tl.constexpr,
-    block: tl.constexpr,
-):
+    out, keep, idt, before, tangent, count, width, n_in,
+    curve_of: tl.constexpr, kind: tl.constexpr, scaled: tl.constexpr, residual: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """Store out = f′·before·idt + copies of the tangent below."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = at < count
@@ -120,20 +84,9 @@ def _tangent_kernel(
 
 @triton.jit
 def _cotangent_kernel(
-    out,
-    keep,
-    idt,
-    before,
-    down,
-    adjoint,
-    count,
-    width,
-    stride,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    scaled: tl.constexpr,
-    block: tl.constexpr,
-):
+    out, keep, idt, before, down, adjoint, count, width, stride,
+    curve_of: tl.constexpr, kind: tl.constexpr, scaled: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """If `scaled`, the cotangent of idt per row; then those of h and of its tangent: `out` (2 or 3, rows, width)."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = at < count

@@ -4,11 +4,6 @@ Of 4-term sums, matrix products in batches are bound by their launches' small ti
 once.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
-# branch that is decided at compile time must be a statement.
-
 from __future__ import annotations
 
 import torch

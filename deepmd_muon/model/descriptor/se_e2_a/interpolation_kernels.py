@@ -1,10 +1,5 @@
 """Triton kernels of the interpolated embedding: the sums over edges of `interpolation`, which defines their result."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
-# branch that is decided at compile time must be a statement.
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -39,18 +34,9 @@ def _basis(place, pieces: tl.constexpr, orders: tl.constexpr, edges: tl.constexp
 
 @triton.jit
 def _spread_kernel(
-    out,
-    rows,
-    empty,
-    moved,
-    start,
-    table,
-    nnei,
-    pieces: tl.constexpr,
-    orders: tl.constexpr,
-    edges: tl.constexpr,
-    transpose: tl.constexpr,
-):
+    out, rows, empty, moved, start, table, nnei,
+    pieces: tl.constexpr, orders: tl.constexpr, edges: tl.constexpr, transpose: tl.constexpr,
+):  # fmt: skip
     """Sum over the edges of one atom and neighbour type into `(4, pieces, orders)`.
 
     With `transpose`, the cotangents `moved` of `evaluate`; else R itself, empty slots included. Neighbours are sorted
@@ -103,15 +89,7 @@ def _spread_kernel(
 
 @triton.jit
 def _evaluate_kernel(
-    out,
-    rows,
-    product,
-    start,
-    table,
-    nnei,
-    pieces: tl.constexpr,
-    orders: tl.constexpr,
-    edges: tl.constexpr,
+    out, rows, product, start, table, nnei, pieces: tl.constexpr, orders: tl.constexpr, edges: tl.constexpr
 ):
     """Evaluate the polynomials P of one atom and neighbour type at some of its edges."""
     atom, kind = tl.program_id(0).to(tl.int64), tl.program_id(1)

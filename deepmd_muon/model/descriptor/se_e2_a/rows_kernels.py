@@ -1,10 +1,5 @@
 """Triton kernels of the standardised rows and of the intervals of s: `SeE2A` and `interpolation.cut` define them."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
-# branch that is decided at compile time must be a statement.
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -19,18 +14,7 @@ BLOCK = 128
 
 
 @triton.jit
-def _standardise_kernel(
-    out,
-    empty,
-    scale,
-    rows,
-    mean,
-    stddev,
-    kinds,
-    stride,
-    nnei,
-    block: tl.constexpr,
-):
+def _standardise_kernel(out, empty, scale, rows, mean, stddev, kinds, stride, nnei, block: tl.constexpr):
     """Standardise the rows of one atom; write R of an empty slot and the factor as well."""
     atom = tl.program_id(0).to(tl.int64)
     kind = tl.load(kinds + atom)
@@ -48,15 +32,7 @@ def _standardise_kernel(
 
 
 @triton.jit
-def _extremes_kernel(
-    extremes,
-    rows,
-    empty,
-    table,
-    atoms,
-    nnei,
-    block: tl.constexpr,
-):
+def _extremes_kernel(extremes, rows, empty, table, atoms, nnei, block: tl.constexpr):
     """Write the least and the largest s of one atom's neighbours of one type, an empty slot's among them."""
     atom, kind = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, width = tl.load(table + 3 * kind), tl.load(table + 3 * kind + 1)
@@ -73,14 +49,7 @@ def _extremes_kernel(
 
 
 @triton.jit
-def _start_kernel(
-    start,
-    extremes,
-    atoms,
-    least: tl.constexpr,
-    pieces: tl.constexpr,
-    block: tl.constexpr,
-):
+def _start_kernel(start, extremes, atoms, least: tl.constexpr, pieces: tl.constexpr, block: tl.constexpr):
     """Write the least s of a type and pieces per unit of s."""
     kind = tl.program_id(0)
     low_at, high_at = extremes + kind * atoms, extremes + (tl.num_programs(0) + kind) * atoms

@@ -12,11 +12,6 @@ cotangents are contiguous. Where a′ is not wanted, ρ and a′ have no element
 `OPERATORS` holds the launches as operators of torch, which its compiler can record.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN201, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
-# branch that is decided at compile time must be a statement.
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -151,19 +146,9 @@ def _clear(rows, angles, first, rest, width, k, in_x, c, columns: tl.constexpr, 
 
 @triton.jit
 def update_kernel(
-    message,
-    updated,
-    terms,
-    weight,
-    residual,
-    reach,
-    atoms,
-    width,
-    carry,
-    curve_of: tl.constexpr,
-    form,
-    kind: tl.constexpr,
-) -> None:
+    message, updated, terms, weight, residual, reach, atoms, width, carry,
+    curve_of: tl.constexpr, form, kind: tl.constexpr,
+) -> None:  # fmt: skip
     """Pass 1: m_j = s_j·Σ_k s_k·y_jk and, where y has more features, a′ = α·a + ρ∘y."""
     i = tl.arange(0, form.inner)
     block = _block(form)
@@ -196,21 +181,9 @@ def update_kernel(
 
 @triton.jit
 def adjoint_kernel(
-    out,
-    s_parts,
-    message,
-    updated,
-    terms,
-    weight,
-    residual,
-    reach,
-    atoms,
-    width,
-    carry,
-    curve_of: tl.constexpr,
-    form,
-    kind: tl.constexpr,
-) -> None:
+    out, s_parts, message, updated, terms, weight, residual, reach, atoms, width, carry,
+    curve_of: tl.constexpr, form, kind: tl.constexpr,
+) -> None:  # fmt: skip
     """Pass 2: the adjoints of m and a′ give `out`: those of a, u and, in parts, t and s as a first neighbour.
 
     `s_parts` takes those of s as a second neighbour.
@@ -263,20 +236,9 @@ def adjoint_kernel(
 
 @triton.jit
 def tangent_kernel(
-    message,
-    updated,
-    terms,
-    dots,
-    weight,
-    residual,
-    reach,
-    atoms,
-    width,
-    carry,
-    curve_of: tl.constexpr,
-    form,
-    kind: tl.constexpr,
-) -> None:
+    message, updated, terms, dots, weight, residual, reach, atoms, width, carry,
+    curve_of: tl.constexpr, form, kind: tl.constexpr,
+) -> None:  # fmt: skip
     """Pass 3: the tangents of a, u, t, s give those of m and a′."""
     i = tl.arange(0, form.inner)
     block = _block(form)
@@ -336,23 +298,9 @@ def _cotangent(given, earlier, z_dot, bends, rho, pairs, at, form, moving: tl.co
 
 @triton.jit
 def gradient_kernel(
-    out,
-    sums,
-    given,
-    earlier,
-    terms,
-    dots,
-    weight,
-    residual,
-    reach,
-    atoms,
-    width,
-    carry,
-    curve_of: tl.constexpr,
-    form,
-    kind: tl.constexpr,
-    moving: tl.constexpr,
-) -> None:
+    out, sums, given, earlier, terms, dots, weight, residual, reach, atoms, width, carry,
+    curve_of: tl.constexpr, form, kind: tl.constexpr, moving: tl.constexpr,
+) -> None:  # fmt: skip
     """Pass 4: `given` cotangents of m and a′, and the `earlier` ones of pass 2, give `out` and `sums` of W and ρ.
 
     `out` takes the gradients of a, u and, in parts, t. Unless `moving`, there were no passes 2 and 3.

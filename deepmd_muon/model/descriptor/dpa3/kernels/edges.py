@@ -9,10 +9,6 @@ those of `edges.EdgeCotangents`, without elements where y has no features beyond
 precision. Further arguments are those of `Launch`. `OPERATORS` holds the launches as operators of torch.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's.
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -191,19 +187,9 @@ def _add_spread(out, to_neighbor, spread, edge, c, in_k, form):
 
 @triton.jit
 def update_kernel(
-    message,
-    update,
-    moment,
-    neighbor,
-    tiles,
-    weight,
-    terms,
-    atoms,
-    width,
-    curve_of: tl.constexpr,
-    form,
-    kind: tl.constexpr,
-) -> None:
+    message, update, moment, neighbor, tiles, weight, terms, atoms, width,
+    curve_of: tl.constexpr, form, kind: tl.constexpr,
+) -> None:  # fmt: skip
     """Pass 1: parts of m and of H, and y[width:]."""
     i, items, used = tl.arange(0, form.inner), atoms * ((width + form.rows - 1) // form.rows), tl.load(tiles.used)
     for chunk in range(form.chunks):
@@ -229,20 +215,9 @@ def update_kernel(
 
 @triton.jit
 def adjoint_kernel(
-    out,
-    message,
-    update,
-    moment,
-    neighbor,
-    tiles,
-    weight,
-    terms,
-    atoms,
-    width,
-    curve_of: tl.constexpr,
-    form,
-    kind: tl.constexpr,
-) -> None:
+    out, message, update, moment, neighbor, tiles, weight, terms, atoms, width,
+    curve_of: tl.constexpr, form, kind: tl.constexpr,
+) -> None:  # fmt: skip
     """Pass 2: the adjoints of m, y[width:] and H give `out`.
 
     Those of p come in parts by tile, those of w by chunk, and those of the table by edge.
@@ -295,20 +270,9 @@ def adjoint_kernel(
 
 @triton.jit
 def tangent_kernel(
-    message,
-    update,
-    moment,
-    neighbor,
-    tiles,
-    weight,
-    terms,
-    dots,
-    atoms,
-    width,
-    curve_of: tl.constexpr,
-    form,
-    kind: tl.constexpr,
-) -> None:
+    message, update, moment, neighbor, tiles, weight, terms, dots, atoms, width,
+    curve_of: tl.constexpr, form, kind: tl.constexpr,
+) -> None:  # fmt: skip
     """Pass 3: the tangents of the terms give those of m and H, in parts, and of y[width:]."""
     i, items, used = tl.arange(0, form.inner), atoms * ((width + form.rows - 1) // form.rows), tl.load(tiles.used)
     for chunk in range(form.chunks):
@@ -357,22 +321,9 @@ def _cotangent(given, earlier, terms, dots, z_dot, bends, at, form, moving: tl.c
 
 @triton.jit
 def gradient_kernel(
-    out,
-    weight_hat,
-    given,
-    earlier,
-    neighbor,
-    tiles,
-    weight,
-    terms,
-    dots,
-    atoms,
-    width,
-    curve_of: tl.constexpr,
-    form,
-    kind: tl.constexpr,
-    moving: tl.constexpr,
-) -> None:
+    out, weight_hat, given, earlier, neighbor, tiles, weight, terms, dots, atoms, width,
+    curve_of: tl.constexpr, form, kind: tl.constexpr, moving: tl.constexpr,
+) -> None:  # fmt: skip
     """Pass 4: `given` cotangents of m, y[width:] and H, and the `earlier` ones of pass 2, give `out` and that of W.
 
     Those of p come in parts by tile, those of the table by edge; w and h get none.

@@ -1,10 +1,5 @@
 """Triton kernels of the element-wise and symmetric parts of a layer's nodes; `nodes` says where each stands."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
-# branch that is decided at compile time must be a statement.
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -27,18 +22,9 @@ def _place(count, width, block: tl.constexpr):
 
 @triton.jit
 def value_kernel(
-    out,
-    x,
-    plain,
-    h,
-    rho,
-    count,
-    width,
-    carry: tl.constexpr,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    out, x, plain, h, rho, count, width,
+    carry: tl.constexpr, curve_of: tl.constexpr, kind: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     """Store α·x + ρ₀∘f(h₀) + ρ₁∘f(h₁) and ρ∘m of each plain term m."""
     at, real, column = _place(count, width, block)
     total = carry * tl.load(x + at, real, 0.0)
@@ -65,19 +51,9 @@ def adjoint_kernel(
 
 @triton.jit
 def tangent_kernel(
-    out,
-    x_dot,
-    plain_dot,
-    h_dot,
-    h,
-    rho,
-    count,
-    width,
-    carry: tl.constexpr,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    out, x_dot, plain_dot, h_dot, h, rho, count, width,
+    carry: tl.constexpr, curve_of: tl.constexpr, kind: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the tangent of what `value_kernel` stores."""
     at, real, column = _place(count, width, block)
     total = carry * tl.load(x_dot + at, real, 0.0)
@@ -91,20 +67,9 @@ def tangent_kernel(
 
 @triton.jit
 def gradient_kernel(
-    out,
-    plain_hat,
-    y_hat,
-    plain,
-    h,
-    earlier,
-    rho,
-    count,
-    width,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    moving: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    out, plain_hat, y_hat, plain, h, earlier, rho, count, width,
+    curve_of: tl.constexpr, kind: tl.constexpr, moving: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     """Store ĥ of both h, the terms of the gradients of every ρ, and the gradients of plain terms.
 
     `earlier` holds ȳ, both ḣ and the tangents of plain terms where `moving`.
@@ -141,16 +106,10 @@ def _part(part: tl.constexpr, edge: tl.constexpr, node: tl.constexpr, wide: tl.c
 
 @triton.jit
 def symmetric_kernel(
-    out,
-    moment,
-    moment_dot,
-    moving: tl.constexpr,
-    axis: tl.constexpr,
-    edge: tl.constexpr,
-    node: tl.constexpr,
-    tall: tl.constexpr,
+    out, moment, moment_dot,
+    moving: tl.constexpr, axis: tl.constexpr, edge: tl.constexpr, node: tl.constexpr, tall: tl.constexpr,
     wide: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Store Σ_c H_ca·H_cd/3 of each part of an atom's H, or where `moving` the tangent."""
     width: tl.constexpr = edge + node
     atom, a = tl.program_id(0).to(tl.int64), tl.arange(0, tall)
@@ -172,15 +131,9 @@ def symmetric_kernel(
 
 @triton.jit
 def pull_kernel(
-    out,
-    moments,
-    bars,
-    axis: tl.constexpr,
-    edge: tl.constexpr,
-    node: tl.constexpr,
-    tall: tl.constexpr,
-    wide: tl.constexpr,
-) -> None:
+    out, moments, bars,
+    axis: tl.constexpr, edge: tl.constexpr, node: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the adjoint of an atom's H from that of what `symmetric_kernel` stores; add up those of several pairs."""
     width: tl.constexpr = edge + node
     atom, a = tl.program_id(0).to(tl.int64), tl.arange(0, tall)

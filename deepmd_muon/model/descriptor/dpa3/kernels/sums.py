@@ -3,11 +3,6 @@
 Every sum is taken in the same order every time.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
-# branch that is decided at compile time must be a statement.
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -130,19 +125,9 @@ def _weights(rho, c, width):
 
 @triton.jit
 def value_kernel(
-    out,
-    e,
-    u,
-    h,
-    rest,
-    rho,
-    sizes,
-    carry: tl.constexpr,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-) -> None:
+    out, e, u, h, rest, rho, sizes,
+    carry: tl.constexpr, curve_of: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+) -> None:  # fmt: skip
     """Store α·e + ρ₀∘u + ρ₁∘f(h)."""
     at, real, _, _, c, inside = _tile(h, rest, sizes, rows, columns)
     of_u, of_h = _weights(rho, c, sizes[1])
@@ -152,18 +137,9 @@ def value_kernel(
 
 @triton.jit
 def adjoint_kernel(
-    u_bar,
-    h_bar,
-    y_bar,
-    h,
-    rest,
-    rho,
-    sizes,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-) -> None:
+    u_bar, h_bar, y_bar, h, rest, rho, sizes,
+    curve_of: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+) -> None:  # fmt: skip
     """Store ρ₀∘ȳ and ρ₁∘f′(h)·ȳ."""
     at, real, at_h, has_h, c, inside = _tile(h, rest, sizes, rows, columns)
     of_u, of_h = _weights(rho, c, sizes[1])
@@ -174,20 +150,9 @@ def adjoint_kernel(
 
 @triton.jit
 def tangent_kernel(
-    out,
-    e_dot,
-    u_dot,
-    h_dot,
-    h,
-    rest,
-    rho,
-    sizes,
-    carry: tl.constexpr,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-) -> None:
+    out, e_dot, u_dot, h_dot, h, rest, rho, sizes,
+    carry: tl.constexpr, curve_of: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the tangent of what `value_kernel` stores; `rest` has none."""
     at, real, at_h, has_h, c, inside = _tile(h, rest, sizes, rows, columns)
     of_u, of_h = _weights(rho, c, sizes[1])
@@ -198,22 +163,9 @@ def tangent_kernel(
 
 @triton.jit
 def gradient_kernel(
-    u_hat,
-    h_hat,
-    sums,
-    y_hat,
-    u,
-    h,
-    rest,
-    rho,
-    earlier,
-    sizes,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    moving: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-) -> None:
+    u_hat, h_hat, sums, y_hat, u, h, rest, rho, earlier, sizes,
+    curve_of: tl.constexpr, kind: tl.constexpr, moving: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+) -> None:  # fmt: skip
     """Store û and ĥ, and each program's sums over rows: of ĥ or what `rest` gets, and of the terms of both ρ.
 
     `earlier` holds ȳ, u̇ and ḣ where `moving`.
