@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,12 @@ class Formula(NamedTuple):
     threshold: float = 0.0
     rate: float = 0.0
     start: float = 0.0
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The members as kernels take them: numbers known when they are compiled keep double precision."""
+        kind, *curve_of = self
+        return {"curve_of": tuple(curve_of), "kind": kind}
 
 
 @dataclass(frozen=True)

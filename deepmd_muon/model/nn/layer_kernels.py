@@ -105,9 +105,7 @@ def _cotangent_kernel(
 
 
 def _form(formula: Formula) -> dict[str, Any]:
-    """Return the function as kernels take it: numbers known at compile time keep double precision."""
-    kind, *curve_of = formula
-    return {"curve_of": tuple(curve_of), "kind": kind, "block": BLOCK}
+    return {**formula.constants, "block": BLOCK}
 
 
 def _grid(keep: torch.Tensor) -> tuple[int]:

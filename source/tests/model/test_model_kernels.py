@@ -18,7 +18,7 @@ from deepmd_muon.loss import build_loss
 from deepmd_muon.loss.ener import fused as fused_loss
 from deepmd_muon.model import energy_model
 from deepmd_muon.model.descriptor import environment, environment_kernels
-from deepmd_muon.model.descriptor.dpa3 import angles, edge_sums, edges, nodes
+from deepmd_muon.model.descriptor.dpa3 import angles, edges, layer
 from deepmd_muon.model.descriptor.dpa3.kernels import angles as angle_kernels
 from deepmd_muon.model.descriptor.dpa3.kernels import edges as edge_kernels
 from deepmd_muon.model.descriptor.se_e2_a import (
@@ -340,10 +340,9 @@ def test_kernels_of_dpa3_within_reach(monkeypatch, name, reach):
 )
 def test_nodes_and_edge_features_of_dpa3(monkeypatch, settings, computations):
     for compute in computations:
-        module = nodes if compute is node_results else edge_sums
-        monkeypatch.setattr(module, "fits", lambda *_: False)
+        monkeypatch.setattr(layer, "kernels_fit", lambda *_: False)
         wanted = [x.detach() for x in compute(torch.float64, DEVICE, **settings)]
-        monkeypatch.setattr(module, "fits", lambda *_: True)
+        monkeypatch.setattr(layer, "kernels_fit", lambda *_: True)
         assert distance(compute(torch.float64, DEVICE, **settings), wanted) < 1e-13
         if DEVICE.type == "cuda":
             assert distance(compute(torch.float32, DEVICE, **settings), wanted) < 1e-6

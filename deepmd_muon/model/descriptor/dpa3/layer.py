@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from deepmd_muon.model.descriptor.dpa3 import edge_sums, nodes
 from deepmd_muon.model.descriptor.dpa3.angles import Angles
 from deepmd_muon.model.descriptor.dpa3.edges import Edges
 from deepmd_muon.model.descriptor.dpa3.geometry import AnglePlan, Incoming
@@ -161,9 +160,11 @@ class RepflowLayer(torch.nn.Module):
         """Return the nodes after the layer, from the terms that are added as they are, and H."""
         f = self.activation.value
         repflow = self.repflow
-        if nodes.fits(node, self.activation):
+        if kernels_fit(node, self.activation):
+            from deepmd_muon.model.descriptor.dpa3.kernels.nodes import Nodes
+
             carry, rho = _residual_weights(repflow.update_style, self.n_residual, node, 2 + len(plain))
-            passes = nodes.Nodes(self.activation, carry, repflow.axis_neuron, repflow.e_dim)
+            passes = Nodes(self.activation, carry, repflow.axis_neuron, repflow.e_dim)
             weights = (*self.node_self_mlp.tensors[:2], *self.node_sym_linear.tensors[:2])
             out: torch.Tensor
             (out,) = run(passes, node, moment, *plain, *weights, *rho, force=force)
@@ -213,9 +214,11 @@ class RepflowLayer(torch.nn.Module):
         style, residuals = self.repflow.update_style, self.e_residual
         if reduced is None:
             return _residual_sum(style, edge, [update], residuals)
-        if self.repflow.smooth_edge_update and edge_sums.fits(edge, graph.plan, self.activation):
+        if self.repflow.smooth_edge_update and graph.plan.padded and kernels_fit(edge, self.activation):
+            from deepmd_muon.model.descriptor.dpa3.kernels.edge_sums import EdgeSum
+
             carry, rho = _residual_weights(style, residuals, edge, 2)
-            passes = edge_sums.EdgeSum(self.activation, carry, graph.plan.blocks[0].width)
+            passes = EdgeSum(self.activation, carry, graph.plan.blocks[0].width)
             out: torch.Tensor
             (out,) = run(passes, edge, update, reduced, *self.edge_angle_linear2.tensors[:2], *rho, force=force)
             return out
@@ -231,6 +234,11 @@ class RepflowLayer(torch.nn.Module):
         own = rows.index_select(0, graph.plan.slot)
         reduced = torch.where(graph.in_angle.unsqueeze(1), reduced, own)
         return f(_apply(linear, rows.index_copy(0, graph.plan.slot, reduced))).view_as(edge)
+
+
+def kernels_fit(x: torch.Tensor, activation: Activation) -> bool:
+    """Return whether kernels can be used on features x, and know the activation."""
+    return activation.formula is not None and x.numel() > 0 and triton_support.usable(x.device)
 
 
 def _apply(layer: Layer, x: torch.Tensor) -> torch.Tensor:
