@@ -69,7 +69,7 @@ def cut(rows: torch.Tensor, empty: torch.Tensor, pieces: int, widths: Sequence[i
     """
     missing = _missing(widths, sel)
     if triton_support.usable(rows.device):
-        from deepmd_muon.model.descriptor.se_e2_a.rows_kernels import interval_starts
+        from deepmd_muon.model.descriptor.se_e2_a.kernels import interval_starts
 
         start = interval_starts(rows, empty, pieces, widths, SHORTEST)
         return Edges(rows, empty, start, pieces, tuple(widths), missing)
@@ -341,15 +341,12 @@ def spread_reference(edges: Edges, moved: torch.Tensor) -> torch.Tensor:
 
 def _kernels(tensor: torch.Tensor) -> Any:
     """Return the module of Triton kernels where it can be used, or of operators of torch that launch them."""
-    if triton_support.usable_as_operators(tensor.device):
-        from deepmd_muon.model.descriptor.se_e2_a import interpolation_operators
-
-        return interpolation_operators
-    if not triton_support.usable(tensor.device):
+    traced = triton_support.usable_as_operators(tensor.device)
+    if not (traced or triton_support.usable(tensor.device)):
         return None
-    from deepmd_muon.model.descriptor.se_e2_a import interpolation_kernels
+    from deepmd_muon.model.descriptor.se_e2_a import kernels
 
-    return interpolation_kernels
+    return kernels.operators() if traced else kernels
 
 
 def expand(edges: Edges) -> torch.Tensor:

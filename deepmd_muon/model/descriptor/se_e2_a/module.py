@@ -136,9 +136,9 @@ class SeE2A(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return R `(nreal, nnei, 4)`, R of an empty slot and dR/drow `(nreal, 4)`."""
         if triton_support.usable(env.rows.device) and used is None:
-            from deepmd_muon.model.descriptor.se_e2_a import rows_kernels
+            from deepmd_muon.model.descriptor.se_e2_a import kernels
 
-            return rows_kernels.standardise(env.rows, self.sea.mean, self.sea.stddev, structures.sorted_type)
+            return kernels.standardise(env.rows, self.sea.mean, self.sea.stddev, structures.sorted_type)
         dtype = self.sea.mean.dtype
         inverse = 1.0 / self.sea.stddev[:, 0]
         empty_row = (-self.sea.mean[:, 0] * inverse)[structures.sorted_type]

@@ -28,12 +28,12 @@ from deepmd_muon.model.descriptor.dpa3.kernels.launching import (
     at_once,
     empty_like,
     holding,
-    operator,
     precision,
     share,
 )
 from deepmd_muon.model.descriptor.dpa3.kernels.sums import add_parts
 from deepmd_muon.model.nn.activation_kernels import curve
+from deepmd_muon.model.nn.triton_support import operator
 
 
 class Terms(NamedTuple):

@@ -27,12 +27,12 @@ from deepmd_muon.model.descriptor.dpa3.kernels.launching import (
     empty_like,
     fits_weight,
     holding,
-    operator,
     precision,
 )
 from deepmd_muon.model.descriptor.dpa3.kernels.sums import add_parts, add_to_neighbors
 from deepmd_muon.model.nn.activation import Formula
 from deepmd_muon.model.nn.activation_kernels import curve
+from deepmd_muon.model.nn.triton_support import operator
 
 
 class Terms(NamedTuple):

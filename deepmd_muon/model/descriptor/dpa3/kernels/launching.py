@@ -1,9 +1,8 @@
-"""Sizes of programs, precision and operators of torch for the launches of angles and edges."""
+"""Sizes of programs and precision for the launches of angles and edges."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -52,13 +51,3 @@ def fits_weight(weight: torch.Tensor, formula: Formula | None) -> bool:
 def empty_like(*tensors: torch.Tensor) -> Tensors:
     """Return contiguous tensors of the same shapes."""
     return tuple(x.new_empty(x.shape) for x in tensors)
-
-
-def operator(
-    name: str, function: Callable[..., Any], arguments: str, results: int, shapes: Callable[..., Tensors]
-) -> Any:
-    """Return a launch as an operator of torch, which its compiler can record; `shapes` makes results without values."""
-    schema = f"({arguments}) -> ({', '.join(['Tensor'] * results)})"
-    made = torch.library.custom_op(f"deepmd_muon::{name}", function, mutates_args=(), schema=schema)
-    made.register_fake(shapes)
-    return made
