@@ -12,6 +12,8 @@ from deepmd_muon.setting import setting
 
 Name = Literal["e", "f", "v", "ae", "pf"]
 """The terms, as the names of their prefactors end."""
+LABELS: dict[Name, str] = {"e": "energy", "f": "force", "v": "virial", "ae": "atom_ener"}
+"""The label that a term compares."""
 
 
 def _prefactor(default: float, *, what: str, end: str) -> Any:
@@ -149,7 +151,7 @@ class EnerLossSettings(LossSettings):
         """Labels without which a term compares nothing."""
         if term == "pf":
             return frozenset({"force"} if self.use_default_pf else {"force", "atom_pref"})
-        return frozenset({{"e": "energy", "f": "force", "v": "virial", "ae": "atom_ener"}[term]})
+        return frozenset({LABELS[term]})
 
     def obstacle_to(self, quantity: Quantity) -> str | None:
         """Return why training does not lower the error of a quantity, None if it does."""

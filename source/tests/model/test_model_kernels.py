@@ -15,7 +15,7 @@ from dpa3_passes import angle_results, distance, edge_results, edge_sum_results,
 from kernel_backends import DEVICE, in_interpreter_alone, on_each_backend, passed_in_interpreter
 
 from deepmd_muon.loss import build_loss
-from deepmd_muon.loss.ener import fused as fused_loss
+from deepmd_muon.loss.ener.module import fits_kernels
 from deepmd_muon.model import energy_model
 from deepmd_muon.model.descriptor import environment, environment_kernels
 from deepmd_muon.model.descriptor.dpa3 import angles, edges, layer
@@ -247,7 +247,7 @@ def test_loss_kernels(monkeypatch, settings, padding):
     for fused in (False, True):
         monkeypatch.setattr(triton_support, "usable", lambda _, fused=fused: fused)
         prediction = {name: value.clone().requires_grad_() for name, value in values.items()}
-        assert fused_loss.fits(loss.settings, prediction, labels)
+        assert fits_kernels(loss.settings, prediction, labels)
         value, metrics = loss(prediction, labels, fraction, atoms, mask)
         (0.7 * value).backward()
         results.append([value.detach(), *metrics.values(), *(prediction[name].grad for name in prediction)])
