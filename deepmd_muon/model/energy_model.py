@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from deepmd_muon.model.descriptor.interface import (
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.fitting.interface import Conditioned
 from deepmd_muon.model.nn import triton_support
+from deepmd_muon.model.nn.linear import linear
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.settings import ModelSettings, model_settings
 from deepmd_muon.model.short_range import ALPHA, PairTable, edge_slope
@@ -142,7 +144,8 @@ class EnergyModel(torch.nn.Module):
         slope = described.pullback(adjoint)
         if table_slope is not None:
             slope = slope + table_slope
-        out["force"] = _forces(structures, slope)
+        natoms, order, neighbor = structures.nframes * structures.natoms, structures.order, structures.neighbor
+        out["force"] = forces_of(slope, order, neighbor, natoms).view(structures.coord.shape)
         if virial:
             out["virial"] = _virial(structures, slope, edges)
         return out
@@ -287,47 +290,28 @@ def edge_vectors(structures: Structures) -> torch.Tensor:
     return torch.baddbmm(edges, structures.shift.to(box.dtype), box)
 
 
-class Forces(torch.autograd.Function):
-    """−dE/dR from dE/dr_ij: r_ij grows with atom j and shrinks with atom i. Linear in dE/dr_ij."""
+def forces_of(slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, natoms: int) -> torch.Tensor:
+    """Return −dE/dR `(natoms, 3)` from dE/dr_ij `(nreal, nnei, 3)`: r_ij grows with atom j and shrinks with atom i.
 
-    @staticmethod
-    def forward(
-        ctx: Any, slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, natoms: int
-    ) -> torch.Tensor:
-        """Return forces `(natoms, 3)` from `(nreal, nnei, 3)`; arguments as in `Structures`."""
-        ctx.save_for_backward(order, neighbor)
-        if _use_kernels(slope.device):
-            from deepmd_muon.model.descriptor import environment_kernels
+    Other arguments as in `Structures`. Sums of kernels have an order that varies.
+    """
+    if triton_support.usable(slope.device) and not torch.are_deterministic_algorithms_enabled():
+        from deepmd_muon.model.descriptor import environment_kernels
 
-            return environment_kernels.scatter(slope, order, neighbor, natoms)
-        flat = slope.new_zeros(natoms, 3).index_add_(0, order, slope.sum(1))
-        return flat.index_add_(0, neighbor.clamp(min=0).view(-1), slope.reshape(-1, 3), alpha=-1)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-        """Return the cotangent of dE/dr_ij; arbitrary in empty slots, where dE/dr_ij is 0 whatever the parameters."""
-        order, neighbor = ctx.saved_tensors
-        if _use_kernels(cotangent.device):
-            from deepmd_muon.model.descriptor import environment_kernels
-
-            return environment_kernels.gather(cotangent, order, neighbor), None, None, None
-        there = cotangent.index_select(0, neighbor.clamp(min=0).view(-1)).view(*neighbor.shape, 3)
-        return cotangent.index_select(0, order).unsqueeze(1) - there, None, None, None
+        scatter, gather = environment_kernels.scatter, environment_kernels.gather
+        return linear(partial(scatter, natoms=natoms), gather, slope, order, neighbor)
+    return linear(partial(_scatter, natoms=natoms), _gather, slope, order, neighbor)
 
 
-def _use_kernels(device: torch.device) -> bool:
-    """Tell whether forces may be added up by Triton, in an order that varies."""
-    return triton_support.usable(device) and not torch.are_deterministic_algorithms_enabled()
+def _scatter(slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, natoms: int) -> torch.Tensor:
+    flat = slope.new_zeros(natoms, 3).index_add_(0, order, slope.sum(1))
+    return flat.index_add_(0, neighbor.clamp(min=0).view(-1), slope.reshape(-1, 3), alpha=-1)
 
 
-def _forces(structures: Structures, slope: torch.Tensor) -> torch.Tensor:
-    """−dE/dR `(nframes, natoms, 3)` from dE/dr_ij."""
-    shape = structures.coord.shape
-    return _add_up(slope, structures.order, structures.neighbor, shape[0] * shape[1]).view(shape)
-
-
-_add_up: Callable[..., torch.Tensor] = Forces.apply  # torch leaves `apply` untyped
+def _gather(cotangent: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor) -> torch.Tensor:
+    """Apply the transpose of `_scatter`; arbitrary in empty slots, where dE/dr_ij is 0 whatever the parameters."""
+    there = cotangent.index_select(0, neighbor.clamp(min=0).view(-1)).view(*neighbor.shape, 3)
+    return cotangent.index_select(0, order).unsqueeze(1) - there
 
 
 def _virial(structures: Structures, slope: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:

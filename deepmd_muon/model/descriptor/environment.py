@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from deepmd_muon.model.nn import triton_support
+from deepmd_muon.model.nn.linear import linear
 
 
 class Environment(NamedTuple):
@@ -79,49 +79,49 @@ def environment(
     return Environment(edges, rows, radial, isotropic, bend)
 
 
-class EdgeDerivative(torch.autograd.Function):
-    """dE/dr_ij from dE/dR, R = factor·row + constant: the transpose of the Jacobian that `Environment` stores.
+def edge_derivative(adjoint: torch.Tensor, factor: torch.Tensor, *stored: torch.Tensor) -> torch.Tensor:
+    """Return dE/dr_ij `(nreal, nnei, 3)` [eV/Å] from dE/dR `(nreal, nnei, 4)`, R = factor·row + constant.
 
-    Linear in its first argument, and nothing else in it depends on parameters.
+    It is the transpose of the Jacobian that an `Environment` stores: `edges`, `radial`, `isotropic` and `bend`. It is
+    linear in dE/dR, and nothing else depends on parameters.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        adjoint: torch.Tensor,
-        factor: torch.Tensor,
-        edges: torch.Tensor,
-        radial: torch.Tensor,
-        isotropic: torch.Tensor,
-        bend: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return dE/dr_ij `(nreal, nnei, 3)` [eV/Å] from dE/dR `(nreal, nnei, 4)` and factor `(nreal, 4)`."""
-        ctx.save_for_backward(factor, edges, radial, isotropic, bend)
-        if triton_support.usable(edges.device):
-            from deepmd_muon.model.descriptor import environment_kernels
-
-            return environment_kernels.pull(adjoint, factor, edges, radial, isotropic, bend)
-        row_adjoint = (adjoint * factor.unsqueeze(1)).to(edges.dtype)
-        along = (row_adjoint[..., 1:] * edges).sum(-1)
-        scale = torch.addcmul(radial * row_adjoint[..., 0], bend, along)
-        return torch.addcmul(isotropic.unsqueeze(-1) * row_adjoint[..., 1:], scale.unsqueeze(-1), edges)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-        """Return the Jacobian times the cotangent."""
-        factor, edges, radial, isotropic, bend = ctx.saved_tensors
-        if triton_support.usable(edges.device):
-            from deepmd_muon.model.descriptor import environment_kernels
-
-            moved = environment_kernels.push(cotangent, factor, edges, radial, isotropic, bend)
-            return moved, None, None, None, None, None
-        along = (cotangent * edges).sum(-1)
-        out = torch.empty((*along.shape, 4), dtype=cotangent.dtype, device=cotangent.device)
-        torch.mul(radial, along, out=out[..., 0])
-        torch.mul(isotropic.unsqueeze(-1), cotangent, out=out[..., 1:])
-        out[..., 1:].addcmul_((bend * along).unsqueeze(-1), edges)
-        return out.to(factor.dtype) * factor.unsqueeze(1), None, None, None, None, None
+    return linear(_pull, _push, adjoint, factor, *stored)
 
 
-edge_derivative: Callable[..., torch.Tensor] = EdgeDerivative.apply  # torch leaves `apply` untyped
+def _pull(
+    adjoint: torch.Tensor,
+    factor: torch.Tensor,
+    edges: torch.Tensor,
+    radial: torch.Tensor,
+    isotropic: torch.Tensor,
+    bend: torch.Tensor,
+) -> torch.Tensor:
+    if triton_support.usable(edges.device):
+        from deepmd_muon.model.descriptor import environment_kernels
+
+        return environment_kernels.pull(adjoint, factor, edges, radial, isotropic, bend)
+    row_adjoint = (adjoint * factor.unsqueeze(1)).to(edges.dtype)
+    along = (row_adjoint[..., 1:] * edges).sum(-1)
+    scale = torch.addcmul(radial * row_adjoint[..., 0], bend, along)
+    return torch.addcmul(isotropic.unsqueeze(-1) * row_adjoint[..., 1:], scale.unsqueeze(-1), edges)
+
+
+def _push(
+    cotangent: torch.Tensor,
+    factor: torch.Tensor,
+    edges: torch.Tensor,
+    radial: torch.Tensor,
+    isotropic: torch.Tensor,
+    bend: torch.Tensor,
+) -> torch.Tensor:
+    """Return the Jacobian times the cotangent."""
+    if triton_support.usable(edges.device):
+        from deepmd_muon.model.descriptor import environment_kernels
+
+        return environment_kernels.push(cotangent, factor, edges, radial, isotropic, bend)
+    along = (cotangent * edges).sum(-1)
+    out = torch.empty((*along.shape, 4), dtype=cotangent.dtype, device=cotangent.device)
+    torch.mul(radial, along, out=out[..., 0])
+    torch.mul(isotropic.unsqueeze(-1), cotangent, out=out[..., 1:])
+    out[..., 1:].addcmul_((bend * along).unsqueeze(-1), edges)
+    return out.to(factor.dtype) * factor.unsqueeze(1)

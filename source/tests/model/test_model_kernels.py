@@ -162,7 +162,7 @@ def test_force_kernels():
     slope = draw.normal(6, 300, 3) * (neighbor >= 0)[..., None]
     found = environment_kernels.scatter(slope, order, neighbor, 8)
     slope.requires_grad_()
-    wanted = energy_model.Forces.apply(slope, order, neighbor, 8)
+    wanted = energy_model.forces_of(slope, order, neighbor, 8)
     close(found, wanted.detach())
     moved = draw.normal(8, 3)
     (back,) = torch.autograd.grad(wanted, slope, moved)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ import torch
 from deepmd_muon.model.descriptor.se_e2_a.edges import ORDERS, Edges
 from deepmd_muon.model.nn import layers, triton_support
 from deepmd_muon.model.nn.activation import Activation
+from deepmd_muon.model.nn.linear import linear
 from deepmd_muon.model.nn.networks import Copies, Network, unflatten
 
 PIECES = (16, 32, 64)
@@ -355,22 +356,8 @@ def expand(edges: Edges) -> torch.Tensor:
     return expand_reference(edges) if fast is None else fast.expand(edges)
 
 
-class Evaluate(torch.autograd.Function):
-    """`evaluate_reference` and its transpose: linear in P, and the only argument with a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, edges: Edges, product: torch.Tensor) -> torch.Tensor:
-        """Return dE/dR of every edge `(atoms, edges, 4)`."""
-        ctx.edges = edges
-        fast = _kernels(product)
-        return evaluate_reference(edges, product) if fast is None else fast.evaluate(edges, product)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, moved: torch.Tensor) -> Any:
-        """Return the cotangent of P."""
-        fast = _kernels(moved)
-        return None, spread_reference(ctx.edges, moved) if fast is None else fast.spread(ctx.edges, moved)
-
-
-evaluate: Callable[[Edges, torch.Tensor], torch.Tensor] = Evaluate.apply  # torch leaves `apply` untyped
+def evaluate(edges: Edges, product: torch.Tensor) -> torch.Tensor:
+    """Return what `evaluate_reference` does, by the kernel on a GPU; differentiable by P, in which it is linear."""
+    fast = _kernels(product)
+    forward, transpose = (evaluate_reference, spread_reference) if fast is None else (fast.evaluate, fast.spread)
+    return linear(partial(forward, edges), partial(transpose, edges), product)
