@@ -169,18 +169,10 @@ def edge_vectors(
     out = coord.new_empty(*neighbor.shape, 3)
     periodic = box is not None and shift is not None
     _edge_vectors_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
-        out,
-        coord.contiguous(),
-        box.contiguous() if box is not None else coord,
-        order,
-        frame,
-        neighbor.contiguous(),
-        shift.contiguous() if shift is not None else neighbor,
-        neighbor.numel(),
-        neighbor.shape[1],
-        periodic=periodic,
-        block=BLOCK,
-    )
+        out, coord.contiguous(), box.contiguous() if box is not None else coord, order, frame, neighbor.contiguous(),
+        shift.contiguous() if shift is not None else neighbor, neighbor.numel(), neighbor.shape[1],
+        periodic=periodic, block=BLOCK,
+    )  # fmt: skip
     return out
 
 
@@ -191,17 +183,9 @@ def environment(
     masked, rows = torch.empty_like(edges), edges.new_empty(*empty.shape, 4)
     scalars = edges.new_empty(3, *empty.shape)
     _environment_kernel[(triton.cdiv(empty.numel(), BLOCK),)](
-        masked,
-        rows,
-        scalars,
-        edges.contiguous(),
-        empty.contiguous(),
-        empty.numel(),
-        rcut=rcut,
-        rcut_smth=rcut_smth,
-        protection=protection,
-        block=BLOCK,
-    )
+        masked, rows, scalars, edges.contiguous(), empty.contiguous(), empty.numel(),
+        rcut=rcut, rcut_smth=rcut_smth, protection=protection, block=BLOCK,
+    )  # fmt: skip
     return masked, rows, scalars
 
 

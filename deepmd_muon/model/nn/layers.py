@@ -26,6 +26,11 @@ def fold(x: torch.Tensor, copies: Copies) -> torch.Tensor:
     return x.unflatten(1, (2, -1)).sum(1) if copies == 2 else x
 
 
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the rows of all parts; the only part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 def _fused(f: Activation, tensor: torch.Tensor) -> Any:
     """Return the module of Triton kernels where they can be used."""
     if f.formula is None or not tensor.numel() or not triton_support.usable(tensor.device):
@@ -106,6 +111,26 @@ def cotangents(
     return pair, pair[0].sum(0), of_idt
 
 
+def down(
+    of_h: torch.Tensor, layer: LayerTensors, above: torch.Tensor, copies: Copies, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the cotangent of a layer's input from those of h and of its output."""
+    if not copies:
+        return torch.mm(of_h, layer.matrix.t(), out=out)
+    return torch.addmm(fold(above, copies), of_h, layer.matrix.t(), out=out)
+
+
+def plain_values(
+    f: Activation, copies: Sequence[Copies], x: torch.Tensor, layers: Sequence[LayerTensors]
+) -> torch.Tensor:
+    """Return what `values` does, left to autograd."""
+    for layer, kind in zip(layers, copies, strict=True):
+        value = f.value(torch.addmm(layer.bias, x, layer.matrix))
+        out = value if layer.idt is None else value * layer.idt
+        x = out + repeat(x, kind) if kind else out
+    return x
+
+
 class Tape(NamedTuple):
     """Tensors for the backward pass of `values`: each layer's input, and the saved values of its activation."""
 
@@ -137,10 +162,6 @@ def pull_values(
         of_idt = None if layer.idt is None else (f.value_of(keep) * cotangent).sum(0)
         of_h = slope(f, keep, layer.idt, cotangent)
         gradients += [of_idt, of_h.sum(0), torch.mm(x.t(), of_h)]
-        if index == 0:
-            break
-        if kind:
-            cotangent = torch.addmm(fold(cotangent, kind), of_h, layer.matrix.t())
-        else:
-            cotangent = torch.mm(of_h, layer.matrix.t())
+        if index:
+            cotangent = down(of_h, layer, cotangent, kind)
     return gradients[::-1]

@@ -211,7 +211,7 @@ class RepflowLayer(torch.nn.Module):
         self, edge: torch.Tensor, graph: Graph, update: torch.Tensor, reduced: torch.Tensor | None, *, force: bool
     ) -> torch.Tensor:
         """Return the edges after the layer, from their update and the messages of the angles."""
-        style, residuals = self.repflow.update_style, self.e_residual
+        style, residuals, f = self.repflow.update_style, self.e_residual, self.activation.value
         if reduced is None:
             return _residual_sum(style, edge, [update], residuals)
         if self.repflow.smooth_edge_update and graph.plan.padded and kernels_fit(edge, self.activation):
@@ -222,18 +222,14 @@ class RepflowLayer(torch.nn.Module):
             out: torch.Tensor
             (out,) = run(passes, edge, update, reduced, *self.edge_angle_linear2.tensors[:2], *rho, force=force)
             return out
-        return _residual_sum(style, edge, [update, self._edge_from_angles(edge, graph, reduced)], residuals)
-
-    def _edge_from_angles(self, edge: torch.Tensor, graph: Graph, reduced: torch.Tensor) -> torch.Tensor:
-        """Return the update of every edge by its angles; an edge without angles takes zero or its own features."""
-        f, linear = self.activation.value, self.edge_angle_linear2
-        rows = edge.flatten(0, 1)
-        if self.repflow.smooth_edge_update:
+        rows, linear, slot = edge.flatten(0, 1), self.edge_angle_linear2, graph.plan.slot
+        if self.repflow.smooth_edge_update:  # an edge without angles takes zero as message
             rest = f(linear.tensors.bias).expand_as(rows)
-            return rest.index_copy(0, graph.plan.slot, f(_apply(linear, reduced))).view_as(edge)
-        own = rows.index_select(0, graph.plan.slot)
-        reduced = torch.where(graph.in_angle.unsqueeze(1), reduced, own)
-        return f(_apply(linear, rows.index_copy(0, graph.plan.slot, reduced))).view_as(edge)
+            of_angles = rest.index_copy(0, slot, f(_apply(linear, reduced)))
+        else:  # or its own features
+            message = torch.where(graph.in_angle.unsqueeze(1), reduced, rows.index_select(0, slot))
+            of_angles = f(_apply(linear, rows.index_copy(0, slot, message)))
+        return _residual_sum(style, edge, [update, of_angles.view_as(edge)], residuals)
 
 
 def kernels_fit(x: torch.Tensor, activation: Activation) -> bool:

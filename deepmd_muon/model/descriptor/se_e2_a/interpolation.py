@@ -136,9 +136,9 @@ class Coefficients(torch.autograd.Function):
         wide = _converted(flat, torch.float64)
         found, saved = [], []
         with triton_support.Branches(s.device, s.shape[0]) as branches:
-            for number, tensors in enumerate(_of_networks(wide, s.shape[0])):
+            for number, tensors in enumerate(unflatten(wide, s.shape[0])):
                 with branches.chain(number):
-                    features, tape = layers.values(f, copies, s[number, :, None], unflatten(tensors))
+                    features, tape = layers.values(f, copies, s[number, :, None], tensors)
                     by_piece = features.view(-1, ORDERS, features.shape[1])
                     found.append(torch.bmm(matrix.expand(by_piece.shape[0], -1, -1), by_piece).flatten(0, 1))
                     saved += [*tape.inputs, *tape.keeps]
@@ -155,23 +155,17 @@ class Coefficients(torch.autograd.Function):
         by_network = cotangent.view(networks, -1, ORDERS, cotangent.shape[1])
         gradients: list[torch.Tensor | None] = []
         with triton_support.Branches(cotangent.device, networks) as branches:
-            for number, tensors in enumerate(_of_networks(wide, networks)):
+            for number, tensors in enumerate(unflatten(wide, networks)):
                 with branches.chain(number):
                     mine = by_network[number]
                     of_features = torch.bmm(matrix.t().expand(mine.shape[0], -1, -1), mine).flatten(0, 1)
                     at = 2 * depth * number
                     tape = layers.Tape(saved[at : at + depth], saved[at + depth : at + 2 * depth])
-                    gradients += layers.pull_values(f, copies, tape, unflatten(tensors), of_features)
+                    gradients += layers.pull_values(f, copies, tape, tensors, of_features)
         return (None, None, None, None, *_converted(gradients, ctx.dtype))
 
 
 _coefficients: Callable[..., torch.Tensor] = Coefficients.apply  # torch leaves `apply` untyped
-
-
-def _of_networks(flat: Sequence[torch.Tensor | None], networks: int) -> list[Sequence[torch.Tensor | None]]:
-    """Divide the tensors of several equal networks."""
-    each = len(flat) // networks
-    return [flat[number * each : (number + 1) * each] for number in range(networks)]
 
 
 def coefficients(networks: Sequence[Network], f: Activation, edges: Edges, scale: float = 1.0) -> torch.Tensor:
@@ -179,7 +173,7 @@ def coefficients(networks: Sequence[Network], f: Activation, edges: Edges, scale
     device = edges.rows.device
     low, rate = edges.start.double().unsqueeze(-1).unbind(1)
     s = torch.addcdiv(low, _nodes(edges.pieces, device), rate)
-    flat = [part for network in networks for layer in network.tensors for part in layer]
+    flat = [part for network in networks for part in network.flat]
     found = _coefficients(f, networks[0].copies, s, _transform(scale, device), *flat)
     return found.to(edges.rows.dtype)
 

@@ -309,19 +309,10 @@ def _launch_spread(edges: Edges, moved: torch.Tensor | None) -> torch.Tensor:
     atoms, nnei, _ = rows.shape
     out = rows.new_empty(atoms, 4, edges.terms)
     _spread_kernel[(atoms, len(edges.widths))](
-        out,
-        rows,
-        edges.empty.contiguous(),
-        rows if moved is None else moved.contiguous(),
-        edges.start,
-        type_table(edges.widths, edges.missing, rows.device),
-        nnei,
-        pieces=edges.pieces,
-        orders=ORDERS,
-        edges=EDGES,
-        transpose=moved is not None,
-        num_warps=WARPS,
-    )
+        out, rows, edges.empty.contiguous(), rows if moved is None else moved.contiguous(), edges.start,
+        type_table(edges.widths, edges.missing, rows.device), nnei,
+        pieces=edges.pieces, orders=ORDERS, edges=EDGES, transpose=moved is not None, num_warps=WARPS,
+    )  # fmt: skip
     return out
 
 
@@ -342,16 +333,9 @@ def evaluate(edges: Edges, product: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(rows)
     grid = (atoms, len(edges.widths), triton.cdiv(max(edges.widths), EDGES))
     _evaluate_kernel[grid](
-        out,
-        rows,
-        product.contiguous(),
-        edges.start,
-        type_table(edges.widths, edges.missing, rows.device),
-        nnei,
-        pieces=edges.pieces,
-        orders=ORDERS,
-        edges=EDGES,
-    )
+        out, rows, product.contiguous(), edges.start, type_table(edges.widths, edges.missing, rows.device), nnei,
+        pieces=edges.pieces, orders=ORDERS, edges=EDGES,
+    )  # fmt: skip
     return out
 
 

@@ -447,17 +447,10 @@ def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *l
     sums = weight.new_empty(*launch.grid, *weight.shape), residual.new_empty(*launch.grid, *residual.shape)
     moving = len(dots) > 0
     gradient_kernel[launch.grid](
-        Terms(*out[:3], out.a),
-        sums,
-        tuple(given),
-        tuple(earlier if moving else given),
-        _dense(terms),
-        _dense(dots if moving else terms),
-        *launch.layer,
-        moving=moving,
-        num_warps=launch.warps,
-        num_stages=1,
-    )
+        Terms(*out[:3], out.a), sums, tuple(given), tuple(earlier if moving else given), _dense(terms),
+        _dense(dots if moving else terms), *launch.layer,
+        moving=moving, num_warps=launch.warps, num_stages=1,
+    )  # fmt: skip
     return out.a, *add_parts(out.u, out.t, *(x.flatten(0, 2) for x in sums))
 
 

@@ -447,17 +447,10 @@ def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *l
     weight_hat = weight.new_empty(*launch.grid, *weight.shape)
     moving = len(dots) > 0
     gradient_kernel[launch.grid](
-        out,
-        weight_hat,
-        tuple(given),
-        tuple(earlier if moving else given),
-        *launch.layer,
-        _dense(terms),
-        _dense(dots if moving else terms),
-        *launch.sizes,
-        moving=moving,
-        **WARPS,
-    )
+        out, weight_hat, tuple(given), tuple(earlier if moving else given), *launch.layer, _dense(terms),
+        _dense(dots if moving else terms), *launch.sizes,
+        moving=moving, **WARPS,
+    )  # fmt: skip
     weight_hat, p = add_parts(weight_hat, out.p)
     return weight_hat, out.e, p, add_to_neighbors(out.table, *launch.incoming)
 
