@@ -126,15 +126,12 @@ class Predictor:
             self.model = FrozenModel(model, self.device, trust=trust)
         else:
             self.model = load_model(model, ema=ema, head=head).to(self.device).eval()
-        self.resident = self._resident_model()
+        self.resident: EnergyModel | None = None
+        if triton_support.usable(self.device):
+            self.resident = self.model if isinstance(self.model, EnergyModel) else self.model.restored()
         self._calls = None if self.resident is None else DeviceCalls(self.resident)
         # A CPU is busy with a thousand atoms; a GPU needs more of them to be so.
         self.batch_atoms = batch_atoms or (16384 if self.device.type == "cuda" else 1024)
-
-    def _resident_model(self) -> EnergyModel | None:
-        if not triton_support.usable(self.device):
-            return None
-        return self.model if isinstance(self.model, EnergyModel) else self.model.restored()
 
     @property
     def type_map(self) -> tuple[str, ...]:

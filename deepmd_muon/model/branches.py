@@ -96,7 +96,12 @@ def build_branches(
     built = {name: build_model(settings) for name, settings in models.items()}
     if list(built) == [SINGLE]:
         return built[SINGLE]
-    for part, links in _links(references):
+    entries: dict[tuple[str, str], list[tuple[str, int]]] = {}  # of shared_dict, with the branches that have them
+    for name, parts in references.items():
+        for part, shared in parts.items():
+            if part != "type_map":
+                entries.setdefault((part, shared.key), []).append((name, shared.level))
+    for (part, _), links in entries.items():
         (base, _), *others = sorted(links, key=lambda link: link[1])  # the first of those that share most
         for name, level in others:
             _share(built, part, name, base, level)
@@ -106,17 +111,6 @@ def build_branches(
         if case is not None:
             case[rows.index(name)] = 1.0
     return Branches(built, aliases)
-
-
-def _links(references: Mapping[str, Mapping[str, Shared]]) -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """Yield the part that each entry of shared_dict stands for, with the branches that have it and their levels."""
-    found: dict[tuple[str, str], list[tuple[str, int]]] = {}
-    for name, parts in references.items():
-        for part, shared in parts.items():
-            if part != "type_map":
-                found.setdefault((part, shared.key), []).append((name, shared.level))
-    for (part, _), links in found.items():
-        yield part, links
 
 
 def _share(built: Mapping[str, EnergyModel], part: str, name: str, base: str, level: int) -> None:

@@ -10,14 +10,7 @@ from typing import Any
 
 import torch
 
-from deepmd_muon.model.descriptor.interface import (
-    Described,
-    Interpolated,
-    Recomputing,
-    Standardised,
-    Table,
-    Tabulated,
-)
+from deepmd_muon.model.descriptor.interface import Described, Interpolated, Recomputing, Standardised, Table, Tabulated
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.fitting.interface import Conditioned
 from deepmd_muon.model.nn import triton_support
@@ -166,7 +159,8 @@ class EnergyModel(torch.nn.Module):
         if self.short_range is not None:
             if self.short_range.problem:
                 raise ModelError(self.short_range.problem)
-            blend = self.short_range(edges, structures.sorted_type, neighbor_types(structures))
+            kinds = torch.where(structures.neighbor >= 0, structures.neighbor_type, -1)
+            blend = self.short_range(edges, structures.sorted_type, kinds)
             share = 1.0 - blend.weight
             if adjoint is not None:
                 slope = edge_slope(blend, energy, edges)
@@ -187,8 +181,7 @@ class EnergyModel(torch.nn.Module):
         """
         if self.excluded is None:
             return structures
-        kind = structures.atype.view(-1)[structures.neighbor.clamp(min=0)].clamp(min=0)
-        mark = self.excluded[structures.sorted_type.unsqueeze(1), kind]
+        mark = self.excluded[structures.sorted_type.unsqueeze(1), structures.neighbor_type.clamp(min=0)]
         marked = (mark < 0) & (structures.neighbor >= 0)
         return dataclasses.replace(structures, neighbor=torch.where(marked, mark, structures.neighbor))
 
@@ -265,12 +258,6 @@ class EnergyModel(torch.nn.Module):
             raise ModelError(f"the model needs {wanted} neighbour sections, found {len(structures.sections)}")
         if len(structures.type_counts) != self.ntypes:
             raise ModelError(f"the model has {self.ntypes} types, the batch {len(structures.type_counts)}")
-
-
-def neighbor_types(structures: Structures) -> torch.Tensor:
-    """Return the type of each neighbour `(nreal, nnei)`, −1 in empty slots."""
-    types = structures.atype.reshape(-1)[structures.neighbor.clamp(min=0)]
-    return torch.where(structures.neighbor >= 0, types, -1)
 
 
 def edge_vectors(structures: Structures) -> torch.Tensor:

@@ -125,14 +125,7 @@ class Layer(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        n_in: int,
-        n_out: int,
-        *,
-        timestep: bool,
-        dtype: torch.dtype,
-        stream: Stream | SeedPath,
-        bias: bool = True,
+        self, n_in: int, n_out: int, *, timestep: bool, dtype: torch.dtype, stream: Stream | SeedPath, bias: bool = True
     ) -> None:
         super().__init__()
         generator = stream.generator()
@@ -170,13 +163,7 @@ class Network(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        widths: Sequence[int],
-        n_out: int | None,
-        *,
-        timestep: bool,
-        dtype: torch.dtype,
-        stream: Stream | SeedPath,
+        self, widths: Sequence[int], n_out: int | None, *, timestep: bool, dtype: torch.dtype, stream: Stream | SeedPath
     ) -> None:
         super().__init__()
         pairs = list(pairwise(widths))

@@ -72,22 +72,10 @@ def _sums(values: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor
 
 
 def rows_of(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a small table that many entries share, such as one for each type.
+    """Return the rows `(*index.shape, width)` of a small table that many entries share, such as one for each type.
 
     The gradient is a matrix product: torch's own adds thousands of rows to the same few, one after another on a CPU and
     by colliding atomic additions on a GPU.
-
-    Parameters
-    ----------
-    table
-        `(rows, width)`.
-    index
-        Numbers of rows, int64, of any shape.
-
-    Returns
-    -------
-    torch.Tensor
-        `(*index.shape, width)`.
     """
     if len(table) > _MOST_ROWS:
         return table[index]

@@ -29,8 +29,5 @@ def _check(state: Mapping[str, torch.Tensor]) -> None:
 
 
 TRANSLATION = Translation(
-    empty=lambda part: _EMPTY,
-    is_empty=lambda name: name in _EMPTY,
-    parameters=_parameters,
-    check=_check,
+    empty=lambda part: _EMPTY, is_empty=lambda name: name in _EMPTY, parameters=_parameters, check=_check
 )

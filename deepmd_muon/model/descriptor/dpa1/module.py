@@ -78,20 +78,7 @@ class DPA1(torch.nn.Module):
     """D_i = (RᵀG/N)ᵀ(RᵀG_axis/N), the type's vector behind it.
 
     G = attention(embedding(s, types)) is a row for each neighbour, R their standardised environment rows, N = sel.
-
-    Parameters
-    ----------
-    settings
-        With `sel` as a number.
-    type_map
-        Element symbols.
-    seed
-        Used when the settings name no seed of their own.
-
-    Raises
-    ------
-    InvalidSettingError
-        When `sel` is still "auto".
+    Arguments as in `Descriptor`.
     """
 
     needs_statistics = True
@@ -168,7 +155,7 @@ class DPA1(torch.nn.Module):
         dtype, atoms = block.mean.dtype, structures.sorted_type
         mean, inverse = block.mean[:, 0][atoms], (1.0 / block.stddev[:, 0])[atoms]
         rows = (rows.to(dtype) - mean.unsqueeze(1)) * inverse.unsqueeze(1)
-        kind = structures.atype.view(-1)[structures.neighbor.clamp(min=0)]
+        kind = structures.neighbor_type
         weight, switch, direction = real.to(dtype), switch.to(dtype), shortened(direction.to(dtype), rows)
         if own.set_davg_zero:
             return Neighborhood(rows, weight, real, kind, switch, direction)

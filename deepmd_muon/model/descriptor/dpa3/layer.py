@@ -70,17 +70,6 @@ class RepflowLayer(torch.nn.Module):
 
     Every linear layer on the features of several things side by side is split by their rows in its matrix: the part
     of an atom is computed once an atom and then gathered.
-
-    Parameters
-    ----------
-    repflow
-        Settings of the layers.
-    activation
-        f.
-    dtype
-        Precision of the parameters.
-    stream
-        Place of the layer in the model.
     """
 
     def __init__(

@@ -45,16 +45,8 @@ class Repflows(torch.nn.Module):
 class DPA3(torch.nn.Module):
     """D_i: the features of node i after all layers, beside the vector of its type when `concat_output_tebd`.
 
-    Static and dynamic selection differ in the scale of sums alone: both compute on the real neighbours.
-
-    Parameters
-    ----------
-    settings
-        The section `model/descriptor`, numbers in place of "auto".
-    type_map
-        Element symbols.
-    seed
-        Used when the settings have no seed of their own.
+    Static and dynamic selection differ in the scale of sums alone: both compute on the real neighbours. Arguments as in
+    `Descriptor`.
     """
 
     recompute = False

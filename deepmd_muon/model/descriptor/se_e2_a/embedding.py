@@ -52,14 +52,7 @@ class BlockPlan(NamedTuple):
 def plan_blocks(filled: np.ndarray, width: int, device: torch.device) -> list[BlockPlan]:
     """Split atoms into blocks: on a CPU by falling number of neighbours and as large as a cache, elsewhere one.
 
-    Parameters
-    ----------
-    filled
-        How many leading slots hold all neighbours of an atom `(atoms,)`.
-    width
-        Neighbour slots that the batch has.
-    device
-        Where the work is done.
+    The first `filled` of the `width` neighbour slots of a batch hold all neighbours of an atom `(atoms,)`.
     """
     if device.type != "cpu":
         return [BlockPlan(slice(None), width)]

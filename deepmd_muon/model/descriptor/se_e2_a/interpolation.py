@@ -55,18 +55,9 @@ EDGES_PER_NODE = 4
 
 
 def cut(rows: torch.Tensor, empty: torch.Tensor, pieces: int, widths: Sequence[int], sel: Sequence[int]) -> Edges:
-    """Cut the interval of the s of each neighbour type into pieces.
+    """Cut the interval of the s of each neighbour type into so many pieces.
 
-    Parameters
-    ----------
-    rows, empty
-        See `Edges`.
-    pieces
-        How many.
-    widths
-        Columns of each neighbour type.
-    sel
-        Slots of each neighbour type.
+    `rows` and `empty` are those of `Edges`; `widths` are the columns, and `sel` the slots, of each neighbour type.
     """
     missing = _missing(widths, sel)
     if triton_support.usable(rows.device):
@@ -216,16 +207,8 @@ def tabulate(
 ) -> Table | None:
     """Return the table of all networks on an interval; None where the most pieces do not suffice.
 
-    Parameters
-    ----------
-    blocks, f
-        As in `fewest_pieces`.
-    ends
-        Least and largest s `(2,)`.
-    scale
-        Factor of the coefficients.
-    nearest
-        Of `Table`.
+    `blocks` and `f` are as in `fewest_pieces`, `ends` holds the least and the largest s `(2,)`. The coefficients are
+    multiplied with `scale`; `nearest` is that of `Table`.
     """
     types, span = len(blocks[0]), (ends[1] - ends[0]).clamp_min(SHORTEST)
     for pieces in PIECES:
@@ -252,14 +235,8 @@ def fewest_pieces(
 ) -> int:
     """Return how many pieces interpolate all networks within `TOLERANCE`; 0 where the most do not suffice.
 
-    Parameters
-    ----------
-    blocks
-        The networks of all neighbour types, of each kind of centre.
-    f
-        Their activation.
-    rows, empty, widths, sel
-        Of a batch, see `cut`.
+    `blocks` holds the networks of all neighbour types, of each kind of centre, and `f` is their activation. The others
+    are those of a batch, see `cut`.
     """
     for pieces in PIECES:
         edges = cut(rows, empty, pieces, widths, sel)

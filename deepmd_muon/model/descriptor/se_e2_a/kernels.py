@@ -82,14 +82,7 @@ def standardise(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return R `(nreal, nnei, 4)`, R of an empty slot and dR/drow `(nreal, 4)` in the dtype of the statistics.
 
-    Parameters
-    ----------
-    rows
-        `(nreal, nnei, 4)`, float64.
-    mean, stddev
-        `(ntypes, slots, 4)`, the same for all slots.
-    kinds
-        Type of every atom `(nreal,)`.
+    These, `mean` and `stddev` `(ntypes, slots, 4)`, are the same for all slots; `kinds` are the atoms' types.
     """
     atoms, nnei, _ = rows.shape
     out = mean.new_empty(rows.shape)

@@ -38,11 +38,7 @@ class EmbeddingBlock(torch.nn.Module):
         self.filter_layers = NetworkCollection(
             [
                 Network(
-                    (1, *settings.neuron),
-                    None,
-                    timestep=settings.resnet_dt,
-                    dtype=dtype,
-                    stream=stream.child(index),
+                    (1, *settings.neuron), None, timestep=settings.resnet_dt, dtype=dtype, stream=stream.child(index)
                 )
                 for index in range(nets)
             ]
@@ -52,21 +48,7 @@ class EmbeddingBlock(torch.nn.Module):
 class SeE2A(torch.nn.Module):
     """D_i = (RᵀG/N)ᵀ(RᵀG_axis/N) with G = embedding(s), R the standardised environment rows, N = sum(sel).
 
-    Every slot of `sel` counts, an empty one with the standardised zero row.
-
-    Parameters
-    ----------
-    settings
-        With `sel` as numbers per type.
-    type_map
-        Element symbols.
-    seed
-        Used when the settings name no seed of their own.
-
-    Raises
-    ------
-    InvalidSettingError
-        When `sel` is still "auto".
+    Every slot of `sel` counts, an empty one with the standardised zero row. Arguments as in `Descriptor`.
     """
 
     needs_statistics = True

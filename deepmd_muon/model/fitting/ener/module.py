@@ -152,18 +152,7 @@ energy_and_slope: Callable[..., tuple[torch.Tensor, torch.Tensor]] = EnergyAndSl
 class EnergyFitting(torch.nn.Module):
     """Networks from descriptor to atomic energy: one for each centre type, or one for all.
 
-    Parameters
-    ----------
-    settings
-        Widths, activation, precision, vacuum energies.
-    type_map
-        Element symbols.
-    dim_in
-        Length of the descriptor.
-    mixed_types
-        One network for all types. Its weights then start as deepmd-kit's from the same seed.
-    seed
-        Used when the settings name no seed of their own.
+    The weights of one for all start as deepmd-kit's from the same seed. Arguments as in `Fitting`.
 
     Raises
     ------

@@ -77,16 +77,9 @@ def neighbor_kernel(out, values, order, start, width, rows: tl.constexpr, column
 
 
 def add_to_neighbors(values: torch.Tensor, order: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """Return, for each atom, the sum of the rows of `values` that belong to it.
+    """Return, for each atom, the sum of the rows of `values` `(edges, width)` that belong to it.
 
-    Parameters
-    ----------
-    values
-        One row for each edge `(edges, width)`.
-    order
-        The edges, sorted by neighbour `(edges,)`, int64.
-    start
-        Where each atom's edges start in `order`, and the end `(atoms + 1,)`, int64.
+    `order` and `start` are those of `geometry.Incoming`.
     """
     atoms, width = len(start) - 1, values.shape[1]
     out = values.new_empty(atoms, width)
