@@ -464,17 +464,9 @@ def _parts(launch: Launch, terms: Tensors, *layer: Any) -> tuple[torch.Tensor, t
     return message.new_empty(launch.blocks, *message.shape), updated
 
 
-def outputs(
-    terms: Tensors,
-    weight: torch.Tensor,
-    _residual: torch.Tensor,
-    _reach: torch.Tensor,
-    _width: int,
-    message: int,
-    *_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def outputs(terms: Tensors, *layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate m and a′."""
-    a, u = terms[:2]
+    (a, u), weight, message = terms[:2], layer[0], layer[4]
     return u.new_empty(u.shape[0], message), a.new_empty(a.shape) if weight.shape[1] > message else a.new_empty(0)
 
 

@@ -479,18 +479,9 @@ def _outputs(launch: Launch, terms: Tensors, neighbor: torch.Tensor) -> Terms:
     )
 
 
-def outputs(
-    terms: Tensors,
-    neighbor: torch.Tensor,
-    _order: torch.Tensor,
-    _start: torch.Tensor,
-    _tiles: torch.Tensor,
-    _used: torch.Tensor,
-    weight: torch.Tensor,
-    message: int,
-    *_: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def outputs(terms: Tensors, *layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Allocate m, y[width:] and H."""
+    neighbor, weight, message = layer[0], layer[5], layer[6]
     atoms, width = neighbor.shape
     rest = weight.shape[1] - message
     return (
