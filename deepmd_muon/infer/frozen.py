@@ -145,9 +145,7 @@ class FrozenModel:
     ) -> Prediction:
         """Evaluate frames one by one; arguments as `Predictor.predict`, with their full shapes."""
         nframes, natoms = atype.shape
-        out = Prediction(
-            np.zeros(nframes), np.zeros((nframes, natoms, 3)), np.zeros((nframes, 9)), np.zeros((nframes, natoms))
-        )
+        out = Prediction.zeros(nframes, natoms)
         for frame in range(nframes):
             cell = None if box is None or not box[frame].any() else box[frame]
             try:

@@ -214,7 +214,7 @@ class Predictor:
                 self.batch_atoms = max(1, (rows.stop - rows.start) // 2 * frames.natoms)
                 continue
             done = rows.stop
-        return _join(parts) if parts else _nothing(frames.natoms)
+        return _join(parts) if parts else Prediction.zeros(0, frames.natoms)
 
     def _check_parameters(self, frames: Frames) -> None:
         """Refuse frames without the parameters that the model reads."""
@@ -296,7 +296,3 @@ def _join(parts: list[Prediction]) -> Prediction:
     if len(parts) == 1:
         return parts[0]
     return Prediction(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Prediction)})
-
-
-def _nothing(natoms: int) -> Prediction:
-    return Prediction(np.zeros(0), np.zeros((0, natoms, 3)), np.zeros((0, 9)), np.zeros((0, natoms)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.linear import linear
@@ -26,14 +27,14 @@ class Environment(NamedTuple):
         `(nreal, nnei)` [1/Å³, 1/Å², 1/Å⁴].
     """
 
-    edges: torch.Tensor
-    rows: torch.Tensor
-    radial: torch.Tensor
-    isotropic: torch.Tensor
-    bend: torch.Tensor
+    edges: Tensor
+    rows: Tensor
+    radial: Tensor
+    isotropic: Tensor
+    bend: Tensor
 
 
-def quintic(u: torch.Tensor) -> torch.Tensor:
+def quintic(u: Tensor) -> Tensor:
     """Return −u³·(10 − 15u + 6u²), in torch and TorchScript.
 
     1 + quintic(u) is the switch that falls from 1 at u = 0 to 0 at u = 1. −quintic(1 − u) is the same without
@@ -42,9 +43,7 @@ def quintic(u: torch.Tensor) -> torch.Tensor:
     return u * u * u * ((15.0 - 6.0 * u) * u - 10.0)
 
 
-def environment(
-    edges: torch.Tensor, empty: torch.Tensor, rcut: float, rcut_smth: float, protection: float = 0.0
-) -> Environment:
+def environment(edges: Tensor, empty: Tensor, rcut: float, rcut_smth: float, protection: float = 0.0) -> Environment:
     """Compute environment rows and derivatives with the quintic switch between `rcut_smth` and `rcut`.
 
     Parameters
@@ -79,7 +78,7 @@ def environment(
     return Environment(edges, rows, radial, isotropic, bend)
 
 
-def edge_derivative(adjoint: torch.Tensor, factor: torch.Tensor, *stored: torch.Tensor) -> torch.Tensor:
+def edge_derivative(adjoint: Tensor, factor: Tensor, *stored: Tensor) -> Tensor:
     """Return dE/dr_ij `(nreal, nnei, 3)` [eV/Å] from dE/dR `(nreal, nnei, 4)`, R = factor·row + constant.
 
     It is the transpose of the Jacobian that an `Environment` stores: `edges`, `radial`, `isotropic` and `bend`. It is
@@ -88,14 +87,7 @@ def edge_derivative(adjoint: torch.Tensor, factor: torch.Tensor, *stored: torch.
     return linear(_pull, _push, adjoint, factor, *stored)
 
 
-def _pull(
-    adjoint: torch.Tensor,
-    factor: torch.Tensor,
-    edges: torch.Tensor,
-    radial: torch.Tensor,
-    isotropic: torch.Tensor,
-    bend: torch.Tensor,
-) -> torch.Tensor:
+def _pull(adjoint: Tensor, factor: Tensor, edges: Tensor, radial: Tensor, isotropic: Tensor, bend: Tensor) -> Tensor:
     if triton_support.usable(edges.device):
         from deepmd_muon.model.descriptor import environment_kernels
 
@@ -106,14 +98,7 @@ def _pull(
     return torch.addcmul(isotropic.unsqueeze(-1) * row_adjoint[..., 1:], scale.unsqueeze(-1), edges)
 
 
-def _push(
-    cotangent: torch.Tensor,
-    factor: torch.Tensor,
-    edges: torch.Tensor,
-    radial: torch.Tensor,
-    isotropic: torch.Tensor,
-    bend: torch.Tensor,
-) -> torch.Tensor:
+def _push(cotangent: Tensor, factor: Tensor, edges: Tensor, radial: Tensor, isotropic: Tensor, bend: Tensor) -> Tensor:
     """Return the Jacobian times the cotangent."""
     if triton_support.usable(edges.device):
         from deepmd_muon.model.descriptor import environment_kernels

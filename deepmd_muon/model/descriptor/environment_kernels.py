@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 BLOCK = 256
 
@@ -158,13 +159,8 @@ def _virial_kernel(out, slope, edges, order, nnei, block: tl.constexpr):
 
 
 def edge_vectors(
-    coord: torch.Tensor,
-    box: torch.Tensor | None,
-    order: torch.Tensor,
-    frame: torch.Tensor,
-    neighbor: torch.Tensor,
-    shift: torch.Tensor | None,
-) -> torch.Tensor:
+    coord: Tensor, box: Tensor | None, order: Tensor, frame: Tensor, neighbor: Tensor, shift: Tensor | None
+) -> Tensor:
     """Return r_ij `(nreal, nnei, 3)` [Å]; arguments as in `Structures`."""
     out = coord.new_empty(*neighbor.shape, 3)
     periodic = box is not None and shift is not None
@@ -177,8 +173,8 @@ def edge_vectors(
 
 
 def environment(
-    edges: torch.Tensor, empty: torch.Tensor, rcut: float, rcut_smth: float, protection: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    edges: Tensor, empty: Tensor, rcut: float, rcut_smth: float, protection: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return edges with empty slots at the cutoff, rows, and `(3, nreal, nnei)` radial, isotropic, bend."""
     masked, rows = torch.empty_like(edges), edges.new_empty(*empty.shape, 4)
     scalars = edges.new_empty(3, *empty.shape)
@@ -189,7 +185,7 @@ def environment(
     return masked, rows, scalars
 
 
-def pull(adjoint: torch.Tensor, factor: torch.Tensor, edges: torch.Tensor, *scalars: torch.Tensor) -> torch.Tensor:
+def pull(adjoint: Tensor, factor: Tensor, edges: Tensor, *scalars: Tensor) -> Tensor:
     """Return dE/dr_ij `(nreal, nnei, 3)` from dE/dR `(nreal, nnei, 4)`, R = `factor` (nreal, 4) · row + constant."""
     out = torch.empty_like(edges)
     count = out.numel() // 3
@@ -198,7 +194,7 @@ def pull(adjoint: torch.Tensor, factor: torch.Tensor, edges: torch.Tensor, *scal
     return out
 
 
-def push(cotangent: torch.Tensor, factor: torch.Tensor, edges: torch.Tensor, *scalars: torch.Tensor) -> torch.Tensor:
+def push(cotangent: Tensor, factor: Tensor, edges: Tensor, *scalars: Tensor) -> Tensor:
     """Apply the transpose of `pull` `(nreal, nnei, 4)`, in the dtype of `factor`."""
     out = factor.new_empty(*edges.shape[:-1], 4)
     count = out.numel() // 4
@@ -207,7 +203,7 @@ def push(cotangent: torch.Tensor, factor: torch.Tensor, edges: torch.Tensor, *sc
     return out
 
 
-def scatter(slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, natoms: int) -> torch.Tensor:
+def scatter(slope: Tensor, order: Tensor, neighbor: Tensor, natoms: int) -> Tensor:
     """Return the forces `(natoms, 3)` from dE/dr_ij `(nreal, nnei, 3)`; the order of additions varies."""
     force = slope.new_zeros(natoms, 3)
     block = min(BLOCK, max(16, triton.next_power_of_2(neighbor.shape[1])))
@@ -217,7 +213,7 @@ def scatter(slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, na
     return force
 
 
-def virial(slope: torch.Tensor, edges: torch.Tensor, order: torch.Tensor, nframes: int, natoms: int) -> torch.Tensor:
+def virial(slope: Tensor, edges: Tensor, order: Tensor, nframes: int, natoms: int) -> Tensor:
     """Return −Σ dE/dr_ij ⊗ r_ij `(nframes, 9)` from tensors `(nreal, nnei, 3)`; each atom has a row of its own."""
     of_atoms = slope.new_zeros(nframes * natoms, 9)
     block = min(BLOCK, max(16, triton.next_power_of_2(edges.shape[1])))
@@ -227,7 +223,7 @@ def virial(slope: torch.Tensor, edges: torch.Tensor, order: torch.Tensor, nframe
     return of_atoms.view(nframes, natoms, 9).sum(1)
 
 
-def gather(force: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor) -> torch.Tensor:
+def gather(force: Tensor, order: Tensor, neighbor: Tensor) -> Tensor:
     """Apply the transpose of `scatter` `(nreal, nnei, 3)`."""
     slope = force.new_empty(*neighbor.shape, 3)
     _gather_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](

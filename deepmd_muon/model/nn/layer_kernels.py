@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from deepmd_muon.model.nn.activation import Formula
 from deepmd_muon.model.nn.activation_kernels import curve, tanh
@@ -108,13 +109,11 @@ def _form(formula: Formula) -> dict[str, Any]:
     return {**formula.constants, "block": BLOCK}
 
 
-def _grid(keep: torch.Tensor) -> tuple[int]:
+def _grid(keep: Tensor) -> tuple[int]:
     return (triton.cdiv(keep.numel(), BLOCK),)
 
 
-def forward(
-    z: torch.Tensor, idt: torch.Tensor | None, x: torch.Tensor, *, residual: bool, formula: Formula
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(z: Tensor, idt: Tensor | None, x: Tensor, *, residual: bool, formula: Formula) -> tuple[Tensor, Tensor]:
     """See `layers.forward`."""
     out = torch.empty_like(z)
     keep = torch.empty_like(z) if formula.kind == "tanh" else z
@@ -126,14 +125,14 @@ def forward(
     return out, keep
 
 
-def _row_stride(above: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _row_stride(above: Tensor) -> tuple[Tensor, int]:
     """Return a tensor whose rows are dense, and the distance between rows, 0 where all are one."""
     if above.stride(1) != 1 or above.stride(0) not in (0, above.shape[1]):
         above = above.contiguous()
     return above, above.stride(0)
 
 
-def slope(keep: torch.Tensor, idt: torch.Tensor | None, above: torch.Tensor, formula: Formula) -> torch.Tensor:
+def slope(keep: Tensor, idt: Tensor | None, above: Tensor, formula: Formula) -> Tensor:
     """See `layers.slope`."""
     out = torch.empty_like(keep)
     scaled = idt is not None
@@ -144,14 +143,8 @@ def slope(keep: torch.Tensor, idt: torch.Tensor | None, above: torch.Tensor, for
 
 
 def tangent(
-    keep: torch.Tensor,
-    idt: torch.Tensor | None,
-    before: torch.Tensor,
-    below: torch.Tensor,
-    *,
-    residual: bool,
-    formula: Formula,
-) -> torch.Tensor:
+    keep: Tensor, idt: Tensor | None, before: Tensor, below: Tensor, *, residual: bool, formula: Formula
+) -> Tensor:
     """See `layers.tangent`."""
     out = torch.empty_like(keep)
     scaled = idt is not None
@@ -164,13 +157,8 @@ def tangent(
 
 
 def cotangents(
-    keep: torch.Tensor,
-    idt: torch.Tensor | None,
-    before: torch.Tensor,
-    down: torch.Tensor,
-    adjoint: torch.Tensor,
-    formula: Formula,
-) -> torch.Tensor:
+    keep: Tensor, idt: Tensor | None, before: Tensor, down: Tensor, adjoint: Tensor, formula: Formula
+) -> Tensor:
     """See `layers.cotangents`."""
     scaled = idt is not None
     out = keep.new_empty(2 + scaled, *keep.shape)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.descriptor.dpa3.angles import Angles
 from deepmd_muon.model.descriptor.dpa3.edges import Edges
@@ -41,21 +42,21 @@ class Graph:
         Which of these edges take part in angles `(nslots,)`.
     """
 
-    neighbor: torch.Tensor
+    neighbor: Tensor
     incoming: Incoming | None
-    edge_weight: torch.Tensor
-    direction: torch.Tensor
+    edge_weight: Tensor
+    direction: Tensor
     plan: AnglePlan
-    angle_weight: torch.Tensor
-    in_angle: torch.Tensor
+    angle_weight: Tensor
+    in_angle: Tensor
 
 
 class Features(NamedTuple):
     """Nodes `(nreal, n_dim)`, edges `(nreal, nnei, e_dim)`, angles `(nangles, a_dim)`."""
 
-    node: torch.Tensor
-    edge: torch.Tensor
-    angle: torch.Tensor | None
+    node: Tensor
+    edge: Tensor
+    angle: Tensor | None
 
 
 class Wanted(NamedTuple):
@@ -132,7 +133,7 @@ class RepflowLayer(torch.nn.Module):
 
     def _edges(
         self, features: Features, graph: Graph, wanted: Wanted, *, force: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return the message of all edges to their centre, the update of the edges, and H (see `edges`)."""
         n, e = self.repflow.n_dim, self.repflow.e_dim
         layers = [self.node_edge_linear, self.edge_self_linear] if wanted.edge else [self.node_edge_linear]
@@ -143,9 +144,7 @@ class RepflowLayer(torch.nn.Module):
         message, update, moment = run(Edges(graph.neighbor, self.activation, n, graph.incoming), *given, force=force)
         return message, update, moment
 
-    def _nodes(
-        self, node: torch.Tensor, plain: list[torch.Tensor], moment: torch.Tensor, *, force: bool
-    ) -> torch.Tensor:
+    def _nodes(self, node: Tensor, plain: list[Tensor], moment: Tensor, *, force: bool) -> Tensor:
         """Return the nodes after the layer, from the terms that are added as they are, and H."""
         f = self.activation.value
         repflow = self.repflow
@@ -155,7 +154,7 @@ class RepflowLayer(torch.nn.Module):
             carry, rho = _residual_weights(repflow.update_style, self.n_residual, node, 2 + len(plain))
             passes = Nodes(self.activation, carry, repflow.axis_neuron, repflow.e_dim)
             weights = (*self.node_self_mlp.tensors[:2], *self.node_sym_linear.tensors[:2])
-            out: torch.Tensor
+            out: Tensor
             (out,) = run(passes, node, moment, *plain, *weights, *rho, force=force)
             return out
         symmetric = [
@@ -169,9 +168,7 @@ class RepflowLayer(torch.nn.Module):
         ]
         return _residual_sum(repflow.update_style, node, updates, self.n_residual)
 
-    def _angles(
-        self, features: Features, graph: Graph, wanted: Wanted, *, force: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _angles(self, features: Features, graph: Graph, wanted: Wanted, *, force: bool) -> tuple[Tensor, Tensor | None]:
         """Return the message of all angles to their first edge `(nslots, e_dim)`, and the angles after the layer."""
         repflow = self.repflow
         of_node, edges = repflow.angle_node, repflow.angle_edge
@@ -197,8 +194,8 @@ class RepflowLayer(torch.nn.Module):
         return reduced, angle if wanted.angle else features.angle
 
     def _edge_features(
-        self, edge: torch.Tensor, graph: Graph, update: torch.Tensor, reduced: torch.Tensor | None, *, force: bool
-    ) -> torch.Tensor:
+        self, edge: Tensor, graph: Graph, update: Tensor, reduced: Tensor | None, *, force: bool
+    ) -> Tensor:
         """Return the edges after the layer, from their update and the messages of the angles."""
         style, residuals, f = self.repflow.update_style, self.e_residual, self.activation.value
         if reduced is None:
@@ -208,7 +205,7 @@ class RepflowLayer(torch.nn.Module):
 
             carry, rho = _residual_weights(style, residuals, edge, 2)
             passes = EdgeSum(self.activation, carry, graph.plan.blocks[0].width)
-            out: torch.Tensor
+            out: Tensor
             (out,) = run(passes, edge, update, reduced, *self.edge_angle_linear2.tensors[:2], *rho, force=force)
             return out
         rows, linear, slot = edge.flatten(0, 1), self.edge_angle_linear2, graph.plan.slot
@@ -221,18 +218,16 @@ class RepflowLayer(torch.nn.Module):
         return _residual_sum(style, edge, [update, of_angles.view_as(edge)], residuals)
 
 
-def kernels_fit(x: torch.Tensor, activation: Activation) -> bool:
+def kernels_fit(x: Tensor, activation: Activation) -> bool:
     """Return whether kernels can be used on features x, and know the activation."""
     return activation.formula is not None and x.numel() > 0 and triton_support.usable(x.device)
 
 
-def _apply(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+def _apply(layer: Layer, x: Tensor) -> Tensor:
     return torch.addmm(layer.tensors.bias, x, layer.matrix)
 
 
-def _residual_sum(
-    style: str, x: torch.Tensor, updates: list[torch.Tensor], residuals: torch.nn.ParameterList
-) -> torch.Tensor:
+def _residual_sum(style: str, x: Tensor, updates: list[Tensor], residuals: torch.nn.ParameterList) -> Tensor:
     """Return x with its updates added: weighted by trained vectors, averaged, or incremented."""
     if style == "res_residual":
         for weight, update in zip(residuals, updates, strict=True):
@@ -247,8 +242,8 @@ def _residual_sum(
 
 
 def _residual_weights(
-    style: str, residuals: torch.nn.ParameterList, x: torch.Tensor, count: int = 1
-) -> tuple[float, list[torch.Tensor]]:
+    style: str, residuals: torch.nn.ParameterList, x: Tensor, count: int = 1
+) -> tuple[float, list[Tensor]]:
     """Return α and ρ of x′ = α·x + Σ ρ∘u: the residual sum of features x `(…, width)` with `count` updates u."""
     if style == "res_residual":
         return 1.0, list(residuals)

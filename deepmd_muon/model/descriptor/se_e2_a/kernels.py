@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from deepmd_muon.model.descriptor.se_e2_a.edges import ORDERS, Edges, first_columns
 from deepmd_muon.model.nn.triton_support import operator
@@ -77,9 +78,7 @@ def _start_kernel(start, extremes, atoms, least: tl.constexpr, pieces: tl.conste
     tl.store(start + 2 * kind + 1, pieces / span)
 
 
-def standardise(
-    rows: torch.Tensor, mean: torch.Tensor, stddev: torch.Tensor, kinds: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def standardise(rows: Tensor, mean: Tensor, stddev: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return R `(nreal, nnei, 4)`, R of an empty slot and dR/drow `(nreal, 4)` in the dtype of the statistics.
 
     These, `mean` and `stddev` `(ntypes, slots, 4)`, are the same for all slots; `kinds` are the atoms' types.
@@ -93,9 +92,7 @@ def standardise(
     return out, empty, scale
 
 
-def interval_starts(
-    rows: torch.Tensor, empty: torch.Tensor, pieces: int, widths: Sequence[int], least: float
-) -> torch.Tensor:
+def interval_starts(rows: Tensor, empty: Tensor, pieces: int, widths: Sequence[int], least: float) -> Tensor:
     """Return the least s of each type and pieces per unit of s `(types, 2)`; spans are at least `least`."""
     atoms, nnei, _ = rows.shape
     types = len(widths)
@@ -163,7 +160,7 @@ def _pull_contraction_kernel(out, a, d_bar, width, axis, features: tl.constexpr,
     tl.store(target + 3 * width + k, sum3, within)
 
 
-def contract(a: torch.Tensor, axis: int) -> torch.Tensor:
+def contract(a: Tensor, axis: int) -> Tensor:
     """Return D `(natoms, M, axis)` from A `(natoms, 4, M)`."""
     natoms, _, width = a.shape
     out = a.new_empty(natoms, width, axis)
@@ -173,7 +170,7 @@ def contract(a: torch.Tensor, axis: int) -> torch.Tensor:
     return out
 
 
-def pull_contraction(a: torch.Tensor, d_bar: torch.Tensor) -> torch.Tensor:
+def pull_contraction(a: Tensor, d_bar: Tensor) -> Tensor:
     """Return dE/dA `(natoms, 4, M)` from A and dE/dD `(natoms, M, axis)`."""
     natoms, width, axis = d_bar.shape
     out = a.new_empty(a.shape)
@@ -291,13 +288,13 @@ def _evaluate_kernel(
 
 
 @lru_cache
-def type_table(widths: tuple[int, ...], missing: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def type_table(widths: tuple[int, ...], missing: tuple[int, ...], device: torch.device) -> Tensor:
     """Return first column, width and missing slots of each neighbour type."""
     found = list(zip(first_columns(widths), widths, missing, strict=True))
     return torch.tensor(found, dtype=torch.int32, device="cpu").to(device)
 
 
-def _launch_spread(edges: Edges, moved: torch.Tensor | None) -> torch.Tensor:
+def _launch_spread(edges: Edges, moved: Tensor | None) -> Tensor:
     rows = edges.rows.contiguous()
     atoms, nnei, _ = rows.shape
     out = rows.new_empty(atoms, 4, edges.terms)
@@ -309,17 +306,17 @@ def _launch_spread(edges: Edges, moved: torch.Tensor | None) -> torch.Tensor:
     return out
 
 
-def expand(edges: Edges) -> torch.Tensor:
+def expand(edges: Edges) -> Tensor:
     """See `interpolation.expand_reference`."""
     return _launch_spread(edges, None)
 
 
-def spread(edges: Edges, moved: torch.Tensor) -> torch.Tensor:
+def spread(edges: Edges, moved: Tensor) -> Tensor:
     """See `interpolation.spread_reference`."""
     return _launch_spread(edges, moved)
 
 
-def evaluate(edges: Edges, product: torch.Tensor) -> torch.Tensor:
+def evaluate(edges: Edges, product: Tensor) -> Tensor:
     """See `interpolation.evaluate_reference`."""
     rows = edges.rows.contiguous()
     atoms, nnei, _ = rows.shape
@@ -335,13 +332,13 @@ def evaluate(edges: Edges, product: torch.Tensor) -> torch.Tensor:
 _EDGES = "Tensor rows, Tensor empty, Tensor start, int pieces, int[] widths, int[] missing"
 
 
-def _operator(name: str, launch: Callable[..., torch.Tensor], more: str, like: Callable[..., torch.Tensor]) -> Any:
+def _operator(name: str, launch: Callable[..., Tensor], more: str, like: Callable[..., Tensor]) -> Any:
     """Return a launch on `Edges`, and what `more` declares, as an operator of torch that takes their members."""
 
     def edges_of(rows: Any, empty: Any, start: Any, pieces: int, widths: list[int], missing: list[int]) -> Edges:
         return Edges(rows, empty, start, pieces, tuple(widths), tuple(missing))
 
-    def flat(*given: Any) -> torch.Tensor:
+    def flat(*given: Any) -> Tensor:
         return launch(edges_of(*given[:6]), *given[6:])
 
     made = operator(name, flat, _EDGES + more, 1, lambda *given: like(edges_of(*given[:6])))
@@ -352,10 +349,10 @@ def _operator(name: str, launch: Callable[..., torch.Tensor], more: str, like: C
 def operators() -> SimpleNamespace:
     """Return `expand`, `spread` and `evaluate` as operators of torch, which its compiler can record."""
 
-    def sums(edges: Edges) -> torch.Tensor:
+    def sums(edges: Edges) -> Tensor:
         return edges.rows.new_empty(edges.rows.shape[0], 4, edges.terms)
 
-    def each(edges: Edges) -> torch.Tensor:
+    def each(edges: Edges) -> Tensor:
         return torch.empty_like(edges.rows, memory_format=torch.contiguous_format)
 
     return SimpleNamespace(

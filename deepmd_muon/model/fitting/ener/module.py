@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.fitting.ener.settings import EnerSettings
@@ -27,18 +28,14 @@ from deepmd_muon.model.structures import Structures
 class _Tape(NamedTuple):
     """Tensors for one network's backward pass: each layer's input, saved activation, and adjoint of its output."""
 
-    inputs: list[torch.Tensor]
-    keeps: list[torch.Tensor]
-    adjoints: list[torch.Tensor]
+    inputs: list[Tensor]
+    keeps: list[Tensor]
+    adjoints: list[Tensor]
 
 
 def _up_and_down(
-    f: Activation,
-    copies: Sequence[Copies],
-    x: torch.Tensor,
-    layers_of: Sequence[LayerTensors],
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, _Tape]:
+    f: Activation, copies: Sequence[Copies], x: Tensor, layers_of: Sequence[LayerTensors], out: Tensor | None = None
+) -> tuple[Tensor, Tensor, _Tape]:
     """Return E `(n, 1)` and dE/dx `(n, dim)`: values go up the layers, the adjoint of E comes down to `out`."""
     *hidden, last = layers_of
     inputs, keeps = [x], []
@@ -64,9 +61,9 @@ def _pull(
     copies: Sequence[Copies],
     tape: _Tape,
     layers_of: Sequence[LayerTensors],
-    of_energy: torch.Tensor,
-    of_slope: torch.Tensor,
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    of_energy: Tensor,
+    of_slope: Tensor,
+) -> tuple[Tensor, list[Tensor | None]]:
     """Return the cotangents of x and of every layer's tensors from those of E and dE/dx."""
     *hidden, last = layers_of
     inputs, keeps, adjoints = tape
@@ -100,12 +97,7 @@ class EnergyAndSlope(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        f: Activation,
-        copies: tuple[Copies, ...],
-        counts: tuple[int, ...],
-        x: torch.Tensor,
-        *flat: torch.Tensor | None,
+        ctx: Any, f: Activation, copies: tuple[Copies, ...], counts: tuple[int, ...], x: Tensor, *flat: Tensor | None
     ) -> Any:
         """Return E `(n, 1)` and dE/dx `(n, dim)`."""
         energies, slopes, saved = [], [], []
@@ -125,7 +117,7 @@ class EnergyAndSlope(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, energy_cotangent: torch.Tensor, slope_cotangent: torch.Tensor) -> Any:
+    def backward(ctx: Any, energy_cotangent: Tensor, slope_cotangent: Tensor) -> Any:
         """Return the cotangents of x and of every layer's tensors."""
         f, copies, counts, depth = ctx.activation, ctx.copies, ctx.counts, len(ctx.copies)
         each = 3 * (depth + 1)
@@ -133,8 +125,8 @@ class EnergyAndSlope(torch.autograd.Function):
         networks, saved = unflatten(others[: each * len(counts)], len(counts)), iter(others[each * len(counts) :])
         cotangents = energy_cotangent.split(counts), slope_cotangent.split(counts)
         parts = zip(x.split(counts), networks, *cotangents, strict=True)
-        downs: list[torch.Tensor] = []
-        gradients: list[torch.Tensor | None] = []
+        downs: list[Tensor] = []
+        gradients: list[Tensor | None] = []
         with triton_support.Branches(x.device, len(counts)) as branches:
             for number, (part, own, of_energy, of_slope) in enumerate(parts):
                 with branches.chain(number):
@@ -146,7 +138,7 @@ class EnergyAndSlope(torch.autograd.Function):
         return (None, None, None, layers.joined(downs), *gradients)
 
 
-energy_and_slope: Callable[..., tuple[torch.Tensor, torch.Tensor]] = EnergyAndSlope.apply  # torch leaves it untyped
+energy_and_slope: Callable[..., tuple[Tensor, Tensor]] = EnergyAndSlope.apply  # torch leaves it untyped
 
 
 class EnergyFitting(torch.nn.Module):
@@ -161,13 +153,13 @@ class EnergyFitting(torch.nn.Module):
     """
 
     type_axes: ClassVar[Mapping[str, int]] = {"bias_atom_e": 0}
-    bias_atom_e: torch.Tensor
-    case_embd: torch.Tensor | None
-    fparam_avg: torch.Tensor | None
-    fparam_inv_std: torch.Tensor | None
-    aparam_avg: torch.Tensor | None
-    aparam_inv_std: torch.Tensor | None
-    default_fparam_tensor: torch.Tensor | None
+    bias_atom_e: Tensor
+    case_embd: Tensor | None
+    fparam_avg: Tensor | None
+    fparam_inv_std: Tensor | None
+    aparam_avg: Tensor | None
+    aparam_inv_std: Tensor | None
+    default_fparam_tensor: Tensor | None
 
     def __init__(
         self,
@@ -215,7 +207,7 @@ class EnergyFitting(torch.nn.Module):
         flags = settings.trainable
         self.requires_grad_(all(flags) if isinstance(flags, tuple) else flags)
 
-    def parameters_of(self, structures: Structures) -> torch.Tensor | None:
+    def parameters_of(self, structures: Structures) -> Tensor | None:
         """Return the parameters of every sorted atom; see `Conditioned`."""
         found = []
         numbers = self.settings.net_parameters
@@ -232,19 +224,14 @@ class EnergyFitting(torch.nn.Module):
             found.append(structures.aparam.flatten(0, 1)[structures.order])
         return torch.cat(found, dim=1) if found else None
 
-    def set_parameter_statistics(self, name: str, mean: torch.Tensor, deviation: torch.Tensor) -> None:
+    def set_parameter_statistics(self, name: str, mean: Tensor, deviation: Tensor) -> None:
         """Standardise parameters; see `Conditioned`."""
         getattr(self, f"{name}_avg").copy_(mean)
         getattr(self, f"{name}_inv_std").copy_(1.0 / deviation)
 
     def forward(
-        self,
-        descriptor: torch.Tensor,
-        type_counts: tuple[int, ...],
-        *,
-        force: bool = True,
-        parameters: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, descriptor: Tensor, type_counts: tuple[int, ...], *, force: bool = True, parameters: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return atomic energies `(nreal,)` [eV] and dE/dD `(nreal, dim_in)`; see `Fitting` and `Conditioned`."""
         x = descriptor.to(self.dtype)
         if parameters is not None:
@@ -256,24 +243,22 @@ class EnergyFitting(torch.nn.Module):
             return energy, None
         return energy, slope[:, : descriptor.shape[1]].to(descriptor.dtype)
 
-    def _with_branch(self, x: torch.Tensor) -> torch.Tensor:
+    def _with_branch(self, x: Tensor) -> Tensor:
         """Append the row that says which branch of a multi-task model this is."""
         return x if self.case_embd is None else torch.cat([x, self.case_embd.expand(len(x), -1)], dim=1)
 
-    def scaling(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def scaling(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return means and inverse deviations of the parameters that the net reads."""
         names = self.settings.net_parameters
         return [getattr(self, f"{name}_avg") for name in names], [getattr(self, f"{name}_inv_std") for name in names]
 
-    def _vacuum_rows(self, x: torch.Tensor) -> torch.Tensor:
+    def _vacuum_rows(self, x: Tensor) -> Tensor:
         """Return the network's input of atoms without descriptor: one row, or one of each atom with its parameters."""
         if not self.numb_parameters:
             return self._with_branch(x.new_zeros(1, self.dim_in))
         return torch.cat([x.new_zeros(len(x), self.dim_in), x[:, self.dim_in :]], dim=1)
 
-    def _evaluate_all(
-        self, x: torch.Tensor, type_counts: tuple[int, ...], *, force: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _evaluate_all(self, x: Tensor, type_counts: tuple[int, ...], *, force: bool) -> tuple[Tensor, Tensor | None]:
         """Return energies and slopes of all atoms, the networks' values in vacuum removed where they are given."""
         networks, in_vacuum = self.filter_layers, [value is not None for value in self.vacuum]
         if self.mixed_types:
@@ -296,9 +281,7 @@ class EnergyFitting(torch.nn.Module):
             slopes.append(slope)
         return torch.cat(energies).squeeze(1), torch.cat(slopes) if force else None  # type: ignore[arg-type]  # no None
 
-    def _evaluate(
-        self, network: Network, rows: torch.Tensor, *, force: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _evaluate(self, network: Network, rows: Tensor, *, force: bool) -> tuple[Tensor, Tensor | None]:
         """Return a network's output `(nrows, 1)` and, with `force`, its slope like `rows`."""
         if force:
             return energy_and_slope(self.activation, network.copies, (rows.shape[0],), rows, *network.flat)
@@ -307,7 +290,7 @@ class EnergyFitting(torch.nn.Module):
         return torch.addmm(last.bias, features, last.matrix), None
 
 
-def _check_parameters(name: str, values: torch.Tensor | None, number: int, whose: str) -> None:
+def _check_parameters(name: str, values: Tensor | None, number: int, whose: str) -> None:
     if values is None or values.shape[-1] != number:
         found = "none" if values is None else str(values.shape[-1])
         raise ModelError(
