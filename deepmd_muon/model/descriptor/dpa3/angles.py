@@ -198,7 +198,7 @@ def _kernels(angles: Angles, weight: Tensor) -> Any:
     if len(angles.plan.blocks) != 1 or not (traced or triton_support.usable(weight.device)):
         return None
     from deepmd_muon.model.descriptor.dpa3.kernels import angles as kernels
-    from deepmd_muon.model.descriptor.dpa3.kernels.launching import fits_weight
+    from deepmd_muon.model.descriptor.dpa3.kernels.shared import fits_weight
 
     if not fits_weight(weight, angles.activation.formula):
         return None

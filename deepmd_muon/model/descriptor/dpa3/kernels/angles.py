@@ -22,16 +22,16 @@ import torch
 import triton
 import triton.language as tl
 
-from deepmd_muon.model.descriptor.dpa3.kernels.launching import (
+from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     SMALLEST,
     Tensors,
+    add_parts,
     at_once,
     empty_like,
     holding,
     precision,
     share,
 )
-from deepmd_muon.model.descriptor.dpa3.kernels.sums import add_parts
 from deepmd_muon.model.nn.activation_kernels import curve
 from deepmd_muon.model.nn.triton_support import operator
 

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deepmd_muon.model.descriptor.dpa3.kernels.sums import add_parts
+from deepmd_muon.model.descriptor.dpa3.kernels.shared import add_parts
 from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.activation_kernels import curve
 from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors

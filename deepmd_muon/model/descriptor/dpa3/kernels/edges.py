@@ -21,15 +21,16 @@ import triton.language as tl
 
 from deepmd_muon.model.descriptor.dpa3.geometry import EDGE_TILE, incoming
 from deepmd_muon.model.descriptor.dpa3.kernels.angles import load_tile
-from deepmd_muon.model.descriptor.dpa3.kernels.launching import (
+from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     Tensors,
+    add_parts,
+    add_to_neighbors,
     at_once,
     empty_like,
     fits_weight,
     holding,
     precision,
 )
-from deepmd_muon.model.descriptor.dpa3.kernels.sums import add_parts, add_to_neighbors
 from deepmd_muon.model.nn.activation import Formula
 from deepmd_muon.model.nn.activation_kernels import curve
 from deepmd_muon.model.nn.triton_support import operator
