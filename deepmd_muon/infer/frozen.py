@@ -145,51 +145,40 @@ class FrozenModel:
     ) -> Prediction:
         """Evaluate frames one by one; arguments as `Predictor.predict`, with their full shapes."""
         nframes, natoms = atype.shape
-        out = Prediction(
-            np.zeros(nframes), np.zeros((nframes, natoms, 3)), np.zeros((nframes, 9)), np.zeros((nframes, natoms))
-        )
+        out = Prediction.zeros(nframes, natoms)
         for frame in range(nframes):
             cell = None if box is None or not box[frame].any() else box[frame]
-            given = [None if values is None else values[frame] for values in (fparam, aparam)]
             try:
-                self._predict_one(out, frame, coord[frame], cell, atype[frame], *given)
+                ghosted = with_ghosts(coord[frame], cell, atype[frame], self.rcut)
             except NeighborError as error:
                 raise NeighborError(str(error), frame) from error
+            owner, nloc = ghosted.owner, len(ghosted.neighbor)
+            if not nloc:
+                continue
+            real = owner[:nloc]
+            local = np.empty(natoms, dtype=np.int64)
+            local[real] = np.arange(nloc)
+            given = (ghosted.coord, atype[frame, owner].astype(np.int64), ghosted.neighbor, local[owner])
+            tensors = (torch.from_numpy(array).to(self.device) for array in given)
+            parameters = [
+                None if values is None else torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+                for values in (
+                    None if fparam is None else fparam[frame],
+                    None if aparam is None else aparam[frame, real],
+                )
+            ]
+            found = self.forward_lower(*tensors, *parameters)
+            try:
+                values = {name: value.to("cpu", torch.float64).numpy() for name, value in found.items()}
+                out.energy[frame] = values["energy"].item()
+                out.atom_energy[frame, real] = values["atom_energy"][:, 0]
+                out.virial[frame] = values["virial"]
+                force = values["extended_force"]
+                for axis in range(3):
+                    out.force[frame, :, axis] = np.bincount(owner, weights=force[:, axis], minlength=natoms)
+            except _PROGRAM_ERRORS as error:
+                raise self._strange(error) from error
         return out
-
-    def _predict_one(
-        self,
-        out: Prediction,
-        frame: int,
-        coord: np.ndarray,
-        box: np.ndarray | None,
-        atype: np.ndarray,
-        fparam: np.ndarray | None,
-        aparam: np.ndarray | None,
-    ) -> None:
-        ghosted = with_ghosts(coord, box, atype, self.rcut)
-        owner, nloc = ghosted.owner, len(ghosted.neighbor)
-        if not nloc:
-            return
-        given = ghosted.coord, atype[owner].astype(np.int64), ghosted.neighbor
-        local = np.empty(len(atype), dtype=np.int64)
-        local[owner[:nloc]] = np.arange(nloc)
-        parameters = [
-            None if values is None else torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
-            for values in (fparam, None if aparam is None else aparam[owner[:nloc]])
-        ]
-        tensors = (torch.from_numpy(array).to(self.device) for array in (*given, local[owner]))
-        found = self.forward_lower(*tensors, *parameters)
-        try:
-            values = {name: value.to("cpu", torch.float64).numpy() for name, value in found.items()}
-            out.energy[frame] = values["energy"].item()
-            out.atom_energy[frame, owner[:nloc]] = values["atom_energy"][:, 0]
-            out.virial[frame] = values["virial"]
-            force = values["extended_force"]
-            for axis in range(3):
-                out.force[frame, :, axis] = np.bincount(owner, weights=force[:, axis], minlength=len(atype))
-        except _PROGRAM_ERRORS as error:
-            raise self._strange(error) from error
 
     def forward_lower(
         self,

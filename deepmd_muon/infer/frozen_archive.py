@@ -49,7 +49,11 @@ _PRIM = """
     RaiseException SetAttr TupleConstruct TupleIndex TupleSlice TupleUnpack Uninitialized abs device dtype is_cuda
     isinstance max min requires_grad shape tolist unchecked_cast unchecked_unwrap_optional
 """
-_ALLOWED = {"aten": frozenset(_ATEN.split()), "deepmd": frozenset(_DEEPMD.split()), "prim": frozenset(_PRIM.split())}
+_ALLOWED = frozenset(
+    f"{namespace}::{name}"
+    for namespace, names in (("aten", _ATEN), ("deepmd", _DEEPMD), ("prim", _PRIM))
+    for name in names.split()
+)
 # Defaults of arguments and values of classes are computed when torch loads a program; these only stand for themselves.
 _PLAIN = (
     ast.Constant,
@@ -139,7 +143,7 @@ def load_program(content: bytes, device: torch.device, *, trust: bool) -> torch.
         warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript, which LAMMPS's plugin needs
         program: torch.jit.ScriptModule = torch.jit.load(io.BytesIO(content), map_location=device)
     if not trust:
-        strange = sorted({kind for kind in _kinds(program) if not _is_allowed(kind)})
+        strange = sorted(set(_kinds(program)) - _ALLOWED)
         if strange:
             raise ArchiveError(
                 f"it calls {', '.join(strange[:5])}, which no frozen potential needs; if you trust who made the file, "
@@ -185,8 +189,3 @@ def _kinds(program: torch.jit.ScriptModule) -> Iterator[str]:
             for node in todo.pop().nodes():
                 yield node.kind()
                 todo += node.blocks()
-
-
-def _is_allowed(kind: str) -> bool:
-    namespace, _, name = kind.partition("::")
-    return name in _ALLOWED.get(namespace, ())

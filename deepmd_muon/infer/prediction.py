@@ -28,6 +28,12 @@ class Prediction:
     virial: np.ndarray
     atom_energy: np.ndarray
 
+    @classmethod
+    def zeros(cls, nframes: int, natoms: int) -> Prediction:
+        """Return zeros of all quantities."""
+        shapes = (nframes,), (nframes, natoms, 3), (nframes, 9), (nframes, natoms)
+        return cls(*map(np.zeros, shapes))
+
     @property
     def not_finite(self) -> list[str]:
         """Names of the quantities that hold NaN or infinity."""

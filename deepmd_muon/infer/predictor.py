@@ -126,15 +126,12 @@ class Predictor:
             self.model = FrozenModel(model, self.device, trust=trust)
         else:
             self.model = load_model(model, ema=ema, head=head).to(self.device).eval()
-        self.resident = self._resident_model()
+        self.resident: EnergyModel | None = None
+        if triton_support.usable(self.device):
+            self.resident = self.model if isinstance(self.model, EnergyModel) else self.model.restored()
         self._calls = None if self.resident is None else DeviceCalls(self.resident)
         # A CPU is busy with a thousand atoms; a GPU needs more of them to be so.
         self.batch_atoms = batch_atoms or (16384 if self.device.type == "cuda" else 1024)
-
-    def _resident_model(self) -> EnergyModel | None:
-        if not triton_support.usable(self.device):
-            return None
-        return self.model if isinstance(self.model, EnergyModel) else self.model.restored()
 
     @property
     def type_map(self) -> tuple[str, ...]:
@@ -217,7 +214,7 @@ class Predictor:
                 self.batch_atoms = max(1, (rows.stop - rows.start) // 2 * frames.natoms)
                 continue
             done = rows.stop
-        return _join(parts) if parts else _nothing(frames.natoms)
+        return _join(parts) if parts else Prediction.zeros(0, frames.natoms)
 
     def _check_parameters(self, frames: Frames) -> None:
         """Refuse frames without the parameters that the model reads."""
@@ -299,7 +296,3 @@ def _join(parts: list[Prediction]) -> Prediction:
     if len(parts) == 1:
         return parts[0]
     return Prediction(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Prediction)})
-
-
-def _nothing(natoms: int) -> Prediction:
-    return Prediction(np.zeros(0), np.zeros((0, natoms, 3)), np.zeros((0, 9)), np.zeros((0, natoms)))

@@ -23,16 +23,9 @@ LOSSES.register("ener", _ENER, aliases=("ener_hess",))
 
 
 def register_loss(name: str, *, settings: str | type, module: str | type, aliases: tuple[str, ...] = ()) -> None:
-    """Make a loss available as section `loss` of type `name`.
+    """Make a loss available as section `loss` of type `name`, or of one of its aliases.
 
-    Parameters
-    ----------
-    name, aliases
-        Values of the key `type`.
-    settings
-        Frozen dataclass derived from `LossSettings`.
-    module
-        A `Loss` that is built from these settings.
+    `settings` is a frozen dataclass derived from `LossSettings`, `module` a `Loss` that is built from them.
 
     Raises
     ------
@@ -43,12 +36,7 @@ def register_loss(name: str, *, settings: str | type, module: str | type, aliase
 
 
 def build_loss(section: LossSettings | Mapping[str, Any]) -> Loss:
-    """Build the loss that a section `loss` describes.
-
-    Parameters
-    ----------
-    section
-        The settings, or their plain form with `type` ("ener" when left out).
+    """Build the loss of a section `loss`: its settings, or their plain form with `type` ("ener" when left out).
 
     Raises
     ------

@@ -96,14 +96,15 @@ def build_branches(
     built = {name: build_model(settings) for name, settings in models.items()}
     if list(built) == [SINGLE]:
         return built[SINGLE]
-    for part, links in _links(references):
+    entries: dict[tuple[str, str], list[tuple[str, int]]] = {}  # of shared_dict, with the branches that have them
+    for name, parts in references.items():
+        for part, shared in parts.items():
+            if part != "type_map":
+                entries.setdefault((part, shared.key), []).append((name, shared.level))
+    for (part, _), links in entries.items():
         (base, _), *others = sorted(links, key=lambda link: link[1])  # the first of those that share most
         for name, level in others:
-            share = _share_descriptor if part == "descriptor" else _share_fitting
-            try:
-                share(built[name], built[base], level)
-            except ModelError as error:
-                raise ModelError(f"model/model_dict/{name}/{part} cannot be that of {base!r}: {error}") from error
+            _share(built, part, name, base, level)
     rows = sorted(built)  # deepmd-kit's order
     for name, model in built.items():
         case = getattr(model.atomic_model.fitting_net, "case_embd", None)
@@ -112,30 +113,23 @@ def build_branches(
     return Branches(built, aliases)
 
 
-def _links(references: Mapping[str, Mapping[str, Shared]]) -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """Yield the part that each entry of shared_dict stands for, with the branches that have it and their levels."""
-    found: dict[tuple[str, str], list[tuple[str, int]]] = {}
-    for name, parts in references.items():
-        for part, shared in parts.items():
-            if part != "type_map":
-                found.setdefault((part, shared.key), []).append((name, shared.level))
-    for (part, _), links in found.items():
-        yield part, links
+def _share(built: Mapping[str, EnergyModel], part: str, name: str, base: str, level: int) -> None:
+    """Let a branch take a part of another one: all of it, or a descriptor's type embedding.
 
-
-def _share_descriptor(model: EnergyModel, base: EnergyModel, level: int) -> None:
-    """Let a model take the descriptor of another one, or its type embedding."""
-    if level == ENTIRE:
-        model.atomic_model.descriptor = base.atomic_model.descriptor
+    Of a fitting net it takes the weights; buffers, such as the energy bias, stay its own.
+    """
+    own, other = built[name].atomic_model, built[base].atomic_model
+    if part == "descriptor" and level == ENTIRE:
+        own.descriptor = other.descriptor
+    elif part == "descriptor":
+        own.descriptor.type_embedding = other.descriptor.type_embedding
     else:
-        model.atomic_model.descriptor.type_embedding = base.atomic_model.descriptor.type_embedding
-
-
-def _share_fitting(model: EnergyModel, base: EnergyModel, level: int) -> None:
-    """Let a model take the weights of another one's fitting net; buffers, such as the energy bias, stay its own."""
-    own, other = model.atomic_model.fitting_net, base.atomic_model.fitting_net
-    shapes = [{name: p.shape for name, p in net.named_parameters()} for net in (own, other)]
-    if shapes[0] != shapes[1]:
-        raise ModelError("their weights differ in shape, because their descriptors differ in length")
-    own._modules.update(other._modules)
-    own._parameters.update(other._parameters)
+        nets = own.fitting_net, other.fitting_net
+        shapes = [{name: p.shape for name, p in net.named_parameters()} for net in nets]
+        if shapes[0] != shapes[1]:
+            raise ModelError(
+                f"model/model_dict/{name}/{part} cannot be that of {base!r}: their weights differ in shape, because "
+                "their descriptors differ in length"
+            )
+        nets[0]._modules.update(nets[1]._modules)
+        nets[0]._parameters.update(nets[1]._parameters)

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from deepmd_muon.model.descriptor.interface import (
-    Described,
-    Interpolated,
-    Recomputing,
-    Standardised,
-    Table,
-    Tabulated,
-)
+from deepmd_muon.model.descriptor.interface import Described, Interpolated, Recomputing, Standardised, Table, Tabulated
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.fitting.interface import Conditioned
 from deepmd_muon.model.nn import triton_support
+from deepmd_muon.model.nn.linear import linear
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.settings import ModelSettings, model_settings
 from deepmd_muon.model.short_range import ALPHA, PairTable, edge_slope
@@ -142,7 +137,8 @@ class EnergyModel(torch.nn.Module):
         slope = described.pullback(adjoint)
         if table_slope is not None:
             slope = slope + table_slope
-        out["force"] = _forces(structures, slope)
+        natoms, order, neighbor = structures.nframes * structures.natoms, structures.order, structures.neighbor
+        out["force"] = forces_of(slope, order, neighbor, natoms).view(structures.coord.shape)
         if virial:
             out["virial"] = _virial(structures, slope, edges)
         return out
@@ -163,7 +159,8 @@ class EnergyModel(torch.nn.Module):
         if self.short_range is not None:
             if self.short_range.problem:
                 raise ModelError(self.short_range.problem)
-            blend = self.short_range(edges, structures.sorted_type, neighbor_types(structures))
+            kinds = torch.where(structures.neighbor >= 0, structures.neighbor_type, -1)
+            blend = self.short_range(edges, structures.sorted_type, kinds)
             share = 1.0 - blend.weight
             if adjoint is not None:
                 slope = edge_slope(blend, energy, edges)
@@ -184,8 +181,7 @@ class EnergyModel(torch.nn.Module):
         """
         if self.excluded is None:
             return structures
-        kind = structures.atype.view(-1)[structures.neighbor.clamp(min=0)].clamp(min=0)
-        mark = self.excluded[structures.sorted_type.unsqueeze(1), kind]
+        mark = self.excluded[structures.sorted_type.unsqueeze(1), structures.neighbor_type.clamp(min=0)]
         marked = (mark < 0) & (structures.neighbor >= 0)
         return dataclasses.replace(structures, neighbor=torch.where(marked, mark, structures.neighbor))
 
@@ -264,12 +260,6 @@ class EnergyModel(torch.nn.Module):
             raise ModelError(f"the model has {self.ntypes} types, the batch {len(structures.type_counts)}")
 
 
-def neighbor_types(structures: Structures) -> torch.Tensor:
-    """Return the type of each neighbour `(nreal, nnei)`, −1 in empty slots."""
-    types = structures.atype.reshape(-1)[structures.neighbor.clamp(min=0)]
-    return torch.where(structures.neighbor >= 0, types, -1)
-
-
 def edge_vectors(structures: Structures) -> torch.Tensor:
     """Return r_ij = coord[j] + S·box − coord[i] `(nreal, nnei, 3)` [Å]; arbitrary in empty slots."""
     if triton_support.usable(structures.coord.device):
@@ -287,47 +277,28 @@ def edge_vectors(structures: Structures) -> torch.Tensor:
     return torch.baddbmm(edges, structures.shift.to(box.dtype), box)
 
 
-class Forces(torch.autograd.Function):
-    """−dE/dR from dE/dr_ij: r_ij grows with atom j and shrinks with atom i. Linear in dE/dr_ij."""
+def forces_of(slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, natoms: int) -> torch.Tensor:
+    """Return −dE/dR `(natoms, 3)` from dE/dr_ij `(nreal, nnei, 3)`: r_ij grows with atom j and shrinks with atom i.
 
-    @staticmethod
-    def forward(
-        ctx: Any, slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, natoms: int
-    ) -> torch.Tensor:
-        """Return forces `(natoms, 3)` from `(nreal, nnei, 3)`; arguments as in `Structures`."""
-        ctx.save_for_backward(order, neighbor)
-        if _use_kernels(slope.device):
-            from deepmd_muon.model.descriptor import environment_kernels
+    Other arguments as in `Structures`. Sums of kernels have an order that varies.
+    """
+    if triton_support.usable(slope.device) and not torch.are_deterministic_algorithms_enabled():
+        from deepmd_muon.model.descriptor import environment_kernels
 
-            return environment_kernels.scatter(slope, order, neighbor, natoms)
-        flat = slope.new_zeros(natoms, 3).index_add_(0, order, slope.sum(1))
-        return flat.index_add_(0, neighbor.clamp(min=0).view(-1), slope.reshape(-1, 3), alpha=-1)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-        """Return the cotangent of dE/dr_ij; arbitrary in empty slots, where dE/dr_ij is 0 whatever the parameters."""
-        order, neighbor = ctx.saved_tensors
-        if _use_kernels(cotangent.device):
-            from deepmd_muon.model.descriptor import environment_kernels
-
-            return environment_kernels.gather(cotangent, order, neighbor), None, None, None
-        there = cotangent.index_select(0, neighbor.clamp(min=0).view(-1)).view(*neighbor.shape, 3)
-        return cotangent.index_select(0, order).unsqueeze(1) - there, None, None, None
+        scatter, gather = environment_kernels.scatter, environment_kernels.gather
+        return linear(partial(scatter, natoms=natoms), gather, slope, order, neighbor)
+    return linear(partial(_scatter, natoms=natoms), _gather, slope, order, neighbor)
 
 
-def _use_kernels(device: torch.device) -> bool:
-    """Tell whether forces may be added up by Triton, in an order that varies."""
-    return triton_support.usable(device) and not torch.are_deterministic_algorithms_enabled()
+def _scatter(slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, natoms: int) -> torch.Tensor:
+    flat = slope.new_zeros(natoms, 3).index_add_(0, order, slope.sum(1))
+    return flat.index_add_(0, neighbor.clamp(min=0).view(-1), slope.reshape(-1, 3), alpha=-1)
 
 
-def _forces(structures: Structures, slope: torch.Tensor) -> torch.Tensor:
-    """−dE/dR `(nframes, natoms, 3)` from dE/dr_ij."""
-    shape = structures.coord.shape
-    return _add_up(slope, structures.order, structures.neighbor, shape[0] * shape[1]).view(shape)
-
-
-_add_up: Callable[..., torch.Tensor] = Forces.apply  # torch leaves `apply` untyped
+def _gather(cotangent: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor) -> torch.Tensor:
+    """Apply the transpose of `_scatter`; arbitrary in empty slots, where dE/dr_ij is 0 whatever the parameters."""
+    there = cotangent.index_select(0, neighbor.clamp(min=0).view(-1)).view(*neighbor.shape, 3)
+    return cotangent.index_select(0, order).unsqueeze(1) - there
 
 
 def _virial(structures: Structures, slope: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:

@@ -162,20 +162,10 @@ def register_descriptor(
     deepmd_kit: Any = None,
     scripted: str | type | None = None,
 ) -> None:
-    """Make a descriptor available as `model/descriptor` of type `name`.
+    """Make a descriptor available as `model/descriptor` of type `name`, or of one of its aliases.
 
-    Parameters
-    ----------
-    name, aliases
-        Values of the key `type`.
-    settings
-        Frozen dataclass derived from `DescriptorSettings`.
-    module
-        A `Descriptor`: see `deepmd_muon.model.descriptor.interface`.
-    deepmd_kit
-        A `Translation`, when deepmd-kit has the same descriptor.
-    scripted
-        Its form for `dp freeze`, see `deepmd_muon.model.scripted.interface`.
+    `settings` derives from `DescriptorSettings`, `module` is a `Descriptor`: see
+    `deepmd_muon.model.descriptor.interface`. All further arguments are those of `Part`.
 
     Raises
     ------

@@ -124,6 +124,11 @@ class Structures:
         """Atoms in a frame, padding included."""
         return self.coord.shape[1]
 
+    @property
+    def neighbor_type(self) -> torch.Tensor:
+        """Type of each neighbour `(nreal, nnei)`; that of the first atom in slots without."""
+        return self.atype.reshape(-1)[self.neighbor.clamp(min=0)]
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Structures:
         """Return the batch with every tensor on `device`."""
         moved: dict[str, Any] = {
@@ -152,29 +157,19 @@ class Structures:
 
         Parameters
         ----------
-        coord
-            `(nframes, natoms, 3)` [Å].
-        atype
-            `(nframes, natoms)`, −1 for padding atoms, which must come without neighbours.
-        box
-            `(nframes, 3, 3)` [Å], or None.
+        coord, atype, box, sections, fparam, aparam
+            As in `Structures`; padding atoms, of type −1, must come without neighbours.
         neighbor
             Index of each neighbour within its frame `(nframes, natoms, nnei)`, −1 for an empty slot; a step is
             fastest when the empty slots of a section come last.
         shift
             Cell translations `(nframes, natoms, nnei, 3)`, integers; ignored without `box`.
-        sections
-            Column widths per neighbour type; their sum is nnei.
         ntypes
             Number of types of the model.
         device
             Where the tensors go.
         inner
             How many leading columns lie within each shorter cut-off `(nframes, ninner, natoms)`.
-        fparam
-            Frame parameters `(nframes, numb_fparam)`.
-        aparam
-            Atomic parameters `(nframes, natoms, numb_aparam)`.
 
         Raises
         ------
@@ -182,7 +177,12 @@ class Structures:
             When a type lies outside the model's, or `sections` do not fit `neighbor`.
         """
         flat_type = np.asarray(atype, dtype=np.int64).reshape(-1)
-        _check_batch(flat_type, box, neighbor, shift, sections, ntypes)
+        if sum(sections) != neighbor.shape[2]:
+            raise ModelError(f"sections {tuple(sections)} do not add up to {neighbor.shape[2]} columns")
+        if flat_type.size and flat_type.max() >= ntypes:
+            raise ModelError(f"atom type {flat_type.max()} found, but the model has {ntypes} types (0 … {ntypes - 1})")
+        if box is not None and shift is None:
+            raise ModelError("a periodic batch needs the cell translations `shift` of its neighbours")
         host = _sort_by_type(coord, flat_type.reshape(atype.shape), box, neighbor, shift)
         for name, values in (("fparam", fparam), ("aparam", aparam)):
             host[name] = None if values is None else np.asarray(values, dtype=np.float64)
@@ -192,16 +192,12 @@ class Structures:
         }
         real = np.split(host["neighbor"] >= 0, np.cumsum(sections)[:-1], axis=1)
         type_counts = np.bincount(host["sorted_type"], minlength=ntypes).tolist()
-        filled = np.array([_last_true(section) for section in real])
+        last = [np.max(there * np.arange(1, there.shape[1] + 1), axis=1, initial=0) for there in real]
         counts = np.zeros((0, len(host["order"])), dtype=np.int64)
         if inner is not None:
             counts = inner.swapaxes(0, 1).reshape(inner.shape[1], atype.size)[:, host["order"]].astype(np.int64)
         return cls(
-            **tensors,
-            sections=tuple(sections),
-            type_counts=tuple(type_counts),
-            filled=filled,
-            inner=counts,
+            **tensors, sections=tuple(sections), type_counts=tuple(type_counts), filled=np.array(last), inner=counts
         )
 
     @classmethod
@@ -242,26 +238,3 @@ def _sort_by_type(
         "neighbor": np.where(chosen >= 0, chosen + (frame * natoms)[:, None], -1),
         "shift": None if box is None or shift is None else shift.reshape(nframes * natoms, -1, 3)[order],
     }
-
-
-def _check_batch(
-    flat_type: np.ndarray,
-    box: np.ndarray | None,
-    neighbor: np.ndarray,
-    shift: np.ndarray | None,
-    sections: Sequence[int],
-    ntypes: int,
-) -> None:
-    if sum(sections) != neighbor.shape[2]:
-        raise ModelError(f"sections {tuple(sections)} do not add up to {neighbor.shape[2]} columns")
-    if flat_type.size and flat_type.max() >= ntypes:
-        raise ModelError(f"atom type {flat_type.max()} found, but the model has {ntypes} types (0 … {ntypes - 1})")
-    if box is not None and shift is None:
-        raise ModelError("a periodic batch needs the cell translations `shift` of its neighbours")
-
-
-def _last_true(flags: np.ndarray) -> np.ndarray:
-    """Return, for every row, one more than the index of the last True, or 0."""
-    width = flags.shape[1]
-    last: np.ndarray = np.max(flags * np.arange(1, width + 1), axis=1, initial=0)
-    return last

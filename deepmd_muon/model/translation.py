@@ -8,10 +8,26 @@ from typing import Any
 
 import torch
 
+from deepmd_muon.model.errors import ForeignModelError
+
 
 def own_parameters(part: torch.nn.Module) -> list[str]:
     """Return the names of a part's parameters in our order."""
     return [name for name, _ in part.named_parameters()]
+
+
+def check_slots(state: Mapping[str, torch.Tensor], part: str, *names: str) -> None:
+    """Check that statistics of a descriptor are those of a centre type, the same for every neighbour slot.
+
+    Raises
+    ------
+    ForeignModelError
+        When slots differ.
+    """
+    for name in names:
+        values = state[f"{part}.{name}"]
+        if not torch.equal(values, values[:, :1].expand_as(values)):
+            raise ForeignModelError(f"the descriptor's {name} differs between neighbour slots of one centre type")
 
 
 @dataclasses.dataclass(frozen=True)

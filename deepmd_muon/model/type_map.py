@@ -34,15 +34,7 @@ class TypeMove:
         return tuple(name for name in self.present if name not in self.saved)
 
     def rows(self, saved: torch.Tensor, fresh: torch.Tensor, axis: int) -> torch.Tensor:
-        """Return `fresh` with the rows of known types from `saved`.
-
-        Parameters
-        ----------
-        saved, fresh
-            Tensors that differ in their length along `axis`, which counts the types of the type maps.
-        axis
-            That axis.
-        """
+        """Return `fresh` with the rows of known types from `saved`; both have a row a type on `axis`."""
         known = [index for index, name in enumerate(self.present) if name in self.saved]
         sources = [self.saved.index(self.present[index]) for index in known]
         out = fresh.clone()
@@ -51,7 +43,14 @@ class TypeMove:
 
     def settings(self, saved: ModelSettings, present: ModelSettings) -> ModelSettings:
         """Return saved settings for the present types; what new types need is that of the present settings."""
-        changes: dict[str, Any] = {"type_map": self.present, **self._exclusions(saved, present)}
+        place, new = self._places()
+        atoms = [place[index] for index in saved.atom_exclude_types if index in place]
+        atoms += [index for index in present.atom_exclude_types if index in new]
+        changes: dict[str, Any] = {
+            "type_map": self.present,
+            "atom_exclude_types": _as_given(tuple(atoms), present.atom_exclude_types),
+            "pair_exclude_types": self._moved_pairs(saved.pair_exclude_types, present.pair_exclude_types),
+        }
         pairs = getattr(saved.descriptor, "exclude_types", ())
         moved_pairs = self._moved_pairs(pairs, getattr(present.descriptor, "exclude_types", ()))
         if pairs:
@@ -62,14 +61,6 @@ class TypeMove:
             moved = tuple(energies[name] for name in self.present)
             changes["fitting_net"] = changed(saved.fitting_net, {"atom_ener": moved}, "model/fitting_net")
         return changed(saved, changes)
-
-    def _exclusions(self, saved: ModelSettings, present: ModelSettings) -> dict[str, tuple[Any, ...]]:
-        """Return the excluded types and pairs of types, those of new types as present settings have them."""
-        place, new = self._places()
-        atoms = [place[index] for index in saved.atom_exclude_types if index in place]
-        atoms += [index for index in present.atom_exclude_types if index in new]
-        pairs = self._moved_pairs(saved.pair_exclude_types, present.pair_exclude_types)
-        return {"atom_exclude_types": _as_given(tuple(atoms), present.atom_exclude_types), "pair_exclude_types": pairs}
 
     def _moved_pairs(
         self, saved: tuple[tuple[int, int], ...], present: tuple[tuple[int, int], ...]
@@ -151,17 +142,15 @@ def move_weights(model: EnergyModel, saved: Mapping[str, torch.Tensor], move: Ty
     """
     fresh, moved = model.state_dict(), dict(saved)
     for name, axis in type_axes(model).items():
-        if name not in saved or not _differ_in(axis, old := saved[name], new := fresh[name]):
+        if name not in saved:
             continue
+        old, new = saved[name], fresh[name]
+        widths, wanted = ([*x.shape[:axis], *x.shape[axis + 1 :]] for x in (old, new))
+        if widths != wanted:
+            continue  # an error when the weights are loaded
         if name.endswith(TABLE):  # a type's vector includes the identity that some widths add
             rows = move.rows(old + identity(old), new + identity(new), axis)
             moved[name] = rows - identity(rows)
         else:
             moved[name] = move.rows(old, new, axis)
     return moved
-
-
-def _differ_in(axis: int, old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Whether two shapes agree except for one axis; other differences raise an error when weights are loaded."""
-    shapes = [[*x.shape[:axis], *x.shape[axis + 1 :]] for x in (old, new)]
-    return shapes[0] == shapes[1]

@@ -3,18 +3,19 @@
 `EnergyLoss.compare` defines the result; its terms take some thirty launches of torch's operations.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
-# branch that is decided at compile time must be a statement.
-
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from deepmd_muon.loss.ener.settings import LABELS, EnerLossSettings
+from deepmd_muon.loss.interface import Labels
 
 BLOCK = 1024
 #: Columns of the table of a loss, a row a term: limit, start − limit, factor of the mean square, of its root if shown.
@@ -141,74 +142,106 @@ def _gradient_kernel(
         )  # fmt: skip
 
 
-class Terms(NamedTuple):
-    """The terms of a loss, one to three.
-
-    Attributes
-    ----------
-    pairs
-        Contiguous prediction, and label `(nframes, width)` with contiguous rows, of each term, float64.
-    present
-        Which frames count in each term `(nframes,)`, bool; None for all.
-    mask, natoms
-        Which atoms count `(nframes, natoms)`, bool, and their number in each frame `(nframes,)`; None for all, where
-        the table holds 1/N.
-    force
-        Number of the term that compares forces; any other where there is none.
-    intensive
-        Divide squares by N² instead of N; where `natoms` is given.
-    """
-
-    pairs: list[tuple[torch.Tensor, torch.Tensor]]
-    present: list[torch.Tensor | None]
-    mask: torch.Tensor | None
-    natoms: torch.Tensor | None
-    force: int
-    intensive: bool
-
-    def arguments(self) -> list[torch.Tensor | int | None]:
-        """Return mask and numbers of atoms; tensors, counts, widths and strides of three terms."""
-        found: list[torch.Tensor | int | None] = [self.mask, self.natoms]
-        terms = [*zip(self.pairs, self.present, strict=True)]
-        for (prediction, label), present in [*terms, *terms[:1] * (3 - len(terms))]:  # missing ones repeat the first
-            found += [prediction, label, prediction.numel(), label.shape[1], label.stride(0), present]
-        return found
+def evaluate(
+    settings: EnerLossSettings,
+    prediction: Mapping[str, Tensor],
+    labels: Labels,
+    lr_fraction: Tensor,
+    natoms: int,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return loss and metrics as `EnergyLoss.compare` does, where `fits_kernels` says so."""
+    quantities = [LABELS[term] for term in settings.names]
+    # With a mask the number of atoms differs between frames, and the kernels read it.
+    table = _table(settings, natoms if mask is None else 1, prediction["energy"].device)
+    pairs = [x for name in quantities for x in (prediction[name], labels[name])]
+    present = [labels.get(f"find_{name}") for name in quantities]
+    mask = mask if mask is None else mask.contiguous()
+    value, errors = FusedLoss.apply(settings, table, lr_fraction, mask, present, *pairs)
+    names = [*(f"rmse_{term}" for term in settings.names), "rmse"]
+    return value, dict(zip(names, errors.unbind(), strict=True))
 
 
-def loss_of(terms: Terms, table: torch.Tensor, fraction: torch.Tensor) -> torch.Tensor:
-    """Return the loss, the shown error of each term, the root of the loss, and the elements of each term that count.
+@cache  # graphs read them as long as they exist; there is one for each number of atoms
+def _table(settings: EnerLossSettings, natoms: int, device: torch.device) -> Tensor:
+    """Return the rows that the kernels read, one for each term."""
+    rows = []
+    for term in settings.names:
+        limit, start = getattr(settings, f"limit_pref_{term}"), getattr(settings, f"start_pref_{term}")
+        per_atom = 1.0 if term == "f" else 1.0 / natoms
+        rows.append(
+            [limit, start - limit, per_atom * per_atom if settings.intensive_ener_virial else per_atom, per_atom]
+        )
+    return torch.tensor(rows, dtype=torch.float64, device="cpu").to(device)
+
+
+class FusedLoss(torch.autograd.Function):
+    """The loss, and without gradient the error that each term shows and the root of the loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        settings: EnerLossSettings,
+        table: Tensor,
+        fraction: Tensor,
+        mask: Tensor | None,
+        present: list[Tensor | None],
+        *pairs: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return a scalar and `(terms + 1,)`, float64; `pairs` hold prediction and label of each term in turn."""
+        frames, count = pairs[1].shape[0], len(present)
+        straight = [x.contiguous() if k % 2 == 0 else x.reshape(frames, -1) for k, x in enumerate(pairs)]
+        natoms = None if mask is None else mask.sum(1)
+        ctx.settings = settings
+        terms, options = _arguments(settings, mask, natoms, present, straight)
+        # the loss, the shown error of each term, the root of the loss, and the elements of each term that count
+        out = table.new_empty(2 * count + 2)
+        _loss_kernel[(1,)](out, table, fraction, *terms, terms=count, num_warps=8, **options)
+        value, errors, numbers = out.split([1, count + 1, count])
+        ctx.save_for_backward(table, fraction, numbers, mask, natoms, *present, *straight)
+        ctx.mark_non_differentiable(errors)
+        return value[0], errors
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, cotangent: Tensor, _: Tensor) -> Any:
+        """Return the gradient of every prediction."""
+        table, fraction, numbers, mask, natoms, *rest = ctx.saved_tensors
+        each = len(rest) // 3
+        terms, options = _arguments(ctx.settings, mask, natoms, rest[:each], rest[each:])
+        predictions = rest[each::2]
+        sizes = [x.numel() for x in predictions]
+        target = table.new_empty(sum(sizes))
+        grid = (triton.cdiv(max(sizes), BLOCK), each)
+        _gradient_kernel[grid](target, table, fraction, cotangent, numbers, *terms, **options)
+        found = [part.view(x.shape) for part, x in zip(target.split(sizes), predictions, strict=True)]
+        return (*(None,) * 5, *(x for gradient in found for x in (gradient, None)))
+
+
+def _arguments(
+    settings: EnerLossSettings,
+    mask: Tensor | None,
+    natoms: Tensor | None,
+    present: Sequence[Tensor | None],
+    straight: Sequence[Tensor],
+) -> tuple[list[Tensor | int | None], dict[str, Any]]:
+    """Return the arguments that both kernels share, and the options known when they are compiled.
 
     Parameters
     ----------
-    terms
-        What is compared.
-    table
-        A row of `COLUMNS` a term, float64.
-    fraction
-        lr/start_lr, a float64 scalar.
-
-    Returns
-    -------
-    torch.Tensor
-        float64 `(2 · terms + 2,)`.
+    settings
+        Their terms, one to three.
+    mask, natoms
+        Which atoms count `(nframes, natoms)`, bool, and their number in each frame `(nframes,)`; None for all, where
+        the table holds 1/N.
+    present
+        Which frames count in each term `(nframes,)`, bool; None for all.
+    straight
+        Contiguous prediction, and label `(nframes, width)` with contiguous rows, of each term in turn, float64.
     """
-    number = len(terms.pairs)
-    out = table.new_empty(2 * number + 2)
-    options = {"force": terms.force, "intensive": terms.intensive, "block": BLOCK, "num_warps": 8}
-    _loss_kernel[(1,)](out, table, fraction, *terms.arguments(), terms=number, **options)
-    return out
-
-
-def gradients_of(
-    terms: Terms, table: torch.Tensor, fraction: torch.Tensor, cotangent: torch.Tensor, numbers: torch.Tensor
-) -> list[torch.Tensor]:
-    """Return `cotangent` times the gradient of the loss with respect to each prediction.
-
-    `numbers` holds the elements of each term that count; other arguments as in `loss_of`.
-    """
-    sizes = [prediction.numel() for prediction, _ in terms.pairs]
-    target = table.new_empty(sum(sizes))
-    grid = (triton.cdiv(max(sizes), BLOCK), len(sizes))
-    options = {"force": terms.force, "intensive": terms.intensive, "block": BLOCK}
-    _gradient_kernel[grid](target, table, fraction, cotangent, numbers, *terms.arguments(), **options)
-    return [part.view(prediction.shape) for part, (prediction, _) in zip(target.split(sizes), terms.pairs, strict=True)]
+    found: list[Tensor | int | None] = [mask, natoms]
+    terms = [*zip(straight[::2], straight[1::2], present, strict=True)]
+    for prediction, label, frames in [*terms, *terms[:1] * (3 - len(terms))]:  # missing ones repeat the first
+        found += [prediction, label, prediction.numel(), label.shape[1], label.stride(0), frames]
+    force = settings.names.index("f") if "f" in settings.names else len(terms)
+    return found, {"force": force, "intensive": settings.intensive_ener_virial, "block": BLOCK}

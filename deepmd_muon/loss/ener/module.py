@@ -7,11 +7,12 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from deepmd_muon.loss.ener import fused
-from deepmd_muon.loss.ener.settings import EnerLossSettings, Name
+from deepmd_muon.loss.ener.settings import LABELS, EnerLossSettings, Name
 from deepmd_muon.loss.interface import Labels, Term
 from deepmd_muon.model.nn import triton_support
 
+# One program adds up all errors: with more force components, torch's many programs are faster.
+_MOST = 1 << 16
 _Found: TypeAlias = tuple[torch.Tensor, torch.Tensor] | None
 """Contribution to the loss and the error to report, or None without a label."""
 
@@ -40,6 +41,17 @@ class _Counted(NamedTuple):
     def mean_of_frames(self, error: torch.Tensor) -> torch.Tensor:
         """Mean of `(nframes, components)` over the frames that count."""
         return error.mean() if self.present is None else _weighted_mean(error, self.present)
+
+
+def fits_kernels(settings: EnerLossSettings, prediction: Mapping[str, torch.Tensor], labels: Labels) -> bool:
+    """Return whether the loss is a sum of mean squares, of a size that pays."""
+    terms = settings.names
+    if not settings.is_plain or settings.relative_f is not None or not {*terms} <= {"e", "f", "v"}:
+        return False
+    weighted = settings.enable_atom_ener_coeff and labels.get("atom_ener_coeff") is not None
+    names = [LABELS[term] for term in terms]
+    given = [labels.get(name) is not None for name in names]
+    return not weighted and all(given) and max(prediction[name].numel() for name in names) <= _MOST
 
 
 def _weighted_mean(error: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -131,9 +143,11 @@ class EnergyLoss:
         if (
             isinstance(lr_fraction, torch.Tensor)
             and triton_support.usable(prediction["energy"].device)
-            and fused.fits(self.settings, prediction, label)
+            and fits_kernels(self.settings, prediction, label)
         ):
-            return fused.evaluate(self.settings, prediction, label, lr_fraction, natoms, mask)
+            from deepmd_muon.loss.ener import kernels
+
+            return kernels.evaluate(self.settings, prediction, label, lr_fraction, natoms, mask)
         return self.compare(prediction, label, lr_fraction, natoms, mask)
 
     def compare(

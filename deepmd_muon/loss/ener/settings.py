@@ -12,6 +12,8 @@ from deepmd_muon.setting import setting
 
 Name = Literal["e", "f", "v", "ae", "pf"]
 """The terms, as the names of their prefactors end."""
+LABELS: dict[Name, str] = {"e": "energy", "f": "force", "v": "virial", "ae": "atom_ener"}
+"""The label that a term compares."""
 
 
 def _prefactor(default: float, *, what: str, end: str) -> Any:
@@ -89,9 +91,7 @@ class EnerLossSettings(LossSettings):
     limit_pref_pf: float = _limit(0.0, "force with atomic prefactors (atom_pref.npy)")
     use_default_pf: bool = setting(False, doc="Take 1 for every atomic prefactor where a system has no atom_pref.npy.")
     relative_f: float | None = setting(
-        None,
-        above=0.0,
-        doc="Divide the force error of an atom by its labelled force plus this [eV/Å].",
+        None, above=0.0, doc="Divide the force error of an atom by its labelled force plus this [eV/Å]."
     )
     enable_atom_ener_coeff: bool = setting(
         False, doc="Weight the atomic energies with atom_ener_coeff.npy when they are summed to the energy."
@@ -101,14 +101,10 @@ class EnerLossSettings(LossSettings):
         False, doc="Take the length of an atom's force error instead of its components; for 'mae' and Huber."
     )
     use_huber: bool = setting(
-        False,
-        alias=("huber",),
-        doc="Errors count half their square up to huber_delta and grow linearly beyond it.",
+        False, alias=("huber",), doc="Errors count half their square up to huber_delta and grow linearly beyond it."
     )
     huber_delta: float | tuple[float, ...] = setting(
-        0.01,
-        above=0.0,
-        doc="Where the Huber loss turns linear: one number, or three for energy, force and virial.",
+        0.01, above=0.0, doc="Where the Huber loss turns linear: one number, or three for energy, force and virial."
     )
     intensive_ener_virial: bool = setting(
         False,
@@ -149,7 +145,7 @@ class EnerLossSettings(LossSettings):
         """Labels without which a term compares nothing."""
         if term == "pf":
             return frozenset({"force"} if self.use_default_pf else {"force", "atom_pref"})
-        return frozenset({{"e": "energy", "f": "force", "v": "virial", "ae": "atom_ener"}[term]})
+        return frozenset({LABELS[term]})
 
     def obstacle_to(self, quantity: Quantity) -> str | None:
         """Return why training does not lower the error of a quantity, None if it does."""

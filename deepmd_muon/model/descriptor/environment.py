@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.nn import triton_support
+from deepmd_muon.model.nn.linear import linear
 
 
 class Environment(NamedTuple):
@@ -26,14 +27,14 @@ class Environment(NamedTuple):
         `(nreal, nnei)` [1/Å³, 1/Å², 1/Å⁴].
     """
 
-    edges: torch.Tensor
-    rows: torch.Tensor
-    radial: torch.Tensor
-    isotropic: torch.Tensor
-    bend: torch.Tensor
+    edges: Tensor
+    rows: Tensor
+    radial: Tensor
+    isotropic: Tensor
+    bend: Tensor
 
 
-def quintic(u: torch.Tensor) -> torch.Tensor:
+def quintic(u: Tensor) -> Tensor:
     """Return −u³·(10 − 15u + 6u²), in torch and TorchScript.
 
     1 + quintic(u) is the switch that falls from 1 at u = 0 to 0 at u = 1. −quintic(1 − u) is the same without
@@ -42,9 +43,7 @@ def quintic(u: torch.Tensor) -> torch.Tensor:
     return u * u * u * ((15.0 - 6.0 * u) * u - 10.0)
 
 
-def environment(
-    edges: torch.Tensor, empty: torch.Tensor, rcut: float, rcut_smth: float, protection: float = 0.0
-) -> Environment:
+def environment(edges: Tensor, empty: Tensor, rcut: float, rcut_smth: float, protection: float = 0.0) -> Environment:
     """Compute environment rows and derivatives with the quintic switch between `rcut_smth` and `rcut`.
 
     Parameters
@@ -79,49 +78,35 @@ def environment(
     return Environment(edges, rows, radial, isotropic, bend)
 
 
-class EdgeDerivative(torch.autograd.Function):
-    """dE/dr_ij from dE/dR, R = factor·row + constant: the transpose of the Jacobian that `Environment` stores.
+def edge_derivative(adjoint: Tensor, factor: Tensor, *stored: Tensor) -> Tensor:
+    """Return dE/dr_ij `(nreal, nnei, 3)` [eV/Å] from dE/dR `(nreal, nnei, 4)`, R = factor·row + constant.
 
-    Linear in its first argument, and nothing else in it depends on parameters.
+    It is the transpose of the Jacobian that an `Environment` stores: `edges`, `radial`, `isotropic` and `bend`. It is
+    linear in dE/dR, and nothing else depends on parameters.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        adjoint: torch.Tensor,
-        factor: torch.Tensor,
-        edges: torch.Tensor,
-        radial: torch.Tensor,
-        isotropic: torch.Tensor,
-        bend: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return dE/dr_ij `(nreal, nnei, 3)` [eV/Å] from dE/dR `(nreal, nnei, 4)` and factor `(nreal, 4)`."""
-        ctx.save_for_backward(factor, edges, radial, isotropic, bend)
-        if triton_support.usable(edges.device):
-            from deepmd_muon.model.descriptor import environment_kernels
-
-            return environment_kernels.pull(adjoint, factor, edges, radial, isotropic, bend)
-        row_adjoint = (adjoint * factor.unsqueeze(1)).to(edges.dtype)
-        along = (row_adjoint[..., 1:] * edges).sum(-1)
-        scale = torch.addcmul(radial * row_adjoint[..., 0], bend, along)
-        return torch.addcmul(isotropic.unsqueeze(-1) * row_adjoint[..., 1:], scale.unsqueeze(-1), edges)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-        """Return the Jacobian times the cotangent."""
-        factor, edges, radial, isotropic, bend = ctx.saved_tensors
-        if triton_support.usable(edges.device):
-            from deepmd_muon.model.descriptor import environment_kernels
-
-            moved = environment_kernels.push(cotangent, factor, edges, radial, isotropic, bend)
-            return moved, None, None, None, None, None
-        along = (cotangent * edges).sum(-1)
-        out = torch.empty((*along.shape, 4), dtype=cotangent.dtype, device=cotangent.device)
-        torch.mul(radial, along, out=out[..., 0])
-        torch.mul(isotropic.unsqueeze(-1), cotangent, out=out[..., 1:])
-        out[..., 1:].addcmul_((bend * along).unsqueeze(-1), edges)
-        return out.to(factor.dtype) * factor.unsqueeze(1), None, None, None, None, None
+    return linear(_pull, _push, adjoint, factor, *stored)
 
 
-edge_derivative: Callable[..., torch.Tensor] = EdgeDerivative.apply  # torch leaves `apply` untyped
+def _pull(adjoint: Tensor, factor: Tensor, edges: Tensor, radial: Tensor, isotropic: Tensor, bend: Tensor) -> Tensor:
+    if triton_support.usable(edges.device):
+        from deepmd_muon.model.descriptor import environment_kernels
+
+        return environment_kernels.pull(adjoint, factor, edges, radial, isotropic, bend)
+    row_adjoint = (adjoint * factor.unsqueeze(1)).to(edges.dtype)
+    along = (row_adjoint[..., 1:] * edges).sum(-1)
+    scale = torch.addcmul(radial * row_adjoint[..., 0], bend, along)
+    return torch.addcmul(isotropic.unsqueeze(-1) * row_adjoint[..., 1:], scale.unsqueeze(-1), edges)
+
+
+def _push(cotangent: Tensor, factor: Tensor, edges: Tensor, radial: Tensor, isotropic: Tensor, bend: Tensor) -> Tensor:
+    """Return the Jacobian times the cotangent."""
+    if triton_support.usable(edges.device):
+        from deepmd_muon.model.descriptor import environment_kernels
+
+        return environment_kernels.push(cotangent, factor, edges, radial, isotropic, bend)
+    along = (cotangent * edges).sum(-1)
+    out = torch.empty((*along.shape, 4), dtype=cotangent.dtype, device=cotangent.device)
+    torch.mul(radial, along, out=out[..., 0])
+    torch.mul(isotropic.unsqueeze(-1), cotangent, out=out[..., 1:])
+    out[..., 1:].addcmul_((bend * along).unsqueeze(-1), edges)
+    return out.to(factor.dtype) * factor.unsqueeze(1)

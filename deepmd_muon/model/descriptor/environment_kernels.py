@@ -3,33 +3,19 @@
 `environment` and `deepmd_muon.model.energy_model.edge_vectors` define the results.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
-# branch that is decided at compile time must be a statement.
-
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 BLOCK = 256
 
 
 @triton.jit
 def _edge_vectors_kernel(
-    out,
-    coord,
-    box,
-    order,
-    frame,
-    neighbor,
-    shift,
-    count,
-    nnei,
-    periodic: tl.constexpr,
-    block: tl.constexpr,
+    out, coord, box, order, frame, neighbor, shift, count, nnei, periodic: tl.constexpr, block: tl.constexpr
 ):
     """r_ij = coord[j] + S·box − coord[i]."""
     edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
@@ -53,17 +39,9 @@ def _edge_vectors_kernel(
 
 @triton.jit
 def _environment_kernel(
-    masked,
-    rows,
-    scalars,
-    edges,
-    empty,
-    count,
-    rcut: tl.constexpr,
-    rcut_smth: tl.constexpr,
-    protection: tl.constexpr,
-    block: tl.constexpr,
-):
+    masked, rows, scalars, edges, empty, count,
+    rcut: tl.constexpr, rcut_smth: tl.constexpr, protection: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """Rows, and the three scalars of their derivative one after another in `scalars` (3, count)."""
     edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = edge < count
@@ -93,18 +71,7 @@ def _environment_kernel(
 
 
 @triton.jit
-def _pull_kernel(
-    out,
-    adjoint,
-    factor,
-    edges,
-    radial,
-    isotropic,
-    bend,
-    count,
-    nnei,
-    block: tl.constexpr,
-):
+def _pull_kernel(out, adjoint, factor, edges, radial, isotropic, bend, count, nnei, block: tl.constexpr):
     """dE/dr_ij from dE/dR, R = factor·row + constant."""
     edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = edge < count
@@ -123,18 +90,7 @@ def _pull_kernel(
 
 
 @triton.jit
-def _push_kernel(
-    out,
-    cotangent,
-    factor,
-    edges,
-    radial,
-    isotropic,
-    bend,
-    count,
-    nnei,
-    block: tl.constexpr,
-):
+def _push_kernel(out, cotangent, factor, edges, radial, isotropic, bend, count, nnei, block: tl.constexpr):
     """Apply the transpose of `_pull_kernel`."""
     edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = edge < count
@@ -154,14 +110,7 @@ def _push_kernel(
 
 
 @triton.jit
-def _scatter_kernel(
-    force,
-    slope,
-    order,
-    neighbor,
-    nnei,
-    block: tl.constexpr,
-):
+def _scatter_kernel(force, slope, order, neighbor, nnei, block: tl.constexpr):
     """Add the slopes of one atom's edges to the force on it, and take each from that on the neighbour."""
     atom = tl.program_id(0).to(tl.int64)
     here = force + tl.load(order + atom) * 3
@@ -176,15 +125,7 @@ def _scatter_kernel(
 
 
 @triton.jit
-def _gather_kernel(
-    slope,
-    force,
-    order,
-    neighbor,
-    count,
-    nnei,
-    block: tl.constexpr,
-):
+def _gather_kernel(slope, force, order, neighbor, count, nnei, block: tl.constexpr):
     """Apply the transpose of `_scatter_kernel`."""
     edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = edge < count
@@ -218,54 +159,33 @@ def _virial_kernel(out, slope, edges, order, nnei, block: tl.constexpr):
 
 
 def edge_vectors(
-    coord: torch.Tensor,
-    box: torch.Tensor | None,
-    order: torch.Tensor,
-    frame: torch.Tensor,
-    neighbor: torch.Tensor,
-    shift: torch.Tensor | None,
-) -> torch.Tensor:
+    coord: Tensor, box: Tensor | None, order: Tensor, frame: Tensor, neighbor: Tensor, shift: Tensor | None
+) -> Tensor:
     """Return r_ij `(nreal, nnei, 3)` [Å]; arguments as in `Structures`."""
     out = coord.new_empty(*neighbor.shape, 3)
     periodic = box is not None and shift is not None
     _edge_vectors_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
-        out,
-        coord.contiguous(),
-        box.contiguous() if box is not None else coord,
-        order,
-        frame,
-        neighbor.contiguous(),
-        shift.contiguous() if shift is not None else neighbor,
-        neighbor.numel(),
-        neighbor.shape[1],
-        periodic=periodic,
-        block=BLOCK,
-    )
+        out, coord.contiguous(), box.contiguous() if box is not None else coord, order, frame, neighbor.contiguous(),
+        shift.contiguous() if shift is not None else neighbor, neighbor.numel(), neighbor.shape[1],
+        periodic=periodic, block=BLOCK,
+    )  # fmt: skip
     return out
 
 
 def environment(
-    edges: torch.Tensor, empty: torch.Tensor, rcut: float, rcut_smth: float, protection: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    edges: Tensor, empty: Tensor, rcut: float, rcut_smth: float, protection: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return edges with empty slots at the cutoff, rows, and `(3, nreal, nnei)` radial, isotropic, bend."""
     masked, rows = torch.empty_like(edges), edges.new_empty(*empty.shape, 4)
     scalars = edges.new_empty(3, *empty.shape)
     _environment_kernel[(triton.cdiv(empty.numel(), BLOCK),)](
-        masked,
-        rows,
-        scalars,
-        edges.contiguous(),
-        empty.contiguous(),
-        empty.numel(),
-        rcut=rcut,
-        rcut_smth=rcut_smth,
-        protection=protection,
-        block=BLOCK,
-    )
+        masked, rows, scalars, edges.contiguous(), empty.contiguous(), empty.numel(),
+        rcut=rcut, rcut_smth=rcut_smth, protection=protection, block=BLOCK,
+    )  # fmt: skip
     return masked, rows, scalars
 
 
-def pull(adjoint: torch.Tensor, factor: torch.Tensor, edges: torch.Tensor, *scalars: torch.Tensor) -> torch.Tensor:
+def pull(adjoint: Tensor, factor: Tensor, edges: Tensor, *scalars: Tensor) -> Tensor:
     """Return dE/dr_ij `(nreal, nnei, 3)` from dE/dR `(nreal, nnei, 4)`, R = `factor` (nreal, 4) · row + constant."""
     out = torch.empty_like(edges)
     count = out.numel() // 3
@@ -274,7 +194,7 @@ def pull(adjoint: torch.Tensor, factor: torch.Tensor, edges: torch.Tensor, *scal
     return out
 
 
-def push(cotangent: torch.Tensor, factor: torch.Tensor, edges: torch.Tensor, *scalars: torch.Tensor) -> torch.Tensor:
+def push(cotangent: Tensor, factor: Tensor, edges: Tensor, *scalars: Tensor) -> Tensor:
     """Apply the transpose of `pull` `(nreal, nnei, 4)`, in the dtype of `factor`."""
     out = factor.new_empty(*edges.shape[:-1], 4)
     count = out.numel() // 4
@@ -283,7 +203,7 @@ def push(cotangent: torch.Tensor, factor: torch.Tensor, edges: torch.Tensor, *sc
     return out
 
 
-def scatter(slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, natoms: int) -> torch.Tensor:
+def scatter(slope: Tensor, order: Tensor, neighbor: Tensor, natoms: int) -> Tensor:
     """Return the forces `(natoms, 3)` from dE/dr_ij `(nreal, nnei, 3)`; the order of additions varies."""
     force = slope.new_zeros(natoms, 3)
     block = min(BLOCK, max(16, triton.next_power_of_2(neighbor.shape[1])))
@@ -293,7 +213,7 @@ def scatter(slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, na
     return force
 
 
-def virial(slope: torch.Tensor, edges: torch.Tensor, order: torch.Tensor, nframes: int, natoms: int) -> torch.Tensor:
+def virial(slope: Tensor, edges: Tensor, order: Tensor, nframes: int, natoms: int) -> Tensor:
     """Return −Σ dE/dr_ij ⊗ r_ij `(nframes, 9)` from tensors `(nreal, nnei, 3)`; each atom has a row of its own."""
     of_atoms = slope.new_zeros(nframes * natoms, 9)
     block = min(BLOCK, max(16, triton.next_power_of_2(edges.shape[1])))
@@ -303,7 +223,7 @@ def virial(slope: torch.Tensor, edges: torch.Tensor, order: torch.Tensor, nframe
     return of_atoms.view(nframes, natoms, 9).sum(1)
 
 
-def gather(force: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor) -> torch.Tensor:
+def gather(force: Tensor, order: Tensor, neighbor: Tensor) -> Tensor:
     """Apply the transpose of `scatter` `(nreal, nnei, 3)`."""
     slope = force.new_empty(*neighbor.shape, 3)
     _gather_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](

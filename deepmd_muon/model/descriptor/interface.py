@@ -40,14 +40,10 @@ class Descriptor(Protocol):
 
     `settings` is the frozen `DescriptorSettings` with numbers for every "auto"; `type_map` the element symbols;
     `seed` an int, a sequence of ints or None, used when the settings have no seed of their own.
-
-    Attributes
-    ----------
-    dim_out
-        Length of the descriptor of one atom.
     """
 
     dim_out: int
+    """Length of the descriptor of one atom."""
 
     def __call__(self, structures: Structures, edges: torch.Tensor, *, force: bool) -> Described:
         """Describe every atom from its edge vectors `(nreal, nnei, 3)` [Å], float64.
@@ -75,45 +71,29 @@ class Standardised(Protocol):
 
 @runtime_checkable
 class Interpolated(Protocol):
-    """A descriptor whose networks training steps may interpolate.
-
-    Attributes
-    ----------
-    pieces
-        Into how many pieces the interval of a network's argument is cut; 0 evaluates the networks themselves.
-    """
+    """A descriptor whose networks training steps may interpolate."""
 
     pieces: int
+    """Into how many pieces the interval of a network's argument is cut; 0 evaluates the networks themselves."""
 
     def pieces_for(self, structures: Structures, edges: torch.Tensor) -> int:
         """Return how many pieces the present weights need on such a batch; 0 where interpolation is too coarse."""
 
 
 class Table(Protocol):
-    """What stands for a descriptor's networks in predictions.
-
-    Attributes
-    ----------
-    nearest
-        Distance of neighbours down to which results are right [Å].
-    """
+    """What stands for a descriptor's networks in predictions."""
 
     @property
     def nearest(self) -> float:
-        """See above."""
+        """Distance of neighbours down to which results are right [Å]."""
 
 
 @runtime_checkable
 class Tabulated(Protocol):
-    """A descriptor that knows tables.
-
-    Attributes
-    ----------
-    table
-        Used where no gradient is wanted; None evaluates the networks.
-    """
+    """A descriptor that knows tables."""
 
     table: Any
+    """Used where no gradient is wanted; None evaluates the networks."""
 
     def tabulate(self, structures: Structures, edges: torch.Tensor) -> Table | None:
         """Return a table for the present weights and batches like this one; None where it would be too coarse."""
@@ -121,28 +101,18 @@ class Tabulated(Protocol):
 
 @runtime_checkable
 class Recomputing(Protocol):
-    """A descriptor whose layers may be computed again in the backward passes, which saves memory.
-
-    Attributes
-    ----------
-    recompute
-        Whether they are.
-    """
+    """A descriptor whose layers may be computed again in the backward passes, which saves memory."""
 
     recompute: bool
+    """Whether they are."""
 
 
 @runtime_checkable
 class TypeIndexed(Protocol):
-    """A descriptor or fitting net that can change its type map.
-
-    Attributes
-    ----------
-    type_axes
-        Names of its parameters and buffers that have a row for each type, and the axis of these rows.
-    """
+    """A descriptor or fitting net that can change its type map."""
 
     type_axes: ClassVar[Mapping[str, int]]
+    """Names of its parameters and buffers that have a row for each type, and the axis of these rows."""
 
 
 class _Seed(torch.autograd.Function):

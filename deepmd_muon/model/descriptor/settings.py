@@ -6,7 +6,22 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from deepmd_muon.section import Section, thaw
+from deepmd_muon.model.shared_settings import (
+    ACTIVATION,
+    AUTO_SEL,
+    CUTOFF,
+    EXCLUDE_TYPES,
+    PRECISION,
+    SLOTS,
+    WIDTH,
+    Precision,
+    axis_inside,
+    smoothing_inside,
+    some_layer,
+    some_neighbors,
+)
+from deepmd_muon.section import Rule, Section, thaw
+from deepmd_muon.setting import setting
 
 Self = TypeVar("Self", bound="DescriptorSettings")
 
@@ -92,3 +107,53 @@ class DescriptorSettings(Section):
         """Return the settings that determine the descriptor's statistics, as plain values; all unless overridden."""
         plain: dict[str, Any] = {"type": self.type, **thaw(self)}
         return plain
+
+
+SEL: dict[str, Any] = {"minimum": 0, **SLOTS, "pattern": AUTO_SEL}
+"""Limits of a `sel` that may be left to the data."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingSettings(DescriptorSettings):
+    """Keys of the descriptors that embed the distance of every neighbour."""
+
+    sel: Any = setting(
+        "auto", **SEL, forms='"auto", "auto:factor" or whole numbers', doc="Most neighbours inside rcut."
+    )
+    rcut: float = setting(6.0, **CUTOFF, doc="Cut-off radius [Å].")
+    rcut_smth: float = setting(
+        0.5, minimum=0.0, doc="Radius [Å] from which the weight of a neighbour falls smoothly to 0 at rcut."
+    )
+    neuron: tuple[int, ...] = setting(
+        (10, 20, 40),
+        **WIDTH,
+        doc=(
+            "Widths of the embedding net. A layer as wide as the one before it, or twice as wide, adds its input "
+            "to its output."
+        ),
+    )
+    axis_neuron: int = setting(
+        4,
+        **WIDTH,
+        alias=("n_axis_neuron",),
+        doc="Number of columns of the embedding matrix that the descriptor multiplies the whole matrix with.",
+    )
+    activation_function: str = setting("tanh", **ACTIVATION)
+    resnet_dt: bool = setting(False, doc="Multiply the term that a layer adds to its input by a trainable vector.")
+    precision: Precision = setting("default", **PRECISION)
+    trainable: bool = setting(True, doc="Train the parameters of the descriptor.")
+    seed: int | None = setting(None, minimum=0, doc="Seed of the initial parameters; left out, they are random.")
+    exclude_types: tuple[tuple[int, int], ...] = setting((), **EXCLUDE_TYPES)
+    env_protection: float = setting(0.0, minimum=0.0, doc="Length [Å] added to every distance before dividing by it.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("rcut_smth", "rcut"), smoothing_inside),
+        Rule(("axis_neuron", "neuron"), axis_inside),
+        Rule(("neuron",), some_layer),
+        Rule(("sel",), some_neighbors),
+    )
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether `sel` is "auto"."""
+        return isinstance(self.sel, str)

@@ -27,18 +27,10 @@ from deepmd_muon.model.nn import triton_support
 
 
 def mark_stale(stale: Tensor, needed: Tensor, coord: Tensor, reference: Tensor, limit: float) -> None:
-    """Note which structures need new candidates, and whether all positions are finite.
+    """Note which structures need new candidates, and in `needed` of `Candidates` whether all positions are finite.
 
-    Parameters
-    ----------
-    stale
-        Written: 1 where an atom has moved by more than the root of `limit` `(nframes,)`, int32.
-    needed
-        Of `Candidates`.
-    coord, reference
-        Positions now and then `(nframes, natoms, 3)` [Å].
-    limit
-        In Å².
+    `stale` `(nframes,)`, int32, becomes 1 where an atom has moved from `reference` to `coord`, both
+    `(nframes, natoms, 3)` [Å], by more than the root of `limit` [Å²].
     """
     if triton_support.usable(coord.device):
         from deepmd_muon.model.neighbors import kernels

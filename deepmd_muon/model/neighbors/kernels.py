@@ -5,11 +5,6 @@ within the cut-off, keeps those that are, sorts them by distance and writes them
 are two steps: `renew` keeps what is within cut-off and skin, `lay_out` sorts and writes what is within the cut-off.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
-# branch that is decided at compile time must be a statement.
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -347,23 +342,11 @@ def find(atoms: Atoms, order: Tensor, frame: Tensor, sections: Sections) -> tupl
         return neighbor, shift
     layout = _layout(sections.widths, order.device)
     _search_kernel[(rows,)](
-        neighbor,
-        neighbor if shift is None else shift,
-        order.new_empty(rows, capacity),
+        neighbor, neighbor if shift is None else shift, order.new_empty(rows, capacity),
         *_geometry(atoms),
-        order,
-        frame,
-        atoms.counts.shape[0],
-        *layout,
-        len(sections.widths),
-        nnei,
-        sections.most,
-        sections.rcut**2,
-        by_type=sections.by_type,
-        periodic=periodic,
-        block=BLOCK,
-        capacity=capacity,
-    )
+        order, frame, atoms.counts.shape[0], *layout, len(sections.widths), nnei, sections.most, sections.rcut**2,
+        by_type=sections.by_type, periodic=periodic, block=BLOCK, capacity=capacity,
+    )  # fmt: skip
     return neighbor, shift
 
 
@@ -387,20 +370,12 @@ def renew(candidates: Candidates, atoms: Atoms, order: Tensor, frame: Tensor, st
     periodic = atoms.cells is not None
     if rows:
         _renew_kernel[(rows,)](
-            candidates.place,
-            candidates.place if candidates.shift is None else candidates.shift,
-            candidates.number,
-            candidates.needed,
-            stale,
+            candidates.place, candidates.place if candidates.shift is None else candidates.shift, candidates.number,
+            candidates.needed, stale,
             *_geometry(atoms),
-            order,
-            frame,
-            atoms.counts.shape[0],
-            room,
-            reach**2,
-            periodic=periodic,
-            block=BLOCK,
-        )
+            order, frame, atoms.counts.shape[0], room, reach**2,
+            periodic=periodic, block=BLOCK,
+        )  # fmt: skip
 
 
 def lay_out(
@@ -416,37 +391,14 @@ def lay_out(
     coord, atype, _, _, box, *_ = _geometry(atoms)
     radii, bounds = _bounds(tuple(inner), candidates.inner, order.device)
     _lay_out_kernel[(rows,)](
-        neighbor,
-        neighbor if shift is None else shift,
-        candidates.needed,
-        candidates.place,
-        candidates.place if candidates.shift is None else candidates.shift,
-        candidates.number,
-        coord,
-        atype,
-        box,
-        order,
-        frame,
-        atoms.counts.shape[0],
-        room,
-        *_layout(sections.widths, order.device),
-        len(sections.widths),
-        nnei,
-        sections.most,
-        sections.rcut**2,
-        radii,
-        bounds,
-        len(inner),
-        candidates.nearest,
-        first=FIRST_WIDTH,
-        same=SAME_PLACE**2,
-        same_place=AT_SAME_PLACE,
-        too_near=TOO_NEAR,
-        by_type=sections.by_type,
-        periodic=periodic,
-        block=BLOCK,
-        capacity=max(16, triton.next_power_of_2(room)),
-    )
+        neighbor, neighbor if shift is None else shift, candidates.needed,
+        candidates.place, candidates.place if candidates.shift is None else candidates.shift, candidates.number,
+        coord, atype, box, order, frame, atoms.counts.shape[0], room,
+        *_layout(sections.widths, order.device), len(sections.widths), nnei, sections.most, sections.rcut**2,
+        radii, bounds, len(inner), candidates.nearest,
+        first=FIRST_WIDTH, same=SAME_PLACE**2, same_place=AT_SAME_PLACE, too_near=TOO_NEAR, by_type=sections.by_type,
+        periodic=periodic, block=BLOCK, capacity=max(16, triton.next_power_of_2(room)),
+    )  # fmt: skip
     return neighbor, shift
 
 
@@ -473,20 +425,12 @@ def count(
     within = order.new_empty((rows, len(radii) - 1), dtype=torch.int32)
     nearest = atoms.coord.new_empty(rows)
     if rows:
+        squares = torch.tensor(radii, dtype=torch.float64).square().to(order.device)
         _count_kernel[(rows,)](
-            of_types,
-            within,
-            nearest,
+            of_types, within, nearest,
             *_geometry(atoms),
-            order,
-            frame,
-            atoms.counts.shape[0],
-            torch.tensor(radii, dtype=torch.float64).square().to(order.device),
-            ntypes,
-            len(radii),
-            periodic=atoms.cells is not None,
-            block=BLOCK,
-            kinds=max(2, triton.next_power_of_2(ntypes)),
+            order, frame, atoms.counts.shape[0], squares, ntypes, len(radii),
+            periodic=atoms.cells is not None, block=BLOCK, kinds=max(2, triton.next_power_of_2(ntypes)),
             radii=max(2, triton.next_power_of_2(len(radii) - 1)),
-        )
+        )  # fmt: skip
     return of_types, within, nearest

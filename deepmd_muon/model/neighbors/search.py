@@ -38,7 +38,7 @@ def find_neighbors(atoms: Atoms, order: Tensor, frame: Tensor, sections: Section
         from deepmd_muon.model.neighbors import kernels
 
         return kernels.find(atoms, order, frame, sections)
-    return _find(atoms, order, frame, sections)
+    return in_sections(*all_candidates(atoms, order, frame), atoms, sections)
 
 
 def count_neighbors(
@@ -94,12 +94,6 @@ def all_candidates(atoms: Atoms, order: Tensor, frame: Tensor) -> tuple[Tensor, 
     real &= ~((other == own.unsqueeze(1)) & (shift == 0.0).all(-1))
     square = vector.square().sum(-1).masked_fill(~real, torch.inf)
     return square, other, shift.int()
-
-
-def _find(atoms: Atoms, order: Tensor, frame: Tensor, sections: Sections) -> tuple[Tensor, Tensor | None]:
-    """Find neighbours by torch's operations, which define the kernels' result."""
-    square, other, shift = all_candidates(atoms, order, frame)
-    return in_sections(square, other, shift, atoms, sections)
 
 
 def in_sections(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,12 @@ class Formula(NamedTuple):
     threshold: float = 0.0
     rate: float = 0.0
     start: float = 0.0
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The members as kernels take them: numbers known when they are compiled keep double precision."""
+        kind, *curve_of = self
+        return {"curve_of": tuple(curve_of), "kind": kind}
 
 
 @dataclass(frozen=True)
@@ -117,36 +123,6 @@ class Tanh(Activation):
         if tangent is not None:
             cotangent[0].addcmul_(keep * tangent, cotangent[1], value=-2.0)
         torch.ops.aten.tanh_backward.grad_input(cotangent, keep.expand_as(cotangent), grad_input=cotangent)
-
-
-def _tanh() -> Activation:
-    return Tanh(
-        torch.tanh, lambda t: 1.0 - t * t, lambda t, slope: -2.0 * t * slope, keeps_input=False, formula=Formula("tanh")
-    )
-
-
-def _sigmoid() -> Activation:
-    return Activation(
-        torch.sigmoid, lambda y: y * (1.0 - y), lambda y, slope: slope * (1.0 - 2.0 * y), keeps_input=False
-    )
-
-
-def _linear() -> Activation:
-    return Activation(torch.clone, torch.ones_like, lambda h, _: torch.zeros_like(h))
-
-
-def _relu(cap: float = math.inf) -> Activation:
-    return Activation(
-        lambda h: h.clamp(0.0, cap), lambda h: ((h > 0.0) & (h < cap)).to(h.dtype), lambda h, _: torch.zeros_like(h)
-    )
-
-
-def _softplus() -> Activation:
-    return Activation(
-        torch.nn.functional.softplus,
-        lambda h: torch.sigmoid(h).masked_fill_(h > SOFTPLUS_LINEAR_ABOVE, 1.0),
-        lambda _, slope: slope * (1.0 - slope),
-    )
 
 
 def _gelu() -> Activation:
@@ -248,19 +224,39 @@ def _silut(threshold: float) -> Silut:
     return Silut(value, slope, curvature, formula=Formula("silut", threshold, rate, start), below=below)
 
 
-_BY_NAME: dict[str, Callable[[], Activation]] = {
-    "tanh": _tanh,
-    "sigmoid": _sigmoid,
-    "linear": _linear,
-    "none": _linear,
-    "relu": _relu,
-    "relu6": lambda: _relu(cap=6.0),
-    "softplus": _softplus,
-    "gelu": _gelu,
-    "gelu_tf": _gelu,
-    "silu": _silu,
-    "silut": lambda: _silut(SILUT_THRESHOLD),
-    "custom_silu": lambda: _silut(SILUT_THRESHOLD),
+_TANH = Tanh(
+    torch.tanh, lambda t: 1.0 - t * t, lambda t, slope: -2.0 * t * slope, keeps_input=False, formula=Formula("tanh")
+)
+_SIGMOID = Activation(
+    torch.sigmoid, lambda y: y * (1.0 - y), lambda y, slope: slope * (1.0 - 2.0 * y), keeps_input=False
+)
+_LINEAR = Activation(torch.clone, torch.ones_like, lambda h, _: torch.zeros_like(h))
+_SOFTPLUS = Activation(
+    torch.nn.functional.softplus,
+    lambda h: torch.sigmoid(h).masked_fill_(h > SOFTPLUS_LINEAR_ABOVE, 1.0),
+    lambda _, slope: slope * (1.0 - slope),
+)
+
+
+def _relu(cap: float) -> Activation:
+    return Activation(
+        lambda h: h.clamp(0.0, cap), lambda h: ((h > 0.0) & (h < cap)).to(h.dtype), lambda h, _: torch.zeros_like(h)
+    )
+
+
+_BY_NAME: dict[str, Activation] = {
+    "tanh": _TANH,
+    "sigmoid": _SIGMOID,
+    "linear": _LINEAR,
+    "none": _LINEAR,
+    "relu": _relu(math.inf),
+    "relu6": _relu(6.0),
+    "softplus": _SOFTPLUS,
+    "gelu": _gelu(),
+    "gelu_tf": _gelu(),
+    "silu": _silu(),
+    "silut": _silut(SILUT_THRESHOLD),
+    "custom_silu": _silut(SILUT_THRESHOLD),
 }
 
 
@@ -277,4 +273,4 @@ def activation(name: str) -> Activation:
         return _silut(float(threshold))
     if threshold or kind not in _BY_NAME:
         raise ModelError(f"activation_function {name!r} is not known; known are {', '.join(_BY_NAME)}, silut:T")
-    return _BY_NAME[kind]()
+    return _BY_NAME[kind]

@@ -1,9 +1,5 @@
 """Activation functions inside Triton kernels; `activation` defines their results."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: ANN001, ANN201
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's.
-
 from __future__ import annotations
 
 import triton

@@ -3,11 +3,6 @@
 For tanh they keep its values, for other functions their arguments, as `activation` does.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
-# branch that is decided at compile time must be a statement.
-
 from __future__ import annotations
 
 from typing import Any
@@ -15,6 +10,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from deepmd_muon.model.nn.activation import Formula
 from deepmd_muon.model.nn.activation_kernels import curve, tanh
@@ -33,20 +29,9 @@ def _derivatives(kept, kind: tl.constexpr, curve_of: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    out,
-    keep,
-    z,
-    idt,
-    x,
-    count,
-    width,
-    n_in,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    scaled: tl.constexpr,
-    residual: tl.constexpr,
-    block: tl.constexpr,
-):
+    out, keep, z, idt, x, count, width, n_in,
+    curve_of: tl.constexpr, kind: tl.constexpr, scaled: tl.constexpr, residual: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """Store out = f(z)·idt + copies of x and, for tanh, keep = f(z)."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = at < count
@@ -66,18 +51,9 @@ def _forward_kernel(
 
 @triton.jit
 def _slope_kernel(
-    out,
-    keep,
-    idt,
-    above,
-    count,
-    width,
-    stride,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    scaled: tl.constexpr,
-    block: tl.constexpr,
-):
+    out, keep, idt, above, count, width, stride,
+    curve_of: tl.constexpr, kind: tl.constexpr, scaled: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """Store out = f′·idt·above; `stride` 0 reads one row of `above` for all."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = at < count
@@ -91,20 +67,9 @@ def _slope_kernel(
 
 @triton.jit
 def _tangent_kernel(
-    out,
-    keep,
-    idt,
-    before,
-    tangent,
-    count,
-    width,
-    n_in,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    scaled: tl.constexpr,
-    residual: tl.constexpr,
-    block: tl.constexpr,
-):
+    out, keep, idt, before, tangent, count, width, n_in,
+    curve_of: tl.constexpr, kind: tl.constexpr, scaled: tl.constexpr, residual: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """Store out = f′·before·idt + copies of the tangent below."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = at < count
@@ -120,20 +85,9 @@ def _tangent_kernel(
 
 @triton.jit
 def _cotangent_kernel(
-    out,
-    keep,
-    idt,
-    before,
-    down,
-    adjoint,
-    count,
-    width,
-    stride,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    scaled: tl.constexpr,
-    block: tl.constexpr,
-):
+    out, keep, idt, before, down, adjoint, count, width, stride,
+    curve_of: tl.constexpr, kind: tl.constexpr, scaled: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """If `scaled`, the cotangent of idt per row; then those of h and of its tangent: `out` (2 or 3, rows, width)."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = at < count
@@ -152,18 +106,14 @@ def _cotangent_kernel(
 
 
 def _form(formula: Formula) -> dict[str, Any]:
-    """Return the function as kernels take it: numbers known at compile time keep double precision."""
-    kind, *curve_of = formula
-    return {"curve_of": tuple(curve_of), "kind": kind, "block": BLOCK}
+    return {**formula.constants, "block": BLOCK}
 
 
-def _grid(keep: torch.Tensor) -> tuple[int]:
+def _grid(keep: Tensor) -> tuple[int]:
     return (triton.cdiv(keep.numel(), BLOCK),)
 
 
-def forward(
-    z: torch.Tensor, idt: torch.Tensor | None, x: torch.Tensor, *, residual: bool, formula: Formula
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(z: Tensor, idt: Tensor | None, x: Tensor, *, residual: bool, formula: Formula) -> tuple[Tensor, Tensor]:
     """See `layers.forward`."""
     out = torch.empty_like(z)
     keep = torch.empty_like(z) if formula.kind == "tanh" else z
@@ -175,14 +125,14 @@ def forward(
     return out, keep
 
 
-def _row_stride(above: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _row_stride(above: Tensor) -> tuple[Tensor, int]:
     """Return a tensor whose rows are dense, and the distance between rows, 0 where all are one."""
     if above.stride(1) != 1 or above.stride(0) not in (0, above.shape[1]):
         above = above.contiguous()
     return above, above.stride(0)
 
 
-def slope(keep: torch.Tensor, idt: torch.Tensor | None, above: torch.Tensor, formula: Formula) -> torch.Tensor:
+def slope(keep: Tensor, idt: Tensor | None, above: Tensor, formula: Formula) -> Tensor:
     """See `layers.slope`."""
     out = torch.empty_like(keep)
     scaled = idt is not None
@@ -193,14 +143,8 @@ def slope(keep: torch.Tensor, idt: torch.Tensor | None, above: torch.Tensor, for
 
 
 def tangent(
-    keep: torch.Tensor,
-    idt: torch.Tensor | None,
-    before: torch.Tensor,
-    below: torch.Tensor,
-    *,
-    residual: bool,
-    formula: Formula,
-) -> torch.Tensor:
+    keep: Tensor, idt: Tensor | None, before: Tensor, below: Tensor, *, residual: bool, formula: Formula
+) -> Tensor:
     """See `layers.tangent`."""
     out = torch.empty_like(keep)
     scaled = idt is not None
@@ -213,13 +157,8 @@ def tangent(
 
 
 def cotangents(
-    keep: torch.Tensor,
-    idt: torch.Tensor | None,
-    before: torch.Tensor,
-    down: torch.Tensor,
-    adjoint: torch.Tensor,
-    formula: Formula,
-) -> torch.Tensor:
+    keep: Tensor, idt: Tensor | None, before: Tensor, down: Tensor, adjoint: Tensor, formula: Formula
+) -> Tensor:
     """See `layers.cotangents`."""
     scaled = idt is not None
     out = keep.new_empty(2 + scaled, *keep.shape)

@@ -10,23 +10,29 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.networks import Copies, LayerTensors
 
 
-def repeat(x: torch.Tensor, copies: Copies) -> torch.Tensor:
+def repeat(x: Tensor, copies: Copies) -> Tensor:
     """Return copies of x side by side, as a residual layer adds them."""
     return torch.cat([x, x], dim=1) if copies == 2 else x
 
 
-def fold(x: torch.Tensor, copies: Copies) -> torch.Tensor:
+def fold(x: Tensor, copies: Copies) -> Tensor:
     """Apply the transpose of `repeat`."""
     return x.unflatten(1, (2, -1)).sum(1) if copies == 2 else x
 
 
-def _fused(f: Activation, tensor: torch.Tensor) -> Any:
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all parts; the only part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _fused(f: Activation, tensor: Tensor) -> Any:
     """Return the module of Triton kernels where they can be used."""
     if f.formula is None or not tensor.numel() or not triton_support.usable(tensor.device):
         return None
@@ -35,40 +41,31 @@ def _fused(f: Activation, tensor: torch.Tensor) -> Any:
     return layer_kernels
 
 
-def forward(
-    f: Activation, h: torch.Tensor, idt: torch.Tensor | None, x: torch.Tensor, copies: Copies
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(f: Activation, h: Tensor, idt: Tensor | None, x: Tensor, copies: Copies) -> tuple[Tensor, Tensor]:
     """Return y `(rows, n)` and the values of f(h) that the derivatives need; `h` may be overwritten."""
     fused = _fused(f, h)
     if fused is not None:
-        both: tuple[torch.Tensor, torch.Tensor] = fused.forward(h, idt, x, residual=copies > 0, formula=f.formula)
+        both: tuple[Tensor, Tensor] = fused.forward(h, idt, x, residual=copies > 0, formula=f.formula)
         return both
     value, keep = f(h)
     out = value if idt is None else value * idt
     return out + repeat(x, copies) if copies else out, keep
 
 
-def slope(f: Activation, keep: torch.Tensor, idt: torch.Tensor | None, above: torch.Tensor) -> torch.Tensor:
+def slope(f: Activation, keep: Tensor, idt: Tensor | None, above: Tensor) -> Tensor:
     """Return the cotangent of h `(rows, n)` from that of y."""
     fused = _fused(f, keep)
     if fused is not None:
-        out: torch.Tensor = fused.slope(keep, idt, above, f.formula)
+        out: Tensor = fused.slope(keep, idt, above, f.formula)
         return out
     return f.times_slope(keep, above if idt is None else above * idt)
 
 
-def tangent(
-    f: Activation,
-    keep: torch.Tensor,
-    idt: torch.Tensor | None,
-    before: torch.Tensor,
-    below: torch.Tensor,
-    copies: Copies,
-) -> torch.Tensor:
+def tangent(f: Activation, keep: Tensor, idt: Tensor | None, before: Tensor, below: Tensor, copies: Copies) -> Tensor:
     """Return the tangent of y from those of h (`before`) and x (`below`)."""
     fused = _fused(f, keep)
     if fused is not None:
-        result: torch.Tensor = fused.tangent(keep, idt, before, below, residual=copies > 0, formula=f.formula)
+        result: Tensor = fused.tangent(keep, idt, before, below, residual=copies > 0, formula=f.formula)
         return result
     moved = f.times_slope(keep, before)
     out = moved if idt is None else moved * idt
@@ -76,13 +73,8 @@ def tangent(
 
 
 def cotangents(
-    f: Activation,
-    keep: torch.Tensor,
-    idt: torch.Tensor | None,
-    before: torch.Tensor,
-    down: torch.Tensor,
-    adjoint: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    f: Activation, keep: Tensor, idt: Tensor | None, before: Tensor, down: Tensor, adjoint: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Pull cotangents of (y, its tangent), `down` and `adjoint`, back to (h, its tangent).
 
     Returns
@@ -106,16 +98,30 @@ def cotangents(
     return pair, pair[0].sum(0), of_idt
 
 
+def down(of_h: Tensor, layer: LayerTensors, above: Tensor, copies: Copies, out: Tensor | None = None) -> Tensor:
+    """Return the cotangent of a layer's input from those of h and of its output."""
+    if not copies:
+        return torch.mm(of_h, layer.matrix.t(), out=out)
+    return torch.addmm(fold(above, copies), of_h, layer.matrix.t(), out=out)
+
+
+def plain_values(f: Activation, copies: Sequence[Copies], x: Tensor, layers: Sequence[LayerTensors]) -> Tensor:
+    """Return what `values` does, left to autograd."""
+    for layer, kind in zip(layers, copies, strict=True):
+        value = f.value(torch.addmm(layer.bias, x, layer.matrix))
+        out = value if layer.idt is None else value * layer.idt
+        x = out + repeat(x, kind) if kind else out
+    return x
+
+
 class Tape(NamedTuple):
     """Tensors for the backward pass of `values`: each layer's input, and the saved values of its activation."""
 
-    inputs: list[torch.Tensor]
-    keeps: list[torch.Tensor]
+    inputs: list[Tensor]
+    keeps: list[Tensor]
 
 
-def values(
-    f: Activation, copies: Sequence[Copies], x: torch.Tensor, layers: Sequence[LayerTensors]
-) -> tuple[torch.Tensor, Tape]:
+def values(f: Activation, copies: Sequence[Copies], x: Tensor, layers: Sequence[LayerTensors]) -> tuple[Tensor, Tape]:
     """Return the features `(rows, n)` of a network without a last linear layer."""
     tape = Tape([], [])
     for layer, kind in zip(layers, copies, strict=True):
@@ -128,19 +134,15 @@ def values(
 
 
 def pull_values(
-    f: Activation, copies: Sequence[Copies], tape: Tape, layers: Sequence[LayerTensors], cotangent: torch.Tensor
-) -> list[torch.Tensor | None]:
+    f: Activation, copies: Sequence[Copies], tape: Tape, layers: Sequence[LayerTensors], cotangent: Tensor
+) -> list[Tensor | None]:
     """Return the gradient of every layer's matrix, bias and idt from that of the features."""
-    gradients: list[torch.Tensor | None] = []
+    gradients: list[Tensor | None] = []
     for index in reversed(range(len(layers))):
         layer, kind, x, keep = layers[index], copies[index], tape.inputs[index], tape.keeps[index]
         of_idt = None if layer.idt is None else (f.value_of(keep) * cotangent).sum(0)
         of_h = slope(f, keep, layer.idt, cotangent)
         gradients += [of_idt, of_h.sum(0), torch.mm(x.t(), of_h)]
-        if index == 0:
-            break
-        if kind:
-            cotangent = torch.addmm(fold(cotangent, kind), of_h, layer.matrix.t())
-        else:
-            cotangent = torch.mm(of_h, layer.matrix.t())
+        if index:
+            cotangent = down(of_h, layer, cotangent, kind)
     return gradients[::-1]

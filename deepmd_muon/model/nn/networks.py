@@ -110,9 +110,11 @@ class LayerTensors(NamedTuple):
     idt: torch.Tensor | None
 
 
-def unflatten(flat: Sequence[torch.Tensor | None]) -> list[LayerTensors]:
-    """Group matrix, bias, idt of every layer again, as an autograd function gets them one after another."""
-    return [LayerTensors(*flat[i : i + 3]) for i in range(0, len(flat), 3)]  # type: ignore[arg-type]  # idt may be None
+def unflatten(flat: Sequence[torch.Tensor | None], networks: int = 1) -> list[list[LayerTensors]]:
+    """Group what `Network.flat` lists again, of each of several equal networks, as an autograd function gets them."""
+    layers = [LayerTensors(*flat[i : i + 3]) for i in range(0, len(flat), 3)]  # type: ignore[arg-type]  # idt may be None
+    depth = len(layers) // networks
+    return [layers[i : i + depth] for i in range(0, len(layers), depth)]
 
 
 class Layer(torch.nn.Module):
@@ -123,14 +125,7 @@ class Layer(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        n_in: int,
-        n_out: int,
-        *,
-        timestep: bool,
-        dtype: torch.dtype,
-        stream: Stream | SeedPath,
-        bias: bool = True,
+        self, n_in: int, n_out: int, *, timestep: bool, dtype: torch.dtype, stream: Stream | SeedPath, bias: bool = True
     ) -> None:
         super().__init__()
         generator = stream.generator()
@@ -168,13 +163,7 @@ class Network(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        widths: Sequence[int],
-        n_out: int | None,
-        *,
-        timestep: bool,
-        dtype: torch.dtype,
-        stream: Stream | SeedPath,
+        self, widths: Sequence[int], n_out: int | None, *, timestep: bool, dtype: torch.dtype, stream: Stream | SeedPath
     ) -> None:
         super().__init__()
         pairs = list(pairwise(widths))
@@ -192,6 +181,11 @@ class Network(torch.nn.Module):
     def tensors(self) -> tuple[LayerTensors, ...]:
         """Parameters of all layers, in order."""
         return tuple(layer.tensors for layer in self.layers)  # type: ignore[misc]  # ModuleList forgets its element type
+
+    @property
+    def flat(self) -> list[torch.Tensor | None]:
+        """Matrix, bias and idt of every layer one after another."""
+        return [part for layer in self.tensors for part in layer]
 
 
 class NetworkCollection(torch.nn.Module):

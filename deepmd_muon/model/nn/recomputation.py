@@ -15,20 +15,10 @@ T = TypeVar("T")
 def run_layer(layer: Callable[..., T], *arguments: Any, recompute: bool) -> T:
     """Return ``layer(*arguments)``; with `recompute`, its forward pass keeps the arguments alone.
 
-    The pass that gives forces still keeps some tensors for the gradient of a loss on forces.
-
-    The layer is called again in every backward pass that needs its tensors: once for forces, once for the gradient of
-    the loss. Without gradients, and in traces for torch's compiler, which decides itself what to keep, it is called
-    once.
-
-    Parameters
-    ----------
-    layer
-        Draws no random numbers.
-    arguments
-        Tensors, or tuples of them.
-    recompute
-        Whether to compute the layer again.
+    The layer draws no random numbers. It is called again in every backward pass that needs its tensors: once for
+    forces, once for the gradient of the loss. The pass that gives forces still keeps some tensors for the gradient of a
+    loss on forces. Without gradients it is called once, and in traces for torch's compiler, which decides itself what
+    to keep.
     """
     if not recompute or not torch.is_grad_enabled() or triton_support.is_tracing():
         return layer(*arguments)

@@ -1,11 +1,11 @@
-"""Whether Triton kernels can run where a tensor lives, and chains of kernels beside each other."""
+"""Where Triton kernels can run, their launches as operators of torch, and chains of kernels beside each other."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -44,6 +44,14 @@ def traced() -> Iterator[None]:
         yield
     finally:
         _tracing = False
+
+
+def operator(name: str, function: Callable[..., Any], arguments: str, results: int, shapes: Callable[..., Any]) -> Any:
+    """Return a launch as an operator of torch, which its compiler can record; `shapes` makes results without values."""
+    schema = f"({arguments}) -> ({', '.join(['Tensor'] * results)})"
+    made = torch.library.custom_op(f"deepmd_muon::{name}", function, mutates_args=(), schema=schema)
+    made.register_fake(shapes)
+    return made
 
 
 class Branches:

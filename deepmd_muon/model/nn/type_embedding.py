@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 
+from deepmd_muon.model.nn.linear import linear
 from deepmd_muon.model.nn.networks import Layer, SeedPath
 
 # Name of the matrix below a `TypeEmbedding`; its rows are types.
@@ -60,56 +61,22 @@ class TypeEmbedding(torch.nn.Module):
 _MOST_ROWS = 64
 
 
-class _Rows(torch.autograd.Function):
-    """Rows of a table; differentiable twice."""
-
-    @staticmethod
-    def forward(ctx: Any, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return `(*index.shape, width)`."""
-        ctx.index, ctx.rows = index, len(table)
-        return table.index_select(0, index.reshape(-1)).view(*index.shape, table.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Return the cotangent of the table."""
-        return _Sums.apply(grad, ctx.index, ctx.rows), None
+def _rows(table: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
+    return table.index_select(0, index.reshape(-1)).view(*index.shape, table.shape[1])
 
 
-class _Sums(torch.autograd.Function):
-    """The transpose of `_Rows`."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
-        """Return the sum of the values of each row `(rows, width)`."""
-        ctx.index = index
-        chosen = torch.arange(rows, device=index.device).unsqueeze(1) == index.reshape(-1)
-        return chosen.to(values.dtype) @ values.reshape(-1, values.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Return the cotangent of the values."""
-        return rows_of(grad, ctx.index), None, None
+def _sums(values: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the sum of the values of each of `count` rows."""
+    chosen = torch.arange(count, device=index.device).unsqueeze(1) == index.reshape(-1)
+    return chosen.to(values.dtype) @ values.reshape(-1, values.shape[-1])
 
 
 def rows_of(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a small table that many entries share, such as one for each type.
+    """Return the rows `(*index.shape, width)` of a small table that many entries share, such as one for each type.
 
     The gradient is a matrix product: torch's own adds thousands of rows to the same few, one after another on a CPU and
     by colliding atomic additions on a GPU.
-
-    Parameters
-    ----------
-    table
-        `(rows, width)`.
-    index
-        Numbers of rows, int64, of any shape.
-
-    Returns
-    -------
-    torch.Tensor
-        `(*index.shape, width)`.
     """
     if len(table) > _MOST_ROWS:
         return table[index]
-    found: torch.Tensor = _Rows.apply(table, index)
-    return found
+    return linear(partial(_rows, count=len(table)), partial(_sums, count=len(table)), table, index)

@@ -10,7 +10,7 @@ from deepmd_muon.model.descriptor.environment import edge_derivative, environmen
 from deepmd_muon.model.descriptor.se_e2_a import embedding
 from deepmd_muon.model.descriptor.se_e2_a.contraction import contract, pull_contraction
 from deepmd_muon.model.descriptor.se_e2_a.embedding import Sums, plan_blocks
-from deepmd_muon.model.energy_model import Forces, edge_vectors
+from deepmd_muon.model.energy_model import edge_vectors, forces_of
 from deepmd_muon.model.fitting.ener.module import energy_and_slope
 from deepmd_muon.model.nn.activation import activation
 from deepmd_muon.model.nn.four_passes import run_with_pullback
@@ -209,9 +209,9 @@ def test_forces_are_the_transposed_differences():
     slope = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
     flat = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     edges = flat[neighbor.clamp(min=0)] - flat[order][:, None]
-    forces = Forces.apply(slope, order, neighbor, 4)
+    forces = forces_of(slope, order, neighbor, 4)
     torch.testing.assert_close(forces, -torch.autograd.grad((edges * slope).sum(), flat)[0])
-    assert torch.autograd.gradcheck(lambda x: Forces.apply(x, order, neighbor, 4), (slope,))
+    assert torch.autograd.gradcheck(lambda x: forces_of(x, order, neighbor, 4), (slope,))
 
 
 def test_blocks_do_not_change_the_result(monkeypatch):

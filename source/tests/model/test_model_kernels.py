@@ -15,18 +15,14 @@ from dpa3_passes import angle_results, distance, edge_results, edge_sum_results,
 from kernel_backends import DEVICE, in_interpreter_alone, on_each_backend, passed_in_interpreter
 
 from deepmd_muon.loss import build_loss
-from deepmd_muon.loss.ener import fused as fused_loss
+from deepmd_muon.loss.ener.module import fits_kernels
 from deepmd_muon.model import energy_model
 from deepmd_muon.model.descriptor import environment, environment_kernels
-from deepmd_muon.model.descriptor.dpa3 import angles, edge_sums, edges, nodes
+from deepmd_muon.model.descriptor.dpa3 import angles, edges, layer
 from deepmd_muon.model.descriptor.dpa3.kernels import angles as angle_kernels
 from deepmd_muon.model.descriptor.dpa3.kernels import edges as edge_kernels
-from deepmd_muon.model.descriptor.se_e2_a import (
-    contraction_kernels,
-    interpolation,
-    interpolation_kernels,
-    rows_kernels,
-)
+from deepmd_muon.model.descriptor.se_e2_a import interpolation
+from deepmd_muon.model.descriptor.se_e2_a import kernels as se_e2_a_kernels
 from deepmd_muon.model.nn import layer_kernels, layers, triton_support
 from deepmd_muon.model.nn.activation import activation
 from deepmd_muon.train.step.guard import DeviceGuard
@@ -79,11 +75,11 @@ def test_interpolation_kernels(dtype, pieces):
     edges = interpolation.cut(rows, empty, pieces, (7, 40), (9, 40))
     # The polynomials of degree 15 on 32 pieces magnify the rounding of s, which differs between fused and plain sums.
     factor = 15**2 * pieces / 16 if DEVICE.type == "cuda" else 1
-    close(interpolation_kernels.expand(edges), interpolation.expand_reference(edges), factor)
+    close(se_e2_a_kernels.expand(edges), interpolation.expand_reference(edges), factor)
     product = normal(3, 4, edges.terms)
-    close(interpolation_kernels.evaluate(edges, product), interpolation.evaluate_reference(edges, product), factor)
+    close(se_e2_a_kernels.evaluate(edges, product), interpolation.evaluate_reference(edges, product), factor)
     moved = normal(*rows.shape)
-    close(interpolation_kernels.spread(edges, moved), interpolation.spread_reference(edges, moved), factor)
+    close(se_e2_a_kernels.spread(edges, moved), interpolation.spread_reference(edges, moved), factor)
 
 
 @on_each_backend
@@ -95,9 +91,9 @@ def test_interpolation_kernels_with_sorted_edges_and_pieces_without_any():
         rows[:, first:last, 0] = 9.0 * draw.uniform(2, last - first, dtype=torch.float64).sort(1, True).values ** 6
         rows[:, last - 4 : last] = empty[:, None] = rows[:, last - 1 : last].amin() - 0.1
     edges = interpolation.cut(rows, empty, 16, (20, 100), (20, 130))
-    close(interpolation_kernels.expand(edges), interpolation.expand_reference(edges), 100)
+    close(se_e2_a_kernels.expand(edges), interpolation.expand_reference(edges), 100)
     moved = draw.normal(*rows.shape)
-    close(interpolation_kernels.spread(edges, moved), interpolation.spread_reference(edges, moved), 100)
+    close(se_e2_a_kernels.spread(edges, moved), interpolation.spread_reference(edges, moved), 100)
 
 
 @on_each_backend
@@ -107,10 +103,10 @@ def test_contraction_kernels(dtype, width, axis):
     draw = Draw(3)
     a, d_bar = draw.normal(5, 4, width, dtype=dtype), draw.normal(5, width, axis, dtype=dtype)
     wanted = torch.bmm(a.transpose(1, 2), a[:, :, :axis])
-    close(contraction_kernels.contract(a, axis), wanted)
+    close(se_e2_a_kernels.contract(a, axis), wanted)
     pulled = torch.bmm(a[:, :, :axis], d_bar.transpose(1, 2))
     pulled[:, :, :axis] += torch.bmm(a, d_bar)
-    close(contraction_kernels.pull(a, d_bar), pulled, 10)
+    close(se_e2_a_kernels.pull_contraction(a, d_bar), pulled, 10)
 
 
 @on_each_backend
@@ -129,14 +125,14 @@ def test_rows_kernels(dtype):
     draw, kinds = Draw(8), torch.tensor([0, 1, 1], device=DEVICE)
     rows = draw.normal(3, 7 + 200, 4)
     mean, stddev = draw.uniform(2, 2, 1, 4, dtype=dtype).expand(2, 2, 9, 4).contiguous().unbind()
-    found = rows_kernels.standardise(rows, mean, stddev, kinds)
+    found = se_e2_a_kernels.standardise(rows, mean, stddev, kinds)
     wanted_scale = 1.0 / stddev[:, 0][kinds]
     wanted_empty = -mean[:, 0][kinds] * wanted_scale
     wanted = torch.addcmul(wanted_empty[:, None], rows.to(dtype), wanted_scale[:, None])
     for one, other in zip(found, (wanted, wanted_empty, wanted_scale), strict=True):
         close(one, other)
     edges = interpolation.cut(wanted, wanted_empty, 16, (7, 200), (9, 200))
-    start = rows_kernels.interval_starts(wanted, wanted_empty, 16, (7, 200), interpolation.SHORTEST)
+    start = se_e2_a_kernels.interval_starts(wanted, wanted_empty, 16, (7, 200), interpolation.SHORTEST)
     close(start, edges.start)
 
 
@@ -166,7 +162,7 @@ def test_force_kernels():
     slope = draw.normal(6, 300, 3) * (neighbor >= 0)[..., None]
     found = environment_kernels.scatter(slope, order, neighbor, 8)
     slope.requires_grad_()
-    wanted = energy_model.Forces.apply(slope, order, neighbor, 8)
+    wanted = energy_model.forces_of(slope, order, neighbor, 8)
     close(found, wanted.detach())
     moved = draw.normal(8, 3)
     (back,) = torch.autograd.grad(wanted, slope, moved)
@@ -251,7 +247,7 @@ def test_loss_kernels(monkeypatch, settings, padding):
     for fused in (False, True):
         monkeypatch.setattr(triton_support, "usable", lambda _, fused=fused: fused)
         prediction = {name: value.clone().requires_grad_() for name, value in values.items()}
-        assert fused_loss.fits(loss.settings, prediction, labels)
+        assert fits_kernels(loss.settings, prediction, labels)
         value, metrics = loss(prediction, labels, fraction, atoms, mask)
         (0.7 * value).backward()
         results.append([value.detach(), *metrics.values(), *(prediction[name].grad for name in prediction)])
@@ -340,10 +336,9 @@ def test_kernels_of_dpa3_within_reach(monkeypatch, name, reach):
 )
 def test_nodes_and_edge_features_of_dpa3(monkeypatch, settings, computations):
     for compute in computations:
-        module = nodes if compute is node_results else edge_sums
-        monkeypatch.setattr(module, "fits", lambda *_: False)
+        monkeypatch.setattr(layer, "kernels_fit", lambda *_: False)
         wanted = [x.detach() for x in compute(torch.float64, DEVICE, **settings)]
-        monkeypatch.setattr(module, "fits", lambda *_: True)
+        monkeypatch.setattr(layer, "kernels_fit", lambda *_: True)
         assert distance(compute(torch.float64, DEVICE, **settings), wanted) < 1e-13
         if DEVICE.type == "cuda":
             assert distance(compute(torch.float32, DEVICE, **settings), wanted) < 1e-6

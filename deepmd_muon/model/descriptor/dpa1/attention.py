@@ -104,7 +104,9 @@ class GatedAttention(torch.nn.Module):
             query = query if self.scale == 1.0 else query * self.scale
             scores = torch.bmm(query, key.transpose(1, 2))
             scores = (scores + SHIFT) * gates.switch + (gates.mask - SHIFT)
-        weights = _softmax(scores, gates) * gates.after
+        # An atom without any column that is not masked gets finite, unused numbers.
+        plain = not gates.beyond or not scores.shape[-1]
+        weights = (scores.softmax(-1) if plain else _Softmax.apply(scores, gates.beyond)) * gates.after
         return torch.nn.functional.linear(torch.bmm(weights, value), outer.matrix.t(), outer.bias)
 
 
@@ -130,14 +132,6 @@ class _Softmax(torch.autograd.Function):
         (weights,) = ctx.saved_tensors
         weighted = grad * weights
         return torch.addcmul(weighted, weights, -weighted.sum(-1, keepdim=True)), None
-
-
-def _softmax(scores: torch.Tensor, gates: Gates) -> torch.Tensor:
-    """Return the softmax over the columns that are not masked; an atom without any gets finite, unused numbers."""
-    if not gates.beyond or not scores.shape[-1]:
-        return scores.softmax(-1)
-    weights: torch.Tensor = _Softmax.apply(scores, gates.beyond)
-    return weights
 
 
 class LayerNorm(torch.nn.Module):

@@ -8,7 +8,7 @@ import torch
 
 from deepmd_muon.model.descriptor.dpa1.module import DPA1
 from deepmd_muon.model.errors import ForeignModelError
-from deepmd_muon.model.translation import Translation, own_parameters
+from deepmd_muon.model.translation import Translation, check_slots, own_parameters
 
 _PARAMETERS = ["se_atten.compress_info.0", "se_atten.compress_data.0"]
 _EMPTY = [*_PARAMETERS, "se_atten.type_embd_data"]
@@ -21,18 +21,13 @@ def _parameters(descriptor: DPA1) -> list[str]:
 
 
 def _check(state: Mapping[str, torch.Tensor]) -> None:
+    check_slots(state, "se_atten", "mean", "stddev")
     for what in ("mean", "stddev"):
-        values = state[f"se_atten.{what}"]
-        if not torch.equal(values, values[:, :1].expand_as(values)):
-            raise ForeignModelError(f"the descriptor's {what} differs between neighbour slots of one centre type")
-        angular = values[:, 0, 1:]
+        angular = state[f"se_atten.{what}"][:, 0, 1:]
         if not torch.equal(angular, angular[:, :1].expand_as(angular)) or (what == "mean" and angular.any()):
             raise ForeignModelError(f"the descriptor's {what} differs between the directions of space")
 
 
 TRANSLATION = Translation(
-    empty=lambda part: _EMPTY,
-    is_empty=lambda name: name in _EMPTY,
-    parameters=_parameters,
-    check=_check,
+    empty=lambda part: _EMPTY, is_empty=lambda name: name in _EMPTY, parameters=_parameters, check=_check
 )

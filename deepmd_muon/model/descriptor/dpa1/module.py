@@ -15,7 +15,7 @@ from deepmd_muon.model.descriptor.environment import Environment, environment, q
 from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
 from deepmd_muon.model.nn import layers, triton_support
 from deepmd_muon.model.nn.activation import activation
-from deepmd_muon.model.nn.networks import Copies, LayerTensors, Network, NetworkCollection, SeedPath, dtype_of
+from deepmd_muon.model.nn.networks import Network, NetworkCollection, SeedPath, dtype_of
 from deepmd_muon.model.nn.type_embedding import TABLE, TypeEmbedding, rows_of
 from deepmd_muon.model.structures import EMPTY, Structures
 
@@ -78,20 +78,7 @@ class DPA1(torch.nn.Module):
     """D_i = (RᵀG/N)ᵀ(RᵀG_axis/N), the type's vector behind it.
 
     G = attention(embedding(s, types)) is a row for each neighbour, R their standardised environment rows, N = sel.
-
-    Parameters
-    ----------
-    settings
-        With `sel` as a number.
-    type_map
-        Element symbols.
-    seed
-        Used when the settings name no seed of their own.
-
-    Raises
-    ------
-    InvalidSettingError
-        When `sel` is still "auto".
+    Arguments as in `Descriptor`.
     """
 
     needs_statistics = True
@@ -168,7 +155,7 @@ class DPA1(torch.nn.Module):
         dtype, atoms = block.mean.dtype, structures.sorted_type
         mean, inverse = block.mean[:, 0][atoms], (1.0 / block.stddev[:, 0])[atoms]
         rows = (rows.to(dtype) - mean.unsqueeze(1)) * inverse.unsqueeze(1)
-        kind = structures.atype.view(-1)[structures.neighbor.clamp(min=0)]
+        kind = structures.neighbor_type
         weight, switch, direction = real.to(dtype), switch.to(dtype), shortened(direction.to(dtype), rows)
         if own.set_davg_zero:
             return Neighborhood(rows, weight, real, kind, switch, direction)
@@ -184,61 +171,45 @@ class DPA1(torch.nn.Module):
         )
 
     def _embed(self, near: Neighborhood, centre: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Return the features of every column `(nreal, ncolumns, width)` before attention."""
+        """Return the features of every column `(nreal, ncolumns, width)` before attention.
+
+        In the first layer, the products with type vectors are made once for each type.
+        """
         first, *others = self.se_atten.filter_layers[0].tensors
-        copies = self.se_atten.filter_layers[0].copies
-        radial = near.rows[..., :1]
-        if self.settings.tebd_input_mode == "concat":
-            h, inputs = self._concatenated(near.kind, centre, table, radial, first)
+        copies, f = self.se_atten.filter_layers[0].copies, self.activation
+        radial, strip, width = near.rows[..., :1], self.settings.tebd_input_mode == "strip", self.settings.tebd_dim
+        h, inputs = radial * first.matrix[0], [radial]  # inputs: what a residual first layer adds
+        if strip:
+            h = h + first.bias
         else:
-            h, inputs = radial * first.matrix[0] + first.bias, [radial]
-        value = self.activation.value(h)
+            h = h + rows_of(table @ first.matrix[1 : 1 + width] + first.bias, near.kind)
+            if copies[0]:
+                inputs.append(rows_of(table, near.kind))
+            if not self.settings.type_one_side:
+                h = h + rows_of(table @ first.matrix[1 + width :], centre).unsqueeze(1)
+                if copies[0]:
+                    inputs.append(rows_of(table, centre).unsqueeze(1).expand(-1, near.kind.shape[1], -1))
+        value = f.value(h)
         x = value if first.idt is None else value * first.idt
         if copies[0]:
             x = x + torch.cat(inputs * copies[0], dim=-1)
-        features = self._hidden(x.flatten(0, 1), others, copies[1:]).view(*near.kind.shape, self.width)
-        if self.settings.tebd_input_mode == "concat":
+        features = layers.plain_values(f, copies[1:], x.flatten(0, 1), others).view(*near.kind.shape, self.width)
+        if not strip:
             return features
         gate = self._type_gate(near.kind, centre, table)
         if self.settings.smooth_type_embedding:
             gate = gate * near.switch.unsqueeze(-1)
         return features * (1.0 + gate)
 
-    def _concatenated(
-        self, kind: torch.Tensor, centre: torch.Tensor, table: torch.Tensor, radial: torch.Tensor, first: LayerTensors
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Apply the first layer to [s, T_j, T_i]: the products with type vectors are made once for each type.
-
-        Returns
-        -------
-        tuple
-            The layer before its activation, and its input in parts, where the residual needs it.
-        """
-        width = self.settings.tebd_dim
-        h = radial * first.matrix[0] + rows_of(table @ first.matrix[1 : 1 + width] + first.bias, kind)
-        residual = self.se_atten.filter_layers[0].copies[0]
-        inputs = [radial, rows_of(table, kind)] if residual else []
-        if not self.settings.type_one_side:
-            h = h + rows_of(table @ first.matrix[1 + width :], centre).unsqueeze(1)
-            inputs += [rows_of(table, centre).unsqueeze(1).expand(-1, kind.shape[1], -1)] if residual else []
-        return h, inputs
-
     def _type_gate(self, kind: torch.Tensor, centre: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Return the output of the net of the types `(nreal, ncolumns, width)`, computed once for each pair."""
         assert self.se_atten.filter_layers_strip is not None
         network, ntypes = self.se_atten.filter_layers_strip[0], len(table)
-        if self.settings.type_one_side:
-            return rows_of(self._hidden(table, network.tensors, network.copies), kind)
-        pairs = torch.cat([table.repeat(ntypes, 1), table.repeat_interleave(ntypes, dim=0)], dim=1)
-        return rows_of(self._hidden(pairs, network.tensors, network.copies), centre.unsqueeze(1) * ntypes + kind)
-
-    def _hidden(self, x: torch.Tensor, stack: Sequence[LayerTensors], copies: Sequence[Copies]) -> torch.Tensor:
-        """Apply layers of an embedding net `(rows, n)`, left to autograd."""
-        for layer, kind in zip(stack, copies, strict=True):
-            value = self.activation.value(torch.addmm(layer.bias, x, layer.matrix))
-            out = value if layer.idt is None else value * layer.idt
-            x = out + layers.repeat(x, kind) if kind else out
-        return x
+        place, given = kind, table
+        if not self.settings.type_one_side:
+            place = centre.unsqueeze(1) * ntypes + kind
+            given = torch.cat([table.repeat(ntypes, 1), table.repeat_interleave(ntypes, dim=0)], dim=1)
+        return rows_of(layers.plain_values(self.activation, network.copies, given, network.tensors), place)
 
     def _gates(self, near: Neighborhood, structures: Structures) -> Gates:
         """Return the mask and factors of the attention weights."""

@@ -6,30 +6,22 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
-from deepmd_muon.model.descriptor.settings import DescriptorSettings, NeighborCounts, NeighborRequest
-from deepmd_muon.model.shared_settings import (
-    ACTIVATION,
-    AUTO_SEL,
-    CUTOFF,
-    EXCLUDE_TYPES,
-    PRECISION,
-    SLOTS,
-    WIDTH,
-    Precision,
-    axis_inside,
-    slots_for,
-    smoothing_inside,
-    some_layer,
-    some_neighbors,
+from deepmd_muon.model.descriptor.settings import (
+    SEL,
+    DescriptorSettings,
+    EmbeddingSettings,
+    NeighborCounts,
+    NeighborRequest,
 )
-from deepmd_muon.section import Foreign, Rule, thaw
+from deepmd_muon.model.shared_settings import WIDTH, slots_for
+from deepmd_muon.section import Foreign, thaw
 from deepmd_muon.setting import InvalidSettingError, setting
 
 TebdInputMode = Literal["concat", "strip"]
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionSettings(DescriptorSettings):
+class AttentionSettings(EmbeddingSettings):
     """Settings of both forms of DPA-1."""
 
     share_levels: ClassVar[tuple[int, ...]] = (0, 1)
@@ -37,33 +29,13 @@ class AttentionSettings(DescriptorSettings):
 
     sel: str | int | tuple[int, ...] = setting(
         "auto",
-        minimum=0,
-        **SLOTS,
-        pattern=AUTO_SEL,
+        **SEL,
         forms='"auto", "auto:factor", a whole number or a list of whole numbers',
         doc=(
             "Largest number of neighbours of all types that an atom may have inside rcut; of a list, only the sum "
             "counts. 'auto:factor' takes the largest number found in the training data, times factor, rounded up to a "
             "multiple of 4; 'auto' is 'auto:1.1'."
         ),
-    )
-    rcut: float = setting(6.0, **CUTOFF, doc="Cut-off radius [Å].")
-    rcut_smth: float = setting(
-        0.5, minimum=0.0, doc="Radius [Å] from which the weight of a neighbour falls smoothly to 0 at rcut."
-    )
-    neuron: tuple[int, ...] = setting(
-        (10, 20, 40),
-        **WIDTH,
-        doc=(
-            "Widths of the embedding net. A layer as wide as the one before it, or twice as wide, adds its input "
-            "to its output."
-        ),
-    )
-    axis_neuron: int = setting(
-        4,
-        **WIDTH,
-        alias=("n_axis_neuron",),
-        doc="Number of columns of the embedding matrix that the descriptor multiplies the whole matrix with.",
     )
     tebd_dim: int = setting(8, **WIDTH, doc="Length of the trained vector of each type.")
     type_one_side: bool = setting(False, doc="Embed the neighbour's type only, not that of the centre.")
@@ -76,10 +48,6 @@ class AttentionSettings(DescriptorSettings):
     )
     temperature: float | None = setting(None, doc="Factor of the attention scores in place of the one above.")
     concat_output_tebd: bool = setting(True, doc="Append the vector of the atom's type to the descriptor.")
-    activation_function: str = setting("tanh", **ACTIVATION)
-    resnet_dt: bool = setting(False, doc="Multiply the term that a layer adds to its input by a trainable vector.")
-    precision: Precision = setting("default", **PRECISION)
-    trainable: bool = setting(True, doc="Train the parameters of the descriptor.")
     trainable_ln: bool = setting(True, doc="Train scale and shift of the layer normalisation.")
     ln_eps: float | None = setting(None, above=0.0, doc="ε of the layer normalisation; 1e-5 when left out.")
     use_tebd_bias: bool = setting(False, doc="Add a trained vector to those of the types.")
@@ -87,14 +55,6 @@ class AttentionSettings(DescriptorSettings):
         None,
         minimum=0,
         doc="Seed of the initial parameters, equal to deepmd-kit's from the same seed; left out, they are random.",
-    )
-    exclude_types: tuple[tuple[int, int], ...] = setting((), **EXCLUDE_TYPES)
-    env_protection: float = setting(0.0, minimum=0.0, doc="Length [Å] added to every distance before dividing by it.")
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("rcut_smth", "rcut"), smoothing_inside),
-        Rule(("axis_neuron", "neuron"), axis_inside),
-        Rule(("neuron",), some_layer),
-        Rule(("sel",), some_neighbors),
     )
     foreign: ClassVar[dict[str, Foreign]] = {
         "lmax": Foreign("angular moments beyond vectors, which deepmd-kit has", (1,)),
@@ -110,11 +70,6 @@ class AttentionSettings(DescriptorSettings):
             raise InvalidSettingError(f"sel must be numbers by now; found {self.sel!r}: count the neighbours first")
         slots = self.sel if isinstance(self.sel, int) else sum(self.sel)
         return NeighborRequest(self.rcut, (slots,), by_type=False)
-
-    @property
-    def needs_counts(self) -> bool:
-        """Whether `sel` is "auto"."""
-        return isinstance(self.sel, str)
 
     def with_counts(self, count: Callable[[float], NeighborCounts]) -> AttentionSettings:
         """Return the settings with a number in `sel`."""

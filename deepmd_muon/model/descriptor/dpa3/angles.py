@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.descriptor.dpa3.geometry import AngleBlock, AnglePlan
 from deepmd_muon.model.nn import triton_support
@@ -191,20 +192,20 @@ class Angles(FourPasses):
         return a_hat, u_hat, t_hat, None, weight_hat, residual_hat
 
 
-def _kernels(angles: Angles, weight: torch.Tensor) -> Any:
+def _kernels(angles: Angles, weight: Tensor) -> Any:
     """Return the launches of kernels where they can be used, or operators of torch that do them."""
     traced = triton_support.usable_as_operators(weight.device)
     if len(angles.plan.blocks) != 1 or not (traced or triton_support.usable(weight.device)):
         return None
     from deepmd_muon.model.descriptor.dpa3.kernels import angles as kernels
-    from deepmd_muon.model.descriptor.dpa3.kernels.launching import fits_weight
+    from deepmd_muon.model.descriptor.dpa3.kernels.shared import fits_weight
 
     if not fits_weight(weight, angles.activation.formula):
         return None
     return kernels.OPERATORS if traced else kernels
 
 
-def _layer(angles: Angles, weight: torch.Tensor, residual: torch.Tensor | None) -> tuple[Any, ...]:
+def _layer(angles: Angles, weight: Tensor, residual: Tensor | None) -> tuple[Any, ...]:
     """Return the arguments that all kernels share."""
     formula = angles.activation.formula
     assert formula is not None
@@ -217,22 +218,15 @@ def _layer(angles: Angles, weight: torch.Tensor, residual: torch.Tensor | None) 
 
 
 def _pair(
-    angles: Angles,
-    message: torch.Tensor | None,
-    updated: torch.Tensor | None,
-    a: torch.Tensor,
-    u: torch.Tensor,
-    residual: torch.Tensor | None,
-) -> list[torch.Tensor]:
+    angles: Angles, message: Tensor | None, updated: Tensor | None, a: Tensor, u: Tensor, residual: Tensor | None
+) -> list[Tensor]:
     """Return the cotangents of m and a′ as kernels take them: zeros where none arrived."""
     if updated is None:
         updated = a.new_empty(0) if residual is None else torch.zeros_like(a)
     return [u.new_zeros(u.shape[0], angles.width) if message is None else message, updated]
 
 
-def _sum_of_terms(
-    block: AngleBlock, a: torch.Tensor, weight: torch.Tensor, u: torch.Tensor, t: torch.Tensor
-) -> torch.Tensor:
+def _sum_of_terms(block: AngleBlock, a: Tensor, weight: Tensor, u: Tensor, t: Tensor) -> Tensor:
     """Return a·W + u_j + t_k `(atoms, j, k, features)`."""
     n, k = block.atoms, block.width
     z = torch.mm(a, weight).view(n, k, k, -1)
@@ -241,7 +235,7 @@ def _sum_of_terms(
     return z
 
 
-def _products(block: AngleBlock, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _products(block: AngleBlock, left: Tensor, right: Tensor) -> Tensor:
     """Return left_j·right_k `(atoms, j, k, 1)`."""
     n, k = block.atoms, block.width
     return left.view(n, k, 1, 1) * right.view(n, 1, k, 1)
@@ -250,12 +244,12 @@ def _products(block: AngleBlock, left: torch.Tensor, right: torch.Tensor) -> tor
 def _cotangent_of_y(
     angles: Angles,
     block: AngleBlock,
-    pairs: torch.Tensor,
-    message: torch.Tensor | None,
-    tail: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    like: torch.Tensor,
-) -> torch.Tensor:
+    pairs: Tensor,
+    message: Tensor | None,
+    tail: Tensor | None,
+    residual: Tensor | None,
+    like: Tensor,
+) -> Tensor:
     """Return ȳ from the cotangents of m (weighted with `pairs`) and of a′; zero where one is None."""
     n, k = block.atoms, block.width
     y_bar = torch.empty_like(like)
@@ -270,6 +264,6 @@ def _cotangent_of_y(
     return y_bar
 
 
-def _pair_tangent(block: AngleBlock, s: torch.Tensor, s_dot: torch.Tensor) -> torch.Tensor:
+def _pair_tangent(block: AngleBlock, s: Tensor, s_dot: Tensor) -> Tensor:
     """Return the tangent of s_j·s_k."""
     return _products(block, s_dot, s) + _products(block, s, s_dot)

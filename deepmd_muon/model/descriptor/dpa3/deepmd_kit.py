@@ -7,15 +7,13 @@ from collections.abc import Mapping
 import torch
 
 from deepmd_muon.model.errors import ForeignModelError
-from deepmd_muon.model.translation import Translation
+from deepmd_muon.model.translation import Translation, check_slots
 
 
 def _check(state: Mapping[str, torch.Tensor]) -> None:
     if state["repflows.mean"].any():
         raise ForeignModelError("the descriptor's mean is not 0, which no DPA-3 of deepmd-kit has")
-    stddev = state["repflows.stddev"]
-    if not torch.equal(stddev, stddev[:, :1].expand_as(stddev)):
-        raise ForeignModelError("the descriptor's stddev differs between neighbour slots of one centre type")
+    check_slots(state, "repflows", "stddev")
 
 
 TRANSLATION = Translation(check=_check)

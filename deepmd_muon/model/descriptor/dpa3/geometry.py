@@ -128,14 +128,7 @@ def incoming(neighbor: torch.Tensor, empty: torch.Tensor | None = None) -> Incom
 def plan_angles(counts: np.ndarray, nnei: int, device: torch.device) -> AnglePlan:
     """Order the angles of a batch: exactly on a CPU, padded elsewhere.
 
-    Parameters
-    ----------
-    counts
-        How many leading neighbours of each atom may take part in angles `(nreal,)`, on the host.
-    nnei
-        Columns of the neighbour list.
-    device
-        Where the work is done.
+    The first `counts` of the `nnei` neighbours of each atom may take part in angles `(nreal,)`, on the host.
     """
     return exact_angles(counts, nnei, device) if device.type == "cpu" else padded_angles(counts, nnei, device)
 

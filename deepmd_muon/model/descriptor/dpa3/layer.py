@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from deepmd_muon.model.descriptor.dpa3 import edge_sums, nodes
 from deepmd_muon.model.descriptor.dpa3.angles import Angles
 from deepmd_muon.model.descriptor.dpa3.edges import Edges
 from deepmd_muon.model.descriptor.dpa3.geometry import AnglePlan, Incoming
@@ -42,21 +42,21 @@ class Graph:
         Which of these edges take part in angles `(nslots,)`.
     """
 
-    neighbor: torch.Tensor
+    neighbor: Tensor
     incoming: Incoming | None
-    edge_weight: torch.Tensor
-    direction: torch.Tensor
+    edge_weight: Tensor
+    direction: Tensor
     plan: AnglePlan
-    angle_weight: torch.Tensor
-    in_angle: torch.Tensor
+    angle_weight: Tensor
+    in_angle: Tensor
 
 
 class Features(NamedTuple):
     """Nodes `(nreal, n_dim)`, edges `(nreal, nnei, e_dim)`, angles `(nangles, a_dim)`."""
 
-    node: torch.Tensor
-    edge: torch.Tensor
-    angle: torch.Tensor | None
+    node: Tensor
+    edge: Tensor
+    angle: Tensor | None
 
 
 class Wanted(NamedTuple):
@@ -71,17 +71,6 @@ class RepflowLayer(torch.nn.Module):
 
     Every linear layer on the features of several things side by side is split by their rows in its matrix: the part
     of an atom is computed once an atom and then gathered.
-
-    Parameters
-    ----------
-    repflow
-        Settings of the layers.
-    activation
-        f.
-    dtype
-        Precision of the parameters.
-    stream
-        Place of the layer in the model.
     """
 
     def __init__(
@@ -144,7 +133,7 @@ class RepflowLayer(torch.nn.Module):
 
     def _edges(
         self, features: Features, graph: Graph, wanted: Wanted, *, force: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return the message of all edges to their centre, the update of the edges, and H (see `edges`)."""
         n, e = self.repflow.n_dim, self.repflow.e_dim
         layers = [self.node_edge_linear, self.edge_self_linear] if wanted.edge else [self.node_edge_linear]
@@ -155,17 +144,17 @@ class RepflowLayer(torch.nn.Module):
         message, update, moment = run(Edges(graph.neighbor, self.activation, n, graph.incoming), *given, force=force)
         return message, update, moment
 
-    def _nodes(
-        self, node: torch.Tensor, plain: list[torch.Tensor], moment: torch.Tensor, *, force: bool
-    ) -> torch.Tensor:
+    def _nodes(self, node: Tensor, plain: list[Tensor], moment: Tensor, *, force: bool) -> Tensor:
         """Return the nodes after the layer, from the terms that are added as they are, and H."""
         f = self.activation.value
         repflow = self.repflow
-        if nodes.fits(node, self.activation):
+        if kernels_fit(node, self.activation):
+            from deepmd_muon.model.descriptor.dpa3.kernels.nodes import Nodes
+
             carry, rho = _residual_weights(repflow.update_style, self.n_residual, node, 2 + len(plain))
-            passes = nodes.Nodes(self.activation, carry, repflow.axis_neuron, repflow.e_dim)
+            passes = Nodes(self.activation, carry, repflow.axis_neuron, repflow.e_dim)
             weights = (*self.node_self_mlp.tensors[:2], *self.node_sym_linear.tensors[:2])
-            out: torch.Tensor
+            out: Tensor
             (out,) = run(passes, node, moment, *plain, *weights, *rho, force=force)
             return out
         symmetric = [
@@ -179,9 +168,7 @@ class RepflowLayer(torch.nn.Module):
         ]
         return _residual_sum(repflow.update_style, node, updates, self.n_residual)
 
-    def _angles(
-        self, features: Features, graph: Graph, wanted: Wanted, *, force: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _angles(self, features: Features, graph: Graph, wanted: Wanted, *, force: bool) -> tuple[Tensor, Tensor | None]:
         """Return the message of all angles to their first edge `(nslots, e_dim)`, and the angles after the layer."""
         repflow = self.repflow
         of_node, edges = repflow.angle_node, repflow.angle_edge
@@ -207,39 +194,40 @@ class RepflowLayer(torch.nn.Module):
         return reduced, angle if wanted.angle else features.angle
 
     def _edge_features(
-        self, edge: torch.Tensor, graph: Graph, update: torch.Tensor, reduced: torch.Tensor | None, *, force: bool
-    ) -> torch.Tensor:
+        self, edge: Tensor, graph: Graph, update: Tensor, reduced: Tensor | None, *, force: bool
+    ) -> Tensor:
         """Return the edges after the layer, from their update and the messages of the angles."""
-        style, residuals = self.repflow.update_style, self.e_residual
+        style, residuals, f = self.repflow.update_style, self.e_residual, self.activation.value
         if reduced is None:
             return _residual_sum(style, edge, [update], residuals)
-        if self.repflow.smooth_edge_update and edge_sums.fits(edge, graph.plan, self.activation):
+        if self.repflow.smooth_edge_update and graph.plan.padded and kernels_fit(edge, self.activation):
+            from deepmd_muon.model.descriptor.dpa3.kernels.edge_sums import EdgeSum
+
             carry, rho = _residual_weights(style, residuals, edge, 2)
-            passes = edge_sums.EdgeSum(self.activation, carry, graph.plan.blocks[0].width)
-            out: torch.Tensor
+            passes = EdgeSum(self.activation, carry, graph.plan.blocks[0].width)
+            out: Tensor
             (out,) = run(passes, edge, update, reduced, *self.edge_angle_linear2.tensors[:2], *rho, force=force)
             return out
-        return _residual_sum(style, edge, [update, self._edge_from_angles(edge, graph, reduced)], residuals)
-
-    def _edge_from_angles(self, edge: torch.Tensor, graph: Graph, reduced: torch.Tensor) -> torch.Tensor:
-        """Return the update of every edge by its angles; an edge without angles takes zero or its own features."""
-        f, linear = self.activation.value, self.edge_angle_linear2
-        rows = edge.flatten(0, 1)
-        if self.repflow.smooth_edge_update:
+        rows, linear, slot = edge.flatten(0, 1), self.edge_angle_linear2, graph.plan.slot
+        if self.repflow.smooth_edge_update:  # an edge without angles takes zero as message
             rest = f(linear.tensors.bias).expand_as(rows)
-            return rest.index_copy(0, graph.plan.slot, f(_apply(linear, reduced))).view_as(edge)
-        own = rows.index_select(0, graph.plan.slot)
-        reduced = torch.where(graph.in_angle.unsqueeze(1), reduced, own)
-        return f(_apply(linear, rows.index_copy(0, graph.plan.slot, reduced))).view_as(edge)
+            of_angles = rest.index_copy(0, slot, f(_apply(linear, reduced)))
+        else:  # or its own features
+            message = torch.where(graph.in_angle.unsqueeze(1), reduced, rows.index_select(0, slot))
+            of_angles = f(_apply(linear, rows.index_copy(0, slot, message)))
+        return _residual_sum(style, edge, [update, of_angles.view_as(edge)], residuals)
 
 
-def _apply(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+def kernels_fit(x: Tensor, activation: Activation) -> bool:
+    """Return whether kernels can be used on features x, and know the activation."""
+    return activation.formula is not None and x.numel() > 0 and triton_support.usable(x.device)
+
+
+def _apply(layer: Layer, x: Tensor) -> Tensor:
     return torch.addmm(layer.tensors.bias, x, layer.matrix)
 
 
-def _residual_sum(
-    style: str, x: torch.Tensor, updates: list[torch.Tensor], residuals: torch.nn.ParameterList
-) -> torch.Tensor:
+def _residual_sum(style: str, x: Tensor, updates: list[Tensor], residuals: torch.nn.ParameterList) -> Tensor:
     """Return x with its updates added: weighted by trained vectors, averaged, or incremented."""
     if style == "res_residual":
         for weight, update in zip(residuals, updates, strict=True):
@@ -254,8 +242,8 @@ def _residual_sum(
 
 
 def _residual_weights(
-    style: str, residuals: torch.nn.ParameterList, x: torch.Tensor, count: int = 1
-) -> tuple[float, list[torch.Tensor]]:
+    style: str, residuals: torch.nn.ParameterList, x: Tensor, count: int = 1
+) -> tuple[float, list[Tensor]]:
     """Return α and ρ of x′ = α·x + Σ ρ∘u: the residual sum of features x `(…, width)` with `count` updates u."""
     if style == "res_residual":
         return 1.0, list(residuals)

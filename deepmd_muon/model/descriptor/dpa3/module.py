@@ -45,16 +45,8 @@ class Repflows(torch.nn.Module):
 class DPA3(torch.nn.Module):
     """D_i: the features of node i after all layers, beside the vector of its type when `concat_output_tebd`.
 
-    Static and dynamic selection differ in the scale of sums alone: both compute on the real neighbours.
-
-    Parameters
-    ----------
-    settings
-        The section `model/descriptor`, numbers in place of "auto".
-    type_map
-        Element symbols.
-    seed
-        Used when the settings have no seed of their own.
+    Static and dynamic selection differ in the scale of sums alone: both compute on the real neighbours. Arguments as in
+    `Descriptor`.
     """
 
     recompute = False
@@ -92,11 +84,7 @@ class DPA3(torch.nn.Module):
 
     def forward(self, structures: Structures, edges: torch.Tensor, *, force: bool = True) -> Described:
         """Describe every atom; see `Descriptor`."""
-
-        def describe(edges: torch.Tensor) -> torch.Tensor:
-            return self._describe(structures, edges, force=force)
-
-        return describe_by_autograd(describe, edges, force=force)
+        return describe_by_autograd(lambda leaf: self._describe(structures, leaf, force=force), edges, force=force)
 
     def _describe(self, structures: Structures, edges: torch.Tensor, *, force: bool) -> torch.Tensor:
         repflow, f = self.settings.repflow, self.activation.value
@@ -141,7 +129,9 @@ class DPA3(torch.nn.Module):
             ~in_angle, 0.0
         )
         unit = edges.flatten(0, 1).index_select(0, plan.slot) / (near + DISTANCE_GUARD).unsqueeze(-1)
-        neighbor = _sorted_numbers(structures)
+        place = structures.order.new_zeros(structures.atype.numel())  # of each atom among the sorted ones
+        place[structures.order] = torch.arange(len(structures.order), device=place.device)
+        neighbor = place[structures.neighbor.clamp(min=0)]
         graph = Graph(
             neighbor=neighbor,
             incoming=incoming_for_kernels(neighbor, structures.neighbor < 0),
@@ -152,10 +142,3 @@ class DPA3(torch.nn.Module):
             in_angle=in_angle,
         )
         return graph, cosines(unit, plan).to(dtype), radial.to(dtype)
-
-
-def _sorted_numbers(structures: Structures) -> torch.Tensor:
-    """Return the number of each neighbour among the sorted atoms; 0 in empty slots."""
-    place = structures.order.new_zeros(structures.atype.numel())
-    place[structures.order] = torch.arange(len(structures.order), device=place.device)
-    return place[structures.neighbor.clamp(min=0)]

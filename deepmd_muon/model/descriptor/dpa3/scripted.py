@@ -131,7 +131,7 @@ def update_angles(
 def edge_from_angles(
     act: Act, linear: Dense, edge: torch.Tensor, reduced: torch.Tensor, in_angle: torch.Tensor, smooth: bool
 ) -> torch.Tensor:
-    """Return the update of every edge by its angles; see `RepflowLayer._edge_from_angles`."""
+    """Return the update of every edge by its angles; see `RepflowLayer._edge_features`."""
     slots = reduced.shape[1]
     rest = edge.shape[1] - slots
     if smooth:

@@ -29,22 +29,16 @@ OLD_FIXED_DEVIATION = 0.3  # the value that deepmd-kit's `skip_stat` implies
 _SEL: dict[str, Any] = {"minimum": 1, **SLOTS, "pattern": AUTO_SEL, "forms": '"auto", "auto:factor" or a whole number'}
 
 
-def _angles_inside(a_rcut: float, e_rcut: float) -> str | None:
-    if a_rcut > e_rcut:
-        return f"must not exceed e_rcut; found {a_rcut:g} with e_rcut {e_rcut:g}"
-    return None
+def _not_above(key: str, *limits: str) -> Rule:
+    """Return the rule that a number must not exceed some others; "auto" in place of one is not judged."""
 
+    def problem(value: Any, *most: Any) -> str | None:
+        if any(isinstance(x, str) for x in (value, *most)) or value <= min(most):
+            return None
+        found = " and ".join(f"{limit} {x:g}" for limit, x in zip(limits, most, strict=True))
+        return f"must not exceed {' and '.join(limits)}; found {value:g} with {found}"
 
-def _angle_slots_inside(a_sel: str | int, e_sel: str | int) -> str | None:
-    if isinstance(a_sel, int) and isinstance(e_sel, int) and a_sel > e_sel:
-        return f"must not exceed e_sel; found {a_sel} with e_sel {e_sel}"
-    return None
-
-
-def _axis_inside(axis_neuron: int, n_dim: int, e_dim: int) -> str | None:
-    if axis_neuron > min(n_dim, e_dim):
-        return f"must not exceed n_dim and e_dim; found {axis_neuron} with n_dim {n_dim} and e_dim {e_dim}"
-    return None
+    return Rule((key, *limits), problem)
 
 
 def _compressible(rate: int, e_rate: int, a_dim: int) -> str | None:
@@ -148,11 +142,11 @@ class RepflowSettings(Section):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("e_rcut_smth", "e_rcut"), smoothing_inside),
         Rule(("a_rcut_smth", "a_rcut"), smoothing_inside),
-        Rule(("a_rcut", "e_rcut"), _angles_inside),
-        Rule(("a_sel", "e_sel"), _angle_slots_inside),
+        _not_above("a_rcut", "e_rcut"),
+        _not_above("a_sel", "e_sel"),
         Rule(("e_sel",), some_neighbors),
         Rule(("a_sel",), some_neighbors),
-        Rule(("axis_neuron", "n_dim", "e_dim"), _axis_inside),
+        _not_above("axis_neuron", "n_dim", "e_dim"),
         Rule(("a_compress_rate", "a_compress_e_rate", "a_dim"), _compressible),
         Rule(("a_compress_rate", "a_compress_use_split"), _by_split),
         Rule(("use_dynamic_sel", "smooth_edge_update"), _smooth_when_dynamic),

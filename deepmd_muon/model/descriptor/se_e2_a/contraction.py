@@ -18,9 +18,9 @@ from deepmd_muon.model.nn import triton_support
 def pull(a: torch.Tensor, d_bar: torch.Tensor) -> torch.Tensor:
     """Return dE/dA `(natoms, 4, M)` from A and dE/dD `(natoms, M, axis)`."""
     if triton_support.usable(a.device):
-        from deepmd_muon.model.descriptor.se_e2_a import contraction_kernels
+        from deepmd_muon.model.descriptor.se_e2_a import kernels
 
-        return contraction_kernels.pull(a, d_bar)
+        return kernels.pull_contraction(a, d_bar)
     axis = d_bar.shape[2]
     out = torch.bmm(a[:, :, :axis], d_bar.transpose(1, 2))
     out[:, :, :axis].baddbmm_(a, d_bar)
@@ -35,9 +35,9 @@ class Contract(torch.autograd.Function):
         """Return D `(natoms, M, axis)`."""
         ctx.save_for_backward(a)
         if triton_support.usable(a.device):
-            from deepmd_muon.model.descriptor.se_e2_a import contraction_kernels
+            from deepmd_muon.model.descriptor.se_e2_a import kernels
 
-            return contraction_kernels.contract(a, axis)
+            return kernels.contract(a, axis)
         return torch.bmm(a.transpose(1, 2), a[:, :, :axis])
 
     @staticmethod

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import torch
-
 from deepmd_muon.model.descriptor.se_e2_a.module import SeE2A
-from deepmd_muon.model.errors import ForeignModelError
-from deepmd_muon.model.translation import Translation, own_parameters
+from deepmd_muon.model.translation import Translation, check_slots, own_parameters
 
 
 def _empty(descriptor: SeE2A) -> list[str]:
@@ -20,16 +15,9 @@ def _parameters(descriptor: SeE2A) -> list[str]:
     return own_parameters(descriptor) + _empty(descriptor)
 
 
-def _check(state: Mapping[str, torch.Tensor]) -> None:
-    for what in ("mean", "stddev"):
-        values = state[f"sea.{what}"]
-        if not torch.equal(values, values[:, :1].expand_as(values)):
-            raise ForeignModelError(f"the descriptor's {what} differs between neighbour slots of one centre type")
-
-
 TRANSLATION = Translation(
     empty=_empty,
     is_empty=lambda name: name.startswith("sea.compress_"),
     parameters=_parameters,
-    check=_check,
+    check=lambda state: check_slots(state, "sea", "mean", "stddev"),
 )

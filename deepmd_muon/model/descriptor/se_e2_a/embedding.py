@@ -52,14 +52,7 @@ class BlockPlan(NamedTuple):
 def plan_blocks(filled: np.ndarray, width: int, device: torch.device) -> list[BlockPlan]:
     """Split atoms into blocks: on a CPU by falling number of neighbours and as large as a cache, elsewhere one.
 
-    Parameters
-    ----------
-    filled
-        How many leading slots hold all neighbours of an atom `(atoms,)`.
-    width
-        Neighbour slots that the batch has.
-    device
-        Where the work is done.
+    The first `filled` of the `width` neighbour slots of a batch hold all neighbours of an atom `(atoms,)`.
     """
     if device.type != "cpu":
         return [BlockPlan(slice(None), width)]
@@ -105,34 +98,6 @@ class _Block:
         return self.features[part, :, 1:] if self.missing else self.features[part]
 
 
-class _LayerGradient:
-    """Sums up the gradient of one layer over blocks, starting from the first one's."""
-
-    def __init__(self) -> None:
-        self.matrix: torch.Tensor | None = None
-        self.vectors: dict[str, torch.Tensor] = {}
-
-    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add leftᵀ·right to the matrix."""
-        if self.matrix is None:
-            self.matrix = torch.mm(left.t(), right)
-        else:
-            self.matrix.addmm_(left.t(), right)
-
-    def add_vector(self, name: str, value: torch.Tensor) -> None:
-        """Add to the bias or the time step."""
-        if name in self.vectors:
-            self.vectors[name] += value
-        else:
-            self.vectors[name] = value
-
-    def result(self, layer: LayerTensors) -> tuple[torch.Tensor | None, ...]:
-        """Return the sums in the order of `LayerTensors`; zero where no block came by."""
-        if self.matrix is None:
-            return tuple(None if tensor is None else torch.zeros_like(tensor) for tensor in layer)
-        return self.matrix, self.vectors["bias"], self.vectors.get("idt")
-
-
 def _forward_layer(
     stack: torch.Tensor, layer: LayerTensors, copies: Copies, f: Activation, trace: list[_LayerTrace] | None
 ) -> torch.Tensor:
@@ -163,11 +128,11 @@ def _backward_layer(
     copies: Copies,
     f: Activation,
     trace: _LayerTrace,
-    gradient: _LayerGradient,
+    gradient: LayerTensors,
     *,
     first: bool,
 ) -> torch.Tensor | None:
-    """Add this layer's gradient and return the cotangent of its stacked input (None for the first layer's: data).
+    """Add to this layer's gradient and return the cotangent of its stacked input (None for the first layer's: data).
 
     `cotangent` is overwritten.
     """
@@ -176,15 +141,15 @@ def _backward_layer(
     skipped = None
     if not first and copies:
         skipped = torch.add(cotangent[..., :n_in], cotangent[..., n_in:]) if copies == 2 else cotangent.clone()
-    if layer.idt is not None:
-        gradient.add_vector("idt", (f.value_of(trace.keep) * cotangent[0]).sum(0))
+    if layer.idt is not None and gradient.idt is not None:
+        gradient.idt.add_((f.value_of(trace.keep) * cotangent[0]).sum(0))
         if trace.tangent is not None:
-            gradient.add_vector("idt", f.times_slope(trace.keep, trace.tangent).mul_(cotangent[1]).sum(0))
+            gradient.idt.add_(f.times_slope(trace.keep, trace.tangent).mul_(cotangent[1]).sum(0))
         cotangent *= layer.idt
     f.pull_back_(trace.keep, trace.tangent, cotangent)
-    gradient.add_vector("bias", cotangent[0].sum(0))
+    gradient.bias.add_(cotangent[0].sum(0))
     flat = cotangent.view(parts * rows, n_out)
-    gradient.add_product(trace.stack.view(parts * rows, n_in), flat)
+    gradient.matrix.addmm_(trace.stack.view(parts * rows, n_in).t(), flat)
     if first:
         return None
     if skipped is None:
@@ -237,7 +202,7 @@ class Sums(FourPasses):
     def value(self, given: Any) -> tuple[Perhaps, Perhaps]:
         """See `FourPasses`."""
         rows, empty, *flat = given
-        layers = unflatten(flat)
+        (layers,) = unflatten(flat)
         out = rows.new_empty((rows.shape[0], 4, layers[-1].matrix.shape[1]))
         for plan in self.plans:
             s, r = _inputs(self, plan, rows, empty)
@@ -276,16 +241,17 @@ class Sums(FourPasses):
 
     def gradient(self, cotangents: Any, given: Any, kept: Any, left: Any, moved: Any) -> Perhaps:
         """Return the gradient of every layer's tensors."""
-        layers = unflatten(given[2:])
+        (layers,) = unflatten(given[2:])
         above = left[0].new_zeros(left[0].shape) if cotangents[0] is None else cotangents[0]
-        gradients = [_LayerGradient() for _ in layers]
+        found = [None if x is None else torch.zeros_like(x) for x in given[2:]]
+        (gradients,) = unflatten(found)
         for block in self.blocks:
             below: torch.Tensor | None = _feature_cotangent(block, above, left, moved)
             for index in reversed(range(len(layers))):
                 assert below is not None
                 args = layers[index], self.copies[index], self.activation, block.layers[index], gradients[index]
                 below = _backward_layer(below, *args, first=index == 0)
-        return None, None, *(t for g, layer in zip(gradients, layers, strict=True) for t in g.result(layer))
+        return None, None, *found
 
 
 def _feature_cotangent(

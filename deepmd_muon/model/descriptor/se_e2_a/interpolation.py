@@ -23,14 +23,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.descriptor.se_e2_a.edges import ORDERS, Edges
 from deepmd_muon.model.nn import layers, triton_support
 from deepmd_muon.model.nn.activation import Activation
+from deepmd_muon.model.nn.linear import linear
 from deepmd_muon.model.nn.networks import Copies, Network, unflatten
 
 PIECES = (16, 32, 64)
@@ -53,23 +55,14 @@ EDGES_PER_NODE = 4
 """With fewer edges, evaluating the networks at every edge is as fast."""
 
 
-def cut(rows: torch.Tensor, empty: torch.Tensor, pieces: int, widths: Sequence[int], sel: Sequence[int]) -> Edges:
-    """Cut the interval of the s of each neighbour type into pieces.
+def cut(rows: Tensor, empty: Tensor, pieces: int, widths: Sequence[int], sel: Sequence[int]) -> Edges:
+    """Cut the interval of the s of each neighbour type into so many pieces.
 
-    Parameters
-    ----------
-    rows, empty
-        See `Edges`.
-    pieces
-        How many.
-    widths
-        Columns of each neighbour type.
-    sel
-        Slots of each neighbour type.
+    `rows` and `empty` are those of `Edges`; `widths` are the columns, and `sel` the slots, of each neighbour type.
     """
     missing = _missing(widths, sel)
     if triton_support.usable(rows.device):
-        from deepmd_muon.model.descriptor.se_e2_a.rows_kernels import interval_starts
+        from deepmd_muon.model.descriptor.se_e2_a.kernels import interval_starts
 
         start = interval_starts(rows, empty, pieces, widths, SHORTEST)
         return Edges(rows, empty, start, pieces, tuple(widths), missing)
@@ -81,14 +74,14 @@ def cut(rows: torch.Tensor, empty: torch.Tensor, pieces: int, widths: Sequence[i
 
 
 @lru_cache
-def _nodes(pieces: int, device: torch.device) -> torch.Tensor:
+def _nodes(pieces: int, device: torch.device) -> Tensor:
     """Return the Chebyshev nodes of all pieces, in units of a piece `(pieces·16,)`."""
     inside = (torch.cos(_angles()) + 1.0) / 2.0
     return (torch.arange(pieces, dtype=torch.float64, device="cpu")[:, None] + inside).view(-1).to(device)
 
 
 @lru_cache
-def _transform(scale: float, device: torch.device) -> torch.Tensor:
+def _transform(scale: float, device: torch.device) -> Tensor:
     """Return the matrix from values at the nodes of a piece to `scale` times the coefficients `(16, 16)`."""
     matrix = torch.cos(torch.arange(ORDERS, dtype=torch.float64, device="cpu")[:, None] * _angles())
     matrix *= 2.0 * scale / ORDERS
@@ -96,11 +89,11 @@ def _transform(scale: float, device: torch.device) -> torch.Tensor:
     return matrix.to(device)
 
 
-def _angles() -> torch.Tensor:
+def _angles() -> Tensor:
     return (torch.arange(ORDERS, dtype=torch.float64, device="cpu") + 0.5) * (math.pi / ORDERS)
 
 
-def _converted(tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
+def _converted(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
     """Convert parameters, or their gradients, at once."""
     given = [tensor for tensor in tensors if tensor is not None]
     if all(tensor.dtype == dtype for tensor in given):
@@ -122,22 +115,17 @@ class Coefficients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        f: Activation,
-        copies: tuple[Copies, ...],
-        s: torch.Tensor,
-        matrix: torch.Tensor,
-        *flat: torch.Tensor | None,
-    ) -> torch.Tensor:
+        ctx: Any, f: Activation, copies: tuple[Copies, ...], s: Tensor, matrix: Tensor, *flat: Tensor | None
+    ) -> Tensor:
         """Return C `(networks·nodes, M)`, float64."""
         ctx.activation, ctx.copies, ctx.networks = f, copies, s.shape[0]
         ctx.dtype = next(tensor.dtype for tensor in flat if tensor is not None)
         wide = _converted(flat, torch.float64)
         found, saved = [], []
         with triton_support.Branches(s.device, s.shape[0]) as branches:
-            for number, tensors in enumerate(_of_networks(wide, s.shape[0])):
+            for number, tensors in enumerate(unflatten(wide, s.shape[0])):
                 with branches.chain(number):
-                    features, tape = layers.values(f, copies, s[number, :, None], unflatten(tensors))
+                    features, tape = layers.values(f, copies, s[number, :, None], tensors)
                     by_piece = features.view(-1, ORDERS, features.shape[1])
                     found.append(torch.bmm(matrix.expand(by_piece.shape[0], -1, -1), by_piece).flatten(0, 1))
                     saved += [*tape.inputs, *tape.keeps]
@@ -146,44 +134,38 @@ class Coefficients(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
         """Return the gradient of every layer's tensors."""
         f, copies, networks, depth = ctx.activation, ctx.copies, ctx.networks, len(ctx.copies)
         matrix, *others = ctx.saved_tensors
         wide, saved = others[: 3 * depth * networks], others[3 * depth * networks :]
         by_network = cotangent.view(networks, -1, ORDERS, cotangent.shape[1])
-        gradients: list[torch.Tensor | None] = []
+        gradients: list[Tensor | None] = []
         with triton_support.Branches(cotangent.device, networks) as branches:
-            for number, tensors in enumerate(_of_networks(wide, networks)):
+            for number, tensors in enumerate(unflatten(wide, networks)):
                 with branches.chain(number):
                     mine = by_network[number]
                     of_features = torch.bmm(matrix.t().expand(mine.shape[0], -1, -1), mine).flatten(0, 1)
                     at = 2 * depth * number
                     tape = layers.Tape(saved[at : at + depth], saved[at + depth : at + 2 * depth])
-                    gradients += layers.pull_values(f, copies, tape, unflatten(tensors), of_features)
+                    gradients += layers.pull_values(f, copies, tape, tensors, of_features)
         return (None, None, None, None, *_converted(gradients, ctx.dtype))
 
 
-_coefficients: Callable[..., torch.Tensor] = Coefficients.apply  # torch leaves `apply` untyped
+_coefficients: Callable[..., Tensor] = Coefficients.apply  # torch leaves `apply` untyped
 
 
-def _of_networks(flat: Sequence[torch.Tensor | None], networks: int) -> list[Sequence[torch.Tensor | None]]:
-    """Divide the tensors of several equal networks."""
-    each = len(flat) // networks
-    return [flat[number * each : (number + 1) * each] for number in range(networks)]
-
-
-def coefficients(networks: Sequence[Network], f: Activation, edges: Edges, scale: float = 1.0) -> torch.Tensor:
+def coefficients(networks: Sequence[Network], f: Activation, edges: Edges, scale: float = 1.0) -> Tensor:
     """Return `scale` times the coefficients C of every neighbour type's network `(terms, M)`, differentiable."""
     device = edges.rows.device
     low, rate = edges.start.double().unsqueeze(-1).unbind(1)
     s = torch.addcdiv(low, _nodes(edges.pieces, device), rate)
-    flat = [part for network in networks for layer in network.tensors for part in layer]
+    flat = [part for network in networks for part in network.flat]
     found = _coefficients(f, networks[0].copies, s, _transform(scale, device), *flat)
     return found.to(edges.rows.dtype)
 
 
-def tail(coefficient: torch.Tensor, pieces: int) -> torch.Tensor:
+def tail(coefficient: Tensor, pieces: int) -> Tensor:
     """Estimate the interpolation error relative to the largest feature, from the last two coefficients."""
     by_piece = coefficient.unflatten(0, (-1, pieces, ORDERS)).abs()
     return torch.div(by_piece[:, :, -2:].amax(), by_piece.amax())
@@ -202,12 +184,12 @@ class Table(NamedTuple):
         Distance of neighbours down to which the interval reaches [Å].
     """
 
-    start: torch.Tensor
+    start: Tensor
     pieces: int
-    coefficients: tuple[torch.Tensor, ...]
+    coefficients: tuple[Tensor, ...]
     nearest: float
 
-    def edges(self, rows: torch.Tensor, empty: torch.Tensor, widths: Sequence[int], sel: Sequence[int]) -> Edges:
+    def edges(self, rows: Tensor, empty: Tensor, widths: Sequence[int], sel: Sequence[int]) -> Edges:
         """Return the edges of a batch on this interval; arguments as in `cut`."""
         return Edges(rows, empty, self.start, self.pieces, tuple(widths), _missing(widths, sel))
 
@@ -217,20 +199,12 @@ def _missing(widths: Sequence[int], sel: Sequence[int]) -> tuple[int, ...]:
 
 
 def tabulate(
-    blocks: Sequence[Sequence[Network]], f: Activation, ends: torch.Tensor, scale: float, nearest: float
+    blocks: Sequence[Sequence[Network]], f: Activation, ends: Tensor, scale: float, nearest: float
 ) -> Table | None:
     """Return the table of all networks on an interval; None where the most pieces do not suffice.
 
-    Parameters
-    ----------
-    blocks, f
-        As in `fewest_pieces`.
-    ends
-        Least and largest s `(2,)`.
-    scale
-        Factor of the coefficients.
-    nearest
-        Of `Table`.
+    `blocks` and `f` are as in `fewest_pieces`, `ends` holds the least and the largest s `(2,)`. The coefficients are
+    multiplied with `scale`; `nearest` is that of `Table`.
     """
     types, span = len(blocks[0]), (ends[1] - ends[0]).clamp_min(SHORTEST)
     for pieces in PIECES:
@@ -250,21 +224,15 @@ def pays(networks: int, edges: int, pieces: int) -> bool:
 def fewest_pieces(
     blocks: Sequence[Sequence[Network]],
     f: Activation,
-    rows: torch.Tensor,
-    empty: torch.Tensor,
+    rows: Tensor,
+    empty: Tensor,
     widths: Sequence[int],
     sel: Sequence[int],
 ) -> int:
     """Return how many pieces interpolate all networks within `TOLERANCE`; 0 where the most do not suffice.
 
-    Parameters
-    ----------
-    blocks
-        The networks of all neighbour types, of each kind of centre.
-    f
-        Their activation.
-    rows, empty, widths, sel
-        Of a batch, see `cut`.
+    `blocks` holds the networks of all neighbour types, of each kind of centre, and `f` is their activation. The others
+    are those of a batch, see `cut`.
     """
     for pieces in PIECES:
         edges = cut(rows, empty, pieces, widths, sel)
@@ -273,7 +241,7 @@ def fewest_pieces(
     return 0
 
 
-def _basis(edges: Edges, s: torch.Tensor, kind: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _basis(edges: Edges, s: Tensor, kind: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the piece of each s among neighbours of type `kind`, and T_m and dT_m/ds there with m as last axis."""
     low, rate = edges.start[kind].unbind(-1)
     place = (s - low) * rate
@@ -287,12 +255,12 @@ def _basis(edges: Edges, s: torch.Tensor, kind: torch.Tensor) -> tuple[torch.Ten
 
 
 @lru_cache
-def _kinds(widths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def _kinds(widths: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the neighbour type of every column."""
     return torch.arange(len(widths), device="cpu").repeat_interleave(torch.tensor(widths, device="cpu")).to(device)
 
 
-def _edge_basis(edges: Edges) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _edge_basis(edges: Edges) -> tuple[Tensor, Tensor, Tensor]:
     """Return the flat number (atom, neighbour type, piece) of every edge, and T_m and dT_m/ds there."""
     kind = _kinds(edges.widths, edges.rows.device)
     piece, values, slopes = _basis(edges, edges.rows[..., 0], kind)
@@ -300,7 +268,7 @@ def _edge_basis(edges: Edges) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     return ((atom * len(edges.widths) + kind) * edges.pieces + piece).view(-1), values, slopes
 
 
-def _scatter(edges: Edges, cell: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
+def _scatter(edges: Edges, cell: Tensor, terms: Tensor) -> Tensor:
     """Sum `(edges, 4, 16)` into `(atoms, 4, terms)`."""
     atoms, types = edges.rows.shape[0], len(edges.widths)
     sums = terms.new_zeros(atoms * types * edges.pieces, 4 * ORDERS).index_add_(0, cell, terms.view(-1, 4 * ORDERS))
@@ -308,7 +276,7 @@ def _scatter(edges: Edges, cell: torch.Tensor, terms: torch.Tensor) -> torch.Ten
     return by_type.transpose(1, 2).reshape(atoms, 4, edges.terms)
 
 
-def expand_reference(edges: Edges) -> torch.Tensor:
+def expand_reference(edges: Edges) -> Tensor:
     """Return B `(atoms, 4, terms)`; see the module."""
     cell, values, _ = _edge_basis(edges)
     out = _scatter(edges, cell, edges.rows.unsqueeze(-1) * values.unsqueeze(-2))
@@ -321,7 +289,7 @@ def expand_reference(edges: Edges) -> torch.Tensor:
     return out
 
 
-def evaluate_reference(edges: Edges, product: torch.Tensor) -> torch.Tensor:
+def evaluate_reference(edges: Edges, product: Tensor) -> Tensor:
     """Return dE/dR of every edge `(atoms, edges, 4)`, with dE/ds added to its first component, from P."""
     cell, values, slopes = _edge_basis(edges)
     by_cell = product.unflatten(2, (len(edges.widths) * edges.pieces, ORDERS)).transpose(1, 2).reshape(-1, 4, ORDERS)
@@ -331,7 +299,7 @@ def evaluate_reference(edges: Edges, product: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def spread_reference(edges: Edges, moved: torch.Tensor) -> torch.Tensor:
+def spread_reference(edges: Edges, moved: Tensor) -> Tensor:
     """Apply the transpose of `evaluate_reference` to `(atoms, edges, 4)`."""
     cell, values, slopes = _edge_basis(edges)
     terms = moved.unsqueeze(-1) * values.unsqueeze(-2)
@@ -339,41 +307,24 @@ def spread_reference(edges: Edges, moved: torch.Tensor) -> torch.Tensor:
     return _scatter(edges, cell, terms)
 
 
-def _kernels(tensor: torch.Tensor) -> Any:
+def _kernels(tensor: Tensor) -> Any:
     """Return the module of Triton kernels where it can be used, or of operators of torch that launch them."""
-    if triton_support.usable_as_operators(tensor.device):
-        from deepmd_muon.model.descriptor.se_e2_a import interpolation_operators
-
-        return interpolation_operators
-    if not triton_support.usable(tensor.device):
+    traced = triton_support.usable_as_operators(tensor.device)
+    if not (traced or triton_support.usable(tensor.device)):
         return None
-    from deepmd_muon.model.descriptor.se_e2_a import interpolation_kernels
+    from deepmd_muon.model.descriptor.se_e2_a import kernels
 
-    return interpolation_kernels
+    return kernels.operators() if traced else kernels
 
 
-def expand(edges: Edges) -> torch.Tensor:
+def expand(edges: Edges) -> Tensor:
     """Return B `(atoms, 4, terms)`, by the kernel on a GPU."""
     fast = _kernels(edges.rows)
     return expand_reference(edges) if fast is None else fast.expand(edges)
 
 
-class Evaluate(torch.autograd.Function):
-    """`evaluate_reference` and its transpose: linear in P, and the only argument with a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, edges: Edges, product: torch.Tensor) -> torch.Tensor:
-        """Return dE/dR of every edge `(atoms, edges, 4)`."""
-        ctx.edges = edges
-        fast = _kernels(product)
-        return evaluate_reference(edges, product) if fast is None else fast.evaluate(edges, product)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, moved: torch.Tensor) -> Any:
-        """Return the cotangent of P."""
-        fast = _kernels(moved)
-        return None, spread_reference(ctx.edges, moved) if fast is None else fast.spread(ctx.edges, moved)
-
-
-evaluate: Callable[[Edges, torch.Tensor], torch.Tensor] = Evaluate.apply  # torch leaves `apply` untyped
+def evaluate(edges: Edges, product: Tensor) -> Tensor:
+    """Return what `evaluate_reference` does, by the kernel on a GPU; differentiable by P, in which it is linear."""
+    fast = _kernels(product)
+    forward, transpose = (evaluate_reference, spread_reference) if fast is None else (fast.evaluate, fast.spread)
+    return linear(partial(forward, edges), partial(transpose, edges), product)

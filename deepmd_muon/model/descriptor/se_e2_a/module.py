@@ -17,6 +17,7 @@ from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.activation import activation
 from deepmd_muon.model.nn.four_passes import run_with_pullback
+from deepmd_muon.model.nn.layers import joined
 from deepmd_muon.model.nn.networks import Network, NetworkCollection, Stream, dtype_of
 from deepmd_muon.model.structures import Structures
 
@@ -37,11 +38,7 @@ class EmbeddingBlock(torch.nn.Module):
         self.filter_layers = NetworkCollection(
             [
                 Network(
-                    (1, *settings.neuron),
-                    None,
-                    timestep=settings.resnet_dt,
-                    dtype=dtype,
-                    stream=stream.child(index),
+                    (1, *settings.neuron), None, timestep=settings.resnet_dt, dtype=dtype, stream=stream.child(index)
                 )
                 for index in range(nets)
             ]
@@ -51,21 +48,7 @@ class EmbeddingBlock(torch.nn.Module):
 class SeE2A(torch.nn.Module):
     """D_i = (RᵀG/N)ᵀ(RᵀG_axis/N) with G = embedding(s), R the standardised environment rows, N = sum(sel).
 
-    Every slot of `sel` counts, an empty one with the standardised zero row.
-
-    Parameters
-    ----------
-    settings
-        With `sel` as numbers per type.
-    type_map
-        Element symbols.
-    seed
-        Used when the settings name no seed of their own.
-
-    Raises
-    ------
-    InvalidSettingError
-        When `sel` is still "auto".
+    Every slot of `sel` counts, an empty one with the standardised zero row. Arguments as in `Descriptor`.
     """
 
     needs_statistics = True
@@ -103,42 +86,41 @@ class SeE2A(torch.nn.Module):
         return environment(edges, structures.neighbor < 0, own.rcut, own.rcut_smth, own.env_protection)
 
     def forward(self, structures: Structures, edges: torch.Tensor, *, force: bool = True) -> Described:
-        """Describe every atom; see `Descriptor`.
-
-        Parameters
-        ----------
-        structures
-            The batch.
-        edges
-            r_ij `(nreal, nnei, 3)` [Å], float64.
-        force
-            Whether the pullback is wanted.
-        """
-        self._check(structures)
+        """Describe every atom; see `Descriptor`."""
+        for width, sel, name in zip(structures.sections, self.sel, self.type_map, strict=True):
+            if width > sel:
+                raise ModelError(f"the batch has {width} columns for neighbours of type {name}, more than sel {sel}")
         env = self.environment(structures, edges)
         used = self.used_slots(structures)
         rows, empty_row, scale = self._standardised(structures, env, used)
+        given, training = (self, structures, rows, empty_row), torch.is_grad_enabled()
+        count, networks = rows.shape[0] * rows.shape[1], len(self.sea.filter_layers.networks)
         parts: _Contractions | _Interpolated
-        if self.table is not None and not torch.is_grad_enabled():
-            parts = _Interpolated(self, structures, rows, empty_row, self.table)
-        elif self._interpolates(rows):
-            parts = _Interpolated(self, structures, rows, empty_row)
+        if self.table is not None and not training:
+            parts = _Interpolated(*given, self.table)
+        elif self.pieces and training and interpolation.pays(networks, count, self.pieces):
+            parts = _Interpolated(*given)
         else:
-            parts = _Contractions(self, structures, rows, empty_row, force=force)
+            parts = _Contractions(*given, force=force)
         a = parts.gathered
-        d = contract(a, self.axis)
-        if not force:
-            return Described(d.flatten(1), None)
-        return Described(d.flatten(1), self._pullback(env, a, parts, scale, used))
+
+        def pullback(adjoint: torch.Tensor) -> torch.Tensor:
+            d_bar = adjoint.view(-1, self.width, self.axis)
+            row_adjoint = parts.spread(pull_contraction(a, d_bar))
+            if used is not None:
+                row_adjoint = row_adjoint * used.unsqueeze(-1)
+            return edge_derivative(row_adjoint, scale, env.edges, env.radial, env.isotropic, env.bend)
+
+        return Described(contract(a, self.axis).flatten(1), pullback if force else None)
 
     def _standardised(
         self, structures: Structures, env: Environment, used: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return R `(nreal, nnei, 4)`, R of an empty slot and dR/drow `(nreal, 4)`."""
         if triton_support.usable(env.rows.device) and used is None:
-            from deepmd_muon.model.descriptor.se_e2_a import rows_kernels
+            from deepmd_muon.model.descriptor.se_e2_a import kernels
 
-            return rows_kernels.standardise(env.rows, self.sea.mean, self.sea.stddev, structures.sorted_type)
+            return kernels.standardise(env.rows, self.sea.mean, self.sea.stddev, structures.sorted_type)
         dtype = self.sea.mean.dtype
         inverse = 1.0 / self.sea.stddev[:, 0]
         empty_row = (-self.sea.mean[:, 0] * inverse)[structures.sorted_type]
@@ -154,11 +136,6 @@ class SeE2A(torch.nn.Module):
         if self.one_side:
             return [[nets[other] for other in range(ntypes)]]
         return [[nets[other * ntypes + centre] for other in range(ntypes)] for centre in range(ntypes)]
-
-    def _interpolates(self, rows: torch.Tensor) -> bool:
-        """Return whether a step interpolates: one that trains, of a batch large enough."""
-        edges, networks = rows.shape[0] * rows.shape[1], len(self.sea.filter_layers.networks)
-        return bool(self.pieces) and torch.is_grad_enabled() and interpolation.pays(networks, edges, self.pieces)
 
     @torch.no_grad()
     def pieces_for(self, structures: Structures, edges: torch.Tensor) -> int:
@@ -183,28 +160,6 @@ class SeE2A(torch.nn.Module):
             [(-mean / deviation).amin().clamp(max=0.0), ((largest.to(mean.dtype) - mean) / deviation).amax()]
         )
         return interpolation.tabulate(self.networks(), self.activation, ends, 1.0 / sum(self.sel), nearest)
-
-    def _check(self, structures: Structures) -> None:
-        for width, sel, name in zip(structures.sections, self.sel, self.type_map, strict=True):
-            if width > sel:
-                raise ModelError(f"the batch has {width} columns for neighbours of type {name}, more than sel {sel}")
-
-    def _pullback(
-        self,
-        env: Environment,
-        a: torch.Tensor,
-        parts: _Contractions | _Interpolated,
-        scale: torch.Tensor,
-        used: torch.Tensor | None,
-    ) -> Pullback:
-        def pullback(adjoint: torch.Tensor) -> torch.Tensor:
-            d_bar = adjoint.view(-1, self.width, self.axis)
-            row_adjoint = parts.spread(pull_contraction(a, d_bar))
-            if used is not None:
-                row_adjoint = row_adjoint * used.unsqueeze(-1)
-            return edge_derivative(row_adjoint, scale, env.edges, env.radial, env.isotropic, env.bend)
-
-        return pullback
 
     def used_slots(self, structures: Structures) -> torch.Tensor | None:
         """Tell which slots count: all but neighbours of an excluded pair of types `(nreal, nnei)`."""
@@ -246,20 +201,19 @@ class _Contractions:
                     force=force,
                     trace=torch.is_grad_enabled() and any(p.requires_grad for p in network.parameters()),
                 )
-                flat = [part for layer in network.tensors for part in layer]
-                (out,), pull = run_with_pullback(sums, rows[here, columns], empty_row[here], *flat)
+                (out,), pull = run_with_pullback(sums, rows[here, columns], empty_row[here], *network.flat)
                 gathered.append(out)
                 parts.append((here, pull))
             totals.append(sum(gathered[1:], start=gathered[0]))
             self.parts.append(parts)
         self.slots = sum(model.sel)
-        self.gathered = _join(totals) / self.slots
+        self.gathered = joined(totals) / self.slots
 
     def spread(self, adjoint: torch.Tensor) -> torch.Tensor:
         """Return dE/drow `(nreal, nnei, 4)` from dE/dA `(nreal, 4, M)`."""
         adjoint = adjoint / self.slots
-        joined = [torch.cat([pull(adjoint[here])[0] for here, pull in row], 1) for row in self.parts]
-        return _join(joined)
+        blocks = [torch.cat([pull(adjoint[here])[0] for here, pull in row], 1) for row in self.parts]
+        return joined(blocks)
 
 
 class _Interpolated:
@@ -283,16 +237,12 @@ class _Interpolated:
             coefficients = [interpolation.coefficients(nets, f, self.edges, scale) for nets in model.networks()]
         self.blocks = list(zip(atoms, coefficients, strict=True))
         expanded = interpolation.expand(self.edges)
-        self.gathered = _join([torch.matmul(expanded[here], c) for here, c in self.blocks])
+        self.gathered = joined([torch.matmul(expanded[here], c) for here, c in self.blocks])
 
     def spread(self, adjoint: torch.Tensor) -> torch.Tensor:
         """Return dE/drow `(nreal, nnei, 4)` from dE/dA `(nreal, 4, M)`."""
-        products = _join([torch.matmul(adjoint[here], c.t()) for here, c in self.blocks])
+        products = joined([torch.matmul(adjoint[here], c.t()) for here, c in self.blocks])
         return interpolation.evaluate(self.edges, products)
-
-
-def _join(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _ranges(widths: Sequence[int]) -> list[slice]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.fitting.ener.settings import EnerSettings
@@ -24,30 +25,17 @@ from deepmd_muon.model.nn.networks import (
 from deepmd_muon.model.structures import Structures
 
 
-def _down(
-    of_h: torch.Tensor, layer: LayerTensors, above: torch.Tensor, copies: Copies, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the cotangent of a layer's input from those of h and of its output."""
-    if not copies:
-        return torch.mm(of_h, layer.matrix.t(), out=out)
-    return torch.addmm(layers.fold(above, copies), of_h, layer.matrix.t(), out=out)
-
-
 class _Tape(NamedTuple):
     """Tensors for one network's backward pass: each layer's input, saved activation, and adjoint of its output."""
 
-    inputs: list[torch.Tensor]
-    keeps: list[torch.Tensor]
-    adjoints: list[torch.Tensor]
+    inputs: list[Tensor]
+    keeps: list[Tensor]
+    adjoints: list[Tensor]
 
 
 def _up_and_down(
-    f: Activation,
-    copies: Sequence[Copies],
-    x: torch.Tensor,
-    layers_of: Sequence[LayerTensors],
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, _Tape]:
+    f: Activation, copies: Sequence[Copies], x: Tensor, layers_of: Sequence[LayerTensors], out: Tensor | None = None
+) -> tuple[Tensor, Tensor, _Tape]:
     """Return E `(n, 1)` and dE/dx `(n, dim)`: values go up the layers, the adjoint of E comes down to `out`."""
     *hidden, last = layers_of
     inputs, keeps = [x], []
@@ -61,7 +49,7 @@ def _up_and_down(
     for index, (layer, kind, keep) in down:
         above = adjoints[-1]
         h_bar = layers.slope(f, keep, layer.idt, above)
-        adjoints.append(_down(h_bar, layer, above, kind, None if index else out))
+        adjoints.append(layers.down(h_bar, layer, above, kind, None if index else out))
     slope = adjoints.pop()
     if not hidden:
         slope = slope.clone() if out is None else out.copy_(slope)
@@ -73,9 +61,9 @@ def _pull(
     copies: Sequence[Copies],
     tape: _Tape,
     layers_of: Sequence[LayerTensors],
-    of_energy: torch.Tensor,
-    of_slope: torch.Tensor,
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    of_energy: Tensor,
+    of_slope: Tensor,
+) -> tuple[Tensor, list[Tensor | None]]:
     """Return the cotangents of x and of every layer's tensors from those of E and dE/dx."""
     *hidden, last = layers_of
     inputs, keeps, adjoints = tape
@@ -92,7 +80,7 @@ def _pull(
         pair, of_bias, of_idt = layers.cotangents(f, keep, layer.idt, before[index], down, adjoint)
         both = torch.cat([inputs[index], tangents[index]])
         gradients += [of_idt, of_bias, torch.mm(both.t(), pair.flatten(0, 1))]
-        down = _down(pair[0], layer, down, kind)
+        down = layers.down(pair[0], layer, down, kind)
     return down, gradients[::-1]
 
 
@@ -109,85 +97,54 @@ class EnergyAndSlope(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        f: Activation,
-        copies: tuple[Copies, ...],
-        counts: tuple[int, ...],
-        x: torch.Tensor,
-        *flat: torch.Tensor | None,
+        ctx: Any, f: Activation, copies: tuple[Copies, ...], counts: tuple[int, ...], x: Tensor, *flat: Tensor | None
     ) -> Any:
         """Return E `(n, 1)` and dE/dx `(n, dim)`."""
-        each = len(flat) // len(counts)
         energies, slopes, saved = [], [], []
         # Networks write their rows of one tensor; a trace cannot record that.
         whole = None if triton_support.is_tracing() else x.new_empty(x.shape)
         rows = [None] * len(counts) if whole is None else whole.split(counts)
         with triton_support.Branches(x.device, len(counts)) as branches:
-            for number, part in enumerate(x.split(counts)):
+            for number, (part, own) in enumerate(zip(x.split(counts), unflatten(flat, len(counts)), strict=True)):
                 with branches.chain(number):
-                    own = unflatten(flat[number * each : (number + 1) * each])
                     energy, slope, tape = _up_and_down(f, copies, part, own, rows[number])
                     energies.append(energy)
                     slopes.append(slope)
                     saved += [*tape.inputs[1:], *tape.keeps, *tape.adjoints]
         ctx.activation, ctx.copies, ctx.counts = f, copies, counts
         ctx.save_for_backward(x, *flat, *saved)
-        return _joined(energies), _joined(slopes) if whole is None else whole
+        return layers.joined(energies), layers.joined(slopes) if whole is None else whole
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, energy_cotangent: torch.Tensor, slope_cotangent: torch.Tensor) -> Any:
+    def backward(ctx: Any, energy_cotangent: Tensor, slope_cotangent: Tensor) -> Any:
         """Return the cotangents of x and of every layer's tensors."""
         f, copies, counts, depth = ctx.activation, ctx.copies, ctx.counts, len(ctx.copies)
         each = 3 * (depth + 1)
         x, *others = ctx.saved_tensors
-        flat, saved = others[: each * len(counts)], iter(others[each * len(counts) :])
-        cotangents = zip(x.split(counts), energy_cotangent.split(counts), slope_cotangent.split(counts), strict=True)
-        downs: list[torch.Tensor] = []
-        gradients: list[torch.Tensor | None] = []
+        networks, saved = unflatten(others[: each * len(counts)], len(counts)), iter(others[each * len(counts) :])
+        cotangents = energy_cotangent.split(counts), slope_cotangent.split(counts)
+        parts = zip(x.split(counts), networks, *cotangents, strict=True)
+        downs: list[Tensor] = []
+        gradients: list[Tensor | None] = []
         with triton_support.Branches(x.device, len(counts)) as branches:
-            for number, (part, of_energy, of_slope) in enumerate(cotangents):
+            for number, (part, own, of_energy, of_slope) in enumerate(parts):
                 with branches.chain(number):
-                    own = unflatten(flat[number * each : (number + 1) * each])
                     inputs, keeps, adjoints = ([next(saved) for _ in range(depth)] for _ in range(3))
                     tape = _Tape([part, *inputs], keeps, adjoints)
                     down, mine = _pull(f, copies, tape, own, of_energy, of_slope)
                     downs.append(down)
                     gradients += mine
-        return (None, None, None, _joined(downs), *gradients)
+        return (None, None, None, layers.joined(downs), *gradients)
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-energy_and_slope: Callable[..., tuple[torch.Tensor, torch.Tensor]] = EnergyAndSlope.apply  # torch leaves it untyped
-
-
-def _energy(f: Activation, copies: tuple[Copies, ...], x: torch.Tensor, stack: Sequence[LayerTensors]) -> torch.Tensor:
-    """E alone, as `EnergyAndSlope` returns it, left to autograd."""
-    for layer, kind in zip(stack[:-1], copies, strict=True):
-        value = f.value(torch.addmm(layer.bias, x, layer.matrix))
-        out = value if layer.idt is None else value * layer.idt
-        x = out + layers.repeat(x, kind) if kind else out
-    return torch.addmm(stack[-1].bias, x, stack[-1].matrix)
+energy_and_slope: Callable[..., tuple[Tensor, Tensor]] = EnergyAndSlope.apply  # torch leaves it untyped
 
 
 class EnergyFitting(torch.nn.Module):
     """Networks from descriptor to atomic energy: one for each centre type, or one for all.
 
-    Parameters
-    ----------
-    settings
-        Widths, activation, precision, vacuum energies.
-    type_map
-        Element symbols.
-    dim_in
-        Length of the descriptor.
-    mixed_types
-        One network for all types. Its weights then start as deepmd-kit's from the same seed.
-    seed
-        Used when the settings name no seed of their own.
+    The weights of one for all start as deepmd-kit's from the same seed. Arguments as in `Fitting`.
 
     Raises
     ------
@@ -196,13 +153,13 @@ class EnergyFitting(torch.nn.Module):
     """
 
     type_axes: ClassVar[Mapping[str, int]] = {"bias_atom_e": 0}
-    bias_atom_e: torch.Tensor
-    case_embd: torch.Tensor | None
-    fparam_avg: torch.Tensor | None
-    fparam_inv_std: torch.Tensor | None
-    aparam_avg: torch.Tensor | None
-    aparam_inv_std: torch.Tensor | None
-    default_fparam_tensor: torch.Tensor | None
+    bias_atom_e: Tensor
+    case_embd: Tensor | None
+    fparam_avg: Tensor | None
+    fparam_inv_std: Tensor | None
+    aparam_avg: Tensor | None
+    aparam_inv_std: Tensor | None
+    default_fparam_tensor: Tensor | None
 
     def __init__(
         self,
@@ -216,7 +173,11 @@ class EnergyFitting(torch.nn.Module):
         ntypes = len(type_map)
         self.settings = settings
         self.mixed_types = mixed_types
-        self.vacuum = _vacuum(settings.atom_ener, ntypes)
+        self.vacuum = settings.atom_ener or (None,) * ntypes
+        if len(self.vacuum) != ntypes:
+            raise ModelError(
+                f"atom_ener needs one entry (a number or null) per type: {ntypes}, found {len(self.vacuum)}"
+            )
         self.activation = activation(settings.activation_function)
         self.dtype = dtype_of(settings.precision)
         own = seed if settings.seed is None else settings.seed
@@ -246,7 +207,7 @@ class EnergyFitting(torch.nn.Module):
         flags = settings.trainable
         self.requires_grad_(all(flags) if isinstance(flags, tuple) else flags)
 
-    def parameters_of(self, structures: Structures) -> torch.Tensor | None:
+    def parameters_of(self, structures: Structures) -> Tensor | None:
         """Return the parameters of every sorted atom; see `Conditioned`."""
         found = []
         numbers = self.settings.net_parameters
@@ -263,110 +224,75 @@ class EnergyFitting(torch.nn.Module):
             found.append(structures.aparam.flatten(0, 1)[structures.order])
         return torch.cat(found, dim=1) if found else None
 
-    def set_parameter_statistics(self, name: str, mean: torch.Tensor, deviation: torch.Tensor) -> None:
+    def set_parameter_statistics(self, name: str, mean: Tensor, deviation: Tensor) -> None:
         """Standardise parameters; see `Conditioned`."""
         getattr(self, f"{name}_avg").copy_(mean)
         getattr(self, f"{name}_inv_std").copy_(1.0 / deviation)
 
     def forward(
-        self,
-        descriptor: torch.Tensor,
-        type_counts: tuple[int, ...],
-        *,
-        force: bool = True,
-        parameters: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, descriptor: Tensor, type_counts: tuple[int, ...], *, force: bool = True, parameters: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return atomic energies `(nreal,)` [eV] and dE/dD `(nreal, dim_in)`; see `Fitting` and `Conditioned`."""
-        x = self._with_branch(self._with_parameters(descriptor.to(self.dtype), parameters))
-        energy, slope = (self._one_net if self.mixed_types else self._net_per_type)(x, type_counts, force=force)
+        x = descriptor.to(self.dtype)
+        if parameters is not None:
+            means, scales = self.scaling()
+            x = torch.cat([x, (parameters.to(self.dtype) - torch.cat(means)) * torch.cat(scales)], dim=1)
+        energy, slope = self._evaluate_all(self._with_branch(x), type_counts, force=force)
         energy = energy + torch.cat([bias.expand(n) for bias, n in zip(self.bias_atom_e, type_counts, strict=True)])
         if slope is None:
             return energy, None
         return energy, slope[:, : descriptor.shape[1]].to(descriptor.dtype)
 
-    def _with_branch(self, x: torch.Tensor) -> torch.Tensor:
+    def _with_branch(self, x: Tensor) -> Tensor:
         """Append the row that says which branch of a multi-task model this is."""
         return x if self.case_embd is None else torch.cat([x, self.case_embd.expand(len(x), -1)], dim=1)
 
-    def scaling(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def scaling(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return means and inverse deviations of the parameters that the net reads."""
         names = self.settings.net_parameters
         return [getattr(self, f"{name}_avg") for name in names], [getattr(self, f"{name}_inv_std") for name in names]
 
-    def _with_parameters(self, x: torch.Tensor, parameters: torch.Tensor | None) -> torch.Tensor:
-        """Append the standardised parameters of each atom."""
-        if parameters is None:
-            return x
-        means, scales = self.scaling()
-        return torch.cat([x, (parameters.to(self.dtype) - torch.cat(means)) * torch.cat(scales)], dim=1)
-
-    def _vacuum_rows(self, x: torch.Tensor) -> torch.Tensor:
+    def _vacuum_rows(self, x: Tensor) -> Tensor:
         """Return the network's input of atoms without descriptor: one row, or one of each atom with its parameters."""
         if not self.numb_parameters:
             return self._with_branch(x.new_zeros(1, self.dim_in))
         return torch.cat([x.new_zeros(len(x), self.dim_in), x[:, self.dim_in :]], dim=1)
 
-    def _one_net(
-        self, x: torch.Tensor, type_counts: tuple[int, ...], *, force: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Energies and slopes of all atoms from the one network.
-
-        As in deepmd-kit, one given vacuum energy removes the network's value in vacuum from the atoms of all types.
-        """
-        energy, slope = self._evaluate(self.filter_layers[0], x, force=force)
-        if any(value is not None for value in self.vacuum):
-            energy = energy - self._evaluate(self.filter_layers[0], self._vacuum_rows(x), force=False)[0]
-        return energy.double().squeeze(1), slope
-
-    def _net_per_type(
-        self, x: torch.Tensor, type_counts: tuple[int, ...], *, force: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Energies and slopes, each type by its own network."""
-        if force and all(value is None for value in self.vacuum):
-            networks = [self.filter_layers[index] for index in range(len(type_counts))]
-            flat = [part for network in networks for layer in network.tensors for part in layer]
-            copies = networks[0].copies
-            total, all_slopes = energy_and_slope(self.activation, copies, type_counts, x, *flat)
-            return total.double().squeeze(1), all_slopes
+    def _evaluate_all(self, x: Tensor, type_counts: tuple[int, ...], *, force: bool) -> tuple[Tensor, Tensor | None]:
+        """Return energies and slopes of all atoms, the networks' values in vacuum removed where they are given."""
+        networks, in_vacuum = self.filter_layers, [value is not None for value in self.vacuum]
+        if self.mixed_types:
+            energy, slope = self._evaluate(networks[0], x, force=force)
+            if any(in_vacuum):  # as in deepmd-kit, from the atoms of all types
+                energy = energy - self._evaluate(networks[0], self._vacuum_rows(x), force=False)[0]
+            return energy.double().squeeze(1), slope
+        if force and not any(in_vacuum):
+            flat = [part for index in range(len(type_counts)) for part in networks[index].flat]
+            energy, slope = energy_and_slope(self.activation, networks[0].copies, type_counts, x, *flat)
+            return energy.double().squeeze(1), slope
         energies, slopes = [], []
         for index, part in enumerate(torch.split(x, list(type_counts))):
-            energy, slope = self._one_type(index, part, force=force)
+            rows = torch.cat([part, self._vacuum_rows(part)]) if in_vacuum[index] else part
+            energy, slope = self._evaluate(networks[index], rows, force=force)
+            if in_vacuum[index]:
+                energy = energy[: len(part)] - energy[len(part) :]
+                slope = None if slope is None else slope[: len(part)]
             energies.append(energy.double())
             slopes.append(slope)
-        total = torch.cat(energies).squeeze(1)
-        return total, torch.cat(slopes) if force else None  # type: ignore[arg-type]  # no None then
+        return torch.cat(energies).squeeze(1), torch.cat(slopes) if force else None  # type: ignore[arg-type]  # no None
 
-    def _one_type(self, index: int, x: torch.Tensor, *, force: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Energies and slopes of the atoms of one type, the net's value in vacuum removed where one is set."""
-        in_vacuum = self.vacuum[index] is not None
-        rows = torch.cat([x, self._vacuum_rows(x)]) if in_vacuum else x
-        energy, slope = self._evaluate(self.filter_layers[index], rows, force=force)
-        if in_vacuum:
-            energy = energy[: len(x)] - energy[len(x) :]
-        return energy, slope if slope is None or not in_vacuum else slope[: len(x)]
-
-    def _evaluate(
-        self, network: Network, rows: torch.Tensor, *, force: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _evaluate(self, network: Network, rows: Tensor, *, force: bool) -> tuple[Tensor, Tensor | None]:
         """Return a network's output `(nrows, 1)` and, with `force`, its slope like `rows`."""
-        if not force:
-            return _energy(self.activation, network.copies, rows, network.tensors), None
-        flat = [part for layer in network.tensors for part in layer]
-        return energy_and_slope(self.activation, network.copies, (rows.shape[0],), rows, *flat)
+        if force:
+            return energy_and_slope(self.activation, network.copies, (rows.shape[0],), rows, *network.flat)
+        *hidden, last = network.tensors
+        features = layers.plain_values(self.activation, network.copies, rows, hidden)
+        return torch.addmm(last.bias, features, last.matrix), None
 
 
-def _check_parameters(name: str, values: torch.Tensor | None, number: int, whose: str) -> None:
+def _check_parameters(name: str, values: Tensor | None, number: int, whose: str) -> None:
     if values is None or values.shape[-1] != number:
         found = "none" if values is None else str(values.shape[-1])
         raise ModelError(
             f"the model reads {number} parameters {whose} ({name}, fitting_net/numb_{name}); found {found}"
         )
-
-
-def _vacuum(atom_ener: Sequence[float | None], ntypes: int) -> tuple[float | None, ...]:
-    """One energy or None per type from `atom_ener`."""
-    if not atom_ener:
-        return (None,) * ntypes
-    if len(atom_ener) != ntypes:
-        raise ModelError(f"atom_ener needs one entry (a number or null) per type: {ntypes}, found {len(atom_ener)}")
-    return tuple(atom_ener)

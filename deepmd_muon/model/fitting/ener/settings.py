@@ -90,6 +90,4 @@ class EnerSettings(Section):
         Rule(("trainable", "neuron"), _one_flag_a_layer),
         Rule(("default_fparam", "numb_fparam"), _a_default_for_each),
     )
-    foreign: ClassVar[dict[str, Foreign]] = {
-        "layer_name": Foreign("layers shared by name"),
-    }
+    foreign: ClassVar[dict[str, Foreign]] = {"layer_name": Foreign("layers shared by name")}

@@ -12,11 +12,6 @@ cotangents are contiguous. Where a′ is not wanted, ρ and a′ have no element
 `OPERATORS` holds the launches as operators of torch, which its compiler can record.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN201, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
-# branch that is decided at compile time must be a statement.
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -27,18 +22,18 @@ import torch
 import triton
 import triton.language as tl
 
-from deepmd_muon.model.descriptor.dpa3.kernels.launching import (
+from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     SMALLEST,
     Tensors,
+    add_parts,
     at_once,
     empty_like,
     holding,
-    operator,
     precision,
     share,
 )
-from deepmd_muon.model.descriptor.dpa3.kernels.sums import add_parts
 from deepmd_muon.model.nn.activation_kernels import curve
+from deepmd_muon.model.nn.triton_support import operator
 
 
 class Terms(NamedTuple):
@@ -151,19 +146,9 @@ def _clear(rows, angles, first, rest, width, k, in_x, c, columns: tl.constexpr, 
 
 @triton.jit
 def update_kernel(
-    message,
-    updated,
-    terms,
-    weight,
-    residual,
-    reach,
-    atoms,
-    width,
-    carry,
-    curve_of: tl.constexpr,
-    form,
-    kind: tl.constexpr,
-) -> None:
+    message, updated, terms, weight, residual, reach, atoms, width, carry,
+    curve_of: tl.constexpr, form, kind: tl.constexpr,
+) -> None:  # fmt: skip
     """Pass 1: m_j = s_j·Σ_k s_k·y_jk and, where y has more features, a′ = α·a + ρ∘y."""
     i = tl.arange(0, form.inner)
     block = _block(form)
@@ -196,21 +181,9 @@ def update_kernel(
 
 @triton.jit
 def adjoint_kernel(
-    out,
-    s_parts,
-    message,
-    updated,
-    terms,
-    weight,
-    residual,
-    reach,
-    atoms,
-    width,
-    carry,
-    curve_of: tl.constexpr,
-    form,
-    kind: tl.constexpr,
-) -> None:
+    out, s_parts, message, updated, terms, weight, residual, reach, atoms, width, carry,
+    curve_of: tl.constexpr, form, kind: tl.constexpr,
+) -> None:  # fmt: skip
     """Pass 2: the adjoints of m and a′ give `out`: those of a, u and, in parts, t and s as a first neighbour.
 
     `s_parts` takes those of s as a second neighbour.
@@ -263,20 +236,9 @@ def adjoint_kernel(
 
 @triton.jit
 def tangent_kernel(
-    message,
-    updated,
-    terms,
-    dots,
-    weight,
-    residual,
-    reach,
-    atoms,
-    width,
-    carry,
-    curve_of: tl.constexpr,
-    form,
-    kind: tl.constexpr,
-) -> None:
+    message, updated, terms, dots, weight, residual, reach, atoms, width, carry,
+    curve_of: tl.constexpr, form, kind: tl.constexpr,
+) -> None:  # fmt: skip
     """Pass 3: the tangents of a, u, t, s give those of m and a′."""
     i = tl.arange(0, form.inner)
     block = _block(form)
@@ -336,23 +298,9 @@ def _cotangent(given, earlier, z_dot, bends, rho, pairs, at, form, moving: tl.co
 
 @triton.jit
 def gradient_kernel(
-    out,
-    sums,
-    given,
-    earlier,
-    terms,
-    dots,
-    weight,
-    residual,
-    reach,
-    atoms,
-    width,
-    carry,
-    curve_of: tl.constexpr,
-    form,
-    kind: tl.constexpr,
-    moving: tl.constexpr,
-) -> None:
+    out, sums, given, earlier, terms, dots, weight, residual, reach, atoms, width, carry,
+    curve_of: tl.constexpr, form, kind: tl.constexpr, moving: tl.constexpr,
+) -> None:  # fmt: skip
     """Pass 4: `given` cotangents of m and a′, and the `earlier` ones of pass 2, give `out` and `sums` of W and ρ.
 
     `out` takes the gradients of a, u and, in parts, t. Unless `moving`, there were no passes 2 and 3.
@@ -499,17 +447,10 @@ def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *l
     sums = weight.new_empty(*launch.grid, *weight.shape), residual.new_empty(*launch.grid, *residual.shape)
     moving = len(dots) > 0
     gradient_kernel[launch.grid](
-        Terms(*out[:3], out.a),
-        sums,
-        tuple(given),
-        tuple(earlier if moving else given),
-        _dense(terms),
-        _dense(dots if moving else terms),
-        *launch.layer,
-        moving=moving,
-        num_warps=launch.warps,
-        num_stages=1,
-    )
+        Terms(*out[:3], out.a), sums, tuple(given), tuple(earlier if moving else given), _dense(terms),
+        _dense(dots if moving else terms), *launch.layer,
+        moving=moving, num_warps=launch.warps, num_stages=1,
+    )  # fmt: skip
     return out.a, *add_parts(out.u, out.t, *(x.flatten(0, 2) for x in sums))
 
 
@@ -523,17 +464,9 @@ def _parts(launch: Launch, terms: Tensors, *layer: Any) -> tuple[torch.Tensor, t
     return message.new_empty(launch.blocks, *message.shape), updated
 
 
-def outputs(
-    terms: Tensors,
-    weight: torch.Tensor,
-    _residual: torch.Tensor,
-    _reach: torch.Tensor,
-    _width: int,
-    message: int,
-    *_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def outputs(terms: Tensors, *layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate m and a′."""
-    a, u = terms[:2]
+    (a, u), weight, message = terms[:2], layer[0], layer[4]
     return u.new_empty(u.shape[0], message), a.new_empty(a.shape) if weight.shape[1] > message else a.new_empty(0)
 
 

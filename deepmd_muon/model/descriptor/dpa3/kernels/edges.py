@@ -9,10 +9,6 @@ those of `edges.EdgeCotangents`, without elements where y has no features beyond
 precision. Further arguments are those of `Launch`. `OPERATORS` holds the launches as operators of torch.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's.
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -25,18 +21,19 @@ import triton.language as tl
 
 from deepmd_muon.model.descriptor.dpa3.geometry import EDGE_TILE, incoming
 from deepmd_muon.model.descriptor.dpa3.kernels.angles import load_tile
-from deepmd_muon.model.descriptor.dpa3.kernels.launching import (
+from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     Tensors,
+    add_parts,
+    add_to_neighbors,
     at_once,
     empty_like,
     fits_weight,
     holding,
-    operator,
     precision,
 )
-from deepmd_muon.model.descriptor.dpa3.kernels.sums import add_parts, add_to_neighbors
 from deepmd_muon.model.nn.activation import Formula
 from deepmd_muon.model.nn.activation_kernels import curve
+from deepmd_muon.model.nn.triton_support import operator
 
 
 class Terms(NamedTuple):
@@ -191,19 +188,9 @@ def _add_spread(out, to_neighbor, spread, edge, c, in_k, form):
 
 @triton.jit
 def update_kernel(
-    message,
-    update,
-    moment,
-    neighbor,
-    tiles,
-    weight,
-    terms,
-    atoms,
-    width,
-    curve_of: tl.constexpr,
-    form,
-    kind: tl.constexpr,
-) -> None:
+    message, update, moment, neighbor, tiles, weight, terms, atoms, width,
+    curve_of: tl.constexpr, form, kind: tl.constexpr,
+) -> None:  # fmt: skip
     """Pass 1: parts of m and of H, and y[width:]."""
     i, items, used = tl.arange(0, form.inner), atoms * ((width + form.rows - 1) // form.rows), tl.load(tiles.used)
     for chunk in range(form.chunks):
@@ -229,20 +216,9 @@ def update_kernel(
 
 @triton.jit
 def adjoint_kernel(
-    out,
-    message,
-    update,
-    moment,
-    neighbor,
-    tiles,
-    weight,
-    terms,
-    atoms,
-    width,
-    curve_of: tl.constexpr,
-    form,
-    kind: tl.constexpr,
-) -> None:
+    out, message, update, moment, neighbor, tiles, weight, terms, atoms, width,
+    curve_of: tl.constexpr, form, kind: tl.constexpr,
+) -> None:  # fmt: skip
     """Pass 2: the adjoints of m, y[width:] and H give `out`.
 
     Those of p come in parts by tile, those of w by chunk, and those of the table by edge.
@@ -295,20 +271,9 @@ def adjoint_kernel(
 
 @triton.jit
 def tangent_kernel(
-    message,
-    update,
-    moment,
-    neighbor,
-    tiles,
-    weight,
-    terms,
-    dots,
-    atoms,
-    width,
-    curve_of: tl.constexpr,
-    form,
-    kind: tl.constexpr,
-) -> None:
+    message, update, moment, neighbor, tiles, weight, terms, dots, atoms, width,
+    curve_of: tl.constexpr, form, kind: tl.constexpr,
+) -> None:  # fmt: skip
     """Pass 3: the tangents of the terms give those of m and H, in parts, and of y[width:]."""
     i, items, used = tl.arange(0, form.inner), atoms * ((width + form.rows - 1) // form.rows), tl.load(tiles.used)
     for chunk in range(form.chunks):
@@ -357,22 +322,9 @@ def _cotangent(given, earlier, terms, dots, z_dot, bends, at, form, moving: tl.c
 
 @triton.jit
 def gradient_kernel(
-    out,
-    weight_hat,
-    given,
-    earlier,
-    neighbor,
-    tiles,
-    weight,
-    terms,
-    dots,
-    atoms,
-    width,
-    curve_of: tl.constexpr,
-    form,
-    kind: tl.constexpr,
-    moving: tl.constexpr,
-) -> None:
+    out, weight_hat, given, earlier, neighbor, tiles, weight, terms, dots, atoms, width,
+    curve_of: tl.constexpr, form, kind: tl.constexpr, moving: tl.constexpr,
+) -> None:  # fmt: skip
     """Pass 4: `given` cotangents of m, y[width:] and H, and the `earlier` ones of pass 2, give `out` and that of W.
 
     Those of p come in parts by tile, those of the table by edge; w and h get none.
@@ -496,17 +448,10 @@ def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *l
     weight_hat = weight.new_empty(*launch.grid, *weight.shape)
     moving = len(dots) > 0
     gradient_kernel[launch.grid](
-        out,
-        weight_hat,
-        tuple(given),
-        tuple(earlier if moving else given),
-        *launch.layer,
-        _dense(terms),
-        _dense(dots if moving else terms),
-        *launch.sizes,
-        moving=moving,
-        **WARPS,
-    )
+        out, weight_hat, tuple(given), tuple(earlier if moving else given), *launch.layer, _dense(terms),
+        _dense(dots if moving else terms), *launch.sizes,
+        moving=moving, **WARPS,
+    )  # fmt: skip
     weight_hat, p = add_parts(weight_hat, out.p)
     return weight_hat, out.e, p, add_to_neighbors(out.table, *launch.incoming)
 
@@ -535,18 +480,9 @@ def _outputs(launch: Launch, terms: Tensors, neighbor: torch.Tensor) -> Terms:
     )
 
 
-def outputs(
-    terms: Tensors,
-    neighbor: torch.Tensor,
-    _order: torch.Tensor,
-    _start: torch.Tensor,
-    _tiles: torch.Tensor,
-    _used: torch.Tensor,
-    weight: torch.Tensor,
-    message: int,
-    *_: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def outputs(terms: Tensors, *layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Allocate m, y[width:] and H."""
+    neighbor, weight, message = layer[0], layer[5], layer[6]
     atoms, width = neighbor.shape
     rest = weight.shape[1] - message
     return (

@@ -1,19 +1,25 @@
-"""Triton kernels of the element-wise and symmetric parts of a layer's nodes; `nodes` says where each stands."""
+"""The node part of a DPA-3 layer on a GPU: few kernels for what autograd would do in many.
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-# ruff: noqa: ANN001, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's, and a
-# branch that is decided at compile time must be a statement.
+From node features x, the message m of the edges and their moments H (see `edges`),
+
+    G_ad = Σ_c H_ca·H_cd/3,   h₀ = x·W₀ + b₀,   h₁ = G·W₁ + b₁,   x′ = α·x + ρ₀∘f(h₀) + ρ₁∘f(h₁) + ρ₂∘m,
+
+G of H's columns from edges and from nodes apart. Further terms ρ₃∘v, … are treated as ρ₂∘m.
+`layer` defines the result by torch's operations.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.activation_kernels import curve
+from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
 
 BLOCK = 256
 
@@ -27,18 +33,9 @@ def _place(count, width, block: tl.constexpr):
 
 @triton.jit
 def value_kernel(
-    out,
-    x,
-    plain,
-    h,
-    rho,
-    count,
-    width,
-    carry: tl.constexpr,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    out, x, plain, h, rho, count, width,
+    carry: tl.constexpr, curve_of: tl.constexpr, kind: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     """Store α·x + ρ₀∘f(h₀) + ρ₁∘f(h₁) and ρ∘m of each plain term m."""
     at, real, column = _place(count, width, block)
     total = carry * tl.load(x + at, real, 0.0)
@@ -65,19 +62,9 @@ def adjoint_kernel(
 
 @triton.jit
 def tangent_kernel(
-    out,
-    x_dot,
-    plain_dot,
-    h_dot,
-    h,
-    rho,
-    count,
-    width,
-    carry: tl.constexpr,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    out, x_dot, plain_dot, h_dot, h, rho, count, width,
+    carry: tl.constexpr, curve_of: tl.constexpr, kind: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the tangent of what `value_kernel` stores."""
     at, real, column = _place(count, width, block)
     total = carry * tl.load(x_dot + at, real, 0.0)
@@ -91,20 +78,9 @@ def tangent_kernel(
 
 @triton.jit
 def gradient_kernel(
-    out,
-    plain_hat,
-    y_hat,
-    plain,
-    h,
-    earlier,
-    rho,
-    count,
-    width,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    moving: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+    out, plain_hat, y_hat, plain, h, earlier, rho, count, width,
+    curve_of: tl.constexpr, kind: tl.constexpr, moving: tl.constexpr, block: tl.constexpr,
+) -> None:  # fmt: skip
     """Store ĥ of both h, the terms of the gradients of every ρ, and the gradients of plain terms.
 
     `earlier` holds ȳ, both ḣ and the tangents of plain terms where `moving`.
@@ -141,16 +117,10 @@ def _part(part: tl.constexpr, edge: tl.constexpr, node: tl.constexpr, wide: tl.c
 
 @triton.jit
 def symmetric_kernel(
-    out,
-    moment,
-    moment_dot,
-    moving: tl.constexpr,
-    axis: tl.constexpr,
-    edge: tl.constexpr,
-    node: tl.constexpr,
-    tall: tl.constexpr,
+    out, moment, moment_dot,
+    moving: tl.constexpr, axis: tl.constexpr, edge: tl.constexpr, node: tl.constexpr, tall: tl.constexpr,
     wide: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Store Σ_c H_ca·H_cd/3 of each part of an atom's H, or where `moving` the tangent."""
     width: tl.constexpr = edge + node
     atom, a = tl.program_id(0).to(tl.int64), tl.arange(0, tall)
@@ -172,15 +142,9 @@ def symmetric_kernel(
 
 @triton.jit
 def pull_kernel(
-    out,
-    moments,
-    bars,
-    axis: tl.constexpr,
-    edge: tl.constexpr,
-    node: tl.constexpr,
-    tall: tl.constexpr,
-    wide: tl.constexpr,
-) -> None:
+    out, moments, bars,
+    axis: tl.constexpr, edge: tl.constexpr, node: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the adjoint of an atom's H from that of what `symmetric_kernel` stores; add up those of several pairs."""
     width: tl.constexpr = edge + node
     atom, a = tl.program_id(0).to(tl.int64), tl.arange(0, tall)
@@ -200,114 +164,108 @@ def pull_kernel(
             tl.store(out + row + d, total / 3.0, in_d)
 
 
-def _grid(x: torch.Tensor) -> tuple[int]:
-    return (triton.cdiv(x.numel(), BLOCK),)
+@dataclass(frozen=True)
+class Nodes(FourPasses):
+    """The operation of one layer.
 
+    Inputs: x `(atoms, n)`, H `(atoms, 3, columns)`, m and further terms `(atoms, n)`, W₀, b₀, W₁, b₁, and all ρ.
+    Output: x′. Kept: G, h₀, h₁.
 
-class Rows:
-    """Launches on matrices of one shape, with ρ, α and the activation of a layer.
-
-    Parameters
+    Attributes
     ----------
-    rho
-        ρ₀, ρ₁ of both h, and those of plain terms.
+    activation
+        f.
     carry
         α.
-    kind, curve_of
-        Members of an `activation.Formula`.
+    axis, edge
+        Columns a of G, and columns of H that come from edges.
     """
 
-    def __init__(self, rho: Sequence[torch.Tensor], carry: float, kind: str, curve_of: Sequence[float]) -> None:
-        # numbers known at compile time keep double precision
-        self._curve = {"curve_of": tuple(curve_of), "kind": kind}
-        self._rho, self._carry = tuple(rho), carry
+    activation: Activation
+    carry: float
+    axis: int
+    edge: int
 
-    def value(self, x: torch.Tensor, plain: Sequence[torch.Tensor], h: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return α·x + ρ₀∘f(h₀) + ρ₁∘f(h₁) and ρ∘m of each plain term m."""
-        out = torch.empty_like(x)
-        value_kernel[_grid(x)](
-            out, x, tuple(plain), tuple(h), self._rho, x.numel(), x.shape[1], self._carry, **self._curve, block=BLOCK
-        )
-        return out
+    def value(self, given: Any) -> tuple[Perhaps, Perhaps]:
+        """See `FourPasses`."""
+        x, moment, plain, (w_0, b_0, w_1, b_1), rho = _sorted(given)
+        squares, out = self._squares(moment), torch.empty_like(x)
+        h = torch.addmm(b_0, x, w_0), torch.addmm(b_1, squares, w_1)
+        grid, form = self._rows(x)
+        value_kernel[grid](out, x, plain, h, rho, x.numel(), x.shape[1], self.carry, **form)
+        return (out,), (squares, *h)
 
-    def adjoint(self, y_bar: torch.Tensor, h: Sequence[torch.Tensor]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Return the adjoints of both h in one tensor, and those of plain terms."""
-        h_bar, plain_bar = y_bar.new_empty(2, *y_bar.shape), tuple(torch.empty_like(y_bar) for _ in self._rho[2:])
-        sizes = y_bar.numel(), y_bar.shape[1]
-        adjoint_kernel[_grid(y_bar)](
-            tuple(h_bar), plain_bar, y_bar, tuple(h), self._rho, *sizes, **self._curve, block=BLOCK
-        )
-        return h_bar, plain_bar
+    def adjoint(self, cotangents: Any, given: Any, kept: Any) -> tuple[Tensors, Perhaps]:
+        """Return the adjoints of x, H, m and further terms."""
+        (y_bar,), (_, moment, plain, (w_0, _, w_1, _), rho), (_, *h) = cotangents, _sorted(given), kept
+        h_bar, plain_bar = y_bar.new_empty(2, *y_bar.shape), tuple(torch.empty_like(y_bar) for _ in plain)
+        grid, form = self._rows(y_bar)
+        adjoint_kernel[grid](tuple(h_bar), plain_bar, y_bar, tuple(h), rho, y_bar.numel(), y_bar.shape[1], **form)
+        squares_bar = torch.mm(h_bar[1], w_1.t())
+        x_bar = torch.addmm(y_bar, h_bar[0], w_0.t(), beta=self.carry)
+        left = y_bar, *h_bar, squares_bar, *h, moment, w_0, w_1, *rho
+        return (x_bar, self._pull((moment, squares_bar)), *plain_bar), left
 
-    def tangent(
-        self,
-        x_dot: torch.Tensor,
-        plain_dot: Sequence[torch.Tensor],
-        h_dot: Sequence[torch.Tensor],
-        h: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
-        """Return the tangent of `value`."""
-        out = torch.empty_like(x_dot)
-        sizes = x_dot.numel(), x_dot.shape[1], self._carry
-        tangent_kernel[_grid(x_dot)](
-            out, x_dot, tuple(plain_dot), tuple(h_dot), tuple(h), self._rho, *sizes, **self._curve, block=BLOCK
-        )
-        return out
+    def tangent(self, tangents: Any, left: Any) -> tuple[Perhaps, Perhaps]:
+        """Return the derivative of x′; and those of both h and of G, ẋ, Ḣ, ṁ, …."""
+        (x_dot, moment_dot, *plain_dot), (_, _, _, _, h_0, h_1, moment, w_0, w_1, *rho) = tangents, left
+        squares_dot, out = self._squares(moment, moment_dot), torch.empty_like(x_dot)
+        h_dot = torch.mm(x_dot, w_0), torch.mm(squares_dot, w_1)
+        grid, form = self._rows(x_dot)
+        terms = tuple(plain_dot), h_dot, (h_0, h_1), tuple(rho)
+        tangent_kernel[grid](out, x_dot, *terms, x_dot.numel(), x_dot.shape[1], self.carry, **form)
+        return (out,), (*h_dot, squares_dot, *tangents)
 
-    def gradient(
-        self,
-        y_hat: torch.Tensor,
-        plain: Sequence[torch.Tensor],
-        h: Sequence[torch.Tensor],
-        earlier: Sequence[torch.Tensor],
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
-        """Return ĥ of both h, the gradients of plain terms, and sums over rows: of ĥ₀, ĥ₁ and for each ρ.
+    def gradient(self, cotangents: Any, given: Any, kept: Any, left: Any, moved: Any) -> Perhaps:
+        """See `FourPasses`."""
+        (y,), (x, moment, plain, (w_0, _, w_1, _), rho), (squares, *h) = cotangents, _sorted(given), kept
+        terms, plain_hat = y.new_empty(4 + len(plain), *y.shape), tuple(map(torch.empty_like, plain))
+        moving = moved is not None
+        earlier = (left[0], *moved[:2], *moved[5:]) if moving else (y,) * (3 + len(plain))
+        grid, form = self._rows(y)
+        given_terms = y, plain, tuple(h), earlier, rho
+        gradient_kernel[grid](terms, plain_hat, *given_terms, y.numel(), y.shape[1], **form, moving=moving)
+        (h_0_hat, h_1_hat), sums = terms[:2], terms.sum(1)
+        squares_hat = torch.mm(h_1_hat, w_1.t())
+        w_0_hat, w_1_hat = torch.mm(x.t(), h_0_hat), torch.mm(squares.t(), h_1_hat)
+        pairs = [(moment, squares_hat)]
+        if moving:
+            _, _, squares_dot, x_dot, moment_dot, *_ = moved
+            _, h_0_bar, h_1_bar, squares_bar, *_ = left
+            w_0_hat.addmm_(x_dot.t(), h_0_bar)
+            w_1_hat.addmm_(squares_dot.t(), h_1_bar)
+            pairs.append((moment_dot, squares_bar))
+        x_hat = torch.addmm(y, h_0_hat, w_0.t(), beta=self.carry)
+        return x_hat, self._pull(*pairs), *plain_hat, w_0_hat, sums[0], w_1_hat, sums[1], *sums[2:]
 
-        `earlier` holds ȳ, both ḣ and the tangents of plain terms, or nothing.
-        """
-        terms, plain_hat = y_hat.new_empty(4 + len(plain), *y_hat.shape), tuple(map(torch.empty_like, plain))
-        sizes, moving = (y_hat.numel(), y_hat.shape[1]), len(earlier) > 0
-        given = tuple(earlier) if moving else (y_hat,) * (3 + len(plain))
-        gradient_kernel[_grid(y_hat)](
-            terms,
-            plain_hat,
-            y_hat,
-            tuple(plain),
-            tuple(h),
-            given,
-            self._rho,
-            *sizes,
-            **self._curve,
-            moving=moving,
-            block=BLOCK,
-        )
-        return terms[:2], plain_hat, terms.sum(1)
+    def _rows(self, x: torch.Tensor) -> tuple[tuple[int], dict[str, Any]]:
+        """Return the grid of a kernel on matrices like x, and what is known when it is compiled."""
+        assert self.activation.formula is not None
+        return (triton.cdiv(x.numel(), BLOCK),), {**self.activation.formula.constants, "block": BLOCK}
 
+    def _sizes(self, moment: torch.Tensor) -> dict[str, int]:
+        node = moment.shape[2] - self.edge
+        tall, wide = triton.next_power_of_2(self.axis), triton.next_power_of_2(max(self.edge, node))
+        return {"axis": self.axis, "edge": self.edge, "node": node, "tall": tall, "wide": wide}
 
-class Symmetric:
-    """Launches for G_ad = Σ_c H_ca·H_cd/3, `axis` columns a, of H's parts of edges and nodes apart.
-
-    Parameters
-    ----------
-    axis, edge, node
-        Columns a, and of H of both parts.
-    """
-
-    def __init__(self, axis: int, edge: int, node: int) -> None:
-        wide = triton.next_power_of_2(max(edge, node))
-        self._width = axis * (edge + node)
-        self._sizes = {"axis": axis, "edge": edge, "node": node, "tall": triton.next_power_of_2(axis), "wide": wide}
-
-    def value(self, moment: torch.Tensor, moment_dot: torch.Tensor | None = None) -> torch.Tensor:
-        """Return G `(atoms, axis·columns)` from H `(atoms, 3, columns)`, or its tangent."""
-        out = moment.new_empty(len(moment), self._width)
+    def _squares(self, moment: torch.Tensor, moment_dot: torch.Tensor | None = None) -> torch.Tensor:
+        """Return G `(atoms, axis·columns)` from H, or its tangent."""
+        out = moment.new_empty(len(moment), self.axis * moment.shape[2])
         moving = moment_dot is not None
-        symmetric_kernel[(len(moment),)](out, moment, moment_dot if moving else moment, moving=moving, **self._sizes)
+        given = moment, moment_dot if moving else moment
+        symmetric_kernel[(len(moment),)](out, *given, moving=moving, **self._sizes(moment))
         return out
 
-    def pull(self, *pairs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def _pull(self, *pairs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Return the adjoint of H from H and the adjoint of G; the sum over several pairs."""
         moments, bars = zip(*pairs, strict=True)
         out = torch.empty_like(moments[0])
-        pull_kernel[(len(out),)](out, moments, bars, **self._sizes)
+        pull_kernel[(len(out),)](out, moments, bars, **self._sizes(out))
         return out
+
+
+def _sorted(given: Any) -> tuple[Any, ...]:
+    """Return x, H, m and further terms, weights and biases, and ρ: two more than there are terms."""
+    x, moment, *rest = given
+    terms = (len(rest) - 6) // 2
+    return x, moment, tuple(rest[:terms]), rest[terms : terms + 4], tuple(rest[terms + 4 :])
