@@ -22,7 +22,7 @@ WEIGHTS = "deepmd_muon_weights.pt"
 # processes or memory by address.
 _ATEN = """
     abs acos add add_ addcmul addcmul_ addmm all amax amin __and__ any append arange argmax argmin argsort asin
-    atan atan2 bincount bitwise_and bitwise_not bitwise_or bmm Bool broadcast_to bucketize cartesian_prod cat
+    atan atan2 baddbmm bincount bitwise_and bitwise_not bitwise_or bmm Bool broadcast_to bucketize cartesian_prod cat
     ceil chunk clamp clamp_ clamp_max clamp_min clone __contains__ contiguous copy copy_ cos cosh cpu cross
     cumsum __derive_index detach detach_ diag diag_embed diagonal dim div div_ dot einsum elu embedding empty
     empty_like eq erf erfc exp expand expand_as expm1 extend eye fill_ flatten flip Float floor floor_divide

@@ -134,6 +134,34 @@ def slope_of(
     return torch.ones_like(h)
 
 
+def _halves(x: torch.Tensor) -> torch.Tensor:
+    """Return the rows of x `(rows, n)` in two batches; a row of zeros follows an odd number of them."""
+    if x.shape[0] % 2 == 1:
+        x = torch.nn.functional.pad(x, [0, 0, 0, 1])
+    return x.reshape([2, x.shape[0] // 2, x.shape[1]])
+
+
+def product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Return x·matrix, from x `(rows, n)` and matrix `(n, M)`.
+
+    On CPUs in two batches: LAMMPS exports a `dgemm_` of its own, without vector instructions, and the linker gives it
+    to torch.mm, addmm and products of one batch. Those of more batches call a function that only MKL has.
+    """
+    if x.is_cuda:
+        return torch.mm(x, matrix)
+    found = torch.bmm(_halves(x), matrix.expand([2, -1, -1]))
+    return found.flatten(0, 1)[: x.shape[0]]
+
+
+def add_product(other: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Return other + x·matrix, from other `(M,)` or `(rows, M)`; see `product`."""
+    if x.is_cuda:
+        return torch.addmm(other, x, matrix)
+    there = other if other.dim() == 1 else _halves(other)
+    found = torch.baddbmm(there, _halves(x), matrix.expand([2, -1, -1]))
+    return found.flatten(0, 1)[: x.shape[0]]
+
+
 def output_of(layer: Dense, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return y `(rows, n_out)` from f(h) and x `(rows, n_in)`: scaled by idt, x added once, twice or not at all."""
     idt = layer.idt
@@ -153,7 +181,7 @@ def embed_rows(act: Act, layers: list[Dense], x: torch.Tensor) -> torch.Tensor:
     stack = torch.stack([x, moved])
     for layer in layers:
         n_in = stack.shape[2]
-        z = torch.mm(stack.view(-1, n_in), layer.matrix).view(2, nrows, layer.matrix.shape[1])
+        z = product(stack.view(-1, n_in), layer.matrix).view(2, nrows, layer.matrix.shape[1])
         h = z[0].add_(layer.bias)
         value = value_of(act, h)
         slope = slope_of(act, h, value).mul_(z[1])
@@ -171,7 +199,7 @@ def embed_rows(act: Act, layers: list[Dense], x: torch.Tensor) -> torch.Tensor:
 
 def forward_layer(act: Act, layer: Dense, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y `(rows, n_out)` and dy/dh without idt, from x `(rows, n_in)`."""
-    h = torch.addmm(layer.bias, x, layer.matrix)
+    h = add_product(layer.bias, x, layer.matrix)
     value = value_of(act, h)
     return output_of(layer, x, value), slope_of(act, h, value)
 
@@ -180,7 +208,7 @@ def adjoint_layer(layer: Dense, slope: torch.Tensor, above: torch.Tensor) -> tor
     """Return dE/dx from dE/dy and what `forward_layer` returned as slope."""
     idt = layer.idt
     of_h = slope * above if idt is None else slope * above * idt
-    below = torch.mm(of_h, layer.matrix.t())
+    below = product(of_h, layer.matrix.t())
     if layer.copies == 1:
         return below + above
     if layer.copies == 2:
@@ -199,4 +227,4 @@ def energy_and_slope(act: Act, layers: list[Dense], x: torch.Tensor) -> tuple[to
     adjoint = last.matrix.t().expand(x.shape[0], -1)
     for index in range(len(slopes) - 1, -1, -1):
         adjoint = adjoint_layer(layers[index], slopes[index], adjoint)
-    return torch.addmm(last.bias, x, last.matrix), adjoint
+    return add_product(last.bias, x, last.matrix), adjoint

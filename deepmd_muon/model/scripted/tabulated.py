@@ -21,7 +21,7 @@ import torch
 
 from deepmd_muon.model.descriptor.environment import quintic
 from deepmd_muon.model.errors import ModelError
-from deepmd_muon.model.scripted.dense import Dense
+from deepmd_muon.model.scripted.dense import Dense, product
 from deepmd_muon.model.scripted.near import Near, Request
 from deepmd_muon.model.scripted.rows import sums_pullback
 
@@ -233,7 +233,7 @@ class Tabulated(torch.nn.Module):
         powers = torch.stack([torch.ones_like(u), u, square, cube, square * square, cube * square])
         switch = geometry[3].to(dtype) if self.channels > 1 else geometry.new_zeros([0], dtype=dtype)
         outside = s > self.pieces * self.step
-        both = torch.mm(self.basis, powers) * ~outside
+        both = product(self.basis, powers) * ~outside
         values, slopes = both[:6], both[6:]
 
         present: list[int] = torch.bincount(other[real], minlength=self.request.ntypes).cpu().tolist()
@@ -324,7 +324,7 @@ class Tabulated(torch.nn.Module):
             start = 0
             for centre in range(len(near.counts)):
                 stop = start + 4 * near.counts[centre]
-                a[start:stop] += torch.mm(rows[start:stop], self._rows_of(centre, kinds[index], width // self.channels))
+                a[start:stop] += product(rows[start:stop], self._rows_of(centre, kinds[index], width // self.channels))
                 start = stop
         return a.view(ncentre, 4, self.width)
 
@@ -381,6 +381,6 @@ class Tabulated(torch.nn.Module):
             for centre in range(len(tape.counts)):
                 stop = start + 4 * tape.counts[centre]
                 table = self._rows_of(centre, tape.kinds[index], tape.terms)
-                out[index, start:stop] = torch.mm(flat[start:stop], table.t())
+                out[index, start:stop] = product(flat[start:stop], table.t())
                 start = stop
         return out.view(-1)

@@ -18,7 +18,7 @@ from deepmd_muon.infer import Predictor
 from deepmd_muon.model import ModelError
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.model.nn.activation import activation
-from deepmd_muon.model.scripted.dense import act_of, value_of
+from deepmd_muon.model.scripted.dense import act_of, add_product, product, value_of
 
 DPA1 = LARGER["se_atten"] | {"rcut": 4.0, "seed": 1}
 V2 = {key: value for key, value in DPA1.items() if key != "smooth_type_embedding"} | {"type": "se_atten_v2"}
@@ -97,6 +97,29 @@ def test_the_program_is_the_model(name, water_frames):
     whole = program(*(torch.from_numpy(array) for array in (water_frames[0], water_frames[2], water_frames[1])))
     np.testing.assert_allclose(whole["force"].numpy(), expected.force, rtol=0, atol=tolerance)
     np.testing.assert_allclose(whole["energy"][:, 0].numpy(), expected.energy, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["se_e2_a", "DPA-1, wide attention", "DPA-1 v2", "DPA-3"])
+def test_products_have_more_than_one_batch(name, water_frames):
+    """LAMMPS exports a slow `dgemm_`, which replaces MKL's in torch's products of two matrices."""
+    program = torch.jit.script(Program(build(*MODELS[name]), {}).eval())
+    frames = [torch.from_numpy(array) for array in water_frames]
+    with torch.profiler.profile(record_shapes=True) as profiled:
+        program(frames[0][:1], frames[2][:1], frames[1][:1])
+    names = {event.name for event in profiled.events()}
+    assert "aten::bmm" in names
+    assert not {"aten::addmm", "aten::mv", "aten::linear"} & names
+    plain = [event.input_shapes[:2] for event in profiled.events() if event.name == "aten::mm"]
+    assert all(shapes[1] == [3, 3] for shapes in plain)  # cell vectors
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4, 5])
+def test_products_in_two_batches_are_products(rows):
+    x, matrix = torch.rand(rows, 6, dtype=torch.float64), torch.rand(4, 6, dtype=torch.float64).t()
+    other = torch.rand(rows, 4, dtype=torch.float64)
+    torch.testing.assert_close(product(x, matrix), x @ matrix)
+    torch.testing.assert_close(add_product(other, x, matrix), other + x @ matrix)
+    torch.testing.assert_close(add_product(matrix[0], x, matrix), matrix[0] + x @ matrix)
 
 
 def test_attention_is_folded_where_its_lengths_keep_their_digits(water_frames):

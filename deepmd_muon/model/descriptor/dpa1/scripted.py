@@ -9,7 +9,7 @@ import torch
 
 from deepmd_muon.model.descriptor.dpa1.attention import SHIFT, AttentionLayer
 from deepmd_muon.model.descriptor.dpa1.module import DPA1, GROUP, shortened, smooth_rows
-from deepmd_muon.model.scripted.dense import Act, Dense, act_of, dense_layers, embed_rows
+from deepmd_muon.model.scripted.dense import Act, Dense, act_of, add_product, dense_layers, embed_rows, product
 from deepmd_muon.model.scripted.near import Near, Request
 from deepmd_muon.model.scripted.rows import sums_pullback
 
@@ -177,7 +177,7 @@ def attend(layer: Attention, x: torch.Tensor, gates: Gates, normalize: bool, shi
             scores.mul_(inverse[1].view(ncentre, 1, ncolumns))
     else:
         for dense in layer.inner:
-            part = torch.addmm(dense.bias, flat, dense.matrix)
+            part = add_product(dense.bias, flat, dense.matrix)
             if normalize:
                 inverse.append(part.norm(2.0, [-1], True).clamp_(min=1e-12).reciprocal())
                 part = part.mul_(inverse[-1])
@@ -199,7 +199,7 @@ def attend(layer: Attention, x: torch.Tensor, gates: Gates, normalize: bool, shi
     if layer.folded.shape[0] > 0:
         total = mixed.add_(flat).add_(layer.outer.bias)
     else:
-        total = torch.addmm(layer.outer.bias, mixed, layer.outer.matrix).add_(flat)
+        total = add_product(layer.outer.bias, mixed, layer.outer.matrix).add_(flat)
     total = total.sub_(total.mean(-1, keepdim=True))  # on CPUs var_mean takes several times as long
     deviation = (total.square().mean(-1, keepdim=True) + layer.eps).rsqrt()
     return Attended(parts, inverse, shifted, weights, factors, total.mul_(deviation), deviation)
@@ -211,7 +211,7 @@ def _fold(
     """Return `Attended.parts` and `Attended.inverse` of a folded layer for features `(ncentre·ncolumns, width)`."""
     wide = flat.shape[1] + 1
     extended = torch.cat([flat, flat.new_ones([flat.shape[0], 1])], dim=1)
-    products = torch.mm(extended, layer.folded)
+    products = product(extended, layer.folded)
     moved, values = products[:, :wide], products[:, products.shape[1] - flat.shape[1] :]
     parts: list[torch.Tensor] = []
     inverse: list[torch.Tensor] = []
@@ -245,7 +245,7 @@ def attend_pullback(
     scaled = above * layer.scale
     along = (scaled * tape.normed).mean(-1, keepdim=True)
     below = (scaled - scaled.mean(-1, keepdim=True)).addcmul_(tape.normed, along, value=-1.0).mul_(tape.deviation)
-    of_mixed = (below if folded else torch.mm(below, layer.outer.matrix.t())).view(value.shape)
+    of_mixed = (below if folded else product(below, layer.outer.matrix.t())).view(value.shape)
     of_value = torch.bmm(tape.factors.transpose(1, 2), of_mixed)
     # The softmax: dE/dscore = w·(dE/dw − Σ w·dE/dw), also with a constant in its denominator.
     of_scores = torch.bmm(of_mixed, value.transpose(1, 2)).mul_(tape.weights)
@@ -266,7 +266,7 @@ def attend_pullback(
             part = tape.parts[index]
             adjoint.addcmul_(part, (adjoint * part).sum(-1, keepdim=True), value=-1.0)
             adjoint = adjoint.view(-1, part.shape[2]).mul_(tape.inverse[index])
-        below = torch.addmm(below, adjoint.view(below.shape[0], -1), layer.inner[index].matrix.t())
+        below = add_product(below, adjoint.view(below.shape[0], -1), layer.inner[index].matrix.t())
     return below
 
 
@@ -299,8 +299,8 @@ def _unfold(
     else:
         of_moved.mul_(layer.temperature)
     first, last = layer.folded[:width, :wide], layer.folded[:width, layer.folded.shape[1] - width :]
-    below = torch.addmm(below, of_moved.view(-1, wide), first.t())
-    return torch.addmm(below, of_value.view(-1, width), last.t())
+    below = add_product(below, of_moved.view(-1, wide), first.t())
+    return add_product(below, of_value.view(-1, width), last.t())
 
 
 def _attention_of(layer: AttentionLayer, normalize: bool) -> Attention:

@@ -9,7 +9,7 @@ from deepmd_muon.model.descriptor.dpa3.geometry import COSINE_SCALE, DISTANCE_GU
 from deepmd_muon.model.descriptor.dpa3.layer import RepflowLayer
 from deepmd_muon.model.descriptor.dpa3.module import DPA3
 from deepmd_muon.model.nn.networks import Layer
-from deepmd_muon.model.scripted.dense import Act, Dense, act_of, value_of
+from deepmd_muon.model.scripted.dense import Act, Dense, act_of, add_product, product, value_of
 from deepmd_muon.model.scripted.exchange import BORDER_OP, declare_operators, neighbor_rows
 from deepmd_muon.model.scripted.near import Near, Request
 
@@ -84,9 +84,14 @@ def add_updates(residual: Residual, x: torch.Tensor, updates: list[torch.Tensor]
     return x
 
 
+def rows_product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Return x·matrix, from x `(…, n)`."""
+    return product(x.reshape([-1, matrix.shape[0]]), matrix).unflatten(0, list(x.shape[:-1]))
+
+
 def apply_dense(layer: Dense, x: torch.Tensor) -> torch.Tensor:
     """Return x·matrix + bias."""
-    return torch.matmul(x, layer.matrix) + layer.bias
+    return rows_product(x, layer.matrix) + layer.bias
 
 
 def update_nodes(
@@ -117,9 +122,9 @@ def update_angles(
     own, centre, second, first = weights.angle.parts
     slots, e_dim = graph.in_angle.shape[1], edge.shape[2]
     seen = edge[:, :slots, : first.shape[0]]
-    per_atom = torch.mm(node[:, : centre.shape[0]], centre) + weights.angle.bias
-    u = torch.matmul(seen, first) + per_atom.unsqueeze(1)
-    z = torch.matmul(angle, own) + u.unsqueeze(2) + torch.matmul(seen, second).unsqueeze(1)
+    per_atom = product(node[:, : centre.shape[0]], centre) + weights.angle.bias
+    u = rows_product(seen, first) + per_atom.unsqueeze(1)
+    z = rows_product(angle, own) + u.unsqueeze(2) + rows_product(seen, second).unsqueeze(1)
     y = value_of(act, z)
     s = graph.angle_weight
     reduced = torch.matmul(s[:, None, None, :], y[..., :e_dim]).squeeze(2) * s.unsqueeze(2)
@@ -197,10 +202,10 @@ class ScriptedDPA3(torch.nn.Module):
         for index in range(len(self.layers)):
             weights = self.layers[index]
             centre, other, own = weights.edge.parts
-            p = torch.addmm(weights.edge.bias, node, centre)
-            gathered = neighbor_rows(torch.cat([torch.mm(node, other), node], 1), near)
+            p = add_product(weights.edge.bias, node, centre)
+            gathered = neighbor_rows(torch.cat([product(node, other), node], 1), near)
             features = own.shape[1]
-            y = value_of(self.act, torch.matmul(edge, own) + p.unsqueeze(1) + gathered[..., :features])
+            y = value_of(self.act, rows_product(edge, own) + p.unsqueeze(1) + gathered[..., :features])
             message = torch.bmm(graph.edge_weight.unsqueeze(1), y[..., : self.n_dim]).squeeze(1)
             across = graph.direction.transpose(1, 2)
             moments = [torch.bmm(across, edge), torch.bmm(across, gathered[..., features:])]
