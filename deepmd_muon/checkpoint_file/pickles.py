@@ -35,21 +35,11 @@ class Name(NamedTuple):
 
 @dataclasses.dataclass
 class Record:
-    """An object that the pickle describes.
+    """An object that the pickle describes."""
 
-    Attributes
-    ----------
-    kind
-        The class or function that would make it.
-    arguments
-        The arguments of the call.
-    state
-        What would be set on it; None where the pickle sets nothing.
-    """
-
-    kind: Name
-    arguments: tuple[Any, ...]
-    state: Any = None
+    kind: Name  # the class or function that would make it
+    arguments: tuple[Any, ...]  # the arguments of the call
+    state: Any = None  # what would be set on it; None where the pickle sets nothing
 
 
 @dataclasses.dataclass

@@ -29,45 +29,23 @@ class Frames:
 
     A label that no frame has is None. Where only some frames have it, the others hold NaN: what sums over them
     without asking `present` shows NaN instead of a wrong number.
-
-    Attributes
-    ----------
-    atype : ndarray of int32, (nframes, natoms)
-        Types as indices into the type map; −1 is a padding atom.
-    coord : ndarray of float64, (nframes, natoms, 3)
-        Positions [Å].
-    box : ndarray of float64, (nframes, 3, 3), optional
-        Rows are the cell vectors [Å]; None without periodic boundaries. In a batch that mixes both, frames
-        without a cell have zeros.
-    energy : ndarray of float64, (nframes,), optional
-        Total energy [eV].
-    force : ndarray of float64, (nframes, natoms, 3), optional
-        Forces [eV/Å].
-    virial : ndarray of float64, (nframes, 9), optional
-        −volume·stress [eV], row-major.
-    atom_ener : ndarray of float64, (nframes, natoms), optional
-        Energy of each atom [eV].
-    atom_pref : ndarray of float64, (nframes, natoms), optional
-        Weight of each atom in the loss of weighted forces.
-    atom_ener_coeff : ndarray of float64, (nframes, natoms), optional
-        Coefficient of each atom's energy in the total energy of the label.
-    fparam : ndarray of float64, (nframes, numb_fparam), optional
-        Frame parameters; None unless they were asked for, see `System.with_parameters`.
-    aparam : ndarray of float64, (nframes, natoms, numb_aparam), optional
-        Atomic parameters, likewise.
     """
 
-    atype: np.ndarray
-    coord: np.ndarray
+    atype: np.ndarray  # int32 (nframes, natoms): types as indices into the type map; −1 is a padding atom
+    coord: np.ndarray  # float64 (nframes, natoms, 3): positions [Å]
+    # float64 (nframes, 3, 3): rows are the cell vectors [Å]; None without periodic boundaries. In a batch that mixes
+    # both, frames without a cell have zeros.
     box: np.ndarray | None = None
-    energy: np.ndarray | None = None
-    force: np.ndarray | None = None
-    virial: np.ndarray | None = None
-    atom_ener: np.ndarray | None = None
-    atom_pref: np.ndarray | None = None
+    energy: np.ndarray | None = None  # float64 (nframes,): total energy [eV]
+    force: np.ndarray | None = None  # float64 (nframes, natoms, 3): forces [eV/Å]
+    virial: np.ndarray | None = None  # float64 (nframes, 9): −volume·stress [eV], row-major
+    atom_ener: np.ndarray | None = None  # float64 (nframes, natoms): energy of each atom [eV]
+    atom_pref: np.ndarray | None = None  # float64 (nframes, natoms): weight of each atom in the loss of weighted forces
+    # float64 (nframes, natoms): coefficient of each atom's energy in the total energy of the label.
     atom_ener_coeff: np.ndarray | None = None
+    # float64 (nframes, numb_fparam): frame parameters; None unless they were asked for, see `System.with_parameters`.
     fparam: np.ndarray | None = None
-    aparam: np.ndarray | None = None
+    aparam: np.ndarray | None = None  # float64 (nframes, natoms, numb_aparam): atomic parameters, likewise
 
     @property
     def nframes(self) -> int:

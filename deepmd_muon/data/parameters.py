@@ -6,22 +6,13 @@ from typing import Any, NamedTuple
 
 
 class Parameters(NamedTuple):
-    """The parameters that a model reads.
+    """The parameters that a model reads."""
 
-    Attributes
-    ----------
-    fparam, aparam
-        How many a frame has (``fparam.npy``), and an atom (``aparam.npy``).
-    default_fparam
-        Frame parameters of frames without ``fparam.npy``; None where they need it.
-    partial
-        Whether values may be missing, which are NaN then.
-    """
-
-    fparam: int = 0
-    aparam: int = 0
+    fparam: int = 0  # how many a frame has (``fparam.npy``)
+    aparam: int = 0  # how many an atom has (``aparam.npy``)
+    # Frame parameters of frames without ``fparam.npy``; None where they need it.
     default_fparam: tuple[float, ...] | None = None
-    partial: bool = False
+    partial: bool = False  # whether values may be missing, which are NaN then
 
     @property
     def required(self) -> bool:

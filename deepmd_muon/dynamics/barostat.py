@@ -17,28 +17,15 @@ _MOST = 0.1
 
 @dataclass(frozen=True)
 class Barostat:
-    """Isotropic stochastic cell rescaling (Bernetti and Bussi, J. Chem. Phys. 153, 114107 (2020)).
+    """Isotropic stochastic cell rescaling (Bernetti and Bussi, J. Chem. Phys. 153, 114107 (2020))."""
 
-    Attributes
-    ----------
-    pressure
-        One for all, or one of each structure `(nsystems,)` [GPa].
-    temperature
-        Of the thermostat, in the same form [K].
-    time
-        Time in which the pressure relaxes [fs].
-    compressibility
-        Of the material [1/GPa]; it scales `time` alone, the volumes that are sampled do not depend on it. 0.45 is
-        water's.
-    every
-        Steps between changes of the cell: each needs new neighbour lists.
-    """
-
-    pressure: float | torch.Tensor
-    temperature: float | torch.Tensor
-    time: float = 200.0
+    pressure: float | torch.Tensor  # one for all, or one of each structure `(nsystems,)` [GPa]
+    temperature: float | torch.Tensor  # of the thermostat, in the same form [K]
+    time: float = 200.0  # time in which the pressure relaxes [fs]
+    # Of the material [1/GPa]; it scales `time` alone, the volumes that are sampled do not depend on it. 0.45 is
+    # water's.
     compressibility: float = 0.45
-    every: int = 10
+    every: int = 10  # steps between changes of the cell: each needs new neighbour lists
 
     def rows(self, mask: torch.Tensor) -> Barostat:
         """Return the barostat of some of the structures."""

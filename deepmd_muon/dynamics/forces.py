@@ -22,21 +22,11 @@ Lists = PairLists | GhostLists | DeviceCall
 
 @dataclass(frozen=True)
 class Forces:
-    """The results of a force call, float64 on the device.
+    """The results of a force call, float64 on the device."""
 
-    Attributes
-    ----------
-    energy
-        `(nsystems,)` [eV].
-    force
-        `(nsystems, natoms, 3)` [eV/Å]; zero for padding.
-    virial
-        −volume·stress `(nsystems, 9)` [eV], row-major.
-    """
-
-    energy: torch.Tensor
-    force: torch.Tensor
-    virial: torch.Tensor
+    energy: torch.Tensor  # `(nsystems,)` [eV]
+    force: torch.Tensor  # `(nsystems, natoms, 3)` [eV/Å]; zero for padding
+    virial: torch.Tensor  # −volume·stress `(nsystems, 9)` [eV], row-major
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

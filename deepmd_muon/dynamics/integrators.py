@@ -39,24 +39,12 @@ class Langevin:
 
 @dataclass(frozen=True)
 class Lost:
-    """A structure that could not be followed further.
+    """A structure that could not be followed further."""
 
-    Attributes
-    ----------
-    copy
-        Its number in the structures that the run began with.
-    step
-        The step that failed.
-    atom
-        The fastest atom, or the one that a message names.
-    reason
-        What happened, in words.
-    """
-
-    copy: int
-    step: int
-    atom: int
-    reason: str
+    copy: int  # its number in the structures that the run began with
+    step: int  # that failed
+    atom: int  # the fastest atom, or the one that a message names
+    reason: str  # what happened, in words
 
 
 @dataclass(frozen=True)

@@ -222,27 +222,13 @@ class _FrameGhosts:
 
 @dataclass(frozen=True)
 class Union:
-    """Structures side by side as one system of a frozen file: all real atoms, then all images.
+    """Structures side by side as one system of a frozen file: all real atoms, then all images."""
 
-    Attributes
-    ----------
-    owner
-        Atom `frame · natoms + atom` of each `(nall,)`.
-    offset
-        From the atom to its image `(nall, 3)` [Å].
-    neighbor
-        Numbers in this system `(nloc, nnei)`, −1 in empty slots.
-    mapping
-        Real atom of each `(nall,)`.
-    frame
-        Structure of each `(nall,)`.
-    """
-
-    owner: torch.Tensor
-    offset: torch.Tensor
-    neighbor: torch.Tensor
-    mapping: torch.Tensor
-    frame: torch.Tensor
+    owner: torch.Tensor  # atom `frame · natoms + atom` of each `(nall,)`
+    offset: torch.Tensor  # from the atom to its image `(nall, 3)` [Å]
+    neighbor: torch.Tensor  # numbers in this system `(nloc, nnei)`, −1 in empty slots
+    mapping: torch.Tensor  # real atom of each `(nall,)`
+    frame: torch.Tensor  # structure of each `(nall,)`
 
     @property
     def nloc(self) -> int:

@@ -37,36 +37,18 @@ _KEPT = 8
 
 @dataclass(frozen=True)
 class Candidate:
-    """A structure that may be labelled.
+    """A structure that may be labelled."""
 
-    Attributes
-    ----------
-    frame
-        One frame without labels.
-    copy, time
-        Trajectory and time in it [ps].
-    temperature, pressure, strain
-        Of the dynamics [K], [GPa] (None with a constant cell), relative.
-    closest
-        Smallest ratio of a distance to the shortest of its pair in the data.
-    deviation
-        Largest deviation of a force between models [eV/Å]; None with one model.
-    reason
-        Why it is a candidate, in words.
-    fingerprint
-        See `Fingerprints`.
-    """
-
-    frame: Frames
-    copy: int
-    time: float
-    temperature: float
-    pressure: float | None
-    strain: float
-    closest: float
-    deviation: float | None
-    reason: str
-    fingerprint: np.ndarray
+    frame: Frames  # one frame without labels
+    copy: int  # number of the trajectory
+    time: float  # in the trajectory [ps]
+    temperature: float  # of the dynamics [K]
+    pressure: float | None  # of the dynamics [GPa]; None with a constant cell
+    strain: float  # of the start, relative
+    closest: float  # smallest ratio of a distance to the shortest of its pair in the data
+    deviation: float | None  # largest deviation of a force between models [eV/Å]; None with one model
+    reason: str  # why it is a candidate, in words
+    fingerprint: np.ndarray  # see `Fingerprints`
 
 
 @dataclass

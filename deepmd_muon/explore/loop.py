@@ -55,21 +55,11 @@ def load_settings(path: Path) -> ExploreSettings:
 
 @dataclass
 class Explorer:
-    """One run of the command.
+    """One run of the command."""
 
-    Attributes
-    ----------
-    settings
-        What to do.
-    place
-        Folder of the input file, which its paths are relative to.
-    say
-        Takes the lines of the report.
-    """
-
-    settings: ExploreSettings
-    place: Path
-    say: Callable[[str], None] = print
+    settings: ExploreSettings  # what to do
+    place: Path  # folder of the input file, which its paths are relative to
+    say: Callable[[str], None] = print  # takes the lines of the report
 
     def run(self) -> int:
         """Do all rounds that are left.

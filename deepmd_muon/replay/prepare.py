@@ -33,18 +33,10 @@ _HELD_OUT = 10
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run with replay.
+    """A run with replay."""
 
-    Attributes
-    ----------
-    given
-        The two-branch input.
-    make_data
-        Writes the data that the input names and that do not exist yet.
-    """
-
-    given: Input
-    make_data: Callable[[], None]
+    given: Input  # the two-branch input
+    make_data: Callable[[], None]  # writes the data that the input names and that do not exist yet
 
 
 def prepare(given: Input, checkpoint: str, branch: str | None, replay: Sequence[str]) -> Prepared:

@@ -27,31 +27,15 @@ _DARKEST, _LIGHTEST = 0.9, 0.35
 
 @dataclass(frozen=True)
 class ParameterUpdate:
-    """A parameter, its momentum and the update that its optimizer would make of them.
-
-    Attributes
-    ----------
-    name, route
-        Its name and "muon", "adam" or "adamw".
-    shape
-        Shape of the parameter.
-    weights
-        Singular values of each of its matrices, largest first; none of vectors.
-    momenta
-        Singular values of the momenta of these matrices.
-    rms
-        Root mean square of the weights.
-    update
-        Root mean square of the update; None without a state.
-    """
+    """A parameter, its momentum and the update that its optimizer would make of them."""
 
     name: str
-    route: str
+    route: str  # "muon", "adam" or "adamw"
     shape: tuple[int, ...]
-    weights: tuple[np.ndarray, ...]
-    momenta: tuple[np.ndarray, ...]
-    rms: float
-    update: float | None
+    weights: tuple[np.ndarray, ...]  # singular values of each of its matrices, largest first; none of vectors
+    momenta: tuple[np.ndarray, ...]  # singular values of the momenta of these matrices
+    rms: float  # root mean square of the weights
+    update: float | None  # root mean square of the update; None without a state
 
     @property
     def relative(self) -> float | None:

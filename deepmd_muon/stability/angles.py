@@ -20,21 +20,13 @@ _MOST_ATOMS = 50_000
 
 @dataclass(frozen=True)
 class Angles:
-    """Extremes of the angles between near neighbours.
+    """Extremes of the angles between near neighbours."""
 
-    Attributes
-    ----------
-    type_map
-        Names of the types.
-    reach
-        Distance up to which a neighbour is near, of each pair of types `(ntypes, ntypes)` [Å]; 0 without data.
-    smallest, largest
-        Of each centre and pair of neighbours `(ntypes, ntypes, ntypes)`, centre first, the smaller neighbour type
-        second [degrees]; inf and −inf without data.
-    """
-
-    type_map: tuple[str, ...]
+    type_map: tuple[str, ...]  # names of the types
+    # Distance up to which a neighbour is near, of each pair of types `(ntypes, ntypes)` [Å]; 0 without data.
     reach: np.ndarray
+    # Of each centre and pair of neighbours `(ntypes, ntypes, ntypes)`, centre first, the smaller neighbour type second
+    # [degrees]; inf and −inf without data.
     smallest: np.ndarray
     largest: np.ndarray
 

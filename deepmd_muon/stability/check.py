@@ -46,30 +46,15 @@ _CPU_WORK, _GPU_WORK = 400_000, 100_000_000
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """The settings of a check.
+    """The settings of a check."""
 
-    Attributes
-    ----------
-    temperature
-        Of the dynamics [K]; None takes `HOTTER` times the temperature of the data.
-    time_step
-        [fs]; atoms lighter than `LIGHTEST` weigh that much.
-    time
-        Length of the dynamics [ps].
-    copies
-        Number of structures; None takes 4 to 16 (64 on a GPU), more than 4 where they take a minute at most.
-    probes
-        Paths in place of each pair and kind.
-    seed
-        Of frames, paths and velocities.
-    """
-
-    temperature: float | None = None
-    time_step: float = 1.0
-    time: float = 2.0
+    temperature: float | None = None  # of the dynamics [K]; None takes `HOTTER` times the temperature of the data
+    time_step: float = 1.0  # [fs]; atoms lighter than `LIGHTEST` weigh that much
+    time: float = 2.0  # length of the dynamics [ps]
+    # Number of structures; None takes 4 to 16 (64 on a GPU), more than 4 where they take a minute at most.
     copies: int | None = None
-    probes: int = 3
-    seed: int = 0
+    probes: int = 3  # paths in place of each pair and kind
+    seed: int = 0  # of frames, paths and velocities
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense."""

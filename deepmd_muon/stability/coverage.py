@@ -24,32 +24,17 @@ _TO_GRAMS = 1.66053906892  # u/Å³ in g/cm³
 
 @dataclass(frozen=True)
 class Coverage:
-    """Distances of a data set.
+    """Distances of a data set."""
 
-    Attributes
-    ----------
-    type_map
-        Names of the types.
-    rcut
-        Largest distance looked at [Å].
-    shortest, largest
-        Of each pair of types `(ntypes, ntypes)` [Å], symmetric; inf and 0 for a pair that the data do not hold.
-    known
-        Bins of distances `(ntypes, ntypes, nbins)` that the data hold, bool, with a margin of `SHARE`.
-    nframes, used
-        Frames of the data, and those looked at.
-    density
-        Smallest and largest mass density [g/cm³]; None without cells.
-    """
-
-    type_map: tuple[str, ...]
-    rcut: float
+    type_map: tuple[str, ...]  # names of the types
+    rcut: float  # largest distance looked at [Å]
+    # Of each pair of types `(ntypes, ntypes)` [Å], symmetric; inf and 0 for a pair that the data do not hold.
     shortest: np.ndarray
     largest: np.ndarray
-    known: np.ndarray
-    nframes: int
-    used: int
-    density: tuple[float, float] | None
+    known: np.ndarray  # bins of distances `(ntypes, ntypes, nbins)` that the data hold, bool, with a margin of `SHARE`
+    nframes: int  # of the data
+    used: int  # frames looked at
+    density: tuple[float, float] | None  # smallest and largest mass density [g/cm³]; None without cells
 
     @property
     def pairs(self) -> list[tuple[int, int]]:

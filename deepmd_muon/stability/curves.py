@@ -27,27 +27,14 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True)
 class Feature:
-    """Something on a curve that physics does not have.
+    """Something on a curve that physics does not have."""
 
-    Attributes
-    ----------
-    kind
-        What it is. A hole is a minimum that is deeper than the structures of the data.
-    distance
-        Where [Å].
-    depth
-        Energy of the barrier above the minimum; of a kink, the jump [eV].
-    barrier
-        Energy of the barrier above the lowest known point of the path [eV].
-    verdict
-        How bad it is.
-    """
-
+    # What it is. A hole is a minimum that is deeper than the structures of the data.
     kind: Literal["hole", "false minimum", "no repulsion", "kink", "not finite"]
-    distance: float
-    depth: float
-    barrier: float
-    verdict: Verdict
+    distance: float  # where [Å]
+    depth: float  # energy of the barrier above the minimum; of a kink, the jump [eV]
+    barrier: float  # energy of the barrier above the lowest known point of the path [eV]
+    verdict: Verdict  # how bad it is
 
 
 def features_of(

@@ -47,42 +47,25 @@ class Departure:
 
 @dataclass
 class Trajectories:
-    """The results of the dynamics.
+    """The results of the dynamics."""
 
-    Attributes
-    ----------
-    temperature
-        Of the velocities at the start [K].
-    time_step, steps, copies
-        Time step [fs], steps and number of structures.
-    blow_ups, departures
-        At most one of each a copy.
-    reached
-        Shortest distance of each pair of types over copies that had not blown up `(ntypes, ntypes)` [Å].
-    angles
-        Extremes of the angles between near neighbours over the same copies; None before the dynamics.
-    times
-        Of the snapshots [ps].
-    heat, energy, closeness
-        Of each snapshot and copy, NaN after a copy's end: temperature [K], total energy [eV/atom] less that at the
-        start, smallest ratio of a distance to the shortest of its pair in the data.
-    last
-        Structures at the end of the copies that did not blow up; None without one.
-    """
-
-    temperature: float
-    time_step: float
+    temperature: float  # of the velocities at the start [K]
+    time_step: float  # [fs]
     steps: int
-    copies: int
+    copies: int  # number of structures
+    # At most one of each a copy.
     blow_ups: list[BlowUp] = field(default_factory=list)
     departures: list[Departure] = field(default_factory=list)
+    # Shortest distance of each pair of types over copies that had not blown up `(ntypes, ntypes)` [Å].
     reached: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    # Extremes of the angles between near neighbours over the same copies; None before the dynamics.
     angles: Angles | None = None
-    times: list[float] = field(default_factory=list)
-    heat: list[np.ndarray] = field(default_factory=list)
-    energy: list[np.ndarray] = field(default_factory=list)
-    closeness: list[np.ndarray] = field(default_factory=list)
-    last: Frames | None = None
+    times: list[float] = field(default_factory=list)  # of the snapshots [ps]
+    # Of each snapshot and copy, NaN after a copy's end.
+    heat: list[np.ndarray] = field(default_factory=list)  # temperature [K]
+    energy: list[np.ndarray] = field(default_factory=list)  # total energy less that at the start [eV/atom]
+    closeness: list[np.ndarray] = field(default_factory=list)  # smallest distance over the shortest of its pair in data
+    last: Frames | None = None  # structures at the end of the copies that did not blow up; None without one
 
     @property
     def followed(self) -> float:

@@ -19,18 +19,10 @@ _CHUNK = 1 << 22
 
 @dataclasses.dataclass(frozen=True)
 class ContentDigest:
-    """The result of `content_digest`.
+    """The result of `content_digest`."""
 
-    Attributes
-    ----------
-    systems
-        Hash of each system.
-    share
-        Part of the frames that was read, the chance to see a difference in one of them; 1 for all.
-    """
-
-    systems: tuple[str, ...]
-    share: float
+    systems: tuple[str, ...]  # hash of each system
+    share: float  # part of the frames that was read, the chance to see a difference in one of them; 1 for all
 
 
 def content_digest(systems: Sequence[System], most_bytes: int = MOST_BYTES) -> ContentDigest:

@@ -14,20 +14,11 @@ _NEAR = 100
 
 @dataclass(frozen=True)
 class GhostedFrame:
-    """The real atoms of a frame, followed by their images within reach of another atom.
+    """The real atoms of a frame, followed by their images within reach of another atom."""
 
-    Attributes
-    ----------
-    coord : ndarray of float64, (nall, 3)
-        Positions [Å].
-    owner : ndarray of int64, (nall,)
-        The frame's atom that each is, or is an image of.
-    neighbor : ndarray of int64, (nloc, n)
-        All atoms within the cut-off of each real atom, −1 in empty slots, in no order.
-    """
-
-    coord: np.ndarray
-    owner: np.ndarray
+    coord: np.ndarray  # float64 (nall, 3): positions [Å]
+    owner: np.ndarray  # int64 (nall,): the frame's atom that each is, or is an image of
+    # int64 (nloc, n): all atoms within the cut-off of each real atom, −1 in empty slots, in no order.
     neighbor: np.ndarray
 
 

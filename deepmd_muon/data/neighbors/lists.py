@@ -16,44 +16,27 @@ SAME_PLACE = 1e-6
 
 @dataclass(frozen=True)
 class NeighborList:
-    """Neighbours of every atom of a batch of frames.
+    """Neighbours of every atom of a batch of frames."""
 
-    Attributes
-    ----------
-    index : ndarray of int32, (nframes, natoms, nnei)
-        Neighbour's atom index in the same frame; −1 is an empty slot.
-    shift : ndarray of int8, int16 or int32, (nframes, natoms, nnei, 3)
-        Cell translations S: r_ij = coord[j] + S·box − coord[i]; zero in empty slots.
-    sections : tuple of int
-        Columns are grouped by the neighbour's type, `sections[t]` columns for type t (one group for all types
-        when the list is not by type). Real neighbours come first in each section, nearest first.
-    inner : ndarray of int32, (nframes, ninner, natoms)
-        How many leading columns of an atom lie within each shorter cut-off that was asked for.
-    """
-
-    index: np.ndarray
+    index: np.ndarray  # int32 (nframes, natoms, nnei): neighbour's atom index in the same frame; −1 is an empty slot
+    # int8, int16 or int32 (nframes, natoms, nnei, 3): translations S, r_ij = coord[j] + S·box − coord[i]; 0 if empty
     shift: np.ndarray
+    # Columns are grouped by the neighbour's type, `sections[t]` columns for type t (one group for all types when the
+    # list is not by type). Real neighbours come first in each section, nearest first.
     sections: tuple[int, ...]
+    # int32 (nframes, ninner, natoms): how many leading columns of an atom lie within each shorter cut-off that was
+    # asked for.
     inner: np.ndarray
 
 
 @dataclass(frozen=True)
 class NeighborStatistics:
-    """Common part of the neighbour lists of one or all frames.
+    """Common part of the neighbour lists of one or all frames."""
 
-    Attributes
-    ----------
-    min_distance : float
-        Shortest distance between two atoms [Å]; infinite when none are within the cutoff.
-    max_neighbors : tuple of int, (ntypes,)
-        Most neighbours of each type that any atom has within the cutoff, before any truncation.
-    max_total : int
-        Most neighbours of all types.
-    """
-
-    min_distance: float
+    min_distance: float  # shortest distance between two atoms [Å]; infinite when none are within the cutoff
+    # Most neighbours of each type that any atom has within the cutoff, before any truncation.
     max_neighbors: tuple[int, ...]
-    max_total: int
+    max_total: int  # most neighbours of all types
 
     def merge(self, other: NeighborStatistics) -> NeighborStatistics:
         """Return the statistics of both together."""
@@ -66,28 +49,14 @@ class NeighborStatistics:
 
 @dataclass(frozen=True)
 class FrameNeighbors:
-    """Neighbours of one frame and statistics from building them.
+    """Neighbours of one frame, as in `NeighborList`, and statistics from building them."""
 
-    Attributes
-    ----------
-    index : ndarray of int32, (natoms, nnei)
-    shift : ndarray of int8, int16 or int32, (natoms, nnei, 3)
-    sections : tuple of int
-        As in `NeighborList`, each as wide as this frame needs.
-    inner : ndarray of int32, (ninner, natoms)
-        As in `NeighborList`.
-    statistics : NeighborStatistics
-        Of this frame, before truncation.
-    dropped : int
-        Neighbours beyond the nearest ``sel[t]`` that were left out.
-    """
-
-    index: np.ndarray
-    shift: np.ndarray
-    sections: tuple[int, ...]
-    inner: np.ndarray
-    statistics: NeighborStatistics
-    dropped: int
+    index: np.ndarray  # int32 (natoms, nnei)
+    shift: np.ndarray  # int8, int16 or int32 (natoms, nnei, 3)
+    sections: tuple[int, ...]  # each as wide as this frame needs
+    inner: np.ndarray  # int32 (ninner, natoms)
+    statistics: NeighborStatistics  # of this frame, before truncation
+    dropped: int  # neighbours beyond the nearest ``sel[t]`` that were left out
 
     @property
     def nbytes(self) -> int:

@@ -36,18 +36,10 @@ class Batch:
 
 
 class Seats(NamedTuple):
-    """The ranks that take a batch in a step.
+    """The ranks that take a batch in a step."""
 
-    Attributes
-    ----------
-    number
-        How many there are.
-    mine
-        Place of this rank among them; None where it takes no batch.
-    """
-
-    number: int
-    mine: int | None
+    number: int  # how many there are
+    mine: int | None  # place of this rank among them; None where it takes no batch
 
 
 class DataLoader:

@@ -29,23 +29,16 @@ CHOICE_BLOCK = 1024
 class BatchRule:
     """A parsed batch size.
 
-    Attributes
-    ----------
-    kind : str
-        ``fixed``: the same number of frames in every system. ``list``: one number per system.
-        ``auto``: the smallest number of frames with at least `number` atoms. ``max``: the largest with at
-        most `number` atoms, and at least one. ``filter``: as ``max``, and systems of more atoms are left out.
-        ``mixed``: batches of `number` frames drawn from all systems, padded to the largest. ``mix``: batches of frames
-        of similar sizes from all systems, at most `number` atoms with padding.
-    number : int
-        Frames or atoms.
-    sizes : tuple of int
-        Frames per system, for ``list``.
+    ``fixed``: the same number of frames in every system. ``list``: one number per system. ``auto``: the smallest number
+    of frames with at least `number` atoms. ``max``: the largest with at most `number` atoms, and at least one.
+    ``filter``: as ``max``, and systems of more atoms are left out. ``mixed``: batches of `number` frames drawn from all
+    systems, padded to the largest. ``mix``: batches of frames of similar sizes from all systems, at most `number` atoms
+    with padding.
     """
 
     kind: BatchKind
-    number: int = 0
-    sizes: tuple[int, ...] = ()
+    number: int = 0  # frames or atoms
+    sizes: tuple[int, ...] = ()  # frames per system, for ``list``
 
     @classmethod
     def parse(cls, spec: int | str | Sequence[int]) -> BatchRule:
@@ -191,18 +184,10 @@ class Plan:
 
 
 class SavedOrder:
-    """An order of batches whose position, one integer, can be saved and restored.
+    """An order of batches whose position, one integer, can be saved and restored."""
 
-    Attributes
-    ----------
-    step
-        Batches drawn so far.
-    seed
-        Of the order.
-    """
-
-    step: int
-    seed: int
+    step: int  # batches drawn so far
+    seed: int  # of the order
     _identity: str
 
     def state_dict(self, step: int | None = None) -> dict[str, int | str]:

@@ -18,18 +18,10 @@ _FRAMES = 10
 
 @dataclass(frozen=True)
 class Share:
-    """The frames of a system that training and validation take.
-
-    Attributes
-    ----------
-    system : System
-        The system.
-    train : int
-        Its first frames so many, for training; the others are for validation.
-    """
+    """The frames of a system that training and validation take."""
 
     system: System
-    train: int
+    train: int  # its first frames so many, for training; the others are for validation
 
     @property
     def training(self) -> System | None:

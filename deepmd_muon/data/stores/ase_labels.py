@@ -34,19 +34,12 @@ _NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """Names of the labels of one file, settled.
+    """Names of the labels of one file, settled."""
 
-    Attributes
-    ----------
-    names : mapping of str
-        Name of "energy", "force", "virial" and "stress" in the file, None where it has none. A frame takes its virial
-        before its stress.
-    free : bool
-        Take ASE's `free_energy`, the energy whose derivatives the forces are, where a frame has it.
-    """
-
+    # Name of "energy", "force", "virial" and "stress" in the file, None where it has none. A frame takes its virial
+    # before its stress.
     names: Mapping[str, str | None]
-    free: bool
+    free: bool  # take ASE's `free_energy`, the energy whose derivatives the forces are, where a frame has it
 
     @classmethod
     def of(cls, frames: Sequence[Atoms], path: str, keys: LabelKeys) -> Labels:

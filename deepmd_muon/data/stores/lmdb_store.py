@@ -58,27 +58,13 @@ def data_file(path: str) -> str:
 
 @dataclass
 class _Group:
-    """Frames of one source system and number of atoms, with or without a cell.
+    """Frames of one source system and number of atoms, with or without a cell."""
 
-    Attributes
-    ----------
-    types
-        Of the first frame `(natoms,)`.
-    pbc
-        Whether they have a cell.
-    mixed
-        Whether types differ, or could.
-    sets
-        Numbers of the frames with the same labels, by these labels.
-    sampled
-        Whether only some frames were looked at, so that others may lack labels.
-    """
-
-    types: np.ndarray
-    pbc: bool
-    mixed: bool
-    sets: dict[frozenset[str], list[int]]
-    sampled: bool = False
+    types: np.ndarray  # of the first frame `(natoms,)`
+    pbc: bool  # whether they have a cell
+    mixed: bool  # whether types differ, or could
+    sets: dict[frozenset[str], list[int]]  # numbers of the frames with the same labels, by these labels
+    sampled: bool = False  # whether only some frames were looked at, so that others may lack labels
 
 
 class LmdbStore:
