@@ -75,7 +75,7 @@ def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
             names = elements_of(train)
             model = changed(model, {"type_map": names}, branch.model_path)
             given = given.with_models({name: model})
-            train = [system.with_type_map(names) for system in train]
+            train = [system.with_types(names) for system in train]
             log.info("model/type_map is left out and becomes %s: the types of the training data", list(names))
         section = branch.data.validation_data
         valid = open_section(section, model.type_map) if section else []

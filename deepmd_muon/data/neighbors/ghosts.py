@@ -66,14 +66,9 @@ def with_ghosts(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rc
         cells = np.stack(np.unravel_index(images // nloc, tuple(span)), axis=1) + low
         positions = np.concatenate([positions, positions[images % nloc] + cells @ np.asarray(box, dtype=np.float64)])
         owner = np.concatenate([owner, owner[images % nloc]])
-    return GhostedFrame(positions, owner, _rows(pairs.i, neighbor, nloc))
-
-
-def _rows(i: np.ndarray, j: np.ndarray, nloc: int) -> np.ndarray:
-    """Return the j of each i as a row, −1 at the end of shorter ones."""
-    counts = np.bincount(i, minlength=nloc)
-    order = np.argsort(i, kind="stable")
-    i, j = i[order], j[order]
+    counts = np.bincount(pairs.i, minlength=nloc)
+    order = np.argsort(pairs.i, kind="stable")
+    i = pairs.i[order]
     rows = np.full((nloc, int(counts.max(initial=0))), -1, dtype=np.int64)
-    rows[i, np.arange(len(i)) - (np.cumsum(counts) - counts)[i]] = j
-    return rows
+    rows[i, np.arange(len(i)) - (np.cumsum(counts) - counts)[i]] = neighbor[order]
+    return GhostedFrame(positions, owner, rows)

@@ -118,13 +118,6 @@ def _vesin_pairs(points: np.ndarray, box: np.ndarray | None, rcut: float) -> tup
     return pair[:, 0].astype(np.int64), pair[:, 1].astype(np.int64), np.array(shift), np.array(distance)
 
 
-def frame_statistics(
-    coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float, ntypes: int
-) -> NeighborStatistics:
-    """Count the neighbours of one frame without laying them out; arguments as in `build_neighbors`."""
-    return find_pairs(coord, box, np.asarray(atype), rcut).statistics(ntypes)
-
-
 def build_neighbors(
     coord: np.ndarray,
     box: np.ndarray | None,
@@ -171,12 +164,13 @@ def build_neighbors(
     found = pairs
     if sel is not None and by_type:
         pairs = _nearest(pairs, int(limits.sum()), rcut)
-    counts = _count_inner(pairs, len(atype), [(short, min(most, limits[0])) for short, most in inner])
-    laid = _lay_out(pairs, len(atype), rcut, limits, by_type, ntypes, counts)
-    if pairs is found:
-        return laid
-    dropped = laid.dropped + len(found.i) - len(pairs.i)
-    return replace(laid, statistics=found.statistics(ntypes), dropped=dropped)
+    within = np.zeros((len(inner), len(atype)), dtype=np.int32)
+    for row, (short, most) in zip(within, inner, strict=True):
+        near = np.bincount(pairs.real[pairs.i[pairs.distance < short]], minlength=len(atype))
+        np.minimum(near, min(most, limits[0]), out=row, casting="unsafe")
+    index, shift, sections = _lay_out(pairs, len(atype), rcut, limits, by_type)
+    dropped = len(found.i) - int(np.count_nonzero(index >= 0))
+    return FrameNeighbors(index, shift, sections, within, found.statistics(ntypes), dropped)
 
 
 def _nearest(pairs: Pairs, most: int, rcut: float) -> Pairs:
@@ -190,18 +184,9 @@ def _nearest(pairs: Pairs, most: int, rcut: float) -> Pairs:
     return replace(pairs, i=pairs.i[kept], j=pairs.j[kept], shift=pairs.shift[kept], distance=pairs.distance[kept])
 
 
-def _count_inner(pairs: Pairs, natoms: int, inner: Sequence[tuple[float, int]]) -> np.ndarray:
-    """Count the neighbours of every atom within shorter cutoffs, at most so many: int32 (ninner, natoms)."""
-    counts = np.zeros((len(inner), natoms), dtype=np.int32)
-    for row, (short, most) in zip(counts, inner, strict=True):
-        near = pairs.real[pairs.i[pairs.distance < short]]
-        np.minimum(np.bincount(near, minlength=natoms), most, out=row, casting="unsafe")
-    return counts
-
-
 def _lay_out(
-    pairs: Pairs, natoms: int, rcut: float, limits: np.ndarray, by_type: bool, ntypes: int, inner: np.ndarray
-) -> FrameNeighbors:
+    pairs: Pairs, natoms: int, rcut: float, limits: np.ndarray, by_type: bool
+) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
     """Sort pairs into rows of atoms and columns of groups, nearest first, at most `limits` a group."""
     nreal, ngroups = len(pairs.real), len(limits)
     group = pairs.types[pairs.j] if by_type else np.zeros_like(pairs.i)
@@ -218,26 +203,10 @@ def _lay_out(
     rows = pairs.real[pairs.i[order]]
     index = np.full((natoms, int(widths.sum())), -1, dtype=np.int32)
     index[rows, columns] = pairs.real[pairs.j[order]]
-    small = _smallest_integers(pairs.shift)
-    shift = np.zeros((*index.shape, 3), dtype=small.dtype)
-    shift[rows, columns] = small[order]
-    return FrameNeighbors(
-        index=index,
-        shift=shift,
-        sections=tuple(int(w) for w in widths),
-        inner=inner,
-        statistics=pairs.statistics(ntypes),
-        dropped=len(kept) - len(order),
-    )
-
-
-def _smallest_integers(shift: np.ndarray) -> np.ndarray:
-    """Store translations in the smallest type that holds them: int8, unless an atom left its cell far behind."""
-    reach = int(np.abs(shift).max(initial=0))
-    for dtype in (np.int8, np.int16):
-        if reach <= np.iinfo(dtype).max:
-            return shift.astype(dtype)
-    return shift.astype(np.int32)
+    # The smallest type that holds the translations: int8, unless an atom left its cell far behind.
+    shift = np.zeros((*index.shape, 3), dtype=np.min_scalar_type(-1 - int(np.abs(pairs.shift).max(initial=0))))
+    shift[rows, columns] = pairs.shift[order]
+    return index, shift, tuple(int(w) for w in widths)
 
 
 def group_limits(sel: Sequence[int] | None, by_type: bool, ntypes: int) -> np.ndarray:
@@ -272,40 +241,29 @@ def stack_neighbors(parts: Sequence[FrameNeighbors]) -> NeighborList:
     shift = np.zeros((*index.shape, 3), dtype=np.result_type(*(p.shift.dtype for p in parts)))
     inner = np.zeros((len(parts), len(parts[0].inner), natoms), dtype=np.int32)
     for k, part in enumerate(parts):
-        _copy_sections(part, index[k], shift[k], sections)
-        inner[k, :, : part.inner.shape[1]] = part.inner
+        own = part.index.shape[0]
+        _copy_sections(part, index[k, :own], shift[k, :own], sections)
+        inner[k, :, :own] = part.inner
     return NeighborList(index, shift, sections, inner)
 
 
 def widen_sections(neighbors: NeighborList, sections: Sequence[int]) -> NeighborList:
-    """Return the same neighbours in sections that are at least as wide, filled up with empty slots.
-
-    Parameters
-    ----------
-    neighbors : NeighborList
-        Of a batch.
-    sections : sequence of int
-        The new widths.
-    """
+    """Return the neighbours of a batch in sections that are at least as wide, filled up with empty slots."""
     if tuple(sections) == neighbors.sections:
         return neighbors
     index = np.full((*neighbors.index.shape[:2], sum(sections)), -1, dtype=neighbors.index.dtype)
     shift = np.zeros((*index.shape, 3), dtype=neighbors.shift.dtype)
-    source = target = 0
-    for own, width in zip(neighbors.sections, sections, strict=True):
-        index[..., target : target + own] = neighbors.index[..., source : source + own]
-        shift[..., target : target + own, :] = neighbors.shift[..., source : source + own, :]
-        source += own
-        target += width
+    _copy_sections(neighbors, index, shift, sections)
     return replace(neighbors, index=index, shift=shift, sections=tuple(sections))
 
 
-def _copy_sections(frame: FrameNeighbors, index: np.ndarray, shift: np.ndarray, sections: tuple[int, ...]) -> None:
-    """Copy the sections of a frame to where wider sections begin."""
-    natoms = frame.index.shape[0]
-    source = target = 0
-    for own, width in zip(frame.sections, sections, strict=True):
-        index[:natoms, target : target + own] = frame.index[:, source : source + own]
-        shift[:natoms, target : target + own] = frame.shift[:, source : source + own]
-        source += own
-        target += width
+def _copy_sections(
+    source: NeighborList | FrameNeighbors, index: np.ndarray, shift: np.ndarray, sections: Sequence[int]
+) -> None:
+    """Copy columns to where wider sections begin."""
+    begin = place = 0
+    for own, width in zip(source.sections, sections, strict=True):
+        index[..., place : place + own] = source.index[..., begin : begin + own]
+        shift[..., place : place + own, :] = source.shift[..., begin : begin + own, :]
+        begin += own
+        place += width

@@ -93,21 +93,17 @@ class AtomBudgetSampler(SavedOrder):
         """Return system and frame of every place of an epoch, sorted by size, and the order of its batches."""
         stream = np.random.Generator(np.random.PCG64([self.seed, 2, epoch]))
         system = np.repeat(np.arange(len(self._counts)), self._counts)
-        frame = np.concatenate(
-            [_served(stream, int(n), int(count)) for n, count in zip(self._nframes, self._counts, strict=True)]
-        )
+        served = []  # each frame of a system equally often but for a random remainder
+        for n, count in zip(self._nframes.tolist(), self._counts.tolist(), strict=True):
+            whole, rest = divmod(count, n)
+            served += [np.tile(np.arange(n), whole), stream.permutation(n)[:rest]]
+        frame = np.concatenate(served)
         shuffled = stream.permutation(len(system))
         shuffled = shuffled[np.argsort(self._atoms[shuffled], kind="stable")]
         return system[shuffled], frame[shuffled], stream.permutation(self.batches_per_epoch)
 
     def _forget(self) -> None:
         self._epoch = None
-
-
-def _served(stream: np.random.Generator, nframes: int, count: int) -> np.ndarray:
-    """Return `count` frames of a system, each equally often but for a random remainder."""
-    whole, rest = divmod(count, nframes)
-    return np.concatenate([np.tile(np.arange(nframes), whole), stream.permutation(nframes)[:rest]])
 
 
 def _cuts(atoms: np.ndarray, budget: int) -> np.ndarray:
