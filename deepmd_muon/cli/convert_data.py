@@ -35,8 +35,7 @@ def run(options: argparse.Namespace) -> int:
     """Convert, and print the systems that were found."""
     from deepmd_muon.data.checks.labels import suspicions
     from deepmd_muon.data.opening import check_labels
-    from deepmd_muon.data.stores.lmdb_writing import write_lmdb
-    from deepmd_muon.data.writing import write_extxyz, write_hdf5, write_npy
+    from deepmd_muon.data.writing import write_extxyz, write_hdf5, write_lmdb, write_npy
     from deepmd_muon.train.report import set_up_logging
 
     refuse_clashes(CommandError, {"OUT": options.output, "-l": options.log_path}, {}, {"the data": options.input})

@@ -158,13 +158,10 @@ def _stores(frames: Sequence[Atoms], chosen: Sequence[int], path: str, keys: Lab
     stores = []
     for number, ((symbols, pbc), sets) in enumerate(systems.items()):
         stacked = [{name: np.stack([frame[name] for frame in alike]) for name in alike[0]} for alike in sets.values()]
-        name = path if len(systems) == 1 else f"{path}#{number}-{_formula(symbols)}"
+        formula = "".join(f"{element}{symbols.count(element)}" for element in dict.fromkeys(symbols))
+        name = path if len(systems) == 1 else f"{path}#{number}-{formula}"
         stores.append(MemoryStore(name, symbols, stacked, pbc=pbc))
     return stores
-
-
-def _formula(symbols: tuple[str, ...]) -> str:
-    return "".join(f"{element}{symbols.count(element)}" for element in dict.fromkeys(symbols))
 
 
 def _structure(atoms: Atoms, path: str, place: str) -> dict[str, np.ndarray]:

@@ -3,8 +3,7 @@
 import pytest
 
 from deepmd_muon.data import DataError, open_systems, opening, register_format
-from deepmd_muon.data.stores.lmdb_writing import write_lmdb
-from deepmd_muon.data.writing import write_extxyz, write_hdf5, write_npy
+from deepmd_muon.data.writing import write_extxyz, write_hdf5, write_lmdb, write_npy
 from deepmd_muon.testing import DataFormatChecks
 
 FORMATS = {
