@@ -93,6 +93,19 @@ class Systems:
         box = None if self.box is None else self.box[rows]
         return Systems(self.coord[rows], box, self.atype[rows], self.mass[rows], self.velocity[rows])
 
+    def of_each(self, value: float | torch.Tensor, name: str) -> torch.Tensor:
+        """Return a quantity of each structure `(nsystems,)` that is given as one for all or one of each.
+
+        Raises
+        ------
+        DynamicsError
+            When there is another number of them.
+        """
+        found = torch.as_tensor(value, dtype=torch.float64, device=self.coord.device).reshape(-1)
+        if len(found) not in (1, len(self)):
+            raise DynamicsError(f"{len(found)} {name}s for {len(self)} structures: give one, or one of each structure")
+        return found.expand(len(self))
+
     def heated(self, temperature: float | torch.Tensor, generator: torch.Generator) -> Systems:
         """Return the structures with velocities of the Maxwell–Boltzmann distribution, their centres at rest.
 
@@ -104,7 +117,7 @@ class Systems:
             Source of random numbers on the CPU, so that a seed gives the same run on every device.
         """
         noise = torch.randn(self.coord.shape, generator=generator, dtype=torch.float64).to(self.coord.device)
-        kelvin = torch.as_tensor(temperature, dtype=torch.float64, device=self.coord.device).reshape(-1, 1)
+        kelvin = self.of_each(temperature, "temperature")[:, None]
         spread = (BOLTZMANN * kelvin * ACCELERATION / self.mass).sqrt()
         weight = torch.where(self.real, self.mass, 0.0)[..., None]
         velocity = torch.where(self.real[..., None], spread[..., None] * noise, 0.0)

@@ -75,6 +75,33 @@ def test_a_lost_copy_is_named_and_the_others_go_on(frames, generator):
     np.testing.assert_allclose(snapshots[-1].systems.coord, alone.systems.coord, atol=1e-12)
 
 
+@pytest.mark.parametrize("wanted", [torch.tensor(200.0), torch.tensor([200.0]), torch.tensor([100.0, 200.0, 300.0])])
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_thermostat_and_barostat_go_on_without_a_lost_copy(frames, generator, wanted, when):
+    force_field = ForceField(Predictor(build("smooth"), device="cpu"))
+    systems = Systems.from_frames(frames, ("O", "H")).heated(wanted, generator)
+    if when == "at once":
+        systems.coord[1, 3] = float("nan")
+    else:
+        systems.velocity[1, 5] = 10.0
+    settings = {"thermostat": Langevin(wanted), "barostat": Barostat(wanted / 1e3, wanted, every=2)}
+    *_, end = simulate(force_field, systems, 4, 0.5, every=1, **settings)
+    assert end.copies.tolist() == [0, 2]
+    assert end.systems.coord.isfinite().all()
+
+
+def test_temperatures_that_fit_no_structures_are_refused(frames, generator):
+    force_field = ForceField(Predictor(build("smooth"), device="cpu"))
+    systems = Systems.from_frames(frames, ("O", "H"))
+    with pytest.raises(DynamicsError, match="2 temperatures"):
+        systems.heated(torch.tensor([100.0, 200.0]), generator)
+    with pytest.raises(DynamicsError, match="2 temperatures"):
+        next(simulate(force_field, systems, 1, 0.5, thermostat=Langevin(torch.tensor([100.0, 200.0]))))
+    for wrong in (Langevin(-300.0), Langevin(float("nan")), Langevin(300.0, friction=-0.1)):
+        with pytest.raises(DynamicsError, match="temperature"):
+            next(simulate(force_field, systems, 1, 0.5, thermostat=wrong))
+
+
 def test_relaxation_ends_at_small_forces(frames):
     force_field = ForceField(Predictor(build("smooth"), device="cpu"))
     systems = Systems.from_frames(frames, ("O", "H"))
