@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from deepmd_muon.data.errors import NeighborError
-from deepmd_muon.dynamics.errors import DynamicsError
 from deepmd_muon.dynamics.pairs import GhostLists, PairLists
+from deepmd_muon.dynamics.systems import DynamicsError
 from deepmd_muon.infer.device_call import DenseError, DeviceCall, fits
 from deepmd_muon.infer.frozen import FrozenModel
 from deepmd_muon.infer.predictor import Predictor

@@ -11,10 +11,9 @@ import torch
 
 from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.dynamics.barostat import Barostat
-from deepmd_muon.dynamics.errors import DynamicsError
 from deepmd_muon.dynamics.forces import ForceField, Forces
 from deepmd_muon.dynamics.stretch import Stretch
-from deepmd_muon.dynamics.systems import ACCELERATION, BOLTZMANN, Systems
+from deepmd_muon.dynamics.systems import ACCELERATION, BOLTZMANN, DynamicsError, Systems
 
 #: No atom of a sound simulation moves so far in one step [Å]; hydrogen at 1000 K moves 0.02 Å in 0.5 fs.
 FARTHEST = 0.5

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from deepmd_muon.dynamics.errors import DynamicsError
 from deepmd_muon.dynamics.forces import ForceField, Forces
 from deepmd_muon.dynamics.stretch import Stretch
-from deepmd_muon.dynamics.systems import Systems
+from deepmd_muon.dynamics.systems import DynamicsError, Systems
 
 # Bitzek et al., Phys. Rev. Lett. 97, 170201 (2006), with ASE's step lengths, for masses of 1.
 _PATIENCE, _FASTER, _SLOWER, _MIXING, _LESS = 5, 1.1, 0.5, 0.1, 0.99

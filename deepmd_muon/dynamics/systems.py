@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,12 +11,22 @@ import torch
 
 from deepmd_muon.data import Frames
 from deepmd_muon.data.elements import MASSES
-from deepmd_muon.dynamics.errors import DynamicsError
 
 #: Boltzmann's constant [eV/K] (CODATA 2018).
 BOLTZMANN = 8.617333262e-5
 #: Acceleration [Å/fs²] of a mass of 1 u by a force of 1 eV/Å.
 ACCELERATION = 9.648533212e-3
+#: A structure hotter than this many times its start or its thermostat has blown up.
+HOT = 3.0
+
+
+class DynamicsError(ValueError):
+    """Structures or settings with which no dynamics can begin, or dynamics that lost all of its structures."""
+
+
+def usual_time_step(elements: Iterable[str]) -> float:
+    """Return the time step of dynamics at constant temperature [fs]: hydrogen needs a shorter one."""
+    return 0.5 if min(MASSES.get(name, math.inf) for name in elements) < 5.0 else 1.0
 
 
 @dataclass(frozen=True)
@@ -137,6 +148,12 @@ class Systems:
         """Kinetic temperature `(nsystems,)` [K]; three degrees of freedom an atom, less three of the centre at rest."""
         atoms = self.real.sum(1)
         return 2.0 * self.kinetic / (BOLTZMANN * (3 * atoms - 3).clamp(min=3))
+
+    def hot(self, kelvin: float | torch.Tensor) -> np.ndarray:
+        """Tell which structures have blown up, bool `(nsystems,)`, from temperatures as in `heated` [K]."""
+        # Few atoms fluctuate more.
+        limit = HOT * self.of_each(kelvin, "temperature") * (1.0 + 2.0 / (3.0 * self.real.sum(1).double()).sqrt())
+        return (~(self.temperature <= limit)).cpu().numpy()
 
     def frames(self) -> Frames:
         """Return positions, cells and types as arrays."""

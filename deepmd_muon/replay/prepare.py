@@ -19,8 +19,7 @@ from deepmd_muon.data.writing import write_hdf5
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches
 from deepmd_muon.model.settings import ModelSettings, changed
-from deepmd_muon.replay.errors import ReplayError
-from deepmd_muon.replay.structures import KEPT, as_systems, choose_starts, draw
+from deepmd_muon.replay.structures import KEPT, ReplayError, as_systems, choose_starts, draw
 from deepmd_muon.section import thaw
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,8 @@ from deepmd_muon.dynamics.systems import BOLTZMANN
 from deepmd_muon.infer.model_deviation import deviation_of_force
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.stability.angles import Angles, angles_of
-from deepmd_muon.stability.coverage import Coverage, coverage_of
+from deepmd_muon.stability.coverage import Coverage, StabilityError, coverage_of
 from deepmd_muon.stability.curves import Verdict
-from deepmd_muon.stability.errors import StabilityError
 from deepmd_muon.stability.scans import SHORTEST, Curve, scan_dimers, scan_in_place
 from deepmd_muon.stability.trajectories import Trajectories, estimate_temperature, run_dynamics, starts
 

@@ -9,8 +9,7 @@ import torch
 from ase.calculators.emt import EMT
 from ase.io import read, write
 
-from deepmd_muon.explore.candidates import Candidate
-from deepmd_muon.explore.selection import choose
+from deepmd_muon.explore.candidates import Candidate, choose
 from deepmd_muon.explore.settings import ExploreSettings, SelectionSettings
 
 
@@ -81,8 +80,8 @@ def test_a_command_that_was_killed_goes_on(copper, explore, monkeypatch, stage):
 
     with monkeypatch.context() as patch:
         if stage == "labels":
-            original = labelling.write_xyz
-            patch.setattr(labelling, "write_xyz", write_two)
+            original = labelling.write_images
+            patch.setattr(labelling, "write_images", write_two)
         elif stage == "training":
             # After the first checkpoint of the round's training.
             from deepmd_muon.train.checkpoint.saving import Checkpoints

@@ -12,9 +12,8 @@ from deepmd_muon.argcheck import InputError, load
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
 from deepmd_muon.infer.predictor import Predictor
-from deepmd_muon.replay.errors import ReplayError
 from deepmd_muon.replay.prepare import prepare
-from deepmd_muon.replay.structures import as_systems, choose_starts, draw, strained
+from deepmd_muon.replay.structures import ReplayError, as_systems, choose_starts, draw, strained
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 OLD, NEW = (str(EXAMPLE / "train" / name) for name in ("fcc32", "triclinic8"))
