@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepmd_muon.data import Frames, System
-from deepmd_muon.data.elements import MASSES
+from deepmd_muon.data.elements import COVALENT_RADII, MASSES
 from deepmd_muon.data.errors import naming_frame
 from deepmd_muon.data.neighbors.lists import Pairs, find_pairs
 
@@ -62,12 +62,15 @@ class Coverage:
         -------
         tuple
             The smallest ratio of a distance to the shortest of its pair of types, and the number of the pair that lies
-            farthest from the data; None where the data hold all of them.
+            farthest from the data; None where the data hold all of them. Of types that the data do not hold together,
+            the shortest is the sum of covalent radii.
         """
         first, second = pairs.types[pairs.i], pairs.types[pairs.j]
         ratio = pairs.distance / self.shortest[first, second]
         outside = self.outside(first, second, pairs.distance)
         worst = int(np.where(outside, ratio, np.inf).argmin()) if outside.any() else None
+        radii = np.array([COVALENT_RADII.get(name, 0.7) for name in self.type_map])
+        ratio = np.where(ratio > 0.0, ratio, pairs.distance / (radii[first] + radii[second]))
         return float(ratio.min(initial=np.inf)), worst
 
     def gaps(self, pair: tuple[int, int]) -> list[tuple[float, float]]:

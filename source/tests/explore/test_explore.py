@@ -265,6 +265,23 @@ def test_fingerprints_weigh_distances_that_no_frame_has(copper):
     assert moved(k, 1.5) > 1.5 * moved(k, 2.6) > 0.0
 
 
+def test_elements_that_the_data_hold_apart_may_meet():
+    """Oxygen and hydrogen in systems of their own: a structure with both is new, and not too close at 1.2 Å."""
+    from deepmd_muon.data import MemoryStore, System
+    from deepmd_muon.stability.coverage import coverage_of, pairs_of
+
+    def pair(first, second, distance):
+        coord = np.array([[0.0, 0.0, 0.0, distance, 0.0, 0.0]])
+        return System(MemoryStore("pair", [first, second], [{"coord": coord}], pbc=False), ["O", "H"])
+
+    coverage = coverage_of([pair("O", "O", 1.2), pair("H", "H", 0.74)], ["O", "H"], 4.0)
+    least = SelectionSettings().closest
+    for distance, kept in ((1.2, True), (0.5, False)):
+        closest, new = coverage.compare(pairs_of(pair("O", "H", distance).frames([0]), 0, 4.0))
+        assert new is not None
+        assert (closest >= least) == kept
+
+
 def test_the_reference_page_is_that_of_the_settings():
     from pathlib import Path
 
