@@ -53,16 +53,10 @@ class Pairs:
 
 
 def read_pickle(data: bytes, allowed: Collection[Name]) -> Any:
-    """Return the content of a pickle: plain values, lists, tuples, `Pairs`, `Name` and `Record`.
+    """Return the content of a pickle of protocol 2 or later: plain values, lists, tuples, `Pairs`, `Name` and `Record`.
 
     A few bytes can describe nested tuples of exponential size, which must not be compared, hashed or printed whole.
-
-    Parameters
-    ----------
-    data
-        The pickle, of protocol 2 or later.
-    allowed
-        The globals that it may mention.
+    `allowed` are the globals that the pickle may mention.
 
     Raises
     ------

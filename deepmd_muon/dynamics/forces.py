@@ -67,7 +67,8 @@ class ForceField:
         self.skin = skin
         self._lists: list[tuple[slice, Lists]] = []
         self._atype: torch.Tensor | None = None
-        self._memory: GraphMemory | None = None
+        #: Where graphs that hold `launch` are recorded; None where there are none.
+        self.memory: GraphMemory | None = None
         self._box: torch.Tensor | None = None
         self._boxes: list[torch.Tensor] = []
         self._prepared = 0
@@ -114,7 +115,7 @@ class ForceField:
                 except DenseError:
                     self._lists[number] = rows, self._host_lists(atype[rows])
                     parts.append(self._evaluate(self._lists[number][1], *part))
-        return Forces(*(torch.cat([getattr(part, name) for part in parts]) for name in ("energy", "force", "virial")))
+        return Forces(*map(torch.cat, zip(*(part.tensors for part in parts), strict=True)))
 
     def launchable(self, box: torch.Tensor | None, atype: torch.Tensor) -> bool:
         """Whether `launch` may follow: these structures were evaluated last, and their lists are on the device."""
@@ -159,11 +160,6 @@ class ForceField:
                 call.prepare()
         return whole
 
-    @property
-    def memory(self) -> GraphMemory | None:
-        """Where graphs that hold `launch` are recorded; None where there are none."""
-        return self._memory
-
     def _prepare(self, atype: torch.Tensor, *, periodic: bool) -> None:
         model, nsystems = self.predictor.model, atype.shape[0]
         if int(atype.max()) >= len(model.type_map):
@@ -182,8 +178,8 @@ class ForceField:
         if model is None or not fits(atype.cpu().numpy()):
             return self._host_lists(atype)
         if self.device.type == "cuda":
-            self._memory = self._memory or GraphMemory()
-        return DeviceCall(model, atype, periodic, self.skin, self._memory)
+            self.memory = self.memory or GraphMemory()
+        return DeviceCall(model, atype, periodic, self.skin, self.memory)
 
     def _host_lists(self, atype: torch.Tensor) -> PairLists | GhostLists:
         model = self.predictor.model
@@ -195,9 +191,8 @@ class ForceField:
         if isinstance(lists, DeviceCall):
             lists.evaluate(coord, box)
             return Forces(lists.energy, lists.force, lists.virial).clone()
-        return self._of_model(lists, coord, box) if isinstance(lists, PairLists) else self._of_file(lists, coord, box)
-
-    def _of_model(self, lists: PairLists, coord: torch.Tensor, box: torch.Tensor | None) -> Forces:
+        if isinstance(lists, GhostLists):
+            return self._of_file(lists, coord, box)
         model = self.predictor.model
         assert isinstance(model, EnergyModel)
         with torch.no_grad():

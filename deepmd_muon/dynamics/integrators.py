@@ -237,12 +237,7 @@ def thermalized(
 class _DeviceSteps:
     """Steps of a run by work of the device alone; the same arithmetic as `_Run.advance`.
 
-    Parameters
-    ----------
-    run
-        Its structures, thermostat and cells stay the same until they are dropped or scaled.
-    time_step
-        Time step [fs].
+    Structures, thermostat and cells of the run stay the same until they are dropped or scaled.
     """
 
     def __init__(self, run: _Run, time_step: float) -> None:
@@ -349,6 +344,21 @@ def simulate(
             f"a run needs a time step above 0 fs, 0 steps or more and a snapshot every 1 step or more; found "
             f"{time_step} fs, {steps} and {every}"
         )
+    thermostat, barostat = _of_each(systems, thermostat, barostat)
+    force_field.reset()
+    # A GPU draws its noise itself: a seed gives the same run on devices of one kind.
+    run = _Run(force_field, systems, thermostat, barostat, torch.Generator(systems.coord.device).manual_seed(seed))
+    yield run.snapshot()
+    while run.step < steps and len(run.systems):
+        run.go(min(every - run.step % every, steps - run.step), time_step)
+        if run.step % every == 0 or run.step == steps or not len(run.systems):
+            yield run.snapshot()
+
+
+def _of_each(
+    systems: Systems, thermostat: Langevin | None, barostat: Barostat | None
+) -> tuple[Langevin | None, Barostat | None]:
+    """Return thermostat and barostat with temperatures and pressures of each structure; refuse wrong numbers."""
     if barostat is not None:
         values = barostat.time, barostat.compressibility, float(barostat.every)
         if thermostat is None or not all(value > 0.0 and math.isfinite(value) for value in values):
@@ -363,11 +373,4 @@ def simulate(
         if not ((kelvin >= 0.0) & kelvin.isfinite()).all() or not thermostat.friction >= 0.0:
             raise DynamicsError(f"a thermostat needs temperatures and a friction of 0 or more; found {thermostat}")
         thermostat = replace(thermostat, temperature=kelvin)
-    force_field.reset()
-    # A GPU draws its noise itself: a seed gives the same run on devices of one kind.
-    run = _Run(force_field, systems, thermostat, barostat, torch.Generator(systems.coord.device).manual_seed(seed))
-    yield run.snapshot()
-    while run.step < steps and len(run.systems):
-        run.go(min(every - run.step % every, steps - run.step), time_step)
-        if run.step % every == 0 or run.step == steps or not len(run.systems):
-            yield run.snapshot()
+    return thermostat, barostat

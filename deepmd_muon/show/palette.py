@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-BLUE, ORANGE, GREEN, PURPLE, RED, GRAY, BROWN = (
-    *("#1f6fb4", "#d1651a", "#2d8a57", "#8a5aa8", "#b8323f", "#6b6b6b"),
-    "#8c6d31",
-)
 #: Colours in the order of series.
-SERIES = (BLUE, ORANGE, GREEN, PURPLE, RED, GRAY, BROWN)
+SERIES = ("#1f6fb4", "#d1651a", "#2d8a57", "#8a5aa8", "#b8323f", "#6b6b6b", "#8c6d31")
+BLUE, ORANGE, GREEN, PURPLE, RED, GRAY, BROWN = SERIES
 #: Colours of optimizers by their names in pictures.
 OPTIMIZERS = {
     "HybridMuon": ORANGE,

@@ -73,7 +73,7 @@ def plan_of(given: Input, ranks: int | None, stage: int, groups: int = 1) -> Pla
     settings = group_settings(group)
     sharded = dataclasses.replace(optimizer.sharded, state="sharded") if stage == 1 else optimizer.sharded
     shard_state = stage < 2 and sharded.state == "sharded"
-    sizes = {name: max(4, p.element_size()) for name, p in _named(optimizer)}
+    sizes = {name: max(4, p.element_size()) for name, p in zip(group["param_names"], group["params"], strict=True)}
     planned = [
         PlannedParameter(
             entry.name,
@@ -117,11 +117,6 @@ def model_of(given: Input) -> EnergyModel | Branches:
         descriptor = settings.descriptor.with_counts(lambda rcut, found=one: found)  # type: ignore[misc]
         models[name] = dataclasses.replace(settings, descriptor=descriptor)
     return build_of(given.with_models(models))
-
-
-def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-    pairs = (zip(group["param_names"], group["params"], strict=True) for group in optimizer.param_groups)
-    return [pair for group in pairs for pair in group]
 
 
 def _input_of(path: Path) -> Input:

@@ -116,16 +116,13 @@ def plot_spectra(parameters: Sequence[ParameterUpdate], picture: str | os.PathLi
     _updates(right, parameters)
     if title:
         figure.suptitle(title, fontsize="medium")
-    _legend(figure, left, list(dict.fromkeys(p.route for p in parameters)))
-    write(figure, picture)
-
-
-def _legend(figure: Figure, axes: Any, routes: Sequence[str]) -> None:
-    """Put one legend below all panels."""
-    handles = [axes.plot([], [], color=_COLORS.get(route, "0.3"), marker="o", markersize=4)[0] for route in routes]
-    handles.append(axes.plot([], [], color="0.4", linewidth=0.8, linestyle="--")[0])
+    # One legend below all panels.
+    routes = list(dict.fromkeys(p.route for p in parameters))
+    handles = [left.plot([], [], color=_COLORS.get(route, "0.3"), marker="o", markersize=4)[0] for route in routes]
+    handles.append(left.plot([], [], color="0.4", linewidth=0.8, linestyle="--")[0])
     labels = [*(f"{route} (dark: first layers)" for route in routes), f"numerical rank counts above {SHARE:g}"]
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize="small")
+    write(figure, picture)
 
 
 def _spectra(axes: Any, matrices: Sequence[ParameterUpdate], kind: str, title: str, label: str) -> None:
@@ -158,9 +155,9 @@ def _updates(axes: Any, parameters: Sequence[ParameterUpdate]) -> None:
         axes.plot(found, row + spread, "o", color=color, markersize=4, alpha=0.6, markeredgewidth=0)
         median = float(np.median(found))
         axes.plot([median] * 2, [row - 0.32, row + 0.32], color=color, linewidth=1.6)
-        axes.annotate(
-            _power_of_ten(median), (median, row + 0.34), ha="center", va="bottom", fontsize="x-small", color=color
-        )
+        mantissa, exponent = f"{median:.1e}".split("e")
+        number = rf"${mantissa}\cdot 10^{{{int(exponent)}}}$"
+        axes.annotate(number, (median, row + 0.34), ha="center", va="bottom", fontsize="x-small", color=color)
     axes.set_title("Next update", fontsize="medium")
     axes.set_xlabel("RMS of update / RMS of weights")
     axes.set_yticks(range(len(routes)), routes)
@@ -169,9 +166,3 @@ def _updates(axes: Any, parameters: Sequence[ParameterUpdate]) -> None:
     low, high = axes.get_xlim()
     axes.set_xlim(low / 1.5, high * 1.5)
     axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _power_of_ten(value: float) -> str:
-    """Return a number as a paper prints it."""
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return rf"${mantissa}\cdot 10^{{{int(exponent)}}}$"

@@ -142,7 +142,10 @@ def check_models(
     checked = []
     for name, predictor in zip(names, predictors, strict=True):
         log.info("%s: scans and dynamics at %.0f K", name, temperature)
-        curves = _scans(predictor, coverage, systems, temperature, settings)
+        kt = BOLTZMANN * temperature
+        in_data = any(system.natoms == 2 and not system.pbc for system in systems)
+        curves = scan_dimers(predictor, coverage, kt, in_data=in_data)
+        curves += scan_in_place(predictor, coverage, systems, kt, probes=settings.probes, seed=settings.seed)
         dynamics = _dynamics(predictor, coverage, angles, systems, temperature, settings)
         items = [
             _of_coverage(coverage, dynamics),
@@ -169,15 +172,6 @@ def _temperature(
             HOTTER * ROOM_TEMPERATURE,
         )
     return found, HOTTER * (found or ROOM_TEMPERATURE)
-
-
-def _scans(
-    predictor: Predictor, coverage: Coverage, systems: Sequence[System], temperature: float, settings: CheckSettings
-) -> list[Curve]:
-    kt = BOLTZMANN * temperature
-    in_data = any(system.natoms == 2 and not system.pbc for system in systems)
-    placed = scan_in_place(predictor, coverage, systems, kt, probes=settings.probes, seed=settings.seed)
-    return [*scan_dimers(predictor, coverage, kt, in_data=in_data), *placed]
 
 
 def _dynamics(

@@ -188,8 +188,6 @@ def neighbor_statistics(
 
     Notes
     -----
-    A count that takes long logs how far it is.
-
     Atoms outside of their cell are counted like all others. deepmd-kit 3.2.0's ``neighbor-stat`` does not move
     them back before it adds images, so for unwrapped trajectories it may report fewer neighbours.
     """
