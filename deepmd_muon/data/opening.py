@@ -109,16 +109,8 @@ def open_systems(
 def with_common_types(systems: Sequence[System]) -> list[System]:
     """Return systems that were opened without a type map with one that has the elements of all.
 
-    Parameters
-    ----------
-    systems : sequence of System
-        Each with the elements of its own ``type_map.raw``, in its own order.
-
-    Returns
-    -------
-    list of System
-        The same systems. Their `type_map` lists elements in the order of their first appearance; it stays None where no
-        system names its elements.
+    Their `type_map` lists elements in the order of their first appearance; it stays None where no system names its
+    elements.
 
     Raises
     ------
@@ -174,14 +166,7 @@ def check_labels(systems: Sequence[System]) -> None:
 
 
 def with_parameters(systems: Sequence[System], wanted: Parameters) -> list[System]:
-    """Return systems whose frames carry the parameters that a model reads.
-
-    Parameters
-    ----------
-    systems
-        The data.
-    wanted
-        The parameters; all zero returns the systems as they are.
+    """Return systems whose frames carry the parameters that a model reads, if any.
 
     Raises
     ------

@@ -244,14 +244,7 @@ class _Watch:
 def choose(candidates: Sequence[Candidate], known: np.ndarray, settings: SelectionSettings) -> list[Candidate]:
     """Return candidates by farthest-point sampling: each is the one farthest from the data and those chosen before.
 
-    Parameters
-    ----------
-    candidates
-        Structures with fingerprints.
-    known
-        Fingerprints of training frames `(nframes, nbins)`.
-    settings
-        How many in all, and from one trajectory.
+    `known` are fingerprints of training frames `(nframes, nbins)`.
     """
     if not candidates:
         return []

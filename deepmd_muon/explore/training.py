@@ -26,12 +26,7 @@ CHECKPOINT = "model.ckpt"
 
 
 class BaseInput:
-    """The input that trained the models.
-
-    Parameters
-    ----------
-    path
-        The file. Its systems are relative to its folder.
+    """The input that trained the models; its systems are relative to the folder of the file.
 
     Raises
     ------

@@ -49,16 +49,9 @@ def choose_starts(systems: Sequence[System], count: int, seed: int) -> Frames:
 
 
 def strained(frames: Frames, strain: float, seed: int) -> Frames:
-    """Return frames whose cells and positions have been strained at random.
+    """Return frames whose cells and positions have been strained at random; those without a cell stay as they are.
 
-    Parameters
-    ----------
-    frames
-        Those without a cell stay as they are.
-    strain
-        Standard deviation of each component of the symmetric strain.
-    seed
-        Of the random numbers.
+    `strain` is the standard deviation of each component of the symmetric strain.
     """
     if frames.box is None:
         return frames
@@ -73,18 +66,8 @@ def draw(
 ) -> list[Frames]:
     """Return structures with energy, forces and virials of a potential, one `Frames` of a single frame each.
 
-    Parameters
-    ----------
-    predictor
-        The potential.
-    starts
-        A structure for each walker; types index the potential's type map.
-    temperatures
-        Of the walkers, in turn [K].
-    steps
-        Of each walker's dynamics.
-    strain, seed
-        See `strained`.
+    A walker starts from each of the structures, strained at random, and takes `steps` of dynamics. The temperatures [K]
+    are taken in turn.
 
     Raises
     ------

@@ -32,18 +32,10 @@ _SPARSE = 40
 
 
 def read_learning_curve(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Read a learning curve, of this package or of deepmd-kit.
+    """Read a learning curve, of this package or of deepmd-kit: `lcurve.out` or, with the ending .jsonl, JSON lines.
 
-    Parameters
-    ----------
-    path
-        The file, `lcurve.out` or, with the ending .jsonl, a log of JSON lines; where its columns change at a restart, a
-        column that a row does not have is nan there.
-
-    Returns
-    -------
-    dict
-        Columns by name ("step", "rmse_e_trn", …, "lr", of JSON lines "time" [s], too), each (nrows,) float64.
+    Return columns by name ("step", "rmse_e_trn", …, "lr", of JSON lines "time" [s], too), each (nrows,) float64. Where
+    columns change at a restart, a column that a row does not have is nan there.
 
     Raises
     ------
@@ -101,16 +93,8 @@ def plot_learning_curves(
 ) -> None:
     """Draw learning curves: one panel a quantity, validation and training errors of every run, its learning rate.
 
-    Parameters
-    ----------
-    paths
-        One file a run; see `read_learning_curve`.
-    picture
-        Where the picture goes; its format follows from the file's ending.
-    labels
-        Name of every run; the folders or names of the files when left out.
-    against
-        The horizontal axis. Only logs of JSON lines have the time.
+    The ending of `picture` says its format. Runs are called by the folders or names of their files unless labels are
+    given. Only logs of JSON lines have the time as horizontal axis.
 
     Raises
     ------

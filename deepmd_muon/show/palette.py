@@ -20,16 +20,11 @@ OPTIMIZERS = {
 
 
 def colors_of(labels: Sequence[str]) -> list[str]:
-    """Return a colour for each label of a picture.
+    """Return a colour for each label of the series of a picture, in their order.
 
     A label that is an optimizer's name, or begins with it as "HybridMuon, seed 2" does, gets that optimizer's colour if
     no label before it has. The others take the remaining colours in order, and from the first one again when all are
     taken.
-
-    Parameters
-    ----------
-    labels
-        Names of series, in their order.
     """
     named: dict[int, str] = {}
     for number, label in enumerate(labels):

@@ -103,12 +103,8 @@ class ParityPicture:
 def without_offset(points: dict[str, np.ndarray], counts: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
     """Subtract the energies of the elements that fit all reference energies best.
 
-    Parameters
-    ----------
-    points : dict of ndarray, (2, nframes)
-        Reference and prediction of every series [eV/atom].
-    counts : dict of list of ndarray, (nframes, ntypes)
-        Fractions of every element; arrays may end at the highest type that their frames have.
+    Points `(2, nframes)` are reference and prediction of every series [eV/atom]. Counts `(nframes, ntypes)` are
+    fractions of every element; arrays may end at the highest type that their frames have.
     """
     width = max(part.shape[1] for parts in counts.values() for part in parts)
     fractions = {

@@ -27,18 +27,10 @@ _HELD = (
 
 
 def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | None, *, owners: bool = False) -> str:
-    """Return the plan of HybridMuon's step, as text.
+    """Return the plan of HybridMuon's step on so many ranks as text, of an input file or of a checkpoint's input.
 
-    Parameters
-    ----------
-    path
-        An input file, or a checkpoint, whose input counts.
-    ranks
-        Number of processes.
-    stage, groups
-        `zero_stage` and `data_parallel_replicate_degree`; None takes the input's.
-    owners
-        Whether to list the owner of every matrix.
+    `stage` and `groups` are `zero_stage` and `data_parallel_replicate_degree`; None takes the input's. With `owners`,
+    the owner of every matrix is listed.
 
     Raises
     ------

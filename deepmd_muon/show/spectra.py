@@ -84,14 +84,7 @@ def _columns(spectra: Sequence[np.ndarray], show: Any, widths: tuple[int, ...]) 
 def plot_spectra(parameters: Sequence[ParameterUpdate], picture: str | os.PathLike[str], title: str = "") -> None:
     """Draw the spectra of all matrices' weights and momenta, and the relative update of every parameter.
 
-    Parameters
-    ----------
-    parameters
-        In the order of the model.
-    picture
-        Where the picture goes; its format follows from the file's ending.
-    title
-        Above the panels.
+    The parameters come in the order of the model. The ending of `picture` says its format.
 
     Raises
     ------

@@ -92,16 +92,8 @@ class Sample:
 def suspicions(systems: Sequence[System]) -> list[str]:
     """Look at some frames of the systems of a model and say what suggests wrong units, signs or labels.
 
-    Parameters
-    ----------
-    systems
-        Systems with the same type map.
-
-    Returns
-    -------
-    list of str
-        One sentence each that begins with the name of the system; empty when nothing looks wrong. At most 128
-        systems, spread evenly, and 20 frames of each are looked at; energies and virials are compared in 12 of them.
+    Return one sentence each, which begins with the name of the system; empty when nothing looks wrong. At most 128
+    systems, spread evenly, and 20 frames of each are looked at; energies and virials are compared in 12 of them.
     """
     looked = systems[:: -(-len(systems) // _SYSTEMS)] if systems else []
     step = -(-len(looked) // _COMPARED) or 1

@@ -23,18 +23,10 @@ class GhostedFrame:
 
 
 def with_ghosts(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float) -> GhostedFrame:
-    """Find the images and neighbours of one frame.
+    """Find the images and neighbours of one frame within `rcut` [Å].
 
-    Parameters
-    ----------
-    coord : ndarray, (natoms, 3)
-        Positions [Å], inside the cell or not.
-    box : ndarray, (3, 3), optional
-        Cell vectors as rows [Å]; None without periodicity.
-    atype : ndarray of int, (natoms,)
-        Types; atoms of type −1 are padding and left out.
-    rcut : float
-        Cut-off radius [Å].
+    Positions may lie outside the cell, whose rows are its vectors; None without periodicity. Atoms of type −1 are
+    padding and left out.
 
     Raises
     ------

@@ -31,26 +31,11 @@ def frame_costs(systems: Sequence[System], rcut: float | None = None) -> np.ndar
 def sample_frames(
     systems: Sequence[System], most: float, rcut: float | None = None, candidates: Sequence[np.ndarray] | None = None
 ) -> list[np.ndarray]:
-    """Draw frames of systems, the same ones in every process.
+    """Draw frames of systems with one type map, the same ones in every process; return their numbers, ascending.
 
-    Where not all fit, each system takes part in proportion to its frames, and each type occurs in some of them.
-
-    Parameters
-    ----------
-    systems
-        The data, with one type map.
-    most
-        Most they may cost together, see `frame_costs`; all frames are taken where they fit. Systems that alone have a
-        type may be added.
-    rcut
-        As for `frame_costs`.
-    candidates
-        Frames of each system that are drawn from; all of them when left out.
-
-    Returns
-    -------
-    list of ndarray
-        Numbers of the frames of each system, ascending; empty for systems that do not take part.
+    All are taken where their cost, see `frame_costs`, is at most `most`. Otherwise each system takes part in proportion
+    to its frames, and each type occurs in some of them; systems that alone have a type may be added. `candidates` are
+    the frames of each system that are drawn from, all by default.
     """
     counts = np.array([s.nframes for s in systems] if candidates is None else [len(c) for c in candidates], dtype=int)
     costs = frame_costs(systems, rcut)

@@ -40,23 +40,11 @@ class Share:
 
 
 def split(systems: Sequence[System], share: float) -> list[Share]:
-    """Choose validation data that are not neighbours in time of training data.
+    """Choose validation data, a share between 0 and 1, that are not neighbours in time of training data.
 
     Of five or more systems of the same atoms, some are held out whole. Else the last frames of a system are, if it has
     ten or more. Smaller systems count as one kind, whatever their atoms. An element, and a lone atom, always stays in
-    the training data.
-
-    Parameters
-    ----------
-    systems : sequence of System
-        All data, opened with one type map.
-    share : float
-        Share of the validation data, between 0 and 1.
-
-    Returns
-    -------
-    list of Share
-        One for each system, in the same order.
+    the training data. Return the share of each system, in the same order.
     """
     kinds: dict[tuple[str, int, bool], list[int]] = {}
     for number, system in enumerate(systems):

@@ -47,16 +47,7 @@ class Value:
 
 
 class LmdbFile:
-    """A database, read-only.
-
-    Parameters
-    ----------
-    system
-        Name of the data, for messages.
-    path
-        ``data.mdb`` or a database in one file.
-    handles
-        Keeps the file open.
+    """A database, read-only: ``data.mdb`` or a database in one file. `system` names the data in messages.
 
     Raises
     ------
