@@ -164,6 +164,11 @@ class PairLists:
         sections = tuple(widths.tolist())
         neighbor = torch.full((nreal, sum(sections)), -1, dtype=torch.int64, device=slot.device)
         neighbor[row, column] = j[sort]
+        asked = self._model.neighbors.inner
+        counted = np.zeros((len(asked), nreal), dtype=np.int64)
+        for counts_of, (short, most) in zip(counted, asked, strict=True):
+            near = torch.bincount(self._row[i[square < short**2]], minlength=nreal)
+            counts_of[:] = near.clamp(max=min(most, int(self._limits[0]))).cpu().numpy()
         placed = None
         if box is not None:
             placed = torch.zeros((*neighbor.shape, 3), dtype=torch.int32, device=slot.device)
@@ -180,17 +185,8 @@ class PairLists:
             sections=sections,
             type_counts=self._counts,
             filled=kept.T.cpu().numpy(),
-            inner=self._inner(i, square, nreal),
+            inner=counted,
         )
-
-    def _inner(self, i: torch.Tensor, square: torch.Tensor, nreal: int) -> np.ndarray:
-        """Count the neighbours of every atom within the model's shorter cut-offs."""
-        asked = self._model.neighbors.inner
-        counts = np.zeros((len(asked), nreal), dtype=np.int64)
-        for row, (short, most) in zip(counts, asked, strict=True):
-            near = torch.bincount(self._row[i[square < short**2]], minlength=nreal)
-            row[:] = near.clamp(max=min(most, int(self._limits[0]))).cpu().numpy()
-        return counts
 
 
 @dataclass(frozen=True)

@@ -39,18 +39,9 @@ class Prepared:
 
 
 def prepare(given: Input, checkpoint: str, branch: str | None, replay: Sequence[str]) -> Prepared:
-    """Make the two-branch run of fine-tuning with replay.
+    """Make the two-branch run of fine-tuning a checkpoint, or one of its branches, with replay.
 
-    Parameters
-    ----------
-    given
-        The checked input, of one model.
-    checkpoint
-        The checkpoint to fine-tune.
-    branch
-        Its branch, where it has several.
-    replay
-        Data of the checkpoint's kind, or "pseudo" alone.
+    `replay` is data of the checkpoint's kind, or "pseudo" alone.
 
     Raises
     ------

@@ -60,14 +60,9 @@ class ParityPicture:
             check_ending(path)
 
     def add(self, reference: Frames, prediction: Prediction, series: str = "") -> None:
-        """Take the points of some frames; quantities without reference are left out.
+        """Take the points of the same frames, labelled and predicted; quantities without reference are left out.
 
-        Parameters
-        ----------
-        reference, prediction
-            Labels and predictions of the same frames.
-        series
-            Name of the data, e.g. "training"; every series has its color and its errors.
+        Every `series` of data, such as "training", has its colour and its errors.
         """
         real = reference.atype >= 0
         natoms = real.sum(axis=1)

@@ -40,20 +40,10 @@ class Feature:
 def features_of(
     distance: np.ndarray, energy: np.ndarray, slope: np.ndarray, outside: np.ndarray, kt: float
 ) -> list[Feature]:
-    """Return the features of a path that begins at a structure of the data.
+    """Return the features of a path that begins at a structure of the data; arrays are `(n,)`.
 
-    Parameters
-    ----------
-    distance
-        Distance of the pair at the points `(n,)` [Å], falling or rising.
-    energy
-        Energies `(n,)` [eV].
-    slope
-        dE/d(distance) by the forces `(n,)` [eV/Å].
-    outside
-        Which points have distances that the data do not hold `(n,)`, bool.
-    kt
-        Thermal energy of the dynamics to come [eV].
+    Distances of the pair fall or rise [Å]. `slope` is dE/d(distance) by the forces [eV/Å]. `outside` says which points
+    have distances that the data do not hold. `kt` is the thermal energy of the dynamics to come [eV].
     """
     wrong = ~(np.isfinite(energy) & np.isfinite(slope))
     if wrong.any():

@@ -21,22 +21,10 @@ _MOST_FRAMES = 1 << 30
 
 
 class AtomBudgetSampler(SavedOrder):
-    """An endless, reproducible order of batches of at most so many atoms.
+    """An endless, reproducible order of batches of at most `budget` atoms, padding included.
 
-    Parameters
-    ----------
-    nframes : sequence of int, (nsystems,)
-        Frames of each system.
-    natoms : sequence of int, (nsystems,)
-        Atoms of a frame of each system.
-    probabilities : ndarray, (nsystems,)
-        Share of each system in the frames of an epoch.
-    budget : int
-        Most atoms of a batch, padding included; a frame of more is a batch of its own.
-    seed : int
-        Seed of the order.
-    identity : str
-        Other properties of the systems; compared when a position is restored.
+    A frame of more atoms is a batch of its own. `probabilities` (nsystems,) are the shares of systems in the frames of
+    an epoch. `identity` says more about the systems; it is compared when a position is restored.
 
     Attributes
     ----------

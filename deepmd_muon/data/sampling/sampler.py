@@ -220,25 +220,11 @@ class SavedOrder:
 
 
 class Sampler(SavedOrder):
-    """An endless, reproducible order of batches.
+    """An endless, reproducible order of batches of `sizes` frames of systems of `nframes`.
 
-    Each system serves its frames without repetition until all were served (the last batch of such an epoch
-    may be smaller), then shuffles anew.
-
-    Parameters
-    ----------
-    nframes : sequence of int, (nsystems,)
-        Frames of each system.
-    sizes : sequence of int, (nsystems,)
-        Frames of a batch of each system.
-    probabilities : ndarray, (nsystems,)
-        Probability of each system.
-    seed : int
-        Seed of the order.
-    mixed : int
-        When positive, a batch is this many frames, each from a system drawn for it.
-    identity : str
-        Other properties of the systems; compared when a position is restored.
+    Each system serves its frames without repetition until all were served (the last batch of such an epoch may be
+    smaller), then shuffles anew. Where `mixed` is positive, a batch is this many frames, each from a system drawn for
+    it. `identity` says more about the systems; it is compared when a position is restored.
     """
 
     def __init__(
