@@ -367,6 +367,8 @@ def _of_each(
                 f"0; found {thermostat} and {barostat}"
             )
         pressure, kelvin = (systems.of_each(getattr(barostat, x), x) for x in ("pressure", "temperature"))
+        if not pressure.isfinite().all():
+            raise DynamicsError(f"a pressure is a number of GPa; found {barostat.pressure}")
         barostat = replace(barostat, pressure=pressure, temperature=kelvin)
     if thermostat is not None:
         kelvin = systems.of_each(thermostat.temperature, "temperature")

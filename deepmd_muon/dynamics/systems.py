@@ -81,15 +81,19 @@ class Systems:
         Raises
         ------
         DynamicsError
-            When a type that occurs is not an element and has no mass, or when there is no atom.
+            When a type that occurs has no mass above 0, or when there is no atom.
         """
         if not frames.nframes or not (frames.atype >= 0).any():
             raise DynamicsError("there is no structure with an atom to start from")
         of_type = list(masses) or [MASSES.get(name, float("nan")) for name in type_map]
+        if len(of_type) != len(type_map):
+            raise DynamicsError(f"{len(of_type)} masses for {len(type_map)} types {tuple(type_map)}: give one of each")
         mass = np.where(frames.atype >= 0, np.array([*of_type, 1.0])[frames.atype], 1.0)
         if np.isnan(mass).any():
             unknown = sorted({type_map[t] for t in np.unique(frames.atype[np.isnan(mass)])})
             raise DynamicsError(f"the types {', '.join(unknown)} are not elements: give their masses")
+        if not (mass > 0.0).all():
+            raise DynamicsError(f"masses must be above 0 u; found {of_type}")
         coord = torch.tensor(frames.coord, dtype=torch.float64, device=device)
         return cls(
             coord=coord,
@@ -129,6 +133,8 @@ class Systems:
         """
         noise = torch.randn(self.coord.shape, generator=generator, dtype=torch.float64).to(self.coord.device)
         kelvin = self.of_each(temperature, "temperature")[:, None]
+        if not ((kelvin >= 0.0) & kelvin.isfinite()).all():
+            raise DynamicsError(f"a temperature is 0 K or more; found {temperature}")
         spread = (BOLTZMANN * kelvin * ACCELERATION / self.mass).sqrt()
         weight = torch.where(self.real, self.mass, 0.0)[..., None]
         velocity = torch.where(self.real[..., None], spread[..., None] * noise, 0.0)

@@ -93,7 +93,7 @@ def draw(
             steps,
             time_step,
             thermostat=Langevin(warm, FRICTION),
-            every=max(1, steps // KEPT),
+            every=-(-steps // KEPT),
             seed=seed + first,
         ):
             gone |= {lost.copy for lost in snapshot.lost}

@@ -101,6 +101,23 @@ def test_temperatures_that_fit_no_structures_are_refused(frames, generator):
             next(simulate(force_field, systems, 1, 0.5, thermostat=wrong))
 
 
+@pytest.mark.parametrize("masses", [[16.0], [16.0, 1.0, 1.0], [16.0, 0.0], [-16.0, 1.0]])
+def test_masses_of_other_types_or_not_above_zero_are_refused(frames, masses):
+    with pytest.raises(DynamicsError, match="mass"):
+        Systems.from_frames(frames, ("O", "H"), masses=masses)
+
+
+def test_numbers_without_a_meaning_heat_and_press_nothing(frames, generator):
+    systems = Systems.from_frames(frames, ("O", "H"))
+    for wrong in (-5.0, float("nan"), float("inf")):
+        with pytest.raises(DynamicsError, match="temperature"):
+            systems.heated(wrong, generator)
+    force_field = ForceField(Predictor(build("smooth"), device="cpu"))
+    barostat = Barostat(float("nan"), 300.0)
+    with pytest.raises(DynamicsError, match="pressure"):
+        next(simulate(force_field, systems, 1, 0.5, thermostat=Langevin(300.0), barostat=barostat))
+
+
 def test_relaxation_ends_at_small_forces(frames):
     force_field = ForceField(Predictor(build("smooth"), device="cpu"))
     systems = Systems.from_frames(frames, ("O", "H"))

@@ -268,5 +268,7 @@ def test_a_potential_that_blows_up_draws_nothing(finetuning):
     assert len(found) == 16
     (system,) = as_systems(found, predictor.type_map, "drawn")
     assert (system.nframes, system.natoms) == (16, 8)
+    for steps in (7, 11):  # four structures of a walker whatever the number of steps
+        assert len(draw(predictor, starts, **{**settings, "steps": steps})) == 16
     with pytest.raises(ReplayError, match="4 of 4 structures"):
         draw(predictor, starts, **{**settings, "temperatures": [1e8]})  # atoms jump over each other
