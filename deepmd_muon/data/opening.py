@@ -95,12 +95,18 @@ def open_systems(
     if isinstance(paths, (str, os.PathLike)):
         paths = [os.fspath(paths)]
     handles = HandleCache()
-    places = [place for path in paths for place in _expanded(os.fspath(path))]
+    places: list[str] = []
+    for path in map(os.fspath, paths):
+        if not glob.has_magic(path) or os.path.exists(path.partition("#")[0]):
+            places.append(path)
+        elif found := sorted(set(paths_matching(path, refuse_unlisted))):
+            places += found
+        else:
+            raise SystemNotFoundError(f"no path fits the pattern {path} (relative patterns start at {os.getcwd()})")
     if patterns is not None:
         places = [place for folder in places for place in _fitting(folder, patterns)]
     read = functools.partial(read_ase, keys=keys, keep_unconverged=keep_unconverged)
-    found = (store for place in places for store in _stores(place, handles, read))
-    systems = [System(store, type_map) for store in found]
+    systems = [System(store, type_map) for place in places for store in _stores(place, handles, read)]
     if not systems:
         raise SystemNotFoundError("no systems given")
     return systems
@@ -184,15 +190,6 @@ def with_parameters(systems: Sequence[System], wanted: Parameters) -> list[Syste
             f"(numb_aparam), which {len(problems)} of {len(systems)} systems do not have:\n  {listed}{more}"
         )
     return [system.with_parameters(wanted) for system in systems]
-
-
-def _expanded(path: str) -> list[str]:
-    """Return the paths that fit a pattern, sorted; a path that exists stands for itself."""
-    if not glob.has_magic(path) or os.path.exists(path.partition("#")[0]):
-        return [path]
-    if found := sorted(set(paths_matching(path, refuse_unlisted))):
-        return found
-    raise SystemNotFoundError(f"no path fits the pattern {path} (relative patterns start at {os.getcwd()})")
 
 
 def _fitting(folder: str, patterns: Sequence[str]) -> list[str]:

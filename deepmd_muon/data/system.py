@@ -233,12 +233,7 @@ class System:
     # -- reading ---------------------------------------------------------------------------------------------
 
     def frames(self, indices: Sequence[int] | np.ndarray) -> Frames:
-        """Read some frames, in the order asked for.
-
-        Parameters
-        ----------
-        indices : sequence of int, (nframes,)
-            Frame numbers counted over all sets.
+        """Read some frames, numbered over all sets, in the order asked for.
 
         Raises
         ------

@@ -28,18 +28,11 @@ _MOST_COMPRESSED, _ALWAYS_FITS = 200, 64 << 20
 
 
 def read_ase(path: str, keys: LabelKeys | None = None, *, keep_unconverged: bool = False) -> list[MemoryStore]:
-    """Read all frames of a file; frames of the same atoms in the same order are one system.
+    """Read all frames of a file that ASE reads; frames of the same atoms in the same order are one system.
 
-    Energies are free energies where ASE has them (`free_energy`): their derivatives are the forces.
-
-    Parameters
-    ----------
-    path
-        Any file that `ase.io` reads. A cell without volume, or no periodic direction, means no cell.
-    keys
-        Names of labels.
-    keep_unconverged
-        Keep frames whose electronic loop did not converge; they are left out with a warning otherwise.
+    Energies are free energies where ASE has them (`free_energy`): their derivatives are the forces. A cell without
+    volume, or no periodic direction, means no cell. Frames whose electronic loop did not converge are left out with a
+    warning, or kept with `keep_unconverged`.
 
     Raises
     ------
