@@ -25,11 +25,6 @@ def load_archive(file: BinaryIO) -> Any:
 
     torch itself does not compare the checksums that it writes, so that a changed byte is a changed weight.
 
-    Parameters
-    ----------
-    file
-        Open for reading, at its beginning.
-
     Raises
     ------
     ArchiveError
@@ -59,12 +54,7 @@ def load_archive(file: BinaryIO) -> Any:
 def check_members(file: BinaryIO, *, program: bool = False) -> None:
     """Compare all members, as torch's own reader finds them, with the checksums of the archive.
 
-    Parameters
-    ----------
-    file
-        The archive.
-    program
-        Expect a TorchScript program in place of a checkpoint.
+    It holds a checkpoint, or a TorchScript `program`.
 
     Raises
     ------

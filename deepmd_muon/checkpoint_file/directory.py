@@ -27,14 +27,8 @@ SUFFIX = ".dcp"
 CONTENT = "content.pt"
 # What reading a checkpoint that is incomplete or damaged, or none at all, may raise.
 READ_ERRORS = (
-    ArchiveError,
-    RuntimeError,
-    pickle.UnpicklingError,
-    EOFError,
-    LookupError,
-    ValueError,
-    TypeError,
-    OSError,
+    *(ArchiveError, pickle.UnpicklingError),
+    *(RuntimeError, EOFError, LookupError, ValueError, TypeError, OSError),
 )
 
 _Keys = tuple[str | int, ...]
@@ -47,12 +41,7 @@ def is_directory(path: Path) -> bool:
 
 
 def take_apart(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Separate the tensors of a checkpoint from the rest.
-
-    Parameters
-    ----------
-    content
-        Nested dicts and lists with string and integer keys.
+    """Separate the tensors of a checkpoint, nested dicts and lists, from the rest.
 
     Returns
     -------
@@ -92,14 +81,8 @@ def put_together(parts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dic
 def read_directory(path: Path, leave: Collection[str] = ()) -> dict[str, Any]:
     """Read a directory onto the CPU; nothing in it is executed, and no other process takes part.
 
-    Every file is opened once, so that the checked content is the content in use.
-
-    Parameters
-    ----------
-    path
-        The directory.
-    leave
-        Keys at the top of the content whose tensors are not read: meta tensors stand for them, for `read_into`.
+    Every file is opened once, so that the checked content is the content in use. Meta tensors stand for those below the
+    keys `leave` at the top of the content, for `read_into`.
 
     Raises
     ------
@@ -123,12 +106,7 @@ def read_directory(path: Path, leave: Collection[str] = ()) -> dict[str, Any]:
 def read_into(path: Path, targets: Mapping[_Keys, Tensor]) -> None:
     """Read tensors of a directory into given ones of the same shape, of a DTensor only the part of this process.
 
-    Parameters
-    ----------
-    path
-        The directory.
-    targets
-        By the keys that lead to them from the top of the content.
+    The keys of `targets` lead to them from the top of the content.
 
     Raises
     ------

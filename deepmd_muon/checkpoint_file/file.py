@@ -58,9 +58,16 @@ def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about files that are refused below, with a reason
-            content = read_directory(path, leave) if parted else _read_file(path)
+            if parted:
+                content = read_directory(path, leave)
+            else:
+                with open_regular(path) as file:
+                    content = load_archive(file)
     except READ_ERRORS as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {_reason(error)}") from error
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        if isinstance(error, OSError):
+            reason = (error.strerror or str(error)).lower()
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {reason}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a checkpoint: it holds a {type(content).__name__}")
     if "model" not in content and "_extra_state" in content:
@@ -101,15 +108,3 @@ def understood(path: str | os.PathLike[str]) -> Iterator[None]:
             f"{path} is a checkpoint, but its contents are not those that a run writes "
             f"({type(error).__name__}: {found}); take another one"
         ) from error
-
-
-def _read_file(path: Path) -> Any:
-    with open_regular(path) as file:
-        return load_archive(file)
-
-
-def _reason(error: Exception) -> str:
-    """Say in one line why a file cannot be read."""
-    if isinstance(error, OSError):
-        return (error.strerror or str(error)).lower()
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -12,7 +12,7 @@ import pickle
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ METADATA = ".metadata"
 _MAX_BYTES = 1 << 28
 _MAX_INTEGER = (1 << 63) - 1
 _MAX_DIMENSIONS = 64
+Kind = TypeVar("Kind")
 _PART_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 
 _CLASSES = "torch.distributed.checkpoint.metadata"
@@ -98,14 +99,14 @@ def _metadata(found: Any, folder: Path) -> Metadata:
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
     fields = _fields(found, Name(_CLASSES, "Metadata"))
-    places = {_part(key): _place(value) for key, value in _pairs(fields.get("storage_data"))}
+    places = {_part(key): _place(value) for key, value in _is(fields.get("storage_data"), Pairs).items}
     _check_places(places.values(), folder)
     entries: dict[str, dict[str, Any]] = {}
-    for name, entry in _pairs(fields.get("state_dict_metadata")):
-        _expect(_text(name) not in entries, f"{_shown(name)} stands there twice")
+    for name, entry in _is(fields.get("state_dict_metadata"), Pairs).items:
+        _expect(_is(name, str) not in entries, f"{_shown(name)} stands there twice")
         entries[name] = _fields(entry, Name(_CLASSES, "TensorStorageMetadata"))
     # A list of parts may stand in many entries: look at no more of them than there are places.
-    counts = [len(_list(entry.get("chunks"))) for entry in entries.values()]
+    counts = [len(_is(entry.get("chunks"), list)) for entry in entries.values()]
     _expect(sum(counts) == len(places), f"{sum(counts)} parts at {len(places)} places")
     return Metadata(
         {name: _tensor(name, entry, places) for name, entry in entries.items()},
@@ -118,7 +119,7 @@ def _tensor(name: str, entry: Mapping[str, Any], places: Mapping[_Part, _Place])
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
     dtype, size, chunks = _dtype(entry.get("properties")), _size(entry.get("size")), []
-    for chunk in _list(entry.get("chunks")):
+    for chunk in _is(entry.get("chunks"), list):
         fields = _fields(chunk, Name(_CLASSES, "ChunkStorageMetadata"))
         offsets, sizes = _size(fields.get("offsets")), _size(fields.get("sizes"))
         _expect(len(offsets) == len(sizes) == len(size), f"a part of {_shown(name)} has other dimensions")
@@ -145,12 +146,12 @@ def _dtype(properties: Any) -> torch.dtype:
 
 def _part(found: Any) -> _Part:
     fields = _fields(found, Name(_CLASSES, "MetadataIndex"))
-    return _Part(_text(fields.get("fqn")), _size(fields.get("offset")))
+    return _Part(_is(fields.get("fqn"), str), _size(fields.get("offset")))
 
 
 def _place(found: Any) -> _Place:
     fields = _fields(found, _STORAGE_INFO)
-    file = _text(fields.get("relative_path"))
+    file = _is(fields.get("relative_path"), str)
     _expect(_PART_FILE.fullmatch(file) is not None, f"a part in the file {_shown(file)}")
     _expect(fields.get("transform_descriptors") is None, "a transformed part")
     return _Place(file, _integer(fields.get("offset")), _integer(fields.get("length")))
@@ -172,19 +173,14 @@ def _fields(found: Any, kind: Name) -> dict[str, Any]:
     """Return the attributes of an object of a dataclass."""
     _expect(isinstance(found, Record) and found.kind == kind and found.arguments == (), f"no {kind.name}")
     fields: dict[str, Any] = {}
-    for key, value in _pairs(found.state):
+    for key, value in _is(found.state, Pairs).items:
         _expect(isinstance(key, str) and key not in fields, f"an attribute of {kind.name} that is not a name")
         fields[key] = value
     return fields
 
 
-def _pairs(found: Any) -> list[tuple[Any, Any]]:
-    _expect(isinstance(found, Pairs), "no dict where one belongs")
-    return found.items  # type: ignore[no-any-return]
-
-
-def _list(found: Any) -> list[Any]:
-    _expect(isinstance(found, list), "no list where one belongs")
+def _is(found: Any, kind: type[Kind]) -> Kind:
+    _expect(isinstance(found, kind), f"no {kind.__name__} where one belongs")
     return found  # type: ignore[no-any-return]
 
 
@@ -193,11 +189,6 @@ def _size(found: Any) -> tuple[int, ...]:
     (size,) = found.arguments
     _expect(isinstance(size, tuple) and len(size) <= _MAX_DIMENSIONS, "no torch.Size")
     return tuple(_integer(length) for length in size)
-
-
-def _text(found: Any) -> str:
-    _expect(isinstance(found, str), "no name where one belongs")
-    return found  # type: ignore[no-any-return]
 
 
 def _integer(found: Any) -> int:

@@ -21,12 +21,7 @@ from deepmd_muon.files import open_regular
 class TensorReader(FileSystemReader):
     """Reads tensors from the files of a folder; other values, which torch would unpickle, are refused.
 
-    Parameters
-    ----------
-    folder
-        Where the files lie.
-    metadata
-        The result of `read_metadata` for it; it is not read again.
+    `metadata` is the result of `read_metadata` for it, which is not read again.
     """
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:

@@ -35,21 +35,11 @@ class Name(NamedTuple):
 
 @dataclasses.dataclass
 class Record:
-    """An object that the pickle describes.
+    """An object that the pickle describes."""
 
-    Attributes
-    ----------
-    kind
-        The class or function that would make it.
-    arguments
-        The arguments of the call.
-    state
-        What would be set on it; None where the pickle sets nothing.
-    """
-
-    kind: Name
-    arguments: tuple[Any, ...]
-    state: Any = None
+    kind: Name  # the class or function that would make it
+    arguments: tuple[Any, ...]  # the arguments of the call
+    state: Any = None  # what would be set on it; None where the pickle sets nothing
 
 
 @dataclasses.dataclass
@@ -63,16 +53,10 @@ class Pairs:
 
 
 def read_pickle(data: bytes, allowed: Collection[Name]) -> Any:
-    """Return the content of a pickle: plain values, lists, tuples, `Pairs`, `Name` and `Record`.
+    """Return the content of a pickle of protocol 2 or later: plain values, lists, tuples, `Pairs`, `Name` and `Record`.
 
     A few bytes can describe nested tuples of exponential size, which must not be compared, hashed or printed whole.
-
-    Parameters
-    ----------
-    data
-        The pickle, of protocol 2 or later.
-    allowed
-        The globals that it may mention.
+    `allowed` are the globals that the pickle may mention.
 
     Raises
     ------

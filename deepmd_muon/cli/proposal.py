@@ -167,7 +167,7 @@ def propose(wishes: Wishes, open_data: Callable[[Sequence[str]], list[System]]) 
         raise DataError("no system has energies, forces or virials: there is nothing to train on")
     warnings = [f"{s.name}: no energies, forces or virials; it is left out" for s in found if s not in usable]
     type_map = wishes.type_map or elements_of(usable)
-    usable, held_out = ([system.with_type_map(type_map) for system in part] for part in (usable, held_out))
+    usable, held_out = ([system.with_types(type_map) for system in part] for part in (usable, held_out))
     warnings += suspicions([*usable, *held_out])
     if held_out:
         shares = [*(Share(s, s.nframes) for s in usable), *(Share(s, 0) for s in held_out)]

@@ -12,8 +12,7 @@ from deepmd_muon.data.errors import (
     SystemNotFoundError,
     TypeMapError,
 )
-from deepmd_muon.data.formats import register_format
-from deepmd_muon.data.frames import Frames
+from deepmd_muon.data.frames import Frames, Parameters
 from deepmd_muon.data.neighbors.cache import NeighborCache, neighbor_statistics, worker_count
 from deepmd_muon.data.neighbors.lists import (
     FrameNeighbors,
@@ -24,8 +23,7 @@ from deepmd_muon.data.neighbors.lists import (
     stack_neighbors,
     widen_sections,
 )
-from deepmd_muon.data.opening import open_systems, with_common_types, with_parameters
-from deepmd_muon.data.parameters import Parameters
+from deepmd_muon.data.opening import open_systems, register_format, with_common_types, with_parameters
 from deepmd_muon.data.sampling.loader import Batch, DataLoader, Seats
 from deepmd_muon.data.sampling.sampler import BatchRule, Plan, Sampler, system_probabilities
 from deepmd_muon.data.statistics import (

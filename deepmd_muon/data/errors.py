@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class DataError(ValueError):
     """Something about the training data, or about how it is asked for, is wrong."""
@@ -31,14 +34,7 @@ class TypeMapError(DataError):
 class NeighborError(DataError):
     """A neighbour list cannot be built: degenerate cell, overlapping, far away or non-finite atoms.
 
-    Parameters
-    ----------
-    problem
-        What is wrong.
-    frame
-        Number of the frame, where it is known.
-    system
-        Name of its system, where it is known.
+    It names frame and system where they are known.
     """
 
     def __init__(self, problem: str, frame: int | None = None, system: str | None = None) -> None:
@@ -50,6 +46,16 @@ class NeighborError(DataError):
 
     def __reduce__(self) -> tuple[type, tuple[str, int | None, str | None]]:
         return (type(self), (self.problem, self.frame, self.system))
+
+
+@contextmanager
+def naming_frame(frame: int, system: str | None = None) -> Iterator[None]:
+    """Name frame and system in what the search for neighbours raises."""
+    try:
+        yield
+    except (NeighborError, RuntimeError) as error:
+        problem = error.problem if isinstance(error, NeighborError) else str(error)
+        raise NeighborError(problem, frame, system) from error
 
 
 class SamplingError(DataError):

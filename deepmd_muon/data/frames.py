@@ -1,10 +1,10 @@
-"""The frames of a batch as plain arrays."""
+"""The frames of a batch as plain arrays, and which inputs of a model they carry beside the structure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,45 +29,23 @@ class Frames:
 
     A label that no frame has is None. Where only some frames have it, the others hold NaN: what sums over them
     without asking `present` shows NaN instead of a wrong number.
-
-    Attributes
-    ----------
-    atype : ndarray of int32, (nframes, natoms)
-        Types as indices into the type map; −1 is a padding atom.
-    coord : ndarray of float64, (nframes, natoms, 3)
-        Positions [Å].
-    box : ndarray of float64, (nframes, 3, 3), optional
-        Rows are the cell vectors [Å]; None without periodic boundaries. In a batch that mixes both, frames
-        without a cell have zeros.
-    energy : ndarray of float64, (nframes,), optional
-        Total energy [eV].
-    force : ndarray of float64, (nframes, natoms, 3), optional
-        Forces [eV/Å].
-    virial : ndarray of float64, (nframes, 9), optional
-        −volume·stress [eV], row-major.
-    atom_ener : ndarray of float64, (nframes, natoms), optional
-        Energy of each atom [eV].
-    atom_pref : ndarray of float64, (nframes, natoms), optional
-        Weight of each atom in the loss of weighted forces.
-    atom_ener_coeff : ndarray of float64, (nframes, natoms), optional
-        Coefficient of each atom's energy in the total energy of the label.
-    fparam : ndarray of float64, (nframes, numb_fparam), optional
-        Frame parameters; None unless they were asked for, see `System.with_parameters`.
-    aparam : ndarray of float64, (nframes, natoms, numb_aparam), optional
-        Atomic parameters, likewise.
     """
 
-    atype: np.ndarray
-    coord: np.ndarray
+    atype: np.ndarray  # int32 (nframes, natoms): types as indices into the type map; −1 is a padding atom
+    coord: np.ndarray  # float64 (nframes, natoms, 3): positions [Å]
+    # float64 (nframes, 3, 3): rows are the cell vectors [Å]; None without periodic boundaries. In a batch that mixes
+    # both, frames without a cell have zeros.
     box: np.ndarray | None = None
-    energy: np.ndarray | None = None
-    force: np.ndarray | None = None
-    virial: np.ndarray | None = None
-    atom_ener: np.ndarray | None = None
-    atom_pref: np.ndarray | None = None
+    energy: np.ndarray | None = None  # float64 (nframes,): total energy [eV]
+    force: np.ndarray | None = None  # float64 (nframes, natoms, 3): forces [eV/Å]
+    virial: np.ndarray | None = None  # float64 (nframes, 9): −volume·stress [eV], row-major
+    atom_ener: np.ndarray | None = None  # float64 (nframes, natoms): energy of each atom [eV]
+    atom_pref: np.ndarray | None = None  # float64 (nframes, natoms): weight of each atom in the loss of weighted forces
+    # float64 (nframes, natoms): coefficient of each atom's energy in the total energy of the label.
     atom_ener_coeff: np.ndarray | None = None
+    # float64 (nframes, numb_fparam): frame parameters; None unless they were asked for, see `System.with_parameters`.
     fparam: np.ndarray | None = None
-    aparam: np.ndarray | None = None
+    aparam: np.ndarray | None = None  # float64 (nframes, natoms, numb_aparam): atomic parameters, likewise
 
     @property
     def nframes(self) -> int:
@@ -84,6 +62,10 @@ class Frames:
         """Names of the labels that at least one frame has."""
         return frozenset(name for name in LABELS if getattr(self, name) is not None)
 
+    def cell(self, k: int) -> np.ndarray | None:
+        """Return the cell of a frame, (3, 3) [Å]; None where it has none."""
+        return None if self.box is None or not self.box[k].any() else self.box[k]
+
     def present(self, label: str) -> np.ndarray:
         """Tell which frames have a label or a parameter, bool (nframes,)."""
         values: np.ndarray | None = getattr(self, label)
@@ -92,8 +74,8 @@ class Frames:
         present: np.ndarray = ~np.isnan(values).reshape(self.nframes, -1).any(axis=1)
         return present
 
-    def rows(self, rows: slice) -> Frames:
-        """Return some consecutive frames; a label that none of them has becomes None."""
+    def rows(self, rows: slice | Sequence[int]) -> Frames:
+        """Return some frames; a label that none of them has becomes None."""
         arrays: dict[str, np.ndarray] = {
             field.name: values[rows] for field in fields(self) if (values := getattr(self, field.name)) is not None
         }
@@ -119,43 +101,46 @@ class Frames:
         """Join frames of several systems, padding smaller ones with atoms of type −1.
 
         Padding atoms sit at the origin and carry zeros. Frames whose part lacks a label that another part has hold
-        NaN there.
+        NaN there; frames without a cell have zeros.
         """
         if len(parts) == 1:
             return parts[0]
         natoms = max(part.natoms for part in parts)
-        joined: dict[str, np.ndarray | None] = {}
-        for field in fields(cls):
-            values = [getattr(part, field.name) for part in parts]
-            if field.name == "box":
-                joined["box"] = _join_boxes(parts)
-            elif all(value is None for value in values):
-                joined[field.name] = None
-            elif field.name == "fparam":
-                joined["fparam"] = np.concatenate(values)
-            elif field.name in LABELS:
-                rows = [
-                    np.full(label_shape(field.name, part.nframes, natoms), np.nan)
-                    if value is None
-                    else (value if field.name in FRAME_LABELS else _pad_atoms(value, natoms, 0))
-                    for part, value in zip(parts, values, strict=True)
-                ]
-                joined[field.name] = np.concatenate(rows)
-            else:
-                fill = -1 if field.name == "atype" else 0
-                joined[field.name] = np.concatenate([_pad_atoms(value, natoms, fill) for value in values])
-        return cls(**joined)  # type: ignore[arg-type]  # atype and coord are never None
+        joined: dict[str, np.ndarray] = {}
+        for name in (field.name for field in fields(cls)):
+            if all(getattr(part, name) is None for part in parts):
+                continue
+            values = []
+            for part in parts:
+                value = getattr(part, name)
+                if name == "box":
+                    value = np.zeros((part.nframes, 3, 3)) if value is None else value
+                elif value is None:
+                    value = np.full(label_shape(name, part.nframes, natoms), np.nan)
+                elif name not in (*FRAME_LABELS, "fparam") and part.natoms < natoms:
+                    padding = [(0, 0), (0, natoms - part.natoms)] + [(0, 0)] * (value.ndim - 2)
+                    value = np.pad(value, padding, constant_values=-1 if name == "atype" else 0)
+                values.append(value)
+            joined[name] = np.concatenate(values)
+        return cls(**joined)
 
 
-def _join_boxes(parts: Sequence[Frames]) -> np.ndarray | None:
-    if all(part.box is None for part in parts):
-        return None
-    return np.concatenate([np.zeros((p.nframes, 3, 3)) if p.box is None else p.box for p in parts])
+class Parameters(NamedTuple):
+    """The parameters that a model reads."""
 
+    fparam: int = 0  # how many a frame has (``fparam.npy``)
+    aparam: int = 0  # how many an atom has (``aparam.npy``)
+    # Frame parameters of frames without ``fparam.npy``; None where they need it.
+    default_fparam: tuple[float, ...] | None = None
+    partial: bool = False  # whether values may be missing, which are NaN then
 
-def _pad_atoms(values: np.ndarray, natoms: int, fill: int) -> np.ndarray:
-    missing = natoms - values.shape[1]
-    if missing == 0:
-        return values
-    widths = [(0, 0), (0, missing)] + [(0, 0)] * (values.ndim - 2)
-    return np.pad(values, widths, constant_values=fill)
+    @property
+    def required(self) -> bool:
+        """Whether a prediction needs values that nobody but the caller has."""
+        return self.aparam > 0 or (self.fparam > 0 and self.default_fparam is None)
+
+    @classmethod
+    def of(cls, fitting_net: Any) -> Parameters:
+        """Return what a fitting net with these settings reads; nothing if it does not know of parameters."""
+        default = getattr(fitting_net, "default_fparam", None)
+        return cls(getattr(fitting_net, "numb_fparam", 0), getattr(fitting_net, "numb_aparam", 0), default)

@@ -1,4 +1,4 @@
-"""Finding systems: paths, patterns, files of all kinds."""
+"""Finding systems: paths, patterns, files of all kinds, formats of other packages."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import glob
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from deepmd_muon.data.elements import by_atomic_number
 from deepmd_muon.data.errors import DataError, SystemNotFoundError, TypeMapError
-from deepmd_muon.data.formats import reader_of
-from deepmd_muon.data.parameters import Parameters
+from deepmd_muon.data.frames import Parameters
 from deepmd_muon.data.stores.ase_reading import read_ase
 from deepmd_muon.data.stores.lmdb_store import is_lmdb, lmdb_stores
 from deepmd_muon.data.stores.npy_store import npy_stores, refuse_unlisted
@@ -25,6 +25,31 @@ log = logging.getLogger(__name__)
 
 # Systems with wrong parameters that one message lists.
 _MOST_LISTED = 10
+
+Reader = Callable[[str], Iterable[Store]]
+_READERS: dict[str, str | Reader] = {}
+
+
+def register_format(ending: str, read: str | Reader) -> None:
+    """Read paths with an ending by a function of another package.
+
+    Parameters
+    ----------
+    ending
+        Of files or folders, such as ".mydata"; compared with the end of the path.
+    read
+        Maps the path to a `Store` for each system in it, for instance a `MemoryStore`, or names such a function as
+        "module:attribute". It raises `DataError` for a file that it cannot read.
+
+    Raises
+    ------
+    DataError
+        When the ending is empty or taken by another function.
+    """
+    if not ending.startswith(".") or len(ending) < 2:
+        raise DataError(f"the ending of a data format is a dot and letters, such as '.mydata'; found {ending!r}")
+    if _READERS.setdefault(ending, read) != read:
+        raise DataError(f"paths that end with {ending} are read by {_READERS[ending]}; choose another ending")
 
 
 def open_systems(
@@ -70,12 +95,18 @@ def open_systems(
     if isinstance(paths, (str, os.PathLike)):
         paths = [os.fspath(paths)]
     handles = HandleCache()
-    places = [place for path in paths for place in _expanded(os.fspath(path))]
+    places: list[str] = []
+    for path in map(os.fspath, paths):
+        if not glob.has_magic(path) or os.path.exists(path.partition("#")[0]):
+            places.append(path)
+        elif found := sorted(set(paths_matching(path, refuse_unlisted))):
+            places += found
+        else:
+            raise SystemNotFoundError(f"no path fits the pattern {path} (relative patterns start at {os.getcwd()})")
     if patterns is not None:
         places = [place for folder in places for place in _fitting(folder, patterns)]
     read = functools.partial(read_ase, keys=keys, keep_unconverged=keep_unconverged)
-    found = (store for place in places for store in _stores(place, handles, read))
-    systems = [System(store, type_map) for store in found]
+    systems = [System(store, type_map) for place in places for store in _stores(place, handles, read)]
     if not systems:
         raise SystemNotFoundError("no systems given")
     return systems
@@ -84,16 +115,8 @@ def open_systems(
 def with_common_types(systems: Sequence[System]) -> list[System]:
     """Return systems that were opened without a type map with one that has the elements of all.
 
-    Parameters
-    ----------
-    systems : sequence of System
-        Each with the elements of its own ``type_map.raw``, in its own order.
-
-    Returns
-    -------
-    list of System
-        The same systems. Their `type_map` lists elements in the order of their first appearance; it stays None where no
-        system names its elements.
+    Their `type_map` lists elements in the order of their first appearance; it stays None where no system names its
+    elements.
 
     Raises
     ------
@@ -149,14 +172,7 @@ def check_labels(systems: Sequence[System]) -> None:
 
 
 def with_parameters(systems: Sequence[System], wanted: Parameters) -> list[System]:
-    """Return systems whose frames carry the parameters that a model reads.
-
-    Parameters
-    ----------
-    systems
-        The data.
-    wanted
-        The parameters; all zero returns the systems as they are.
+    """Return systems whose frames carry the parameters that a model reads, if any.
 
     Raises
     ------
@@ -176,15 +192,6 @@ def with_parameters(systems: Sequence[System], wanted: Parameters) -> list[Syste
     return [system.with_parameters(wanted) for system in systems]
 
 
-def _expanded(path: str) -> list[str]:
-    """Return the paths that fit a pattern, sorted; a path that exists stands for itself."""
-    if not glob.has_magic(path) or os.path.exists(path.partition("#")[0]):
-        return [path]
-    if found := sorted(set(paths_matching(path, refuse_unlisted))):
-        return found
-    raise SystemNotFoundError(f"no path fits the pattern {path} (relative patterns start at {os.getcwd()})")
-
-
 def _fitting(folder: str, patterns: Sequence[str]) -> list[str]:
     """Return the systems below a folder that fit one of the patterns, sorted; a database stands for itself."""
     if is_lmdb(folder):
@@ -202,30 +209,28 @@ def _fitting(folder: str, patterns: Sequence[str]) -> list[str]:
     )
 
 
-def _stores(path: str, handles: HandleCache, read: Callable[[str], Iterable[Store]]) -> Iterator[Store]:
-    """Find all systems at or below a path."""
+def _stores(path: str, handles: HandleCache, read: Reader) -> Iterator[Store]:
+    """Find all systems at or below a path; `read` takes files that are not HDF5."""
     place = path.partition("#")[0] if not os.path.exists(path) else path
     if os.path.exists(place) and not os.path.isfile(place) and not os.path.isdir(place):
         raise SystemNotFoundError(f"system {path} is a device or FIFO; give a folder or a regular file")
-    if (registered := reader_of(path)) is not None:
+    if (registered := next((reader for ending, reader in _READERS.items() if path.endswith(ending)), None)) is not None:
         if not os.path.exists(path):
             raise SystemNotFoundError(f"system {path} does not exist")
+        if isinstance(registered, str):
+            module, _, name = registered.partition(":")
+            registered = getattr(import_module(module), name)
         yield from registered(path)
     elif is_lmdb(path) or path.endswith(".lmdb"):
         yield from lmdb_stores(path, handles)
-    elif "#" in path or os.path.isfile(path):
-        yield from _stores_in_file(path, handles, read)
-    else:
+    elif "#" not in path and not os.path.isfile(path):
         yield from npy_stores(path, handles)
-
-
-def _stores_in_file(path: str, handles: HandleCache, read: Callable[[str], Iterable[Store]]) -> Iterator[Store]:
-    """Find all systems of a file; `read` takes those that are not HDF5."""
-    from h5py import is_hdf5  # imported for HDF5 files only: it is slow
-
-    from deepmd_muon.data.stores.hdf5_store import hdf5_stores
-
-    if os.path.isfile(path) and not is_hdf5(path) and not path.endswith((".h5", ".hdf5")):
-        yield from read(path)
     else:
-        yield from hdf5_stores(path, handles)
+        from h5py import is_hdf5  # imported for HDF5 files only: it is slow
+
+        from deepmd_muon.data.stores.hdf5_store import hdf5_stores
+
+        if os.path.isfile(path) and not is_hdf5(path) and not path.endswith((".h5", ".hdf5")):
+            yield from read(path)
+        else:
+            yield from hdf5_stores(path, handles)

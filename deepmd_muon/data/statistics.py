@@ -70,14 +70,9 @@ def data_fingerprint(systems: Sequence[System]) -> str:
 class StatFile:
     """Statistics kept in an HDF5 file between runs, each entry under the hash of its dependencies.
 
-    A changed cutoff, type map or data set makes another key, so that stale numbers are never used. What
-    others have in the file (deepmd-kit keeps its own statistics there) is left alone. The file is replaced in
-    one step: a run that is killed while it writes leaves the old one.
-
-    Parameters
-    ----------
-    path : str or Path
-        The file; created with the first entry.
+    A changed cutoff, type map or data set makes another key, so that stale numbers are never used. What others have in
+    the file (deepmd-kit keeps its own statistics there) is left alone. The file is created with the first entry and
+    replaced in one step: a run that is killed while it writes leaves the old one.
     """
 
     GROUP = "deepmd_muon"

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError, TypeMapError
-from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, PARAMETERS, Frames, label_shape
+from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, PARAMETERS, Frames, Parameters, label_shape
 from deepmd_muon.data.neighbors.far_atoms import MAX_LENGTH
-from deepmd_muon.data.parameters import Parameters
 from deepmd_muon.data.stores.storage import Store
 
 
@@ -64,15 +63,19 @@ class System:
         if not self._sets:
             raise SystemFormatError(self.name, "set.*", "no set folder found; frames lie in set.000/coord.npy etc.")
         contents = [store.names(folder) for folder in self._sets]
-        self.mixed = self._is_mixed(contents)
+        flags = ["real_atom_types.npy" in names for names in contents]
+        self.mixed = flags[0]
+        if len(set(flags)) > 1:
+            lacking = f"{self._sets[flags.index(False)]}/real_atom_types.npy"
+            raise SystemFormatError(self.name, lacking, "missing, but other sets of this system have it")
         self._own_types = tuple(store.words("type_map.raw")) if "type_map.raw" in here else None
         self.type_map, self._translation = self._translate(type_map)
         self._atype = self._apply_translation(types, "type.raw") if not self.mixed else None
-        self._files = self._find_labels(contents)
+        # File of each label and parameter in each set, None in sets that lack it; labels that no set has are left out.
+        every = {name: [_file_of(name, names) for names in contents] for name in (*LABELS, *PARAMETERS)}
+        self._files = {label: every[label] for label in LABELS if any(every[label])}
+        self._parameter_files = {name: every[name] for name in PARAMETERS}
         self.labels = frozenset(self._files)
-        self._parameter_files = {
-            name: [f"{name}.npy" if f"{name}.npy" in names else None for names in contents] for name in PARAMETERS
-        }
         self.parameters = Parameters()
         counts = [self._check_set(k, names) for k, names in enumerate(contents)]
         self.nframes = sum(counts)
@@ -91,9 +94,10 @@ class System:
         return self.nframes
 
     def with_types(self, type_map: Sequence[str]) -> System:
-        """Return the same system with types that index `type_map`; errors are those of the class."""
+        """Return the same frames with types that index another type map; errors are those of the class."""
         found = System(self._store, type_map)
         found.parameters = self.parameters
+        found._first, found.nframes = self._first, self.nframes
         return found
 
     def with_parameters(self, wanted: Parameters) -> System:
@@ -104,7 +108,16 @@ class System:
         SystemFormatError
             When a set lacks a file that `wanted` needs, or one has another number of values.
         """
-        self._check_parameters(wanted)
+        for name, width in (("fparam", wanted.fparam), ("aparam", wanted.aparam)):
+            optional = wanted.partial or (name == "fparam" and wanted.default_fparam is not None)
+            sets = zip(self._sets, self._parameter_files[name], self._counts.tolist(), strict=True)
+            for folder, file, nframes in sets if width else ():
+                if file is not None:
+                    values = width if name == "fparam" else width * self.natoms
+                    self._check_shape(f"{folder}/{file}", nframes, values)
+                elif not optional:
+                    hint = ", and fitting_net/default_fparam is not set" if name == "fparam" else ""
+                    raise SystemFormatError(self.name, f"{folder}/{name}.npy", f"missing{hint}")
         found = copy.copy(self)
         found.parameters = wanted
         return found
@@ -116,18 +129,6 @@ class System:
         except SystemFormatError as error:
             return str(error)
         return None
-
-    def _check_parameters(self, wanted: Parameters) -> None:
-        for name, width in (("fparam", wanted.fparam), ("aparam", wanted.aparam)):
-            optional = wanted.partial or (name == "fparam" and wanted.default_fparam is not None)
-            sets = zip(self._sets, self._parameter_files[name], self._counts.tolist(), strict=True)
-            for folder, file, nframes in sets if width else ():
-                if file is not None:
-                    values = width if name == "fparam" else width * self.natoms
-                    self._check_shape(f"{folder}/{file}", nframes, values)
-                elif not optional:
-                    hint = ", and fitting_net/default_fparam is not set" if name == "fparam" else ""
-                    raise SystemFormatError(self.name, f"{folder}/{name}.npy", f"missing{hint}")
 
     def with_own_parameters(self) -> System:
         """Return the same system, whose frames carry all parameters that its files have; NaN in sets without."""
@@ -165,15 +166,6 @@ class System:
             raise SystemFormatError(self.name, file, f"expected one integer per atom, found {values[wrong].flat[0]:g}")
         return values.astype(np.int32)
 
-    def _is_mixed(self, contents: list[frozenset[str]]) -> bool:
-        flags = ["real_atom_types.npy" in names for names in contents]
-        if any(flags) and not all(flags):
-            lacking = self._sets[flags.index(False)]
-            raise SystemFormatError(
-                self.name, f"{lacking}/real_atom_types.npy", "missing, but other sets of this system have it"
-            )
-        return flags[0]
-
     def _translate(self, type_map: Sequence[str] | None) -> tuple[tuple[str, ...] | None, np.ndarray | None]:
         """Find how the system's type numbers become indices into `type_map`."""
         own = self._own_types
@@ -206,16 +198,6 @@ class System:
                 f"expected types from {lowest} to {limit - 1} (type map {names}), found {types.min()} to {types.max()}",
             )
         return types if self._translation is None else self._translation[types]
-
-    def _find_labels(self, contents: list[frozenset[str]]) -> dict[str, list[str | None]]:
-        """File of each label in each set, None in sets that lack it; labels that no set has are left out."""
-        found: dict[str, list[str | None]] = {}
-        for label in LABELS:
-            spellings = [f"{label}.npy", f"{label.replace('atom_', 'atomic_', 1)}.npy"]
-            files = [next((s for s in spellings if s in names), None) for names in contents]
-            if any(files):
-                found[label] = files
-        return found
 
     def _check_set(self, k: int, names: frozenset[str]) -> int:
         """Check the shapes of all arrays of set `k` and return its number of frames."""
@@ -251,12 +233,7 @@ class System:
     # -- reading ---------------------------------------------------------------------------------------------
 
     def frames(self, indices: Sequence[int] | np.ndarray) -> Frames:
-        """Read some frames, in the order asked for.
-
-        Parameters
-        ----------
-        indices : sequence of int, (nframes,)
-            Frame numbers counted over all sets.
+        """Read some frames, numbered over all sets, in the order asked for.
 
         Raises
         ------
@@ -281,37 +258,29 @@ class System:
             atype=self.types(wanted),
             coord=self._read(["coord.npy"] * every_set, wanted).reshape(n, atoms, 3),
             box=self._read(["box.npy"] * every_set, wanted).reshape(n, 3, 3) if self.pbc else None,
-            fparam=self._frame_parameters(wanted) if self.parameters.fparam else None,
-            aparam=self._atomic_parameters(wanted) if self.parameters.aparam else None,
+            fparam=self._parameter("fparam", wanted),
+            aparam=self._parameter("aparam", wanted),
             **labels,
         )
 
-    def _frame_parameters(self, indices: np.ndarray) -> np.ndarray:
-        """Frame parameters of some frames, (nframes, numb_fparam), the default where a frame has none."""
-        values = self._values_of("fparam", indices, self.parameters.fparam)
-        default = self.parameters.default_fparam
-        if default is not None:
-            return np.where(np.isnan(values), np.array(default), values)
-        self._refuse_missing("fparam", values)
-        return values
+    def _parameter(self, name: str, indices: np.ndarray) -> np.ndarray | None:
+        """Frame parameters (nframes, numb_fparam) or atomic ones (nframes, natoms, numb_aparam); None if unasked for.
 
-    def _atomic_parameters(self, indices: np.ndarray) -> np.ndarray:
-        """Atomic parameters of some frames, (nframes, natoms, numb_aparam)."""
-        values = self._values_of("aparam", indices, self.parameters.aparam * self.natoms)
-        self._refuse_missing("aparam", values)
-        return values.reshape(len(indices), self.natoms, self.parameters.aparam)
-
-    def _values_of(self, name: str, indices: np.ndarray, width: int) -> np.ndarray:
-        """Parameters of some frames, (nframes, width); NaN where a set has none."""
-        files = self._parameter_files[name]
+        NaN, or the default, where a set has none.
+        """
+        wanted, files = self.parameters, self._parameter_files[name]
+        shape = (wanted.fparam,) if name == "fparam" else (self.natoms, wanted.aparam)
+        if not shape[-1]:
+            return None
         if all(files[k] is None for k in np.unique(self._set_of(indices + self._first))):
-            return np.full((len(indices), width), np.nan)
-        return self._read(files, indices)
-
-    def _refuse_missing(self, name: str, values: np.ndarray) -> None:
-        """Raise where a store that was looked at in part lacks parameters after all."""
-        if not self.parameters.partial and np.isnan(values).any():
+            values = np.full((len(indices), *shape), np.nan)
+        else:
+            values = self._read(files, indices).reshape(len(indices), *shape)
+        if name == "fparam" and wanted.default_fparam is not None:
+            return np.where(np.isnan(values), np.array(wanted.default_fparam), values)
+        if not wanted.partial and np.isnan(values).any():  # a store that was looked at in part
             raise SystemFormatError(self.name, name, "missing in some frames")
+        return values
 
     def types(self, indices: np.ndarray) -> np.ndarray:
         """Types of the atoms of some frames, int32 (nframes, natoms); −1 is padding."""
@@ -351,11 +320,6 @@ class System:
         assert result is not None  # asked for frames of which one set at least has the file
         return result
 
-    def with_type_map(self, type_map: Sequence[str]) -> System:
-        """Return the same system with types that index another type map."""
-        whole = self.with_types(type_map)
-        return whole if self.nframes == whole.nframes else whole.part(self._first, self._first + self.nframes)
-
     def part(self, first: int, end: int) -> System:
         """Return consecutive frames of the same system as a system; `labels` are those of the whole."""
         if not 0 <= first < end <= self.nframes:
@@ -390,9 +354,12 @@ class System:
             digest.update(self._read([file] * len(self._sets), every[[0, -1]]).tobytes())
         if "energy" in self.labels:
             digest.update(self._read(self._files["energy"], every).tobytes())
-        for values in (
-            self._frame_parameters(every) if self.parameters.fparam else None,
-            self._atomic_parameters(every[[0, -1]]) if self.parameters.aparam else None,
-        ):
+        for values in (self._parameter("fparam", every), self._parameter("aparam", every[[0, -1]])):
             digest.update(b"" if values is None else values.tobytes())
         return digest.hexdigest()
+
+
+def _file_of(name: str, files: frozenset[str]) -> str | None:
+    """Return the file of a label or parameter among those of a set, None without one."""
+    spellings = f"{name}.npy", f"{name.replace('atom_', 'atomic_', 1)}.npy"
+    return next((spelling for spelling in spellings if spelling in files), None)

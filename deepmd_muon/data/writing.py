@@ -1,8 +1,10 @@
-"""Writing systems: npy folders, HDF5 groups, extended XYZ."""
+"""Writing systems: npy folders, HDF5 groups, LMDB databases in deepmd-kit's format, extended XYZ."""
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +14,17 @@ import h5py
 import numpy as np
 
 from deepmd_muon.data.errors import DataError
-from deepmd_muon.data.frames import LABELS, PARAMETERS, Frames
+from deepmd_muon.data.frames import ATOM_LABELS, LABELS, PARAMETERS, Frames
+from deepmd_muon.data.stores.lmdb_store import METADATA
 from deepmd_muon.data.system import System
-from deepmd_muon.files import make_folder_of, named_file, whole_file, whole_folder
+from deepmd_muon.files import WriteError, make_folder_of, named_file, whole_file, whole_folder
 
 # Bytes of a chunk of an HDF5 file: what is read and compared with its checksum for one frame of a small system.
 _CHUNK = 16384
+# Of an LMDB database: names other than those of npy files, the format of keys, and frames of one transaction.
+_LMDB_NAMES = {"energy": "energies", "force": "forces", "virial": "virials"}
+_KEY_FORMAT = "012d"
+_FRAMES = 256
 
 
 def write_npy(systems: Sequence[System], folder: Path) -> list[str]:
@@ -40,21 +47,24 @@ def write_npy(systems: Sequence[System], folder: Path) -> list[str]:
 
 def write_hdf5(systems: Sequence[System], path: Path) -> list[str]:
     """Write systems as groups of a new HDF5 file; return ``file#/group`` of each."""
-    if path.exists():
-        raise DataError(f"{path} exists; remove it or give another name")
+    _refuse(path)
     make_folder_of(path)
     names = []
-    with _hdf5(path) as file:
+    content = io.BytesIO()  # the library's own writer crashes on a full disk
+    # From version 1.10 on, HDF5 keeps checksums of its metadata.
+    with h5py.File(content, "w", libver="v110") as file:
         for name, system in zip(_names(systems), systems, strict=True):
             group = file.require_group(name or "/")
-            for inside, content in _contents(system):
-                if isinstance(content, np.ndarray):
-                    _put_with_checksums(group, inside, content)
+            for inside, values in _contents(system):
+                if isinstance(values, np.ndarray):
+                    _put_with_checksums(group, inside, values)
                 elif inside == "type_map.raw":
-                    group.create_dataset(inside, data=content, dtype=h5py.string_dtype())
+                    group.create_dataset(inside, data=values, dtype=h5py.string_dtype())
                 else:
-                    _put_with_checksums(group, inside, np.array(content, dtype=np.int32))
+                    _put_with_checksums(group, inside, np.array(values, dtype=np.int32))
             names.append(f"{path}#/{name}" if name else str(path))
+    with whole_file(path) as whole:
+        whole.write(content.getbuffer())
     return names
 
 
@@ -63,22 +73,19 @@ def write_extxyz(systems: Sequence[System], path: Path) -> list[str]:
     from ase import Atoms
     from ase.calculators.singlepoint import SinglePointCalculator
     from ase.data import atomic_numbers
-    from ase.io import write
 
-    if path.exists():
-        raise DataError(f"{path} exists; remove it or give another name")
+    _refuse(path)
     make_folder_of(path)
     images = []
     for system in systems:
-        if system.type_map is None:
-            raise DataError(f"system {system.name} has no type_map.raw, so its elements are unknown; give --type-map")
-        if unknown := [name for name in system.type_map if name not in atomic_numbers]:
+        elements = _elements(system)
+        if unknown := [name for name in elements if name not in atomic_numbers]:
             raise DataError(f"system {system.name}: {', '.join(unknown)} is not an element, as extended XYZ needs it")
         frames = system.with_own_parameters().frames(np.arange(system.nframes))
         present = {label: frames.present(label) for label in ("energy", "force", "virial", *PARAMETERS)}
         for k in range(frames.nframes):
             real = frames.atype[k] >= 0
-            symbols = [system.type_map[t] for t in frames.atype[k][real]]
+            symbols = [elements[t] for t in frames.atype[k][real]]
             box = None if frames.box is None else frames.box[k]
             atoms = Atoms(symbols, positions=frames.coord[k][real], cell=box, pbc=box is not None)
             if present["fparam"][k] and frames.fparam is not None:
@@ -95,11 +102,114 @@ def write_extxyz(systems: Sequence[System], path: Path) -> list[str]:
                 results["stress"] = stress[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]]
             atoms.calc = SinglePointCalculator(atoms, **results)
             images.append(atoms)
+    write_images(images, path)
+    return [str(path)]
+
+
+def write_images(images: Sequence[Any], path: Path) -> None:
+    """Write `ase.Atoms` as one extended XYZ file, which appears whole or not at all."""
+    from ase.io import write
+
+    make_folder_of(path)
     with whole_file(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8")
-        write(text, images, format="extxyz")
+        write(text, list(images), format="extxyz")
         text.detach()  # flushed, and open
+
+
+def write_lmdb(systems: Sequence[System], path: Path) -> list[str]:
+    """Write all frames of all systems into a new LMDB database; return its path.
+
+    Raises
+    ------
+    DataError
+        When `path` exists, a system has no element names, or lmdb or msgpack is not installed.
+    """
+    try:
+        import lmdb  # noqa: F401 (only whether it is there)
+        import msgpack
+    except ImportError as error:
+        raise DataError(f"writing LMDB needs the package {error.name}: pip install lmdb msgpack") from error
+    _refuse(path)
+    # Elements in the order of the first system that has them.
+    type_map = list(dict.fromkeys(element for system in systems for element in _elements(system)))
+    nlocs: list[int] = []
+    ids: list[int] = []
+    with _database(path, systems) as environment:
+        for system_id, system in enumerate(each.with_own_parameters() for each in systems):
+            for first in range(0, system.nframes, _FRAMES):
+                frames = system.frames(range(first, min(first + _FRAMES, system.nframes)))
+                with environment.begin(write=True) as transaction:
+                    for natoms, frame in _encoded(system, frames, type_map):
+                        key = format(len(nlocs), _KEY_FORMAT).encode()
+                        transaction.put(key, msgpack.packb(frame, use_bin_type=True))
+                        nlocs.append(natoms)
+                        ids.append(system_id)
+        meta = {
+            "nframes": len(nlocs),
+            "frame_idx_fmt": _KEY_FORMAT,
+            "type_map": type_map,
+            "frame_nlocs": nlocs,
+            "frame_system_ids": ids,
+            "system_info": {"natoms": [nlocs[0]]},
+        }
+        with environment.begin(write=True) as transaction:
+            transaction.put(METADATA, msgpack.packb(meta, use_bin_type=True))
     return [str(path)]
+
+
+@contextmanager
+def _database(path: Path, systems: Sequence[System]) -> Iterator[Any]:
+    """Make and open a database with room for systems, in its place when it is complete."""
+    import lmdb
+
+    most = sum(
+        system.nframes * (8 * (18 + system.natoms * (4 + sum(ATOM_LABELS.values()))) + 8192) for system in systems
+    )
+    try:
+        # Address space only: the file grows as it is written. Without lock.mdb, which nobody else has a use for: LMDB
+        # writes to it through a map, and a full disk then ends the process with SIGBUS.
+        size = (1 << 30) + 4 * most
+        with whole_folder(path) as folder, lmdb.open(str(folder), map_size=size, lock=False) as environment:
+            yield environment
+    except lmdb.Error as error:
+        number = next((n for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) if os.strerror(n) in str(error)), errno.EIO)
+        cut = " (LMDB says so, too, if a full disk cuts a write short)" if number == errno.EIO else ""
+        raise WriteError(number, f"{error}{cut}", str(path)) from error
+
+
+def _encoded(system: System, frames: Frames, type_map: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield number of atoms and map of every frame, padding left out."""
+    index = np.array([type_map.index(element) for element in system.type_map or ()], dtype=np.int32)
+    present = {name: frames.present(name) for name in (*LABELS, *PARAMETERS)}
+    for k in range(frames.nframes):
+        real = frames.atype[k] >= 0
+        frame = {"atom_types": index[frames.atype[k][real]], "coords": frames.coord[k][real]}
+        if frames.box is not None:
+            frame["cells"] = frames.box[k]
+        for label in present:
+            if present[label][k]:
+                values = np.asarray(getattr(frames, label)[k])
+                values = values[real] if label in ATOM_LABELS or label == "aparam" else values
+                frame[_LMDB_NAMES.get(label, label)] = values.reshape(3, 3) if label == "virial" else values
+        yield (
+            int(real.sum()),
+            {
+                name: {"type": str(x.dtype), "shape": list(x.shape), "data": np.ascontiguousarray(x).tobytes()}
+                for name, x in frame.items()
+            },
+        )
+
+
+def _refuse(path: Path) -> None:
+    if path.exists():
+        raise DataError(f"{path} exists; remove it or give another name")
+
+
+def _elements(system: System) -> tuple[str, ...]:
+    if system.type_map is None:
+        raise DataError(f"system {system.name} has no type_map.raw, so its elements are unknown; give --type-map")
+    return system.type_map
 
 
 def _put_with_checksums(group: h5py.Group, name: str, values: np.ndarray) -> None:
@@ -110,17 +220,6 @@ def _put_with_checksums(group: h5py.Group, name: str, values: np.ndarray) -> Non
     rows = max(1, _CHUNK // (values.nbytes // len(values)))
     chunks = (min(len(values), rows), *values.shape[1:])
     group.create_dataset(name, data=values, chunks=chunks, fletcher32=True)
-
-
-@contextmanager
-def _hdf5(path: Path) -> Iterator[h5py.File]:
-    """Open a new HDF5 file in memory, which is written when it is complete."""
-    content = io.BytesIO()  # the library's own writer crashes on a full disk
-    # From version 1.10 on, HDF5 keeps checksums of its metadata.
-    with h5py.File(content, "w", libver="v110") as file:
-        yield file
-    with whole_file(path) as whole:
-        whole.write(content.getbuffer())
 
 
 def _names(systems: Sequence[System]) -> list[str]:
@@ -155,18 +254,12 @@ def _contents(system: System) -> Iterator[tuple[str, np.ndarray | list[str]]]:
     present = np.stack([frames.present(name) for name in (*LABELS, *PARAMETERS)], axis=1)
     for number, kind in enumerate(np.unique(present, axis=0)):
         rows = np.flatnonzero((present == kind).all(axis=1))
-        yield from _set(f"set.{number:03d}", frames, rows, kind, mixed=system.mixed)
-
-
-def _set(
-    folder: str, frames: Frames, rows: np.ndarray, kind: np.ndarray, *, mixed: bool
-) -> Iterator[tuple[str, np.ndarray]]:
-    yield f"{folder}/coord.npy", frames.coord[rows].reshape(len(rows), -1)
-    if frames.box is not None:
-        yield f"{folder}/box.npy", frames.box[rows].reshape(len(rows), 9)
-    if mixed:
-        yield f"{folder}/real_atom_types.npy", frames.atype[rows]
-    for name, there in zip((*LABELS, *PARAMETERS), kind, strict=True):
-        if there:
-            values: np.ndarray = getattr(frames, name)
-            yield f"{folder}/{name}.npy", values[rows].reshape(len(rows), -1)
+        folder = f"set.{number:03d}"
+        yield f"{folder}/coord.npy", frames.coord[rows].reshape(len(rows), -1)
+        if frames.box is not None:
+            yield f"{folder}/box.npy", frames.box[rows].reshape(len(rows), 9)
+        if system.mixed:
+            yield f"{folder}/real_atom_types.npy", frames.atype[rows]
+        for name, there in zip((*LABELS, *PARAMETERS), kind, strict=True):
+            if there:
+                yield f"{folder}/{name}.npy", getattr(frames, name)[rows].reshape(len(rows), -1)

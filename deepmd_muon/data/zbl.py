@@ -39,16 +39,10 @@ def zbl(first: str, second: str, distance: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def table_of(names: Sequence[str], step: float, begin: float, end: float) -> np.ndarray:
-    """Return a table for `use_srtab`: distances, and energies of the pairs 0-0, 0-1, … [eV].
+    """Return a table for `use_srtab`: distances, and energies of the pairs 0-0, 0-1, … of the type map [eV].
 
-    Parameters
-    ----------
-    names
-        Elements in the order of the type map.
-    step
-        Between rows; the first distance as well [Å].
-    begin, end
-        Between these distances a quintic polynomial takes energies smoothly to 0 [Å].
+    `step` lies between rows, and is the first distance as well [Å]. Between `begin` and `end` [Å] a quintic polynomial
+    takes energies smoothly to 0.
 
     Raises
     ------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,70 +16,33 @@ _MOST = 0.1
 
 @dataclass(frozen=True)
 class Barostat:
-    """Isotropic stochastic cell rescaling (Bernetti and Bussi, J. Chem. Phys. 153, 114107 (2020)).
+    """Isotropic stochastic cell rescaling (Bernetti and Bussi, J. Chem. Phys. 153, 114107 (2020))."""
 
-    Attributes
-    ----------
-    pressure
-        One for all, or one of each structure `(nsystems,)` [GPa].
-    temperature
-        Of the thermostat, in the same form [K].
-    time
-        Time in which the pressure relaxes [fs].
-    compressibility
-        Of the material [1/GPa]; it scales `time` alone, the volumes that are sampled do not depend on it. 0.45 is
-        water's.
-    every
-        Steps between changes of the cell: each needs new neighbour lists.
-    """
-
-    pressure: float | torch.Tensor
-    temperature: float | torch.Tensor
-    time: float = 200.0
+    pressure: float | torch.Tensor  # one for all, or one of each structure `(nsystems,)` [GPa]
+    temperature: float | torch.Tensor  # of the thermostat, in the same form [K]
+    time: float = 200.0  # time in which the pressure relaxes [fs]
+    # Of the material [1/GPa]; it scales `time` alone, the volumes that are sampled do not depend on it. 0.45 is
+    # water's.
     compressibility: float = 0.45
-    every: int = 10
-
-    def rows(self, mask: torch.Tensor) -> Barostat:
-        """Return the barostat of some of the structures."""
-        pressure, temperature = (
-            value[mask.cpu()] if isinstance(value, torch.Tensor) else value
-            for value in (self.pressure, self.temperature)
-        )
-        return replace(self, pressure=pressure, temperature=temperature)
+    every: int = 10  # steps between changes of the cell: each needs new neighbour lists
 
     def rescaled(self, systems: Systems, virial: torch.Tensor, time_step: float, generator: torch.Generator) -> Systems:
-        """Return the structures with new cells, positions and velocities, after `every` steps.
+        """Return the structures with new cells, positions and velocities, after `every` steps of `time_step` [fs].
 
-        Parameters
-        ----------
-        systems
-            Structures; those without a cell stay as they are.
-        virial
-            −dE/dε `(nsystems, 9)` [eV].
-        time_step
-            Of the dynamics [fs].
-        generator
-            Source of random numbers.
+        `virial` is −dE/dε `(nsystems, 9)` [eV]. Structures without a cell stay as they are.
         """
         if systems.box is None:
             return systems
-        device = systems.coord.device
         volume = torch.linalg.det(systems.box).abs()
         periodic = volume > 0.0
         volume = torch.where(periodic, volume, 1.0)
-        wanted, kelvin = (
-            torch.as_tensor(value, dtype=torch.float64, device=device) for value in (self.pressure, self.temperature)
-        )
+        wanted = systems.of_each(self.pressure, "pressure")
+        kelvin = systems.of_each(self.temperature, "temperature")
         inner = (2.0 * systems.kinetic + virial.view(-1, 3, 3).diagonal(dim1=1, dim2=2).sum(1)) / (3.0 * volume)
         rate = self.compressibility / GIGAPASCAL / self.time * self.every * time_step
-        noise = torch.randn(len(systems), generator=generator, dtype=torch.float64, device=generator.device).to(device)
+        noise = torch.randn(len(systems), generator=generator, dtype=torch.float64, device=generator.device)
+        noise = noise.to(volume.device)
         change = rate * (inner - GIGAPASCAL * wanted) + (2.0 * BOLTZMANN * kelvin * rate / volume).sqrt() * noise
         change = torch.where(periodic, change.clamp(-_MOST, _MOST), 0.0)
         scale = (change / 3.0).exp()[:, None, None]
         return replace(systems, coord=scale * systems.coord, box=scale * systems.box, velocity=systems.velocity / scale)
-
-
-def is_positive(barostat: Barostat) -> bool:
-    """Tell whether times and compressibility make sense."""
-    values = barostat.time, barostat.compressibility, float(barostat.every)
-    return all(value > 0.0 and math.isfinite(value) for value in values)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from deepmd_muon.data.errors import NeighborError
-from deepmd_muon.dynamics.errors import DynamicsError
 from deepmd_muon.dynamics.pairs import GhostLists, PairLists
+from deepmd_muon.dynamics.systems import DynamicsError
 from deepmd_muon.infer.device_call import DenseError, DeviceCall, fits
 from deepmd_muon.infer.frozen import FrozenModel
 from deepmd_muon.infer.predictor import Predictor
@@ -22,26 +22,21 @@ Lists = PairLists | GhostLists | DeviceCall
 
 @dataclass(frozen=True)
 class Forces:
-    """The results of a force call, float64 on the device.
+    """The results of a force call, float64 on the device."""
 
-    Attributes
-    ----------
-    energy
-        `(nsystems,)` [eV].
-    force
-        `(nsystems, natoms, 3)` [eV/Å]; zero for padding.
-    virial
-        −volume·stress `(nsystems, 9)` [eV], row-major.
-    """
-
-    energy: torch.Tensor
-    force: torch.Tensor
-    virial: torch.Tensor
+    energy: torch.Tensor  # `(nsystems,)` [eV]
+    force: torch.Tensor  # `(nsystems, natoms, 3)` [eV/Å]; zero for padding
+    virial: torch.Tensor  # −volume·stress `(nsystems, 9)` [eV], row-major
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Energy, force and virial."""
         return self.energy, self.force, self.virial
+
+    @property
+    def largest(self) -> torch.Tensor:
+        """The largest force on an atom of each structure `(nsystems,)` [eV/Å]."""
+        return self.force.square().sum(-1).amax(1).sqrt()
 
     def clone(self) -> Forces:
         """Return a copy."""
@@ -77,7 +72,8 @@ class ForceField:
         self.skin = skin
         self._lists: list[tuple[slice, Lists]] = []
         self._atype: torch.Tensor | None = None
-        self._memory: GraphMemory | None = None
+        #: Where graphs that hold `launch` are recorded; None where there are none.
+        self.memory: GraphMemory | None = None
         self._box: torch.Tensor | None = None
         self._boxes: list[torch.Tensor] = []
         self._prepared = 0
@@ -124,7 +120,7 @@ class ForceField:
                 except DenseError:
                     self._lists[number] = rows, self._host_lists(atype[rows])
                     parts.append(self._evaluate(self._lists[number][1], *part))
-        return Forces(*(torch.cat([getattr(part, name) for part in parts]) for name in ("energy", "force", "virial")))
+        return Forces(*map(torch.cat, zip(*(part.tensors for part in parts), strict=True)))
 
     def launchable(self, box: torch.Tensor | None, atype: torch.Tensor) -> bool:
         """Whether `launch` may follow: these structures were evaluated last, and their lists are on the device."""
@@ -169,11 +165,6 @@ class ForceField:
                 call.prepare()
         return whole
 
-    @property
-    def memory(self) -> GraphMemory | None:
-        """Where graphs that hold `launch` are recorded; None where there are none."""
-        return self._memory
-
     def _prepare(self, atype: torch.Tensor, *, periodic: bool) -> None:
         model, nsystems = self.predictor.model, atype.shape[0]
         if int(atype.max()) >= len(model.type_map):
@@ -192,8 +183,8 @@ class ForceField:
         if model is None or not fits(atype.cpu().numpy()):
             return self._host_lists(atype)
         if self.device.type == "cuda":
-            self._memory = self._memory or GraphMemory()
-        return DeviceCall(model, atype, periodic, self.skin, self._memory)
+            self.memory = self.memory or GraphMemory()
+        return DeviceCall(model, atype, periodic, self.skin, self.memory)
 
     def _host_lists(self, atype: torch.Tensor) -> PairLists | GhostLists:
         model = self.predictor.model
@@ -205,9 +196,8 @@ class ForceField:
         if isinstance(lists, DeviceCall):
             lists.evaluate(coord, box)
             return Forces(lists.energy, lists.force, lists.virial).clone()
-        return self._of_model(lists, coord, box) if isinstance(lists, PairLists) else self._of_file(lists, coord, box)
-
-    def _of_model(self, lists: PairLists, coord: torch.Tensor, box: torch.Tensor | None) -> Forces:
+        if isinstance(lists, GhostLists):
+            return self._of_file(lists, coord, box)
         model = self.predictor.model
         assert isinstance(model, EnergyModel)
         with torch.no_grad():

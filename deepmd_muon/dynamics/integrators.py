@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
 from deepmd_muon.data.errors import NeighborError
-from deepmd_muon.dynamics.barostat import Barostat, is_positive
-from deepmd_muon.dynamics.errors import DynamicsError
+from deepmd_muon.dynamics.barostat import Barostat
 from deepmd_muon.dynamics.forces import ForceField, Forces
 from deepmd_muon.dynamics.stretch import Stretch
-from deepmd_muon.dynamics.systems import ACCELERATION, BOLTZMANN, Systems
+from deepmd_muon.dynamics.systems import ACCELERATION, BOLTZMANN, DynamicsError, Systems
 
 #: No atom of a sound simulation moves so far in one step [Å]; hydrogen at 1000 K moves 0.02 Å in 0.5 fs.
 FARTHEST = 0.5
@@ -37,26 +37,17 @@ class Langevin:
     friction: float = 0.01
 
 
+Settings = TypeVar("Settings", Langevin, Barostat)
+
+
 @dataclass(frozen=True)
 class Lost:
-    """A structure that could not be followed further.
+    """A structure that could not be followed further."""
 
-    Attributes
-    ----------
-    copy
-        Its number in the structures that the run began with.
-    step
-        The step that failed.
-    atom
-        The fastest atom, or the one that a message names.
-    reason
-        What happened, in words.
-    """
-
-    copy: int
-    step: int
-    atom: int
-    reason: str
+    copy: int  # its number in the structures that the run began with
+    step: int  # that failed
+    atom: int  # the fastest atom, or the one that a message names
+    reason: str  # what happened, in words
 
 
 @dataclass(frozen=True)
@@ -92,15 +83,22 @@ class Snapshot:
 class _Run:
     """The structures that are still followed, and their forces."""
 
-    def __init__(self, force_field: ForceField, systems: Systems, generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        force_field: ForceField,
+        systems: Systems,
+        thermostat: Langevin | None,
+        barostat: Barostat | None,
+        generator: torch.Generator,
+    ) -> None:
         self.force_field = force_field
         self.systems = systems
+        self.thermostat = thermostat  # its numbers, and those of the barostat, are those of each structure
+        self.barostat = barostat
         self.generator = generator
         self.copies = torch.arange(len(systems), device=systems.coord.device)
         self.lost: list[Lost] = []
         self.step = 0
-        self.thermostat: Langevin | None = None
-        self.barostat: Barostat | None = None
         self.noise: list[torch.Tensor] = []  # drawn ahead; each step takes the first
         self._stretch: _DeviceSteps | None = None
         self._recorded = 0
@@ -115,11 +113,9 @@ class _Run:
     def _keep(self, mask: torch.Tensor) -> None:
         self.systems = self.systems.rows(mask)
         if hasattr(self, "forces") and len(self.forces.energy) == len(mask):
-            found = self.forces
-            self.forces = Forces(*(x[mask] for x in found.tensors))
-        if self.thermostat is not None and isinstance(self.thermostat.temperature, torch.Tensor):
-            self.thermostat = replace(self.thermostat, temperature=self.thermostat.temperature[mask.cpu()])
-        self.barostat = self.barostat and self.barostat.rows(mask)
+            self.forces = Forces(*(x[mask] for x in self.forces.tensors))
+        self.thermostat = self.thermostat and _rows(self.thermostat, mask)
+        self.barostat = self.barostat and _rows(self.barostat, mask)
         self.copies = self.copies[mask]
         self.noise = [noise[mask] for noise in self.noise]
         self._stretch = None
@@ -222,33 +218,31 @@ class _Run:
             self.forces = self._evaluated()
 
 
+def _rows(settings: Settings, mask: torch.Tensor) -> Settings:
+    """Return a thermostat or barostat of some of the structures."""
+    tensors: dict[str, Any] = {name: x[mask] for name, x in vars(settings).items() if isinstance(x, torch.Tensor)}
+    return replace(settings, **tensors)
+
+
 def thermalized(
     systems: Systems, thermostat: Langevin, time: float, velocity: torch.Tensor, noise: torch.Tensor
 ) -> torch.Tensor:
     """Return velocities after friction and noise for some time [fs]: the exact solution."""
     keep = math.exp(-thermostat.friction * time)
-    kelvin = torch.as_tensor(thermostat.temperature, dtype=torch.float64, device=velocity.device)
-    spread = (BOLTZMANN * kelvin.reshape(-1, 1) * ACCELERATION / systems.mass).sqrt()[..., None]
+    kelvin = systems.of_each(thermostat.temperature, "temperature")[:, None]
+    spread = (BOLTZMANN * kelvin * ACCELERATION / systems.mass).sqrt()[..., None]
     return torch.where(systems.real[..., None], keep * velocity + math.sqrt(1.0 - keep * keep) * spread * noise, 0.0)
 
 
 class _DeviceSteps:
     """Steps of a run by work of the device alone; the same arithmetic as `_Run.advance`.
 
-    Parameters
-    ----------
-    run
-        Its structures, thermostat and cells stay the same until they are dropped or scaled.
-    time_step
-        Time step [fs].
+    Structures, thermostat and cells of the run stay the same until they are dropped or scaled.
     """
 
     def __init__(self, run: _Run, time_step: float) -> None:
         self._force_field, self._systems, self._time = run.force_field, run.systems, time_step
         self._thermostat = run.thermostat
-        if self._thermostat is not None:
-            kelvin = torch.as_tensor(self._thermostat.temperature, dtype=torch.float64, device=run.systems.coord.device)
-            self._thermostat = replace(self._thermostat, temperature=kelvin)
         self._coord, self._velocity = run.systems.coord.clone(), run.systems.velocity.clone()
         self._forces = run.forces.clone()
         self._wrong = torch.zeros((), dtype=torch.bool, device=self._coord.device)
@@ -350,17 +344,35 @@ def simulate(
             f"a run needs a time step above 0 fs, 0 steps or more and a snapshot every 1 step or more; found "
             f"{time_step} fs, {steps} and {every}"
         )
-    if barostat is not None and (thermostat is None or not is_positive(barostat)):
-        raise DynamicsError(
-            "constant pressure needs a thermostat, and a relaxation time, a compressibility and an interval above 0; "
-            f"found {thermostat} and {barostat}"
-        )
+    thermostat, barostat = _of_each(systems, thermostat, barostat)
     force_field.reset()
     # A GPU draws its noise itself: a seed gives the same run on devices of one kind.
-    run = _Run(force_field, systems, torch.Generator(systems.coord.device).manual_seed(seed))
-    run.thermostat, run.barostat = thermostat, barostat
+    run = _Run(force_field, systems, thermostat, barostat, torch.Generator(systems.coord.device).manual_seed(seed))
     yield run.snapshot()
     while run.step < steps and len(run.systems):
         run.go(min(every - run.step % every, steps - run.step), time_step)
         if run.step % every == 0 or run.step == steps or not len(run.systems):
             yield run.snapshot()
+
+
+def _of_each(
+    systems: Systems, thermostat: Langevin | None, barostat: Barostat | None
+) -> tuple[Langevin | None, Barostat | None]:
+    """Return thermostat and barostat with temperatures and pressures of each structure; refuse wrong numbers."""
+    if barostat is not None:
+        values = barostat.time, barostat.compressibility, float(barostat.every)
+        if thermostat is None or not all(value > 0.0 and math.isfinite(value) for value in values):
+            raise DynamicsError(
+                "constant pressure needs a thermostat, and a relaxation time, a compressibility and an interval above "
+                f"0; found {thermostat} and {barostat}"
+            )
+        pressure, kelvin = (systems.of_each(getattr(barostat, x), x) for x in ("pressure", "temperature"))
+        if not pressure.isfinite().all():
+            raise DynamicsError(f"a pressure is a number of GPa; found {barostat.pressure}")
+        barostat = replace(barostat, pressure=pressure, temperature=kelvin)
+    if thermostat is not None:
+        kelvin = systems.of_each(thermostat.temperature, "temperature")
+        if not ((kelvin >= 0.0) & kelvin.isfinite()).all() or not thermostat.friction >= 0.0:
+            raise DynamicsError(f"a thermostat needs temperatures and a friction of 0 or more; found {thermostat}")
+        thermostat = replace(thermostat, temperature=kelvin)
+    return thermostat, barostat

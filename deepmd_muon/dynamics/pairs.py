@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from deepmd_muon.data.errors import NeighborError
+from deepmd_muon.data.errors import NeighborError, naming_frame
 from deepmd_muon.data.neighbors.ghosts import with_ghosts
 from deepmd_muon.data.neighbors.lists import find_pairs, group_limits
 from deepmd_muon.model import EnergyModel, Structures
@@ -23,15 +25,7 @@ class _FramePairs:
 
 
 class Reused:
-    """When lists of structures have to be built again: an atom has crossed half the skin, or a cell has changed.
-
-    Parameters
-    ----------
-    skin
-        What the lists hold beyond the cut-off [Å].
-    atype
-        Types `(nframes, natoms)`.
-    """
+    """When lists of structures have to be built again: an atom has crossed half the skin, or a cell has changed."""
 
     def __init__(self, skin: float, atype: torch.Tensor) -> None:
         self.skin = skin
@@ -60,9 +54,15 @@ class Reused:
         self.built += len(found)
         return found
 
-    def forget(self) -> None:
-        """Build every list anew the next time."""
-        self._coord = None
+    @contextmanager
+    def building(self, k: int) -> Iterator[None]:
+        """Name the structure in an error; build every list anew the next time then."""
+        try:
+            with naming_frame(k):
+                yield
+        except NeighborError:
+            self._coord = None
+            raise
 
 
 def _arrays(
@@ -76,16 +76,8 @@ class PairLists:
     """Neighbour lists for models of checkpoints, as `Structures`.
 
     They equal those of `data.build_neighbors` at every call: pairs beyond the cut-off are left out, and where there
-    are more than `sel` the nearest stay.
-
-    Parameters
-    ----------
-    model
-        The model; says cut-off, `sel` and order of the columns.
-    atype
-        Types `(nframes, natoms)` on the device, −1 for padding.
-    skin
-        What the lists hold beyond the cut-off [Å].
+    are more than `sel` the nearest stay. Types are `(nframes, natoms)` on the device, −1 for padding. Lists reach
+    beyond the cut-off by `skin` [Å].
     """
 
     def __init__(self, model: EnergyModel, atype: torch.Tensor, skin: float) -> None:
@@ -105,13 +97,7 @@ class PairLists:
         self._limits = torch.from_numpy(limits).to(flat.device)
 
     def structures(self, coord: torch.Tensor, box: torch.Tensor | None) -> Structures:
-        """Return the batch at these positions.
-
-        Raises
-        ------
-        NeighborError
-            As `build_neighbors`, with the number of the structure.
-        """
+        """Return the batch at these positions; a NeighborError has the number of the structure."""
         stale = self.reused.stale(coord, box)
         for k in stale:
             self._frames[k] = self._found(coord, box, k)
@@ -127,12 +113,9 @@ class PairLists:
         return self._laid_out(coord, box, i[near], j[near], shift[near], square[near])
 
     def _found(self, coord: torch.Tensor, box: torch.Tensor | None, k: int) -> _FramePairs:
-        try:
+        with self.reused.building(k):
             reach = self._model.rcut + self.reused.skin
             pairs = find_pairs(*_arrays(coord, box, self.reused.host_atype, k), reach)
-        except NeighborError as error:
-            self.reused.forget()
-            raise NeighborError(error.problem, k) from error
         first = k * coord.shape[1]
         device = coord.device
         return _FramePairs(
@@ -181,6 +164,11 @@ class PairLists:
         sections = tuple(widths.tolist())
         neighbor = torch.full((nreal, sum(sections)), -1, dtype=torch.int64, device=slot.device)
         neighbor[row, column] = j[sort]
+        asked = self._model.neighbors.inner
+        counted = np.zeros((len(asked), nreal), dtype=np.int64)
+        for counts_of, (short, most) in zip(counted, asked, strict=True):
+            near = torch.bincount(self._row[i[square < short**2]], minlength=nreal)
+            counts_of[:] = near.clamp(max=min(most, int(self._limits[0]))).cpu().numpy()
         placed = None
         if box is not None:
             placed = torch.zeros((*neighbor.shape, 3), dtype=torch.int32, device=slot.device)
@@ -197,17 +185,8 @@ class PairLists:
             sections=sections,
             type_counts=self._counts,
             filled=kept.T.cpu().numpy(),
-            inner=self._inner(i, square, nreal),
+            inner=counted,
         )
-
-    def _inner(self, i: torch.Tensor, square: torch.Tensor, nreal: int) -> np.ndarray:
-        """Count the neighbours of every atom within the model's shorter cut-offs."""
-        asked = self._model.neighbors.inner
-        counts = np.zeros((len(asked), nreal), dtype=np.int64)
-        for row, (short, most) in zip(counts, asked, strict=True):
-            near = torch.bincount(self._row[i[square < short**2]], minlength=nreal)
-            row[:] = near.clamp(max=min(most, int(self._limits[0]))).cpu().numpy()
-        return counts
 
 
 @dataclass(frozen=True)
@@ -222,27 +201,13 @@ class _FrameGhosts:
 
 @dataclass(frozen=True)
 class Union:
-    """Structures side by side as one system of a frozen file: all real atoms, then all images.
+    """Structures side by side as one system of a frozen file: all real atoms, then all images."""
 
-    Attributes
-    ----------
-    owner
-        Atom `frame · natoms + atom` of each `(nall,)`.
-    offset
-        From the atom to its image `(nall, 3)` [Å].
-    neighbor
-        Numbers in this system `(nloc, nnei)`, −1 in empty slots.
-    mapping
-        Real atom of each `(nall,)`.
-    frame
-        Structure of each `(nall,)`.
-    """
-
-    owner: torch.Tensor
-    offset: torch.Tensor
-    neighbor: torch.Tensor
-    mapping: torch.Tensor
-    frame: torch.Tensor
+    owner: torch.Tensor  # atom `frame · natoms + atom` of each `(nall,)`
+    offset: torch.Tensor  # from the atom to its image `(nall, 3)` [Å]
+    neighbor: torch.Tensor  # numbers in this system `(nloc, nnei)`, −1 in empty slots
+    mapping: torch.Tensor  # real atom of each `(nall,)`
+    frame: torch.Tensor  # structure of each `(nall,)`
 
     @property
     def nloc(self) -> int:
@@ -271,11 +236,8 @@ class GhostLists:
 
     def _found(self, coord: torch.Tensor, box: torch.Tensor | None, k: int) -> _FrameGhosts:
         points, cell, atype = _arrays(coord, box, self.reused.host_atype, k)
-        try:
+        with self.reused.building(k):
             ghosted = with_ghosts(points, cell, atype, self._reach)
-        except NeighborError as error:
-            self.reused.forget()
-            raise NeighborError(error.problem, k) from error
         arrays = ghosted.owner, ghosted.coord - points[ghosted.owner], ghosted.neighbor
         owner, offset, neighbor = (torch.from_numpy(array).to(coord.device) for array in arrays)
         return _FrameGhosts(owner, offset, neighbor, len(ghosted.neighbor))

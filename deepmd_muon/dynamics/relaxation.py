@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from deepmd_muon.dynamics.errors import DynamicsError
 from deepmd_muon.dynamics.forces import ForceField, Forces
 from deepmd_muon.dynamics.stretch import Stretch
-from deepmd_muon.dynamics.systems import Systems
+from deepmd_muon.dynamics.systems import DynamicsError, Systems
 
 # Bitzek et al., Phys. Rev. Lett. 97, 170201 (2006), with ASE's step lengths, for masses of 1.
 _PATIENCE, _FASTER, _SLOWER, _MIXING, _LESS = 5, 1.1, 0.5, 0.1, 0.99
@@ -94,7 +93,7 @@ class _Descent:
         ones = self.coord.new_ones(len(systems), 1, 1)
         self._step, self._mixing, self._downhill = _FIRST * ones, _MIXING * ones, torch.zeros_like(ones)
         self.taken = torch.zeros(len(systems), dtype=torch.int64, device=ones.device)
-        self.largest = _largest(found)
+        self.largest = found.largest
 
     @property
     def state(self) -> list[torch.Tensor]:
@@ -124,9 +123,4 @@ class _Descent:
         change = change * (_FARTHEST / length.clamp(min=_FARTHEST))
         self.coord.copy_(torch.where(going, self.coord + change, self.coord))
         self.found.take(evaluate(self.coord))
-        self.largest.copy_(_largest(self.found))
-
-
-def _largest(found: Forces) -> torch.Tensor:
-    """Return the largest force on an atom of each structure [eV/Å]."""
-    return found.force.square().sum(-1).amax(1).sqrt()
+        self.largest.copy_(self.found.largest)

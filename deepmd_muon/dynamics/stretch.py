@@ -17,14 +17,8 @@ _TRIES = 8
 class Stretch:
     """Takes steps on the device; where something did not fit in one of them, it grows and all are taken again.
 
-    Parameters
-    ----------
-    force_field
-        The potential; the structures have been evaluated.
-    state
-        All that `step` changes, beside results: tensors that it writes in place.
-    step
-        One step, by `force_field.launch` and other work of the device alone.
+    A step calls `force_field.launch`, whose structures have been evaluated, and does other work of the device alone. It
+    writes `state` in place, and results.
     """
 
     def __init__(self, force_field: ForceField, state: Sequence[torch.Tensor], step: Callable[[], None]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,12 +11,22 @@ import torch
 
 from deepmd_muon.data import Frames
 from deepmd_muon.data.elements import MASSES
-from deepmd_muon.dynamics.errors import DynamicsError
 
 #: Boltzmann's constant [eV/K] (CODATA 2018).
 BOLTZMANN = 8.617333262e-5
 #: Acceleration [Å/fs²] of a mass of 1 u by a force of 1 eV/Å.
 ACCELERATION = 9.648533212e-3
+#: A structure hotter than this many times its start or its thermostat has blown up.
+HOT = 3.0
+
+
+class DynamicsError(ValueError):
+    """Structures or settings with which no dynamics can begin, or dynamics that lost all of its structures."""
+
+
+def usual_time_step(elements: Iterable[str]) -> float:
+    """Return the time step of dynamics at constant temperature [fs]: hydrogen needs a shorter one."""
+    return 0.5 if min(MASSES.get(name, math.inf) for name in elements) < 5.0 else 1.0
 
 
 @dataclass(frozen=True)
@@ -70,15 +81,19 @@ class Systems:
         Raises
         ------
         DynamicsError
-            When a type that occurs is not an element and has no mass, or when there is no atom.
+            When a type that occurs has no mass above 0, or when there is no atom.
         """
         if not frames.nframes or not (frames.atype >= 0).any():
             raise DynamicsError("there is no structure with an atom to start from")
         of_type = list(masses) or [MASSES.get(name, float("nan")) for name in type_map]
+        if len(of_type) != len(type_map):
+            raise DynamicsError(f"{len(of_type)} masses for {len(type_map)} types {tuple(type_map)}: give one of each")
         mass = np.where(frames.atype >= 0, np.array([*of_type, 1.0])[frames.atype], 1.0)
         if np.isnan(mass).any():
             unknown = sorted({type_map[t] for t in np.unique(frames.atype[np.isnan(mass)])})
             raise DynamicsError(f"the types {', '.join(unknown)} are not elements: give their masses")
+        if not (mass > 0.0).all():
+            raise DynamicsError(f"masses must be above 0 u; found {of_type}")
         coord = torch.tensor(frames.coord, dtype=torch.float64, device=device)
         return cls(
             coord=coord,
@@ -93,6 +108,19 @@ class Systems:
         box = None if self.box is None else self.box[rows]
         return Systems(self.coord[rows], box, self.atype[rows], self.mass[rows], self.velocity[rows])
 
+    def of_each(self, value: float | torch.Tensor, name: str) -> torch.Tensor:
+        """Return a quantity of each structure `(nsystems,)` that is given as one for all or one of each.
+
+        Raises
+        ------
+        DynamicsError
+            When there is another number of them.
+        """
+        found = torch.as_tensor(value, dtype=torch.float64, device=self.coord.device).reshape(-1)
+        if len(found) not in (1, len(self)):
+            raise DynamicsError(f"{len(found)} {name}s for {len(self)} structures: give one, or one of each structure")
+        return found.expand(len(self))
+
     def heated(self, temperature: float | torch.Tensor, generator: torch.Generator) -> Systems:
         """Return the structures with velocities of the Maxwell–Boltzmann distribution, their centres at rest.
 
@@ -104,7 +132,9 @@ class Systems:
             Source of random numbers on the CPU, so that a seed gives the same run on every device.
         """
         noise = torch.randn(self.coord.shape, generator=generator, dtype=torch.float64).to(self.coord.device)
-        kelvin = torch.as_tensor(temperature, dtype=torch.float64, device=self.coord.device).reshape(-1, 1)
+        kelvin = self.of_each(temperature, "temperature")[:, None]
+        if not ((kelvin >= 0.0) & kelvin.isfinite()).all():
+            raise DynamicsError(f"a temperature is 0 K or more; found {temperature}")
         spread = (BOLTZMANN * kelvin * ACCELERATION / self.mass).sqrt()
         weight = torch.where(self.real, self.mass, 0.0)[..., None]
         velocity = torch.where(self.real[..., None], spread[..., None] * noise, 0.0)
@@ -124,6 +154,12 @@ class Systems:
         """Kinetic temperature `(nsystems,)` [K]; three degrees of freedom an atom, less three of the centre at rest."""
         atoms = self.real.sum(1)
         return 2.0 * self.kinetic / (BOLTZMANN * (3 * atoms - 3).clamp(min=3))
+
+    def hot(self, kelvin: float | torch.Tensor) -> np.ndarray:
+        """Tell which structures have blown up, bool `(nsystems,)`, from temperatures as in `heated` [K]."""
+        # Few atoms fluctuate more.
+        limit = HOT * self.of_each(kelvin, "temperature") * (1.0 + 2.0 / (3.0 * self.real.sum(1).double()).sqrt())
+        return (~(self.temperature <= limit)).cpu().numpy()
 
     def frames(self) -> Frames:
         """Return positions, cells and types as arrays."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from deepmd_muon.data.elements import NUMBERS
-from deepmd_muon.dynamics.errors import DynamicsError
 from deepmd_muon.dynamics.forces import ForceField
+from deepmd_muon.dynamics.systems import DynamicsError
 from deepmd_muon.infer.predictor import Predictor
 
 try:

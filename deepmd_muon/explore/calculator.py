@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from deepmd_muon.explore.errors import ExploreError
+from deepmd_muon.explore.settings import ExploreError
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Structures of a potential's own dynamics that leave the training data, or on which models disagree."""
+"""Structures of a potential's own dynamics that leave the training data, or on which models disagree; their choice."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ import numpy as np
 import torch
 
 from deepmd_muon.data import Frames, System
-from deepmd_muon.data.elements import MASSES
 from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.data.neighbors.lists import Pairs
 from deepmd_muon.dynamics.barostat import Barostat
 from deepmd_muon.dynamics.forces import ForceField
 from deepmd_muon.dynamics.integrators import Langevin, Snapshot, simulate
-from deepmd_muon.dynamics.systems import Systems
-from deepmd_muon.explore.errors import ExploreError
+from deepmd_muon.dynamics.systems import Systems, usual_time_step
 from deepmd_muon.explore.fingerprints import Fingerprints
-from deepmd_muon.explore.settings import DynamicsSettings, SelectionSettings
+from deepmd_muon.explore.settings import DynamicsSettings, ExploreError, SelectionSettings
 from deepmd_muon.infer.model_deviation import deviation_of_force
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.stability.angles import Angles
 from deepmd_muon.stability.check import HOTTER, ROOM_TEMPERATURE, WIDER
 from deepmd_muon.stability.coverage import Coverage, pairs_of
-from deepmd_muon.stability.trajectories import HOT, estimate_temperature, starts
+from deepmd_muon.stability.trajectories import estimate_temperature, starts
 
 log = logging.getLogger(__name__)
 
@@ -37,36 +35,18 @@ _KEPT = 8
 
 @dataclass(frozen=True)
 class Candidate:
-    """A structure that may be labelled.
+    """A structure that may be labelled."""
 
-    Attributes
-    ----------
-    frame
-        One frame without labels.
-    copy, time
-        Trajectory and time in it [ps].
-    temperature, pressure, strain
-        Of the dynamics [K], [GPa] (None with a constant cell), relative.
-    closest
-        Smallest ratio of a distance to the shortest of its pair in the data.
-    deviation
-        Largest deviation of a force between models [eV/Å]; None with one model.
-    reason
-        Why it is a candidate, in words.
-    fingerprint
-        See `Fingerprints`.
-    """
-
-    frame: Frames
-    copy: int
-    time: float
-    temperature: float
-    pressure: float | None
-    strain: float
-    closest: float
-    deviation: float | None
-    reason: str
-    fingerprint: np.ndarray
+    frame: Frames  # one frame without labels
+    copy: int  # number of the trajectory
+    time: float  # in the trajectory [ps]
+    temperature: float  # of the dynamics [K]
+    pressure: float | None  # of the dynamics [GPa]; None with a constant cell
+    strain: float  # of the start, relative
+    closest: float  # smallest ratio of a distance to the shortest of its pair in the data
+    deviation: float | None  # largest deviation of a force between models [eV/Å]; None with one model
+    reason: str  # why it is a candidate, in words
+    fingerprint: np.ndarray  # see `Fingerprints`
 
 
 @dataclass
@@ -114,18 +94,14 @@ def draw(
     start = replace(start, coord=stretch * start.coord, box=None if start.box is None else stretch * start.box)
     kelvin = torch.tensor(conditions.temperature)
     start = start.heated(kelvin, torch.Generator().manual_seed(seed))
-    light = min(MASSES.get(type_map[k], math.inf) for pair in coverage.pairs for k in pair) < 5.0
-    time_step = dynamics.time_step or (0.5 if light else 1.0)
-    barostat = None
-    if dynamics.pressures:
-        barostat = Barostat(torch.tensor(conditions.pressure), kelvin)
+    time_step = dynamics.time_step or usual_time_step(type_map[k] for pair in coverage.pairs for k in pair)
     run = simulate(
         ForceField(predictors[0]),
         start,
         max(1, round(1000.0 * dynamics.time / time_step)),
         time_step,
         thermostat=Langevin(kelvin, dynamics.friction),
-        barostat=barostat,
+        barostat=Barostat(torch.tensor(conditions.pressure), kelvin) if dynamics.pressures else None,
         every=dynamics.every,
         seed=seed,
     )
@@ -188,9 +164,7 @@ class _Watch:
             self.first_loss = self.first_loss or lost.reason
             self.gone.add(lost.copy)
         copies = snapshot.copies.cpu().numpy()
-        atoms = snapshot.systems.real.sum(1).cpu().numpy()
-        heat = snapshot.systems.temperature.cpu().numpy()
-        hot = heat > HOT * self.conditions.temperature[copies] * (1.0 + 2.0 / np.sqrt(3.0 * atoms))
+        hot = snapshot.systems.hot(torch.tensor(self.conditions.temperature[copies]))
         self.gone |= set(copies[hot].tolist())
         frames = snapshot.systems.frames()
         rows = [row for row, copy in enumerate(copies.tolist()) if copy not in self.gone]
@@ -204,8 +178,7 @@ class _Watch:
     def _deviations(self, frames: Frames, rows: list[int]) -> list[float | None]:
         if len(self.predictors) < 2 or not rows:
             return [None] * len(rows)
-        box = None if frames.box is None else frames.box[rows]
-        chosen = Frames(frames.atype[rows], frames.coord[rows], box)
+        chosen = frames.rows(rows)
         forces = np.stack([predictor.evaluate(chosen).force for predictor in self.predictors])
         return [float(value) for value in deviation_of_force(forces).max(axis=1)]
 
@@ -215,13 +188,10 @@ class _Watch:
             pairs = pairs_of(frame, 0, coverage.rcut)
         except NeighborError:
             return
-        first, second = pairs.types[pairs.i], pairs.types[pairs.j]
-        ratio = pairs.distance / coverage.shortest[first, second]
-        closest = float(ratio.min(initial=np.inf))
-        outside = coverage.outside(first, second, pairs.distance)
+        closest, k = coverage.compare(pairs)
         disagree = deviation is not None and deviation > chosen.deviation_low
         bend = self._bend(frame, pairs)
-        if not (outside.any() or disagree or bend):
+        if k is None and not disagree and not bend:
             return
         self.found[copy] = self.found.get(copy, -1) + 1
         self.drawn.departed += 1
@@ -231,10 +201,9 @@ class _Watch:
         if self.found[copy] % stride:
             return
         reason = bend or f"models deviate by {deviation or 0.0:.2f} eV/Å"
-        if outside.any():
-            k = int(np.where(outside, ratio, np.inf).argmin())
-            types = sorted((int(first[k]), int(second[k])))
-            reason = f"{coverage.name((types[0], types[1]))} at {pairs.distance[k]:.2f} Å"
+        if k is not None:
+            types = sorted((int(pairs.types[pairs.i[k]]), int(pairs.types[pairs.j[k]])))
+            reason = f"{coverage.name(types)} at {pairs.distance[k]:.2f} Å"
         pressure = float(self.conditions.pressure[copy])
         candidate = Candidate(
             frame=frame,
@@ -270,3 +239,28 @@ class _Watch:
         self.drawn.copies, self.drawn.blow_ups = count, len(self.gone)
         self.drawn.candidates = [candidate for copy in sorted(self.kept) for candidate in self.kept[copy]]
         return self.drawn
+
+
+def choose(candidates: Sequence[Candidate], known: np.ndarray, settings: SelectionSettings) -> list[Candidate]:
+    """Return candidates by farthest-point sampling: each is the one farthest from the data and those chosen before.
+
+    `known` are fingerprints of training frames `(nframes, nbins)`.
+    """
+    if not candidates:
+        return []
+    vectors = np.stack([candidate.fingerprint for candidate in candidates])
+    distance = np.full(len(candidates), np.inf)
+    for row in known:
+        np.minimum(distance, np.linalg.norm(vectors - row, axis=1), out=distance)
+    copies = np.array([candidate.copy for candidate in candidates])
+    chosen: list[int] = []
+    while len(chosen) < settings.frames and np.isfinite(distance).any():
+        k = int(np.where(np.isfinite(distance), distance, -1.0).argmax())
+        if distance[k] <= 0.0:
+            break
+        chosen.append(k)
+        np.minimum(distance, np.linalg.norm(vectors - vectors[k], axis=1), out=distance)
+        distance[k] = -np.inf
+        if (copies[chosen] == copies[k]).sum() >= settings.per_copy:
+            distance[copies == copies[k]] = -np.inf
+    return [candidates[k] for k in chosen]

@@ -8,7 +8,7 @@ import numpy as np
 
 from deepmd_muon.data import System
 from deepmd_muon.data.neighbors.lists import Pairs
-from deepmd_muon.stability.coverage import Coverage, pairs_of, sampled
+from deepmd_muon.stability.coverage import Coverage, sampled_pairs
 
 # Width of a bin [Å].
 _WIDTH = 0.1
@@ -31,8 +31,8 @@ class Fingerprints:
         self.ntypes = len(coverage.type_map)
         self.scale = np.ones(0)
         atoms = sum(system.nframes * system.natoms for system in systems) / sum(system.nframes for system in systems)
-        some = sampled(systems, int(_FRAMES * atoms))
-        counts = np.stack([self._counts(pairs_of(frame, 0, self.rcut)) for _, _, frame in some])
+        some = sampled_pairs(systems, self.rcut, int(_FRAMES * atoms))
+        counts = np.stack([self._counts(pairs) for _, pairs in some])
         self.scale = 1.0 / np.sqrt(counts.mean(0) + _RARE)
         #: Of frames of the training data `(nframes, nbins)`.
         self.known = counts * self.scale

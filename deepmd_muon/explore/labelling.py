@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import logging
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from deepmd_muon.explore.calculator import Structure, begin, label, make_calculator
-from deepmd_muon.explore.errors import ExploreError
-from deepmd_muon.explore.settings import LabelSettings
-from deepmd_muon.files import make_folder_of, whole_file
+from deepmd_muon.data.writing import write_images
+from deepmd_muon.explore.calculator import Structure, begin, label
+from deepmd_muon.explore.settings import ExploreError, LabelSettings
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """Numbers of structures with a label, those whose forces are too large, and failures with their reasons."""
+    """What became of structures, by their numbers."""
 
-    done: tuple[int, ...]
-    too_large: tuple[int, ...]
-    failed: Mapping[int, str]
-
-
-def write_xyz(images: Sequence[Any], path: Path) -> None:
-    """Write `ase.Atoms` as one extended XYZ file, which appears whole or not at all."""
-    from ase.io import write
-
-    make_folder_of(path)
-    with whole_file(path) as file:
-        text = io.TextIOWrapper(file, encoding="utf-8")
-        write(text, list(images), format="extxyz")
-        text.detach()  # flushed, and open
+    done: Mapping[int, Any]  # labelled `ase.Atoms`
+    too_large: tuple[int, ...]  # those whose forces are too large
+    failed: Mapping[int, str]  # reasons
 
 
 def read_xyz(path: Path) -> list[Any]:
@@ -61,22 +47,11 @@ def read_xyz(path: Path) -> list[Any]:
     return list(found) if isinstance(found, list) else [found]
 
 
-def try_calculator(settings: LabelSettings) -> None:
-    """Build the calculator once, before the long work begins."""
-    make_calculator(settings.calculator, settings.arguments or {})
-
-
 def label_all(images: Sequence[Any], settings: LabelSettings, folder: Path) -> Labelled:
     """Label structures that have no file in `folder` yet, and write `NNNN.xyz` for each.
 
-    Parameters
-    ----------
-    images
-        `ase.Atoms` without labels; their `info` is kept.
-    settings
-        Calculator and processes.
-    folder
-        Where the labels are kept. Structures that failed are tried again by the next call.
+    `images` are `ase.Atoms` without labels, whose `info` is kept. Structures that failed are tried again by the next
+    call.
 
     Raises
     ------
@@ -96,7 +71,7 @@ def label_all(images: Sequence[Any], settings: LabelSettings, folder: Path) -> L
             continue
         atoms = images[k].copy()
         atoms.calc = SinglePointCalculator(atoms, **found)
-        write_xyz([atoms], _place(folder, k))
+        write_images([atoms], _place(folder, k))
     if len(failed) > settings.most_failed * len(images):
         number, reason = next(iter(sorted(failed.items())))
         raise ExploreError(
@@ -104,22 +79,18 @@ def label_all(images: Sequence[Any], settings: LabelSettings, folder: Path) -> L
             f"{reason}); other labels stay in {folder}: mend the calculator and run the command again, or raise "
             "labels/most_failed"
         )
-    done = [k for k in range(len(images)) if k not in failed]
-    large = [k for k in done if _largest_force(read_xyz(_place(folder, k))[0]) > settings.largest_force]
-    return Labelled(tuple(k for k in done if k not in large), tuple(large), dict(sorted(failed.items())))
-
-
-def collected(labelled: Labelled, folder: Path) -> list[Any]:
-    """Return the labelled structures of a folder."""
-    return [read_xyz(_place(folder, k))[0] for k in labelled.done]
+    done, large = {}, []
+    for k in (k for k in range(len(images)) if k not in failed):
+        (atoms,) = read_xyz(_place(folder, k))
+        if np.linalg.norm(atoms.get_forces(), axis=1).max(initial=0.0) > settings.largest_force:
+            large.append(k)
+        else:
+            done[k] = atoms
+    return Labelled(done, tuple(large), dict(sorted(failed.items())))
 
 
 def _place(folder: Path, k: int) -> Path:
     return folder / f"{k:04d}.xyz"
-
-
-def _largest_force(atoms: Any) -> float:
-    return float(np.linalg.norm(atoms.get_forces(), axis=1).max(initial=0.0))
 
 
 def _results(
@@ -130,10 +101,10 @@ def _results(
     Each process is a pool of its own: where one crashes, its structure is known, and the others go on.
     """
     queue = iter(waiting)
-    workers = min(settings.workers, len(waiting))
-    with _pools(workers) as pools:
-        running: dict[Future[dict[str, Any] | str], tuple[int, int]] = {}
-        for lane, k in zip(range(workers), queue, strict=False):
+    pools = [_pool() for _ in range(min(settings.workers, len(waiting)))]
+    running: dict[Future[dict[str, Any] | str], tuple[int, int]] = {}
+    try:
+        for lane, k in zip(range(len(pools)), queue, strict=False):
             running[_submit(pools[lane], images[k], settings)] = (lane, k)
         while running:
             finished, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -147,13 +118,6 @@ def _results(
                 yield k, found
                 for following in itertools.islice(queue, 1):
                     running[_submit(pools[lane], images[following], settings)] = (lane, following)
-
-
-@contextmanager
-def _pools(count: int) -> Iterator[list[ProcessPoolExecutor]]:
-    pools = [_pool() for _ in range(count)]
-    try:
-        yield pools
     finally:
         for pool in pools:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -16,13 +17,13 @@ from deepmd_muon.argcheck.errors import InputError
 from deepmd_muon.argcheck.files import read
 from deepmd_muon.checkpoint_file.file import checkpoint_path
 from deepmd_muon.data import System, open_systems
-from deepmd_muon.explore.candidates import Candidate, draw
-from deepmd_muon.explore.errors import ExploreError
+from deepmd_muon.data.writing import write_images
+from deepmd_muon.explore.calculator import make_calculator
+from deepmd_muon.explore.candidates import Candidate, choose, draw
 from deepmd_muon.explore.fingerprints import Fingerprints
-from deepmd_muon.explore.labelling import collected, label_all, read_xyz, try_calculator, write_xyz
+from deepmd_muon.explore.labelling import label_all, read_xyz
 from deepmd_muon.explore.rounds import Round, held, table_of
-from deepmd_muon.explore.selection import choose
-from deepmd_muon.explore.settings import ExploreSettings
+from deepmd_muon.explore.settings import ExploreError, ExploreSettings
 from deepmd_muon.explore.training import CHECKPOINT, BaseInput, train_on, write_input
 from deepmd_muon.files import whole_file
 from deepmd_muon.infer.frozen import FrozenModel
@@ -55,21 +56,11 @@ def load_settings(path: Path) -> ExploreSettings:
 
 @dataclass
 class Explorer:
-    """One run of the command.
+    """One run of the command."""
 
-    Attributes
-    ----------
-    settings
-        What to do.
-    place
-        Folder of the input file, which its paths are relative to.
-    say
-        Takes the lines of the report.
-    """
-
-    settings: ExploreSettings
-    place: Path
-    say: Callable[[str], None] = print
+    settings: ExploreSettings  # what to do
+    place: Path  # folder of the input file, which its paths are relative to
+    say: Callable[[str], None] = print  # takes the lines of the report
 
     def run(self) -> int:
         """Do all rounds that are left.
@@ -87,11 +78,10 @@ class Explorer:
         """
         self.base = BaseInput(self.place / self.settings.input)
         self.folder = (self.place / self.settings.folder).absolute()
-        if self.settings.labels is not None:
-            try_calculator(self.settings.labels)
-        given = [checkpoint_path(self.place / name).absolute() for name in self.settings.models]
+        if (labels := self.settings.labels) is not None:  # before the long work begins
+            make_calculator(labels.calculator, labels.arguments or {})
+        models = [checkpoint_path(self.place / name).absolute() for name in self.settings.models]
         with held(self.folder):
-            models = given
             self._checked(self._round(0), models)
             for number in range(1, self.settings.rounds + 1):
                 if self._enough(number - 1):
@@ -99,13 +89,17 @@ class Explorer:
                 here = self._round(number)
                 if "draw" not in here.done() and not self._draw(here, models):
                     break
-                if status := self._one(here, models):
+                if "labels" not in here.done() and (status := self._label(here)):
+                    return status
+                if "training" not in here.done() and (status := self._train(here, models)):
                     return status
                 models = self._models(number)
+                self._checked(here, models)
             return self._end()
 
     def _end(self) -> int:
-        done = self._history()
+        rounds = (self._round(number).done() for number in range(self.settings.rounds + 1))
+        done = list(itertools.takewhile(bool, rounds))
         lines = table_of(done)
         with whole_file(self.folder / "rounds.txt") as file:
             file.write(("\n".join(lines) + "\n").encode())
@@ -127,15 +121,6 @@ class Explorer:
     def _models(self, number: int) -> list[Path]:
         return [self._round(number).model(k) / f"{CHECKPOINT}.pt" for k in range(len(self.settings.models))]
 
-    def _history(self) -> list[dict[str, Any]]:
-        """Return what was done in each round."""
-        done = []
-        for number in range(self.settings.rounds + 1):
-            if not (found := self._round(number).done()):
-                break
-            done.append(found)
-        return done
-
     def _added(self, number: int) -> list[Path]:
         """Return the files of new frames of the rounds before `number`."""
         return [self._round(k).labelled for k in range(1, number)]
@@ -150,19 +135,10 @@ class Explorer:
         own, new = self.base.systems(self._added(number), type_map)
         return own + new
 
-    def _one(self, here: Round, models: Sequence[Path]) -> int:
-        """Do what is left of a round after its dynamics; return 0, or the status to end with."""
-        if "labels" not in here.done() and (status := self._label(here)):
-            return status
-        if "training" not in here.done() and (status := self._train(here, models)):
-            return status
-        self._checked(here, self._models(here.number))
-        return 0
-
     def _draw(self, here: Round, models: Sequence[Path]) -> bool:
         """Write the structures that the round labels; return whether there are any."""
         settings = self.settings
-        predictors = [_predictor(path) for path in models]
+        predictors = [Predictor(path) for path in models]
         type_map = predictors[0].type_map
         for path, predictor in zip(models, predictors, strict=True):
             if predictor.type_map != type_map:
@@ -183,7 +159,7 @@ class Explorer:
                 "dynamics (temperatures, time, copies) or a smaller selection/closest would find more"
             )
             return False
-        write_xyz([_atoms(candidate, type_map, here.number) for candidate in chosen], here.candidates)
+        write_images([_atoms(candidate, type_map, here.number) for candidate in chosen], here.candidates)
         here.note(
             "draw",
             {
@@ -229,20 +205,19 @@ class Explorer:
                 f"{settings.largest_force:g} eV/Å, {len(found.failed)} failed "
                 f"({here.folder / 'failed.txt'}): raise labels/largest_force or selection/closest"
             )
-        write_xyz(collected(found, here.labels), here.labelled)
+        write_images(list(found.done.values()), here.labelled)
         here.note("labels", {"labelled": len(found.done), "failed": len(listed)})
         return 0
 
     def _train(self, here: Round, models: Sequence[Path]) -> int:
         """Train every model on, from the weights of the round before."""
         before = _force_error(models[0], here.labelled)
-        own, new = self.base.systems(self._added(here.number + 1), _predictor(models[0]).type_map)
+        added = self._added(here.number + 1)
+        own, new = self.base.systems(added, Predictor(models[0]).type_map)
         for member, source in enumerate(models):
-            name = f"model_{member}"
             if (here.model(member) / "done").exists():
                 continue
-            self.say(f"round {here.number}: training {name} on {sum(s.nframes for s in own + new)} frames")
-            added = self._added(here.number + 1)
+            self.say(f"round {here.number}: training model_{member} on {sum(s.nframes for s in own + new)} frames")
             content = write_input(self.base, added, (len(own), len(new)), self.settings.training, member, here.number)
             if status := train_on(here.model(member), content, self.settings.training.start, source):
                 self.say("the training was stopped: run the command again to go on")
@@ -258,7 +233,7 @@ class Explorer:
         if "check" in here.done():
             return
         settings = self.settings.check
-        predictor = _predictor(models[0])
+        predictor = Predictor(models[0])
         if isinstance(predictor.model, FrozenModel):
             raise ExploreError(
                 f"{models[0]} is a frozen file, which cannot be trained on: name its checkpoint (models)"
@@ -273,18 +248,13 @@ class Explorer:
             file.write(json.dumps(values_of(found), allow_nan=False).encode())
         (model,) = found.models
         worst = ", ".join(f"{item.name} {item.verdict.name}" for item in model.items if item.verdict)
-        values = {"verdict": found.verdict.name, "summary": worst or "holds"}
-        here.note("check", values)
-        self.say(f"round {here.number}: check: {values['summary']} ({here.folder / 'check.txt'})")
-
-
-def _predictor(path: Path) -> Predictor:
-    return Predictor(path)
+        here.note("check", {"verdict": found.verdict.name, "summary": worst or "holds"})
+        self.say(f"round {here.number}: check: {worst or 'holds'} ({here.folder / 'check.txt'})")
 
 
 def _force_error(path: Path, labelled: Path) -> float | None:
     """Return the root mean square error of a force component [eV/Å]; None where frames have no forces."""
-    predictor = _predictor(path)
+    predictor = Predictor(path)
     square, count = 0.0, 0
     for system in open_systems(str(labelled), predictor.type_map):
         frames = system.frames(np.arange(system.nframes))
@@ -302,7 +272,7 @@ def _atoms(candidate: Candidate, type_map: Sequence[str], number: int) -> Any:
 
     frame = candidate.frame
     real = frame.atype[0] >= 0
-    box = None if frame.box is None or not frame.box[0].any() else frame.box[0]
+    box = frame.cell(0)
     atoms = Atoms(
         [type_map[k] for k in frame.atype[0][real]], positions=frame.coord[0][real], cell=box, pbc=box is not None
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepmd_muon.explore.errors import ExploreError
+from deepmd_muon.explore.settings import ExploreError
 from deepmd_muon.files import make_folder_of, whole_file, writing
 
 
@@ -65,14 +65,13 @@ class Round:
             raise ExploreError(f"{place} holds no object: remove the folder of this round to repeat it")
         return found
 
-    def note(self, stage: str, values: dict[str, Any]) -> dict[str, Any]:
-        """Write that a stage is done; return its values."""
+    def note(self, stage: str, values: dict[str, Any]) -> None:
+        """Write that a stage is done."""
         place = self.folder / "round.json"
         content = json.dumps({**self.done(), stage: values}, indent=2, allow_nan=False)
         make_folder_of(place)
         with whole_file(place) as file:
             file.write(content.encode())
-        return values
 
 
 @contextlib.contextmanager
@@ -99,13 +98,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def table_of(rounds: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the rounds as lines of text: one a round, the models that were given first.
-
-    Parameters
-    ----------
-    rounds
-        Content of each `round.json`.
-    """
+    """Return the rounds, each the content of its `round.json`, as lines of a table; the given models come first."""
     head = ("round", "blew up", "candidates", "chosen", "labelled", "failed", "force error on them", "check")
     rows = [head]
     for number, done in enumerate(rounds):

@@ -10,6 +10,10 @@ from deepmd_muon.section import Rule, Section, section
 from deepmd_muon.setting import setting
 
 
+class ExploreError(ValueError):
+    """Rounds that cannot begin or go on: what is missing, and what to do. Finished work stays."""
+
+
 def _ordered(low: float, high: float) -> str | None:
     return None if low < high else f"must be below deviation_high; found {low:g} and {high:g}"
 

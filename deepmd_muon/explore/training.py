@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from deepmd_muon.argcheck.legacy import upgrade
 from deepmd_muon.argcheck.schema import tree
 from deepmd_muon.argcheck.settings import Settings
 from deepmd_muon.data import System
-from deepmd_muon.explore.errors import ExploreError
-from deepmd_muon.explore.settings import TrainOnSettings
+from deepmd_muon.explore.settings import ExploreError, TrainOnSettings
 from deepmd_muon.files import make_folder_of, whole_file
 from deepmd_muon.label_keys import LabelKeys
 from deepmd_muon.train import run
@@ -28,12 +26,7 @@ CHECKPOINT = "model.ckpt"
 
 
 class BaseInput:
-    """The input that trained the models.
-
-    Parameters
-    ----------
-    path
-        The file. Its systems are relative to its folder.
+    """The input that trained the models; its systems are relative to the folder of the file.
 
     Raises
     ------
@@ -86,9 +79,9 @@ class BaseInput:
     def systems(self, added: Sequence[Path], type_map: Sequence[str]) -> tuple[list[System], list[System]]:
         """Open the training data: first those of the input, then new frames."""
         names = tuple(str(self._absolute(system)) for system in self._section.systems)
-        own = open_section(dataclasses.replace(self._section, systems=names), type_map)
-        new = (
-            open_section(dataclasses.replace(self._section, systems=tuple(map(str, added))), type_map) if added else []
+        own, new = (
+            open_section(dataclasses.replace(self._section, systems=place), type_map) if place else []
+            for place in (names, tuple(map(str, added)))
         )
         return own, new
 
@@ -99,20 +92,9 @@ class BaseInput:
 def write_input(
     base: BaseInput, added: Sequence[Path], counts: tuple[int, int], settings: TrainOnSettings, member: int, round_: int
 ) -> dict[str, Any]:
-    """Return the content of the input of one model of a round.
+    """Return the content of the input of one model of a round, whose seed differs from that of others.
 
-    Parameters
-    ----------
-    base
-        The user's input.
-    added
-        Files of new frames.
-    counts
-        Systems of the input's data and of new frames.
-    settings
-        How to train on.
-    member, round_
-        Number of the model, whose seed differs from that of others, and number of the round.
+    `counts` are the systems of the input's data and of new frames, which lie in the files `added`.
     """
     data = base.with_frames(added)
     training = data["training"]
@@ -153,34 +135,18 @@ def _put(section: dict[str, Any], name: str, value: Any, *inside: str) -> None:
 def train_on(folder: Path, content: dict[str, Any], start: str, source: Path) -> int:
     """Train in a folder, or go on with a training there that was stopped; return the exit status of `dp train`.
 
-    Parameters
-    ----------
-    folder
-        Where the outputs go; `input.json` is written there.
-    content
-        The input.
-    start, source
-        Option of `dp train` and its checkpoint.
+    `start` and `source` are the option of `dp train` and its checkpoint.
     """
     place = folder / "input.json"
     make_folder_of(place)
     with whole_file(place) as file:
         file.write(json.dumps(content, indent=2).encode())
     begun = (folder / f"{CHECKPOINT}.pt").exists()
-    option = "restart" if begun else start
-    checkpoint = f"{CHECKPOINT}.pt" if begun else str(source)
-    with _inside(folder):
-        given = load("input.json")
-        if option == "restart":
-            return run(given, restart=checkpoint)
-        return run(given, finetune=checkpoint) if option == "finetune" else run(given, init_model=checkpoint)
-
-
-@contextlib.contextmanager
-def _inside(folder: Path) -> Iterator[None]:
+    option = "restart" if begun else start.replace("-", "_")
     before = os.getcwd()
     os.chdir(folder)
     try:
-        yield
+        way: dict[str, Any] = {option: f"{CHECKPOINT}.pt" if begun else str(source)}
+        return run(load("input.json"), **way)
     finally:
         os.chdir(before)

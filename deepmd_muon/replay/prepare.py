@@ -19,8 +19,7 @@ from deepmd_muon.data.writing import write_hdf5
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches
 from deepmd_muon.model.settings import ModelSettings, changed
-from deepmd_muon.replay.errors import ReplayError
-from deepmd_muon.replay.structures import KEPT, as_systems, choose_starts, draw
+from deepmd_muon.replay.structures import KEPT, ReplayError, as_systems, choose_starts, draw
 from deepmd_muon.section import thaw
 
 log = logging.getLogger(__name__)
@@ -33,33 +32,16 @@ _HELD_OUT = 10
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run with replay.
+    """A run with replay."""
 
-    Attributes
-    ----------
-    given
-        The two-branch input.
-    make_data
-        Writes the data that the input names and that do not exist yet.
-    """
-
-    given: Input
-    make_data: Callable[[], None]
+    given: Input  # the two-branch input
+    make_data: Callable[[], None]  # writes the data that the input names and that do not exist yet
 
 
 def prepare(given: Input, checkpoint: str, branch: str | None, replay: Sequence[str]) -> Prepared:
-    """Make the two-branch run of fine-tuning with replay.
+    """Make the two-branch run of fine-tuning a checkpoint, or one of its branches, with replay.
 
-    Parameters
-    ----------
-    given
-        The checked input, of one model.
-    checkpoint
-        The checkpoint to fine-tune.
-    branch
-        Its branch, where it has several.
-    replay
-        Data of the checkpoint's kind, or "pseudo" alone.
+    `replay` is data of the checkpoint's kind, or "pseudo" alone.
 
     Raises
     ------

@@ -8,7 +8,6 @@ unsound, a walker blows up; the structures it left behind after that are not kep
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -16,23 +15,23 @@ import numpy as np
 import torch
 
 from deepmd_muon.data import Frames, System
-from deepmd_muon.data.elements import MASSES
 from deepmd_muon.data.stores.memory import MemoryStore
 from deepmd_muon.dynamics.forces import ForceField
 from deepmd_muon.dynamics.integrators import Langevin, Snapshot, simulate
-from deepmd_muon.dynamics.systems import Systems
+from deepmd_muon.dynamics.systems import Systems, usual_time_step
 from deepmd_muon.infer.predictor import Predictor
-from deepmd_muon.replay.errors import ReplayError
 
 log = logging.getLogger(__name__)
 
 #: Structures of a walker.
 KEPT = 4
-#: A walker hotter than this many times its thermostat has blown up.
-HOT = 3.0
 FRICTION = 0.02  # 1/fs: a walker reaches its temperature within 50 fs
 # Atoms that move together: memory of one force call.
 _TOGETHER = 1 << 14
+
+
+class ReplayError(ValueError):
+    """Fine-tuning with replay cannot begin."""
 
 
 def choose_starts(systems: Sequence[System], count: int, seed: int) -> Frames:
@@ -50,16 +49,9 @@ def choose_starts(systems: Sequence[System], count: int, seed: int) -> Frames:
 
 
 def strained(frames: Frames, strain: float, seed: int) -> Frames:
-    """Return frames whose cells and positions have been strained at random.
+    """Return frames whose cells and positions have been strained at random; those without a cell stay as they are.
 
-    Parameters
-    ----------
-    frames
-        Those without a cell stay as they are.
-    strain
-        Standard deviation of each component of the symmetric strain.
-    seed
-        Of the random numbers.
+    `strain` is the standard deviation of each component of the symmetric strain.
     """
     if frames.box is None:
         return frames
@@ -74,18 +66,8 @@ def draw(
 ) -> list[Frames]:
     """Return structures with energy, forces and virials of a potential, one `Frames` of a single frame each.
 
-    Parameters
-    ----------
-    predictor
-        The potential.
-    starts
-        A structure for each walker; types index the potential's type map.
-    temperatures
-        Of the walkers, in turn [K].
-    steps
-        Of each walker's dynamics.
-    strain, seed
-        See `strained`.
+    A walker starts from each of the structures, strained at random, and takes `steps` of dynamics. The temperatures [K]
+    are taken in turn.
 
     Raises
     ------
@@ -93,7 +75,7 @@ def draw(
         When fewer than half of the walkers keep to their temperatures: the potential describes no such structures.
     """
     present = {predictor.type_map[k] for k in np.unique(starts.atype) if k >= 0}
-    time_step = 0.5 if min(MASSES.get(name, math.inf) for name in present) < 5.0 else 1.0
+    time_step = usual_time_step(present)
     moved = strained(starts, strain, seed)
     kelvin = np.array(temperatures, dtype=float)[np.arange(starts.nframes) % len(temperatures)]
     size = max(1, _TOGETHER // starts.natoms)
@@ -111,7 +93,7 @@ def draw(
             steps,
             time_step,
             thermostat=Langevin(warm, FRICTION),
-            every=max(1, steps // KEPT),
+            every=-(-steps // KEPT),
             seed=seed + first,
         ):
             gone |= {lost.copy for lost in snapshot.lost}
@@ -131,23 +113,20 @@ def draw(
 def _sound(snapshot: Snapshot, kelvin: torch.Tensor, gone: set[int]) -> Iterator[Frames]:
     """Yield the structures of walkers that have not blown up; note the others in `gone`."""
     frames, forces = snapshot.systems.frames(), snapshot.forces
-    heat = snapshot.systems.temperature.cpu().numpy()
-    atoms = snapshot.systems.real.sum(1).cpu().numpy()
+    hot = snapshot.systems.hot(kelvin[snapshot.copies.cpu()].clamp(min=1.0))
     for row, copy in enumerate(snapshot.copies.tolist()):
-        # Few atoms fluctuate more.
-        limit = HOT * max(float(kelvin[copy]), 1.0) * (1.0 + 2.0 / math.sqrt(3.0 * atoms[row]))
-        if copy in gone or not heat[row] <= limit:
+        if copy in gone or hot[row]:
             gone.add(copy)
             continue
         real = frames.atype[row] >= 0
-        box = None if frames.box is None or not frames.box[row].any() else frames.box[row][None]
+        cell = frames.cell(row)
         yield Frames(
             atype=frames.atype[row][real][None],
             coord=frames.coord[row][real][None],
-            box=box,
+            box=None if cell is None else cell[None],
             energy=forces.energy[row : row + 1].detach().cpu().numpy(),
             force=forces.force[row].detach().cpu().numpy()[real][None],
-            virial=None if box is None else forces.virial[row : row + 1].detach().cpu().numpy(),
+            virial=None if cell is None else forces.virial[row : row + 1].detach().cpu().numpy(),
         )
 
 

@@ -32,18 +32,10 @@ _SPARSE = 40
 
 
 def read_learning_curve(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Read a learning curve, of this package or of deepmd-kit.
+    """Read a learning curve, of this package or of deepmd-kit: `lcurve.out` or, with the ending .jsonl, JSON lines.
 
-    Parameters
-    ----------
-    path
-        The file, `lcurve.out` or, with the ending .jsonl, a log of JSON lines; where its columns change at a restart, a
-        column that a row does not have is nan there.
-
-    Returns
-    -------
-    dict
-        Columns by name ("step", "rmse_e_trn", …, "lr", of JSON lines "time" [s], too), each (nrows,) float64.
+    Return columns by name ("step", "rmse_e_trn", …, "lr", of JSON lines "time" [s], too), each (nrows,) float64. Where
+    columns change at a restart, a column that a row does not have is nan there.
 
     Raises
     ------
@@ -101,16 +93,8 @@ def plot_learning_curves(
 ) -> None:
     """Draw learning curves: one panel a quantity, validation and training errors of every run, its learning rate.
 
-    Parameters
-    ----------
-    paths
-        One file a run; see `read_learning_curve`.
-    picture
-        Where the picture goes; its format follows from the file's ending.
-    labels
-        Name of every run; the folders or names of the files when left out.
-    against
-        The horizontal axis. Only logs of JSON lines have the time.
+    The ending of `picture` says its format. Runs are called by the folders or names of their files unless labels are
+    given. Only logs of JSON lines have the time as horizontal axis.
 
     Raises
     ------
@@ -120,7 +104,10 @@ def plot_learning_curves(
     picture = Path(picture)
     check_ending(picture)
     runs = [read_learning_curve(path) for path in paths]
-    labels = _labels(paths) if labels is None else labels
+    if labels is None:  # what differs: the files' names, or else their folders
+        labels = [Path(path).name for path in paths]
+        if len(set(labels)) < len(labels):
+            labels = [str(Path(path).parent) for path in paths]
     if len(labels) != len(runs):
         raise PictureError(f"{len(runs)} learning curves need {len(runs)} labels; found {len(labels)}: {list(labels)}")
     for path, columns in zip(paths, runs, strict=True):
@@ -129,21 +116,28 @@ def plot_learning_curves(
                 f"{path} has no column {against!r}: lcurve.out keeps no time; set training/jsonl_file and draw its file"
             )
     several = len(runs) > 1
-    branches = [
-        part for run, label in zip(runs, labels, strict=True) for part in _branches(run, label if several else "")
-    ]
-    runs, labels = [columns for columns, _ in branches], [label for _, label in branches]
+    curves: list[tuple[str, dict[str, np.ndarray]]] = []
+    for run, label in zip(runs, labels, strict=True):
+        curves += _branches(run, label if several else "")
+    labels, runs = [label for label, _ in curves], [columns for _, columns in curves]
     drawn = [error for error in _ERRORS if any(_has(columns, f"{error}_trn") for columns in runs)]
     if not drawn:
         raise PictureError(f"no errors of energy, force or virial in {', '.join(map(str, paths))}")
     figure = Figure(figsize=(4.1 * len(drawn), 3.5), layout="constrained")
     for number, (axes, error) in enumerate(zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True)):
         _draw(axes, error, runs, labels, against, last=number == len(drawn) - 1)
-    _legend(figure, rows=len(runs))
+    # One legend below all panels, a row a run where there are several.
+    found: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles, names = axes.get_legend_handles_labels()
+        found = {**dict(zip(names, handles, strict=True)), **found}
+    ncols = 2 if len(runs) == 1 else len(runs)  # matplotlib fills column by column
+    place: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": "small"}
+    figure.legend(found.values(), found.keys(), ncols=ncols, **place)
     write(figure, picture)
 
 
-def _branches(columns: dict[str, np.ndarray], label: str) -> list[tuple[dict[str, np.ndarray], str]]:
+def _branches(columns: dict[str, np.ndarray], label: str) -> list[tuple[str, dict[str, np.ndarray]]]:
     """Return the curves of each branch of a multi-task run and their names; of any other run its own."""
     found: dict[str, dict[str, np.ndarray]] = {}
     common = {name: x for name, x in columns.items() if not _OF_BRANCH.fullmatch(name)}
@@ -151,14 +145,8 @@ def _branches(columns: dict[str, np.ndarray], label: str) -> list[tuple[dict[str
         if parts := _OF_BRANCH.fullmatch(name):
             found.setdefault(parts["branch"], dict(common))[parts["error"]] = x
     if not found:
-        return [(columns, label)]
-    return [(own, f"{label}, {branch}" if label else branch) for branch, own in found.items()]
-
-
-def _labels(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Name runs by what differs: the files' names, or else their folders."""
-    names = [Path(path).name for path in paths]
-    return names if len(set(names)) == len(names) else [str(Path(path).parent) for path in paths]
+        return [(label, columns)]
+    return [(f"{label}, {branch}" if label else branch, own) for branch, own in found.items()]
 
 
 def _has(columns: dict[str, np.ndarray], name: str) -> bool:
@@ -178,49 +166,26 @@ def _draw(
         validated = _has(columns, f"{error}_val")
         for data, style in (("val", {}), ("trn", {"alpha": 0.4, "linewidth": 0.9} if validated else {})):
             if _has(columns, f"{error}_{data}"):
-                _line(axes, x, columns[f"{error}_{data}"], color, _name(label, data, len(runs)), **style)
+                y = columns[f"{error}_{data}"]
+                there = np.isfinite(y)
+                marker = {"marker": "o", "markersize": 3} if there.sum() <= _SPARSE else {}
+                name = "validation" if data == "val" else "training"
+                name = name if len(runs) == 1 else f"{label}, {name}"
+                axes.plot(x[there], y[there], color=color, label=name, **{"linewidth": 1.4, **marker, **style})
         if _has(columns, "lr"):
             rate.plot(x, columns["lr"], color=color if len(runs) > 1 else "0.5", linewidth=0.8, linestyle=":")
     axes.set_title(_TITLES[quantity], fontsize="medium")
     axes.set_ylabel(f"{kind.upper()} [{_UNITS[quantity]}]")
     axes.set_xlabel("step" if against == "step" else "time [s]")
     axes.set_yscale("log")
-    _plain_ticks(axes)
+    # Plain numbers, at 1, 2 and 5 where the axis spans few decades.
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if np.log10(high / low) < 2.5 else (1.0,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     rate.set_yscale("log")
     if last:
         rate.set_ylabel("learning rate (dotted)", color="0.4")
         rate.tick_params(axis="y", colors="0.4", labelsize="small")
     else:
         rate.tick_params(axis="y", which="both", right=False, labelright=False)
-
-
-def _legend(figure: Figure, rows: int) -> None:
-    """Put one legend below all panels: a row a run where there are several."""
-    found: dict[str, Any] = {}
-    for axes in figure.axes:
-        handles, labels = axes.get_legend_handles_labels()
-        found = {**dict(zip(labels, handles, strict=True)), **found}
-    columns = 2 if rows == 1 else rows  # matplotlib fills column by column
-    figure.legend(
-        found.values(), found.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize="small"
-    )
-
-
-def _name(label: str, data: str, runs: int) -> str:
-    what = "validation" if data == "val" else "training"
-    return what if runs == 1 else f"{label}, {what}"
-
-
-def _line(axes: Any, x: np.ndarray, y: np.ndarray, color: str, label: str, **style: Any) -> None:
-    there = np.isfinite(y)
-    marker = {"marker": "o", "markersize": 3} if there.sum() <= _SPARSE else {}
-    axes.plot(x[there], y[there], color=color, label=label, **{"linewidth": 1.4, **marker, **style})
-
-
-def _plain_ticks(axes: Any) -> None:
-    """Label a logarithmic axis with plain numbers, at 1, 2 and 5 where it spans few decades."""
-    low, high = axes.get_ylim()
-    few = np.log10(high / low) < 2.5
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())

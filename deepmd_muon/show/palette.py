@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-BLUE, ORANGE, GREEN, PURPLE, RED, GRAY, BROWN = (
-    *("#1f6fb4", "#d1651a", "#2d8a57", "#8a5aa8", "#b8323f", "#6b6b6b"),
-    "#8c6d31",
-)
 #: Colours in the order of series.
-SERIES = (BLUE, ORANGE, GREEN, PURPLE, RED, GRAY, BROWN)
+SERIES = ("#1f6fb4", "#d1651a", "#2d8a57", "#8a5aa8", "#b8323f", "#6b6b6b", "#8c6d31")
+BLUE, ORANGE, GREEN, PURPLE, RED, GRAY, BROWN = SERIES
 #: Colours of optimizers by their names in pictures.
 OPTIMIZERS = {
     "HybridMuon": ORANGE,
@@ -23,16 +20,11 @@ OPTIMIZERS = {
 
 
 def colors_of(labels: Sequence[str]) -> list[str]:
-    """Return a colour for each label of a picture.
+    """Return a colour for each label of the series of a picture, in their order.
 
     A label that is an optimizer's name, or begins with it as "HybridMuon, seed 2" does, gets that optimizer's colour if
     no label before it has. The others take the remaining colours in order, and from the first one again when all are
     taken.
-
-    Parameters
-    ----------
-    labels
-        Names of series, in their order.
     """
     named: dict[int, str] = {}
     for number, label in enumerate(labels):

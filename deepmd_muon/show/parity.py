@@ -60,14 +60,9 @@ class ParityPicture:
             check_ending(path)
 
     def add(self, reference: Frames, prediction: Prediction, series: str = "") -> None:
-        """Take the points of some frames; quantities without reference are left out.
+        """Take the points of the same frames, labelled and predicted; quantities without reference are left out.
 
-        Parameters
-        ----------
-        reference, prediction
-            Labels and predictions of the same frames.
-        series
-            Name of the data, e.g. "training"; every series has its color and its errors.
+        Every `series` of data, such as "training", has its colour and its errors.
         """
         real = reference.atype >= 0
         natoms = real.sum(axis=1)
@@ -103,12 +98,8 @@ class ParityPicture:
 def without_offset(points: dict[str, np.ndarray], counts: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
     """Subtract the energies of the elements that fit all reference energies best.
 
-    Parameters
-    ----------
-    points : dict of ndarray, (2, nframes)
-        Reference and prediction of every series [eV/atom].
-    counts : dict of list of ndarray, (nframes, ntypes)
-        Fractions of every element; arrays may end at the highest type that their frames have.
+    Points `(2, nframes)` are reference and prediction of every series [eV/atom]. Counts `(nframes, ntypes)` are
+    fractions of every element; arrays may end at the highest type that their frames have.
     """
     width = max(part.shape[1] for parts in counts.values() for part in parts)
     fractions = {

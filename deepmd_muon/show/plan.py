@@ -27,18 +27,10 @@ _HELD = (
 
 
 def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | None, *, owners: bool = False) -> str:
-    """Return the plan of HybridMuon's step, as text.
+    """Return the plan of HybridMuon's step on so many ranks as text, of an input file or of a checkpoint's input.
 
-    Parameters
-    ----------
-    path
-        An input file, or a checkpoint, whose input counts.
-    ranks
-        Number of processes.
-    stage, groups
-        `zero_stage` and `data_parallel_replicate_degree`; None takes the input's.
-    owners
-        Whether to list the owner of every matrix.
+    `stage` and `groups` are `zero_stage` and `data_parallel_replicate_degree`; None takes the input's. With `owners`,
+    the owner of every matrix is listed.
 
     Raises
     ------
@@ -73,7 +65,7 @@ def plan_of(given: Input, ranks: int | None, stage: int, groups: int = 1) -> Pla
     settings = group_settings(group)
     sharded = dataclasses.replace(optimizer.sharded, state="sharded") if stage == 1 else optimizer.sharded
     shard_state = stage < 2 and sharded.state == "sharded"
-    sizes = {name: max(4, p.element_size()) for name, p in _named(optimizer)}
+    sizes = {name: max(4, p.element_size()) for name, p in zip(group["param_names"], group["params"], strict=True)}
     planned = [
         PlannedParameter(
             entry.name,
@@ -117,11 +109,6 @@ def model_of(given: Input) -> EnergyModel | Branches:
         descriptor = settings.descriptor.with_counts(lambda rcut, found=one: found)  # type: ignore[misc]
         models[name] = dataclasses.replace(settings, descriptor=descriptor)
     return build_of(given.with_models(models))
-
-
-def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-    pairs = (zip(group["param_names"], group["params"], strict=True) for group in optimizer.param_groups)
-    return [pair for group in pairs for pair in group]
 
 
 def _input_of(path: Path) -> Input:

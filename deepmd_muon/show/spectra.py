@@ -27,31 +27,15 @@ _DARKEST, _LIGHTEST = 0.9, 0.35
 
 @dataclass(frozen=True)
 class ParameterUpdate:
-    """A parameter, its momentum and the update that its optimizer would make of them.
-
-    Attributes
-    ----------
-    name, route
-        Its name and "muon", "adam" or "adamw".
-    shape
-        Shape of the parameter.
-    weights
-        Singular values of each of its matrices, largest first; none of vectors.
-    momenta
-        Singular values of the momenta of these matrices.
-    rms
-        Root mean square of the weights.
-    update
-        Root mean square of the update; None without a state.
-    """
+    """A parameter, its momentum and the update that its optimizer would make of them."""
 
     name: str
-    route: str
+    route: str  # "muon", "adam" or "adamw"
     shape: tuple[int, ...]
-    weights: tuple[np.ndarray, ...]
-    momenta: tuple[np.ndarray, ...]
-    rms: float
-    update: float | None
+    weights: tuple[np.ndarray, ...]  # singular values of each of its matrices, largest first; none of vectors
+    momenta: tuple[np.ndarray, ...]  # singular values of the momenta of these matrices
+    rms: float  # root mean square of the weights
+    update: float | None  # root mean square of the update; None without a state
 
     @property
     def relative(self) -> float | None:
@@ -100,14 +84,7 @@ def _columns(spectra: Sequence[np.ndarray], show: Any, widths: tuple[int, ...]) 
 def plot_spectra(parameters: Sequence[ParameterUpdate], picture: str | os.PathLike[str], title: str = "") -> None:
     """Draw the spectra of all matrices' weights and momenta, and the relative update of every parameter.
 
-    Parameters
-    ----------
-    parameters
-        In the order of the model.
-    picture
-        Where the picture goes; its format follows from the file's ending.
-    title
-        Above the panels.
+    The parameters come in the order of the model. The ending of `picture` says its format.
 
     Raises
     ------
@@ -132,16 +109,13 @@ def plot_spectra(parameters: Sequence[ParameterUpdate], picture: str | os.PathLi
     _updates(right, parameters)
     if title:
         figure.suptitle(title, fontsize="medium")
-    _legend(figure, left, list(dict.fromkeys(p.route for p in parameters)))
-    write(figure, picture)
-
-
-def _legend(figure: Figure, axes: Any, routes: Sequence[str]) -> None:
-    """Put one legend below all panels."""
-    handles = [axes.plot([], [], color=_COLORS.get(route, "0.3"), marker="o", markersize=4)[0] for route in routes]
-    handles.append(axes.plot([], [], color="0.4", linewidth=0.8, linestyle="--")[0])
+    # One legend below all panels.
+    routes = list(dict.fromkeys(p.route for p in parameters))
+    handles = [left.plot([], [], color=_COLORS.get(route, "0.3"), marker="o", markersize=4)[0] for route in routes]
+    handles.append(left.plot([], [], color="0.4", linewidth=0.8, linestyle="--")[0])
     labels = [*(f"{route} (dark: first layers)" for route in routes), f"numerical rank counts above {SHARE:g}"]
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize="small")
+    write(figure, picture)
 
 
 def _spectra(axes: Any, matrices: Sequence[ParameterUpdate], kind: str, title: str, label: str) -> None:
@@ -174,9 +148,9 @@ def _updates(axes: Any, parameters: Sequence[ParameterUpdate]) -> None:
         axes.plot(found, row + spread, "o", color=color, markersize=4, alpha=0.6, markeredgewidth=0)
         median = float(np.median(found))
         axes.plot([median] * 2, [row - 0.32, row + 0.32], color=color, linewidth=1.6)
-        axes.annotate(
-            _power_of_ten(median), (median, row + 0.34), ha="center", va="bottom", fontsize="x-small", color=color
-        )
+        mantissa, exponent = f"{median:.1e}".split("e")
+        number = rf"${mantissa}\cdot 10^{{{int(exponent)}}}$"
+        axes.annotate(number, (median, row + 0.34), ha="center", va="bottom", fontsize="x-small", color=color)
     axes.set_title("Next update", fontsize="medium")
     axes.set_xlabel("RMS of update / RMS of weights")
     axes.set_yticks(range(len(routes)), routes)
@@ -185,9 +159,3 @@ def _updates(axes: Any, parameters: Sequence[ParameterUpdate]) -> None:
     low, high = axes.get_xlim()
     axes.set_xlim(low / 1.5, high * 1.5)
     axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _power_of_ten(value: float) -> str:
-    """Return a number as a paper prints it."""
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return rf"${mantissa}\cdot 10^{{{int(exponent)}}}$"

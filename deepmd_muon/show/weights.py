@@ -22,13 +22,6 @@ if TYPE_CHECKING:
 def weights_page(path: Path, picture: Path) -> str:
     """Draw spectra and updates of a checkpoint's parameters; return them as a table.
 
-    Parameters
-    ----------
-    path
-        A checkpoint.
-    picture
-        Where the picture goes.
-
     Raises
     ------
     ShowError

@@ -9,7 +9,7 @@ import numpy as np
 
 from deepmd_muon.data import Frames, System
 from deepmd_muon.data.neighbors.lists import Pairs
-from deepmd_muon.stability.coverage import Coverage, pairs_of, sampled
+from deepmd_muon.stability.coverage import Coverage, sampled_pairs
 
 #: A neighbour is near within this many times the shortest distance of its pair in the data: bonds, and first shells of
 #: dense crystals.
@@ -20,21 +20,13 @@ _MOST_ATOMS = 50_000
 
 @dataclass(frozen=True)
 class Angles:
-    """Extremes of the angles between near neighbours.
+    """Extremes of the angles between near neighbours."""
 
-    Attributes
-    ----------
-    type_map
-        Names of the types.
-    reach
-        Distance up to which a neighbour is near, of each pair of types `(ntypes, ntypes)` [Å]; 0 without data.
-    smallest, largest
-        Of each centre and pair of neighbours `(ntypes, ntypes, ntypes)`, centre first, the smaller neighbour type
-        second [degrees]; inf and −inf without data.
-    """
-
-    type_map: tuple[str, ...]
+    type_map: tuple[str, ...]  # names of the types
+    # Distance up to which a neighbour is near, of each pair of types `(ntypes, ntypes)` [Å]; 0 without data.
     reach: np.ndarray
+    # Of each centre and pair of neighbours `(ntypes, ntypes, ntypes)`, centre first, the smaller neighbour type second
+    # [degrees]; inf and −inf without data.
     smallest: np.ndarray
     largest: np.ndarray
 
@@ -78,8 +70,8 @@ def angles_of_frame(
     centre = pairs.i[near]
     coord = frames.coord[k][pairs.real]
     vector = coord[pairs.j[near]] - coord[centre]
-    if frames.box is not None and frames.box[k].any():
-        vector = vector + pairs.shift[near] @ frames.box[k]
+    if (cell := frames.cell(k)) is not None:
+        vector = vector + pairs.shift[near] @ cell
     unit = vector / pairs.distance[near, None]
     types = second[near]
     most = int(np.bincount(centre).max(initial=0))
@@ -101,6 +93,6 @@ def angles_of(systems: Sequence[System], coverage: Coverage) -> Angles:
     nothing = np.full((ntypes, ntypes, ntypes), np.inf)
     angles = Angles(coverage.type_map, reach, nothing, -nothing)
     longest = float(reach.max())
-    for _, _, frame in sampled(systems, _MOST_ATOMS):
-        angles.add(frame, 0, pairs_of(frame, 0, longest))
+    for frame, pairs in sampled_pairs(systems, longest, _MOST_ATOMS):
+        angles.add(frame, 0, pairs)
     return angles

@@ -16,9 +16,8 @@ from deepmd_muon.dynamics.systems import BOLTZMANN
 from deepmd_muon.infer.model_deviation import deviation_of_force
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.stability.angles import Angles, angles_of
-from deepmd_muon.stability.coverage import Coverage, coverage_of
+from deepmd_muon.stability.coverage import Coverage, StabilityError, coverage_of
 from deepmd_muon.stability.curves import Verdict
-from deepmd_muon.stability.errors import StabilityError
 from deepmd_muon.stability.scans import SHORTEST, Curve, scan_dimers, scan_in_place
 from deepmd_muon.stability.trajectories import Trajectories, estimate_temperature, run_dynamics, starts
 
@@ -46,30 +45,15 @@ _CPU_WORK, _GPU_WORK = 400_000, 100_000_000
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """The settings of a check.
+    """The settings of a check."""
 
-    Attributes
-    ----------
-    temperature
-        Of the dynamics [K]; None takes `HOTTER` times the temperature of the data.
-    time_step
-        [fs]; atoms lighter than `LIGHTEST` weigh that much.
-    time
-        Length of the dynamics [ps].
-    copies
-        Number of structures; None takes 4 to 16 (64 on a GPU), more than 4 where they take a minute at most.
-    probes
-        Paths in place of each pair and kind.
-    seed
-        Of frames, paths and velocities.
-    """
-
-    temperature: float | None = None
-    time_step: float = 1.0
-    time: float = 2.0
+    temperature: float | None = None  # of the dynamics [K]; None takes `HOTTER` times the temperature of the data
+    time_step: float = 1.0  # [fs]; atoms lighter than `LIGHTEST` weigh that much
+    time: float = 2.0  # length of the dynamics [ps]
+    # Number of structures; None takes 4 to 16 (64 on a GPU), more than 4 where they take a minute at most.
     copies: int | None = None
-    probes: int = 3
-    seed: int = 0
+    probes: int = 3  # paths in place of each pair and kind
+    seed: int = 0  # of frames, paths and velocities
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense."""
@@ -158,7 +142,10 @@ def check_models(
     checked = []
     for name, predictor in zip(names, predictors, strict=True):
         log.info("%s: scans and dynamics at %.0f K", name, temperature)
-        curves = _scans(predictor, coverage, systems, temperature, settings)
+        kt = BOLTZMANN * temperature
+        in_data = any(system.natoms == 2 and not system.pbc for system in systems)
+        curves = scan_dimers(predictor, coverage, kt, in_data=in_data)
+        curves += scan_in_place(predictor, coverage, systems, kt, probes=settings.probes, seed=settings.seed)
         dynamics = _dynamics(predictor, coverage, angles, systems, temperature, settings)
         items = [
             _of_coverage(coverage, dynamics),
@@ -185,15 +172,6 @@ def _temperature(
             HOTTER * ROOM_TEMPERATURE,
         )
     return found, HOTTER * (found or ROOM_TEMPERATURE)
-
-
-def _scans(
-    predictor: Predictor, coverage: Coverage, systems: Sequence[System], temperature: float, settings: CheckSettings
-) -> list[Curve]:
-    kt = BOLTZMANN * temperature
-    in_data = any(system.natoms == 2 and not system.pbc for system in systems)
-    placed = scan_in_place(predictor, coverage, systems, kt, probes=settings.probes, seed=settings.seed)
-    return [*scan_dimers(predictor, coverage, kt, in_data=in_data), *placed]
 
 
 def _dynamics(

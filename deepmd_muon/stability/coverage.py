@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepmd_muon.data import Frames, System
-from deepmd_muon.data.elements import MASSES
-from deepmd_muon.data.errors import NeighborError
+from deepmd_muon.data.elements import COVALENT_RADII, MASSES
+from deepmd_muon.data.errors import naming_frame
 from deepmd_muon.data.neighbors.lists import Pairs, find_pairs
-from deepmd_muon.stability.errors import StabilityError
 
 #: Width of a bin of distances [Å].
 WIDTH = 0.02
@@ -22,34 +21,23 @@ _MOST_ATOMS = 1_000_000
 _TO_GRAMS = 1.66053906892  # u/Å³ in g/cm³
 
 
+class StabilityError(ValueError):
+    """Data, a model or settings that cannot be checked."""
+
+
 @dataclass(frozen=True)
 class Coverage:
-    """Distances of a data set.
+    """Distances of a data set."""
 
-    Attributes
-    ----------
-    type_map
-        Names of the types.
-    rcut
-        Largest distance looked at [Å].
-    shortest, largest
-        Of each pair of types `(ntypes, ntypes)` [Å], symmetric; inf and 0 for a pair that the data do not hold.
-    known
-        Bins of distances `(ntypes, ntypes, nbins)` that the data hold, bool, with a margin of `SHARE`.
-    nframes, used
-        Frames of the data, and those looked at.
-    density
-        Smallest and largest mass density [g/cm³]; None without cells.
-    """
-
-    type_map: tuple[str, ...]
-    rcut: float
+    type_map: tuple[str, ...]  # names of the types
+    rcut: float  # largest distance looked at [Å]
+    # Of each pair of types `(ntypes, ntypes)` [Å], symmetric; inf and 0 for a pair that the data do not hold.
     shortest: np.ndarray
     largest: np.ndarray
-    known: np.ndarray
-    nframes: int
-    used: int
-    density: tuple[float, float] | None
+    known: np.ndarray  # bins of distances `(ntypes, ntypes, nbins)` that the data hold, bool, with a margin of `SHARE`
+    nframes: int  # of the data
+    used: int  # frames looked at
+    density: tuple[float, float] | None  # smallest and largest mass density [g/cm³]; None without cells
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -57,8 +45,8 @@ class Coverage:
         first, second = np.nonzero(np.triu(np.isfinite(self.shortest)))
         return list(zip(first.tolist(), second.tolist(), strict=True))
 
-    def name(self, pair: tuple[int, int]) -> str:
-        """Return a pair in words, e.g. O-H."""
+    def name(self, pair: Sequence[int]) -> str:
+        """Return a pair of types in words, e.g. O-H."""
         return "-".join(self.type_map[k] for k in pair)
 
     def outside(self, first: np.ndarray, second: np.ndarray, distance: np.ndarray) -> np.ndarray:
@@ -66,6 +54,24 @@ class Coverage:
         bins = np.minimum((distance / WIDTH).astype(np.int64), self.known.shape[-1] - 1)
         outside: np.ndarray = ~self.known[first, second, bins] & (distance < self.rcut)
         return outside
+
+    def compare(self, pairs: Pairs) -> tuple[float, int | None]:
+        """Compare the distances of a frame with those of the data.
+
+        Returns
+        -------
+        tuple
+            The smallest ratio of a distance to the shortest of its pair of types, and the number of the pair that lies
+            farthest from the data; None where the data hold all of them. Of types that the data do not hold together,
+            the shortest is the sum of covalent radii.
+        """
+        first, second = pairs.types[pairs.i], pairs.types[pairs.j]
+        ratio = pairs.distance / self.shortest[first, second]
+        outside = self.outside(first, second, pairs.distance)
+        worst = int(np.where(outside, ratio, np.inf).argmin()) if outside.any() else None
+        radii = np.array([COVALENT_RADII.get(name, 0.7) for name in self.type_map])
+        ratio = np.where(ratio > 0.0, ratio, pairs.distance / (radii[first] + radii[second]))
+        return float(ratio.min(initial=np.inf)), worst
 
     def gaps(self, pair: tuple[int, int]) -> list[tuple[float, float]]:
         """Return the intervals between shortest and largest distance that no frame has [Å]."""
@@ -77,11 +83,10 @@ class Coverage:
 
 def pairs_of(frames: Frames, k: int, rcut: float) -> Pairs:
     """Return the pairs of one frame."""
-    box = None if frames.box is None or not frames.box[k].any() else frames.box[k]
-    return find_pairs(frames.coord[k], box, frames.atype[k], rcut)
+    return find_pairs(frames.coord[k], frames.cell(k), frames.atype[k], rcut)
 
 
-def sampled(systems: Sequence[System], most_atoms: int = _MOST_ATOMS) -> Iterator[tuple[System, int, Frames]]:
+def sampled(systems: Sequence[System], most_atoms: int) -> Iterator[tuple[System, int, Frames]]:
     """Yield single frames of systems with their numbers, evenly spaced where there are more atoms than these."""
     share = most_atoms / max(1, sum(system.nframes * system.natoms for system in systems))
     for system in systems:
@@ -89,6 +94,14 @@ def sampled(systems: Sequence[System], most_atoms: int = _MOST_ATOMS) -> Iterato
         numbers = np.unique(np.linspace(0, max(0, system.nframes - 1), count).astype(int))
         for number in numbers:
             yield system, int(number), system.frames([int(number)])
+
+
+def sampled_pairs(systems: Sequence[System], rcut: float, most_atoms: int) -> Iterator[tuple[Frames, Pairs]]:
+    """Yield frames as `sampled` does, with their pairs; a NeighborError names system and frame."""
+    for system, number, frames in sampled(systems, most_atoms):
+        with naming_frame(number, system.name):
+            pairs = pairs_of(frames, 0, rcut)
+        yield frames, pairs
 
 
 def coverage_of(systems: Sequence[System], type_map: Sequence[str], rcut: float) -> Coverage:
@@ -107,11 +120,7 @@ def coverage_of(systems: Sequence[System], type_map: Sequence[str], rcut: float)
     masses = np.array([MASSES.get(name, np.nan) for name in type_map])
     densities: list[float] = []
     used = 0
-    for system, number, frames in sampled(systems):
-        try:
-            pairs = pairs_of(frames, 0, rcut)
-        except NeighborError as error:
-            raise NeighborError(error.problem, number, system.name) from error
+    for frames, pairs in sampled_pairs(systems, rcut, _MOST_ATOMS):
         first, second = pairs.types[pairs.i], pairs.types[pairs.j]
         np.add.at(counts, (first, second, (pairs.distance / WIDTH).astype(np.int64)), 1)
         np.minimum.at(shortest, (first, second), pairs.distance)

@@ -27,46 +27,23 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True)
 class Feature:
-    """Something on a curve that physics does not have.
+    """Something on a curve that physics does not have."""
 
-    Attributes
-    ----------
-    kind
-        What it is. A hole is a minimum that is deeper than the structures of the data.
-    distance
-        Where [Å].
-    depth
-        Energy of the barrier above the minimum; of a kink, the jump [eV].
-    barrier
-        Energy of the barrier above the lowest known point of the path [eV].
-    verdict
-        How bad it is.
-    """
-
+    # What it is. A hole is a minimum that is deeper than the structures of the data.
     kind: Literal["hole", "false minimum", "no repulsion", "kink", "not finite"]
-    distance: float
-    depth: float
-    barrier: float
-    verdict: Verdict
+    distance: float  # where [Å]
+    depth: float  # energy of the barrier above the minimum; of a kink, the jump [eV]
+    barrier: float  # energy of the barrier above the lowest known point of the path [eV]
+    verdict: Verdict  # how bad it is
 
 
 def features_of(
     distance: np.ndarray, energy: np.ndarray, slope: np.ndarray, outside: np.ndarray, kt: float
 ) -> list[Feature]:
-    """Return the features of a path that begins at a structure of the data.
+    """Return the features of a path that begins at a structure of the data; arrays are `(n,)`.
 
-    Parameters
-    ----------
-    distance
-        Distance of the pair at the points `(n,)` [Å], falling or rising.
-    energy
-        Energies `(n,)` [eV].
-    slope
-        dE/d(distance) by the forces `(n,)` [eV/Å].
-    outside
-        Which points have distances that the data do not hold `(n,)`, bool.
-    kt
-        Thermal energy of the dynamics to come [eV].
+    Distances of the pair fall or rise [Å]. `slope` is dE/d(distance) by the forces [eV/Å]. `outside` says which points
+    have distances that the data do not hold. `kt` is the thermal energy of the dynamics to come [eV].
     """
     wrong = ~(np.isfinite(energy) & np.isfinite(slope))
     if wrong.any():

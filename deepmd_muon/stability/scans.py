@@ -30,31 +30,15 @@ Kind = Literal["dimer", "between molecules", "within a molecule", "atom in place
 
 @dataclass(frozen=True)
 class Curve:
-    """The energy along one path.
+    """The energy along one path."""
 
-    Attributes
-    ----------
-    pair
-        Types of the two atoms.
-    kind
-        What moves.
-    distance, energy
-        Of the points, from the structure of the data on `(n,)` [Å], [eV relative to that structure].
-    outside
-        Which points the data do not hold `(n,)`.
-    place
-        System, frame and atoms, in words.
-    features
-        What is wrong.
-    """
-
-    pair: tuple[int, int]
-    kind: Kind
-    distance: np.ndarray
-    energy: np.ndarray
-    outside: np.ndarray
-    place: str
-    features: tuple[Feature, ...] = ()
+    pair: tuple[int, int]  # types of the two atoms
+    kind: Kind  # what moves
+    distance: np.ndarray  # of the points, from the structure of the data on `(n,)` [Å]
+    energy: np.ndarray  # relative to that structure `(n,)` [eV]
+    outside: np.ndarray  # which points the data do not hold `(n,)`
+    place: str  # system, frame and atoms, in words
+    features: tuple[Feature, ...] = ()  # what is wrong
 
     @property
     def verdict(self) -> Verdict:

@@ -12,12 +12,10 @@ from deepmd_muon.data import Frames, System
 from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.dynamics.forces import ForceField
 from deepmd_muon.dynamics.integrators import Snapshot, simulate
-from deepmd_muon.dynamics.systems import BOLTZMANN, Systems
+from deepmd_muon.dynamics.systems import BOLTZMANN, HOT, Systems
 from deepmd_muon.stability.angles import Angles
 from deepmd_muon.stability.coverage import Coverage, pairs_of, sampled
 
-#: A copy hotter than this many times its start has blown up, as in the race of the benchmarks.
-HOT = 3.0
 # Displacement [Å] of the finite difference, and directions a frame, for the mean curvature.
 _DISPLACEMENT, _DIRECTIONS = 0.01, 2
 
@@ -47,42 +45,25 @@ class Departure:
 
 @dataclass
 class Trajectories:
-    """The results of the dynamics.
+    """The results of the dynamics."""
 
-    Attributes
-    ----------
-    temperature
-        Of the velocities at the start [K].
-    time_step, steps, copies
-        Time step [fs], steps and number of structures.
-    blow_ups, departures
-        At most one of each a copy.
-    reached
-        Shortest distance of each pair of types over copies that had not blown up `(ntypes, ntypes)` [Å].
-    angles
-        Extremes of the angles between near neighbours over the same copies; None before the dynamics.
-    times
-        Of the snapshots [ps].
-    heat, energy, closeness
-        Of each snapshot and copy, NaN after a copy's end: temperature [K], total energy [eV/atom] less that at the
-        start, smallest ratio of a distance to the shortest of its pair in the data.
-    last
-        Structures at the end of the copies that did not blow up; None without one.
-    """
-
-    temperature: float
-    time_step: float
+    temperature: float  # of the velocities at the start [K]
+    time_step: float  # [fs]
     steps: int
-    copies: int
+    copies: int  # number of structures
+    # At most one of each a copy.
     blow_ups: list[BlowUp] = field(default_factory=list)
     departures: list[Departure] = field(default_factory=list)
+    # Shortest distance of each pair of types over copies that had not blown up `(ntypes, ntypes)` [Å].
     reached: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    # Extremes of the angles between near neighbours over the same copies; None before the dynamics.
     angles: Angles | None = None
-    times: list[float] = field(default_factory=list)
-    heat: list[np.ndarray] = field(default_factory=list)
-    energy: list[np.ndarray] = field(default_factory=list)
-    closeness: list[np.ndarray] = field(default_factory=list)
-    last: Frames | None = None
+    times: list[float] = field(default_factory=list)  # of the snapshots [ps]
+    # Of each snapshot and copy, NaN after a copy's end.
+    heat: list[np.ndarray] = field(default_factory=list)  # temperature [K]
+    energy: list[np.ndarray] = field(default_factory=list)  # total energy less that at the start [eV/atom]
+    closeness: list[np.ndarray] = field(default_factory=list)  # smallest distance over the shortest of its pair in data
+    last: Frames | None = None  # structures at the end of the copies that did not blow up; None without one
 
     @property
     def followed(self) -> float:
@@ -175,8 +156,6 @@ class _Watch:
         self.run, self.coverage, self.time_step = run, coverage, time_step
         self.types = systems.atype.cpu().numpy()
         self.atoms = systems.real.sum(1).cpu().numpy()
-        # Few atoms fluctuate more.
-        self.limit = HOT * run.temperature * (1.0 + 2.0 / np.sqrt(3.0 * self.atoms))
         self.first: np.ndarray | None = None
         self.departed: set[int] = set()
         self.gone: set[int] = set()
@@ -190,18 +169,18 @@ class _Watch:
         copies = snapshot.copies.cpu().numpy()
         rows["heat"][copies] = snapshot.systems.temperature.cpu().numpy()
         rows["energy"][copies] = snapshot.total_energy.cpu().numpy() / self.atoms[copies]
+        hot = snapshot.systems.hot(run.temperature)
         speed = snapshot.systems.velocity.square().sum(-1).argmax(1).cpu().numpy()
         for row, copy in enumerate(copies.tolist()):
-            if copy not in self.gone and rows["heat"][copy] > self.limit[copy]:
-                hot = f"{rows['heat'][copy]:.0f} K, {HOT:g} times its start or more"
-                self._end(copy, snapshot.step, int(speed[row]), hot)
+            if copy not in self.gone and hot[row]:
+                reason = f"{rows['heat'][copy]:.0f} K, {HOT:g} times its start or more"
+                self._end(copy, snapshot.step, int(speed[row]), reason)
         frames = snapshot.systems.frames()
         for row, copy in enumerate(copies.tolist()):
             if copy not in self.gone:
                 rows["closeness"][copy] = self._distances(frames, row, copy, snapshot.step)
         kept = [row for row, copy in enumerate(copies.tolist()) if copy not in self.gone]
-        box = None if frames.box is None else frames.box[kept]
-        run.last = Frames(atype=frames.atype[kept], coord=frames.coord[kept], box=box) if kept else None
+        run.last = frames.rows(kept) if kept else None
         for values in rows.values():
             values[list(self.gone)] = np.nan
         self.first = rows["energy"] if self.first is None else self.first
@@ -228,15 +207,13 @@ class _Watch:
         np.minimum.at(run.reached, (first, second), pairs.distance)
         if run.angles is not None:
             run.angles.add(frames, row, pairs)
-        ratio = pairs.distance / coverage.shortest[first, second]
-        outside = coverage.outside(first, second, pairs.distance)
-        if outside.any() and copy not in self.departed:
+        closest, k = coverage.compare(pairs)
+        if k is not None and copy not in self.departed:
             self.departed.add(copy)
-            k = int(np.where(outside, ratio, np.inf).argmin())
             types = sorted((int(first[k]), int(second[k])))
             atoms = int(pairs.real[pairs.i[k]]), int(pairs.real[pairs.j[k]])
             shortest = float(coverage.shortest[first[k], second[k]])
             time = step * self.time_step / 1000.0
-            name = coverage.name((types[0], types[1]))
-            run.departures.append(Departure(copy, time, name, atoms, float(pairs.distance[k]), shortest))
-        return float(ratio.min(initial=np.inf))
+            departure = Departure(copy, time, coverage.name(types), atoms, float(pairs.distance[k]), shortest)
+            run.departures.append(departure)
+        return closest

@@ -74,7 +74,7 @@ def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
         if not model.type_map:
             names = elements_of(train)
             given = given.with_model([name], type_map=names)
-            train, valid = ([system.with_type_map(names) for system in part] for part in (train, valid))
+            train, valid = ([system.with_types(names) for system in part] for part in (train, valid))
             log.info("model/type_map is left out and becomes %s: the types of the training data", list(names))
         every = with_parameters([*train, *valid], Parameters.of(model.fitting_net))
         opened[name] = Systems(every[: len(train)], every[len(train) :])

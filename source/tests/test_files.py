@@ -199,8 +199,8 @@ def test_only_one_file_of_the_package_makes_files():
     package = Path(files.__file__).parent
     makes = re.compile(r"""\bopen\([^)]*["'][wax]b?\+?["']|\.write_(?:text|bytes)\(|\.touch\(|O_CREAT|\.mkdir\(""")
     found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if makes.search(path.read_text())}
-    # Locks, which are opened where they lie; folders that are checkpoints, databases or rounds; HDF5 in memory.
-    others = {"train/checkpoint/ownership.py", "train/checkpoint/directories.py", "data/stores/lmdb_writing.py"}
+    # Locks, which are opened where they lie; folders that are checkpoints or rounds; HDF5 in memory.
+    others = {"train/checkpoint/ownership.py", "train/checkpoint/directories.py"}
     others |= {"explore/rounds.py", "explore/loop.py", "data/statistics.py"}
     tests = {name for name in found if name.startswith("testing/")}  # they write into pytest's folder
     assert found - others - tests == {"files.py"}

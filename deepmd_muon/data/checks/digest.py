@@ -19,30 +19,17 @@ _CHUNK = 1 << 22
 
 @dataclasses.dataclass(frozen=True)
 class ContentDigest:
-    """The result of `content_digest`.
+    """The result of `content_digest`."""
 
-    Attributes
-    ----------
-    systems
-        Hash of each system.
-    share
-        Part of the frames that was read, the chance to see a difference in one of them; 1 for all.
-    """
-
-    systems: tuple[str, ...]
-    share: float
+    systems: tuple[str, ...]  # hash of each system
+    share: float  # part of the frames that was read, the chance to see a difference in one of them; 1 for all
 
 
 def content_digest(systems: Sequence[System], most_bytes: int = MOST_BYTES) -> ContentDigest:
     """Hash types, positions, cells and labels of systems, wherever the files lie and in whatever form.
 
-    Parameters
-    ----------
-    systems : sequence of System
-        The data.
-    most_bytes : int
-        Size up to which all frames are read. Of larger data, all energies are, and the first, the last and a random
-        sample of the frames of each system, the same on every machine.
+    Of data larger than `most_bytes`, read all energies, and the first, the last and a random sample of the frames of
+    each system, the same on every machine.
     """
     total = sum(system.nframes * _frame_bytes(system) for system in systems)
     share = min(1.0, most_bytes / max(1, total))

@@ -86,22 +86,23 @@ class Sample:
     @property
     def force(self) -> float:
         """Root-mean-square force [eV/Å]; zero without forces."""
-        return float(np.sqrt(np.nanmean(self.frames.force**2))) if self.frames.force is not None else 0.0
+        force = self.frames.force
+        return float(np.sqrt(np.nanmean(force**2))) if force is not None and not np.isnan(force).all() else 0.0
+
+    @property
+    def energy(self) -> float:
+        """Largest size of an energy per atom [eV]; zero without energies."""
+        energy = self.frames.energy
+        if energy is None:
+            return 0.0
+        return float(np.fmax.reduce(np.abs(energy) / (self.frames.atype >= 0).sum(axis=1), initial=0.0))
 
 
 def suspicions(systems: Sequence[System]) -> list[str]:
     """Look at some frames of the systems of a model and say what suggests wrong units, signs or labels.
 
-    Parameters
-    ----------
-    systems
-        Systems with the same type map.
-
-    Returns
-    -------
-    list of str
-        One sentence each that begins with the name of the system; empty when nothing looks wrong. At most 128
-        systems, spread evenly, and 20 frames of each are looked at; energies and virials are compared in 12 of them.
+    Return one sentence each, which begins with the name of the system; empty when nothing looks wrong. At most 128
+    systems, spread evenly, and 20 frames of each are looked at; energies and virials are compared in 12 of them.
     """
     looked = systems[:: -(-len(systems) // _SYSTEMS)] if systems else []
     step = -(-len(looked) // _COMPARED) or 1
@@ -111,7 +112,10 @@ def suspicions(systems: Sequence[System]) -> list[str]:
         mine = list(_of_positions(sample))
         if not mine:
             sound.append(sample)
-        mine += _of_sizes(sample.frames)
+        if sample.force > _LARGEST_FORCE:
+            mine.append(f"the root-mean-square force is {sample.force:.3g} eV/Å; forces must be in eV/Å")
+        if sample.energy > _LARGEST_ENERGY:
+            mine.append(f"the energy is {sample.energy:.3g} eV per atom; energies must be in eV")
         mine += [] if mine else [*_of_balance(sample), *_of_factors(sample)]
         found += [f"{system.name}: {sentence}" for sentence in mine]
     fits = {sample.system.name: (sample.system, sample.frames, sample.fit) for sample in sound}
@@ -144,10 +148,11 @@ def _of_positions(sample: Sample) -> Iterator[str]:
             f"the closest atoms are {shortest:.3g} Å apart{bonds}; positions and cells must be in Å "
             "(multiply by 0.529 if they are in Bohr)"
         )
-    elif known and frames.box is not None and ratio < 0.8 and _transposed_fits(frames, names, ratio):
-        yield (
-            f"atoms are {shortest:.3g} Å apart, and further with the transposed cell; rows of box are the cell vectors"
-        )
+    elif known and frames.box is not None and ratio < 0.8:
+        transposed = replace(frames, box=frames.box.transpose(0, 2, 1))
+        if _shortest(transposed, names)[1] > max(1.15 * ratio, 0.8):
+            further = "further with the transposed cell; rows of box are the cell vectors"
+            yield f"atoms are {shortest:.3g} Å apart, and {further}"
 
 
 def _shortest(frames: Frames, names: Sequence[str] | None) -> tuple[float, float]:
@@ -169,11 +174,6 @@ def _shortest(frames: Frames, names: Sequence[str] | None) -> tuple[float, float
         over = distance / (reach[types[chosen], None] + reach[types])
         ratio = min(ratio, float(np.fmin.reduce(over, axis=None, initial=np.inf)))
     return shortest, ratio
-
-
-def _transposed_fits(frames: Frames, names: Sequence[str] | None, ratio: float) -> bool:
-    assert frames.box is not None
-    return _shortest(replace(frames, box=frames.box.transpose(0, 2, 1)), names)[1] > max(1.15 * ratio, 0.8)
 
 
 def _remedy(sample: Sample, names: Sequence[str] | None) -> str:
@@ -198,17 +198,6 @@ def _remedy(sample: Sample, names: Sequence[str] | None) -> str:
 
 
 # -- labels --------------------------------------------------------------------------------------------------------
-
-
-def _of_sizes(frames: Frames) -> Iterator[str]:
-    if frames.force is not None:
-        force = np.sqrt(np.nanmean(frames.force**2))
-        if force > _LARGEST_FORCE:
-            yield f"the root-mean-square force is {force:.3g} eV/Å; forces must be in eV/Å"
-    if frames.energy is not None:
-        energy = np.nanmax(np.abs(frames.energy) / (frames.atype >= 0).sum(axis=1))
-        if energy > _LARGEST_ENERGY:
-            yield f"the energy is {energy:.3g} eV per atom; energies must be in eV"
 
 
 def _of_balance(sample: Sample) -> Iterator[str]:

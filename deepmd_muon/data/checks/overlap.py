@@ -17,20 +17,10 @@ _ROUNDING = 2e-5
 
 
 def shared_frames(train: Sequence[System], valid: Sequence[System]) -> tuple[int, int]:
-    """Count validation frames that are also training frames.
+    """Count validation frames that are also training frames, among those looked at, and the frames looked at.
 
     Systems at the same place share all frames. Of the others, a sample of validation frames is compared with all
-    training frames, in large data with a sample of these.
-
-    Parameters
-    ----------
-    train, valid
-        Systems of both, with the same type map.
-
-    Returns
-    -------
-    tuple of int
-        Shared frames among those looked at, and frames looked at.
+    training frames, in large data with a sample of these. All have the same type map.
     """
     places = {_place(system) for system in train}
     same = sum(system.nframes for system in valid if _place(system) in places)

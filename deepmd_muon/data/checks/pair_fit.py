@@ -93,14 +93,7 @@ def _pairs_of(frames: Frames, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 class PairFit:
-    """A pair potential of some frames with forces.
-
-    Parameters
-    ----------
-    frames
-        Frames with forces.
-    pairs
-        Their pairs.
+    """A pair potential of some frames with forces, from their pairs.
 
     Attributes
     ----------
@@ -187,20 +180,10 @@ class PairFit:
         return float(np.polyfit(r - distance, first, 1)[0])
 
     def agreement(self, other: PairFit, swap: Sequence[int] | None = None) -> tuple[float, float]:
-        """Compare these forces with those of another system's potential.
+        """Compare these forces with those that the potential of another system predicts.
 
-        Parameters
-        ----------
-        other
-            The system whose potential is taken.
-        swap : sequence of int, optional
-            Type that takes the place of each type of these frames.
-
-        Returns
-        -------
-        tuple of float
-            Factor of these forces over the other's prediction, and their correlation; zeros where `other` lacks a pair
-            of types.
+        Return the factor of these forces over the prediction, and their correlation; zeros where `other` lacks a pair
+        of types. `swap` gives the type that takes the place of each type of these frames.
         """
         kinds = [tuple(sorted((swap[a], swap[b]))) if swap else (a, b) for a, b in self.kinds]
         if not set(kinds) <= set(other.kinds):

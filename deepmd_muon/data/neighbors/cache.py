@@ -13,14 +13,14 @@ from typing import Protocol
 
 import numpy as np
 
-from deepmd_muon.data.errors import NeighborError
+from deepmd_muon.data.errors import NeighborError, naming_frame
 from deepmd_muon.data.frames import Frames
 from deepmd_muon.data.neighbors.lists import (
     FrameNeighbors,
     NeighborList,
     NeighborStatistics,
     build_neighbors,
-    frame_statistics,
+    find_pairs,
     group_limits,
     stack_neighbors,
 )
@@ -135,12 +135,10 @@ class NeighborCache:
         if found is not None:
             return found
         box = frames.box[row] if system.pbc and frames.box is not None else None
-        try:
+        with naming_frame(number, system.name):
             built = build_neighbors(
                 frames.coord[row], box, frames.atype[row], self.rcut, self.sel, self.by_type, self.ntypes, self.inner
             )
-        except (NeighborError, RuntimeError) as error:
-            raise NeighborError(str(error), number, system.name) from error
         with self._lock:
             self.dropped += built.dropped
             if key not in self._frames and self.nbytes + built.nbytes <= self.max_bytes:
@@ -190,8 +188,6 @@ def neighbor_statistics(
 
     Notes
     -----
-    A count that takes long logs how far it is.
-
     Atoms outside of their cell are counted like all others. deepmd-kit 3.2.0's ``neighbor-stat`` does not move
     them back before it adds images, so for unwrapped trajectories it may report fewer neighbours.
     """
@@ -202,26 +198,30 @@ def neighbor_statistics(
             f"statistics are wanted for {rcut} Å and {ntypes} types"
         )
 
+    nothing = NeighborStatistics(np.inf, (0,) * ntypes, 0)
+
     def chunk(job: tuple[System, np.ndarray]) -> NeighborStatistics:
         system, chosen = job
         frames = system.frames(chosen)
         _check_density(system, chosen, frames)
-        if cache is not None:
-            found = [cache.frame(system, number, frames, row).statistics for row, number in enumerate(chosen.tolist())]
-        else:
-            found = [_count(system, number, frames, row, rcut, ntypes) for row, number in enumerate(chosen.tolist())]
-        return reduce(NeighborStatistics.merge, found)
+        found = nothing
+        for row, number in enumerate(chosen.tolist()):
+            if cache is not None:
+                own = cache.frame(system, number, frames, row).statistics
+            else:
+                with naming_frame(number, system.name):
+                    box = frames.box[row] if frames.box is not None else None
+                    own = find_pairs(frames.coord[row], box, frames.atype[row], rcut).statistics(ntypes)
+            found = found.merge(own)
+        return found
 
-    if workers is None:
-        workers = worker_count()
     every = [np.arange(system.nframes) for system in systems] if numbers is None else numbers
     jobs = [
         (system, mine[first : first + _chunk(system)])
         for system, mine in zip(systems, every, strict=True)
         for first in range(0, len(mine), _chunk(system))
     ]
-    nothing = NeighborStatistics(np.inf, (0,) * ntypes, 0)
-    with ThreadPoolExecutor(workers, thread_name_prefix="deepmd_muon-neighbors") as pool:
+    with ThreadPoolExecutor(workers or worker_count(), thread_name_prefix="deepmd_muon-neighbors") as pool:
         return reduce(NeighborStatistics.merge, _logged(pool.map(chunk, jobs), len(jobs)), nothing)
 
 
@@ -255,15 +255,6 @@ def _check_density(system: System, numbers: np.ndarray, frames: Frames) -> None:
             f"system {system.name}, frame {numbers[densest]}: {density[densest]:.3g} atoms per Å³ (diamond has 0.18); "
             "box and coord must be in Å (nm would look like this)"
         )
-
-
-def _count(system: System, number: int, frames: Frames, row: int, rcut: float, ntypes: int) -> NeighborStatistics:
-    """Count the neighbours of frame `number` of a system, which is row `row` of `frames`."""
-    box = frames.box[row] if frames.box is not None else None
-    try:
-        return frame_statistics(frames.coord[row], box, frames.atype[row], rcut, ntypes)
-    except (NeighborError, RuntimeError) as error:
-        raise NeighborError(str(error), number, system.name) from error
 
 
 def number_of_types(system: System) -> int:

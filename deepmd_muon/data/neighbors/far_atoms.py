@@ -25,18 +25,9 @@ _MOST_CELLS = float(1 << 30)
 
 
 def check_geometry(points: np.ndarray, box: np.ndarray | None, rcut: float, names: np.ndarray) -> None:
-    """Refuse positions and cells for which neighbours cannot be found.
+    """Refuse positions `(natoms, 3)` and cells for which neighbours within `rcut` [Å] cannot be found.
 
-    Parameters
-    ----------
-    points : ndarray, (natoms, 3)
-        Positions [Å].
-    box : ndarray, (3, 3), or None
-        Cell vectors as rows [Å].
-    rcut : float
-        Cut-off radius [Å].
-    names : ndarray of int, (natoms,)
-        Numbers of the atoms in messages.
+    `names` are the numbers of the atoms in messages.
 
     Raises
     ------
@@ -94,17 +85,9 @@ def is_sparse(points: np.ndarray, box: np.ndarray | None, rcut: float) -> bool:
 
 
 def far_pairs(points: np.ndarray, box: np.ndarray | None, rcut: float) -> tuple[np.ndarray, ...]:
-    """Find all pairs of a frame within the cut-off, each both ways.
+    """Find all pairs of a frame within the cut-off [Å], each both ways.
 
-    Parameters
-    ----------
-    points, box, rcut
-        As in `check_geometry`.
-
-    Returns
-    -------
-    tuple
-        i and j (npairs,) int64, shift (npairs, 3) int32, and distance (npairs,) [Å], sorted by i.
+    Return i and j (npairs,) int64, shift (npairs, 3) int32, and distance (npairs,) [Å], sorted by i.
     """
     everywhere, owner, shift = _with_images(points, box, rcut)
     key, strides = _cell_keys(everywhere, rcut)

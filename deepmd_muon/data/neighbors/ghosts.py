@@ -14,36 +14,19 @@ _NEAR = 100
 
 @dataclass(frozen=True)
 class GhostedFrame:
-    """The real atoms of a frame, followed by their images within reach of another atom.
+    """The real atoms of a frame, followed by their images within reach of another atom."""
 
-    Attributes
-    ----------
-    coord : ndarray of float64, (nall, 3)
-        Positions [Å].
-    owner : ndarray of int64, (nall,)
-        The frame's atom that each is, or is an image of.
-    neighbor : ndarray of int64, (nloc, n)
-        All atoms within the cut-off of each real atom, −1 in empty slots, in no order.
-    """
-
-    coord: np.ndarray
-    owner: np.ndarray
+    coord: np.ndarray  # float64 (nall, 3): positions [Å]
+    owner: np.ndarray  # int64 (nall,): the frame's atom that each is, or is an image of
+    # int64 (nloc, n): all atoms within the cut-off of each real atom, −1 in empty slots, in no order.
     neighbor: np.ndarray
 
 
 def with_ghosts(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float) -> GhostedFrame:
-    """Find the images and neighbours of one frame.
+    """Find the images and neighbours of one frame within `rcut` [Å].
 
-    Parameters
-    ----------
-    coord : ndarray, (natoms, 3)
-        Positions [Å], inside the cell or not.
-    box : ndarray, (3, 3), optional
-        Cell vectors as rows [Å]; None without periodicity.
-    atype : ndarray of int, (natoms,)
-        Types; atoms of type −1 are padding and left out.
-    rcut : float
-        Cut-off radius [Å].
+    Positions may lie outside the cell, whose rows are its vectors; None without periodicity. Atoms of type −1 are
+    padding and left out.
 
     Raises
     ------
@@ -75,14 +58,9 @@ def with_ghosts(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rc
         cells = np.stack(np.unravel_index(images // nloc, tuple(span)), axis=1) + low
         positions = np.concatenate([positions, positions[images % nloc] + cells @ np.asarray(box, dtype=np.float64)])
         owner = np.concatenate([owner, owner[images % nloc]])
-    return GhostedFrame(positions, owner, _rows(pairs.i, neighbor, nloc))
-
-
-def _rows(i: np.ndarray, j: np.ndarray, nloc: int) -> np.ndarray:
-    """Return the j of each i as a row, −1 at the end of shorter ones."""
-    counts = np.bincount(i, minlength=nloc)
-    order = np.argsort(i, kind="stable")
-    i, j = i[order], j[order]
+    counts = np.bincount(pairs.i, minlength=nloc)
+    order = np.argsort(pairs.i, kind="stable")
+    i = pairs.i[order]
     rows = np.full((nloc, int(counts.max(initial=0))), -1, dtype=np.int64)
-    rows[i, np.arange(len(i)) - (np.cumsum(counts) - counts)[i]] = j
-    return rows
+    rows[i, np.arange(len(i)) - (np.cumsum(counts) - counts)[i]] = neighbor[order]
+    return GhostedFrame(positions, owner, rows)

@@ -16,44 +16,27 @@ SAME_PLACE = 1e-6
 
 @dataclass(frozen=True)
 class NeighborList:
-    """Neighbours of every atom of a batch of frames.
+    """Neighbours of every atom of a batch of frames."""
 
-    Attributes
-    ----------
-    index : ndarray of int32, (nframes, natoms, nnei)
-        Neighbour's atom index in the same frame; −1 is an empty slot.
-    shift : ndarray of int8, int16 or int32, (nframes, natoms, nnei, 3)
-        Cell translations S: r_ij = coord[j] + S·box − coord[i]; zero in empty slots.
-    sections : tuple of int
-        Columns are grouped by the neighbour's type, `sections[t]` columns for type t (one group for all types
-        when the list is not by type). Real neighbours come first in each section, nearest first.
-    inner : ndarray of int32, (nframes, ninner, natoms)
-        How many leading columns of an atom lie within each shorter cut-off that was asked for.
-    """
-
-    index: np.ndarray
+    index: np.ndarray  # int32 (nframes, natoms, nnei): neighbour's atom index in the same frame; −1 is an empty slot
+    # int8, int16 or int32 (nframes, natoms, nnei, 3): translations S, r_ij = coord[j] + S·box − coord[i]; 0 if empty
     shift: np.ndarray
+    # Columns are grouped by the neighbour's type, `sections[t]` columns for type t (one group for all types when the
+    # list is not by type). Real neighbours come first in each section, nearest first.
     sections: tuple[int, ...]
+    # int32 (nframes, ninner, natoms): how many leading columns of an atom lie within each shorter cut-off that was
+    # asked for.
     inner: np.ndarray
 
 
 @dataclass(frozen=True)
 class NeighborStatistics:
-    """Common part of the neighbour lists of one or all frames.
+    """Common part of the neighbour lists of one or all frames."""
 
-    Attributes
-    ----------
-    min_distance : float
-        Shortest distance between two atoms [Å]; infinite when none are within the cutoff.
-    max_neighbors : tuple of int, (ntypes,)
-        Most neighbours of each type that any atom has within the cutoff, before any truncation.
-    max_total : int
-        Most neighbours of all types.
-    """
-
-    min_distance: float
+    min_distance: float  # shortest distance between two atoms [Å]; infinite when none are within the cutoff
+    # Most neighbours of each type that any atom has within the cutoff, before any truncation.
     max_neighbors: tuple[int, ...]
-    max_total: int
+    max_total: int  # most neighbours of all types
 
     def merge(self, other: NeighborStatistics) -> NeighborStatistics:
         """Return the statistics of both together."""
@@ -66,28 +49,14 @@ class NeighborStatistics:
 
 @dataclass(frozen=True)
 class FrameNeighbors:
-    """Neighbours of one frame and statistics from building them.
+    """Neighbours of one frame, as in `NeighborList`, and statistics from building them."""
 
-    Attributes
-    ----------
-    index : ndarray of int32, (natoms, nnei)
-    shift : ndarray of int8, int16 or int32, (natoms, nnei, 3)
-    sections : tuple of int
-        As in `NeighborList`, each as wide as this frame needs.
-    inner : ndarray of int32, (ninner, natoms)
-        As in `NeighborList`.
-    statistics : NeighborStatistics
-        Of this frame, before truncation.
-    dropped : int
-        Neighbours beyond the nearest ``sel[t]`` that were left out.
-    """
-
-    index: np.ndarray
-    shift: np.ndarray
-    sections: tuple[int, ...]
-    inner: np.ndarray
-    statistics: NeighborStatistics
-    dropped: int
+    index: np.ndarray  # int32 (natoms, nnei)
+    shift: np.ndarray  # int8, int16 or int32 (natoms, nnei, 3)
+    sections: tuple[int, ...]  # each as wide as this frame needs
+    inner: np.ndarray  # int32 (ninner, natoms)
+    statistics: NeighborStatistics  # of this frame, before truncation
+    dropped: int  # neighbours beyond the nearest ``sel[t]`` that were left out
 
     @property
     def nbytes(self) -> int:
@@ -149,13 +118,6 @@ def _vesin_pairs(points: np.ndarray, box: np.ndarray | None, rcut: float) -> tup
     return pair[:, 0].astype(np.int64), pair[:, 1].astype(np.int64), np.array(shift), np.array(distance)
 
 
-def frame_statistics(
-    coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float, ntypes: int
-) -> NeighborStatistics:
-    """Count the neighbours of one frame without laying them out; arguments as in `build_neighbors`."""
-    return find_pairs(coord, box, np.asarray(atype), rcut).statistics(ntypes)
-
-
 def build_neighbors(
     coord: np.ndarray,
     box: np.ndarray | None,
@@ -202,12 +164,13 @@ def build_neighbors(
     found = pairs
     if sel is not None and by_type:
         pairs = _nearest(pairs, int(limits.sum()), rcut)
-    counts = _count_inner(pairs, len(atype), [(short, min(most, limits[0])) for short, most in inner])
-    laid = _lay_out(pairs, len(atype), rcut, limits, by_type, ntypes, counts)
-    if pairs is found:
-        return laid
-    dropped = laid.dropped + len(found.i) - len(pairs.i)
-    return replace(laid, statistics=found.statistics(ntypes), dropped=dropped)
+    within = np.zeros((len(inner), len(atype)), dtype=np.int32)
+    for row, (short, most) in zip(within, inner, strict=True):
+        near = np.bincount(pairs.real[pairs.i[pairs.distance < short]], minlength=len(atype))
+        np.minimum(near, min(most, limits[0]), out=row, casting="unsafe")
+    index, shift, sections = _lay_out(pairs, len(atype), rcut, limits, by_type)
+    dropped = len(found.i) - int(np.count_nonzero(index >= 0))
+    return FrameNeighbors(index, shift, sections, within, found.statistics(ntypes), dropped)
 
 
 def _nearest(pairs: Pairs, most: int, rcut: float) -> Pairs:
@@ -221,18 +184,9 @@ def _nearest(pairs: Pairs, most: int, rcut: float) -> Pairs:
     return replace(pairs, i=pairs.i[kept], j=pairs.j[kept], shift=pairs.shift[kept], distance=pairs.distance[kept])
 
 
-def _count_inner(pairs: Pairs, natoms: int, inner: Sequence[tuple[float, int]]) -> np.ndarray:
-    """Count the neighbours of every atom within shorter cutoffs, at most so many: int32 (ninner, natoms)."""
-    counts = np.zeros((len(inner), natoms), dtype=np.int32)
-    for row, (short, most) in zip(counts, inner, strict=True):
-        near = pairs.real[pairs.i[pairs.distance < short]]
-        np.minimum(np.bincount(near, minlength=natoms), most, out=row, casting="unsafe")
-    return counts
-
-
 def _lay_out(
-    pairs: Pairs, natoms: int, rcut: float, limits: np.ndarray, by_type: bool, ntypes: int, inner: np.ndarray
-) -> FrameNeighbors:
+    pairs: Pairs, natoms: int, rcut: float, limits: np.ndarray, by_type: bool
+) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
     """Sort pairs into rows of atoms and columns of groups, nearest first, at most `limits` a group."""
     nreal, ngroups = len(pairs.real), len(limits)
     group = pairs.types[pairs.j] if by_type else np.zeros_like(pairs.i)
@@ -249,26 +203,10 @@ def _lay_out(
     rows = pairs.real[pairs.i[order]]
     index = np.full((natoms, int(widths.sum())), -1, dtype=np.int32)
     index[rows, columns] = pairs.real[pairs.j[order]]
-    small = _smallest_integers(pairs.shift)
-    shift = np.zeros((*index.shape, 3), dtype=small.dtype)
-    shift[rows, columns] = small[order]
-    return FrameNeighbors(
-        index=index,
-        shift=shift,
-        sections=tuple(int(w) for w in widths),
-        inner=inner,
-        statistics=pairs.statistics(ntypes),
-        dropped=len(kept) - len(order),
-    )
-
-
-def _smallest_integers(shift: np.ndarray) -> np.ndarray:
-    """Store translations in the smallest type that holds them: int8, unless an atom left its cell far behind."""
-    reach = int(np.abs(shift).max(initial=0))
-    for dtype in (np.int8, np.int16):
-        if reach <= np.iinfo(dtype).max:
-            return shift.astype(dtype)
-    return shift.astype(np.int32)
+    # The smallest type that holds the translations: int8, unless an atom left its cell far behind.
+    shift = np.zeros((*index.shape, 3), dtype=np.min_scalar_type(-1 - int(np.abs(pairs.shift).max(initial=0))))
+    shift[rows, columns] = pairs.shift[order]
+    return index, shift, tuple(int(w) for w in widths)
 
 
 def group_limits(sel: Sequence[int] | None, by_type: bool, ntypes: int) -> np.ndarray:
@@ -303,40 +241,29 @@ def stack_neighbors(parts: Sequence[FrameNeighbors]) -> NeighborList:
     shift = np.zeros((*index.shape, 3), dtype=np.result_type(*(p.shift.dtype for p in parts)))
     inner = np.zeros((len(parts), len(parts[0].inner), natoms), dtype=np.int32)
     for k, part in enumerate(parts):
-        _copy_sections(part, index[k], shift[k], sections)
-        inner[k, :, : part.inner.shape[1]] = part.inner
+        own = part.index.shape[0]
+        _copy_sections(part, index[k, :own], shift[k, :own], sections)
+        inner[k, :, :own] = part.inner
     return NeighborList(index, shift, sections, inner)
 
 
 def widen_sections(neighbors: NeighborList, sections: Sequence[int]) -> NeighborList:
-    """Return the same neighbours in sections that are at least as wide, filled up with empty slots.
-
-    Parameters
-    ----------
-    neighbors : NeighborList
-        Of a batch.
-    sections : sequence of int
-        The new widths.
-    """
+    """Return the neighbours of a batch in sections that are at least as wide, filled up with empty slots."""
     if tuple(sections) == neighbors.sections:
         return neighbors
     index = np.full((*neighbors.index.shape[:2], sum(sections)), -1, dtype=neighbors.index.dtype)
     shift = np.zeros((*index.shape, 3), dtype=neighbors.shift.dtype)
-    source = target = 0
-    for own, width in zip(neighbors.sections, sections, strict=True):
-        index[..., target : target + own] = neighbors.index[..., source : source + own]
-        shift[..., target : target + own, :] = neighbors.shift[..., source : source + own, :]
-        source += own
-        target += width
+    _copy_sections(neighbors, index, shift, sections)
     return replace(neighbors, index=index, shift=shift, sections=tuple(sections))
 
 
-def _copy_sections(frame: FrameNeighbors, index: np.ndarray, shift: np.ndarray, sections: tuple[int, ...]) -> None:
-    """Copy the sections of a frame to where wider sections begin."""
-    natoms = frame.index.shape[0]
-    source = target = 0
-    for own, width in zip(frame.sections, sections, strict=True):
-        index[:natoms, target : target + own] = frame.index[:, source : source + own]
-        shift[:natoms, target : target + own] = frame.shift[:, source : source + own]
-        source += own
-        target += width
+def _copy_sections(
+    source: NeighborList | FrameNeighbors, index: np.ndarray, shift: np.ndarray, sections: Sequence[int]
+) -> None:
+    """Copy columns to where wider sections begin."""
+    begin = place = 0
+    for own, width in zip(source.sections, sections, strict=True):
+        index[..., place : place + own] = source.index[..., begin : begin + own]
+        shift[..., place : place + own, :] = source.shift[..., begin : begin + own, :]
+        begin += own
+        place += width

@@ -21,22 +21,10 @@ _MOST_FRAMES = 1 << 30
 
 
 class AtomBudgetSampler(SavedOrder):
-    """An endless, reproducible order of batches of at most so many atoms.
+    """An endless, reproducible order of batches of at most `budget` atoms, padding included.
 
-    Parameters
-    ----------
-    nframes : sequence of int, (nsystems,)
-        Frames of each system.
-    natoms : sequence of int, (nsystems,)
-        Atoms of a frame of each system.
-    probabilities : ndarray, (nsystems,)
-        Share of each system in the frames of an epoch.
-    budget : int
-        Most atoms of a batch, padding included; a frame of more is a batch of its own.
-    seed : int
-        Seed of the order.
-    identity : str
-        Other properties of the systems; compared when a position is restored.
+    A frame of more atoms is a batch of its own. `probabilities` (nsystems,) are the shares of systems in the frames of
+    an epoch. `identity` says more about the systems; it is compared when a position is restored.
 
     Attributes
     ----------
@@ -93,21 +81,17 @@ class AtomBudgetSampler(SavedOrder):
         """Return system and frame of every place of an epoch, sorted by size, and the order of its batches."""
         stream = np.random.Generator(np.random.PCG64([self.seed, 2, epoch]))
         system = np.repeat(np.arange(len(self._counts)), self._counts)
-        frame = np.concatenate(
-            [_served(stream, int(n), int(count)) for n, count in zip(self._nframes, self._counts, strict=True)]
-        )
+        served = []  # each frame of a system equally often but for a random remainder
+        for n, count in zip(self._nframes.tolist(), self._counts.tolist(), strict=True):
+            whole, rest = divmod(count, n)
+            served += [np.tile(np.arange(n), whole), stream.permutation(n)[:rest]]
+        frame = np.concatenate(served)
         shuffled = stream.permutation(len(system))
         shuffled = shuffled[np.argsort(self._atoms[shuffled], kind="stable")]
         return system[shuffled], frame[shuffled], stream.permutation(self.batches_per_epoch)
 
     def _forget(self) -> None:
         self._epoch = None
-
-
-def _served(stream: np.random.Generator, nframes: int, count: int) -> np.ndarray:
-    """Return `count` frames of a system, each equally often but for a random remainder."""
-    whole, rest = divmod(count, nframes)
-    return np.concatenate([np.tile(np.arange(nframes), whole), stream.permutation(nframes)[:rest]])
 
 
 def _cuts(atoms: np.ndarray, budget: int) -> np.ndarray:

@@ -23,14 +23,8 @@ WINDOW = 256
 class BalancedOrder(SavedOrder):
     """The batches of another order, those of similar cost next to each other.
 
-    It is a function of that order, of the costs and of the seed, not of the number of ranks.
-
-    Parameters
-    ----------
-    order
-        Where the batches come from; only this object may draw from it.
-    cost
-        Cost of a batch in any unit, the same in every process.
+    It is a function of that order, of the costs and of the seed, not of the number of ranks. Only this object may draw
+    from `order`. The `cost` of a batch, in any unit, is the same in every process.
     """
 
     def __init__(self, order: Sampler | AtomBudgetSampler, cost: Callable[[Plan], float]) -> None:
@@ -70,19 +64,7 @@ def distribute(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Distribute batches of a step evenly: each rank gets equally many, of about the same cost together.
 
     The most expensive batch first, each goes to the rank with the least cost so far that has room. Batches of equal
-    cost are dealt out in turn.
-
-    Parameters
-    ----------
-    costs
-        Of the batches; their number is a multiple of `ranks`.
-    ranks
-        How many there are.
-
-    Returns
-    -------
-    list of list of int
-        Positions of each rank's batches, ascending.
+    cost are dealt out in turn. Return the positions of each rank's batches, ascending.
     """
     each = len(costs) // ranks
     found: list[list[int]] = [[] for _ in range(ranks)]

@@ -36,18 +36,10 @@ class Batch:
 
 
 class Seats(NamedTuple):
-    """The ranks that take a batch in a step.
+    """The ranks that take a batch in a step."""
 
-    Attributes
-    ----------
-    number
-        How many there are.
-    mine
-        Place of this rank among them; None where it takes no batch.
-    """
-
-    number: int
-    mine: int | None
+    number: int  # how many there are
+    mine: int | None  # place of this rank among them; None where it takes no batch
 
 
 class DataLoader:
@@ -117,16 +109,20 @@ class DataLoader:
         if not 0 <= rank < world_size:
             raise SamplingError(f"rank {rank} is not one of {world_size}")
         rule = BatchRule.parse(batch_size)
-        natoms = [system.natoms for system in systems]
-        self.systems = tuple(systems[k] for k in rule.keep(natoms))
-        self.batch_sizes = rule.frames_per_batch([system.natoms for system in self.systems])
+        self.systems = tuple(systems[k] for k in rule.keep([system.natoms for system in systems]))
+        natoms = [system.natoms for system in self.systems]
+        self.batch_sizes = rule.frames_per_batch(natoms)
         nframes = [system.nframes for system in self.systems]
         # Batches of several systems draw single frames, so systems count by frames there.
         self.nbatches = tuple(
             n if rule.kind in ("mixed", "mix") else -(-n // b) for n, b in zip(nframes, self.batch_sizes, strict=True)
         )
         self.probabilities = system_probabilities(self.nbatches, auto_prob, sys_probs)
-        self.cache = cache if cache is not None else _new_cache(self.systems, rcut, sel, by_type, cache_bytes)
+        if cache is None:
+            if rcut is None:
+                raise NeighborError("give rcut and sel, or a NeighborCache")
+            cache = NeighborCache(rcut, sel, by_type, cache_bytes, max(map(number_of_types, self.systems)))
+        self.cache = cache
         self.rank = rank
         self.world_size = world_size
         self.batches_per_step = batches_per_step
@@ -137,8 +133,7 @@ class DataLoader:
         identity = repr([(s.natoms, s.pbc, s.mixed, sorted(s.labels)) for s in self.systems])
         self._sampler: Sampler | AtomBudgetSampler
         if rule.kind == "mix":
-            sizes = [system.natoms for system in self.systems]
-            self._sampler = AtomBudgetSampler(nframes, sizes, self.probabilities, rule.number, seed, identity)
+            self._sampler = AtomBudgetSampler(nframes, natoms, self.probabilities, rule.number, seed, identity)
         else:
             mixed = rule.number if rule.kind == "mixed" else 0
             self._sampler = Sampler(nframes, self.batch_sizes, self.probabilities, seed, mixed, identity)
@@ -205,12 +200,9 @@ class DataLoader:
             self._taken = 0
 
     def seat(self, seats: Iterator[Seats]) -> None:
-        """Deal out batches by these seats from here on, before the first draw; by default all ranks have one always.
+        """Deal out batches by these seats of each step, before the first draw; by default all ranks have one always.
 
-        Parameters
-        ----------
-        seats
-            Of each step; it is read as far ahead as batches are drawn.
+        They are read as far ahead as batches are drawn.
         """
         self._seats = seats
 
@@ -258,11 +250,8 @@ class DataLoader:
     def deal(self, count: int) -> Iterator[tuple[Batch, bool]]:
         """Distribute the next `count` random batches among the ranks, which together see those of one process.
 
-        Yields
-        ------
-        tuple
-            A batch of this rank, and whether it counts. Every rank gets equally many; if `count` is not a multiple
-            of the number of ranks, some repeat a batch of another rank, which does not count.
+        Yield a batch of this rank, and whether it counts: if `count` is not a multiple of the number of ranks, some
+        repeat a batch of another rank, so that all get equally many.
         """
 
         def drawn() -> Iterator[Plan]:
@@ -280,19 +269,18 @@ class DataLoader:
 
     def deal_sample(self, wanted: Sequence[int]) -> Iterator[tuple[Batch, bool, int]]:
         """Deal `wanted` frames of each system out, spread evenly over it, with its number; otherwise as `deal_all`."""
-        yield from self._dealt(
-            Plan(((k, numbers),))
-            for k, (number, size) in enumerate(zip(wanted, self.batch_sizes, strict=True))
-            for numbers in self._spread(k, number, size)
-        )
+        yield from self._dealt(self._spread(wanted))
 
-    def _spread(self, k: int, wanted: int, size: int) -> Iterator[np.ndarray]:
-        """Yield the numbers of at most `wanted` frames of system `k`, spread evenly, in batches of `size`."""
-        nframes = self.systems[k].nframes
-        wanted = min(nframes, wanted)
-        numbers = np.arange(wanted) * nframes // max(1, wanted)
-        for first in range(0, wanted, size):
-            yield numbers[first : first + size]
+    def _spread(self, wanted: Sequence[int]) -> Iterator[Plan]:
+        """Yield batches of at most `wanted` frames of each system, spread evenly over it."""
+        for k, (size, numbers) in enumerate(zip(self.batch_sizes, self._numbers(wanted), strict=True)):
+            for first in range(0, len(numbers), size):
+                yield Plan(((k, numbers[first : first + size]),))
+
+    def _numbers(self, wanted: Sequence[int]) -> list[np.ndarray]:
+        """Return the numbers of at most `wanted` frames of each system, spread evenly over it."""
+        pairs = ((system.nframes, min(system.nframes, n)) for system, n in zip(self.systems, wanted, strict=True))
+        return [np.arange(n) * nframes // max(1, n) for nframes, n in pairs]
 
     def _dealt(self, plans: Iterator[Plan]) -> Iterator[tuple[Batch, bool, int]]:
         """Yield this rank's batches, whether each counts, and the number of its first system."""
@@ -308,26 +296,14 @@ class DataLoader:
 
         The same on every rank, and leaves the random order where it is.
         """
-        return map(self.build, self.sample_plans(nbatches))
-
-    def sample_plans(self, nbatches: int) -> Iterator[Plan]:
-        """Return which frames the batches of `sample_batches` hold."""
-        for k, size in enumerate(self.batch_sizes):
-            for numbers in self._spread(k, nbatches * size, size):
-                yield Plan(((k, numbers),))
+        return map(self.build, self._spread([nbatches * size for size in self.batch_sizes]))
 
     def bounded_batches(self, nbatches: int, most: float) -> Iterator[Batch]:
-        """Frames of `sample_batches`, at most so many, small systems together in a batch; for measuring the data.
+        """Frames of `sample_batches`, small systems together in a batch; for measuring the data.
 
-        Parameters
-        ----------
-        nbatches : int
-            Batches of each system that frames are taken of.
-        most : float
-            Bound on their cost, see `sample_frames`; what fits is taken whole.
+        Where they cost more than `most`, a sample of them; see `sample_frames`.
         """
-        wanted = [nbatches * size for size in self.batch_sizes]
-        candidates = [next(self._spread(k, number, number)) for k, number in enumerate(wanted)]
+        candidates = self._numbers([nbatches * size for size in self.batch_sizes])
         numbers = sample_frames(self.systems, most, self.cache.rcut, candidates)
         plans = (Plan(tuple(part)) for part in packed(self.systems, numbers, CHUNK_ATOMS))
         return read_ahead(self.build, plans, worker_count())
@@ -352,12 +328,3 @@ class DataLoader:
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None
             self.load_state_dict(self.state_dict())
-
-
-def _new_cache(
-    systems: Sequence[System], rcut: float | None, sel: Sequence[int] | None, by_type: bool, max_bytes: int
-) -> NeighborCache:
-    if rcut is None:
-        raise NeighborError("give rcut and sel, or a NeighborCache")
-    ntypes = max(number_of_types(system) for system in systems)
-    return NeighborCache(rcut, sel, by_type, max_bytes, ntypes)

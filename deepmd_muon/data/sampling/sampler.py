@@ -29,23 +29,16 @@ CHOICE_BLOCK = 1024
 class BatchRule:
     """A parsed batch size.
 
-    Attributes
-    ----------
-    kind : str
-        ``fixed``: the same number of frames in every system. ``list``: one number per system.
-        ``auto``: the smallest number of frames with at least `number` atoms. ``max``: the largest with at
-        most `number` atoms, and at least one. ``filter``: as ``max``, and systems of more atoms are left out.
-        ``mixed``: batches of `number` frames drawn from all systems, padded to the largest. ``mix``: batches of frames
-        of similar sizes from all systems, at most `number` atoms with padding.
-    number : int
-        Frames or atoms.
-    sizes : tuple of int
-        Frames per system, for ``list``.
+    ``fixed``: the same number of frames in every system. ``list``: one number per system. ``auto``: the smallest number
+    of frames with at least `number` atoms. ``max``: the largest with at most `number` atoms, and at least one.
+    ``filter``: as ``max``, and systems of more atoms are left out. ``mixed``: batches of `number` frames drawn from all
+    systems, padded to the largest. ``mix``: batches of frames of similar sizes from all systems, at most `number` atoms
+    with padding.
     """
 
     kind: BatchKind
-    number: int = 0
-    sizes: tuple[int, ...] = ()
+    number: int = 0  # frames or atoms
+    sizes: tuple[int, ...] = ()  # frames per system, for ``list``
 
     @classmethod
     def parse(cls, spec: int | str | Sequence[int]) -> BatchRule:
@@ -191,18 +184,10 @@ class Plan:
 
 
 class SavedOrder:
-    """An order of batches whose position, one integer, can be saved and restored.
+    """An order of batches whose position, one integer, can be saved and restored."""
 
-    Attributes
-    ----------
-    step
-        Batches drawn so far.
-    seed
-        Of the order.
-    """
-
-    step: int
-    seed: int
+    step: int  # batches drawn so far
+    seed: int  # of the order
     _identity: str
 
     def state_dict(self, step: int | None = None) -> dict[str, int | str]:
@@ -235,25 +220,11 @@ class SavedOrder:
 
 
 class Sampler(SavedOrder):
-    """An endless, reproducible order of batches.
+    """An endless, reproducible order of batches of `sizes` frames of systems of `nframes`.
 
-    Each system serves its frames without repetition until all were served (the last batch of such an epoch
-    may be smaller), then shuffles anew.
-
-    Parameters
-    ----------
-    nframes : sequence of int, (nsystems,)
-        Frames of each system.
-    sizes : sequence of int, (nsystems,)
-        Frames of a batch of each system.
-    probabilities : ndarray, (nsystems,)
-        Probability of each system.
-    seed : int
-        Seed of the order.
-    mixed : int
-        When positive, a batch is this many frames, each from a system drawn for it.
-    identity : str
-        Other properties of the systems; compared when a position is restored.
+    Each system serves its frames without repetition until all were served (the last batch of such an epoch may be
+    smaller), then shuffles anew. Where `mixed` is positive, a batch is this many frames, each from a system drawn for
+    it. `identity` says more about the systems; it is compared when a position is restored.
     """
 
     def __init__(

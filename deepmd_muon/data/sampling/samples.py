@@ -23,15 +23,7 @@ _FRAMES_OF_A_TYPE = 16
 
 
 def frame_costs(systems: Sequence[System], rcut: float | None = None) -> np.ndarray:
-    """Return what a frame of each system costs, in atoms `(nsystems,)`.
-
-    Parameters
-    ----------
-    systems
-        The data.
-    rcut
-        Cut-off of the neighbours that are found [Å]; None where frames are only read.
-    """
+    """Return what a frame of each system costs, in atoms `(nsystems,)`; `rcut` [Å] where its neighbours are found."""
     volume = 1.0 if rcut is None else max(0.25, (rcut / _USUAL_RCUT) ** 3)
     return np.array([system.natoms * volume + FRAME_COST for system in systems])
 
@@ -39,34 +31,16 @@ def frame_costs(systems: Sequence[System], rcut: float | None = None) -> np.ndar
 def sample_frames(
     systems: Sequence[System], most: float, rcut: float | None = None, candidates: Sequence[np.ndarray] | None = None
 ) -> list[np.ndarray]:
-    """Draw frames of systems, the same ones in every process.
+    """Draw frames of systems with one type map, the same ones in every process; return their numbers, ascending.
 
-    Where not all fit, each system takes part in proportion to its frames, and each type occurs in some of them.
-
-    Parameters
-    ----------
-    systems
-        The data, with one type map.
-    most
-        Most they may cost together, see `frame_costs`; all frames are taken where they fit. Systems that alone have a
-        type may be added.
-    rcut
-        As for `frame_costs`.
-    candidates
-        Frames of each system that are drawn from; all of them when left out.
-
-    Returns
-    -------
-    list of ndarray
-        Numbers of the frames of each system, ascending; empty for systems that do not take part.
+    All are taken where their cost, see `frame_costs`, is at most `most`. Otherwise each system takes part in proportion
+    to its frames, and each type occurs in some of them; systems that alone have a type may be added. `candidates` are
+    the frames of each system that are drawn from, all by default.
     """
     counts = np.array([s.nframes for s in systems] if candidates is None else [len(c) for c in candidates], dtype=int)
     costs = frame_costs(systems, rcut)
-    total = float(counts @ costs)
-    wanted = counts
     stream = np.random.Generator(np.random.PCG64(0))
-    if total > most:
-        wanted = _drawn_counts(systems, counts, costs, most, stream)
+    wanted = counts if counts @ costs <= most else _drawn_counts(systems, counts, costs, most, stream)
     found = []
     for k, (count, number) in enumerate(zip(counts.tolist(), wanted.tolist(), strict=True)):
         chosen = np.arange(count) if number == count else np.sort(stream.choice(count, number, replace=False))
@@ -105,14 +79,7 @@ def packed(
 ) -> Iterator[list[tuple[int, np.ndarray]]]:
     """Yield frames of systems of similar sizes together, so that small ones are not gone through one by one.
 
-    Parameters
-    ----------
-    systems
-        The data.
-    numbers
-        Frames of each system.
-    atoms
-        Most atoms of a part, padding included; a larger frame is a part of its own.
+    A part has `atoms` atoms at most, padding included; a larger frame is a part of its own.
     """
     part: list[tuple[int, np.ndarray]] = []
     room = 0
@@ -135,17 +102,7 @@ def packed(
 
 
 def read_ahead(build: Callable[[Item], Found], items: Iterable[Item], workers: int) -> Iterator[Found]:
-    """Yield `build(item)` in the order of the items, a few of them made ahead by threads; memory stays bounded.
-
-    Parameters
-    ----------
-    build
-        Called by the threads.
-    items
-        Taken by the caller's thread.
-    workers
-        Number of threads, and of results that wait.
-    """
+    """Yield `build(item)` in the order of the items, made ahead by so many threads; as many results wait at most."""
     waiting: deque[Future[Found]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="deepmd_muon-reading") as pool:
         try:

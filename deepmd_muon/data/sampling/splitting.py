@@ -18,18 +18,10 @@ _FRAMES = 10
 
 @dataclass(frozen=True)
 class Share:
-    """The frames of a system that training and validation take.
-
-    Attributes
-    ----------
-    system : System
-        The system.
-    train : int
-        Its first frames so many, for training; the others are for validation.
-    """
+    """The frames of a system that training and validation take."""
 
     system: System
-    train: int
+    train: int  # its first frames so many, for training; the others are for validation
 
     @property
     def training(self) -> System | None:
@@ -48,23 +40,11 @@ class Share:
 
 
 def split(systems: Sequence[System], share: float) -> list[Share]:
-    """Choose validation data that are not neighbours in time of training data.
+    """Choose validation data, a share between 0 and 1, that are not neighbours in time of training data.
 
     Of five or more systems of the same atoms, some are held out whole. Else the last frames of a system are, if it has
     ten or more. Smaller systems count as one kind, whatever their atoms. An element, and a lone atom, always stays in
-    the training data.
-
-    Parameters
-    ----------
-    systems : sequence of System
-        All data, opened with one type map.
-    share : float
-        Share of the validation data, between 0 and 1.
-
-    Returns
-    -------
-    list of Share
-        One for each system, in the same order.
+    the training data. Return the share of each system, in the same order.
     """
     kinds: dict[tuple[str, int, bool], list[int]] = {}
     for number, system in enumerate(systems):
@@ -73,8 +53,10 @@ def split(systems: Sequence[System], share: float) -> list[Share]:
     small = [number for kind in few for number in kind if systems[number].nframes < _FRAMES]
     cut = {number for kind in few for number in kind} - set(small)
     held_out: set[int] = set()
-    for kind in [*(kind for kind in kinds.values() if len(kind) >= _SYSTEMS), small]:
-        held_out |= set(_spread(kind, share)) if len(kind) >= _SYSTEMS else set()
+    for kind in [*kinds.values(), small]:
+        if len(kind) >= _SYSTEMS:  # a share of them, at least one, from the middle of equal stretches
+            count = max(1, round(share * len(kind)))
+            held_out |= {kind[int((k + 0.5) * len(kind) / count)] for k in range(count)}
     held_out = _without_last_of_an_element(systems, held_out)
     shares = []
     for number, system in enumerate(systems):
@@ -87,20 +69,10 @@ def split(systems: Sequence[System], share: float) -> list[Share]:
     return shares
 
 
-def _types(system: System) -> set[int]:
-    every = np.arange(system.nframes if system.mixed else 1)
-    return set(np.unique(system.types(every)).tolist()) - {-1}
-
-
-def _spread(numbers: Sequence[int], share: float) -> list[int]:
-    """Choose a share of numbers, at least one, from the middle of equal stretches."""
-    count = max(1, round(share * len(numbers)))
-    return [numbers[int((k + 0.5) * len(numbers) / count)] for k in range(count)]
-
-
 def _without_last_of_an_element(systems: Sequence[System], held_out: set[int]) -> set[int]:
     """Give systems back to training that alone have one of their types, or are a lone atom."""
-    types = [_types(system) for system in systems]
+    looked = [np.arange(system.nframes if system.mixed else 1) for system in systems]
+    types = [set(np.unique(s.types(k)).tolist()) - {-1} for s, k in zip(systems, looked, strict=True)]
     kept = {number for number in held_out if systems[number].natoms > 1}
     trained = set().union(*(types[number] for number in range(len(systems)) if number not in kept))
     for number in sorted(kept):

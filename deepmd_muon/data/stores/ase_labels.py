@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -34,32 +34,16 @@ _NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """Names of the labels of one file, settled.
+    """Names of the labels of one file, settled."""
 
-    Attributes
-    ----------
-    names : mapping of str
-        Name of "energy", "force", "virial" and "stress" in the file, None where it has none. A frame takes its virial
-        before its stress.
-    free : bool
-        Take ASE's `free_energy`, the energy whose derivatives the forces are, where a frame has it.
-    """
-
+    # Name of "energy", "force", "virial" and "stress" in the file, None where it has none. A frame takes its virial
+    # before its stress.
     names: Mapping[str, str | None]
-    free: bool
+    free: bool  # take ASE's `free_energy`, the energy whose derivatives the forces are, where a frame has it
 
     @classmethod
     def of(cls, frames: Sequence[Atoms], path: str, keys: LabelKeys) -> Labels:
-        """Find the names of the labels of a file.
-
-        Parameters
-        ----------
-        frames
-            All frames of the file.
-        path
-            The file, for messages.
-        keys
-            Names that the user gave.
+        """Find the names of the labels in all frames of a file; `keys` are those that the user gave.
 
         Raises
         ------
@@ -79,10 +63,12 @@ class Labels:
         usual = {"energy": "energy", "force": "forces", "virial": "virial", "stress": "stress"}
         if other := [f"{label} from {key}" for label, key in self.names.items() if key not in (None, usual[label])]:
             log.info("%s: %s", path, ", ".join(other))
-        differences = [
-            abs(values["free_energy"] - values["energy"]) / len(atoms) for atoms, values in self._both(frames)
-        ]
-        if (largest := max(differences, default=0.0)) > 0.0:
+        largest = 0.0
+        for atoms in frames if self.free else ():
+            free, energy = map(given(atoms).get, ("free_energy", "energy"))
+            if isinstance(free, Real) and isinstance(energy, Real):
+                largest = max(largest, abs(float(free) - float(energy)) / len(atoms))
+        if largest > 0.0:
             log.info(
                 "%s: energies are free energies, whose derivatives the forces are; those extrapolated to sigma = 0 "
                 'differ by up to %.3g meV per atom (label_keys {"energy": "energy"} takes them)',
@@ -100,35 +86,18 @@ class Labels:
                     ", ".join(ignored),
                 )
 
-    def _both(self, frames: Sequence[Atoms]) -> Iterator[tuple[Atoms, Mapping[str, Any]]]:
-        """Frames whose free energy takes the place of another energy, with their values."""
-        for atoms in frames if self.free else ():
-            values = given(atoms)
-            if all(isinstance(values.get(name), Real) for name in ("energy", "free_energy")):
-                yield atoms, values
-
     def read(self, atoms: Atoms, path: str, place: str, *, cell: bool) -> dict[str, np.ndarray]:
-        """Return the labels of a frame, float64, in our units and signs.
+        """Return "energy" (1,), "force" (3·natoms,) and "virial" (9,) of a frame that has them, in our units and signs.
 
-        Parameters
-        ----------
-        atoms
-            The frame.
-        path, place
-            File and frame, for messages.
-        cell
-            Whether the frame has a cell, without which there is no virial.
-
-        Returns
-        -------
-        dict
-            "energy" (1,), "force" (3·natoms,) and "virial" (9,), those that the frame has.
+        There is no virial without a cell. `path` and `place` name file and frame in messages.
 
         Raises
         ------
         SystemFormatError
             When a label is not of numbers, or not of as many as it should have.
         """
+        from ase.stress import voigt_6_to_full_3x3_stress
+
         values = given(atoms)
         found = {label: key and values.get(key) for label, key in self.names.items()}
         stress = found.pop("stress")
@@ -137,7 +106,8 @@ class Labels:
         if not cell:
             del found["virial"]
         elif found["virial"] is None and stress is not None:
-            full = _full(_numbers(stress, "stress", (6, 9), path, place))
+            numbers = _numbers(stress, "stress", (6, 9), path, place).reshape(-1)
+            full = voigt_6_to_full_3x3_stress(numbers) if numbers.size == 6 else numbers
             found["virial"] = -float(atoms.cell.volume) * full
         widths = {"energy": 1, "force": 3 * len(atoms), "virial": 9}
         return {
@@ -197,11 +167,3 @@ def _numbers(value: Any, name: str, sizes: Sequence[int], path: str, place: str)
             path, place, f"{name} has shape {array.shape}, not {' or '.join(map(str, sizes))} values"
         )
     return array
-
-
-def _full(stress: np.ndarray) -> np.ndarray:
-    """Return a stress of six (Voigt) or nine numbers as (3, 3)."""
-    if stress.size == 9:
-        return stress.reshape(3, 3)
-    xx, yy, zz, yz, xz, xy = stress.reshape(6)
-    return np.array([[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]])

@@ -28,18 +28,11 @@ _MOST_COMPRESSED, _ALWAYS_FITS = 200, 64 << 20
 
 
 def read_ase(path: str, keys: LabelKeys | None = None, *, keep_unconverged: bool = False) -> list[MemoryStore]:
-    """Read all frames of a file; frames of the same atoms in the same order are one system.
+    """Read all frames of a file that ASE reads; frames of the same atoms in the same order are one system.
 
-    Energies are free energies where ASE has them (`free_energy`): their derivatives are the forces.
-
-    Parameters
-    ----------
-    path
-        Any file that `ase.io` reads. A cell without volume, or no periodic direction, means no cell.
-    keys
-        Names of labels.
-    keep_unconverged
-        Keep frames whose electronic loop did not converge; they are left out with a warning otherwise.
+    Energies are free energies where ASE has them (`free_energy`): their derivatives are the forces. A cell without
+    volume, or no periodic direction, means no cell. Frames whose electronic loop did not converge are left out with a
+    warning, or kept with `keep_unconverged`.
 
     Raises
     ------
@@ -158,13 +151,10 @@ def _stores(frames: Sequence[Atoms], chosen: Sequence[int], path: str, keys: Lab
     stores = []
     for number, ((symbols, pbc), sets) in enumerate(systems.items()):
         stacked = [{name: np.stack([frame[name] for frame in alike]) for name in alike[0]} for alike in sets.values()]
-        name = path if len(systems) == 1 else f"{path}#{number}-{_formula(symbols)}"
+        formula = "".join(f"{element}{symbols.count(element)}" for element in dict.fromkeys(symbols))
+        name = path if len(systems) == 1 else f"{path}#{number}-{formula}"
         stores.append(MemoryStore(name, symbols, stacked, pbc=pbc))
     return stores
-
-
-def _formula(symbols: tuple[str, ...]) -> str:
-    return "".join(f"{element}{symbols.count(element)}" for element in dict.fromkeys(symbols))
 
 
 def _structure(atoms: Atoms, path: str, place: str) -> dict[str, np.ndarray]:

@@ -53,18 +53,18 @@ class HDF5Store:
 
     def sets(self) -> list[str]:
         """Names of the ``set.*`` groups, sorted."""
-        group = self._group("")
+        group = self._node("", h5py.Group)
         return sorted(
             name for name in group if name.startswith("set.") and group.get(name, getclass=True) is h5py.Group
         )
 
     def names(self, folder: str) -> frozenset[str]:
         """Names of the datasets in `folder`."""
-        return frozenset(self._group(folder))
+        return frozenset(self._node(folder, h5py.Group))
 
     def words(self, path: str) -> list[str]:
         """Read the entries of a dataset that stands for a text file: numbers, strings, or one text."""
-        dataset = self._dataset(path)
+        dataset = self._node(path, h5py.Dataset)
         try:
             if dataset.dtype.hasobject and (problem := _strings_problem(dataset, self.file)):
                 raise SystemFormatError(self.root, path, f"cannot be read: {problem}")
@@ -79,12 +79,12 @@ class HDF5Store:
 
     def shape(self, path: str) -> tuple[int, ...]:
         """Shape of a dataset of real numbers."""
-        dataset = self._dataset(path)
+        dataset = self._node(path, h5py.Dataset)
         return check_array(self.root, path, dataset.shape, dataset.dtype)
 
     def rows(self, path: str, indices: np.ndarray, single: bool) -> np.ndarray:
         """Rows of a dataset: one slice where they are neighbours, else row by row."""
-        dataset = self._dataset(path)
+        dataset = self._node(path, h5py.Dataset)
         try:
             if single:
                 return np.asarray(np.asarray(dataset[()])[None][indices])
@@ -96,26 +96,19 @@ class HDF5Store:
         except _ERRORS as error:
             raise SystemFormatError(self.root, path, f"cannot be read: {_reason(error)}") from error
 
-    def _node(self, path: str) -> Any:
+    def _node(self, path: str, kind: type) -> Any:
+        """Return a group or dataset."""
         self._watch.check(self.root, self.file)
         name = "/".join(part for part in (self.group, path) if part) or "/"
         try:
-            return self._handles.get(self.file, lambda: _OpenHDF5(self.root, self.file)).node(name)
+            node = self._handles.get(self.file, lambda: _OpenHDF5(self.root, self.file)).node(name)
         except _ERRORS as error:
             if isinstance(error, SystemFormatError):
                 raise
             raise SystemFormatError(self.root, path, f"cannot be opened: {_reason(error)}") from error
-
-    def _group(self, path: str) -> h5py.Group:
-        node = self._node(path)
-        if not isinstance(node, h5py.Group):
-            raise SystemFormatError(self.root, path, f"is a {type(node).__name__.lower()}, not a group")
-        return node
-
-    def _dataset(self, path: str) -> h5py.Dataset:
-        node = self._node(path)
-        if not isinstance(node, h5py.Dataset):
-            raise SystemFormatError(self.root, path, f"is a {type(node).__name__.lower()}, not a dataset")
+        if not isinstance(node, kind):
+            problem = f"is a {type(node).__name__.lower()}, not a {kind.__name__.lower()}"
+            raise SystemFormatError(self.root, path, problem)
         return node
 
 
@@ -147,31 +140,25 @@ def hdf5_stores(path: str, handles: HandleCache) -> Iterator[HDF5Store]:
     start = group.strip("/")
     if not h5py.is_hdf5(file):
         raise SystemNotFoundError(f"system {path}: {Path(file).name} is neither a folder nor an HDF5 file")
+    groups: list[str] = []
+
+    def visit(name: str, node: object) -> None:
+        if isinstance(node, h5py.Dataset) and name.rpartition("/")[2] == "type.raw":
+            groups.append(name.rpartition("/")[0])
+
     with open_hdf5(path, file) as root:
         try:
-            groups = _groups(root, start)
+            there = not start or root.get(start, getclass=True) is h5py.Group
+            if there:
+                (root[start] if start else root).visititems(visit)  # follows no links
         except _ERRORS as error:
             raise SystemFormatError(path, file, f"cannot be searched for systems: {_reason(error)}") from error
-        if groups is None:
+        if not there:
             raise SystemNotFoundError(f"system {path}: {file} has no group {group}; it has {sorted(root)[:20]}")
     if not groups:
         raise SystemNotFoundError(f"system {path}: no group of {file} has a type.raw")
     for name in sorted(groups):
         yield HDF5Store(file, "/".join(part for part in (start, name) if part), handles)
-
-
-def _groups(root: h5py.File, start: str) -> list[str] | None:
-    """Return the groups below `start` that hold a ``type.raw``, None without such a group; follow no links."""
-    if start and root.get(start, getclass=True) is not h5py.Group:
-        return None
-    found: list[str] = []
-
-    def visit(name: str, node: object) -> None:
-        if isinstance(node, h5py.Dataset) and name.rpartition("/")[2] == "type.raw":
-            found.append(name.rpartition("/")[0])
-
-    (root[start] if start else root).visititems(visit)
-    return found
 
 
 def _strings_problem(dataset: h5py.Dataset, file: str) -> str | None:

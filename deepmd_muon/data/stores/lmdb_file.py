@@ -47,16 +47,7 @@ class Value:
 
 
 class LmdbFile:
-    """A database, read-only.
-
-    Parameters
-    ----------
-    system
-        Name of the data, for messages.
-    path
-        ``data.mdb`` or a database in one file.
-    handles
-        Keeps the file open.
+    """A database, read-only: ``data.mdb`` or a database in one file. `system` names the data in messages.
 
     Raises
     ------
@@ -72,25 +63,14 @@ class LmdbFile:
         self._pages: dict[int, bytes] = {}
         self._watch.check(system, path)
         self._size = os.stat(path).st_size
-        self._page_size, self._root, self._entries = self._read_meta()
+        self._page_size, self._root, self.entries = self._read_meta()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave what is kept in memory behind."""
         return {**self.__dict__, "_pages": {}}
 
-    @property
-    def entries(self) -> int:
-        """Number of keys, as the header says."""
-        return self._entries
-
     def get(self, key: bytes) -> Value | None:
-        """Return the place of a key's value, None where there is no such key.
-
-        Raises
-        ------
-        SystemFormatError
-            When the pages on the way to it contradict each other.
-        """
+        """Return the place of a key's value, None where there is no such key."""
         number = self._root
         if number == _NO_PAGE:
             return None
@@ -99,7 +79,10 @@ class LmdbFile:
             flags = struct.unpack_from("<H", page, 10)[0]
             if not flags & (_BRANCH | _LEAF):
                 raise self._damaged(f"page {number} has flags {flags:#x}, expected a branch or a leaf")
-            count = self._count(number, page)
+            (lower,) = struct.unpack_from("<H", page, 12)
+            if lower < _HEADER or lower > len(page) or lower % 2:
+                raise self._damaged(f"page {number} says that its nodes end at byte {lower}")
+            count = int(lower - _HEADER) // 2
             # The last node whose key is not above `key`; the first one of a branch stands for all smaller keys.
             low, high = (0, count) if flags & _BRANCH else (-1, count)
             while high - low > 1:
@@ -117,13 +100,7 @@ class LmdbFile:
         raise self._damaged(f"the tree is deeper than {_MAX_DEPTH} pages")
 
     def read(self, value: Value) -> bytes:
-        """Return a value.
-
-        Raises
-        ------
-        SystemFormatError
-            When the file has changed since it was opened.
-        """
+        """Return a value; SystemFormatError when the file has changed since it was opened."""
         self._watch.check(self.system, self.path)
         return self._bytes(value.offset, value.length)
 
@@ -160,13 +137,6 @@ class LmdbFile:
             page = self._pages[number] = self._bytes(number * self._page_size, self._page_size)
         return page
 
-    def _count(self, number: int, page: bytes) -> int:
-        """Return the number of nodes of a page."""
-        (lower,) = struct.unpack_from("<H", page, 12)
-        if lower < _HEADER or lower > len(page) or lower % 2:
-            raise self._damaged(f"page {number} says that its nodes end at byte {lower}")
-        return int(lower - _HEADER) // 2
-
     def _node(self, number: int, page: bytes, index: int) -> _Node:
         """Return a node of a page."""
         (offset,) = struct.unpack_from("<H", page, _HEADER + 2 * index)
@@ -187,17 +157,14 @@ class LmdbFile:
             raise self._damaged(f"the value of {node.key!r} ends beyond page {number}")
         if not node.flags & _BIG_DATA:
             return Value(number * self._page_size + node.start, length)
-        return self._overflow(node.key, struct.unpack_from("<Q", page, node.start)[0], length)
-
-    def _overflow(self, key: bytes, number: int, length: int) -> Value:
-        """Return the place of a value that has pages of its own."""
+        # The value has pages of its own.
+        (number,) = struct.unpack_from("<Q", page, node.start)
         offset = number * self._page_size
         if number < 2 or offset + _HEADER + length > self._size:
-            raise self._damaged(f"truncated: the value of {key!r} ends at byte {offset + _HEADER + length}")
-        header = self._bytes(offset, _HEADER)
-        flags, pages = struct.unpack_from("<HI", header, 10)
+            raise self._damaged(f"truncated: the value of {node.key!r} ends at byte {offset + _HEADER + length}")
+        flags, pages = struct.unpack_from("<HI", self._bytes(offset, _HEADER), 10)
         if not flags & _OVERFLOW or pages * self._page_size < _HEADER + length:
-            raise self._damaged(f"the value of {key!r} does not start at page {number}")
+            raise self._damaged(f"the value of {node.key!r} does not start at page {number}")
         return Value(offset + _HEADER, length)
 
     def _bytes(self, offset: int, length: int) -> bytes:

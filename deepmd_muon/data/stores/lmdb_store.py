@@ -13,7 +13,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,49 +58,20 @@ def data_file(path: str) -> str:
 
 @dataclass
 class _Group:
-    """Frames of one source system and number of atoms, with or without a cell.
+    """Frames of one source system and number of atoms, with or without a cell."""
 
-    Attributes
-    ----------
-    types
-        Of the first frame `(natoms,)`.
-    pbc
-        Whether they have a cell.
-    mixed
-        Whether types differ, or could.
-    sets
-        Numbers of the frames with the same labels, by these labels.
-    sampled
-        Whether only some frames were looked at, so that others may lack labels.
-    """
-
-    types: np.ndarray
-    pbc: bool
-    mixed: bool
-    sets: dict[frozenset[str], list[int]]
-    sampled: bool = False
+    types: np.ndarray  # of the first frame `(natoms,)`
+    pbc: bool  # whether they have a cell
+    mixed: bool  # whether types differ, or could
+    sets: dict[frozenset[str], list[int]]  # numbers of the frames with the same labels, by these labels
+    sampled: bool = False  # whether only some frames were looked at, so that others may lack labels
 
 
 class LmdbStore:
-    """Frames of an LMDB database that make one system; names as in a folder of npy files.
-
-    Parameters
-    ----------
-    root
-        Name of the system.
-    database
-        The database.
-    group
-        Which frames, and what is known of them.
-
-    Attributes
-    ----------
-    sampled
-        Whether labels are those of a sample of the frames; see `Store`.
-    """
+    """Frames of an LMDB database that make one system; names as in a folder of npy files."""
 
     def __init__(self, root: str, database: _Database, group: _Group) -> None:
-        self._root = root
+        self.root = root
         self._database = database
         self._natoms = len(group.types)
         self._pbc = group.pbc
@@ -120,11 +91,6 @@ class LmdbStore:
             for name, labels in zip(self._sets, group.sets, strict=True)
         }
 
-    @property
-    def root(self) -> str:
-        """Name of the system."""
-        return self._root
-
     def sets(self) -> list[str]:
         """Names of the sets."""
         return list(self._sets)
@@ -141,15 +107,13 @@ class LmdbStore:
         """Shape of an array."""
         folder, _, file = path.partition("/")
         name = file.removesuffix(".npy")
-        width = self._parameter_width(folder, name) if name in PARAMETERS else _width(name, self._natoms)
-        return (len(self._sets[folder]), width)
-
-    def _parameter_width(self, folder: str, name: str) -> int:
-        """Values of a parameter in the first frame of a set that has it."""
-        if (folder, name) not in self._widths:
-            found = (self._database.frame(int(number)).get(name) for number in self._sets[folder])
+        numbers = self._sets[folder]
+        if name not in PARAMETERS:
+            return (len(numbers), _width(name, self._natoms))
+        if (folder, name) not in self._widths:  # that of the first frame of the set that has the parameter
+            found = (self._database.frame(int(number)).get(name) for number in numbers)
             self._widths[folder, name] = next((values.size for values in found if values is not None), 0)
-        return self._widths[folder, name]
+        return (len(numbers), self._widths[folder, name])
 
     def rows(self, path: str, indices: np.ndarray, single: bool) -> np.ndarray:
         """Rows of an array, which always has an axis of frames; NaN where a frame lacks a label."""
@@ -163,39 +127,33 @@ class LmdbStore:
         absent = {name: np.full(width, np.nan)} if self.sampled else {}
         found = [{**absent, **frame}[name] for frame in frames]
         if wrong := next((values.size for values in found if values.size != width), None):
-            raise SystemFormatError(self._root, name, f"one frame has {width} values, another {wrong}")
+            raise SystemFormatError(self.root, name, f"one frame has {width} values, another {wrong}")
         return np.stack(found)
 
     def _check(self, number: int, frame: Mapping[str, np.ndarray]) -> None:
         """Refuse a frame that is not what the metadata and other frames of its system say."""
+        problem = ""
         if len(frame["atype"]) != self._natoms:
             problem = f"has {len(frame['atype'])} atoms, but __metadata__ says {self._natoms}"
         elif ("box" in frame) != self._pbc:
             here, there = ("a cell", "none") if "box" in frame else ("no cell", "one")
             problem = f"has {here}, but other frames of the same source and size have {there}"
-        else:
-            self._check_values(number, frame)
-            return
-        raise SystemFormatError(
-            self._root,
-            f"frame {number}",
-            f"{problem}; in __metadata__, frame_nlocs must be right and frame_system_ids must tell them apart",
-        )
-
-    def _check_values(self, number: int, frame: Mapping[str, np.ndarray]) -> None:
-        """Do of a frame that was not looked at before what `System` does of the others."""
+        if problem:
+            advice = "in __metadata__, frame_nlocs must be right and frame_system_ids must tell them apart"
+            raise SystemFormatError(self.root, f"frame {number}", f"{problem}; {advice}")
         if not self.sampled:
             return
+        # The frame was not looked at before: `System` leaves its values to the store.
         for name, values in frame.items():
             if not np.isfinite(values).all():
-                raise SystemFormatError(self._root, f"frame {number}", f"{name}: value that is not finite")
+                raise SystemFormatError(self.root, f"frame {number}", f"{name}: value that is not finite")
         unseen = frame.keys() - self._known
         if unseen and not self._warned:
             self._warned = True
             log.warning(
                 "%s: frame %d has %s, which none of the frames has that were looked at when the database was opened: "
                 "left out",
-                self._root,
+                self.root,
                 number,
                 ", ".join(sorted(unseen)),
             )
@@ -225,7 +183,7 @@ class _Database:
 
     def frame(self, number: int) -> dict[str, np.ndarray]:
         """Return a frame as `decode_frame` does."""
-        key = self.meta.key(number)
+        key = format(number, self.meta.key_format).encode()
         place = self._file.get(key)
         if place is None:
             raise SystemFormatError(self.path, f"frame {number}", f"key {key!r} is missing")
@@ -260,7 +218,11 @@ class _Database:
         if meta.nlocs is None or meta.nframes <= _READ_WHOLE:
             yield from self._read_groups(np.arange(meta.nframes))
             return
-        members = _equal([meta.nlocs] if meta.systems is None else [meta.systems, meta.nlocs])
+        # Positions of equal entries, in the order of the first ones; each ascending: the sort is stable.
+        keys = [meta.nlocs] if meta.systems is None else [meta.systems, meta.nlocs]
+        order = np.lexsort(keys[::-1])
+        changes = np.any([np.diff(key[order]) != 0 for key in keys], axis=0)
+        members = sorted(np.split(order, np.flatnonzero(changes) + 1), key=lambda part: int(part[0]))
         looked = max(2, _LOOKED // len(members))
         for numbers in members:
             if len(numbers) <= looked:
@@ -280,18 +242,11 @@ class _Database:
         for number in numbers.tolist():
             frame = self.frame(number)
             types, pbc = frame["atype"], "box" in frame
-            group = groups.setdefault((self.meta.system(number), len(types), pbc), _Group(types, pbc, False, {}))
+            source = 0 if self.meta.systems is None else int(self.meta.systems[number])
+            group = groups.setdefault((source, len(types), pbc), _Group(types, pbc, False, {}))
             group.mixed |= bool((types != group.types).any() or (types < 0).any())
             group.sets.setdefault(frozenset(frame) - {"coord", "box", "atype"}, []).append(number)
         yield from groups.values()
-
-
-def _equal(keys: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the positions of equal entries, in the order of the first ones."""
-    order = np.lexsort(keys[::-1])
-    changes = np.any([np.diff(key[order]) != 0 for key in keys], axis=0)
-    parts = np.split(order, np.flatnonzero(changes) + 1)  # each ascending: the sort is stable
-    return sorted(parts, key=lambda part: int(part[0]))
 
 
 def lmdb_stores(path: str, handles: HandleCache) -> Iterator[LmdbStore]:
@@ -363,14 +318,6 @@ class _Metadata:
         systems, nlocs = numbers("frame_system_ids", 0), numbers("frame_nlocs", 1)
         return cls(nframes, form, None if type_map is None else tuple(type_map), systems, nlocs)
 
-    def key(self, number: int) -> bytes:
-        """Key of a frame."""
-        return format(number, self.key_format).encode()
-
-    def system(self, number: int) -> int:
-        """Source system of a frame."""
-        return 0 if self.systems is None else int(self.systems[number])
-
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
@@ -386,13 +333,7 @@ def _canonical(name: str) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def _dtype(kind: str) -> np.dtype:
-    """Return the dtype of real numbers.
-
-    Raises
-    ------
-    ValueError
-        For any other one.
-    """
+    """Return the dtype of real numbers; ValueError for any other one."""
     try:
         dtype = np.dtype(kind)
     except (TypeError, ValueError, SyntaxError):

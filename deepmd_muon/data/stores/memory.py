@@ -28,7 +28,7 @@ class MemoryStore:
     sampled = False
 
     def __init__(self, root: str, symbols: Sequence[str], sets: Sequence[Arrays], *, pbc: bool) -> None:
-        self._root = root
+        self.root = root
         names = sorted(set(symbols))
         self._words = {"type.raw": [str(names.index(s)) for s in symbols], "type_map.raw": names}
         if not pbc:
@@ -36,11 +36,6 @@ class MemoryStore:
         self._sets = {
             f"set.{k:03d}": {f"{name}.npy": array for name, array in arrays.items()} for k, arrays in enumerate(sets)
         }
-
-    @property
-    def root(self) -> str:
-        """Name of the system."""
-        return self._root
 
     def sets(self) -> list[str]:
         """Names of the sets."""
@@ -54,15 +49,13 @@ class MemoryStore:
         """Return the words of what would be a text file."""
         return self._words[path]
 
-    def _array(self, path: str) -> np.ndarray:
-        folder, _, name = path.partition("/")
-        return self._sets[folder][name]
-
     def shape(self, path: str) -> tuple[int, ...]:
         """Shape of an array."""
-        return self._array(path).shape
+        folder, _, name = path.partition("/")
+        return self._sets[folder][name].shape
 
     def rows(self, path: str, indices: np.ndarray, single: bool) -> np.ndarray:
         """Rows of an array, which always has an axis of frames."""
-        rows: np.ndarray = self._array(path)[indices]
+        folder, _, name = path.partition("/")
+        rows: np.ndarray = self._sets[folder][name][indices]
         return rows

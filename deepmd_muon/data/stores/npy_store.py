@@ -74,15 +74,10 @@ class NpyStore:
     sampled = False
 
     def __init__(self, root: str, handles: HandleCache) -> None:
-        self._root = root
+        self.root = root
         self._handles = handles
         self._watch = FileWatch()
         self._layouts: dict[str, _Layout] = {}
-
-    @property
-    def root(self) -> str:
-        """Name of the system, its folder."""
-        return self._root
 
     def sets(self) -> list[str]:
         """Names of the ``set.*`` folders, sorted."""
@@ -108,13 +103,13 @@ class NpyStore:
 
     def shape(self, path: str) -> tuple[int, ...]:
         """Shape of an array of real numbers, read from its header."""
-        return self._layout(path).shape
+        return self._layout(path, os.path.join(self.root, path)).shape
 
     def rows(self, path: str, indices: np.ndarray, single: bool) -> np.ndarray:
         """Rows of an array; neighbouring ones are read by one call."""
         full = os.path.join(self.root, path)
         self._watch.check(self.root, full)
-        layout = self._layout(path)
+        layout = self._layout(path, full)
         try:
             kept = self._handles.get(full, lambda: layout.open(full))
             if isinstance(kept, np.ndarray):
@@ -126,13 +121,9 @@ class NpyStore:
         except OSError as error:
             raise SystemFormatError(self.root, path, f"cannot be read: {error.strerror or error}") from error
 
-    def _layout(self, path: str) -> _Layout:
-        if path not in self._layouts:
-            self._layouts[path] = self._read_layout(path)
-        return self._layouts[path]
-
-    def _read_layout(self, path: str) -> _Layout:
-        full = os.path.join(self.root, path)
+    def _layout(self, path: str, full: str) -> _Layout:
+        if path in self._layouts:
+            return self._layouts[path]
         self._watch.check(self.root, full)
         try:
             with open_regular(full) as file:
@@ -152,12 +143,10 @@ class NpyStore:
         shape = check_array(self.root, path, shape, dtype)
         layout = _Layout(shape, dtype, fortran and len(shape) > 1, offset)
         if found < layout.nbytes:
-            raise SystemFormatError(
-                self.root,
-                path,
-                f"truncated: its header says shape {shape} of {dtype} ({layout.nbytes} bytes), "
-                f"{found} bytes of data are there; copy or write it again",
-            )
+            told = f"its header says shape {shape} of {dtype} ({layout.nbytes} bytes)"
+            problem = f"truncated: {told}, {found} bytes of data are there; copy or write it again"
+            raise SystemFormatError(self.root, path, problem)
+        self._layouts[path] = layout
         return layout
 
 

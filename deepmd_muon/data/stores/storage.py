@@ -30,12 +30,8 @@ class HandleCache:
     """The files of data that this process holds open, least recently used first out.
 
     A file is closed when its last user lets it go: a thread that reads one is not disturbed when the cache drops it.
-    Pickled and forked copies start empty: an HDF5 handle must not be shared between processes.
-
-    Parameters
-    ----------
-    maxsize : int, optional
-        Most files; by default a share of the limit on open files (``ulimit -n``).
+    Pickled and forked copies start empty: an HDF5 handle must not be shared between processes. At most `maxsize` files
+    are open, by default a share of the limit on open files (``ulimit -n``).
     """
 
     def __init__(self, maxsize: int | None = None) -> None:

@@ -11,22 +11,10 @@ _NELM = re.compile(r"\bNELM\s*=\s*(\d+)")
 
 
 def converged_frames(path: str, form: str) -> list[bool]:
-    """Tell for every ionic step of a file whether its electronic loop converged.
+    """Tell for every ionic step of a file, of a format by ASE's name, whether its electronic loop converged.
 
-    An OUTCAR says so, and says "aborting loop" with another reason otherwise. A vasprun.xml only holds the steps of
-    the loop: NELM of them count as not converged, as in pymatgen.
-
-    Parameters
-    ----------
-    path
-        The file.
-    form
-        ASE's name of its format.
-
-    Returns
-    -------
-    list of bool
-        One for each ionic step; empty for formats of other programs.
+    An OUTCAR says so, and says "aborting loop" with another reason otherwise. A vasprun.xml only holds the steps of the
+    loop: NELM of them count as not converged, as in pymatgen. The list is empty for formats of other programs.
     """
     if form == "vasp-out":
         return _of_outcar(path)

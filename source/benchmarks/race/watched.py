@@ -16,11 +16,10 @@ from torch import Tensor
 
 from deepmd_muon.data.neighbors.lists import group_limits
 from deepmd_muon.dynamics.integrators import FARTHEST
-from deepmd_muon.dynamics.systems import ACCELERATION, BOLTZMANN, Systems
+from deepmd_muon.dynamics.systems import ACCELERATION, BOLTZMANN, HOT, Systems
 from deepmd_muon.model import EnergyModel, Structures
 from deepmd_muon.model.neighbors.atoms import Atoms, Cells, Sections
 from deepmd_muon.model.neighbors.search import find_neighbors
-from deepmd_muon.stability.trajectories import HOT
 
 #: Steps between two looks.
 WATCH = 4

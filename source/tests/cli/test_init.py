@@ -246,7 +246,7 @@ def test_a_part_of_a_system_is_its_frames():
     for name in ("coord", "box", "energy", "force", "virial"):
         np.testing.assert_array_equal(getattr(found, name), getattr(whole, name))
     np.testing.assert_array_equal(part.projections(np.array([1])), system.projections(np.array([5])))
-    assert part.with_type_map(["H", "Cu"]).frames([0]).energy == system.frames([4]).energy
+    assert part.with_types(["H", "Cu"]).frames([0]).energy == system.frames([4]).energy
     for wrong in ((2, 2), (-1, 2), (0, system.nframes + 1)):
         with pytest.raises(IndexError):
             system.part(*wrong)

@@ -295,7 +295,7 @@ def test_positions_in_nanometres_are_refused_before_they_are_counted(tmp_path, m
         arrays[name][1:] /= 10
     (system,) = open_systems(write_npy(tmp_path / "nm", [0] * 60, [arrays], type_map=("A",)))
     counted = []
-    monkeypatch.setattr(neighbor_cache, "_count", lambda *arguments: counted.append(arguments))
+    monkeypatch.setattr(neighbor_cache, "find_pairs", lambda *arguments: counted.append(arguments))
     with pytest.raises(NeighborError, match=r"/nm, frame [12]: \d+ atoms per Å³"):
         neighbor_statistics([system], 6.0)
     assert counted == []

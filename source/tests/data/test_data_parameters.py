@@ -38,7 +38,7 @@ def test_systems_carry_what_they_are_asked_for(tmp_path):
         read = pickle.loads(pickle.dumps(system.with_parameters(WANTED))).frames([3, 1])
         np.testing.assert_array_equal(read.fparam, arrays["fparam"][[3, 1]])
         np.testing.assert_array_equal(read.aparam, arrays["aparam"].reshape(4, 5, 3)[[3, 1]])
-        only = system.with_parameters(Parameters(aparam=3)).part(1, 3).with_type_map(["B", "A"]).frames([0])
+        only = system.with_parameters(Parameters(aparam=3)).part(1, 3).with_types(["B", "A"]).frames([0])
         assert only.fparam is None
         np.testing.assert_array_equal(only.aparam[0], arrays["aparam"].reshape(4, 5, 3)[1])
 

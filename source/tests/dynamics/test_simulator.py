@@ -10,9 +10,8 @@ from conftest import build
 from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.dynamics import Barostat, ForceField, Langevin, Systems, relax, simulate
 from deepmd_muon.dynamics.barostat import GIGAPASCAL
-from deepmd_muon.dynamics.errors import DynamicsError
 from deepmd_muon.dynamics.forces import Forces
-from deepmd_muon.dynamics.systems import BOLTZMANN
+from deepmd_muon.dynamics.systems import BOLTZMANN, DynamicsError
 from deepmd_muon.infer import Predictor
 
 
@@ -73,6 +72,50 @@ def test_a_lost_copy_is_named_and_the_others_go_on(frames, generator):
     assert "finite" in lost[2].reason
     assert snapshots[-1].copies.tolist() == [0]
     np.testing.assert_allclose(snapshots[-1].systems.coord, alone.systems.coord, atol=1e-12)
+
+
+@pytest.mark.parametrize("wanted", [torch.tensor(200.0), torch.tensor([200.0]), torch.tensor([100.0, 200.0, 300.0])])
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_thermostat_and_barostat_go_on_without_a_lost_copy(frames, generator, wanted, when):
+    force_field = ForceField(Predictor(build("smooth"), device="cpu"))
+    systems = Systems.from_frames(frames, ("O", "H")).heated(wanted, generator)
+    if when == "at once":
+        systems.coord[1, 3] = float("nan")
+    else:
+        systems.velocity[1, 5] = 10.0
+    settings = {"thermostat": Langevin(wanted), "barostat": Barostat(wanted / 1e3, wanted, every=2)}
+    *_, end = simulate(force_field, systems, 4, 0.5, every=1, **settings)
+    assert end.copies.tolist() == [0, 2]
+    assert end.systems.coord.isfinite().all()
+
+
+def test_temperatures_that_fit_no_structures_are_refused(frames, generator):
+    force_field = ForceField(Predictor(build("smooth"), device="cpu"))
+    systems = Systems.from_frames(frames, ("O", "H"))
+    with pytest.raises(DynamicsError, match="2 temperatures"):
+        systems.heated(torch.tensor([100.0, 200.0]), generator)
+    with pytest.raises(DynamicsError, match="2 temperatures"):
+        next(simulate(force_field, systems, 1, 0.5, thermostat=Langevin(torch.tensor([100.0, 200.0]))))
+    for wrong in (Langevin(-300.0), Langevin(float("nan")), Langevin(300.0, friction=-0.1)):
+        with pytest.raises(DynamicsError, match="temperature"):
+            next(simulate(force_field, systems, 1, 0.5, thermostat=wrong))
+
+
+@pytest.mark.parametrize("masses", [[16.0], [16.0, 1.0, 1.0], [16.0, 0.0], [-16.0, 1.0]])
+def test_masses_of_other_types_or_not_above_zero_are_refused(frames, masses):
+    with pytest.raises(DynamicsError, match="mass"):
+        Systems.from_frames(frames, ("O", "H"), masses=masses)
+
+
+def test_numbers_without_a_meaning_heat_and_press_nothing(frames, generator):
+    systems = Systems.from_frames(frames, ("O", "H"))
+    for wrong in (-5.0, float("nan"), float("inf")):
+        with pytest.raises(DynamicsError, match="temperature"):
+            systems.heated(wrong, generator)
+    force_field = ForceField(Predictor(build("smooth"), device="cpu"))
+    barostat = Barostat(float("nan"), 300.0)
+    with pytest.raises(DynamicsError, match="pressure"):
+        next(simulate(force_field, systems, 1, 0.5, thermostat=Langevin(300.0), barostat=barostat))
 
 
 def test_relaxation_ends_at_small_forces(frames):

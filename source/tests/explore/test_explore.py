@@ -9,8 +9,7 @@ import torch
 from ase.calculators.emt import EMT
 from ase.io import read, write
 
-from deepmd_muon.explore.candidates import Candidate
-from deepmd_muon.explore.selection import choose
+from deepmd_muon.explore.candidates import Candidate, choose
 from deepmd_muon.explore.settings import ExploreSettings, SelectionSettings
 
 
@@ -81,8 +80,8 @@ def test_a_command_that_was_killed_goes_on(copper, explore, monkeypatch, stage):
 
     with monkeypatch.context() as patch:
         if stage == "labels":
-            original = labelling.write_xyz
-            patch.setattr(labelling, "write_xyz", write_two)
+            original = labelling.write_images
+            patch.setattr(labelling, "write_images", write_two)
         elif stage == "training":
             # After the first checkpoint of the round's training.
             from deepmd_muon.train.checkpoint.saving import Checkpoints
@@ -264,6 +263,23 @@ def test_fingerprints_weigh_distances_that_no_frame_has(copper):
 
     k = int(pairs.distance.argmin())
     assert moved(k, 1.5) > 1.5 * moved(k, 2.6) > 0.0
+
+
+def test_elements_that_the_data_hold_apart_may_meet():
+    """Oxygen and hydrogen in systems of their own: a structure with both is new, and not too close at 1.2 Å."""
+    from deepmd_muon.data import MemoryStore, System
+    from deepmd_muon.stability.coverage import coverage_of, pairs_of
+
+    def pair(first, second, distance):
+        coord = np.array([[0.0, 0.0, 0.0, distance, 0.0, 0.0]])
+        return System(MemoryStore("pair", [first, second], [{"coord": coord}], pbc=False), ["O", "H"])
+
+    coverage = coverage_of([pair("O", "O", 1.2), pair("H", "H", 0.74)], ["O", "H"], 4.0)
+    least = SelectionSettings().closest
+    for distance, kept in ((1.2, True), (0.5, False)):
+        closest, new = coverage.compare(pairs_of(pair("O", "H", distance).frames([0]), 0, 4.0))
+        assert new is not None
+        assert (closest >= least) == kept
 
 
 def test_the_reference_page_is_that_of_the_settings():

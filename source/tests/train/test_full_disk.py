@@ -142,7 +142,7 @@ def test_commands_name_what_they_cannot_write(break_disk, name, operation):
 def test_conversion_under_a_limit_of_file_sizes(output, capfd):
     if output == "c.lmdb":
         pytest.importorskip("lmdb")
-    import deepmd_muon.data.stores.lmdb_writing  # noqa: F401 (Python would write a part of its bytecode below)
+    import deepmd_muon.data.writing  # noqa: F401 (Python would write a part of its bytecode below)
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))

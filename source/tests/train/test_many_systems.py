@@ -16,7 +16,7 @@ from forked import run_script
 from write_systems import make_arrays, write_hdf5, write_npy
 
 from deepmd_muon.data import open_systems
-from deepmd_muon.data.stores.lmdb_writing import write_lmdb
+from deepmd_muon.data.writing import write_lmdb
 
 TYPES = [0, 1, 0, 1]
 LIMITED = """

@@ -12,9 +12,8 @@ from deepmd_muon.argcheck import InputError, load
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
 from deepmd_muon.infer.predictor import Predictor
-from deepmd_muon.replay.errors import ReplayError
 from deepmd_muon.replay.prepare import prepare
-from deepmd_muon.replay.structures import as_systems, choose_starts, draw, strained
+from deepmd_muon.replay.structures import ReplayError, as_systems, choose_starts, draw, strained
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 OLD, NEW = (str(EXAMPLE / "train" / name) for name in ("fcc32", "triclinic8"))
@@ -269,5 +268,7 @@ def test_a_potential_that_blows_up_draws_nothing(finetuning):
     assert len(found) == 16
     (system,) = as_systems(found, predictor.type_map, "drawn")
     assert (system.nframes, system.natoms) == (16, 8)
+    for steps in (7, 11):  # four structures of a walker whatever the number of steps
+        assert len(draw(predictor, starts, **{**settings, "steps": steps})) == 16
     with pytest.raises(ReplayError, match="4 of 4 structures"):
         draw(predictor, starts, **{**settings, "temperatures": [1e8]})  # atoms jump over each other

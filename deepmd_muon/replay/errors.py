@@ -1,5 +1,0 @@
-"""Errors of replay."""
-
-
-class ReplayError(ValueError):
-    """Fine-tuning with replay cannot begin."""

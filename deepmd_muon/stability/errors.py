@@ -1,5 +1,0 @@
-"""Exceptions of the stability room."""
-
-
-class StabilityError(ValueError):
-    """Data, a model or settings that cannot be checked."""
