@@ -48,7 +48,7 @@ def write_hdf5(path: Path, group, types, sets, type_map=("A", "B"), nopbc=False,
         root = file.require_group(group) if group else file
         root["type.raw"] = np.asarray(types)
         if type_map is not None:
-            root["type_map.raw"] = np.array(type_map, dtype=h5py.string_dtype())
+            root["type_map.raw"] = np.array(list(type_map), dtype=h5py.string_dtype())
         if nopbc:
             root["nopbc"] = np.array(1)
         for k, arrays in enumerate(sets):
