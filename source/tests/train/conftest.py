@@ -1,5 +1,4 @@
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -12,18 +11,9 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 
 
 @pytest.fixture(autouse=True)
-def _own_folder(tmp_path, monkeypatch):
-    """Run in an empty folder, on the CPU with one thread: sums then have one order, and equality can be exact."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    logger = logging.getLogger("deepmd_muon")  # a run sets its level and handlers
-    level, handlers = logger.level, list(logger.handlers)
-    monkeypatch.setenv("DEVICE", "cpu")
+def _own_folder(tmp_path, monkeypatch, as_alone):
+    """Run in an empty folder, on the CPU with one thread."""
     monkeypatch.chdir(tmp_path)
-    yield
-    torch.set_num_threads(threads)
-    logger.setLevel(level)
-    logger.handlers[:] = handlers
 
 
 @pytest.fixture
