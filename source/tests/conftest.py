@@ -60,12 +60,27 @@ LONGEST = (
 
 
 @pytest.fixture(autouse=True)
-def log_level() -> Iterator[None]:
-    """Give the package's log its level back, which a run sets."""
+def package_log() -> Iterator[None]:
+    """Give the package's log its level and its handlers back, which a run sets."""
     logger = logging.getLogger("deepmd_muon")
-    level = logger.level
+    level, handlers = logger.level, list(logger.handlers)
     yield
     logger.setLevel(level)
+    for handler in set(logger.handlers) - set(handlers):
+        handler.close()
+    logger.handlers[:] = handlers
+
+
+@pytest.fixture
+def as_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let runs take the CPU and one thread: sums then have one order, and equality can be exact."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setenv("DEVICE", "cpu")
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["torch", pytest.param("kernels", marks=pytest.mark.gpu)])

@@ -195,7 +195,7 @@ def _heap_ends(content: BinaryIO, place: int, size: int) -> bool:
     if content.read(4) != b"GCOL":
         return False
     content.seek(place + 8)
-    heap = content.read(min(int.from_bytes(content.read(8), "little"), size))[:-16]
+    heap = content.read(max(0, min(int.from_bytes(content.read(8), "little"), size) - 16))
     at = 0
     while at + 16 <= len(heap):
         # Index, references and padding of 8 bytes, then the size; objects are padded to multiples of 8 bytes.

@@ -1,18 +1,12 @@
-"""deepmd-kit itself accepts what we write, and we accept what it writes.
-
-Set DEEPMD_KIT_DP to the `dp` of an environment with deepmd-kit 3.2.0.
-"""
+"""deepmd-kit itself accepts what we write, and we accept what it writes."""
 
 import json
-import os
-import subprocess
-from pathlib import Path
 
-import pytest
+from deepmd_kit_program import MARKS, python
 
 from deepmd_muon.argcheck import normalize
 
-pytestmark = pytest.mark.deepmd_kit
+pytestmark = MARKS
 
 # Answers each input of a list with deepmd-kit's normalised form, or the text of its error.
 SCRIPT = """
@@ -30,24 +24,12 @@ print("ANSWER" + json.dumps(answers))
 """
 
 
-@pytest.fixture(scope="module")
-def deepmd_kit():
-    """A function from a list of inputs to deepmd-kit's normalised forms."""
-    dp = os.environ.get("DEEPMD_KIT_DP")
-    if not dp:
-        pytest.skip("DEEPMD_KIT_DP does not name deepmd-kit's dp")
-    python = Path(dp).with_name("python")
-
-    def ask(inputs):
-        done = subprocess.run(
-            [python, "-c", SCRIPT], input=json.dumps(inputs), capture_output=True, text=True, check=True
-        )
-        return json.loads(done.stdout.split("ANSWER")[1])
-
-    return ask
+def as_deepmd_kit(inputs):
+    """Return deepmd-kit's normalised forms of some inputs."""
+    return json.loads(python("-c", SCRIPT, given=json.dumps(inputs)).split("ANSWER")[1].splitlines()[0])
 
 
-def test_both_ways(deepmd_kit, water):
+def test_both_ways(water):
     plain = json.loads(json.dumps(water))
     changed = json.loads(json.dumps(water))
     changed["model"]["descriptor"].update(sel="auto:1.2", exclude_types=[[0, 1]], precision="float32")
@@ -57,7 +39,7 @@ def test_both_ways(deepmd_kit, water):
     inputs = [plain, changed]
     ours = [normalize(data).normalized for data in inputs]
     # Our model section inside their input, and their input as it is.
-    theirs = deepmd_kit([{**data, "model": own["model"]} for data, own in zip(inputs, ours, strict=True)] + inputs)
+    theirs = as_deepmd_kit([{**data, "model": own["model"]} for data, own in zip(inputs, ours, strict=True)] + inputs)
 
     for own, answer, their in zip(ours, theirs[:2], theirs[2:], strict=True):
         assert isinstance(answer, dict), answer
@@ -72,7 +54,7 @@ def test_both_ways(deepmd_kit, water):
         assert checked.normalized == own
 
 
-def test_defaults_are_theirs(deepmd_kit):
+def test_defaults_are_theirs():
     """With nothing but the required keys, every key that both know has the same value, except for Muon's scale."""
     least = {
         "model": {"type_map": ["O", "H"], "descriptor": {"type": "se_e2_a"}, "fitting_net": {}},
@@ -87,7 +69,7 @@ def test_defaults_are_theirs(deepmd_kit):
     inputs = [{**least, "optimizer": {"type": kind}} for kind in ("Adam", "AdamW", "HybridMuon", "HybridMuon")]
     further = [{}, {}, {}, {"deepmd_kit_arithmetic": True}]
     expected = [always, always, always | precise, always]
-    for data, own, theirs, different in zip(inputs, further, deepmd_kit(inputs), expected, strict=True):
+    for data, own, theirs, different in zip(inputs, further, as_deepmd_kit(inputs), expected, strict=True):
         ours = normalize({**data, "optimizer": {**data["optimizer"], **own}}).normalized
         assert dict(compare(ours, theirs, ())) == different
 

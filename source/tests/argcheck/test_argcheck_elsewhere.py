@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
+from deepmd_kit_program import needs_deepmd_kit, python
 
 from deepmd_muon.argcheck import DeepmdKitOnlyError, InputError, normalize
 from deepmd_muon.argcheck.elsewhere import TYPES
@@ -79,8 +79,7 @@ def test_an_unknown_name_is_a_mistake(water):
     assert not isinstance(caught.value, DeepmdKitOnlyError)
 
 
-@pytest.mark.deepmd_kit
-@pytest.mark.skipif("DEEPMD_KIT_PYTHON" not in os.environ, reason="DEEPMD_KIT_PYTHON names no Python with deepmd-kit")
+@needs_deepmd_kit
 def test_the_names_are_those_of_deepmd_kit():
     code = """
 import json, deepmd.utils.argcheck as a
@@ -94,9 +93,8 @@ print(json.dumps({
     "optimizer": names(a.opt_args_plugin),
 }))
 """
-    command = [os.environ["DEEPMD_KIT_PYTHON"], "-c", code]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    theirs = json.loads(done.stdout.splitlines()[-1])
+    (line,) = [line for line in python("-c", code).splitlines() if line.startswith("{")]
+    theirs = json.loads(line)
     theirs["model"].remove("standard")
     assert {path: set(names) for path, names in TYPES.items()} == {path: set(names) for path, names in theirs.items()}
 

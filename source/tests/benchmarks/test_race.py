@@ -6,16 +6,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-import torch
-
-# The race's scripts are not a package.
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchmarks" / "race"))
-
 import contest
+import numpy as np
 import optimizers
+import pytest
 import race
+import torch
 from contestants import ADAM_RATE, CONTESTANTS, UNTOUCHED, untouched
 from optimizers import Foreign
 from results import Key, Result, StepTime, append, best_rates, pool, read

@@ -1,16 +1,11 @@
 """Dynamics of the race's potentials: ensembles of runs, blow-ups and close contacts."""
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("ase")
-# The race's scripts are not a package.
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchmarks" / "race"))
-
 import dynamics
 from ase import Atoms, units
 from dynamics import WATCH, Ensemble, report, run_copies, shortest

@@ -3,15 +3,10 @@
 import csv
 import dataclasses
 import io
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-# The race's scripts are not a package.
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchmarks" / "race"))
-
 import report
 from fields import Default
 from pictures import Rival, draw

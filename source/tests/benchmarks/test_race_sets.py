@@ -1,16 +1,12 @@
 """Larger sets of the race: more trajectories of the same conditions, and water that a potential draws."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("ase")
-# The race's scripts are not a package.
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchmarks" / "race"))
-
 import make_alloys
 import make_molecules
 import make_silicon

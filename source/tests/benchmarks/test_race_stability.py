@@ -7,14 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-
-# The race's scripts are not a package.
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "source" / "benchmarks" / "race"))
-
 import settings
 import stability_runs as runs
 import stability_table as table
+import torch
 from sets import input_of
 from watched import RATIOS, WATCH, WatchedRun, copies_of
 

@@ -1,31 +1,19 @@
 """Our `dp test` against deepmd-kit's own, on one checkpoint and the same systems."""
 
-import importlib.util
-import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+from deepmd_kit_program import MARKS, dp
+from small_models import section_of
+from write_systems import write_npy
 
-from deepmd_muon.argcheck import normalize
 from deepmd_muon.cli.main import main
 from deepmd_muon.model import build_model
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 
-pytestmark = pytest.mark.deepmd_kit
-
-
-@pytest.fixture(scope="module")
-def deepmd_kit():
-    """The words that start deepmd-kit."""
-    if "DEEPMD_KIT_DP" in os.environ:
-        return [os.environ["DEEPMD_KIT_DP"]]
-    if importlib.util.find_spec("deepmd") is not None:
-        return [sys.executable, "-m", "deepmd"]
-    return pytest.skip("deepmd-kit is not here: install it, or set DEEPMD_KIT_DP to its dp")
+pytestmark = MARKS
 
 
 @pytest.fixture
@@ -37,9 +25,6 @@ def folder(tmp_path, monkeypatch):
     for name, molecules, nframes in (("large", 3, 4), ("small", 1, 2)):
         places = 2.5 * np.arange(molecules)[:, None, None] * np.array([1.0, 0.6, 0.3])
         coord = (places + molecule).reshape(-1, 3) + random.normal(scale=0.05, size=(nframes, 3 * molecules, 3))
-        (tmp_path / name / "set.000").mkdir(parents=True)
-        (tmp_path / name / "type.raw").write_text("0 1 1 " * molecules)
-        (tmp_path / name / "type_map.raw").write_text("O\nH\n")
         box = np.diag([9.0, 9.5, 10.0])
         box[1, 0] = 0.7
         arrays = {
@@ -49,25 +34,19 @@ def folder(tmp_path, monkeypatch):
             "force": random.normal(size=(nframes, 9 * molecules)),
             "virial": random.normal(size=(nframes, 9)),
         }
-        for label, values in arrays.items():
-            np.save(tmp_path / name / "set.000" / f"{label}.npy", values)
-    section = {
-        "type_map": ["O", "H"],
-        "descriptor": {"type": "se_e2_a", "sel": [8, 16], "rcut": 4.0, "neuron": [4, 8], "axis_neuron": 2, "seed": 1},
-        "fitting_net": {"neuron": [6, 6], "seed": 1},
-    }
-    rest = {"learning_rate": {"start_lr": 1e-3}, "training": {"training_data": {"systems": "."}, "numb_steps": 1}}
-    section = normalize({"model": section, "loss": {}, **rest}).normalized["model"]
-    state = to_deepmd_kit(build_model(section), {"lr": 1e-3, "step": 0})
+        write_npy(tmp_path / name, [0, 1, 1] * molecules, [arrays], "OH")
+    descriptor = {"type": "se_e2_a", "sel": [8, 16], "rcut": 4.0, "neuron": [4, 8], "axis_neuron": 2, "seed": 1}
+    model = build_model(section_of(descriptor, {"neuron": [6, 6], "seed": 1}))
+    state = to_deepmd_kit(model, {"lr": 1e-3, "step": 0})
     torch.save({"model": state}, tmp_path / "model.pt")
     (tmp_path / "systems.txt").write_text("large\nsmall\n")
     return tmp_path
 
 
-def test_tables_and_detail_files_are_the_same(deepmd_kit, folder, capsys):
-    words = ["--pt", "test", "-m", "model.pt", "-f", "systems.txt"]
-    theirs = subprocess.run([*deepmd_kit, *words, "-d", "theirs"], capture_output=True, text=True, check=True).stderr
-    assert main([*words, "-d", "ours"]) == 0
+def test_tables_and_detail_files_are_the_same(folder, capsys):
+    words = ["test", "-m", "model.pt", "-f", "systems.txt"]
+    theirs = dp(*words, "-d", "theirs")
+    assert main(["--pt", *words, "-d", "ours"]) == 0
     ours = capsys.readouterr().err
 
     def figures(text):

@@ -1,10 +1,11 @@
 import json
 import re
 
-import h5py
 import numpy as np
 import pytest
 import torch
+from small_models import SE_E2_A
+from write_systems import write_hdf5, write_npy
 
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.cli.main import main
@@ -27,15 +28,7 @@ def input_file():
     content = {
         "model": {
             "type_map": ["O", "H"],
-            "descriptor": {
-                "type": "se_e2_a",
-                "sel": "auto",
-                "rcut": 3.0,
-                "rcut_smth": 0.5,
-                "neuron": [4, 8],
-                "axis_neuron": 2,
-                "seed": 1,
-            },
+            "descriptor": {**SE_E2_A, "sel": "auto", "rcut": 3.0, "rcut_smth": 0.5},
             "fitting_net": {"neuron": [6, 6], "seed": 1},
         },
         "learning_rate": {"type": "exp", "start_lr": 1e-3},
@@ -73,14 +66,8 @@ def frames(tmp_path):
         "force": random.normal(size=(NFRAMES, 3 * NATOMS)),
         "virial": random.normal(size=(NFRAMES, 9)),
     }
-    (tmp_path / "water" / "set.000").mkdir(parents=True)
-    (tmp_path / "water" / "type.raw").write_text("0 1 1 0 1 1\n")
-    (tmp_path / "water" / "type_map.raw").write_text("O\nH\n")
-    with h5py.File(tmp_path / "water.hdf5", "w") as file:
-        file["water/type.raw"], file["water/type_map.raw"] = [0, 1, 1, 0, 1, 1], [b"O", b"H"]
-        for name, values in arrays.items():
-            np.save(tmp_path / "water" / "set.000" / f"{name}.npy", values)
-            file[f"water/set.000/{name}.npy"] = values
+    write_npy(tmp_path / "water", [0, 1, 1, 0, 1, 1], [arrays], "OH")
+    write_hdf5(tmp_path / "water.hdf5", "water", [0, 1, 1, 0, 1, 1], [arrays], "OH")
     return arrays | {"coord": coord}
 
 

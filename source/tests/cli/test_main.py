@@ -3,10 +3,11 @@ import json
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
+from write_systems import write_hdf5, write_npy
 
 import deepmd_muon
 from deepmd_muon.cli import handover
@@ -48,19 +49,10 @@ def no_deepmd_kit(monkeypatch):
 @pytest.fixture
 def water(tmp_path):
     """Two frames of a water molecule in a large cell, as an npy system and as an HDF5 group."""
-    system = tmp_path / "water"
-    (system / "set.000").mkdir(parents=True)
-    (system / "type.raw").write_text("0\n1\n1\n")
-    (system / "type_map.raw").write_text("O\nH\n")
     coord = np.array([[0, 0, 0, 0.96, 0, 0, -0.24, 0.93, 0], [0, 0, 0, 0.97, 0, 0, -0.24, 0.94, 0]])
-    np.save(system / "set.000" / "coord.npy", coord)
-    np.save(system / "set.000" / "box.npy", np.tile(20.0 * np.eye(3).ravel(), (2, 1)))
-    with h5py.File(tmp_path / "water.hdf5", "w") as file:
-        group = file.create_group("water")
-        group["type.raw"], group["type_map.raw"] = [0, 1, 1], [b"O", b"H"]
-        group["set.000/coord.npy"] = coord
-        group["set.000/box.npy"] = np.tile(20.0 * np.eye(3).ravel(), (2, 1))
-    return system
+    arrays = {"coord": coord, "box": np.tile(20.0 * np.eye(3).ravel(), (2, 1))}
+    write_hdf5(tmp_path / "water.hdf5", "water", [0, 1, 1], [arrays], "OH")
+    return Path(write_npy(tmp_path / "water", [0, 1, 1], [arrays], "OH"))
 
 
 @pytest.mark.parametrize(

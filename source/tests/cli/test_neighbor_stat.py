@@ -4,19 +4,16 @@ import ast
 
 import numpy as np
 import pytest
+from write_systems import write_npy
 
 from deepmd_muon.cli.main import main
 
 
 def write(folder, elements, symbols):
     """One water molecule in a folder of its own."""
-    (folder / "set.000").mkdir(parents=True)
-    (folder / "nopbc").touch()
-    (folder / "type_map.raw").write_text("\n".join(elements))
-    (folder / "type.raw").write_text("\n".join(str(elements.index(symbol)) for symbol in symbols))
     positions = {"O": [[0.0, 0.0, 0.0]], "H": [[0.96, 0.0, 0.0], [-0.24, 0.93, 0.0]]}
-    coord = [positions[symbol].pop(0) for symbol in symbols]
-    np.save(folder / "set.000" / "coord.npy", np.array(coord).reshape(1, -1))
+    coord = np.array([positions[symbol].pop(0) for symbol in symbols]).reshape(1, -1)
+    write_npy(folder, map(elements.index, symbols), [{"coord": coord}], elements, nopbc=True)
 
 
 @pytest.fixture
@@ -53,17 +50,16 @@ def forms(tmp_path):
     write_file(tmp_path / "train.xyz", frames)
     for form in ("data.hdf5", "data.lmdb", "npy"):
         assert main(["convert-data", "--unlabelled", str(tmp_path / "train.xyz"), str(tmp_path / form)]) == 0
-    mixed = tmp_path / "mixed" / "set.000"
-    mixed.mkdir(parents=True)
     names = ["N", "H", "O", "C"]
     types = [[names.index(symbol) for symbol in atoms.get_chemical_symbols()] for atoms in frames]
     coords = [atoms.positions.ravel() for atoms in frames]
     padded = max(map(len, types))
-    (tmp_path / "mixed" / "type_map.raw").write_text("\n".join(names))
-    (tmp_path / "mixed" / "type.raw").write_text("0\n" * padded)
-    np.save(mixed / "real_atom_types.npy", [row + [-1] * (padded - len(row)) for row in types])
-    np.save(mixed / "coord.npy", [np.pad(row, (0, 3 * padded - len(row))) for row in coords])
-    np.save(mixed / "box.npy", np.tile(9.0 * np.eye(3).ravel(), (3, 1)))
+    arrays = {
+        "real_atom_types": [row + [-1] * (padded - len(row)) for row in types],
+        "coord": [np.pad(row, (0, 3 * padded - len(row))) for row in coords],
+        "box": np.tile(9.0 * np.eye(3).ravel(), (3, 1)),
+    }
+    write_npy(tmp_path / "mixed", [0] * padded, [arrays], names)
     return tmp_path
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import write_systems
 from write_systems import make_arrays, write_hdf5, write_npy
 
 from deepmd_muon import files
@@ -172,12 +173,8 @@ def test_a_disk_that_fails_is_reported_with_the_file(folder, monkeypatch, file):
 @pytest.mark.parametrize("kind", ["npy", "hdf5"])
 def test_a_file_that_changes_while_it_is_in_use_is_an_error(tmp_path, kind):
     arrays = make_arrays(300, 4)
-    if kind == "npy":
-        path = write_npy(tmp_path / "sys", TYPES, [arrays])
-        file = tmp_path / "sys/set.000/force.npy"
-    else:
-        path, file = write_hdf5(tmp_path / "sys.hdf5", "g", TYPES, [arrays]), tmp_path / "sys.hdf5"
-    (system,) = open_systems(path)
+    (system,) = open_systems(write_systems.write(kind, tmp_path, TYPES, [arrays]))
+    file = tmp_path / ("sys/set.000/force.npy" if kind == "npy" else "sys.hdf5")
     expected = system.frames([5]).force
     kept = tmp_path / "kept"
     shutil.copy2(file, kept)
@@ -195,62 +192,28 @@ def test_a_file_that_changes_while_it_is_in_use_is_an_error(tmp_path, kind):
         system.frames([299])
 
 
-def hdf5_empty(group):
-    del group["set.000/energy.npy"]
-    group["set.000/energy.npy"] = h5py.Empty("f8")
+KINDS = {
+    "scalar": 3.0,
+    "empty": h5py.Empty("f8"),
+    "text": np.array(["1", "2", "3"], dtype=h5py.string_dtype()),
+    "references": np.array([h5py.Reference()] * 3, dtype=h5py.ref_dtype),
+    "complex": np.zeros(3, dtype=complex),
+    "dangling": h5py.SoftLink("/nowhere"),
+    "external": h5py.ExternalLink("none.hdf5", "/x"),
+    "circle": h5py.SoftLink("/g/set.000/energy.npy"),
+    "group": None,
+}
 
 
-def hdf5_text(group):
-    del group["set.000/energy.npy"]
-    group["set.000/energy.npy"] = np.array(["1", "2", "3"], dtype=h5py.string_dtype())
-
-
-def hdf5_references(group):
-    del group["set.000/energy.npy"]
-    group.create_dataset("set.000/energy.npy", (3,), dtype=h5py.ref_dtype)
-
-
-def hdf5_complex(group):
-    del group["set.000/energy.npy"]
-    group["set.000/energy.npy"] = np.zeros(3, dtype=complex)
-
-
-def hdf5_dangling(group):
-    del group["set.000/energy.npy"]
-    group["set.000/energy.npy"] = h5py.SoftLink("/nowhere")
-
-
-def hdf5_external(group):
-    del group["set.000/energy.npy"]
-    group["set.000/energy.npy"] = h5py.ExternalLink("none.hdf5", "/x")
-
-
-def hdf5_circle(group):
-    del group["set.000/energy.npy"]
-    group["set.000/energy.npy"] = h5py.SoftLink("/g/set.000/energy.npy")
-
-
-def hdf5_group(group):
-    del group["set.000/energy.npy"]
-    group.create_group("set.000/energy.npy")
-
-
-def hdf5_scalar(group):
-    del group["set.000/energy.npy"]
-    group["set.000/energy.npy"] = 3.0
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(hdf5_scalar, hdf5_empty, hdf5_text, hdf5_references, hdf5_complex),
-        *(hdf5_dangling, hdf5_external, hdf5_circle, hdf5_group),
-    ],
-)
-def test_datasets_of_another_kind_are_refused(tmp_path, change):
+@pytest.mark.parametrize("kind", KINDS)
+def test_datasets_of_another_kind_are_refused(tmp_path, kind):
     path = write_hdf5(tmp_path / "s.hdf5", "g", TYPES, [make_arrays(3, 4)])
     with h5py.File(tmp_path / "s.hdf5", "a") as file:
-        change(file["g"])
+        del file["g/set.000/energy.npy"]
+        if kind == "group":
+            file.create_group("g/set.000/energy.npy")
+        else:
+            file["g/set.000/energy.npy"] = KINDS[kind]
     refused(path, "energy.npy")
 
 

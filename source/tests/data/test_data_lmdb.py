@@ -1,15 +1,14 @@
 """LMDB databases in deepmd-kit's format: what is read, what is written, and what damage is found."""
 
 import json
-import os
 import pickle
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from deepmd_kit_program import needs_deepmd_kit, python
 from write_systems import make_arrays, write_npy
 
 from deepmd_muon.cli.main import main
@@ -258,16 +257,14 @@ merge_lmdb([sys.argv[1], sys.argv[1]], sys.argv[2])
 """
 
 
-@pytest.mark.deepmd_kit
-@pytest.mark.skipif("DEEPMD_KIT_PYTHON" not in os.environ, reason="DEEPMD_KIT_PYTHON does not name its python")
+@needs_deepmd_kit
 def test_deepmd_kit_reads_what_we_write_and_we_read_what_it_merges(tmp_path):
     write_npy(tmp_path / "in/a", [0, 1] * 4, [make_arrays(3, 8, 1, ("energy", "force", "virial"))], ("O", "H"))
     write_npy(tmp_path / "in/b", [1, 0, 1], [make_arrays(2, 3, 2)], ("H", "O"))
     ours, merged = str(tmp_path / "ours.lmdb"), str(tmp_path / "merged.lmdb")
     assert main(["convert-data", str(tmp_path / "in"), ours]) == 0
-    command = [os.environ["DEEPMD_KIT_PYTHON"], "-c", READ_WITH_DEEPMD_KIT, ours, merged]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": ""})
-    theirs = json.loads(done.stdout.partition("FRAMES")[2].splitlines()[0])
+    said = python("-c", READ_WITH_DEEPMD_KIT, ours, merged)
+    theirs = json.loads(said.partition("FRAMES")[2].splitlines()[0])
     row = 0
     for system in open_systems(str(tmp_path / "in"), ["H", "O"]):
         frames = system.frames(np.arange(system.nframes))

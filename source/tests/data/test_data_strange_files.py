@@ -100,6 +100,20 @@ def test_a_damaged_heap_of_strings(tmp_path, options, place):
         open_systems(str(path))
 
 
+def test_a_heap_of_strings_may_end_with_the_file(tmp_path):
+    """It does where the names are written last; such files were called damaged."""
+    path = tmp_path / "s.hdf5"
+    with h5py.File(path, "w") as file:
+        file["type.raw"] = [0, 0]
+        file["set.000/coord.npy"] = np.arange(6.0)[None]
+        file["nopbc"] = 1
+        file["type_map.raw"] = np.array(["Cu"], dtype=h5py.string_dtype())
+    content = path.read_bytes()
+    heap = content.index(b"GCOL")
+    assert heap + int.from_bytes(content[heap + 8 : heap + 16], "little") == len(content)
+    assert open_systems(str(path))[0].type_map == ("Cu",)
+
+
 def test_filtered_and_strange_objects_in_hdf5(tmp_path):
     _write_hdf5(tmp_path / "s.hdf5", chunks=(1,), compression="gzip")
     assert open_systems(str(tmp_path / "s.hdf5"))[0].type_map == ("Cu",)

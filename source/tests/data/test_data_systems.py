@@ -12,7 +12,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from write_systems import make_arrays, write_hdf5, write_npy
+from write_systems import make_arrays, write, write_hdf5, write_npy
 
 from deepmd_muon.data import (
     Frames,
@@ -51,12 +51,8 @@ def check_frames(frames: Frames, sets, indices, natoms=4):
 @pytest.mark.parametrize("kind", ["npy", "hdf5", "hdf5 compressed"])
 def test_frames_of_several_sets_in_any_order(tmp_path, kind):
     sets = [make_arrays(n, 4, seed=n, labels=tuple(LABELS)) for n in (5, 1, 3)]
-    if kind == "npy":
-        path = write_npy(tmp_path / "sys", TYPES, sets)
-    else:
-        options = {"chunks": True, "compression": "gzip"} if "compressed" in kind else {}
-        path = write_hdf5(tmp_path / "data.hdf5", "deep/sys", TYPES, sets, **options)
-    (system,) = open_systems([path])
+    options = {"chunks": True, "compression": "gzip"} if "compressed" in kind else {}
+    (system,) = open_systems([write(kind, tmp_path, TYPES, sets, **options)])
     assert (system.natoms, system.nframes, system.pbc, system.mixed) == (4, 9, True, False)
     assert system.labels == set(LABELS)
     for indices in ([0], [8, 0, 5, 5, 2], list(range(9)), [6, 7], [5]):
@@ -67,7 +63,7 @@ def test_frames_of_several_sets_in_any_order(tmp_path, kind):
         system.frames([9])
 
 
-def test_folders_are_read_without_importing_what_other_files_need(tmp_path):
+def test_folders_are_read_without_importing_torch_or_what_other_files_need(tmp_path):
     write_npy(tmp_path / "s", TYPES, [make_arrays(2, 4)])
     code = "import sys; from deepmd_muon.data import open_systems; open_systems(sys.argv[1]); print(*sys.modules)"
     words = [sys.executable, "-c", code, str(tmp_path / "s")]
@@ -95,10 +91,7 @@ def test_energies_as_column_and_columnwise_files(tmp_path):
 def test_a_label_of_some_sets_is_there_for_their_frames(tmp_path, kind):
     first = make_arrays(3, 4, labels=("energy", "force", "virial"))
     second = make_arrays(2, 4, seed=1, labels=("energy", "atom_ener"))
-    if kind == "npy":
-        path = write_npy(tmp_path / "sys", TYPES, [first, second])
-    else:
-        path = write_hdf5(tmp_path / "d.hdf5", "s", TYPES, [first, second])
+    path = write(kind, tmp_path, TYPES, [first, second])
     (system,) = open_systems(path)
     assert system.labels == {"energy", "force", "virial", "atom_ener"}
     both = system.frames([4, 1, 0])
@@ -140,12 +133,7 @@ def test_atomic_spelling_of_atom_labels(tmp_path):
 
 @pytest.mark.parametrize("kind", ["npy", "hdf5"])
 def test_nopbc_has_no_box(tmp_path, kind):
-    arrays = make_arrays(2, 4)
-    if kind == "npy":
-        path = write_npy(tmp_path / "sys", TYPES, [arrays], nopbc=True)
-    else:
-        path = write_hdf5(tmp_path / "d.hdf5", "s", TYPES, [arrays], nopbc=True)
-    (system,) = open_systems(path)
+    (system,) = open_systems(write(kind, tmp_path, TYPES, [make_arrays(2, 4)], nopbc=True))
     assert not system.pbc
     assert system.frames([1]).box is None
 
@@ -349,11 +337,7 @@ def test_system_without_sets_or_frames(tmp_path):
 @pytest.mark.parametrize("kind", ["npy", "hdf5"])
 def test_systems_pickle_without_handles(tmp_path, kind):
     sets = [make_arrays(4, 4)]
-    if kind == "npy":
-        path = write_npy(tmp_path / "s", TYPES, sets)
-    else:
-        path = write_hdf5(tmp_path / "d.hdf5", "s", TYPES, sets)
-    (system,) = open_systems(path)
+    (system,) = open_systems(write(kind, tmp_path, TYPES, sets))
     system.frames([0])
     copy = pickle.loads(pickle.dumps(system))
     assert len(copy._store._handles) == 0
@@ -381,12 +365,8 @@ def test_forked_children_open_their_own_file(tmp_path):
 def test_few_handles_suffice(tmp_path, kind):
     sets = [make_arrays(3, 4, seed=k) for k in range(4)]
     handles = HandleCache(maxsize=2)
-    if kind == "npy":
-        store = NpyStore(write_npy(tmp_path / "s", TYPES, sets), handles)
-    else:
-        write_hdf5(tmp_path / "d.hdf5", "s", TYPES, sets)
-        store = HDF5Store(f"{tmp_path}/d.hdf5", "s", handles)
-    system = System(store)
+    path = write(kind, tmp_path, TYPES, sets)
+    system = System(NpyStore(path, handles) if kind == "npy" else HDF5Store(*path.split("#/"), handles))
     indices = [11, 0, 7, 3, 4]
     for _ in range(3):
         check_frames(system.frames(indices), sets, indices)
@@ -433,11 +413,6 @@ def test_example_data_are_the_same_in_both_formats():
         a, b = one.frames([3, 0, 7]), other.frames([3, 0, 7])
         np.testing.assert_array_equal(a.coord, b.coord)
         np.testing.assert_array_equal(a.force, b.force)
-
-
-def test_the_room_does_not_import_torch():
-    command = "import sys, deepmd_muon.data; assert not {'torch', 'vesin'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", command], check=True)
 
 
 # -- joining ---------------------------------------------------------------------------------------------------

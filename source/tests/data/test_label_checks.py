@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from write_systems import write_npy
 
 from deepmd_muon.data import open_systems
 from deepmd_muon.data.checks.labels import suspicions
@@ -207,12 +208,7 @@ def test_transposed_cells(tmp_path, transposed):
     arrays = skewed()
     if transposed:
         arrays["box"] = arrays["box"].reshape(-1, 3, 3).transpose(0, 2, 1).reshape(-1, 9)
-    (tmp_path / "set.000").mkdir()
-    (tmp_path / "type.raw").write_text("0\n" * 12)
-    (tmp_path / "type_map.raw").write_text("Cu\n")
-    for name, values in arrays.items():
-        np.save(tmp_path / "set.000" / f"{name}.npy", values)
-    found = suspicions(open_systems(str(tmp_path)))
+    found = suspicions(open_systems(write_npy(tmp_path, [0] * 12, [arrays], ["Cu"])))
     assert ["transposed" in sentence for sentence in found] == [True] * transposed, found
 
 
@@ -223,12 +219,9 @@ def test_a_cell_without_volume_is_a_suspicion(tmp_path):
 
 def test_single_atoms_and_frames_without_labels_are_fine(tmp_path):
     for name, natoms in (("one", 1), ("two", 2)):
-        (tmp_path / name / "set.000").mkdir(parents=True)
-        (tmp_path / name / "nopbc").touch()
-        (tmp_path / name / "type.raw").write_text("0\n" * natoms)
-        np.save(tmp_path / name / "set.000" / "coord.npy", 0.3 * np.arange(3.0 * natoms)[None])
-        np.save(tmp_path / name / "set.000" / "force.npy", np.zeros((1, 3 * natoms)))
-    np.save(tmp_path / "one" / "set.000" / "energy.npy", np.zeros(1))
+        arrays = {"coord": 0.3 * np.arange(3.0 * natoms)[None], "force": np.zeros((1, 3 * natoms))}
+        arrays |= {"energy": np.zeros(1)} if name == "one" else {}
+        write_npy(tmp_path / name, [0] * natoms, [arrays], None, nopbc=True)
     assert suspicions(open_systems(str(tmp_path))) == []
     assert suspicions([]) == []
 

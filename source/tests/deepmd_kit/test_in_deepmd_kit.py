@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepmd_kit_program import MARKS, python
 from small_inputs import small_input
 from torch import nn
 
@@ -38,13 +39,7 @@ FURTHER = {
 }
 STATE_KEYS = ("momentum_buffer", "magma_score", "exp_avg", "exp_avg_sq")
 
-pytestmark = [
-    pytest.mark.deepmd_kit,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(
-        "DEEPMD_KIT_PYTHON" not in os.environ, reason="DEEPMD_KIT_PYTHON names no Python with deepmd-kit"
-    ),
-]
+pytestmark = [*MARKS, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +47,7 @@ def metadata(tmp_path_factory):
     """A folder with the metadata of this package, entry points included, as its installation writes it."""
     folder = tmp_path_factory.mktemp("metadata")
     code = "from setuptools import setup; import sys; setup(script_args=['-q', 'egg_info', '--egg-base', sys.argv[1]])"
-    command = [os.environ["DEEPMD_KIT_PYTHON"], "-c", code, folder]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    python("-c", code, folder, folder=ROOT)
     return folder
 
 

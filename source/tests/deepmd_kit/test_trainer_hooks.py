@@ -32,16 +32,6 @@ PASSED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _own_log():
-    """The trainer gives our logger the level and handlers of deepmd-kit's."""
-    ours = logging.getLogger("deepmd_muon")
-    level, handlers = ours.level, list(ours.handlers)
-    yield
-    ours.setLevel(level)
-    ours.handlers[:] = handlers
-
-
 class HybridMuonOptimizer:
     """The name by which deepmd-kit's trainers ask for its class."""
 

@@ -1,12 +1,11 @@
 """Our frozen files in deepmd-kit's `DeepPot`, its frozen file in our predictor, and both model deviations."""
 
-import os
-import subprocess
-
 import numpy as np
 import pytest
 import torch
+from deepmd_kit_program import MARKS, dp, has_operators, python
 from frozen_models import LARGER, TABULATED, build
+from write_systems import write_npy
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.deploy.compress import compress
@@ -14,7 +13,7 @@ from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 
-pytestmark = pytest.mark.deepmd_kit
+pytestmark = MARKS
 
 EVALUATE = """
 import sys
@@ -33,16 +32,10 @@ for name in sys.argv[1:]:
 np.savez("found.npz", **out)
 """
 
-BUILT = "from deepmd.pt.cxx_op import ENABLE_CUSTOMIZED_OP as built; raise SystemExit(not built)"
-
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, water_frames):
-    for name in ("DEEPMD_KIT_DP", "DEEPMD_KIT_PYTHON"):
-        if name not in os.environ:
-            pytest.skip(f"needs {name}")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
     coord, box, atype = water_frames
     np.savez("given.npz", coord=coord, box=box, atype=atype[0])
     return tmp_path
@@ -54,14 +47,13 @@ def save(model, name):
 
 @pytest.mark.parametrize("kind", LARGER)
 def test_deep_pot_takes_our_file_for_its_own(kind, folder, water_frames):
-    if kind == "dpa3" and subprocess.run([os.environ["DEEPMD_KIT_PYTHON"], "-c", BUILT]).returncode:
-        pytest.skip("deepmd-kit's operators, which exchange features of ghosts, are not built for its torch")
+    if kind == "dpa3" and not has_operators():
+        pytest.skip("deepmd-kit's operators are not built for its torch")
     model = build(LARGER[kind] | {"seed": 3})
     save(model, "model.pt")
     freeze(model, "ours.pth")
-    subprocess.run([os.environ["DEEPMD_KIT_DP"], "--pt", "freeze", "-c", "model.pt", "-o", "theirs.pth"], check=True)
-    command = [os.environ["DEEPMD_KIT_PYTHON"], "-c", EVALUATE, "ours.pth", "theirs.pth"]
-    subprocess.run(command, check=True)
+    dp("freeze", "-c", "model.pt", "-o", "theirs.pth")
+    python("-c", EVALUATE, "ours.pth", "theirs.pth")
     found = np.load("found.npz")
     local = kind in ("se_e2_a", "se_atten")  # the atomic virial of layers that pass messages is a matter of definition
     for key in ("energy", "force", "virial", "atom_energy", *(("atom_virial",) if local else ())):
@@ -78,7 +70,7 @@ def test_deep_pot_takes_our_file_for_its_own(kind, folder, water_frames):
 def test_deep_pot_takes_our_compressed_file(kind, folder, water_frames):
     model = build(TABULATED[kind] | {"seed": 3})
     compress(model, "ours.pth", min_distance=0.7)
-    subprocess.run([os.environ["DEEPMD_KIT_PYTHON"], "-c", EVALUATE, "ours.pth"], check=True)
+    python("-c", EVALUATE, "ours.pth")
     found, expected = np.load("found.npz"), Predictor(model, device="cpu").predict(*water_frames)
     for backend in ("auto", "native"):
         np.testing.assert_allclose(found[f"ours.pth {backend} force"], expected.force, rtol=0, atol=1e-6)
@@ -90,7 +82,7 @@ def test_deep_pot_takes_our_compressed_file(kind, folder, water_frames):
 def test_its_file_is_read_here(folder, water_frames):
     model = build(LARGER["se_e2_a"] | {"seed": 3})
     save(model, "model.pt")
-    subprocess.run([os.environ["DEEPMD_KIT_DP"], "--pt", "freeze", "-c", "model.pt", "-o", "theirs.pth"], check=True)
+    dp("freeze", "-c", "model.pt", "-o", "theirs.pth")
     expected, found = (Predictor(x, device="cpu").predict(*water_frames) for x in (model, "theirs.pth"))
     for name in ("energy", "force", "virial", "atom_energy"):
         np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-11)
@@ -101,15 +93,11 @@ def test_the_deviation_table_is_its(options, folder, water_frames):
     for seed in (1, 2, 3):
         save(build(LARGER["se_e2_a"] | {"seed": seed}, {"seed": seed}), f"{seed}.pt")
     coord, box, atype = water_frames
-    (folder / "water" / "set.000").mkdir(parents=True)
-    (folder / "water" / "type.raw").write_text(" ".join(map(str, atype[0])))
-    (folder / "water" / "type_map.raw").write_text("O\nH\n")
-    labels = {"coord": coord, "box": box, "force": np.ones_like(coord), "energy": np.ones(3), "virial": np.ones((3, 9))}
-    for name, array in labels.items():
-        np.save(folder / "water" / "set.000" / f"{name}.npy", array.reshape(3, -1))
-    words = ["--pt", "model-devi", "-m", "1.pt", "2.pt", "3.pt", "-s", "water", *options, "-o"]
-    assert main([*words, "ours.out"]) == 0
-    subprocess.run([os.environ["DEEPMD_KIT_DP"], *words, "theirs.out"], check=True)
+    arrays = {"coord": coord, "box": box, "force": np.ones_like(coord), "energy": np.ones(3), "virial": np.ones((3, 9))}
+    write_npy(folder / "water", atype[0], [{name: x.reshape(3, -1) for name, x in arrays.items()}], "OH")
+    words = ["model-devi", "-m", "1.pt", "2.pt", "3.pt", "-s", "water", *options, "-o"]
+    assert main(["--pt", *words, "ours.out"]) == 0
+    dp(*words, "theirs.out")
     ours, theirs = (folder / name for name in ("ours.out", "theirs.out"))
     assert ours.read_text().splitlines()[:2] == theirs.read_text().splitlines()[:2]
     np.testing.assert_allclose(np.loadtxt(ours), np.loadtxt(theirs), rtol=2e-6, atol=1e-9)

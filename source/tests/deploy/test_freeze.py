@@ -6,6 +6,7 @@ import pytest
 import torch
 from frozen_models import LARGER, build
 from small_models import SE_E2_A
+from write_systems import write_npy
 
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.cli.main import main
@@ -237,16 +238,13 @@ def test_deepmd_kits_names_say_the_same(frozen, water_frames):
 
 def test_dp_test_reads_the_file(frozen, water_frames, tmp_path, caplog):
     coord, box, atype = water_frames
-    (tmp_path / "water" / "set.000").mkdir(parents=True)
-    (tmp_path / "water" / "type.raw").write_text(" ".join(map(str, atype[0])))
-    (tmp_path / "water" / "type_map.raw").write_text("O\nH\n")
-    for name, array in (("coord", coord), ("box", box), ("force", np.ones_like(coord)), ("energy", np.ones(3))):
-        np.save(tmp_path / "water" / "set.000" / f"{name}.npy", array.reshape(3, -1))
+    arrays = {"coord": coord, "box": box, "force": np.ones_like(coord), "energy": np.ones(3)}
+    water = write_npy(tmp_path / "water", atype[0], [{name: x.reshape(3, -1) for name, x in arrays.items()}], "OH")
     lines = []
     for path in frozen[1:]:
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            assert main(["--pt", "test", "-m", str(path), "-s", str(tmp_path / "water")]) == 0
+            assert main(["--pt", "test", "-m", str(path), "-s", water]) == 0
         lines.append([record.message for record in caplog.records if "RMSE" in record.message])
     assert lines[0] == lines[1]
     assert any(re.search(r"Force\s+RMSE", line) for line in lines[0])

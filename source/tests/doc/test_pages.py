@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from page_runner import REASONS, blocks_of, run_page
 
 from deepmd_muon.optim.other_configs import OPTIMIZERS
@@ -33,24 +31,17 @@ def runs(block, *, slow):
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch):
+def checkout(tmp_path, monkeypatch, as_alone):
     """A folder with the examples, few frames of each system; training stays on the CPU with one thread."""
     shutil.copytree(TOP / "examples", tmp_path / "examples")
     for array in tmp_path.glob("examples/*/data/*/*/set.*/*.npy"):
         np.save(array, np.load(array)[: 10 if "cu_emt" in array.parts else 3])  # dp init splits ten in time
-    threads, optimizers = torch.get_num_threads(), {*OPTIMIZERS}
-    torch.set_num_threads(1)
-    logger = logging.getLogger("deepmd_muon")  # a run sets its level and handlers
-    level, handlers = logger.level, list(logger.handlers)
-    monkeypatch.setenv("DEVICE", "cpu")
+    optimizers = {*OPTIMIZERS}
     monkeypatch.delenv("DP_BACKEND", raising=False)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     for registered in {*OPTIMIZERS} - optimizers:  # by a page
         del OPTIMIZERS[registered]
-    torch.set_num_threads(threads)
-    logger.setLevel(level)
-    logger.handlers[:] = handlers
 
 
 @pytest.mark.parametrize(

@@ -5,31 +5,17 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import resource
 
 import numpy as np
 import pytest
-import torch
 from doors import INPUT
 from fuzz import DOORS, MOST_MEMORY, bounded_memory, fuzz, message_problem
 from mutants import array_mutant, bytes_mutant, tree_mutant
 
+pytestmark = pytest.mark.usefixtures("as_alone")
 FEW = {"restart": 12, "show": 30, "directory": 40, "directory-structure": 40}
-
-
-@pytest.fixture(autouse=True)
-def _as_alone(monkeypatch):
-    """Run on the CPU with one thread, and leave logging as it was."""
-    threads, logger = torch.get_num_threads(), logging.getLogger("deepmd_muon")
-    level, handlers = logger.level, list(logger.handlers)
-    monkeypatch.setenv("DEVICE", "cpu")
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    logger.setLevel(level)
-    logger.handlers[:] = handlers
 
 
 def check(folder, name, seed, tries):

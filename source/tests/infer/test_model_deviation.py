@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from write_systems import write_npy
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import Frames
@@ -59,32 +60,15 @@ def files(committee, model_section, frames, tmp_path):
     for number, predictor in enumerate(committee):
         state = to_deepmd_kit(predictor.model, {"lr": 1e-3, "step": 0})
         torch.save({"model": state}, tmp_path / f"{number}.pt")
-    (tmp_path / "water" / "set.000").mkdir(parents=True)
-    (tmp_path / "water" / "type.raw").write_text(" ".join(map(str, frames.atype[0])))
-    (tmp_path / "water" / "type_map.raw").write_text("O\nH\n")
-    for name, array in (("coord", frames.coord), ("box", frames.box)):
-        np.save(tmp_path / "water" / "set.000" / f"{name}.npy", array.reshape(2, -1))
+    arrays = {"coord": frames.coord.reshape(2, -1), "box": frames.box.reshape(2, -1)}
+    write_npy(tmp_path / "water", frames.atype[0], [arrays], "OH")
     return tmp_path
 
 
 def test_the_command_writes_deepmd_kits_table(files, committee, frames, monkeypatch):
     monkeypatch.chdir(files)
-    words = [
-        "--pt",
-        "model-devi",
-        "-m",
-        "0.pt",
-        "1.pt",
-        "2.pt",
-        "-s",
-        "water",
-        "-o",
-        "out/devi.out",
-        "-f",
-        "10",
-        "--atomic",
-    ]
-    assert main(words) == 0
+    words = ["--pt", "model-devi", "-m", "0.pt", "1.pt", "2.pt", "-s", "water"]
+    assert main([*words, "-o", "out/devi.out", "-f", "10", "--atomic"]) == 0
     first, second, *rows = (files / "out" / "devi.out").read_text().splitlines()
     assert first == "# water"
     names = [f"{kind}_devi_{quantity}" for quantity in "vf" for kind in ("max", "min", "avg")]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from write_systems import write_npy
 
 from deepmd_muon.model import Structures, build_model
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit
@@ -22,6 +23,20 @@ def read_fixture(path: Path = HERE / "se_e2_a.pt.gz") -> dict:
     """Return what a file holds; nobody changes it."""
     # `weights_only` reads three times as long, and the files are our own.
     return torch.load(io.BytesIO(gzip.decompress(path.read_bytes())), weights_only=False)
+
+
+def write_system(folder: Path, data: dict) -> dict:
+    """Write structures of a fixture as a system with random labels, and return the labels."""
+    random = np.random.default_rng(6)
+    nframes, natoms = data["atype"].shape
+    labels = {
+        "energy": random.normal(size=nframes),
+        "force": random.normal(size=(nframes, natoms * 3)),
+        "virial": random.normal(size=(nframes, 9)),
+    }
+    arrays = {key: data[key].numpy().reshape(nframes, -1) for key in ("coord", "box")}
+    write_npy(folder, data["atype"][0].tolist(), [arrays | labels], "OH")
+    return labels
 
 
 def neighbors_of_frame(coord, box, atype, rcut, sel):

@@ -1,24 +1,19 @@
-"""Where `sel` cuts lists, models predict what deepmd-kit's do: run with `DEEPMD_KIT_PYTHON=… pytest -m deepmd_kit`."""
+"""Where `sel` cuts lists, models predict what deepmd-kit's do."""
 
 import itertools
-import os
-import subprocess
 
 import numpy as np
 import pytest
 import torch
 from corners import DESCRIPTORS, corner_model
+from deepmd_kit_program import MARKS, python
 from test_neighbor_search import CELLS
 
 from deepmd_muon.data.neighbors.lists import find_pairs
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 
-PYTHON = os.environ.get("DEEPMD_KIT_PYTHON")
-pytestmark = [
-    pytest.mark.deepmd_kit,
-    pytest.mark.skipif(PYTHON is None, reason="DEEPMD_KIT_PYTHON does not name deepmd-kit's python"),
-]
+pytestmark = MARKS
 
 # deepmd-kit's own models on structures of a file, one after the other.
 PROGRAM = """
@@ -95,8 +90,7 @@ def test_cut_lists_are_those_of_deepmd_kit(tmp_path, name):
                 arrays |= {} if box is None else {f"box:{label}": placed.reshape(1, 9)}
     assert cut > 15
     np.savez(tmp_path / "given.npz", **arrays)
-    command = [PYTHON, "-c", PROGRAM, *(str(tmp_path / file) for file in ("given.npz", "model.ckpt.pt", "found.npz"))]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": ""})
+    python("-c", PROGRAM, "given.npz", "model.ckpt.pt", "found.npz", folder=tmp_path)
     theirs, predictor = np.load(tmp_path / "found.npz"), Predictor(model)
     for label, structure_of_label in given.items():
         ours, wanted = predictor.predict(*structure_of_label), theirs[f"force:{label}"]

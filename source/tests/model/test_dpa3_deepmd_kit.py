@@ -1,25 +1,20 @@
-"""deepmd-kit reads our DPA-3 and ours reads its own: `DEEPMD_KIT_DP=/path/to/dp pytest -m deepmd_kit`."""
+"""deepmd-kit reads our DPA-3 and ours reads its own."""
 
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from model_batches import HERE, batch_of, read_fixture, stored_model
+from deepmd_kit_program import MARKS, dp, python
+from model_batches import HERE, batch_of, read_fixture, stored_model, write_system
 
+from deepmd_muon.cli.main import main
 from deepmd_muon.model import build_model
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit, to_deepmd_kit
 from deepmd_muon.optim import HybridMuonConfig
 from deepmd_muon.section import thaw
 
-DP, PYTHON = os.environ.get("DEEPMD_KIT_DP"), os.environ.get("DEEPMD_KIT_PYTHON")
-pytestmark = [
-    pytest.mark.deepmd_kit,
-    pytest.mark.skipif(DP is None or PYTHON is None, reason="DEEPMD_KIT_DP and DEEPMD_KIT_PYTHON name no deepmd-kit"),
-]
+pytestmark = MARKS
 FIXTURE = read_fixture(HERE / "dpa3.pt.gz")
 
 ROUTES = """
@@ -41,30 +36,11 @@ json.dump(found, open(sys.argv[2], "w"))
 """
 
 
-def run(folder, *words):
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=1200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 @pytest.fixture
-def system(tmp_path):
-    """A folder with a system of random labels."""
-    data = FIXTURE["structures"]["orthorhombic"]
-    random = np.random.default_rng(6)
-    nframes, natoms = data["atype"].shape
-    arrays = {
-        "coord": data["coord"].reshape(nframes, -1),
-        "box": data["box"].reshape(nframes, 9),
-        "energy": random.normal(size=nframes),
-        "force": random.normal(size=(nframes, natoms * 3)),
-        "virial": random.normal(size=(nframes, 9)),
-    }
-    (tmp_path / "system" / "set.000").mkdir(parents=True)
-    np.savetxt(tmp_path / "system" / "type.raw", data["atype"][0].numpy(), fmt="%d")
-    (tmp_path / "system" / "type_map.raw").write_text("O\nH\n")
-    for name, values in arrays.items():
-        np.save(tmp_path / "system" / "set.000" / f"{name}.npy", np.asarray(values))
+def system(tmp_path, monkeypatch):
+    """The present folder, with a system of random labels."""
+    monkeypatch.chdir(tmp_path)
+    write_system(tmp_path / "system", FIXTURE["structures"]["orthorhombic"])
     return tmp_path
 
 
@@ -91,14 +67,14 @@ def test_deepmd_kit_tests_freezes_and_trains_our_checkpoint(system, name):
     torch.save(content, system / "model.ckpt.pt")
     with torch.no_grad():
         wanted = model(batch_of(model, FIXTURE["structures"]["orthorhombic"]))
-    run(system, DP, "--pt", "freeze", "-c", "model.ckpt.pt", "-o", "frozen.pth")
+    dp("freeze", "-c", "model.ckpt.pt", "-o", "frozen.pth")
     for file in ("model.ckpt.pt", "frozen.pth"):
-        run(system, DP, "--pt", "test", "-m", file, "-s", "system", "-d", "detail")
+        dp("test", "-m", file, "-s", "system", "-d", "detail")
         energy, force = (np.loadtxt(system / f"detail.{kind}.out") for kind in ("e", "f"))
         np.testing.assert_allclose(energy[:, 1], wanted["energy"], rtol=1e-10)
         np.testing.assert_allclose(force[:, 3:], wanted["force"].reshape(-1, 3), atol=1e-10)
     (system / "input.json").write_text(json.dumps(given(model.settings)))
-    run(system, DP, "--pt", "train", "input.json", "--init-model", "model.ckpt.pt", "--skip-neighbor-stat")
+    dp("train", "input.json", "--init-model", "model.ckpt.pt", "--skip-neighbor-stat")
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "HybridMuon"])
@@ -106,10 +82,10 @@ def test_we_go_on_from_deepmd_kits_checkpoint(system, optimizer):
     """Two steps of deepmd-kit and two of ours."""
     section, _ = from_deepmd_kit(FIXTURE["cases"]["split"]["state"])
     (system / "input.json").write_text(json.dumps(given(section, optimizer)))
-    run(system, DP, "--pt", "train", "input.json", "--skip-neighbor-stat")
+    dp("train", "input.json", "--skip-neighbor-stat")
     (system / "more.json").write_text(json.dumps(given(section, optimizer, steps=4)))
-    ours = (sys.executable, "-m", "deepmd_muon", "--pt", "train", "more.json", "--restart", "model.ckpt-2.pt")
-    run(system, *ours, "--skip-neighbor-stat")
+    words = ["--pt", "train", "more.json", "--restart", "model.ckpt-2.pt", "--skip-neighbor-stat", "-v", "ERROR"]
+    assert main(words) == 0
     saved = torch.load(system / "model.ckpt-4.pt", weights_only=True)
     assert saved["deepmd_muon"]["step"] == 4
     before = torch.load(system / "model.ckpt-2.pt", weights_only=False)["model"]
@@ -122,7 +98,7 @@ def test_routes_and_shapes_of_state_are_deepmd_kits(tmp_path):
     theirs = FIXTURE["cases"]["split"]["state"]
     section, _ = from_deepmd_kit(theirs)
     (tmp_path / "model.json").write_text(json.dumps(theirs["_extra_state"]["model_params"]))
-    run(tmp_path, PYTHON, "-c", ROUTES, "model.json", "routes.json")
+    python("-c", ROUTES, "model.json", "routes.json", folder=tmp_path)
     expected = json.loads((tmp_path / "routes.json").read_text())
     for mode, states in expected.items():
         model = build_model(section)

@@ -1,24 +1,19 @@
-"""deepmd-kit reads our checkpoints: run with `DEEPMD_KIT_DP=/path/to/dp pytest -m deepmd_kit`."""
+"""deepmd-kit reads our checkpoints."""
 
 import json
-import os
-import subprocess
 
 import numpy as np
 import pytest
 import torch
-from model_batches import make_batch, read_fixture, section
+from deepmd_kit_program import MARKS, dp
+from model_batches import make_batch, read_fixture, section, write_system
 
 from deepmd_muon.loss import build_loss
 from deepmd_muon.model import build_model
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.section import thaw
 
-DP = os.environ.get("DEEPMD_KIT_DP")
-pytestmark = [
-    pytest.mark.deepmd_kit,
-    pytest.mark.skipif(DP is None, reason="DEEPMD_KIT_DP does not name deepmd-kit's dp"),
-]
+pytestmark = MARKS
 
 SETTINGS = {
     "one_side": {},
@@ -32,30 +27,12 @@ SETTINGS = {
 }
 
 
-def dp(folder, *words):
-    done = subprocess.run([DP, "--pt", *words], cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 @pytest.fixture(params=SETTINGS, scope="module")
 def case(request, tmp_path_factory):
     """A folder with a system of random labels and our checkpoint, and our own prediction."""
     folder = tmp_path_factory.mktemp(request.param)
     data = read_fixture()["structures"]["orthorhombic"]
-    random = np.random.default_rng(6)
-    nframes, natoms = data["atype"].shape
-    labels = {
-        "energy": random.normal(size=nframes),
-        "force": random.normal(size=(nframes, natoms * 3)),
-        "virial": random.normal(size=(nframes, 9)),
-    }
-    (folder / "system" / "set.000").mkdir(parents=True)
-    np.savetxt(folder / "system" / "type.raw", data["atype"][0].numpy(), fmt="%d")
-    (folder / "system" / "type_map.raw").write_text("O\nH\n")
-    arrays = {"coord": data["coord"].reshape(nframes, -1), "box": data["box"].reshape(nframes, 9), **labels}
-    for name, values in arrays.items():
-        np.save(folder / "system" / "set.000" / f"{name}.npy", np.asarray(values))
+    labels = write_system(folder / "system", data)
     model = build_model(section(**SETTINGS[request.param]))
     built = thaw(model.settings)  # with every default: deepmd-kit's classes have others than its input check
     angular = [0.12] * 3
@@ -75,7 +52,7 @@ def case(request, tmp_path_factory):
 
 
 def compare(folder, model_file, prediction, tolerance):
-    dp(folder, "test", "-m", model_file, "-s", "system", "-d", "detail")
+    dp("test", "-m", model_file, "-s", "system", "-d", "detail", folder=folder)
     energy, force, virial = (np.loadtxt(folder / f"detail.{kind}.out") for kind in ("e", "f", "v"))
     np.testing.assert_allclose(energy[:, 1], prediction["energy"], rtol=2e-6 if tolerance > 1e-6 else 1e-10)
     np.testing.assert_allclose(force[:, 3:], prediction["force"].reshape(-1, 3), atol=tolerance)
@@ -89,7 +66,7 @@ def test_dp_test_reads_our_checkpoint(case):
 
 def test_dp_freeze_takes_our_checkpoint(case):
     folder, _, _, prediction, tolerance = case
-    dp(folder, "freeze", "-c", "model.ckpt.pt", "-o", "frozen.pth")
+    dp("freeze", "-c", "model.ckpt.pt", "-o", "frozen.pth", folder=folder)
     compare(folder, "frozen.pth", prediction, tolerance)
 
 
@@ -121,7 +98,7 @@ def test_dp_train_goes_on_from_our_checkpoint(case):
         "training": training,
     }
     (folder / "input.json").write_text(json.dumps(given))
-    dp(folder, "train", "input.json", "--init-model", "model.ckpt.pt", "--skip-neighbor-stat")
+    dp("train", "input.json", "--init-model", "model.ckpt.pt", "--skip-neighbor-stat", folder=folder)
     columns = (folder / "lcurve.out").read_text().splitlines()[0].split()[1:]
     first = dict(zip(columns, np.atleast_2d(np.loadtxt(folder / "lcurve.out"))[0], strict=True))
     label = {key: torch.from_numpy(np.asarray(value)) for key, value in labels.items()}

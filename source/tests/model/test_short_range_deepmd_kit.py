@@ -1,27 +1,23 @@
-"""deepmd-kit reads our files with a short-range table: `DEEPMD_KIT_PYTHON=/path/to/python pytest -m deepmd_kit`.
+"""deepmd-kit reads our files with a short-range table.
 
 Its `DeepPot` evaluates a checkpoint and a frozen file. The checkpoint needs the file of the table there, because
 deepmd-kit builds its model first.
 """
 
-import os
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
 import torch
+from deepmd_kit_program import MARKS, python
 from model_batches import HERE, read_fixture
 
 from deepmd_muon.deploy.freeze import freeze
+from deepmd_muon.infer import Predictor
 from deepmd_muon.model import build_model
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit, to_deepmd_kit
 
-PYTHON = os.environ.get("DEEPMD_KIT_PYTHON")
-pytestmark = [
-    pytest.mark.deepmd_kit,
-    pytest.mark.skipif(PYTHON is None, reason="DEEPMD_KIT_PYTHON names no deepmd-kit"),
-]
+pytestmark = MARKS
 FIXTURE = read_fixture(HERE / "short_range.pt.gz")
 EVALUATE = """
 import sys
@@ -48,14 +44,8 @@ def test_deepmd_kit_computes_the_same_from_our_files(name, tmp_path):
     data = FIXTURE[name]["structures"]["periodic"]
     coord, box, atype = (data[key][:1].numpy() for key in ("coord", "box", "atype"))
     np.savez(tmp_path / "given.npz", coord=coord.reshape(1, -1), box=box.reshape(1, 9), atype=atype[0])
-    (tmp_path / "evaluate.py").write_text(EVALUATE)
     files = ["model.pt"] + ["model.pth"] * (name == "dpa1")  # DPA-3's needs deepmd-kit's operators
-    done = subprocess.run(
-        [PYTHON, "evaluate.py", *files], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    from deepmd_muon.infer import Predictor
-
+    python("-c", EVALUATE, *files, folder=tmp_path)
     own = Predictor(model, device="cpu").predict(coord[0], box[0], atype[0])
     for file in files:
         theirs = np.load(tmp_path / f"{file}.npz")

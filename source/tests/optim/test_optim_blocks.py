@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from optim_builders import assert_restart_is_bitwise, random
 from polar_oracle import oracle
 from torch import nn
 
@@ -15,10 +16,6 @@ from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidShapeError, M
 from deepmd_muon.optim.config import update_scale
 from deepmd_muon.optim.routing.rules import choose_route
 from deepmd_muon.optim.routing.views import FusedSplit, MatrixView
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def view_of(name, shape, **rules):
@@ -113,21 +110,17 @@ def test_modules_declare_their_splits(config):
 
 
 def test_uneven_parts_restart_bitwise():
-    models = [nn.Sequential(Latent()) for _ in range(2)]
-    optimizers = [HybridMuonConfig(normuon=True).build(model, 0.1) for model in models]
+    def make():
+        model = nn.Sequential(Latent())
+        return model, HybridMuonConfig(normuon=True).build(model, 0.1)
 
-    def train(i, steps):
-        for step in steps:
-            models[i][0].weight.grad = random(18, 8, seed=step)
-            optimizers[i].step()
+    def train(model, optimizer, steps, start=0):
+        for step in range(start, start + steps):
+            model[0].weight.grad = random(18, 8, seed=step)
+            optimizer.step()
 
-    train(0, (1, 2))
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers[1].load_state_dict(optimizers[0].state_dict())
-    train(0, (3, 4))
-    train(1, (3, 4))
-    assert torch.equal(models[0][0].weight, models[1][0].weight)
-    assert optimizers[1].state[models[1][0].weight]["magma_score"].shape == (6,)
+    model, optimizer = assert_restart_is_bitwise(make, train, 2, 4)
+    assert optimizer.state[model[0].weight]["magma_score"].shape == (6,)
 
 
 views = st.builds(
@@ -161,25 +154,31 @@ def test_equal_parts_are_sizes(count, size):
     assert view.sizes == (size,) * count
 
 
+def test_single_columns_are_blocks_where_a_split_asks_for_them():
+    """Alone, a column is a vector and takes Adam."""
+    assert HybridMuon([("w", nn.Parameter(random(24, 32)))], splits=["w: columns 32"]).routing[0].view.blocks == 32
+
+
 @pytest.mark.parametrize(
-    ("split", "dim", "sizes"),
-    [("w: columns 20+8+4", 1, [20, 8, 4]), ("w: rows 3", 0, [8, 8, 8]), ("w: columns 32", 1, [1] * 32)],
+    ("shape", "splits", "dim", "sizes"),
+    [
+        ((24, 32), ["w: columns 20+8+4"], 1, [20, 8, 4]),
+        ((24, 32), ["w: rows 3"], 0, [8, 8, 8]),
+        ((3, 8, 12), [], 0, [1, 1, 1]),
+    ],
 )
-def test_blocks_are_weights_of_their_own(split, dim, sizes):
-    fused = nn.Parameter(random(24, 32))
+def test_blocks_are_weights_of_their_own(shape, splits, dim, sizes):
+    fused = nn.Parameter(random(*shape))
     parts = [nn.Parameter(part.detach().clone()) for part in fused.split(sizes, dim=dim)]
-    together = HybridMuon([("w", fused)], 0.1, splits=[split])
+    together = HybridMuon([("w", fused)], 0.1, splits=splits)
     apart = HybridMuon([(f"part{i}", part) for i, part in enumerate(parts)], 0.1)
-    if sizes[0] == 1:  # alone, a column is a vector and takes Adam; the split was asked for
-        assert together.routing[0].view.blocks == 32
-        return
     for step in range(3):
-        fused.grad = random(24, 32, seed=step + 1)
+        fused.grad = random(*shape, seed=step + 1)
         for part, own in zip(parts, fused.grad.split(sizes, dim=dim), strict=True):
             part.grad = own.contiguous().clone()
         together.step()
         apart.step()
-    assert torch.allclose(fused, torch.cat(list(parts), dim=dim), atol=1e-6)
+    assert torch.allclose(fused, torch.cat(parts, dim=dim), atol=1e-6)
     scores = torch.cat([apart.state[part]["magma_score"] for part in parts])
     assert torch.allclose(together.state[fused]["magma_score"], scores, atol=1e-7)
 

@@ -34,8 +34,11 @@ def test_every_configuration_builds_from_a_model_alone(config, caplog):
     model = make_model()
     with caplog.at_level(logging.INFO):
         optimizer = config().build(model)
-    given = config().build(model, lr=0.125)
-    assert given.param_groups[0]["lr"] == 0.125
+    wanted = list(inspect.signature(OptimizerSettings.build).parameters.values())
+    assert list(inspect.signature(config.build).parameters.values())[: len(wanted)] == wanted
+    own = {HybridMuonConfig: 5e-4, MuonConfig: 0.02}.get(config, 1e-3)
+    assert optimizer.param_groups[0]["lr"] == own
+    assert config().build(model, lr=0.125).param_groups[0]["lr"] == 0.125
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     trained = ["embed.weight", "body.weight", "lm_head.weight"]
     assert [name for name in names if name != "body.bias"] == trained
@@ -99,14 +102,6 @@ def test_a_plain_muon_takes_what_hybrid_muon_takes():
     model["qkv"].weight.grad = torch.ones(12, 4)
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
-
-
-@pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig, AdamConfig, AdamWConfig])
-def test_every_configuration_is_built_alike(config):
-    wanted = list(inspect.signature(OptimizerSettings.build).parameters.values())
-    assert list(inspect.signature(config.build).parameters.values())[: len(wanted)] == wanted
-    own = {HybridMuonConfig: 5e-4, MuonConfig: 0.02}.get(config, 1e-3)
-    assert config().build(make_model()).param_groups[0]["lr"] == own
 
 
 @pytest.mark.filterwarnings("ignore:no parameter matches expert_patterns")
@@ -209,33 +204,32 @@ def test_reading_settings_does_not_import_torch():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_importing_the_optimizer_changes_no_global_setting():
-    program = (
-        "import torch; before = (torch.get_num_threads(), torch.get_float32_matmul_precision(), "
-        "torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()); "
-        "import sys; loaded = set(sys.modules); from deepmd_muon.optim import HybridMuon; "
-        "after = (torch.get_num_threads(), torch.get_float32_matmul_precision(), "
-        "torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()); "
-        "assert before == after; assert not torch.cuda.is_initialized(); "
-        "new = {name for name in set(sys.modules) - loaded if name.startswith('deepmd_muon')}; "
-        # Modules of the ground, which import the standard library alone.
-        "new -= {'deepmd_muon', 'deepmd_muon.setting', 'deepmd_muon.collector'}; "
-        "assert all(name.startswith('deepmd_muon.optim') for name in new), new; "
-        "assert not {'triton', 'dargs', 'h5py', 'vesin'} & (set(sys.modules) - loaded); "
-        "p = torch.ones(2, 2, requires_grad=True); "
-        "used = HybridMuon([p]); p.sum().backward(); used.step(); used.zero_grad(); "
-        # The compiler takes seconds to import.
-        "used.load_state_dict(used.state_dict()); assert 'torch._dynamo' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_adam_steps_as_torchs_and_imports_no_compiler(tmp_path):
-    """The classes with torch's methods as they are written, in a process of their own: something else may import it."""
+def test_importing_changes_no_global_setting_and_adam_steps_as_torchs_without_the_compiler(tmp_path):
+    """In a process of its own, where nothing else imports the compiler, which takes seconds."""
     program = """
 import itertools, sys, torch
-from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig
 
+def settings():
+    precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    return torch.get_num_threads(), precision, deterministic, torch.get_default_dtype()
+
+before, loaded = settings(), set(sys.modules)
+from deepmd_muon.optim import HybridMuon
+assert settings() == before and not torch.cuda.is_initialized()
+new = {name for name in set(sys.modules) - loaded if name.startswith("deepmd_muon")}
+# Modules of the ground, which import the standard library alone.
+new -= {"deepmd_muon", "deepmd_muon.setting", "deepmd_muon.collector"}
+assert all(name.startswith("deepmd_muon.optim") for name in new), new
+assert not {"triton", "dargs", "h5py", "vesin"} & (set(sys.modules) - loaded)
+p = torch.ones(2, 2, requires_grad=True)
+used = HybridMuon([p])
+p.sum().backward()
+used.step()
+used.zero_grad()
+used.load_state_dict(used.state_dict())
+assert "torch._dynamo" not in sys.modules
+
+from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig
 torch.manual_seed(0)
 gradients = [[torch.randn(2, 3), torch.randn(2)] for _ in range(3)]
 

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from optim_builders import assert_restart_is_bitwise
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, HybridMuonConfig, MuonConfig
@@ -101,16 +102,11 @@ def test_kernels_that_become_many_small_matrices_are_warned_about():
 
 
 def test_training_goes_on_bitwise_from_a_state_dict():
-    model, twin = make(), make(1)
-    optimizer = HybridMuonConfig(normuon=True).build(model, 0.02)
-    train(model, optimizer)
-    twin.load_state_dict(model.state_dict())
-    other = HybridMuonConfig(normuon=True).build(twin, 0.02)
-    other.load_state_dict(optimizer.state_dict())
-    train(model, optimizer, 2, 5)
-    train(twin, other, 2, 5)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
+    def build():
+        model = make()
+        return model, HybridMuonConfig(normuon=True).build(model, 0.02)
+
+    assert_restart_is_bitwise(build, train, 2, 4)
 
 
 @pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig])

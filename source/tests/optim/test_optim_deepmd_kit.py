@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from deepmd_kit_program import MARKS, python
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon
 
-pytestmark = [
-    pytest.mark.deepmd_kit,
-    pytest.mark.skipif(
-        "DEEPMD_KIT_PYTHON" not in os.environ, reason="DEEPMD_KIT_PYTHON names no Python with deepmd-kit"
-    ),
-]
+pytestmark = MARKS
 
 SHAPES = {
     "descriptor.0.matrix": (1, 25),
@@ -54,11 +48,7 @@ def results(tmp_path_factory):
         "cases": CASES,
     }
     torch.save(job, folder / "job.pt")
-    script = Path(__file__).with_name("run_deepmd_kit_steps.py")
-    subprocess.run(
-        [os.environ["DEEPMD_KIT_PYTHON"], script, folder / "job.pt", folder / "result.pt"],
-        check=True,
-    )
+    python(Path(__file__).with_name("run_deepmd_kit_steps.py"), "job.pt", "result.pt", folder=folder)
     return job, torch.load(folder / "result.pt")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -16,14 +15,7 @@ from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.rules_config import RuleSettings
 
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("as_alone")
 
 
 def named_state(state_dict):
@@ -70,10 +62,6 @@ def test_training_goes_on_from_an_earlier_checkpoint(tmp_path, monkeypatch):
     from deepmd_muon.train import run
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DEVICE", "cpu")
-    logger = logging.getLogger("deepmd_muon")  # a run sets its level and handlers
-    monkeypatch.setattr(logger, "handlers", list(logger.handlers))
-    level = logger.level
     loaded = []
     load = HybridMuon.load_state_dict
 
@@ -84,10 +72,7 @@ def test_training_goes_on_from_an_earlier_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(HybridMuon, "load_state_dict", recording)
     shutil.copytree(TRAINING_DATA, "train")
     Path("input.json").write_text(json.dumps(training_input()))
-    try:
-        assert run(argcheck.load("input.json"), log_level="WARNING", restart=str(HERE / "earlier_checkpoint.pt")) == 0
-    finally:
-        logger.setLevel(level)
+    assert run(argcheck.load("input.json"), log_level="WARNING", restart=str(HERE / "earlier_checkpoint.pt")) == 0
     checkpoint = torch.load(HERE / "earlier_checkpoint.pt", weights_only=True)
     assert_bitwise(loaded[0], named_state(checkpoint["optimizer"]))
     expected = torch.load(HERE / "earlier_state.pt", weights_only=True)["training_state_after_8_steps"]

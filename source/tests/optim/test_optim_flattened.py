@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from optim_builders import assert_same, assert_same_state, random
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,8 +21,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.experts = nn.Parameter(torch.randn(3, 4, 5, generator=generator))
+        self.experts = nn.Parameter(random(3, 4, 5))
         self.linear = nn.Linear(4, 4)
 
 
@@ -34,7 +34,7 @@ def trained(**settings):
     model, optimizer = made(**settings)
     for i in range(2):
         for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+            p.grad = random(*p.shape, seed=i)
         optimizer.step()
     return model, optimizer
 
@@ -43,10 +43,8 @@ def test_state_of_the_same_routes_comes_back():
     model, optimizer = trained()
     other, loaded = made()
     set_optimizer_state_dict(other, loaded, get_optimizer_state_dict(model, optimizer, options=FLAT), options=FLAT)
-    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert optimizer.state[p].keys() == loaded.state[q].keys(), name
-        for key, value in optimizer.state[p].items():
-            assert torch.equal(value, loaded.state[q][key]), (name, key)
+    other.load_state_dict(model.state_dict())
+    assert_same((model, optimizer), (other, loaded))
 
 
 @pytest.mark.parametrize("policy", ["error", "migrate"])
@@ -82,8 +80,7 @@ def test_adam_to_adamw_keeps_its_state(policy):
             set_optimizer_state_dict(model, optimizer, flat, options=FLAT)
         return
     set_optimizer_state_dict(model, optimizer, flat, options=FLAT)
-    for key, value in by.state[saved.experts].items():
-        assert torch.equal(value, optimizer.state[model.experts][key])
+    assert_same_state(by.state[saved.experts], optimizer.state[model.experts])
 
 
 def test_scores_start_where_the_saved_run_had_none():

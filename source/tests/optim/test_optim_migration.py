@@ -6,16 +6,13 @@ import math
 
 import pytest
 import torch
+from optim_builders import assert_same_state, random
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, RoutingMismatchError, name_deepmd_kit_state
 from deepmd_muon.optim.errors import ForeignStateError
 
 BETAS = (0.9, 0.95)
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def stepped(params, steps=3, **settings):
@@ -71,8 +68,7 @@ def test_adam_and_adamw_share_their_state():
     w = nn.Parameter(random(4, 6))
     saved = stepped([("w", w)], adam_patterns=["w"])
     loaded = reloaded([("w", w)], saved, adamw_patterns=["w"])
-    for key, value in saved.state[w].items():
-        assert torch.equal(value, loaded.state[w][key])
+    assert_same_state(saved.state[w], loaded.state[w])
 
 
 def test_scores_follow_their_blocks_when_views_change():
@@ -111,8 +107,7 @@ def test_what_is_gone_new_frozen_or_of_another_shape_is_said(caplog):
     loaded = reloaded(list(present.items()), saved)
     assert set(loaded.state) == {present["kept"], present["frozen"]}
     for name in ("kept", "frozen"):
-        for key, value in saved.state[params[name]].items():
-            assert torch.equal(loaded.state[present[name]][key], value), (name, key)
+        assert_same_state(saved.state[params[name]], loaded.state[present[name]])
     lines = sorted(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     expected = (("frozen", "keeps"), ("gone", "dropped"), ("grown", "shape changed"), ("new", "without state"))
     for line, (name, key_word) in zip(lines, expected, strict=True):
@@ -207,8 +202,7 @@ def test_torchs_adam_migrates_by_name(kind, route, caplog):
     (w, b, v), (old_w, old_b, _) = [p for _, p in new], [p for _, p in old]
     momentum = saved.state[old_w]["exp_avg"] / (1 - 0.9**3)
     torch.testing.assert_close(loaded.state[w]["momentum_buffer"], momentum)
-    for key, value in saved.state[old_b].items():
-        assert torch.equal(loaded.state[b][key], value)
+    assert_same_state(saved.state[old_b], loaded.state[b])
     assert v not in loaded.state
     assert sum("becomes the momentum" in message for message in caplog.messages) == 1
 
@@ -353,8 +347,7 @@ def test_states_with_names_load_in_any_order(keyed):
     expected = HybridMuon(params)
     expected.load_state_dict(latest_state())
     for _, p in params:
-        for key, value in expected.state[p].items():
-            assert torch.equal(value, optimizer.state[p][key])
+        assert_same_state(expected.state[p], optimizer.state[p])
 
 
 def test_more_parameters_than_here_need_names():

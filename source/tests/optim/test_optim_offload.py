@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import weakref
 
 import pytest
 import torch
+from optim_builders import assert_same, through_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -52,18 +52,6 @@ def make(dtype=torch.float32, **settings):
     return model, HybridMuon(model.named_parameters(), **{"lr": 0.02, "weight_decay": 0.1, **settings})
 
 
-def equal(first, second):
-    """Parameters, state tensors and their dtypes agree bitwise."""
-    (model, optimizer), (other, twin) = first, second
-    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q), name
-        state, twins = optimizer.state[p], twin.state[q]
-        assert state.keys() == twins.keys()
-        for key, x in state.items():
-            assert (x.dtype, x.stride()) == (twins[key].dtype, twins[key].stride())
-            assert torch.equal(x, twins[key]), (name, key)
-
-
 @pytest.mark.parametrize("settings", [{}, {"foreach": False}, {"magma_muon": False, "on_nonfinite": "skip"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_steps_are_bitwise_the_same_on_and_off_at_any_time(dtype, settings):
@@ -77,7 +65,7 @@ def test_steps_are_bitwise_the_same_on_and_off_at_any_time(dtype, settings):
     other[1].offload(True)
     other[1].offload(True)
     train(*other, 2, start=4)
-    equal(plain, other)
+    assert_same(plain, other)
 
 
 @pytest.mark.parametrize("size", [1, 700, 1000, 2**20])
@@ -88,7 +76,7 @@ def test_batches_of_any_size_equal_a_workspace_of_that_size(size):
         train(*optimizer, 2)
         train(*optimizer, 2, start=2, without=("b_weight", "a_bias"))
         train(*optimizer, 1, start=4)
-    equal(plain, other)
+    assert_same(plain, other)
     (buffers,) = other[1]._host_memory._buffers.values()
     largest = max(x.numel() * 4 * (1 if x.ndim > 1 else 2) for x in other[0].parameters())
     for buffer in buffers._buffers:
@@ -243,17 +231,14 @@ def test_states_copies_and_files():
     plain, other = make(), make(offload=True, offload_bytes=700)
     for optimizer in (plain, other):
         train(*optimizer, 2)
-    buffer = io.BytesIO()
-    torch.save(other[1].state_dict(), buffer)
-    buffer.seek(0)
-    saved = torch.load(buffer, weights_only=True)
+    saved = through_file(other[1].state_dict())
     for values, expected in zip(saved["state"].values(), plain[1].state_dict()["state"].values(), strict=True):
         for key, x in expected.items():
             assert torch.equal(values[key], x)
     fresh = make(offload=True)
     fresh[0].load_state_dict(plain[0].state_dict())
     fresh[1].load_state_dict(saved)
-    equal(plain, fresh)
+    assert_same(plain, fresh)
     offloaded = {id(slot.value) for slots in fresh[1]._host_memory._slots.values() for slot in slots.values()}
     moments = [x for s in fresh[1].state.values() for k, x in s.items() if k not in ("step", "magma_score")]
     assert offloaded == {id(x) for x in moments}
@@ -261,7 +246,7 @@ def test_states_copies_and_files():
     train(*plain, 2, start=2)
     for optimizer in (other, copied, fresh):
         train(*optimizer, 2, start=2)
-        equal(plain, optimizer)
+        assert_same(plain, optimizer)
     assert copied[1]._host_memory is not other[1]._host_memory
 
 
@@ -279,8 +264,8 @@ def test_distributed_checkpoint_functions(full):
     back[0].load_state_dict(plain[0].state_dict())
     for optimizer in (plain, other, back):
         train(*optimizer, 2, start=2)
-    equal(plain, other)
-    equal(plain, back)
+    assert_same(plain, other)
+    assert_same(plain, back)
 
 
 def test_memory_is_released_when_moments_are_offloaded_and_restored():
@@ -307,7 +292,7 @@ def test_routes_may_change_and_parameters_be_added():
         model.late = nn.Parameter(torch.randn(6, 4))
         optimizer.add_param_group({"params": [("late", model.late)]})
         train(model, optimizer, 2, start=2)
-    equal(plain, other)
+    assert_same(plain, other)
 
 
 def test_as_a_setting_of_the_input():

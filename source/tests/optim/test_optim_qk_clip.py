@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from optim_builders import random as normal
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, QKClipError
@@ -18,7 +19,7 @@ TAU = 3.0
 
 
 def random(*shape, seed=0, scale=1.0):
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return scale * normal(*shape, seed=seed, dtype=torch.float64)
 
 
 def parameters(**shapes):

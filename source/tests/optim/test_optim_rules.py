@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
 import itertools
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optim_builders import assert_restart_is_bitwise
 from polar_oracle import oracle
 from test_optim_step import magma_factor
 from torch import nn
@@ -310,26 +310,12 @@ def test_host_memory_and_waves_do_not_change_results(rule, more):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_restart_goes_on_bitwise(rule):
-    params, optimizer = make(dtype=torch.float32, **rule)
-    for step in range(4):
-        if step == 2:
-            file = io.BytesIO()
-            torch.save({"model": params, "optimizer": optimizer.state_dict()}, file)
-            file.seek(0)
-            saved = torch.load(file, weights_only=True)
-            others, again = make(dtype=torch.float32, **rule)
-            for name, p in others.items():
-                p.data.copy_(saved["model"][name])
-            again.load_state_dict(saved["optimizer"])
-        give(params, step, torch.float32)
-        optimizer.step()
-    for step in (2, 3):
-        give(others, step, torch.float32)
-        again.step()
-    for p, q in zip(params.values(), others.values(), strict=True):
-        assert torch.equal(p, q)
-        for key, x in optimizer.state[p].items():
-            assert torch.equal(x, again.state[q][key]), key
+    def train(params, optimizer, steps, start=0):
+        for step in range(start, start + steps):
+            give(params, step, torch.float32)
+            optimizer.step()
+
+    assert_restart_is_bitwise(lambda: make(dtype=torch.float32, **rule), train, 2, 4)
 
 
 @pytest.mark.parametrize("rule", [ON, {"soap_muon": True}, {"norm_control": "rows"}])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
+from optim_builders import assert_same, through_file
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -69,13 +69,6 @@ def train(model, optimizer, scheduler, steps, start=0):
         scheduler.step(*[loss.item()] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
 
 
-def through_file(state):
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 def values(optimizer):
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
@@ -86,24 +79,23 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, made):
     whole = make_model()
     optimizer = OPTIMIZERS[made](whole)
     scheduler = SCHEDULERS[kind](optimizer)
-    train(whole, optimizer, scheduler, 8)
-    for stop in (0, 3, 5):
-        stopped = make_model()
-        first = OPTIMIZERS[made](stopped)
-        schedule = SCHEDULERS[kind](first)
-        train(stopped, first, schedule, stop)
-        saved = through_file({"model": stopped.state_dict(), "optimizer": first.state_dict()})
+    stops = {}
+    for step in range(8):
+        if step in (0, 3, 5):
+            saved = through_file({"model": whole.state_dict(), "optimizer": optimizer.state_dict()})
+            stops[step] = saved, copy.deepcopy(scheduler.state_dict()), copy.deepcopy(values(optimizer))
+        train(whole, optimizer, scheduler, 1, start=step)
+    for stop, (saved, schedule, present) in stops.items():
         resumed = make_model()
         second = OPTIMIZERS[made](resumed)
         again = SCHEDULERS[kind](second)
         resumed.load_state_dict(saved["model"])
         second.load_state_dict(saved["optimizer"])
-        again.load_state_dict(copy.deepcopy(schedule.state_dict()))
-        assert values(second) == values(first)
+        again.load_state_dict(schedule)
+        assert values(second) == present
         train(resumed, second, again, 8 - stop, start=stop)
         assert values(second) == values(optimizer)
-        for p, q in zip(whole.parameters(), resumed.parameters(), strict=True):
-            assert torch.equal(p, q)
+        assert_same((whole, optimizer), (resumed, second))
 
 
 @pytest.mark.parametrize("kind", ["OneCycleLR", "CyclicLR", "CosineAnnealingWarmRestarts", "LambdaLR"])
@@ -124,8 +116,7 @@ def test_a_scheduler_made_after_the_load_goes_on(kind):
     train(whole, optimizer, scheduler, 3, start=4)
     train(resumed, second, again, 3, start=4)
     assert values(second) == values(optimizer)
-    for p, q in zip(whole.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_same((whole, optimizer), (resumed, second))
 
 
 def test_what_the_constructor_changes_on_purpose_stays_and_is_logged(caplog):

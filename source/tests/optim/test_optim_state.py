@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optim_builders import assert_restart_is_bitwise, assert_same, assert_same_state, through_file
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, RouteTable, RoutingMismatchError
@@ -40,39 +40,14 @@ def train(model, optimizer, steps, start=0):
         optimizer.step()
 
 
-def through_file(obj):
-    buffer = io.BytesIO()
-    torch.save(obj, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
-def equal_states(first, second):
-    assert first.keys() == second.keys()
-    for key, value in first.items():
-        assert value.dtype == second[key].dtype, key
-        assert torch.equal(value, second[key]), key
+def made(dtype=torch.float32, seed=0):
+    model = Net(dtype, seed)
+    return model, HybridMuon(model.named_parameters(), 0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_training_goes_on_bitwise_as_if_never_stopped(dtype):
-    straight = Net(dtype)
-    optimizer = HybridMuon(straight.named_parameters(), 0.02)
-    train(straight, optimizer, 8)
-
-    stopped = Net(dtype)
-    first = HybridMuon(stopped.named_parameters(), 0.02)
-    train(stopped, first, 5)
-    saved = through_file({"model": stopped.state_dict(), "optimizer": first.state_dict()})
-
-    resumed = Net(dtype, seed=7)
-    second = HybridMuon(resumed.named_parameters(), 0.02)
-    resumed.load_state_dict(saved["model"])
-    second.load_state_dict(saved["optimizer"])
-    train(resumed, second, 3, start=5)
-    for (name, p), q in zip(straight.named_parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(p, q), name
-        equal_states(optimizer.state[p], second.state[q])
+    assert_restart_is_bitwise(lambda: made(dtype), train, 5, 8, resume=lambda: made(dtype, seed=7))
 
 
 @pytest.mark.parametrize("between", ["step", "save at once"])
@@ -82,8 +57,7 @@ def test_a_parameter_frozen_on_the_way_keeps_its_state_through_a_file(name, betw
         model.get_parameter(name).requires_grad_(trainable)
         model.get_parameter(name).grad = None
 
-    straight, stopped = Net(), Net()
-    optimizer, first = (HybridMuon(model.named_parameters(), 0.02) for model in (straight, stopped))
+    (straight, optimizer), (stopped, first) = made(), made()
     steps = 2 if between == "step" else 0
     for model, each in ((straight, optimizer), (stopped, first)):
         train(model, each, 3)
@@ -93,18 +67,15 @@ def test_a_parameter_frozen_on_the_way_keeps_its_state_through_a_file(name, betw
     frozen = [entry.name for entry in RouteTable.from_manifest(saved["optimizer"]["param_groups"]) if not entry.view]
     assert name in frozen
 
-    resumed = Net(seed=7)
+    resumed, second = made(seed=7)
     freeze(resumed, trainable=False)
-    second = HybridMuon(resumed.named_parameters(), 0.02)
     resumed.load_state_dict(saved["model"])
     second.load_state_dict(saved["optimizer"])
     for model, each in ((straight, optimizer), (resumed, second)):
         train(model, each, 2, start=5)
         freeze(model, trainable=True)
         train(model, each, 3, start=7)
-    for (key, p), q in zip(straight.named_parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(p, q), key
-        equal_states(optimizer.state[p], second.state[q])
+    assert_same((straight, optimizer), (resumed, second))
 
 
 def test_an_optimizer_made_before_the_freezing_loads_as_frozen():
@@ -114,12 +85,11 @@ def test_an_optimizer_made_before_the_freezing_loads_as_frozen():
     for model in models:
         model.experts.requires_grad_(False)
     loaded.load_state_dict(saved.state_dict())
-    equal_states(saved.state[models[0].experts], loaded.state[models[1].experts])
+    assert_same_state(saved.state[models[0].experts], loaded.state[models[1].experts])
 
 
 def test_state_that_no_longer_fits_goes_when_a_parameter_is_trained_again(caplog):
-    model = Net()
-    optimizer = HybridMuon(model.named_parameters(), 0.02)
+    model, optimizer = made()
     train(model, optimizer, 2)
     for p in (model.first.weight, model.experts):
         p.requires_grad_(False)
@@ -138,8 +108,7 @@ def test_state_that_no_longer_fits_goes_when_a_parameter_is_trained_again(caplog
 
 
 def test_magma_scores_do_not_outlive_the_setting(caplog):
-    model = Net()
-    damped = HybridMuon(model.named_parameters(), 0.02)
+    model, damped = made()
     train(model, damped, 3)
 
     plain = HybridMuon(model.named_parameters(), 0.02, magma_muon=False)
@@ -178,7 +147,7 @@ def test_a_reordered_model_loads_by_name(order):
     shuffled = HybridMuon([named[i] for i in order])
     shuffled.load_state_dict(optimizer.state_dict())
     for _, p in named:
-        equal_states(optimizer.state[p], shuffled.state[p])
+        assert_same_state(optimizer.state[p], shuffled.state[p])
 
 
 def test_wrapped_names_load_into_plain_ones_and_back():
@@ -188,7 +157,7 @@ def test_wrapped_names_load_into_plain_ones_and_back():
     plain = HybridMuon(model.named_parameters())
     plain.load_state_dict(wrapped.state_dict())
     for p in model.parameters():
-        equal_states(wrapped.state[p], plain.state[p])
+        assert_same_state(wrapped.state[p], plain.state[p])
     wrapped.load_state_dict(plain.state_dict())
 
 
@@ -217,7 +186,7 @@ def test_a_mismatch_lists_every_parameter_and_changes_nothing():
     after = other.state_dict()
     assert after["param_groups"] == before["param_groups"]
     for index, values in before["state"].items():
-        equal_states(values, after["state"][index])
+        assert_same_state(values, after["state"][index])
 
 
 def test_shapes_are_checked():
@@ -366,7 +335,7 @@ def test_any_state_survives_a_round_trip(shapes, mode, dtype):
     other.load_state_dict(through_file(optimizer.state_dict()))
     assert other.routing == optimizer.routing
     for (_, p), q in zip(params, other.param_groups[0]["params"], strict=True):
-        equal_states(optimizer.state[p], other.state[q])
+        assert_same_state(optimizer.state[p], other.state[q])
 
 
 def test_what_is_no_state_dict_is_refused():

@@ -15,14 +15,11 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 from torch.overrides import TorchFunctionMode
 
-from deepmd_muon.optim import (
-    HybridMuon,
-    InvalidParameterError,
-    InvalidSettingError,
-    NonFiniteGradientError,
-)
+from deepmd_muon.optim import HybridMuon, InvalidParameterError, NonFiniteGradientError
 
 SETTINGS = {"lr": 0.02, "weight_decay": 0.01}
+WIDTHS = (torch.float32, torch.bfloat16)
+ADAM, LISTS = {"adam_patterns": ["*"]}, ("foreach", "for-loop")
 
 
 def make_model(seed=0, dtype=torch.float32):
@@ -90,16 +87,6 @@ def test_groups_have_their_own_settings():
     assert changed == [False, False, True, True, True, True]
 
 
-def test_a_bad_group_leaves_the_optimizer_as_it_was():
-    model = make_model()
-    named = list(model.named_parameters())
-    optimizer = HybridMuon(named[:4])
-    with pytest.raises(ValueError, match="muon_mode: must be one of"):
-        optimizer.add_param_group({"params": named[4:], "muon_mode": "3d"})
-    assert len(optimizer.param_groups) == 1
-    train(model, optimizer, 1)
-
-
 def test_duplicates_are_refused_by_name():
     p, q = nn.Parameter(torch.zeros(3, 3)), nn.Parameter(torch.zeros(3, 3))
     with pytest.raises(InvalidParameterError, match="'tied' and 'w' are the same parameter"):
@@ -147,7 +134,9 @@ def test_frozen_and_empty_parameters_are_named_and_left_alone():
     model[0].weight.requires_grad_(True)
     train(model, optimizer, 1)
     assert optimizer.routing[0].route == "muon"
-    assert not torch.equal(before[0], model[0].weight)
+    # Its first step: five singular values of 1, scaled to the size of Adam's, damped for a score of 0.55.
+    moved = (model[0].weight - before[0] * (1 - 0.02 * 0.01)).norm().item()
+    assert moved == pytest.approx(0.02 * 0.18 * 8**0.5 * 5**0.5 * (0.1 + 0.9 * 0.55), rel=1e-3)
 
 
 @pytest.mark.parametrize("settings", [{"foreach": False}, {"workspace": 1}])
@@ -171,11 +160,6 @@ def test_maximize_climbs():
         optimizer.step()
         other.step()
     assert_equal(weights(model), weights(twin))
-
-
-def test_differentiable_is_refused():
-    with pytest.raises(InvalidSettingError, match="not differentiable"):
-        HybridMuon(make_model().named_parameters(), differentiable=True)
 
 
 def test_hooks_run():
@@ -330,12 +314,23 @@ def states(optimizer):
     return {key: {k: v.clone() for k, v in values.items()} for key, values in optimizer.state_dict()["state"].items()}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("how", ["scaler", "skip"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_skipped_step_changes_no_bit(value, how, dtype):
+NAN, INF = float("nan"), float("inf")
+SKIPS = [
+    *((value, how, dtype, {}) for value in (NAN, INF, -INF) for how in ("scaler", "skip") for dtype in WIDTHS),
+    *(
+        (NAN, "scaler", dtype, {"adam_patterns": ["*"], "adam_implementation": name})
+        for dtype in WIDTHS
+        for name in LISTS
+    ),
+    (NAN, "scaler", torch.float16, {"master_weights": True}),
+]
+
+
+@pytest.mark.parametrize(("value", "how", "dtype", "settings"), SKIPS)
+def test_a_skipped_step_changes_no_bit(value, how, dtype, settings):
     model = make_model(dtype=dtype)
-    optimizer = HybridMuon(model.named_parameters(), **SETTINGS, on_nonfinite="skip" if how == "skip" else "ignore")
+    policy = "skip" if how == "skip" else "ignore"
+    optimizer = HybridMuon(model.named_parameters(), **SETTINGS, on_nonfinite=policy, **settings)
     train(model, optimizer, 2)
     before, state = weights(model), states(optimizer)
     optimizer.zero_grad()

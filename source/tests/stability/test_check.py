@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from write_systems import write_npy
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
@@ -74,14 +75,11 @@ FAST = ["--time", "0.2", "--time-step", "4", "--copies", "3", "--probes", "2", "
 def argon(tmp_path_factory):
     """Data: 27 atoms near the sites of a cubic lattice; and the potentials."""
     folder = tmp_path_factory.mktemp("argon")
-    (folder / "data" / "set.000").mkdir(parents=True)
     random = np.random.default_rng(5)
     sites = np.stack(np.meshgrid(*[np.arange(3) * 3.9] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
     coord = sites + random.normal(scale=0.2, size=(12, 27, 3))
-    (folder / "data" / "type_map.raw").write_text("Ar\n")
-    (folder / "data" / "type.raw").write_text("0\n" * 27)
-    np.save(folder / "data" / "set.000" / "coord.npy", coord.reshape(12, -1))
-    np.save(folder / "data" / "set.000" / "box.npy", np.tile(11.7 * np.eye(3).reshape(-1), (12, 1)))
+    arrays = {"coord": coord.reshape(12, -1), "box": np.tile(11.7 * np.eye(3).reshape(-1), (12, 1))}
+    write_npy(folder / "data", [0] * 27, [arrays], ["Ar"])
     for name, values in POTENTIALS.items():
         torch.jit.script(Pairwise(*values)).save(str(folder / f"{name}.pth"))
     return folder
@@ -145,14 +143,10 @@ def test_molecules_move_as_a_whole_and_atoms_within_them_alone(tmp_path):
     from deepmd_muon.data import Frames
     from deepmd_muon.stability.scans import scan_in_place
 
-    (tmp_path / "w" / "set.000").mkdir(parents=True)
-    (tmp_path / "w" / "nopbc").touch()
-    (tmp_path / "w" / "type_map.raw").write_text("O\nH\n")
-    (tmp_path / "w" / "type.raw").write_text("0\n1\n1\n" * 2)
     molecule = np.array([[0.0, 0.0, 0.0], [0.96, 0.0, 0.0], [-0.24, 0.93, 0.0]])
     coord = np.concatenate([molecule, molecule + np.array([0.0, 0.0, 2.9])])
-    np.save(tmp_path / "w" / "set.000" / "coord.npy", coord.reshape(1, -1))
-    systems = open_systems(str(tmp_path / "w"), ["O", "H"])
+    water = write_npy(tmp_path / "w", [0, 1, 1] * 2, [{"coord": coord.reshape(1, -1)}], "OH", nopbc=True)
+    systems = open_systems(water, ["O", "H"])
     coverage = coverage_of(systems, ["O", "H"], 4.0)
     moved = []
 
@@ -280,14 +274,9 @@ def test_angles_of_water_and_how_far_others_lie_beyond(tmp_path):
         return np.array([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [np.cos(turn), np.sin(turn), 0.0]])
 
     box = 5.0 * np.eye(3)
-    folder = tmp_path / "w" / "set.000"
-    folder.mkdir(parents=True)
-    (tmp_path / "w" / "type_map.raw").write_text("O\nH\n")
-    (tmp_path / "w" / "type.raw").write_text("0\n1\n1\n")
-    # Across the border of the cell, too.
-    np.save(folder / "coord.npy", np.stack([bent(100.0), bent(110.0) + 4.5]).reshape(2, -1))
-    np.save(folder / "box.npy", np.tile(box.reshape(-1), (2, 1)))
-    systems = open_systems(str(tmp_path / "w"), ["O", "H"])
+    coord = np.stack([bent(100.0), bent(110.0) + 4.5])  # across the border of the cell, too
+    arrays = {"coord": coord.reshape(2, -1), "box": np.tile(box.reshape(-1), (2, 1))}
+    systems = open_systems(write_npy(tmp_path / "w", [0, 1, 1], [arrays], "OH"), ["O", "H"])
     angles = angles_of(systems, coverage_of(systems, ["O", "H"], 3.0))
     assert {angles.name(triple) for triple in angles.triples} == {"H-O-H", "O-H-H"}
     assert angles.smallest[0, 1, 1] == pytest.approx(100.0)

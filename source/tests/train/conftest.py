@@ -1,27 +1,19 @@
 import json
-import logging
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from compared import assert_same
+from small_models import section_of
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 
 
 @pytest.fixture(autouse=True)
-def _own_folder(tmp_path, monkeypatch):
-    """Run in an empty folder, on the CPU with one thread: sums then have one order, and equality can be exact."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    logger = logging.getLogger("deepmd_muon")  # a run sets its level and handlers
-    level, handlers = logger.level, list(logger.handlers)
-    monkeypatch.setenv("DEVICE", "cpu")
+def _own_folder(tmp_path, monkeypatch, as_alone):
+    """Run in an empty folder, on the CPU with one thread."""
     monkeypatch.chdir(tmp_path)
-    yield
-    torch.set_num_threads(threads)
-    logger.setLevel(level)
-    logger.handlers[:] = handlers
 
 
 @pytest.fixture
@@ -76,6 +68,15 @@ def train():
     return start
 
 
+@pytest.fixture
+def model():
+    """A small model of copper."""
+    from deepmd_muon.model import build_model
+
+    descriptor = {"type": "se_e2_a", "sel": [20], "rcut": 3.5, "neuron": [4, 8], "axis_neuron": 2, "seed": 1}
+    return build_model(section_of(descriptor, {"neuron": [6, 6], "seed": 1}, ["Cu"]))
+
+
 @pytest.fixture(scope="session")
 def _finished_run(tmp_path_factory):
     return tmp_path_factory.mktemp("finished")
@@ -99,3 +100,78 @@ def load():
         return torch.load(path, weights_only=True)
 
     return read
+
+
+@pytest.fixture
+def check_restart(train, load):
+    """A function that trains, goes on from the checkpoint of a step, and compares both ends and curves to the bit."""
+
+    def check(content, step, **options):
+        assert train(content, **options) == 0
+        whole, curve = load(), Path("lcurve.out").read_text()
+        again = {**content, "training": {**content["training"], "save_ckpt": "again"}}
+        assert train(again, restart=f"model.ckpt-{step}.pt", **options) == 0
+        parted = load("again.pt")
+        assert_same(whole, parted)
+        assert whole["deepmd_muon"]["training_data"] == parted["deepmd_muon"]["training_data"]
+        assert Path("lcurve.out").read_text() == curve
+        return whole, parted
+
+    return check
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """A function after which runs take their steps as on a GPU, from resident or streamed data."""
+    from deepmd_muon.train import trainer
+    from deepmd_muon.train.step.guard import DeviceGuard, on_nonfinite
+    from deepmd_muon.train.step.step import TrainingStep
+    from deepmd_muon.train.step.stepper import DeviceStepper
+
+    cpu = torch.device("cpu")
+
+    def switch(*, streamed=False):
+        def build(strategy, loss, optimizer, ema, training, scalars, model=None, parts=None):
+            guard = parts.guard = parts.guard or DeviceGuard(on_nonfinite(optimizer), optimizer, cpu)
+            norms = {"max_norm": training.gradient_max_norm, "adam_max_norm": training.adam_gradient_max_norm}
+            step = TrainingStep(strategy, loss, optimizer, guard, ema=ema, model=model, **norms)
+            return DeviceStepper(step, scalars, cpu, capture=False, keep_metrics=training.disp_avg, parts=parts)
+
+        monkeypatch.setattr(trainer, "build_stepper", build)
+        why = "a test wants it" if streamed else None
+        monkeypatch.setattr("deepmd_muon.train.step.stepper.why_not_on_device", lambda *args: why)
+
+    return switch
+
+
+@pytest.fixture
+def two_branches(small_input):
+    """A function that gives an input with branches on one descriptor, some keys of training changed."""
+
+    def make(descriptor=None, *, level="", net=None, **training):
+        content = small_input()
+        loss, model = content.pop("loss"), content["model"]
+        shared = {"types": ["Cu"], "all": descriptor or {**model["descriptor"], "sel": [44]}}
+        nets = [{**model["fitting_net"], "seed": seed} for seed in (2, 3)]
+        if net is not None:
+            shared["net"], nets = {**nets[0], **net}, ["net", "net"]
+        content["model"] = {
+            "data_stat_nbatch": 2,
+            "shared_dict": shared,
+            "model_dict": {
+                "hot": {"type_map": "types", "descriptor": "all", "fitting_net": nets[0]},
+                "cold": {"type_map": "types", "descriptor": f"all{level}", "fitting_net": nets[1]},
+            },
+        }
+        content["loss_dict"] = {"hot": loss, "cold": {**loss, "start_pref_e": 1.0, "limit_pref_e": 1.0}}
+        kept = {key: x for key, x in content["training"].items() if not key.endswith("_data")}
+        hot, cold = (str(EXAMPLE / "train" / name) for name in ("fcc32", "triclinic8"))
+        valid = {"systems": [str(EXAMPLE / "valid" / "fcc32")], "batch_size": 2}
+        data = {
+            "hot": {"training_data": {"systems": hot, "batch_size": 2}, "validation_data": valid},
+            "cold": {"training_data": {"systems": cold, "batch_size": 1}},
+        }
+        content["training"] = {**kept, "data_dict": data, "model_prob": {"hot": 2, "cold": 1}, **training}
+        return content
+
+    return make

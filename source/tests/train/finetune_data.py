@@ -5,8 +5,8 @@ import io
 import json
 from pathlib import Path
 
-import numpy as np
 import torch
+from write_systems import write_npy
 
 FIXTURE = torch.load(
     io.BytesIO(gzip.decompress(Path(__file__).with_name("finetune.pt.gz").read_bytes())), weights_only=True
@@ -18,12 +18,8 @@ TABLE = f"{PREFIX}descriptor.type_embedding.embedding.embedding_net.layers.0.mat
 def write_files(folder):
     """Write the target systems, the checkpoint of two branches and the one that deepmd-kit has fine-tuned."""
     for name, content in FIXTURE["target"].items():
-        system = folder / "target" / name
-        (system / "set.000").mkdir(parents=True)
-        (system / "type_map.raw").write_text("\n".join(content["type_map"]) + "\n")
-        np.savetxt(system / "type.raw", content["type"].numpy(), fmt="%d")
-        for key in ("coord", "box", "energy", "force"):
-            np.save(system / "set.000" / f"{key}.npy", content[key].numpy())
+        arrays = {key: content[key].numpy() for key in ("coord", "box", "energy", "force")}
+        write_npy(folder / "target" / name, content["type"].tolist(), [arrays], content["type_map"])
     torch.save({"model": FIXTURE["branches"], "optimizer": {}}, folder / "branches.pt")
     torch.save({"model": FIXTURE["finetuned"]["named"], "optimizer": {}}, folder / "named.pt")
 

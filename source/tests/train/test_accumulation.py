@@ -6,19 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from compared import assert_same
 
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.data import DataLoader, NeighborCache, Plan, open_systems
 from deepmd_muon.loss import build_loss
 from deepmd_muon.model import build_model
-from deepmd_muon.train import NonFiniteError, RunError, trainer
+from deepmd_muon.train import NonFiniteError, RunError
 from deepmd_muon.train.batches.batch import to_device
 from deepmd_muon.train.batches.streamed import AccumulatedFeed, BatchFeed, StreamedBatches
 from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.step.compiled import CompiledGradient
-from deepmd_muon.train.step.guard import DeviceGuard, HostGuard, on_nonfinite
+from deepmd_muon.train.step.guard import HostGuard
 from deepmd_muon.train.step.step import TrainingStep
-from deepmd_muon.train.step.stepper import DeviceStepper
 from deepmd_muon.train.strategy.alone import Alone
 
 SYSTEM = Path(__file__).parents[3] / "examples" / "cu_emt" / "data" / "train" / "fcc32"
@@ -84,43 +84,24 @@ def test_the_gradient_is_that_of_one_batch_with_all_frames(small_input, compiled
         torch.testing.assert_close(each[name].square().mean().sqrt(), expected, rtol=1e-10, atol=0)
 
 
-def on_device(monkeypatch, streamed):
-    """Let runs take their steps as on a GPU."""
-
-    def build(strategy, loss, optimizer, ema, training, scalars, model=None, parts=None):
-        guard = DeviceGuard(on_nonfinite(optimizer), optimizer, CPU)
-        step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema)
-        return DeviceStepper(step, scalars, CPU, capture=False, keep_metrics=training.disp_avg)
-
-    monkeypatch.setattr(trainer, "build_stepper", build)
-    why = "a test wants it" if streamed else None
-    monkeypatch.setattr("deepmd_muon.train.step.stepper.why_not_on_device", lambda *args: why)
-
-
-def assert_same(first, second, tolerance):
-    assert first["optimizer"]["param_groups"][0]["lr"] == pytest.approx(second["optimizer"]["param_groups"][0]["lr"])
-    for part in (lambda x: x["model"], lambda x: x["ema"]["model"]):
-        for name, expected in part(first).items():
-            if isinstance(expected, torch.Tensor):
-                torch.testing.assert_close(part(second)[name], expected, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("way", ["host", "resident", "streamed"])
-def test_a_run_is_that_of_larger_batches(small_input, train, load, monkeypatch, way):
+def test_a_run_is_that_of_larger_batches(small_input, train, load, monkeypatch, on_device, way):
     whole = exact(small_input, 4, 1, disp_avg=True)
     train(whole)
     wanted, curve = load(), np.loadtxt("lcurve.out")
     if way != "host":
-        on_device(monkeypatch, way == "streamed")
+        on_device(streamed=way == "streamed")
     monkeypatch.setattr("deepmd_muon.train.batches.resident._AHEAD", 6)  # no multiple of what a step takes
     train(exact(small_input, 2, 2, disp_avg=True, save_ckpt="parts"))
     found = load("parts.pt")
-    assert_same(wanted, found, 1e-10)
+    assert_same(wanted, found, 1e-10, ("model", "ema"))
+    rates = [content["optimizer"]["param_groups"][0]["lr"] for content in (wanted, found)]
+    assert rates[0] == pytest.approx(rates[1])
     np.testing.assert_allclose(np.loadtxt("lcurve.out"), curve, rtol=2e-2)
     assert wanted["deepmd_muon"]["training_data"]["step"] == 10
     assert found["deepmd_muon"]["training_data"]["step"] == 20
     train(exact(small_input, 2, 2, save_ckpt="again"), restart="parts-5.pt")
-    assert_same(found, load("again.pt"), 0.0)
+    assert_same(found, load("again.pt"))
 
 
 def test_batches_of_one_step_share_no_tensors():
@@ -149,9 +130,9 @@ def test_epochs_count_all_batches(small_input, train, load):
 
 @pytest.mark.parametrize("policy", ["error", "skip"])
 @pytest.mark.parametrize("device", [False, True])
-def test_one_bad_batch_leaves_the_step_out(small_input, train, load, monkeypatch, policy, device):
+def test_one_bad_batch_leaves_the_step_out(small_input, train, load, monkeypatch, on_device, policy, device):
     if device:
-        on_device(monkeypatch, streamed=True)
+        on_device(streamed=True)
     original, count = BatchFeed.read, 0
 
     def read(self):

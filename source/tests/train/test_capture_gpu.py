@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from write_systems import write_npy
 
 from deepmd_muon.train import NonFiniteError, trainer
 from deepmd_muon.train.batches.frame_store import FrameStore
@@ -56,14 +57,9 @@ def write_system(folder: Path, natoms: int, nframes: int, seed: int) -> str:
     random = np.random.default_rng(seed)
     grid = np.stack(np.meshgrid(*[np.arange(4)] * 3, indexing="ij"), -1).reshape(-1, 3)[:natoms]
     coord = 2.4 * grid + random.normal(0, 0.1, (nframes, natoms, 3))
-    (folder / "set.000").mkdir(parents=True)
-    (folder / "type.raw").write_text("0\n" * natoms)
-    (folder / "type_map.raw").write_text("Cu\n")
-    (folder / "nopbc").write_text("")
-    np.save(folder / "set.000/coord.npy", coord.reshape(nframes, -1))
-    np.save(folder / "set.000/energy.npy", random.normal(-natoms, 0.1, nframes))
-    np.save(folder / "set.000/force.npy", random.normal(0, 0.5, (nframes, 3 * natoms)))
-    return str(folder)
+    arrays = {"coord": coord.reshape(nframes, -1), "energy": random.normal(-natoms, 0.1, nframes)}
+    arrays["force"] = random.normal(0, 0.5, (nframes, 3 * natoms))
+    return write_npy(folder, [0] * natoms, [arrays], ["Cu"], nopbc=True)
 
 
 def assert_equal_weights(first, second):
@@ -277,20 +273,15 @@ def test_a_step_launches_without_waiting(small_input, train, monkeypatch):
     assert sum(replayed) > 20
 
 
-def write_alloy(folder: Path, elements: str, kinds: list[int], seed: int) -> str:
+def write_alloy(folder: Path, kinds: list[int], seed: int) -> str:
     """Write four frames of a strained cubic crystal of 32 atoms with the given kinds in turn."""
     random = np.random.default_rng(seed)
     cell = np.stack(np.meshgrid(*[np.arange(2)] * 3, indexing="ij"), -1).reshape(-1, 1, 3)
     grid = (cell + np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])).reshape(-1, 3)
     coord = 3.8 * grid + random.normal(0, 0.1, (4, 32, 3))
-    (folder / "set.000").mkdir(parents=True)
-    (folder / "type.raw").write_text("".join(f"{kinds[i % len(kinds)]}\n" for i in range(32)))
-    (folder / "type_map.raw").write_text(elements)
-    np.save(folder / "set.000/coord.npy", coord.reshape(4, -1))
-    np.save(folder / "set.000/box.npy", np.tile(7.6 * np.eye(3).ravel(), (4, 1)))
-    np.save(folder / "set.000/energy.npy", random.normal(-100, 0.5, 4))
-    np.save(folder / "set.000/force.npy", random.normal(0, 0.5, (4, 96)))
-    return str(folder)
+    arrays = {"coord": coord.reshape(4, -1), "box": np.tile(7.6 * np.eye(3).ravel(), (4, 1))}
+    arrays |= {"energy": random.normal(-100, 0.5, 4), "force": random.normal(0, 0.5, (4, 96))}
+    return write_npy(folder, [kinds[i % len(kinds)] for i in range(32)], [arrays], ["Ni", "Pd", "Al"])
 
 
 CUTS = {"e_rcut": 6.0, "e_rcut_smth": 5.3, "a_rcut": 4.0, "a_rcut_smth": 3.5}
@@ -313,9 +304,7 @@ DESCRIPTORS = {
 def test_many_compositions_train_with_default_settings(train, load, tmp_path, descriptor, batch_size):
     """Most systems lack an element of the type map, and their empty slots have nearly equal rows."""
     kinds = {"NiPd": [0, 1], "NiAl": [0, 2], "PdAl": [1, 2], "Pd": [1], "NiNiAl": [0, 0, 2], "all": [0, 1, 2]}
-    systems = [
-        write_alloy(tmp_path / name, "Ni\nPd\nAl\n", kind, seed) for seed, (name, kind) in enumerate(kinds.items())
-    ]
+    systems = [write_alloy(tmp_path / name, kind, seed) for seed, (name, kind) in enumerate(kinds.items())]
     content = {
         "model": {"type_map": ["Ni", "Pd", "Al"], "descriptor": DESCRIPTORS[descriptor], "fitting_net": {}},
         "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-5},

@@ -11,19 +11,8 @@ from deepmd_muon.cli.main import main
 from deepmd_muon.infer.frozen import is_frozen
 
 VALID = str(Path(__file__).parents[3] / "examples" / "cu_emt" / "data" / "valid")
-REPFLOW = {
-    "n_dim": 8,
-    "e_dim": 4,
-    "a_dim": 4,
-    "nlayers": 1,
-    "axis_neuron": 2,
-    "e_rcut": 4.5,
-    "e_rcut_smth": 2.0,
-    "e_sel": 60,
-    "a_rcut": 3.0,
-    "a_rcut_smth": 2.0,
-    "a_sel": 14,
-}
+EDGES = {"n_dim": 8, "e_dim": 4, "nlayers": 1, "axis_neuron": 2, "e_rcut": 4.5, "e_rcut_smth": 2.0, "e_sel": 60}
+REPFLOW = {**EDGES, "a_dim": 4, "a_rcut": 3.0, "a_rcut_smth": 2.0, "a_sel": 14}
 ATTENTION = {"attn": 8, "attn_layer": 1, "tebd_dim": 4, "rcut": 4.5, "rcut_smth": 2.0, "neuron": [4, 8]}
 DESCRIPTORS = {
     "se_e2_a": {},
@@ -218,19 +207,14 @@ SEVERAL = {
 
 
 @pytest.fixture
-def several(small_input, train):
+def several(two_branches, train):
     """The files of a run with two branches."""
-    content = small_input(training={"numb_steps": 2, "save_freq": 1, "checkpoint_format": "both", "enable_ema": True})
-    model, loss, training = content["model"], content.pop("loss"), content["training"]
-    parts = {"type_map": "types", "descriptor": "all", "fitting_net": model["fitting_net"]}
-    content["model"] = {"shared_dict": {"types": ["Cu"], "all": model["descriptor"]}}
-    content["model"]["model_dict"] = {"hot": parts, "cold": parts}
-    content["loss_dict"] = {"hot": loss, "cold": loss}
-    data = {key: training.pop(key) for key in ("training_data", "validation_data")}
-    training |= {"data_dict": {"hot": data, "cold": data}, "model_prob": {"hot": 1, "cold": 1}}
+    content = two_branches(numb_steps=2, save_freq=1, checkpoint_format="both", enable_ema=True)
+    data = content["training"]["data_dict"]
+    data["cold"]["validation_data"] = data["hot"]["validation_data"]
     content["validating"] = {"full_validation": True, "validation_freq": 2, "full_val_start": 0}
     assert train(content) == 0
-    training |= {"save_ckpt": "again", "disp_file": "again.out"}
+    content["training"] |= {"save_ckpt": "again", "disp_file": "again.out"}
     del content["validating"]
     Path("again.json").write_text(json.dumps(content))
 

@@ -6,39 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from compared import assert_same
 
 from deepmd_muon.data import DataLoader, open_systems
-from deepmd_muon.train import NonFiniteError, TrainingError, trainer
+from deepmd_muon.train import NonFiniteError, TrainingError
 from deepmd_muon.train.batches.batch import tensors_of, to_device
 from deepmd_muon.train.batches.streamed import StreamedBatches, with_full_sections
-from deepmd_muon.train.step.guard import DeviceGuard, on_nonfinite
 from deepmd_muon.train.step.step import TrainingStep
 from deepmd_muon.train.step.stepper import DeviceStepper, RateTable
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def on_device(monkeypatch):
-    """A function after which runs take their steps as on a GPU, from resident or streamed data."""
-
-    def switch(*, streamed=False):
-        def build(strategy, loss, optimizer, ema, training, scalars, model=None, parts=None):
-            guard = parts.guard = parts.guard or DeviceGuard(on_nonfinite(optimizer), optimizer, CPU)
-            norms = {"max_norm": training.gradient_max_norm, "adam_max_norm": training.adam_gradient_max_norm}
-            step = TrainingStep(strategy, loss, optimizer, guard, ema=ema, model=model, **norms)
-            return DeviceStepper(step, scalars, CPU, capture=False, keep_metrics=training.disp_avg, parts=parts)
-
-        monkeypatch.setattr(trainer, "build_stepper", build)
-        if streamed:
-            monkeypatch.setattr("deepmd_muon.train.step.stepper.why_not_on_device", lambda *args: "a test wants it")
-
-    return switch
-
-
-def weights(content):
-    return {name: x for name, x in content["model"].items() if isinstance(x, torch.Tensor)}
 
 
 def poison(monkeypatch, *numbers):
@@ -68,11 +46,8 @@ def test_weights_are_those_of_steps_that_read_on_the_host(small_input, train, lo
     on_device(streamed=streamed)
     train(content)
     device = load()
-    for name, expected in weights(host).items():
-        # Other widths of neighbour sections and a float32 learning rate move the last bits.
-        torch.testing.assert_close(device["model"][name], expected, rtol=1e-6, atol=1e-6)
-    for name, expected in host["ema"]["model"].items():
-        torch.testing.assert_close(device["ema"]["model"][name], expected, rtol=1e-6, atol=1e-6)
+    # Other widths of neighbour sections and a float32 learning rate move the last bits.
+    assert_same(host, device, 1e-6, ("model", "ema"))
     np.testing.assert_allclose(np.loadtxt("lcurve.out", comments="#"), curve, rtol=0.02)
     assert device["deepmd_muon"]["training_data"] == host["deepmd_muon"]["training_data"]
     group = device["optimizer"]["param_groups"][0]
@@ -94,23 +69,13 @@ def test_a_graph_descriptor_steps_alike_from_bounds_and_counts(small_input, trai
     host = load()
     on_device(streamed=streamed)
     train(content)
-    for name, expected in weights(host).items():
-        torch.testing.assert_close(load()["model"][name], expected, rtol=1e-6, atol=1e-6)
+    assert_same(host, load(), 1e-6, ("model",))
 
 
 @pytest.mark.parametrize("tail", [0.0, 0.7])
-def test_restart_is_bitwise(small_input, train, load, on_device, tail):
+def test_restart_is_bitwise(small_input, check_restart, on_device, tail):
     on_device()
-    content = small_input(training={"enable_ema": True, "ema_tail": tail})
-    train(content)
-    whole = load("model.ckpt-10.pt")
-    train({**content, "training": {**content["training"], "save_ckpt": "again"}}, restart="model.ckpt-5.pt")
-    parted = load("again-10.pt")
-    for name, expected in weights(whole).items():
-        assert torch.equal(parted["model"][name], expected), name
-    for name, expected in whole["ema"]["model"].items():
-        assert torch.equal(parted["ema"]["model"][name], expected), name
-    assert whole["deepmd_muon"]["training_data"] == parted["deepmd_muon"]["training_data"]
+    check_restart(small_input(training={"enable_ema": True, "ema_tail": tail}), 5)
 
 
 def test_from_the_first_bad_step_on_everything_is_frozen_and_that_step_is_named(
@@ -151,9 +116,7 @@ def test_skip_leaves_bad_steps_out_and_counts_them(small_input, train, load, on_
     poison(monkeypatch, 3, 4)
     caplog.clear()
     train({**content, "training": {**content["training"], "save_ckpt": "device"}})
-    device = load("device.pt")
-    for name, expected in weights(host).items():
-        torch.testing.assert_close(device["model"][name], expected, rtol=1e-6, atol=1e-6)
+    assert_same(host, load("device.pt"), 1e-6, ("model",))
     assert "2 steps since update 1 are skipped" in caplog.text
 
 
@@ -238,27 +201,16 @@ def test_tf32_ends_with_the_gradient(small_input, train, monkeypatch):
 
 
 @pytest.mark.parametrize("optimizer", ["HybridMuon", "Adam"])
-def test_branches_step_alike_without_reading_on_the_host(small_input, train, load, on_device, optimizer):
+def test_branches_step_alike_without_reading_on_the_host(two_branches, train, load, on_device, optimizer):
     """Branches share guard and schedule; a head that is not drawn keeps its momentum."""
-    content = small_input(optimizer={"type": optimizer}, training={"numb_steps": 9, "enable_ema": True})
-    loss, model, training = content.pop("loss"), content["model"], content["training"]
-    nets = [{**model["fitting_net"], "seed": seed} for seed in (2, 3)]
-    parts = {"type_map": "types", "descriptor": "all"}
-    content["model"] = {
-        "shared_dict": {"types": ["Cu"], "all": {**model["descriptor"], "sel": [50]}},
-        "model_dict": {name: {**parts, "fitting_net": net} for name, net in zip("ab", nets, strict=True)},
-    }
-    content["loss_dict"] = {"a": loss, "b": {**loss, "start_pref_e": 1.0}}
-    data = {"training_data": training.pop("training_data")}
-    del training["validation_data"]
-    content["training"] = {**training, "data_dict": {"a": data, "b": data}, "model_prob": {"a": 2, "b": 1}}
+    content = two_branches(numb_steps=9, enable_ema=True)
+    content["optimizer"] = {"type": optimizer}
     assert train(content) == 0
     host, curve = load(), np.loadtxt("lcurve.out", comments="#")
     on_device()
     assert train(content) == 0
     device = load()
-    for name, expected in weights(host).items():
-        torch.testing.assert_close(device["model"][name], expected, rtol=1e-6, atol=1e-6)
+    assert_same(host, device, 1e-6, ("model", "ema"))
     for index, expected in host["optimizer"]["state"].items():
         for key, value in expected.items():
             found = torch.as_tensor(device["optimizer"]["state"][index][key])

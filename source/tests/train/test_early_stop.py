@@ -1,8 +1,8 @@
 """Early stop: a run ends after full validations without a new best, and a branch without one is not drawn."""
 
 import pytest
-import torch
-from test_multi_task import EXAMPLE, two_branches  # noqa: F401 (a fixture)
+from compared import assert_same
+from test_multi_task import EXAMPLE
 
 from deepmd_muon.argcheck import InputError, normalize
 from deepmd_muon.train.validation import run_validation
@@ -28,11 +28,6 @@ def positions(content):
     return {name: state["step"] for name, state in content["deepmd_muon"]["training_data"].items()}
 
 
-def same_weights(a, b):
-    parts = [{name: x for name, x in each["model"].items() if torch.is_tensor(x)} for each in (a, b)]
-    return parts[0].keys() == parts[1].keys() and all(torch.equal(x, parts[1][name]) for name, x in parts[0].items())
-
-
 def test_a_run_without_a_new_best_ends_with_its_checkpoint(small_input, train, load, scripted):
     scripted(Default=[5.0, 4.0, 4.5, 3.0, 3.0, 3.5, *[0.0] * 4])
     content = small_input(training={"save_freq": 5}, validating=PATIENT)
@@ -43,7 +38,7 @@ def test_a_run_without_a_new_best_ends_with_its_checkpoint(small_input, train, l
     content["training"]["save_ckpt"] = "again"
     assert train(content, restart="model.ckpt-5.pt") == 0
     assert load("again.pt")["deepmd_muon"]["step"] == 6
-    assert same_weights(whole, load("again.pt"))
+    assert_same(whole, load("again.pt"))
     assert train(content, restart="again-6.pt") == 0
     assert load("again.pt")["deepmd_muon"]["step"] == 6
     # More patience lets it go on.
@@ -52,7 +47,7 @@ def test_a_run_without_a_new_best_ends_with_its_checkpoint(small_input, train, l
     assert load("again.pt")["deepmd_muon"]["step"] == 10
 
 
-def test_a_branch_without_a_new_best_is_not_drawn(two_branches, train, load, scripted):  # noqa: F811
+def test_a_branch_without_a_new_best_is_not_drawn(two_branches, train, load, scripted):
     hot = [5.0, 6.0, 6.0, 6.0, 6.0, 6.0, 6.0, 4.0, *[5.0] * 12]  # waits after steps 3 to 7, and from step 10 on
     cold = [20.0 - k for k in range(14)] + [30.0] * 6  # waits from step 16 on
     scripted(hot=hot, cold=cold)
@@ -67,11 +62,11 @@ def test_a_branch_without_a_new_best_is_not_drawn(two_branches, train, load, scr
     assert all(sum(each.values()) == step for step, each in seen.items())
     content["training"]["save_ckpt"] = "again"
     assert train(content, restart="model.ckpt-5.pt") == 0
-    assert same_weights(load(), load("again.pt"))
+    assert_same(load(), load("again.pt"))
     assert positions(load("again.pt")) == seen[16]
 
 
-def test_a_branch_that_is_never_drawn_does_not_keep_a_run_alive(two_branches, train, load, scripted):  # noqa: F811
+def test_a_branch_that_is_never_drawn_does_not_keep_a_run_alive(two_branches, train, load, scripted):
     scripted(hot=[1.0] * 10)
     content = two_branches(numb_steps=10, model_prob={"hot": 1, "cold": 0})
     content["validating"] = PATIENT

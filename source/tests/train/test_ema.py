@@ -1,7 +1,7 @@
 import pytest
 import torch
+from small_models import section_of
 
-from deepmd_muon.argcheck import normalize
 from deepmd_muon.model import build_model
 from deepmd_muon.train.ema import Ema, EmaError
 
@@ -10,13 +10,8 @@ FIRST = "atomic_model.descriptor.sea.filter_layers.networks.0.layers.0.matrix"
 
 @pytest.fixture
 def model():
-    section = {
-        "type_map": ["O", "H"],
-        "descriptor": {"type": "se_e2_a", "sel": [2, 4], "rcut": 3.0, "neuron": [2, 4], "axis_neuron": 2, "seed": 1},
-        "fitting_net": {"neuron": [3], "seed": 1},
-    }
-    rest = {"learning_rate": {"start_lr": 1e-3}, "training": {"training_data": {"systems": "."}, "numb_steps": 1}}
-    return build_model(normalize({"model": section, "loss": {}, **rest}).normalized["model"])
+    descriptor = {"type": "se_e2_a", "sel": [2, 4], "rcut": 3.0, "neuron": [2, 4], "axis_neuron": 2, "seed": 1}
+    return build_model(section_of(descriptor, {"neuron": [3], "seed": 1}))
 
 
 def set_all(model, value):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_validation import CPU, loader, model, systems  # noqa: F401 (fixtures)
+from test_validation import CPU, loader, systems  # noqa: F401 (a fixture)
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
@@ -88,7 +88,7 @@ def test_a_signal_during_the_comparison_ends_it(small_input, train, caplog, monk
 
     compared = []
 
-    def stopped(model, batches, nrows, add_up):  # noqa: F811 (a parameter of the function that this replaces)
+    def stopped(model, batches, nrows, add_up):
         for batch in batches:
             compared.append(batch)
             os.kill(os.getpid(), signal.SIGINT)

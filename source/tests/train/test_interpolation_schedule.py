@@ -1,10 +1,9 @@
 """Runs whose steps interpolate the embedding nets, and how they look at the number of pieces."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from compared import tensors
 
 from deepmd_muon.model.descriptor.se_e2_a import interpolation
 from deepmd_muon.train.step.interpolation_schedule import Tuning
@@ -15,10 +14,6 @@ def _small_batches_count(monkeypatch):
     monkeypatch.setattr(interpolation, "EDGES_PER_NODE", 0)
 
 
-def weights(checkpoint):
-    return {name: value for name, value in checkpoint["model"].items() if isinstance(value, torch.Tensor)}
-
-
 def test_interpolated_training_follows_the_exact_one(small_input, train, load):
     content = small_input(training={"save_ckpt": "interpolated"})
     assert train(content) == 0
@@ -26,22 +21,15 @@ def test_interpolated_training_follows_the_exact_one(small_input, train, load):
     assert train(content) == 0
     first, second = load("interpolated.pt"), load("exact.pt")
     assert (first["deepmd_muon"]["pieces"], second["deepmd_muon"]["pieces"]) == (16, 0)
-    found, wanted = weights(first), weights(second)
+    found, wanted = tensors(first["model"]), tensors(second["model"])
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-9, msg=name)
     np.testing.assert_allclose(np.loadtxt("lcurve.out"), np.loadtxt("exact.out"), rtol=1e-6)
 
 
 @pytest.mark.parametrize("saved", [3, 8])  # 8 is a step at which the run looks anew
-def test_a_continued_run_takes_the_same_pieces(small_input, train, load, saved):
-    content = small_input(training={"save_freq": saved})
-    assert train(content) == 0
-    whole, curve = load(), Path("lcurve.out").read_text()
-    content["training"]["save_ckpt"] = "again"
-    assert train(content, restart=f"model.ckpt-{saved}.pt") == 0
-    for name, value in weights(whole).items():
-        assert torch.equal(weights(load("again.pt"))[name], value), name
-    assert Path("lcurve.out").read_text() == curve
+def test_a_continued_run_takes_the_same_pieces(small_input, check_restart, saved):
+    check_restart(small_input(training={"save_freq": saved}), saved)
 
 
 def test_when_a_run_looks(monkeypatch):

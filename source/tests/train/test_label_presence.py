@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
+from write_systems import write_npy
 
-from deepmd_muon.argcheck import normalize
 from deepmd_muon.data import DataLoader, NeighborCache, open_systems
 from deepmd_muon.loss import build_loss
-from deepmd_muon.model import build_model
 from deepmd_muon.train.batches.batch import to_device
 
 CPU = torch.device("cpu")
@@ -18,37 +16,14 @@ CPU = torch.device("cpu")
 def write(folder, sets, natoms, nopbc=False):
     """Random frames of `natoms` atoms; `sets` name the labels of each set of three frames."""
     random = np.random.default_rng(natoms)
-    folder.mkdir()
-    (folder / "type.raw").write_text("0\n" * natoms)
-    (folder / "type_map.raw").write_text("Cu")
-    if nopbc:
-        (folder / "nopbc").touch()
     widths = {"energy": 1, "force": 3 * natoms, "virial": 9}
     grid = np.stack(np.meshgrid(*[np.arange(3)] * 3), -1).reshape(-1, 3)[:natoms] * 2.5
-    for k, labels in enumerate(sets):
-        part = folder / f"set.{k:03d}"
-        part.mkdir()
-        np.save(part / "coord.npy", (grid + random.uniform(-0.2, 0.2, (3, natoms, 3))).reshape(3, -1))
-        if not nopbc:
-            np.save(part / "box.npy", np.tile(7.5 * np.eye(3).ravel(), (3, 1)))
-        for label in labels:
-            np.save(part / f"{label}.npy", random.standard_normal((3, widths[label])))
-    return str(folder)
-
-
-@pytest.fixture
-def model():
-    section = {
-        "type_map": ["Cu"],
-        "descriptor": {"type": "se_e2_a", "sel": [20], "rcut": 3.5, "neuron": [4, 8], "axis_neuron": 2, "seed": 1},
-        "fitting_net": {"neuron": [6, 6], "seed": 1},
-    }
-    given = {
-        "model": section,
-        "learning_rate": {"start_lr": 1e-3},
-        "training": {"training_data": {"systems": ["x"]}, "numb_steps": 1},
-    }
-    return build_model(normalize(given).normalized["model"])
+    arrays = []
+    for labels in sets:
+        coord = (grid + random.uniform(-0.2, 0.2, (3, natoms, 3))).reshape(3, -1)
+        drawn = {label: random.standard_normal((3, widths[label])) for label in labels}
+        arrays.append({"coord": coord, "box": np.tile(7.5 * np.eye(3).ravel(), (3, 1)), **drawn})
+    return write_npy(folder, [0] * natoms, arrays, ["Cu"], nopbc=nopbc)
 
 
 def loss_of(model, loss, batch):

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "data"))
-
 from forked import run_script
 from write_systems import make_arrays, write_hdf5, write_npy
 

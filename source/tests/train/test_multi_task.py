@@ -15,58 +15,16 @@ from deepmd_muon.infer.predictor import Predictor, load_model
 from deepmd_muon.train import trainer
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
+_ANGLES = {"e_dim": 5, "a_dim": 4, "a_rcut": 3.0, "a_rcut_smth": 2.5, "a_sel": 10}
+_EDGES = {"n_dim": 6, "nlayers": 1, "e_rcut": 4.0, "e_rcut_smth": 3.5, "e_sel": 20}
+_NET = {"rcut_smth": 2.0, "neuron": [4, 8], "seed": 1}
 DESCRIPTORS = {
-    "se_e2_a": {"sel": [44], "rcut": 4.5, "rcut_smth": 2.0, "neuron": [4, 8], "axis_neuron": 3},
-    "dpa1": {"sel": 30, "rcut": 4.0, "rcut_smth": 2.0, "neuron": [4, 8], "axis_neuron": 2, "attn": 6, "attn_layer": 1},
-    "dpa3": {
-        "repflow": {
-            "n_dim": 6,
-            "e_dim": 5,
-            "a_dim": 4,
-            "nlayers": 1,
-            "e_rcut": 4.0,
-            "e_rcut_smth": 3.5,
-            "e_sel": 20,
-            "a_rcut": 3.0,
-            "a_rcut_smth": 2.5,
-            "a_sel": 10,
-        }
-    },
+    "se_e2_a": {"type": "se_e2_a", "sel": [44], "rcut": 4.5, "axis_neuron": 3, **_NET},
+    "dpa1": {"type": "dpa1", "sel": 30, "rcut": 4.0, "axis_neuron": 2, "attn": 6, "attn_layer": 1, **_NET},
+    "dpa3": {"type": "dpa3", "repflow": {**_EDGES, **_ANGLES}, "seed": 1},
 }
 HOT, COLD = (str(EXAMPLE / "train" / name) for name in ("fcc32", "triclinic8"))
 DESCRIPTOR, FITTING = "atomic_model.descriptor.", "atomic_model.fitting_net."
-
-
-@pytest.fixture
-def two_branches(small_input):
-    """A function that gives an input with two branches on one descriptor, some keys of training changed."""
-
-    def make(kind="se_e2_a", *, level="", net=None, **training):
-        content = small_input()
-        loss, model = content.pop("loss"), content["model"]
-        shared = {"types": ["Cu"], "all": {"type": kind, **DESCRIPTORS[kind], "seed": 1}}
-        nets = [{**model["fitting_net"], "seed": seed} for seed in (2, 3)]
-        if net is not None:
-            shared["net"], nets = {**nets[0], **net}, ["net", "net"]
-        content["model"] = {
-            "data_stat_nbatch": 2,
-            "shared_dict": shared,
-            "model_dict": {
-                "hot": {"type_map": "types", "descriptor": "all", "fitting_net": nets[0]},
-                "cold": {"type_map": "types", "descriptor": f"all{level}", "fitting_net": nets[1]},
-            },
-        }
-        content["loss_dict"] = {"hot": loss, "cold": {**loss, "start_pref_e": 1.0, "limit_pref_e": 1.0}}
-        kept = {key: x for key, x in content["training"].items() if not key.endswith("_data")}
-        valid = {"systems": [str(EXAMPLE / "valid" / "fcc32")], "batch_size": 2}
-        data = {
-            "hot": {"training_data": {"systems": HOT, "batch_size": 2}, "validation_data": valid},
-            "cold": {"training_data": {"systems": COLD, "batch_size": 1}},
-        }
-        content["training"] = {**kept, "data_dict": data, "model_prob": {"hot": 2, "cold": 1}, **training}
-        return content
-
-    return make
 
 
 def branch(content, name):
@@ -86,7 +44,7 @@ def below(state, prefix):
 
 @pytest.mark.parametrize("kind", DESCRIPTORS)
 def test_branches_share_the_descriptor_and_have_heads_of_their_own(two_branches, train, load, kind):
-    assert train(two_branches(kind, numb_steps=4, save_freq=4)) == 0
+    assert train(two_branches(DESCRIPTORS[kind], numb_steps=4, save_freq=4)) == 0
     content = load()
     hot, cold = branch(content, "hot"), branch(content, "cold")
     assert same(below(hot, DESCRIPTOR), below(cold, DESCRIPTOR))
@@ -97,7 +55,7 @@ def test_branches_share_the_descriptor_and_have_heads_of_their_own(two_branches,
 
 
 def test_level_1_shares_the_type_embedding_alone(two_branches, train, load):
-    assert train(two_branches("dpa1", level=":1", numb_steps=4, save_freq=4)) == 0
+    assert train(two_branches(DESCRIPTORS["dpa1"], level=":1", numb_steps=4, save_freq=4)) == 0
     hot, cold = (below(branch(load(), name), DESCRIPTOR) for name in ("hot", "cold"))
     equal = {key for key in hot if torch.equal(hot[key], cold[key])}
     types = {key for key in hot if "type_embedding" in key}
@@ -119,7 +77,7 @@ def test_shared_statistics_are_those_of_all_data_together(two_branches, small_in
     assert train(two_branches(numb_steps=0)) == 0
     both = branch(load(), "cold")[f"{DESCRIPTOR}sea.stddev"]
     single = small_input(training={"numb_steps": 0, "save_ckpt": "one", "validation_data": None})
-    single["model"]["descriptor"] = {"type": "se_e2_a", **DESCRIPTORS["se_e2_a"], "seed": 1}
+    single["model"]["descriptor"] = DESCRIPTORS["se_e2_a"]
     single["model"]["data_stat_nbatch"] = 2
     single["training"]["training_data"] = {"systems": [HOT, COLD], "batch_size": [2, 1]}
     assert train(single) == 0
@@ -163,19 +121,11 @@ def test_only_runs_with_branches_may_lack_gradients_in_a_captured_step(two_branc
 
 
 @pytest.mark.parametrize(("kind", "optimizer"), [("se_e2_a", "HybridMuon"), ("dpa1", "Adam")])
-def test_restart_is_bitwise(two_branches, train, load, kind, optimizer):
-    content = two_branches(kind, numb_steps=9, save_freq=4, enable_ema=True)
+def test_restart_is_bitwise(two_branches, check_restart, kind, optimizer):
+    content = two_branches(DESCRIPTORS[kind], numb_steps=9, save_freq=4, enable_ema=True)
     content["optimizer"] = {"type": optimizer}
-    assert train(content) == 0
-    whole = load("model.ckpt-9.pt")
-    content["training"]["save_ckpt"] = "again"
-    assert train(content, restart="model.ckpt-4.pt") == 0
-    again = load("again-9.pt")
-    for name in ("hot", "cold"):
-        assert same(branch(whole, name), branch(again, name))
-    assert same(whole["ema"]["model"], again["ema"]["model"])
+    whole, again = check_restart(content, 4)
     assert whole["deepmd_muon"]["tasks"] == again["deepmd_muon"]["tasks"]
-    assert whole["deepmd_muon"]["training_data"] == again["deepmd_muon"]["training_data"]
     served = {name: state["step"] for name, state in whole["deepmd_muon"]["training_data"].items()}
     assert sum(served.values()) == 9
     assert min(served.values()) > 0
@@ -238,7 +188,7 @@ def test_every_branch_has_its_best_checkpoint(two_branches, train, load):
 
 @pytest.mark.parametrize("kind", DESCRIPTORS)
 def test_commands_take_a_branch(two_branches, train, caplog, kind):
-    assert train(two_branches(kind, numb_steps=3, enable_ema=True)) == 0
+    assert train(two_branches(DESCRIPTORS[kind], numb_steps=3, enable_ema=True)) == 0
     (system,) = open_systems(COLD, ["Cu"])
     frames = system.frames(np.arange(2))
     found = {name: Predictor("model.ckpt.pt", head=name).evaluate(frames).energy for name in ("hot", "cold")}
@@ -369,7 +319,7 @@ def test_an_added_branch_starts_anew_and_a_dropped_one_is_gone(two_branches, tra
 @pytest.mark.parametrize("optimizer", ["HybridMuon", "Adam"])
 def test_from_one_model_to_several_and_back(two_branches, small_input, train, load, optimizer):
     single = small_input(training={"numb_steps": 6, "save_ckpt": "one"})
-    single["model"]["descriptor"] = {"type": "se_e2_a", **DESCRIPTORS["se_e2_a"], "seed": 1}
+    single["model"]["descriptor"] = DESCRIPTORS["se_e2_a"]
     single["optimizer"] = {"type": optimizer}
     assert train(single) == 0
     one = load("one.pt")
@@ -427,7 +377,7 @@ def test_a_pattern_on_any_branch_finds_a_shared_parameter(two_branches, train, l
 
 
 def test_a_new_branch_shares_what_the_script_of_another_says(two_branches, train, load):
-    content = two_branches("dpa1", numb_steps=1)
+    content = two_branches(DESCRIPTORS["dpa1"], numb_steps=1)
     assert train(content) == 0
     model = content["model"]["model_dict"]
     content["model"]["model_dict"] = {"new": model["cold"], "hot": model["hot"]}

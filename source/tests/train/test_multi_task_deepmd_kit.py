@@ -1,38 +1,21 @@
 """Several models here and in deepmd-kit 3.2.0: equal losses, and files that both continue (`pytest -m deepmd_kit`)."""
 
 import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_multi_task import COLD, DESCRIPTORS, EXAMPLE, branch, two_branches  # noqa: F401 (a fixture)
+from deepmd_kit_program import MARKS, dp, python
+from test_multi_task import COLD, DESCRIPTORS, EXAMPLE, branch
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
 from deepmd_muon.infer.predictor import Predictor
 
-pytestmark = [
-    pytest.mark.deepmd_kit,
-    pytest.mark.skipif(
-        not {"DEEPMD_KIT_DP", "DEEPMD_KIT_PYTHON"} <= os.environ.keys(),
-        reason="DEEPMD_KIT_DP and DEEPMD_KIT_PYTHON name no deepmd-kit",
-    ),
-]
+pytestmark = MARKS
 STEPS = 20
-
-
-def deepmd_kit(*words, program=("DEEPMD_KIT_DP", "--pt")):
-    command = [os.environ[program[0]], *program[1:], *words]
-    environment = {key: x for key, x in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**environment, "OMP_NUM_THREADS": "1"}, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 def write(content, name):
@@ -56,10 +39,10 @@ def one_frame(place, system, number):
 STRUCTURES = ("input_torch", "input_torch_sharefit", "input_torch_with_alias", "input_torch_num_epoch_dict")
 
 
-def structured(two_branches, structure, kind):  # noqa: F811
+def structured(two_branches, structure, kind):
     """Return an input as one of the examples is built, with one of our descriptors; data have one batch a branch."""
     shared = structure in ("input_torch_sharefit", "input_torch_with_alias")
-    content = two_branches(kind, net={"dim_case_embd": 2} if shared else None, disp_freq=1)
+    content = two_branches(DESCRIPTORS[kind], net={"dim_case_embd": 2} if shared else None, disp_freq=1)
     branches, training = content["model"]["model_dict"], content["training"]
     if structure == "input_torch_with_alias":
         branches["hot"] |= {"model_branch_alias": ["Default", "Metal"], "info": {"observed_type": ["Cu"]}}
@@ -74,7 +57,7 @@ def structured(two_branches, structure, kind):  # noqa: F811
 
 @pytest.mark.parametrize("kind", DESCRIPTORS)
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_losses_are_equal_for_equal_weights_and_tasks(two_branches, train, load, structure, kind):  # noqa: F811
+def test_losses_are_equal_for_equal_weights_and_tasks(two_branches, train, load, structure, kind):
     content = structured(two_branches, structure, kind)
     content["optimizer"] = {"type": "Adam"}
     training = content["training"]
@@ -93,8 +76,7 @@ def test_losses_are_equal_for_equal_weights_and_tasks(two_branches, train, load,
     assert 0 < sum(tasks) < STEPS == len(tasks)
     words = ["order.json", "theirs.json", "train", write(content, "kit.json"), "--init-model", "start.pt"]
     write(tasks, "order.json")
-    script = str(Path(__file__).with_name("multi_task_in_deepmd_kit.py"))
-    deepmd_kit(*words, "--skip-neighbor-stat", program=("DEEPMD_KIT_PYTHON", script))
+    python(Path(__file__).with_name("multi_task_in_deepmd_kit.py"), *words, "--skip-neighbor-stat")
     theirs = json.loads(Path("theirs.json").read_text())
     assert len(theirs) == STEPS
     for task, row, found in zip(tasks, rows, theirs, strict=True):
@@ -108,9 +90,9 @@ def test_losses_are_equal_for_equal_weights_and_tasks(two_branches, train, load,
     ("kind", "level", "optimizer"),
     [("se_e2_a", "", "HybridMuon"), ("dpa1", ":1", "Adam"), ("dpa3", "", "HybridMuon")],
 )
-def test_both_continue_what_the_other_saved(two_branches, train, load, kind, level, optimizer):  # noqa: F811
+def test_both_continue_what_the_other_saved(two_branches, train, load, kind, level, optimizer):
     precision = "float32" if optimizer == "HybridMuon" else "float64"  # its HybridMuon restarts no float64 models
-    content = two_branches(kind, level=level, numb_steps=3, save_freq=3)
+    content = two_branches(DESCRIPTORS[kind], level=level, numb_steps=3, save_freq=3)
     content["optimizer"] = {"type": optimizer, **({"lr_adjust_coeff": 0.18} if optimizer == "HybridMuon" else {})}
     content["model"]["shared_dict"]["all"]["precision"] = precision
     for model in content["model"]["model_dict"].values():
@@ -120,21 +102,21 @@ def test_both_continue_what_the_other_saved(two_branches, train, load, kind, lev
     (system,) = open_systems(COLD, ["Cu"])
     frames = system.frames(np.arange(2))
     for head in ("hot", "cold"):
-        deepmd_kit("test", "-m", "model.ckpt.pt", "-s", COLD, "--head", head, "-n", "2", "-d", head)
+        dp("test", "-m", "model.ckpt.pt", "-s", COLD, "--head", head, "-n", "2", "-d", head)
         force = Predictor("model.ckpt.pt", head=head).evaluate(frames).force.reshape(-1, 3)
         np.testing.assert_allclose(np.loadtxt(f"{head}.f.out")[:, 3:], force, atol=tolerance)
-    deepmd_kit("freeze", "-c", "model.ckpt.pt", "-o", "theirs.pth", "--head", "cold")
-    assert "'hot', 'cold', 'RANDOM'" in deepmd_kit("show", "model.ckpt.pt", "model-branch")
+    dp("freeze", "-c", "model.ckpt.pt", "-o", "theirs.pth", "--head", "cold")
+    assert "'hot', 'cold', 'RANDOM'" in dp("show", "model.ckpt.pt", "model-branch")
     # Theirs on ours, ours on theirs.
     content["training"] |= {"numb_steps": 6, "save_freq": 6}
-    deepmd_kit("train", write(content, "six.json"), "--restart", "model.ckpt-3.pt", "--skip-neighbor-stat")
+    dp("train", write(content, "six.json"), "--restart", "model.ckpt-3.pt", "--skip-neighbor-stat")
     content["training"] |= {"numb_steps": 8, "save_ckpt": "third"}
     assert train(content, restart="model.ckpt-6.pt", skip_neighbor_stat=True) == 0
     assert load("third.pt")["deepmd_muon"]["step"] == 8
     steps = {int(x["step"]) for x in load("third.pt")["optimizer"]["state"].values() if "step" in x}
     assert max(steps) <= 9  # it takes the third step again
     content["training"] |= {"numb_steps": 2, "save_ckpt": "fine"}
-    deepmd_kit("train", write(content, "fine.json"), "--finetune", "third-8.pt", "--skip-neighbor-stat")
+    dp("train", write(content, "fine.json"), "--finetune", "third-8.pt", "--skip-neighbor-stat")
     content["model"]["model_dict"]["hot"]["finetune_head"] = "cold"
     content["training"] |= {"numb_steps": 0, "save_ckpt": "from_theirs"}
     assert train(content, finetune="fine-2.pt", skip_neighbor_stat=True) == 0
@@ -144,11 +126,11 @@ def test_both_continue_what_the_other_saved(two_branches, train, load, kind, lev
     assert all(torch.equal(branch(after, name)[key], x) for name in ("hot", "cold") for key, x in taken.items())
 
 
-def test_one_model_takes_a_branch_as_deepmd_kit_does(two_branches, small_input, train, load):  # noqa: F811
+def test_one_model_takes_a_branch_as_deepmd_kit_does(two_branches, small_input, train, load):
     content = two_branches(numb_steps=2, save_freq=2)
     assert train(content) == 0
     single = small_input(training={"numb_steps": 0, "validation_data": None})
-    single["model"]["descriptor"] = {"type": "se_e2_a", **DESCRIPTORS["se_e2_a"]}
+    single["model"]["descriptor"] = DESCRIPTORS["se_e2_a"]
     single["model"]["data_stat_nbatch"] = 20  # all frames
     single["training"]["training_data"]["systems"] = [str(EXAMPLE / "train" / "fcc32")]
     del single["training"]["validation_data"]
@@ -159,7 +141,7 @@ def test_one_model_takes_a_branch_as_deepmd_kit_does(two_branches, small_input, 
         if name == "ours":
             assert main(["--pt", "train", *words, "--skip-neighbor-stat", "-v", "ERROR"]) == 0
         else:
-            deepmd_kit("train", *words, "--skip-neighbor-stat")
+            dp("train", *words, "--skip-neighbor-stat")
         found.append(branch(load(f"{name}-0.pt"), "Default"))
     assert found[0].keys() <= found[1].keys()
     del found[0]["atomic_model.out_std"]  # which no energy reads

@@ -22,7 +22,7 @@ from deepmd_muon.train.batches.resident import ResidentBatches
 from deepmd_muon.train.batches.streamed import StreamedBatches
 from deepmd_muon.train.step.compiled import differentiate
 
-sys.path += [str(Path(__file__).parents[1] / room) for room in ("data", "model")]
+sys.path.append(str(Path(__file__).parents[1] / "model"))
 
 from model_batches import HERE, read_fixture
 from write_systems import write_npy
@@ -144,20 +144,10 @@ def test_the_loss_counts_atoms_of_types_with_energy(systems):
 
 
 @pytest.mark.parametrize("kind", ["se_e2_a", "dpa3"])
-def test_a_restart_is_exact_to_the_bit(kind, systems, train, load):
-    content = an_input(f"{kind}-everything", systems, batch_size="mixed:2")
-    content["training"]["training_data"]["batch_size"] = content["training"].pop("batch_size")
-    assert train(content, skip_neighbor_stat=True) == 0
-    whole = load("model.ckpt-6.pt")
-    content["training"]["save_ckpt"] = "second"
-    assert train(content, restart="model.ckpt-3.pt", skip_neighbor_stat=True) == 0
-    again = load("second-6.pt")
-    for key, value in whole["model"].items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(again["model"][key], value), key
-    for key, state in whole["optimizer"]["state"].items():
-        for name, value in state.items():
-            assert torch.equal(torch.as_tensor(again["optimizer"]["state"][key][name]), torch.as_tensor(value))
+def test_a_restart_is_exact_to_the_bit(kind, systems, train, check_restart):
+    content = an_input(f"{kind}-everything", systems)
+    content["training"]["training_data"]["batch_size"] = "mixed:2"
+    check_restart(content, 3, skip_neighbor_stat=True)
     content["model"]["atom_exclude_types"] = []
     with pytest.raises(Exception, match="atom_exclude_types"):
         train(content, restart="model.ckpt-3.pt", skip_neighbor_stat=True)
@@ -192,20 +182,7 @@ def test_commands_use_the_parameters_of_the_data(systems, train, capsys):
         assert main(["--pt", "test", "-m", model, "-s", systems[0], "-d", f"of-{model}", "-v", "ERROR"]) == 0
         table = np.loadtxt(f"of-{model}.e.out")
         np.testing.assert_allclose(table[:, 1], expected.energy, rtol=1e-9)
-    words = [
-        "--pt",
-        "model-devi",
-        "-m",
-        "model.ckpt.pt",
-        "frozen.pth",
-        "-s",
-        systems[0],
-        "-o",
-        "devi.out",
-        "-v",
-        "ERROR",
-    ]
-    assert main(words) == 0
+    assert main(["--pt", "model-devi", "-m", "model.ckpt.pt", "frozen.pth", "-s", systems[0], "-o", "devi.out"]) == 0
     assert np.abs(np.loadtxt("devi.out")[:, 1:]).max() < 1e-6
     every = str(Path(systems[0]).parent)
     assert main(["--pt", "change-bias", "model.ckpt.pt", "-s", every, "-o", "moved.pt", "-v", "ERROR"]) == 0

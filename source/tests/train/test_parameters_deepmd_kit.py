@@ -1,23 +1,19 @@
-"""Parameters and excluded types with deepmd-kit 3.2.0 itself, both ways: DEEPMD_KIT_DP=… pytest -m deepmd_kit."""
+"""Parameters and excluded types with deepmd-kit 3.2.0 itself, both ways."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from deepmd_kit_program import MARKS, dp, has_operators, python
 from test_parameter_runs import DESCRIPTORS, FIXTURE, an_input, systems  # noqa: F401 (a fixture)
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems, with_parameters
 from deepmd_muon.infer import Predictor
 
-pytestmark = [
-    pytest.mark.deepmd_kit,
-    pytest.mark.skipif("DEEPMD_KIT_DP" not in os.environ, reason="DEEPMD_KIT_DP is not set to deepmd-kit's dp"),
-]
+pytestmark = MARKS
 
 EVALUATE = """
 import sys
@@ -39,19 +35,6 @@ for name in sys.argv[1:]:
     out[f"{name} ase"] = atoms.get_potential_energy()
 np.savez("found.npz", **out)
 """
-BUILT = "from deepmd.pt.cxx_op import ENABLE_CUSTOMIZED_OP as built; raise SystemExit(not built)"
-
-
-def run(*words):
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
-        words, capture_output=True, text=True, env=environment | {"OMP_NUM_THREADS": "1"}, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def dp(*words):
-    run(os.environ["DEEPMD_KIT_DP"], "--pt", *words)
 
 
 def expected_of(model, system):
@@ -83,10 +66,8 @@ def test_deepmd_kit_takes_our_files(kind, systems, train):  # noqa: F811
     box = frames.box.reshape(2, 9)
     given = {"coord": frames.coord.reshape(2, -1), "box": box, "atype": frames.atype[0]}
     np.savez("given.npz", **given, fparam=frames.fparam, aparam=frames.aparam)
-    files = ["theirs.pth", "ours.pth"]
-    if kind == "dpa3" and subprocess.run([os.environ["DEEPMD_KIT_PYTHON"], "-c", BUILT], check=False).returncode:
-        files = files[:1]  # its operators, which exchange features of ghosts, are not built for its torch
-    run(os.environ["DEEPMD_KIT_PYTHON"], "-c", EVALUATE, *files)
+    files = ["theirs.pth"] + ["ours.pth"] * (kind != "dpa3" or has_operators())
+    python("-c", EVALUATE, *files)
     found = np.load("found.npz")
     for name in files:
         assert found[f"{name} numbers"].tolist() == [2, 1]

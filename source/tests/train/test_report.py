@@ -40,18 +40,6 @@ def training(**changes):
     return SimpleNamespace(**(section | changes))
 
 
-@pytest.fixture(autouse=True)
-def _own_folder_and_logger(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    logger = logging.getLogger("deepmd_muon")
-    level, handlers = logger.level, list(logger.handlers)
-    yield
-    logger.setLevel(level)
-    for handler in set(logger.handlers) - set(handlers):
-        logger.removeHandler(handler)
-        handler.close()
-
-
 def test_learning_curve_with_validation_has_deepmd_kits_bytes():
     curve = LearningCurveFile("lcurve.out", 100)
     curve.step(1, 1e-3, TRAIN, VALID)

@@ -18,7 +18,7 @@ from deepmd_muon.train.batches.resident import ResidentBatches, why_not_on_devic
 from deepmd_muon.train.batches.shapes import Shape, Shapes, merge
 from deepmd_muon.train.step.compiled import differentiate
 
-sys.path += [str(Path(__file__).parents[1] / room) for room in ("data", "model")]
+sys.path.append(str(Path(__file__).parents[1] / "model"))
 
 import corners
 from corners import DESCRIPTORS, corner_model

@@ -126,16 +126,12 @@ def test_its_settings_are_checked_and_documented(small_input):
     assert "Exponents of 1 − r/rcut." in reference("text")
 
 
-def test_it_trains_restarts_and_predicts(small_input, train, load):
+def test_it_trains_restarts_and_predicts(small_input, check_restart):
     content = small_input()
     content["model"]["descriptor"] = {"type": "coordination"}
-    assert train(content, skip_neighbor_stat=True) == 0
-    whole = load("model.ckpt-10.pt")
-    assert train(content, skip_neighbor_stat=True, restart="model.ckpt-5.pt") == 0
-    again = load("model.ckpt-10.pt")
-    name = "model.Default.atomic_model.descriptor.mix"
-    assert torch.equal(whole["model"][name], again["model"][name])
-    assert not torch.equal(whole["model"][name], torch.eye(3, dtype=torch.float64))
+    whole, _ = check_restart(content, 5, skip_neighbor_stat=True)
+    moved = whole["model"]["model.Default.atomic_model.descriptor.mix"] - torch.eye(3, dtype=torch.float64)
+    assert moved.abs().max() > 1e-3
     predictor = Predictor("model.ckpt.pt")
     coord = np.array([[0.0, 0, 0], [2.5, 0, 0], [0, 2.5, 0]])
     moved = coord.copy()
@@ -145,30 +141,22 @@ def test_it_trains_restarts_and_predicts(small_input, train, load):
     assert found[0].force[0, 1, 0] == pytest.approx(-slope, rel=1e-3)
 
 
-def test_a_loss_trains_validates_and_restarts(small_input, train, load):
+def test_a_loss_trains_validates_and_restarts(small_input, check_restart):
     content = small_input(validating={"full_validation": True, "validation_freq": 5, "validation_metric": "F:MAE"})
     content["loss"] = {"type": "log_cosh", "scale": 0.2}
-    assert train(content) == 0
-    whole = load("model.ckpt-10.pt")["model"]
+    check_restart(content, 5)
     header = Path("lcurve.out").read_text().splitlines()[0].split()
     assert header[2:] == ["mae_f_val", "mae_f_trn", "rmse_val", "rmse_trn", "lr"]
     assert np.isfinite(np.loadtxt("lcurve.out")).all()
     assert json.loads(Path("out.json").read_text())["loss"] == {"type": "log_cosh", "scale": 0.2}
-    assert train(content, restart="model.ckpt-5.pt") == 0
-    again = load("model.ckpt-10.pt")["model"]
-    assert all(torch.equal(value, again[name]) for name, value in whole.items() if isinstance(value, torch.Tensor))
 
 
-def test_an_optimizer_trains_and_restarts(small_input, train, load):
+def test_an_optimizer_trains_and_restarts(small_input, train, check_restart):
     content = small_input()
     content["optimizer"] = {"type": "SignedMomentum", "decay": 0.8}
-    assert train(content) == 0
-    whole = load("model.ckpt-10.pt")
+    whole, _ = check_restart(content, 5)
     assert json.loads(Path("out.json").read_text())["optimizer"] == {"type": "SignedMomentum", "decay": 0.8}
     assert {key for state in whole["optimizer"]["state"].values() for key in state} == {"momentum"}
-    assert train(content, restart="model.ckpt-5.pt") == 0
-    again = load("model.ckpt-10.pt")["model"]
-    assert all(torch.equal(x, again[name]) for name, x in whole["model"].items() if isinstance(x, torch.Tensor))
     content["optimizer"] = {"type": "Adam"}
     assert train(content) == 0
     content["optimizer"] = {"type": "SignedMomentum"}

@@ -1,32 +1,20 @@
-"""Restarts across the two programs. Run with DEEPMD_KIT_DP set to deepmd-kit 3.2.0's dp: pytest -m deepmd_kit."""
+"""Restarts across the two programs."""
 
-import json
-import os
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from finetune_data import an_input, write_files
+from deepmd_kit_program import MARKS, dp
+from finetune_data import an_input, write_files, write_input
 
-pytestmark = [
-    pytest.mark.deepmd_kit,
-    pytest.mark.skipif("DEEPMD_KIT_DP" not in os.environ, reason="DEEPMD_KIT_DP is not set to deepmd-kit's dp"),
-]
+pytestmark = MARKS
 
 
 def test_a_checkpoint_of_deepmd_kit_continues_here(small_input, train, load):
     content = small_input(training={"numb_steps": 3, "save_freq": 3})
     content["model"]["descriptor"]["sel"] = [60]
-    theirs = json.loads(json.dumps(content))
-    Path("theirs.json").write_text(json.dumps(theirs))
-    subprocess.run(
-        [os.environ["DEEPMD_KIT_DP"], "--pt", "train", "theirs.json", "--skip-neighbor-stat"],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    dp("train", write_input(content, "theirs.json"), "--skip-neighbor-stat")
     before = load("model.ckpt-3.pt")
     longer = small_input(training={"numb_steps": 5, "save_ckpt": "ours"})
     longer["model"]["descriptor"]["sel"] = [60]
@@ -51,17 +39,6 @@ DESCRIPTORS = {
 }
 
 
-def run_deepmd_kit(*words):
-    done = subprocess.run(
-        [os.environ["DEEPMD_KIT_DP"], "--pt", *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.parametrize(("kind", "optimizer"), [("se_e2_a", "HybridMuon"), ("dpa1", "Adam"), ("dpa3", "HybridMuon")])
 def test_deepmd_kit_continues_our_checkpoint(kind, optimizer, tmp_path, train):
     """Three steps of ours and four of its own, which takes the last one again."""
@@ -73,8 +50,7 @@ def test_deepmd_kit_continues_our_checkpoint(kind, optimizer, tmp_path, train):
     content["model"]["fitting_net"] = {"neuron": [6, 6], "seed": 1, "precision": precision}
     assert train(content, skip_neighbor_stat=True) == 0
     content["training"]["numb_steps"] = 6
-    Path("more.json").write_text(json.dumps(content))
-    run_deepmd_kit("train", "more.json", "--restart", "model.ckpt-3.pt", "--skip-neighbor-stat")
+    dp("train", write_input(content, "more.json"), "--restart", "model.ckpt-3.pt", "--skip-neighbor-stat")
     states = torch.load("model.ckpt-6.pt", weights_only=True)["optimizer"]["state"].values()
     if optimizer == "Adam":
         assert {int(state["step"]) for state in states if state} == {7}
@@ -106,8 +82,7 @@ def test_a_run_learns_what_deepmd_kits_learns(kind, tmp_path, train):
         given["repflow"].update(n_dim=8, e_dim=6, a_dim=4, nlayers=2)
     content["model"]["fitting_net"] = {"neuron": [6, 6], "seed": 1}
     theirs = {**content, "training": {**content["training"], "disp_file": "theirs.out"}}
-    Path("theirs.json").write_text(json.dumps(theirs))
-    run_deepmd_kit("train", "theirs.json", "--skip-neighbor-stat")
+    dp("train", write_input(theirs, "theirs.json"), "--skip-neighbor-stat")
     assert train(content, skip_neighbor_stat=True) == 0
     ours, wanted = read_curve("lcurve.out"), read_curve("theirs.out")
     assert ours["step"].tolist() == [1, 10, 20, 30, 40, 50, 60]
@@ -121,10 +96,10 @@ def test_fine_tuning_gives_deepmd_kits_numbers(branch, tmp_path, train, load):
     """Both programs, one checkpoint and input, data of which all frames count; the rate is too small to matter."""
     write_files(tmp_path)
     content = an_input(["H", "O"])
-    Path("theirs.json").write_text(json.dumps({**content, "training": {**content["training"], "save_ckpt": "theirs"}}))
+    write_input({**content, "training": {**content["training"], "save_ckpt": "theirs"}}, "theirs.json")
     words = ["--model-branch", branch] if branch else []
     words += ["--use-pretrain-script", "--skip-neighbor-stat", "--finetune", "branches.pt"]
-    run_deepmd_kit("train", "theirs.json", *words)
+    dp("train", "theirs.json", *words)
     options = {"finetune": "branches.pt", "model_branch": branch, "use_pretrain_script": True}
     assert train(content, skip_neighbor_stat=True, **options) == 0
     ours, theirs = load()["model"], load("theirs-1.pt")["model"]
@@ -132,4 +107,4 @@ def test_fine_tuning_gives_deepmd_kits_numbers(branch, tmp_path, train, load):
         if name.endswith("out_bias") or (branch and name not in ("_extra_state",) and "out_std" not in name):
             torch.testing.assert_close(ours[name], value, rtol=1e-9, atol=1e-11, msg=name)
     if branch:
-        run_deepmd_kit("test", "-m", "model.ckpt.pt", "-s", "target", "-d", "detail")
+        dp("test", "-m", "model.ckpt.pt", "-s", "target", "-d", "detail")

@@ -9,10 +9,8 @@ import pytest
 import torch
 from test_label_presence import write
 
-from deepmd_muon.argcheck import normalize
 from deepmd_muon.data import DataLoader, NeighborCache, open_systems
 from deepmd_muon.loss import build_loss
-from deepmd_muon.model import build_model
 from deepmd_muon.train.batches.batch import to_device
 from deepmd_muon.train.branches import number_of_steps
 from deepmd_muon.train.validation.validate import mean_metrics, metric_weights, validate
@@ -26,18 +24,6 @@ def systems(tmp_path):
     """Two systems whose sets of three frames have different labels."""
     first = write(tmp_path / "a", [("energy", "force"), ("energy",), ("virial",)], 8)
     return open_systems([first, write(tmp_path / "b", [("energy", "force", "virial")], 5)], ["Cu"])
-
-
-@pytest.fixture
-def model():
-    section = {
-        "type_map": ["Cu"],
-        "descriptor": {"type": "se_e2_a", "sel": [20], "rcut": 3.5, "neuron": [4, 8], "axis_neuron": 2, "seed": 1},
-        "fitting_net": {"neuron": [6, 6], "seed": 1},
-    }
-    training = {"training_data": {"systems": ["x"]}, "numb_steps": 1}
-    given = {"model": section, "learning_rate": {"start_lr": 1e-3}, "training": training}
-    return build_model(normalize(given).normalized["model"])
 
 
 def loader(systems, batch_size=2, **settings):

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_train_parallel import HALF, STEPS, alone, assert_same, content, write_system
+from compared import assert_same
+from test_train_parallel import HALF, STEPS, alone, content, write_system
 from torch.distributed.run import get_args_parser
 from train_ranks import Job, free_ports, run_jobs
 

@@ -7,8 +7,8 @@ import tarfile
 
 import pytest
 import torch
+from compared import tensors
 from make_rule_files import ARCHIVE, HALF, RUNS, STEPS, content
-from test_train_parallel import tensors
 from train_ranks import Job, run_jobs
 
 from deepmd_muon.checkpoint_file.file import read_checkpoint

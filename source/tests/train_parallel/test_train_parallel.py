@@ -15,7 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from compared import assert_same, tensors
 from train_ranks import PATIENCE, Job, free_ports, run_commands, run_jobs
+from write_systems import write_npy
 
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.checkpoint_file.file import read_checkpoint
@@ -35,16 +37,12 @@ LAYOUTS_OF_FOUR = ((1, 1), (2, 2), (3, 2), (3, 4))
 def write_system(folder, nframes, natoms=8):
     """Atoms near the sites of a cubic lattice, with random energies, forces and virials."""
     random = np.random.default_rng(nframes)
-    part = folder / "set.000"
-    part.mkdir(parents=True)
-    (folder / "type.raw").write_text("0\n" * natoms)
-    (folder / "type_map.raw").write_text("Cu")
     sites = np.stack(np.meshgrid(*[np.arange(2)] * 3), -1).reshape(-1, 3)[:natoms] * 3.6
-    np.save(part / "coord.npy", (sites + random.uniform(-0.4, 0.4, (nframes, natoms, 3))).reshape(nframes, -1))
-    np.save(part / "box.npy", np.tile(7.2 * np.eye(3).ravel(), (nframes, 1)))
+    coord = (sites + random.uniform(-0.4, 0.4, (nframes, natoms, 3))).reshape(nframes, -1)
+    arrays = {"coord": coord, "box": np.tile(7.2 * np.eye(3).ravel(), (nframes, 1))}
     for name, width in (("energy", 1), ("force", 3 * natoms), ("virial", 9)):
-        np.save(part / f"{name}.npy", random.standard_normal((nframes, width)))
-    return str(folder)
+        arrays[name] = random.standard_normal((nframes, width))
+    return write_npy(folder, [0] * natoms, [arrays], ["Cu"])
 
 
 @pytest.fixture(scope="module")
@@ -113,26 +111,6 @@ def check_balanced(place, job, ends):
     assert one["deepmd_muon"]["training_data"] == many["deepmd_muon"]["training_data"]
 
 
-def tensors(node, path=""):
-    """Every tensor of a checkpoint by its path."""
-    if isinstance(node, torch.Tensor):
-        return {path: node}
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, (list, tuple)) else ()
-    return {key: value for name, inner in items for key, value in tensors(inner, f"{path}/{name}").items()}
-
-
-def assert_same(first, second, tolerance):
-    """Compare model, optimizer state and average of two checkpoints."""
-    for part in ("model", "optimizer", "ema"):
-        a, b = tensors(first[part]), tensors(second[part])
-        assert a.keys() == b.keys()
-        for path, x in a.items():
-            assert (type(b[path]), b[path].dtype) == (type(x), x.dtype), path
-            # Magma's scores are kept in float32.
-            bound = max(tolerance, 1e-6) if tolerance and x.dtype == torch.float32 else tolerance
-            torch.testing.assert_close(b[path], x, rtol=bound, atol=bound, msg=lambda text, path=path: f"{path} {text}")
-
-
 def alone(folder, given, **options):
     """Train in this process."""
     from deepmd_muon.argcheck import load
@@ -184,11 +162,11 @@ def check_again(jobs):
     """Every tensor came back bit by bit, and so did the positions in the data and the random numbers."""
     for job in jobs:
         first, second = read_checkpoint(job.options["restart"]), read_checkpoint(job.folder / f"again-{STEPS}.pt")
-        assert_same(first, second, 0.0)
+        assert_same(first, second)
         for key in ("training_data", "validation_data", "torch_rng", "step"):
             assert str(first["deepmd_muon"][key]) == str(second["deepmd_muon"][key])
         for directory in job.folder.glob(f"again-{STEPS}.dcp"):
-            assert_same(first, read_checkpoint(directory), 0.0)
+            assert_same(first, read_checkpoint(directory))
 
 
 def check_reading(job):
@@ -236,7 +214,7 @@ def test_four_ranks_equal_one_process_with_the_larger_batch(place):
     for job in jobs[1:]:
         for step in (HALF, STEPS):
             path = job.folder / f"model.ckpt-{step}"
-            assert_same(read_checkpoint(f"{path}.pt"), read_checkpoint(f"{path}.dcp"), 0.0)
+            assert_same(read_checkpoint(f"{path}.pt"), read_checkpoint(f"{path}.dcp"))
             assert {part.name for part in Path(f"{path}.dcp").glob("*.distcp")} >= {"__0_0.distcp", "__1_0.distcp"}
 
 
@@ -335,7 +313,7 @@ def test_one_process_and_three_and_four_ranks_continue_what_others_saved(place):
     assert run_jobs(3, [*three, *migrated]) == [["0"] * 3] * 4
     file, directory = (read_checkpoint(job.folder / f"again-{STEPS}.pt") for job in migrated)
     assert file["optimizer"]["param_groups"][0]["routes"].count("muon") == 2  # of three
-    assert_same(file, directory, 0.0)
+    assert_same(file, directory)
     check_again([*one, *four, *three])
 
 
@@ -422,7 +400,7 @@ def test_ranks_that_read_nothing_on_the_host_do_the_same(place):
     second = run_jobs(2, halves)
     assert second[:2] == [["0"] * 2] * 2
     wanted, found = (read_checkpoint(job.folder / f"model.ckpt-{STEPS}.pt") for job in (jobs[0], halves[0]))
-    assert_same(wanted, found, 0.0)
+    assert_same(wanted, found)
     check_again(halves[1:2])
     assert second[2][0].startswith("TrainingError: rank 0 has lost the others at step 3: rank 1 (process ")
 

@@ -42,13 +42,20 @@ def write_npy(root: Path, types, sets, type_map=("A", "B"), nopbc=False):
     return str(root)
 
 
+def write(kind: str, folder: Path, types, sets, **options):
+    """Write a system into a folder as `npy` files or into an `hdf5` file; return what opens it."""
+    if kind == "npy":
+        return write_npy(folder / "sys", types, sets, **options)
+    return write_hdf5(folder / "sys.hdf5", "deep/sys", types, sets, **options)
+
+
 def write_hdf5(path: Path, group, types, sets, type_map=("A", "B"), nopbc=False, **options):
     """Write the same system as a group of an HDF5 file."""
     with h5py.File(path, "a") as file:
         root = file.require_group(group) if group else file
         root["type.raw"] = np.asarray(types)
         if type_map is not None:
-            root["type_map.raw"] = np.array(type_map, dtype=h5py.string_dtype())
+            root["type_map.raw"] = np.array(list(type_map), dtype=h5py.string_dtype())
         if nopbc:
             root["nopbc"] = np.array(1)
         for k, arrays in enumerate(sets):

@@ -1,0 +1,65 @@
+"""What tests of the optimizer share: random tensors, states through a file, comparisons to the bit.
+
+A model is a module, or a dictionary of parameters by name.
+"""
+
+from __future__ import annotations
+
+import io
+
+import torch
+from torch import nn
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    """Return normally distributed numbers."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def through_file(content):
+    """Save something and load it as plain tensors and numbers."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def named(model):
+    """Return the parameters of a model by name."""
+    return dict(model.named_parameters() if isinstance(model, nn.Module) else model)
+
+
+def assert_same_state(first, second):
+    """Compare the state tensors of one parameter: keys, dtypes, strides and bits."""
+    assert first.keys() == second.keys()
+    for key, x in first.items():
+        assert (x.dtype, x.stride()) == (second[key].dtype, second[key].stride()), key
+        assert torch.equal(x, second[key]), key
+
+
+def assert_same(first, second):
+    """Compare models and their optimizers, (model, optimizer) each: parameters and state."""
+    params, others = named(first[0]), named(second[0])
+    assert params.keys() == others.keys()
+    for name, p in params.items():
+        assert torch.equal(p, others[name]), name
+        assert_same_state(first[1].state[p], second[1].state[others[name]])
+
+
+def assert_restart_is_bitwise(make, train, stop, end, *, resume=None, carry=through_file):
+    """Train `end` steps in one go, and with a stop after which weights and state come from a file (`carry`).
+
+    `make` and `resume` return a model and its optimizer; `train` takes both, a number of steps, and `start`.
+    """
+    whole, stopped, resumed = make(), make(), (resume or make)()
+    train(*whole, end)
+    train(*stopped, stop)
+    weights = {name: p.detach() for name, p in named(stopped[0]).items()}
+    weights, state = carry([weights, stopped[1].state_dict()])
+    with torch.no_grad():
+        for name, p in named(resumed[0]).items():
+            p.copy_(weights[name])
+    resumed[1].load_state_dict(state)
+    train(*resumed, end - stop, start=stop)
+    assert_same(whole, resumed)
+    return resumed
