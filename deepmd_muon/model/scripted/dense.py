@@ -183,12 +183,17 @@ def embed_rows(act: Act, layers: list[Dense], x: torch.Tensor) -> torch.Tensor:
         n_in = stack.shape[2]
         z = product(stack.view(-1, n_in), layer.matrix).view(2, nrows, layer.matrix.shape[1])
         h = z[0].add_(layer.bias)
-        value = value_of(act, h)
-        slope = slope_of(act, h, value).mul_(z[1])
+        if act.kind == "tanh" and not (h.is_cuda or h.requires_grad):
+            # In place: σ(2h) as in value_of, (1 − tanh²)·dh as dh − tanh²·dh.
+            value = h.mul_(2.0).sigmoid_().mul_(2.0).sub_(1.0)
+            z[1].addcmul_(value.square(), z[1], value=-1.0)
+            out = z
+        else:
+            value = value_of(act, h)
+            out = torch.stack([value, slope_of(act, h, value).mul_(z[1])])
         idt = layer.idt
         if idt is not None:
-            value, slope = value * idt, slope * idt
-        out = torch.stack([value, slope])
+            out = out * idt
         if layer.copies == 1:
             out += stack
         elif layer.copies == 2:
