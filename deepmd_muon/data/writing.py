@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -227,10 +228,10 @@ def _names(systems: Sequence[System]) -> list[str]:
     if len(systems) == 1:
         return [""]
     names: list[str] = []
-    for system in systems:
-        formula = formula_of(system)
-        used = sum(name.split(".")[0] == formula for name in names)
-        names.append(f"{formula}.{used}" if used else formula)
+    used: Counter[str] = Counter()
+    for formula in map(formula_of, systems):
+        names.append(f"{formula}.{used[formula]}" if used[formula] else formula)
+        used[formula] += 1
     return names
 
 

@@ -2,8 +2,10 @@
 
 import os
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from write_systems import make_arrays, write_npy
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import Frames, SystemFormatError, SystemNotFoundError, open_systems
 from deepmd_muon.data.checks.labels import suspicions
+from deepmd_muon.data.writing import _names
 from deepmd_muon.label_keys import LabelKeys
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -228,3 +231,13 @@ def test_a_cell_that_is_not_finite_is_refused(tmp_path):
     (tmp_path / "a.xyz").write_text(text.replace('Lattice="3.6', 'Lattice="nan'))
     with pytest.raises(SystemFormatError, match="not finite"):
         open_systems(str(tmp_path / "a.xyz"))
+
+
+def test_names_of_many_systems_of_one_composition():
+    """The time of naming grew with the square of the number of systems: 40,000 took minutes."""
+    system = SimpleNamespace(mixed=False, type_map=("O", "H"), types=lambda _: np.array([[0, 1, 1]]))
+    mixed = SimpleNamespace(mixed=True)
+    assert _names([system, mixed, system, system, mixed]) == ["O1H2", "mixed", "O1H2.1", "O1H2.2", "mixed.1"]
+    begun = time.process_time()
+    assert _names([mixed] * 40_000)[-1] == "mixed.39999"
+    assert time.process_time() - begun < 5.0

@@ -123,6 +123,20 @@ def test_products_in_two_batches_are_products(rows):
     torch.testing.assert_close(add_product(matrix[0], x, matrix), matrix[0] + x @ matrix)
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("natoms", [1, 3])
+def test_atoms_without_neighbours(name, natoms):
+    """The list of a lone atom has no columns."""
+    model = build(*MODELS[name])
+    coord = np.arange(3.0 * natoms).reshape(1, natoms, 3) * 20.0
+    atype = np.arange(natoms)[None] % 2
+    expected = Predictor(model, device="cpu").predict(coord, None, atype)
+    found = Program(model, {}).eval()(torch.from_numpy(coord), torch.from_numpy(atype), None)
+    rtol = 1e-5 if name == "float32" else 1e-13
+    np.testing.assert_allclose(found["atom_energy"][..., 0].numpy(), expected.atom_energy, rtol=rtol)
+    np.testing.assert_array_equal(found["force"].numpy(), 0.0)
+
+
 def test_attention_is_folded_where_its_lengths_keep_their_digits(water_frames):
     """Keys of one direction would have lengths near 0: a squared length, a difference of products, loses digits."""
     model = build(*MODELS["DPA-1, wide attention"])

@@ -171,7 +171,7 @@ def attend(layer: Attention, x: torch.Tensor, gates: Gates, normalize: bool, shi
     parts: list[torch.Tensor] = []
     inverse: list[torch.Tensor] = []
     if layer.folded.shape[0] > 0:
-        parts, inverse = _fold(layer, flat, ncentre, normalize)
+        parts, inverse = _fold(layer, x, normalize)
         scores = torch.bmm(parts[1], parts[0].transpose(1, 2))
         if normalize:
             scores.mul_(inverse[1].view(ncentre, 1, ncolumns))
@@ -181,7 +181,7 @@ def attend(layer: Attention, x: torch.Tensor, gates: Gates, normalize: bool, shi
             if normalize:
                 inverse.append(part.norm(2.0, [-1], True).clamp_(min=1e-12).reciprocal())
                 part = part.mul_(inverse[-1])
-            parts.append(part.view(ncentre, ncolumns, -1))
+            parts.append(part.view(ncentre, ncolumns, part.shape[1]))
         scores = torch.bmm(parts[0], parts[1].transpose(1, 2)).mul_(layer.temperature)
     shifted = scores.new_zeros([0])
     if gates.switch.shape[0] > 0:
@@ -205,14 +205,14 @@ def attend(layer: Attention, x: torch.Tensor, gates: Gates, normalize: bool, shi
     return Attended(parts, inverse, shifted, weights, factors, total.mul_(deviation), deviation)
 
 
-def _fold(
-    layer: Attention, flat: torch.Tensor, ncentre: int, normalize: bool
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return `Attended.parts` and `Attended.inverse` of a folded layer for features `(ncentre·ncolumns, width)`."""
-    wide = flat.shape[1] + 1
+def _fold(layer: Attention, x: torch.Tensor, normalize: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return `Attended.parts` and `Attended.inverse` of a folded layer for features `(ncentre, ncolumns, width)`."""
+    ncentre, ncolumns, width = x.shape
+    wide = width + 1
+    flat = x.view(-1, width)
     extended = torch.cat([flat, flat.new_ones([flat.shape[0], 1])], dim=1)
     products = product(extended, layer.folded)
-    moved, values = products[:, :wide], products[:, products.shape[1] - flat.shape[1] :]
+    moved, values = products[:, :wide], products[:, products.shape[1] - width :]
     parts: list[torch.Tensor] = []
     inverse: list[torch.Tensor] = []
     if normalize:
@@ -225,8 +225,8 @@ def _fold(
         values.mul_(inverse[2])
     else:
         moved.mul_(layer.temperature)
-    shape = [ncentre, flat.shape[0] // max(1, ncentre), -1]
-    found = [extended.view(shape), moved.view(shape), values.view(shape)]
+    shape = [ncentre, ncolumns, wide]  # explicit: a lone atom has no columns
+    found = [extended.view(shape), moved.view(shape), values.view([ncentre, ncolumns, width])]
     found.extend(parts)
     return found, inverse
 
@@ -266,7 +266,8 @@ def attend_pullback(
             part = tape.parts[index]
             adjoint.addcmul_(part, (adjoint * part).sum(-1, keepdim=True), value=-1.0)
             adjoint = adjoint.view(-1, part.shape[2]).mul_(tape.inverse[index])
-        below = add_product(below, adjoint.view(below.shape[0], -1), layer.inner[index].matrix.t())
+        width = adjoint.shape[-1]
+        below = add_product(below, adjoint.view(-1, width), layer.inner[index].matrix.t())
     return below
 
 
