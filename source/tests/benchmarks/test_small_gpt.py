@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 
@@ -51,46 +50,3 @@ def test_the_page_has_the_figures_of_the_run(small_gpt):
     assert "\n".join(table) in page
     losses = {name: float(row.split("|")[2].split("±")[0]) for name, row in zip(names, table[2:], strict=True)}
     assert min(losses, key=losses.get) == "MuonConfig().build(model)"
-
-
-@pytest.fixture
-def small_gpt_race(small_gpt):
-    import small_gpt_race
-
-    return small_gpt_race
-
-
-def test_rates_are_tuned_until_the_best_is_not_the_last(small_gpt_race):
-    asked = []
-
-    def loss(rates):
-        asked.append(rates)
-        return sum(math.log2(rate / best) ** 2 for rate, best in zip(rates, (0.16, 0.01), strict=True))
-
-    assert small_gpt_race.tune((0.02, 0.02), loss) == (0.04, 0.01)
-    assert len(asked) == len(set(asked))
-    assert small_gpt_race.tune((1.0,), lambda rates: -rates[0]) == (2.0**4,)  # after six
-
-
-def test_every_contestant_of_the_race_takes_every_parameter_once(small_gpt, small_gpt_race):
-    for name, contestant in small_gpt_race.contestants().items():
-        model = small_gpt.GPT()
-        optimizers = contestant.make(model, *contestant.rates)
-        params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        assert len(params) == len(set(params)) == len(list(model.parameters())), name
-        lowest = min(group["lr"] for optimizer in optimizers for group in optimizer.param_groups)
-        assert lowest == min(contestant.rates), name
-
-
-def test_rates_and_batches_read_on_the_device_mean_the_same(small_gpt_race):
-    contestant = small_gpt_race.contestants()["NorMuon"]
-    eager, other = (
-        small_gpt_race.Run(lambda model: contestant.make(model, *contestant.rates), 1, 60, "cpu") for _ in range(2)
-    )
-    other.read_on_device()
-    for run in (eager, other):
-        for _ in range(3):
-            run.step()
-    torch.testing.assert_close(other.losses, eager.losses, rtol=1e-5, atol=1e-5)
-    assert eager.losses[:3].min() > 3.0
-    assert eager.losses[3:].max() == 0.0
