@@ -20,15 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from data_sets import write_system
 from training_step import make_input
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-CASES = ("example", "water", "dpa1", "dpa1-no-attention", "small100", "dpa3")
+CASES = ("water", "dpa1", "dpa1-no-attention", "dpa3")
 INTERVAL = 10
 QUANTITIES = (
     ("first_step", "first step, clock [s]"),
@@ -48,25 +47,18 @@ class Run(NamedTuple):
     step_processor: float
 
 
-def content_of(case: str, data: Path, folder: Path) -> dict[str, Any]:
-    """Return the input of a case; its data lie in `folder`, `data` or the examples."""
-    if case in ("water", "dpa1", "dpa1-no-attention"):
+def content_of(case: str, data: Path) -> dict[str, Any]:
+    """Return the input of a case; its data lie in `data` or the examples."""
+    if case != "dpa3":
         content = make_input("se_e2_a" if case == "water" else "dpa1", "f64-b1", "HybridMuon", 1, data, {})
         if case == "dpa1-no-attention":
             content["model"]["descriptor"]["attn_layer"] = 0
         return content
-    path = EXAMPLES / ("dpa3_water" if case == "dpa3" else "water_xtb") / "input.json"
+    path = EXAMPLES / "dpa3_water" / "input.json"
     content: dict[str, Any] = json.loads(path.read_text())
     for section in ("training_data", "validation_data"):
         given = content["training"][section]
         given["systems"] = [str(path.parent / system) for system in given["systems"]]
-    if case == "small100":
-        types = (np.arange(12) % 3 > 0).astype(int)
-        names = [folder / f"{case}_{k}" for k in range(100)]
-        content["training"]["training_data"]["systems"] = [
-            write_system(name, types, ["O", "H"], 10, 2.15, cell=True) for name in names
-        ]
-        del content["training"]["validation_data"]
     return content
 
 
@@ -85,7 +77,7 @@ def run(checkout: Path, content: dict[str, Any], steps: int) -> Run:
         command = [sys.executable, "-m", "deepmd_muon", "--pt", "train", "input.json"]
         environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": "1", "DEVICE": "cpu"}
         begin, before = time.perf_counter(), _seconds(resource.getrusage(resource.RUSAGE_CHILDREN))
-        first = (np.inf, np.inf)
+        first = (inf, inf)
         log = []
         used: dict[int, float] = {}
         with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as process:
@@ -101,9 +93,9 @@ def run(checkout: Path, content: dict[str, Any], steps: int) -> Run:
         whole = _seconds(resource.getrusage(resource.RUSAGE_CHILDREN)) - before
         rows = map(json.loads, Path(folder, "steps.jsonl").read_text().splitlines())
         times = {row["step"]: row["time"] for row in rows if "time" in row and row["step"] % INTERVAL == 0}
-        step = min((times[k] - times[k - INTERVAL] for k in times if k - INTERVAL in times), default=np.inf) / INTERVAL
+        step = min((times[k] - times[k - INTERVAL] for k in times if k - INTERVAL in times), default=inf) / INTERVAL
     last = max(used)
-    processor = (used[last] - used[INTERVAL]) / (last - INTERVAL) if last > INTERVAL else np.inf
+    processor = (used[last] - used[INTERVAL]) / (last - INTERVAL) if last > INTERVAL else inf
     return Run(*first, whole, step, processor)
 
 
@@ -138,14 +130,13 @@ def main() -> None:
     print("| case | quantity | old least | old median | new least | new median | rise of least | of medians |")
     print("|" + "---|" * 8)
     for case in options.cases:
-        with tempfile.TemporaryDirectory() as folder:
-            content = content_of(case, options.data, Path(folder))
-            for steps in (1, options.steps) if options.steps else (1,):
-                pairs = [[run(each, content, steps) for each in options.checkouts] for _ in range(options.runs)]
-                for name, quantity in QUANTITIES if steps == 1 else STEPS:
-                    scale, change = (1, "+.3f") if steps == 1 else (1e3, "+.1%")
-                    print(row(case, quantity, [tuple(scale * getattr(r, name) for r in p) for p in pairs], change))
-                sys.stdout.flush()
+        content = content_of(case, options.data)
+        for steps in (1, options.steps) if options.steps else (1,):
+            pairs = [[run(each, content, steps) for each in options.checkouts] for _ in range(options.runs)]
+            for name, quantity in QUANTITIES if steps == 1 else STEPS:
+                scale, change = (1, "+.3f") if steps == 1 else (1e3, "+.1%")
+                print(row(case, quantity, [tuple(scale * getattr(r, name) for r in p) for p in pairs], change))
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
