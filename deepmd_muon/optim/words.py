@@ -56,6 +56,17 @@ def _one_of(table: Mapping[Any, dict[str, Any]]) -> Translation:
     return translate
 
 
+def _only(allowed: bool, reason: str) -> Translation:
+    """Translate a switch that has one value here, which changes nothing."""
+
+    def translate(value: Any) -> dict[str, Any]:
+        if value is not allowed:
+            raise InvalidSettingError(f"{reason}; leave it out (found {literal(value)})")
+        return {}
+
+    return translate
+
+
 def _named(setting: str) -> Translation:
     return lambda value: {setting: value}
 
@@ -72,8 +83,8 @@ _TRANSLATIONS: dict[str, Translation] = {
     "fused": _one_of(
         {None: {}, True: {"adam_implementation": "fused"}, False: {"adam_implementation": "foreach"}},
     ),
-    "amsgrad": _one_of({False: {}}),
-    "decoupled_weight_decay": _one_of({True: {}}),
+    "amsgrad": _only(False, "the Adam routes have no AMSGrad"),
+    "decoupled_weight_decay": _only(True, "weight decay is always decoupled"),
     "adjust_lr_fn": _one_of(
         {None: {"scaling": "rectangular"}, "original": {"scaling": "rectangular"}, "match_rms_adamw": _BY_RMS}
     ),

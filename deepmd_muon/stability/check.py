@@ -254,7 +254,8 @@ def _of_scans(coverage: Coverage, curves: Sequence[Curve]) -> list[Item]:
     ):
         bad = [(f.verdict, f.depth, f, curve) for curve in chosen for f in curve.features if f.verdict > Verdict.holds]
         if not bad:
-            items.append(Item(name, Verdict.holds, f"{len(chosen)} paths without a hole, kink or lack of repulsion"))
+            paths = "1 path" if len(chosen) == 1 else f"{len(chosen)} paths"
+            items.append(Item(name, Verdict.holds, f"{paths} without a hole, kink or lack of repulsion"))
             continue
         verdict, _, worst, curve = max(bad, key=lambda entry: entry[:2])
         pair = coverage.name(curve.pair)

@@ -5,7 +5,6 @@
 WATER holds DeePMD's example systems (192 atoms). A case is SET:MODEL:PRECISION-bBATCH. Sets:
 
 - `framesN`: the frames of WATER repeated until there are N, each displaced by 0.02 Å; `lmdbN` the same in LMDB
-- `systemsN`: so many folders of 10 frames of 48 atoms of that density
 - `passingN`: the same as `framesN`, trained as if the device had no room for them
 - `sizes400`: 400 systems of 12 to 180 atoms with the density of water; `uniformN`: systems of N such atoms
 - `molecules10000`: so many compositions of ten elements with 2 to 110 atoms, without cells; `moleculeN`: N atoms each
@@ -112,8 +111,6 @@ def write_set(root: Path, name: str, data: Path) -> tuple[list[str], list[str]]:
         elif name == "sizes400":
             sizes = np.linspace(4, 60, 400).round().astype(int) * 3
             systems = [water(root / f"s{k}", n) for k, n in enumerate(sizes)]
-        elif name.startswith("systems"):
-            systems = [water(root / f"s{k}", 48, frames=10) for k in range(count)]
         elif name.startswith("uniform"):
             systems = [water(root / f"s{k}", count) for k in range(20)]
         else:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -76,14 +77,20 @@ def torch_muon(named: Named, capturable: bool) -> list[Optimizer]:
     return [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3, fused=True)]
 
 
-def deepmd_kit(path: Path) -> Make:
-    """Return the maker of deepmd-kit's optimizer, loaded from its file alone."""
+def deepmd_kit_module(path: Path) -> ModuleType:
+    """Load the file of deepmd-kit's optimizer without the rest of deepmd-kit."""
     spec = importlib.util.spec_from_file_location("deepmd_kit_hybrid_muon", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    return module
+
+
+def deepmd_kit(path: Path) -> Make:
+    """Return the maker of deepmd-kit's optimizer."""
+    module = deepmd_kit_module(path)
 
     def make(named: Named, capturable: bool) -> list[Optimizer]:
         if capturable:

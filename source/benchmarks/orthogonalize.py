@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.util
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from measured_optimizers import deepmd_kit_module
 from torch import Tensor
 
 from deepmd_muon.optim.polar import SCHEDULES, orthogonalize_matrices
@@ -47,13 +46,8 @@ def torch_muon(x: Tensor) -> Tensor:
 
 
 def deepmd_kit(path: Path) -> dict[str, Run]:
-    """Return the two orthogonalizations of deepmd-kit's optimizer, loaded from its file alone."""
-    spec = importlib.util.spec_from_file_location("deepmd_kit_hybrid_muon", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    """Return the two orthogonalizations of deepmd-kit's optimizer."""
+    module = deepmd_kit_module(path)
     torch._dynamo.config.recompile_limit = 1000  # every row is a new shape to its compiled function
     gram = module._GramNewtonSchulzOrthogonalizer()
     return {"deepmd-kit bf16 10": module._batched_newton_schulz_orth, "deepmd-kit Gram 5": gram}

@@ -12,13 +12,12 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from small_gpt import begin_table
+from small_gpt import BETAS, adamw, begin_table
 from torch import Tensor, nn
 
 from deepmd_muon.optim import MuonConfig
 
 CLASSES, SIZE, BATCH, WIDTH, PATCH = 10, 16, 64, 48, 4
-BETAS = (0.9, 0.95)
 Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 
@@ -85,11 +84,6 @@ def images(count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
 def muon(lr: float | None = None, **settings: object) -> Make:
     """Return MuonConfig with some settings on every parameter."""
     return lambda model: [MuonConfig(**settings).build(model, lr)]
-
-
-def adamw(lr: float) -> Make:
-    """Return AdamW on every parameter."""
-    return lambda model: [torch.optim.AdamW(model.parameters(), lr, betas=BETAS, weight_decay=0.1)]
 
 
 def torch_muon(lr: float, adamw_lr: float) -> Make:

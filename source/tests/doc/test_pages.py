@@ -20,7 +20,7 @@ PAGES = {
 # Pages whose blocks run one after the other. Benchmarks show commands of scripts, which take hours.
 WALKS = {name: page for name, page in PAGES.items() if not name.startswith("doc/benchmarks/")}
 NEED_ASE = (
-    *("doc/tutorials/water.md", "doc/tutorials/own-data.md", "doc/api.md"),
+    *("doc/start.md", "doc/tutorials/water.md", "doc/tutorials/own-data.md", "doc/api.md"),
     *("doc/uncertainty.md", "doc/stability.md", "doc/coming-from.md"),
 )
 

@@ -71,6 +71,13 @@ def test_all_words_that_have_no_counterpart_are_named_at_once():
         MuonConfig(nonsense_of_mine=1)
 
 
+@pytest.mark.parametrize(("word", "value"), [("amsgrad", True), ("decoupled_weight_decay", False)])
+def test_a_word_with_one_value_says_what_to_write(word, value):
+    assert translated({word: not value}, KNOWN) == {}
+    with pytest.raises(InvalidSettingError, match=f"{word}: .*leave it out"):
+        translated({word: value}, KNOWN)
+
+
 def test_configurations_take_words_under_their_own_names():
     config = MuonConfig(betas=(0.8, 0.99), eps=1e-9, ns_steps=5, adjust_lr_fn="match_rms_adamw")
     assert (config.adam_betas, config.adam_eps, config.schedule) == ((0.8, 0.99), 1e-9, "keller-jordan")
