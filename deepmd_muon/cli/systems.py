@@ -57,8 +57,7 @@ def open_listed(
 
 def write_systems(systems: list[System], output: Path) -> list[str]:
     """Write systems in the form that the ending of `output` names, else as npy folders; return their names."""
-    from deepmd_muon.data.stores.lmdb_writing import write_lmdb
-    from deepmd_muon.data.writing import write_extxyz, write_hdf5, write_npy
+    from deepmd_muon.data.writing import write_extxyz, write_hdf5, write_lmdb, write_npy
 
     writers = {".hdf5": write_hdf5, ".h5": write_hdf5, ".lmdb": write_lmdb}
     writers |= {".xyz": write_extxyz, ".extxyz": write_extxyz}
