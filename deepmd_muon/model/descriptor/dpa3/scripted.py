@@ -86,8 +86,8 @@ def add_updates(residual: Residual, x: torch.Tensor, updates: list[torch.Tensor]
 
 def rows_product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return x·matrix, from x `(…, n)`."""
-    rows: torch.Tensor = product(x.reshape([-1, matrix.shape[0]]), matrix)
-    return rows.view(list(x.shape[:-1]) + [matrix.shape[1]])
+    rows: torch.Tensor = product(x.reshape([-1, matrix.shape[0]]), matrix).unflatten(0, list(x.shape[:-1]))
+    return rows
 
 
 def apply_dense(layer: Dense, x: torch.Tensor) -> torch.Tensor:
