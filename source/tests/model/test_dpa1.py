@@ -1,6 +1,7 @@
 """What only DPA-1 has: rows just within the cut-off, routes, groups of atoms, rescaled vectors."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -68,7 +69,8 @@ assert "sympy" not in sys.modules
 
 def test_a_first_step_does_not_import_symbolic_shapes():
     """They take 0.3 s of the start-up."""
-    subprocess.run([sys.executable, "-c", FIRST_STEP], cwd=HERE, check=True)
+    beside = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", FIRST_STEP], env=beside, check=True)
 
 
 def test_a_list_of_slots_counts_by_its_sum():

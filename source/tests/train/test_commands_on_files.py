@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.infer.frozen import is_frozen
@@ -235,13 +236,14 @@ def test_every_command_takes_files_of_several_models(several, capsys):
 
 
 def test_a_picture_and_a_table_show_every_branch(several, capsys, monkeypatch):
-    from deepmd_muon.show import learning_curve
-
     names = []
-    original = learning_curve._line
-    monkeypatch.setattr(
-        learning_curve, "_line", lambda *parts, **style: names.append(parts[4]) or original(*parts, **style)
-    )
+    original = Axes.plot
+
+    def plot(self, *points, **style):
+        names.append(style.get("label"))
+        return original(self, *points, **style)
+
+    monkeypatch.setattr(Axes, "plot", plot)
     assert main(["show", "lcurve", "lcurve.out", "-o", "curve.png"]) == 0
     assert {"hot, validation", "cold, validation"} <= set(names)
     capsys.readouterr()
