@@ -138,8 +138,8 @@ def on_device(monkeypatch):
             return DeviceStepper(step, scalars, cpu, capture=False, keep_metrics=training.disp_avg, parts=parts)
 
         monkeypatch.setattr(trainer, "build_stepper", build)
-        why = "a test wants it" if streamed else None
-        monkeypatch.setattr("deepmd_muon.train.step.stepper.why_not_on_device", lambda *args: why)
+        if streamed:
+            monkeypatch.setattr("deepmd_muon.train.step.stepper.why_not_on_device", lambda *args: "a test wants it")
 
     return switch
 
