@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,18 +42,20 @@ class TransferBatch:
 
     def __init__(self, slots: Sequence[HostSlot], device: torch.device) -> None:
         self.device = device
-        self._tensors: list[tuple[int, Tensor]] = []
+        places = [0] * len(slots)
         self._copies: list[list[Any]] = []  # slab, offset in it, offset in the buffer, bytes
         self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self.nbytes = 0
-        for slot in slots:
-            self._tensors.append((self.nbytes, local_of(slot.value)))
+        # Slots of one dtype side by side, as in their slab.
+        for number, slot in sorted(enumerate(slots), key=lambda numbered: str(numbered[1].value.dtype)):
+            places[number] = self.nbytes
             last = self._copies[-1] if self._copies else None
             if last and last[0] is slot.slab and last[1] + last[3] == slot.start:
                 last[3] += slot.nbytes
             else:
                 self._copies.append([slot.slab, slot.start, self.nbytes, slot.nbytes])
             self.nbytes += slot.nbytes
+        self._tensors = [(place, local_of(slot.value)) for place, slot in zip(places, slots, strict=True)]
 
     def copies(self, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return the copies as pairs (host memory, device memory); adjacent slots share one copy."""
@@ -169,25 +172,31 @@ class HostMemory:
         return TransferBatch([self._slots[p][key] for p, key in wanted], local_of(wanted[0][0]).device)
 
     def offload(self, state: Mapping[Tensor, dict[str, Any]], wanted: Iterable[tuple[Tensor, str]]) -> None:
-        """Move state tensors into host memory, side by side in the given order."""
+        """Move state tensors into host memory, those of one dtype side by side in the given order."""
         not_yet_offloaded = []
         for p, key in wanted:
             slot = self._slots.get(p, {}).get(key)
             if slot is None or state[p][key] is not slot.value:
                 not_yet_offloaded.append((p, key))
         sizes = [-(-local_of(state[p][key]).nbytes // _ALIGNMENT) * _ALIGNMENT for p, key in not_yet_offloaded]
-        slab, start, left = torch.empty(0, dtype=torch.uint8, device="cpu"), 0, sum(sizes)
+        left: Counter[torch.dtype] = Counter()
         for (p, key), nbytes in zip(not_yet_offloaded, sizes, strict=True):
-            if start + nbytes > slab.numel():
-                size, start = max(nbytes, min(left, self.batch_bytes)), 0
-                slab = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=local_of(p).is_cuda)
+            left[state[p][key].dtype] += nbytes
+        # A slab for each dtype: torch.save refuses tensors of several dtypes in one storage.
+        slabs: dict[torch.dtype, tuple[Tensor, int]] = {}
+        for (p, key), nbytes in zip(not_yet_offloaded, sizes, strict=True):
             value = state[p][key]
             local = local_of(value)
+            slab, start = slabs.get(value.dtype, (None, 0))
+            if slab is None or start + nbytes > slab.numel():
+                size, start = max(nbytes, min(left[value.dtype], self.batch_bytes)), 0
+                slab = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=local_of(p).is_cuda)
             host = slab[start : start + local.nbytes].view(local.dtype).as_strided(local.size(), local.stride())
             host.copy_(local)
             state[p][key] = with_local(value, host)
             self._slots.setdefault(p, {})[key] = HostSlot(slab, start, nbytes, state[p][key])
-            start, left = start + nbytes, left - nbytes
+            slabs[value.dtype] = slab, start + nbytes
+            left[value.dtype] -= nbytes
 
     def offload_all(self, state: dict[Tensor, dict[str, Any]], param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Move all moments into host memory, and drop the slots of state that is gone."""

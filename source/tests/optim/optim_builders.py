@@ -46,8 +46,8 @@ def assert_same(first, second):
         assert_same_state(first[1].state[p], second[1].state[others[name]])
 
 
-def assert_restart_is_bitwise(make, train, stop, end, *, resume=None, carry=through_file):
-    """Train `end` steps in one go, and with a stop after which weights and state come from a file (`carry`).
+def assert_restart_is_bitwise(make, train, stop, end, *, resume=None):
+    """Train `end` steps in one go, and with a stop after which weights and state come from a file.
 
     `make` and `resume` return a model and its optimizer; `train` takes both, a number of steps, and `start`.
     """
@@ -55,7 +55,7 @@ def assert_restart_is_bitwise(make, train, stop, end, *, resume=None, carry=thro
     train(*whole, end)
     train(*stopped, stop)
     weights = {name: p.detach() for name, p in named(stopped[0]).items()}
-    weights, state = carry([weights, stopped[1].state_dict()])
+    weights, state = through_file([weights, stopped[1].state_dict()])
     with torch.no_grad():
         for name, p in named(resumed[0]).items():
             p.copy_(weights[name])

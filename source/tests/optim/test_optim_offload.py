@@ -349,3 +349,20 @@ class TestOnAGPU:
         graph = torch.cuda.CUDAGraph()
         with pytest.raises(CaptureError, match="offload\\(False\\)"), torch.cuda.graph(graph):
             optimizer.step()
+
+
+def test_tensors_of_several_dtypes_are_few_copies():
+    """Each dtype has memory of its own: torch.save refuses storages with tensors of several dtypes."""
+    params = [nn.Parameter(torch.randn(4, 6)) for _ in range(3)]
+    kinds = {"momentum_buffer": torch.bfloat16, "master_weight": torch.float32}
+    state = {p: {key: torch.randn(4, 6).to(dtype) for key, dtype in kinds.items()} for p in params}
+    before = copy.deepcopy([list(state[p].values()) for p in params])
+    batch = HostMemory(1 << 20).transfer_batch(state, [(p, key) for p in params for key in kinds])
+    buffer = torch.empty(batch.nbytes, dtype=torch.uint8)
+    copies = batch.copies(buffer)
+    assert len(copies) == 2
+    for host, device in copies:
+        device.copy_(host)
+    torch.testing.assert_close(batch.views(0, buffer), [x for values in before for x in values], rtol=0, atol=0)
+    storages = {x.untyped_storage().data_ptr(): x.dtype for p in params for x in state[p].values()}
+    assert sorted(map(str, storages.values())) == ["torch.bfloat16", "torch.float32"]
