@@ -87,7 +87,8 @@ def run(checkout: Path, content: dict[str, Any], steps: int, interval: int, devi
         path = Path(folder, "input.json")
         path.write_text(json.dumps({**content, "training": {**content["training"], **training}}))
         command = [sys.executable, "-m", "deepmd_muon", "--pt", "train", "input.json"]
-        environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": "1", "DEVICE": device}
+        path_of_modules = os.pathsep.join(filter(None, [str(checkout.resolve()), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path_of_modules, "OMP_NUM_THREADS": "1", "DEVICE": device}
         begin, before = time.perf_counter(), _seconds(resource.getrusage(resource.RUSAGE_CHILDREN))
         first = (np.inf, np.inf)
         log = []
