@@ -50,7 +50,7 @@ def garbage_collection_paused() -> Iterator[None]:
 
 
 def warm_up(device: torch.device) -> None:
-    """Load Triton and torch's matrix products in a thread, while data are read; nothing on a CPU."""
+    """Load Triton and kernels of torch in threads, while data are read; nothing on a CPU."""
     if device.type == "cuda":
         _begin(_name_cache)
         _begin(_use_libraries, device)
@@ -85,6 +85,7 @@ def _name_cache() -> None:
 def _use_libraries(device: torch.device) -> None:
     import torch
 
+    from deepmd_muon.model.neighbors.atoms import Cells
     from deepmd_muon.model.nn import triton_support
 
     with contextlib.suppress(Exception), torch.cuda.device(device):
@@ -92,6 +93,10 @@ def _use_libraries(device: torch.device) -> None:
             x = torch.zeros(16, 16, dtype=dtype, device=device)
             torch.addmm(x[0], x, x)
         triton_support.usable(device)
+        # What writes frames to the device and reads them there.
+        row = torch.zeros(1, dtype=torch.int64, device=device)
+        for values in (*Cells.of_some(torch.eye(3, dtype=torch.float64, device=device)[None], 1.0), row, row > 0):
+            values.index_copy_(0, row, values.index_select(0, row))
 
 
 def _compile(optimizer: HybridMuon) -> None:

@@ -49,6 +49,12 @@ def on_device(structures, cell, rcut, device):
     return atoms, numbers[0].contiguous(), numbers[1].contiguous()
 
 
+@pytest.mark.parametrize("cell", [name for name, box in CELLS.items() if box is not None])
+def test_inverse_of_a_cell(cell):
+    box = torch.from_numpy(CELLS[cell])
+    torch.testing.assert_close(Cells.of(box[None], 6.0).inverse[0], torch.linalg.inv(box), rtol=1e-14, atol=1e-16)
+
+
 def neighbors_as_sets(index, shift, sections):
     """Return the neighbours of every atom and section, each with its translation."""
     ends = np.cumsum([0, *sections])
