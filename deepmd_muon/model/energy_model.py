@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -188,16 +188,14 @@ class EnergyModel(torch.nn.Module):
     @property
     def pieces(self) -> int:
         """Pieces of the interpolation that training steps use, where the descriptor knows one; 0 for none."""
-        descriptor = self.atomic_model.descriptor
-        return descriptor.pieces if isinstance(descriptor, Interpolated) else 0
+        return self.atomic_model.descriptor.pieces if self.can_interpolate else 0
 
     @pieces.setter
     def pieces(self, pieces: int) -> None:
-        descriptor = self.atomic_model.descriptor
-        if isinstance(descriptor, Interpolated):
-            descriptor.pieces = pieces
+        if self.can_interpolate:
+            self.atomic_model.descriptor.pieces = pieces
 
-    @property
+    @cached_property  # asking a protocol costs tens of microseconds, and every step asks
     def can_interpolate(self) -> bool:
         """Whether the descriptor knows how to interpolate its networks."""
         return isinstance(self.atomic_model.descriptor, Interpolated)

@@ -24,6 +24,9 @@ BatchKind = Literal["fixed", "list", "auto", "max", "filter", "mixed", "mix"]
 #: System choices drawn at once; part of the definition of the order, do not change.
 CHOICE_BLOCK = 1024
 
+# The frames of a system that has one.
+_ONLY = np.zeros(1, dtype=np.int64)
+
 
 @dataclass(frozen=True)
 class BatchRule:
@@ -268,6 +271,8 @@ class Sampler(SavedOrder):
         size, nframes = self.sizes[system], self.nframes[system]
         epoch, turn = divmod(int(self._served[system]), -(-nframes // size))
         self._served[system] += 1
+        if nframes == 1:
+            return system, _ONLY
         known = self._orders.get(system)
         if known is None or known[0] != epoch:
             stream = np.random.Generator(np.random.PCG64([self.seed, 1, system, epoch]))

@@ -142,6 +142,13 @@ class FrameStore:
         """Return the slots of frames; `taken` are those of the last `take`, in rising order."""
         return numbers if self.stays else np.searchsorted(taken, numbers)
 
+    def kinds_of(self, numbers: np.ndarray) -> np.ndarray:
+        """Return a number of each frame that frames of the same composition and the same labels share."""
+        kinds: np.ndarray = self.group[numbers].astype(np.int64)
+        for flags in self.present.values():
+            kinds = 2 * kinds + flags[numbers]
+        return kinds
+
     def move(self, values: np.ndarray, target: Tensor) -> None:
         """Copy an array of the host to a tensor, after all launched work; the host does not wait for that work."""
         with self._beside():

@@ -159,7 +159,7 @@ class ResidentBatches:
         window = self._windows.popleft()
         self._store.take([chunk.result() for chunk in window.chunks])
         self._note_cut_lists()
-        wanted = [self._shape_of(numbers) for numbers in window.batches]
+        wanted = self._shapes_of(window.batches)
         self._shapes.learn(wanted)
         self._numbers.write([self._store.slots_of(numbers, window.frames) for numbers in window.batches])
         self._plans.extend(zip(window.plans, window.batches, wanted, strict=True))
@@ -186,6 +186,23 @@ class ResidentBatches:
         columns = store.most[:, :ntypes] if self._loader.cache.by_type else store.most[:, ntypes : ntypes + 1]
         if (columns > self._limits).any() or (store.most[:, ntypes] > self._limits.sum(dtype=np.float64)).any():
             self._loader.cache.dropped = max(1, self._loader.cache.dropped)
+
+    def _shapes_of(self, batches: Sequence[np.ndarray]) -> list[Shape]:
+        """Return what each batch needs, found once for all of one composition and number of frames."""
+        sizes = [len(numbers) for numbers in batches]
+        kinds = self._store.kinds_of(np.concatenate(batches))
+        starts = np.cumsum([0, *sizes[:-1]])
+        least, most = np.minimum.reduceat(kinds, starts), np.maximum.reduceat(kinds, starts)
+        known: dict[tuple[int, int], Shape] = {}
+        found = []
+        for numbers, size, kind, last in zip(batches, sizes, least.tolist(), most.tolist(), strict=True):
+            if kind != last:
+                found.append(self._shape_of(numbers))
+                continue
+            if (size, kind) not in known:
+                known[size, kind] = self._shape_of(numbers)
+            found.append(known[size, kind])
+        return found
 
     def _shape_of(self, numbers: np.ndarray) -> Shape:
         """Return what a batch needs."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -47,6 +48,14 @@ class Shape:
     partial: frozenset[str] = frozenset()
     group: int | None = None
     capacity: int = 16
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        """Return a hash that is computed once: tables of graphs are read by shape in every step."""
+        return self._hash
 
     @property
     def cost(self) -> float:

@@ -169,8 +169,8 @@ class CapturedStep:
         self._used: dict[Hashable | None, int] = {}
         self._steps = 0
         self._full = False
-        self._names: tuple[str, ...] = ()
-        self._metrics: Tensor | None = None
+        self._values: Tensor | None = None
+        self._metrics: dict[str, Tensor] = {}  # views of the values, which every step overwrites
         model = step.model or step.strategy.model
         assert isinstance(model, EnergyModel)
         self._model = model
@@ -200,8 +200,7 @@ class CapturedStep:
             graph.replay()
         else:
             self._without_graph(feed)
-        assert self._metrics is not None
-        return dict(zip(self._names, self._metrics.unbind(), strict=True))
+        return self._metrics
 
     def close(self) -> None:
         """Drop the graphs: one that holds an exchange between GPUs must end before their communicator does."""
@@ -236,9 +235,10 @@ class CapturedStep:
         self._rates.read()
         metrics = self._step(feed.read(), self._rates.lr, self._rates.lr_fraction)
         values = torch.stack([value.double() for value in metrics.values()])
-        if self._metrics is None:
-            self._names, self._metrics = tuple(metrics), torch.empty_like(values)
-        self._metrics.copy_(values)
+        if self._values is None:
+            self._values = torch.empty_like(values)
+            self._metrics = dict(zip(metrics, self._values.unbind(), strict=True))
+        self._values.copy_(values)
 
     def _wants_graph(self, layout: Hashable | None) -> bool:
         """Return whether this step is to be captured: from the second batch of a layout on, while there is room."""

@@ -118,6 +118,14 @@ def test_padded_batches_have_the_losses_of_plain_ones(systems, monkeypatch, case
     assert plain.state_dict() == batches._loader.state_dict()
 
 
+@pytest.mark.parametrize("batch_size", [1, 2, "mixed:3"])
+def test_batches_of_one_composition_share_what_is_found_for_the_first(systems, batch_size):
+    """Some frames of this loader lack labels, so that a composition alone does not say what a batch needs."""
+    batches = ResidentBatches(loader(systems, corner_model("se_e2_a", "float64"), batch_size), CPU)
+    window = batches._draw().batches[:200]
+    assert batches._shapes_of(window) == [batches._shape_of(numbers) for numbers in window]
+
+
 def test_shapes_grow_when_later_batches_need_more(systems, monkeypatch):
     """The table of numbers is written anew, and the position in the order of batches is the loader's."""
     monkeypatch.setattr(resident_module, "_AHEAD", 3)
