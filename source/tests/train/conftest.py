@@ -151,7 +151,7 @@ def two_branches(small_input):
     def make(descriptor=None, *, level="", net=None, **training):
         content = small_input()
         loss, model = content.pop("loss"), content["model"]
-        shared = {"types": ["Cu"], "all": descriptor or {**model["descriptor"], "sel": [44]}}
+        shared = {"types": ["Cu"], "all": dict(descriptor or {**model["descriptor"], "sel": [44]})}
         nets = [{**model["fitting_net"], "seed": seed} for seed in (2, 3)]
         if net is not None:
             shared["net"], nets = {**nets[0], **net}, ["net", "net"]
