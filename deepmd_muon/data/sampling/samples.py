@@ -48,6 +48,16 @@ def sample_frames(
     return found
 
 
+def sample_with(
+    systems: Sequence[System], first: Sequence[np.ndarray], most: float, rcut: float | None = None
+) -> list[np.ndarray]:
+    """Draw frames as `sample_frames` does, but take those in `first`, which has some of each system, before others."""
+    others = [np.delete(np.arange(s.nframes), mine) for s, mine in zip(systems, first, strict=True)]
+    left = most - float(frame_costs(systems, rcut) @ [len(mine) for mine in first])
+    drawn = sample_frames(systems, max(left, 0.0), rcut, others)
+    return [np.sort(np.concatenate(pair)) for pair in zip(first, drawn, strict=True)]
+
+
 def _drawn_counts(
     systems: Sequence[System], counts: np.ndarray, costs: np.ndarray, most: float, stream: np.random.Generator
 ) -> np.ndarray:
