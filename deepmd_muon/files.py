@@ -335,13 +335,11 @@ def refuse_clashes(
     existing = {name: path for name, path in places.items() if path.exists()}
     for name, path in existing.items():
         problems += [f"{name} is {what}: {path}" for what, file in inputs.items() if file and _same(path, file)]
-    problems += [
-        f"{name} is a file of {what} {system}: {path}"
-        for what, paths in systems.items()
-        for system in (paths if existing else ())
-        for name, path in existing.items()
-        if _is_data(path, system)
-    ]
+    real = {name: os.path.realpath(path) for name, path in existing.items()}
+    for what, paths in systems.items():
+        for system in paths if existing else ():
+            found = _outputs_in(system, real)
+            problems += [f"{name} is a file of {what} {system}: {places[name]}" for name in real if name in found]
     if problems:
         raise error("; ".join(problems) + ". Give the output another name: it would be overwritten")
 
@@ -355,19 +353,23 @@ def _twice(places: Mapping[str, Path]) -> Iterator[str]:
             yield f"{name} is {other}: {path}"
 
 
-def _same(path: Path, other: str | os.PathLike[str]) -> bool:
+def _same(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
     return os.path.exists(other) and os.path.samefile(path, other)
 
 
-def _is_data(path: Path, system: str) -> bool:
-    """Return whether a file that exists is one of a system, which is a path or a pattern as `open_systems` takes."""
+def _outputs_in(system: str, outputs: Mapping[str, str]) -> set[str]:
+    """Return the outputs, by name with their real paths, that are files of a system, as `open_systems` takes it."""
     system = system if os.path.exists(system) else system.partition("#")[0]
+    found = set()
     for place in [system] if os.path.exists(system) else paths_matching(system):
-        if _same(path, place):
-            return True
-        real, folder = os.path.realpath(path), os.path.realpath(place)
-        if os.path.isdir(folder) and real.startswith(f"{folder}{os.sep}"):
-            parts = Path(real).relative_to(folder).parts
-            if parts[-1] in _OF_SYSTEM or any(part.startswith("set.") for part in parts[:-1]):
-                return True
-    return False
+        folder = os.path.realpath(place)
+        within = f"{folder}{os.sep}" if os.path.isdir(folder) else None
+        for name, path in outputs.items():
+            if within is None or not path.startswith(within):
+                inside = False
+            else:
+                parts = Path(path).relative_to(folder).parts
+                inside = parts[-1] in _OF_SYSTEM or any(part.startswith("set.") for part in parts[:-1])
+            if inside or _same(path, place):
+                found.add(name)
+    return found

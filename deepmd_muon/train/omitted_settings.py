@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
+
+import numpy as np
 
 from deepmd_muon.argcheck import Input
 from deepmd_muon.checkpoint_file.file import understood
-from deepmd_muon.data import NeighborCache, NeighborStatistics, System, neighbor_statistics
-from deepmd_muon.data.sampling.samples import sample_frames
+from deepmd_muon.data import DataLoader, NeighborCache, NeighborStatistics, System, neighbor_statistics
+from deepmd_muon.data.sampling.samples import sample_frames, sample_with
 from deepmd_muon.model import EnergyModel, Structures
 from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.train.branches import RunBranch
 from deepmd_muon.train.checkpoint.source import Source
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.ranks import Ranks
+from deepmd_muon.train.statistics import measured_frames
 from deepmd_muon.train.systems import Systems
 
 log = logging.getLogger(__name__)
@@ -81,7 +84,8 @@ def resolve_sel(
         counted: dict[float, NeighborStatistics] = {}
 
         def within(rcut: float) -> NeighborStatistics:
-            counted[rcut] = _count_neighbors(together, rcut, None)  # noqa: B023 (called before the next branch)
+            numbers = sample_frames(together, _MOST_COUNTED, rcut)  # noqa: B023 (called before the next branch)
+            counted[rcut] = _count_neighbors(together, rcut, numbers)  # noqa: B023
             return counted[rcut]  # noqa: B023
 
         resolved = descriptor.with_counts(within)
@@ -93,11 +97,13 @@ def resolve_sel(
     return given, statistics
 
 
-def check_sel(
-    model: EnergyModel, systems: list[System], cache: NeighborCache, where: str = "model"
-) -> NeighborStatistics:
-    """Count neighbours in training frames, filling the cache, and warn when the model's `sel` is too small."""
-    found = _count_neighbors(systems, model.rcut, cache)
+def check_sel(model: EnergyModel, loader: DataLoader, where: str = "model") -> NeighborStatistics:
+    """Count neighbours in training frames, filling the cache, and warn when the model's `sel` is too small.
+
+    The frames behind the statistics of the data are among them: their neighbours are found once.
+    """
+    numbers = sample_with(loader.systems, measured_frames(model, loader), _MOST_COUNTED, model.rcut)
+    found = _count_neighbors(loader.systems, model.rcut, numbers, loader.cache)
     most = found.max_neighbors if model.by_type else (found.max_total,)
     names = model.type_map if model.by_type else ("all types",)
     short = [f"{name}: {n} > {limit}" for name, n, limit in zip(names, most, model.sel, strict=True) if n > limit]
@@ -113,8 +119,10 @@ def check_sel(
     return found
 
 
-def _count_neighbors(systems: list[System], rcut: float, cache: NeighborCache | None) -> NeighborStatistics:
-    numbers = sample_frames(systems, _MOST_COUNTED, rcut)
+def _count_neighbors(
+    systems: Sequence[System], rcut: float, numbers: Sequence[np.ndarray], cache: NeighborCache | None = None
+) -> NeighborStatistics:
+    """Count neighbours in frames `numbers` of each system, and log what was found."""
     counted, total = sum(map(len, numbers)), sum(system.nframes for system in systems)
     found = neighbor_statistics(systems, rcut, cache, numbers=numbers)
     log.info(

@@ -195,10 +195,12 @@ def _prepare(
         name: NeighborCache.of(one.neighbors, one.ntypes, _CACHE_BYTES // len(given.branches))
         for name, one in branches_of(model).items()
     }
+    chosen = given.settings.training.seed
+    seed = ranks.from_first("drawing a seed", new_seed) if chosen is None else chosen
+    data = make_loaders(given, systems, caches, seed, ranks)
     for name, one in branches_of(model).items():
         if name not in statistics and count:
-            training, where = systems[name].training, given.branches[name].model_path
-            checked = partial(check_sel, one, training, caches[name], where)
+            checked = partial(check_sel, one, data[name].training, given.branches[name].model_path)
             statistics[name] = ranks.from_first("counting neighbours", checked)
     if not any(p.requires_grad for p in model.parameters()):
         raise TrainingError("nothing is trainable: set trainable to true in model/descriptor or model/fitting_net")
@@ -208,9 +210,6 @@ def _prepare(
         sum(p.numel() for p in model.parameters()),
         ranks.device if ranks.size == 1 else f"{ranks.size} × {ranks.device.type}",
     )
-    chosen = given.settings.training.seed
-    seed = ranks.from_first("drawing a seed", new_seed) if chosen is None else chosen
-    data = make_loaders(given, systems, caches, seed, ranks)
     distances = {name: found.min_distance for name, found in statistics.items()}
     continued = {name: source.branch for name, source in sources.items()}
     branches = make_branches(given, model, data, distances, continued)

@@ -138,6 +138,11 @@ def _check_statistics(arrays: Mapping[str, np.ndarray], model: EnergyModel, path
         raise DataError(f"stat_file {path} is damaged: {'; '.join(problems)}; remove it, or name another")
 
 
+def measured_frames(model: EnergyModel, loader: DataLoader) -> list[np.ndarray]:
+    """Return the numbers of the frames of each system that `set_model_statistics` reads."""
+    return loader.bounded_numbers(model.settings.data_stat_nbatch, _MOST_MEASURED)
+
+
 def _compute(group: Sequence[RunBranch]) -> list[dict[str, np.ndarray]]:
     """Return the statistics of branches with one descriptor."""
     samples = [

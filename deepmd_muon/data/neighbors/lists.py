@@ -196,16 +196,17 @@ def _lay_out(
     order = np.argsort(slot + pairs.distance / (2.0 * rcut))
     slot, group = slot[order], group[order]
     rank = np.arange(len(order)) - (np.cumsum(counts) - counts)[slot]
-    kept = rank < limits[group]
     widths = np.minimum(counts.reshape(nreal, ngroups).max(axis=0, initial=0), limits)
-    columns = ((np.cumsum(widths) - widths)[group] + rank)[kept]
-    order = order[kept]
-    rows = pairs.real[pairs.i[order]]
+    if (counts.reshape(nreal, ngroups) > widths).any():
+        kept = rank < limits[group]
+        rank, group, order = rank[kept], group[kept], order[kept]
     index = np.full((natoms, int(widths.sum())), -1, dtype=np.int32)
-    index[rows, columns] = pairs.real[pairs.j[order]]
+    # Places in the flat arrays: numpy assigns faster by one index than by row and column.
+    place = pairs.real[pairs.i[order]] * index.shape[1] + (np.cumsum(widths) - widths)[group] + rank
+    index.reshape(-1)[place] = pairs.real[pairs.j[order]]
     # The smallest type that holds the translations: int8, unless an atom left its cell far behind.
     shift = np.zeros((*index.shape, 3), dtype=np.min_scalar_type(-1 - int(np.abs(pairs.shift).max(initial=0))))
-    shift[rows, columns] = pairs.shift[order]
+    shift.reshape(-1, 3)[place] = pairs.shift.astype(shift.dtype)[order]
     return index, shift, tuple(int(w) for w in widths)
 
 

@@ -303,10 +303,14 @@ class DataLoader:
 
         Where they cost more than `most`, a sample of them; see `sample_frames`.
         """
-        candidates = self._numbers([nbatches * size for size in self.batch_sizes])
-        numbers = sample_frames(self.systems, most, self.cache.rcut, candidates)
+        numbers = self.bounded_numbers(nbatches, most)
         plans = (Plan(tuple(part)) for part in packed(self.systems, numbers, CHUNK_ATOMS))
         return read_ahead(self.build, plans, worker_count())
+
+    def bounded_numbers(self, nbatches: int, most: float) -> list[np.ndarray]:
+        """Return the numbers of the frames of each system that `bounded_batches` reads."""
+        candidates = self._numbers([nbatches * size for size in self.batch_sizes])
+        return sample_frames(self.systems, most, self.cache.rcut, candidates)
 
     # -- building --------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 from write_systems import make_arrays, write_npy
 
 from deepmd_muon.data import DataLoader, neighbor_statistics, open_systems
-from deepmd_muon.data.sampling.samples import FRAME_COST, frame_costs, packed, read_ahead, sample_frames
+from deepmd_muon.data.sampling.samples import FRAME_COST, frame_costs, packed, read_ahead, sample_frames, sample_with
 
 
 @pytest.fixture
@@ -64,6 +64,26 @@ def test_larger_systems_of_a_sample_give_more_frames(tmp_path):
     odd = [np.arange(1, 300, 2), np.arange(1, 30, 2)]
     drawn = sample_frames(systems, 60 * (2 + FRAME_COST), candidates=odd)
     assert all((mine % 2 == 1).all() for mine in drawn)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_a_sample_with_given_frames_has_them_at_the_same_cost(systems, share):
+    most = share * cost(systems, sample_frames(systems, 1e9), 6.0)
+    first = sample_frames(systems, most / 2, 6.0, [np.arange(s.nframes)[::-2][::-1] for s in systems])
+    numbers = sample_with(systems, first, most, 6.0)
+    for mine, given, system in zip(numbers, first, systems, strict=True):
+        assert np.isin(given, mine).all()
+        assert mine.tolist() == sorted(set(mine.tolist()))
+        assert not len(mine) or 0 <= mine.min() <= mine.max() < system.nframes
+    assert cost(systems, numbers, 6.0) <= 1.25 * most + 3 * 16 * frame_costs(systems, 6.0).max()
+    assert sum(map(len, numbers)) > sum(map(len, first))
+
+
+def test_a_sample_with_given_frames_is_whole_where_that_fits(systems):
+    first = [np.arange(s.nframes)[::2] for s in systems]
+    whole = cost(systems, sample_frames(systems, 1e9))
+    for mine, system in zip(sample_with(systems, first, whole), systems, strict=True):
+        assert mine.tolist() == list(range(system.nframes))
 
 
 def test_packed_parts_hold_every_frame_once_with_or_without_a_cell(systems):
