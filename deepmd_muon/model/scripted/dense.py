@@ -162,6 +162,17 @@ def add_product(other: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> t
     return found.flatten(0, 1)[: x.shape[0]]
 
 
+def accumulate_product(total: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> None:
+    """Add x·matrix to total `(rows, M)`, which is contiguous; see `product`."""
+    if x.is_cuda:
+        torch.addmm(total, x, matrix, out=total)
+    elif x.shape[0] % 2 == 1:
+        total.add_(product(x, matrix))
+    else:
+        halves = _halves(total)
+        torch.baddbmm(halves, _halves(x), matrix.expand([2, -1, -1]), out=halves)
+
+
 def output_of(layer: Dense, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return y `(rows, n_out)` from f(h) and x `(rows, n_in)`: scaled by idt, x added once, twice or not at all."""
     idt = layer.idt

@@ -19,7 +19,7 @@ from deepmd_muon.infer import Predictor
 from deepmd_muon.model import ModelError
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.model.nn.activation import activation
-from deepmd_muon.model.scripted.dense import act_of, add_product, product, value_of
+from deepmd_muon.model.scripted.dense import accumulate_product, act_of, add_product, product, value_of
 
 DPA1 = LARGER["se_atten"] | {"rcut": 4.0, "seed": 1}
 V2 = {key: value for key, value in DPA1.items() if key != "smooth_type_embedding"} | {"type": "se_atten_v2"}
@@ -46,6 +46,7 @@ MODELS = {
     "DPA-1 with a mean": (DPA1 | {"set_davg_zero": False, "type_one_side": True, "neuron": [5, 10]}, {}),
     "DPA-1, stripped types": (DPA1 | {"tebd_input_mode": "strip", "attn_layer": 0, "concat_output_tebd": False}, {}),
     "DPA-1, wide attention": (DPA1 | {"attn": 24}, {}),
+    "DPA-1, wide attention, not smooth": (DPA1 | {"attn": 24, "sel": 25, "smooth_type_embedding": False}, {}),
     "DPA-1 with a mean, wide attention": (DPA1 | {"attn": 24, "set_davg_zero": False, "normalize": False}, {}),
     "DPA-1 v2": (V2 | {"attn_dotr": False, "normalize": False, "temperature": 0.5}, {}),
     "DPA-3": (DPA3, {}),
@@ -121,6 +122,9 @@ def test_products_in_two_batches_are_products(rows):
     torch.testing.assert_close(product(x, matrix), x @ matrix)
     torch.testing.assert_close(add_product(other, x, matrix), other + x @ matrix)
     torch.testing.assert_close(add_product(matrix[0], x, matrix), matrix[0] + x @ matrix)
+    expected = other + x @ matrix
+    accumulate_product(other, x, matrix)
+    torch.testing.assert_close(other, expected)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,7 +9,16 @@ import torch
 
 from deepmd_muon.model.descriptor.dpa1.attention import SHIFT, AttentionLayer
 from deepmd_muon.model.descriptor.dpa1.module import DPA1, GROUP, shortened, smooth_rows
-from deepmd_muon.model.scripted.dense import Act, Dense, act_of, add_product, dense_layers, embed_rows, product
+from deepmd_muon.model.scripted.dense import (
+    Act,
+    Dense,
+    accumulate_product,
+    act_of,
+    add_product,
+    dense_layers,
+    embed_rows,
+    product,
+)
 from deepmd_muon.model.scripted.near import Near, Request
 from deepmd_muon.model.scripted.rows import sums_pullback
 
@@ -25,9 +34,10 @@ class Attention(NamedTuple):
     inner, outer
         The linear layers of query, key and value, and that behind them.
     folded
-        Their products, each for features with a 1 behind them, x̃: M = QKᵀ, the Gram matrices of query, key and value if
-        these are normalised, and the product V of the layers of value and behind it, side by side
-        `(width + 1, 2·width + 1)` or `(width + 1, 5·width + 4)`; without rows where the layers are applied one by one.
+        Their products, each for features with a 1 behind them, x̃: M = QKᵀ times the temperature, the Gram matrices of
+        query, key and value if these are normalised, and the product V of the layers of value and behind it, side by
+        side `(width + 1, 2·width + 1)` or `(width + 1, 5·width + 4)`; without rows where the layers are applied one by
+        one.
     scale, shift, eps
         Of the normalisation.
     temperature
@@ -73,12 +83,13 @@ class Attended(NamedTuple):
     ----------
     parts, inverse
         Query, key and value `(ncentre, ncolumns, attn)`, and the inverse lengths that normalised them. Of a folded
-        layer: x̃, x̃·M and x·V, the last two scaled by the inverse lengths of query and value, then x̃ times the Gram
-        matrices.
+        layer: x̃, x̃·M and x̃·V, which the inverse lengths have not scaled, then x̃ times the Gram matrices.
     scores
-        Shifted scores before the switch `(ncentre, ncolumns, ncolumns)`; empty unless attention is smooth.
+        Scores `(ncentre, ncolumns, ncolumns)`, −1e30 where hidden; if attention is smooth, shifted ones before the
+        switch.
     weights, factors
-        Softmax of the scores, and its product with `Gates.after`.
+        Softmax of the scores, and its product with `Gates.after`, of a folded layer also with the inverse lengths of
+        the values.
     normed, deviation
         Features before scale and shift `(ncentre·ncolumns, width)`, and the inverse deviation that normalised them.
     """
@@ -168,13 +179,14 @@ def attend(layer: Attention, x: torch.Tensor, gates: Gates, normalize: bool, shi
     """Return one attention layer's values for features `(ncentre, ncolumns, width)`."""
     ncentre, ncolumns, width = x.shape
     flat = x.view(-1, width)
+    folded = layer.folded.shape[0] > 0
     parts: list[torch.Tensor] = []
     inverse: list[torch.Tensor] = []
-    if layer.folded.shape[0] > 0:
+    if folded:
         parts, inverse = _fold(layer, x, normalize)
         scores = torch.bmm(parts[1], parts[0].transpose(1, 2))
         if normalize:
-            scores.mul_(inverse[1].view(ncentre, 1, ncolumns))
+            _scale_pairs(scores, inverse)
     else:
         for dense in layer.inner:
             part = add_product(dense.bias, flat, dense.matrix)
@@ -183,10 +195,10 @@ def attend(layer: Attention, x: torch.Tensor, gates: Gates, normalize: bool, shi
                 part = part.mul_(inverse[-1])
             parts.append(part.view(ncentre, ncolumns, part.shape[1]))
         scores = torch.bmm(parts[0], parts[1].transpose(1, 2)).mul_(layer.temperature)
-    shifted = scores.new_zeros([0])
+    kept = scores
     if gates.switch.shape[0] > 0:
-        shifted = scores.add_(shift)
-        scores = (shifted * gates.switch).sub_(shift)
+        kept = scores.add_(shift)
+        scores = (kept * gates.switch).sub_(shift)
     scores = scores.masked_fill_(gates.hidden, -1e30)
     if gates.beyond > 0 and ncolumns > 0:
         top = scores.amax(-1, keepdim=True).clamp_(min=-shift)
@@ -195,14 +207,27 @@ def attend(layer: Attention, x: torch.Tensor, gates: Gates, normalize: bool, shi
     else:
         weights = scores.softmax(-1)
     factors = weights * gates.after
-    mixed = torch.bmm(factors, parts[2]).view(-1, parts[2].shape[2])
-    if layer.folded.shape[0] > 0:
-        total = mixed.add_(flat).add_(layer.outer.bias)
+    if folded:
+        if normalize:
+            factors.mul_(inverse[2].view(ncentre, 1, ncolumns))
+        mixed = x + layer.outer.bias
+        torch.baddbmm(mixed, factors, parts[2], out=mixed)
+        total = mixed.view(-1, width)
     else:
+        mixed = torch.bmm(factors, parts[2]).view(-1, parts[2].shape[2])
         total = add_product(layer.outer.bias, mixed, layer.outer.matrix).add_(flat)
     total = total.sub_(total.mean(-1, keepdim=True))  # on CPUs var_mean takes several times as long
-    deviation = (total.square().mean(-1, keepdim=True) + layer.eps).rsqrt()
-    return Attended(parts, inverse, shifted, weights, factors, total.mul_(deviation), deviation)
+    deviation = (total.norm(2.0, [-1], True).square_().div_(width) + layer.eps).rsqrt()
+    return Attended(parts, inverse, kept, weights, factors, total.mul_(deviation), deviation)
+
+
+def _scale_pairs(pairs: torch.Tensor, inverse: list[torch.Tensor]) -> None:
+    """Multiply pairs `(ncentre, ncolumns, ncolumns)` by the inverse lengths of query and key.
+
+    Queries have more columns than an atom has neighbours: to scale the pairs reads and writes less.
+    """
+    ncentre, ncolumns, _ = pairs.shape
+    pairs.mul_(inverse[0].view(ncentre, ncolumns, 1)).mul_(inverse[1].view(ncentre, 1, ncolumns))
 
 
 def _fold(layer: Attention, x: torch.Tensor, normalize: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -213,22 +238,15 @@ def _fold(layer: Attention, x: torch.Tensor, normalize: bool) -> tuple[list[torc
     extended = torch.cat([flat, flat.new_ones([flat.shape[0], 1])], dim=1)
     products = product(extended, layer.folded)
     moved, values = products[:, :wide], products[:, products.shape[1] - width :]
-    parts: list[torch.Tensor] = []
+    shape = [ncentre, ncolumns, wide]  # explicit: a lone atom has no columns
+    parts = [extended.view(shape), moved.view(shape), values.view([ncentre, ncolumns, width])]
     inverse: list[torch.Tensor] = []
     if normalize:
-        grams = products[:, wide : 4 * wide].view(-1, 3, wide)
-        lengths = (grams * extended.unsqueeze(1)).sum(-1).clamp_(min=1e-24).rsqrt()
-        for index in range(3):
-            inverse.append(lengths[:, index : index + 1])
-            parts.append(grams[:, index])
-        moved.mul_(inverse[0] * layer.temperature)
-        values.mul_(inverse[2])
-    else:
-        moved.mul_(layer.temperature)
-    shape = [ncentre, ncolumns, wide]  # explicit: a lone atom has no columns
-    found = [extended.view(shape), moved.view(shape), values.view([ncentre, ncolumns, width])]
-    found.extend(parts)
-    return found, inverse
+        for index in range(3):  # one by one: a temporary of all three would not fit the caches
+            gram = products[:, (index + 1) * wide : (index + 2) * wide]
+            inverse.append((gram * extended).sum(-1, keepdim=True).clamp_(min=1e-24).rsqrt())
+            parts.append(gram)
+    return parts, inverse
 
 
 def attend_pullback(
@@ -238,31 +256,44 @@ def attend_pullback(
     gates: Gates,
     of_after: torch.Tensor,
     of_switch: torch.Tensor,
+    shift: float,
 ) -> torch.Tensor:
     """Return dE/dx from dE/dy of one layer `(ncentre·ncolumns, width)`, and add to the derivatives by its gates."""
     value = tape.parts[2]
     folded = layer.folded.shape[0] > 0
+    normalize = len(tape.inverse) > 0
     scaled = above * layer.scale
     along = (scaled * tape.normed).mean(-1, keepdim=True)
-    below = (scaled - scaled.mean(-1, keepdim=True)).addcmul_(tape.normed, along, value=-1.0).mul_(tape.deviation)
+    below = scaled.sub_(scaled.mean(-1, keepdim=True)).addcmul_(tape.normed, along, value=-1.0).mul_(tape.deviation)
     of_mixed = (below if folded else product(below, layer.outer.matrix.t())).view(value.shape)
     of_value = torch.bmm(tape.factors.transpose(1, 2), of_mixed)
     # The softmax: dE/dscore = w·(dE/dw − Σ w·dE/dw), also with a constant in its denominator.
     of_scores = torch.bmm(of_mixed, value.transpose(1, 2)).mul_(tape.weights)
+    if folded and normalize:
+        of_scores.mul_(tape.inverse[2].view(value.shape[0], 1, value.shape[1]))
     of_after.add_(of_scores)
     of_scores.mul_(gates.after)
+    of_lengths = torch.jit.annotate(list[torch.Tensor], [])  # −dE/dlog(length) of query, key and value
+    if folded and normalize:
+        of_lengths.append(of_scores.sum(1))
     of_scores.addcmul_(tape.weights, of_scores.sum(-1, keepdim=True), value=-1.0)
+    scores = tape.scores
     if gates.switch.shape[0] > 0:
-        of_switch.addcmul_(of_scores, tape.scores)
+        of_switch.addcmul_(of_scores, scores)
         of_scores.mul_(gates.switch)
+        scores = scores - shift
     if folded:
-        return _unfold(layer, below, tape, of_scores, of_value)
+        if normalize:
+            products = of_scores * scores
+            of_lengths = [products.sum(2), products.sum(1), of_lengths[0]]
+            _scale_pairs(of_scores, tape.inverse)
+        return _unfold(layer, below, tape, of_scores, of_value, of_lengths)
     query, key = tape.parts[0], tape.parts[1]
     of_scores.mul_(layer.temperature)
     adjoints = [torch.bmm(of_scores, key), torch.bmm(of_scores.transpose(1, 2), query), of_value]
     for index in range(3):
         adjoint = adjoints[index]
-        if len(tape.inverse) > 0:
+        if normalize:
             part = tape.parts[index]
             adjoint.addcmul_(part, (adjoint * part).sum(-1, keepdim=True), value=-1.0)
             adjoint = adjoint.view(-1, part.shape[2]).mul_(tape.inverse[index])
@@ -272,36 +303,28 @@ def attend_pullback(
 
 
 def _unfold(
-    layer: Attention, below: torch.Tensor, tape: Attended, of_scores: torch.Tensor, of_value: torch.Tensor
+    layer: Attention,
+    below: torch.Tensor,
+    tape: Attended,
+    of_scores: torch.Tensor,
+    of_value: torch.Tensor,
+    of_lengths: list[torch.Tensor],
 ) -> torch.Tensor:
     """Add what goes through a folded layer's products to dE/dx `(ncentre·ncolumns, width)`.
 
     A squared length l² = x̃·G·x̃ changes by 2·x̃·G, which the forward pass has computed.
     """
     width = below.shape[1]
-    wide = width + 1
-    extended, moved, value = tape.parts[0], tape.parts[1], tape.parts[2]
-    normalize = len(tape.inverse) > 0
-    if normalize:
-        of_scores.mul_(tape.inverse[1].view(of_scores.shape[0], 1, of_scores.shape[2]))
-    of_moved = torch.bmm(of_scores, extended)
-    of_extended = torch.bmm(of_scores.transpose(1, 2), moved)
-    below.add_(of_extended.view(-1, wide)[:, :width])
-    rate = torch.jit.annotate(list[torch.Tensor], [])
-    if normalize:
-        for result, slope in [(moved, of_moved), (extended, of_extended), (value, of_value)]:
-            rate.append((result * slope).sum(-1).view(-1, 1))
-        for index in range(3):
-            inverse = tape.inverse[index]
-            gram = tape.parts[index + 3][:, :width]
-            below.addcmul_(gram, inverse.square().mul_(rate[index]), value=-1.0)
-        of_moved.mul_((tape.inverse[0] * layer.temperature).view(of_moved.shape[0], -1, 1))
-        of_value.mul_(tape.inverse[2].view(of_value.shape[0], -1, 1))
-    else:
-        of_moved.mul_(layer.temperature)
-    first, last = layer.folded[:width, :wide], layer.folded[:width, layer.folded.shape[1] - width :]
-    below = add_product(below, of_moved.view(-1, wide), first.t())
-    return add_product(below, of_value.view(-1, width), last.t())
+    extended, moved = tape.parts[0], tape.parts[1]
+    of_x = below.view(of_value.shape)
+    torch.baddbmm(of_x, of_scores.transpose(1, 2), moved[:, :, :width], out=of_x)
+    for index in range(len(of_lengths)):
+        rate = tape.inverse[index].square().mul_(of_lengths[index].view(-1, 1))
+        below.addcmul_(tape.parts[index + 3][:, :width], rate, value=-1.0)
+    first, last = layer.folded[:width, : width + 1], layer.folded[:width, layer.folded.shape[1] - width :]
+    accumulate_product(below, torch.bmm(of_scores, extended).view(-1, width + 1), first.t())
+    accumulate_product(below, of_value.view(-1, width), last.t())
+    return below
 
 
 def _attention_of(layer: AttentionLayer, normalize: bool) -> Attention:
@@ -315,18 +338,18 @@ def _attention_of(layer: AttentionLayer, normalize: bool) -> Attention:
     ]
     scale, shift = norm.matrix.detach().clone(), norm.bias.detach().clone()
     last = Dense(*outer, None, 0)
-    folded = _folded(parts, last, normalize)
+    folded = _folded(parts, last, normalize, float(own.scale))
     return Attention(parts, last, folded, scale, shift, float(norm.eps), float(own.scale))
 
 
-def _folded(inner: list[Dense], outer: Dense, normalize: bool) -> torch.Tensor:
+def _folded(inner: list[Dense], outer: Dense, normalize: bool, temperature: float) -> torch.Tensor:
     """Return `Attention.folded`; no rows where features are wider than attention, or lengths would lose digits."""
     width, attn = inner[0].matrix.shape
     query, key, value = (torch.cat([dense.matrix, dense.bias[None]]).double() for dense in inner)
     none = outer.matrix.new_zeros(0, 0)
     if width >= attn:
         return none
-    products = [query @ key.t()]
+    products = [temperature * (query @ key.t())]
     if normalize:
         # Rounding errors of l² = x̃·G·x̃ are relative to the largest l², which is `condition` times the smallest.
         condition = max(float(torch.linalg.cond(part)) ** 2 for part in (query, key, value))
@@ -461,7 +484,7 @@ class ScriptedDPA1(torch.nn.Module):
         plain = Gates(gates.hidden, gates.after.detach(), gates.switch.detach(), gates.beyond)
         for index in range(len(tape.layers) - 1, -1, -1):
             layer, values = self.attention[index], tape.layers[index]
-            of_features = attend_pullback(layer, of_features, values, plain, of_after, of_switch)
+            of_features = attend_pullback(layer, of_features, values, plain, of_after, of_switch, self.shift)
         of_rows[..., 0] += (of_features * tape.embedded[1]).sum(-1).view(columns.kind.shape)
         results, adjoints = [columns.rows], torch.jit.annotate(list[torch.Tensor | None], [of_rows])
         if tape.embedded.shape[0] > 2:
