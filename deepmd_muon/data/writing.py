@@ -20,7 +20,7 @@ from deepmd_muon.data.stores.lmdb_store import METADATA
 from deepmd_muon.data.system import System
 from deepmd_muon.files import WriteError, make_folder_of, named_file, whole_file, whole_folder
 
-# Bytes of a chunk of an HDF5 file: what is read and compared with its checksum for one frame of a small system.
+# Bytes of a chunk of an HDF5 file: the part that one frame of a small system reads and checks.
 _CHUNK = 16384
 # Of an LMDB database: names other than those of npy files, the format of keys, and frames of one transaction.
 _LMDB_NAMES = {"energy": "energies", "force": "forces", "virial": "virials"}
@@ -108,7 +108,7 @@ def write_extxyz(systems: Sequence[System], path: Path) -> list[str]:
 
 
 def write_images(images: Sequence[Any], path: Path) -> None:
-    """Write `ase.Atoms` as one extended XYZ file, which appears whole or not at all."""
+    """Write `ase.Atoms` as one extended XYZ file, atomically."""
     from ase.io import write
 
     make_folder_of(path)

@@ -140,7 +140,7 @@ class ForceField:
     def launch(self, coord: torch.Tensor) -> Forces:
         """Evaluate other positions of the structures evaluated last, in the same cells, by work of the device alone.
 
-        The next launch may overwrite the results. They count if `settled` says so.
+        The next launch may overwrite the results, which are valid only if `settled` returns True.
         """
         for rows, call in self._calls:
             call.lists.coord.copy_(coord[rows])
@@ -151,7 +151,7 @@ class ForceField:
     def settled(self) -> bool:
         """Wait for the device, and return whether all results since the last call are right.
 
-        Else make room for what did not fit: graphs that hold `launch` have to be recorded again.
+        Otherwise enlarge the lists that were too small: graphs that hold `launch` have to be recorded again.
 
         Raises
         ------
@@ -205,7 +205,7 @@ class ForceField:
         return Forces(*(output[name].detach().double() for name in ("energy", "force", "virial")))
 
     def _of_file(self, lists: GhostLists, coord: torch.Tensor, box: torch.Tensor | None) -> Forces:
-        """Evaluate the structures side by side as one system, and sum up what belongs to each."""
+        """Evaluate the structures side by side as one system, and sum up the results of each."""
         model = self.predictor.model
         assert isinstance(model, FrozenModel)
         union = lists.union(coord, box)

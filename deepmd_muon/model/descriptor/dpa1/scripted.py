@@ -274,7 +274,7 @@ def attend_pullback(
 def _unfold(
     layer: Attention, below: torch.Tensor, tape: Attended, of_scores: torch.Tensor, of_value: torch.Tensor
 ) -> torch.Tensor:
-    """Add what goes through a folded layer's products to dE/dx `(ncentre·ncolumns, width)`.
+    """Add the contribution of a folded layer's products to dE/dx `(ncentre·ncolumns, width)`.
 
     A squared length l² = x̃·G·x̃ changes by 2·x̃·G, which the forward pass has computed.
     """
