@@ -72,7 +72,7 @@ class ForceField:
         self.skin = skin
         self._lists: list[tuple[slice, Lists]] = []
         self._atype: torch.Tensor | None = None
-        #: Where graphs that hold `launch` are recorded; None where there are none.
+        #: Memory of the graphs that hold `launch`; None without graphs.
         self.memory: GraphMemory | None = None
         self._box: torch.Tensor | None = None
         self._boxes: list[torch.Tensor] = []
@@ -130,7 +130,7 @@ class ForceField:
 
     @property
     def version(self) -> int:
-        """Another number where graphs that hold `launch` have to be recorded again."""
+        """A number that changes when graphs that hold `launch` have to be recorded again."""
         return self._prepared + sum(call.version for _, call in self._calls)
 
     @property

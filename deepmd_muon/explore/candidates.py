@@ -135,7 +135,7 @@ def _conditions(predictor: Predictor, systems: Sequence[System], dynamics: Dynam
 
 
 class _Watch:
-    """Look at snapshots and keep candidates."""
+    """Examines snapshots and keeps candidates."""
 
     def __init__(
         self,

@@ -211,8 +211,10 @@ class StratifiedOrder(SavedOrder):
             loader.seat(self._all_seats(name, self.step))
 
     def _all_seats(self, name: str, step: int) -> Iterator[Seats]:
-        """Yield the seats of a branch in every step from one on; those of this thread's look-ahead alone."""
-        ahead = StratifiedOrder.__new__(StratifiedOrder)  # a block of random numbers of its own
+        """Yield the seats of a branch in every step from `step` on, for a loader that reads them ahead."""
+        ahead = StratifiedOrder.__new__(
+            StratifiedOrder
+        )  # a copy: iterators at other steps need other blocks of random numbers
         ahead.__dict__ |= {**self.__dict__, "_block": None, "_loaders": {}}
         for number in itertools.count(step):
             yield ahead._seats(ahead._branches(number), name)

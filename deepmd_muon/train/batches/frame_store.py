@@ -161,7 +161,7 @@ class FrameStore:
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """Launch on a stream of its own; work of the present stream follows it."""
+        """Launch on a separate stream; later work of the current stream waits for it."""
         if self._stream is None:
             yield
             return

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Write:
-    """A checkpoint under way: what rank 0 will call it, where it grows, and when it is there."""
+    """A checkpoint under way: its final name, its temporary place, and the outcome of writing."""
 
     name: str
     place: Path

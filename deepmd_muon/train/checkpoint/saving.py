@@ -99,7 +99,7 @@ class Checkpoints:
             if file is None or _step(file) != step:
                 self._save_file(step, self._with_names(step, content()))
             elif self._ranks.first:
-                self.files.publish()  # a run that was killed after its last save has not
+                self.files.publish()  # a run that was killed after its last save may not have published it
             self.finish()
             if self.directories:
                 self.directories.publish()  # the same; and the text file names the directory, not the file
