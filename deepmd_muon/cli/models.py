@@ -21,7 +21,7 @@ _PROGRAM = "/code/__torch__/deepmd_muon/deploy/program.py"
 
 
 def add_model_options(parser: argparse.ArgumentParser, *options: str) -> None:
-    """Declare some of ``--head``, ``--ema`` and ``--trust``, which choose the weights and the checks of a model file."""
+    """Declare some of ``--head``, ``--ema`` and ``--trust``, which choose weights and checks of a model file."""
     if "head" in options:
         parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
     if "ema" in options:
