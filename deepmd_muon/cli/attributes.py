@@ -1,4 +1,4 @@
-"""`dp show FILE ATTRIBUTE...`: what deepmd-kit's command of this form says of a model."""
+"""`dp show FILE ATTRIBUTE...`: the same report on a model as deepmd-kit's command of this form."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _UNOBSERVED = 1e-6
 def log_attributes(path: str, wanted: Sequence[str], *, trust: bool = False) -> None:
     """Log attributes of the model in a checkpoint or frozen file, in deepmd-kit's order and words.
 
-    `trust` runs a frozen file whatever operators it calls, see `Predictor`. What deepmd-kit alone can tell is handed
-    over: a serialization tree, the size of a model that we do not have.
+    `trust` runs a frozen file whatever operators it calls, see `Predictor`. Attributes that only deepmd-kit
+    knows are handed over: a serialization tree, the size of a model that we do not have.
     """
     if "serialization-tree" in wanted:
         raise HandOver("'show serialization-tree'")

@@ -102,7 +102,7 @@ def _check(options: argparse.Namespace, source: Path) -> None:
 
 
 def write_compressed(model: EnergyModel, output: Path, source: Path, *, min_distance: float, **settings: Any) -> None:
-    """Compress a model, and log what the tables change; `settings` go to `deploy.compress.compress`."""
+    """Compress a model, and log the differences that the tables cause; `settings` go to `deploy.compress.compress`."""
     from deepmd_muon.deploy.compress import ASSUMED_DISTANCE, compress
 
     if min_distance <= 0:

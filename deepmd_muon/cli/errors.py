@@ -2,4 +2,4 @@
 
 
 class CommandError(ValueError):
-    """An option whose value makes no sense, or that names something that is not there."""
+    """An option has an invalid value, or names something that does not exist."""

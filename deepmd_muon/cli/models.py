@@ -21,7 +21,7 @@ _PROGRAM = "/code/__torch__/deepmd_muon/deploy/program.py"
 
 
 def add_model_options(parser: argparse.ArgumentParser, *options: str) -> None:
-    """Declare some of the options ``--head``, ``--ema`` and ``--trust``, which say what of a model file is used."""
+    """Declare some of ``--head``, ``--ema`` and ``--trust``, which choose weights and checks of a model file."""
     if "head" in options:
         parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
     if "ema" in options:
@@ -73,7 +73,7 @@ def load_predictors(names: Sequence[str], options: argparse.Namespace) -> list[P
 
 
 def frozen_here(path: str | os.PathLike[str]) -> bool:
-    """Tell by the names of its members, without torch, whether a frozen file comes from this package."""
+    """Return whether a frozen file comes from this package, by the names of its members, without torch."""
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             return any(name.endswith(_PROGRAM) for name in archive.namelist())

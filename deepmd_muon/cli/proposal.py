@@ -91,7 +91,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Proposal:
-    """An input and what led to it: choices with reasons, frames of every system, what looks wrong with the data.
+    """An input and its grounds: choices with reasons, frames of every system, doubts about the data.
 
     `to_write` has the systems to write by folder; it is empty where the input names the data as they are.
     """
@@ -281,7 +281,7 @@ def _content(
 
     def data(kind: str) -> dict[str, Any]:
         section: dict[str, Any] = {**comment(f"training/{kind}_data"), "systems": places[kind], "batch_size": "auto"}
-        if not written:  # what is written has the names of npy folders
+        if not written:  # written systems have the names of npy folders
             section |= {"label_keys": wishes.label_keys} if wishes.label_keys else {}
             section |= {"keep_unconverged": True} if wishes.keep_unconverged else {}
         return section

@@ -45,7 +45,7 @@ _PICTURES = {"lcurve": "lcurve.png", "weights": "weights.png"}
 
 
 class _Topic(argparse.Action):
-    """Takes the topic; of those, kernels alone goes without a file. Help that is asked for behind it is the topic's."""
+    """Takes the topic; of those, kernels alone goes without a file. `-h` after the topic shows its own help."""
 
     file: argparse.Action
     options: Mapping[str, Sequence[argparse.Action]]
@@ -209,7 +209,7 @@ def _checkpoint_routing(path: Path) -> str:
 
 
 def _sharing(shared: Mapping[str, str]) -> str:
-    """Say which parameters of the table several branches share: each stands there once."""
+    """Describe which parameters of the table several branches share: the table lists each once."""
     further: dict[str, list[str]] = {}
     for name, first in shared.items():
         further.setdefault(first, []).append(name.partition(".")[0])

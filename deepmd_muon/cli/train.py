@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     except DeepmdKitOnlyError as error:
         problems = "; ".join(map(str, error.problems))
         raise HandOver(error.elsewhere, f"install it, or change {error.source} ({problems})") from error
-    open_device()  # while torch is imported, by what follows
+    open_device()  # in the meantime, the imports below load torch
     with garbage_collection_paused():
         from deepmd_muon.train import run as run_training
 

@@ -1,4 +1,4 @@
-"""Exceptions of the data room, all below `DataError`."""
+"""Exceptions of the data package, all below `DataError`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class DataError(ValueError):
-    """Something about the training data, or about how it is asked for, is wrong."""
+    """The training data, or the request for them, are wrong."""
 
 
 class SystemNotFoundError(DataError, FileNotFoundError):
@@ -50,7 +50,7 @@ class NeighborError(DataError):
 
 @contextmanager
 def naming_frame(frame: int, system: str | None = None) -> Iterator[None]:
-    """Name frame and system in what the search for neighbours raises."""
+    """Add frame and system to errors of the neighbour search."""
     try:
         yield
     except (NeighborError, RuntimeError) as error:
@@ -59,7 +59,7 @@ def naming_frame(frame: int, system: str | None = None) -> Iterator[None]:
 
 
 class SamplingError(DataError):
-    """A batch size, probability rule or list of probabilities makes no sense for these systems."""
+    """A batch size, probability rule or list of probabilities does not fit these systems."""
 
 
 class SamplerStateError(DataError):

@@ -27,8 +27,8 @@ def label_shape(label: str, nframes: int, natoms: int) -> tuple[int, ...]:
 class Frames:
     """Positions and labels of some frames.
 
-    A label that no frame has is None. Where only some frames have it, the others hold NaN: what sums over them
-    without asking `present` shows NaN instead of a wrong number.
+    A label that no frame has is None. Where only some frames have it, the others hold NaN: sums that
+    ignore `present` become NaN instead of a wrong number.
     """
 
     atype: np.ndarray  # int32 (nframes, natoms): types as indices into the type map; −1 is a padding atom
@@ -67,7 +67,7 @@ class Frames:
         return None if self.box is None or not self.box[k].any() else self.box[k]
 
     def present(self, label: str) -> np.ndarray:
-        """Tell which frames have a label or a parameter, bool (nframes,)."""
+        """Return which frames have a label or a parameter, bool (nframes,)."""
         values: np.ndarray | None = getattr(self, label)
         if values is None:
             return np.zeros(self.nframes, dtype=bool)
@@ -136,11 +136,11 @@ class Parameters(NamedTuple):
 
     @property
     def required(self) -> bool:
-        """Whether a prediction needs values that nobody but the caller has."""
+        """Whether a prediction needs values that only the caller can give."""
         return self.aparam > 0 or (self.fparam > 0 and self.default_fparam is None)
 
     @classmethod
     def of(cls, fitting_net: Any) -> Parameters:
-        """Return what a fitting net with these settings reads; nothing if it does not know of parameters."""
+        """Return what a fitting net with these settings reads; nothing if it has no parameters."""
         default = getattr(fitting_net, "default_fparam", None)
         return cls(getattr(fitting_net, "numb_fparam", 0), getattr(fitting_net, "numb_aparam", 0), default)

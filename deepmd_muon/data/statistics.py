@@ -70,9 +70,9 @@ def data_fingerprint(systems: Sequence[System]) -> str:
 class StatFile:
     """Statistics kept in an HDF5 file between runs, each entry under the hash of its dependencies.
 
-    A changed cutoff, type map or data set makes another key, so that stale numbers are never used. What others have in
-    the file (deepmd-kit keeps its own statistics there) is left alone. The file is created with the first entry and
-    replaced in one step: a run that is killed while it writes leaves the old one.
+    A changed cutoff, type map or data set makes another key, so that stale numbers are never used. Entries
+    of other programs, such as deepmd-kit's statistics, stay. The file is created with the first entry and replaced
+    atomically: a run that is killed while it writes leaves the old one.
     """
 
     GROUP = "deepmd_muon"
@@ -129,7 +129,7 @@ class StatFile:
 
     @contextmanager
     def _understood(self) -> Iterator[None]:
-        """Report what h5py raises for a damaged file."""
+        """Report errors of h5py about a damaged file."""
         try:
             yield
         except (OSError, LookupError, RuntimeError, TypeError, ValueError, AttributeError, MemoryError) as error:

@@ -20,7 +20,7 @@ from deepmd_muon.data.stores.lmdb_store import METADATA
 from deepmd_muon.data.system import System
 from deepmd_muon.files import WriteError, make_folder_of, named_file, whole_file, whole_folder
 
-# Bytes of a chunk of an HDF5 file: what is read and compared with its checksum for one frame of a small system.
+# Bytes of a chunk of an HDF5 file: the part that one frame of a small system reads and checks.
 _CHUNK = 16384
 # Of an LMDB database: names other than those of npy files, the format of keys, and frames of one transaction.
 _LMDB_NAMES = {"energy": "energies", "force": "forces", "virial": "virials"}
@@ -108,7 +108,7 @@ def write_extxyz(systems: Sequence[System], path: Path) -> list[str]:
 
 
 def write_images(images: Sequence[Any], path: Path) -> None:
-    """Write `ase.Atoms` as one extended XYZ file, which appears whole or not at all."""
+    """Write `ase.Atoms` as one extended XYZ file, atomically."""
     from ase.io import write
 
     make_folder_of(path)
@@ -168,8 +168,8 @@ def _database(path: Path, systems: Sequence[System]) -> Iterator[Any]:
         system.nframes * (8 * (18 + system.natoms * (4 + sum(ATOM_LABELS.values()))) + 8192) for system in systems
     )
     try:
-        # Address space only: the file grows as it is written. Without lock.mdb, which nobody else has a use for: LMDB
-        # writes to it through a map, and a full disk then ends the process with SIGBUS.
+        # Address space only: the file grows as it is written. No lock.mdb, which no
+        # other process needs: LMDB writes to it through a map, and a full disk then ends the process with SIGBUS.
         size = (1 << 30) + 4 * most
         with whole_folder(path) as folder, lmdb.open(str(folder), map_size=size, lock=False) as environment:
             yield environment

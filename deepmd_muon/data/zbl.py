@@ -47,7 +47,7 @@ def table_of(names: Sequence[str], step: float, begin: float, end: float) -> np.
     Raises
     ------
     DataError
-        When the distances make no sense.
+        When the distances do not grow from above 0.
     """
     if not 0.0 < step < begin < end:
         raise DataError(f"distances must grow from step over begin to end; found {step:g}, {begin:g} and {end:g} Å")
@@ -79,7 +79,7 @@ def dimers_of(names: Sequence[str], begin: float, end: float, count: int, label:
     Raises
     ------
     DataError
-        When the distances make no sense.
+        When the distances do not grow from above 0.
     """
     if not 0.0 < begin < end or count < 2:
         raise DataError(

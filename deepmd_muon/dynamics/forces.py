@@ -72,7 +72,7 @@ class ForceField:
         self.skin = skin
         self._lists: list[tuple[slice, Lists]] = []
         self._atype: torch.Tensor | None = None
-        #: Where graphs that hold `launch` are recorded; None where there are none.
+        #: Memory of the graphs that hold `launch`; None without graphs.
         self.memory: GraphMemory | None = None
         self._box: torch.Tensor | None = None
         self._boxes: list[torch.Tensor] = []
@@ -130,7 +130,7 @@ class ForceField:
 
     @property
     def version(self) -> int:
-        """Another number where graphs that hold `launch` have to be recorded again."""
+        """A number that changes when graphs that hold `launch` have to be recorded again."""
         return self._prepared + sum(call.version for _, call in self._calls)
 
     @property
@@ -140,7 +140,7 @@ class ForceField:
     def launch(self, coord: torch.Tensor) -> Forces:
         """Evaluate other positions of the structures evaluated last, in the same cells, by work of the device alone.
 
-        The next launch may overwrite the results. They count if `settled` says so.
+        The next launch may overwrite the results, which are valid only if `settled` returns True.
         """
         for rows, call in self._calls:
             call.lists.coord.copy_(coord[rows])
@@ -151,7 +151,7 @@ class ForceField:
     def settled(self) -> bool:
         """Wait for the device, and return whether all results since the last call are right.
 
-        Else make room for what did not fit: graphs that hold `launch` have to be recorded again.
+        Otherwise enlarge the lists that were too small: graphs that hold `launch` have to be recorded again.
 
         Raises
         ------
@@ -205,7 +205,7 @@ class ForceField:
         return Forces(*(output[name].detach().double() for name in ("energy", "force", "virial")))
 
     def _of_file(self, lists: GhostLists, coord: torch.Tensor, box: torch.Tensor | None) -> Forces:
-        """Evaluate the structures side by side as one system, and sum up what belongs to each."""
+        """Evaluate the structures side by side as one system, and sum up the results of each."""
         model = self.predictor.model
         assert isinstance(model, FrozenModel)
         union = lists.union(coord, box)

@@ -337,7 +337,7 @@ def simulate(
     Raises
     ------
     DynamicsError
-        When the numbers make no sense.
+        When a number is out of range.
     """
     if not (time_step > 0.0 and math.isfinite(time_step)) or steps < 0 or every < 1:
         raise DynamicsError(

@@ -25,7 +25,7 @@ class _FramePairs:
 
 
 class Reused:
-    """When lists of structures have to be built again: an atom has crossed half the skin, or a cell has changed."""
+    """Decides when lists of structures have to be rebuilt: an atom has crossed half the skin, or a cell has changed."""
 
     def __init__(self, skin: float, atype: torch.Tensor) -> None:
         self.skin = skin
@@ -56,7 +56,7 @@ class Reused:
 
     @contextmanager
     def building(self, k: int) -> Iterator[None]:
-        """Name the structure in an error; build every list anew the next time then."""
+        """Name the structure in an error, after which the next call rebuilds every list."""
         try:
             with naming_frame(k):
                 yield

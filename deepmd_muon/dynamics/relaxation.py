@@ -59,7 +59,7 @@ def relax(force_field: ForceField, systems: Systems, *, fmax: float = 0.05, step
     Raises
     ------
     DynamicsError
-        When the numbers make no sense.
+        When a number is out of range.
     NeighborError
         When a structure begins with atoms at the same place.
     """

@@ -15,7 +15,7 @@ _TRIES = 8
 
 
 class Stretch:
-    """Takes steps on the device; where something did not fit in one of them, it grows and all are taken again.
+    """Takes steps on the device; where a list was too small in one of them, enlarges it and repeats all.
 
     A step calls `force_field.launch`, whose structures have been evaluated, and does other work of the device alone. It
     writes `state` in place, and results.

@@ -74,7 +74,7 @@ class Systems:
         type_map
             Element symbols of the types.
         device
-            Where the tensors go.
+            Device of the tensors.
         masses
             Masses of the types [u]; by default those of their elements.
 
@@ -156,7 +156,7 @@ class Systems:
         return 2.0 * self.kinetic / (BOLTZMANN * (3 * atoms - 3).clamp(min=3))
 
     def hot(self, kelvin: float | torch.Tensor) -> np.ndarray:
-        """Tell which structures have blown up, bool `(nsystems,)`, from temperatures as in `heated` [K]."""
+        """Return which structures have blown up, bool `(nsystems,)`, from temperatures as in `heated` [K]."""
         # Few atoms fluctuate more.
         limit = HOT * self.of_each(kelvin, "temperature") * (1.0 + 2.0 / (3.0 * self.real.sum(1).double()).sqrt())
         return (~(self.temperature <= limit)).cpu().numpy()

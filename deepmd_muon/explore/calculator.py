@@ -1,4 +1,4 @@
-"""What a labelling process does: build an ASE calculator by name and label one structure. No torch is imported."""
+"""The work of a labelling process: build an ASE calculator by name and label one structure. No torch is imported."""
 
 from __future__ import annotations
 

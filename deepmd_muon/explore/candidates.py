@@ -51,7 +51,7 @@ class Candidate:
 
 @dataclass
 class Drawn:
-    """What the dynamics of a round did: candidates, trajectories, those that blew up, time followed in all [ps]."""
+    """The results of a round's dynamics: candidates, trajectories, those that blew up, time followed in all [ps]."""
 
     candidates: list[Candidate] = field(default_factory=list)
     copies: int = 0
@@ -135,7 +135,7 @@ def _conditions(predictor: Predictor, systems: Sequence[System], dynamics: Dynam
 
 
 class _Watch:
-    """Look at snapshots and keep candidates."""
+    """Examines snapshots and keeps candidates."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class _Watch:
         return f"{self.angles.name(triple)} at {degrees:.0f}°"
 
     def finished(self, count: int) -> Drawn:
-        """Return all that was drawn."""
+        """Return the results."""
         self.drawn.copies, self.drawn.blow_ups = count, len(self.gone)
         self.drawn.candidates = [candidate for copy in sorted(self.kept) for candidate in self.kept[copy]]
         return self.drawn

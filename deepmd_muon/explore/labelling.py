@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Labelled:
-    """What became of structures, by their numbers."""
+    """The outcome of labelling, by the structures' numbers."""
 
     done: Mapping[int, Any]  # labelled `ase.Atoms`
     too_large: tuple[int, ...]  # those whose forces are too large

@@ -1,4 +1,4 @@
-"""Rounds on disk: one folder a round, and in it what was done, so that a command that was killed can go on."""
+"""Rounds on disk: one folder a round, which records the finished stages, so that a killed command can go on."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Round:
         Raises
         ------
         ExploreError
-            When the file is not the command's.
+            When another program has written the file.
         """
         place = self.folder / "round.json"
         try:
@@ -66,7 +66,7 @@ class Round:
         return found
 
     def note(self, stage: str, values: dict[str, Any]) -> None:
-        """Write that a stage is done."""
+        """Record that a stage is done."""
         place = self.folder / "round.json"
         content = json.dumps({**self.done(), stage: values}, indent=2, allow_nan=False)
         make_folder_of(place)

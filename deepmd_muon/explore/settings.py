@@ -11,7 +11,7 @@ from deepmd_muon.setting import setting
 
 
 class ExploreError(ValueError):
-    """Rounds that cannot begin or go on: what is missing, and what to do. Finished work stays."""
+    """Rounds cannot begin or go on; the message says what is missing and what to do. Finished work stays."""
 
 
 def _ordered(low: float, high: float) -> str | None:

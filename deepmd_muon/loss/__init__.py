@@ -1,4 +1,4 @@
-"""Losses: what training minimises.
+"""Losses: the functions that training minimises.
 
 Importing this package imports no torch: the input check reads the settings.
 """

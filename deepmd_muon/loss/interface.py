@@ -24,7 +24,7 @@ class Term(NamedTuple):
     settings
         The settings that switch it off, as messages name them.
     essential
-        Whether a run without any of its labels makes no sense.
+        Whether a run needs some of its labels.
     """
 
     metric: str
@@ -66,8 +66,8 @@ class Loss(Protocol):
         label
             The same quantities as `energy`, `force`, `virial`, `atom_ener`, further `atom_pref` and
             `atom_ener_coeff (nframes, natoms)`. Missing or None contributes nothing. Where only some frames have a
-            label, `find_energy` etc., bool (nframes,), says which: the others have no weight in its term, whatever
-            finite numbers stand there.
+            label, `find_energy` etc., bool (nframes,), says which: the others have no weight in its term, but must
+            hold finite numbers.
         lr_fraction
             lr/start_lr.
         natoms

@@ -30,7 +30,7 @@ class Shared:
     level
         How much of it the branch shares.
     given
-        What the branch says, such as "key:1".
+        The branch's own entry, such as "key:1".
     """
 
     key: str
@@ -52,7 +52,7 @@ def levels_of(part: str, section: Any) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BranchModelSettings(ModelSettings):
-    """The model of one branch: a model, and what a multi-task run says of it.
+    """The model of one branch, with its settings for a multi-task run.
 
     Each of type_map, descriptor and fitting_net may be the name of an entry of model/shared_dict, or "name:level".
     """
@@ -75,7 +75,7 @@ class BranchModelSettings(ModelSettings):
 
     @property
     def alone(self) -> ModelSettings:
-        """The model without what belongs to a multi-task run."""
+        """The model without its settings for a multi-task run."""
         return ModelSettings(**_of_a_model(self))
 
     def with_model(self, model: ModelSettings) -> BranchModelSettings:

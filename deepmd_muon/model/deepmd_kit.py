@@ -50,7 +50,7 @@ def _translations(settings: ModelSettings) -> dict[str, Translation]:
 
 
 def ours_only(settings: ModelSettings) -> list[str]:
-    """Say what in a model deepmd-kit does not have; empty if it reads the model."""
+    """Name the parts of a model that deepmd-kit lacks; empty if it can read the model."""
     found = []
     for part, table in _PARTS.items():
         own = getattr(settings, part)
@@ -239,8 +239,7 @@ def from_deepmd_kit(
     Raises
     ------
     ForeignModelError
-        When the model is of a kind that we do not have, or there is no such branch; the message names what stands in
-        the way.
+        When the model is of a kind that we do not have, or there is no such branch; the message names the reason.
     """
     if "_extra_state" not in state_dict:
         raise ForeignModelError(
@@ -296,7 +295,7 @@ def settings_of(params: Mapping[str, Any]) -> ModelSettings:
 
 
 def _foreign(params: Mapping[str, Any]) -> list[str]:
-    """Say what in deepmd-kit's model parameters has no counterpart here."""
+    """Name the entries of deepmd-kit's model parameters that have no counterpart here."""
     problems = [f"{key} is {params[key]!r}" for key in ("lora", "hessian_mode") if params.get(key)]
     problems += _refused(ModelSettings, params, "")
     if params.get("type", "standard") != "standard":

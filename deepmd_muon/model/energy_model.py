@@ -237,7 +237,7 @@ class EnergyModel(torch.nn.Module):
     def set_statistics(self, mean: torch.Tensor, stddev: torch.Tensor) -> None:
         """Set the descriptor's standardisation, values `(ntypes, 4)` from `environment_statistics`.
 
-        A descriptor that takes nothing from the data is left as it is.
+        A descriptor without statistics of the data stays unchanged.
         """
         descriptor = self.atomic_model.descriptor
         if isinstance(descriptor, Standardised) and descriptor.needs_statistics:

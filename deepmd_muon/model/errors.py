@@ -14,4 +14,4 @@ class ForeignModelError(CheckpointError):
 
 
 class BranchError(CheckpointError):
-    """A checkpoint of several models of which none was named, or one of another name."""
+    """A checkpoint holds several models, and the caller named none or an unknown one."""

@@ -115,7 +115,7 @@ class Registry:
 
 
 class _SettingsView(Mapping[str, type]):
-    """Settings classes by name, imported when they are looked up."""
+    """Settings classes by name, imported on access."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
         self._parts = parts

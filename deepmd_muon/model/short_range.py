@@ -20,7 +20,7 @@ ALPHA = 0.1
 
 
 class Blend(NamedTuple):
-    """What a table says of atoms and their neighbours.
+    """The values of a table, and its weights, for atoms and their neighbours.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class Blend(NamedTuple):
 
 
 def edge_slope(blend: Blend, network_energy: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    """Return what the table and the weight add to dE/dr_ij `(n, nnei, 3)`; energies `(n,)` are the network's."""
+    """Return the contribution of table and weight to dE/dr_ij `(n, nnei, 3)`; energies `(n,)` are the network's."""
     difference = (blend.energy - network_energy).unsqueeze(1)
     radial = blend.weight_slope * difference + blend.weight.unsqueeze(1) * blend.energy_slope
     return (radial / blend.distance).unsqueeze(2) * vectors

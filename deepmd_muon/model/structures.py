@@ -1,4 +1,4 @@
-"""A batch of structures as the model wants it: atoms sorted by type, neighbours as flat indices."""
+"""A batch of structures in the model's form: atoms sorted by type, neighbours as flat indices."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Neighbors(Protocol):
 
 @dataclass(frozen=True)
 class Structures:
-    """Atoms, cells and neighbours of `nframes` structures, prepared so that no step asks a GPU for a number.
+    """Atoms, cells and neighbours of `nframes` structures, prepared so that no step reads a number from the GPU.
 
     Real atoms (`atype >= 0`) of all frames form one list, stably sorted by type. Everything with a leading
     `nreal` follows that list, while atom numbers stored inside count `frame · natoms + atom`.
@@ -167,7 +167,7 @@ class Structures:
         ntypes
             Number of types of the model.
         device
-            Where the tensors go.
+            Device of the tensors.
         inner
             How many leading columns lie within each shorter cut-off `(nframes, ninner, natoms)`.
 
@@ -202,7 +202,7 @@ class Structures:
 
     @classmethod
     def of(cls, frames: Frames, neighbors: Neighbors, ntypes: int, device: torch.device | str = "cpu") -> Structures:
-        """Return the batch of frames and neighbour lists as the data room makes them; see `from_numpy`."""
+        """Return the batch of frames and neighbour lists as the data package makes them; see `from_numpy`."""
         return cls.from_numpy(
             frames.coord,
             frames.atype,

@@ -47,7 +47,7 @@ class Translation:
     parameters
         Names of all parameters in the order of deepmd-kit's `named_parameters`, empty ones included.
     ours_only
-        What settings of a part ask for that deepmd-kit does not have, one phrase each; it cannot read such a model.
+        Features that a part's settings request and deepmd-kit lacks, one phrase each; it cannot read such a model.
     check
         Raises `ForeignModelError` when weights of deepmd-kit do not fit our form of the part.
     """

@@ -42,7 +42,7 @@ class TypeMove:
         return out
 
     def settings(self, saved: ModelSettings, present: ModelSettings) -> ModelSettings:
-        """Return saved settings for the present types; what new types need is that of the present settings."""
+        """Return saved settings for the present types; entries of new types come from the present settings."""
         place, new = self._places()
         atoms = [place[index] for index in saved.atom_exclude_types if index in place]
         atoms += [index for index in present.atom_exclude_types if index in new]
@@ -71,12 +71,12 @@ class TypeMove:
         return _as_given((*moved, *(pair for pair in present if new.intersection(pair))), present)
 
     def _places(self) -> tuple[dict[int, int], set[int]]:
-        """Return the present number of each saved type that is there still, and the numbers of new types."""
+        """Return the present number of each saved type that still exists, and the numbers of new types."""
         place = {self.saved.index(name): index for index, name in enumerate(self.present) if name in self.saved}
         return place, set(range(len(self.present))) - set(place.values())
 
     def describe(self) -> str:
-        """Say in one phrase what becomes of the types."""
+        """Describe in one phrase which types move, start fresh and are dropped."""
         dropped = [name for name in self.saved if name not in self.present]
         parts = [f"rows of {_some([name for name in self.present if name in self.saved])} move"]
         parts += [f"those of {_some(self.new)} start fresh"] if self.new else []
@@ -85,7 +85,7 @@ class TypeMove:
 
 
 def _as_given(moved: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what was moved as the input writes it, where that means the same."""
+    """Return moved settings in the input's own spelling where both mean the same."""
     return given if _unordered(given) == _unordered(moved) else moved
 
 

@@ -13,7 +13,7 @@ __all__ = ["NonFiniteError", "RunError", "TrainingError", "run"]
 
 
 def __getattr__(name: str) -> Any:
-    # Commands that only print need a part of this room, and must not wait for torch.
+    # Commands that only print need a part of this package, and must not wait for torch's import.
     if name == "run":
         from deepmd_muon.train.start import run
 

@@ -41,7 +41,7 @@ class RunBranch:
     name
         Its name.
     settings
-        What the input says of it.
+        Its settings in the input.
     model, loss, data
         The parts themselves; the model may share modules with others.
     min_nbor_dist
@@ -98,7 +98,7 @@ def make_branches(
 
 
 def require_labels(branches: Mapping[str, RunBranch]) -> None:
-    """Warn of terms of the losses that no system has labels for; refuse systems that have none for any."""
+    """Warn about loss terms without labels in any system; reject systems without labels for any term."""
     errors = []
     for branch in branches.values():
         found = check_labels(branch.loss, branch.data.training_systems)
@@ -156,14 +156,14 @@ class TaskOrder:
         self._names = tuple(probabilities)
         weights = np.array([*probabilities.values()])
         ones = (1,) * len(weights)
-        # A branch is drawn as a system with one frame is.
+        # Draw branches like systems of one frame each.
         self._sampler = Sampler(ones, ones, weights, seed_of(seed, "order of tasks"), identity=repr(self._names))
 
     def deal(self, loaders: Mapping[str, DataLoader]) -> None:
         """Arrange how the batches of each branch are dealt out to the ranks: all take one in its steps."""
 
     def next(self, left_out: Collection[str] = ()) -> str:
-        """Return the branch of the next step, none of those left out; others must have a probability."""
+        """Return the branch of the next step, never one left out; another one must have a positive probability."""
         while (name := self._names[self._sampler.next().parts[0][0]]) in left_out:
             pass
         return name
@@ -211,8 +211,10 @@ class StratifiedOrder(SavedOrder):
             loader.seat(self._all_seats(name, self.step))
 
     def _all_seats(self, name: str, step: int) -> Iterator[Seats]:
-        """Yield the seats of a branch in every step from one on; those of this thread's look-ahead alone."""
-        ahead = StratifiedOrder.__new__(StratifiedOrder)  # a block of random numbers of its own
+        """Yield the seats of a branch in every step from `step` on, for a loader that reads them ahead."""
+        ahead = StratifiedOrder.__new__(
+            StratifiedOrder
+        )  # a copy: iterators at other steps need other blocks of random numbers
         ahead.__dict__ |= {**self.__dict__, "_block": None, "_loaders": {}}
         for number in itertools.count(step):
             yield ahead._seats(ahead._branches(number), name)

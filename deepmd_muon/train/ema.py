@@ -67,7 +67,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, weight: float | torch.Tensor | None = None) -> None:
-        """Take the parameters of this moment into the average, with `weight()` or another, read on its device."""
+        """Add the present parameters to the average, with `weight()` or another weight, read on its device."""
         # As far as this rank holds them.
         averages = [local_part(x) for x in self._average.values()]
         parameters = [local_part(p) for p in self._parameters.values()]

@@ -248,7 +248,7 @@ class Trainer:
         self.ranks.doing(doing, step)
 
     def _check(self) -> None:
-        """Raise what the steps so far have found and not yet raised."""
+        """Raise errors of earlier steps that are still pending."""
         for stepper in self._steppers.values():
             stepper.check(self.step)
 
@@ -295,7 +295,7 @@ class Trainer:
                 self.save()
 
     def _stops_early(self) -> bool:
-        """Return whether every branch that is drawn waits for a new best; say so."""
+        """Return, and log, whether every branch that is drawn has used up its patience without a new best."""
         if not self._drawn <= self.validation.stopped:
             return False
         log.info(

@@ -77,7 +77,7 @@ def distribute(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def cost_of_frame(neighbors: FrameNeighbors) -> float:
-    """Return what a frame costs: its atoms, pairs of neighbours, and pairs of neighbours within inner cut-offs."""
+    """Return the cost of a frame: its atoms, pairs of neighbours, and pairs of neighbours within inner cut-offs."""
     pairs = np.count_nonzero(neighbors.index >= 0)
     angles = np.square(neighbors.inner.astype(np.float64)).sum()
     return float(neighbors.index.shape[0] + pairs + angles)

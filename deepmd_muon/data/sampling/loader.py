@@ -185,7 +185,7 @@ class DataLoader:
         return self._drawn.popleft()
 
     def _cost(self, plan: Plan) -> float:
-        """Return what a batch costs: that of the first frame of its systems, for each of its frames."""
+        """Return the cost of a batch: that of the first frame of its systems, for each of its frames."""
         for k, _ in plan.parts:
             if k not in self._costs:
                 first = self.systems[k].frames(np.zeros(1, dtype=np.int64))

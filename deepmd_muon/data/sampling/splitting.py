@@ -21,7 +21,7 @@ class Share:
     """The frames of a system that training and validation take."""
 
     system: System
-    train: int  # its first frames so many, for training; the others are for validation
+    train: int  # number of its first frames, for training; the others are for validation
 
     @property
     def training(self) -> System | None:
@@ -70,7 +70,7 @@ def split(systems: Sequence[System], share: float) -> list[Share]:
 
 
 def _without_last_of_an_element(systems: Sequence[System], held_out: set[int]) -> set[int]:
-    """Give systems back to training that alone have one of their types, or are a lone atom."""
+    """Return systems to training that are the only ones with one of their types, or a lone atom."""
     looked = [np.arange(system.nframes if system.mixed else 1) for system in systems]
     types = [set(np.unique(s.types(k)).tolist()) - {-1} for s, k in zip(systems, looked, strict=True)]
     kept = {number for number in held_out if systems[number].natoms > 1}

@@ -59,7 +59,7 @@ class Labels:
         return labels
 
     def _describe(self, frames: Sequence[Atoms], path: str, known: set[str]) -> None:
-        """Log what the user could not expect: other names than ASE's, an energy that is not ASE's first, leftovers."""
+        """Log surprises: other names than ASE's, an energy that is not ASE's first, unknown names."""
         usual = {"energy": "energy", "force": "forces", "virial": "virial", "stress": "stress"}
         if other := [f"{label} from {key}" for label, key in self.names.items() if key not in (None, usual[label])]:
             log.info("%s: %s", path, ", ".join(other))
@@ -94,7 +94,7 @@ class Labels:
         Raises
         ------
         SystemFormatError
-            When a label is not of numbers, or not of as many as it should have.
+            When a label does not hold numbers, or has another length than expected.
         """
         from ase.stress import voigt_6_to_full_3x3_stress
 
@@ -128,7 +128,7 @@ def parameters_of(atoms: Atoms, path: str, place: str) -> dict[str, np.ndarray]:
 
 
 def given(atoms: Atoms) -> dict[str, Any]:
-    """Return what a frame has by name; ASE moves names that it knows from info and arrays to a calculator."""
+    """Return the values of a frame by name; ASE moves names that it knows from info and arrays to a calculator."""
     results = getattr(atoms.calc, "results", None) or {}
     found = {**atoms.info, **atoms.arrays, **results}
     return {name: value for name, value in found.items() if value is not None and name not in ("numbers", "positions")}

@@ -57,12 +57,12 @@ def read_ase(path: str, keys: LabelKeys | None = None, *, keep_unconverged: bool
         kind = filetype(path)
         if kind in ("xyz", "extxyz"):
             _check_counts(path)
-        # Elsewhere ASE takes what follows an "@" for the numbers of frames, and reads the file named by the rest.
+        # Otherwise ASE takes the text after an "@" for numbers of frames, and reads the file named by the rest.
         frames = read(path, index=":", do_not_split_by_at_sign=True)
         converged = converged_frames(path, kind)
     except DataError:
         raise
-    except Exception as error:  # ASE's readers raise whatever their parsing runs into
+    except Exception as error:  # ASE's readers let any error of their parsing through
         raise SystemNotFoundError(
             f"system {path}: neither a folder, an HDF5 file nor a file that ASE reads "
             f"({type(error).__name__}: {str(error).strip() or 'unknown format'})"
@@ -74,7 +74,7 @@ def read_ase(path: str, keys: LabelKeys | None = None, *, keep_unconverged: bool
 
 
 def _check_size(path: str) -> None:
-    """Refuse a compressed file that no data compress to: it could fill the memory many times."""
+    """Refuse a compressed file with an implausible ratio: it could fill the memory many times."""
     if not path.endswith(_COMPRESSED):
         return
     most, found = max(_ALWAYS_FITS, _MOST_COMPRESSED * os.path.getsize(path)), 0
@@ -96,7 +96,7 @@ def _check_counts(path: str) -> None:
         while (line := file.readline(_LONGEST_COUNT)).strip():
             count = int(line) if line.strip().isdigit() else 0
             if not count:
-                return  # vectors of a cell, or what ASE will complain of
+                return  # vectors of a cell, or an error that ASE reports
             for _ in range(count + 1):
                 if not file.readline():
                     raise SystemFormatError(

@@ -14,7 +14,7 @@ import numpy as np
 from deepmd_muon.data.errors import SystemFormatError, SystemNotFoundError
 from deepmd_muon.data.stores.storage import MAX_HANDLES, FileWatch, HandleCache, check_array
 
-# What h5py raises for damaged files and links that lead nowhere.
+# Errors of h5py for damaged files and broken links.
 _ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError)
 
 
@@ -162,7 +162,7 @@ def hdf5_stores(path: str, handles: HandleCache) -> Iterator[HDF5Store]:
 
 
 def _strings_problem(dataset: h5py.Dataset, file: str) -> str | None:
-    """Say what is wrong with the heaps that hold a dataset's strings of variable length; None if they can be read.
+    """Describe the damage of the heaps that hold a dataset's strings of variable length; None if they can be read.
 
     HDF5 2.0 and earlier never end at free space of length 0, or when header and length of an object overflow. Heaps
     carry no checksum. Those of compact or filtered datasets are not looked at: their addresses cannot be known.

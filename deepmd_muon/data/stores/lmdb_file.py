@@ -66,7 +66,7 @@ class LmdbFile:
         self._page_size, self._root, self.entries = self._read_meta()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave what is kept in memory behind."""
+        """Leave the pages kept in memory out."""
         return {**self.__dict__, "_pages": {}}
 
     def get(self, key: bytes) -> Value | None:

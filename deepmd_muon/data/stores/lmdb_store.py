@@ -100,7 +100,7 @@ class LmdbStore:
         return self._names[folder] if folder else frozenset(self._words)
 
     def words(self, path: str) -> list[str]:
-        """Return the words of what would be a text file."""
+        """Return the words that a text file would hold."""
         return self._words[path]
 
     def shape(self, path: str) -> tuple[int, ...]:
@@ -131,7 +131,7 @@ class LmdbStore:
         return np.stack(found)
 
     def _check(self, number: int, frame: Mapping[str, np.ndarray]) -> None:
-        """Refuse a frame that is not what the metadata and other frames of its system say."""
+        """Refuse a frame that contradicts the metadata or other frames of its system."""
         problem = ""
         if len(frame["atype"]) != self._natoms:
             problem = f"has {len(frame['atype'])} atoms, but __metadata__ says {self._natoms}"
@@ -178,7 +178,7 @@ class _Database:
         self._last: dict[int, tuple[bytes, list[dict[str, np.ndarray]]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave what is kept in memory behind."""
+        """Leave decoded frames out."""
         return {**self.__dict__, "_last": {}}
 
     def frame(self, number: int) -> dict[str, np.ndarray]:

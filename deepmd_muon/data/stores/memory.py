@@ -46,7 +46,7 @@ class MemoryStore:
         return frozenset(self._sets[folder] if folder else self._words)
 
     def words(self, path: str) -> list[str]:
-        """Return the words of what would be a text file."""
+        """Return the words that a text file would hold."""
         return self._words[path]
 
     def shape(self, path: str) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ _SHARE = 8
 class HandleCache:
     """The files of data that this process holds open, least recently used first out.
 
-    A file is closed when its last user lets it go: a thread that reads one is not disturbed when the cache drops it.
+    A file is closed when its last user drops it, so a thread can read on when the cache has dropped the file.
     Pickled and forked copies start empty: an HDF5 handle must not be shared between processes. At most `maxsize` files
     are open, by default a share of the limit on open files (``ulimit -n``).
     """
@@ -111,7 +111,7 @@ class Store(Protocol):
 
     @property
     def sampled(self) -> bool:
-        """Whether only some frames were looked at: others may lack labels, and then their rows are NaN.
+        """Whether only some frames were examined: others may lack labels, and then their rows are NaN.
 
         Such a store refuses other values that are not finite itself.
         """
@@ -133,9 +133,9 @@ class Store(Protocol):
 
 
 class FileWatch:
-    """Size and time stamp of files when they were first looked at.
+    """Size and time stamp of files at their first use.
 
-    A file that is rewritten during a run would change the data without a word.
+    A file that is rewritten during a run would change the data silently.
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ _NELM = re.compile(r"\bNELM\s*=\s*(\d+)")
 
 
 def converged_frames(path: str, form: str) -> list[bool]:
-    """Tell for every ionic step of a file, of a format by ASE's name, whether its electronic loop converged.
+    """Return for every ionic step of a file, of a format by ASE's name, whether its electronic loop converged.
 
     An OUTCAR says so, and says "aborting loop" with another reason otherwise. A vasprun.xml only holds the steps of the
     loop: NELM of them count as not converged, as in pymatgen. The list is empty for formats of other programs.

@@ -1,4 +1,4 @@
-"""The `ener` loss in torch's operations, which define what its kernels compute."""
+"""The `ener` loss in torch's operations, which define the results of its kernels."""
 
 from __future__ import annotations
 

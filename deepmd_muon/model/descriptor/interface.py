@@ -1,4 +1,4 @@
-"""Descriptors: the contract between their folders and every other room.
+"""Descriptors: the contract between their folders and the rest of the package.
 
 A descriptor's folder holds `settings.py` (a `DescriptorSettings`: keys, defaults, rules, the neighbour list it reads,
 how "auto" resolves), `module.py` (a `Descriptor`, built from these settings) and `deepmd_kit.py` (a `Translation`).
@@ -81,7 +81,7 @@ class Interpolated(Protocol):
 
 
 class Table(Protocol):
-    """What stands for a descriptor's networks in predictions."""
+    """A replacement for a descriptor's networks in predictions."""
 
     @property
     def nearest(self) -> float:

@@ -1,1 +1,1 @@
-"""Neighbour lists found on the device where the atoms are."""
+"""Neighbour search on the device that holds the atoms."""

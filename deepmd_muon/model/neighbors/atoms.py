@@ -97,7 +97,7 @@ class Sections(NamedTuple):
     most
         The nearest neighbours of all types that are kept before sections are cut, as in deepmd-kit.
     capacity
-        Neighbours that an atom has, at most.
+        Most neighbours of an atom.
     """
 
     rcut: float
@@ -121,7 +121,7 @@ class Candidates(NamedTuple):
     needed
         What did not fit, int32; zeros where all did. Its entries are named above.
     nearest
-        Squared distance below which atoms are too near for what reads the list `(1,)` [Å²], float64.
+        Squared distance below which atoms are too near for the reader of the list `(1,)` [Å²], float64.
     inner
         Bounds of the neighbours within each shorter radius.
     """

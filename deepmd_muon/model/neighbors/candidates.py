@@ -27,7 +27,7 @@ from deepmd_muon.model.nn import triton_support
 
 
 def mark_stale(stale: Tensor, needed: Tensor, coord: Tensor, reference: Tensor, limit: float) -> None:
-    """Note which structures need new candidates, and in `needed` of `Candidates` whether all positions are finite.
+    """Mark structures that need new candidates; note in `needed` of `Candidates` whether all positions are finite.
 
     `stale` `(nframes,)`, int32, becomes 1 where an atom has moved from `reference` to `coord`, both
     `(nframes, natoms, 3)` [Å], by more than the root of `limit` [Å²].
@@ -59,13 +59,13 @@ def renew(candidates: Candidates, atoms: Atoms, order: Tensor, frame: Tensor, st
     Parameters
     ----------
     candidates
-        Where they go; `needed` tells what does not fit.
+        Receives the result; `needed` counts what does not fit.
     atoms
         The structures; their cells were prepared for `reach`.
     order, frame
         As in `find_neighbors`.
     stale
-        Which structures are looked at, from `mark_stale`.
+        Which structures are searched, from `mark_stale`.
     reach
         Cut-off and skin [Å].
     """
@@ -99,7 +99,7 @@ def lay_out(
     Parameters
     ----------
     candidates
-        From `renew`; `needed` tells where atoms are too near, and which widths and bounds are too small.
+        From `renew`; `needed` shows where atoms are too near, and which widths and bounds are too small.
     atoms, order, frame, sections
         As in `find_neighbors`.
     inner

@@ -1,6 +1,6 @@
-"""Neighbour lists found where the atoms are: on a device, in a step, without a word from the host.
+"""Neighbour search on the device, inside a step, without the host.
 
-The list of the data room (`deepmd_muon.data.neighbors`) and this one hold the same neighbours in the same sections,
+The list of the data package (`deepmd_muon.data.neighbors`) and this one hold the same neighbours in the same sections,
 nearest first; distances that differ by less than single precision resolves may change places.
 """
 
@@ -23,8 +23,8 @@ def find_neighbors(atoms: Atoms, order: Tensor, frame: Tensor, sections: Section
     atoms
         The structures.
     order, frame
-        Place and structure of each atom that wants neighbours `(nreal,)`, int64; those of a structure beyond the last
-        have none.
+        Place and structure of each atom to search for `(nreal,)`, int64; atoms of a structure beyond the last have no
+        neighbours.
     sections
         The list's form; an atom must not have more than `capacity` neighbours.
 
@@ -73,7 +73,7 @@ def count_neighbors(
 
 
 def all_candidates(atoms: Atoms, order: Tensor, frame: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return squared distance, place and translation of all images that may be near; infinite for what is none."""
+    """Return squared distance, place and translation of all images that may be near; infinite for unused entries."""
     nframes = atoms.counts.shape[0]
     inside, here = frame < nframes, frame.clamp(max=nframes - 1)
     own = torch.where(inside, order, 0)

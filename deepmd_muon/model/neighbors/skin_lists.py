@@ -1,4 +1,4 @@
-"""The neighbour lists of structures that move, found and reused on the device without a word from the host."""
+"""Neighbour lists of moving structures, built and reused on the device without the host."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SkinLists:
     periodic
         Whether a structure has a cell.
     skin
-        What the candidates hold beyond the cut-off [Å].
+        Distance beyond the cut-off that the candidates cover [Å].
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class SkinLists:
     cells
         Cells; `set_cells` writes them.
     nearest
-        As in `Candidates`; 0 until somebody writes it.
+        As in `Candidates`; 0 until the caller sets it.
     built
         Lists that were built for each structure `(nframes,)`, int64.
     """
@@ -148,7 +148,7 @@ class SkinLists:
         return min(self._inner[k][1], self._limits[0])
 
     def _make(self, candidates: list[int], widths: list[int], inner: list[int]) -> None:
-        """Make lists that have room for these numbers and for those before."""
+        """Allocate lists with room for these numbers and for the earlier ones."""
         before = self._room or Room(0, (0,) * len(self._limits), (0,) * len(self._inner))
 
         def roomy(number: int, had: int) -> int:

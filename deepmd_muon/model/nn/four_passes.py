@@ -10,8 +10,8 @@ dot tangents, a hat derivatives of the loss:
 | 3    | `tangent`  | ẋ = dloss/dx̄  | dloss/dȳ = F′·ẋ                                        | gradient of loss  |
 | 4    | `gradient` | ŷ = dloss/dy  | dloss/d(x, θ) = ŷ·F′ + the derivative of x̄·ẋ by (x, θ) | gradient of loss  |
 
-Autograd knows neither that pass 4 needs what passes 2 and 3 found, nor that it must wait for pass 3. So pass 1 has one
-output more, an empty tensor that pass 2 takes, and a `_Record` hands over what they found.
+Autograd knows neither that pass 4 needs results of passes 2 and 3, nor that it must wait for pass 3. So pass 1 has one
+output more, an empty tensor that pass 2 takes, and a `_Record` hands the results over.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Record:
 
 
 class _Pull(NamedTuple):
-    """The arguments of pass 2 that no derivative is taken of."""
+    """The arguments of pass 2 without derivatives."""
 
     passes: FourPasses
     record: _Record
@@ -114,7 +114,7 @@ class _Adjoint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, pull: _Pull, order: Tensor, *cotangents: Tensor | None) -> Any:
-        # detached: `left` comes to the record, and a record that held the graph which holds it would never be freed
+        # detached: the record keeps `left`, whose graph holds the record; that cycle would never be freed
         arrived = [None if x is None else x.detach() for x in cotangents]
         found, left = pull.passes.adjoint(arrived, pull.given, pull.kept)
         ctx.passes, ctx.record = pull.passes, pull.record

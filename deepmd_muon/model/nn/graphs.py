@@ -34,7 +34,7 @@ class GraphMemory:
     def recorded(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Return the work that a function launches as a graph, without running it."""
         graph = torch.cuda.CUDAGraph()
-        # The outer context returns to this stream whatever happens. thread_local: other threads use the device
+        # The outer context returns to this stream even after an error. thread_local: other threads use the device
         # meanwhile, those that prepare batches for example.
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
@@ -73,7 +73,7 @@ class Replayed:
         if self._met:
             try:
                 self.graph = self._memory.recorded(self._launch)
-            except Exception as error:  # whatever a driver or a module raises must not end a run
+            except Exception as error:  # no exception of a driver or module may end a run
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 log.warning("kernels are launched one at a time, because they cannot be captured: %s", reason)
                 self._memory = None

@@ -106,7 +106,7 @@ def down(of_h: Tensor, layer: LayerTensors, above: Tensor, copies: Copies, out: 
 
 
 def plain_values(f: Activation, copies: Sequence[Copies], x: Tensor, layers: Sequence[LayerTensors]) -> Tensor:
-    """Return what `values` does, left to autograd."""
+    """Return the result of `values`, differentiated by autograd."""
     for layer, kind in zip(layers, copies, strict=True):
         value = f.value(torch.addmm(layer.bias, x, layer.matrix))
         out = value if layer.idt is None else value * layer.idt

@@ -32,7 +32,7 @@ def dtype_of(precision: str) -> torch.dtype:
     Raises
     ------
     ModelError
-        When the precision is none that the models here compute in.
+        When the models here do not compute in this precision.
     """
     if precision not in _DTYPES:
         raise ModelError(f"precision {precision!r} is not offered; use one of {', '.join(_DTYPES)}")

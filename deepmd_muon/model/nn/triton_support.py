@@ -18,7 +18,7 @@ _tracing = False
 
 
 def usable(device: torch.device) -> bool:
-    """Tell whether Triton kernels run on a device; logs once why they do not on a GPU.
+    """Return whether Triton kernels run on a device; on a GPU without them, log the reason once.
 
     Tracing cannot see these kernels. torch.compile fuses the same operations itself, so they are off in both.
     """
@@ -26,7 +26,7 @@ def usable(device: torch.device) -> bool:
 
 
 def usable_as_operators(device: torch.device) -> bool:
-    """Tell whether a trace runs on a device with Triton: it sees the kernels that are registered as operators."""
+    """Return whether a trace runs on a device with Triton: it sees the kernels that are registered as operators."""
     return device.type == "cuda" and _tracing and _works()
 
 

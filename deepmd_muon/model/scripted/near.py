@@ -92,7 +92,7 @@ def _first_columns(inside: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest_columns(inside: torch.Tensor, square: torch.Tensor, most: int) -> torch.Tensor:
-    """Return what `_first_columns` returns, nearest first and at most `most` a row."""
+    """Return the result of `_first_columns`, nearest first and at most `most` a row."""
     far = torch.where(inside, square, torch.inf)
     distance, column = far.sort(dim=1, stable=True)
     width = 0 if inside.numel() == 0 else min(most, int(inside.sum(1).max()))

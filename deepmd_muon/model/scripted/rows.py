@@ -8,7 +8,7 @@ from deepmd_muon.model.descriptor.environment import quintic
 
 
 class Rows(NamedTuple):
-    """Environment rows w·(t, x·t², y·t², z·t²) of every edge, and what their derivative consists of.
+    """Environment rows w·(t, x·t², y·t², z·t²) of every edge, and the parts of their derivative.
 
     Attributes
     ----------

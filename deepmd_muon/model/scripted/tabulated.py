@@ -208,7 +208,7 @@ class Tabulated(torch.nn.Module):
         raise NotImplementedError
 
     def fill(self, near: Near, other: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """Return what empty slots add to A `(ncentre, 4, M)`; `other` are types, `real` flags of the columns."""
+        """Return the part of empty slots in A `(ncentre, 4, M)`; `other` are types, `real` flags of the columns."""
         raise NotImplementedError
 
     @torch.jit.export

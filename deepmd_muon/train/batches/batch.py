@@ -1,4 +1,4 @@
-"""From the data room's arrays to the tensors of model and loss."""
+"""Convert batches of arrays to the tensors that model and loss read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TrainingBatch:
     mask
         True for real atoms `(nframes, natoms)`; None when no frame carries padding.
     system
-        Where the frames come from.
+        The systems that the frames come from.
     atoms
         Real atoms of each frame, on the host.
     present
@@ -51,7 +51,7 @@ class TrainingBatch:
         return float(self.atoms[np.logical_and.reduce([self.present[name] for name in needed])].sum())
 
     def compared(self, prediction: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the predictions to compare with labels: without the last frames, which only fill a shape up."""
+        """Return the predictions without those of the last frames, which only pad the batch to its shape."""
         if self.mask is None or len(self.mask) == self.structures.nframes:
             return prediction
         return {name: values[: len(self.mask)] for name, values in prediction.items()}

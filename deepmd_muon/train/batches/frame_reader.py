@@ -36,9 +36,9 @@ class Chunk:
     present
         Which frames have each label `(nframes,)`, by name.
     parameters
-        What frames carry of "fparam" `(nframes, numb_fparam)` and "aparam" `(natoms of all, numb_aparam)`.
+        Values of "fparam" `(nframes, numb_fparam)` and "aparam" `(natoms of all, numb_aparam)`.
     doubtful
-        Numbers of frames whose cell or positions no search for neighbours takes.
+        Numbers of the frames that the neighbour search rejects because of their cell or positions.
     """
 
     numbers: np.ndarray
@@ -109,7 +109,7 @@ def _pack(system: System, numbers: np.ndarray, first: int, ntypes: int) -> Chunk
 
 
 def _doubtful(system: System, frames: Frames) -> np.ndarray:
-    """Return which frames have positions or a cell that no search for neighbours takes `(nframes,)`."""
+    """Return which frames the neighbour search rejects because of their positions or cell `(nframes,)`."""
     size = np.abs(frames.coord).max(axis=(1, 2), initial=0.0)
     odd = ~(size <= MAX_LENGTH)
     if system.pbc and frames.box is not None:

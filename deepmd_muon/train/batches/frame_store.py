@@ -37,9 +37,9 @@ class FrameStore:
     cache
         Says which neighbours the model reads, for their counts.
     device
-        Where the tensors live.
+        Device of the tensors.
     room
-        Frames and atoms that pass through; None keeps all.
+        Capacity in frames and atoms for data that pass through; None keeps all data.
 
     Attributes
     ----------
@@ -52,8 +52,8 @@ class FrameStore:
     of_kind, periodic
         Atoms of each type `(ncompositions, ntypes)`, and which compositions have cells `(ncompositions,)`.
     most
-        Most neighbours of an atom that frames of a composition have shown: of each type, of all types, and within
-        each shorter cut-off `(ncompositions, ntypes + 1 + ninner)`.
+        Largest number of neighbours of an atom, so far, in frames of a composition: of each type, of all types,
+        and within each shorter cut-off `(ncompositions, ntypes + 1 + ninner)`.
     missing
         The last slot.
     coord, atype
@@ -65,7 +65,7 @@ class FrameStore:
     of_frames, of_atoms
         Labels by name, `(nslots + 1, width)` and `(natoms of all, width)`; zeros where a frame has none.
     parameters
-        What frames carry of "fparam" `(nslots + 1, numb_fparam)` and "aparam" `(natoms of all, numb_aparam)`.
+        Values of "fparam" `(nslots + 1, numb_fparam)` and "aparam" `(natoms of all, numb_aparam)`.
     found
         Which slots have a label `(nslots + 1,)`, by name.
     """
@@ -143,7 +143,7 @@ class FrameStore:
         return numbers if self.stays else np.searchsorted(taken, numbers)
 
     def kinds_of(self, numbers: np.ndarray) -> np.ndarray:
-        """Return a number of each frame that frames of the same composition and the same labels share."""
+        """Return the kind of each frame: equal numbers for equal composition and labels."""
         kinds: np.ndarray = self.group[numbers].astype(np.int64)
         for flags in self.present.values():
             kinds = 2 * kinds + flags[numbers]
@@ -161,7 +161,7 @@ class FrameStore:
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """Launch on a stream of its own; work of the present stream follows it."""
+        """Launch on a separate stream; later work of the current stream waits for it."""
         if self._stream is None:
             yield
             return
@@ -170,7 +170,7 @@ class FrameStore:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _kept(self, tensor: Tensor) -> Tensor:
-        """Let the allocator keep a tensor of the other stream until the present one has read it."""
+        """Keep the memory of a tensor of the other stream until the current stream has read it."""
         if self._stream is not None:
             tensor.record_stream(torch.cuda.current_stream(self._device))
         return tensor
@@ -218,7 +218,7 @@ class FrameStore:
         return Cells.of_some(self._moved(vectors), self._cache.rcut)
 
     def _count(self, chunk: Chunk, packed: Atoms) -> None:
-        """Count the neighbours of a chunk, and learn what its compositions need; waits for the count."""
+        """Count the neighbours of a chunk and record them by composition; waits for the count."""
         ntypes = self._cache.ntypes
         most = np.zeros((len(chunk.numbers), self.most.shape[1]), dtype=np.int64)
         least = np.full(len(chunk.numbers), np.inf)
@@ -266,7 +266,7 @@ class FrameStore:
         return most.cpu().numpy(), least.cpu().numpy()
 
     def _learn(self, chunk: Chunk, most: np.ndarray) -> None:
-        """Remember composition, size and neighbours of frames."""
+        """Record composition, size and neighbours of frames."""
         rows = np.concatenate([chunk.counts, chunk.periodic[:, None]], axis=1)
         kinds, inverse = np.unique(rows, axis=0, return_inverse=True)
         known = len(self._kinds)
@@ -287,7 +287,7 @@ class FrameStore:
         return self._systems[owner], number - int(self.offset[owner])
 
     def _refuse(self, number: int) -> None:
-        """Raise what the search on the host raises of a frame."""
+        """Raise the error that the neighbour search on the host raises for a frame."""
         system, row = self._frame(number)
         self._cache.frame(system, row, system.frames([row]), 0)
 

@@ -1,7 +1,7 @@
-"""Making a batch inside a step, by operations of the device alone, from frames that are there.
+"""Gather a batch inside a step, by operations of the device alone, from the frames stored there.
 
-The slots of the frames come from a table on the device. The atoms of a batch are sorted by type, and the places of a
-type that no atom takes belong to frames of their own, behind all others, that no label knows.
+The slots of the frames come from a table on the device. The atoms of a batch are sorted by type, and unused
+places of a type belong to extra frames behind all others, which have no labels.
 """
 
 from __future__ import annotations

@@ -32,11 +32,12 @@ _AHEAD = 1024
 _FIRST_ATOMS, _WINDOW_ATOMS = 1 << 16, 1 << 18
 # Windows that are read ahead of the one in use.
 _READ_AHEAD = 2
-# Threads that read: most of their work is Python's own, so more of them only take turns, also with the one that steps.
+# Threads that read. Most of their work holds the interpreter's lock, so more threads would only delay each other
+# and the thread that takes the steps.
 _READERS = 2
 #: Atoms of all data, each frame as large as the largest, up to which they are read before the first step.
 AT_ONCE = 1 << 22
-#: Atoms of a frame from which on the search on the device, which looks at all pairs, is slower than the host's.
+#: From so many atoms in a frame on, the device's search over all pairs is slower than the host's search.
 MOST_ATOMS = 20_000
 
 
@@ -90,7 +91,7 @@ class ResidentBatches:
         self._windows: deque[_Window] = deque()
         self._begun = 0
         self._plans: deque[tuple[Plan, np.ndarray, Shape]] = deque()
-        self._told = False
+        self._logged = False
         self._read_first()
 
     def next(self) -> ResidentFeed:
@@ -112,7 +113,7 @@ class ResidentBatches:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def _read_first(self) -> None:
-        """Read small data whole; of others a sample, the same in each run, that says what most batches need."""
+        """Read small data whole; of larger data a fixed sample, which gives the shapes of most batches."""
         store = self._store
         number = store.nframes
         if not store.stays or number * int(self._sizes.max()) > AT_ONCE:
@@ -151,7 +152,7 @@ class ResidentBatches:
         return _Window(window.plans, window.batches, frames, self._read(frames))
 
     def _turn(self) -> None:
-        """Begin the next window: write its frames and their slots, and let the shapes hold its batches."""
+        """Begin the next window: write its frames and their slots, and extend the shapes to its batches."""
         while len(self._windows) <= _READ_AHEAD:
             self._windows.append(self._draw())
             if not self._windows[-1].chunks:
@@ -163,8 +164,8 @@ class ResidentBatches:
         self._shapes.learn(wanted)
         self._numbers.write([self._store.slots_of(numbers, window.frames) for numbers in window.batches])
         self._plans.extend(zip(window.plans, window.batches, wanted, strict=True))
-        if not self._told:
-            self._told = True
+        if not self._logged:
+            self._logged = True
             self._tell([self._shapes.of(shape) for shape in wanted], wanted)
 
     def _tell(self, shapes: Sequence[Shape], wanted: Sequence[Shape]) -> None:
@@ -181,7 +182,7 @@ class ResidentBatches:
     # -- what batches need ---------------------------------------------------------------------------------------
 
     def _note_cut_lists(self) -> None:
-        """Let the cache know that `sel` cuts lists."""
+        """Record in the cache that `sel` cuts neighbour lists."""
         store, ntypes = self._store, self._loader.cache.ntypes
         columns = store.most[:, :ntypes] if self._loader.cache.by_type else store.most[:, ntypes : ntypes + 1]
         if (columns > self._limits).any() or (store.most[:, ntypes] > self._limits.sum(dtype=np.float64)).any():
@@ -228,6 +229,6 @@ class ResidentBatches:
 
 
 def why_not_on_device(loader: DataLoader) -> str | None:
-    """Say why the batches of a loader must be made on the host; None when the device can make them."""
+    """Return why the batches of a loader must be made on the host; None when the device can make them."""
     large = max(loader.systems, key=lambda system: system.natoms)
     return f"{large.name} has {large.natoms} atoms" if large.natoms > MOST_ATOMS else None

@@ -105,14 +105,14 @@ class Shapes:
         self._of: dict[Shape, Shape] = {}
 
     def learn(self, wanted: Sequence[Shape]) -> None:
-        """Take notice of the shapes of coming batches, each as often as it occurs."""
+        """Add the shapes of coming batches, each as often as it occurs."""
         new = [shape for shape in wanted if shape not in self._of and self._fitting(shape) is None]
         if not new:
             return
         weights: dict[Shape, int] = dict.fromkeys(self._shapes, 0)
         for shape in wanted:
             weights[shape] = weights.get(shape, 0) + 1
-        # A composition that has shown more neighbours than before needs its former shape no more.
+        # A composition with more neighbours than before no longer needs its former shape.
         grown = {
             shape
             for shape in self._shapes
@@ -152,7 +152,7 @@ def merge(weights: dict[Shape, int], most: int) -> list[Shape]:
     alive = np.ones(len(shapes), dtype=bool)
 
     def costs(row: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Cost of joining one shape with others, without what they cost apart."""
+        """Return the extra cost of joining one shape with each of the others."""
         both = np.maximum(row, rows)[:, 2:]
         atoms, columns, near = np.split(both, np.cumsum(sizes)[:-1], axis=1)
         return np.asarray(atoms.sum(1) * (1.0 + columns.sum(1) + (near.astype(np.float64) ** 2).sum(1)))

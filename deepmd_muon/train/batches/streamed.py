@@ -18,7 +18,7 @@ from deepmd_muon.train.batches.batch import TrainingBatch, map_tensors, tensors_
 SECTION_STEP = 8
 #: The same for the counts within shorter cut-offs: angles grow with their square.
 INNER_STEP = 4
-#: Layouts of streamed batches that get memory which stays.
+#: Streamed batches of at most so many layouts keep their memory on the device.
 MOST_LAYOUTS = 64
 
 _CPU = torch.device("cpu")
@@ -47,10 +47,10 @@ class Feed(Protocol):
 
 
 class BatchSource(Protocol):
-    """An endless order of batches."""
+    """An endless sequence of batches."""
 
     def next(self) -> Feed:
-        """Return the next batch; nothing waits for the device."""
+        """Return the next batch, without waiting for the device."""
 
     def close(self) -> None:
         """End background work."""
@@ -194,17 +194,20 @@ def parts_of(feed: StepFeed) -> tuple[Feed, ...]:
 
 
 class StepSource(Protocol):
-    """An endless order of what steps read."""
+    """An endless sequence of inputs of steps."""
 
     def next(self) -> StepFeed:
-        """Return what the next step reads; nothing waits for the device."""
+        """Return the input of the next step, without waiting for the device."""
 
     def close(self) -> None:
         """End background work."""
 
 
 class AccumulatedBatches:
-    """The batches of another source, `each` for a step: as many sets of tensors, where it shares them among batches."""
+    """Group the batches of another source, `each` per step.
+
+    A source that shares tensors among batches must have as many sets of them.
+    """
 
     def __init__(self, source: BatchSource, each: int) -> None:
         self._source = source
@@ -226,7 +229,7 @@ def padded_widths(sections: Collection[int], limits: np.ndarray) -> tuple[int, .
 
 
 def with_full_sections(batch: TrainingBatch) -> TrainingBatch:
-    """Let every slot of the neighbour sections count as filled: how many are is not part of a layout.
+    """Mark every slot of the neighbour sections as filled, since a layout leaves out how many are.
 
     The counts within shorter cut-offs become one bound for all atoms, which is part of a layout.
     """
@@ -243,7 +246,7 @@ def bounds_of(inner: np.ndarray) -> np.ndarray:
 
 
 def layout_of(batch: TrainingBatch) -> Hashable:
-    """Return what two batches must have in common to be stepped by the same launches: all but tensors' values."""
+    """Return the layout of a batch: all but its tensors' values. Batches of one layout share their launches."""
     structures = batch.structures
     shapes = tuple((x.shape, x.dtype) for x in tensors_of(batch))
     labels = tuple(name for name, value in batch.labels.items() if value is not None)

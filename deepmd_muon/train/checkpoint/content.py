@@ -77,7 +77,7 @@ class RunState:
         return content
 
     def alone(self, name: str, step: int, lr: float) -> dict[str, Any]:
-        """Return the keys of a checkpoint of one branch as a single model, without what a restart needs."""
+        """Return the keys of a checkpoint of one branch as a single model, without the state for a restart."""
         branch = self.branches[name]
         infos = {"lr": lr, "step": step - 1}
         content: dict[str, Any] = {

@@ -105,13 +105,15 @@ def for_branches(
     fresh = [name for name, source in sources.items() if source is None]
     gone = sorted(kept - {*sources.values()})
     log.warning(
-        "optimizer state: %d parameters continue; %s", len(sources) - len(fresh), "; ".join(_told(fresh, gone)) or "all"
+        "optimizer state: %d parameters continue; %s",
+        len(sources) - len(fresh),
+        "; ".join(_describe(fresh, gone)) or "all",
     )
     return moved
 
 
-def _told(fresh: list[str], gone: list[str]) -> list[str]:
-    """Say which branches have parameters that start without state, and which state is dropped."""
+def _describe(fresh: list[str], gone: list[str]) -> list[str]:
+    """Describe which branches have parameters that start without state, and which state is dropped."""
     told = []
     for names, what in ((fresh, "start without state"), (gone, "are gone, and their state is dropped")):
         if names:

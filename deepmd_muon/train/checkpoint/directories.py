@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Write:
-    """A checkpoint under way: what rank 0 will call it, where it grows, and when it is there."""
+    """A checkpoint under way: its final name, its temporary place, and the outcome of writing."""
 
     name: str
     place: Path
@@ -40,7 +40,7 @@ class _Write:
 
 
 class _NamedFiles(FileSystem):
-    """Opens the parts of a directory so that errors name it as it will be called."""
+    """Opens the parts of a directory; its errors show the final name."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -56,8 +56,8 @@ class _NamedFiles(FileSystem):
 class DirectorySeries(Series):
     """The directories of one run: ``prefix-N.dcp``, and the link ``prefix.dcp`` to the newest.
 
-    One is under way at a time. It grows under another name, and gets its own when all ranks have written and synced
-    their parts; so what bears the name is complete, whenever the run ends. All ranks make a series, and call its
+    Only one is written at a time. It has a temporary name until all ranks have written and synced their parts, so a
+    directory with the final name is complete, whenever the run ends. All ranks make a series, and call its
     methods, together. Where `pointer` is true, the text file ``checkpoint`` names the newest as well.
     """
 
@@ -71,7 +71,7 @@ class DirectorySeries(Series):
         self._token = ranks.gather_objects(secrets.token_hex(8))[0]
         self._group: dist.ProcessGroup | None = None
         if ranks.size > 1:
-            # Of their own: torch's thread must not mix its collectives with those of the steps.
+            # A group of their own: torch's writer thread must not mix its collectives with those of the steps.
             self._group = dist.new_group(backend="gloo", timeout=ranks.timeout)
             dist.barrier(self._group)
         else:
@@ -107,7 +107,7 @@ class DirectorySeries(Series):
         self._under_way = _Write(name, place, done)
 
     def poll(self) -> None:
-        """Publish the checkpoint under way if it is there by now."""
+        """Publish the checkpoint under way if it is complete."""
         if self._under_way is not None and self._under_way.done.done():
             self.finish()
 

@@ -1,4 +1,4 @@
-"""Checkpoints: deepmd-kit's own format with our state beside it, written in one piece.
+"""Checkpoints: deepmd-kit's own format with our state beside it, written atomically.
 
 A file holds ``{"model": …, "optimizer": …, "ema": …, "deepmd_muon": …}``. The first three are deepmd-kit's keys, so
 that deepmd-kit tests, freezes and continues from the file; an exact restart also needs the last one.

@@ -68,7 +68,7 @@ class RunFiles:
         outputs["the run's file checkpoint"] = str(self._prefix.with_name("checkpoint"))
         outputs["validating/full_val_file"] = self._validations
         link = Path(f"{training.save_ckpt}.pt")
-        if not link.is_symlink():  # a link is what an earlier run has left
+        if not link.is_symlink():  # a link is left from an earlier run
             outputs["training/save_ckpt"] = str(link)
         systems = {}
         for name, branch in self._given.branches.items():

@@ -90,7 +90,7 @@ class Checkpoints:
                 self._save_file(step, named)
 
     def complete(self, step: int, content: Callable[[], Mapping[str, Any]]) -> None:
-        """See to it that the last step of a run is saved, as a file too, and that nothing is under way."""
+        """Ensure that the last step of a run is saved, as a file too, and that no checkpoint is under way."""
         with self.being_written():
             self.finish()
             directory, file = self.directories.newest if self.directories else None, self.files.newest
@@ -99,7 +99,7 @@ class Checkpoints:
             if file is None or _step(file) != step:
                 self._save_file(step, self._with_names(step, content()))
             elif self._ranks.first:
-                self.files.publish()  # a run that was killed after its last save has not
+                self.files.publish()  # a run that was killed after its last save may not have published it
             self.finish()
             if self.directories:
                 self.directories.publish()  # the same; and the text file names the directory, not the file
@@ -117,7 +117,7 @@ class Checkpoints:
                 self.directories.finish()
 
     def rescue(self, *, wait: bool) -> None:
-        """Publish the directory under way when the run ends with an error, which counts more than one of this.
+        """Publish the directory under way when the run ends with an error, which matters more than an error here.
 
         Wait for it, unless another rank is lost, and with it perhaps its part.
         """
@@ -154,7 +154,7 @@ class Checkpoints:
             self.directories.written = [name for name in own.get("directories", []) if (folder / name).exists()]
 
     def _with_names(self, step: int, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the names of the checkpoints that there will be, in both forms: either may be continued."""
+        """Add the names of the checkpoints after this save, in both forms: a run may continue from either."""
         directories = self.directories.names_with(step) if self.directories else []
         own = {**content[OWN_KEY], "series": self.files.names_with(step), "directories": directories}
         return {**content, OWN_KEY: own}

@@ -241,5 +241,5 @@ def _choose(settings: MultiTaskSettings, state: Mapping[str, Any], path: Path, w
 
 
 def _fits(name: str, saved: torch.Tensor, present: torch.Tensor) -> bool:
-    """Tell whether a saved tensor can be loaded; a model whose file of `use_srtab` is gone waits for any table."""
+    """Return whether a saved tensor can be loaded; a model without its `use_srtab` file accepts any table."""
     return saved.shape == present.shape or (name == "short_range.tab_data" and not present.numel())

@@ -26,7 +26,7 @@ class Moment:
     step
         1-based; 0 before the first.
     reads_data
-        Whether it waits for data, so that whatever is raised comes from reading them.
+        Whether it waits for data, so that any error comes from reading them.
     between_steps
         Whether the last step is complete and the next one has not begun.
     """
@@ -62,7 +62,7 @@ def explained(moment: Callable[[], Moment], newest: Callable[[], Path | None]) -
 
 
 def _cause(error: Exception, moment: Moment) -> str | None:
-    """Return the cause in words; None when only a traceback, or another rank, can tell it."""
+    """Return the cause in words; None when only a traceback, or another rank, shows it."""
     if is_lost_connection(error):
         return None
     ours = type(error).__module__.startswith("deepmd_muon")  # their messages name the cause

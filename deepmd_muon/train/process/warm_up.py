@@ -1,7 +1,7 @@
 """Work that takes seconds at the start of a run on a GPU, done in threads beside the rest of the start.
 
-Python joins these threads when it ends: a process that exits within a call of CUDA may crash. Whatever fails in them
-fails again where it is needed, and is reported there.
+Python joins these threads when it ends: a process that exits within a call of CUDA may crash. A failure in
+them occurs again where the result is needed, and is reported there.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _retain_context() -> None:
 
 
 def _name_cache() -> None:
-    """Let Triton read itself, a third of a second; it names its cache by that, and remembers the name."""
+    """Let Triton hash its own files, which takes a third of a second: it names its cache by the hash, and keeps it."""
     with contextlib.suppress(Exception):  # not installed, or a version that names it in another way
         from triton.runtime import cache
 
@@ -93,7 +93,7 @@ def _use_libraries(device: torch.device) -> None:
             x = torch.zeros(16, 16, dtype=dtype, device=device)
             torch.addmm(x[0], x, x)
         triton_support.usable(device)
-        # What writes frames to the device and reads them there.
+        # Operations that write frames to the device and read them there.
         row = torch.zeros(1, dtype=torch.int64, device=device)
         for values in (*Cells.of_some(torch.eye(3, dtype=torch.float64, device=device)[None], 1.0), row, row > 0):
             values.index_copy_(0, row, values.index_select(0, row))

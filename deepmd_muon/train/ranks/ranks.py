@@ -91,7 +91,7 @@ class Ranks:
     def together(self, what: str) -> Iterator[None]:
         """Wait until all processes have arrived, then run a `with` block of short common work.
 
-        They may have worked longer than a rank is waited for; one that no longer lives is given up.
+        They may have worked for longer than the timeout; a rank that gives no sign of life is given up.
         """
         if self.watch is not None:
             self.watch.doing(WAITING)
@@ -179,7 +179,7 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
         launcher=place.launcher,
         agent=place.agent,
     )
-    # NCCL's own watch ends a process without a word; ours should come first.
+    # NCCL's own watchdog ends a process without a message; ours must act first.
     patience = timeout + datetime.timedelta(seconds=15) if on_gpu else timeout
     finished = False
     try:
@@ -194,7 +194,7 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
         yield Ranks(device, place.rank, place.size, patience, watch)
         finished = True
         watch.close()
-        _take_leave()  # rank 0 keeps the notes: nobody needs them when it goes
+        _take_leave()  # rank 0 keeps the notes; nobody reads them after its end
     except BaseException as error:
         if is_lost_connection(error):
             raise TrainingError(f"{watch.verdict()} ({reason(error)})") from error
@@ -233,7 +233,7 @@ def prints_error(message: str) -> Iterator[bool]:
     """
     try:
         place = find_place()
-    except TrainingError:  # nobody knows who this process is
+    except TrainingError:  # the environment does not give this process a rank
         place = None
     if place is None:
         yield True
@@ -293,7 +293,7 @@ def training_device() -> torch.device:
 
 
 def _is_dtensor(node: object) -> TypeGuard[DTensor]:
-    """Tell whether something is a DTensor; a single process never imports them, which takes a second."""
+    """Return whether something is a DTensor; a single process never imports them, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(node, module.DTensor)
 

@@ -152,10 +152,9 @@ class Watch:
             self._guarding = None
 
     def meet(self) -> None:
-        """Wait until all ranks have come here, for as long as those that are missing show that they live.
+        """Wait until all ranks have arrived, as long as the missing ones give signs of life.
 
-        Rank 0 looks at all others, they at rank 0 alone. One that has ended, or was not heard of for the limit, is
-        lost.
+        Rank 0 watches all others, they watch rank 0 alone. A rank that has ended, or was silent for the limit, is lost.
         """
         number = self._met + 1
         if self._rank:
@@ -190,7 +189,7 @@ class Watch:
             thread.join(self._reach)
 
     def verdict(self) -> str:
-        """Say which ranks are missing, as far as their notes tell; takes a few intervals."""
+        """Describe which ranks are missing, according to their notes; takes a few intervals."""
         step = self._state[1]
         opening = f"rank {self._rank} has lost the others" + (f" at step {step}" if step else "")
         self.doing(_IN_VAIN, step)
@@ -218,7 +217,7 @@ class Watch:
         return f"{name}, through which they reach each other, is dead or stopped{last}"
 
     def _say(self, rank: int, before: _Note | None, after: _Note | None) -> tuple[str, bool]:
-        """Describe another rank, and say whether it is to blame."""
+        """Describe another rank, and return whether it is to blame."""
         if before is None or after is None:
             return f"rank {rank} has never reported", True
         if after.ended:
@@ -248,7 +247,7 @@ class Watch:
         return note is not None and bool(note.ended)
 
     def _silent(self, ranks: Sequence[int], since: float) -> bool:
-        """Return whether one of some ranks has not been heard of for the limit, which begins at `since`."""
+        """Return whether one of some ranks has been silent for the limit, which begins at `since`."""
 
         def silent() -> bool:
             heard = min(max(since, self._seen[rank][1] if rank in self._seen else since) for rank in ranks)
@@ -268,7 +267,7 @@ class Watch:
         return self._answered >= begin
 
     def _repeat(self, work: Callable[[], None]) -> None:
-        """Do something again and again; errors are logged once, never fatal."""
+        """Call a function repeatedly; its errors are logged once and never fatal."""
         logged: set[str] = set()
         while not self._end.is_set():
             try:

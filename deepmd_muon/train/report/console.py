@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# No end is foretold beyond a century, where dates overflow [s].
+# No end is predicted beyond a century, where dates overflow [s].
 _LONGEST = 100 * 365.25 * 86400
 # A log without a new line for longer than this looks like a run that hangs [s].
 _SILENCE = 30.0
@@ -173,5 +173,5 @@ class ProgressLine:
         self._progress.update(self._task, completed=step)
 
     def close(self) -> None:
-        """Take the line off the screen."""
+        """Remove the line from the screen."""
         self._progress.stop()

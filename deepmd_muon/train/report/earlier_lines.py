@@ -30,8 +30,8 @@ class LinesFile:
 def earlier_lines(path: Path, last_step: int, step_of: Callable[[str], int]) -> list[str]:
     """Return the lines that a restart after `last_step` steps keeps, each row with the comments that follow it.
 
-    A device has no lines, and a missing file neither. Lines for which `step_of` raises ValueError, because they are no
-    row, are left out with a warning.
+    A device or a missing file has no lines. Lines for which `step_of` raises ValueError, because they are not
+    rows, are left out with a warning.
     """
     if not last_step or not path.is_file() or is_special(path):
         return []

@@ -24,7 +24,7 @@ else:
 
 
 class _StderrHandler(_Handler):
-    """Write to what `sys.stderr` is at the moment: a progress line puts a proxy there while it is shown."""
+    """Write to the current `sys.stderr`, which a progress line replaces by a proxy while it is shown."""
 
     @property
     def stream(self) -> TextIO:
@@ -54,7 +54,7 @@ class _FileHandler(_Handler):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging calls it)
-        """Give the file up after an error of the system."""
+        """Stop writing to the file after a system error."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)

@@ -20,7 +20,7 @@ Metrics = Mapping[str, float]
 
 
 class Report(Protocol):
-    """Somewhere that metrics go to.
+    """A destination of metrics.
 
     Attributes
     ----------
@@ -79,7 +79,7 @@ class Reports:
 
     def close(self) -> None:
         """Close every report; safe to call after an interruption."""
-        with contextlib.ExitStack() as stack:  # all of them, whatever one raises
+        with contextlib.ExitStack() as stack:  # close all of them, even after an error
             for report in self._reports:
                 stack.callback(report.close)
             if self._progress is not None:
@@ -88,7 +88,7 @@ class Reports:
 
 @dataclasses.dataclass(frozen=True)
 class _Silent:
-    """A report that another rank writes: it only knows when that one wants metrics."""
+    """A report that another rank writes; here it only says when metrics are due."""
 
     frequency: int
     validates: bool
@@ -123,7 +123,7 @@ def open_reports(
     Raises
     ------
     TensorBoardError, WandbError
-        When `tensorboard` or `wandb` is on and its package is not installed, or begins no run.
+        When `tensorboard` or `wandb` is on and its package is not installed, or cannot begin a run.
     """
     if silent:
         shown = training.disp_training or training.jsonl_file is not None or training.wandb

@@ -26,7 +26,8 @@ class WandbReport:
     """Log the rows of the learning curve: learning rate, and errors as `<name>_trn` and `<name>_val`.
 
     wandb's own variables hold here: WANDB_MODE=offline writes to the folder `wandb` and sends nothing, WANDB_RUN_ID
-    with WANDB_RESUME=allow continues a run of theirs. A package that is missing or begins no run is a WandbError.
+    with WANDB_RESUME=allow continues a run of theirs. Raise WandbError where the package is missing or
+    cannot begin a run.
     """
 
     validates = True

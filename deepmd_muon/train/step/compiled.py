@@ -1,9 +1,9 @@
 """Prediction, loss and gradient of a training step, compiled by torch's compiler as one function.
 
 Forces are themselves a derivative of the model, and torch.compile does not differentiate twice. So the whole function
-from weights and batch to loss and gradient is traced, both derivatives worked out, into one graph without any left,
-and that graph is compiled: chains of element-wise operations become single kernels. The compiled function differs from
-the plain one by rounding.
+from weights and batch to loss and gradient is traced into one graph of plain operations, which compute both
+derivatives. The compiler then turns chains of element-wise operations into single kernels. The compiled function
+differs from the plain one by rounding.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class CompiledGradient:
         self.failed: str | None = None
 
     def expect(self, layout: Hashable | None) -> None:
-        """Say which layout the next batch has."""
+        """Set the layout of the next batch."""
         self._layout = layout
 
     @contextlib.contextmanager
@@ -147,7 +147,7 @@ class CompiledGradient:
                 with torch.no_grad():
                     function.call = self._compiler(graph, arguments)
                     function.call(*arguments)
-        except Exception as error:  # whatever a compiler raises must not end a training run
+        except Exception as error:  # no exception of a compiler may end a training run
             lines = f"{type(error).__name__}: {error}".strip().splitlines()
             # Errors of a compiler's processes bear its traceback first and the reason last.
             self.failed = lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1].strip()}"
@@ -211,7 +211,7 @@ def _inductor(graph: torch.fx.GraphModule, arguments: list[Any]) -> Compiled:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep warnings about the compiler's own ways out of the run's log."""
+    """Keep warnings about the compiler's internals out of the run's log."""
     logger = logging.getLogger("torch._inductor.select_algorithm")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -80,7 +80,7 @@ class Guard(ABC):
         return value
 
     def check(self, done: int) -> None:  # noqa: B027 (nothing to report where steps raise themselves)
-        """Report what the steps since the last check have found, under 'error' by NonFiniteError.
+        """Report bad steps since the last check, under 'error' by raising NonFiniteError.
 
         `done` updates have been asked for by now.
         """
@@ -117,8 +117,8 @@ class DeviceGuard(Guard):
 
     The optimizer reads it in its `step`; its own treatment of gradients that are not finite is switched off. The policy
     'error' freezes everything from the first bad step on, 'skip' leaves bad steps out and counts them. `gather`
-    collects what all ranks say of a bad step; they find it together. `skip` is a float32 scalar on the device: 1 leaves
-    the present step out.
+    collects every rank's report of a bad step; all ranks detect it in the same step. `skip` is a float32 scalar on the
+    device: 1 leaves the present step out.
     """
 
     #: Values kept on the device: steps seen, bad steps, and number, loss and norm of the first bad one.

@@ -14,18 +14,18 @@ from deepmd_muon.train.batches.batch import to_device
 
 log = logging.getLogger(__name__)
 
-# Steps between two looks late in a run; weights move fastest at its start, where looks are at powers of two.
+# Steps between two checks late in a run. Weights change fastest at its start, where checks are at powers of two.
 _PERIOD = 1000
-# Systems whose frames are looked at.
+# Systems whose frames are examined.
 _MOST_SYSTEMS = 4
 
 
 class Tuning:
     """Keeps the number of pieces of a descriptor's interpolation in step with its weights.
 
-    It looks at the same frames every time, so that a run repeats. `branches` are the models that have the descriptor,
-    with the loaders of their training data: the pieces suffice for all of them. `looked` says whether the run, or the
-    one that it continues, has looked before.
+    It examines the same frames every time, so that a run is reproducible. `branches` are the models that have the
+    descriptor, with the loaders of their training data: the pieces suffice for all of them. `looked` says whether the
+    run, or the one that it continues, has done so before.
     """
 
     def __init__(self, branches: Sequence[tuple[EnergyModel, DataLoader]], device: torch.device) -> None:
@@ -35,7 +35,7 @@ class Tuning:
         self.looked = False
 
     def __call__(self, done: int) -> None:
-        """Choose the number of pieces before update `done` + 1, where it is time to."""
+        """Choose the number of pieces before update `done` + 1, if a check is due."""
         first, self.looked = not self.looked, True
         if not (first or done & (done - 1) == 0 or done % _PERIOD == 0):
             return

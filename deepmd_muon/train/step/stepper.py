@@ -72,7 +72,7 @@ class Stepper(ABC):
         """Raise pending errors of steps, before anything is built on `done` updates."""
 
     def close(self) -> None:  # noqa: B027 (steps that read on the host leave nothing behind)
-        """End: no step follows."""
+        """Release the stepper's resources; no step follows."""
 
 
 class HostStepper(Stepper):
@@ -153,8 +153,8 @@ class RateTable:
 class CapturedStep:
     """A training step that waits for nothing, captured where it can be; without `memory` for graphs, called eagerly.
 
-    `recorded` counts the graphs that have been recorded. `eager_reason` says why steps run eagerly although they were
-    to be captured; None while they need not.
+    `recorded` counts the graphs that have been recorded. `eager_reason` says why steps that were to be
+    captured run eagerly; None where there is no such reason.
     """
 
     def __init__(self, step: TrainingStep, rates: RateTable, memory: GraphMemory | None) -> None:
@@ -269,7 +269,7 @@ class CapturedStep:
         assert self._memory is not None
         try:
             graph = self._memory.recorded(lambda: self._run(feed))
-        except Exception as error:  # whatever a driver, a compiler or a module raises must not end a training run
+        except Exception as error:  # no exception of a driver, compiler or module may end a training run
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             self.eager_reason = reason
             log.warning("training steps are launched one kernel at a time, because they cannot be captured: %s", reason)

@@ -86,7 +86,7 @@ class BestCheckpoints:
         return sorted(self.folder.glob(f"{self.name}*.pt"))
 
     def remove_leftovers(self) -> None:
-        """Delete what runs that were killed while they saved have left."""
+        """Delete leftovers of runs that were killed while saving."""
         left = re.compile(rf"\.{re.escape(self.name)}-[0-9]+\.t-[0-9]+\.[0-9a-f]{{16}}\.pt")
         for rest in self.folder.glob(f".{self.name}-*.pt"):
             if left.fullmatch(rest.name):
@@ -102,7 +102,7 @@ class BestCheckpoints:
         }
 
     def restore(self, infos: Mapping[str, Any]) -> None:
-        """Take over the records of a checkpoint, ours or deepmd-kit's; those of another error do not count."""
+        """Take over the records of a checkpoint, ours or deepmd-kit's; records of another error are ignored."""
         records = infos.get("full_validation_topk_records", [])
         if infos.get("full_validation_metric") != self.metric or not isinstance(records, list):
             return

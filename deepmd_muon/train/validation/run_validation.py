@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Key of a checkpoint's train_infos: what deepmd-kit keeps there of one model, for each branch.
+# Key of a checkpoint's train_infos: for each branch, the entries that deepmd-kit keeps of one model.
 _OF_BRANCHES = "full_validation_of_branches"
 
 
@@ -67,7 +67,7 @@ class Validation:
             full.close()
 
     def due(self, step: int) -> bool:
-        """Return whether all validation data are to be looked at after the 1-based `step`."""
+        """Return whether a full validation is due after the 1-based `step`."""
         return any(full.due(step) for full in self._full.values())
 
     def measure(self, lr_fraction: float) -> dict[str, float] | None:

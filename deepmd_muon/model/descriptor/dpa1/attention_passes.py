@@ -186,7 +186,7 @@ class Attention(FourPasses):
     def _pull_along(
         self, above: Tensor | None, i: Inputs, v: Values, a: Adjoints, t: Tangents
     ) -> tuple[Tensor, Tensor, Adjoints]:
-        """Return what `_pull` does, and add to each cotangent the derivative of its adjoint along the tangents."""
+        """Return the result of `_pull`, and add to each cotangent the derivative of its adjoint along the tangents."""
         query, key, value = v.parts
         summed = _bend_normalisation(self.eps, v, a, t)
         if above is not None:

@@ -310,7 +310,7 @@ def _unfold(
     of_value: torch.Tensor,
     of_lengths: list[torch.Tensor],
 ) -> torch.Tensor:
-    """Add what goes through a folded layer's products to dE/dx `(ncentre·ncolumns, width)`.
+    """Add the contribution of a folded layer's products to dE/dx `(ncentre·ncolumns, width)`.
 
     A squared length l² = x̃·G·x̃ changes by 2·x̃·G, which the forward pass has computed.
     """

@@ -81,7 +81,7 @@ class TabulatedDPA1(Tabulated):
         return embed_edges(self.act, self.layers, x, pair, self.types, self.gate, switch, self.one_side)
 
     def fill(self, near: Near, other: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """Return what empty slots add: deepmd-kit gives them the type of the first atom; see `Tabulated`."""
+        """Return the contribution of empty slots: deepmd-kit gives them the type of the first atom; see `Tabulated`."""
         empty = (self.slots - (near.neighbor != -1).sum(1)).to(self.scale.dtype)  # hidden ones are -2
         features = self.empty_features[near.kind * self.request.ntypes + near.first_type]
         return (self.empty_row[near.kind] * empty.unsqueeze(1)).unsqueeze(2) * features.unsqueeze(1)

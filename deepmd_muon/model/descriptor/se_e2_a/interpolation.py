@@ -11,9 +11,9 @@ there. Then
     A_i = B_i·C,   B_i[c, jm] = Σ_{e in piece j} R_e[c] T_m(u_e)            (`expand`: geometry alone)
     dE/dR_e[c] = Σ_m T_m(u_e) P_i[c, jm],  P_i = Ā_i·Cᵀ,  and dE/ds_e alike with T′_m      (`evaluate`: linear in P)
 
-so the network is evaluated at 16·pieces nodes instead of once per edge (10² to 10³ times fewer rows), and what is
-left are matrix products per atom. Forces and the gradient of a force loss are the exact derivatives of the
-interpolated energy, through torch's own autograd. `tail` estimates the interpolation error by the last
+so the network is evaluated at 16·pieces nodes instead of once per edge (10² to 10³ times fewer rows), and only matrix
+products per atom remain. Forces and the gradient of a force loss are the exact derivatives of the interpolated
+energy, through torch's own autograd. `tail` estimates the interpolation error by the last
 coefficients, as usual for Chebyshev series (Trefethen, Approximation Theory and Approximation Practice, chapter 8).
 
 On a GPU the two sums over edges are one Triton kernel each; the functions here define their result.
@@ -324,7 +324,7 @@ def expand(edges: Edges) -> Tensor:
 
 
 def evaluate(edges: Edges, product: Tensor) -> Tensor:
-    """Return what `evaluate_reference` does, by the kernel on a GPU; differentiable by P, in which it is linear."""
+    """Return the result of `evaluate_reference`, by the kernel on a GPU; differentiable by P, in which it is linear."""
     fast = _kernels(product)
     forward, transpose = (evaluate_reference, spread_reference) if fast is None else (fast.evaluate, fast.spread)
     return linear(partial(forward, edges), partial(transpose, edges), product)

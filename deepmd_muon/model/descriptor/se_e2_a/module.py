@@ -162,7 +162,7 @@ class SeE2A(torch.nn.Module):
         return interpolation.tabulate(self.networks(), self.activation, ends, 1.0 / sum(self.sel), nearest)
 
     def used_slots(self, structures: Structures) -> torch.Tensor | None:
-        """Tell which slots count: all but neighbours of an excluded pair of types `(nreal, nnei)`."""
+        """Return which slots count: all but neighbours of an excluded pair of types `(nreal, nnei)`."""
         if not self.excluded:
             return None
         used = torch.ones_like(structures.neighbor, dtype=torch.bool)

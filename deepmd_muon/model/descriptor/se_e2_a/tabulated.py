@@ -53,7 +53,7 @@ class TabulatedSeE2A(Tabulated):
         return out
 
     def fill(self, near: Near, other: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """Return what empty slots add; see `Tabulated`."""
+        """Return the contribution of empty slots; see `Tabulated`."""
         filled = torch.zeros([other.shape[0], self.request.ntypes], dtype=self.sel.dtype, device=other.device)
         filled.scatter_add_(1, other, real.to(filled.dtype))
         features = torch.bmm((self.sel - filled).unsqueeze(1), self.empty_features[near.kind])

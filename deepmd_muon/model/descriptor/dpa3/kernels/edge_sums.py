@@ -1,4 +1,4 @@
-"""The update of a DPA-3 layer's edges on a GPU: few kernels for what autograd would do in many.
+"""The update of a DPA-3 layer's edges on a GPU: a few kernels in place of autograd's many.
 
 From edge features e, their update u (see `edges`) and the messages m of the angles to the first edges of each atom
 (see `angles`), with h = m·W + b, and h = b for the other edges,

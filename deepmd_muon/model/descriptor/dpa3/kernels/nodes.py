@@ -1,4 +1,4 @@
-"""The node part of a DPA-3 layer on a GPU: few kernels for what autograd would do in many.
+"""The node part of a DPA-3 layer on a GPU: a few kernels in place of autograd's many.
 
 From node features x, the message m of the edges and their moments H (see `edges`),
 

@@ -1,4 +1,4 @@
-"""What the launches of DPA-3's kernels share: sizes of programs, precision, and the sums of the parts they write.
+"""Shared by the launches of DPA-3's kernels: sizes of programs, precision, and the sums of the parts they write.
 
 Every sum is taken in the same order every time.
 """
