@@ -43,10 +43,9 @@ def sample_frames(
     wanted = counts if counts @ costs <= most else _drawn_counts(systems, counts, costs, most, stream)
     found = []
     for k, (count, number) in enumerate(zip(counts.tolist(), wanted.tolist(), strict=True)):
-        if number in (0, count):  # numpy takes 20 µs to draw nothing, and most of many systems give nothing
-            chosen = np.arange(number)
-        else:
-            chosen = np.sort(stream.choice(count, number, replace=False))
+        # numpy takes 20 µs to draw nothing, and most of many systems give nothing.
+        drawn = number not in (0, count)
+        chosen = np.sort(stream.choice(count, number, replace=False)) if drawn else np.arange(number)
         found.append(chosen if candidates is None else candidates[k][chosen])
     return found
 
