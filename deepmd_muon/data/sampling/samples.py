@@ -1,4 +1,4 @@
-"""Bounded samples of data: measurements before the first step must not take longer for larger data."""
+"""Bounded samples of data: what is measured before the first step must not take longer for larger data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepmd_muon.data.system import System
 Item = TypeVar("Item")
 Found = TypeVar("Found")
 
-#: Fixed cost of reading a frame, in atoms.
+#: What reading a frame costs besides its atoms, in atoms.
 FRAME_COST = 24
 #: Cut-off at which an atom's neighbours count as one [Å].
 _USUAL_RCUT = 6.0
@@ -23,7 +23,7 @@ _FRAMES_OF_A_TYPE = 16
 
 
 def frame_costs(systems: Sequence[System], rcut: float | None = None) -> np.ndarray:
-    """Return the cost of a frame of each system, in atoms `(nsystems,)`; `rcut` [Å] where its neighbours are found."""
+    """Return what a frame of each system costs, in atoms `(nsystems,)`; `rcut` [Å] where its neighbours are found."""
     volume = 1.0 if rcut is None else max(0.25, (rcut / _USUAL_RCUT) ** 3)
     return np.array([system.natoms * volume + FRAME_COST for system in systems])
 
@@ -44,7 +44,7 @@ def sample_frames(
     found = []
     for k, (count, number) in enumerate(zip(counts.tolist(), wanted.tolist(), strict=True)):
         # numpy takes 20 µs to draw nothing, and most of many systems give nothing.
-        drawn = number not in (0, count)
+        drawn = 0 < number < count
         chosen = np.sort(stream.choice(count, number, replace=False)) if drawn else np.arange(number)
         found.append(chosen if candidates is None else candidates[k][chosen])
     return found
@@ -90,7 +90,7 @@ def _drawn_counts(
 def packed(
     systems: Sequence[System], numbers: Sequence[np.ndarray], atoms: int
 ) -> Iterator[list[tuple[int, np.ndarray]]]:
-    """Yield frames of systems of similar sizes together, so that small systems share one part.
+    """Yield frames of systems of similar sizes together, so that small ones are not gone through one by one.
 
     A part has `atoms` atoms at most, padding included; a larger frame is a part of its own.
     """
