@@ -19,7 +19,7 @@ def elsewhere(data):
     return caught.value
 
 
-def test_what_deepmd_kit_alone_has_is_told_without_the_problems_that_follow(water):
+def test_names_keys_of_deepmd_kit_alone_without_the_problems_that_follow(water):
     water["model"].update(type="dpa4", use_compile=False, bridging_method="zbl")
     del water["model"]["descriptor"]["type"]
     water["model"]["fitting_net"]["neuron"] = [0]
@@ -57,7 +57,7 @@ def test_several_are_told_once_each(water):
     ]
 
 
-def test_a_key_of_deepmd_kit_is_told_with_advice(water):
+def test_a_key_of_deepmd_kit_comes_with_advice(water):
     water["training"]["acc_freq"] = 4
     error = elsewhere(water)
     assert error.elsewhere == "gradients summed over several steps (see accumulate_grad_batches)"

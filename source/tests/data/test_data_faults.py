@@ -98,7 +98,7 @@ def write_folder(path):
 @pytest.mark.parametrize(
     "write", [write_fifo, write_archive, write_header, write_huge, write_objects, write_folder, Path.unlink]
 )
-def test_what_is_no_array_is_refused(folder, write):
+def test_rejects_non_arrays(folder, write):
     write(folder / "coord.npy")
     refused(folder.parent, "coord.npy")
 

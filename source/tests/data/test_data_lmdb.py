@@ -192,7 +192,7 @@ def test_frames_that_make_no_sense_are_named(tmp_path, case):
     assert raised.value.file.startswith("frame 1")
 
 
-def test_what_is_no_database_of_frames_is_named(tmp_path):
+def test_rejects_databases_without_frames(tmp_path):
     path = Path(database(tmp_path / "d.lmdb", [frame([0, 1])]))
     with lmdb.open(str(tmp_path / "other.lmdb"), map_size=1 << 20) as environment:
         with pytest.raises(SystemFormatError, match="__metadata__"):
@@ -318,7 +318,7 @@ def test_labels_that_some_frames_lack_are_absent_in_large_databases(tmp_path, mo
     assert system.frames([0, 3]).present("energy").all()
 
 
-def test_a_large_database_with_and_without_cells_is_told_apart(tmp_path, monkeypatch):
+def test_separates_frames_with_and_without_cells_in_a_large_database(tmp_path, monkeypatch):
     frames = [frame([0, 1], k, cell=k < 15) for k in range(30)]
     _, systems = sampled(tmp_path, monkeypatch, frames, frame_nlocs=[2] * 30)
     assert [(s.nframes, s.pbc) for s in systems] == [(15, True), (15, False)]

@@ -175,7 +175,7 @@ def test_commands_write_the_same_potential(words, saved, tmp_path, monkeypatch, 
     assert_close(Predictor(restored(tmp_path / "c.pth")[0], device="cpu").predict(*water_frames), expected, 1e-12)
 
 
-def test_a_given_step_is_taken_and_a_coarse_one_is_told(saved, tmp_path, monkeypatch, caplog):
+def test_takes_a_given_step_and_warns_of_a_coarse_one(saved, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(saved[1])
     with caplog.at_level(logging.INFO):
         assert main(["compress", "-i", "model.pt", "-s", "0.9", "-o", str(tmp_path / "c")]) == 0

@@ -309,7 +309,7 @@ def test_what_has_no_scripted_form_is_named(monkeypatch):
         Program(build(SE_E2_A), {})
 
 
-def test_what_is_no_frozen_file_is_refused(tmp_path):
+def test_rejects_non_frozen_file(tmp_path):
     (tmp_path / "model.pth").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="frozen"):
         Predictor(tmp_path / "model.pth", device="cpu")

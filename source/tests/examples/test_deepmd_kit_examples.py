@@ -61,7 +61,7 @@ def test_an_example_trains_two_steps(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_an_example_asks_for_in_vain_is_named(name):
+def test_names_what_this_package_lacks(name):
     with pytest.raises(InputError, match=REFUSED[name]):
         load(EXAMPLES / name)
 

@@ -127,7 +127,7 @@ def test_a_checkpoint_may_be_the_bare_state_dict(model, model_section, tmp_path,
     assert_same(Predictor(tmp_path / "bare.pt", device="cpu").predict(*frames), predictor.predict(*frames))
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path, model, model_section):
+def test_rejects_non_checkpoints(tmp_path, model, model_section):
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         load_model(tmp_path / "none.pt")
     (tmp_path / "text.pt").write_text("not a checkpoint")

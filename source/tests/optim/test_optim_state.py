@@ -338,7 +338,7 @@ def test_any_state_survives_a_round_trip(shapes, mode, dtype):
         assert_same_state(optimizer.state[p], other.state[q])
 
 
-def test_what_is_no_state_dict_is_refused():
+def test_rejects_what_is_not_a_state_dict():
     optimizer = HybridMuon(Net().named_parameters())
     with pytest.raises(ForeignStateError, match=r"not an optimizer state dict.*'model'"):
         optimizer.load_state_dict({"model": 1})

@@ -95,7 +95,7 @@ def test_what_several_runs_need(curve, tmp_path):
         plot_learning_curves([curve], tmp_path / "time.png", against="time")
 
 
-def test_what_is_no_learning_curve_is_refused(tmp_path):
+def test_rejects_non_learning_curves(tmp_path):
     with pytest.raises(PictureError, match="there is no learning curve"):
         read_learning_curve(tmp_path / "none.out")
     (tmp_path / "text.out").write_text("hello\n1 2 3\n")

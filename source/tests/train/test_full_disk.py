@@ -258,7 +258,7 @@ def test_a_report_on_a_full_device_names_the_last_checkpoint(short_input, capfd,
     assert message.endswith("the last good checkpoint is model.ckpt-1.pt")
 
 
-def test_a_full_disk_for_reports_and_checkpoints_is_told_twice(short_input, break_disk, capfd):
+def test_reports_a_full_disk_twice_for_reports_and_checkpoints(short_input, break_disk, capfd):
     Path("input.json").write_text(json.dumps(short_input(disp_file="/dev/full")))
     break_disk("write", "EDQUOT", r"^model\.ckpt-1\.pt$")
     assert main(["train", "input.json", "-v", "WARNING"]) == 1

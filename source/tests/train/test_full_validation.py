@@ -119,7 +119,7 @@ def test_ranks_are_those_of_the_errors(tmp_path):
     assert names() == ["best.ckpt.1-50.t-1.pt"]
 
 
-def test_what_is_not_trained_cannot_decide(validated):
+def test_a_quantity_that_the_loss_leaves_out_does_not_decide(validated):
     given = validated()
     given["loss"].update(start_pref_v=0, limit_pref_v=0)
     given["validating"]["validation_metric"] = "S:MAE"

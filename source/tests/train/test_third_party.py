@@ -84,7 +84,7 @@ class LogCosh:
 
 @dataclasses.dataclass(frozen=True)
 class SignSettings(Buildable):
-    """Momentum of which only the signs count."""
+    """Steps by the sign of the momentum."""
 
     decay: float = setting(0.9, minimum=0.0, below=1.0, doc="Decay of the momentum, β of the average.")
 

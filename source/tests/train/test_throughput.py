@@ -85,7 +85,7 @@ def test_the_log_of_a_run_has_atoms_a_second(small_input, train, caplog):
     )
 
 
-def test_without_timing_nothing_is_told(small_input, train, caplog):
+def test_logs_no_throughput_without_timing(small_input, train, caplog):
     content = small_input()
     content["training"]["time_training"] = False
     assert train(content, "INFO") == 0

@@ -89,7 +89,7 @@ def test_all_are_listed_when_none_is_to_blame(ranks):
     assert verdict.count("has been in its step (step 4)") == 2
 
 
-def test_a_meeting_waits_for_whoever_lives(ranks):
+def test_a_meeting_waits_for_ranks_that_live(ranks):
     """Longer than the limit, as long as notes are renewed; nobody leaves before all have come."""
     watches = ranks(3)
     left = []

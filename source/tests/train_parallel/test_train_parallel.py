@@ -506,7 +506,7 @@ def test_rank_0_that_is_stopped_ends_the_others(place, accident, opening, seen):
         assert f"through which they reach each other, is dead or stopped, {seen}" in ends[rank]
 
 
-def test_what_is_wrong_on_one_rank_alone_is_told_by_all(place):
+def test_all_ranks_report_an_error_of_one_rank(place):
     """Other data, inputs or files than rank 0's, and a port that another program uses; nobody waits for the limit."""
     jobs = {}
     for name, training in (
@@ -625,7 +625,7 @@ def test_torchrun_tells_a_wrong_input_once(place, tmp_path):
     assert "exitcode  : 2" in done.stderr
 
 
-def test_a_wrong_input_is_told_once(place, tmp_path):
+def test_reports_a_wrong_input_once(place, tmp_path):
     """Pairs of ranks, each in a folder of its own: both inputs have the same mistake, two mistakes, or one has one."""
     pairs = []
     for name, numbers in (("same", (-1, -1)), ("both", (-1, -2)), ("second", (2, -2))):
