@@ -25,28 +25,31 @@ class DynamicsSettings(Section):
     temperatures: Sequence[float] = setting(
         (),
         above=0.0,
-        doc="Temperatures [K]. An empty list takes 1 and 1.5 times the temperature that the forces of the data tell.",
+        doc=(
+            "Temperatures [K]. If the list is empty: 1 and 1.5 times the temperature estimated from the forces in the "
+            "data, or of 300 K if there is no estimate."
+        ),
     )
     pressures: Sequence[float] = setting(
-        (), doc="Pressures [GPa] at which cells change their volume. An empty list keeps the cells."
+        (), doc="Pressures [GPa]. A barostat scales the cells to reach them; an empty list keeps the cells constant."
     )
     strains: Sequence[float] = setting(
         (0.0,),
         above=-0.5,
         maximum=1.0,
         nonempty=True,
-        doc="Relative changes of all lengths at the start; 0.02 makes cells, and the atoms' distances, 2 % longer.",
+        doc="Relative changes of all lengths at the start: 0.02 makes cells and interatomic distances 2 % longer.",
     )
     copies: int = setting(
-        4, minimum=1, doc="Structures for each combination of temperature, pressure and strain, with own velocities."
+        4, minimum=1, doc="Trajectories for each combination of temperature, pressure and strain; velocities differ."
     )
-    time: float = setting(0.5, above=0.0, doc="Length of the dynamics [ps].")
+    time: float = setting(0.5, above=0.0, doc="Length of each trajectory [ps].")
     time_step: float | None = setting(
-        None, above=0.0, doc="Time step [fs]. Left out it is 0.5 where an atom is lighter than 5 u, else 1."
+        None, above=0.0, doc="Time step [fs]. Left out: 0.5 if an element is lighter than 5 u, else 1."
     )
-    friction: float = setting(0.01, above=0.0, doc="Friction of the thermostat [1/fs].")
-    every: int = setting(5, minimum=1, doc="Steps between looks at the structures; each look yields candidates.")
-    seed: int = setting(0, minimum=0, doc="Seed of starts, velocities and noise; a round adds its number.")
+    friction: float = setting(0.01, above=0.0, doc="Friction of the Langevin thermostat [1/fs].")
+    every: int = setting(5, minimum=1, doc="Steps between two searches of the structures for candidates.")
+    seed: int = setting(0, minimum=0, doc="Seed of initial frames, velocities and noise. Each round adds its number.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,19 +60,21 @@ class SelectionSettings(Section):
     it. Of the candidates those are chosen that are far from the training frames and from each other.
     """
 
-    frames: int = setting(40, minimum=1, doc="Most structures that a round labels.")
-    per_copy: int = setting(8, minimum=1, doc="Most structures from one trajectory.")
+    frames: int = setting(40, minimum=1, doc="Maximum number of structures labelled per round.")
+    per_copy: int = setting(8, minimum=1, doc="Maximum number of labelled structures per trajectory.")
     closest: float = setting(
         0.7,
         minimum=0.0,
         below=1.0,
-        doc="Left out are structures with a distance below this share of the shortest one of its pair in the data.",
+        doc="Reject structures with a distance below this share of the shortest one in the data for the same elements.",
     )
     deviation_low: float = setting(
-        0.1, above=0.0, doc="With several models: candidates are structures whose forces deviate by more [eV/Å]."
+        0.1,
+        above=0.0,
+        doc="With several models: a larger deviation of their forces makes a structure a candidate [eV/Å].",
     )
     deviation_high: float = setting(
-        2.0, above=0.0, doc="With several models: structures whose forces deviate by more are left out [eV/Å]."
+        2.0, above=0.0, doc="With several models: reject structures for which their forces deviate by more [eV/Å]."
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (Rule(("deviation_low", "deviation_high"), _ordered),)
@@ -85,16 +90,16 @@ class LabelSettings(Section):
     calculator: str = setting(
         pattern=r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*",
         forms='"module:Class"',
-        doc="Calculator as module:Class, such as 'tblite.ase:TBLite' or 'ase.calculators.emt:EMT'.",
+        doc="ASE calculator as module:Class, such as 'tblite.ase:TBLite' or 'ase.calculators.emt:EMT'.",
     )
     arguments: Mapping[str, Any] | None = setting(None, doc="Keyword arguments of the calculator.")
-    workers: int = setting(1, minimum=1, doc="Processes that label, each with a calculator and one thread.")
+    workers: int = setting(1, minimum=1, doc="Labelling processes. Each has its own calculator and one thread.")
     largest_force: float = setting(
-        30.0, above=0.0, doc="Labelled frames with a larger force on an atom are left out [eV/Å]."
+        30.0, above=0.0, doc="Discard labelled frames with a larger force on any atom [eV/Å]."
     )
-    stress: bool = setting(True, doc="Ask for stresses of structures with a cell.")
+    stress: bool = setting(True, doc="Calculate the stresses of structures with a cell.")
     most_failed: float = setting(
-        0.5, minimum=0.0, maximum=1.0, doc="The command stops when a larger share of the structures cannot be labelled."
+        0.5, minimum=0.0, maximum=1.0, doc="Stop the command if a larger share of the structures cannot be labelled."
     )
 
 
@@ -106,16 +111,20 @@ class TrainOnSettings(Section):
         "finetune",
         choices=("finetune", "init-model", "restart"),
         doc=(
-            "Option of `dp train` with which the weights are kept: 'finetune' fits the energy bias anew and begins the "
-            "schedule at step 0, 'init-model' keeps the bias, 'restart' keeps step and optimizer state and adds steps."
+            "Option of `dp train` that loads the weights. 'finetune' fits the energy bias again and starts the "
+            "schedule at step 0. 'init-model' keeps the bias and starts the schedule at step 0. 'restart' continues "
+            "with the saved step and optimizer state, and adds steps."
         ),
     )
-    steps: int | None = setting(None, minimum=1, doc="Steps of a round. Left out they are those of the input.")
+    steps: int | None = setting(None, minimum=1, doc="Training steps per round. Left out: the steps of the input.")
     share: float | None = setting(
         0.3,
         above=0.0,
         below=1.0,
-        doc="Share of the batches that is drawn from new frames; null draws all frames alike.",
+        doc=(
+            "Share of the batches drawn from new frames. null keeps the sampling of the input, which by default draws "
+            "all frames alike."
+        ),
     )
 
 
@@ -124,34 +133,47 @@ class CheckRoundSettings(Section):
     """`dp check` of the first model, before the rounds and after each; its keys are options of that command."""
 
     temperature: float | None = setting(
-        None, above=0.0, doc="Temperature [K]; left out 1.5 times that which the forces of the data tell."
+        None,
+        above=0.0,
+        doc="Temperature [K]. Left out: 1.5 times the temperature estimated from the forces in the data.",
     )
-    time: float = setting(2.0, above=0.0, doc="Length of the dynamics [ps].")
-    copies: int | None = setting(None, minimum=1, doc="Structures followed; left out 4 to 16, on a GPU 64.")
+    time: float = setting(2.0, above=0.0, doc="Length of each trajectory [ps].")
+    copies: int | None = setting(
+        None, minimum=1, doc="Number of trajectories. Left out: 4 to 16, on a GPU 4 to 64; fewer for large structures."
+    )
     enough: Literal["holds", "doubtful", "never"] = setting(
         "doubtful",
         choices=("holds", "doubtful", "never"),
         doc=(
-            "Verdict at which no further round begins: 'doubtful' when no item fails, 'holds' when all hold; 'never' "
-            "does all rounds."
+            "Verdict that ends the rounds. 'doubtful': no item fails. 'holds': every item holds. 'never': all rounds "
+            "run."
         ),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class ExploreSettings(Section):
-    """Everything that `dp explore` does. Paths are relative to the folder of the input file."""
+    """Settings of `dp explore`. Paths are relative to the folder of this file."""
 
-    input: str = setting(doc="Input of `dp train` that trained the models; its training data are the first data.")
+    input: str = setting(
+        doc="Input file of `dp train` that the models were trained with. The first round begins with its data."
+    )
     models: Sequence[str] = setting(
         lone=True,
         nonempty=True,
-        doc="Checkpoints to begin with. The first drives the dynamics; all are trained on, and compared if several.",
+        doc=(
+            "First checkpoints. The first model drives the dynamics. Each round trains all models and, if there are "
+            "several, compares their forces."
+        ),
     )
-    folder: str = setting("explore", doc="Where the rounds are kept.")
-    rounds: int = setting(2, minimum=1, doc="Most rounds.")
-    dynamics: DynamicsSettings = section(DynamicsSettings(), doc="Dynamics that draw the candidates.")
-    selection: SelectionSettings = section(SelectionSettings(), doc="Which candidates are labelled.")
-    labels: LabelSettings | None = section(None, doc="Who labels them; left out, you do.")
-    training: TrainOnSettings = section(TrainOnSettings(), doc="How models are trained on.")
-    check: CheckRoundSettings = section(CheckRoundSettings(), doc="How models are checked.")
+    folder: str = setting("explore", doc="Folder for the files of all rounds.")
+    rounds: int = setting(2, minimum=1, doc="Maximum number of rounds.")
+    dynamics: DynamicsSettings = section(DynamicsSettings(), doc="Dynamics that produce the candidates.")
+    selection: SelectionSettings = section(SelectionSettings(), doc="Choice of the candidates to label.")
+    labels: LabelSettings | None = section(
+        None, doc="ASE calculator that labels the chosen structures. Without this section you label them."
+    )
+    training: TrainOnSettings = section(TrainOnSettings(), doc="How a round continues the training of the models.")
+    check: CheckRoundSettings = section(
+        CheckRoundSettings(), doc="`dp check` of the first model, before the first round and after each."
+    )

@@ -224,7 +224,7 @@ def attend(layer: Attention, x: torch.Tensor, gates: Gates, normalize: bool, shi
 def _scale_pairs(pairs: torch.Tensor, inverse: list[torch.Tensor]) -> None:
     """Multiply pairs `(ncentre, ncolumns, ncolumns)` by the inverse lengths of query and key.
 
-    Queries have more columns than an atom has neighbours: to scale the pairs reads and writes less.
+    This touches less memory than scaling the features: a row has fewer pairs than features.
     """
     ncentre, ncolumns, _ = pairs.shape
     pairs.mul_(inverse[0].view(ncentre, ncolumns, 1)).mul_(inverse[1].view(ncentre, 1, ncolumns))
@@ -242,7 +242,7 @@ def _fold(layer: Attention, x: torch.Tensor, normalize: bool) -> tuple[list[torc
     parts = [extended.view(shape), moved.view(shape), values.view([ncentre, ncolumns, width])]
     inverse: list[torch.Tensor] = []
     if normalize:
-        for index in range(3):  # one by one: a temporary of all three would not fit the caches
+        for index in range(3):  # one by one: a temporary of all three is slow to write
             gram = products[:, (index + 1) * wide : (index + 2) * wide]
             inverse.append((gram * extended).sum(-1, keepdim=True).clamp_(min=1e-24).rsqrt())
             parts.append(gram)
@@ -285,7 +285,7 @@ def attend_pullback(
     if folded:
         if normalize:
             products = of_scores * scores
-            of_lengths = [products.sum(2), products.sum(1), of_lengths[0]]
+            of_lengths = [products.sum(2), products.sum(1)] + of_lengths  # noqa: RUF005 (TorchScript has no stars in lists)
             _scale_pairs(of_scores, tape.inverse)
         return _unfold(layer, below, tape, of_scores, of_value, of_lengths)
     query, key = tape.parts[0], tape.parts[1]
