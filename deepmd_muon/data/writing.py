@@ -168,8 +168,8 @@ def _database(path: Path, systems: Sequence[System]) -> Iterator[Any]:
         system.nframes * (8 * (18 + system.natoms * (4 + sum(ATOM_LABELS.values()))) + 8192) for system in systems
     )
     try:
-        # Address space only: the file grows as it is written. No lock.mdb, which no
-        # other process needs: LMDB writes to it through a map, and a full disk then ends the process with SIGBUS.
+        # Address space only: the file grows as it is written. No lock.mdb, which no other process needs: LMDB writes to
+        # it through a map, and a full disk then ends the process with SIGBUS.
         size = (1 << 30) + 4 * most
         with whole_folder(path) as folder, lmdb.open(str(folder), map_size=size, lock=False) as environment:
             yield environment

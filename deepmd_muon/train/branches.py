@@ -212,9 +212,8 @@ class StratifiedOrder(SavedOrder):
 
     def _all_seats(self, name: str, step: int) -> Iterator[Seats]:
         """Yield the seats of a branch in every step from `step` on, for a loader that reads them ahead."""
-        ahead = StratifiedOrder.__new__(
-            StratifiedOrder
-        )  # a copy: iterators at other steps need other blocks of random numbers
+        # A copy: an iterator at another step needs another block of random numbers.
+        ahead = StratifiedOrder.__new__(StratifiedOrder)
         ahead.__dict__ |= {**self.__dict__, "_block": None, "_loaders": {}}
         for number in itertools.count(step):
             yield ahead._seats(ahead._branches(number), name)
