@@ -13,16 +13,16 @@ from deepmd_muon.section import thaw
 
 log = logging.getLogger(__name__)
 
-# They decide how weights and statistics come about, which a checkpoint already has, or whether they are trained.
+# Settings of how weights and statistics are made, which a checkpoint already holds, and of what is trained.
 _NOT_PHYSICS = ("trainable", "seed", "data_stat_nbatch", "data_stat_protect", "rcond", "set_davg_zero")
 _TRAINING = ("optimizer/", "loss/", "learning_rate/", "training/training_data/", "training/numb_")
 
 
 def check_model_section(saved: ModelSettings, present: ModelSettings, path: Path, *, insist: bool) -> None:
-    """Refuse to go on with weights of the checkpoint `path` that were trained for another model, or log the changes.
+    """Raise if the checkpoint `path` was trained with other model settings; with `insist`, log the changes instead.
 
-    A changed cutoff or activation fits the same weights, and a run would go on with other energies. Both sections have
-    numbers in `sel`.
+    Weights load without error after a change of cutoff or activation, but the run would continue with other energies.
+    Both sections must give `sel` as numbers.
 
     Raises
     ------
@@ -47,19 +47,19 @@ def check_model_section(saved: ModelSettings, present: ModelSettings, path: Path
 
 
 def report_changes(saved: Mapping[str, Any], present: Mapping[str, Any], path: Path) -> None:
-    """Log what differs between two normalised inputs: a warning for all that changes the training."""
+    """Log the differences between two normalised inputs, as warnings where they change the training."""
     changes = changed_settings(saved, present)
     changes = {key: change for key, change in changes.items() if not key.startswith(("model/", "replay"))}
-    weighty = [change for key, change in changes.items() if key.startswith(_TRAINING)]
-    if weighty:
-        log.warning("since %s was written: %s", path, "; ".join(weighty))
+    important = [change for key, change in changes.items() if key.startswith(_TRAINING)]
+    if important:
+        log.warning("since %s was written: %s", path, "; ".join(important))
     for change in changes.values():
-        if change not in weighty:
+        if change not in important:
             log.info("since %s was written: %s", path, change)
 
 
 def changed_settings(saved: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> dict[str, str]:
-    """Return the saved and the present value of every setting that differs, in words, by its path in the input."""
+    """Describe every setting that differs, with its saved and its present value, by its path in the input."""
     changes: dict[str, str] = {}
     for key in sorted({*saved, *present}):
         where = f"{path}{key}"
@@ -75,7 +75,7 @@ def changed_settings(saved: Mapping[str, Any], present: Mapping[str, Any], path:
 
 
 def _with_one_name(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section with one name for the two of double precision."""
+    """Return a section in which the precision "default" reads "float64", which means the same."""
     return {
         key: _with_one_name(value)
         if isinstance(value, Mapping)

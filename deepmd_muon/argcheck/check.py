@@ -16,13 +16,13 @@ T = TypeVar("T")
 Path = tuple[str, ...]
 
 _WRONG = object()
-# Unknown keys of a section that are reported one by one.
+# At most this many unknown keys of a section are reported one by one.
 _MOST_UNKNOWN = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Checked(Generic[T]):
-    """Outcome of a check: the settings, or the problems that stood in the way."""
+    """Outcome of a check: the settings, or the problems found."""
 
     settings: T | None
     problems: tuple[Problem, ...]
@@ -31,7 +31,7 @@ class Checked(Generic[T]):
 
 @dataclasses.dataclass
 class _Found:
-    """The good values of one section, and how its keys are spelled in the file."""
+    """The valid values of one section, and how the file spells its keys."""
 
     section: type
     values: dict[str, Any]
@@ -39,7 +39,7 @@ class _Found:
 
 
 def check(section: type[T], given: object) -> Checked[T]:
-    """Check the content of an input file against a settings dataclass: the settings, or every problem."""
+    """Check the content of an input file against a settings dataclass; return the settings or every problem."""
     walk = _Walk(tree(section))
     found = walk.section(walk.root, given, ())
     settings = _freeze(found) if found is not None and not walk.problems else None
@@ -47,7 +47,7 @@ def check(section: type[T], given: object) -> Checked[T]:
 
 
 def _freeze(found: Any) -> Any:
-    """Build the dataclasses from the good values."""
+    """Build the dataclasses from the valid values."""
     if isinstance(found, _Found):
         return found.section(**{name: _freeze(value) for name, value in found.values.items()})
     return {name: _freeze(value) for name, value in found.items()} if isinstance(found, dict) else found
@@ -65,7 +65,7 @@ class _Walk:
         self.problems.append(Problem("/".join(path), message, elsewhere))
 
     def section(self, key: Key, given: object, path: Path) -> _Found | None:
-        """Check an object; return its good values, or None when it has none to speak of."""
+        """Check an object; return its valid values, or None if it is not an object or of an unknown kind."""
         if not isinstance(given, dict):
             self.problem(path, f"must be an object with keys of its own; found {shown(given)}")
             return None
@@ -154,7 +154,7 @@ class _Walk:
         return _WRONG if faults else key.setting.folded(value)
 
     def named(self, key: Key, given: Any, path: Path) -> Any:
-        """Check an object of sections; return their good values by name."""
+        """Check an object of sections; return their valid values by name."""
         if not isinstance(given, dict):
             self.problem(path, f"must be an object with a section for each name; found {shown(given)}")
             return _WRONG
@@ -163,7 +163,7 @@ class _Walk:
         return _WRONG if None in found.values() else found
 
     def rules(self, found: _Found, path: Path) -> None:
-        """Report broken rules over several values, as far as those values are good themselves."""
+        """Report broken rules over several values; skip a rule if one of its values is invalid itself."""
         for rule in rules_of(found.section):
             values = [self.look(found, name.split("/"), path) for name in rule.reads]
             if any(value is _WRONG for value in values):
@@ -173,7 +173,7 @@ class _Walk:
                 self.problem((*path, *_spelled(found, rule.reads[0].split("/"))), problem)
 
     def look(self, found: _Found, names: list[str], path: Path) -> Any:
-        """Return the good value that a rule's path names, a section as its settings; `_WRONG` when it is not good."""
+        """Return the value at a rule's path, a section as its settings; `_WRONG` if it is invalid."""
         value = _look(found, names)
         if not isinstance(value, (_Found, dict)):
             return value
@@ -182,7 +182,7 @@ class _Walk:
         return _WRONG if wrong else _freeze(value)
 
     def foreign(self, key: Foreign, value: Any, path: Path) -> None:
-        """Judge a key of deepmd-kit that has no counterpart here."""
+        """Accept, leave out or report a key of deepmd-kit that has no counterpart here."""
         if key.accepts(value):
             return
         if key.inert:
@@ -214,14 +214,14 @@ class _Walk:
 
 
 def _where(place: Path, kind: str, path: Path) -> str:
-    """Name the place of a key for someone who wrote it below `path`."""
+    """Describe the place of a known key in a hint on a misplaced key below `path`."""
     return f"{'/'.join(place)} with type {kind!r}" if place[:-1] == path else "/".join(place)
 
 
 def _broken_rules(
     setting: Setting, value: Any, where: tuple[int | str, ...]
 ) -> Iterator[tuple[tuple[int | str, ...], str]]:
-    """Yield the objections of a setting's own rules to a value, the elements of a list or the values of a map."""
+    """Yield a setting's objections to a value, or to each element of a list or value of a map."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _broken_rules(setting, inner, (*where, name))
@@ -240,7 +240,7 @@ def _comment(key: Any, path: Path) -> bool:
 
 
 def _look(found: Any, names: list[str]) -> Any:
-    """Return the good value that a rule's path names, `_WRONG` when it is not good, None below an absent section."""
+    """Return the value at a rule's path, `_WRONG` if it is invalid, None below an absent section."""
     for name in names:
         found = found.values.get(name, _WRONG) if isinstance(found, _Found) else getattr(found, name, None)
         if found is _WRONG:
@@ -249,7 +249,7 @@ def _look(found: Any, names: list[str]) -> Any:
 
 
 def _spelled(found: Any, names: list[str]) -> list[str]:
-    """Return a rule's path as it is spelled in the file."""
+    """Return a rule's path as the file spells it."""
     spelled = []
     for name in names:
         spelled.append(found.spellings.get(name, name) if isinstance(found, _Found) else name)

@@ -24,18 +24,18 @@ _INTRODUCTION = (
     "An input is a JSON file, or YAML when its name ends in .yaml or .yml. Keys that start with an underscore are "
     "comments. Every other key must be known; all problems of a file are reported at once. A whole number may be "
     "written as 1e6. Lengths are in Å, energies in eV.",
-    "`dp train` writes the input with every default filled in to out.json; training from out.json is training from "
-    "the input.",
+    "`dp train` writes the input with every default filled in to out.json. Training from out.json is equivalent to "
+    "training from the input.",
 )
 
 
 _SEVERAL = (
-    "A section `model` with `model_dict` asks for several models, one for each branch, that are trained together and "
-    "may share parts. A step trains one branch. All other sections and keys are those of an input of one model; "
-    "`loss_dict` stands in the place of `loss`, and `training/data_dict` in that of the data. A branch may have any "
-    "name without . and /, except RANDOM and Default.",
-    "Each of `type_map`, `descriptor` and `fitting_net` of a branch is written out, or is the name of an entry of "
-    '`shared_dict`, as "name" or "name:level". Branches that share a part have one type map.',
+    "A section `model` with `model_dict` describes several models, one for each branch, that are trained together and "
+    "may share parts. A step trains one branch. The other sections and keys are those of an input of one model, but "
+    "`loss_dict` replaces `loss`, and `training/data_dict` replaces the data. A branch may have any name without . "
+    "and /, except RANDOM and Default.",
+    "A branch writes out its `type_map`, `descriptor` and `fitting_net`, or names an entry of `shared_dict`, as "
+    '"name" or "name:level". Branches that share a part must have the same type map.',
 )
 
 
@@ -63,7 +63,13 @@ _Block = _Heading | _Paragraph | _Entry
 
 
 def reference(format: Format = "rst") -> str:
-    """Return the reference of every key of an input file in a markup, ValueError for an unknown one."""
+    """Return the reference of every key of an input file.
+
+    Raises
+    ------
+    ValueError
+        When the format is unknown.
+    """
     return _written(_document(), format)
 
 
@@ -88,13 +94,13 @@ def _document() -> Iterator[_Block]:
     yield from _entries_of(tree(Settings), (), 1)
     yield from _several_models()
     yield _Heading(2, "Older spellings")
-    yield _Paragraph("These are accepted; each is translated with a notice that shows the new spelling.")
+    yield _Paragraph("The input check translates these and prints a notice with the new spelling.")
     for old, where, new in OLDER_SPELLINGS:
         yield _Entry(old, where, new)
 
 
 def _several_models() -> Iterator[_Block]:
-    """Yield what is different in an input of several models."""
+    """Yield the keys that differ in an input of several models."""
     several = tree(MultiTaskSettings)
     yield _Heading(2, "Several models")
     yield from map(_Paragraph, _SEVERAL)
@@ -127,7 +133,7 @@ def _entries_of(key: Key, path: tuple[str, ...], level: int) -> Iterator[_Block]
     foreign = foreign_of(key.section)
     if foreign and path:
         names = ", ".join(f"`{name}`" for name in foreign)
-        yield _Paragraph(f"Keys of deepmd-kit that are accepted only where they ask for nothing: {names}.")
+        yield _Paragraph(f"Keys of deepmd-kit without a counterpart here, accepted where they have no effect: {names}.")
     for name, inner in key.keys.items():
         if inner.is_section:
             yield from _section(inner, (*path, name), level + 1)
@@ -173,7 +179,7 @@ def _facts(key: Key) -> Iterator[str]:
 
 
 def _one_of(choices: Collection[Any]) -> str:
-    """Say which values there are."""
+    """List the choices of a value."""
     return f"{'one of' if len(choices) > 1 else 'only'} {', '.join(map(_json, choices))}"
 
 
@@ -193,7 +199,7 @@ def _markdown(block: _Block) -> str:
     if isinstance(block, _Heading):
         return f"\n{'#' * block.level} {block.text}\n"
     if isinstance(block, _Paragraph):
-        # The line before it ends a list of entries.
+        # The empty line before it ends a list of entries.
         return f"\n{block.text}\n"
     facts = f" ({block.facts})" if block.facts else ""
     return f"- **`{block.name}`**{facts}  \n  {block.doc}"

@@ -8,7 +8,7 @@ from typing import Any
 from deepmd_muon.argcheck.errors import Problem
 from deepmd_muon.argcheck.schema import Key
 
-# Names of deepmd-kit's kinds, aliases included; those that are registered here, by whomever, do not count.
+# Names of deepmd-kit's kinds, aliases included. A kind that this package or a plugin registers does not count.
 TYPES: dict[str, tuple[str, ...]] = {
     "model": (*("dpa4", "DPA4", "SeZM", "sezm", "frozen", "pairtab", "pairwise_dprc", "linear_ener"),),
     "model/descriptor": (
@@ -20,7 +20,7 @@ TYPES: dict[str, tuple[str, ...]] = {
     "loss": ("ener", "ener_hess", "dens", "ener_spin", "dos", "population", "property", "tensor"),
     "optimizer": ("Adam", "AdamW", "HybridMuon", "LKF", "AdaMuon"),
 }
-# Keys that change what their whole section means.
+# Keys that change the meaning of their whole section.
 KEYS = {
     "nvnmd": "training for non-von-Neumann hardware",
     "model/spin": "atomic spins",
@@ -28,9 +28,9 @@ KEYS = {
 
 
 def only_in_deepmd_kit(data: Mapping[str, Any], schema: Key) -> list[Problem]:
-    """Return what decides that an input is deepmd-kit's alone; further problems with it mean nothing then.
+    """Return the features of an input that only deepmd-kit has; callers then report these and no other problem.
 
-    The input is in today's spelling; `schema` is the `tree` of it all.
+    The input is in today's spelling; `schema` is the `tree` of the whole input.
     """
     found = {path: what for path, what in KEYS.items() if _value(data, path)}
     for path, names in TYPES.items():
@@ -45,7 +45,7 @@ def only_in_deepmd_kit(data: Mapping[str, Any], schema: Key) -> list[Problem]:
 
 
 def _value(data: Any, path: str) -> Any:
-    """Return the value at a path of sections and a key, None where there is none."""
+    """Return the value at a path of sections and a key, None if it is absent."""
     for name in path.split("/"):
         data = data.get(name) if isinstance(data, Mapping) else None
     return data

@@ -16,7 +16,7 @@ from deepmd_muon.argcheck.errors import InputError, Problem
 from deepmd_muon.files import open_regular
 from deepmd_muon.setting import shown
 
-#: Bounds on an input; the largest in use have some hundred systems. YAML takes a hundred times longer.
+#: Bounds on an input; the largest in use have some hundred systems. Parsing YAML takes a hundred times longer.
 MAX_BYTES = 8 << 20
 MAX_YAML_BYTES = 1 << 18
 MAX_VALUES = 200_000
@@ -28,7 +28,7 @@ _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class _Object(dict[Any, Any]):
-    """An object of a file that remembers the keys it was given more than once."""
+    """An object of a file, with the keys that the file repeats."""
 
     doubled: tuple[str, ...] = ()
 
@@ -58,12 +58,12 @@ class _YamlLoader(yaml.SafeLoader):
     yaml_constructors = {  # noqa: RUF012 - PyYAML declares it so
         tag: made
         for tag, made in yaml.SafeLoader.yaml_constructors.items()
-        # What JSON has, and None, which is PyYAML's answer to all other tags: an error.
+        # The types of JSON. None is PyYAML's constructor for all other tags: it raises an error.
         if tag is None or tag.removeprefix(_TAG) in ("null", "bool", "int", "float", "str", "seq", "map")
     }
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Make a value; what Python cannot make of it (`!!int many`) is an error with its place."""
+        """Build a value; report the place of one that Python cannot convert (`!!int many`)."""
         try:
             return super().construct_object(node, deep)
         except (ValueError, KeyError, IndexError) as error:
@@ -71,14 +71,14 @@ class _YamlLoader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from error
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Merge in what "<<" names, unless merges of merges multiply it."""
+        """Merge in the mappings that "<<" names; raise if merges of merges multiply the keys."""
         super().flatten_mapping(node)
         if len(node.value) > MAX_MERGED:
             raise yaml.constructor.ConstructorError(None, None, "merges multiply its keys", node.start_mark)
 
     def object(self, node: yaml.MappingNode) -> Iterator[_Object]:
-        """Make an object once its contents are complete, so that one that contains itself is refused."""
-        # Keys that "<<" merges in may be given anew, so only the object's own are looked at.
+        """Build an object after its contents, so that PyYAML rejects an object that contains itself."""
+        # An object may override the keys that "<<" merges in, so only its own keys count as repeated.
         own = [key for key, _ in node.value if key.tag != f"{_TAG}merge"]
         doubled = _doubles([_hashable(self.construct_object(key, deep=True)) for key in own])
         self.flatten_mapping(node)
@@ -98,7 +98,7 @@ def _integer(loader: _YamlLoader, node: yaml.ScalarNode) -> int:
     return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
 
 
-# PyYAML looks whether a rule matches the beginning of a word, so each ends in \Z.
+# PyYAML matches a rule against the beginning of a word, so each rule ends in \Z.
 for _name, _rule, _first in (
     ("bool", r"(true|True|TRUE|false|False|FALSE)\Z", "tTfF"),
     ("int", r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z", "-+0123456789"),
@@ -157,7 +157,7 @@ def _parse_json(text: str, source: str) -> Any:
 
 
 def _json_mistake(text: str, error: json.JSONDecodeError) -> str:
-    """Name the usual mistakes; return the parser's words for others."""
+    """Describe a common mistake; return the parser's message for any other."""
     before, rest = text[: error.pos].rstrip(), text[error.pos :].lstrip()
     trailing = before.endswith(",") and rest[:1] in ("]", "}")
     # Newer parsers stop at the comma itself.
@@ -226,7 +226,7 @@ def _bounded(data: Any, source: str) -> None:
 
 
 def _doubled(value: Any, path: tuple[str, ...]) -> Iterator[Problem]:
-    """Yield a problem for every key that an object gives more than once, comments aside."""
+    """Yield a problem for every key that an object repeats, except comments."""
     if isinstance(value, _Object):
         for key in value.doubled:
             if not key.startswith("_"):

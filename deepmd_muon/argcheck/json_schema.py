@@ -19,8 +19,8 @@ _SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", typ
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of an input file (draft 2020-12).
 
-    It knows keys, aliases, types, choices and ranges; rules over several keys and the older layouts that
-    `normalize` translates are beyond it.
+    It covers keys, aliases, types, choices and ranges, but neither rules over several keys nor the older layouts that
+    `normalize` translates.
     """
     extra = {"$schema": {"type": "string"}}
     several = {"properties": {"model": {"required": ["model_dict"]}}, "required": ["model"]}
@@ -51,7 +51,7 @@ def _several_models(extra: dict[str, Any]) -> dict[str, Any]:
     shared = {"type": "string", "description": "Name of an entry of shared_dict, or name:level."}
     for part in SHAREABLE:
         branch["properties"][part] = {"anyOf": [shared, branch["properties"][part]]}
-    # What all branches have in common may stand above them.
+    # Keys that are the same in all branches may be given in `model` itself.
     del branch["required"]
     model["properties"] = {**branch["properties"], **model["properties"]}
     return schema
@@ -141,13 +141,13 @@ def _value(annotation: Any, setting: Setting) -> dict[str, Any]:
 
 
 def _in_any_case(pattern: str) -> str:
-    """Return the form of a pattern that matches in any case; the flag for it is not part of JSON Schema."""
+    """Return a pattern that matches in any case; JSON Schema has no flag for that."""
     both = re.sub(r"\\.|[a-z]", lambda x: x[0] if x[0][0] == "\\" else f"[{x[0].upper()}{x[0]}]", pattern)
     return f"^(?:{both})$"
 
 
 def _array(annotation: Any, setting: Setting) -> dict[str, Any]:
-    """Return the schema of a list, or of a value that stands for a list of one."""
+    """Return the schema of a list, or of a single value in place of a list of one."""
     elements = typing.get_args(annotation)
     items = _value(elements[0], setting)
     schema: dict[str, Any] = {"type": "array", "items": items}

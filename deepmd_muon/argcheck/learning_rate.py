@@ -1,7 +1,7 @@
 """Section `learning_rate`: the rate of every step.
 
-Steps count from 0; step 0 is the first update. With `numb_steps` steps in all, the first `warmup_steps` of them rise
-linearly and the rest, the decay, follows the schedule of the section's type.
+Steps count from 0; step 0 is the first update. Over the first `warmup_steps` of the `numb_steps` steps the rate rises
+linearly. Over the rest, the decay, it follows the schedule of the section's type.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class _Schedule(Section):
         None,
         minimum=0.0,
         doc=(
-            "Learning rate at the end of the run; with decay_rate, the rate below which it never falls. Excludes "
-            "stop_lr_ratio; 5e-8 when neither is given."
+            "Learning rate at the end of the run, or a lower bound if decay_rate is given. Excludes stop_lr_ratio; "
+            "5e-8 when neither is given."
         ),
     )
     stop_lr_ratio: float | None = setting(
@@ -97,8 +97,8 @@ class ExpSettings(_Schedule):
         5000,
         minimum=1,
         doc=(
-            "Steps between two drops of the rate. When it does not fit into the decay and decay_rate is not given, "
-            "a hundredth of the decay, at most 100, takes its place."
+            "Steps between two drops of the rate. If it does not fit into the decay and decay_rate is not given, the "
+            "run uses a hundredth of the decay, at most 100 steps."
         ),
     )
     decay_rate: float | None = setting(
@@ -106,7 +106,7 @@ class ExpSettings(_Schedule):
         above=0.0,
         maximum=1.0,
         doc=(
-            "Factor of one drop. Left out, it is chosen such that the rate reaches stop_lr at the end of the run: "
+            "Factor of one drop. By default the rate reaches stop_lr at the end of the run: "
             "(stop_lr/start_lr)^(decay_steps/steps of the decay)."
         ),
     )

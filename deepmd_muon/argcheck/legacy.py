@@ -1,4 +1,4 @@
-"""Older spellings of an input, brought to today's."""
+"""Translate older spellings of an input."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _OPTIMIZER_KEYS = (
 )
 _TRANSLATED_KEYS = tuple(RENAMED_SETTINGS)
 
-# Defaults of the version that had `muon_2d_only` and `min_2d_dim`, where they differ from today's. It knew no layout:
-# with lr_adjust above 0 its scale was sqrt(max(1, rows/columns)) of the weight as stored.
+# Defaults of the version that had `muon_2d_only` and `min_2d_dim`, where they differ from today's. It ignored the
+# layout: with lr_adjust above 0 its scale was sqrt(max(1, rows/columns)) of the weight as stored.
 _FIRST_DEFAULTS: dict[str, Any] = {
     "lr_adjust": 10.0,
     "lr_adjust_coeff": 0.2,
@@ -51,9 +51,9 @@ OLDER_SPELLINGS: tuple[tuple[str, str, str], ...] = (
     (
         "min_2d_dim, muon_min_2d_dim",
         "in training or in optimizer of type HybridMuon",
-        f"optimizer/{RENAMED_SETTINGS['min_2d_dim']}. With one of these three keys the optimizer takes the defaults of "
-        'their version where it is silent: lr_adjust 10.0, lr_adjust_coeff 0.2, magma_muon false, muon_mode "2d", '
-        'layout "as_stored".',
+        f"optimizer/{RENAMED_SETTINGS['min_2d_dim']}. With one of these three keys, settings that the "
+        "section omits take the defaults of their version: lr_adjust 10.0, lr_adjust_coeff 0.2, magma_muon false, "
+        'muon_mode "2d", layout "as_stored".',
     ),
 )
 """Spellings that `upgrade` accepts, and their translations: for the reference."""
@@ -81,7 +81,7 @@ class Upgrade:
     origins: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def section(self, name: str, *, create: bool = False) -> dict[str, Any] | None:
-        """Return a section when it is an object, made when asked for and absent."""
+        """Return a section, None if it is not an object; with `create`, add an absent one."""
         if create:
             self.data.setdefault(name, {})
         found = self.data.get(name)
@@ -97,7 +97,7 @@ class Upgrade:
         else:
             into[name] = value
             self.origins[new] = old
-            # A key that is translated afterwards gets its one notice there.
+            # The later translation of a key gives its only notice.
             if key not in _TRANSLATED_KEYS:
                 self.notices.append(f"{old} is an older place; write {new}: {_json(value)}")
         del self.data[source][key]
@@ -111,7 +111,7 @@ class Upgrade:
 
 
 def upgrade(data: dict[str, Any]) -> Upgrade:
-    """Bring the content of an input file, which is not changed, to today's spelling."""
+    """Translate a copy of the content of an input file to today's spelling."""
     upgraded = Upgrade(copy.deepcopy(data))
     training = upgraded.section("training")
     if training is not None:
@@ -136,7 +136,7 @@ def _drop_numb_test(upgraded: Upgrade, training: dict[str, Any]) -> None:
 def _nest_training_data(upgraded: Upgrade, training: dict[str, Any]) -> None:
     """Move the data keys of DeePMD-kit 1.x inputs, which stood in `training` itself, to `training_data`."""
     given = [key for key in _DATA_KEYS if key in training]
-    # Only the old layout had `systems` there; another key alone is a misplaced one and reported as such.
+    # Only the old layout had `systems` there. Without it, the check reports the other keys as misplaced.
     if "systems" not in given:
         return
     if "training_data" in training:
@@ -208,8 +208,8 @@ def _translate_hybrid_muon(upgraded: Upgrade) -> None:
     if filled:
         words = ", ".join(f"{key}: {_json(value)}" for key, value in filled.items())
         upgraded.notices.append(
-            f"optimizer has older keys ({', '.join(legacy)}) and takes the defaults of their version where it is "
-            f"silent; write {words}"
+            f"optimizer has older keys ({', '.join(legacy)}) and takes the defaults of their version for "
+            f"settings it omits; write {words}"
         )
 
 

@@ -27,14 +27,15 @@ from deepmd_muon.section import thaw
 from deepmd_muon.setting import shown
 
 _NO_OPTIMIZER = (
-    'optimizer is not given and is Adam, as in deepmd-kit; "optimizer": {"type": "HybridMuon"} would orthogonalize the '
-    "updates of weight matrices and leave the rest to Adam (doc/optimizer.md; results in doc/benchmarks/race.md)"
+    'optimizer is not given: the run uses Adam, as deepmd-kit does; "optimizer": {"type": "HybridMuon"} would '
+    "orthogonalize the updates of weight matrices and leave the rest to Adam (doc/optimizer.md; results in "
+    "doc/benchmarks/race.md)"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """One of the models that an input asks for, with the paths of its sections for messages."""
+    """One model of an input, with the paths of its sections for messages."""
 
     model: ModelSettings
     loss: LossSettings
@@ -50,15 +51,15 @@ class Input:
     Attributes
     ----------
     settings
-        Everything it says, as frozen dataclasses; of an input of several models with their shared parts written out.
+        The settings as frozen dataclasses; those of several models with their shared parts written out.
     source
         Name of its file.
     notices
-        One line for each older spelling that was translated, and each key that has no effect.
+        One line for each translated older spelling, and for each key without effect.
     remarks
-        One line where the input leaves out the optimizer.
+        One line if the input omits the optimizer.
     scales
-        The scales of HybridMuon that it omits; None where it omits none.
+        Scales chosen for HybridMuon because the input omits them; None if it omits none.
     references
         The parts that branches share; empty for an input of one model.
     """
@@ -72,12 +73,12 @@ class Input:
 
     @property
     def multi_task(self) -> bool:
-        """Whether it asks for several models."""
+        """Whether the input describes several models."""
         return isinstance(self.settings, MultiTaskSettings)
 
     @property
     def branches(self) -> dict[str, Branch]:
-        """The models that it asks for, by name; a single one is called "Default"."""
+        """The models by name of the branch; a single model is named "Default"."""
         settings = self.settings
         if isinstance(settings, Settings):
             return {SINGLE: Branch(settings.model, settings.loss, settings.training, "model", "training")}
@@ -89,7 +90,7 @@ class Input:
         return found
 
     def with_models(self, models: Mapping[str, ModelSettings]) -> Input:
-        """Return the input with other settings of the models of some branches."""
+        """Return the input with the model settings of some branches replaced."""
         settings = self.settings
         if isinstance(settings, Settings):
             return self.changed(model=models.get(SINGLE, settings.model))
@@ -98,7 +99,7 @@ class Input:
 
     @property
     def descriptor_sections(self) -> dict[str, list[str]]:
-        """Paths of the sections of descriptors, and the branches whose descriptor each is."""
+        """Paths of the descriptors' sections, with the branches that use each."""
         found: dict[str, list[str]] = {}
         for name, branch in self.branches.items():
             shared = self.references.get(name, {}).get("descriptor")
@@ -107,7 +108,7 @@ class Input:
         return found
 
     def with_model(self, names: Sequence[str], **changes: Any) -> Input:
-        """Return the input with other settings in section `model` of some branches, which may share them."""
+        """Return the input with `changes` made to section `model` of some branches, which may share it."""
         found = {name: self.branches[name] for name in names}
         return self.with_models({name: changed(one.model, changes, one.model_path) for name, one in found.items()})
 
@@ -115,17 +116,17 @@ class Input:
     def normalized(self) -> dict[str, Any]:
         """The settings as plain dicts and lists, in today's spelling and with every default filled in.
 
-        This is what `out.json` holds; giving it back gives the same again.
+        `out.json` holds this. Normalizing it again returns the same.
         """
         plain: dict[str, Any] = thaw(self.settings)
         return fold(plain, self.references) if self.multi_task else plain
 
     def changed(self, **sections: Any) -> Input:
-        """Return the input with other settings of some sections."""
+        """Return the input with some sections replaced."""
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, **sections))
 
     def with_scales(self, scales: OmittedScales) -> Input:
-        """Return the input whose optimizer takes these scales."""
+        """Return the input with these scales set in its optimizer."""
         config: Any = self.settings.optimizer
         optimizer = dataclasses.replace(config, **scales.values)
         return dataclasses.replace(self.changed(optimizer=optimizer), scales=scales)
@@ -151,7 +152,7 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
         elsewhere, found = only_in_deepmd_kit(upgraded.data, tree(Settings)), list(checked.problems)
     else:
         checked = check(MultiTaskSettings, expanded.data)
-        elsewhere, found = _only_in_deepmd_kit(expanded), expanded.told(checked.problems)
+        elsewhere, found = _only_in_deepmd_kit(expanded), expanded.located(checked.problems)
     found = [dataclasses.replace(each, path=upgraded.origin(each.path)) for each in elsewhere or found]
     problems = found if elsewhere else [*upgraded.problems, *found]
     if problems and all(problem.elsewhere for problem in problems):
@@ -174,7 +175,7 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
 
 
 def _only_in_deepmd_kit(expanded: Expanded) -> list[Problem]:
-    """Return what decides that an input of several models is deepmd-kit's alone, looking at each as at a single one."""
+    """Apply `only_in_deepmd_kit` to each model of an input of several models."""
     data, found = expanded.data, {}
     branches = data["model"]["model_dict"]
     for name, branch in branches.items() if isinstance(branches, dict) else ():

@@ -1,4 +1,4 @@
-"""Inputs of several models: names of shared parts replaced by the parts before the check, and put back behind it."""
+"""Inputs of several models: replace the names of shared parts by the parts before the check, and restore them after."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from deepmd_muon.model.branch_settings import ENTIRE, SHAREABLE, SINGLE, Shared,
 from deepmd_muon.setting import shown
 
 References = Mapping[str, Mapping[str, Shared]]
-"""The parts of each branch that model/shared_dict holds: by name of the branch and of the part."""
+"""Shared parts, which stand in model/shared_dict, by name of the branch and of the part."""
 
-# Keys that an input of one model has in other places, and their counterparts.
+# Keys of an input of one model, and their counterparts in an input of several.
 _OF_ONE_MODEL = {
     "loss": "loss_dict",
     "replay": "training/data_dict/<branch>",
@@ -45,11 +45,11 @@ class Expanded:
     data
         The input; its own copy.
     references
-        Where parts came from.
+        The entry of shared_dict for each shared part of each branch.
     problems
-        Names that do not fit together.
+        Unknown, missing or mismatched names.
     notices
-        Entries of shared_dict that nothing refers to.
+        One line for each entry of shared_dict that no branch uses.
     origins
         Where a path of the expanded input stands in the file.
     """
@@ -67,15 +67,15 @@ class Expanded:
             place = place.rpartition("/")[0]
         return self.origins.get(place, place) + path[len(place) :]
 
-    def told(self, found: Iterable[Problem]) -> list[Problem]:
-        """Return problems of the expanded input with their places in the file, those of shared parts once."""
+    def located(self, found: Iterable[Problem]) -> list[Problem]:
+        """Return the problems with their places in the file, a problem of a shared part once."""
         moved = [dataclasses.replace(problem, path=self.origin(problem.path)) for problem in found]
         known = {problem.path for problem in self.problems}
         first = {(problem.path, problem.message): problem for problem in moved if problem.path not in known}
         return [*self.problems, *first.values()]
 
     def problem(self, path: str, message: str) -> None:
-        """Note a problem with its place in the file."""
+        """Add a problem at a place in the file."""
         self.problems.append(Problem(path, message))
 
 
@@ -85,7 +85,7 @@ def expand(data: Mapping[str, Any]) -> Expanded:
     model = found.data["model"]
     branches = model["model_dict"]
     if not isinstance(branches, dict):
-        return found  # which the check will tell
+        return found  # the check reports this
     branches = {name: branch for name, branch in branches.items() if not str(name).startswith("_")}
     common = {key: model.pop(key) for key in [*model] if key not in ("model_dict", "shared_dict")}
     pool = model.pop("shared_dict", None) or {}
@@ -149,7 +149,7 @@ def _check_sharing(found: Expanded, branches: Mapping[str, Any]) -> None:
 
 
 def _check_names(found: Expanded, names: Collection[str]) -> None:
-    """See that losses, data, probabilities and epochs have the names of the branches."""
+    """Check that losses, data, probabilities and epochs use the names of the branches."""
     for path, other in _OF_ONE_MODEL.items():
         section, _, key = path.rpartition("/")
         place = found.data.get(section) if section else found.data

@@ -23,12 +23,12 @@ from deepmd_muon.model.branch_settings import ENTIRE, SINGLE, BranchModelSetting
 from deepmd_muon.model.settings import ModelSettings
 from deepmd_muon.setting import InvalidSettingError
 
-#: Branch of the input's own data, and branch of the replayed ones.
+#: Names of the branch with the input's own data, and of the branch with the replayed data.
 FINETUNED, REPLAY = "finetuned", "replay"
 
 
 def replay_of(settings: Settings) -> ReplaySettings:
-    """Return section `replay`, with its defaults where the input has none."""
+    """Return section `replay`, or its defaults if the input has none."""
     return settings.replay or ReplaySettings()
 
 
@@ -41,15 +41,15 @@ def check_replay(given: Input) -> Settings:
         With every obstacle at once.
     """
     if not isinstance(given.settings, Settings):
-        problem = "has branches already, and --replay makes its own: give the data to replay to a branch"
+        problem = "has branches already, and --replay adds its own: put the data to replay into a branch instead"
         raise InputError([Problem("model/model_dict", problem)], given.source)
     settings, problems = given.settings, []
     if settings.training.numb_steps is None:
-        problems.append(Problem("training/numb_epoch", "gives no length with --replay; give numb_steps"))
+        problems.append(Problem("training/numb_epoch", "cannot set the length with --replay; give numb_steps"))
     frozen = not getattr(settings.model.descriptor, "trainable", True)
     if frozen and not replay_of(settings).share_fitting_net:
         problem = (
-            "is false, so that replayed data would train nothing of the new model: set replay/share_fitting_net to "
+            "is false, so replayed data would not train any part of the new model: set replay/share_fitting_net to "
             "true, or fine-tune without --replay"
         )
         problems.append(Problem("model/descriptor/trainable", problem))
@@ -62,7 +62,7 @@ def check_replay(given: Input) -> Settings:
 
 
 def replayed_section(settings: Settings, systems: Sequence[str]) -> TrainingDataSettings:
-    """Return the training data of the replay branch: other systems, read as those of the input."""
+    """Return the training data of the replay branch: other systems, read with the settings of the input's own."""
     own = settings.training.training_data
     asked = replay_of(settings).batch_size
     size = own.batch_size if asked is None else asked
@@ -82,8 +82,8 @@ def with_replay(
 ) -> Input:
     """Return the input of the two-branch run, from one that passed `check_replay` and its model with a type map.
 
-    Both branches share the descriptor, and the fitting net where `replay/share_fitting_net` says so. Both continue the
-    branch `head` of the checkpoint, or its one model, and their energies of atoms are fitted to their own data.
+    Both branches share the descriptor and, with `replay/share_fitting_net`, the fitting net. Both start from the branch
+    `head` of the checkpoint, or from its only model. Each branch fits its atomic energy biases to its own data.
 
     Raises
     ------

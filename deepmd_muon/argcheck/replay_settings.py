@@ -1,4 +1,4 @@
-"""Section `replay`: fine-tuning beside a second branch that keeps what the checkpoint knows."""
+"""Section `replay`: fine-tuning with a second branch that keeps the checkpoint's accuracy."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class ReplaySettings(Section):
     share_fitting_net: bool = setting(
         True,
         doc=(
-            "Give both branches one fitting net, with energies of atoms of their own. It keeps the new model right on "
-            "the checkpoint's kind of data. False gives the new data a fitting net of their own, for labels of another "
-            "level of theory; replayed data then train the descriptor alone."
+            "Share the fitting net between both branches; each keeps its own atomic energy biases. The new model then "
+            "stays accurate on the checkpoint's kind of data. False gives the new data their own fitting net, for "
+            "labels of another level of theory; replayed data then train only the descriptor of the new model."
         ),
     )
     batch_size: int | str | None = setting(
@@ -29,11 +29,11 @@ class ReplaySettings(Section):
         minimum=1,
         pattern=r"auto(:[1-9]\d*)?|(max|filter|mixed|mix):[1-9]\d*",
         forms='"auto", "auto:N", "max:N", "filter:N", "mixed:N", "mix:N" or a whole number',
-        doc="Frames in a batch of replayed data, see training_data; that of training/training_data when left out.",
+        doc="Frames in a batch of replayed data, as in training_data; by default as in training/training_data.",
     )
     validation_data: ValidationDataSettings | None = section(
         None,
-        doc="Data of the checkpoint's kind, whose errors the run shows. 'pseudo' holds some of its structures out.",
+        doc="Validation data of the replay branch. By default 'pseudo' holds out some of its structures for this.",
     )
     frames: int = setting(
         300, minimum=10, doc="Structures that 'pseudo' draws and labels; a tenth of them are held out for validation."
@@ -47,7 +47,7 @@ class ReplaySettings(Section):
     steps: int = setting(
         100,
         minimum=4,
-        doc="Length of each of these dynamics in steps of 1 fs (0.5 fs with hydrogen); four structures are taken.",
+        doc="Length of each of these dynamics in steps of 1 fs (0.5 fs with hydrogen); each gives four structures.",
     )
     strain: float = setting(
         0.02,

@@ -19,7 +19,7 @@ from deepmd_muon.setting import Setting, alternatives_of, annotations_of, settin
 
 
 class Key(Argument):
-    """A dargs argument that remembers the dataclass field it was made from.
+    """A dargs argument with the dataclass field that it was made from.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class Key(Argument):
     value : object
         Default of the field, `dataclasses.MISSING` when required.
     named : bool
-        Whether the value is an object of such sections, whose names the input chooses.
+        Whether the value maps names, chosen by the input, to such sections.
     """
 
     setting: Setting
@@ -153,7 +153,7 @@ _TREES: dict[tuple[type, str], Key] = {}
 
 
 def tree(section: type, name: str = "input") -> Key:
-    """Return a settings dataclass as one dargs argument, built anew only when kinds were registered since."""
+    """Return a settings dataclass as one dargs argument; rebuild it only if kinds were registered since."""
     known = _TREES.get((section, name))
     if known is None or not _is_current(known):
         known = _TREES[section, name] = _kind(name, section)
@@ -177,7 +177,7 @@ def foreign_of(section: type) -> Mapping[str, Foreign]:
 
 
 def advice_of(section: type, key: str, given: Mapping[Any, Any]) -> str | None:
-    """Return what a section says about an unknown key of an input, if anything."""
+    """Return a section's advice on an unknown key of an input, None without any."""
     advise = getattr(section, "advice", None)
     found: str | None = advise(key, given) if advise else None
     return found

@@ -39,7 +39,7 @@ def _trained_metric(metric: str, enabled: bool, loss: LossSettings) -> str | Non
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Section):
-    """Everything that input.json says, with defaults filled in."""
+    """The whole of input.json, with defaults filled in."""
 
     model: ModelSettings = section(doc="The model, which maps positions to energy.")
     learning_rate: LearningRateSettings = section(
@@ -70,7 +70,7 @@ class Settings(Section):
     )
     foreign: ClassVar[dict[str, Foreign]] = {
         "nvnmd": Foreign("training for non-von-Neumann hardware"),
-        "loss_dict": Foreign("the losses of several models, of which the input has one", ({},)),
+        "loss_dict": Foreign("losses of several models, but the input has one", ({},)),
         "use_smooth": Foreign("the layout of DeePMD-kit 0.x inputs"),
     }
 
@@ -88,7 +88,7 @@ def _trained_metrics(metric: str, enabled: bool, losses: Mapping[str, LossSettin
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiTaskSettings(Section):
-    """Everything that input.json says where model has a model_dict: several models are trained together."""
+    """The whole of input.json with a model_dict: several models are trained together."""
 
     model: MultiTaskModelSettings = section(doc="The models.")
     learning_rate: LearningRateSettings = declared_like(Settings, "learning_rate")

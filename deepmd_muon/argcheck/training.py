@@ -64,16 +64,16 @@ class TrainingDataSettings(Section):
     rglob_patterns: tuple[str, ...] | None = setting(
         None,
         doc=(
-            "Patterns such as 'fcc*'. Then systems names folders, and of the folders at any depth below them those are "
-            "systems that fit a pattern and have a type.raw; patterns search as Path.rglob of Python does."
+            "Patterns such as 'fcc*', matched as by Python's Path.rglob. With patterns, systems lists folders; every "
+            "folder at any depth below them that matches a pattern and has a type.raw is a system."
         ),
     )
     label_keys: LabelKeys = section(LabelKeys(), doc="Names of the labels in files that ASE reads.")
     keep_unconverged: bool = setting(
         False,
         doc=(
-            "Keep frames whose electronic loop did not converge, in files that ASE reads (VASP); they are left out "
-            "with a warning otherwise."
+            "Keep frames whose electronic loop did not converge, in files that ASE reads (VASP). By default they are "
+            "left out with a warning."
         ),
     )
     batch_size: int | str | tuple[int, ...] = setting(
@@ -95,14 +95,18 @@ class TrainingDataSettings(Section):
         pattern=rf"prob_uniform|prob_sys_size(;\d+:\d+:({_NUMBER}))*",
         forms='"prob_uniform", "prob_sys_size" or "prob_sys_size;start:end:weight;…"',
         doc=(
-            "Probability of a system: 'prob_uniform' for all the same, 'prob_sys_size' in proportion to its batches. "
-            "With ';start:end:weight' blocks the systems start … end−1 share the weight in proportion to theirs."
+            "Probability of a system: 'prob_uniform' is the same for all, 'prob_sys_size' is proportional to the "
+            "number of its batches. With ';start:end:weight' blocks, the systems start … end−1 share the weight in "
+            "proportion to their batches."
         ),
     )
     sys_probs: tuple[float, ...] | None = setting(
         None,
         alias=("sys_weights",),
-        doc="Probability of each system; those with a negative entry share the rest of 1 by their batches.",
+        doc=(
+            "Probability of each system. Systems with a negative entry share the remaining probability in proportion "
+            "to their batches."
+        ),
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -113,7 +117,7 @@ class TrainingDataSettings(Section):
     )
     foreign: ClassVar[dict[str, Foreign]] = {
         "set_prefix": Foreign("sets of frames with another prefix than 'set'", ("set",)),
-        "min_pair_dist": Foreign("frames left out for a small distance of atoms", (0,)),
+        "min_pair_dist": Foreign("leaving out frames whose atoms are too close", (0,)),
     }
 
 
@@ -129,9 +133,9 @@ class ValidationDataSettings(TrainingDataSettings):
         pattern="all|sample",
         forms='a whole number, "all" or "sample"',
         doc=(
-            "Batches that the shown validation errors are averaged over, those of all processes together; 'all' takes "
-            "every frame once, 'sample' the same frames each time, spread evenly over the systems: all up to a third "
-            "of disp_freq (at least 10), else so many."
+            "Batches of all processes together over which the validation errors are averaged. 'all' takes every frame "
+            "once. 'sample' takes the same frames each time, spread evenly over the systems: at most a third of "
+            "disp_freq frames, but at least 10."
         ),
     )
 
@@ -159,7 +163,7 @@ class BranchDataSettings(Section):
         None, doc="Systems that the errors shown during training are measured on; none when left out."
     )
     stat_file: str | None = setting(
-        None, doc="HDF5 file in which the statistics of the data are kept for the next run. No folder."
+        None, doc="HDF5 file that keeps the statistics of the data for later runs; it must not be a folder."
     )
 
     foreign: ClassVar[dict[str, Foreign]] = {
@@ -169,7 +173,7 @@ class BranchDataSettings(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings(Section):
-    """Length and outputs of a run, however many models it trains."""
+    """Length and outputs of a run that trains one model or several."""
 
     numb_steps: int | None = setting(
         None,
@@ -182,27 +186,27 @@ class RunSettings(Section):
         minimum=1,
         alias=("gradient_accumulation_steps",),
         doc=(
-            "Batches of each process in one step, for batches that memory does not hold at once: the step takes the "
-            "mean of their gradients. Learning rate, average, numb_steps and all frequencies count steps; errors shown "
-            "are those of all batches of the step."
+            "Batches of each process in one step, for effective batches that do not fit into memory: the step uses the "
+            "mean of their gradients. Learning rate, average, numb_steps and all frequencies count steps; the errors "
+            "shown cover all batches of the step."
         ),
     )
     balance_batches: bool = setting(
         False,
         doc=(
-            "Order batches so that the processes of a step get batches of similar cost (atoms, neighbours and, for "
-            "DPA-3, angles of a system's first frame), and none waits long for the others. The order does not depend "
-            "on the number of processes; it differs from that without this key."
+            "Order batches so that the processes of a step get batches of similar cost, and none waits long for the "
+            "others. The cost counts atoms, neighbours and, for DPA-3, angles of a system's first frame. The order "
+            "does not depend on the number of processes; it differs from the order without this key."
         ),
     )
-    seed: int | None = setting(None, minimum=0, doc="Seed of the order of the data; left out, it is random.")
+    seed: int | None = setting(None, minimum=0, doc="Seed of the order of the data; random by default.")
     disp_file: str = setting("lcurve.out", doc="File of the learning curve.")
     disp_freq: int = setting(1000, minimum=1, doc="Steps between two rows of the learning curve.")
     jsonl_file: str | None = setting(
         None,
         doc=(
-            "File with a line of JSON for every row of the learning curve: step, time [s], lr and all errors. None is "
-            "written when left out."
+            "File with a line of JSON for every row of the learning curve: step, time [s], lr and all errors. By "
+            "default none is written."
         ),
     )
     disp_training: bool = setting(True, doc="Write the learning curve and show its rows.")
@@ -223,15 +227,15 @@ class RunSettings(Section):
     )
     max_ckpt_keep: int = setting(5, minimum=1, doc="Number of checkpoints that are kept; older ones are deleted.")
     gradient_max_norm: float = setting(
-        0.0, minimum=0.0, doc="Largest norm of the gradient; a longer one is scaled down to it. 0 leaves it alone."
+        0.0, minimum=0.0, doc="Largest norm of the gradient; a longer gradient is scaled down to it. 0 turns this off."
     )
     adam_gradient_max_norm: float = setting(
         0.0,
         minimum=0.0,
         doc=(
-            "Largest norm of the gradients of HybridMuon's Adam and AdamW routes alone; longer ones are scaled down to "
-            "it. The size of a Muon update does not depend on that of its gradient. With another optimizer all "
-            "gradients count. 0 leaves them alone."
+            "Largest norm of the gradients on HybridMuon's Adam and AdamW routes; longer ones are scaled down to it. "
+            "The Muon route needs no bound, because the size of its update does not depend on that of the gradient. "
+            "With another optimizer, all gradients count. 0 turns this off."
         ),
     )
     enable_ema: bool = setting(False, doc="Keep an exponential average of the parameters and save it, too.")
@@ -243,8 +247,8 @@ class RunSettings(Section):
         minimum=0.0,
         maximum=1.0,
         doc=(
-            "Share of the run, at its end, whose parameters the average takes with equal weights; before, it is the "
-            "parameters themselves. 0 for the exponential average with ema_decay."
+            "Fraction of the run, at its end, over which the average weights all parameters equally. Before that, the "
+            "average equals the current parameters. 0 selects the exponential average with ema_decay."
         ),
     )
     tensorboard: bool = setting(False, doc="Write TensorBoard events.")
@@ -258,8 +262,8 @@ class RunSettings(Section):
         0,
         choices=(0, 1, 2, 3),
         doc=(
-            "Objects that the processes of torchrun hold in parts: 0 none, 1 the optimizer's state, 2 gradients and "
-            "parameters between steps as well, 3 also between forward and backward pass. A single process holds "
+            "Objects that the processes of torchrun shard: 0 none, 1 the optimizer's state, 2 also gradients, and "
+            "parameters between steps, 3 parameters also between forward and backward pass. A single process holds "
             "everything at any stage."
         ),
     )
@@ -267,8 +271,8 @@ class RunSettings(Section):
         1,
         minimum=1,
         doc=(
-            "Hybrid sharding (HSDP) with zero_stage 2 or 3: the processes form this many groups of equal size; each "
-            "group, of neighbouring processes, holds the whole model in parts. A single process ignores it."
+            "Hybrid sharding (HSDP) with zero_stage 2 or 3: the processes form this many groups of equal size. Each "
+            "group, of neighbouring processes, shards the whole model. A single process ignores it."
         ),
     )
     capture: str = setting(
@@ -276,40 +280,41 @@ class RunSettings(Section):
         choices=("auto", "on", "off"),
         doc=(
             "Record the training step in a CUDA graph for each shape of batches and replay it: the host then launches "
-            "one graph instead of hundreds of kernels. 'auto': on GPUs, with several processes at zero_stage 0. 'on': "
-            "at zero_stage 1, too (no run on several GPUs has tested that), and an error elsewhere. 'off': never. If "
-            "recording fails, kernels are launched one by one; the log says why."
+            "one graph instead of hundreds of kernels. 'auto' records on GPUs, with several processes only at "
+            "zero_stage 0. 'on' records at zero_stage 1, too (no run on several GPUs has tested that), and is an error "
+            "elsewhere. 'off' never records. If recording fails, the host launches kernels one by one, and the log "
+            "says why."
         ),
     )
     enable_compile: bool = setting(
         False,
         doc=(
             "Compile prediction, loss and gradient of the captured training step with torch's compiler, for each of "
-            "the first 8 shapes of batches: it takes 10 to 60 s a shape, less where its cache on disk is warm, and "
-            "makes steps of se_atten several times faster. Ignored unless steps are captured. If "
-            "compilation fails, steps run uncompiled, and the log says why."
+            "the first 8 shapes of batches. Compilation takes 10 to 60 s a shape, less if its cache on disk is warm, "
+            "and makes steps of se_atten several times faster. Ignored unless steps are captured. If compilation "
+            "fails, steps run uncompiled, and the log says why."
         ),
     )
     enable_tf32: bool = setting(
         False,
         doc=(
             "Multiply float32 matrices of prediction and gradient in TF32 (11 bits of mantissa) in training steps on a "
-            "GPU. Networks in float64, the optimizer, validation and inference are not concerned."
+            "GPU. Does not affect networks in float64, the optimizer, validation and inference."
         ),
     )
     recompute: bool = setting(
         False,
         doc=(
-            "Keep only what goes into the layers of dpa3 and into the attention layers of dpa1 in a training step, and "
-            "compute the rest again for forces and gradient: less memory for more time. Compiled steps ignore it."
+            "Keep only the inputs of dpa3's layers and of dpa1's attention layers in a training step, and recompute "
+            "the rest for forces and gradient. This saves memory and takes more time. Compiled steps ignore it."
         ),
     )
     interpolate_embedding: bool = setting(
         True,
         doc=(
-            "Interpolate the embedding nets of se_e2_a in training steps instead of evaluating them at every edge, "
-            "where batches are large enough for this to pay and the estimated error of a feature stays below 1e-9 "
-            "(float32: 1e-6) of the largest; the run checks that as weights change. Validation, tests and inference "
+            "Interpolate the embedding nets of se_e2_a in training steps instead of evaluating them at every edge. The "
+            "run does so if batches are large enough to profit, and if the estimated error of a feature is below 1e-9 "
+            "(float32: 1e-6) of the largest; it repeats this check as weights change. Validation, tests and inference "
             "always evaluate the networks themselves."
         ),
     )
@@ -317,7 +322,7 @@ class RunSettings(Section):
         60.0,
         above=0.0,
         maximum=30 * 86400.0,
-        doc="Time after which a process that the others wait for is given up, and the run ends with an error [s].",
+        doc="Time that the processes wait for one of them before the run ends with an error [s].",
     )
 
     @property
@@ -329,7 +334,7 @@ class RunSettings(Section):
     foreign: ClassVar[dict[str, Foreign]] = {
         "save_dir": Foreign("a folder of checkpoints apart from save_ckpt (write save_ckpt as folder/prefix)"),
         "ckpt_keep_ratio": Foreign("checkpoints kept in proportion to the run (see max_ckpt_keep)"),
-        "ema_ckpt_keep": Foreign("a number of its own of averaged checkpoints (see max_ckpt_keep)"),
+        "ema_ckpt_keep": Foreign("a separate number of averaged checkpoints (see max_ckpt_keep)"),
         "change_bias_after_training": Foreign("a bias fitted after training", (False,)),
         "enable_profiler": Foreign("a profile in TensorBoard's form (see profiling)", (False,)),
         "acc_freq": Foreign("gradients summed over several steps (see accumulate_grad_batches)", (1,)),
@@ -351,8 +356,8 @@ class TrainingSettings(RunSettings, BranchDataSettings):
         above=0.0,
         alias=("num_epoch", "num_epochs", "numb_epochs"),
         doc=(
-            "Length of the run in passes over the data, by all processes together: each system is expected to be seen "
-            "at least this many times in full. Excludes numb_steps."
+            "Length of the run in passes over the data, by all processes together: on average, each system is seen in "
+            "full at least this many times. Excludes numb_steps."
         ),
     )
 
@@ -363,8 +368,8 @@ class TrainingSettings(RunSettings, BranchDataSettings):
     foreign: ClassVar[dict[str, Foreign]] = {
         **BranchDataSettings.foreign,
         **RunSettings.foreign,
-        "model_prob": Foreign("the probabilities of several models, of which the input has one", ({},)),
-        "num_epoch_dict": Foreign("the epochs of several models, of which the input has one", ({},)),
+        "model_prob": Foreign("probabilities of several models, but the input has one", ({},)),
+        "num_epoch_dict": Foreign("epochs of several models, but the input has one", ({},)),
     }
 
 
@@ -374,7 +379,7 @@ def _one_length_of_branches(
     if num_epoch_dict and numb_steps is not None:
         return f"excludes num_epoch_dict; found {numb_steps} and num_epoch_dict, keep one of them"
     if num_epoch_dict and model_prob:
-        return "is missing; model_prob belongs to it, and excludes num_epoch_dict: keep one of these two"
+        return "is missing; model_prob needs it and excludes num_epoch_dict: keep one of these two"
     if not num_epoch_dict and numb_steps is None:
         return "is missing; give numb_steps or num_epoch_dict"
     return None
@@ -401,23 +406,23 @@ class MultiTaskTrainingSettings(RunSettings):
         None,
         minimum=0.0,
         doc=(
-            "Probability of each branch to train in a step; they need not sum to 1. Left out, it is in proportion to "
-            "the number of training systems."
+            "Probability that a step trains each branch; they need not sum to 1. By default proportional to the number "
+            "of training systems."
         ),
     )
     num_epoch_dict: Mapping[str, float] | None = setting(
         None,
         above=0.0,
         doc=(
-            "Length of the run in passes over the data of each branch, which also gives the branches' probabilities. "
+            "Length of the run in passes over the data of each branch. It also determines the branches' probabilities. "
             "Excludes numb_steps and model_prob."
         ),
     )
     stratified: bool = setting(
         False,
         doc=(
-            "Let the processes of one step train different branches, each about as many as its probability says, "
-            "instead of one branch a step. A part is trained by the mean gradient of the processes whose branch has it."
+            "Train different branches on the processes of one step, in proportion to their probabilities, instead of "
+            "one branch a step. A part is updated with the mean gradient of the processes whose branch has it."
         ),
     )
     export_branch: str | None = setting(

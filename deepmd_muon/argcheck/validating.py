@@ -28,8 +28,8 @@ class ValidatingSettings(Section):
         0.5,
         minimum=0.0,
         doc=(
-            "First step of full validation: below 1 in parts of the run's length, above 1 a step; 0 counts from the "
-            "beginning, 1 switches full validation off."
+            "First step of full validation: a fraction of the run if below 1, a step number if above 1. 0 starts at "
+            "the beginning; 1 turns full validation off."
         ),
     )
     validation_metric: str = setting(
@@ -51,9 +51,10 @@ class ValidatingSettings(Section):
         0,
         minimum=0,
         doc=(
-            "End the run after so many full validations in a row without a new best; 0 never does. Of several models, "
-            "one without a new best is not drawn until it has one, and the run ends when all wait; a model without "
-            "validation data never does. A stratified run draws all of them to its end."
+            "End the run after this many full validations in a row without a new best; 0 turns this off. With several "
+            "models, a model that reaches this number is not drawn again until it has a new best, and the run ends "
+            "when all have reached it; a model without validation data never does. A stratified run draws all models "
+            "to its end."
         ),
     )
 

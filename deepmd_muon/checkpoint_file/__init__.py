@@ -1,1 +1,1 @@
-"""The files of checkpoints, ours and deepmd-kit's: read without running anything that they hold."""
+"""Checkpoint files, ours and deepmd-kit's, read without running any code in them."""

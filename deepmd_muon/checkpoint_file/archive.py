@@ -1,4 +1,4 @@
-"""Reading what torch.save wrote: the checksum of every member is compared first, and nothing in it is executed."""
+"""Read files of torch.save: verify the checksum of every member first, and execute nothing."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 from deepmd_muon.checkpoint_file.pickles import MOST_VALUES, count_values
 
-# Bytes to which the source of a program, which torch compresses, may unpack; deepmd-kit's examples have up to 1 MB.
+# Most bytes of a program's source code, which torch compresses, after unpacking; deepmd-kit's examples have up to 1 MB.
 _MOST_PACKED = 64 * 1024**2
 
 
 class ArchiveError(Exception):
-    """An archive is damaged, or holds records that are not read; the message does not name the file."""
+    """An archive is damaged, or holds objects that this package refuses; the message does not name the file."""
 
 
 def load_archive(file: BinaryIO) -> Any:
-    """Return what torch.save wrote into a file, on the CPU.
+    """Load the content of a file of torch.save onto the CPU.
 
-    torch itself does not compare the checksums that it writes, so that a changed byte is a changed weight.
+    torch does not verify the checksums that it writes: a damaged byte would silently change a weight.
 
     Raises
     ------
@@ -45,16 +45,16 @@ def load_archive(file: BinaryIO) -> Any:
         raise ArchiveError(reason) from error
     except MemoryError as error:
         raise ArchiveError("it does not fit into memory") from error
-    except Exception as error:  # what torch raises for archives of other contents is not documented
+    except Exception as error:  # torch does not document what it raises for other contents
         if "can't allocate memory" in str(error):
             raise ArchiveError("it does not fit into memory") from error
         raise ArchiveError("torch.save did not write it like this: it is damaged or made by other means") from error
 
 
 def check_members(file: BinaryIO, *, program: bool = False) -> None:
-    """Compare all members, as torch's own reader finds them, with the checksums of the archive.
+    """Verify the checksums of all members, as torch's own reader finds them.
 
-    It holds a checkpoint, or a TorchScript `program`.
+    With `program`, the archive must hold a TorchScript program, otherwise a checkpoint.
 
     Raises
     ------
@@ -66,13 +66,13 @@ def check_members(file: BinaryIO, *, program: bool = False) -> None:
             members = archive.infolist()
         names = {member.filename for member in members}
         if any("/code/" in name for name in names) != program:
-            raise ArchiveError("it is no TorchScript program" if program else "it is a frozen model (TorchScript)")
+            raise ArchiveError("it is not a TorchScript program" if program else "it is a frozen model (TorchScript)")
         packed = [member for member in members if member.compress_type != zipfile.ZIP_STORED]
         if len(names) != len(members) or (packed and not program):
             raise ArchiveError("torch.save did not write it: members are compressed or there twice")
         if sum(member.file_size for member in packed) > _MOST_PACKED:
             raise ArchiveError(f"its source unpacks to more than {_MOST_PACKED >> 20} MiB")
-        # torch reads a member that is marked as a folder without its bytes.
+        # torch ignores the bytes of a member that is marked as a folder.
         if any(member.is_dir() or member.external_attr for member in members):
             raise ArchiveError("it is damaged: a member is marked as a folder")
         file.seek(0)

@@ -1,7 +1,7 @@
-"""Checkpoints as directories of torch.distributed.checkpoint: the content of a file, its tensors in parts.
+"""Checkpoints as directories of torch.distributed.checkpoint: the content of a checkpoint file, its tensors in parts.
 
-`CONTENT` in the directory is the file's content without its large tensors, and says where they belong; the tensors lie
-in torch's own files, whole or cut over the ranks that wrote them.
+The file `CONTENT` holds everything but the large tensors, and the place of each of them in the content. The tensors are
+in torch's own files, whole or divided among the ranks that wrote them.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 
 SUFFIX = ".dcp"
 CONTENT = "content.pt"
-# What reading a checkpoint that is incomplete or damaged, or none at all, may raise.
+# Exceptions of reading a directory that is incomplete or damaged, or not a checkpoint.
 READ_ERRORS = (
     *(ArchiveError, pickle.UnpicklingError),
     *(RuntimeError, EOFError, LookupError, ValueError, TypeError, OSError),
 )
 
 _Keys = tuple[str | int, ...]
-"""From the top of the content down to a tensor."""
+"""Keys that lead from the top of the content to a tensor."""
 
 
 def is_directory(path: Path) -> bool:
-    """Return whether a path is such a checkpoint, complete."""
+    """Return whether a path is a complete checkpoint directory."""
     return (path / CONTENT).is_file() and (path / METADATA).is_file()
 
 
 def take_apart(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Separate the tensors of a checkpoint, nested dicts and lists, from the rest.
+    """Separate the tensors of a checkpoint (nested dicts and lists) from the rest.
 
     Returns
     -------
     tuple
-        What `CONTENT` holds, and the tensors by name. A tensor that appears several times has one name. Empty tensors
-        stay in the content.
+        The content of `CONTENT`, and the tensors by name. A tensor that appears several times has one name. Empty
+        tensors stay in the content.
     """
     names: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
@@ -68,7 +68,7 @@ def take_apart(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Te
 
 
 def put_together(parts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the content that `take_apart` was given."""
+    """Put the tensors back into the content: the inverse of `take_apart`."""
     content: dict[str, Any] = parts["content"]
     for name, path in parts["tensors"]:
         node: Any = content
@@ -81,8 +81,8 @@ def put_together(parts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dic
 def read_directory(path: Path, leave: Collection[str] = ()) -> dict[str, Any]:
     """Read a directory onto the CPU; nothing in it is executed, and no other process takes part.
 
-    Every file is opened once, so that the checked content is the content in use. Meta tensors stand for those below the
-    keys `leave` at the top of the content, for `read_into`.
+    Every file is opened once, so that it cannot change between check and use. Tensors below the top-level keys `leave`
+    are not read but become meta tensors; `read_into` reads them later.
 
     Raises
     ------
@@ -104,9 +104,9 @@ def read_directory(path: Path, leave: Collection[str] = ()) -> dict[str, Any]:
 
 
 def read_into(path: Path, targets: Mapping[_Keys, Tensor]) -> None:
-    """Read tensors of a directory into given ones of the same shape, of a DTensor only the part of this process.
+    """Read tensors of a directory into `targets` of the same shapes; into a DTensor, only the part of this process.
 
-    The keys of `targets` lead to them from the top of the content.
+    The keys of `targets` are the tensors' places in the content.
 
     Raises
     ------
@@ -121,7 +121,7 @@ def read_into(path: Path, targets: Mapping[_Keys, Tensor]) -> None:
 
 
 def _read_content(path: Path) -> dict[str, Any]:
-    """Read the content without its tensors, and see that it is made as `take_apart` makes it."""
+    """Read the content without its tensors, and check that it has the form of `take_apart`."""
     try:
         with open_regular(path / CONTENT) as file:
             parts: dict[str, Any] = load_archive(file)
@@ -148,7 +148,7 @@ def _read(path: Path, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
     from deepmd_muon.checkpoint_file.parts import TensorReader
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # no other process: as intended
+        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # reading in one process is intended
         try:
             load(tensors, storage_reader=TensorReader(path, metadata), no_dist=True)
         except CheckpointException as error:  # not a subclass of Exception

@@ -1,4 +1,4 @@
-"""The exception of all that reads checkpoints."""
+"""The exception of reading checkpoints."""
 
 from __future__ import annotations
 

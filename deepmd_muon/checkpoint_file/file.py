@@ -1,4 +1,4 @@
-"""Reading a checkpoint file, ours or deepmd-kit's, without running anything that it holds."""
+"""Read a checkpoint, ours or deepmd-kit's, without running any code in it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -
         raise CheckpointError(f"there is no checkpoint {path}" + (folder if path.is_dir() else ""))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about files that are refused below, with a reason
+            warnings.simplefilter("ignore")  # about files that are rejected below, with a reason
             if parted:
                 content = read_directory(path, leave)
             else:

@@ -51,7 +51,7 @@ _ALLOWED = frozenset(
         *(Name(_CLASSES, f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
         *(_STORAGE_INFO, _SIZE, _MEMORY_FORMAT, _STRIDED.kind, *_DTYPES),
         *(record.kind for record in _CONTIGUOUS),
-        # The folder that was written, which is never read; Python 3.13 has it in another module.
+        # The folder where the checkpoint was written, not used here; Python 3.13 has the class in another module.
         *(Name(module, "PosixPath") for module in ("pathlib", "pathlib._local")),
     ]
 )
@@ -66,7 +66,7 @@ class _Place(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Which part of which tensor: its first element."""
+    """A part of a tensor, identified by its first element."""
 
     name: str
     offsets: tuple[int, ...]
@@ -78,8 +78,8 @@ def read_metadata(folder: Path) -> Metadata:
     Returns
     -------
     Metadata
-        Of tensors alone. Their parts lie in files of this folder, do not overlap, and are not larger than these
-        files.
+        Descriptions of tensors only. Their parts lie in files of this folder, do not overlap, and are not larger than
+        these files.
 
     Raises
     ------
@@ -103,9 +103,9 @@ def _metadata(found: Any, folder: Path) -> Metadata:
     _check_places(places.values(), folder)
     entries: dict[str, dict[str, Any]] = {}
     for name, entry in _is(fields.get("state_dict_metadata"), Pairs).items:
-        _expect(_is(name, str) not in entries, f"{_shown(name)} stands there twice")
+        _expect(_is(name, str) not in entries, f"{_shown(name)} is listed twice")
         entries[name] = _fields(entry, Name(_CLASSES, "TensorStorageMetadata"))
-    # A list of parts may stand in many entries: look at no more of them than there are places.
+    # A pickle may refer to one list from many entries, so bound the work by the number of places before the loop.
     counts = [len(_is(entry.get("chunks"), list)) for entry in entries.values()]
     _expect(sum(counts) == len(places), f"{sum(counts)} parts at {len(places)} places")
     return Metadata(
@@ -125,7 +125,7 @@ def _tensor(name: str, entry: Mapping[str, Any], places: Mapping[_Part, _Place])
         _expect(len(offsets) == len(sizes) == len(size), f"a part of {_shown(name)} has other dimensions")
         inside = all(o + s <= n for o, s, n in zip(offsets, sizes, size, strict=True))
         place = places.get(_Part(name, offsets))
-        _expect(inside and place is not None, f"a part of {_shown(name)} lies nowhere")
+        _expect(inside and place is not None, f"a part of {_shown(name)} has no place in a file")
         assert place is not None
         _expect(math.prod(sizes) * dtype.itemsize <= place.length, f"a part of {_shown(name)} is too short")
         chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
@@ -158,7 +158,7 @@ def _place(found: Any) -> _Place:
 
 
 def _check_places(places: Iterable[_Place], folder: Path) -> None:
-    """See that places lie inside their files, none over another: no file yields more bytes than it has."""
+    """Check that places lie inside their files and do not overlap, so that a file yields no more bytes than it has."""
     before = _Place("", 0, 0)
     for place in sorted(places):
         if place.file != before.file:

@@ -1,4 +1,4 @@
-"""Reading the parts of tensors for torch.distributed.checkpoint, and nothing but tensors."""
+"""Read parts of tensors for torch.distributed.checkpoint, and nothing but tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deepmd_muon.files import open_regular
 class TensorReader(FileSystemReader):
     """Reads tensors from the files of a folder; other values, which torch would unpickle, are refused.
 
-    `metadata` is the result of `read_metadata` for it, which is not read again.
+    `metadata` is the folder's description, checked by `deepmd_muon.checkpoint_file.metadata.read_metadata`.
     """
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:

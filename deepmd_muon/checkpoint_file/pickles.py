@@ -15,7 +15,7 @@ import pickle
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar, NamedTuple
 
-#: Values that a checkpoint may stand for besides those of tensors: a few for every parameter.
+#: Most values of a checkpoint besides the elements of tensors; a run writes a few for every parameter.
 MOST_VALUES = 10_000_000
 _PLAIN = (
     *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BINFLOAT"),
@@ -39,7 +39,7 @@ class Record:
 
     kind: Name  # the class or function that would make it
     arguments: tuple[Any, ...]  # the arguments of the call
-    state: Any = None  # what would be set on it; None where the pickle sets nothing
+    state: Any = None  # what BUILD would set on the object; None without BUILD
 
 
 @dataclasses.dataclass
@@ -70,12 +70,12 @@ def read_pickle(data: bytes, allowed: Collection[Name]) -> Any:
         return found
     except (pickle.UnpicklingError, MemoryError):
         raise
-    except Exception as error:  # a damaged pickle may end in any
+    except Exception as error:  # a damaged pickle may raise any exception
         raise pickle.UnpicklingError(f"the pickle is damaged ({type(error).__name__}: {str(error)[:100]})") from error
 
 
 def count_values(value: Any, known: dict[int, float] | None = None) -> float:
-    """Count the values in containers, shared ones at each use; infinite in a circle."""
+    """Count the values in nested containers, shared ones at each use; infinite for a cycle."""
     known = {} if known is None else known
     if not isinstance(value, (dict, list, tuple, set, frozenset, Record, Pairs)):
         return 1
@@ -91,10 +91,10 @@ def count_values(value: Any, known: dict[int, float] | None = None) -> float:
     return known[id(value)]
 
 
-class _Reader(pickle._Unpickler):  # the one in Python, whose memo does not grow to the largest index
+class _Reader(pickle._Unpickler):  # in Python: the memo of the one in C grows to the largest index
     """Interprets the opcodes in `dispatch`, and no other."""
 
-    # What the base class sets in `load`.
+    # Set by the base class in `load`.
     stack: list[Any]
     append: Callable[[Any], None]
 
@@ -103,9 +103,9 @@ class _Reader(pickle._Unpickler):  # the one in Python, whose memo does not grow
         self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Name:
-        """Note a global."""
+        """Return the name of a global, which is not imported."""
         if Name(module, name) not in self._allowed:
-            raise pickle.UnpicklingError(f"{module[:80]}.{name[:80]} does not belong into a checkpoint's description")
+            raise pickle.UnpicklingError(f"{module[:80]}.{name[:80]} does not belong in a checkpoint's description")
         return Name(module, name)
 
     def _record(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether HybridMuon of this package trains inside deepmd-kit, and how it gets there."""
+"""Activate HybridMuon of this package inside deepmd-kit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TRAINERS = ("deepmd.pt.train.training", "deepmd.pt_expt.train.training")
 
 
 class ActivationError(ValueError):
-    """The environment variable DEEPMD_MUON has a value without a meaning."""
+    """The environment variable DEEPMD_MUON has an invalid value."""
 
 
 def wanted(environment: Mapping[str, str]) -> bool:
-    """Whether the user asks for this package's optimizer inside deepmd-kit: ``DEEPMD_MUON=1``.
+    """Return whether the user requests this package's optimizer inside deepmd-kit: ``DEEPMD_MUON=1``.
 
     Raises
     ------
@@ -36,7 +36,7 @@ def wanted(environment: Mapping[str, str]) -> bool:
 
 
 def activate() -> None:
-    """Extend deepmd-kit's trainers when it imports them; deepmd-kit loads its plugins before."""
+    """Extend deepmd-kit's trainers when it imports them, which it does after loading its plugins."""
     sys.meta_path.insert(0, TrainerFinder())
     sys.excepthook = functools.partial(_print_error, sys.excepthook)
 
@@ -44,7 +44,7 @@ def activate() -> None:
 def _print_error(
     others: Callable[..., object], kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Print the message alone of a wrong input, ours or dargs's: deepmd-kit would show a traceback of both packages."""
+    """Print only the message of an input error, ours or dargs's, where deepmd-kit would print a traceback."""
     if kind.__module__.partition(".")[0] in ("deepmd_muon", "dargs"):
         print(f"dp: {error}", file=sys.stderr)
     else:
@@ -57,7 +57,7 @@ class TrainerFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the module's own spec with a last step added to its execution; None for all other modules."""
+        """Return a trainer module's own spec, extended to call `extend` after execution; None for all other modules."""
         if fullname not in TRAINERS:
             return None
         spec = PathFinder.find_spec(fullname, path, target)

@@ -1,7 +1,7 @@
-"""Optimizer states between the checkpoints of deepmd-kit's trainers, at any `zero_stage`, and HybridMuon.
+"""Convert optimizer states between the checkpoints of deepmd-kit's trainers, at any `zero_stage`, and HybridMuon.
 
-A state dict lists its parameters as numbers (`zero_stage` 0 and 1) or by name (2 and 3, by torch.distributed). Ours
-carries names and routes in its groups, deepmd-kit's own class writes neither.
+A state dict lists its parameters by number (`zero_stage` 0 and 1) or by name (2 and 3, by torch.distributed). Our
+class writes names and routes into its groups; deepmd-kit's own class writes neither.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PER_PARAMETER = ("params", "param_names", "routes", "views", "shapes")
 def with_names(state_dict: Mapping[str, Any], names: Sequence[str], step: int) -> dict[str, Any]:
     """Return a state dict, deepmd-kit's or ours, whose groups name their parameters.
 
-    It takes the present `names`, in the trainer's order, where it has none, and `step` for the bias correction if a
-    state of deepmd-kit's class does not contain the steps taken.
+    Parameters without names get the present `names`, in the trainer's order. If a state of deepmd-kit's class does not
+    contain the number of steps taken, the bias correction uses `step`.
     """
     groups = state_dict["param_groups"]
     if all("param_names" in group for group in groups):
@@ -46,9 +46,9 @@ def of_parameters(state_dict: Mapping[str, Any], names: Collection[str]) -> dict
 
 
 def laid_out(state_dict: Mapping[str, Any], optimizer: HybridMuon) -> dict[str, Any]:
-    """Cut the whole tensors of a state dict with names, the same on every rank, as the optimizer lays out its state.
+    """Shard the whole tensors of a state dict with names, the same on every rank, like the optimizer's own state.
 
-    Nothing is communicated. The optimizer's parameters are DTensors, or plain.
+    This needs no communication. The optimizer's parameters are DTensors or plain tensors.
     """
     fresh = optimizer.fresh_state()
     parameters = {

@@ -11,13 +11,13 @@ from deepmd_muon.optim import HybridMuon
 
 
 class DeepmdKitHybridMuon(HybridMuon):
-    """HybridMuon with the two things that deepmd-kit's trainers and checkpoints expect of theirs."""
+    """HybridMuon with the two methods that deepmd-kit's trainers and checkpoints expect of their optimizer."""
 
     def set_param_names(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Ignore the trainer's call after the construction, which has received the names."""
+        """Do nothing: the constructor has received the names."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with its routing, and with the powers of Adam's decays that deepmd-kit reads."""
+        """Return the state with its routing, and with the powers of Adam's betas, which deepmd-kit reads."""
         found = super().state_dict()
         state = found["state"] = dict(found["state"])
         for group in found["param_groups"]:

@@ -14,7 +14,7 @@ from deepmd_muon.argcheck.schema import keys_of
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.plugins import load_plugins
 
-# The keys of deepmd-kit 3.2.0, which its trainers hand to the optimizer themselves.
+# The keys of deepmd-kit 3.2.0, which its trainers pass to the optimizer.
 KEYS_OF_DEEPMD_KIT = frozenset(
     {
         *("momentum", "adam_beta1", "adam_beta2", "weight_decay", "lr_adjust", "lr_adjust_coeff"),
@@ -26,7 +26,7 @@ FURTHER_KEYS = tuple(key for key in _ALL_KEYS if key not in KEYS_OF_DEEPMD_KIT)
 
 
 def accept_further_keys(registry: Any) -> None:
-    """Let deepmd-kit's strict check of its input accept the settings that its own HybridMuon does not have.
+    """Make deepmd-kit's strict input check accept the settings that its own HybridMuon lacks.
 
     `registry` is ``deepmd.utils.argcheck.opt_args_plugin``.
     """
@@ -36,13 +36,13 @@ def accept_further_keys(registry: Any) -> None:
     def arguments() -> list[Argument]:
         return [*theirs.sub_fields.values(), *further]
 
-    # The registry keeps one entry per name, aliases and text, so this takes the place of deepmd-kit's.
+    # The registry keeps one entry per name, aliases and text, so this replaces deepmd-kit's.
     register: Callable[..., Callable[..., Any]] = registry.register
     register("HybridMuon", theirs.alias or None, theirs.doc)(arguments)
 
 
 def further_settings(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what HybridMuon takes beside deepmd-kit's keys, from the ``optimizer`` section that it has checked.
+    """Return HybridMuon's settings beyond deepmd-kit's keys, from an ``optimizer`` section that deepmd-kit has checked.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What changes in deepmd-kit's trainers: the optimizer they make for HybridMuon, and how its state is loaded."""
+"""Change deepmd-kit's trainers: they make this package's HybridMuon and load its state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Trainer: Any = object
 
 
 class UnsupportedDeepmdKitError(RuntimeError):
-    """The installed deepmd-kit is built otherwise than those this package knows."""
+    """The installed deepmd-kit lacks the methods that this package overrides."""
 
 
 class HybridMuonTrainer(_Trainer):
@@ -46,7 +46,7 @@ class HybridMuonTrainer(_Trainer):
         if optimizer_class.__name__ != "HybridMuonOptimizer":
             made: torch.optim.Optimizer = super()._create_optimizer(optimizer_class, **settings)
             return made
-        settings.pop("use_foreach", None)  # a way around gaps of torch that HybridMuon does not need
+        settings.pop("use_foreach", None)  # deepmd-kit's way around gaps of torch; HybridMuon does not need it
         named = list(self.wrapper.named_parameters())
         if self.sharding.stage == 1:
             shared = ZeroRedundancyHybridMuon(named, **settings, **self._further)
@@ -76,12 +76,12 @@ class HybridMuonTrainer(_Trainer):
 
 
 def extend(module: ModuleType) -> None:
-    """Put a trainer that makes this package's HybridMuon in the place of a module's ``Trainer``.
+    """Replace a module's ``Trainer`` by one that makes this package's HybridMuon.
 
     Raises
     ------
     UnsupportedDeepmdKitError
-        When the module's trainer lacks what `HybridMuonTrainer` builds on.
+        When the module's trainer lacks the methods that `HybridMuonTrainer` overrides.
     """
     theirs: Any = getattr(module, "Trainer", None)
     missing = [name for name in ("_create_optimizer", "_load_optimizer_state") if not hasattr(theirs, name)]

@@ -14,11 +14,12 @@ from deepmd_muon.deepmd_kit.optimizer import DeepmdKitHybridMuon
 
 
 class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
-    """Each rank steps some of the parameters and keeps their state; its checkpoints are those of one process.
+    """Each rank updates some of the parameters and keeps their state; checkpoints have the form of one process's.
 
-    torch's class copies every key of its groups to and from the rank's own optimizer, which holds other parameters
-    than its groups list. Here names and routes stay where they belong, and a state dict gets those of all ranks.
-    `named_parameters` are those of the whole model, in the same order on all ranks.
+    The groups of torch's class list all parameters, those of a rank's own optimizer only the rank's. torch copies every
+    key between them; this class does not copy lists with one entry per parameter (names, routes, ...), and collects
+    them from all ranks for a state dict. `named_parameters` are those of the whole model, in the same order on all
+    ranks.
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, Tensor]], lr: float, **settings: Any) -> None:
@@ -50,7 +51,7 @@ class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `consolidate_state_dict` collected, as HybridMuon of a single process would."""
+        """Return the state that `consolidate_state_dict` collected, in the form of a single process."""
         found = super().state_dict()
         for group, present, manifest in zip(found["param_groups"], self.param_groups, self._manifests, strict=True):
             names = [self._names[p] for p in present["params"]]
@@ -59,7 +60,7 @@ class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the part of a whole state dict, whose groups name its parameters, that belongs to this rank's."""
+        """Load this rank's part of a whole state dict whose groups name their parameters."""
         mine = [self._names[p] for group in self.optim.param_groups for p in group["params"]]
         self.optim.load_state_dict(of_parameters(state_dict, mine))
         self._sync_param_groups(self.optim.param_groups, self.param_groups)

@@ -39,18 +39,18 @@ from deepmd_muon.model.scripted.dense import Dense
 log = logging.getLogger(__name__)
 
 STEPS = tuple(0.4 * 0.5**k for k in range(7))
-"""Intervals to choose from, in the input of the nets."""
+"""Intervals of the tables to choose from, in units of the nets' input."""
 
 EXTRAPOLATE = 2.0
-"""Default reach of the tables, over the largest 1/distance of the training data."""
+"""The tables reach by default to this multiple of the largest 1/distance in the training data."""
 
 FORCE = 1e-6
-"""Most that a chosen step may change forces [eV/Å]."""
+"""Largest change of a force that a chosen step may cause [eV/Å]."""
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
-"""Error by rounding, in addition, relative to the largest force."""
+"""Allowance for rounding errors in addition to `FORCE`, relative to the largest force."""
 
-ASSUMED_DISTANCE = 0.5  # [Å] where that of the data is unknown; bonds with hydrogen have 0.74 and more
+ASSUMED_DISTANCE = 0.5  # [Å] if that of the data is unknown; bonds with hydrogen have 0.74 and more
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Compression:
     step
         Interval of the tables in the input of the nets.
     nearest
-        Distance where they end [Å].
+        Smallest distance that the tables cover [Å].
     allowed
-        Difference of forces up to which a step is chosen [eV/Å].
+        Largest difference of forces with which a step is accepted [eV/Å].
     """
 
     difference: Difference
@@ -97,7 +97,7 @@ def compress(
         Interval of the tables in the input of the nets; by default the longest of `STEPS` that changes forces by at
         most `FORCE`.
     extrapolate
-        The tables reach down to min_distance/extrapolate. The nets themselves are evaluated below.
+        The tables reach down to min_distance/extrapolate. Below that, the program evaluates the nets themselves.
 
     Raises
     ------
@@ -135,7 +135,7 @@ def compress(
         save(program, model, temporary, output)
         frozen = Predictor(temporary, device="cpu")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of the structures with close atoms
+            warnings.simplefilter("ignore", UserWarning)  # about the structures with close atoms
             written = difference_of([(e, frozen.predict(*s)) for e, s in zip(expected, structures, strict=True)])
         if not written.force <= 2.0 * max(difference.force, allowed):
             raise FreezeError(
@@ -185,7 +185,7 @@ def restored(path: str | os.PathLike[str], *, trust: bool = False) -> tuple[Ener
     CheckpointError
         When the file cannot be read.
     FreezeError
-        When it does not hold the nets of its descriptor: files of DPA-1 hold the results of the nets of types alone.
+        When it does not hold the nets of its descriptor: of the nets of types, files of DPA-1 hold only the results.
     """
     program: Any = FrozenModel(path, "cpu", trust=trust).program
     model = build_model(settings_of(json.loads(program.get_model_def_script())))
@@ -205,7 +205,7 @@ def restored(path: str | os.PathLike[str], *, trust: bool = False) -> tuple[Ener
 
 
 def _fill(model: EnergyModel, program: Any) -> None:
-    """Copy the values in a program into a model."""
+    """Copy the weights of a program into a model."""
     own: Any = model.atomic_model
     sea, net = own.descriptor.sea, own.fitting_net
     for collection, saved in (

@@ -1,4 +1,4 @@
-"""Freezing: a checkpoint's model as a TorchScript file, compared with the checkpoint before it takes its name."""
+"""Freezing: a checkpoint's model as a TorchScript file, compared with the checkpoint before it gets its final name."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def freeze(model: EnergyModel, output: str | os.PathLike[str], *, min_distance: 
     ModelError
         When a part of the model cannot be frozen.
     FreezeError
-        When the file computes something else than the model.
+        When the results of the file and of the model differ.
     """
     output = Path(output)
     make_folder_of(output)
@@ -101,7 +101,7 @@ def program_of(model: EnergyModel, min_distance: float = UNKNOWN_DISTANCE) -> Pr
 
 
 def save(program: Program, model: EnergyModel, temporary: Path, output: Path) -> None:
-    """Write a program, the weights and the list of all parts to a file that errors call by the name `output`."""
+    """Write a program, the weights and the list of all parts to `temporary`; errors name the file `output`."""
     weights, plain = io.BytesIO(), io.BytesIO()
     torch.save(to_deepmd_kit(model, {}), weights)
     extra: dict[str, bytes | str] = {WEIGHTS: weights.getvalue()}
@@ -183,7 +183,7 @@ def _per_atom(prediction: Prediction) -> dict[str, np.ndarray]:
 
 
 def difference_of(predictions: Sequence[tuple[Prediction, ...]]) -> Difference:
-    """Return the largest difference between pairs of predictions; the scale of each kind is the first one's."""
+    """Return the largest difference between pairs of predictions, relative to the largest value of the first ones."""
     pairs = [(_per_atom(one), _per_atom(other)) for one, other in predictions]
     found, relative = {}, 0.0
     for name in ("energy", "atom_energy", "force", "virial"):

@@ -1,4 +1,4 @@
-"""The neighbour list that a frozen file finds itself when it is given a cell instead of a list; TorchScript."""
+"""Neighbour search of frozen files for calls with a cell instead of a neighbour list; TorchScript."""
 
 import torch
 
@@ -6,7 +6,7 @@ import torch
 def with_images(
     coord: torch.Tensor, kind: torch.Tensor, box: torch.Tensor, rcut: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return one frame's atoms in their cell, followed by the periodic images that they may see.
+    """Return one frame's atoms in their cell, followed by the periodic images that may lie within their cut-off.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ def with_images(
     fraction = coord @ inverse
     fraction = fraction - fraction.floor()
     reach = rcut * inverse.square().sum(0).sqrt()  # of the cut-off, in units of the distance between opposite faces
-    # Also of a cell without volume, whose inverse holds infinities. 1e6 images are hundreds of MB.
+    # Also catches a cell without volume, whose inverse holds infinities. 1e6 images take hundreds of MB.
     if not bool(reach.clamp(min=0.5).prod() < 125000.0):
         raise ValueError("the cell is too flat: an atom has more than a million images within the cut-off")
     steps: list[torch.Tensor] = []
@@ -46,9 +46,9 @@ def with_images(
 
 
 def all_pairs(coord: torch.Tensor, nloc: int, rcut: float, step: int = 512) -> torch.Tensor:
-    """Return which atoms lie within the cut-off of each of the first `nloc` `(nloc, nnei)`, −1 in empty slots.
+    """Return the atoms within the cut-off of each of the first `nloc` atoms `(nloc, nnei)`, −1 in empty slots.
 
-    The distances of `step` of them to all atoms are held at once.
+    `step` bounds the memory: the distances of this many atoms to all others are held at once.
     """
     lists: list[torch.Tensor] = []
     width = 0

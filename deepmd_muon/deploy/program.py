@@ -42,7 +42,7 @@ class Sums(NamedTuple):
 
 
 def add_edges(near: Near, slope: torch.Tensor, frame: torch.Tensor, sums: Sums) -> None:
-    """Add what edges with dE/dr_ij `slope` give to forces and virials; the virial of an edge goes to the neighbour."""
+    """Add the contributions of edges to forces and virials; `slope` is dE/dr_ij, and the neighbour gets the virial."""
     sums.force.index_add_(0, near.centre, slope.sum(1))
     atoms = near.neighbor.clamp(min=0).view(-1)
     sums.force.index_add_(0, atoms, slope.reshape(-1, 3), alpha=-1)
@@ -63,7 +63,7 @@ def _places(order: torch.Tensor, offset: torch.Tensor, nloc: int, mapping: torch
 
 
 def _outputs(sums: Sums, nframes: int, do_atomic_virial: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return what `forward_lower` returns; forces and virials in this precision."""
+    """Return the results of `forward_lower`, with forces and virials in `dtype`."""
     per_atom = sums.energy.view(nframes, -1)
     out = {
         "energy": per_atom.sum(1, keepdim=True),
@@ -92,7 +92,7 @@ class _WithoutParameters(torch.nn.Module):
     def energy_and_slope(
         self, descriptor: torch.Tensor, counts: list[int], parameters: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the net returns."""
+        """Call the net, which takes no parameters."""
         found: tuple[torch.Tensor, torch.Tensor] = self.net.energy_and_slope(descriptor, counts)
         return found
 
@@ -105,7 +105,7 @@ class Program(torch.nn.Module):
     model
         The trained model; its weights are copied.
     section
-        The model section as deepmd-kit would have it; `DeepPot` reads it from the file.
+        The model section in deepmd-kit's form; `DeepPot` reads it from the file.
     min_distance
         Smallest distance in the training data [Å]; `dp compress` reads it from the file.
 
@@ -115,7 +115,7 @@ class Program(torch.nn.Module):
         When a part of the model has no scripted form.
     """
 
-    centres_cpu: Final[int]  # computed at once: they bound the memory of a large system, and what a cache has to hold
+    centres_cpu: Final[int]  # evaluated at once: bounds memory, and the data that a cache has to hold
     centres_gpu: Final[int] = 8192
     type_map: list[str]
     sel: list[int]
@@ -322,7 +322,7 @@ class Program(torch.nn.Module):
         do_atomic_virial: bool,
         comm_dict: dict[str, torch.Tensor] | None,
     ) -> dict[str, torch.Tensor]:
-        """Do what `forward_lower` says: TorchScript methods call each other without defaults."""
+        """Implement `forward_lower`, apart from it because TorchScript methods call each other without defaults."""
         nframes, nall = extended_atype.shape
         nloc = nlist.shape[1]
         coord = extended_coord.reshape(nframes * nall, 3).to(torch.float64)
@@ -347,7 +347,7 @@ class Program(torch.nn.Module):
                 comm = comm_dict
             else:
                 place = _places(order, offset, nloc, mapping)
-        for begin in range(0, max(1, order.shape[0]), step):  # a rank without atoms takes part in exchanges
+        for begin in range(0, max(1, order.shape[0]), step):  # a rank without atoms still takes part in exchanges
             here = order[begin : begin + step]
             atoms = centre[here]
             kind = types[atoms]
@@ -386,9 +386,10 @@ class Program(torch.nn.Module):
         do_atomic_virial: bool = False,
         charge_spin: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return what `forward_lower` returns under the names of deepmd-kit's Python.
+        """Return the results of `forward_lower` under the names of deepmd-kit's Python code.
 
-        deepmd-kit sums `energy_derv_c` for the virial: unless atomic ones are asked for, the first atom holds it all.
+        deepmd-kit sums `energy_derv_c` over atoms to get the virial. Without `do_atomic_virial` the first atom
+        therefore holds the whole virial.
         """
         parameters = self._parameter_rows(nlist, fparam, aparam)
         found = self._evaluate(extended_coord, extended_atype, nlist, mapping, parameters, do_atomic_virial, None)

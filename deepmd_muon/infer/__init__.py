@@ -13,7 +13,7 @@ __all__ = ["DeepPotCalculator", "Prediction", "Predictor", "load_model"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch with the predictor, and ASE with the calculator, when they are asked for."""
+    """Import the predictor (with torch) and the calculator (with ASE) at first use."""
     if name == "DeepPotCalculator":
         from deepmd_muon.infer.ase_calculator import DeepPotCalculator
 

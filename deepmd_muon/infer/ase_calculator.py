@@ -1,4 +1,4 @@
-"""An ASE calculator, so that a potential runs molecular dynamics, relaxations and everything else ASE has."""
+"""An ASE calculator: molecular dynamics, relaxations and everything else in ASE with a trained potential."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _COMMITTEE = ("energy_comm", "forces_comm", "stress_comm")
 class DeepPotCalculator(Calculator):
     """Energy [eV], forces [eV/Å], stress [eV/Å³] and atomic energies [eV] of a potential, for ASE.
 
-    Where the model reads frame or atomic parameters, they come from `fparam` and `aparam` in `atoms.info`, as in
+    A model that reads frame or atomic parameters gets them from `fparam` and `aparam` in `atoms.info`, as in
     deepmd-kit; atomic ones also from an array `aparam` of the atoms; else from the arguments below. Results are
-    computed anew when these values change.
+    recomputed when these values change.
 
-    A system that is periodic along some axes only is computed in a cell that is widened along the others, so far
-    that no atom sees an image there. Stress is for systems with three periodic axes.
+    A system that is periodic along some axes only is computed in a cell that is widened along the others until no atom
+    has an image within the cut-off there. Only systems with three periodic axes have a stress.
 
     Several models are a committee. Results are their means, and `results` also has the values of every model under
     MACE's names, and their disagreement under the names of `model_devi.out` and by deepmd-kit's definitions
@@ -103,7 +103,7 @@ class DeepPotCalculator(Calculator):
         properties: Sequence[str] = ("energy",),
         system_changes: Sequence[str] = tuple(all_changes),
     ) -> None:
-        """Fill `results`; one evaluation gives everything, so `properties` only says whether stress is missed."""
+        """Fill `results`: one evaluation computes every property, whatever `properties` lists."""
         super().calculate(atoms, properties, system_changes)
         atoms = self.atoms  # the copy that ASE compares with at the next call
         assert atoms is not None
@@ -126,14 +126,14 @@ class DeepPotCalculator(Calculator):
             self.results["devi_f"] = of_force
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
-        """Return what has changed since the last calculation, parameters included, which ASE does not look at."""
+        """Return what has changed since the last calculation, including parameters, which ASE does not compare."""
         changes: list[str] = super().check_state(atoms, tol)
         if self._used and not all(map(_same, self._used, self._given(atoms))):
             changes.append("parameters")
         return changes
 
     def _given(self, atoms: Atoms) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Return frame and atomic parameters, None where the models read none or nobody gives any."""
+        """Return frame and atomic parameters, None where the models read none or none are given."""
         wanted = common_parameters(self.predictors)
         fparam = atoms.info.get("fparam", self.fparam) if wanted.fparam else None
         aparam = atoms.info.get("aparam", atoms.arrays.get("aparam", self.aparam)) if wanted.aparam else None
@@ -186,7 +186,7 @@ def _kinds(type_map: tuple[str, ...]) -> np.ndarray:
 
 
 def _stress(prediction: Prediction, volume: float) -> np.ndarray:
-    """Return the stress (6,) [eV/Å³] of the one frame; tension is positive in ASE and a negative virial in DeePMD."""
+    """Return the stress (6,) [eV/Å³] of a single frame; tension is positive in ASE and a negative virial in DeePMD."""
     virial = prediction.virial[0].reshape(3, 3)
     stress: np.ndarray = full_3x3_to_voigt_6_stress(-0.5 * (virial + virial.T) / volume)
     return stress

@@ -19,7 +19,7 @@ class DetailFiles:
     """Write `PREFIX.e.out`, `.e_peratom.out`, `.f.out`, `.v.out`, `.v_peratom.out` and `.s.out`.
 
     Columns are the data first, then the prediction; rows are frames (atoms in `.f.out`, padding left out). Each
-    system begins with a `#` line that names it and the columns. A file appears when some system has its label.
+    system begins with a `#` line that names it and the columns. A file is written only if some system has its label.
 
     Parameters
     ----------
@@ -60,7 +60,9 @@ class DetailFiles:
         names = [f"{source}_{column}" for source in ("data", "pred") for column in columns]
         path = self.paths(self._prefix)[_KINDS.index(kind)]
         begun = kind in self._begun
-        heading = f"{title}: {' '.join(names)}".encode(errors="backslashreplace").decode()  # of paths that are no UTF-8
+        heading = f"{title}: {' '.join(names)}".encode(
+            errors="backslashreplace"
+        ).decode()  # of paths that are not UTF-8
         header = "" if self._begun.get(kind) == title else heading
         self._begun[kind] = title
         with append_to(path) if begun else fresh_file(path) as file:

@@ -1,4 +1,4 @@
-"""Energy, forces and virial of moving structures without a word from the host: one CUDA graph a call."""
+"""Energy, forces and virial of moving structures, computed on the device alone: one CUDA graph a call."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from deepmd_muon.model.neighbors.atoms import AT_SAME_PLACE, MOST_NEIGHBORS, NOT
 from deepmd_muon.model.neighbors.skin_lists import SkinLists
 from deepmd_muon.model.nn.graphs import GraphMemory, Replayed
 
-#: Atoms of a structure up to which comparing all pairs, once in many steps, costs less than the host's lists.
+#: Most atoms of a structure for which comparing all pairs, once in many steps, costs less than the host's lists.
 MOST_ATOMS = 100_000
-# Compositions whose graphs are kept at most.
+# Most compositions whose graphs are kept.
 _MOST_CALLS = 8
-# Calls that are repeated at most because something did not fit.
+# Most launches of one call, each with more room than the one before.
 _TRIES = 8
 
 
@@ -34,10 +34,11 @@ class DenseError(NeighborError):
 class DeviceCall:
     """The force call of structures of fixed types.
 
-    `launch` does all work on the device: lists are built again where an atom has crossed half the skin, by a kernel
-    that returns at once elsewhere; the neighbours within the cut-off are sorted from them; the model is evaluated. The
-    sizes of lists, and the range of tables in place of embedding nets, are what earlier positions needed and some more.
-    The device notes what does not fit. `settled` reads that and makes room; the caller launches again.
+    `launch` does all work on the device. A kernel rebuilds the lists of a structure if an atom has crossed half the
+    skin, and otherwise returns at once. The neighbours within the cut-off are then sorted from the lists, and the model
+    is evaluated. The sizes of lists, and the range of tables in place of embedding nets, are those of earlier positions
+    with a margin. Kernels note what does not fit; `settled` reads these notes and makes room, and the caller launches
+    again.
 
     Parameters
     ----------
@@ -48,9 +49,9 @@ class DeviceCall:
     periodic
         Whether a structure has a cell.
     skin
-        What lists hold beyond the cut-off [Å].
+        Width of the shell beyond the cut-off that lists include [Å].
     memory
-        Where graphs are captured; None launches kernels one by one.
+        Memory of captured graphs; None launches kernels one by one.
 
     Attributes
     ----------
@@ -60,7 +61,7 @@ class DeviceCall:
         Results `(nframes,)`, `(nframes, 9)` [eV], `(nframes, natoms, 3)` [eV/Å], `(nframes, natoms)` [eV], float64;
         the next launch overwrites them.
     version
-        How often sizes have changed: a graph that holds `launch` has to be recorded again.
+        Number of changes of sizes. After each, a graph that contains `launch` has to be recorded again.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class DeviceCall:
         self._box: np.ndarray | None = None
         self._cells: tuple[Tensor, int] | None = None
         self._table: Table | None = None
-        # Tensors made in inference mode count no changes.
+        # Inference tensors have no version counter.
         self._weights = [weight for weight in model.parameters() if not weight.is_inference()]
         self._tabulated = 0
         self._ready = False
@@ -101,7 +102,7 @@ class DeviceCall:
     def place(self, coord: Tensor, box: Tensor | None) -> None:
         """Write positions `(nframes, natoms, 3)` and cells `(nframes, 3, 3)` [Å], tensors on the device.
 
-        Cells are looked at only where the tensor is another one than before, or was changed.
+        Cells are checked only if `box` is another tensor than before, or was changed in place.
 
         Raises
         ------
@@ -149,7 +150,7 @@ class DeviceCall:
         self._repeated(self.needed)
 
     def _read(self) -> list[int]:
-        """Copy all results to the host; return the notes, for which the host waits."""
+        """Copy all results to the host; wait for the notes and return them."""
         self._host.copy_(self._results, non_blocking=True)
         return self.needed()
 
@@ -160,10 +161,10 @@ class DeviceCall:
             self._replayed()
             if self.settled(read()):
                 return
-        raise NeighborError(f"neighbour lists found no size that fits within {_TRIES} tries")
+        raise NeighborError(f"the neighbour lists did not fit after {_TRIES} launches with growing sizes")
 
     def needed(self) -> list[int]:
-        """Wait for the device, and return its notes on all launches since sizes last changed; `settled` takes them."""
+        """Wait for the device, and return its notes on all launches since sizes last changed, for `settled`."""
         found: list[int] = self.lists.needed.tolist()
         return found
 
@@ -177,7 +178,7 @@ class DeviceCall:
         """
         if needed[NOT_FINITE] or needed[AT_SAME_PLACE]:
             self._find_fault()
-            self.lists.needed[AT_SAME_PLACE] = 0  # they have parted since
+            self.lists.needed[AT_SAME_PLACE] = 0  # no fault found: they have moved apart since
         if self.lists.grow(needed):
             self._changed()
             return False
@@ -188,9 +189,9 @@ class DeviceCall:
         return True
 
     def prepare(self) -> None:
-        """Choose sizes and tables by the present positions and weights, where that is to be done; a launch needs them.
+        """Choose sizes and tables for the present positions and weights, if missing or outdated; launches need them.
 
-        A change of weights is seen by torch's counters of changes in place. A replayed graph does not count its own.
+        torch's version counters reveal changes of weights, but not those by a replayed graph.
 
         Raises
         ------
@@ -225,7 +226,7 @@ class DeviceCall:
                     raise NeighborError(error.problem, k) from error
 
     def _find_fault(self) -> None:
-        """Let the host find atoms that are not finite or at the same place, and name them."""
+        """Find atoms that are not finite or at the same place on the host, and raise an error that names them."""
         coord, atype = self.lists.coord.cpu().numpy(), self._atype.cpu().numpy()
         box = None if self.lists.cells is None else self.lists.cells.box.cpu().numpy()
         for k in range(len(coord)):
@@ -237,7 +238,7 @@ class DeviceCall:
 
 
 class DeviceCalls:
-    """The force calls of the compositions that a model has met last.
+    """The force calls of the compositions that a model has evaluated last.
 
     Parameters
     ----------
@@ -269,11 +270,11 @@ class DeviceCalls:
         return call
 
     def clear(self) -> None:
-        """Free what the device holds for all of them."""
+        """Free the device memory of all of them."""
         self._calls.clear()
 
 
 def fits(atype: np.ndarray) -> bool:
-    """Tell whether the device finds neighbours in structures of these types: not too large, padding last."""
+    """Return whether the device can find neighbours in structures of these types: not too large, padding last."""
     real = atype >= 0
     return 0 < atype.shape[1] <= MOST_ATOMS and bool(real.any() and (real[:, 1:] <= real[:, :-1]).all())

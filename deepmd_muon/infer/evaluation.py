@@ -1,4 +1,4 @@
-"""Walking through test systems: predictions and errors, chunk by chunk."""
+"""Predictions and errors of test systems, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def evaluate_system(
     limit
         At most this many frames; None takes all.
     shuffle
-        Take frames in the random order that this generator gives, not in the system's.
+        Draw the order of the frames from this generator; None keeps the system's order.
     atomic
         Compare atomic energies, where the system has them.
     chunk_atoms

@@ -24,9 +24,9 @@ from deepmd_muon.model.scripted.exchange import BORDER_OP, declare_operators
 
 SUFFIX = ".pth"
 _LONGEST = 100.0  # cut-off [Å], as in inputs
-# What a program raises, or what comes of results of another form.
+# Exceptions of a program, and of results in another form.
 _PROGRAM_ERRORS = (RuntimeError, AttributeError, LookupError, TypeError, ValueError)
-# deepmd-kit's files name these operators, which only its compressed models call.
+# Operators that deepmd-kit's files name; only its compressed models call them.
 TABULATED = (
     "tabulate_fusion_se_a(Tensor table, Tensor info, Tensor em_x, Tensor em, int width) -> Tensor[]",
     "tabulate_fusion_se_r(Tensor table, Tensor info, Tensor em, int width) -> Tensor[]",
@@ -38,7 +38,7 @@ TABULATED = (
 
 
 def is_frozen(path: object) -> bool:
-    """Tell by its ending whether a path is that of a frozen file."""
+    """Return whether a path has the suffix of a frozen file."""
     return isinstance(path, (str, os.PathLike)) and Path(path).suffix == SUFFIX
 
 
@@ -61,7 +61,7 @@ class FrozenModel:
     type_map
         Element symbol of every type.
     parameters
-        The frame and atomic parameters that it reads.
+        The frame and atomic parameters that the program reads.
 
     Raises
     ------
@@ -177,7 +177,7 @@ class FrozenModel:
                 for axis in range(3):
                     out.force[frame, :, axis] = np.bincount(owner, weights=force[:, axis], minlength=natoms)
             except _PROGRAM_ERRORS as error:
-                raise self._strange(error) from error
+                raise self._failed(error) from error
         return out
 
     def forward_lower(
@@ -198,7 +198,7 @@ class FrozenModel:
         atype
             Their types `(nall,)`, int64.
         neighbor
-            All atoms within the cut-off of each real atom `(nloc, nnei)`, −1 in empty slots; more may be in it.
+            All atoms within the cut-off of each real atom `(nloc, nnei)`, −1 in empty slots; it may list more.
         mapping
             Real atom of each `(nall,)`, int64.
         fparam
@@ -214,7 +214,7 @@ class FrozenModel:
         try:
             with torch.enable_grad():  # a program may differentiate
                 structure = coord[None], atype[None], neighbor[None], mapping[None]
-                # By name, and where there are any: other programs need not know them.
+                # By name, and only if given: other programs may not have these arguments.
                 given = {"fparam": fparam, "aparam": aparam}
                 parameters = {name: values[None] for name, values in given.items() if values is not None}
                 found = self._program.forward_lower(*structure, **parameters)
@@ -222,9 +222,9 @@ class FrozenModel:
         except torch.OutOfMemoryError:
             raise
         except _PROGRAM_ERRORS as error:
-            raise self._strange(error) from error
+            raise self._failed(error) from error
 
-    def _strange(self, error: Exception) -> CheckpointError:
+    def _failed(self, error: Exception) -> CheckpointError:
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
         return CheckpointError(f"{self._path} does not compute like a potential: {reason}")
 

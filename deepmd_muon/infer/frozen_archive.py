@@ -1,4 +1,4 @@
-"""Frozen files are programs: checksums and a list of operators are compared before anything in them runs."""
+"""Frozen files are programs: verify their checksums and operators before anything in them runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from deepmd_muon.checkpoint_file.archive import ArchiveError, check_members
 MANIFEST = "deepmd_muon_manifest.json"
 #: Name of the checkpoint's model entry that `dp freeze` adds: GPUs compute with it, not with the program.
 WEIGHTS = "deepmd_muon_weights.pt"
-# Operators of frozen potentials of this package and of deepmd-kit 3.2, and mathematics like theirs. None touches files,
-# processes or memory by address.
+# Operators of frozen potentials of this package and of deepmd-kit 3.2, and similar mathematical ones. None accesses
+# files, processes or memory by address.
 _ATEN = """
     abs acos add add_ addcmul addcmul_ addmm all amax amin __and__ any append arange argmax argmin argsort asin
     atan atan2 baddbmm bincount bitwise_and bitwise_not bitwise_or bmm Bool broadcast_to bucketize cartesian_prod cat
@@ -54,7 +54,7 @@ _ALLOWED = frozenset(
     for namespace, names in (("aten", _ATEN), ("deepmd", _DEEPMD), ("prim", _PRIM))
     for name in names.split()
 )
-# Defaults of arguments and values of classes are computed when torch loads a program; these only stand for themselves.
+# torch evaluates default arguments and class attributes when it loads a program; these nodes call nothing.
 _PLAIN = (
     ast.Constant,
     ast.UnaryOp,
@@ -70,12 +70,12 @@ _PLAIN = (
 
 
 def manifest_of(content: bytes) -> str:
-    """Return the SHA-256 of every member of an archive but those in which torch describes it, as JSON."""
+    """Return the SHA-256 of every member of an archive, except torch's descriptions of it, as JSON."""
     return _manifest(_members(content))
 
 
 def _members(content: bytes) -> dict[str, bytes]:
-    """Read all members as torch does: another reader could find others in a made-up archive."""
+    """Read all members with torch's reader: in a crafted archive, another reader could find other members."""
     reader = torch._C.PyTorchFileReader(io.BytesIO(content))
     return {name: reader.get_record(name) for name in reader.get_all_records()}
 
@@ -103,17 +103,17 @@ def weights_of(content: bytes) -> Any:
         return None
     try:
         return torch.load(io.BytesIO(held), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever the bytes are that stand there
+    except Exception as error:  # the bytes may be anything
         raise ArchiveError(f"its part {WEIGHTS} cannot be read") from error
 
 
 def _checked(content: bytes) -> dict[str, bytes]:
-    """Return all members of a whole archive."""
+    """Return all members of an archive after verifying that it is complete and undamaged."""
     if not content.startswith(b"PK\x03\x04"):  # torch also loads other formats, which have no checksums
-        raise ArchiveError("it is no TorchScript archive")
+        raise ArchiveError("it is not a TorchScript archive")
     check_members(io.BytesIO(content), program=True)
     members = _members(content)
-    listed = members.get(f"extra/{MANIFEST}")  # of files of dp freeze; others have the checksums of their members alone
+    listed = members.get(f"extra/{MANIFEST}")  # only dp freeze adds it; other files have checksums of members only
     if listed is not None and listed != _manifest(members).encode():
         raise ArchiveError("it is damaged or was changed: its parts do not fit the list that dp freeze added")
     return members
@@ -127,7 +127,7 @@ def load_program(content: bytes, device: torch.device, *, trust: bool) -> torch.
     content
         The bytes of the file.
     device
-        Where its tensors go.
+        Device of the program's tensors.
     trust
         Accept any operator.
 
@@ -140,20 +140,20 @@ def load_program(content: bytes, device: torch.device, *, trust: bool) -> torch.
     if not trust:
         _check_before_load(members)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript, which LAMMPS's plugin needs
+        warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated, but LAMMPS's plugin needs it
         program: torch.jit.ScriptModule = torch.jit.load(io.BytesIO(content), map_location=device)
     if not trust:
-        strange = sorted(set(_kinds(program)) - _ALLOWED)
-        if strange:
+        unknown = sorted(set(_kinds(program)) - _ALLOWED)
+        if unknown:
             raise ArchiveError(
-                f"it calls {', '.join(strange[:5])}, which no frozen potential needs; if you trust who made the file, "
+                f"it calls {', '.join(unknown[:5])}, which no frozen potential needs; if you trust who made the file, "
                 "use --trust (in Python trust=True)"
             )
     return program
 
 
 def _check_before_load(members: Mapping[str, bytes]) -> None:
-    """Refuse what runs while torch loads a program: __setstate__, computed defaults, objects of C++ libraries."""
+    """Refuse code that runs while torch loads a program: __setstate__, computed defaults, objects of C++ libraries."""
     code = {name: data for name, data in members.items() if name.startswith("code/") and name.endswith(".py")}
     pickles = [data for name, data in members.items() if name.endswith(".pkl")]
     if any(b"torch.classes" in data for data in (*code.values(), *pickles)):
@@ -180,7 +180,7 @@ def _runs_early(node: ast.AST) -> bool:
 
 
 def _kinds(program: torch.jit.ScriptModule) -> Iterator[str]:
-    """Yield the operators of all methods of a program, with all that they call."""
+    """Yield the operators of all methods of a program and of the functions they call."""
     script = program._c
     for name in script._method_names():
         graph = script._get_method(name).inlined_graph  # its nodes live as long as it does

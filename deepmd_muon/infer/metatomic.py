@@ -44,8 +44,8 @@ class MetatomicPotential(torch.nn.Module):
     ) -> Dict[str, TensorMap]:  # noqa: UP006
         """Return "energy" of every system [eV], with gradients by positions and cell.
 
-        The program has computed forces F and virial W. E − F·δx + δh·h⁻ᵀ(xᵀF − W), whose changes δx of positions and
-        δh of the cell are 0, has the energy's value and gradients.
+        The program returns forces F and virial W as values, without a graph. E − F·δx + δh·h⁻ᵀ(xᵀF − W), evaluated at
+        changes δx of positions and δh of the cell that are 0, has the energy's value and gradients.
         """
         found: dict[str, TensorMap] = {}
         if "energy" not in outputs:

@@ -39,18 +39,18 @@ class ErrorSum:
 
     @property
     def mae(self) -> float:
-        """Mean absolute error; nan of nothing."""
+        """Mean absolute error; NaN without values."""
         return self.absolute / self.weight if self.weight else float("nan")
 
     @property
     def rmse(self) -> float:
-        """Root-mean-square error; nan of nothing."""
+        """Root-mean-square error; NaN without values."""
         return float(np.sqrt(self.square / self.weight)) if self.weight else float("nan")
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """How a quantity stands in the report: a title with a place for "MAE" or "RMSE", and its unit."""
+    """A quantity's row in the report: a title with a place for "MAE" or "RMSE", and its unit."""
 
     title: str
     unit: str
@@ -105,7 +105,7 @@ def volumes(box: np.ndarray) -> np.ndarray:
 
 
 def add_errors(total: Errors, part: Mapping[str, ErrorSum]) -> Errors:
-    """Return the errors of both together; a quantity that one lacks is the other's."""
+    """Return the errors of both together; a quantity may be in only one of them."""
     names = [name for name in QUANTITIES if name in total or name in part]
     return {name: total.get(name, ErrorSum()) + part.get(name, ErrorSum()) for name in names}
 

@@ -1,4 +1,4 @@
-"""How far several models disagree: the model deviation that active learning selects structures by."""
+"""Model deviation: the disagreement of several models, by which active learning selects structures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = (*(f"{kind}_devi_{quantity}" for quantity in "vf" for kind in ("max", 
 
 @dataclass(frozen=True)
 class DeviationSettings:
-    """The quantity of a deviation.
+    """The definition of a deviation.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ class DeviationSettings:
     relative
         Divide the deviation of a force by its magnitude plus this level [eV/Å]; None does not divide.
     relative_virial
-        The same of the virial [eV/atom].
+        The same for the virial [eV/atom].
     """
 
     real_error: bool = False

@@ -79,7 +79,7 @@ def _take_averages(model: EnergyModel, checkpoint: dict[str, Any], path: Path, h
 
 
 class Predictor:
-    """Evaluate a model on frames of any number, in batches that fit the device.
+    """Evaluate a model on any number of frames, in batches that fit the device.
 
     Parameters
     ----------
@@ -92,8 +92,8 @@ class Predictor:
     head
         Name or alias of the branch of a multi-task checkpoint.
     batch_atoms
-        Atoms computed at once, at least one frame; by default 16384 on a GPU and 1024 elsewhere. On a GPU that runs
-        out of memory it is halved and stays so.
+        Atoms computed at once, at least one frame; by default 16384 on a GPU and 1024 elsewhere. If a GPU runs out of
+        memory, this is halved, for later calls too.
     trust
         Run a frozen file even if it calls operators that no potential needs: it may then do anything.
 
@@ -130,7 +130,7 @@ class Predictor:
         if triton_support.usable(self.device):
             self.resident = self.model if isinstance(self.model, EnergyModel) else self.model.restored()
         self._calls = None if self.resident is None else DeviceCalls(self.resident)
-        # A CPU is busy with a thousand atoms; a GPU needs more of them to be so.
+        # A thousand atoms saturate a CPU; a GPU needs more.
         self.batch_atoms = batch_atoms or (16384 if self.device.type == "cuda" else 1024)
 
     @property
@@ -170,7 +170,7 @@ class Predictor:
         Raises
         ------
         PredictionInputError
-            When shapes do not fit together, a type is not the model's, or it reads other parameters.
+            When shapes do not fit together, the model lacks a type, or it reads other parameters.
         """
         coord = np.asarray(coord, dtype=np.float64)
         if coord.ndim == 2 and coord.shape[1] == 3:
@@ -190,7 +190,7 @@ class Predictor:
         return self.evaluate(Frames(atype=types, coord=coord, box=cells, fparam=of_frames, aparam=of_atoms))
 
     def evaluate(self, frames: Frames) -> Prediction:
-        """Evaluate frames as the data room reads them; their labels are not looked at."""
+        """Evaluate frames of the data room; their labels are ignored."""
         ntypes = len(self.type_map)
         self._check_parameters(frames)
         if frames.atype.max(initial=-1) >= ntypes:
@@ -251,7 +251,7 @@ class Predictor:
     def _neighbors(
         model: EnergyModel, coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, k: int
     ) -> FrameNeighbors:
-        # A batch of frames with and without cell marks the latter by zeros.
+        # In a batch of frames with and without a cell, the latter have a cell of zeros.
         cell = None if box is None or not box[k].any() else box[k]
         ntypes, inner = len(model.type_map), model.neighbors.inner
         try:
@@ -264,7 +264,8 @@ class Predictor:
 def naming(system: str, numbers: np.ndarray, frames: Frames) -> Iterator[None]:
     """Name the system of a frame whose neighbours cannot be found, and its number `numbers[k]` there.
 
-    A cell of zeros is such a frame: `Predictor.predict` takes it as none, but a system without a cell says `nopbc`.
+    A cell of zeros is an error here: `Predictor.predict` reads it as no cell, but a system without a cell has a file
+    `nopbc`.
     """
     try:
         if frames.box is not None and not (some := frames.box.any(axis=(1, 2))).all():
@@ -279,7 +280,7 @@ def naming(system: str, numbers: np.ndarray, frames: Frames) -> Iterator[None]:
 
 
 def _broadcast(name: str, values: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Return parameters of all frames, or None; a model without such parameters takes none."""
+    """Return parameters of all frames, or None if none are given; a model without such parameters must get none."""
     if values is None:
         return None
     if not shape[-1]:
