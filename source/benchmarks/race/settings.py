@@ -15,8 +15,9 @@ RATE = 1e-3
 STOP = 1e-3
 #: Part of the run, at its end, over which weights are averaged.
 TAIL = 0.25
-#: AdamW's best of five rates in the race, 3,000 and 30,000 steps.
+#: AdamW's best rate in the race: of five for se_e2_a, 3,000 and 30,000 steps; of four or five for DPA-3, 3,000 steps.
 ADAMW_RATES = {"water": 0.024, "molecules": 0.006, "alloys": 0.006}
+ADAMW_RATES |= {"dpa3/water": 0.006, "dpa3/molecules": 0.012, "dpa3/alloys": 0.024}
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Setting:
     change
         Values of sections, which replace those of the plain run.
     rates
-        First learning rate of each set; `RATE` where it is missing.
+        First learning rate of each set, "MODEL/SET" for one model alone; `RATE` where it is missing.
     averaged
         Whether the run also gives a potential of the weights averaged over its last part, with a name of its own.
     last
@@ -117,7 +118,8 @@ def input_for(
     """
     chosen = SETTINGS[setting]
     content = input_of(name, model, SETS[name].systems(folder, "train"), seed=seed, steps=steps)
-    rate = {"type": "exp", "smooth": True, "stop_lr_ratio": STOP, "start_lr": chosen.rates.get(name, RATE)}
+    start = chosen.rates.get(f"{model}/{name}", chosen.rates.get(name, RATE))
+    rate = {"type": "exp", "smooth": True, "stop_lr_ratio": STOP, "start_lr": start}
     plain = merged(content, {"optimizer": {"type": "HybridMuon"}, "learning_rate": rate})
     quiet: dict[str, Any] = {"disp_freq": steps, "save_freq": steps, "max_ckpt_keep": 1}
     if chosen.averaged:

@@ -1,7 +1,7 @@
 """Dynamics of many copies whose steps wait for nothing: one CUDA graph finds neighbours, moves atoms and watches them.
 
 `deepmd_muon.dynamics` does the same with lists that the host makes, which is right for a few runs of any model; here
-hundreds of short runs of small potentials of one cut-off are wanted. A test compares the two.
+hundreds of short runs of small potentials are wanted. A test compares the two.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class WatchedRun:
     Parameters
     ----------
     model
-        With neighbour lists by type, on the device of the copies.
+        On the device of the copies.
     systems
         The copies with their velocities.
     shortest
@@ -89,17 +89,18 @@ class WatchedRun:
         self._order, self._frame, self._kind = order, order // natoms, flat[order]
         self._box = systems.box
         self._cells = None if systems.box is None else Cells.of(systems.box, float(model.rcut))
-        widths = tuple(int(width) for width in group_limits(model.sel, model.by_type, model.ntypes))
-        assert model.by_type
-        self._sections = Sections(float(model.rcut), widths, True, sum(widths), CAPACITY)
-        self._first = torch.tensor(np.cumsum((0, *widths[:-1])), device=device)
+        request, ntypes = model.neighbors, model.ntypes
+        widths = tuple(int(width) for width in group_limits(request.sel, request.by_type, ntypes))
+        self._sections = Sections(float(model.rcut), widths, request.by_type, sum(widths), CAPACITY)
+        # Sections are sorted: the first neighbour of each is the nearest of its type.
+        first = np.cumsum((0, *widths[:-1])) if request.by_type else np.arange(sum(widths))
+        self._columns, self._ntypes = torch.tensor(first, device=device), ntypes
         self._counts = tuple(torch.bincount(self._kind, minlength=model.ntypes).tolist())
         self._filled = np.repeat(np.array(widths)[:, None], len(order), axis=1)
         # A pair that the frames do not hold is never too close.
         self._shortest = torch.tensor(np.where(np.isfinite(shortest), shortest, 1e-9), device=device)
-        self._pair_row = (self._frame[:, None] * model.ntypes + self._kind[:, None]) * model.ntypes + torch.arange(
-            model.ntypes, device=device
-        )
+        bounds = np.array([min(most, sum(widths)) for _, most in request.inner], dtype=np.int64)
+        self._inner = np.repeat(bounds[:, None], len(order), axis=1)
         limit = HOT * (1.0 + 2.0 / (3.0 * self._natoms.double()).sqrt())
         self._limit = limit * temperature.to(device)
         self._degrees = (3 * self._natoms - 3).clamp(min=3)
@@ -110,7 +111,7 @@ class WatchedRun:
         self._time, self._fast = full(0.0), torch.zeros(copies, dtype=torch.bool, device=device)
         self._blown, self._passed = full(math.inf, copies), full(math.inf, copies, len(RATIOS))
         self._ratios = torch.tensor(RATIOS, dtype=torch.float64, device=device)
-        self._least = full(math.inf, copies * model.ntypes**2)
+        self._least = full(math.inf, copies * ntypes**2)
         self._force = torch.zeros_like(self._coord)
         self._energy = full(0.0, copies)
         self._neighbors: tuple[Tensor, Tensor | None] | None = None
@@ -143,7 +144,7 @@ class WatchedRun:
             sections=self._sections.widths,
             type_counts=self._counts,
             filled=self._filled,
-            inner=np.zeros((0, len(self._order)), dtype=np.int64),
+            inner=self._inner,
         )
         found = self._model(structures, force=True, virial=False)
         self._force.copy_(found["force"])
@@ -164,19 +165,21 @@ class WatchedRun:
         """Note distances, passages and blow-ups; copies that blew up stay where they began."""
         assert self._neighbors is not None
         neighbor, shift = self._neighbors
-        nearest = neighbor[:, self._first]  # of each type: the first of its section
-        flat = self._coord.reshape(-1, 3)
-        vector = flat[nearest.clamp(min=0)] - flat[self._order][:, None]
+        near = neighbor[:, self._columns]
+        place = near.clamp(min=0)
+        flat, pair = self._coord.reshape(-1, 3), (self._kind[:, None], self._atype.reshape(-1)[place])
+        vector = flat[place] - flat[self._order][:, None]
         if shift is not None and self._box is not None:
-            vector = vector + torch.einsum("aki,aix->akx", shift[:, self._first].double(), self._box[self._frame])
-        ratio = vector.square().sum(-1).sqrt() / self._shortest[self._kind]
-        ratio = torch.where((nearest >= 0) & ratio.isfinite(), ratio, math.inf)
+            vector = vector + torch.einsum("aki,aix->akx", shift[:, self._columns].double(), self._box[self._frame])
+        ratio = vector.square().sum(-1).sqrt() / self._shortest[pair]
+        ratio = torch.where((near >= 0) & ratio.isfinite(), ratio, math.inf)
+        rows = (self._frame[:, None] * self._ntypes + pair[0]) * self._ntypes + pair[1]
         kelvin = self._mass.mul(self._velocity.square()).sum((1, 2)) / ACCELERATION / BOLTZMANN / self._degrees
         gone = self._fast | ~(kelvin <= self._limit) | ~self._energy.isfinite()
         self._blown.copy_(torch.where(gone & self._blown.isinf(), self._time, self._blown))
         alive = self._blown.isinf()
         ratio = torch.where(alive[self._frame][:, None], ratio, math.inf)
-        self._least.scatter_reduce_(0, self._pair_row.flatten(), ratio.flatten(), "amin")
+        self._least.scatter_reduce_(0, rows.flatten(), ratio.flatten(), "amin")
         below = self._smallest()[:, None] < self._ratios
         self._passed.copy_(torch.where(below & self._passed.isinf(), self._time, self._passed))
         keep = alive[:, None, None]

@@ -25,10 +25,13 @@ from deepmd_muon.train.learning_rate import learning_rate
 DATA = Path(__file__).resolve().parents[3] / "examples" / "water_xtb" / "data" / "valid"
 
 
-@pytest.fixture(scope="module")
-def predictor():
-    content = input_of("water", "tiny", [DATA / "300K"], seed=1, steps=1)
-    content["model"]["descriptor"]["sel"] = [46, 92]
+@pytest.fixture(scope="module", params=["tiny", "dpa3"])
+def predictor(request):
+    content = input_of("water", request.param, [DATA / "300K"], seed=1, steps=1)
+    if request.param == "tiny":
+        content["model"]["descriptor"]["sel"] = [46, 92]
+    else:
+        content["model"]["descriptor"]["repflow"] |= {"nlayers": 1, "e_sel": 100, "a_sel": 30}
     content["learning_rate"] = {"start_lr": 1e-3}
     return Predictor(build_model(normalize(content).settings.model), device="cpu")
 
@@ -130,3 +133,11 @@ def test_rates_have_the_error_of_potentials_that_differ():
     rate, error = table.rate_of([10, 0], [50.0, 50.0])
     assert (rate, error) == (pytest.approx(0.1), pytest.approx(0.1))
     assert table.rate_of([5, 5], [50.0, 50.0]) == (pytest.approx(0.1), 0.0)
+
+
+def test_adamw_has_the_best_rate_of_each_model(tmp_path):
+    def rate(model):
+        given = settings.input_for("water", "adamw", tmp_path, seed=1, steps=10, model=model)
+        return given["learning_rate"]["start_lr"]
+
+    assert (rate("se_e2_a"), rate("dpa3")) == (0.024, 0.006)
