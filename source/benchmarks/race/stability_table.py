@@ -1,6 +1,6 @@
 """Make the tables of the stability experiment from the lines of `stability_runs.py`, as Markdown and as CSV.
 
-python source/benchmarks/race/stability_table.py runs.jsonl --csv potentials.csv
+python source/benchmarks/race/stability_table.py runs.jsonl --csv potentials.csv --settings settings.csv
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -173,23 +173,76 @@ def grouped(potentials: Iterable[Potential], key: Callable[[Potential], Any]) ->
     return found
 
 
+@dataclass(frozen=True)
+class SettingRow:
+    """The potentials of a setting; errors are standard errors over seeds."""
+
+    steps: int
+    set: str
+    setting: str
+    seeds: int
+    test: float
+    test_error: float
+    out_of_distribution: float
+    out_of_distribution_error: float
+    runs_blown_up: int
+    runs: int
+    potentials_blown_up: int
+    blow_ups_per_ps: float
+    blow_ups_error: float
+    departures_per_ps: float
+    departures_error: float
+    flatness: float
+    flatness_error: float
+
+    @classmethod
+    def of(cls, some: Sequence[Potential]) -> SettingRow:
+        """Summarise potentials that differ by their seeds alone."""
+        first = some[0]
+        return cls(
+            first.steps,
+            first.set,
+            first.setting,
+            len(some),
+            *mean_of([p.test for p in some]),
+            *mean_of([p.out for p in some]),
+            sum(p.blown for p in some),
+            sum(p.runs for p in some),
+            sum(p.blown > 0 for p in some),
+            *rate_of([p.blown for p in some], [p.time for p in some]),
+            *rate_of([p.departed for p in some], [p.departing for p in some]),
+            *mean_of([p.flatness for p in some if not math.isnan(p.flatness)]),
+        )
+
+
+def settings_rows(potentials: Sequence[Potential]) -> list[SettingRow]:
+    """Return a row for each setting of each set and length."""
+    return [SettingRow.of(some) for some in grouped(potentials, lambda p: (p.set, p.steps, p.setting)).values()]
+
+
 def settings_table(potentials: Sequence[Potential]) -> list[str]:
-    """Return the rows of all settings of each set."""
+    """Return the rows of all settings of each set, as Markdown."""
     lines = [
         "| set | steps | setting | seeds | test [eV/Å] | out of distribution [eV/Å] | flatness | runs that blew up "
         "| potentials | blow-ups a ps | departures a ps |",
         "|" + "---|" * 11,
     ]
-    for (name, steps, setting), some in grouped(potentials, lambda p: (p.set, p.steps, p.setting)).items():
-        blown = rate_of([p.blown for p in some], [p.time for p in some])
-        departed = rate_of([p.departed for p in some], [p.departing for p in some])
-        errors = (shown(mean_of([getattr(p, key) for p in some])) for key in ("test", "out"))
-        flat = shown(mean_of([p.flatness for p in some if not math.isnan(p.flatness)]), 2)
-        cells = [name, f"{steps:,}", setting, str(len(some)), *errors, flat]
-        cells += [f"{sum(p.blown for p in some)} of {sum(p.runs for p in some)}", str(sum(p.blown > 0 for p in some))]
-        cells += [shown(blown, 3), shown(departed, 3)]
+    for r in settings_rows(potentials):
+        cells = [r.set, f"{r.steps:,}", r.setting, str(r.seeds), shown((r.test, r.test_error))]
+        cells += [shown((r.out_of_distribution, r.out_of_distribution_error)), shown((r.flatness, r.flatness_error), 2)]
+        cells += [f"{r.runs_blown_up} of {r.runs}", str(r.potentials_blown_up)]
+        cells += [shown((r.blow_ups_per_ps, r.blow_ups_error), 3), shown((r.departures_per_ps, r.departures_error), 3)]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def write_csv(path: Path, rows: Sequence[Potential] | Sequence[SettingRow]) -> None:
+    """Write a line for each row."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(rows[0])], lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({key: f"{v:.6g}" if isinstance(v, float) else v for key, v in vars(row).items()})
 
 
 def verdict_table(potentials: Sequence[Potential]) -> list[str]:
@@ -216,16 +269,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--csv", type=Path, help="file that gets a line a potential")
+    parser.add_argument("--settings", type=Path, help="file that gets a line a setting")
     args = parser.parse_args()
     potentials = read(args.results)
     print("\n".join([*settings_table(potentials), "", *verdict_table(potentials)]))
     if args.csv:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(Potential.__dataclass_fields__), lineterminator="\n")
-            writer.writeheader()
-            for one in potentials:
-                values = vars(one).items()
-                writer.writerow({key: f"{v:.6g}" if isinstance(v, float) else v for key, v in values})
+        write_csv(args.csv, potentials)
+    if args.settings:
+        write_csv(args.settings, settings_rows(potentials))
 
 
 if __name__ == "__main__":
