@@ -102,7 +102,7 @@ def read_another_muon(
     for group in groups:
         if "param_names" not in group:
             raise ForeignStateError(
-                "the state of another Muon has no names of its parameters, and its groups have other numbers of them; "
+                "the state of another Muon has no names of its parameters, and its groups have other sizes than here; "
                 "attach names with deepmd_muon.optim.import_state"
             )
         for name, key in zip(map(canonical_name, group["param_names"]), group["params"], strict=True):
