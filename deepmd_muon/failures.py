@@ -50,5 +50,5 @@ def failure_of(error: BaseException) -> str | None:
 def _wanted(text: str) -> str:
     """Return the size that torch failed to allocate, or else the first line of the message, in parentheses."""
     found = re.search(r"ried to allocate ([\d.]+ ?(?:bytes|[KMGTPE]?i?B))", text)
-    line = f"{found[1]} more were asked for" if found else text.partition("\n")[0]
+    line = f"{found[1]} could not be allocated" if found else text.partition("\n")[0]
     return f" ({line})" if line else ""

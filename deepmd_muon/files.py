@@ -341,7 +341,7 @@ def refuse_clashes(
             found = _outputs_in(system, real)
             problems += [f"{name} is a file of {what} {system}: {places[name]}" for name in real if name in found]
     if problems:
-        raise error("; ".join(problems) + ". Give the output another name: it would be overwritten")
+        raise error("; ".join(problems) + ". Give the output another name, so that it overwrites no other file")
 
 
 def _twice(places: Mapping[str, Path]) -> Iterator[str]:

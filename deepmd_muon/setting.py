@@ -47,7 +47,7 @@ class Setting:
     alias
         Other spellings that an input may use.
     choices
-        Every allowed value, or None when the type alone decides.
+        Every allowed value, or None if only the type matters.
     minimum, maximum
         Inclusive bounds.
     above, below

@@ -87,7 +87,7 @@ class Systems:
             raise DynamicsError("there is no structure with an atom to start from")
         of_type = list(masses) or [MASSES.get(name, float("nan")) for name in type_map]
         if len(of_type) != len(type_map):
-            raise DynamicsError(f"{len(of_type)} masses for {len(type_map)} types {tuple(type_map)}: give one of each")
+            raise DynamicsError(f"{len(of_type)} masses for {len(type_map)} types {tuple(type_map)}: give one per type")
         mass = np.where(frames.atype >= 0, np.array([*of_type, 1.0])[frames.atype], 1.0)
         if np.isnan(mass).any():
             unknown = sorted({type_map[t] for t in np.unique(frames.atype[np.isnan(mass)])})
@@ -118,7 +118,7 @@ class Systems:
         """
         found = torch.as_tensor(value, dtype=torch.float64, device=self.coord.device).reshape(-1)
         if len(found) not in (1, len(self)):
-            raise DynamicsError(f"{len(found)} {name}s for {len(self)} structures: give one, or one of each structure")
+            raise DynamicsError(f"{len(found)} {name}s for {len(self)} structures: give one, or one per structure")
         return found.expand(len(self))
 
     def heated(self, temperature: float | torch.Tensor, generator: torch.Generator) -> Systems:

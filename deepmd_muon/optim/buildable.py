@@ -49,7 +49,7 @@ class OptimizerSettings(Protocol):
         Parameters
         ----------
         lr
-            Learning rate; None takes the configuration's own.
+            Learning rate; None means the configuration's own.
         replicas
             Ranks on which parameters and gradients are equal (DDP). HybridMuon shares its work among them; Adam and
             AdamW shard their state over them (ZeRO-1).

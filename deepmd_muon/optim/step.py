@@ -1,7 +1,7 @@
 """The compiled step, and the step of the parameters that this process steps by itself.
 
 A small model's step is limited by the host. Everything that stays the same from step to step is therefore compiled
-once, and each step first checks whether the `Snapshot` still holds.
+once, and each step first checks whether the `Snapshot` is still valid.
 """
 
 from __future__ import annotations

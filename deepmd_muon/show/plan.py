@@ -29,7 +29,7 @@ _HELD = (
 def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | None, *, owners: bool = False) -> str:
     """Return the plan of HybridMuon's step on `ranks` ranks as text, for an input file or a checkpoint's input.
 
-    `stage` and `groups` are `zero_stage` and `data_parallel_replicate_degree`; None takes those of the input. With
+    `stage` and `groups` are `zero_stage` and `data_parallel_replicate_degree`; None means those of the input. With
     `owners`, the text lists the owner of every matrix.
 
     Raises

@@ -123,7 +123,7 @@ class Application(NamedTuple):
     factors: Tensor  # scale and damping, float32 (factors,)
     rate: Tensor  # learning rate, float64 ()
     decay: tuple[float, float]  # weight decay, split by `split_float64`
-    skip: Tensor  # above 0 to leave the parameters as they are, float32 ()
+    skip: Tensor  # float32 (); if above 0, the parameters stay unchanged
 
 
 # Starts one launch: name, launch, inputs, coefficients, result.

@@ -100,7 +100,7 @@ class LogitRecorder:
     clip
         The layers.
     every
-        Record only in the first of every so many steps; `take` ends a step.
+        Record only in one of so many steps, beginning with the first; `take` ends a step.
     block
         Bound on the logits that are in memory at a time.
 

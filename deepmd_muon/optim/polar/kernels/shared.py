@@ -40,7 +40,7 @@ def read_counter(counter):
 
 @triton.jit
 def barrier(counter, target):
-    """Arrive, and wait for `target` arrivals; what other programs stored before arriving is then visible."""
+    """Arrive, and wait for `target` arrivals; stores that other programs made before they arrived are then visible."""
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
     while arrived < target:

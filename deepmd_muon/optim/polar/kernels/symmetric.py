@@ -197,13 +197,13 @@ def update(
 
     Tensor cores truncate partial sums, so the error grows with the number of terms, and later steps amplify its part
     outside the range of X. With CHUNK > 0, tensor cores sum CHUNK terms at a time and fp32 units add these sums.
-    `polynomial` describes E in T × K tiles, `current` the fp16 X in K × N tiles; `present`, X in fp32 or the same fp16
-    one, `master`, where X is kept in fp32, and `following`, its next fp16 copy, are described in T × N/2 tiles. In the
-    first step `present` may describe the inputs starting at `first`, which `factors` normalise, and in the last step
-    `master` their results; in N/2 × T tiles if these are transposed. Or the last step updates parameters of dtype TYPE;
-    see `apply_tile` for the arguments from `targets` to `skip`, which are None otherwise. With PREFETCH, the tiles of
-    inputs (from `source` on) and of parameters are fetched into the cache during the product; this needs matrices of
-    whole tiles.
+    `polynomial` describes E in T × K tiles, `current` the fp16 X in K × N tiles. The other descriptors have T × N/2
+    tiles: `present` (X in fp32, or the same fp16 X), `master` (the next X in fp32, if it is kept) and `following` (the
+    next X in fp16). In the first step `present` may describe the inputs starting at `first`, which `factors` normalise,
+    and in the last step `master` their results; in N/2 × T tiles if these are transposed. Or the last step updates
+    parameters of dtype TYPE; see `apply_tile` for the arguments from `targets` to `skip`, which are None otherwise.
+    With PREFETCH, the tiles of inputs (from `source` on) and of parameters are fetched into the cache during the
+    product; this needs matrices of whole tiles.
     """
     number = tl.program_id(0)
     matrix = first + tl.program_id(1)
