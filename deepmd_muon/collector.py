@@ -1,4 +1,4 @@
-"""Python's collector of cycles, which must wait at times."""
+"""A pause of Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Collect no cycles: an object that goes may own a CUDA graph, which cannot be destroyed while one is captured."""
+    """Disable the collector: it might destroy a CUDA graph, which is not allowed while another one is captured."""
     collects = gc.isenabled()
     gc.disable()
     try:

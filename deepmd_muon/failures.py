@@ -1,4 +1,4 @@
-"""Failures of the machine in words: no memory, a full disk, a faulty device. torch's errors are known by name."""
+"""Messages for a full disk, lack of memory, a faulty device. Finds torch's errors by class name, without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LESS = "use smaller batches (training/training_data/batch_size), a smaller sel 
 
 
 def is_disk_failure(error: OSError) -> bool:
-    """Return whether a disk is full, read-only or faulty, so that another name in the same folder does not help."""
+    """Return whether a disk is full, read-only or faulty, so that writing to another file there would fail, too."""
     return error.errno in _ADVICE
 
 
@@ -28,7 +28,7 @@ def failure_of(error: BaseException) -> str | None:
     Parameters
     ----------
     error
-        Of Python, NumPy or torch. A `WriteError` counts, other errors of files do not.
+        An error of Python, NumPy or torch. Of errors of files, only a `WriteError` is described.
     """
     text = str(error)
     kinds = {kind.__name__ for kind in type(error).__mro__}
@@ -48,7 +48,7 @@ def failure_of(error: BaseException) -> str | None:
 
 
 def _wanted(text: str) -> str:
-    """Return how much was asked for, where torch says so; of other messages, which are short, all."""
+    """Return the size that torch failed to allocate, or else the first line of the message, in parentheses."""
     found = re.search(r"ried to allocate ([\d.]+ ?(?:bytes|[KMGTPE]?i?B))", text)
-    line = f"{found[1]} more were asked for" if found else text.partition("\n")[0]
+    line = f"{found[1]} could not be allocated" if found else text.partition("\n")[0]
     return f" ({line})" if line else ""

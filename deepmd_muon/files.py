@@ -22,16 +22,16 @@ from typing import Any, BinaryIO, ClassVar
 
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
-# Files of a system of data beside its sets.
+# Files of a system of data, besides those in its sets.
 _OF_SYSTEM = frozenset({"type.raw", "type_map.raw", "nopbc", "data.mdb"})
-#: Seconds that a FIFO may take to find a reader.
+#: Time that writing to a FIFO waits for a reader [s].
 FIFO_PATIENCE = 10.0
 
 
 class WriteError(OSError):
-    """A file that cannot be written, such as on a full disk; made of errno, its text and the path."""
+    """A file cannot be written, for instance on a full disk; arguments are errno, its text and the path."""
 
-    #: Of a command that ends with it.
+    #: Exit status of a command that ends with this error.
     exit_status: ClassVar[int] = 1
 
     def __str__(self) -> str:
@@ -50,9 +50,9 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class _NamedFile(io.FileIO):
-    """A file under a temporary name that remembers its first error, whatever a library makes of it.
+    """A file under a temporary name that keeps its first error, which a library may replace by another.
 
-    torch.save, for one, answers a full disk with a RuntimeError about positions.
+    For example, torch.save raises a RuntimeError about positions when the disk is full.
     """
 
     failure: WriteError | None = None
@@ -72,13 +72,13 @@ class _NamedFile(io.FileIO):
 
 
 def make_folder_of(path: Path, named: Path | None = None) -> None:
-    """Make the folder that a file will be in, if there is none; errors name `path`, or `named`, where it will be."""
+    """Make the folder of `path`, if there is none; errors name `path`, or `named`, the final path of the file."""
     with writing(named or path):
         path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def try_to_write(folder: Path) -> None:
-    """Make a file in a folder and remove it, to find out whether that is possible."""
+    """Make a file in a folder and remove it, to check that the folder is writable."""
     with writing(folder):
         temporary = hidden_name(folder / "try")
         os.close(os.open(temporary, _NEW, 0o666))
@@ -87,16 +87,16 @@ def try_to_write(folder: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing beside `path` and put it in its place at the end of the `with` block.
+    """Open a file for writing beside `path`, and rename it to `path` at the end of the `with` block.
 
-    It is synced to the disk before that, so a reader (or a machine that comes up after a power cut) finds the old
-    file or the new one, never a part. After an exception the old file is untouched. A link is replaced, not followed;
-    a device, FIFO or terminal is written to and stays.
+    It is synced to the disk before, so a reader finds the old file or the new one, never a part, even after a power
+    cut. After an exception the old file is unchanged. A link is replaced, not followed; a device, FIFO or terminal is
+    written to and not replaced.
 
     Raises
     ------
     WriteError
-        When some part of this fails; also when the block ends with another error after it could not write.
+        When any of this fails; also when a write inside the block fails and the block then raises another error.
     """
     if is_special(path):
         with append_to(path) as special:
@@ -108,7 +108,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def named_file(place: Path, path: Path) -> Iterator[BinaryIO]:
-    """Open a file at `place` for writing, synced in the end, whose errors name `path`, where it will be.
+    """Open a file at `place` for writing, and sync it in the end; errors name `path`, its final path.
 
     See `whole_file`.
     """
@@ -131,10 +131,10 @@ def named_file(place: Path, path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacement(path: Path) -> Iterator[Path]:
-    """Yield an empty file beside `path` that takes its place at the end of the `with` block.
+    """Yield the path of an empty file beside `path`, which is renamed to `path` at the end of the `with` block.
 
-    For writers that take a name; everybody else calls `whole_file`, which syncs. The name cannot be guessed and keeps
-    the ending.
+    Use it for writers that take a path; others call `whole_file`, which syncs. The name cannot be guessed, and has the
+    same ending.
     """
     temporary = hidden_name(path)
     with writing(path):
@@ -146,22 +146,22 @@ def replacement(path: Path) -> Iterator[Path]:
         with writing(path):
             os.replace(temporary, path)
     except BaseException:
-        with suppress(OSError):  # of the same disk; the first error counts
+        with suppress(OSError):  # caused by the same disk; the first error counts
             temporary.unlink(missing_ok=True)
         raise
 
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `path` that takes its place at the end of the `with` block.
+    """Yield an empty folder beside `path`, which is renamed to `path` at the end of the `with` block.
 
-    A run that is killed leaves nothing at `path`, where half of the files could be taken for all. `path` must be absent
-    or an empty folder; files are synced by their writers.
+    If the process is killed, `path` stays as it was, so that a part of the files cannot be mistaken for all. `path`
+    must be absent or an empty folder. The writers of the files sync them.
 
     Raises
     ------
     WriteError
-        When the folder cannot be made or put in its place.
+        When the folder cannot be made or renamed.
     """
     final = Path(os.path.realpath(path))
     aside = hidden_name(final)
@@ -172,14 +172,14 @@ def whole_folder(path: Path) -> Iterator[Path]:
         with writing(path):
             os.replace(aside, final)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)  # of the same disk; the first error counts
+        shutil.rmtree(aside, ignore_errors=True)  # errors have the same cause; the first one counts
         raise
 
 
 def fresh_file(path: Path, content: bytes = b"") -> BinaryIO:
     """Return a new file at `path` that begins with `content`, open for appending.
 
-    The old file stays until the new one holds `content`. Links and devices are treated as by `whole_file`.
+    The old file stays until the new one holds `content`. Links and devices are handled as by `whole_file`.
     """
     if not is_special(path):
         with whole_file(path) as whole:
@@ -191,7 +191,7 @@ def fresh_file(path: Path, content: bytes = b"") -> BinaryIO:
 
 
 def append_to(path: Path) -> BinaryIO:
-    """Open for appending what `fresh_file` has made, unless someone has put a link there since."""
+    """Open a file from `fresh_file` for appending; fail if it has been replaced by a link."""
     special = is_special(path)
     flags = os.O_WRONLY | os.O_NONBLOCK if special else os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
     with writing(path):
@@ -202,7 +202,7 @@ def append_to(path: Path) -> BinaryIO:
 
 
 def _open_patiently(path: Path, flags: int) -> int:
-    """Open a file; of a FIFO, wait for its reader, which may just be starting, but not for ever as the system would."""
+    """Open a file; for a FIFO, wait up to `FIFO_PATIENCE` for its reader, for which the system would wait for ever."""
     last = time.monotonic() + FIFO_PATIENCE
     while True:
         try:
@@ -216,7 +216,7 @@ def _open_patiently(path: Path, flags: int) -> int:
 
 
 def replace_link(link: Path, target: str) -> None:
-    """Point a symbolic link at a file in the same folder, without a moment in which there is none."""
+    """Point a symbolic link at a file in the same folder, atomically: the link exists at all times."""
     temporary = hidden_name(link)
     with writing(link):
         temporary.symlink_to(target)  # fails if the name is taken
@@ -228,21 +228,21 @@ def replace_link(link: Path, target: str) -> None:
 
 
 def hidden_name(path: Path) -> Path:
-    """Return a name beside `path` that nobody can guess: ``.name.<random>`` before the ending."""
+    """Return a path beside `path` that cannot be guessed: ``.name.<random>`` before the ending."""
     return path.with_name(f".{path.stem}.{secrets.token_hex(8)}{path.suffix}")
 
 
 def leftovers_of(path: Path) -> list[Path]:
-    """Return the temporary files of `path` that lie beside it: of processes that write it, or were killed."""
+    """Return the temporary files of `path` beside it: those of processes that are writing it or were killed."""
     own = re.compile(rf"\.{re.escape(path.stem)}\.[0-9a-f]{{16}}{re.escape(path.suffix)}")
     return [found for found in path.parent.iterdir() if own.fullmatch(found.name)] if path.parent.is_dir() else []
 
 
 def is_special(path: Path) -> bool:
-    """Return whether a path is a device, FIFO or the like, which is written to and never replaced."""
+    """Return whether a path is a device, FIFO or similar, which must be written to and not replaced."""
     parent = os.path.realpath(path.parent)
     if parent == "/dev" or f"{parent}/".startswith("/proc/"):
-        return True  # even where /dev/stdout is a regular file: others append to it
+        return True  # even if /dev/stdout is a regular file: other processes append to it
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -256,7 +256,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     Raises
     ------
     OSError
-        When it cannot be opened or is something else: a FIFO would keep its reader waiting, a device may have no end.
+        When it cannot be opened or is not regular: reading a FIFO would block, and a device may have no end.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -283,11 +283,10 @@ def regular_text(path: str | os.PathLike[str]) -> str:
 
 
 def real_folders(root: str, refuse: Callable[[OSError], None] | None = None) -> list[tuple[str, list[str]]]:
-    """Return the folders at or below one, sorted, with their files; circles of links are not followed.
+    """Return the folders at or below `root`, sorted, with their files; cycles of links are not followed.
 
-    Sets of systems (``set.000``) and folders whose names begin with a dot are left out: conversions that were killed
-    leave some of these. `refuse` takes the error of a folder that cannot be listed; without it, that folder is passed
-    over.
+    Sets of systems (``set.000``) and folders whose names begin with a dot, which killed conversions leave behind, are
+    omitted. `refuse` receives the error of a folder that cannot be listed; without it, such folders are skipped.
     """
     seen: set[str] = set()
     found: list[tuple[str, list[str]]] = []
@@ -303,7 +302,7 @@ def real_folders(root: str, refuse: Callable[[OSError], None] | None = None) -> 
 
 
 def paths_matching(pattern: str, refuse: Callable[[OSError], None] | None = None) -> Iterator[str]:
-    """Yield the paths that fit a pattern; ``**`` crosses `real_folders`, and at its end stands for the top alone."""
+    """Yield the paths that match a pattern. ``**`` matches `real_folders`; at the end, only the folder before it."""
     parts = pattern.split(os.sep)
     if "**" not in parts:
         yield from glob.iglob(pattern)
@@ -312,7 +311,7 @@ def paths_matching(pattern: str, refuse: Callable[[OSError], None] | None = None
     rest = os.sep.join(parts[place + 1 :])
     for top in glob.glob(os.sep.join(parts[:place]) or (os.sep if parts[0] == "" and place else os.curdir)):
         if not rest:
-            yield top  # readers search it for systems, and a clash below it counts
+            yield top  # readers search it for systems; `refuse_clashes` looks below it, too
             continue
         for folder, _ in real_folders(top, refuse):
             folder = os.path.normpath(folder) if place == 0 else folder
@@ -325,10 +324,11 @@ def refuse_clashes(
     inputs: Mapping[str, str | os.PathLike[str] | None],
     systems: Mapping[str, Iterable[str]] = MappingProxyType({}),
 ) -> None:
-    """Refuse to write one output over another, or over something that is read.
+    """Refuse to write one output over another, or over an input.
 
-    Outputs and inputs come by what they are; None does not count, nor do devices among outputs. `systems` are paths or
-    patterns of data, as `open_systems` takes them. The `error` names every output that is something else as well.
+    `outputs` and `inputs` have paths by description; None, and devices among outputs, are ignored. `systems` has paths
+    or patterns of data by description, as `open_systems` takes them. The `error` names every output that is another
+    file, too.
     """
     places = {name: Path(path) for name, path in outputs.items() if path is not None and not is_special(Path(path))}
     problems = list(_twice(places))
@@ -341,11 +341,11 @@ def refuse_clashes(
             found = _outputs_in(system, real)
             problems += [f"{name} is a file of {what} {system}: {places[name]}" for name in real if name in found]
     if problems:
-        raise error("; ".join(problems) + ". Give the output another name: it would be overwritten")
+        raise error("; ".join(problems) + ". Give the output another name, so that it overwrites no other file")
 
 
 def _twice(places: Mapping[str, Path]) -> Iterator[str]:
-    """Yield a problem for every output that is an earlier one, too."""
+    """Yield a problem for every output with the path of an earlier one."""
     seen: dict[str, str] = {}
     for name, path in places.items():
         other = seen.setdefault(os.path.realpath(path), name)
@@ -358,7 +358,7 @@ def _same(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
 
 
 def _outputs_in(system: str, outputs: Mapping[str, str]) -> set[str]:
-    """Return the outputs, by name with their real paths, that are files of a system, as `open_systems` takes it."""
+    """Return the names of the outputs, given with real paths, that are files of a system as for `open_systems`."""
     system = system if os.path.exists(system) else system.partition("#")[0]
     found = set()
     for place in [system] if os.path.exists(system) else paths_matching(system):

@@ -1,4 +1,4 @@
-"""Names of labels in files that ASE reads, a section of input.json; this module imports no numpy and no torch."""
+"""Names of labels in files that ASE reads: a section of input.json. Imports neither NumPy nor torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _one_of_both(stress: str | None, virial: str | None) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class LabelKeys(Section):
-    """Names of the labels in files that ASE reads; those left out are recognized by their usual names."""
+    """Names of the labels in files that ASE reads; labels without a given name are found by their usual names."""
 
     energy: str | None = setting(None, doc="Name of the total energy [eV], such as 'REF_energy'.")
     force: str | None = setting(None, doc="Name of the forces [eV/Å].")

@@ -8,18 +8,18 @@ GROUP = "deepmd_muon.plugins"
 
 
 class PluginError(RuntimeError):
-    """An extension that is installed beside this package cannot be loaded."""
+    """An installed extension of this package cannot be loaded."""
 
 
 def load_plugins() -> None:
-    """Import every installed module that announces itself in the entry point group ``deepmd_muon.plugins``.
+    """Import every installed module that declares an entry point in the group ``deepmd_muon.plugins``.
 
-    Importing it is what registers its descriptors, fitting nets and settings.
+    At its import, a module registers its descriptors, fitting nets and settings.
 
     Raises
     ------
     PluginError
-        Naming the extension and what went wrong.
+        When an import fails; the message names the extension and the error.
     """
     for point in entry_points(group=GROUP):
         _load(point)

@@ -1,8 +1,8 @@
-"""How a section of input.json is declared: a frozen dataclass of settings and sub-sections, and its plain form.
+"""Declaration of a section of input.json: a frozen dataclass of settings and sub-sections, and its plain form.
 
 A section is a dataclass whose fields are declared with `setting` (a value) or `section` (a sub-section). Its defaults,
-ranges and rules hold wherever it is built: by the input check, from a checkpoint or by hand. This module imports
-`setting` alone and no torch.
+ranges and rules apply wherever it is built: by the input check, from a checkpoint or by hand. This module imports only
+`setting`, and not torch.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Rule:
     Attributes
     ----------
     reads
-        Paths of the values below the section, such as `descriptor/sel`. A problem is reported at the first one;
-        the rule is left out when one of the values is itself wrong.
+        Paths of the values below the section, such as `descriptor/sel`. A problem is reported at the first one. The
+        rule is not checked if one of the values is itself wrong.
     check
-        Takes the values in that order and returns the problem, or None.
+        A function that takes the values in this order and returns the problem, or None.
     """
 
     reads: tuple[str, ...]
@@ -43,16 +43,16 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Foreign:
-    """A key that deepmd-kit knows and this package does not carry.
+    """A key that deepmd-kit has and this package does not support.
 
     Attributes
     ----------
     what
-        The feature that the key requests, in words.
+        The feature that the key requests, as a phrase for messages.
     neutral
-        Values beside null that ask for nothing: accepted and left out of the normalised input.
+        Values besides null that request nothing; they are accepted and left out of the normalised input.
     inert
-        Whether every other value is left out too, with a notice, because it changes no result.
+        Whether all other values are left out, too, with a notice, because they change no result.
     """
 
     what: str
@@ -60,28 +60,28 @@ class Foreign:
     inert: bool = False
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value asks for nothing."""
+        """Return whether a value requests nothing."""
         same = any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in self.neutral)
         return same or value is None
 
 
 class Section:
-    """Base of the settings dataclasses of input.json: they hold to their own rules when built by hand, too.
+    """Base class of the settings dataclasses of input.json; each instance checks its own rules.
 
     Raises
     ------
     InvalidSettingError
-        Naming every setting that breaks its type, its range or a rule.
+        Naming every setting that violates its type, its range or a rule.
     """
 
     rules: ClassVar[tuple[Rule, ...]] = ()
     foreign: ClassVar[Mapping[str, Foreign]] = {}
-    #: Settings that the plain form lacks where they are None, because deepmd-kit asks whether a key is there.
+    #: Settings that the plain form omits if they are None, because deepmd-kit checks whether their keys exist.
     left_out: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         check_settings(self)
-        # Only values that are good themselves can be compared with each other.
+        # Rules may assume that each value is valid by itself.
         found = [(rule.reads[0], rule.check(*(_attribute(self, path) for path in rule.reads))) for rule in self.rules]
         broken = [f"{name}: {problem}" for name, problem in found if problem]
         if broken:
@@ -97,9 +97,9 @@ class Variants:
     choices
         Name of each kind and its dataclass.
     default
-        The kind of a section without `type`; None when `type` is required.
+        The kind of a section without `type`; None if `type` is required.
     alias
-        Other names and the kind they stand for.
+        Other names, with the names of their kinds.
     """
 
     choices: Mapping[str, type]
@@ -107,11 +107,11 @@ class Variants:
     alias: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def name_of(self, section: type) -> str:
-        """Return the name under which a dataclass is chosen."""
+        """Return the `type` of a dataclass."""
         return next(name for name, choice in self.choices.items() if choice is section)
 
     def choose(self, name: Any) -> type:
-        """Return the dataclass of a `type`, None for the default.
+        """Return the dataclass of a `type`; None stands for the default.
 
         Raises
         ------
@@ -125,10 +125,10 @@ class Variants:
 
 
 def section(default: Any = dataclasses.MISSING, *, doc: str, variants: Variants | None = None) -> Any:
-    """Declare a dataclass field that is a sub-section, required without a default.
+    """Declare a dataclass field that is a sub-section; without a default, it is required.
 
-    `variants` are the kinds it comes in; None when the annotation names a single dataclass. A field annotated
-    ``Mapping[str, X]`` is an object of sections, whose names the input chooses.
+    `variants` are its kinds; None if the annotation names a single dataclass. A field annotated ``Mapping[str, X]`` is
+    an object of sections with names from the input.
     """
     metadata = {"setting": Setting(doc), "variants": variants}
     return dataclasses.field(default=default, metadata=metadata)
@@ -173,8 +173,8 @@ T = TypeVar("T")
 def freeze(section: type[T], plain: Mapping[str, Any]) -> T:
     """Build settings from their plain objects, the inverse of `thaw`; absent keys take their defaults.
 
-    Unlike `argcheck.check`, which serves people, it knows today's spellings only and stops at the first section with
-    problems.
+    Unlike `argcheck.check`, which checks users' inputs, it accepts only the present spellings, and raises at the first
+    section with problems.
 
     Raises
     ------
@@ -199,7 +199,7 @@ def freeze(section: type[T], plain: Mapping[str, Any]) -> T:
 
 
 def _frozen(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
-    """Return one plain value as its field wants it, or a `Mismatch`."""
+    """Return one plain value in the type of its field, or a `Mismatch`."""
     variants: Variants | None = field.metadata.get("variants")
     if isinstance(value, Mapping):
         return freeze(variants.choose(value.get("type")) if variants else annotation, value)
@@ -209,7 +209,7 @@ def _frozen(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
 
 
 def _attribute(settings: Any, path: str) -> Any:
-    """Return the value below settings that a path names, None below an absent section."""
+    """Return the value at a path below settings; None below an absent section."""
     for name in path.split("/"):
         settings = getattr(settings, name, None)
     return settings

@@ -1,7 +1,7 @@
-"""How a setting is declared, and the one check of a value against its annotated type, with its words.
+"""Declaration of a setting, and the check of a value against its annotated type, with messages.
 
-A setting's default, meaning, choices and range stand on the dataclass field itself. This module imports nothing of
-the package and no torch.
+The dataclass field of a setting holds its default, meaning, choices and range. This module imports neither the rest of
+the package nor torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-# Of any setting: beyond it float32 overflows soon, and a whole number does not fit into 64 bits.
+# Bounds on any setting: larger numbers soon overflow float32, and larger whole numbers do not fit in 64 bits.
 _LARGEST = 1e30
 _LARGEST_INTEGER = 2**63 - 1
 
@@ -47,21 +47,21 @@ class Setting:
     alias
         Other spellings that an input may use.
     choices
-        Every allowed value, or None when the type alone decides.
+        Every allowed value, or None if only the type matters.
     minimum, maximum
         Inclusive bounds.
     above, below
         Exclusive bounds.
     pattern, forms
-        Regular expression that a string must match in full, and the same in words for messages.
+        Regular expression that a string must match in full, and a description of it for messages.
     note
-        Why the rules are as they are; stands behind the message when a value breaks them.
+        Reason for the rules; messages about a value that violates them end with it.
     lone
         Whether a single value stands for a list of one.
     nonempty
-        Whether a list needs an element.
+        Whether a list must have an element.
     any_case
-        Whether a string may be written in any case, as where deepmd-kit lower-cases it; settings keep it in lower case.
+        Whether upper and lower case are equivalent, as in deepmd-kit; settings keep the string in lower case.
     """
 
     doc: str
@@ -79,13 +79,13 @@ class Setting:
     any_case: bool = False
 
     def folded(self, value: Any) -> Any:
-        """Return a value as settings keep it: a string in lower case where its case does not matter."""
+        """Return a value as settings keep it: with `any_case`, a string in lower case."""
         return value.lower() if self.any_case and isinstance(value, str) else value
 
     def problem(self, value: Any) -> str | None:
         """Describe in one phrase the problem of `value`, or return None.
 
-        Bounds, choices and pattern hold for a scalar and for every element of a list or value of a map.
+        Bounds, choices and pattern apply to a scalar, and to every element of a list or value of a map.
         """
         if isinstance(value, Mapping):
             return next((found for found in map(self.problem, value.values()) if found), None)
@@ -96,7 +96,7 @@ class Setting:
         return f"must be {rule}; found {literal(value)}" + (f" ({self.note})" if self.note else "") if rule else None
 
     def _broken_rule(self, value: Any) -> str | None:
-        """Return the words for the rule that a scalar breaks, if any."""
+        """Describe the rule that a scalar violates; None if it violates none."""
         if value is None:
             return None
         value = self.folded(value)
@@ -125,7 +125,7 @@ def setting(default: Any = dataclasses.MISSING, *, doc: str, **rules: Any) -> An
 
 
 def setting_like(settings: type, name: str, default: Any = dataclasses.MISSING) -> Any:
-    """Declare a dataclass field with the rules and text of another class's field, and its default or another one."""
+    """Declare a dataclass field with rules and text of another class's field, and its default or the given one."""
     declared: Any = settings
     (field,) = (field for field in dataclasses.fields(declared) if field.name == name)
     default = field.default if default is dataclasses.MISSING else default
@@ -143,9 +143,9 @@ def setting_of(field: dataclasses.Field[Any], annotation: Any = None) -> Setting
 
 
 def check_settings(settings: Any, of: str = "") -> None:
-    """Raise `InvalidSettingError` naming every field of a settings dataclass that breaks its type or its own rules.
+    """Raise `InvalidSettingError` naming every field of a settings dataclass that violates its type or rules.
 
-    Strings whose case does not matter become lower case. The message starts with `of`, or the dataclass's name.
+    Strings with `any_case` become lower case. The message starts with `of`, or with the dataclass's name.
     """
     kind: Any = type(settings)
     problems = []
@@ -176,7 +176,7 @@ def _declared(settings: Any) -> tuple[tuple[str, Any, Setting], ...]:
 
 @functools.cache
 def annotations_of(settings: type) -> dict[str, Any]:
-    """Return the evaluated annotations of a settings dataclass; a `Sequence[X]` stands for any list of X."""
+    """Return the evaluated annotations of a settings dataclass, with `tuple[X, ...]` for `Sequence[X]`."""
     return {name: _as_tuple(annotation) for name, annotation in typing.get_type_hints(settings).items()}
 
 
@@ -190,25 +190,25 @@ def _as_tuple(annotation: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-    """Why a value is not of the type its setting asks for.
+    """The reasons why a value does not have the type of its setting.
 
     Attributes
     ----------
     found
-        For each fault, the indices that lead to it inside a list, and a function that words it. Most mismatches are
-        attempts whose words nobody reads, and those of a tensor take milliseconds.
+        For each fault, its indices inside nested lists, and a function that describes it. Most mismatches are
+        attempts without a reader, and describing a tensor takes milliseconds.
     """
 
     found: tuple[tuple[tuple[int | str, ...], Callable[[], str]], ...]
 
     @property
     def faults(self) -> tuple[tuple[tuple[int | str, ...], str], ...]:
-        """Expected type and found value in words, each with the indices that lead to it inside a list."""
+        """Indices inside nested lists, and a description of expected type and found value, of each fault."""
         return tuple((where, word()) for where, word in self.found)
 
     @property
     def words(self) -> str:
-        """The first fault, with its place inside a list."""
+        """Description of the first fault, with its indices inside nested lists."""
         where, word = self.found[0]
         return f"element {'/'.join(map(str, where))} {word()}" if where else word()
 
@@ -216,9 +216,9 @@ class Mismatch:
 def convert(value: Any, annotation: Any, *, exact: bool = False) -> Any:
     """Return `value` as the annotated type, or a `Mismatch` when it does not fit.
 
-    A list becomes a tuple, a whole number stands for a float, and a float without a fraction (1e6) for a whole
-    number unless `exact`. A truth value is never a number; NaN and infinity are rejected. A Literal asks for the
-    type of its members only: the setting's `choices` name them. Annotations of other kinds take any value.
+    A list becomes a tuple, a whole number stands for a float, and a float without a fraction (1e6) for a whole number
+    unless `exact`. A truth value is never a number; NaN and infinity are rejected. Of a Literal, only the type of its
+    members is checked here; `Setting.problem` compares with `choices`. Other kinds of annotations take any value.
     """
     if annotation is Any:
         return value
@@ -260,10 +260,10 @@ def _finite(value: Real) -> float | None:
 
 
 def _convert_any(value: Any, members: tuple[Any, ...], annotation: Any, *, exact: bool) -> Any:
-    """Return the value as the first member of a union that it fits."""
+    """Return the value in the type of the first member of a union that fits."""
     lists = [member for member in members if typing.get_origin(member) is tuple]
     if isinstance(value, (list, tuple)) and len(lists) == 1:
-        # The wrong element of a list says more than that no member fits.
+        # Naming the wrong element of a list helps more than saying that no member fits.
         return convert(value, lists[0], exact=exact)
     attempts = (convert(value, member, exact=exact) for member in members)
     return next((fitted for fitted in attempts if not isinstance(fitted, Mismatch)), _mismatch(value, annotation))
@@ -290,7 +290,7 @@ def _convert_map(value: Any, annotation: Any, *, exact: bool) -> Any:
 
 
 def _faults_within(found: Iterable[tuple[int | str, Any]]) -> Mismatch | None:
-    """Return the faults of elements, each with the index that leads to it."""
+    """Return the faults of elements, with the index of the element put first; None without faults."""
     faults = [
         ((index, *where), word)
         for index, element in found
@@ -314,7 +314,7 @@ _NAMES: dict[Any, tuple[str, str]] = {
 
 
 def describe(annotation: Any, *, plural: bool = False) -> str:
-    """Say in words what values an annotation allows; null, which means left out, is not named."""
+    """Describe the values that an annotation allows, except null, which means that a setting is left out."""
     members = [member for member in alternatives_of(annotation) if member is not type(None)]
     if len(members) > 1:
         return " or ".join(describe(member, plural=plural) for member in members)
@@ -343,7 +343,7 @@ def alternatives_of(annotation: Any) -> tuple[Any, ...]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as it would stand in JSON, with its kind, shortened when long."""
+    """Return a value as in JSON, with its kind, shortened if it is long."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -357,13 +357,13 @@ def shown(value: Any) -> str:
 
 
 def literal(value: Any) -> str:
-    """Return a value as it would be written: truth values and whole numbers as in JSON, long ones rounded."""
+    """Return a value as text: truth values and whole numbers as in JSON, long numbers rounded."""
     if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
         return f"{value:g}" if abs(value) < 10**300 else "a number of hundreds of digits"
     return str(value).lower() if isinstance(value, bool) else repr(value).removesuffix(".0")
 
 
 def one_of(choices: Collection[Any]) -> str:
-    """Return the words for allowed values: "one of …", or the value itself if there is only one."""
+    """Describe allowed values: "one of …", or the value itself if there is only one."""
     words = ", ".join(map(literal, choices))
     return f"one of {words}" if len(choices) > 1 else words

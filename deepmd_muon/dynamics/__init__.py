@@ -22,7 +22,7 @@ __all__ = ["Barostat", "ForceField", "Langevin", "Lost", "Relaxed", "Snapshot", 
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch with the first name that is asked for."""
+    """Import torch when the first name is accessed."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""Constant pressure: stochastic cell rescaling of whole cells."""
+"""Constant pressure by isotropic stochastic cell rescaling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deepmd_muon.dynamics.systems import BOLTZMANN, Systems
 
 #: One GPa in eV/Å³ (CODATA 2018).
 GIGAPASCAL = 1.0 / 160.2176634
-# A step changes a volume by no more than this share: far from equilibrium the linear law overshoots.
+# Bound on the relative change of a volume in one step; far from equilibrium, the linear law would overshoot.
 _MOST = 0.1
 
 
@@ -18,18 +18,18 @@ _MOST = 0.1
 class Barostat:
     """Isotropic stochastic cell rescaling (Bernetti and Bussi, J. Chem. Phys. 153, 114107 (2020))."""
 
-    pressure: float | torch.Tensor  # one for all, or one of each structure `(nsystems,)` [GPa]
+    pressure: float | torch.Tensor  # one for all, or one per structure `(nsystems,)` [GPa]
     temperature: float | torch.Tensor  # of the thermostat, in the same form [K]
     time: float = 200.0  # time in which the pressure relaxes [fs]
-    # Of the material [1/GPa]; it scales `time` alone, the volumes that are sampled do not depend on it. 0.45 is
-    # water's.
+    # Compressibility of the material [1/GPa], by default water's. It changes only the speed of the relaxation, not the
+    # distribution of volumes.
     compressibility: float = 0.45
-    every: int = 10  # steps between changes of the cell: each needs new neighbour lists
+    every: int = 10  # steps between changes of the cell, each of which needs new neighbour lists
 
     def rescaled(self, systems: Systems, virial: torch.Tensor, time_step: float, generator: torch.Generator) -> Systems:
         """Return the structures with new cells, positions and velocities, after `every` steps of `time_step` [fs].
 
-        `virial` is −dE/dε `(nsystems, 9)` [eV]. Structures without a cell stay as they are.
+        `virial` is −dE/dε `(nsystems, 9)` [eV]. Structures without a cell stay unchanged.
         """
         if systems.box is None:
             return systems

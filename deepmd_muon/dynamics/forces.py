@@ -1,4 +1,4 @@
-"""One force call for many structures: checkpoints and frozen files, with neighbour lists that are reused."""
+"""One force call for many structures, with checkpoints or frozen files and reused neighbour lists."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Forces:
 
 
 class ForceField:
-    """A potential for the structures of one run; the next run, of other atoms, begins with `reset`.
+    """A potential for the structures of one run; call `reset` before a run with other atoms.
 
     Parameters
     ----------
     predictor
         The potential and its device; `Predictor.batch_atoms` atoms are computed at once.
     skin
-        Neighbour lists hold pairs up to the cut-off and this [Å]. They are built again when an atom has moved by half
+        Neighbour lists contain pairs up to the cut-off plus `skin` [Å]. They are rebuilt when an atom has moved by half
         of it. Results do not depend on it.
     """
 
@@ -72,7 +72,7 @@ class ForceField:
         self.skin = skin
         self._lists: list[tuple[slice, Lists]] = []
         self._atype: torch.Tensor | None = None
-        #: Memory of the graphs that hold `launch`; None without graphs.
+        #: Memory of the graphs that contain `launch`; None without graphs.
         self.memory: GraphMemory | None = None
         self._box: torch.Tensor | None = None
         self._boxes: list[torch.Tensor] = []
@@ -90,7 +90,7 @@ class ForceField:
 
     @property
     def lists_built(self) -> int:
-        """Neighbour lists of single structures that were built since the last `reset`."""
+        """Number of neighbour lists of single structures built since the last `reset`."""
         device = [int(lists.lists.built.sum()) for _, lists in self._lists if isinstance(lists, DeviceCall)]
         return sum(device) + sum(x.reused.built for _, x in self._lists if not isinstance(x, DeviceCall))
 
@@ -104,12 +104,12 @@ class ForceField:
         Raises
         ------
         NeighborError
-            When positions of a structure are not finite or two atoms lie at the same place; `frame` is its number.
+            When positions of a structure are not finite or two atoms coincide; `frame` is its number.
         """
         if self._atype is None or self._atype.shape != atype.shape or not torch.equal(self._atype, atype):
             self._prepare(atype, periodic=box is not None)
         if box is not None and (self._box is not box or not self._boxes):
-            # The same tensors as long as the cells are the same one: lists look at no cell twice.
+            # The same tensor has the same slices, so that lists do not compare unchanged cells again.
             self._box, self._boxes = box, [box[rows] for rows, _ in self._lists]
         parts = []
         for number, (rows, lists) in enumerate(self._lists):
@@ -123,14 +123,14 @@ class ForceField:
         return Forces(*map(torch.cat, zip(*(part.tensors for part in parts), strict=True)))
 
     def launchable(self, box: torch.Tensor | None, atype: torch.Tensor) -> bool:
-        """Whether `launch` may follow: these structures were evaluated last, and their lists are on the device."""
+        """Return whether `launch` may be called: the last call had these structures, with lists on the device."""
         same = self._atype is not None and self._atype.shape == atype.shape and (box is None or self._box is box)
         on_device = same and all(isinstance(lists, DeviceCall) for _, lists in self._lists)
         return on_device and self._atype is not None and torch.equal(self._atype, atype)
 
     @property
     def version(self) -> int:
-        """A number that changes when graphs that hold `launch` have to be recorded again."""
+        """A number that changes when graphs that contain `launch` must be recorded again."""
         return self._prepared + sum(call.version for _, call in self._calls)
 
     @property
@@ -138,7 +138,7 @@ class ForceField:
         return [(rows, lists) for rows, lists in self._lists if isinstance(lists, DeviceCall)]
 
     def launch(self, coord: torch.Tensor) -> Forces:
-        """Evaluate other positions of the structures evaluated last, in the same cells, by work of the device alone.
+        """Evaluate the structures of the last call at other positions in the same cells, by work of the device alone.
 
         The next launch may overwrite the results, which are valid only if `settled` returns True.
         """
@@ -151,12 +151,12 @@ class ForceField:
     def settled(self) -> bool:
         """Wait for the device, and return whether all results since the last call are right.
 
-        Otherwise enlarge the lists that were too small: graphs that hold `launch` have to be recorded again.
+        If not, enlarge the lists that were too small; graphs that contain `launch` must then be recorded again.
 
         Raises
         ------
         NeighborError
-            As a call; also where the host has to find neighbours.
+            As for a call; also if the host must find the neighbours.
         """
         whole = True
         for rows, call in self._calls:
@@ -170,7 +170,7 @@ class ForceField:
         if int(atype.max()) >= len(model.type_map):
             raise DynamicsError(f"type {int(atype.max())} found, but the model has types {tuple(model.type_map)}")
         count = max(1, self.predictor.batch_atoms // max(1, atype.shape[1]))
-        self._prepared += 1_000_000  # further apart than versions of single calls get
+        self._prepared += 1_000_000  # more than versions of single calls can add
         self._lists, self._boxes = [], []
         for start in range(0, nsystems, count):
             rows = slice(start, min(start + count, nsystems))
@@ -205,7 +205,7 @@ class ForceField:
         return Forces(*(output[name].detach().double() for name in ("energy", "force", "virial")))
 
     def _of_file(self, lists: GhostLists, coord: torch.Tensor, box: torch.Tensor | None) -> Forces:
-        """Evaluate the structures side by side as one system, and sum up the results of each."""
+        """Evaluate the structures side by side as one system, and sum the results of each structure."""
         model = self.predictor.model
         assert isinstance(model, FrozenModel)
         union = lists.union(coord, box)
@@ -216,7 +216,7 @@ class ForceField:
         atomic, pull = found["atom_energy"].double()[:, 0], found["extended_force"].double()
         energy = coord.new_zeros(len(coord)).index_add_(0, union.frame[: union.nloc], atomic)
         force = torch.zeros_like(flat).index_add_(0, union.owner, pull).view_as(coord)
-        # −dE/dε: the energy depends on positions through differences only, so that any origin gives the same sum.
+        # −dE/dε: the energy depends only on differences of positions, so every origin gives the same sum.
         per_atom = (pull[:, :, None] * extended[:, None, :]).reshape(-1, 9)
         virial = coord.new_zeros(len(coord), 9).index_add_(0, union.frame, per_atom)
         return Forces(energy, force, virial)
@@ -224,7 +224,7 @@ class ForceField:
 
 @contextlib.contextmanager
 def _counted_from(first: int) -> Iterator[None]:
-    """Let errors count structures from the first of all."""
+    """Add the number of the first structure to the numbers of structures in errors."""
     try:
         yield
     except NeighborError as error:

@@ -15,9 +15,9 @@ from deepmd_muon.dynamics.forces import ForceField, Forces
 from deepmd_muon.dynamics.stretch import Stretch
 from deepmd_muon.dynamics.systems import ACCELERATION, BOLTZMANN, DynamicsError, Systems
 
-#: No atom of a sound simulation moves so far in one step [Å]; hydrogen at 1000 K moves 0.02 Å in 0.5 fs.
+#: Bound on the motion of an atom in one step [Å]; for comparison, hydrogen at 1000 K moves 0.02 Å in 0.5 fs.
 FARTHEST = 0.5
-# Steps that the device takes at most before the host looks at them, and bytes of their noise.
+# Largest number of steps that the device takes before the host checks them, and largest size of their noise [bytes].
 _MOST_STEPS, _NOISE_BYTES = 32, 1 << 26
 
 
@@ -28,9 +28,9 @@ class Langevin:
     Attributes
     ----------
     temperature
-        One for all, or one of each structure `(nsystems,)` [K].
+        One for all, or one per structure `(nsystems,)` [K].
     friction
-        Rate at which velocities are forgotten [1/fs].
+        Decay rate of velocities [1/fs].
     """
 
     temperature: float | torch.Tensor
@@ -42,30 +42,30 @@ Settings = TypeVar("Settings", Langevin, Barostat)
 
 @dataclass(frozen=True)
 class Lost:
-    """A structure that could not be followed further."""
+    """A structure that the run dropped."""
 
-    copy: int  # its number in the structures that the run began with
-    step: int  # that failed
-    atom: int  # the fastest atom, or the one that a message names
-    reason: str  # what happened, in words
+    copy: int  # its number among the initial structures
+    step: int  # the step that failed
+    atom: int  # the fastest atom, or the first with a force that is not finite
+    reason: str  # a phrase for messages
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The structures that a run still follows, after some step.
+    """The structures that are left in a run after some step.
 
     Attributes
     ----------
     step
-        Steps done.
+        Number of steps done.
     copies
-        Numbers `(n,)` of these structures among those that the run began with.
+        Numbers `(n,)` of these structures among the initial ones.
     systems
         Positions and velocities.
     forces
         Energy, forces and virials at these positions.
     lost
-        Structures that were lost since the snapshot before.
+        Structures dropped since the previous snapshot.
     """
 
     step: int
@@ -81,7 +81,7 @@ class Snapshot:
 
 
 class _Run:
-    """The structures that are still followed, and their forces."""
+    """The structures that are left in a run, and their forces."""
 
     def __init__(
         self,
@@ -93,19 +93,19 @@ class _Run:
     ) -> None:
         self.force_field = force_field
         self.systems = systems
-        self.thermostat = thermostat  # its numbers, and those of the barostat, are those of each structure
+        self.thermostat = thermostat  # with one value per structure, like the barostat
         self.barostat = barostat
         self.generator = generator
         self.copies = torch.arange(len(systems), device=systems.coord.device)
         self.lost: list[Lost] = []
         self.step = 0
-        self.noise: list[torch.Tensor] = []  # drawn ahead; each step takes the first
+        self.noise: list[torch.Tensor] = []  # drawn in advance; each step takes the first
         self._stretch: _DeviceSteps | None = None
         self._recorded = 0
         self.forces = self._evaluated()
 
     def drop(self, gone: torch.Tensor, atoms: torch.Tensor, reason: str) -> None:
-        """Stop following structures, given as a mask `(n,)`, and note atom and reason."""
+        """Drop structures, given as a mask `(n,)`, and record atom and reason."""
         for k in torch.nonzero(gone).flatten().tolist():
             self.lost.append(Lost(int(self.copies[k]), self.step, int(atoms[k]), reason))
         self._keep(~gone)
@@ -122,7 +122,7 @@ class _Run:
         self.force_field.reset()
 
     def _evaluated(self) -> Forces:
-        """Return forces of all structures; drop those whose atoms coincide or whose forces are not finite."""
+        """Return the forces; drop structures with coinciding atoms, or with forces or energies that are not finite."""
         while len(self.systems):
             now = self.systems
             try:
@@ -155,7 +155,7 @@ class _Run:
         self.systems = replace(self.systems, coord=self.systems.coord + time * self.systems.velocity)
 
     def refuse_fast(self, time: float) -> None:
-        """Drop structures with an atom that would move too far."""
+        """Drop structures in which an atom would move by more than `FARTHEST`."""
         far = self.systems.velocity.square().sum(-1).sqrt() * time
         gone = ~(far.amax(1) <= FARTHEST)
         if gone.any():
@@ -163,7 +163,7 @@ class _Run:
             self.drop(gone, fastest, f"an atom would move by more than {FARTHEST:g} Å in one step")
 
     def thermalize(self, time: float) -> None:
-        """Exact solution of friction and noise for some time [fs]."""
+        """Apply friction and noise for some time [fs] by their exact solution."""
         assert self.thermostat is not None
         now = self.systems
         noise = self.noise.pop(0) if self.noise else self.draw(1)[0]
@@ -172,12 +172,12 @@ class _Run:
     def draw(self, steps: int) -> torch.Tensor:
         """Return the noise of some steps `(steps, nsystems, natoms, 3)`."""
         shape, source = self.systems.coord.shape, self.generator
-        # Step by step: the numbers do not depend on how many steps are drawn together.
+        # Step by step, so that the numbers do not depend on how many steps are drawn together.
         noise = [torch.randn(shape, generator=source, dtype=torch.float64, device=source.device) for _ in range(steps)]
         return torch.stack(noise).to(self.systems.coord.device)
 
     def go(self, steps: int, time_step: float) -> None:
-        """Do some steps, on the device alone where that is possible, at least one."""
+        """Do at least one and at most `steps` steps, on the device alone if possible."""
         force_field = self.force_field
         if not force_field.launchable(self.systems.box, self.systems.atype):
             self.advance(time_step)
@@ -219,7 +219,7 @@ class _Run:
 
 
 def _rows(settings: Settings, mask: torch.Tensor) -> Settings:
-    """Return a thermostat or barostat of some of the structures."""
+    """Return a thermostat or barostat with the values of some structures."""
     tensors: dict[str, Any] = {name: x[mask] for name, x in vars(settings).items() if isinstance(x, torch.Tensor)}
     return replace(settings, **tensors)
 
@@ -227,7 +227,7 @@ def _rows(settings: Settings, mask: torch.Tensor) -> Settings:
 def thermalized(
     systems: Systems, thermostat: Langevin, time: float, velocity: torch.Tensor, noise: torch.Tensor
 ) -> torch.Tensor:
-    """Return velocities after friction and noise for some time [fs]: the exact solution."""
+    """Return velocities after friction and noise for some time [fs], by the exact solution."""
     keep = math.exp(-thermostat.friction * time)
     kelvin = systems.of_each(thermostat.temperature, "temperature")[:, None]
     spread = (BOLTZMANN * kelvin * ACCELERATION / systems.mass).sqrt()[..., None]
@@ -235,9 +235,9 @@ def thermalized(
 
 
 class _DeviceSteps:
-    """Steps of a run by work of the device alone; the same arithmetic as `_Run.advance`.
+    """Steps of a run by work of the device alone, with the same arithmetic as `_Run.advance`.
 
-    Structures, thermostat and cells of the run stay the same until they are dropped or scaled.
+    An instance is valid until the run drops structures or scales cells.
     """
 
     def __init__(self, run: _Run, time_step: float) -> None:
@@ -255,7 +255,7 @@ class _DeviceSteps:
         self._stretch = Stretch(run.force_field, state, self._step)
 
     def __call__(self, run: _Run, steps: int) -> bool:
-        """Take at most so many steps; False, and nothing is changed, where a structure would be lost in one."""
+        """Take at most `steps` steps; return False, without changes, if a structure would have to be dropped."""
         steps = min(steps, self._most)
         self._coord.copy_(run.systems.coord)
         self._velocity.copy_(run.systems.velocity)
@@ -307,13 +307,13 @@ def simulate(
     every: int = 10,
     seed: int = 0,
 ) -> Iterator[Snapshot]:
-    """Run dynamics of many structures side by side, and yield the start and every so many steps.
+    """Run dynamics of many structures at once; yield a snapshot of the start and of every `every`-th step.
 
     Without a thermostat this is velocity Verlet; with one, BAOAB (Leimkuhler and Matthews, Appl. Math. Res. Express
     2013, 34), whose positions sample the temperature to second order in the step.
 
-    A structure with an atom that moves too far in one step, with atoms at the same place or with forces that are not
-    finite is dropped; the others go on. The run ends early when none is left.
+    A structure is dropped if an atom would move by more than `FARTHEST` in one step, if atoms coincide, or if energy or
+    forces are not finite. The others go on; the run ends early when none is left.
 
     Parameters
     ----------
@@ -322,7 +322,7 @@ def simulate(
     systems
         Structures with velocities, on the device of the potential.
     steps
-        Steps to do.
+        Number of steps.
     time_step
         Time step [fs].
     thermostat
@@ -332,7 +332,7 @@ def simulate(
     every
         Steps between snapshots; the last step is always one.
     seed
-        Of the thermostat's noise.
+        Seed of the noise of thermostat and barostat.
 
     Raises
     ------
@@ -346,7 +346,7 @@ def simulate(
         )
     thermostat, barostat = _of_each(systems, thermostat, barostat)
     force_field.reset()
-    # A GPU draws its noise itself: a seed gives the same run on devices of one kind.
+    # A GPU draws its own noise, so a seed gives the same run only on devices of one kind.
     run = _Run(force_field, systems, thermostat, barostat, torch.Generator(systems.coord.device).manual_seed(seed))
     yield run.snapshot()
     while run.step < steps and len(run.systems):
@@ -358,7 +358,7 @@ def simulate(
 def _of_each(
     systems: Systems, thermostat: Langevin | None, barostat: Barostat | None
 ) -> tuple[Langevin | None, Barostat | None]:
-    """Return thermostat and barostat with temperatures and pressures of each structure; refuse wrong numbers."""
+    """Return thermostat and barostat with one temperature and pressure per structure; refuse invalid numbers."""
     if barostat is not None:
         values = barostat.time, barostat.compressibility, float(barostat.every)
         if thermostat is None or not all(value > 0.0 and math.isfinite(value) for value in values):

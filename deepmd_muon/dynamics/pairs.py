@@ -1,4 +1,4 @@
-"""Pairs of atoms of many structures within the cut-off and a skin, reused until an atom has crossed half the skin."""
+"""Pairs of atoms of many structures within cut-off plus skin, reused until an atom has moved by half the skin."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class _FramePairs:
 
 
 class Reused:
-    """Decides when lists of structures have to be rebuilt: an atom has crossed half the skin, or a cell has changed."""
+    """Decides when lists must be rebuilt: when an atom has moved by half the skin, or a cell has changed."""
 
     def __init__(self, skin: float, atype: torch.Tensor) -> None:
         self.skin = skin
         self.atype = atype
         self.host_atype = atype.cpu().numpy()
-        self.built = 0  # lists of single structures so far
+        self.built = 0  # number of lists of single structures built so far
         self._coord: torch.Tensor | None = None
         self._box: torch.Tensor | None = None
 
     def stale(self, coord: torch.Tensor, box: torch.Tensor | None) -> list[int]:
-        """Return the structures whose lists have to be built, and remember the positions they are built for."""
+        """Return the structures whose lists must be built, and store the positions for which they are built."""
         if self._coord is None:
             found = list(range(coord.shape[0]))
             self._coord, self._box = coord.clone(), None if box is None else box.clone()
         else:
             moved = (coord - self._coord).square().sum(-1).amax(1)
-            # Not "moved > …": NaN has to be found by the search, which names the atom.
+            # Not "moved > …": NaN must reach the search for neighbours, whose error names the atom.
             old = ~(moved <= (0.5 * self.skin) ** 2)
             if box is not None and self._box is not None:
                 old = old | (box != self._box).flatten(1).any(1)
@@ -56,7 +56,7 @@ class Reused:
 
     @contextmanager
     def building(self, k: int) -> Iterator[None]:
-        """Name the structure in an error, after which the next call rebuilds every list."""
+        """Add the structure's number to an error; the next call then rebuilds all lists."""
         try:
             with naming_frame(k):
                 yield
@@ -75,9 +75,9 @@ def _arrays(
 class PairLists:
     """Neighbour lists for models of checkpoints, as `Structures`.
 
-    They equal those of `data.build_neighbors` at every call: pairs beyond the cut-off are left out, and where there
-    are more than `sel` the nearest stay. Types are `(nframes, natoms)` on the device, −1 for padding. Lists reach
-    beyond the cut-off by `skin` [Å].
+    At every call they equal those of `data.build_neighbors`: pairs beyond the cut-off are left out, and of more than
+    `sel` neighbours the nearest stay. Types are `(nframes, natoms)` on the device, −1 for padding. `skin` [Å] is added
+    to the cut-off of the stored pairs.
     """
 
     def __init__(self, model: EnergyModel, atype: torch.Tensor, skin: float) -> None:
@@ -97,7 +97,7 @@ class PairLists:
         self._limits = torch.from_numpy(limits).to(flat.device)
 
     def structures(self, coord: torch.Tensor, box: torch.Tensor | None) -> Structures:
-        """Return the batch at these positions; a NeighborError has the number of the structure."""
+        """Return the batch at these positions. Raises NeighborError, with the number of the structure in `frame`."""
         stale = self.reused.stale(coord, box)
         for k in stale:
             self._frames[k] = self._found(coord, box, k)

@@ -11,10 +11,10 @@ from deepmd_muon.dynamics.forces import ForceField, Forces
 from deepmd_muon.dynamics.stretch import Stretch
 from deepmd_muon.dynamics.systems import DynamicsError, Systems
 
-# Bitzek et al., Phys. Rev. Lett. 97, 170201 (2006), with ASE's step lengths, for masses of 1.
+# Constants of Bitzek et al., Phys. Rev. Lett. 97, 170201 (2006), with ASE's step lengths; masses are 1.
 _PATIENCE, _FASTER, _SLOWER, _MIXING, _LESS = 5, 1.1, 0.5, 0.1, 0.99
 _FIRST, _LONGEST, _FARTHEST = 0.1, 1.0, 0.2
-# Steps that a device takes before the host looks whether all structures are at rest.
+# Steps that a device takes before the host checks whether all structures are at rest.
 _LOOK = 10
 
 
@@ -25,13 +25,13 @@ class Relaxed:
     Attributes
     ----------
     systems
-        Structures at rest.
+        The final structures, with zero velocities.
     forces
-        Energy, forces and virial there.
+        Energy, forces and virial at these positions.
     largest
-        Largest force on an atom of each `(nsystems,)` [eV/Å].
+        Largest force on an atom of each structure `(nsystems,)` [eV/Å].
     steps
-        Force calls made for each `(nsystems,)`.
+        Number of steps of each structure `(nsystems,)`.
     """
 
     systems: Systems
@@ -50,18 +50,18 @@ def relax(force_field: ForceField, systems: Systems, *, fmax: float = 0.05, step
     force_field
         The potential.
     systems
-        Where to start; velocities do not matter.
+        Initial structures; velocities do not matter.
     fmax
-        Largest force on an atom in the end [eV/Å].
+        Bound on the largest force on an atom in the end [eV/Å].
     steps
-        Most steps.
+        Largest number of steps.
 
     Raises
     ------
     DynamicsError
         When a number is out of range.
     NeighborError
-        When a structure begins with atoms at the same place.
+        When atoms of an initial structure coincide.
     """
     if not fmax > 0.0 or steps < 0:
         raise DynamicsError(f"a relaxation needs fmax above 0 eV/Å and 0 steps or more; found {fmax} and {steps}")
@@ -84,7 +84,7 @@ def relax(force_field: ForceField, systems: Systems, *, fmax: float = 0.05, step
 
 
 class _Descent:
-    """The state of relaxations, in tensors that are written in place."""
+    """The state of all relaxations, in tensors that are updated in place."""
 
     def __init__(self, systems: Systems, found: Forces, fmax: float) -> None:
         self._fmax = fmax
@@ -97,7 +97,7 @@ class _Descent:
 
     @property
     def state(self) -> list[torch.Tensor]:
-        """All that `go` changes."""
+        """All tensors that `go` changes."""
         own = [self.coord, self._velocity, self._step, self._mixing, self._downhill, self.taken, self.largest]
         return [*own, *self.found.tensors]
 

@@ -1,4 +1,4 @@
-"""Several steps of dynamics as replays of one CUDA graph, which the host looks at together."""
+"""Several steps of dynamics as replays of one CUDA graph, after which the host checks all of them at once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.dynamics.forces import ForceField
 from deepmd_muon.model.nn.graphs import Replayed
 
-# Times that steps are repeated at most because lists had to grow.
+# Bound on the attempts at a stretch of steps, which is repeated when lists had to grow.
 _TRIES = 8
 
 
 class Stretch:
-    """Takes steps on the device; where a list was too small in one of them, enlarges it and repeats all.
+    """Takes steps on the device; if a list was too small in one of them, enlarges it and repeats all steps.
 
-    A step calls `force_field.launch`, whose structures have been evaluated, and does other work of the device alone. It
-    writes `state` in place, and results.
+    A step calls `force_field.launch`, for which its structures must have been evaluated, and does other work of the
+    device alone. It changes the tensors of `state` in place, and the results of `launch`.
     """
 
     def __init__(self, force_field: ForceField, state: Sequence[torch.Tensor], step: Callable[[], None]) -> None:
@@ -27,7 +27,7 @@ class Stretch:
         self._replayed = Replayed(step, force_field.memory)
 
     def __call__(self, count: int) -> bool:
-        """Take some steps; False, with the state as it was, where the host has to find out what is wrong."""
+        """Take `count` steps; return False, with the state unchanged, if the host must find the neighbours itself."""
         for saved, x in zip(self._saved, self._state, strict=True):
             saved.copy_(x)
         try:
@@ -43,6 +43,6 @@ class Stretch:
         return False
 
     def undo(self) -> None:
-        """Return to the state before the last steps."""
+        """Restore the state before the last steps."""
         for saved, x in zip(self._saved, self._state, strict=True):
             x.copy_(saved)

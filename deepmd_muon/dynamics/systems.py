@@ -16,12 +16,12 @@ from deepmd_muon.data.elements import MASSES
 BOLTZMANN = 8.617333262e-5
 #: Acceleration [Å/fs²] of a mass of 1 u by a force of 1 eV/Å.
 ACCELERATION = 9.648533212e-3
-#: A structure hotter than this many times its start or its thermostat has blown up.
+#: A structure has blown up if its temperature exceeds this multiple of the initial or the thermostat's temperature.
 HOT = 3.0
 
 
 class DynamicsError(ValueError):
-    """Structures or settings with which no dynamics can begin, or dynamics that lost all of its structures."""
+    """Dynamics cannot start with these structures or settings, or have lost all structures."""
 
 
 def usual_time_step(elements: Iterable[str]) -> float:
@@ -31,7 +31,7 @@ def usual_time_step(elements: Iterable[str]) -> float:
 
 @dataclass(frozen=True)
 class Systems:
-    """Structures in rows of one length; shorter ones end with padding atoms of type −1.
+    """Structures in rows of equal length; shorter structures end with padding atoms of type −1.
 
     Attributes
     ----------
@@ -58,7 +58,7 @@ class Systems:
 
     @property
     def real(self) -> torch.Tensor:
-        """Which atoms are not padding, bool `(nsystems, natoms)`."""
+        """Whether each atom is not padding, bool `(nsystems, natoms)`."""
         return self.atype >= 0
 
     @classmethod
@@ -81,13 +81,13 @@ class Systems:
         Raises
         ------
         DynamicsError
-            When a type that occurs has no mass above 0, or when there is no atom.
+            When there is no atom, an occurring type has no mass above 0, or the number of masses is wrong.
         """
         if not frames.nframes or not (frames.atype >= 0).any():
             raise DynamicsError("there is no structure with an atom to start from")
         of_type = list(masses) or [MASSES.get(name, float("nan")) for name in type_map]
         if len(of_type) != len(type_map):
-            raise DynamicsError(f"{len(of_type)} masses for {len(type_map)} types {tuple(type_map)}: give one of each")
+            raise DynamicsError(f"{len(of_type)} masses for {len(type_map)} types {tuple(type_map)}: give one per type")
         mass = np.where(frames.atype >= 0, np.array([*of_type, 1.0])[frames.atype], 1.0)
         if np.isnan(mass).any():
             unknown = sorted({type_map[t] for t in np.unique(frames.atype[np.isnan(mass)])})
@@ -109,25 +109,25 @@ class Systems:
         return Systems(self.coord[rows], box, self.atype[rows], self.mass[rows], self.velocity[rows])
 
     def of_each(self, value: float | torch.Tensor, name: str) -> torch.Tensor:
-        """Return a quantity of each structure `(nsystems,)` that is given as one for all or one of each.
+        """Return a quantity per structure `(nsystems,)`, given as one value for all or one per structure.
 
         Raises
         ------
         DynamicsError
-            When there is another number of them.
+            When there is another number of values.
         """
         found = torch.as_tensor(value, dtype=torch.float64, device=self.coord.device).reshape(-1)
         if len(found) not in (1, len(self)):
-            raise DynamicsError(f"{len(found)} {name}s for {len(self)} structures: give one, or one of each structure")
+            raise DynamicsError(f"{len(found)} {name}s for {len(self)} structures: give one, or one per structure")
         return found.expand(len(self))
 
     def heated(self, temperature: float | torch.Tensor, generator: torch.Generator) -> Systems:
-        """Return the structures with velocities of the Maxwell–Boltzmann distribution, their centres at rest.
+        """Return the structures with velocities from the Maxwell–Boltzmann distribution, and centres of mass at rest.
 
         Parameters
         ----------
         temperature
-            One for all, or one of each structure `(nsystems,)` [K].
+            One for all, or one per structure `(nsystems,)` [K].
         generator
             Source of random numbers on the CPU, so that a seed gives the same run on every device.
         """
@@ -151,13 +151,13 @@ class Systems:
 
     @property
     def temperature(self) -> torch.Tensor:
-        """Kinetic temperature `(nsystems,)` [K]; three degrees of freedom an atom, less three of the centre at rest."""
+        """Kinetic temperature `(nsystems,)` [K]; three degrees of freedom per atom, less three for the centre."""
         atoms = self.real.sum(1)
         return 2.0 * self.kinetic / (BOLTZMANN * (3 * atoms - 3).clamp(min=3))
 
     def hot(self, kelvin: float | torch.Tensor) -> np.ndarray:
-        """Return which structures have blown up, bool `(nsystems,)`, from temperatures as in `heated` [K]."""
-        # Few atoms fluctuate more.
+        """Return whether each structure has blown up, bool `(nsystems,)`; `kelvin` is as in `heated`."""
+        # The temperature of few atoms fluctuates more.
         limit = HOT * self.of_each(kelvin, "temperature") * (1.0 + 2.0 / (3.0 * self.real.sum(1).double()).sqrt())
         return (~(self.temperature <= limit)).cpu().numpy()
 

@@ -1,4 +1,4 @@
-"""Potentials for TorchSim (`torch-sim-atomistic`): its `ModelInterface` over the batched force call."""
+"""Potentials for TorchSim (`torch-sim-atomistic`): its `ModelInterface` by the batched force call."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ except ImportError as error:
 class DeepPotTorchSim(ModelInterface):
     """A checkpoint or frozen file as a model of TorchSim, with energies, forces and stresses in float64.
 
-    Neighbour lists are reused while TorchSim asks for the same atoms again.
+    Neighbour lists are reused as long as TorchSim evaluates the same atoms.
 
     Parameters
     ----------
     model
         A `Predictor`, or the path of a checkpoint or frozen file.
     device
-        Where to compute, when `model` is a path.
+        Device of the computation, if `model` is a path.
     skin
         As in `ForceField`.
     """

@@ -33,15 +33,15 @@ class Arguments(GroupArguments):
         80 * 2**20,
         minimum=1,
         doc=(
-            "Bound on the parameter elements of a wave; a larger parameter forms its own. A step needs 20 to 24 bytes "
-            "for each besides the state (float32; on a GPU up to 27, and two waves of more than 4 Mi elements are in "
-            "flight)."
+            "Bound on the parameter elements of a wave; a larger parameter forms its own wave. Besides the state, a "
+            "step needs 20 to 24 bytes for each of these elements (float32), on a GPU up to 27; there, two waves of "
+            "more than 4 Mi elements may be in flight."
         ),
     )
     offload_bytes: int = setting(
         64 * 2**20,
         minimum=1,
-        doc="Bound on the bytes of a transfer batch, of which two are on the device, and on a wave of smaller moments.",
+        doc="Bound on the bytes of a transfer batch (the device holds two), and so on the moments of a wave.",
     )
     replicas: Replicas | None = setting(
         None,

@@ -42,10 +42,7 @@ def build_muon(
     replicas: Replicas | None = None,
     qk_clip: QKClip | None = None,
 ) -> HybridMuon:
-    """Make a HybridMuon, or a plain Muon with AdamW for the rest, for every named parameter of `model`.
-
-    The frozen ones are included.
-    """
+    """Make a HybridMuon, or a plain Muon with AdamW for the rest, for all named parameters of `model`."""
     settings = {**vars(config), "qk_clip": qk_clip, "splits": (*config.splits, *declared_splits(model))}
     if isinstance(config, MuonConfig):
         settings["lr_adjust_coeff"] = settings.pop("rms_coefficient")
@@ -65,14 +62,14 @@ def build_muon(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = HybridMuon(model.named_parameters(), lr, replicas=replicas, **settings)
-    for warning in caught:  # caused by settings, not by code: they belong in the log
+    for warning in caught:  # settings cause them, not code, so they belong in the log
         log.warning("%s", warning.message)
     _report(optimizer, model)
     return optimizer
 
 
 def _patterns_of(model: nn.Module, matrices: Sequence[str]) -> tuple[str, ...]:
-    """Return patterns for the tables, heads, positions and tokens of a model, but those that are declared matrices."""
+    """Return patterns for the tables, heads, positions and tokens of a model, except those declared as matrices."""
     found = {
         name: reason
         for name, reason in tables_and_heads(model).items()
@@ -88,7 +85,7 @@ def _patterns_of(model: nn.Module, matrices: Sequence[str]) -> tuple[str, ...]:
 def build_adam(
     config: AdamConfig, model: nn.Module, lr: float | Tensor, replicas: Replicas | None = None
 ) -> torch.optim.Adam:
-    """Make torch's Adam or AdamW for the trainable named parameters of `model`, its state in parts on `replicas`."""
+    """Make torch's Adam or AdamW for the trainable named parameters of `model`; `replicas` share its state."""
     kind: type[torch.optim.Adam] = AdamW if isinstance(config, AdamWConfig) else Adam
     betas = (config.adam_beta1, config.adam_beta2)
     options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": config.adam_eps, "weight_decay": config.weight_decay}
@@ -105,7 +102,7 @@ def build_adam(
 
 
 def _report(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Log on rank 0 the parameters and weights in all, trainable and per route, and the names that are not trained."""
+    """Log on rank 0 the numbers of parameters and weights (all, trainable, per route), and the names not trained."""
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
     kind = type(optimizer).__name__

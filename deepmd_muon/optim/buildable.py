@@ -1,4 +1,4 @@
-"""How a settings class makes its optimizer: the one contract, and the table of builders. Does not import torch."""
+"""The interface by which settings classes make optimizers, and the table of builders. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 Builder = TypeVar("Builder", bound="Callable[..., Any]")
 
-# The function that makes an optimizer from each settings class. `deepmd_muon.optim.build` registers them; it needs
-# torch, and settings must not import it, so the package's __init__ says how to import it when the first one is built.
+# The function that makes the optimizer of each settings class. `deepmd_muon.optim.build` registers them. It needs
+# torch, which settings must not import, so `IMPORT_BUILDERS` imports it when the first optimizer is built.
 _BUILDERS: dict[type, Callable[..., Optimizer]] = {}
 IMPORT_BUILDERS: list[Callable[[], object]] = []
 
@@ -49,16 +49,16 @@ class OptimizerSettings(Protocol):
         Parameters
         ----------
         lr
-            Learning rate; None takes the configuration's own.
+            Learning rate; None means the configuration's own.
         replicas
-            Ranks on which parameters and gradients are equal (DDP). HybridMuon shares its work among them; of Adam and
-            AdamW each keeps a part of the state (ZeRO-1).
+            Ranks on which parameters and gradients are equal (DDP). HybridMuon shares its work among them; Adam and
+            AdamW shard their state over them (ZeRO-1).
         """
         ...
 
 
 class Buildable:
-    """A configuration that checks itself and whose optimizer a registered builder makes; see `OptimizerSettings`."""
+    """A configuration that checks its values; a registered builder makes its optimizer. See `OptimizerSettings`."""
 
     own_lr = 1e-3
 

@@ -1,6 +1,6 @@
-"""Settings of the optimizers as frozen dataclasses: the one place of each key's type, default, range and meaning.
+"""Settings of the optimizers as frozen dataclasses, which alone define each key's type, default, range and meaning.
 
-This module does not import torch, so that the input checker can read it; the `build` methods do.
+This module does not import torch, so that the input checker can read it; the `build` methods import it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCHEDULES = (
     *("polar-express-4", "polar-express-5", "polar-express-6", "muon-fsdp2"),
 )
 
-# Parameters that `MuonConfig` excludes from Muon by default. Unlike a user's own patterns, they may match nothing.
+# Parameters that `MuonConfig` excludes from Muon by default. No warning is given if one of these matches no name.
 DEFAULT_ADAMW_PATTERNS = ("*embed*", "*lm_head*", "head.weight", "*.head.weight")
 
 # "*.in_proj.matrix: columns 64+64+32", "*.qkv.weight: rows 3", "*.q_b.weight: rows (128+64)*16+rest".
@@ -80,17 +80,17 @@ class DeePMDSettings:
         0.18,
         above=0.0,
         doc=(
-            "Coefficient of the 'match_rms' scaling of the Muon update. The default is DeePMD's. Where an input leaves "
-            "it open, `dp train` takes 8.64 up to numb_steps 10000 and 4.32 beyond, times 0.001/start_lr where "
-            "start_lr is higher than 0.001, and less where descriptors are long, unless deepmd_kit_arithmetic is true "
-            "(see doc/learning-rate.md)."
+            "Coefficient of the 'match_rms' scaling of the Muon update. The default is DeePMD's. If an input omits it, "
+            "`dp train` uses 8.64 for runs of up to 10000 steps and 4.32 for longer ones. It multiplies this by "
+            "0.001/start_lr if start_lr is higher than 0.001, and lowers it if descriptors are long (see "
+            "doc/learning-rate.md). With deepmd_kit_arithmetic, it uses the default."
         ),
     )
     muon_mode: MuonMode = setting(
         "slice",
         any_case=True,
         doc=(
-            "How a parameter is seen as matrices, after dimensions of size 1 are dropped. '2d': rank 2 only; "
+            "How a parameter is viewed as matrices, after dimensions of size 1 are dropped. '2d': rank 2 only; "
             "'flat': all leading dimensions become rows; 'slice': a batch of the last two dimensions."
         ),
     )
@@ -98,7 +98,7 @@ class DeePMDSettings:
         True, doc="Iterate on the small Gram matrix where that is cheaper; never changes the coefficients."
     )
     flash_muon: bool = setting(
-        True, doc="Use the fused GPU kernels where there are a GPU and Triton; the torch path runs otherwise."
+        True, doc="Use the fused GPU kernels if there are a GPU and Triton; otherwise torch's operations run."
     )
     magma_muon: bool = setting(
         True,
@@ -119,8 +119,8 @@ class MuonSettings(RuleSettings):
     adam_implementation: AdamImplementation = setting(
         "fused",
         doc=(
-            "How the Adam and AdamW routes step: torch's 'fused' kernel, multi-tensor operations ('foreach'), or the "
-            "same one parameter after another ('for-loop')."
+            "How the Adam and AdamW routes step: by torch's 'fused' kernel, by multi-tensor operations ('foreach'), or "
+            "by the same operations on one parameter after another ('for-loop')."
         ),
     )
     nesterov: bool = setting(True, doc="Orthogonalize β m + (1 − β) g instead of m.")
@@ -136,7 +136,7 @@ class MuonSettings(RuleSettings):
         "auto",
         doc=(
             "Which dimension of a matrix is its output, for 'rectangular' and 'spectral' scaling: 'in_out' for "
-            "DeePMD's weights, 'out_in' for torch's. 'as_stored' takes rows as output, whatever they mean. 'auto' is "
+            "DeePMD's weights, 'out_in' for torch's. 'as_stored' takes rows as the output in both cases. 'auto' is "
             "'in_out' under `dp train`, unless deepmd_kit_arithmetic is true, and 'as_stored' elsewhere."
         ),
     )
@@ -144,9 +144,9 @@ class MuonSettings(RuleSettings):
         None,
         above=0.0,
         doc=(
-            "Learning rate of the Adam and AdamW routes divided by that of the Muon route. null follows lr_adjust: "
-            "1 at or below 0, else 1/lr_adjust. Where an input leaves both this and lr_adjust_coeff open, `dp train` "
-            "takes 10 up to numb_steps 10000, but so that the Adam routes start at 0.01 at most, and less where "
+            "Learning rate of the Adam and AdamW routes divided by that of the Muon route. null follows lr_adjust: 1 "
+            "at or below 0, else 1/lr_adjust. If an input omits both this and lr_adjust_coeff, `dp train` uses 10 for "
+            "runs of up to 10000 steps. It lowers this so that the Adam routes start at 0.01 at most, and further if "
             "descriptors are long."
         ),
     )
@@ -166,12 +166,12 @@ class MuonSettings(RuleSettings):
         forms=_SCHEDULE_SYNTAX,
         nonempty=True,
         doc=(
-            "The same for matrices whose smaller dimension is large_matrix_dim or more, where time counts; null takes "
+            "Schedule of matrices whose smaller dimension is at least large_matrix_dim, where time counts; null uses "
             "`schedule`. 'polar-express-5' suits language models."
         ),
     )
     large_matrix_dim: int = setting(
-        1024, minimum=1, doc="Smaller dimension from which matrices take `large_schedule`, if it is given."
+        1024, minimum=1, doc="Matrices whose smaller dimension is at least this use `large_schedule`, if it is given."
     )
     precision: Precision = setting(
         "auto",
@@ -217,9 +217,9 @@ class MuonSettings(RuleSettings):
     local_patterns: Sequence[str] = setting(
         (),
         doc=(
-            "Plain parameters whose full name matches one of these shell patterns belong to their process alone, which "
-            "steps them by itself; all others are copies where ranks share the step (`replicas`). For experts that "
-            "each rank has for itself."
+            "Plain parameters whose full name matches one of these shell patterns belong to one process, which steps "
+            "them by itself: for experts that differ between ranks. If ranks share the step (`replicas`), all other "
+            "plain parameters are copies."
         ),
     )
     splits: Sequence[str] = setting(
@@ -228,17 +228,17 @@ class MuonSettings(RuleSettings):
         forms=SPLIT_SYNTAX,
         doc=(
             "Fused weights, one entry each: a shell pattern on full names, then 'rows' or 'columns' of the matrix as "
-            "stored, then a number of equal parts or the sizes of the parts, in which '*' repeats and 'rest' is what "
-            "is left. Every part is orthogonalized separately. Examples: ``*.in_proj.matrix: columns 3``, "
-            "``*.q_b_proj.weight: rows (128+64)*16``, ``*.kv_a_proj.weight: rows 512+rest``. `build` adds those that "
-            "the modules of its model declare (doc/optimizer.md)."
+            "stored, then a number of equal parts or the sizes of the parts, in which '*' repeats and 'rest' is the "
+            "remainder. Every part is orthogonalized separately. Examples: ``*.in_proj.matrix: columns 3``, "
+            "``*.q_b_proj.weight: rows (128+64)*16``, ``*.kv_a_proj.weight: rows 512+rest``. `build` adds the "
+            "splits that the modules of its model declare (doc/optimizer.md)."
         ),
     )
     on_route_change: RouteChange = setting(
         "error",
         doc=(
             "How to load a parameter whose route or view differs from the checkpoint's: 'error' raises, "
-            "'migrate' keeps the state that means the same, 'reset' discards the state of those parameters."
+            "'migrate' keeps the state with the same meaning, 'reset' discards the state of those parameters."
         ),
     )
     on_nonfinite: NonFinite = setting(
@@ -297,9 +297,9 @@ class HybridMuonConfig(FurtherSettings, DeePMDSettings, MuonBuildable):  # the f
     own_lr = 5e-4
 
     def explicit(self) -> HybridMuonConfig:
-        """Return the settings with `scaling`, `adam_lr_ratio` and `layout` resolved, which null and 'auto' leave open.
+        """Return the settings with null and 'auto' of `scaling`, `adam_lr_ratio` and `layout` resolved.
 
-        Update rules read these three and never the sign of `lr_adjust`.
+        Update rules read these three, never the sign of `lr_adjust`.
         """
         by_rms = self.lr_adjust <= 0
         return dataclasses.replace(
@@ -310,7 +310,7 @@ class HybridMuonConfig(FurtherSettings, DeePMDSettings, MuonBuildable):  # the f
         )
 
     def schedule_of(self, shape: Sequence[int]) -> str | Steps:
-        """Return the schedule of matrices of a shape (..., rows, columns)."""
+        """Return the schedule for matrices of a shape (..., rows, columns)."""
         large = min(shape[-2:]) >= self.large_matrix_dim
         return self.large_schedule if large and self.large_schedule is not None else self.schedule
 

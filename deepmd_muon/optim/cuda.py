@@ -54,8 +54,8 @@ def record(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CU
 
     Return the graph, and the value of `launch`, in memory that each replay of the graph overwrites.
     """
-    # A new stream may be one that torch handed out 32 streams ago. Those of high priority have a list of their own, so
-    # that no copy of a thread that reads data lands in this graph.
+    # torch hands out 32 streams in turn, so a new stream may be in use elsewhere. High-priority streams have a separate
+    # pool, so that no copy by a data-loading thread lands in this graph.
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device, priority=-1)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream), without_collector():
@@ -68,7 +68,7 @@ def record(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CU
 
 
 def try_record(launch: Callable[[], T], device: torch.device, what: str) -> tuple[torch.cuda.CUDAGraph, T] | None:
-    """Record launches as `record` does; where that fails, log a warning about `what` and return None."""
+    """Record launches as `record` does; if that fails, log a warning that names `what` and return None."""
     try:
         return record(launch, device)
     except Exception as error:  # an error of the driver must not end a training run
@@ -77,7 +77,7 @@ def try_record(launch: Callable[[], T], device: torch.device, what: str) -> tupl
 
 
 def launch_in_threads(launches: Sequence[Callable[[], object]], device: torch.device) -> None:
-    """Make first launches of kernels in threads beside each other, and wait: each compiles its kernel.
+    """Run first launches of kernels, each of which compiles its kernel, in parallel threads, and wait for them.
 
     Exceptions are dropped: the same launch raises them again where its result is needed.
     """

@@ -1,4 +1,4 @@
-"""Between a DTensor and this process's local elements."""
+"""Conversions between a DTensor and this process's local elements."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class RoutingMismatchError(ValueError):
 
 
 class ForeignStateError(ValueError):
-    """A state dict does not come from HybridMuon, or has no routing manifest."""
+    """A state dict is damaged, lacks names, or comes from an unknown optimizer or a later version."""
 
 
 class ShardingError(RuntimeError):

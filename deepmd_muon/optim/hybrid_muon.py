@@ -44,9 +44,9 @@ log = logging.getLogger(__name__)
 @documented(Arguments)
 @understand_words
 class HybridMuon(QuickOptimizer):
-    r"""Muon for matrices, Adam for vectors and biases, AdamW for tensors that `muon_mode` does not see as matrices.
+    r"""Muon for matrices, Adam for vectors and biases, AdamW for tensors without a matrix view in `muon_mode`.
 
-    One step of the Muon route, for a parameter seen as matrices (`deepmd_muon.optim.routing.views`)::
+    One step of the Muon route, for a parameter viewed as matrices (`deepmd_muon.optim.routing.views`)::
 
         m ← β m + (1 − β) g
         u = β m + (1 − β) g                       (nesterov; else u = m)
@@ -65,11 +65,11 @@ class HybridMuon(QuickOptimizer):
     routing : RouteTable
         Name, shape, view, route and reason of every parameter.
     alternates : bool
-        Set this to True where steps update different parts of a model in turn, as branches with heads of their own. A
-        captured step then leaves parameters without gradient alone. Otherwise it refuses them, since a gradient that
-        is missing at the capture is missing in all replays.
+        Set this to True if steps update different parts of a model in turn, such as branches with separate heads. A
+        captured step then leaves parameters without a gradient unchanged. Otherwise the capture raises, because a
+        gradient that is missing at the capture is missing in all replays.
     agreed_skip : bool
-        Set this to True where `found_inf` is the same on all ranks, so that steps on several ranks do not compare it.
+        Set this to True if `found_inf` is the same on all ranks; steps on several ranks then do not compare it.
 
     Raises
     ------
@@ -127,7 +127,7 @@ class HybridMuon(QuickOptimizer):
             raise
 
     def _route_parameters(self) -> None:
-        """Recompute the routes and store them in the groups; new parameters take over the state of their name."""
+        """Recompute the routes and store them in the groups; move the state of replaced parameters by name."""
         self._raise_deferred()
         check_parameters(self.param_groups)
         routing = Routing(self.param_groups)
@@ -158,7 +158,7 @@ class HybridMuon(QuickOptimizer):
             self._sharded.raise_deferred()
 
     def compile_kernels(self) -> None:
-        """Compile the kernels of the first step ahead of it, in a thread if wanted; meanwhile TF32 may be off."""
+        """Compile the kernels of the first step in advance, possibly in a thread; meanwhile TF32 may be off."""
         skip = getattr(self, "found_inf", None) is not None
         self._compiled.compile_kernels(self._groups(), self.workspace, skip=skip)
 
@@ -173,7 +173,7 @@ class HybridMuon(QuickOptimizer):
 
     @property
     def plan(self) -> Plan:
-        """Which rank orthogonalizes which matrix, also on one process; `plan.describe()` prints it with its FLOPs."""
+        """Which rank orthogonalizes which matrix (`Plan`), also on one process; `plan.describe()` lists its FLOPs."""
         return self._sharded.plan if self._sharded else plan_of_one_process(self._groups(), self.sharded)
 
     def fresh_state(self) -> dict[str, dict[str, Tensor]]:
@@ -199,15 +199,15 @@ class HybridMuon(QuickOptimizer):
                     log.warning("%s: the route is now %s; it was %s", entry.name, entry.placement, old.placement)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with its routing; a frozen parameter keeps the state it had before.
+        """Return the state with its routing; a frozen parameter keeps its earlier state.
 
-        While the state is offloaded its tensors are in host memory, up to date when this returns.
+        While the state is offloaded, its tensors are in host memory and up to date when this returns.
 
         Raises
         ------
         MissingGradientError
-            On several GPUs, when ranks did not have the same gradients in the last step; a run should therefore end
-            with a call of this method.
+            On several GPUs, when a parameter had a gradient on only some ranks in the last step. A run should therefore
+            end with a call of this method.
         """
         self._raise_deferred()
         self._reroute_if_changed()
@@ -224,7 +224,7 @@ class HybridMuon(QuickOptimizer):
 
     @torch.no_grad()
     def offload(self, on: bool = True) -> None:
-        """Move momenta and Adam's moments to host memory and keep them there, or back to the parameters' devices.
+        """Move momenta and Adam's moments to host memory and keep them there; with `on` False, move them back.
 
         Results are the same either way; see `HybridMuonConfig`. Read the state through `state_dict`, which waits until
         host memory is up to date.
@@ -266,7 +266,7 @@ class HybridMuon(QuickOptimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        # Modes apply to the closure only. `with torch.device(...)` runs Python code for every attribute that is read.
+        # Modes apply to the closure only. Under `with torch.device(...)` each read of a tensor's attribute runs Python.
         with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             self._step(qk_logits)
         return loss
@@ -295,23 +295,26 @@ class HybridMuon(QuickOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore state by parameter name, after checking every saved route and view against the present one.
 
-        Tensors keep their values bitwise. The learning rate comes back, and all that schedulers write into groups:
-        their own keys, and numeric settings that this optimizer was constructed with as the saved one was. Settings
-        constructed with another value keep it, as do switches; each difference is logged (see `restore_groups`).
+        Tensors keep their values bitwise. The learning rate is restored, and so is everything that schedulers write
+        into groups: their own keys, and numeric settings that both optimizers were constructed with at the same value.
+        A setting constructed with another value keeps it, as switches do; each difference is logged (see
+        `restore_groups`).
 
         Where a parameter's route, view or shape differs from the saved one, or it exists on one side only,
-        `on_route_change` decides: 'error' raises; 'reset' discards that parameter's state; 'migrate' keeps what means
-        the same on both routes (`deepmd_muon.optim.state.migrate` lists it). State of rules that are off is dropped.
-        One warning per parameter reports the outcome. States of deepmd-kit's HybridMuon load too; a route that differs
-        because its version chose routes differently is migrated under every policy. So do states of torch.optim.Adam,
-        AdamW and Muon, and of other Muons (`deepmd_muon.optim.state.others`); `deepmd_muon.optim.import_state` joins
-        those of several optimizers and names their parameters. States without names load by position.
+        `on_route_change` decides: 'error' raises; 'reset' discards that parameter's state; 'migrate' keeps the state
+        with the same meaning on both (`deepmd_muon.optim.state.migrate` lists it). State of rules that are off is
+        dropped. One warning per parameter reports the outcome. States of deepmd-kit's HybridMuon load too; a route that
+        differs because its version chose routes differently is migrated under every policy. So do states of
+        torch.optim.Adam, AdamW and Muon, and of other Muons (`deepmd_muon.optim.state.others`);
+        `deepmd_muon.optim.import_state` joins those of several optimizers and names their parameters. States without
+        names load by position.
 
         Parameters
         ----------
         state_dict
-            What `state_dict` returned, in this or another process; or a state dict of deepmd-kit's HybridMuon, whose
-            parameters `deepmd_muon.optim.name_deepmd_kit_state` can name where their order differs; or another Muon's.
+            The result of `state_dict`, in this or another process; or a state dict of another Muon; or one of
+            deepmd-kit's HybridMuon. If that lists parameters in another order, first name them with
+            `deepmd_muon.optim.name_deepmd_kit_state`.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Scales of HybridMuon's two routes that an input omits, by run length, start_lr and length of descriptors; torch-free.
+"""Values of HybridMuon's scales that an input omits, by run length, start_lr and descriptor length; torch-free.
 
 deepmd-kit's 0.18 suits language models. The measurements behind the numbers are in doc/learning-rate.md.
 """
@@ -13,30 +13,30 @@ from typing import Any
 from deepmd_muon.optim.buildable import Buildable
 from deepmd_muon.optim.config import HybridMuonConfig
 
-# `lr_adjust_coeff`. Times `_ADAM_RATE` it is the largest root-mean-square step of a matrix entry, start_lr ·
-# lr_adjust_coeff, that an input may omit. After 3000 steps within 9 % of the best on five sets; on four after 30,000
-# steps the second one is ahead of AdamW, where the first is not everywhere (doc/benchmarks/race.md).
+# `lr_adjust_coeff` of short and of long runs. Times `_ADAM_RATE`, it bounds start_lr · lr_adjust_coeff, the root mean
+# square of a step of matrix entries. After 3000 steps the first is within 9 % of the best on five data sets. After
+# 30,000 steps the second is ahead of AdamW on four sets; the first is not on all of them (doc/benchmarks/race.md).
 _MUON_COEFFICIENT, _MUON_COEFFICIENT_OF_LONG_RUNS = 8.64, 4.32
 _SHORT_RUN = 10_000  # steps
 _ADAM_RATE = 1e-3
-# `adam_lr_ratio` of a short run, less where the Adam route would start above the second. DPA-3 then ends at half the
-# error, other models where they end with 1; a long run on molecules is worse for it.
+# `adam_lr_ratio` of a short run, lowered so that the Adam route starts at the second value at most. It halves the final
+# error of DPA-3 and does not change that of other models; it makes long runs on molecules worse.
 _ADAM_RATIO, _MOST_ADAM_RATE = 10.0, 1e-2
-# Length of descriptors (root mean square over atoms, first weights) from which a scale falls as 1/length. A step
-# changes what the fitting net's first matrix returns by rate · length: atoms with few and near neighbours saturate its
-# tanh in a few steps, and all forces vanish. Lengths on water and alloys are 1 to 7, on small molecules 60 to 90
-# (DPA-1) and 14 to 18 (DPA-3).
+# Length of descriptors (root mean square over atoms, initial weights) from which a scale falls as 1/length. A step
+# changes the output of the fitting net's first layer by about learning rate × length of its input. For atoms with few
+# and near neighbours, its tanh then saturates in a few steps, and all forces vanish. Lengths on water and alloys are 1
+# to 7, on small molecules 60 to 90 (DPA-1) and 14 to 18 (DPA-3).
 _LONG_FOR_MUON, _LONG_FOR_ADAM = 8.0, 16.0
 
 
 @dataclasses.dataclass(frozen=True)
 class OmittedScales:
-    """Scales of HybridMuon that an input omits, and the values that they take."""
+    """Scales of HybridMuon that an input omits, and the values chosen for them."""
 
-    values: Mapping[str, Any]  # of `lr_adjust_coeff`, and of `adam_lr_ratio` where the input omits both
+    values: Mapping[str, Any]  # `lr_adjust_coeff`, and `adam_lr_ratio` if the input omits both
     start_lr: float
-    notice: str  # what they take and why, in one line
-    kept: bool = False  # whether they are those of a run that is continued
+    notice: str  # the values and the reason, in one line
+    kept: bool = False  # whether the values come from the checkpoint of a continued run
 
     def kept_from(self, group: Mapping[str, Any], source: str) -> OmittedScales:
         """Return the scales of a run that is continued from `source`, a checkpoint with this parameter group.
@@ -48,7 +48,7 @@ class OmittedScales:
         return OmittedScales(values, self.start_lr, notice, kept=True)
 
     def for_descriptors(self, length: float) -> OmittedScales:
-        """Return lower scales where descriptors of this `length` are long and scales are not kept; else themselves."""
+        """Return lower scales if descriptors of this `length` are long; else, or if the scales are kept, these."""
         if self.kept or not 0.0 < length < math.inf:
             return self
         most = {
@@ -68,16 +68,16 @@ class OmittedScales:
 def omitted_scales(
     config: Buildable, given: Collection[str], start_lr: float, numb_steps: int | None
 ) -> OmittedScales | None:
-    """Choose the scales that an input omits; None where it omits none, or deepmd-kit's default holds.
+    """Choose the scales that an input omits; None if it omits none, or if deepmd-kit's default applies.
 
     Parameters
     ----------
     config
         Settings of the optimizer. Other classes than `HybridMuonConfig` have no such scales.
     given
-        Keys of the optimizer that the input gives.
+        Keys in the section `optimizer` of the input.
     start_lr, numb_steps
-        Of the run; None for a length in epochs, which counts as long.
+        First learning rate and length of the run; a length in epochs (None) counts as long.
     """
     if not isinstance(config, HybridMuonConfig) or config.deepmd_kit_arithmetic or "lr_adjust_coeff" in given:
         return None

@@ -26,8 +26,9 @@ class MuonConfig(MuonSettings, MuonBuildable):
 
     The defaults are those of the literature: Keller Jordan's five steps, no damping, two-dimensional weights only, and
     AdamW for embeddings, the output layer, positions and tokens. They are found by the types of modules
-    (`deepmd_muon.optim.routing.modules`) and by name: what contains ``embed`` or ``lm_head``, and the weight of a layer
-    called ``head``. `adamw_patterns` replaces both. Everything that is not a matrix takes AdamW too, with decay.
+    (`deepmd_muon.optim.routing.modules`) and by name: names that contain ``embed`` or ``lm_head``, and the weight of a
+    layer ``head``. `adamw_patterns` replaces both searches. Everything that is not a matrix takes AdamW too, with
+    decay.
     """
 
     own_lr = 0.02
@@ -101,13 +102,13 @@ def register_optimizer(name: str, settings: type[Buildable]) -> None:
         Value of the key `type`.
     settings
         Frozen dataclass derived from `deepmd_muon.optim.Buildable`, with fields declared by
-        `deepmd_muon.setting.setting`. Its method `build` is that of `OptimizerSettings`, and gives the optimizer
-        ``model.named_parameters()``.
+        `deepmd_muon.setting.setting`. Its method `build` has the form that `OptimizerSettings` declares, and passes
+        ``model.named_parameters()`` to the optimizer.
 
     Raises
     ------
     InvalidSettingError
-        When the name is another class's, or the class is no such dataclass.
+        When another class has the name, or the class is not such a dataclass.
     """
     before = OPTIMIZERS.get(name)
     if before is not None and (before.__module__, before.__qualname__) != (settings.__module__, settings.__qualname__):

@@ -1,4 +1,4 @@
-"""Settings of the update rules of the Muon route, and where each rule is. Does not import torch."""
+"""Settings of the update rules of the Muon route, and the location of each rule. Does not import torch."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class RuleSettings:
     normuon: bool = setting(
         False,
         doc=(
-            "NorMuon (arXiv:2510.05491): the update of each neuron of a matrix is divided by its running size, and the "
-            "matrix is rescaled to the norm it had. Neurons are columns where `layout` is 'in_out', else rows."
+            "NorMuon (arXiv:2510.05491): the update of each neuron of a matrix is divided by its running root mean "
+            "square, and the matrix is rescaled to its former norm. Neurons are columns if `layout` is 'in_out', else "
+            "rows."
         ),
     )
     normuon_beta: float = setting(
@@ -44,7 +45,7 @@ class RuleSettings:
         False,
         doc=(
             "SOAP before the polar factor: the direction is rotated into the eigenbases of running averages of G Gᵀ "
-            "and Gᵀ G, divided by the root of its second moment there, and rotated back. Experimental."
+            "and Gᵀ G, divided there by the root of its second moment, and rotated back. Experimental."
         ),
     )
     soap_beta: float = setting(
@@ -53,26 +54,29 @@ class RuleSettings:
     norm_control: Literal["none", "radial_brake", "hyperball", "rows"] = setting(
         "none",
         doc=(
-            "What a step of the Muon route may do to norms of weights: 'hyperball' keeps that of every matrix, 'rows' "
-            "that of every neuron (see `normuon`), neither with weight decay; 'radial_brake' leaves the share "
-            "norm_brake of a growth. Experimental."
+            "Control of the norms of weights on the Muon route: 'hyperball' keeps the norm of every matrix, 'rows' "
+            "that of every neuron (see `normuon`), both without weight decay; 'radial_brake' multiplies the growth of "
+            "a matrix's norm by norm_brake. Experimental."
         ),
     )
     norm_brake: float = setting(
-        0.5, minimum=0.0, maximum=1.0, doc="Share of a matrix's growth that norm_control 'radial_brake' leaves."
+        0.5,
+        minimum=0.0,
+        maximum=1.0,
+        doc="Fraction of the growth of a matrix's norm that norm_control 'radial_brake' keeps.",
     )
     master_weights: bool = setting(
         False,
         doc=(
             "Keep a float32 copy of every float16 and bfloat16 parameter, on all routes: a step changes the copy, and "
-            "the parameter is the copy rounded. Without it, updates below half of a weight's last bit are lost. It "
-            "takes 4 bytes a weight, in the layout of the momentum and, with `offload`, in host memory."
+            "the parameter is the rounded copy. Without it, updates below half of a weight's last bit are lost. It "
+            "takes 4 bytes per weight, in the layout of the momentum and, with `offload`, in host memory."
         ),
     )
     rules: Sequence[str] = setting(
         (),
         doc=(
-            "Further rules of the Muon route, by the names under which other packages have registered them (see "
-            "doc/add-an-update-rule.md), in the order in which they act."
+            "Rules of other packages on the Muon route, by their registered names, in the order in which they act (see "
+            "doc/add-an-update-rule.md)."
         ),
     )

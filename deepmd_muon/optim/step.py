@@ -1,7 +1,7 @@
 """The compiled step, and the step of the parameters that this process steps by itself.
 
 A small model's step is limited by the host. Everything that stays the same from step to step is therefore compiled
-once, and each step first checks whether the `Snapshot` still holds.
+once, and each step first checks whether the `Snapshot` is still valid.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _is_trained = attrgetter("requires_grad")
 class Snapshot:
     """Groups and their settings, parameters, layouts of gradients, and state that a step was compiled for.
 
-    `devices` has one parameter of each wave with its device; `shared`, the parameters that live on several ranks, of
-    whose local memory the compiled step holds views.
+    `devices` has one parameter of each wave with its device; `shared` has the parameters that live on several ranks:
+    the compiled step holds views of their local memory.
     """
 
     def __init__(
@@ -160,8 +160,8 @@ class CompiledStep:
     ) -> StepControl:
         """Decide on the device, identically on all ranks, whether this step is skipped.
 
-        `scale` and `skip` are a gradient scaler's; with `agreed`, `skip` is the same on all ranks, which need not
-        compare it.
+        `scale` and `skip` are those of a gradient scaler. With `agreed`, `skip` is the same on all ranks, so they do
+        not compare it.
 
         Raises
         ------
@@ -207,9 +207,9 @@ class CompiledStep:
             self._snapshot = Snapshot([group.values for group in self._groups], state, workspace, devices, shared)
 
     def compile_kernels(self, groups: Sequence[Group], workspace: int, *, skip: bool) -> None:
-        """Compile the kernels of the Muon route on a GPU before the first step, of parameters on one process.
+        """Compile the kernels of the Muon route before the first step, for parameters of one process on a GPU.
 
-        `skip` tells whether steps will have a predicate that skips them.
+        `skip` says whether steps will have a predicate that skips them.
         """
         if unavailable() or (self.sharded is not None and self.sharded.params):
             return
@@ -225,7 +225,7 @@ class CompiledStep:
                     compile_kernels(views, p.device, p.dtype, variant, group.settings)
 
     def reset(self, sharded: ShardedStep | None) -> None:
-        """Release all references to parameters, gradients and state; the next step, with `sharded`, is recompiled."""
+        """Release all references to parameters, gradients and state, and set `sharded`; the next step is recompiled."""
         self._snapshot, self._waves = None, None
         self._groups, self._with_gradients, self.params = (), [], []
         self.sharded = sharded
@@ -303,7 +303,7 @@ class CompiledStep:
 
 
 def _is_large(wave: Wave) -> bool:
-    """Return whether a Muon wave occupies the device for so long that another may run beside it."""
+    """Return whether a Muon wave is large enough to run concurrently with another one."""
     return wave.route == "muon" and sum(p.numel() for p in wave.params) > _SMALL
 
 

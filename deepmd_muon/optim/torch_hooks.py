@@ -20,8 +20,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def outside_compiler(method: Method) -> Method:
     """Exclude a method from torch.compile without importing the compiler.
 
-    torch's own decorator imports the compiler at the first call, which takes seconds; unless it has been imported,
-    nothing can be compiled.
+    torch's own decorator imports the compiler at the first call, which takes seconds. As long as the compiler has not
+    been imported, there is nothing to exclude.
     """
     disabled = _disable_dynamo(method)
 
@@ -53,7 +53,7 @@ class Adam(QuickOptimizer, torch.optim.Adam):
 
 
 class AdamW(QuickOptimizer, torch.optim.AdamW):
-    """torch's AdamW, in the same way."""
+    """torch's AdamW without the import of the compiler; see `Adam`."""
 
     load_state_dict = _bare(Optimizer.load_state_dict)
     step = outside_compiler(torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step)))
@@ -73,8 +73,8 @@ def read_by_grad_scaler() -> bool:
 def profiled_on_demand(step: Step) -> Step:
     """Wrap an optimizer's `step` in torch's profiler range and hooks, but only while either is in use.
 
-    Opening the range and looking for hooks takes the host as long as all checks of a small model's step. Compiled code
-    calls the step without tracing it: tracing Newton-Schulz for every shape takes seconds per parameter.
+    On the host, opening the range and looking for hooks takes as long as all checks of a small model's step. Compiled
+    code calls the step without tracing it: tracing Newton-Schulz for every shape takes seconds per parameter.
     """
     profiled = Optimizer.profile_hook_step(step)
 

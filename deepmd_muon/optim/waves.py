@@ -26,7 +26,7 @@ StateLists = dict[str, list[Tensor]]  # by key, one tensor for each parameter
 class Wave:
     """Parameters of one group, route, device and dtype, updated together: this rank's elements and state.
 
-    With moments in host memory, `transfer_batch` holds them, parameter by parameter, in the order of `state`.
+    If moments are in host memory, `transfer_batch` holds them, parameter by parameter, in the order of `state`.
     """
 
     group: Group
@@ -54,7 +54,8 @@ def waves_of(
 ) -> Iterator[Wave]:
     """Divide parameters of one group and route, given by their elements on this rank, into waves; create missing state.
 
-    `workspace` bounds the elements of a wave, and so does a transfer batch of `memory`.
+    A wave has at most `workspace` elements, and its moments fit in one transfer batch of `memory`; a larger parameter
+    forms its own wave.
     """
     rules = matrix_rules(group.settings)
     most = 0 if group.values["foreach"] is False else workspace

@@ -25,7 +25,7 @@ RENAMED_SETTINGS = {
     "muon_min_2d_dim": "min_matrix_dim",
 }
 
-# Words whose meaning is spread over other arguments, and what to write instead.
+# Words that no single setting replaces, and what to write instead.
 _HINTS = {
     "muon_params": "give all parameters at once and name those of AdamW in adamw_patterns, or use groups with use_muon",
     "adamw_params": "give all parameters at once and name these in adamw_patterns, or use a group with use_muon=False",
@@ -37,13 +37,13 @@ _HINTS = {
     "use_triton": "give flash_muon",
     "backend": "give flash_muon, which switches the kernels on or off",
     "dampening": "the momentum is m ← β m + (1 − β) g; the polar factor does not depend on its scale",
-    "adamw_wd": "weight_decay is that of both routes; a group may have its own",
+    "adamw_wd": "weight_decay applies to both routes; a group may have its own",
     "rank_fraction": "low-rank updates of Dion do not exist here; Muon orthogonalizes the whole matrix",
     "no_weight_decay": "use a group with weight_decay=0.0",
 }
 _JORDAN = (3.4445, -4.7750, 2.0315)  # the coefficients of K. Jordan and the default of torch.optim.Muon
 _JORDAN_STEPS = 5
-# Ratio from which an unknown key counts as a misspelled one; 'weight_decay_mult' has 0.83.
+# Similarity (difflib) from which an unknown key counts as a misspelled setting; 'weight_decay_mult' has 0.83.
 _MISSPELLED = 0.87
 
 
@@ -57,7 +57,7 @@ def _one_of(table: Mapping[Any, dict[str, Any]]) -> Translation:
 
 
 def _only(allowed: bool, reason: str) -> Translation:
-    """Translate a switch that has one value here, which changes nothing."""
+    """Accept a switch that has only one value here; the translation is empty."""
 
     def translate(value: Any) -> dict[str, Any]:
         if value is not allowed:
@@ -100,12 +100,12 @@ WORDS = frozenset((*_TRANSLATIONS, *_SCHEDULE))
 def translated(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Return arguments or a parameter group with other optimizers' words replaced by settings of this package.
 
-    `known` are the settings there are; a word that is one of them stays.
+    `known` are the settings of a class; a word that is one of them stays.
 
     Raises
     ------
     InvalidSettingError
-        Naming every word without a counterpart, with a value that has none, or beside the setting that it stands for.
+        Naming every word without a counterpart, with a value that has none, or given beside the setting it stands for.
     """
     words = {key: value for key, value in given.items() if key not in known}
     kept = {key: value for key, value in given.items() if key in known}
@@ -137,7 +137,7 @@ def translated(given: Mapping[str, Any], known: Collection[str]) -> dict[str, An
 
 
 def _for_class(new: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return settings under the names that a class has for them."""
+    """Rename settings as the class with the settings `known` names them."""
     values = dict(new)
     if "rms_coefficient" in values and "rms_coefficient" not in known:
         values["lr_adjust_coeff"] = values.pop("rms_coefficient")
@@ -162,9 +162,9 @@ def _schedule(words: Mapping[str, Any]) -> Any:
 
 
 def advice(key: str, given: Mapping[str, Any], known: Collection[str]) -> str | None:
-    """Return what to write instead of another optimizer's word in an input, or None if the key is no such word.
+    """Return what to write instead of another optimizer's word in an input, None for other keys.
 
-    `given` is the section in which it stands; `known` are the settings there are.
+    `given` is the section that contains it; `known` are the settings of that section.
     """
     if key not in WORDS and key not in _HINTS:
         return None
@@ -178,20 +178,20 @@ def advice(key: str, given: Mapping[str, Any], known: Collection[str]) -> str | 
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
-    """Return the setting that an unknown key is probably a misspelling of, or None."""
+    """Return the setting that an unknown key probably misspells, or None."""
     near = difflib.get_close_matches(key, list(known), 1, cutoff=_MISSPELLED)
     return near[0] if near else None
 
 
 def understand_words(cls: type[T]) -> type[T]:
-    """Decorate a class that takes settings as keywords, so that it takes other optimizers' words, too.
+    """Decorate a class that takes settings as keywords, so that it also takes other optimizers' words.
 
     Raises
     ------
     InvalidSettingError
         In the constructor: a word cannot be translated (`translated`), or a key was renamed.
     TypeError
-        In the constructor: a keyword is neither a setting nor a word; it names the nearest setting.
+        In the constructor: a keyword is neither a setting nor a word; the message names the nearest setting.
     """
     init = cls.__init__
     known = tuple(inspect.signature(init).parameters)[1:]

@@ -2,8 +2,8 @@
 
 
 class ShowError(ValueError):
-    """The content to show does not exist, or an option does not fit it."""
+    """The content to show does not exist, or an option does not suit it."""
 
 
 class PictureError(ShowError):
-    """There is nothing to draw, or the file to draw from has other content."""
+    """There is nothing to draw, a file has other content, or a format is unknown."""

@@ -1,4 +1,4 @@
-"""Reading learning curves (`lcurve.out`, or a log of JSON lines) and drawing them."""
+"""Read and draw learning curves (`lcurve.out`, or a log of JSON lines)."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _UNITS = {"e": "eV/atom", "f": "eV/Å", "v": "eV/atom"}
 _TITLES = {"e": "Energy", "f": "Force", "v": "Virial"}
 # Columns without "_trn" or "_val"; a loss of absolute errors writes mae_ columns.
 _ERRORS = tuple(f"{kind}_{quantity}" for quantity in _TITLES for kind in ("rmse", "mae"))
-# Multi-task runs write a column of each branch.
+# Multi-task runs write one column per branch.
 _OF_BRANCH = re.compile(r"(?P<error>(rmse|mae)(_[a-z]+)*_(val|trn))_(?P<branch>.+)")
-# Rows up to which every one gets a marker.
+# With at most this many rows, every row gets a marker.
 _SPARSE = 40
 
 
 def read_learning_curve(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Read a learning curve, of this package or of deepmd-kit: `lcurve.out` or, with the ending .jsonl, JSON lines.
 
-    Return columns by name ("step", "rmse_e_trn", …, "lr", of JSON lines "time" [s], too), each (nrows,) float64. Where
-    columns change at a restart, a column that a row does not have is nan there.
+    Return columns by name ("step", "rmse_e_trn", …, "lr", and for JSON lines "time" [s]), each (nrows,) float64. If
+    columns change at a restart, rows without a column have nan there.
 
     Raises
     ------
@@ -73,7 +73,7 @@ def read_learning_curve(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def _table_row(line: str, names: Sequence[str]) -> dict[str, float]:
-    """Return the values of a row by column; nothing for a row that is cut short or has no header."""
+    """Return the values of a row by column; {} for a row that is cut short or has no header."""
     fields = line.split()
     return dict(zip(names, map(float, fields), strict=True)) if len(fields) == len(names) else {}
 
@@ -91,10 +91,10 @@ def plot_learning_curves(
     labels: Sequence[str] | None = None,
     against: Against = "step",
 ) -> None:
-    """Draw learning curves: one panel a quantity, validation and training errors of every run, its learning rate.
+    """Draw learning curves: one panel per quantity, with validation and training errors and learning rates.
 
-    The ending of `picture` says its format. Runs are called by the folders or names of their files unless labels are
-    given. Only logs of JSON lines have the time as horizontal axis.
+    The ending of `picture` determines its format. Without `labels`, runs have the names or folders of their files. The
+    axis "time" needs logs of JSON lines.
 
     Raises
     ------
@@ -104,7 +104,7 @@ def plot_learning_curves(
     picture = Path(picture)
     check_ending(picture)
     runs = [read_learning_curve(path) for path in paths]
-    if labels is None:  # what differs: the files' names, or else their folders
+    if labels is None:  # the files' names if these differ, else their folders
         labels = [Path(path).name for path in paths]
         if len(set(labels)) < len(labels):
             labels = [str(Path(path).parent) for path in paths]
@@ -126,7 +126,7 @@ def plot_learning_curves(
     figure = Figure(figsize=(4.1 * len(drawn), 3.5), layout="constrained")
     for number, (axes, error) in enumerate(zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True)):
         _draw(axes, error, runs, labels, against, last=number == len(drawn) - 1)
-    # One legend below all panels, a row a run where there are several.
+    # One legend below all panels; with several runs, one column per run.
     found: dict[str, Any] = {}
     for axes in figure.axes:
         handles, names = axes.get_legend_handles_labels()
@@ -138,7 +138,7 @@ def plot_learning_curves(
 
 
 def _branches(columns: dict[str, np.ndarray], label: str) -> list[tuple[str, dict[str, np.ndarray]]]:
-    """Return the curves of each branch of a multi-task run and their names; of any other run its own."""
+    """Return label and curves of each branch of a multi-task run; for any other run, the given ones."""
     found: dict[str, dict[str, np.ndarray]] = {}
     common = {name: x for name, x in columns.items() if not _OF_BRANCH.fullmatch(name)}
     for name, x in columns.items():
@@ -178,7 +178,7 @@ def _draw(
     axes.set_ylabel(f"{kind.upper()} [{_UNITS[quantity]}]")
     axes.set_xlabel("step" if against == "step" else "time [s]")
     axes.set_yscale("log")
-    # Plain numbers, at 1, 2 and 5 where the axis spans few decades.
+    # Plain numbers, at 1, 2 and 5 if the axis spans few decades.
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if np.log10(high / low) < 2.5 else (1.0,)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

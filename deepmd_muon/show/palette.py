@@ -1,4 +1,4 @@
-"""One colour for each optimizer in all pictures, and colours for what has no name."""
+"""One colour for each optimizer in all pictures, and colours for other series."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def colors_of(labels: Sequence[str]) -> list[str]:
     """Return a colour for each label of the series of a picture, in their order.
 
     A label that is an optimizer's name, or begins with it as "HybridMuon, seed 2" does, gets that optimizer's colour if
-    no label before it has. The others take the remaining colours in order, and from the first one again when all are
+    no earlier label has it. The others take the remaining colours in order, and start again with the first when all are
     taken.
     """
     named: dict[int, str] = {}

@@ -24,14 +24,14 @@ _PANELS = {
     "force": ("Force components", "eV/Å", "force"),
     "virial": ("Virial per atom", "eV/atom", "virial"),
 }
-# With more points than this, a panel shades their density instead of drawing each.
+# With more points than this, the last series of a panel is shaded by their density.
 _DENSE = 3000
 _COLORS = SERIES[:4]
 
 
 @dataclass
 class ParityPicture:
-    """Collect points of tests, then draw one column each for energy, force and virial.
+    """Collect points from tests, then draw one column each for energy, force and virial.
 
     The upper panel of a column shows prediction against reference, the lower one their difference. Energies are drawn
     relative to the least-squares energy of each element, fitted to the reference, so that total energies of thousands
@@ -40,9 +40,10 @@ class ParityPicture:
     Parameters
     ----------
     paths
-        Where the picture goes, once per format; the format follows from the ending.
+        Files to write, whose endings determine the formats.
     max_points
-        Most points drawn in a panel and series, chosen at random but the same every time. The errors are of all.
+        Largest number of points drawn per panel and series, chosen at random with a fixed seed. Errors are of all
+        points.
 
     Raises
     ------
@@ -60,9 +61,9 @@ class ParityPicture:
             check_ending(path)
 
     def add(self, reference: Frames, prediction: Prediction, series: str = "") -> None:
-        """Take the points of the same frames, labelled and predicted; quantities without reference are left out.
+        """Add the points of frames, given with labels and as predicted; quantities without labels are left out.
 
-        Every `series` of data, such as "training", has its colour and its errors.
+        Every `series` of data, such as "training", has its own colour and errors.
         """
         real = reference.atype >= 0
         natoms = real.sum(axis=1)
@@ -96,10 +97,10 @@ class ParityPicture:
 
 
 def without_offset(points: dict[str, np.ndarray], counts: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    """Subtract the energies of the elements that fit all reference energies best.
+    """Subtract the least-squares energy of each element, fitted to all reference energies.
 
-    Points `(2, nframes)` are reference and prediction of every series [eV/atom]. Counts `(nframes, ntypes)` are
-    fractions of every element; arrays may end at the highest type that their frames have.
+    `points` has reference and prediction of every series, `(2, nframes)` [eV/atom]. `counts` has the fraction of every
+    element, `(nframes, ntypes)`; an array may end at the highest type in its frames.
     """
     width = max(part.shape[1] for parts in counts.values() for part in parts)
     fractions = {
@@ -122,7 +123,7 @@ def _draw(upper: Any, lower: Any, name: str, series: dict[str, np.ndarray], max_
     lines = []
     for number, (label, points) in enumerate(series.items()):
         errors = ErrorSum.of((points[1] - points[0]).astype(np.float64))
-        # The last series is drawn over the others, and alone has its density shaded.
+        # The last series is drawn over the others; only its density is shaded.
         last = number == len(series) - 1
         if points.shape[1] > max_points:
             points = points[:, np.random.default_rng(0).choice(points.shape[1], max_points, replace=False)]
@@ -147,7 +148,7 @@ def _draw(upper: Any, lower: Any, name: str, series: dict[str, np.ndarray], max_
 
 
 def _scatter(axes: Any, x: np.ndarray, y: np.ndarray, color: str, *, shaded: bool) -> None:
-    """Draw points; where there are many, darker ones stand where more of them lie."""
+    """Draw points; if there are many and `shaded`, points in denser regions are darker."""
     if len(x) <= _DENSE or not shaded:
         size, alpha = (9, 0.7) if len(x) <= 300 else (4, 0.35)
         axes.scatter(x, y, s=size, color=color, alpha=alpha, linewidths=0, rasterized=True, zorder=1 + shaded)

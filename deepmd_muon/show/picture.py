@@ -1,4 +1,4 @@
-"""Writing pictures with matplotlib's object interface: no display, no global state."""
+"""Write pictures with matplotlib's object interface, without a display and without global state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_ending(path: Path) -> None:
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Write a figure; missing folders are made."""
+    """Write a figure; make missing folders."""
     make_folder_of(path)
     with whole_file(path) as file:
         figure.savefig(file, dpi=150, format=path.suffix.removeprefix(".").lower())

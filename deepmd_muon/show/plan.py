@@ -1,4 +1,4 @@
-"""The sharded step of a model on processes that one does not have; no data are read, nothing is trained."""
+"""The plan of a model's sharded step for any number of processes, computed in one, without data or training."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _HELD = (
 
 
 def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | None, *, owners: bool = False) -> str:
-    """Return the plan of HybridMuon's step on so many ranks as text, of an input file or of a checkpoint's input.
+    """Return the plan of HybridMuon's step on `ranks` ranks as text, for an input file or a checkpoint's input.
 
-    `stage` and `groups` are `zero_stage` and `data_parallel_replicate_degree`; None takes the input's. With `owners`,
-    the owner of every matrix is listed.
+    `stage` and `groups` are `zero_stage` and `data_parallel_replicate_degree`; None means those of the input. With
+    `owners`, the text lists the owner of every matrix.
 
     Raises
     ------
     ShowError
-        When the processes cannot be laid out so, or another optimizer than HybridMuon is asked for.
+        When this layout of processes is impossible, or the optimizer is not HybridMuon.
     """
     given = _input_of(path)
     training = given.settings.training
@@ -85,14 +85,14 @@ def plan_of(given: Input, ranks: int | None, stage: int, groups: int = 1) -> Pla
 
 
 def optimizer_of(given: Input) -> torch.optim.Optimizer:
-    """Build the model and the optimizer of an input without looking at data."""
+    """Build the model and the optimizer of an input without reading data."""
     from deepmd_muon.train.strategy.base import build_optimizer
 
     return build_optimizer(given.settings.optimizer, model_of(given), given.settings.learning_rate.start_lr)
 
 
 def model_of(given: Input) -> EnergyModel | Branches:
-    """Build the model of an input, or those of all branches, without looking at data."""
+    """Build the model of an input, or those of all branches, without reading data."""
     from deepmd_muon.data import NeighborStatistics
     from deepmd_muon.train.branches import build_of
 
@@ -104,7 +104,7 @@ def model_of(given: Input) -> EnergyModel | Branches:
                 "the input leaves out model/type_map, which only dp train takes from its data: name the types, or give "
                 "the out.json of the run"
             )
-        # "auto" needs the data, and the number of neighbours is in no parameter's shape.
+        # "auto" needs the data, but no parameter's shape depends on the number of neighbours.
         one = NeighborStatistics(math.inf, (1,) * len(settings.type_map), 1)
         descriptor = settings.descriptor.with_counts(lambda rcut, found=one: found)  # type: ignore[misc]
         models[name] = dataclasses.replace(settings, descriptor=descriptor)
@@ -126,7 +126,7 @@ def _input_of(path: Path) -> Input:
 
 
 def _layout(ranks: int | None, stage: int, groups: int) -> Layout:
-    """Return how every parameter is laid out."""
+    """Return the layout of every parameter."""
     from deepmd_muon.optim.sharded import Layout, ShardPlacement
 
     if ranks is None or ranks < 1:

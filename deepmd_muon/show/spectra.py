@@ -16,30 +16,30 @@ from deepmd_muon.show.errors import PictureError
 from deepmd_muon.show.palette import OPTIMIZERS
 from deepmd_muon.show.picture import check_ending, write
 
-#: A singular value counts towards the rank from this share of the matrix's Frobenius norm on: what lies below is
-#: rounding noise in 16 bits.
+#: Singular values above this fraction of the matrix's Frobenius norm count towards the rank; smaller ones are rounding
+#: noise in 16 bits.
 SHARE = 1e-3
 
 _COLORS = {"muon": OPTIMIZERS["HybridMuon"], "adam": OPTIMIZERS["Adam"], "adamw": OPTIMIZERS["AdamW"]}
-# Shades of matrices, from the first to the last of the model.
+# Opacity of the lines, from the first to the last matrix of the model.
 _DARKEST, _LIGHTEST = 0.9, 0.35
 
 
 @dataclass(frozen=True)
 class ParameterUpdate:
-    """A parameter, its momentum and the update that its optimizer would make of them."""
+    """A parameter, its momentum, and the size of the update that its optimizer would compute from them."""
 
     name: str
     route: str  # "muon", "adam" or "adamw"
     shape: tuple[int, ...]
-    weights: tuple[np.ndarray, ...]  # singular values of each of its matrices, largest first; none of vectors
+    weights: tuple[np.ndarray, ...]  # singular values of each of its matrices, largest first; empty for vectors
     momenta: tuple[np.ndarray, ...]  # singular values of the momenta of these matrices
     rms: float  # root mean square of the weights
-    update: float | None  # root mean square of the update; None without a state
+    update: float | None  # root mean square of the update; None without optimizer state
 
     @property
     def relative(self) -> float | None:
-        """Update over weight; None without a state or for weights that are all zero."""
+        """Ratio of update to weights; None without optimizer state, or if all weights are zero."""
         return None if self.update is None or self.rms == 0 else self.update / self.rms
 
 
@@ -49,12 +49,12 @@ def rank(values: np.ndarray) -> int:
 
 
 def stable_rank(values: np.ndarray) -> float:
-    """Return ‖X‖²_F / σ₁², between 1 and the number of singular values; 0 of zeros."""
+    """Return ‖X‖²_F / σ₁², between 1 and the number of singular values; 0 if all are zero."""
     return float((values**2).sum() / values[0] ** 2) if values[0] > 0 else 0.0
 
 
 def table(parameters: Sequence[ParameterUpdate]) -> str:
-    """Return a line for every matrix, and the update of every route."""
+    """Return a line per parameter, and a line per route with the statistics of its updates."""
     width = max([len(parameter.name) for parameter in parameters] + [9])
     lines = [
         f"{'parameter':{width}s}  {'route':5s}  {'shape':>12s}  {'weight: max':>11s}  {'min':>8s}  {'stable':>6s}  "
@@ -84,7 +84,7 @@ def _columns(spectra: Sequence[np.ndarray], show: Any, widths: tuple[int, ...]) 
 def plot_spectra(parameters: Sequence[ParameterUpdate], picture: str | os.PathLike[str], title: str = "") -> None:
     """Draw the spectra of all matrices' weights and momenta, and the relative update of every parameter.
 
-    The parameters come in the order of the model. The ending of `picture` says its format.
+    `parameters` are in the order of the model. The ending of `picture` determines its format.
 
     Raises
     ------
@@ -119,7 +119,7 @@ def plot_spectra(parameters: Sequence[ParameterUpdate], picture: str | os.PathLi
 
 
 def _spectra(axes: Any, matrices: Sequence[ParameterUpdate], kind: str, title: str, label: str) -> None:
-    """Draw one line for every matrix, darker the earlier it stands in the model."""
+    """Draw one line per matrix; matrices of earlier layers are darker."""
     for k, parameter in enumerate(matrices):
         shade = _DARKEST - (_DARKEST - _LIGHTEST) * k / max(1, len(matrices) - 1)
         for values in getattr(parameter, kind):
@@ -137,7 +137,7 @@ def _spectra(axes: Any, matrices: Sequence[ParameterUpdate], kind: str, title: s
 
 
 def _updates(axes: Any, parameters: Sequence[ParameterUpdate]) -> None:
-    """Draw relative updates, a row a route, with their median."""
+    """Draw relative updates with their median, one row per route."""
     routes = list(dict.fromkeys(p.route for p in parameters))
     for row, route in enumerate(routes):
         found = np.array([p.relative for p in parameters if p.route == route and p.relative])

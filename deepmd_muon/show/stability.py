@@ -1,4 +1,4 @@
-"""The picture of `dp check`: scans and dynamics, one row a model."""
+"""The picture of `dp check`: scans and dynamics, one row per model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOWEST, _HIGHEST = -4.0, 6.0
 
 
 def draw_check(check: Check, path: Path) -> None:
-    """Draw and write the picture; distances that the data do not hold are dotted."""
+    """Draw and write the picture; curves are dotted at distances that do not occur in the data."""
     figure = Figure(figsize=(14.0, 3.4 * len(check.models)), layout="constrained")
     rows = figure.subplots(len(check.models), 4, squeeze=False)
     for axes, model in zip(rows, check.models, strict=True):

@@ -1,4 +1,4 @@
-"""`dp show weights`: the effect of a checkpoint's optimizer on its matrices."""
+"""`dp show weights`: spectra and next updates of a checkpoint's parameters."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpda
     if not groups or not all(group.get("param_names") for group in groups):
         raise ShowError(f"{path} holds no optimizer state with names of parameters; take a checkpoint of this package")
     weights = _weights(checkpoint["model"])
-    # Training lists deepmd-kit's parameters; the empty ones among them are in no model of ours.
+    # A checkpoint lists deepmd-kit's parameters; our models lack the empty ones among them.
     optimizer = in_own_order(optimizer, list(weights))
     found = []
     for group in optimizer["param_groups"]:
@@ -65,7 +65,7 @@ def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpda
 
 
 def _weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights of a model; of several branches under branch.name, as their parameters are called."""
+    """Return the weights of a model by name; those of several branches by branch.name, like their parameters."""
     from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches
 
     branches = dict.fromkeys(saved_branches(state).values())
@@ -100,7 +100,7 @@ def _rms(x: Tensor) -> float:
 
 
 def _spectra(entry: RouteEntry, x: Tensor) -> tuple[np.ndarray, ...]:
-    """Return the singular values of every matrix that is orthogonalized by itself; of Adam's, those of 2-D tensors."""
+    """Return the singular values of every matrix that Muon orthogonalizes, or of a 2-D tensor on an Adam route."""
     x = x.double()
     if entry.view is not None:
         matrices = [matrix for block in entry.view.cut(x) for matrix in block]
@@ -112,7 +112,7 @@ def _spectra(entry: RouteEntry, x: Tensor) -> tuple[np.ndarray, ...]:
 
 
 def _settings(group: Mapping[str, Any]) -> HybridMuonConfig:
-    """Return HybridMuon's settings of a group, those that an earlier release did not have at their defaults."""
+    """Return HybridMuon's settings of a group; settings that an earlier release lacked have their defaults."""
     from deepmd_muon.optim import HybridMuonConfig
     from deepmd_muon.optim.routing.group_settings import group_settings
 
@@ -120,7 +120,7 @@ def _settings(group: Mapping[str, Any]) -> HybridMuonConfig:
 
 
 def _muon_update(entry: RouteEntry, weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
-    """Return the RMS of lr · scaled polar factors of the momentum; Nesterov would add a gradient, which is not kept."""
+    """Return the RMS of lr · scaled polar factors of the momentum; Nesterov's form would need a gradient."""
     from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
     from deepmd_muon.optim.update.muon import polar_factors, scaled
 

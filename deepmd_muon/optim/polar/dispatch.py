@@ -1,4 +1,4 @@
-"""Choose the implementation that orthogonalizes some matrices: the first candidate of a table that fits."""
+"""Choose the implementation that orthogonalizes given matrices: the first suitable candidate of a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Implementation = Literal["whole", "strips", "tiles", "symmetric", "torch"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 _READABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_MOST_STRIPS = 128  # most programs of one matrix
+_MOST_STRIPS = 128  # bound on the programs of one matrix
 _TILE = 64
 # With more 64 × 64 tiles, launches of larger products are faster.
 _MOST_TILES = 100
@@ -26,7 +26,7 @@ Geometry = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
 
 def geometry_of(tensors: Sequence[Tensor]) -> Geometry:
-    """Return what launches of these tensors depend on, beside their addresses."""
+    """Return all that determines the launches for these tensors, besides their addresses."""
     return tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors)
 
 
@@ -44,19 +44,19 @@ class MatrixBatch:
 
     @property
     def readable(self) -> bool:
-        """Whether kernels support them: tensor cores with asynchronous copies, fp16 operands."""
+        """Whether kernels can read them; they need tensor cores with asynchronous copies, and fp16 operands."""
         on_gpu = self.device == "cuda" and self.capability >= (8, 0)
         return on_gpu and self.operand == torch.float16 and self.dtype in _READABLE
 
     @property
     def tiles(self) -> int:
-        """Number of 64 × 64 tiles in all of them."""
+        """Number of 64 × 64 tiles in all matrices."""
         return self.count * -(-self.rows // _TILE) * -(-self.columns // _TILE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """An implementation, and the matrices that it takes: a row of the table."""
+    """A row of the table: an implementation, and the matrices that it takes."""
 
     implementation: Implementation
     shapes: str

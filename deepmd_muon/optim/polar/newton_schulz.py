@@ -1,8 +1,8 @@
 """Newton–Schulz iteration in plain torch: the reference that every faster path is compared with.
 
 A matrix X with singular values σ is mapped to U f(σ/‖X‖_F) Vᵀ, where f is the schedule's composed polynomial.
-The iterate is kept in fp32 (or fp64); only the operands of matrix products are rounded to 16 bits, and only where
-that is faster. Storing the iterate in 16 bits would amplify the rounding noise of low-rank gradients to full strength.
+The iterate is kept in fp32 (or fp64); only the operands of matrix products are rounded to 16 bits, and only if that is
+faster. Storing the iterate in 16 bits would amplify the rounding noise of low-rank gradients to full strength.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from deepmd_muon.optim.polar.schedules import Coefficients
 
-# Rounding errors of R = X Xᵀ in directions where X is zero grow by a² a step and are harmless below about 1e-2.
-# This growth is allowed before R is recomputed from X (for fp32: 1e-7 · √m · 2e4 is about 1e-2).
+# Rounding errors of R = X Xᵀ in directions where X is zero grow by a² per step; below about 1e-2 they are harmless.
+# When they have grown by this factor, R is recomputed from X (for fp32: 1e-7 · √m · 2e4 is about 1e-2).
 _GRAM_GROWTH = {torch.float32: 2e4, torch.float64: 1e12}
 
 
@@ -26,7 +26,7 @@ class _SharedIteration(NamedTuple):
     """Matrices that share one batched iteration."""
 
     rows: int  # the smaller dimension m
-    columns: int  # the largest n; zero columns, which change nothing, widen the others
+    columns: int  # the largest n; others are padded with zero columns, which change nothing
     gram: bool
     members: tuple[int, ...]
 
@@ -37,7 +37,7 @@ def orthogonalize_with_torch(
 ) -> list[Tensor]:
     """Orthogonalize batches of matrices (b, m, n) on one device together, with one (a, b, c) per step.
 
-    Operands of products have the dtype `operand`; results are in float32, or float64 where it is. `gram` allows
+    Operands of products have the dtype `operand`; results are in float32, or float64 if `operand` is. `gram` allows
     iterating on the Gram matrix where that is cheaper.
     """
     master = torch.float64 if operand == torch.float64 else torch.float32
@@ -54,10 +54,10 @@ def orthogonalize_with_torch(
 def arrange(shapes: tuple[tuple[int, int, int], ...], gram: bool, on_gpu: bool) -> tuple[_SharedIteration, ...]:
     """Decide which matrices share an iteration, and in which form.
 
-    The Gram form spends 8 m³ operations a step, the standard form 4 m² n + 2 m³, and the Gram form builds R from X
-    and X from R about three times: it is cheaper for n ≥ 2 m. In Gram form all matrices of equal small dimension
-    share a batch. In standard form they do on a GPU, where launches cost more than zero columns, and
-    on a CPU, where the opposite holds, only with equal shapes.
+    A step takes 8 m³ operations in the Gram form, and 4 m² n + 2 m³ in the standard form. The Gram form also builds R
+    from X and X from R about three times: it is cheaper for n ≥ 2 m. In Gram form, all matrices of equal smaller
+    dimension share a batch. In standard form they do so on a GPU, where launches cost more than zero columns. On a CPU
+    the opposite holds, so only equal shapes share a batch.
     """
     lots: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
     for i, (_, m, n) in enumerate(shapes):
@@ -78,7 +78,7 @@ def _orthogonalize_together(
     operand: torch.dtype,
     master: torch.dtype,
 ) -> list[Tensor]:
-    """Iterate batches (b, m, n) together; equal shapes are concatenated first, which saves calls."""
+    """Iterate batches (b, m, n) together, after concatenating those of equal shapes, which saves calls."""
     alike: dict[tuple[torch.Size, torch.dtype], list[int]] = defaultdict(list)
     for i, x in enumerate(matrices):
         alike[x.shape[1:], x.dtype].append(i)
@@ -114,7 +114,7 @@ def _normalize(x: Tensor, dtype: torch.dtype, *, own: bool) -> Tensor:
     """
     if x.dtype.itemsize < 4:
         x, own = x.to(dtype), True
-    # Zeros stay zeros; the second division corrects the first one's error for subnormal numbers.
+    # Zeros stay zeros. The second division corrects the error of the first for subnormal numbers.
     largest = x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
     x = (x.div_(largest) if own else x / largest).to(dtype)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min_(1e-18)

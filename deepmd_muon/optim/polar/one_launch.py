@@ -29,11 +29,12 @@ from deepmd_muon.optim.polar.tables import (
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 _STRIPS = (64, 128, 256)  # most rows of each kind of matrices that are divided into strips
 _TILE = 64  # sizes are padded to multiples of it
-# Programs that fit on one multiprocessor, limited by registers: 256 threads of 255, and 128 threads of 255.
+# Programs that fit on one multiprocessor, limited by registers: of 256 threads, and of 128, with 255 registers each.
 _STRIPS_AT_ONCE, _TILES_AT_ONCE = 1, 2
-# Launches are recorded for up to so many elements; for more, the device takes longer than the host.
+# Launches with up to this many elements are recorded; with more, the device takes longer than the host.
 _RECORDED = 4 * 2**20
-# Of one launch set; if more sets alternate than the cache holds, repeated recording would cost more.
+# Bound on the recordings of one launch set: if more sets alternate than the cache holds, recording costs more than it
+# saves.
 _MAX_RECORDINGS = 8
 
 
@@ -51,8 +52,8 @@ def run_launches(
 ) -> list[Tensor]:
     """Orthogonalize batches (b, m, n) of any strides in as few launches of `name` as the device allows.
 
-    The float32 results (b, m, n) are parts of one new tensor. Launches of small matrices are recorded, and replayed
-    from then on; without results nothing is recorded.
+    The float32 results (b, m, n) are parts of one new tensor. The second call records the launches of small matrices;
+    it and later calls replay them. Without results nothing is recorded.
     """
     device = matrices[0].device
     matrices = [readable(x) for x in matrices]
@@ -101,7 +102,7 @@ def _launch_all(plan: LaunchSet, start: StartLaunch, inputs: Inputs, coefficient
 def _recording(
     plan: LaunchSet, start: StartLaunch, coefficients: Coefficients, stream: int
 ) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
-    """Record all launches of a launch set for one stream; return None where that fails."""
+    """Record all launches of a launch set for one stream; return None if that fails."""
     plan.recordings += 1
     inputs = Inputs(plan.addresses[stream].table, None)
     return try_record(lambda: _launch_all(plan, start, inputs, coefficients), inputs.addresses.device, plan.name)
@@ -141,7 +142,7 @@ def start_launch(name: str, launch: Launch, inputs: Inputs, coefficients: Coeffi
     )
 
 
-@functools.cache  # graphs read them as long as they exist; there is one per schedule
+@functools.cache  # kept, because graphs read them; there is one per schedule
 def on_device(coefficients: Coefficients, device: torch.device) -> Tensor:
     """Return coefficients as a float32 tensor (steps, 3), copied to the device once."""
     return torch.tensor(coefficients, dtype=torch.float32, device=device)
@@ -194,9 +195,9 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def _whole(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
-    """Put few matrices in one launch, which takes as long as its slowest; of many, one launch per tile size."""
+    """Put few matrices in one launch, which takes as long as its slowest program; many, in one per tile size."""
     numbered = []
-    for p in pieces:  # with the smallest tile that holds it
+    for p in pieces:  # each with the smallest tile that holds it
         fitting = [i for i, (mp, np) in enumerate(TILES) if p.rows <= mp and p.columns <= np]
         numbered.append((min(fitting, key=lambda i: TILES[i][0] * TILES[i][1]), p))
     numbered.sort(key=lambda pair: -pair[0])
@@ -215,7 +216,7 @@ def _whole(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launc
 
 
 def _only_kind(pieces: Iterable[MatrixLocation]) -> int:
-    """Return the kind of dtype that all matrices have, so that kernels need no code for others; −1 for several."""
+    """Return the kind of dtype of all matrices, so that kernels need no code for others; −1 for several kinds."""
     kinds = {piece.kind for piece in pieces}
     return kinds.pop() if len(kinds) == 1 else -1
 
@@ -246,10 +247,10 @@ def _strips(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Laun
 
 
 def _with_helpers(owners: Sequence[int], kinds: Sequence[int], capacity: int) -> list[int]:
-    """Add programs that only compute tiles of X Xᵀ, tallest matrices first, where each tile then has its own."""
+    """Add programs that only compute tiles of X Xᵀ, tallest matrices first, if each tile then has its own."""
     programs = list(owners)
     for kind in sorted(set(kinds), reverse=True):
-        for tile in (64, 32):  # the kernel's tiles with fewer programs than 32 × 32 tiles, or as many
+        for tile in (64, 32):  # the kernel uses 64 × 64 tiles if it has fewer programs than 32 × 32 tiles
             side = _STRIPS[kind] // tile
             count = side * (side + 1) // 2
             members = [i for i, other in enumerate(kinds) if other == kind and programs[i] < count]
@@ -260,7 +261,7 @@ def _with_helpers(owners: Sequence[int], kinds: Sequence[int], capacity: int) ->
 
 
 def _tiles(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
-    """Give programs equal numbers of tiles, as few as let all matrices run at once; small tiles if they fit."""
+    """Give each program the fewest tiles with which all matrices run at once; use small tiles if they fit."""
     padded = [(-(-p.rows // _TILE) * _TILE, -(-p.columns // _TILE) * _TILE) for p in pieces]
     capacity = _TILES_AT_ONCE * multiprocessors(device)
     for tile, symmetric in ((32, 32), (64, 32), (64, 64)):
@@ -303,7 +304,7 @@ def _cooperative(
     device: torch.device,
     numbers: Sequence[int] | None = None,
 ) -> Launch:
-    """Create a launch whose programs share matrices; its second table has (matrix, rank, count) per program."""
+    """Create a launch whose programs share matrices; its table `programs` has (matrix, rank, count) per program."""
     kinds = numbers or [0] * len(pieces)
     rows = [piece.row(kinds[i], sum(singles[:i]), sum(halves[:i])) for i, piece in enumerate(pieces)]
     shared = [(i, rank, count) for i, count in enumerate(programs) for rank in range(count)]

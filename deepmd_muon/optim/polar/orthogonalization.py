@@ -29,9 +29,9 @@ _REDUCED = {"bf16", "tf32"}
 def requested_precision() -> Iterator[None]:
     """Disable autocast, and multiply float32 matrices in float32.
 
-    Autocast would round float32 operands to 16 bits; ``torch.set_float32_matmul_precision("high")`` and "medium" to
-    TF32 or bf16. On the Gram matrix of a low-rank gradient either rounding error grows until the result is NaN. The
-    caller's settings are restored on exit.
+    Autocast would round float32 operands to 16 bits; ``torch.set_float32_matmul_precision`` ("high", "medium") would
+    round them to TF32 or bf16. On the Gram matrix of a low-rank gradient, such rounding errors grow until the result is
+    NaN. The caller's settings are restored on exit.
     """
     with torch._C._DisableAutocast():
         matmuls = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul  # type: ignore[attr-defined]  # set at runtime
@@ -112,7 +112,7 @@ def orthogonalize_matrices(
 ) -> list[Tensor]:
     """Orthogonalize several batches (b, m, n) of different shapes on one device together; they are not changed.
 
-    The other arguments are as in `orthogonalize`; `flash` tells whether to use kernels, or which implementations of
+    The other arguments are as in `orthogonalize`; `flash` says whether to use kernels, or which implementations of
     `polar.dispatch`. The polar factors are in the iterate's dtype: float32, or float64 for precision 'float64'.
     """
     if not matrices:

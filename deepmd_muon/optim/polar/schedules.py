@@ -31,8 +31,8 @@ POLAR_EXPRESS_LIMIT: Coefficients = (
 )
 
 # The same construction for a final error of 0.05 instead of convergence: in four, five and six steps it reaches the
-# smallest cut-off that steps of degree five can reach. Each polynomial is the best one for an interval whose upper end
-# is 1.02 times what the steps before it map to (see _SAFETY), which replaces slowing steps down afterwards.
+# smallest cut-off that steps of degree five can reach. Each polynomial is optimal on an interval whose upper end is
+# 1.02 times the largest result of the steps before it (see _SAFETY), so the steps need not be slowed down afterwards.
 _FOUR_STEPS: Coefficients = (
     (8.0669993, -22.7597498, 16.1849382),
     (3.74966252, -2.69505226, 0.50107249),
@@ -64,14 +64,14 @@ _MUON_FSDP2: Coefficients = (
     (2.8366, -3.0525, 1.2012),
 )
 
-# The minimax polynomials map the top of their interval onto its mirror image; a singular value that rounding lifts
-# above 1 would diverge, so every step but the last is slowed down (ibid., section 4.4, where 1.01 is used; with
-# half-precision operands 1.02 is the least that stays stable).
+# The minimax polynomials rise steeply at the upper end of their interval. A singular value that rounding lifts above it
+# would diverge, so every step but the last is slowed down (Amsel et al., section 4.4, use 1.01; with half-precision
+# operands, 1.02 is the smallest stable factor).
 _SAFETY = 1.02
 
 
 def slow_down(coefficients: Coefficients, factor: float, *, spare_last: bool) -> Coefficients:
-    """Replace f(σ) by f(σ/factor) in every step, the last one spared or not."""
+    """Replace f(σ) by f(σ/factor) in every step; with `spare_last`, not in the last."""
     slowed = tuple((a / factor, b / factor**3, c / factor**5) for a, b, c in coefficients)
     return (*slowed[:-1], coefficients[-1]) if spare_last else slowed
 
@@ -83,15 +83,15 @@ class Schedule:
     Attributes
     ----------
     name
-        As settings spell it.
+        The name in settings.
     coefficients
         One (a, b, c) per step.
     band
-        Lowest and highest value that a relative singular value σ/‖X‖_F in [cutoff, 1] ends at, in exact arithmetic.
+        Lowest and highest result for relative singular values σ/‖X‖_F in [cutoff, 1], in exact arithmetic.
     cutoff
         The lower end of the interval for which the band is guaranteed.
     source
-        Where the coefficients come from.
+        The source of the coefficients.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Schedule:
     source: str
 
     def __call__(self, sigma: Sequence[float]) -> list[float]:
-        """Map relative singular values in double precision: what exact arithmetic would give."""
+        """Map relative singular values in double precision, so that rounding does not matter."""
         mapped = list(sigma)
         for a, b, c in self.coefficients:
             mapped = [s * (a + s * s * (b + s * s * c)) for s in mapped]
@@ -137,7 +137,7 @@ def coefficients_of(schedule: AnySchedule) -> Coefficients:
     Raises
     ------
     InvalidSettingError
-        When it is none of them.
+        When it is none of these.
     """
     if isinstance(schedule, Schedule):
         return schedule.coefficients

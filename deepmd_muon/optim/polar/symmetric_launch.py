@@ -67,9 +67,8 @@ class Tiles(NamedTuple):
 # Measured on an H200 by source/benchmarks/kernel_tiles.py. Two programs of the medium kind share a multiprocessor: one
 # computes while the other stores. Small tiles occupy the device when there are few; large tiles read less.
 _SYMMETRIC = {"small": Tile(64, 64, 4, 4), "medium": Tile(128, 128, 4, 3)}
-_DEEP = Tile(
-    128, 256, 8, 3
-)  # of X Xᵀ from _DEEP_FROM columns on, if its programs occupy the device for _OCCUPIED of the time
+# For X Xᵀ with at least _DEEP_FROM columns, if its programs occupy the device for _OCCUPIED of the time.
+_DEEP = Tile(128, 256, 8, 3)
 _DEEP_FROM, _OCCUPIED = 4096, 0.8
 _UPDATE = {
     "small": Tile(64, 128, 4, 4),
@@ -80,16 +79,16 @@ _UPDATE = {
 _LAST_WARPS = 8  # the addresses of strided results take registers
 _DEPTH = 64  # columns of the left factor per iteration of a product
 _LARGE = 4096  # rows from which large tiles are faster in updates
-_MANY = 2048, 4  # rows, and wide tiles for each multiprocessor, from which wide tiles are faster in updates
+_MANY = 2048, 4  # rows, and wide tiles per multiprocessor, from which wide tiles are faster in updates
 _CHUNK = 1024  # terms that tensor cores accumulate in exact updates
-_LIFT = 500.0  # updates are exact where later steps amplify small singular values by more than this
-_KEEP = 50.0  # X is kept in fp32 where later steps amplify small singular values by more than this
+_LIFT = 500.0  # updates are exact if later steps amplify small singular values by more than this
+_KEEP = 50.0  # X is kept in fp32 if later steps amplify small singular values by more than this
 _MULTIPROCESSORS = 132
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}  # of parameters
-_MOST_SPANS = 2  # tensors of a batch for each of which the first and the last update are launched
-# Inputs in tiles are measured by so many programs each, so many adjacent elements at a time, and copied in such tiles.
+_MOST_SPANS = 2  # with at most so many tensors in a batch, each has its own first and last update
+# Inputs in tiles: the programs that measure each, the adjacent elements that these read at a time, and the tile copied.
 _PROGRAMS, _RUN, _COPIED = 512, 4096, (64, 128)
-_SHARES = (64, 512)  # least and most programs that measure or copy a matrix
+_SHARES = (64, 512)  # smallest and largest number of programs that measure or copy a matrix
 
 
 @functools.lru_cache(maxsize=256)
@@ -105,7 +104,7 @@ def tiles_for(rows: int, columns: int, count: int) -> Tiles:
 
 
 def deep_programs(order: int, depth: int, count: int) -> int:
-    """Return the number of programs per matrix that compute X Xᵀ in wide tiles; 0 where others are faster."""
+    """Return the number of programs per matrix that compute X Xᵀ in wide tiles; 0 if other tiles are faster."""
     if order % _DEEP.columns or depth < _DEEP_FROM:
         return 0
     pairs = order // _DEEP.columns  # two rows of tiles each
@@ -125,7 +124,7 @@ def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coeffici
 def apply_by_products(matrices: Sequence[Tensor], coefficients: Coefficients, application: Application) -> None:
     """Orthogonalize contiguous fp32 batches of large matrices for which `can_apply` holds, and update parameters.
 
-    Their results are never written: the last product of a tile updates that tile of the parameters.
+    The polar factors are never written: the last product of a tile updates that tile of the parameters.
     """
     start = functools.partial(_run, application=application)
     run_launches("symmetric", start, matrices, coefficients, with_results=False)
@@ -175,7 +174,7 @@ class _Workspace:
         self.exact = rows >= _LARGE
         self.order = order = -(-rows // self.tiles.rows) * self.tiles.rows
         self.width = width = -(-columns // self.tiles.columns) * self.tiles.columns
-        # Addresses are computed in 32 bits, for matrices of whole tiles; Triton's interpreter knows no assembly.
+        # The prefetch computes addresses in 32 bits and needs whole tiles; Triton's interpreter has no inline assembly.
         whole = (order, width) == (rows, columns) and rows * columns < 2**31
         self.prefetch = out.is_cuda and whole
         self.table, self.out, self.application = launch.table, out, application
@@ -221,7 +220,7 @@ class _Workspace:
             self._normalize_tiles(inputs.tensors, iterates[0], sums)
 
     def _inputs(self, tensors: Sequence[Tensor] | None) -> list[tuple[int, Any]]:
-        """Return how the first update reads each span in tiles, with its descriptor; empty where it cannot."""
+        """Return how the first update reads each span in tiles, with its descriptor; empty if it cannot."""
         found: list[tuple[int, Any]] = []
         for x in [tensors[span.tensor] for span in self.spans] if tensors is not None else []:
             lying = x if x.stride(2) == 1 else x.mT
@@ -254,7 +253,7 @@ class _Workspace:
             first += span.count
 
     def _results(self, span: Span) -> tuple[int, Any]:
-        """Return how results are written or applied, with a descriptor where they are written in tiles."""
+        """Return how results are written or applied, with a descriptor if they are written in tiles."""
         if self.application is not None:
             return (APPLIED_TRANSPOSED if span.transposed else APPLIED).value, self.master
         size = (self.columns, self.rows) if span.transposed else (self.rows, self.columns)
@@ -265,7 +264,7 @@ class _Workspace:
         return (IN_TRANSPOSED_TILES if span.transposed else IN_TILES).value, tiled
 
     def _in_tiles(self, x: Tensor, size: Sequence[int], *, transposed: bool) -> Any:
-        """Return a descriptor, in tiles of updates, of contiguous fp32 matrices of one size; None where impossible.
+        """Return a descriptor, in tiles of updates, of contiguous fp32 matrices of one size; None if impossible.
 
         Rows must start at multiples of 16 bytes, and tiles must not reach into the next matrix.
         """
@@ -302,7 +301,7 @@ class _Workspace:
     def update(self, k: int, product: Product, lift: float, *, last: bool) -> None:
         """Start update `k` of X; later steps amplify small singular values by `lift`.
 
-        The first and the last update take one launch per span where inputs or results are in tiles.
+        The first and the last update take one launch per span if inputs or results are in tiles.
         """
         tile, keep = self.tiles.update, lift > _KEEP
         across = self.order // tile.rows * (self.width // tile.columns)
@@ -335,7 +334,7 @@ class _Workspace:
             each.reverse()  # the next update reads the copy just written
 
     def _applied(self, span: Span | None) -> dict[str, Any]:
-        """Return the arguments of an update with which it updates parameters; all None where it does not."""
+        """Return the arguments with which an update changes parameters; all None if it does not."""
         names = ("targets", "damping", "rate", "decay_high", "decay_low", "skip", "TYPE")
         if span is None or self.application is None:
             return dict.fromkeys(names)
@@ -345,5 +344,5 @@ class _Workspace:
 
 
 def _tiled(x: Tensor, *block: int) -> Any:
-    """Return a descriptor of a matrix, with which the copy engine fetches whole tiles."""
+    """Return a descriptor of a matrix, from which the copy engine fetches whole tiles."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))

@@ -1,4 +1,4 @@
-"""The launches of all steps for large matrices: which steps share products with X, and in which order."""
+"""The launches of all steps for large matrices, in order; some steps share products with X."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from typing import NamedTuple
 from deepmd_muon.optim.polar.schedules import Coefficients
 
 _WIDE = 1.5  # columns / rows from which steps share products with X
-# Steps that may share products with X: two, where errors of R grow by no more than this; at the beginning, where X was
-# normalised and R is small, two in any case and more from so many rows on (errors of more rows average more). From
-# _MANY_ROWS on the first steps may grow unequally, if together they grow no more than the most that are allowed.
+# Two steps may share products with X if an error of R grows by at most _GROWTH in the first of them. The first steps of
+# all start from a normalised X and a small R. Two of these may always share products, and more (rows, steps) with the
+# rows of _FIRST_STEPS, because errors of more rows average out more. From _MANY_ROWS on, single steps may exceed
+# _GROWTH, if the product of their growths is at most _GROWTH ** (most − 1), where `most` steps may share products.
 _GROWTH = 12.0
 _FIRST_STEPS = ((512, 4), (256, 3))
 _MANY_ROWS = 1024
-_LONG = 4  # number of steps from which all matrices of a segment are fine; in shorter segments only the first R is
+_LONG = 4  # in segments of at least so many steps, all matrices are fine; in shorter ones, only the first R is
 
 
 class Product(NamedTuple):
     """One launch: R ← X Xᵀ; target ← w₀ left + w₁ right + w₂ left right; or, for target 'X', X ← w₀ X + left X.
 
-    Fine matrices, `fine`, are stored and added together with their rounding residuals.
+    `fine` names the matrices that are stored and added together with their rounding residuals.
     """
 
     target: str
@@ -44,8 +45,8 @@ def segments(coefficients: Coefficients, rows: int, columns: int) -> list[Coeffi
     """Divide the steps into segments that multiply X once each, as few as precision allows.
 
     A step is R = X Xᵀ, p = a I + b R + c R² and X ← p X. Products with a wide X are expensive. All polynomials in R
-    commute, so the next R is p R p, and the polynomials of several steps can be multiplied before X is. But an error of
-    R outside the range of X grows by a² in each step until R is recomputed.
+    commute, so the next R is p R p, and the polynomials of several steps can be multiplied with each other before they
+    multiply X. But an error of R outside the range of X grows by a² in each step until R is recomputed.
     """
     most = next((steps for least, steps in _FIRST_STEPS if rows >= least), 0)
     if most == 0 or columns < _WIDE * rows:

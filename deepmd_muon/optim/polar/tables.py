@@ -1,4 +1,4 @@
-"""Launches as data: locations of matrices, tables of addresses, and objects that the host keeps between calls."""
+"""Data of launches: locations of matrices, tables of addresses, and the launch sets that the host keeps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AT_ONCE = 16  # addresses that `write_addresses` takes
 
 
 class AddressTable:
-    """Addresses of `count` tensors that may move between launches: `table`, int64, which recorded graphs read."""
+    """Addresses of `count` tensors that may move between launches, in `table`, int64, which recorded graphs read."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._written: tuple[int, ...] = ()
@@ -49,8 +49,8 @@ def _padded(count: int) -> int:
 def _on_host(addresses: tuple[int, ...], pinned: bool) -> Tensor:
     """Return addresses in (pinned) host memory, for copies to the device; it is never overwritten.
 
-    The cache pays because the allocator soon reuses addresses for gradients. A copy may still read an evicted entry:
-    torch keeps its pinned memory until the copy has finished.
+    The cache saves copies because the allocator soon reuses addresses for gradients. A copy may still read an evicted
+    entry: torch keeps its pinned memory until the copy has finished.
     """
     padded = [*addresses, *[0] * (_padded(len(addresses)) - len(addresses))]
     return torch.tensor(padded, dtype=torch.int64, device="cpu", pin_memory=pinned)
@@ -60,7 +60,7 @@ def _on_host(addresses: tuple[int, ...], pinned: bool) -> Tensor:
 class MatrixLocation:
     """One matrix: its tensor, offset, and shape with the smaller dimension as rows.
 
-    `stride` is the stride of the rows, or of the columns if `transposed`, that is contiguous along the columns.
+    `stride` is the stride of the rows; or of the columns if `transposed`, which means contiguous along the columns.
     """
 
     tensor: int
@@ -123,7 +123,7 @@ class Application(NamedTuple):
     factors: Tensor  # scale and damping, float32 (factors,)
     rate: Tensor  # learning rate, float64 ()
     decay: tuple[float, float]  # weight decay, split by `split_float64`
-    skip: Tensor  # above 0 to leave the parameters as they are, float32 ()
+    skip: Tensor  # float32 (); if above 0, the parameters stay unchanged
 
 
 # Starts one launch: name, launch, inputs, coefficients, result.

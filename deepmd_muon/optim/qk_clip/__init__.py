@@ -1,4 +1,4 @@
-"""QK-clip (MuonClip): attention logits kept below a threshold by scaling the rows that make queries and keys."""
+"""QK-clip (MuonClip): scale the rows of weights that make queries and keys, to keep logits below a threshold."""
 
 from deepmd_muon.optim.qk_clip.layers import FusedQKV, LatentQK, QKClip, SeparateQK
 from deepmd_muon.optim.qk_clip.recorder import LogitRecorder, max_logits

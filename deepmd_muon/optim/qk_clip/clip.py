@@ -1,4 +1,4 @@
-"""QK-clip on the parameters of an optimizer: factors from logits, and the rows that they scale."""
+"""QK-clip on the parameters of an optimizer: the factors from the logits, and the rows that they scale."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from deepmd_muon.optim.sharded.params import Replicas
 
 
-# The largest logit of each head, (heads,) by layer name: plain tensors, or DTensors in any layout but Partial sums.
+# The largest logit of each head, (heads,) by layer name: plain tensors, or DTensors in any layout except Partial sums.
 Logits = Mapping[str, Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-    """One parameter, the dimension that is scaled, and for each index of this rank along it a place in the table."""
+    """One parameter, the dimension that is scaled, and the place in the table of each local index along it."""
 
     p: Tensor
     dim: int
@@ -36,7 +36,7 @@ class _Target:
 def checked_logits(clipper: Clipper | None, logits: Logits | None) -> dict[str, Tensor]:
     """Return the logits given to a step, by the routing's names.
 
-    Raises QKClipError, naming those that are not (heads,) tensors of declared layers; nothing is changed.
+    Raises QKClipError, naming the entries that are not (heads,) tensors of declared layers; nothing is changed.
     """
     if logits is None:
         return {}
@@ -50,12 +50,12 @@ def checked_logits(clipper: Clipper | None, logits: Logits | None) -> dict[str, 
 class Clipper:
     """A `QKClip` bound to parameters, plain or DTensors, with their routes.
 
-    Plain parameters are copies on `replicas`, but those of `local_patterns` belong to this rank alone.
+    Plain parameters are copies on `replicas`, except those of `local_patterns`, which belong to this rank alone.
 
     Raises
     ------
     QKClipError
-        Naming everything in which layers and parameters do not fit.
+        Naming every mismatch between layers and parameters.
     """
 
     def __init__(self, clip: QKClip, groups: Sequence[Group], replicas: Replicas | None) -> None:
@@ -63,7 +63,7 @@ class Clipper:
         by_name = {entry.name: (p, entry) for group in groups for p, entry in group.routed}
         local = {e.name for group in groups for _, e in group.routed if is_local(e.name, group.settings)}
         scaled = rows_by_parameter(clip, {name: entry for name, (_, entry) in by_name.items()})
-        self._first: dict[str, int] = {}  # where a layer's heads begin
+        self._first: dict[str, int] = {}  # the number of a layer's first head
         self._groups: list[list[int]] = []  # heads that share a key
         keys: dict[str, int] = {}
         heads = 0
@@ -83,11 +83,11 @@ class Clipper:
         self._reductions = _reductions(clip, scaled, by_name, self._first, replicas, local)
         self._reduced: dict[torch.device, list[Tensor]] = {}
         widest = max(map(len, self._groups))
-        # Groups of fewer heads name their first one again.
+        # Smaller groups repeat their first head.
         self._members = torch.tensor([g + g[:1] * (widest - len(g)) for g in self._groups], device="cpu")
 
     def _target(self, p: Tensor, entry: RouteEntry, rows: Sequence[tuple[Layer, HeadRows]]) -> _Target:
-        """Return which factor each row of a parameter takes."""
+        """Return a parameter with the place of each row's factor in the table."""
         dim = 0 if len(entry.shape) == 1 or rows[0][0].axis == "rows" else 1
         places = torch.full((entry.shape[dim],), self._one, device="cpu")
         for layer, each in rows:
@@ -110,7 +110,7 @@ class Clipper:
         for key, value in logits.items():
             name = canonical_name(key) if isinstance(key, str) else key
             if name not in heads:
-                # An index would be ambiguous: the layers of the model, or those that are declared?
+                # Indices are refused: they could count the model's layers, or the declared ones.
                 problems.append(f"qk_logits: unknown layer {key!r}; known are {', '.join(map(repr, heads))}")
             elif name in found:
                 problems.append(f"qk_logits: two entries are layer {name!r}")
@@ -128,8 +128,8 @@ class Clipper:
         if tuple(value.shape) != (heads,) or not value.is_floating_point():
             found = f"{value.dtype} of shape {tuple(value.shape)}"
             return (
-                f"must be real of shape ({heads},), one a head; found {found}. Of heads on several ranks, pass a "
-                "DTensor, or -inf for those of other ranks"
+                f"must be real of shape ({heads},), one a head; found {found}. If ranks have different heads, "
+                "pass a DTensor, or -inf for heads of other ranks"
             )
         spec = spec_of(value)
         if spec is None:
@@ -138,7 +138,7 @@ class Clipper:
             return f"is {spec.placements}; reduce it first, or pass its full_tensor()"
         held = sum(stop - start for start, stop in _held_heads(value))
         if held != len(local_of(value)):
-            return f"this rank holds {len(local_of(value))} numbers of a layout that gives it {held}"
+            return f"this rank holds {len(local_of(value))} logits, but its layout assigns it {held}"
         ranks = set(spec.mesh.mesh.flatten().tolist())
         first = self._first[name]
         reduced = {rank for group, members in self._reductions if first in members.tolist() for rank in group}
@@ -152,9 +152,9 @@ class Clipper:
     def __call__(self, logits: Logits, skip: Tensor | None = None) -> None:
         """Scale the rows of heads whose logits exceed the threshold, unless `skip` is 1 on the device.
 
-        `logits` is what `checked` returned: the largest logit of each head, −inf for heads that this rank does not
-        compute, or a DTensor, of which each rank's own heads are read. Layers may be missing. On several ranks all must
-        give the same layers: the maximum over the ranks counts.
+        `logits` is the result of `checked`: the largest logit of each head, −inf for heads that this rank does not
+        compute; or a DTensor, from which each rank reads its own heads. Layers may be missing, but all ranks must give
+        the same layers: the maximum over the ranks counts.
         """
         device = local_of(self._targets[0].p).device
         largest = torch.full((self._heads,), -math.inf, dtype=torch.float64, device=device)
@@ -196,7 +196,7 @@ class Clipper:
 
 
 def _held_heads(value: Tensor) -> Sequence[tuple[int, int]]:
-    """Return the heads, as intervals, whose logits this rank holds."""
+    """Return the heads whose logits this rank holds, as intervals."""
     if spec_of(value) is None:
         return ((0, len(value)),)
     from deepmd_muon.optim.sharded.params import local_runs  # needs torch.distributed
@@ -212,7 +212,7 @@ def _reductions(
     replicas: Replicas | None,
     local: Container[str],
 ) -> list[tuple[tuple[int, ...], Tensor]]:
-    """Return over which ranks the logits of which heads are reduced, in an order that all ranks share."""
+    """Return pairs of ranks and of the heads whose logits these ranks reduce, in the same order on all ranks."""
     params = {layer.name: by_name[name] for name, rows in scaled.items() for layer, _ in rows}
     if replicas is None and not any(hasattr(p, "device_mesh") for p, _ in params.values()):
         return []

@@ -1,4 +1,4 @@
-"""Attention layers declared to QK-clip: which rows of which weight make the queries and keys of each head."""
+"""Attention layers declared to QK-clip, with the rows of weights that make the queries and keys of each head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from deepmd_muon.optim.errors import QKClipError
 from deepmd_muon.optim.routing.rules import RouteEntry, canonical_name
 
-# By which factor rows are multiplied: γ^α, γ^(1−α) or γ.
+# The factor of some rows: γ^α, γ^(1−α) or γ.
 Factor = Literal["query", "key", "rotary"]
 Axis = Literal["rows", "columns"]
 
@@ -45,14 +45,14 @@ class SeparateQK:
     Attributes
     ----------
     name
-        Of the layer: the module's, where `LogitRecorder` is used.
+        Name of the layer; with `LogitRecorder`, that of the module.
     query, key
         Full names of the weights, (heads · head_dim, in). A bias is found by its name: ``weight``, ``matrix`` or
         ``kernel`` at the end replaced by ``bias``.
     heads
         Number of query heads.
     key_heads
-        Number of key heads, a divisor of `heads`; None takes `heads`. Key head g serves the query heads
+        Number of key heads, a divisor of `heads`; None means `heads`. Key head g serves the query heads
         g · heads/key_heads and following.
     axis
         'columns' for weights stored as (in, heads · head_dim).
@@ -87,11 +87,12 @@ class FusedQKV:
     name, heads, key_heads, axis
         As in `SeparateQK`.
     weight
-        Full name of the weight. Its parts are those of the optimizer's setting `splits` where one applies to it: q, k
-        and v, or one for each head of them in this order. Without parts, all heads are equally large.
+        Full name of the weight. If the optimizer's setting `splits` divides it, the parts must be q, k and v; or the
+        single heads of these in this order; or parts of equally large heads. Without parts, all heads are equally
+        large.
     interleaved
-        Rows are ordered by key head, and within one as queries | key | value (GPT-NeoX, Megatron). Parts, if any, are
-        then whole key heads, q, k and v of each, or one for each head in this order.
+        Rows are ordered by key head, and within one as queries | key | value (GPT-NeoX, Megatron). Parts, if any, must
+        then be whole key heads; or q, k and v of each; or single heads, or parts of equally large heads, in this order.
     """
 
     name: str
@@ -117,14 +118,16 @@ class FusedQKV:
         each = parts[: len(parts) // count]
         if each * count != parts:
             sizes = "+".join(map(str, parts))
-            raise QKClipError([f"{self.name}: {self.weight!r} is split into {sizes}, unlike for {count} key heads"])
+            raise QKClipError(
+                [f"{self.name}: {self.weight!r} is split into {sizes}, which does not repeat for {count} key heads"]
+            )
         stride = _per_head(self, self.weight, length, count)
         query, key = self._head_sizes(stride, each, group, 1)
         queries = [HeadRows(self.weight, "query", count, query, i * query, stride, i, group) for i in range(group)]
         return [*queries, HeadRows(self.weight, "key", count, key, group * query, stride)]
 
     def _head_sizes(self, length: int, parts: tuple[int, ...], heads: int, key_heads: int) -> tuple[int, int]:
-        """Return the rows of a query head and of a key head in q | k | v of a length, split into these parts.
+        """Return the numbers of rows of a query head and of a key head in q | k | v of this length and these parts.
 
         Parts may be q, k and v, or heads, or divide equal heads further.
         """
@@ -139,7 +142,7 @@ class FusedQKV:
             size, left = divmod(length, heads + 2 * key_heads)
             ends = {0, *itertools.accumulate(parts)}
             if not left and ends >= {*range(0, (heads + key_heads + 1) * size, size)}:
-                return size, size  # parts within heads, such as those with and without position
+                return size, size  # parts of heads, such as those with and without position
             query, key, value = parts[0], parts[min(heads, len(parts) - 1)], parts[-1]
             if parts != (query,) * heads + (key,) * key_heads + (value,) * key_heads:
                 raise QKClipError(
@@ -219,22 +222,22 @@ class QKClip:
         latent          W_qc^h ← γ_h^α W_qc^h          W_kc^h ← γ_h^(1−α) W_kc^h      W_qr^h ← γ_h W_qr^h
 
     (c: without position, r: rotary; the rotary key, which all heads share, stays). Biases are scaled like their rows.
-    The logits of head h are then multiplied by γ_h, or by less in a group. Heads below the threshold keep every
-    bit. A logit that is NaN or infinite clips nothing.
+    The logits of head h are then multiplied by γ_h, or by less in a group. The rows of heads below the threshold
+    stay bitwise the same. A logit that is NaN or infinite clips nothing.
 
     Attributes
     ----------
     layers
         The attention layers.
     threshold
-        τ, which no logit shall exceed, in units of the logits: q · k times the attention's scale.
+        τ, the bound on the logits: q · k times the attention's scale.
     alpha
-        Share α of the queries, in [0, 1].
+        Exponent α in [0, 1]: queries are scaled by γ^α, keys by γ^(1−α).
 
     Raises
     ------
     QKClipError
-        Naming everything that is wrong.
+        Naming all problems.
 
     References
     ----------
@@ -247,7 +250,7 @@ class QKClip:
 
     def __post_init__(self) -> None:
         layers = []
-        for layer in self.layers:  # with their names as the routing knows them
+        for layer in self.layers:  # with names as in the routing
             given = {field.name for field in dataclasses.fields(layer)} & {
                 "name",
                 "query",
@@ -274,7 +277,7 @@ class QKClip:
 
 
 def rows_by_parameter(clip: QKClip, routes: Mapping[str, RouteEntry]) -> dict[str, list[tuple[Layer, HeadRows]]]:
-    """Return which rows of which parameter QK-clip scales, those of biases included.
+    """Return the rows that QK-clip scales by parameter, including those of biases.
 
     Raises QKClipError when a weight is missing or does not fit its layer, or a layer normalises queries or keys.
     """
@@ -299,7 +302,7 @@ def rows_by_parameter(clip: QKClip, routes: Mapping[str, RouteEntry]) -> dict[st
 
 
 def normalizations(layer: str, names: Iterable[str]) -> list[str]:
-    """Return a problem for the first thing below a layer that is named as a normalization of queries or keys."""
+    """Return a problem for the first name below a layer that looks like a normalization of queries or keys."""
     below = (name for name in names if name.startswith(f"{layer}.") and _NORM.search(name[len(layer) + 1 :]))
     return [
         f"{layer}: {name!r} normalizes queries or keys, so that the scale of their weights does not reach the logits; "

@@ -17,7 +17,7 @@ from deepmd_muon.optim.errors import QKClipError
 from deepmd_muon.optim.qk_clip.layers import QKClip, normalizations
 from deepmd_muon.optim.routing.rules import canonical_name
 
-BLOCK = 2**22  # logits that are in memory at a time
+BLOCK = 2**22  # bound on the logits in memory at a time
 _UNSEEN = "calls no scaled_dot_product_attention, or is compiled; give its maxima to step(qk_logits=...)"
 _MHA = inspect.signature(nn.MultiheadAttention.forward)
 
@@ -41,12 +41,12 @@ def max_logits(
         (..., heads, L, head_dim) and (..., key heads, S, head_dim), as in
         ``torch.nn.functional.scaled_dot_product_attention``.
     attn_mask
-        Boolean, True where a pair attends, or added to the logits, where only −inf counts; broadcast to
+        Boolean, True where a pair attends; or additive, of which only −inf counts. It broadcasts to
         (..., heads, L, S).
     is_causal
         Query i attends to keys 0 … i only.
     scale
-        None takes 1/sqrt(head_dim).
+        Factor of the logits; None means 1/sqrt(head_dim).
     enable_gqa
         Key head g serves heads/key heads query heads.
     block
@@ -85,9 +85,9 @@ def max_logits(
 class LogitRecorder:
     """Record the largest attention logit of each head in training forward passes of a model.
 
-    It serves torch.nn.MultiheadAttention and modules that call ``scaled_dot_product_attention``; neither returns its
-    logits, so they are computed once more, in blocks. Modules that compute attention otherwise give their maxima to
-    ``step(qk_logits=...)`` themselves. ::
+    It supports torch.nn.MultiheadAttention and modules that call ``scaled_dot_product_attention``. Neither returns its
+    logits, so the recorder computes them again, in blocks. If a module computes attention otherwise, pass its maxima to
+    ``step(qk_logits=...)``. ::
 
         recorder = LogitRecorder(model, clip, every=8)
         ...
@@ -96,19 +96,19 @@ class LogitRecorder:
     Parameters
     ----------
     model
-        Whose submodules are called as the layers of `clip`.
+        A model with submodules of the names of `clip`'s layers.
     clip
         The layers.
     every
-        Record in the first of so many steps only; `take` ends a step.
+        Record only in one of so many steps, beginning with the first; `take` ends a step.
     block
         Bound on the logits that are in memory at a time.
 
     Raises
     ------
     QKClipError
-        When the model has no such submodule or normalizes queries or keys; in a forward pass, when a module makes no
-        use of ``scaled_dot_product_attention`` or has another number of heads.
+        When the model has no such submodule or normalizes queries or keys; in a forward pass, when a module does not
+        call ``scaled_dot_product_attention`` or has another number of heads.
     """
 
     def __init__(self, model: nn.Module, clip: QKClip, *, every: int = 1, block: int = BLOCK) -> None:
@@ -137,7 +137,7 @@ class LogitRecorder:
             self._hooks.append(module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=always))
 
     def take(self) -> dict[str, Tensor] | None:
-        """Return the maxima recorded since the last call, (heads,) by layer, or None; the next step begins."""
+        """Return the maxima recorded since the last call, (heads,) by layer, or None, and begin the next step."""
         found = self._largest
         self._largest = {}
         self._steps += 1
@@ -153,7 +153,7 @@ class LogitRecorder:
         return module.training and self._steps % self._every == 0
 
     def _record(self, name: str, query: Tensor, key: Tensor, attn_mask: Tensor | None = None, **options: Any) -> None:
-        """Take the maxima of one call of attention up; queries and keys as `max_logits` has them."""
+        """Include one call of attention in the maxima; the arguments are those of `max_logits`."""
         found = max_logits(query, key, attn_mask, block=self._block, **options)
         if len(found) != self._heads[name]:
             raise QKClipError([f"{name}: its attention has {len(found)} heads, declared are {self._heads[name]}"])
@@ -191,7 +191,7 @@ class LogitRecorder:
 
 
 class _SeenAttention(TorchFunctionMode):
-    """Hands the queries and keys of each call of ``scaled_dot_product_attention`` over."""
+    """Pass the arguments of each call of ``scaled_dot_product_attention`` to a function."""
 
     def __init__(self, record: Callable[..., None]) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def _attention_arguments(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> dict[str, Any]:
-    """Name the arguments of ``scaled_dot_product_attention`` that logits depend on."""
+    """Return by name the arguments of ``scaled_dot_product_attention`` that determine the logits."""
     shown = {"query": query, "key": key, "attn_mask": attn_mask}
     return {**shown, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
 
@@ -233,9 +233,9 @@ def _projections(module: nn.MultiheadAttention) -> tuple[list[Tensor], list[Tens
 
 
 def _mask(module: nn.MultiheadAttention, given: Mapping[str, Any], batch: int) -> Tensor | None:
-    """Return what module and caller mask as True where a pair attends, broadcast to (batch, heads, L, S)."""
+    """Return the caller's masks as one, True where a pair attends, which broadcasts to (batch, heads, L, S)."""
     attends = None
-    # In this module True means masked; it needs attn_mask also where is_causal is set.
+    # In this module True means masked, and is_causal needs attn_mask, too.
     if (mask := given.get("attn_mask")) is not None:
         attends = ~mask if mask.dtype == torch.bool else mask != -torch.inf
         attends = attends.view(batch, module.num_heads, *mask.shape[1:]) if mask.ndim == 3 else attends

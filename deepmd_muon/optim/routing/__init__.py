@@ -1,1 +1,1 @@
-"""Which update each parameter gets, and its matrix view."""
+"""The route of each parameter (the update that it takes), and its matrix view."""

@@ -35,7 +35,7 @@ class _ByPosition:
     """The arguments that callers may give by position, in the order of deepmd-kit's constructor."""
 
     params: Params = setting(
-        doc="``model.named_parameters()``, or groups with their own settings; without names, rules on names are off."
+        doc="``model.named_parameters()``, or groups with their own settings. Rules on names need names."
     )
     lr: float | Tensor = setting(
         5e-4, minimum=0.0, doc="Learning rate of the Muon route; a 0-dim tensor is read on its device."
@@ -65,13 +65,13 @@ class _ByPosition:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupArguments(FurtherSettings, _ByPosition):  # the fields of the last base come first
-    """The arguments of `HybridMuon` that may stand in a parameter group, and what names its parameters."""
+    """The arguments of `HybridMuon` that a parameter group may set, and those that name its parameters."""
 
     # Code may give schedules in more forms than an input.
     schedule: AnySchedule = setting_like(HybridMuonConfig, "schedule")  # type: ignore[assignment]
     large_schedule: AnySchedule | None = setting_like(HybridMuonConfig, "large_schedule")  # type: ignore[assignment]
     foreach: bool | None = setting(
-        None, doc="False steps one parameter at a time, which is slow and needs least memory."
+        None, doc="False steps one parameter at a time, which is slow and needs the least memory."
     )
     capturable: bool = setting(
         False,
@@ -84,7 +84,7 @@ class GroupArguments(FurtherSettings, _ByPosition):  # the fields of the last ba
 
 Checked = TypeVar("Checked", bound=GroupArguments)
 
-# Settings that hold for all groups, and those that a group stores in another form.
+# Settings that apply to all groups, and settings that a group stores in another form.
 OF_ALL_GROUPS = {"on_route_change", "on_nonfinite", "offload", "sharded"}
 _SCHEDULES = ("schedule", "large_schedule")
 _OTHER_FORM = {"adam_beta1", "adam_beta2", *_SCHEDULES}
@@ -98,7 +98,7 @@ SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_moment
 SCHEDULED_SETTINGS = (
     *("momentum", "adam_betas", "weight_decay", "adam_lr_ratio", "lr_adjust", "lr_adjust_coeff", "adam_eps"),
 )
-# Other keys of a new group: parameters, a label for loggers, those of schedulers, and those of a copied group.
+# Other keys that a new group may have: parameters, a label for loggers, keys of schedulers, and keys of a copied group.
 _MORE_KEYS = ("params", "param_names", "name", *SCHEDULER_KEYS, "constructed")
 _KNOWN_KEYS = {*(field.name for field in dataclasses.fields(GroupArguments)), *_MORE_KEYS, *RouteTable(()).manifest()}
 # The settings of a group as its dict stores them; comparing these is faster than comparing dataclasses.
@@ -106,9 +106,9 @@ raw_settings = itemgetter(*("adam_betas", *_SCHEDULES, *LISTS, *_PLAIN_SETTINGS)
 
 
 def check_group(group: Mapping[str, Any], defaults: Collection[str]) -> None:
-    """Check a parameter group, whose keys should be those of `defaults`; raise as `checked_arguments`.
+    """Check a parameter group, whose keys should be those of `defaults`; raise like `checked_arguments`.
 
-    A key that is a misspelled setting is a problem; others are the user's own.
+    A misspelled setting is a problem; other unknown keys are the user's own.
     """
     names = (field.name for field in dataclasses.fields(GroupArguments))
     given = {name: group[name] for name in names if name in group}
@@ -122,7 +122,7 @@ def check_group(group: Mapping[str, Any], defaults: Collection[str]) -> None:
 def checked_arguments(kind: type[Checked], given: Mapping[str, Any], problems: Sequence[str] = ()) -> Checked:
     """Return arguments of HybridMuon as a dataclass, with lists as tuples.
 
-    Raises InvalidSettingError with `problems`, and every setting that is of a wrong type or out of its range.
+    Raises InvalidSettingError with `problems`, and with every setting of a wrong type or out of its range.
     """
     values = {**given, **{key: as_tuple(given[key]) for key in LISTS}}
     problems = [*_problems_of_lr(given["lr"]), *problems]
@@ -143,7 +143,7 @@ def checked_arguments(kind: type[Checked], given: Mapping[str, Any], problems: S
 
 
 def words_of_group(group: Any, defaults: Mapping[str, Any]) -> Any:
-    """Return a new parameter group with other optimizers' words translated; anything else than a dict as it is.
+    """Return a new parameter group with other optimizers' words translated; return anything but a dict as it is.
 
     Raises
     ------
@@ -151,7 +151,7 @@ def words_of_group(group: Any, defaults: Mapping[str, Any]) -> Any:
         Naming every word that cannot be translated, and every setting that `check_group` refuses.
     """
     if not isinstance(group, dict):
-        return group  # torch names the problem
+        return group  # torch raises an error
     try:
         new = translated(group, {*defaults, *_MORE_KEYS})
     except InvalidSettingError as error:
@@ -168,7 +168,7 @@ def words_of_group(group: Any, defaults: Mapping[str, Any]) -> Any:
 
 
 def own_keys(group: Mapping[str, Any]) -> set[str]:
-    """Return the keys of a group that are the user's own: neither settings nor words nor what the optimizer keeps."""
+    """Return the keys of a group that are the user's own: neither settings, words, nor keys of the optimizer."""
     return group.keys() - _KNOWN_KEYS - WORDS
 
 
@@ -184,7 +184,7 @@ def _problems_of_lr(lr: Any) -> list[str]:
 
 
 def _plain_schedule(schedule: Any, key: str) -> tuple[Any, Sequence[str]]:
-    """Return a schedule to check, and the problems of one that is neither a name nor a list of triples."""
+    """Return a schedule as settings hold it; if it is neither a name nor triples, the default and the problems."""
     try:
         return frozen_schedule(schedule, key), ()
     except InvalidSettingError as error:
@@ -203,10 +203,10 @@ def group_defaults(given: GroupArguments) -> dict[str, Any]:
 
 
 def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
-    """Check a new group, as `check_group` does, and add what the optimizer keeps in it.
+    """Check a new group, as `check_group` does, and add the optimizer's own keys.
 
-    `constructed` is its learning rate and scheduled settings as text, which every kind of state dict preserves: a state
-    dict then tells values that a scheduler has changed from those that another construction would change. With
+    `constructed` holds its learning rate and scheduled settings as text, which every kind of state dict preserves. At a
+    load it distinguishes values that a scheduler has changed from values that were constructed differently. With
     `capturable`, a captured step reads the learning rate from a tensor on the parameters' device.
     """
     check_group(group, defaults)
@@ -222,7 +222,7 @@ def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
 
 
 def as_tuple(patterns: Any) -> Any:
-    """Return patterns as a tuple; a single one becomes a tuple of one, and other types are left to the type check."""
+    """Return patterns as a tuple; a single one becomes a tuple of one. The type check reports other types."""
     if isinstance(patterns, str):
         return (patterns,)
     return tuple(patterns) if isinstance(patterns, Iterable) else patterns
@@ -245,7 +245,7 @@ def group_settings(group: Mapping[str, Any]) -> HybridMuonConfig:
     }
     try:
         return _settings(**values)
-    except TypeError:  # an unhashable value has the wrong type: let the check name the setting
+    except TypeError:  # an unhashable value has the wrong type; the check names the setting
         return HybridMuonConfig(**values)
 
 

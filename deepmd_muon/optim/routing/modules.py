@@ -1,4 +1,4 @@
-"""Parameters that are not hidden matrices whatever their shape: tables, output layers, positions and tokens."""
+"""Parameters that are not hidden matrices, whatever their shape: tables, output layers, positions and tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from deepmd_muon.optim.errors import InvalidShapeError
 from deepmd_muon.optim.routing.rules import canonical_name, leaf_name
 from deepmd_muon.optim.routing.views import effective_shape
 
-# pos, pos_embed, position_ids ..., but not `posterior`; cls_token, register_tokens ...
+# Matches pos, pos_embed, position_ids, cls_token, register_tokens ..., but not `posterior`.
 _ADDED = re.compile(r"pos(?:$|[_\d]|ition|e[nm][cb])|.*tokens?$")
-# Where torch defines what is not a layer: `Module` itself, Sequential, ModuleList, ParameterList ...
+# torch's modules that define no layers: `Module` itself, Sequential, ModuleList, ParameterList ...
 _NOT_LAYERS = ("torch.nn.modules.module", "torch.nn.modules.container")
 
 
@@ -22,10 +22,11 @@ def tables_and_heads(model: nn.Module) -> dict[str, str]:
     """Return the parameters of a model that Muon should not orthogonalize, by canonical name, each with the reason.
 
     - Tables: the weight of nn.Embedding, nn.EmbeddingBag, and of every module that has `num_embeddings`. A gradient
-      reaches a few of their rows; orthogonalized, it would move all. A tied output layer is the same parameter.
+      reaches few of their rows. Orthogonalization can move each row that has momentum equally far, even if its last
+      gradient is long past; only rows without momentum stay. A tied output layer is the same parameter.
     - The output layer: the model's last nn.Linear, if its weight has the shape of a table.
-    - What is added to activations: a parameter that a module other than torch's own layers holds itself, if its shape
-      is (1, n, ...), which broadcasts over a batch, or if it is named as a position or token (`pos...`, `...token`).
+    - Parameters added to activations: held directly by a module that is not one of torch's own layers, and either of
+      shape (1, n, ...), which broadcasts over a batch, or named like a position or token (`pos...`, `...token`).
 
     The model may be wrapped by FSDP, DDP or torch.compile. Parameters with fewer than two dimensions above 1 are not
     listed.
@@ -51,7 +52,7 @@ def tables_and_heads(model: nn.Module) -> dict[str, str]:
 
 
 def _added(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters that a module holds itself and adds to activations."""
+    """Yield the parameters that a module holds directly and probably adds to activations."""
     homes = {base.__module__ for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules.")}
     if homes.difference(_NOT_LAYERS):
         return
@@ -72,13 +73,13 @@ def convolutions(model: nn.Module) -> dict[str, int]:
 def declared_splits(model: nn.Module) -> list[str]:
     """Return the splits that modules declare, as entries of the setting `splits` on canonical names.
 
-    A module declares them in its attribute ``muon_splits``: a mapping from the names of its own parameters to what
-    stands behind the pattern in the setting, such as ``{"weight": "rows (128+64)*16"}``.
+    A module declares them in its attribute ``muon_splits``: a mapping from the names of its own parameters to the part
+    of an entry that follows the pattern, such as ``{"weight": "rows (128+64)*16"}``.
 
     Raises
     ------
     InvalidShapeError
-        When a module declares a split of a parameter that it has not.
+        When a module declares a split of a parameter that it does not have.
     """
     found: dict[Tensor, str] = {}
     for place, module in model.named_modules():

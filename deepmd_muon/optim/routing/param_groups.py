@@ -52,7 +52,8 @@ class Group(NamedTuple):
 
 # Stack level of the constructor's caller: the constructor's two decorators are among the frames.
 _CONSTRUCTOR = 5
-# A weight of four or more dimensions counts as a kernel up to this height and width, and from so many of them.
+# A weight of four or more dimensions looks like a convolution kernel if it has square matrices of at most this size,
+# and at least this many of them.
 _LARGEST_KERNEL, _MANY = 7, 16
 
 
@@ -131,7 +132,7 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
 def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -> None:
     """Warn of parameters without names, and of patterns that match no name in any group with these patterns.
 
-    Groups before number `new`, and their patterns, have been checked before.
+    Groups before number `new`, and their patterns, were checked earlier.
     """
     if not all("param_names" in group for group in groups[new:]):
         warnings.warn(
@@ -159,7 +160,7 @@ def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -
 
 
 def warn_of_kernels(groups: Sequence[Group]) -> None:
-    """Warn of parameters that look like convolution kernels and are many small matrices."""
+    """Warn of parameters that look like convolution kernels and form many small matrices."""
     open_groups = [group for group in groups if group.values["conv_patterns"] is None]
     entries = [(entry, entry.view) for group in open_groups for _, entry in group.routed]
     found = [
@@ -200,11 +201,11 @@ class Routing:
         self.table = RouteTable([entry for entries in self.routes for entry in entries])
 
     def is_current(self, param_groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether the parameters, switches and routing settings, which may change between steps, are as before."""
+        """Return whether parameters, their `requires_grad` and routing settings are still those of the routing."""
         return self._params == _identities(param_groups) and self._inputs == _routing_inputs(param_groups)
 
     def params_among(self, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Return the parameters that are among tensors which have existed since the routing was made, by name."""
+        """Return, by name, the parameters among `tensors`, all of which existed when the routing was made."""
         known = {id(p): p for p in tensors}
         ids = [number for group in self._params for number, *_ in group]
         return {entry.name: known[number] for entry, number in zip(self.table, ids, strict=True) if number in known}
@@ -216,7 +217,7 @@ class Routing:
 
 
 def log_parameters(groups: Iterable[Group], replicas: object = None) -> None:
-    """Log, at level DEBUG, each parameter's route with its reason, and where its elements live."""
+    """Log, at level DEBUG, each parameter's route with its reason, and the ranks or device that hold its elements."""
     for group in groups:
         for p, entry in group.routed:
             spec = spec_of(p)
@@ -230,11 +231,11 @@ def log_parameters(groups: Iterable[Group], replicas: object = None) -> None:
 
 
 def _identities(param_groups: Sequence[dict[str, Any]]) -> list[list[tuple[int, torch.Size, bool]]]:
-    """Return what tells parameters from those that replace them.
+    """Return the id, shape and kind (plain or DTensor) of each parameter, which show whether it was replaced.
 
-    No references: strong ones would keep replaced parameters alive, and torch refuses to swap a tensor that has weak
-    ones (`torch.utils.swap_tensors`). Where nothing kept a parameter alive, and a new one took its address, with its
-    shape and kind all that is derived from it stays true.
+    These are not references: strong ones would keep replaced parameters alive, and torch refuses to swap a tensor that
+    has weak ones (`torch.utils.swap_tensors`). A new parameter may get the id of one that was freed. If it also has the
+    same shape and kind, everything derived from these remains valid.
     """
     return [[(id(p), p.shape, spec_of(p) is None) for p in group["params"]] for group in param_groups]
 

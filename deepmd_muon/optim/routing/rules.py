@@ -26,7 +26,7 @@ _WRAPPER_PREFIXES = re.compile(r"^(?:module\.)*(?:model\.Default\.)?")
 
 @dataclasses.dataclass(frozen=True)
 class RoutingRules:
-    """The settings that decide a route, besides name and shape.
+    """The settings that determine a route, besides name and shape.
 
     Attributes
     ----------
@@ -35,15 +35,15 @@ class RoutingRules:
     min_matrix_dim, vector_route
         Matrices whose smaller dimension is below this, vectors and biases take that route.
     adam_patterns, adamw_patterns
-        Shell patterns on full names, tried before every other rule but the next.
+        Shell patterns on full names, tried before every other rule except `muon_patterns`.
     muon_patterns
         Shell patterns on full names, tried first.
     conv_patterns
         Shell patterns on full names of convolution kernels.
     expert_patterns
-        Shell patterns on full names of parameters whose first dimension counts experts.
+        Shell patterns on full names of parameters with one expert per index of the first dimension.
     splits
-        Fused weights and how they are cut, in the form of `deepmd_muon.optim.routing.views.FusedSplit`.
+        Fused weights and how they are split, in the form of `deepmd_muon.optim.routing.views.FusedSplit`.
     """
 
     muon_mode: MuonMode = "slice"
@@ -65,7 +65,7 @@ class RoutingRules:
 
 @dataclasses.dataclass(frozen=True)
 class RouteEntry:
-    """The route of one parameter, and why it was chosen; comparisons ignore the reason."""
+    """The route of one parameter, and the reason for it, which comparisons ignore."""
 
     name: str
     shape: tuple[int, ...]
@@ -112,7 +112,7 @@ class RouteTable(tuple[RouteEntry, ...]):
         Raises
         ------
         ForeignStateError
-            When a group has no manifest, or one of a later version than this code reads.
+            When a group has no manifest, a damaged one, or one of a later version than this code reads.
         """
         entries = []
         for number, group in enumerate(param_groups):
@@ -143,19 +143,19 @@ class RouteTable(tuple[RouteEntry, ...]):
 
 
 def _checked(entry: RouteEntry) -> RouteEntry:
-    """Return the entry of a manifest if its parts fit each other."""
+    """Return the entry of a manifest if its parts are consistent."""
     view, numbers = entry.view, math.prod(entry.shape)
     if entry.route not in ROUTES:
         raise ForeignStateError(f"{entry.name} has route {str(entry.route)[:40]!r} in the manifest; known are {ROUTES}")
     if min(entry.shape, default=1) < 0 or (view and view.batch * view.rows * view.columns != numbers):
         raise ForeignStateError(f"{entry.name} has shape {entry.shape} in the manifest, which does not fit view {view}")
     if entry.route == "muon" and view is None:
-        raise ForeignStateError(f"{entry.name} is on route muon in the manifest, without a matrix view")
+        raise ForeignStateError(f"{entry.name} has route muon in the manifest, but no matrix view")
     return entry
 
 
 def is_local(name: str, settings: HybridMuonConfig) -> bool:
-    """Return whether a plain parameter belongs to this process alone, also where `replicas` are given."""
+    """Return whether a plain parameter belongs to this process alone, even if `replicas` are given."""
     return any(fnmatchcase(name, pattern) for pattern in settings.local_patterns)
 
 
@@ -194,7 +194,7 @@ def choose_route(
 
 
 def _matching(name: str, patterns: Sequence[str]) -> str | None:
-    """Return the first shell pattern that a name matches; an empty name matches '*' alone."""
+    """Return the first shell pattern that a name matches; an empty name matches only '*'."""
     return next((pattern for pattern in patterns if pattern == "*" or (name and fnmatchcase(name, pattern))), None)
 
 
@@ -239,7 +239,7 @@ def _decide(name: str, shape: tuple[int, ...], rules: RoutingRules) -> tuple[Rou
 
 
 def _by_name(name: str, rules: RoutingRules) -> tuple[Route, str] | None:
-    """Return the route that a name alone decides, with the reason."""
+    """Return the route that a name alone determines, with the reason; None if it determines none."""
     leaf = leaf_name(name)
     if pattern := _matching(name, rules.adam_patterns):
         return "adam", f"matches adam_patterns {pattern!r}"

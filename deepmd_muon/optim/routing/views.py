@@ -22,17 +22,17 @@ _VIEW_FORM = re.compile(r"(\d+)x(\d+)x(\d+)(?: (rows|columns) (\d+(?:\+\d+)*))?"
 
 @dataclasses.dataclass(frozen=True)
 class MatrixView:
-    """A tensor read as `batch` matrices of shape (rows, columns), in storage order, each divided into blocks or not.
+    """A tensor read as `batch` matrices of shape (rows, columns), in storage order, each possibly split into blocks.
 
     Its text form is ``batch x rows x columns``, e.g. ``1x240x1600``, and for fused weights ``1x64x160 columns
-    64+64+32``; it is what state dicts store.
+    64+64+32``. State dicts store this text.
     """
 
     batch: int
     rows: int
     columns: int
-    axis: Axis | None = None  # of a fused weight: along which each matrix is split
-    sizes: tuple[int, ...] = ()  # and the sizes of its blocks
+    axis: Axis | None = None  # along which each matrix of a fused weight is split
+    sizes: tuple[int, ...] = ()  # of the blocks along this axis
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -41,7 +41,7 @@ class MatrixView:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks: matrices orthogonalized separately, each with its own Magma score; matrix by matrix."""
+        """Number of blocks: matrices orthogonalized separately, each with its own Magma score."""
         return self.batch * max(1, len(self.sizes))
 
     @property
@@ -68,9 +68,9 @@ class MatrixView:
         return torch.cat(list(blocks), dim=1 if self.axis == "rows" else 2) if self.axis else blocks[0]
 
     def numbers(self, of: Literal["blocks", "rows", "columns"]) -> Tensor:
-        """Return for each element, in storage order, the number of its block, or of its row or column in its block.
+        """Return for each element, in storage order, the number of its block, or of its row or column within its block.
 
-        int64 (batch·rows·columns,), counted as in a flat state tensor of this extent.
+        The result is int64 (batch·rows·columns,). Numbers are indices into a flat state tensor of this extent.
         """
         count = max(1, len(self.sizes))
         parts = [torch.full((1, *shape), i, device="cpu") for i, shape in enumerate(self.block_shapes)]
@@ -86,13 +86,13 @@ class MatrixView:
         return (number + (part if self.repeats(of) > 1 else 0)).expand(self.shape).reshape(-1)
 
     def repeats(self, of: Axis) -> int:
-        """Return in how many blocks a row, or a column, of a matrix lies."""
+        """Return the number of blocks that a row, or a column, of a matrix crosses."""
         return len(self.sizes) if self.axis and self.axis != of else 1
 
     def axes(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return (i, j): dimensions of the parameter before i are the batch, i … j the rows, from j on the columns.
 
-        Raises ValueError when no dimensions of this shape fold to the view.
+        Raises ValueError when the dimensions of this shape cannot be folded to the view.
         """
         for i in range(len(shape) + 1):
             for j in range(i, len(shape) + 1):
@@ -130,13 +130,13 @@ class FusedSplit:
     axis: Axis
     sizes: tuple[int, ...]  # of the parts; −1 stands for the rest; empty for equal parts
     count: int  # number of parts
-    words: str  # the sizes as the setting has them
+    words: str  # the sizes as written in the setting
 
     @classmethod
     def parse(cls, text: str) -> FusedSplit:
         """Read the form of the setting `splits`, e.g. ``*.qkv.weight: rows 3`` or ``*.q_b: rows (128+64)*16+rest``.
 
-        Raises InvalidShapeError when the text has another form, or 'rest' stands in it twice.
+        Raises InvalidShapeError when the text has another form or contains 'rest' twice.
         """
         found = re.fullmatch(SPLIT_PATTERN, text)
         if not found or found["sizes"].count("rest") > 1:
@@ -155,7 +155,8 @@ class FusedSplit:
     def apply(self, view: MatrixView, name: str) -> MatrixView:
         """Return the view divided into blocks.
 
-        Raises InvalidShapeError when sizes do not add up to the dimension or leave no rest, or parts do not divide it.
+        Raises InvalidShapeError when the sizes do not add up to the dimension, leave nothing for 'rest', or the number
+        of parts does not divide the dimension.
         """
         length = view.rows if self.axis == "rows" else view.columns
         left = length - sum(size for size in self.sizes if size != _REST)
@@ -176,7 +177,7 @@ def effective_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 def matrix_view(shape: tuple[int, ...], mode: MuonMode) -> MatrixView | None:
     """Return the matrix view of a shape, or None when the mode defines none.
 
-    '2d' sees only effective rank 2; 'flat' folds all leading dimensions into rows; 'slice' takes the last two
+    '2d' accepts only effective rank 2; 'flat' folds all leading dimensions into rows; 'slice' takes the last two
     dimensions as the matrix and the leading ones as a batch.
     """
     effective = effective_shape(shape)

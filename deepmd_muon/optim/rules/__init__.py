@@ -1,1 +1,1 @@
-"""Rules of the Muon route: what happens around the orthogonalization, one file a rule."""
+"""Rules of the Muon route, which act before and after the orthogonalization; one file per rule."""

@@ -31,6 +31,6 @@ class CautiousDecay(MatrixRule):
         return cls() if settings.cautious_decay else None
 
     def decays(self, weights: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor]:
-        """Return where weight and update do not have opposite signs."""
-        # Signs, since the product of small numbers may round to zero.
+        """Return True where weight and update do not have opposite signs."""
+        # By signs, because the product of small numbers may underflow to zero.
         return [torch.sign(u) * torch.sign(p) >= 0 for p, u in zip(weights, updates, strict=True)]

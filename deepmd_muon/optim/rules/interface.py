@@ -1,17 +1,18 @@
-"""The interface of a rule of the Muon route, and of the state tensors that routes and rules keep.
+"""The interface of rules of the Muon route, and the description of the state tensors of routes and rules.
 
 One step of a block, which is one matrix of a parameter's view::
 
     m ← β m + (1 − β) g,   u = m or Nesterov's form of it
-    u, state ← rule.prepare(u, g)                        rule by rule; state not in a skipped step
+    u, state ← rule.prepare(u, g)                        rule by rule; a skipped step keeps the state
     O = polar factor of u
-    state ← rule.advance(O)                              not in a skipped step
+    state ← rule.advance(O)                              a skipped step keeps the state
     update = scale · O · rule.factors(O) · …
     update ← rule.constrain(update, p)                   rule by rule
-    p ← p (1 − lr λ) − lr · update                       decay only where every rule.decays(p, update)
+    p ← p (1 − lr λ) − lr · update                       decay only where all rule.decays(p, update) are True
 
-A rule sees blocks and its own state, never where they live: one process, an owner rank that received the block, or a
-captured graph call the same methods. Whoever calls stores the new state, and leaves it in a skipped step.
+A rule receives blocks and its own state, and does not know which rank holds them: one process, an owner rank that
+received the block, and a captured graph call the same methods. The caller stores the new state, except in a skipped
+step.
 """
 
 from __future__ import annotations
@@ -29,31 +30,31 @@ from deepmd_muon.optim.routing.views import Axis, MatrixView
 
 Rule = TypeVar("Rule", bound="MatrixRule")
 
-# What a rule may ask for beside the directions; owners on other ranks then receive it.
+# Inputs that a rule may request besides the directions; owners on other ranks then receive them.
 Input = Literal["gradient", "weight"]
 Extent = Literal["parameter", "blocks", "rows", "columns", "scalar"]
 
 
 @dataclasses.dataclass(frozen=True)
 class StateTensor:
-    """One state tensor of a parameter: its extent decides shape, sharding, migration and offloading.
+    """One state tensor of a parameter; its extent determines shape, sharding, migration and offloading.
 
     Attributes
     ----------
     extent
         'parameter': the parameter's shape and layout, and in host memory with `offload`; 'blocks': one number per
-        block; 'rows' or 'columns': one number per row or column of every block, sharded as these; 'scalar': one number.
-        A rule has 'blocks', 'rows' and 'columns'; when its parameter's view changes, each new number is the mean over
-        the elements it stands for.
+        block; 'rows' or 'columns': one number per row or column of every block, sharded like these; 'scalar': one
+        number. Registered rules may use 'blocks', 'rows' and 'columns'. When the parameter's view changes, each new
+        number becomes the mean of the old numbers of its elements.
     dtype
         'parameter': the parameter's; 'moment': the wider of float32 and the parameter's; 'float32'.
     start
         Value of every element before the first step.
     along
-        With the extent 'rows' or 'columns': each line has, instead of one number, one for every row or column of its
-        block. They restart when the parameter's view changes.
+        With the extent 'rows' or 'columns': each row or column has a vector instead of one number, with an element for
+        every row ('rows') or column ('columns') of its block. Vectors restart when the parameter's view changes.
     at_most
-        Blocks with more rows or columns `along` than this have no such numbers.
+        Blocks with more rows or columns `along` than this have empty vectors.
     """
 
     extent: Extent
@@ -80,16 +81,19 @@ class StateTensor:
         return (*dims, view.repeats(self.extent) * max(self.lengths(view)))
 
     def length(self, rows: int, columns: int) -> int:
-        """Return how many numbers a line of a block has."""
+        """Return the size of the vector of one row or column of a block of this shape; 1 without `along`."""
         n = 1 if self.along is None else rows if self.along == "rows" else columns
         return n if n <= self.at_most else 0
 
     def lengths(self, view: MatrixView) -> list[int]:
-        """Return how many numbers a line of each part of a matrix has; in storage, shorter lines are padded."""
+        """Return this size for each part of a matrix; in storage, shorter vectors are padded."""
         return [self.length(*shape) for shape in view.block_shapes]
 
     def cut(self, x: Tensor, view: MatrixView) -> list[Tensor]:
-        """Return a rule's tensor as views, one per part of a matrix: (batch,), (batch, lines) or (batch, lines, n)."""
+        """Return a rule's tensor as views, one per part of a matrix: (batch,), (batch, lines) or (batch, lines, n).
+
+        Lines are the rows or columns of the part.
+        """
         if self.extent not in ("rows", "columns"):
             return list(x.view(view.batch, -1).unbind(1)) if view.axis else [x]
         lines = view.rows if self.extent == "rows" else view.columns
@@ -101,7 +105,7 @@ class StateTensor:
 
 
 class Pieces(NamedTuple):
-    """Momentum and gradient of equal parts of some blocks, of any shape; `shape` is (pieces, elements)."""
+    """Momentum and gradient, of any shape, of equally large pieces of blocks; `shape` is (pieces, elements)."""
 
     momentum: Tensor
     gradient: Tensor
@@ -113,10 +117,10 @@ BlockState = Mapping[str, Sequence[Tensor]]
 
 
 def together(step: Callable[..., Sequence[Tensor]], *lists: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Apply a function of batches to lists of them, in one batch where the tensors of the first have equal shapes.
+    """Apply a function of batches to lists of batches; batches of equal shape in the first list are concatenated.
 
-    `step` takes a batch (b, …) of each of the equally long lists and returns some tensors (b, …). For each of these
-    the result has a list like the given ones.
+    `step` takes one batch (b, …) of each of the equally long lists, and returns tensors (b, …). For each of these
+    tensors, the result has one list as long as the given ones.
     """
     alike: dict[torch.Size, list[int]] = defaultdict(list)
     for i, x in enumerate(lists[0]):
@@ -133,8 +137,8 @@ def together(step: Callable[..., Sequence[Tensor]], *lists: Sequence[Tensor]) ->
 class MatrixRule:
     """A rule of the Muon route; a subclass is a frozen dataclass of its settings and overrides what it needs.
 
-    Tensors of blocks are batches (b, rows, columns), equal shapes together, in float32 or float64; methods return new
-    tensors and change none, and read nothing from the device.
+    Tensors of blocks are batches (b, rows, columns) of equally shaped blocks, in float32 or float64. Methods return new
+    tensors, change none in place, and read nothing from the device.
 
     Attributes
     ----------
@@ -166,14 +170,14 @@ class MatrixRule:
 
     def measure(self, pieces: Sequence[Pieces], device: torch.device) -> Tensor:
         """Return statistics of pieces of blocks, float64 (pieces, sums); each rank measures the pieces it holds."""
-        raise NotImplementedError(f"{type(self).__name__} has sums and no `measure`")
+        raise NotImplementedError(f"{type(self).__name__} sets `sums` but has no `measure`")
 
     def combine(self, sums: Tensor) -> Tensor:
         """Return the statistic of each block, (blocks,), from float64 (blocks, pieces, sums), padded with zeros."""
-        raise NotImplementedError(f"{type(self).__name__} has sums and no `combine`")
+        raise NotImplementedError(f"{type(self).__name__} sets `sums` but has no `combine`")
 
     def measure_whole(self, momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the statistics, (b,) each, of whole blocks as vectors, (b, elements) each."""
+        """Return the statistics, (b,) each, of whole blocks that are given as vectors, (b, elements) each."""
         pieces = [Pieces(m, g, (m.shape[0], m.shape[1])) for m, g in zip(momenta, gradients, strict=True)]
         together = self.combine(self.measure(pieces, momenta[0].device).unsqueeze(1))
         return list(together.split([each.shape[0] for each in pieces]))
@@ -185,7 +189,7 @@ class MatrixRule:
     def prepare(
         self, directions: Sequence[Tensor], gradients: Sequence[Tensor], state: BlockState
     ) -> tuple[Sequence[Tensor], BlockState]:
-        """Return the matrices to orthogonalize, and new state; gradients are there if `inputs` has them."""
+        """Return the matrices to orthogonalize, and new state; gradients are given if `inputs` has them."""
         return self.before(directions, state), {}
 
     def advance(self, polar: Sequence[Tensor], state: BlockState, measured: Sequence[Tensor] | None) -> BlockState:
@@ -197,11 +201,11 @@ class MatrixRule:
         return None
 
     def constrain(self, updates: Sequence[Tensor], weights: Sequence[Tensor], lr: float | Tensor) -> Sequence[Tensor]:
-        """Return the updates, which are subtracted times lr; called if `inputs` has weights. lr may be 0."""
+        """Return the updates, to be multiplied by lr (may be 0) and subtracted; called if `inputs` has weights."""
         return updates
 
     def decays(self, weights: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return where weight decay applies, bool of the updates' shapes; None for everywhere.
+        """Return where weight decay applies, as bool tensors of the updates' shapes; None for everywhere.
 
         Weights and updates are parameters, or pieces of them, of any equal shape.
         """

@@ -1,4 +1,4 @@
-"""Magma damping: smaller steps for blocks whose momentum is no longer aligned with the gradient.
+"""Magma damping: smaller steps for blocks whose momentum is poorly aligned with the gradient.
 
 For each block (one matrix of a parameter's view) with momentum m and gradient g::
 
@@ -35,7 +35,7 @@ MIN_SCALE = 0.1
 # Elements converted to float64 at a time: on a CPU few, which stay in its cache; elsewhere many, in few launches.
 _AT_A_TIME_CPU = 2**16
 _AT_A_TIME = 2**22
-# Sums of float64 squares between this and its inverse have neither overflowed nor underflowed.
+# Sums of float64 squares between this and its inverse show neither overflow nor underflow.
 _SAFE_SQUARE = 1e-270
 
 _LOWEST = 1.0 / (1.0 + math.exp(1.0 / TEMPERATURE))
@@ -74,7 +74,7 @@ def _sums(m: Tensor, g: Tensor, *, keep: bool = False) -> Tensor:
     return torch.stack((mm, (m * g if keep else m.mul_(g)).sum(dim=1), gg))
 
 
-# Number of elements up to which launches cost more than concatenating the tensor with others.
+# Number of elements up to which launches for a tensor cost more than concatenating it with others.
 _SMALL = 2**16
 
 
@@ -108,8 +108,8 @@ def piece_sums_of_many(pairs: Sequence[Pieces], *, joined: bool | None = None) -
         m, g = (x.double() for x in flat)
         shapes = tuple(pairs[i].shape for i in small)
         lengths = _lengths(shapes, m.device)
-        # unsafe: the lengths are correct by construction, and checking them would synchronize. In one dimension: of
-        # several columns torch sums each segment by a single thread.
+        # unsafe: the lengths are correct by construction, and checking them would synchronize. The data is
+        # one-dimensional, because with several columns torch sums each segment in a single thread.
         reduce = functools.partial(torch.segment_reduce, unsafe=True, initial=0.0)
         count = len(lengths) // 3
         scales = m.new_ones(count, 2)
@@ -170,8 +170,8 @@ class Magma(MatrixRule):
     def measure_whole(self, momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return cos(m, g) of every block, float32 (blocks,) each; 0 where a vector is zero. Equal lengths are batched.
 
-        `momenta` and `gradients` are of one dtype. Sums are in float64, and float64 blocks are scaled first where that
-        is needed, so that a block's size and scale do not matter.
+        `momenta` and `gradients` are of one dtype. Sums are in float64. float64 blocks are scaled first if their
+        squares might overflow or underflow, so that a block's size and scale do not matter.
         """
         if not momenta:
             return []
@@ -204,9 +204,10 @@ class Magma(MatrixRule):
         return [found[i] for i in range(len(momenta))]
 
     def advance(self, polar: Sequence[Tensor], state: BlockState, measured: Sequence[Tensor] | None) -> BlockState:
-        """Let the scores follow the alignments; all tensors are float32 (blocks,)."""
+        """Move the scores towards the alignments; all tensors are float32 (blocks,)."""
         assert measured is not None
-        # In float64, so that a score does not depend on the number of scores: vector and scalar units round unlike.
+        # In float64, so that a score does not depend on the number of scores: vector and scalar units round
+        # differently.
         old, cosine = torch.cat(list(state[SCORE])).double(), torch.cat(list(measured)).double()
         new = old.lerp((torch.sigmoid(cosine / TEMPERATURE) - _LOWEST) / (_HIGHEST - _LOWEST), 1.0 - SCORE_DECAY)
         return {SCORE: new.float().split([len(score) for score in state[SCORE]])}

@@ -1,4 +1,4 @@
-"""Norm control: a step changes the direction of the weights, and their norm only as far as a setting lets it.
+"""Norm control: a step changes the direction of the weights, and their norm only as far as a setting allows.
 
 For weights W of a block, or of one of its neurons, with the update U::
 
@@ -11,9 +11,9 @@ For weights W of a block, or of one of its neurons, with the update U::
 
 Hyperball is MuonH (K. Wen, "Fantastic pretraining optimizers 2.1", 2025) without its division of the update by its
 norm: the size of a step is that of `scaling`, so that learning rates mean the same as without this rule. The radial
-brake is that of NVIDIA's Emerging-Optimizers, for growth alone. 'rows' keeps what Muown (arXiv:2605.10797) makes a
-variable of its own, with a step of its own; here it stays as it is. With 'hyperball' and 'rows' weights do not decay.
-Weights that are zero move freely.
+brake is that of NVIDIA's Emerging-Optimizers, for growth only. Muown (arXiv:2605.10797) trains the norm of each neuron
+as a separate variable; 'rows' keeps it constant. With 'hyperball' and 'rows' weights do not decay. Weights that are
+zero are not constrained.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.routing.views import Axis
 from deepmd_muon.optim.rules.interface import MatrixRule, together
 
-# A step that leaves less of the weights than this share of their norm is not scaled up to the whole.
+# Weights that a step shrinks below this fraction of their norm are not scaled up to the whole norm.
 _LEAST = 1e-3
 
 
@@ -38,8 +38,8 @@ class NormControl(MatrixRule):
 
     name = "norm_control"
     inputs = ("weight",)
-    brake: float | None = None  # share b of a growth of the norm that remains; None keeps it in both directions
-    neurons: Axis | None = None  # whether rows or columns keep their norms; None for matrices
+    brake: float | None = None  # fraction b of the norm's growth that remains; None keeps the norm
+    neurons: Axis | None = None  # rows or columns keep their norms; None for whole matrices
 
     @classmethod
     def of(cls, settings: HybridMuonConfig) -> NormControl | None:
@@ -70,5 +70,5 @@ class NormControl(MatrixRule):
         return factor.to(u.dtype) * u + radial.to(u.dtype) * w
 
     def decays(self, weights: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return nowhere, where norms are kept."""
+        """Return False everywhere if norms are kept: nothing decays."""
         return [torch.zeros_like(u, dtype=torch.bool) for u in updates] if self.brake is None else None

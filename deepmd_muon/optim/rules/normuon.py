@@ -1,4 +1,4 @@
-"""NorMuon: the update of every neuron is divided by its running size, and the matrix keeps its norm.
+"""NorMuon: the update of every neuron is divided by its running root mean square, and the matrix keeps its norm.
 
 For each row o of the polar factor O of a block with n columns, with a second moment v that starts at 0::
 
@@ -6,8 +6,8 @@ For each row o of the polar factor O of a block with n columns, with a second mo
     ô = o / (√v + ε)                    ε = 1e-10
     O ← Ô ‖O‖ / (‖Ô‖ + ε)               Frobenius norms
 
-Rows are neurons where weights are stored (out, in), as torch stores them. Where the setting `layout` is 'in_out', as
-it is for DeePMD's weights, columns are the neurons and take the place of rows.
+Rows are neurons if weights are stored (out, in), as torch stores them. If the setting `layout` is 'in_out', as for
+DeePMD's weights, columns are the neurons and take the place of rows.
 
 Z. Li et al., arXiv:2510.05491 (2025). The norm is kept as in the authors' code, so that `scaling` means the same as
 without this rule; their paper sets it to 0.2 sqrt(rows · columns), which 'match_rms' with 0.2 gives for full rank.
@@ -34,7 +34,7 @@ class NorMuon(MatrixRule):
 
     name = "normuon"
     beta: float = 0.95  # decay β₂ of the second moments
-    neurons: Axis = "rows"  # whether rows or columns are neurons
+    neurons: Axis = "rows"  # the lines that are neurons
 
     @classmethod
     def of(cls, settings: HybridMuonConfig) -> NorMuon | None:
@@ -49,7 +49,7 @@ class NorMuon(MatrixRule):
 
     @property
     def _key(self) -> str:
-        # Moments of rows are no use to columns, so another layout starts afresh.
+        # Moments of rows mean nothing for columns, so another layout starts with new ones.
         return f"second_moment_of_{self.neurons}"
 
     def tensors(self) -> Mapping[str, StateTensor]:
@@ -57,18 +57,18 @@ class NorMuon(MatrixRule):
         return {self._key: StateTensor(self.neurons, "moment")}
 
     def _sums(self, polar: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sum of squares of every neuron, float64 (b, neurons), which other batches round alike."""
+        """Return the sum of squares of every neuron, float64 (b, neurons), rounded alike in every batch."""
         dim = 2 if self.neurons == "rows" else 1
         return [torch.linalg.vector_norm(o, dim=dim, dtype=torch.float64).square_() for o in polar]
 
     def advance(self, polar: Sequence[Tensor], state: BlockState, measured: Sequence[Tensor] | None) -> BlockState:
-        """Let the second moments follow the mean squares of the neurons."""
+        """Move the second moments towards the mean squares of the neurons."""
         width = 2 if self.neurons == "rows" else 1
         pairs = zip(state[self._key], self._sums(polar), polar, strict=True)
         return {self._key: [v.double().lerp(s / o.shape[width], 1.0 - self.beta).to(v.dtype) for v, s, o in pairs]}
 
     def factors(self, polar: Sequence[Tensor], state: BlockState) -> list[Tensor]:
-        """Return the factor of every neuron that divides it by its size and keeps the norm of the matrix."""
+        """Return the factor of every neuron: it divides by √v and keeps the norm of the matrix."""
         found = []
         for o, sums, v in zip(polar, self._sums(polar), state[self._key], strict=True):
             inverse = 1.0 / (v.double().sqrt() + EPSILON)

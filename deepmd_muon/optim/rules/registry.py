@@ -1,4 +1,4 @@
-"""Which rules there are, and which of them some settings switch on."""
+"""The registry of rules, and the rules that settings switch on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepmd_muon.optim.errors import InvalidSettingError
 from deepmd_muon.optim.rules.interface import Input, MatrixRule, StateTensor
 from deepmd_muon.optim.rules_config import RULES
 
-# The rules of this package in the order in which they act: each class tells what settings mean for it.
+# The rules of this package in the order in which they act; each class reads its own settings.
 _CLASSES: tuple[type[MatrixRule], ...] = tuple(
     getattr(import_module(f"deepmd_muon.optim.rules.{module}"), name)
     for module, name in (rule.split(":") for rule in RULES)
@@ -31,7 +31,8 @@ def register_rule(rule: MatrixRule) -> None:
     Raises
     ------
     InvalidSettingError
-        When its name or the key of a state tensor belongs to another rule, or a tensor has an extent that rules lack.
+        When its name or the key of a state tensor belongs to another rule, or a tensor has an extent that registered
+        rules may not use.
     """
     for key, tensor in rule.tensors().items():
         if tensor.extent in ("parameter", "scalar"):
@@ -53,12 +54,12 @@ def register_rule(rule: MatrixRule) -> None:
 
 
 def known_rules() -> list[MatrixRule]:
-    """Return all rules that a state dict may come from: those of this package in every form, and registered ones."""
+    """Return all rules whose state a state dict may hold: those of this package in every form, and registered ones."""
     return [*itertools.chain(*(kind.forms() for kind in _CLASSES)), *_REGISTERED.values()]
 
 
 def unknown_rules(names: Iterable[str]) -> list[str]:
-    """Return a phrase for the names in the setting `rules` that nobody has registered; none if there are none."""
+    """Describe the names in the setting `rules` that are not registered; an empty list without any."""
     missing = ", ".join(repr(name) for name in names if name not in _REGISTERED)
     known = ", ".join(map(repr, _REGISTERED)) or "none"
     problem = (
@@ -72,7 +73,7 @@ def unknown_rules(names: Iterable[str]) -> list[str]:
 def matrix_rules(settings: HybridMuonConfig) -> tuple[MatrixRule, ...]:
     """Return the rules that settings switch on, in the order in which they act.
 
-    Raises InvalidSettingError when the setting `rules` has a name that nobody has registered.
+    Raises InvalidSettingError when the setting `rules` has a name that is not registered.
     """
     if problems := unknown_rules(settings.rules):
         raise InvalidSettingError(problems[0])
@@ -89,5 +90,5 @@ def tensors_of(rules: Iterable[MatrixRule]) -> dict[str, StateTensor]:
 
 
 def inputs_of(rules: Iterable[MatrixRule]) -> tuple[Input, ...]:
-    """Return what some rules ask for beside the directions, in the order of messages."""
+    """Return the inputs that rules request besides the directions, in the order of messages."""
     return tuple(sorted({kind for rule in rules for kind in rule.inputs}))

@@ -1,4 +1,4 @@
-"""SOAP before the polar factor: Adam's second moment divides the momentum in the eigenbases of G Gᵀ and Gᵀ G.
+"""SOAP before the polar factor: the momentum is divided as Adam divides it, in the eigenbases of G Gᵀ and Gᵀ G.
 
 For each block with direction u (the momentum, or Nesterov's form of it) and gradient g, with L, R and v starting at 0
 and the orthogonal matrices P and Q at I::
@@ -9,20 +9,20 @@ and the orthogonal matrices P and Q at I::
     L ← β L + (1 − β) g gᵀ,   P ← next(P, L)
     R ← β R + (1 − β) gᵀ g,   Q ← next(Q, R)
 
-v is not corrected for its start, since the polar factor ignores the scale of u. Sides longer than `MAX_DIM` keep I.
+v has no bias correction, because the polar factor ignores the scale of u. Sides longer than `MAX_DIM` keep I.
 
 SOAP (N. Vyas et al., arXiv:2409.11321) refreshes a basis by QR of L P. Here `next` follows that iteration to first
-order with products alone, so that a CUDA graph holds it: with A = Pᵀ L P and d its diagonal, the QR factor of A is
-I + S up to second order in A's other elements, where S is antisymmetric and S_ij = A_ij / (d_j + δ max d) for
-d_i < d_j; δ = 1e-5 keeps rounding errors of small eigenvalues out. So::
+order with matrix products only, so that a CUDA graph can contain it. Let A = Pᵀ L P with diagonal d. The QR factor of A
+is I + S up to second order in A's other elements. S is antisymmetric, with S_ij = A_ij / (d_j + δ max d) for d_i < d_j;
+δ = 1e-5 limits the effect of rounding errors in small eigenvalues. So::
 
     Y = 0.83 P (I + c S),   c = min(1, 1/‖S‖)  singular values in [0.83, 1.18]
     P ← polar factor of Y                      four Newton–Schulz steps Y ← (3 Y − Y Yᵀ Y) / 2
 
-For the average of drifting random 240 × 240 matrices, A is as diagonal as with QR after about 100 steps.
+For the running average of drifting random 240 × 240 matrices, A is as diagonal as with QR after about 100 steps.
 
-The form is that of pull request 278 of KellerJordan/modded-nanogpt (2026), called SOAP-Muon there; 321 refreshes in
-every step, as here. Theirs takes eigenvectors of the first gradient as start, and an absolute ε of 1e-8.
+The form is that of pull request 278 of KellerJordan/modded-nanogpt (2026), called SOAP-Muon there; its pull request 321
+refreshes in every step, as here. Theirs starts from eigenvectors of the first gradient, with an absolute ε of 1e-8.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from torch import Tensor
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.rules.interface import BlockState, MatrixRule, StateTensor, together
 
-# Rounding errors of the rotations are about 1e-6 of the largest element; they must not become as large as the others.
+# Rounding errors of the rotations are about 1e-6 of the largest element. ε keeps the division from enlarging them to
+# the size of the other elements.
 EPSILON = 1e-5
-# Sides longer than this keep the identity: rotating one takes more products than the rest of the step.
+# Sides longer than this keep the identity: a rotation would cost more than the rest of the step.
 MAX_DIM = 1024
 FLOOR = 1e-5
 _SHRINK = 0.83
@@ -73,7 +74,7 @@ class SoapMuon(MatrixRule):
     def prepare(
         self, directions: Sequence[Tensor], gradients: Sequence[Tensor], state: BlockState
     ) -> tuple[Sequence[Tensor], BlockState]:
-        """Return the divided directions and the new state."""
+        """Return the directions to orthogonalize and the new state."""
         keys = list(self.tensors())
         done, *new = together(self._step, directions, gradients, *(state[key] for key in keys))
         return done, dict(zip(keys, new, strict=True))
@@ -81,7 +82,7 @@ class SoapMuon(MatrixRule):
     def _step(
         self, u: Tensor, g: Tensor, left: Tensor, p: Tensor, right: Tensor, q: Tensor, v: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the divided direction, and L, P − I, R, Q − I and v after it; all (b, …)."""
+        """Return the direction to orthogonalize, and the new L, P − I, R, Q − I and v; all (b, …)."""
         rotated = _turn(_turn(u, p).mT, q).mT
         v = v.lerp(rotated.square(), 1.0 - self.beta)
         root = v.sqrt()
@@ -108,7 +109,7 @@ def next_basis(covariance: Tensor, basis: Tensor) -> Tensor:
     i, j = d.unsqueeze(2), d.unsqueeze(1)
     least = FLOOR * d.amax(dim=1).view(-1, 1, 1) + torch.finfo(a.dtype).tiny
     ratio = a / (torch.maximum(i, j) + least)
-    # Of equal diagonal elements, neither comes first; any choice is antisymmetric.
+    # S_ij is 0 for equal diagonal elements. One triangle gives both, so that S is exactly antisymmetric.
     upper = (ratio * torch.sign(j - i)).tril(-1)
     s = upper - upper.mT
     norm = torch.minimum(s.abs().sum(2).amax(1), torch.linalg.vector_norm(s, dim=(1, 2)) * 0.5**0.5)

@@ -25,7 +25,7 @@ __all__ = ["Layout", "Plan", "PlannedParameter", "ShardPlacement", "ShardedSetti
 
 
 def __getattr__(name: str) -> Any:
-    # Single-process training never imports torch.distributed because of this package.
+    # Lazily, so that single-process training does not import torch.distributed.
     if name == "Split":
         warnings.warn("deepmd_muon.optim.sharded.Split is now ShardPlacement", DeprecationWarning, stacklevel=2)
         name = "ShardPlacement"

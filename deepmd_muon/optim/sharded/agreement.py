@@ -1,6 +1,6 @@
-"""Agreement of ranks: on routes, settings and the values of replicas before they share steps, and in every step.
+"""Agreement of ranks: before the first common step, they compare routes, settings and the values of replicas.
 
-In every step they compare which gradients exist and the settings of groups, and agree whether it is skipped.
+In every step they compare which gradients exist and the settings of groups, and agree whether to skip the step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.process_groups import agreeing_groups, check_names, group_of, statements_if_different
 from deepmd_muon.optim.state.schema import State
 
-# Patterns matter by the routes they give, which are compared; those for parameters of one rank may differ.
+# Without patterns: the routes that follow from them are compared, and patterns for parameters of one rank may differ.
 _KEYS = tuple(
     field.name for field in dataclasses.fields(HybridMuonConfig) if field.name not in OF_ALL_GROUPS.union(LISTS)
 )
@@ -37,7 +37,7 @@ _NUMERIC = {"lr", "maximize", "adam_lr_ratio"}.union(
 )
 # The ranks and name of a parameter, and the number and settings of its group.
 _Statement = tuple[tuple[int, ...], str, int, dict[str, Any]]
-# Settings are compared in this many steps, where no step has a collective for them to travel in.
+# If steps have no collective that can carry the settings, they are compared once in this many steps.
 _RARELY = 100
 _DIGEST_BITS = 24  # whole numbers that float32 holds exactly
 
@@ -45,7 +45,7 @@ _DIGEST_BITS = 24  # whole numbers that float32 holds exactly
 def check_settings(groups: Sequence[Group], params: Sequence[ShardedParameter], device: torch.device) -> None:
     """Compare names, routes and settings of all parameters among the ranks that hold them, on tensors of `device`.
 
-    A learning rate on a GPU is read, which waits for it. Raises PlanMismatchError on all ranks, with the first
+    Reading a learning rate on a GPU synchronizes with it. Raises PlanMismatchError on all ranks, with the first
     parameter that differs, or with group, key and both values of the first setting.
     """
     members = [(tuple(sorted(p.layout.ranks)), f"{p} (route {p.entry.placement})", p) for p in params]
@@ -76,8 +76,8 @@ def check_settings(groups: Sequence[Group], params: Sequence[ShardedParameter], 
 def check_replicas(state: State, params: Sequence[ShardedParameter], device: torch.device) -> None:
     """Compare the values of plain parameters that have not been stepped yet with those of their replicas.
 
-    Later, replicas may differ by rounding where ranks repeat the work on unlike hardware. Parameters with state have
-    been compared before, or their values come from a checkpoint. Raises ReplicaMismatchError on all ranks, with all
+    Later, replicas may differ by rounding if ranks repeat the work on different hardware. Parameters with state were
+    compared before, or their values come from a checkpoint. Raises ReplicaMismatchError on all ranks, with all
     names.
     """
     fresh = [p for p in params if not isinstance(p.p, DTensor) and not state.get(p.p) and p.p.numel()]
@@ -87,7 +87,7 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
     group = group_of(ranks, device)
     if group is None:
         return
-    digests = []  # numbers of at most 62 bits from the bits of a tensor and their rows, without a copy of the tensor
+    digests = []  # 62-bit checksums of each tensor's bits, weighted by row; without a copy of the tensor
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for param in fresh:
         x = param.p.detach()
@@ -103,17 +103,17 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
         names = ", ".join(map(repr, (p.entry.name for p in different[:10]))) + ", …" * (len(different) > 10)
         raise ReplicaMismatchError(
             f"the values of {names} differ between ranks {ranks}, where `replicas` declares copies; broadcast them "
-            "before the first step (DistributedDataParallel does). Name parameters that each rank has for itself, such "
-            "as its experts, in local_patterns."
+            "before the first step (DistributedDataParallel does). List parameters that differ between ranks on "
+            "purpose, such as experts, in local_patterns."
         )
 
 
 class GroupColumns:
-    """Settings of groups as columns of the small all-reduce that a step has anyway.
+    """Settings of groups, as columns of the small all-reduce that a step needs anyway.
 
-    `entries` has the ranks of each group's parameters, with the name of the first of them; one or more for each group,
-    whose numbers are `numbers`. `values` has the settings of these groups, in the order of `KEYS`: those of `groups`,
-    as they were `read` last.
+    `entries` has, for each group and each set of ranks that hold some of its parameters, these ranks and the name of
+    the first such parameter; `numbers` has the number of the group. `values` has the settings of each group, in the
+    order of `KEYS`, as last `read` from `groups`.
     """
 
     def __init__(self, params: Sequence[ShardedParameter]) -> None:
@@ -129,7 +129,7 @@ class GroupColumns:
     def changed(self) -> bool:
         """Read the groups; return whether a setting has changed since the last call."""
         lrs = [group.values["lr"] for group in self.groups]
-        # The first step alone compares learning rates on a GPU.
+        # Learning rates on a GPU are compared in the first step only.
         on_host = [float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else 0.0 for lr in lrs]
         read = [(lr, group.values["maximize"]) for lr, group in zip(on_host, self.groups, strict=True)]
         if read == self.read:
@@ -139,7 +139,7 @@ class GroupColumns:
         for number in set(self.numbers):
             group, (lr, maximize) = self.groups[number], read[number]
             own = [getattr(group.settings, key) for key in _KEYS]
-            # Settings that are no numbers are compared by digests.
+            # Settings that are not numbers are compared by digests.
             numbers = [
                 float(x if isinstance(x, (bool, int, float)) else zlib.crc32(repr(x).encode()) % 2**_DIGEST_BITS)
                 for x in own
@@ -151,7 +151,7 @@ class GroupColumns:
 class ComparedParameter(NamedTuple):
     """A parameter whose replicas would diverge if only some ranks had its gradient.
 
-    Names, and their order, must be the same on all its ranks, which ascend.
+    `ranks` ascend. Names and their order must be the same on all of them.
     """
 
     p: Tensor
@@ -160,14 +160,14 @@ class ComparedParameter(NamedTuple):
 
 
 class GradientPresence:
-    """Compares by one small all-reduce which parameters have gradients on the ranks that hold them.
+    """Compares, by one small all-reduce, which parameters have gradients on the ranks that hold them.
 
     On a CPU the result is read at once. On a GPU, or with `late`, it is read when the next comparison begins, or by
     `raise_deferred`, so that the host does not wait for the device: all ranks then raise together, one step late.
 
     The steps of the parameters `compared` are not exchanged: a rank without a gradient would not step them. `ranks` are
-    all sets of ranks that hold parameters; a subset of another set is compared as part of that. Settings of groups, the
-    `columns`, travel in the same collective, or in one of their own in every hundredth step.
+    all sets of ranks that hold parameters; a subset of another set is compared as part of that set. The same collective
+    carries the settings of groups, `columns`; without one, every hundredth step has a collective for them.
 
     Raises PlanMismatchError on all ranks of a group when their parameters differ.
     """

@@ -1,4 +1,4 @@
-"""One exchange on one rank: the pieces that it packs, matrices that it orthogonalizes, and pieces that it updates.
+"""One exchange on one rank: the pieces that it packs, the matrices that it orthogonalizes, the pieces it updates.
 
 The views of buffers and parameters between which pieces are copied depend on the plan alone and are created once. A
 step is then a few operations on lists of views.
@@ -45,8 +45,8 @@ class Stack:
 class OwnedBlocks:
     """Properties of an owner's matrices, gathered with their pieces; one tensor per stack.
 
-    `present`, float64 (matrices,), is positive if any piece had a gradient. Of the rules, `measured` has statistics,
-    (matrices,), and `state` what they keep by key: (matrices,), or (matrices, rows or columns).
+    `present`, float64 (matrices,), is positive if any piece had a gradient. `measured` has the statistics of rules,
+    (matrices,); `state` has their state by key, (matrices,) or (matrices, rows or columns).
     """
 
     present: list[Tensor]
@@ -77,13 +77,13 @@ class Bucket:
     measuring
         The rules whose statistics the headers carry.
     fresh
-        Those of the parameters whose momenta no earlier bucket advances.
+        The parameters among these whose momenta no earlier bucket advances.
     applying
         The pieces whose updates arrive here, in the order of the messages.
     stacks
         The matrices that this rank orthogonalizes.
     matrices, inputs
-        The same as tensors, (count, rows, columns) each, and what rules ask for beside them; set by `bind`.
+        These matrices as tensors, (count, rows, columns) each, and the inputs that rules request; set by `bind`.
     update_lists
         The updates of this rank, with their parameter group; set by `bind`.
     """
@@ -114,7 +114,7 @@ class Bucket:
             shape = p.view.block_shapes[jobs[j].block % len(p.view.block_shapes)]
             stacks.setdefault((groups[jobs[j].parameter], shape), []).append(j)
         self.stacks = [Stack(*key, tuple(members)) for key, members in stacks.items()]
-        # Of the matrices that it orthogonalizes, and of what rules ask for beside them.
+        # Elements of the matrices, and of the inputs that rules request beside them.
         sizes = [len(stack.jobs) * stack.shape[0] * stack.shape[1] for stack in self.stacks]
         self.elements = (1 + len(self.asked)) * sum(sizes)
         self._slots = {j: (s, i) for s, stack in enumerate(self.stacks) for i, j in enumerate(stack.jobs)}
@@ -134,8 +134,8 @@ class Bucket:
     ) -> None:
         """Create all views.
 
-        `workspace`, float64, holds the matrices. `local_params` and `momenta` are this rank's of every parameter of the
-        plan; `rows`, the first row of each parameter in the table of sums that `pack` takes.
+        `workspace`, float64, holds the matrices. `local_params` and `momenta` are those of all parameters of the plan
+        on this rank; `rows` has each parameter's first row in the table of sums that `pack` takes.
         """
         self.exchange.bind(*buffers)
         flat, start = workspace.view(self.exchange.dtype), 0
@@ -162,7 +162,7 @@ class Bucket:
     def _bind_packing(
         self, local_params: Mapping[int, LocalParameter], momenta: Sequence[Tensor], rows: Mapping[int, int]
     ) -> None:
-        """Create the views that directions, what rules ask for, sums and the rules' state are packed into."""
+        """Create the views into which `pack` writes directions, inputs and sums of rules, and their state."""
         side, plan = self.exchange.outward["gather"], self._plan
         self._pack_into: list[list[Tensor]] = [[] for _ in range(side.planes)]
         planes = [side.elements(self.exchange.sent["gather"], plane) for plane in range(side.planes)]
@@ -230,11 +230,11 @@ class Bucket:
 
     @phase("gather")
     def pack(self, planes: Sequence[Mapping[int, Tensor]], sums: Tensor | None, absent: Mapping[int, Tensor]) -> None:
-        """Write directions, what rules ask for, presence, the rules' state and sums into the buffer for the owners.
+        """Write directions, inputs of rules, presence, state and sums of rules into the buffer for the owners.
 
-        `planes` has this rank's directions by parameter of the plan, shaped like the local momentum, and the same of
-        each of `asked`; `sums`, float64 (…, sums), the rules' statistics of the pieces of all parameters; `absent`, the
-        parameters without a gradient on this rank.
+        `planes` has this rank's directions by parameter of the plan, shaped like the local momentum, and likewise each
+        input in `asked`. `sums`, float64 (…, sums), has the rules' statistics of the pieces of all parameters. `absent`
+        has the parameters without a gradient on this rank.
         """
         for into, plane in zip(self._pack_into, planes, strict=True):
             if into:
@@ -265,7 +265,7 @@ class Bucket:
         for rule in self.measuring:
             measured[rule] = list(rule.combine(padded[:, :, column : column + rule.sums]).split(sizes))
             column += rule.sums
-        # Every sender of a piece has the same numbers.
+        # All senders of pieces of a block have the same state per block.
         return OwnedBlocks(list(present), measured, self._rule_state.arrive(padded[:, 0]))
 
     @phase("scatter")
@@ -282,7 +282,7 @@ class Bucket:
         self.exchange.sent["return"][self.exchange.outward["return"].headers] = headers
 
     def changed_by_updates(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yield the number of each piece that is updated here, its part of the parameter, and of the master weight."""
+        """Yield, for each piece updated here, its number and views of the parameter and, if any, the master weight."""
         for _, kind in self.update_lists:
             masters: Iterable[list[Tensor]] = ([x] for x in kind.masters) if kind.masters else itertools.repeat([])
             for k, target, master in zip(kind.positions, kind.targets, masters, strict=False):
@@ -290,7 +290,7 @@ class Bucket:
 
     @phase("scatter")
     def take_state(self) -> None:
-        """Write the returned state of rules to this rank's."""
+        """Write the returned state of rules to the state on this rank."""
         self._rule_state.take(self.returned_headers)
 
     def returned_headers(self) -> Tensor:

@@ -1,6 +1,6 @@
 """The Adam routes on this rank's elements of parameters that live on several ranks.
 
-Where each rank has all elements but only a part of the moments, it steps its part, and a collective gathers the parts.
+If each rank has all elements but only a part of the moments, it steps its part, and a collective gathers the parts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deepmd_muon.optim.state.schema import State, StateHolder
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.waves import Wave, step_elements, waves_of
 
-# torch 2.13 warns of the second name, torch 2.11 lacks the first.
+# torch 2.13 deprecates the second name; torch 2.11 lacks the first.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -65,8 +65,8 @@ class ElementwiseStep:
 class GatheredParts:
     """Gathers, by one collective, the parts of parameters of one dtype that the ranks of a group have stepped.
 
-    The state shardings of the parameters are over the same ranks. One buffer for all parts is kept, and one for this
-    rank's.
+    The states of all parameters are sharded over the same ranks. The object keeps one buffer for all parts, and one for
+    this rank's parts.
     """
 
     def __init__(self, params: Sequence[tuple[Tensor, StateSharding]], collectives: CollectiveStream) -> None:

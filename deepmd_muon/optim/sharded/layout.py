@@ -1,4 +1,4 @@
-"""Which elements of a parameter each rank holds: from global shape, mesh and placements, without communication.
+"""The elements of a parameter that each rank holds, from global shape, mesh and placements; no communication.
 
 Everything here is plain Python. Along one dimension a rank holds *runs*, half-open intervals of global indices in
 increasing order: one for plain shards, several for strided shards (FSDP over tensor parallelism on one dimension)
@@ -72,7 +72,7 @@ def replicated(ranks: Sequence[int]) -> Layout:
 
 
 def state_layout(shape: Sequence[int], ranks: Sequence[int], mesh: tuple[int, ...], *, matrices: bool) -> Layout:
-    """Return the layout of the state of a replicated parameter in equal parts (ZeRO-1).
+    """Return the layout of the state of a replicated parameter, in equal parts (ZeRO-1).
 
     Matrices are sharded along the dimension that minimizes the largest part, other parameters along the first, so that
     each part is contiguous.
@@ -98,7 +98,7 @@ class Region(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """One rank's part of one block along rows or columns: its interval in the local tensor, and the block's indices."""
+    """One rank's part of a block along rows or columns: its interval in the local tensor, and indices in the block."""
 
     start: int
     stop: int
@@ -179,7 +179,7 @@ def regions_by_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout) ->
 
 @functools.lru_cache(maxsize=1024)
 def score_runs_by_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> dict[int, Runs]:
-    """Return, by rank, the numbers of the blocks whose scores it keeps."""
+    """Return, by rank, the numbers of the blocks whose scores this rank keeps."""
     scores = score_layout(shape, view, layout)
     places = zip(scores.ranks, scores.coordinates(), strict=True)
     return {rank: held_runs(view.blocks, 0, scores, place) for rank, place in places}
@@ -187,10 +187,10 @@ def score_runs_by_rank(shape: tuple[int, ...], view: MatrixView, layout: Layout)
 
 @functools.lru_cache(maxsize=1024)
 def score_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> Layout:
-    """Return the layout of the scores, one per block: the blocks' where whole blocks are sharded, else replicated.
+    """Return the layout of the scores, one per block: sharded like whole blocks if these are sharded, else replicated.
 
-    Mesh axes that shard the leading batch dimension shard the scores too, provided that every rank gets the scores of
-    its blocks (uneven shards with several blocks per index do not); otherwise all ranks keep all scores.
+    Mesh axes that shard the leading batch dimension also shard the scores, if every rank then gets the scores of its
+    blocks. With uneven shards and several blocks per index it does not; all ranks then keep all scores.
     """
     i, _ = view.axes(shape)
     axes = tuple(p if p is not None and p.dim == 0 and i > 0 else None for p in layout.placements)
@@ -206,7 +206,7 @@ def score_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout) -> La
 
 @functools.lru_cache(maxsize=1024)
 def lines_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout, of: Axis) -> Layout:
-    """Return the layout of a parameter whose rows, or columns, are sharded as in `layout` and whole on every rank."""
+    """Return the layout that shards the rows, or columns, as `layout` does, but keeps each of them whole."""
     kept = view.dims_of(shape, of)
     axes = tuple(p if p is not None and p.dim in kept else None for p in layout.placements)
     return Layout(layout.mesh, layout.ranks, axes)

@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 
     parameter: int  # position in the plan
     block: int
-    batch: int  # index of the matrix in the rank's local view; -1 where the rank has none of it
+    batch: int  # index of the matrix in the rank's local view; -1 if the rank has none of it
     rows: Overlap  # in the local view, and in the block
     columns: Overlap
 
@@ -38,8 +38,8 @@ class Piece(NamedTuple):
 class Message(NamedTuple):
     """One rank's pieces in one message, of `words` words.
 
-    Of each piece: the position of its job in the exchange's jobs, and its numbers of rules' values per row or column
-    and of elements.
+    For each piece: the position of its job in the exchange's jobs, the number of rules' values per row or column, and
+    the number of elements.
     """
 
     jobs: tuple[int, ...]
@@ -78,9 +78,9 @@ def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Pie
 class Lines(NamedTuple):
     """The part of a rule's state per row or column of a block that one rank keeps.
 
-    `shape` is (batch, lines, blocks that a line lies in, values) of the rank's local state tensor. The block's lines
-    are at `batch`, `inside` and `part` of it, with `values` numbers each; `inside` tells which lines of the block they
-    are.
+    `shape` is (batch, lines, blocks per line, values) of the rank's local state tensor. The block's lines are at
+    indices `batch`, `inside` and `part` of it, with `values` numbers each; `inside` also has their indices in the
+    block.
     """
 
     shape: tuple[int, int, int, int]
@@ -143,7 +143,7 @@ def local_messages(plan: Plan, domain: Domain, rank: int) -> list[RankMessages]:
 
 
 def rank_messages(plan: Plan, domain: Domain, jobs: Sequence[Job], peers: tuple[int, ...], rank: int) -> RankMessages:
-    """Sort the pieces of these jobs into messages, in the order of jobs on both sides."""
+    """Sort the pieces of these jobs into messages, in the same order for sender and receiver."""
     pieces: dict[tuple[Leg, bool, int], list[tuple[int, int, int]]] = defaultdict(list)
     for i, job in enumerate(jobs):
         ends: Mapping[Leg, Mapping[int, int]] = {"gather": job.sources, "return": job.destinations}

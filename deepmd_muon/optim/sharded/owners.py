@@ -1,4 +1,4 @@
-"""The ranks that hold a block, and the choice of the one that owns it."""
+"""The ranks that hold a block, and the choice of its owner."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deepmd_muon.optim.sharded.layout import (
     score_runs_by_rank,
 )
 
-# Ranks that would do the same work, one per replica; a single rank where replicas share the work.
+# Ranks that would do the same work, one per replica; a single rank if replicas share the work.
 OwnerSet = tuple[int, ...]
 Assignment = tuple[int, Mapping[int, int], Mapping[int, int]]
 
@@ -42,7 +42,7 @@ class Balance:
         return max((self.loads[rank], self.bytes[rank]) for rank in owners)
 
     def lightest(self, candidates: tuple[OwnerSet, ...]) -> OwnerSet:
-        """Return the candidate with least work; ties go to fewer bytes, then to lower ranks."""
+        """Return the candidate with the least work; in a tie, the one with fewer bytes, then the one of lower ranks."""
         heap = self._heaps.get(candidates)
         if heap is None:
             heap = self._heaps[candidates] = [(self.weight(owners), owners) for owners in candidates]
@@ -52,7 +52,7 @@ class Balance:
             now = self.weight(owners)
             if now == known:
                 return owners
-            heapq.heapreplace(heap, (now, owners))  # weights only grow, so an old one is a lower bound
+            heapq.heapreplace(heap, (now, owners))  # weights only grow, so an old weight is a lower bound
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,14 +60,15 @@ class BlockHolders:
     """The ranks that hold the elements, and the state of rules, of blocks of one kind."""
 
     replicas: tuple[tuple[int, ...], ...]  # the ranks of each complete copy of the momentum
-    copies: tuple[Mapping[int, int], ...]  # for each of them, the ranks that hold elements of it, and how many
-    # For each complete copy of the parameter, the ranks that need the update or the rules' state, and their elements.
+    copies: tuple[Mapping[int, int], ...]  # for each copy, the ranks that hold elements of the block, and how many
+    # For each complete copy of the parameter, the ranks that need the update or the rules' state, and how many
+    # elements.
     destinations: tuple[Mapping[int, int], ...]
-    lines: Mapping[int, int]  # how many values of rules' state, per row or column, each rank keeps
+    lines: Mapping[int, int]  # for each rank, the number of values of rules' state per row or column that it keeps
 
     @property
     def whole(self) -> bool:
-        """Whether one rank holds all of it, in every replica."""
+        """Whether a single rank holds the whole block, in every replica."""
         return all(len(copy) == 1 for copy in self.copies)
 
     @functools.cached_property
@@ -86,7 +87,7 @@ class BlockHolders:
 
     @functools.cached_property
     def _shared(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """The elements of every rank that needs the update, and the number of every rank's copy."""
+        """The number of elements of every rank that needs the update, and the number of every rank's copy."""
         everyone = {rank: size for copy in self.destinations for rank, size in copy.items()}
         return everyone, {rank: i for i, copy in enumerate(self.replicas) for rank in copy}
 
@@ -123,9 +124,9 @@ def holders_of_blocks(
 ) -> tuple[BlockHolders, ...]:
     """Return the holders of every block, in the order of block numbers; blocks with the same holders share one object.
 
-    `state_layout` is that of the parameter's momentum. With `scored`, ranks that keep a block's score need its result
-    even without holding elements of it. `lines` are the state tensors with values for each row or column; the ranks
-    that keep these need them, too.
+    `state_layout` is that of the parameter's momentum. With `scored`, ranks that keep a block's score need the result
+    even if they hold no elements of the block. `lines` are the state tensors with values for each row or column; the
+    ranks that keep these values need the result, too.
     """
     copies_of_state = state_layout.replicas()
     sizes, having = _overlaps(shape, view, layout)
@@ -164,7 +165,7 @@ def holders_of_blocks(
 def _overlaps(
     shape: tuple[int, ...], view: MatrixView, layout: Layout
 ) -> tuple[list[dict[int, tuple[int, int]]], list[tuple[int, ...]]]:
-    """Return, for each part of a matrix, each rank's rows and columns; for each matrix, the ranks with some of it."""
+    """Return each rank's rows and columns of each part of a matrix; and the ranks that hold some of each matrix."""
     regions = regions_by_rank(shape, view, layout)
     sizes = [
         {rank: (overlap(x.rows, r0, r1).size, overlap(x.columns, c0, c1).size) for rank, x in regions.items()}

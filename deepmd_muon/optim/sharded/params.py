@@ -1,4 +1,4 @@
-"""DTensors and replicated tensors as the plan sees them: layouts, local parts, state, and checks."""
+"""Layouts, local parts, state and checks of DTensors and replicated tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Replicas = DeviceMesh | dist.ProcessGroup
 class StateSharding:
     """How the state of a replicated parameter is sharded: along one dimension, one part per rank of the mesh.
 
-    `layout` is the same as the plan has it; this rank's part is `length` indices from `start` on.
+    `layout` is the plan's description of the same; this rank's part has `length` indices from `start` on.
     """
 
     mesh: DeviceMesh
@@ -55,13 +55,13 @@ class StateSharding:
         return x.narrow(self.dim, self.start, self.length)
 
     def joined(self, local: Tensor, shape: torch.Size) -> Tensor:
-        """Return this rank's part as the DTensor that all ranks' parts form."""
+        """Return the DTensor of all ranks' parts, from this rank's part."""
         strides = torch.empty(shape, device="meta").stride()
         placements = [Shard(self.dim)] * self.mesh.ndim
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=strides)
 
     def of(self, value: Tensor) -> Tensor:
-        """Return a state tensor, in any layout, with this sharding; for a DTensor all ranks must call it together."""
+        """Convert a state tensor from any layout to this sharding; for a DTensor all ranks must call it together."""
         if isinstance(value, DTensor):
             if value.device_mesh == self.mesh and value.placements == (Shard(self.dim),) * self.mesh.ndim:
                 return value
@@ -91,7 +91,7 @@ class ShardedParameter(StateHolder):
     group: int  # number of its parameter group
     layout: Layout  # of its elements
     device: torch.device  # of this rank's elements
-    sharding: StateSharding | None = None  # of its state, where the parameter is replicated and its state is not
+    sharding: StateSharding | None = None  # of its state, if the parameter is replicated and its state is sharded
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of the elements whose moments are on this rank."""
@@ -115,10 +115,10 @@ class ShardedParameter(StateHolder):
         return new if tensor.extent in ("parameter", "scalar") else self.of(new, tensor.extent)
 
     def of(self, value: Tensor, extent: Extent) -> Tensor:
-        """Return a state tensor, in any layout, in the layout of this parameter's state.
+        """Convert a state tensor from any layout to the layout of this parameter's state.
 
-        All ranks must call this together where the value is a DTensor. The moments of a DTensor are left as they are:
-        `layout_error` checks them before the step.
+        If the value is a DTensor, all ranks must call this together. The moments of a DTensor parameter are returned as
+        they are; `layout_error` checks them before the step.
         """
         sharded = isinstance(self.p, DTensor)
         if extent == "parameter":
@@ -126,7 +126,7 @@ class ShardedParameter(StateHolder):
                 return self.sharding.of(value)
             return value if sharded else full_tensor(value)
         assert self.entry.view is not None
-        # The scores of replicated parameters are replicated, whatever their moments are.
+        # The scores of replicated parameters are replicated, even if their moments are sharded.
         cut = self.sharding.layout if self.sharding is not None and extent != "blocks" else self.layout
         layout = rule_layout(self.entry.shape, self.entry.view, cut, extent)
         if not sharded and not any(layout.placements):
@@ -147,7 +147,7 @@ class ShardedParameter(StateHolder):
         )
 
     def cut(self, key: str, whole: Tensor, *, offloaded: bool) -> Tensor:
-        """Return a tensor that every rank has whole in the layout of this parameter's state; without communication."""
+        """Convert a tensor that every rank has whole to the layout of this parameter's state; without communication."""
         like = self.full(known_tensors()[key])
         return local_part(whole, like) if isinstance(like, DTensor) else super().cut(key, whole, offloaded=offloaded)
 
@@ -177,7 +177,7 @@ def local_runs(x: Tensor, dim: int) -> Runs:
 
 
 def local_part(whole: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor that every rank has whole in the layout, dtype and device of a DTensor; without communication."""
+    """Convert a tensor that every rank has whole to layout, dtype and device of a DTensor; without communication."""
     for dim in range(whole.ndim):
         kept = [whole.narrow(dim, start, stop - start) for start, stop in local_runs(like, dim)]
         whole = torch.cat([whole.narrow(dim, 0, 0), *kept], dim)
@@ -203,7 +203,8 @@ def layout_error(
 ) -> ShardingError | None:
     """Return the error of parameters that cannot be exchanged, naming all of them; None without any.
 
-    It is a `PartialPlacementError`, `GradientPlacementError` or `ReshardedParameterError`, as the first problem is.
+    Its class is that of the first problem: `PartialPlacementError`, `GradientPlacementError` or
+    `ReshardedParameterError`.
     """
     problems = [found for param in sharded_params if (found := _layout_error_of(state.get(param.p, {}), param))]
     if not problems:

@@ -1,4 +1,4 @@
-"""The Muon route of parameters on several ranks: momenta, exchanges in order, updates.
+"""The Muon route of parameters on several ranks: momenta, exchanges and updates, in a fixed order.
 
 While bucket i is orthogonalized, the pieces of bucket i + 1 are sent to their owners and the updates of bucket i − 1
 back: collectives are asynchronous, and the step waits for a result only where it uses it.
@@ -44,7 +44,7 @@ _WIDE = {4: torch.float32, 8: torch.float64}
 class MomentumGroup:
     """Momenta of one parameter group and dtype that a bucket advances, by positions in the plan.
 
-    `shapes` are those of the local momenta, (batch, rows, columns); `parts`, the rows and columns of each part of a
+    `shapes` are those of the local momenta, (batch, rows, columns); `parts` has the rows and columns of each part of a
     matrix.
     """
 
@@ -72,7 +72,7 @@ class MomentumUpdate:
             for (group, _), some in kinds.items()
         ]
         self.order = [i for momenta in self.momenta_groups for i in momenta.parameters]
-        self.rows: dict[int, int] = {}  # first row of a parameter's sums
+        self.rows: dict[int, int] = {}  # each parameter's first row of sums
         self.height = 0
         for momenta in self.momenta_groups:
             for i, shape, parts in zip(momenta.parameters, momenta.shapes, momenta.parts, strict=True):
@@ -142,7 +142,7 @@ class Pipeline:
 
     def bind(self, groups: Sequence[Group], state: State, memory: HostMemory | None) -> None:
         """Create all views of buffers, parameters and state; no communication."""
-        # Every rank has all state tensors, even without local elements, in the same order: code that gathers a state
+        # Every rank has all state tensors in the same order, even without local elements: code that gathers a state
         # dict tensor by tensor relies on it. Offloaded momenta are created one bucket at a time.
         for param in self.sharded_params:
             state.setdefault(param.p, {})
@@ -263,7 +263,7 @@ class PipelineStep:
         return bucket.exchange.start("gather", pipeline.collectives)
 
     def _advance(self, update: MomentumUpdate, buffers: Sequence[Tensor]) -> Tensor:
-        """Advance momenta; return what rules measure of this rank's pieces of their blocks, float64 (pieces, sums)."""
+        """Advance momenta; return the rules' statistics of this rank's pieces, float64 (pieces, sums)."""
         start = 0
         pairs: list[Pieces] = []
         for momenta_group in update.momenta_groups:
@@ -275,7 +275,7 @@ class PipelineStep:
             for k, param in enumerate(sharded_params):
                 grad = param.gradient()
                 if grad is None:
-                    # Only the end of the exchange shows whether another rank has a gradient: advance a copy.
+                    # Only the end of the exchange shows whether another rank has a gradient, so advance a copy.
                     mine[k] = self._tentative[momenta_group.parameters[k]] = mine[k].clone()
                     grad = torch.zeros_like(mine[k])
                 grads.append(grad)
@@ -299,7 +299,7 @@ class PipelineStep:
     def _orthogonalize(
         self, bucket: Bucket, arrived: Callable[[], Any], *, meanwhile: bool = False
     ) -> Callable[[], Any]:
-        """Wait for a bucket's pieces, send those of later buckets, orthogonalize, and return the updates."""
+        """Wait for a bucket's pieces, send those of later buckets, orthogonalize, and send the updates back."""
         arrived()
         owned = bucket.assemble()
         if meanwhile:
@@ -320,7 +320,7 @@ class PipelineStep:
                 updates[k] = update
             for key, values in new.items():
                 for k, value in zip(mine, values, strict=True):
-                    # The old state stays where no rank has a gradient, and in a skipped step.
+                    # The old state stays if no rank has a gradient, and in a skipped step.
                     moves = owned.present[k] > 0
                     moves = moves if self._control.skip is None else moves & (self._control.skip <= 0)
                     moves = moves.view(-1, *[1] * (value.ndim - 1))

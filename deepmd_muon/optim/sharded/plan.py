@@ -1,10 +1,10 @@
-"""Which rank orthogonalizes which matrix, and which messages that takes: plain values, identical on every rank.
+"""The plan of which rank orthogonalizes which matrix, and of the messages: plain values, identical on every rank.
 
-A *block* is one matrix of a parameter (one expert, one part of a fused weight). Its *job* has an owner, *sources*
-that hold its momentum, and *destinations* that apply its update. Some jobs stay on one rank; the
-others form buckets, each exchanged by one all-to-all to the owners and one back. Owners are chosen longest
-processing time first (R. L. Graham, SIAM J. Appl. Math. 17, 416, 1969): blocks of all shapes in falling order of
-work, each to the rank with least work so far, ties by bytes and then rank.
+A *block* is one matrix of a parameter (one expert, one part of a fused weight). Its *job* has an owner, *sources* that
+hold its momentum, and *destinations* that apply its update. Some jobs stay on one rank. The others form buckets; each
+bucket takes one all-to-all to the owners and one back. Owners are chosen longest processing time first (R. L. Graham,
+SIAM J. Appl. Math. 17, 416, 1969): blocks of all shapes, in decreasing order of work, go to the rank with the least
+work so far; in a tie, to the one with fewer bytes, then to the lower rank.
 
 Parameters whose meshes consist of the same ranks share a *domain*, which has its own exchanges.
 """
@@ -43,8 +43,8 @@ NARROW = 2  # bytes of an element in a 16-bit type
 class Carried(NamedTuple):
     """The values that messages carry for some rules, beside the elements.
 
-    `blocks` and `lines` are the state tensors with one number per block, and per row or column: sent and returned.
-    `inputs` is sent of each element beside the direction, `sums` values of statistics of each piece.
+    `blocks` and `lines` are the state tensors with numbers per block, and per row or column; they are sent and
+    returned. For each element, `inputs` are sent beside the direction; for each piece, `sums` values of statistics.
     """
 
     blocks: tuple[str, ...]
@@ -55,7 +55,7 @@ class Carried(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def carried(rules: tuple[MatrixRule, ...]) -> Carried:
-    """Return what messages carry for these rules."""
+    """Return the values that messages carry for these rules."""
     tensors = tensors_of(rules)
     lines = tuple((key, tensor) for key, tensor in tensors.items() if tensor.extent in ("rows", "columns"))
     blocks = tuple(key for key, tensor in tensors.items() if tensor.extent == "blocks")
@@ -146,7 +146,7 @@ def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> i
     if m == 1:
         return 4 * n
     if gram and n >= 2 * m:
-        return steps * 8 * m**3 + 12 * m * m * n  # products of R, and R = X Xᵀ and X ← Q X three times each
+        return steps * 8 * m**3 + 12 * m * m * n  # products with R; and three times each, R = X Xᵀ and X ← Q X
     return steps * (4 * m * m * n + 2 * m**3)
 
 
@@ -157,7 +157,7 @@ class Domain:
     ranks: tuple[int, ...]  # global ranks, ascending
     parameters: tuple[int, ...]  # positions in the plan's parameters
     itemsize: int  # bytes of an element in full precision
-    rules: tuple[MatrixRule, ...]  # of any of its parameters; headers have room for what these carry per block
+    rules: tuple[MatrixRule, ...]  # of all its parameters; headers have room for their values per block
     spread: bool  # whether replicas share the work; see `ShardedSettings.replication`
     jobs: tuple[Job, ...]  # in global order: decreasing work, then name, then block
     buckets: int  # number of exchanges
@@ -169,7 +169,7 @@ class Domain:
         return 1 + len(found.blocks) + (found.sums if leg == "gather" else 0)
 
     def planes(self, leg: Leg) -> int:
-        """Return the values per element: the direction and what rules ask for beside it, or the update."""
+        """Return the number of values per element: the direction and the inputs that rules request, or the update."""
         return 1 + len(carried(self.rules).inputs) if leg == "gather" else 1
 
     def message_bytes(self, leg: Leg, pieces: int, lines: int, elements: int, settings: ShardedSettings) -> int:
@@ -266,7 +266,7 @@ def make_plan(parameters: Sequence[PlannedParameter], settings: ShardedSettings 
     parameters
         In an order that is the same on all ranks; names are unique.
     settings
-        Of the sharded step.
+        Settings of the sharded step.
 
     Returns
     -------
@@ -277,7 +277,7 @@ def make_plan(parameters: Sequence[PlannedParameter], settings: ShardedSettings 
     members: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
     for i, parameter in enumerate(parameters):
         members[tuple(sorted(parameter.layout.ranks)), parameter.itemsize].append(i)
-    # Larger domains first: all ranks of a smaller domain inside know the loads from the larger one.
+    # Larger domains first: all ranks of a smaller domain inside one then know the loads from it.
     order = sorted(members.items(), key=lambda item: (-len(item[0][0]), item[1][0]))
     domains: list[Domain] = []
     for (ranks, itemsize), positions in order:
@@ -295,16 +295,16 @@ def make_plan(parameters: Sequence[PlannedParameter], settings: ShardedSettings 
 def plan_from_routes(
     routes: Iterable[RouteEntry], layout: Layout, settings: ShardedSettings | None = None, **options: Any
 ) -> Plan:
-    """Plan a model whose parameters all have one layout, for example for a cluster that is not at hand.
+    """Plan a model whose parameters all have one layout, for example for a cluster that is not available yet.
 
     Parameters
     ----------
     routes
-        Of its parameters, e.g. ``optimizer.routing``; those of the Muon route are planned.
+        Routes of its parameters, e.g. ``optimizer.routing``; those of the Muon route are planned.
     layout
         The layout of every parameter.
     settings
-        Of the sharded step.
+        Settings of the sharded step.
     **options
         `itemsize`, `rules`, `steps` and `gram` of `PlannedParameter`.
     """
@@ -362,7 +362,7 @@ def _domain(
     blocks.sort(key=lambda block: (-block.work, block.name, block.number))
     balance = Balance(loads)
     jobs: list[Job] = []
-    filled: dict[int, tuple[int, int]] = {}  # owner -> its bucket being filled, bytes in it
+    filled: dict[int, tuple[int, int]] = {}  # by owner, the bucket that it is filling and the bytes in it
     for work_of_block, _, number, i, bytes_of_block, holders in blocks:
         for owner, sources, destinations in holders.assign(balance, work_of_block, bytes_of_block, spread=spread):
             bucket = None
@@ -381,7 +381,7 @@ def _domain(
 
 
 def _describe_one_process(plan: Plan) -> str:
-    """Return the matrices of each shape and the FLOPs that they take, the most expensive first."""
+    """Return the number of matrices and the FLOPs of each shape, the most expensive first."""
     flops: Counter[tuple[int, int]] = Counter()
     count: Counter[tuple[int, int]] = Counter()
     for p in plan.parameters:

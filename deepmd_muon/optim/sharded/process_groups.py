@@ -17,7 +17,7 @@ from deepmd_muon.optim.sharded.plan import Domain, Plan
 
 T = TypeVar("T")
 
-# By default group, with which all other groups are destroyed.
+# Keyed by the default group: when it is destroyed, so are all other groups.
 _KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
@@ -50,7 +50,7 @@ def agreeing_groups(
 ) -> list[tuple[tuple[int, ...], dist.ProcessGroup]]:
     """Return the sets of ranks that are not subsets of others, largest first, with their process groups.
 
-    All ranks of a set, each ascending, must call this together. Sets of one rank are omitted.
+    Sets ascend, and all ranks of a set must call this together. Sets of one rank are omitted.
     """
     largest: list[tuple[int, ...]] = []
     for ranks in sorted(dict.fromkeys(known), key=lambda ranks: (-len(ranks), ranks)):
@@ -68,8 +68,8 @@ def check_names(
 ) -> dict[tuple[tuple[int, ...], str], int]:
     """Check that parameters have the same names, in the same order, on all ranks that hold them.
 
-    `mine` has the ranks and the name of every parameter that this rank holds; `ranks` are all that call this, the
-    members of `group`. Return a number for every parameter of these ranks, the same on all.
+    `mine` has the ranks and the name of every parameter that this rank holds; `ranks` are the members of `group`, which
+    all call this. Return a number for every parameter of these ranks, the same on all of them.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def check_names(
 def statements_if_different(
     statement: bytes, value: Callable[[], T], ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
 ) -> list[T] | None:
-    """Return every rank's value where their statements differ; None where all are equal."""
+    """Return every rank's value if their statements differ; None if all are equal."""
     mine = torch.frombuffer(bytearray(hashlib.sha256(statement).digest()), dtype=torch.uint8).to(device)
     digests = [torch.empty_like(mine) for _ in ranks]
     dist.all_gather(digests, mine, group=group)

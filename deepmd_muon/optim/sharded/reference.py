@@ -1,4 +1,4 @@
-"""The reference step: every rank gathers every parameter and takes the whole step. Slow; it defines the fast step."""
+"""The reference step, which defines the fast one: every rank gathers every parameter and takes the whole step."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def reference_step(
 ) -> None:
     """Take the Muon step of these parameters on full tensors, and store this rank's part of the results.
 
-    The plan has the parameters in the same order. A gradient that is missing on this rank but not on all ranks counts
-    as zeros.
+    `sharded_params` are in the plan's order. A gradient that is missing on this rank, but not on all ranks, counts as
+    zeros.
     """
     if memory is not None:
         memory.wait()
@@ -96,4 +96,4 @@ def _write_local_part(mine: Tensor, full: Tensor) -> None:
         everywhere = DTensor.from_local(full, mine.device_mesh, [Replicate()] * mine.device_mesh.ndim, run_check=False)
         full = everywhere.redistribute(placements=mine.placements).to_local()
     with torch.no_grad():
-        local_of(mine).copy_(full)  # which may be in host memory
+        local_of(mine).copy_(full)  # `mine` may be in host memory

@@ -1,6 +1,6 @@
-"""The rules' state in the messages of one bucket: packed by its holders, advanced by owners, taken back.
+"""The rules' state in the messages of one bucket: holders pack it, owners advance it, and holders take it back.
 
-A number per block stands in the header of each piece; numbers per row or column stand between headers and elements.
+Headers of pieces contain the numbers per block; the numbers per row or column follow the headers, before the elements.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RuleState:
     Attributes
     ----------
     keys
-        Of the state tensors with a number per block: columns of the headers from 1 on.
+        Keys of the state tensors with one number per block; their columns in the headers start at 1.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RuleState:
     def _numbers_of(
         self, side: Side, state: Mapping[int, Mapping[str, Tensor]]
     ) -> dict[str, tuple[slice | Tensor, list[Tensor]]]:
-        """Return, by key, which pieces of this rank have a number of their block, and the views of these."""
+        """Return, by key, the positions of this rank's pieces that have a number of their block, and views of these."""
         found = {}
         for key in self.keys:
             positions, views = [], []

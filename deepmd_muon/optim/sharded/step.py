@@ -1,4 +1,4 @@
-"""The optimizer's step where parameters live on several ranks."""
+"""The optimizer's step for parameters that live on several ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sharded_step(groups: Sequence[Group], replicas: Replicas | None, settings: S
     Raises
     ------
     ShardingError, UnsupportedTransportError
-        When the state or the dtype of a parameter cannot be stepped there.
+        When a parameter has a dtype, or a sharding of its state, that cannot be stepped on several ranks.
     """
     sharded_params = []
     for number, group in enumerate(groups):
@@ -60,8 +60,8 @@ def sharded_step(groups: Sequence[Group], replicas: Replicas | None, settings: S
                 sharded_params.append(ShardedParameter(p, entry, number, layout, p.device, sharding))
                 if sharding is not None and p.dtype in NARROW and group.settings.master_weights:
                     raise ShardingError(
-                        f"{sharded_params[-1]}: master_weights do not exist for a replicated parameter whose state is "
-                        "in parts (sharded state 'sharded'); shard the model with fully_shard, or keep the state whole"
+                        f"{sharded_params[-1]}: master_weights do not exist for a replicated parameter with "
+                        "sharded state; shard the model with fully_shard, or keep the state replicated"
                     )
                 if p.dtype not in DTYPES:
                     raise UnsupportedTransportError(
@@ -78,9 +78,9 @@ class ShardedStep:
     plan
         The plan of the Muon route; plain values, made without communication.
     params
-        The parameters; empty where every replica takes the whole step by itself.
+        The parameters; empty if every replica takes the whole step by itself.
     holders
-        By parameter, what lays out its state.
+        By parameter, the object that creates and lays out its state.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ShardedStep:
             self._presence.raise_deferred()
 
     def local_params(self, routed: RoutedParams) -> RoutedParams:
-        """Return those of some parameters that each process steps by itself."""
+        """Return the parameters among these that each process steps by itself."""
         return routed if self._repeating else [(p, entry) for p, entry in routed if p not in self.holders]
 
     def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
@@ -144,7 +144,7 @@ class ShardedStep:
         Raises
         ------
         ShardingError
-            On all ranks, when something cannot be exchanged; nothing is changed.
+            On all ranks, when a parameter or its state cannot be exchanged; nothing is changed.
         MissingGradientError
             On all ranks, when only some replicas have a gradient of a parameter whose step is not exchanged; on a GPU
             in the next step, or by `raise_deferred`.
@@ -153,7 +153,7 @@ class ShardedStep:
         ReplicaMismatchError
             On all ranks, in the first step, when replicas differ.
         CaptureError
-            During the capture of a CUDA graph, where no such step was taken before, or with `exchange` 'reference'.
+            During the capture of a CUDA graph, if no such step was taken before, or with `exchange` 'reference'.
         """
         if is_capturing():
             if self._settings.exchange == "reference" and self._muon:

@@ -1,10 +1,10 @@
 """The exchange of one bucket: pack → all-to-all to the owners → … → all-to-all back → unpack.
 
 A message is a row of 8-byte words: a header per piece (presence, the rules' state per block and sums), the rules'
-state per row or column, then all elements in the wire's type. Buffers are float64 tensors, of which the elements are
-views, so that one collective carries all.
+state per row or column, then all elements in the type of messages. Buffers are float64 tensors; the elements are views
+of them, so that one collective carries everything.
 
-Buckets use a fixed number of buffers in turn (the setting `slots`), so that views of them are created once. On GPUs
+Buckets take turns with a fixed number of buffers (the setting `slots`), so that views of them are created once. On GPUs
 collectives run on a high-priority stream and overlap with the work that the caller launches before it waits. Buffers
 need no further synchronization: each is reused only after waiting for the collective that read it.
 """
@@ -47,8 +47,9 @@ class Side:
         several = (messages.out if sending else messages.into)[leg]
         self.splits = [message.words for message in several]
         self.words = sum(self.splits)  # length of the buffer
-        # Of every piece: the rank at the other end; first and last word (exclusive) of rules' state per row or column;
-        # job, first element and number of elements, which it has once in each plane: directions, then rules' inputs.
+        # For every piece: the other rank (`peers`); first and last word (exclusive) of rules' state per row or column
+        # (`lines`); job, first element, and number of elements in each plane (`payloads`). Planes are directions, then
+        # inputs of rules.
         self.peers = [peer for peer, message in zip(messages.peers, several, strict=True) for _ in message.jobs]
         self.lines: list[tuple[int, int]] = []
         self.payloads: list[tuple[int, int, int]] = []
@@ -98,7 +99,7 @@ class CollectiveStream:
 class Exchange:
     """One bucket of one domain on one rank, or, without `bucket`, a portion of the jobs that stay on it.
 
-    `group` is the process group of the domain's ranks in ascending order; `dtype`, that of elements in full precision.
+    `group` is the process group of the domain's ranks in ascending order; `dtype` is that of full-precision elements.
     """
 
     def __init__(
@@ -130,10 +131,10 @@ class Exchange:
         self.received: dict[Leg, Tensor] = {}
 
     def bind(self, holders: Tensor, owners: Tensor) -> None:
-        """Use these buffers, of one bucket at a time: one on its holders' side, one on its owners'.
+        """Use these buffers, which one bucket at a time may use: one on the holders' side, one on the owners' side.
 
-        The gather copies from the first to the second, the return from the second to the first; a leg whose messages
-        all stay on the rank is read where it was packed.
+        The gather copies from the first to the second, the return from the second to the first. If all messages of a
+        leg stay on the rank, they are read from the buffer in which they were packed.
         """
         for leg in LEGS:
             near, far = (holders, owners) if leg == "gather" else (owners, holders)

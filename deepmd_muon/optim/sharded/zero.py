@@ -29,10 +29,10 @@ def shard_state(
 
     The optimizer's parameters are DTensors that share memory with the whole parameters; its state consists of DTensors,
     too. A step consumes the whole gradients, and `zero_grad` clears them. Whole states load too: each rank takes its
-    part. A gradient that is missing on some ranks only raises MissingGradientError on all ranks, on a GPU in the next
-    step or by `state_dict` or `load_state_dict`. The optimizer cannot be copied or pickled; its state dict can.
+    part. A gradient that only some ranks have raises MissingGradientError on all ranks; on a GPU in the next step, or
+    in `state_dict` or `load_state_dict`. The optimizer cannot be copied or pickled; its state dict can.
 
-    Its class `kind` must update each element from that element alone. The whole parameters and their gradients are
+    Its class `kind` must update each element independently of the others. The whole parameters and their gradients are
     equal on `replicas`. Between steps their memory may be replaced by memory of the same shape, strides, dtype and
     device.
 
@@ -42,7 +42,7 @@ def shard_state(
         On all ranks, when their parameters differ.
     """
     whole_params = [_WholeParameter(name, p, state_sharding(p, replicas, matrices=False)) for name, p in params]
-    own: Any = kind  # mypy takes a class for unhashable
+    own: Any = kind  # mypy considers a class unhashable
     optimizer: Any = _sharded_state_class(own)([(each.name, each.part) for each in whole_params], **options)
     kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, StateSharding]]] = defaultdict(list)
     for each in whole_params:

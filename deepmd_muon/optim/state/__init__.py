@@ -1,1 +1,1 @@
-"""State tensors of the parameters: how they are made, loaded and kept."""
+"""State tensors of the parameters: creating, loading, migrating and offloading them."""

@@ -24,7 +24,7 @@ _LEAST_POWER = 1e-300
 
 
 def is_deepmd_kit(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether parameter groups are those of deepmd-kit's HybridMuon."""
+    """Return whether parameter groups are those of deepmd-kit's HybridMuon."""
     return all({"adam_betas", "lr_adjust", "lr_adjust_coeff"} <= group.keys() for group in groups)
 
 
@@ -33,7 +33,7 @@ def name_deepmd_kit_state(
 ) -> dict[str, Any]:
     """Attach names to the positional state dict of deepmd-kit's HybridMuon, so that it loads by name.
 
-    Needed when its parameters or their order differ from the present ones.
+    This is needed if its parameters or their order differ from the present ones.
 
     Parameters
     ----------
@@ -42,12 +42,12 @@ def name_deepmd_kit_state(
     names
         Name of every parameter of the state dict, in its order; wrapper prefixes do not matter.
     step
-        Steps taken (``train_infos`` of the checkpoint), for the bias correction where the state no longer shows it.
+        Number of steps (``train_infos`` of the checkpoint), for the bias correction if the state no longer shows it.
 
     Returns
     -------
     dict
-        For `HybridMuon.load_state_dict`. The tensors are shared with `state_dict`.
+        A state dict for `HybridMuon.load_state_dict`; it shares the tensors of `state_dict`.
 
     Raises
     ------
@@ -69,10 +69,10 @@ def read_deepmd_kit(
     present: RouteTable,
     rules: Sequence[RoutingRules],
 ) -> dict[str, SavedParameter]:
-    """Read a state dict of deepmd-kit's HybridMuon; return it by name, under our keys.
+    """Read a state dict of deepmd-kit's HybridMuon; return it by parameter name, under our keys.
 
-    Parameters in it have names as keys, or numbers in the order of ``param_names`` or, without these, in the present
-    order. `rules` are those of each present parameter without the user's patterns.
+    Its keys are names of parameters; or numbers, in the order of ``param_names`` or, without these, in the present
+    order. `rules` are those of each present parameter, without the user's patterns.
 
     Raises
     ------
@@ -139,7 +139,7 @@ def _saved(
 
 
 def _explained(saved: RouteEntry, present: RouteEntry, group: Mapping[str, Any], rules: RoutingRules) -> bool:
-    """Whether the saved route follows from an older version's rules, and the present one from today's default rules."""
+    """Return whether an older version's rules explain the saved route, and today's default rules the present one."""
     if saved.shape != present.shape or choose_route(present.name, present.shape, rules).placement != present.placement:
         return False
     mode = group.get("muon_mode")
@@ -153,7 +153,7 @@ def _explained(saved: RouteEntry, present: RouteEntry, group: Mapping[str, Any],
 
 
 def _steps(values: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
-    """Return the number of steps, from the powers of the decays."""
+    """Return the number of steps, computed from the powers of the decays."""
     powers = (values.get("beta2_pow", 0.0), values.get("beta1_pow", 0.0))
     for power, beta in zip(powers, reversed(group["adam_betas"]), strict=True):
         if _LEAST_POWER < float(power) <= 1.0 and 0.0 < beta < 1.0:

@@ -1,12 +1,11 @@
 """The optimizer's moments in host memory: copied to the device one batch at a time around a step, and back.
 
-A *transfer batch* is the state that one portion of the step needs. While batch i is stepped, batch i + 1 is copied to
+A *transfer batch* holds the state that one wave needs. While the wave of batch i is stepped, batch i + 1 is copied to
 the device and batch i − 1 back. Two device buffers take turns; besides the step's workspace, they are the only device
 memory that offloading needs. Copies run on two CUDA streams, one in each direction, between pinned memory and the
 buffers. Without a GPU the same code copies synchronously from memory to memory.
 
-Momenta and Adam's moments are offloaded. Step counts and the tensors of rules, one number per parameter, matrix, row or
-column, are not.
+Momenta, Adam's moments and master weights are offloaded. Step counts and the other tensors of rules are not.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _ALIGNMENT = 256  # bytes; kernels read whole vectors
 
 @dataclasses.dataclass(frozen=True)
 class HostSlot:
-    """Pinned memory of one state tensor, which is `value` in the state."""
+    """The pinned memory of one state tensor; `value` is the tensor in the state."""
 
     slab: Tensor
     start: int
@@ -38,7 +37,7 @@ class HostSlot:
 
 
 class TransferBatch:
-    """State tensors that are copied together: `nbytes` on the `device` that steps them."""
+    """State tensors that are copied together; they take `nbytes` on the `device` that steps them."""
 
     def __init__(self, slots: Sequence[HostSlot], device: torch.device) -> None:
         self.device = device
@@ -46,7 +45,7 @@ class TransferBatch:
         self._copies: list[list[Any]] = []  # slab, offset in it, offset in the buffer, bytes
         self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self.nbytes = 0
-        # Slots of one dtype side by side, as in their slab.
+        # Slots of one dtype are adjacent, as in their slab.
         for number, slot in sorted(enumerate(slots), key=lambda numbered: str(numbered[1].value.dtype)):
             places[number] = self.nbytes
             last = self._copies[-1] if self._copies else None
@@ -117,8 +116,9 @@ class DeviceBuffers:
             if nbytes > buffer.numel():
                 self._buffers[k] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
                 for stream in self._streams:
-                    # The caching allocator knows this memory by the current stream: the copy streams wait for its
-                    # past use, and it waits for theirs before it hands the memory out again.
+                    # The caching allocator assigns this memory to the current stream. The copy streams therefore wait
+                    # for its earlier use, and record_stream makes the allocator wait for theirs before it reuses the
+                    # memory.
                     stream.wait_stream(torch.cuda.current_stream(self._device))
                     self._buffers[k].record_stream(stream)
 
@@ -172,7 +172,7 @@ class HostMemory:
         return TransferBatch([self._slots[p][key] for p, key in wanted], local_of(wanted[0][0]).device)
 
     def offload(self, state: Mapping[Tensor, dict[str, Any]], wanted: Iterable[tuple[Tensor, str]]) -> None:
-        """Move state tensors into host memory, those of one dtype side by side in the given order."""
+        """Move state tensors into host memory; those of one dtype become adjacent, in the given order."""
         not_yet_offloaded = []
         for p, key in wanted:
             slot = self._slots.get(p, {}).get(key)
@@ -199,14 +199,14 @@ class HostMemory:
             left[value.dtype] -= nbytes
 
     def offload_all(self, state: dict[Tensor, dict[str, Any]], param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Move all moments into host memory, and drop the slots of state that is gone."""
+        """Move all moments into host memory, and drop the slots of state that no longer exists."""
         params = [p for group in param_groups for p in group["params"]]
         self._slots = {
             p: {key: slot for key, slot in slots.items() if state[p].get(key) is slot.value}
             for p, slots in self._slots.items()
             if p in state
         }
-        # Moments of one kind side by side, so that a transfer batch is few copies.
+        # Moments of one kind are adjacent, so that a transfer batch takes few copies.
         for keys in (ALL_MOMENTS[:1], ALL_MOMENTS[1:]):
             self.offload(state, [(p, key) for p in params for key in keys if key in state.get(p, {})])
 

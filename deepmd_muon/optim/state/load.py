@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _NOT_SETTINGS = {
     *("params", "param_names", "lr", "initial_lr", "constructed", "routing_version", "routes", "views", "shapes"),
 }
-_POWERS = ("beta1_pow", "beta2_pow")  # of the decays, which the state holds for deepmd-kit's class alone
+_POWERS = ("beta1_pow", "beta2_pow")  # of the decays; the state holds them for deepmd-kit's class only
 
 
 _ADVICE = (
@@ -43,9 +43,9 @@ _ADVICE = (
     "set on_route_change to 'migrate' or 'reset', or start from the weights alone with a fresh optimizer state "
     "(dp train --init-model)."
 )
-# set_optimizer_state_dict hands over the state whose keys the present routes have, and {} for what it does not find.
+# set_optimizer_state_dict passes the state under the keys of the present routes, and {} for a key that is missing.
 _FLATTENED = (
-    "torch's flattened state dicts (flatten_optimizer_state_dict=True) leave out the state of routes that are gone. "
+    "torch's flattened state dicts (flatten_optimizer_state_dict=True) leave out the state of former routes. "
     "Save and load without flattening to migrate it, or set on_route_change to 'reset'."
 )
 
@@ -53,8 +53,8 @@ _FLATTENED = (
 def drop_unused(state: Mapping[Tensor, dict[str, Any]], groups: Sequence[Group]) -> None:
     """Drop the state that the present settings do not use, and log it.
 
-    Tensors of a rule that is off are dropped, so that stale ones cannot reappear. Other state becomes unused when
-    settings change while a parameter is frozen; a frozen parameter keeps all state except that of rules that are off.
+    Tensors of a rule that is off are dropped, so that stale ones cannot reappear. Other state becomes unused if
+    settings change while a parameter is frozen. A frozen parameter keeps all state except that of rules that are off.
     """
     known = known_tensors()
     for p, entry, group in _parameters(groups):
@@ -69,9 +69,9 @@ def drop_unused(state: Mapping[Tensor, dict[str, Any]], groups: Sequence[Group])
 
 
 def _unused(values: Mapping[str, Any], rules: Sequence[MatrixRule], *, narrow: bool = True) -> dict[str, str]:
-    """Return the keys of state tensors that belong to known rules, but not to these, each with the reason.
+    """Return the keys of state tensors that belong to known rules other than these, each with the reason.
 
-    Master weights are those of parameters of `narrow` dtype: wider ones have all bits themselves.
+    Only parameters of a `narrow` dtype (16 bits) use master weights.
     """
     used = tensors_of(rules).keys() - (set() if narrow else {MASTER})
     on = {rule.name for rule in rules}
@@ -80,10 +80,10 @@ def _unused(values: Mapping[str, Any], rules: Sequence[MatrixRule], *, narrow: b
 
 
 def _fits(key: str, value: Tensor, entry: RouteEntry, rules: Sequence[MatrixRule]) -> bool:
-    """Whether a state tensor belongs to a parameter of this route and view with these rules."""
+    """Return whether a state tensor suits a parameter of this route and view with these rules."""
     if entry.route == "frozen":
         return True
-    tensor = state_tensors(entry.route, rules).get(key)  # master weights of wide parameters are dropped by loading
+    tensor = state_tensors(entry.route, rules).get(key)  # loading has dropped master weights of wide parameters
     return tensor is not None and (
         tensor.extent in ("parameter", "scalar") or tuple(value.shape) == tensor.shape_for(entry.shape, entry.view)
     )
@@ -170,15 +170,15 @@ def _read(state_dict: Mapping[str, Any], present: Sequence[Group], routing: Rout
     kind = "SGD with momentum" if "momentum_buffer" in keys else "another optimizer"
     kind = "Adam or AdamW" if "exp_avg" in keys else kind
     raise ForeignStateError(
-        f"the optimizer state looks like that of {kind}: it has no routing manifest, and is not an "
-        "Adam state with names of parameters or with as many as here in every group, so it cannot be loaded"
+        f"the optimizer state looks like that of {kind} and cannot be loaded: it has no routing manifest. Adam's state "
+        "loads if it has names of parameters, or as many parameters in every group as this optimizer"
     )
 
 
 def _with_names(groups: Sequence[Mapping[str, Any]], present: Sequence[Group]) -> Sequence[Mapping[str, Any]]:
-    """Return saved groups with the names of the present parameters, in order, where either side has no names.
+    """Return saved groups with the names of the present parameters, in order, if either side has no names.
 
-    torch's optimizers load by position; it is safe where groups have equal sizes.
+    torch's optimizers load by position, too. Here, all groups must have as many parameters as the present ones.
     """
     named = all("param_names" in group for group in groups) and all("param_names" in group.values for group in present)
     by_number = all(isinstance(key, int) for group in groups for key in group["params"])
@@ -191,7 +191,7 @@ def _with_names(groups: Sequence[Mapping[str, Any]], present: Sequence[Group]) -
 def _explained_by_kernels(
     saved: RouteEntry, group: Mapping[str, Any], present: tuple[RouteEntry, Group] | None
 ) -> bool:
-    """Whether a version without `conv_patterns` saved a kernel whose view is one matrix now."""
+    """Return whether a version without `conv_patterns` saved this kernel, which is viewed as one matrix now."""
     if "conv_patterns" in group or present is None:
         return False
     rules = RoutingRules.of(present[1].settings)
@@ -204,7 +204,7 @@ def _explained_by_kernels(
 def _read_own(
     groups: Sequence[Mapping[str, Any]], state: Mapping[Any, dict[str, Any]], present: Sequence[Group]
 ) -> dict[str, SavedParameter]:
-    """Read a state dict with a manifest; its parameter keys are numbers, or names from torch.distributed."""
+    """Read a state dict with a manifest; its keys of parameters are numbers, or names from torch.distributed."""
     known = {entry.name: (entry, group) for _, entry, group in _parameters(present)}
     table = RouteTable.from_manifest(groups)
     keys = [key for group in groups for key in group["params"]]
@@ -231,7 +231,7 @@ def _read_own(
 
 def _saved_rules(group: Mapping[str, Any]) -> tuple[MatrixRule, ...]:
     """Return the known rules that were on in a saved group; none if this release rejects its settings."""
-    if "adam_betas" not in group:  # state of replaced parameters, which never left the optimizer
+    if "adam_betas" not in group:  # state of replaced parameters, in this process (`replaced.move_state`)
         return ()
     names = [name for name in group.get("rules", ()) if not unknown_rules([name])]
     try:
@@ -243,7 +243,7 @@ def _saved_rules(group: Mapping[str, Any]) -> tuple[MatrixRule, ...]:
 def _read_adam(
     groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Mapping[str, Any]], present: RouteTable
 ) -> dict[str, SavedParameter]:
-    """Read a state dict of torch's Adam or AdamW as one whose parameters are all on that route."""
+    """Read a state dict of torch's Adam or AdamW; all its parameters have that route."""
     known = {entry.name: entry for entry in present}
     found = {}
     for group in groups:
@@ -319,10 +319,10 @@ def _inconsistencies(saved: SavedParameter) -> list[str]:
 
 
 def restore_groups(param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Write to present groups what they take from saved ones: all that schedulers write. Log differences in settings.
+    """Restore the values that schedulers write and the user's own keys of groups; log differences in settings.
 
-    A setting that was constructed with the same value as now takes the saved value, which a scheduler may have changed
-    since. One that is constructed with another value has been changed on purpose, and keeps it.
+    A setting constructed with the same value as the saved one takes the saved value, which a scheduler may have
+    changed. A setting constructed with another value was changed on purpose, and keeps it.
 
     Raises
     ------
@@ -346,12 +346,12 @@ def restore_groups(param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapp
     for group, values in zip(param_groups, found, strict=True):
         lr = group["lr"]
         group.update(values)
-        if isinstance(lr, Tensor):  # it keeps its memory
+        if isinstance(lr, Tensor):  # keep its memory, which a captured step reads
             group["lr"] = lr.fill_(values["lr"])
 
 
 def _restored(number: int, present: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a group takes from its saved one."""
+    """Return the values that a group takes from its saved group; log differences in settings."""
     was, now = (json.loads(group.get("constructed", "{}")) for group in (saved, present))
     same = {key for key in was if was[key] == now.get(key)}
     values: dict[str, Any] = {"lr": float(saved["lr"])}

@@ -6,7 +6,7 @@
 - Muon to Adam: the momentum becomes the first moment after one gradient; the second moment restarts from its square.
 - Adam to Muon: the bias-corrected first moment becomes the momentum; the state of rules restarts.
 - Any route to frozen, and back: all state stays, except tensors of rules whose shape has changed.
-- Nothing stays where the shape changed.
+- If the shape changed, no state stays.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from deepmd_muon.optim.rules.registry import known_rules, tensors_of
 class SavedParameter:
     """One parameter of a state dict."""
 
-    entry: RouteEntry  # name, shape, view and route there
+    entry: RouteEntry  # saved name, shape, view and route
     values: Mapping[str, Tensor]
     explained: bool = False  # the version that saved it, not a setting, explains a difference from the present route
-    left_out: bool = False  # torch left the state of the saved route out; see `deepmd_muon.optim.state.load`
-    rules: tuple[MatrixRule, ...] = ()  # whose tensors its state must hold on the Muon route
+    left_out: bool = False  # torch omitted the state of the saved route; see `deepmd_muon.optim.state.load`
+    rules: tuple[MatrixRule, ...] = ()  # on the Muon route, its state must hold their tensors
 
 
 def migrate(saved: SavedParameter, present: RouteEntry, betas: tuple[float, float]) -> tuple[dict[str, Tensor], str]:
-    """Return the migrated state of a parameter whose shape, view or route differs now, and a phrase for the log.
+    """Return the migrated state of a parameter whose shape, view or route has changed, and a phrase for the log.
 
-    `betas` are the decays of Adam's moments now.
+    `betas` are the present decays of Adam's moments.
     """
     old = saved.entry
     values: dict[str, Any] = dict(saved.values)
@@ -74,12 +74,12 @@ def migrate(saved: SavedParameter, present: RouteEntry, betas: tuple[float, floa
 def _other_view(
     values: dict[str, Tensor], shape: tuple[int, ...], old: MatrixView | None, new: MatrixView | None
 ) -> tuple[dict[str, Tensor], str]:
-    """Keep the momentum, and set each number of a rule to the mean over its elements of the old numbers."""
+    """Keep the momentum, and set each number of a rule to the mean of the old numbers of its elements."""
     assert new is not None
     known = tensors_of(known_rules())
     of_rules = {
         key: tensor for key, tensor in known.items() if key in values and key != MASTER
-    }  # ranks gather in the same order
+    }  # in the same order on all ranks, which gather together
     if old is None:  # it was frozen; its former view is not recorded
         unfit = [key for key, x in of_rules.items() if tuple(values[key].shape) != x.shape_for(shape, new)]
         for key in unfit:

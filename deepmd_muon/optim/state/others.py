@@ -1,7 +1,7 @@
 """Read the states of other Muons: torch's, K. Jordan's, Moonlight's and dion's, alone or beside an AdamW.
 
 Their momenta follow one of two conventions, m ← β m + (1 − β) g as here, or m ← β m + g, which is 1/(1 − β) times
-larger. The keys of a parameter group tell which:
+larger. The keys of a parameter group identify the optimizer:
 
 | group | momentum | as here | Adam's moments |
 |---|---|---|---|
@@ -32,13 +32,13 @@ _BESIDES = {"params", "param_names", "initial_lr"}
 
 
 def is_another_muon(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether parameter groups are those of another Muon, possibly beside those of an AdamW."""
+    """Return whether parameter groups are those of another Muon, possibly beside those of an AdamW."""
     kinds = [_kind(group) for group in groups]
     return None not in kinds and any(kind != "adam" for kind in kinds)
 
 
 def _kind(group: Mapping[str, Any]) -> str | None:
-    """Return the optimizer of a parameter group by its keys."""
+    """Identify the optimizer of a parameter group by its keys; None for an unknown one."""
     keys = group.keys()
     for kind, needed in (("dion", "algorithm"), ("torch", "adjust_lr_fn"), ("jordan", "use_muon")):
         if needed in keys:
@@ -56,20 +56,20 @@ def import_state(*state_dicts: Mapping[str, Any], names: Iterable[str] | None = 
     Parameters
     ----------
     *state_dicts
-        Of torch.optim.Muon, Adam and AdamW, K. Jordan's Muons, Moonlight's and dion's, e.g. of a Muon and of the AdamW
-        beside it.
+        State dicts of torch.optim.Muon, Adam and AdamW, of K. Jordan's Muons, Moonlight's and dion's; e.g. those of a
+        Muon and of the AdamW beside it.
     names
-        Name of every parameter, in the order of the state dicts and their groups. None where all have ``param_names``.
+        Name of every parameter, in the order of the state dicts and their groups; None if all have ``param_names``.
 
     Returns
     -------
     dict
-        The tensors are shared with the state dicts.
+        The joined state dict; it shares the tensors of the given ones.
 
     Raises
     ------
     ForeignStateError
-        When names are missing, or their number is not that of the parameters.
+        When names are missing, or the number of names differs from the number of parameters.
     """
     count = sum(len(group["params"]) for each in state_dicts for group in each["param_groups"])
     given = None if names is None else list(names)
@@ -102,7 +102,7 @@ def read_another_muon(
     for group in groups:
         if "param_names" not in group:
             raise ForeignStateError(
-                "the state of another Muon has no names of its parameters, and not as many as here in every group; "
+                "the state of another Muon has no names of its parameters, and its groups have other sizes than here; "
                 "attach names with deepmd_muon.optim.import_state"
             )
         for name, key in zip(map(canonical_name, group["param_names"]), group["params"], strict=True):
@@ -114,7 +114,7 @@ def read_another_muon(
 
 
 def _values(group: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a parameter's state under our keys, with the momentum as here."""
+    """Return a parameter's state under our keys, with the momentum in our convention."""
     kind = _kind(group)
     if kind == "dion":
         if group["algorithm"] not in ("muon", "adamw"):
@@ -133,7 +133,7 @@ def _values(group: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Te
 
 
 def _adam(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return Adam's state with the step as a tensor; nothing where the parameter was never stepped."""
+    """Return Adam's state with the step as a tensor; {} if the parameter was never stepped."""
     if "exp_avg" not in values:
         return {}
     step = torch.tensor(float(values["step"]), device="cpu")
@@ -141,7 +141,7 @@ def _adam(values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _entry(name: str, values: dict[str, Tensor], present: RouteEntry | None) -> RouteEntry | None:
-    """Infer a parameter's route and view from its state; never stepped, it has the present ones."""
+    """Infer a parameter's route and view from its state; return the present ones if it was never stepped."""
     if not values:
         return present
     if "momentum_buffer" not in values:

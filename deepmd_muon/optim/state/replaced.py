@@ -1,7 +1,7 @@
-"""The state of parameters that were replaced in `param_groups`, moved to the new ones by name.
+"""Move the state of parameters that were replaced in `param_groups` to the new ones, by name.
 
-Accelerate does this, and so HF's Trainer: it takes an optimizer of plain parameters, shards the model with FSDP2, and
-replaces the optimizer's parameters by the DTensors of the same names.
+Accelerate, which Hugging Face's Trainer uses, replaces them: it takes an optimizer of plain parameters, shards the
+model with FSDP2, and puts the DTensors of the same names into the optimizer.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def move_state(
     memory: HostMemory | None,
     on_route_change: RouteChange,
 ) -> None:
-    """Give the state of parameters that were replaced to the new ones of their names; drop that of removed ones.
+    """Move the state of replaced parameters to the new ones of the same names; drop that of removed parameters.
 
-    On several ranks all must call this together, since state that is in parts is gathered. `before` has the routes of
-    the earlier parameters, `after` the present groups; `holders` are those of parameters that live on several ranks.
-    `on_route_change` decides about state whose new parameter has another route, view or shape. An error leaves `state`
-    as it was.
+    All ranks must call this together, because sharded state is gathered. `before` has the routes of the earlier
+    parameters, `after` the present groups; `holders` are those of parameters that live on several ranks. If a new
+    parameter has another route, view or shape, `on_route_change` decides about its state. An error leaves `state`
+    unchanged.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def move_state(
     if not replaced:
         return
     table = RouteTable([entry for entry in before.table if entry.name in replaced.keys() & present.keys()])
-    # In the form of a state dict: what loading compares and converts is the same.
+    # In the form of a state dict, so that `load_state` compares and converts it.
     saved = {
         "state": {number: state[replaced[entry.name]] for number, entry in enumerate(table)},
         "param_groups": [

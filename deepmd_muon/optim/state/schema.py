@@ -1,4 +1,4 @@
-"""The state tensors of each route: one table of their extent, dtype and initial value, and the rules' beside it.
+"""The state tensors of each route in one table of extent, dtype and initial value, joined with those of rules.
 
 All code that creates, loads, checks or offloads state reads this table.
 """
@@ -28,10 +28,10 @@ _ADAM = {
     "exp_avg": StateTensor("parameter", "moment"),
     "exp_avg_sq": StateTensor("parameter", "moment"),
 }
-# What a route keeps by itself; on the Muon route, rules may add tensors.
+# State tensors of each route; on the Muon route, rules may add others.
 STATE_OF_ROUTE: dict[Route, Mapping[str, StateTensor]] = {"muon": _MUON, "adam": _ADAM, "adamw": _ADAM}
 
-# State tensors shaped like their parameter. These are the ones that can be offloaded.
+# State tensors shaped like their parameter; only these can be offloaded.
 ALL_MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", MASTER)
 
 
@@ -40,8 +40,8 @@ def state_tensors(
 ) -> dict[str, StateTensor]:
     """Return the state tensors of a parameter of this route, with those of its group's rules.
 
-    Outside of the Muon route, rules have no state but master weights, which are those of 16-bit parameters; a `dtype`
-    of None stands for any.
+    Only 16-bit parameters have master weights; outside of the Muon route, rules have no other state. A `dtype` of None
+    includes master weights.
     """
     of_rules = {
         key: tensor
@@ -52,13 +52,13 @@ def state_tensors(
 
 
 def known_tensors() -> dict[str, StateTensor]:
-    """Return the state tensors of all routes and all rules that are known."""
+    """Return the state tensors of all routes and of all known rules."""
     return {**_MUON, **tensors_of(known_rules()), **_ADAM}
 
 
 @dataclasses.dataclass(frozen=True)
 class StateHolder:
-    """Makes and lays out the state of one parameter; here of one that only this process holds."""
+    """Creates and lays out the state of one parameter; this class is for parameters that only this process holds."""
 
     p: Tensor
     entry: RouteEntry
@@ -84,13 +84,13 @@ class StateHolder:
         return state
 
     def of(self, value: Tensor, extent: Extent) -> Tensor:
-        """Return a state tensor of this extent, in any layout, in that of this parameter's state."""
+        """Convert a state tensor of this extent from any layout to the layout of this parameter's state."""
         return value if spec_of(self.p) is not None else full_tensor(value)
 
     def place(self, key: str, value: Tensor, *, offloaded: bool) -> Tensor:
         """Copy a saved state tensor to its device, with the dtype and layout of the parameter's state.
 
-        All ranks must call this together, since tensors in another layout take collectives. The layout of a DTensor
+        All ranks must call this together, because a tensor in another layout needs collectives. The layout of a DTensor
         parameter's state is checked before the step, not here.
         """
         tensor, device = known_tensors()[key], self.p.device
@@ -106,15 +106,15 @@ class StateHolder:
         return value.view(()) if tensor.extent == "scalar" else value
 
     def cut(self, key: str, whole: Tensor, *, offloaded: bool) -> Tensor:
-        """Do as `place` with a tensor that every rank has whole; without communication."""
+        """Place a tensor that every rank has whole, as `place` does but without communication."""
         return self.place(key, whole, offloaded=offloaded)
 
 
 def complete_rules(state: State, groups: Iterable[Group], holders: Mapping[Tensor, StateHolder]) -> None:
-    """Create the missing tensors of rules where a parameter has a momentum, so that a file lacks none of them.
+    """Create the missing tensors of rules for parameters with a momentum, so that a checkpoint has all of them.
 
-    Master weights are created by a step: before, they say nothing that the parameter does not. `holders` are those of
-    the parameters that live on several ranks.
+    Master weights are created by a step; before it, they would equal the parameter. `holders` are those of the
+    parameters that live on several ranks.
     """
     for group in groups:
         rules = matrix_rules(group.settings)

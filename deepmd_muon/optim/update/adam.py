@@ -44,12 +44,12 @@ def adam_(
 ) -> None:
     """Take one Adam step in place on real tensors of one device and dtype.
 
-    16-bit parameters are updated in float32 and rounded once, or stepped as their master weights.
+    16-bit parameters are updated in float32 and rounded once; with master weights, these are updated.
 
     Parameters
     ----------
     state
-        One tensor per parameter by key: the moments in `moment_dtype`, and the steps taken, float32 scalars.
+        By key, one tensor per parameter: the moments in `moment_dtype`, and the number of steps, float32 scalars.
     decays
         Whether this is AdamW's step, with decoupled decay.
     lr
@@ -129,7 +129,7 @@ def _fused(tensors: TensorLists, steps: list[Tensor], lr: float | Tensor, values
     values = {**values, "lr": lr.float() if isinstance(lr, Tensor) else lr, "amsgrad": False, "maximize": False}
     if targets[0].is_cuda:
         _fused_on_gpu(tensors, steps, **values)
-    else:  # on tensors with the strides that torch's kernel assumes
+    else:  # torch's kernel assumes equal strides
         alike = _with_equal_strides(tensors)
         torch_adam(*alike, [], steps, fused=True, decoupled_weight_decay=True, **values)
         _copy_back(tensors, alike)
@@ -155,7 +155,7 @@ def _fused_on_gpu(tensors: TensorLists, steps: list[Tensor], *, found_inf: Tenso
     torch._foreach_add_(steps, 1)
     try:
         torch._fused_adamw_(*tensors, nothing, steps, **values)
-    except RuntimeError:  # different strides, which torch checks before it launches anything
+    except RuntimeError:  # different strides; torch checks them before it launches anything
         alike = _with_equal_strides(tensors)
         if all(map(is_, itertools.chain(*tensors), itertools.chain(*alike))):
             raise
@@ -168,7 +168,7 @@ def _fused_on_gpu(tensors: TensorLists, steps: list[Tensor], *, found_inf: Tenso
 def _with_equal_strides(several: TensorLists) -> TensorLists:
     """Return lists whose i-th tensors are dense and have equal strides, as torch's fused kernels assume.
 
-    Tensors that comply are returned themselves, others as contiguous copies.
+    Tensors that comply are returned themselves; others are copied to contiguous ones.
     """
     if all(map(Tensor.is_contiguous, itertools.chain(*several))):
         return several
@@ -181,7 +181,7 @@ def _with_equal_strides(several: TensorLists) -> TensorLists:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether a tensor is contiguous under some permutation of its dimensions."""
+    """Return whether a tensor is contiguous under some permutation of its dimensions."""
     expected = 1
     for stride, size in sorted(pair for pair in zip(x.stride(), x.shape, strict=True) if pair[1] != 1):
         if stride != expected:

@@ -1,6 +1,6 @@
-"""Large matrices whose last product updates the parameters: their polar factors are never written.
+"""Update parameters of large matrices in the last matrix product, which does not write the polar factors.
 
-The momentum's launch also sums the squares of the directions, so that these are not read once more for their norms.
+The momentum's launch also sums the squares of the directions, so that no other launch reads them for their norms.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from deepmd_muon.optim.update.fused_kernels import sum_squares
 
 _LOG = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_TRIED: set[tuple[object, ...]] = set()  # what has run once
+_TRIED: set[tuple[object, ...]] = set()  # devices, dtypes and shapes whose launches have run once
 
 
 class ApplicationError(RuntimeError):
-    """The parameters differ from those that separate launches give."""
+    """The updated parameters differ from the result of separate launches."""
 
 
 class MatrixGroup(NamedTuple):
@@ -47,7 +47,7 @@ class MatrixGroup(NamedTuple):
 
 
 def takes(rows: int, columns: int, count: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the last product of contiguous matrices of parameters of this dtype can update these."""
+    """Return whether the last product can update `count` contiguous matrices of parameters of this dtype."""
     if dtype not in _DTYPES or "symmetric" in dispatch.FAILED or not can_apply(rows, columns):
         return False
     # Triton's interpreter, on a CPU, runs the kernels of an H200.
@@ -57,7 +57,7 @@ def takes(rows: int, columns: int, count: int, dtype: torch.dtype, device: torch
 
 
 class AppliedGroups:
-    """Groups of one wave whose last product updates parameters of a dtype.
+    """Groups of one wave; their last products update parameters of one dtype.
 
     `takes` must hold for the groups, and their blocks be contiguous and start at multiples of 16 bytes. `decay` is the
     weight decay, split by `split_float64`.
@@ -100,7 +100,7 @@ class AppliedGroups:
             dispatch.COUNTS["symmetric", m, n] += len(group.addresses)
 
     def usable(self, matrices: Sequence[Tensor], sums: Tensor, factors: Tensor, rate: Tensor) -> bool:
-        """Compile and run all launches once without changing the parameters; log why they cannot be used."""
+        """Run all launches once without changing the parameters; return whether they worked, and log an error."""
         device = factors.device
         shapes = tuple((group.rows, group.columns, len(group.addresses), group.schedule) for group in self.groups)
         key = (device, self._dtype, shapes)
@@ -121,7 +121,7 @@ class AppliedGroups:
 
 @functools.lru_cache(maxsize=16)
 def check(device: torch.device, dtype: torch.dtype) -> None:
-    """Compare with results that are written and then applied, for two matrices of both orientations."""
+    """Compare with polar factors that are written and then applied, for two matrices in both orientations."""
     first, second, *_, last = coefficients_of("polar-express-5")
     coefficients = (first, second, last)  # X is kept in fp32 in between
     factors = torch.tensor([0.5, 0.25], device=device)

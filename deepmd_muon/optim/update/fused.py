@@ -2,9 +2,9 @@
 
 `deepmd_muon.optim.update.muon` defines the results, which agree up to rounding. Tables on the device, buffers, and for
 small models a CUDA graph of all launches, orthogonalization included, are created once and reused while the addresses
-of the parameters stay; a step then checks the addresses and replays the graph. New addresses of gradients, as after
-``zero_grad(set_to_none=True)``, take one small copy from pinned memory, and a new learning rate one launch; neither
-synchronizes.
+of the parameters stay the same. A step then checks the addresses and replays the graph. New addresses of gradients, as
+after ``zero_grad(set_to_none=True)``, take one small copy from pinned memory, and a new learning rate one launch;
+neither synchronizes.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.float16: tl
 # Elements of a chunk: short chunks occupy all multiprocessors for small models, long ones suit large models.
 _SHORT, _LONG = 1024, 4096
 SMALL = 4 * 2**20
-_ADVANCE_WARPS = 4  # with more, sums in float64 leave too few programs to a multiprocessor
-_ALIGNED = 16  # vectors start at multiples of so many elements, and bytes
+_ADVANCE_WARPS = 4  # with more, sums in float64 allow too few programs on a multiprocessor
+_ALIGNED = 16  # vectors start at multiples of this number of elements, and of bytes
 
 
 class Variant(NamedTuple):
-    """The conditions that kernels are compiled for and that may change from step to step."""
+    """The conditions for which kernels are compiled; they may change from step to step."""
 
     gradient: torch.dtype
     maximize: bool
@@ -135,14 +135,14 @@ class FusedMuon:
         self._scales = torch.tensor(scale, dtype=torch.float32, device=self._device)
         self._gradients = AddressTable(len(params), self._device)
         self._results = AddressTable(len(groups), self._device)
-        self._sums = self._scales  # a placeholder where nothing is summed
+        self._sums = self._scales  # a placeholder if nothing is summed
         if self._magma:
             at = [score.data_ptr() + 4 * i for score in scores for i in range(score.numel())]
             self._blocks = torch.stack([first, count, torch.tensor(at, device="cpu")], dim=1).to(self._device)
             self._factors = torch.empty_like(self._scales)
         self._peaks = self._wide == torch.float64
-        # In a graph, a side stream computes the smallest matrices, the damping factors and a table. Its kernels do not
-        # wait for other programs and thus cannot block the cooperative kernels, whose programs do.
+        # In a graph, a side stream computes the smallest matrices, the damping factors and a table. The programs of
+        # these kernels do not wait for each other, so they cannot block the cooperative kernels, whose programs do.
         self._second = self._in_one_program()
         self._first = [i for i in range(len(self._shapes)) if i not in self._second]
         if not self._first:
@@ -157,7 +157,7 @@ class FusedMuon:
         if self._magma or self._applied is not None:
             # The two peaks are written only for float64, whose squares could overflow.
             self._sums = torch.ones(self._programs, int(SUMS.value), dtype=torch.float64, device=self._device)
-        self._separate = self._chunks  # of the matrices whose update is a launch of its own
+        self._separate = self._chunks  # of the matrices that a separate launch updates
         if self._applied is not None:
             self._try_applied(self._applied)
 
@@ -190,7 +190,7 @@ class FusedMuon:
         return torch.tensor([rows[block] for block in blocks], dtype=torch.int64, device="cpu")
 
     def _make_applied(self, table: Tensor, first: Tensor, count: Tensor, dtype: torch.dtype) -> AppliedGroups | None:
-        """Return the groups whose last product updates the parameters; None where there are none."""
+        """Return the groups whose last product updates the parameters; None without any."""
         settings = self._settings
         by_kernels = settings.flash_muon and settings.precision in ("auto", "float16")
         if self._keep or not by_kernels:
@@ -207,7 +207,7 @@ class FusedMuon:
         return AppliedGroups(groups, dtype, self._decay) if groups else None
 
     def _try_applied(self, applied: AppliedGroups) -> None:
-        """Take the groups' matrices out of the launches for all others; do without these groups if they cannot run."""
+        """Exclude the groups' matrices from the launches for all others; drop the groups if their launches fail."""
         self._never = torch.zeros((), dtype=torch.float32, device=self._device)
         _, matrices = self._direction_buffers()
         chosen = [matrices[i] for i in applied.numbers]
@@ -219,7 +219,7 @@ class FusedMuon:
         self._separate = self._chunks[~inside].contiguous()
 
     def _in_one_program(self) -> list[int]:
-        """Return the groups whose matrices are orthogonalized by one program each."""
+        """Return the groups in which one program orthogonalizes each matrix."""
         if self._device.type != "cuda" or self._settings.precision not in ("auto", "float16"):
             return []
         capability = torch.cuda.get_device_capability(self._device)
@@ -232,7 +232,7 @@ class FusedMuon:
     def fits(
         self, params: Sequence[Tensor], buffers: Sequence[Tensor], scores: Sequence[Tensor], settings: HybridMuonConfig
     ) -> bool:
-        """Return whether the tables hold for these tensors and settings."""
+        """Return whether the tables are valid for these tensors and settings."""
         return settings is self._settings and _addresses(params, buffers, scores) == self._fixed
 
     def step(self, grads: Sequence[Tensor], lr: float | Tensor, control: StepControl, *, maximize: bool) -> None:
@@ -254,7 +254,7 @@ class FusedMuon:
                 self._recorded[variant], _ = new
 
     def _launch(self, table: Tensor, variant: Variant, capturing: bool) -> None:
-        """Start all kernels of a step."""
+        """Launch all kernels of a step."""
         skip = self._scalars.skip if variant.skip else None
         scale = self._scalars.scale if variant.scale else None
         directions, matrices = self._direction_buffers()
@@ -298,7 +298,7 @@ class FusedMuon:
         return {i: o if o.is_contiguous() else o.contiguous() for i, o in zip(chosen, found, strict=True)}
 
     def _direction_buffers(self) -> tuple[Tensor, list[Tensor]]:
-        """Return the buffer of directions, and its batches of equal shapes; a small one is kept."""
+        """Return the buffer of directions, and its batches of equal shapes; a small buffer is kept."""
         if self._directions is not None:
             return self._directions[0], self._directions[1:]
         flat = torch.empty(self._length, dtype=self._wide, device=self._device)

@@ -1,7 +1,7 @@
 """Triton kernels for the element-wise operations of the Muon route: one launch for all parameters of a wave.
 
-A program takes one chunk, a run of elements of one block, located by its table row. Sums are stored per chunk and added
-in a fixed order, so that a step is bitwise reproducible.
+A program takes one chunk: consecutive elements of one block, located by a table row. Sums are stored per chunk and
+added in a fixed order, so that a step is bitwise reproducible.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -26,8 +26,8 @@ START, SIZE, COLUMNS, STRIDE, OFFSET, PARAMETER, MOMENTUM, TENSOR, DIRECTION, GR
 )
 # Columns of a block's row: its first chunk, its number of chunks, and the address of its Magma score.
 BLOCK_ROW = tl.constexpr(3)
-# A chunk's contribution to Magma: the largest |m| and |g|, and Σ m g, Σ m², Σ g² relative to them; and Σ u² of the
-# direction.
+# Sums of a chunk. For Magma: the largest |m| and |g|, and Σ m g, Σ m², Σ g² relative to them. For `sum_squares`: Σ u²
+# of the direction.
 SUMS = tl.constexpr(6)
 
 _HIGHEST = 1.0 / (1.0 + math.exp(-1.0 / magma.TEMPERATURE))
@@ -46,7 +46,7 @@ def chunk_size(row, skip):
 
 @triton.jit
 def floor_multiple(x, step: tl.constexpr):
-    """Return a multiple of `step` as a product, so that the compiler recognizes it."""
+    """Round down to a multiple of `step`, as a product that the compiler recognizes as such."""
     return x // step * step
 
 
@@ -119,7 +119,7 @@ def advance(
     momentum = tl.load(row + MOMENTUM)
     direction = tl.load(row + DIRECTION)
     if (tl.load(row + PLAIN) != 0) & (gradient % 16 == 0):
-        # Aligned to 16 bytes and contiguous: whole vectors are read and written.
+        # Aligned to 16 bytes and contiguous: the kernel reads and writes whole vectors.
         element = floor_multiple(tl.load(row + START), WIDTH) + tl.arange(0, WIDTH)
         offset = floor_multiple(tl.load(row + OFFSET), 16) + element
         advance_part(
@@ -141,7 +141,7 @@ def advance(
 
 @triton.jit
 def sum_squares(blocks, sums, squares, WIDTH: tl.constexpr):
-    """Write 1 and Σ u² for each block, as `normalized.scale_of` reads them; `blocks` has first and number of chunks."""
+    """Write 1 and Σ u² of each block for `normalized.scale_of`; `blocks` has its first chunk and number of chunks."""
     number = tl.program_id(0)
     first = sums + tl.load(blocks + 2 * number) * SUMS
     count = tl.load(blocks + 2 * number + 1)

@@ -1,4 +1,4 @@
-"""The fused steps of an optimizer, and the first use of their kernels: compiled in threads, compared with torch."""
+"""The fused steps of an optimizer; their kernels are first compiled in threads and compared with torch."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from deepmd_muon.optim.update.muon import muon_
 
 _LOG = logging.getLogger(__name__)
 _MAX_RECORDINGS = 8
-# Lists of parameters whose steps are kept: where experts get gradients in turn, there are ever new ones.
+# Bound on the lists of parameters whose steps are kept: if experts get gradients in turn, there are always new lists.
 _MOST_LISTS = 16
-FUSED_RULES = (Magma,)  # the rules that the kernels of `FusedMuon` know
-# Implementations whose kernels are compiled for classes of shapes, so that zeros of the same shapes reach them.
+FUSED_RULES = (Magma,)  # the rules that the kernels of `FusedMuon` implement
+# Implementations with a kernel for each class of shapes; a launch on zeros of the same shapes compiles it.
 _BY_CLASS = ("whole", "strips", "tiles")
 _COMPILING = threading.Lock()
 _COMPILED: set[tuple[object, ...]] = set()
@@ -46,15 +46,15 @@ class FusedError(RuntimeError):
 class FusedStepCache:
     """The fused steps of an optimizer, one for each of the latest lists of parameters that were stepped together.
 
-    The branches of a multi-task model have different lists that begin with the same shared parameters. Each keeps its
-    step: a captured graph reads the tables of one, and nothing can make new tables during a capture.
+    The branches of a multi-task model have different lists that begin with the same shared parameters. Each list keeps
+    its step, because a captured graph reads its tables, and no tables can be made during a capture.
     """
 
     def __init__(self) -> None:
-        # By ids: `FusedMuon.fits` compares addresses, should a new tensor have an old id.
+        # By ids. A new tensor may have an old id, so `FusedMuon.fits` compares addresses.
         self._known: dict[tuple[int, ...], FusedMuon] = {}
         self._made: Counter[Tensor] = Counter()
-        self._captured: list[FusedMuon] = []  # captured graphs read their tables as long as the optimizer exists
+        self._captured: list[FusedMuon] = []  # kept, because captured graphs read their tables
 
     def step(
         self,
@@ -68,7 +68,7 @@ class FusedStepCache:
         control: StepControl,
         maximize: bool = False,
     ) -> bool:
-        """Take one step as `muon_` does and return True; return False, without changes, where `muon_` is needed."""
+        """Take one step as `muon_` does and return True; return False, without changes, if `muon_` is needed."""
         if params[0].is_cuda and params[0].get_device() != torch.cuda.current_device():
             with torch.cuda.device(params[0].device):  # Triton launches on the current device
                 return self.step(
@@ -108,11 +108,11 @@ class FusedStepCache:
 
 @functools.lru_cache(maxsize=256)
 def fuses(settings: HybridMuonConfig, dtype: torch.dtype) -> bool:
-    """Return whether the fused kernels know all rules of these settings for parameters of a dtype; log the others."""
+    """Return whether the fused kernels implement all rules of these settings for a dtype; log the other rules."""
     known = FUSED_RULES if dtype in NARROW else (*FUSED_RULES, MasterWeights)
     others = [rule.name for rule in matrix_rules(settings) if not isinstance(rule, known)]
     if others:
-        _LOG.info("the fused steps do not know %s: torch's operations step the Muon route", ", ".join(others))
+        _LOG.info("the fused kernels do not implement %s: torch's operations step the Muon route", ", ".join(others))
     return not others
 
 
@@ -123,9 +123,9 @@ def compile_kernels(
     variant: Variant,
     settings: HybridMuonConfig,
 ) -> None:
-    """Compile and check the kernels of a small model's step in threads beside each other; only the first call does.
+    """Compile and check the kernels of a small model's step in parallel threads; repeated calls do nothing.
 
-    A call waits for one in another thread. On a CPU, and while a graph is captured, nothing is done.
+    A call waits for a running call of another thread. On a CPU, and while a graph is captured, nothing is done.
     """
     elements = sum(view.batch * view.rows * view.columns for view in views)
     if device.type != "cuda" or elements > SMALL or torch.cuda.is_current_stream_capturing():
@@ -151,9 +151,9 @@ def compile_kernels(
 def compilations(
     matrices: Sequence[Tensor], coefficients: Coefficients, operand: torch.dtype, allowed: Collection[str]
 ) -> list[Callable[[], object]]:
-    """Return calls that compile and check the kernels which orthogonalize such matrices, each another one.
+    """Return calls that compile and check the kernels for such matrices, one kernel per call.
 
-    Only shapes, dtypes and the device of `matrices` matter. A call raises what the compiler or the driver raises.
+    Only shapes, dtypes and the device of `matrices` matter. A call passes on errors of the compiler or driver.
     """
     device = matrices[0].device
     usable = tuple(name for name in allowed if name not in dispatch.FAILED)
@@ -209,7 +209,7 @@ def _check(device: torch.device, dtype: torch.dtype, variant: Variant, magma: bo
         with torch.no_grad():
             if fused:
                 step = FusedMuon([p], [m], scores, [view], settings)
-                for _ in range(2):  # the second may be a recorded one
+                for _ in range(2):  # the second may replay a recorded one
                     step.step([p.grad], 0.1, control, maximize=variant.maximize)
             else:
                 lists = ([p], [m], {SCORE: scores} if magma else {}, [view])

@@ -15,8 +15,8 @@ T = TypeVar("T")
 class StepControl(NamedTuple):
     """Conditions of one step, the same for all parameters.
 
-    `skip` is a device predicate, a float32 scalar: 1 keeps every parameter and all state unchanged, and the host does
-    not read it. `scale` is the factor by which a gradient scaler multiplied the loss.
+    `skip` is a float32 scalar on the device, which the host does not read: 1 keeps every parameter and all state
+    unchanged. `scale` is the factor by which a gradient scaler multiplied the loss.
     """
 
     skip: Tensor | None = None
@@ -33,7 +33,7 @@ class StepControl(NamedTuple):
 def prepare_gradients(
     grads: Sequence[Tensor], dtype: torch.dtype, scale: Tensor | None, *, maximize: bool
 ) -> list[Tensor]:
-    """Return the gradients in `dtype`, unscaled, and negated for `maximize`; the originals stay."""
+    """Return the gradients in `dtype`, unscaled, and negated for `maximize`; the originals stay unchanged."""
     grads = in_dtype(grads, dtype)
     if scale is not None:
         # The scale is a power of two in practice, so its reciprocal in float64 is exact.

@@ -115,7 +115,7 @@ def effective_lr(lr: float | Tensor, control: StepControl) -> float | Tensor:
 def _measure(
     rules: Sequence[MatrixRule], views: Sequence[MatrixView], momenta: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> dict[MatrixRule, list[Tensor]]:
-    """Return the statistics of all blocks that rules ask for, (batch,) each."""
+    """Return the statistics of all blocks that rules need, (batch,) each."""
     if not any(rule.sums for rule in rules):
         return {}
     vectors: list[list[Tensor]] = [[], []]  # the blocks of momenta and gradients, each (batch, elements)
@@ -136,8 +136,8 @@ def update_blocks(
 ) -> tuple[list[Tensor], dict[str, Sequence[Tensor]]]:
     """Orthogonalize blocks, batches (b, rows, columns) of one device and dtype, with the rules of their settings.
 
-    `inputs`, of the same shapes, and `measured`, (b,) each, are there for the rules that ask for them. Return the
-    scaled updates and the rules' new state; `state` is left as it is.
+    `inputs`, of the same shapes, and `measured`, (b,) each, are given for the rules that need them. Return the scaled
+    updates and the rules' new state; `state` stays unchanged.
     """
     new: dict[str, Sequence[Tensor]] = {}
     for rule in rules:
@@ -162,7 +162,7 @@ def scaled(
     if not found:
         torch._foreach_mul_(polar, scales)
         return polar
-    # Scales go to the factors first, which are smaller.
+    # The factors are smaller, so scales multiply them first.
     combined = torch._foreach_mul(found[0], scales)
     for factors in found[1:]:
         combined = torch._foreach_mul(combined, factors)
@@ -200,7 +200,7 @@ def apply_updates(
     rules: Sequence[MatrixRule] = (),
     masters: Sequence[Tensor] | None = None,
 ) -> None:
-    """Do p ← p (1 − lr λ) − lr · update in place, with decay where the rules let it; on master weights, if any."""
+    """Do p ← p (1 − lr λ) − lr · update in place, with decay where the rules allow it; on master weights, if any."""
     wide = moment_dtype(params[0].dtype)
     # The parameters themselves, unless they have 16 bits.
     targets = in_dtype(params, wide) if masters is None else current_masters(masters, params)

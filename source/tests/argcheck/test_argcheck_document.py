@@ -44,7 +44,7 @@ def test_an_entry():
         "  Number of columns of the embedding matrix that the descriptor multiplies the whole matrix with.\n"
     ) in reference("md")
     assert (
-        'muon_mode: one of "2d", "flat", "slice", in any case; default "slice"\n    How a parameter is seen'
+        'muon_mode: one of "2d", "flat", "slice", in any case; default "slice"\n    How a parameter is viewed'
     ) in reference("text")
     assert '- **`type`** (only "ener", default "ener")' in reference("md")
     assert '- **`type`** (one of "exp", "cosine", "wsd", default "exp")' in reference("md")

@@ -1,4 +1,4 @@
-"""The update of the parameters: what the element-wise kernels and the last product of large matrices share."""
+"""The update of the parameters, shared by the element-wise kernels and the last product of large matrices."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 # ruff: noqa: ANN001, ANN201
@@ -53,7 +53,7 @@ def apply_tile(
 
 @triton.jit
 def prefetch_lines(pointers, rows, stride, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Fetch a tile of fp32 numbers into the L2 cache, a line of 128 bytes by each address; nothing waits for it."""
+    """Fetch a tile of fp32 numbers into the L2 cache without waiting; each address fetches a line of 128 bytes."""
     place = (rows + tl.arange(0, ROWS))[:, None] * stride + (columns + tl.arange(0, COLUMNS // 32) * 32)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers + place], dtype=tl.int32, is_pure=False, pack=1

@@ -46,7 +46,7 @@ def measure(table, addresses, sums, SHARES: tl.constexpr, T: tl.constexpr):
 def scale_of(sums, factors, matrix, SHARES: tl.constexpr):
     """Return a matrix's largest magnitude, its norm relative to that, and the two `factors` that normalise it.
 
-    The factors, a power of two within fp32 and the rest, are stored by the first program; their product may overflow.
+    The first program stores the factors: a power of two in the range of fp32, and the rest. Their product may overflow.
     The grid's second axis numbers the matrices in `sums`.
     """
     joint, norm = norm_of_all(sums, tl.program_id(1) * SHARES, SHARES, SHARES)
@@ -66,9 +66,9 @@ def normalize(
     table, addresses, sums, factors, master, iterate, order, width, KEEP: tl.constexpr, SHARES: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """Write X / ‖X‖ in fp16, with KEEP in fp32, too; (matrices, order, width), with zeros around it.
+    """Write X / ‖X‖ in fp16, and with KEEP also in fp32, padded with zeros to (matrices, order, width).
 
-    X is multiplied by both `factors` (matrices, 2) in turn; they are unused for float64 matrices.
+    X is multiplied by both `factors` (matrices, 2) in turn; float64 matrices do not use them.
     """
     matrix = tl.program_id(1)
     row = table + matrix.to(tl.int64) * ROW
@@ -113,7 +113,7 @@ def normalize_tiles(
 ):  # fmt: skip
     """Write X / ‖X‖ in fp16, tile by tile, of inputs that `update` can read; see `normalize` and `update`.
 
-    Inputs and their `sums` are numbered by the grid's second axis, `iterate` and `factors` from `first` on.
+    The grid's second axis numbers inputs and their `sums`; numbers in `iterate` and `factors` start at `first`.
     """
     number = tl.program_id(0)
     matrix = first + tl.program_id(1)

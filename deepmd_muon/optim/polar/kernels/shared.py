@@ -26,7 +26,7 @@ from deepmd_muon.optim.polar.kernels.whole import (
     store_result,
 )
 
-# Programs of one matrix at most; a power of two.
+# Bound on the programs of one matrix; a power of two.
 MAX_PROGRAMS = tl.constexpr(128)
 
 
@@ -40,7 +40,7 @@ def read_counter(counter):
 
 @triton.jit
 def barrier(counter, target):
-    """Wait for `target` arrivals; stores that other programs made before arriving are then visible."""
+    """Arrive, and wait for `target` arrivals; stores that other programs made before they arrived are then visible."""
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
     while arrived < target:
@@ -50,7 +50,7 @@ def barrier(counter, target):
 
 @triton.jit
 def merge(largest, squares, other_largest, other_squares):
-    """Merge two (largest magnitude, sum of squares relative to it)."""
+    """Merge two pairs of largest magnitude and sum of squares relative to it."""
     joint = tl.maximum(largest, other_largest)
     safe = tl.where(joint == 0.0, 1.0, joint)
     mine = largest / safe
@@ -60,7 +60,10 @@ def merge(largest, squares, other_largest, other_squares):
 
 @triton.jit
 def norm_of_all(sums, first, count, LIMIT: tl.constexpr):
-    """Return the largest magnitude of a whole matrix and its norm relative to that, from at most ROOM shares."""
+    """Return the largest magnitude of a whole matrix and its norm relative to that, each 1 instead of 0.
+
+    `sums` has `count` shares from number `first` on, at most LIMIT, as `store_share` writes them.
+    """
     i = tl.arange(0, LIMIT)
     inside = i < count
     largest = tl.load(sums + 2 * (first + i), mask=inside, other=0.0)
@@ -78,7 +81,7 @@ def symmetric_tiles(
 ):
     """Compute this program's tiles of S Sᵀ, or of b S + d S Sᵀ for a symmetric S, and of their mirror images.
 
-    Rows of S are `depth` long, those of the result tiles · T.
+    Rows of S have length `depth`, those of the result tiles · T.
     """
     order = tiles * T
     t = tl.arange(0, T)
@@ -215,7 +218,8 @@ def strip(
     """Run all steps for a matrix of at most MP rows, with NS of its columns in this program's registers.
 
     A step is R = X Xᵀ, whose tiles all programs of the matrix share, and X ← a X + R (b X + c R X), for which each
-    needs all of R but only its own columns: two barriers per step. Programs beyond the last column only compute R.
+    needs all of R but only its own columns. So a step takes two barriers. Programs beyond the last column only compute
+    R.
     """
     r = tl.arange(0, MP)
     c = rank * NS + tl.arange(0, NS)
@@ -260,9 +264,9 @@ def strips(
     programs, table, addresses, coefficients, out, half, sums, counters,
     MASK: tl.constexpr, WIDE: tl.constexpr, ONLY: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Orthogonalize matrices of at most 256 rows; MASK has bit i set when some have at most 64 · 2ⁱ and more than half.
+    """Orthogonalize matrices of at most 256 rows, padded to 64 · 2ⁱ; MASK has bit i set when some have this height.
 
-    A program keeps WIDE columns of these in its registers, half as many of the tallest kind.
+    A program keeps WIDE columns in its registers, or half as many of the tallest kind (256 rows).
     """
     mine = programs + 3 * tl.program_id(0)
     matrix = tl.load(mine).to(tl.int64)

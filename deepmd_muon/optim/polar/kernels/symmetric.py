@@ -1,4 +1,4 @@
-"""Large matrices: products of whole batches. X Xᵀ and all polynomials in it are symmetric: half of each is computed.
+"""Large matrices: products of whole batches. X Xᵀ and polynomials in it are symmetric, so half of each is computed.
 
 Operands are fp16 copies of X, padded with zeros to whole tiles, which changes nothing. X itself is kept in fp32 while
 later steps would amplify its rounding errors.
@@ -30,10 +30,10 @@ def symmetric_product(
     depth, KIND: tl.constexpr, LEFT_FINE: tl.constexpr, RIGHT_FINE: tl.constexpr, FINE: tl.constexpr, T: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Write L Sᵀ, KIND 0, or the symmetric w₀ L + w₁ S + w₂ L S, KIND 2; KIND 1 where L and S are one and the same.
+    """Write L Sᵀ (KIND 0) or the symmetric w₀ L + w₁ S + w₂ L S (KIND 2, or KIND 1 if L and S are the same).
 
-    Matrices (matrices, order, order) are stored as an fp32 diagonal and fp16 off-diagonal entries; KIND 0 is for X,
-    which is not. Fine matrices also have a rest: scaled rounding residuals, on and below the diagonal, which enter sums
+    Matrices (matrices, order, order) are stored as an fp32 diagonal and fp16 off-diagonal entries, except X, which KIND
+    0 reads. Fine matrices also have a rest: scaled rounding residuals, on and below the diagonal, which enter sums
     but not the matrix product. `left` and `right` describe operands in T × K and N × K tiles; `left_squares` to `rest`,
     SQUARE × SQUARE tiles of L, S, the result and the rests; `strips` to `rest_strips`, T × SQUARE tiles of the result
     and of the rests, and SQUARE × T ones of the result. T is SQUARE, or twice that; N is T, or for KIND 0 twice that.
@@ -44,7 +44,7 @@ def symmetric_product(
         i = ((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
         r = i * T
         c = (number - i * (i + 1) // 2) * T
-    else:  # two rows of tiles have equally many
+    else:  # the rows of tiles 2 i and 2 i + 1 have equally many tiles
         i = ((tl.sqrt(4.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
         number -= i * (i + 1)
         r = (2 * i + number // (i + 1)) * T
@@ -79,9 +79,9 @@ def finish_tile(
     turned_strips, left_rest_strips, right_rest_strips, rest_strips, left_diagonal, right_diagonal, diagonal, weights,
     KIND: tl.constexpr, LEFT_FINE: tl.constexpr, RIGHT_FINE: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """Finish a T × T tile part by part, to save registers: in strips, or in squares on the diagonal and if all is fine.
+    """Finish a T × T tile part by part, to save registers: in strips; on the diagonal or with RIGHT_FINE, in squares.
 
-    Nothing is written above the diagonal.
+    Tiles above the diagonal are skipped.
     """
     T: tl.constexpr = product.shape[0]
     in_strips = c < r
@@ -170,15 +170,15 @@ def finish_square(
 
 @triton.jit
 def precise(squares, rest, r, c, FINE: tl.constexpr):
-    """Load a square of a matrix, with its residuals if FINE."""
+    """Load a tile of a matrix, with its residuals if FINE."""
     x = squares.load([r, c]).to(tl.float32)
     if FINE:
         x += rest.load([r, c]).to(tl.float32) / ENLARGED
     return x
 
 
-# Output of an update: the next X, or the result with any strides, in tiles, or in transposed tiles; or parameters that
-# the result updates, transposed or not.
+# Output of an update: the next X; the result with any strides, in tiles, or in transposed tiles; or the parameters that
+# the result updates, or updates transposed.
 NEXT, ANYWHERE, IN_TILES, IN_TRANSPOSED_TILES, APPLIED, APPLIED_TRANSPOSED = (tl.constexpr(i) for i in range(6))
 
 
@@ -189,21 +189,21 @@ def update(
     KEEP: tl.constexpr, CHUNK: tl.constexpr, TYPE: tl.constexpr, PREFETCH: tl.constexpr, T: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Do X ← w₀ X + (D + E) X and write its fp16 copy, with KEEP in fp32, too; the last step writes or applies it.
+    """Do X ← w₀ X + (D + E) X and write it in fp16, with KEEP also in fp32; the last step writes or applies it.
 
     The grid's second axis numbers the matrices, starting at `first`.
 
-    D and E both multiply the fp16 copy: outside the range of X, a polynomial in X Xᵀ vanishes only as a whole.
+    D and E both multiply the fp16 copy, because outside the range of X only the sum of both vanishes.
 
     Tensor cores truncate partial sums, so the error grows with the number of terms, and later steps amplify its part
     outside the range of X. With CHUNK > 0, tensor cores sum CHUNK terms at a time and fp32 units add these sums.
-    `polynomial` describes E in T × K tiles, `current` the fp16 X in K × N tiles; `present`, X in fp32 or the same fp16
-    one, `master`, where X is kept in fp32, and `following`, its next fp16 copy, are described in T × N/2 tiles. In the
-    first step `present` may describe the inputs starting at `first`, which `factors` normalise, and in the last step
-    `master` their results; in N/2 × T tiles where these are transposed. Or it updates parameters of dtype TYPE; see
-    `apply_tile` for the arguments from `targets` to `skip`, which are None otherwise. With PREFETCH, which needs
-    matrices of whole tiles, those of inputs, which start at `source`, and of parameters are fetched into the cache
-    during the product.
+    `polynomial` describes E in T × K tiles, `current` the fp16 X in K × N tiles. The other descriptors have T × N/2
+    tiles: `present` (X in fp32, or the same fp16 X), `master` (the next X in fp32, if it is kept) and `following` (the
+    next X in fp16). In the first step `present` may describe the inputs starting at `first`, which `factors` normalise,
+    and in the last step `master` their results; in N/2 × T tiles if these are transposed. Or the last step updates
+    parameters of dtype TYPE; see `apply_tile` for the arguments from `targets` to `skip`, which are None otherwise.
+    With PREFETCH, the tiles of inputs (from `source` on) and of parameters are fetched into the cache during the
+    product; this needs matrices of whole tiles.
     """
     number = tl.program_id(0)
     matrix = first + tl.program_id(1)

@@ -1,6 +1,6 @@
 """One launch for all small matrices: each program runs the whole iteration of one matrix.
 
-The iterate X stays in registers in fp32 (the master); the operands of the tensor cores are fp16 and their sums fp32.
+The iterate X stays in registers in fp32 (the master); tensor cores multiply fp16 operands and sum in fp32.
 Matrices of different shapes, strides and dtypes share a grid: each program reads its table row.
 """
 
@@ -28,7 +28,7 @@ TILES = ((32, 64), (32, 256), (64, 64), (64, 128), (64, 256), (128, 128))
 
 @triton.jit
 def load_as_single(address, kind, offset, inside):
-    """Load a tile of any kind but float64 as fp32."""
+    """Load a tile of any kind except float64 as fp32."""
     if kind == 0:
         single = tl.load(address.to(tl.pointer_type(tl.float32)) + offset, mask=inside, other=0.0)
     elif kind == 2:
@@ -50,9 +50,9 @@ def load_as_double(address, kind, offset, inside):
 
 @triton.jit
 def load_scaled(address, kind, offset, inside):
-    """Load a tile of any floating-point kind; return it in fp32, divided by its largest magnitude, and the latter.
+    """Load a tile of any floating-point kind; return it in fp32, divided by its largest magnitude, and this magnitude.
 
-    Magnitudes below the smallest normal number are replaced by it; the scaled tile is then smaller than one.
+    A largest magnitude below the smallest normal number is replaced by this number; the tile is then smaller than 1.
     """
     if kind == 1:
         wide = tl.load(address.to(tl.pointer_type(tl.float64)) + offset, mask=inside, other=0.0)
@@ -72,7 +72,7 @@ def load_matrix(row, addresses, r, c, ONLY: tl.constexpr):
     """Load the entries (r, c) of a table row's matrix as `load_scaled` does, zeros outside.
 
     Adjacent lanes read along the contiguous dimension: rows, or columns if transposed. ONLY is the kind of all
-    matrices of the launch, which leaves the code for others out, or −1.
+    matrices of the launch, so that the code for other kinds is left out; or −1.
     """
     m = tl.load(row + ROWS)
     n = tl.load(row + COLUMNS)
