@@ -22,7 +22,7 @@ from deepmd_muon.model.nn.triton_support import operator
 ROWS = 128  # of an atom's environment, standardised together
 FEATURES = 128  # of the contraction, looked at together
 EDGES = 32  # looked at together in sums over pieces
-WARPS = 1  # of a program that sums over the edges of an atom
+WARPS = 1  # of a program for the edges of an atom, or for its contraction's derivative: one warp waits for no other
 
 
 @triton.jit
@@ -176,7 +176,9 @@ def pull_contraction(a: Tensor, d_bar: Tensor) -> Tensor:
     out = a.new_empty(a.shape)
     if natoms:
         tensors = a.contiguous(), d_bar.contiguous()
-        _pull_contraction_kernel[(natoms,)](out, *tensors, width, axis, features=FEATURES, columns=_columns(axis))
+        _pull_contraction_kernel[(natoms,)](
+            out, *tensors, width, axis, features=FEATURES, columns=_columns(axis), num_warps=WARPS
+        )
     return out
 
 
@@ -271,15 +273,21 @@ def _evaluate_kernel(
     real = e < width
     at = (atom * nnei + first + e) * 4
     s = tl.where(real, tl.load(rows + at, real, 0.0), low)
-    piece, values, slopes = _basis((s - low) * rate, pieces, orders, edges)
-    cell = piece[:, None] * orders + tl.arange(0, orders)[None, :]
-    source = product + (atom * 4 * kinds + kind) * size + cell
+    place = (s - low) * rate
+    piece = tl.minimum(tl.maximum(place.to(tl.int32), 0), pieces - 1)
+    u = 2.0 * (place - piece.to(place.dtype)) - 1.0
+    source = product + (atom * 4 * kinds + kind) * size + piece * orders
     through_s = tl.zeros((edges,), rows.dtype.element_ty)
     result0 = through_s
     for c in tl.static_range(4):
-        mine = tl.load(source + c * kinds * size)
-        through_s += tl.sum(mine * slopes, 1) * tl.load(rows + at + c, real, 0.0)
-        result = tl.sum(mine * values, 1)
+        # Clenshaw's recurrence for the sum, and its derivative. Neighbours are sorted: lanes read the same few numbers.
+        above, value = through_s * 0.0, tl.load(source + c * kinds * size + orders - 1)
+        slope_above, slope = above, above
+        for k in tl.static_range(2, orders):
+            slope, slope_above = 2.0 * (value + u * slope) - slope_above, slope
+            value, above = tl.load(source + c * kinds * size + orders - k) + 2.0 * u * value - above, value
+        result = tl.load(source + c * kinds * size) + u * value - above
+        through_s += (value + u * slope - slope_above) * tl.load(rows + at + c, real, 0.0)
         if c == 0:
             result0 = result
         else:
