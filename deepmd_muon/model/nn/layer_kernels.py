@@ -29,18 +29,18 @@ def _derivatives(kept, kind: tl.constexpr, curve_of: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    out, keep, z, idt, x, count, width, n_in,
+    out, keep, bias, idt, x, count, width, n_in,
     curve_of: tl.constexpr, kind: tl.constexpr, scaled: tl.constexpr, residual: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Store out = f(z)·idt + copies of x and, for tanh, keep = f(z)."""
+    """Store out = f(h)·idt + copies of x, with h = `keep` + bias; then keep f(h) for tanh, h for other functions."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = at < count
     row, column = at // width, at % width
-    value = tl.load(z + at, real, 0.0)
+    value = tl.load(keep + at, real, 0.0) + tl.load(bias + column, real, 0.0)
     if kind == "tanh":
         value = tanh(value)
-        tl.store(keep + at, value, real)
-    else:
+    tl.store(keep + at, value, real)
+    if kind != "tanh":
         value = curve(value, kind, curve_of)[0]
     if scaled:
         value *= tl.load(idt + column, real, 0.0)
@@ -113,16 +113,17 @@ def _grid(keep: Tensor) -> tuple[int]:
     return (triton.cdiv(keep.numel(), BLOCK),)
 
 
-def forward(z: Tensor, idt: Tensor | None, x: Tensor, *, residual: bool, formula: Formula) -> tuple[Tensor, Tensor]:
-    """See `layers.forward`."""
+def forward(
+    z: Tensor, bias: Tensor, idt: Tensor | None, x: Tensor, *, residual: bool, formula: Formula
+) -> tuple[Tensor, Tensor]:
+    """Return the results of `layers.forward` from z = x·matrix, which is overwritten."""
     out = torch.empty_like(z)
-    keep = torch.empty_like(z) if formula.kind == "tanh" else z
     scaled = idt is not None
     sizes = z.numel(), z.shape[1], x.shape[1]
     _forward_kernel[_grid(z)](
-        out, keep, z, idt if scaled else z, x, *sizes, scaled=scaled, residual=residual, **_form(formula)
+        out, z, bias, idt if scaled else z, x, *sizes, scaled=scaled, residual=residual, **_form(formula)
     )
-    return out, keep
+    return out, z
 
 
 def _row_stride(above: Tensor) -> tuple[Tensor, int]:

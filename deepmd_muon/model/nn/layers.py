@@ -41,14 +41,16 @@ def _fused(f: Activation, tensor: Tensor) -> Any:
     return layer_kernels
 
 
-def forward(f: Activation, h: Tensor, idt: Tensor | None, x: Tensor, copies: Copies) -> tuple[Tensor, Tensor]:
-    """Return y `(rows, n)` and the values of f(h) that the derivatives need; `h` may be overwritten."""
-    fused = _fused(f, h)
+def forward(f: Activation, layer: LayerTensors, x: Tensor, copies: Copies) -> tuple[Tensor, Tensor]:
+    """Return y `(rows, n)` and the values of f(h) that the derivatives need."""
+    fused = _fused(f, x)
     if fused is not None:
-        both: tuple[Tensor, Tensor] = fused.forward(h, idt, x, residual=copies > 0, formula=f.formula)
+        # A product of its own: cuBLAS is slower where it adds a bias in float64.
+        z = torch.mm(x, layer.matrix)
+        both: tuple[Tensor, Tensor] = fused.forward(z, layer.bias, layer.idt, x, residual=copies > 0, formula=f.formula)
         return both
-    value, keep = f(h)
-    out = value if idt is None else value * idt
+    value, keep = f(torch.addmm(layer.bias, x, layer.matrix))
+    out = value if layer.idt is None else value * layer.idt
     return out + repeat(x, copies) if copies else out, keep
 
 
@@ -125,8 +127,7 @@ def values(f: Activation, copies: Sequence[Copies], x: Tensor, layers: Sequence[
     """Return the features `(rows, n)` of a network without a last linear layer."""
     tape = Tape([], [])
     for layer, kind in zip(layers, copies, strict=True):
-        h = torch.addmm(layer.bias, x, layer.matrix)
-        out, keep = forward(f, h, layer.idt, x, kind)
+        out, keep = forward(f, layer, x, kind)
         tape.inputs.append(x)
         tape.keeps.append(keep)
         x = out

@@ -25,6 +25,7 @@ from deepmd_muon.model.descriptor.se_e2_a import interpolation
 from deepmd_muon.model.descriptor.se_e2_a import kernels as se_e2_a_kernels
 from deepmd_muon.model.nn import layer_kernels, layers, triton_support
 from deepmd_muon.model.nn.activation import activation
+from deepmd_muon.model.nn.networks import LayerTensors
 from deepmd_muon.train.step.guard import DeviceGuard
 from deepmd_muon.train.step.guard_kernel import judge
 from deepmd_muon.train.strategy.base import Reduced
@@ -188,14 +189,17 @@ def test_edge_vectors_kernel(periodic):
 
 
 @on_each_backend
+@triton_support.traced()  # `layers` defines the results without kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("copies", "n_in", "name"), [(0, 7, "tanh"), (1, 6, "silut:1.0"), (2, 3, "tanh")])
 def test_layer_kernels(dtype, copies, n_in, name):
     normal, f, n = functools.partial(Draw(4).normal, dtype=dtype), activation(name), 6
     for idt in (None, normal(n)):
-        h, x, before, down = normal(5, n), normal(5, n_in), normal(5, n), normal(5, n)
-        wanted, keep = layers.forward(f, h.clone(), idt, x, copies)
-        found = layer_kernels.forward(h, idt, x, residual=copies > 0, formula=f.formula)
+        x, before, down = normal(5, n_in), normal(5, n), normal(5, n)
+        dense = LayerTensors(normal(n_in, n), normal(n), idt)
+        wanted, keep = layers.forward(f, dense, x, copies)
+        z = torch.mm(x, dense.matrix)
+        found = layer_kernels.forward(z, dense.bias, idt, x, residual=copies > 0, formula=f.formula)
         close(found[0], wanted)
         close(found[1], keep)
         for above in (normal(5, n), normal(1, n).expand(5, n), normal(n, 5).t()):

@@ -40,8 +40,7 @@ def _up_and_down(
     *hidden, last = layers_of
     inputs, keeps = [x], []
     for layer, kind in zip(hidden, copies, strict=True):
-        h = torch.addmm(layer.bias, inputs[-1], layer.matrix)
-        value, keep = layers.forward(f, h, layer.idt, inputs[-1], kind)
+        value, keep = layers.forward(f, layer, inputs[-1], kind)
         inputs.append(value)
         keeps.append(keep)
     adjoints = [last.matrix.t().expand(x.shape[0], -1)]
