@@ -24,6 +24,7 @@ _HEADER = 16  # bytes of a page's header
 _NODE = 8  # bytes of a node's header
 _MAX_DEPTH = 32
 _NO_PAGE = (1 << 64) - 1
+_SHORT = struct.Struct("<H").unpack_from
 # Pages of keys that stay in memory, 32 MiB: those of a million frames that have pages of their own.
 _KEPT_PAGES = 8192
 
@@ -76,10 +77,10 @@ class LmdbFile:
             return None
         for _ in range(_MAX_DEPTH):
             page = self._page(number)
-            flags = struct.unpack_from("<H", page, 10)[0]
+            flags = _SHORT(page, 10)[0]
             if not flags & (_BRANCH | _LEAF):
                 raise self._damaged(f"page {number} has flags {flags:#x}, expected a branch or a leaf")
-            (lower,) = struct.unpack_from("<H", page, 12)
+            (lower,) = _SHORT(page, 12)
             if lower < _HEADER or lower > len(page) or lower % 2:
                 raise self._damaged(f"page {number} says that its nodes end at byte {lower}")
             count = int(lower - _HEADER) // 2
@@ -87,7 +88,7 @@ class LmdbFile:
             low, high = (0, count) if flags & _BRANCH else (-1, count)
             while high - low > 1:
                 middle = (low + high) // 2
-                if self._node(number, page, middle).key <= key:
+                if self._key(number, page, middle) <= key:
                     low = middle
                 else:
                     high = middle
@@ -137,16 +138,23 @@ class LmdbFile:
             page = self._pages[number] = self._bytes(number * self._page_size, self._page_size)
         return page
 
-    def _node(self, number: int, page: bytes, index: int) -> _Node:
-        """Return a node of a page."""
-        (offset,) = struct.unpack_from("<H", page, _HEADER + 2 * index)
+    def _key(self, number: int, page: bytes, index: int) -> bytes:
+        """Return the key of a node of a page."""
+        (offset,) = _SHORT(page, _HEADER + 2 * index)
         if offset < _HEADER or offset + _NODE > len(page):
             raise self._damaged(f"page {number} has a node at byte {offset}")
-        low, high, flags, key_size = struct.unpack_from("<HHHH", page, offset)
-        if offset + _NODE + key_size > len(page):
-            raise self._damaged(f"page {number} has a key of {key_size} bytes at byte {offset}")
-        start = offset + _NODE + key_size
-        return _Node(low, high, flags, page[offset + _NODE : start], start)
+        (size,) = _SHORT(page, offset + 6)
+        key = page[offset + _NODE : offset + _NODE + size]
+        if len(key) < size:
+            raise self._damaged(f"page {number} has a key of {size} bytes at byte {offset}")
+        return key
+
+    def _node(self, number: int, page: bytes, index: int) -> _Node:
+        """Return a node of a page."""
+        key = self._key(number, page, index)
+        (offset,) = _SHORT(page, _HEADER + 2 * index)
+        low, high, flags = struct.unpack_from("<HHH", page, offset)
+        return _Node(low, high, flags, key, offset + _NODE + len(key))
 
     def _value(self, number: int, page: bytes, node: _Node) -> Value:
         """Return the place of the value of a node of a leaf."""
