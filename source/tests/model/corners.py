@@ -18,7 +18,8 @@ _DYNAMIC = {"use_dynamic_sel": True, "e_sel": 40, "a_sel": 40}
 DESCRIPTORS = {
     "se_e2_a": {"type": "se_e2_a", "sel": [3, 3, 3], "type_one_side": True, **_RADIAL},
     "se_e2_a_pairs": {"type": "se_e2_a", "sel": [3, 3, 3], "type_one_side": False, **_RADIAL},
-    "dpa1": {"type": "se_atten", **_RADIAL, "sel": 5, "attn": 6, "smooth_type_embedding": True},
+    "dpa1": {"type": "se_atten", **_RADIAL, "sel": 5, "attn": 6},
+    "dpa1_smooth": {"type": "se_atten", **_RADIAL, "sel": 5, "attn": 6, "smooth_type_embedding": True},
     "dpa1_v2": {"type": "se_atten_v2", **_RADIAL, "sel": 5, "attn_layer": 0},
     "dpa3": {"type": "dpa3", "repflow": _REPFLOW},
     "dpa3_dynamic": {"type": "dpa3", "repflow": {**_REPFLOW, **_DYNAMIC}},

@@ -7,14 +7,12 @@ import sys
 
 import pytest
 import torch
+from dpa1_attention import OPTIONS, attention_of, attention_results
 from model_batches import HERE, batch_of, read_fixture, stored_model
 
 from deepmd_muon.model.descriptor.dpa1 import attention as attention_module
 from deepmd_muon.model.descriptor.dpa1 import module
-from deepmd_muon.model.descriptor.dpa1.attention import Gates, NeighborAttention, _Rescaled
-from deepmd_muon.model.descriptor.dpa1.settings import DPA1Settings
-from deepmd_muon.model.nn import triton_support
-from deepmd_muon.model.nn.networks import SeedPath
+from deepmd_muon.model.descriptor.dpa1.attention import _Rescaled
 from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.optim import HybridMuon
 
@@ -58,6 +56,7 @@ def test_same_routes(name, mode):
 
 FIRST_STEP = """
 import sys
+from dpa1_attention import OPTIONS, attention_of, attention_results
 from model_batches import HERE, batch_of, read_fixture, stored_model
 fixture = read_fixture(HERE / "dpa1.pt.gz")
 model = stored_model(fixture, "one_side")
@@ -86,49 +85,6 @@ def test_rescaling_is_torchs_own_and_its_gradients_are_right(centred):
     torch.testing.assert_close(_Rescaled.apply(x, 1e-5 if centred else 1e-12, centred)[0], own, rtol=1e-14, atol=1e-14)
     torch.autograd.gradcheck(lambda x: _Rescaled.apply(x, 1e-5, centred), (x,))
     torch.autograd.gradgradcheck(lambda x: _Rescaled.apply(x, 1e-5, centred), (x,))
-
-
-def attention_of(columns, precision="float64", width=5, dotr=True, layers=2, alone=True, **settings):
-    """Return layers of attention, features and gates of three atoms; one slot is empty.
-
-    `alone`: whether an atom has no neighbour at all; rounding hides its scores, so that differences do not see them.
-    """
-    given = {"rcut": 6.0, "rcut_smth": 0.5, "sel": 9, "neuron": [width], "attn": 3, "attn_layer": layers, **settings}
-    attention = NeighborAttention(DPA1Settings(**given, precision=precision), SeedPath(3))
-    generator, dtype = torch.Generator().manual_seed(2), getattr(torch, precision)
-    for layer in attention.attention_layers:
-        layer.attn_layer_norm.matrix.data.normal_(1.0, 0.3, generator=generator)
-    features, gate = (
-        torch.randn(3, columns, n, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
-        for n in (width, columns if dotr else 1)
-    )
-    mask = torch.zeros(3, 1, columns, dtype=dtype)
-    if columns:
-        mask[0, 0, -1] = mask[2, :, 0 if alone else -1 :] = torch.finfo(dtype).min / 2
-    return attention, features, Gates(mask, gate, None, 0)
-
-
-def attention_results(attention, features, gates, monkeypatch, *, written, force=True):
-    """Return features behind attention, their slopes, and gradients of losses: of values, of slopes, of both."""
-    monkeypatch.setattr(triton_support, "is_tracing", lambda: not written)
-    inputs = (features, gates.after, *attention.parameters())
-    out = attention(features, gates, force=force)
-    if not force:
-        return [out, *torch.autograd.grad(out.sin().sum(), inputs)]
-    slopes = torch.autograd.grad(out.pow(3).sum(), inputs[:2])
-    out = attention(features, gates, force=True)
-    attached = torch.autograd.grad(out.pow(3).sum(), inputs[:2], create_graph=True)
-    along = sum(slope.sin().sum() for slope in attached)
-    of_slopes = torch.autograd.grad(along, inputs, retain_graph=True, materialize_grads=True)
-    return [out, *slopes, *attached, *of_slopes, *torch.autograd.grad(out.sin().sum() + along, inputs)]
-
-
-OPTIONS = {
-    "normalised": {"temperature": 1.0},
-    "raw": {"normalize": False},
-    "scaled": {"scaling_factor": 2.5, "ln_eps": 1e-2, "layers": 3},
-    "without_angles": {"dotr": False, "layers": 1},
-}
 
 
 @pytest.mark.parametrize("precision", ["float64", "float32"])

@@ -11,6 +11,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed (pip install deepmd-muon[gpu])", allow_module_level=True)
 
 from corners import CORNERS, DESCRIPTORS, assert_corner
+from dpa1_attention import OPTIONS, attention_of, attention_results
 from dpa3_passes import angle_results, distance, edge_results, edge_sum_results, node_results
 from kernel_backends import DEVICE, in_interpreter_alone, on_each_backend, passed_in_interpreter
 
@@ -37,7 +38,7 @@ DTYPES = [torch.float64, torch.float32]
 
 def test_kernels_in_the_interpreter():
     here = Path(__file__)
-    assert passed_in_interpreter(here, here.with_name("test_neighbor_search.py")) == 168
+    assert passed_in_interpreter(here, here.with_name("test_neighbor_search.py")) == 198
 
 
 class Draw:
@@ -212,6 +213,23 @@ def test_layer_kernels(dtype, copies, n_in, name):
                 close(stacked[0].sum(0), of_idt)
         wanted = layers.tangent(f, keep, idt, before, x, copies)
         close(layer_kernels.tangent(keep, idt, before, x, residual=copies > 0, formula=f.formula), wanted)
+
+
+@on_each_backend
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("columns", [4, 20])
+def test_attention_kernels(columns, options, precision, monkeypatch):
+    made = attention_of(columns, precision, device=DEVICE, **options)
+    tolerance = 1e-11 if precision == "float64" else 2e-4
+    for force in (True, False):
+        found = []
+        for fused in (True, False):
+            monkeypatch.setattr(triton_support, "usable", lambda _, fused=fused: fused)
+            found.append(attention_results(*made, monkeypatch, written=True, force=force))
+        for value, wanted in zip(*found, strict=True):
+            scale = max(1.0, wanted.abs().max().item())
+            torch.testing.assert_close(value, wanted, rtol=0, atol=tolerance * scale)
 
 
 @on_each_backend

@@ -159,7 +159,7 @@ class AttentionLayer(torch.nn.Module):
 
     def forward(self, features: torch.Tensor, gates: Gates, force: bool) -> torch.Tensor:
         """Return features like those given `(nreal, ncolumns, width)`; `force` as in `four_passes.run`."""
-        if features.device.type == "cpu" and gates.switch is None and not triton_support.is_tracing():
+        if gates.switch is None and not triton_support.is_tracing():
             inside, norm = self.attention_layer, self.attn_layer_norm
             passes = Attention(inside.scale, NORMALIZE_EPS if inside.normalize else None, norm.eps)
             weights = *inside.in_proj.tensors[:2], *inside.out_proj.tensors[:2], norm.matrix, norm.bias
