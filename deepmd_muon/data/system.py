@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -225,7 +226,7 @@ class System:
     def _check_shape(self, path: str, nframes: int, width: int) -> None:
         shape = self._store.shape(path)
         # A set of one frame may be written without the axis of frames.
-        fits = int(np.prod(shape)) == nframes * width and (nframes == 1 or shape[0] == nframes)
+        fits = math.prod(shape) == nframes * width and (nframes == 1 or shape[0] == nframes)
         if not fits:
             problem = f"expected shape ({nframes}, {width}) for {nframes} frames of {self.natoms} atoms, found {shape}"
             raise SystemFormatError(self.name, path, problem)
@@ -361,5 +362,7 @@ class System:
 
 def _file_of(name: str, files: frozenset[str]) -> str | None:
     """Return the file of a label or parameter among those of a set, None without one."""
-    spellings = f"{name}.npy", f"{name.replace('atom_', 'atomic_', 1)}.npy"
-    return next((spelling for spelling in spellings if spelling in files), None)
+    if (usual := f"{name}.npy") in files:
+        return usual
+    other = usual.replace("atom_", "atomic_", 1)
+    return other if other in files else None

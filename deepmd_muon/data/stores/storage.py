@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError
-from deepmd_muon.files import open_regular
+from deepmd_muon.files import regular_handle
 
 #: Most files of data that one cache keeps open, small ones as their values.
 MAX_HANDLES = 4096
@@ -71,11 +71,11 @@ class OpenFile:
     """A regular file, open for reading until nobody refers to it.
 
     Nothing is mapped: where the disk fails or the file is cut short, reading a map ends the process with SIGBUS.
+    `status` is that of the file when it was opened.
     """
 
     def __init__(self, path: str) -> None:
-        with open_regular(path) as file:
-            self._handle = os.dup(file.fileno())
+        self._handle, self.status = regular_handle(path)
 
     def __del__(self) -> None:
         with suppress(AttributeError, OSError):  # it was never opened
@@ -153,6 +153,10 @@ class FileWatch:
             status = os.stat(path)
         except OSError as error:
             raise SystemFormatError(system, path, f"cannot be looked at: {error.strerror}") from error
+        self.compare(system, path, status)
+
+    def compare(self, system: str, path: str, status: os.stat_result) -> None:
+        """Do the same with the status of a file that has been opened."""
         found = (status.st_size, status.st_mtime_ns)
         first = self._seen.setdefault(path, found)
         if found != first:

@@ -26,7 +26,7 @@ from deepmd_muon.data import (
 )
 from deepmd_muon.data.frames import LABELS
 from deepmd_muon.data.stores.hdf5_store import HDF5Store
-from deepmd_muon.data.stores.npy_store import NpyStore
+from deepmd_muon.data.stores.npy_store import npy_stores
 from deepmd_muon.data.stores.storage import HandleCache
 
 TYPES = [1, 0, 0, 1]
@@ -366,7 +366,7 @@ def test_few_handles_suffice(tmp_path, kind):
     sets = [make_arrays(3, 4, seed=k) for k in range(4)]
     handles = HandleCache(maxsize=2)
     path = write(kind, tmp_path, TYPES, sets)
-    system = System(NpyStore(path, handles) if kind == "npy" else HDF5Store(*path.split("#/"), handles))
+    system = System(next(npy_stores(path, handles)) if kind == "npy" else HDF5Store(*path.split("#/"), handles))
     indices = [11, 0, 7, 3, 4]
     for _ in range(3):
         check_frames(system.frames(indices), sets, indices)
