@@ -17,7 +17,7 @@ from deepmd_muon.data.stores.storage import FileWatch, HandleCache, OpenFile, ch
 from deepmd_muon.files import real_folders
 
 _READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-# Values up to this size [bytes], such as energies and cells, are kept instead of an open file.
+# Files up to this size [bytes], such as energies and cells, are read whole and kept as values instead of open.
 _FEW_BYTES = 1 << 14
 # Bytes of a usual header: numpy fills the first multiple of 64 that has room for axes to grow.
 _USUAL_HEADER = 128
@@ -34,15 +34,12 @@ def _parsed(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
     return parsed
 
 
-def _header(file: OpenFile) -> bytes:
-    """Return magic string, version, length and text of a header; the beginning of a file that is not in npy format."""
-    size = file.status.st_size
-    begin = bytes(file.read(min(size, _USUAL_HEADER), 0))
+def _header_end(begin: bytearray) -> int:
+    """Return the number of bytes before the values; of a file that is not in npy format, all that were read."""
     if not begin.startswith(np.lib.format.MAGIC_PREFIX):
-        return begin
+        return len(begin)
     end = 10 if begin[6:7] == b"\1" else 12  # of the length, two or four bytes
-    end += int.from_bytes(begin[8:end], "little")
-    return begin[:end] if end <= len(begin) else bytes(file.read(min(size, end), 0))
+    return end + int.from_bytes(begin[8:end], "little")
 
 
 @dataclass(frozen=True)
@@ -62,11 +59,15 @@ class _Layout:
     def open(self, path: str) -> OpenFile | np.ndarray:
         """Open the file; return the values at once where they are few."""
         file = OpenFile(path)
-        return self.read(file) if self.nbytes <= _FEW_BYTES else file
+        return self.read(file) if self.offset + self.nbytes <= _FEW_BYTES else file
 
     def read(self, file: OpenFile) -> np.ndarray:
         """Read the whole array."""
-        values = np.frombuffer(file.read(self.nbytes, self.offset), dtype=self.dtype)
+        return self.values(file.read(self.offset + self.nbytes, 0))
+
+    def values(self, content: bytearray) -> np.ndarray:
+        """Return the array of a file with this content."""
+        values = np.frombuffer(content, self.dtype, math.prod(self.shape), self.offset)
         return values.reshape(self.shape, order="F" if self.fortran else "C")
 
     def read_rows(self, file: OpenFile, indices: np.ndarray) -> np.ndarray:
@@ -144,8 +145,12 @@ class NpyStore:
             return self._layouts[path]
         try:
             file = OpenFile(full)
-            header = _header(file)
-            shape, fortran, dtype = _parsed(header)
+            size = file.status.st_size
+            begin = file.read(min(size, _USUAL_HEADER) if size > _FEW_BYTES else size, 0)
+            end = _header_end(begin)
+            if len(begin) < min(end, size):
+                begin = file.read(min(end, size), 0)
+            shape, fortran, dtype = _parsed(bytes(begin[:end]))
         except OSError as error:
             raise SystemFormatError(self.root, path, f"cannot be read: {error.strerror or error}") from error
         except (ValueError, EOFError, SyntaxError, RecursionError, MemoryError, TokenError) as error:
@@ -153,13 +158,14 @@ class NpyStore:
             raise SystemFormatError(self.root, path, problem) from error
         self._watch.compare(self.root, full, file.status)
         shape = check_array(self.root, path, shape, dtype)
-        layout = _Layout(shape, dtype, fortran and len(shape) > 1, len(header))
-        found = file.status.st_size - len(header)
-        if found < layout.nbytes:
+        layout = _Layout(shape, dtype, fortran and len(shape) > 1, end)
+        if size - end < layout.nbytes:
             told = f"its header says shape {shape} of {dtype} ({layout.nbytes} bytes)"
-            problem = f"truncated: {told}, {found} bytes of data are there; copy or write it again"
+            problem = f"truncated: {told}, {size - end} bytes of data are there; copy or write it again"
             raise SystemFormatError(self.root, path, problem)
         self._layouts[path] = layout
+        if len(begin) == size and layout.nbytes:
+            self._handles.keep(full, layout.values(begin))
         return layout
 
 

@@ -15,6 +15,7 @@ import write_systems
 from write_systems import make_arrays, write_hdf5, write_npy
 
 from deepmd_muon.data import System, SystemFormatError, TypeMapError, open_systems
+from deepmd_muon.data.stores import npy_store
 from deepmd_muon.data.stores.npy_store import npy_stores
 from deepmd_muon.data.stores.storage import HandleCache
 
@@ -240,6 +241,11 @@ def test_an_error_of_the_disk_is_one_of_the_file(tmp_path, monkeypatch):
     def broken(*_args):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
+    monkeypatch.setattr(os, "preadv", broken)
+    assert len(system.frames([0]).energy) == 1  # of so few values, which were read with the header
+    monkeypatch.undo()
+    monkeypatch.setattr(npy_store, "_FEW_BYTES", 0)
+    (system,) = open_systems(str(tmp_path / "sys"))
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(SystemFormatError) as error:
         system.frames([0])
