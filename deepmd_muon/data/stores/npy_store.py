@@ -42,7 +42,7 @@ def _header_end(begin: bytearray) -> int:
     return end + int.from_bytes(begin[8:end], "little")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Layout:
     """The place of the values in an npy file."""
 
