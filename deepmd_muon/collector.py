@@ -9,10 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Collect no cycles within the context: where many objects are made that stay, and while a CUDA graph is captured.
-
-    An object that goes may own another graph, which cannot be destroyed meanwhile.
-    """
+    """Collect no cycles: an object that goes may own a CUDA graph, which cannot be destroyed while one is captured."""
     collects = gc.isenabled()
     gc.disable()
     try:
