@@ -251,7 +251,12 @@ def is_special(path: Path) -> bool:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading.
+    """Open a regular file for reading; errors as in `regular_handle`."""
+    return os.fdopen(regular_handle(path)[0], "rb")
+
+
+def regular_handle(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
+    """Open a regular file for reading; return its handle and status.
 
     Raises
     ------
@@ -259,10 +264,11 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         When it cannot be opened or is not regular: reading a FIFO would block, and a device may have no end.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    return os.fdopen(handle, "rb")
+    return handle, status
 
 
 def regular_text(path: str | os.PathLike[str]) -> str:
@@ -282,22 +288,24 @@ def regular_text(path: str | os.PathLike[str]) -> str:
             ) from error
 
 
-def real_folders(root: str, refuse: Callable[[OSError], None] | None = None) -> list[tuple[str, list[str]]]:
-    """Return the folders at or below `root`, sorted, with their files; cycles of links are not followed.
+def real_folders(root: str, refuse: Callable[[OSError], None] | None = None) -> list[tuple[str, list[str], list[str]]]:
+    """Return the folders at or below `root`, sorted, with their folders and files; cycles of links are not followed.
 
     Sets of systems (``set.000``) and folders whose names begin with a dot, which killed conversions leave behind, are
-    omitted. `refuse` receives the error of a folder that cannot be listed; without it, such folders are skipped.
+    not entered. `refuse` receives the error of a folder that cannot be listed; without it, such folders are skipped.
     """
     seen: set[str] = set()
-    found: list[tuple[str, list[str]]] = []
+    found: list[tuple[str, list[str], list[str]]] = []
     for folder, below, files in os.walk(root, onerror=refuse, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in seen:
-            below.clear()
-            continue
-        seen.add(real)
-        below[:] = sorted(name for name in below if not name.startswith(("set.", ".")))
-        found.append((folder, files))
+        further = sorted(name for name in below if not name.startswith(("set.", ".")))
+        if seen or further:  # a root without folders to enter, such as a system, is in no circle
+            real = os.path.realpath(folder)
+            if real in seen:
+                below.clear()
+                continue
+            seen.add(real)
+        found.append((folder, [*below], files))
+        below[:] = further
     return sorted(found)
 
 
@@ -313,7 +321,7 @@ def paths_matching(pattern: str, refuse: Callable[[OSError], None] | None = None
         if not rest:
             yield top  # readers search it for systems; `refuse_clashes` looks below it, too
             continue
-        for folder, _ in real_folders(top, refuse):
+        for folder, _, _ in real_folders(top, refuse):
             folder = os.path.normpath(folder) if place == 0 else folder
             yield from paths_matching(os.path.join(glob.escape(folder), rest), refuse)
 

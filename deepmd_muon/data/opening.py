@@ -6,10 +6,12 @@ import functools
 import glob
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from deepmd_muon.collector import without_collector
 from deepmd_muon.data.elements import by_atomic_number
 from deepmd_muon.data.errors import DataError, SystemNotFoundError, TypeMapError
 from deepmd_muon.data.frames import Parameters
@@ -106,7 +108,8 @@ def open_systems(
     if patterns is not None:
         places = [place for folder in places for place in _fitting(folder, patterns)]
     read = functools.partial(read_ase, keys=keys, keep_unconverged=keep_unconverged)
-    systems = [System(store, type_map) for place in places for store in _stores(place, handles, read)]
+    with without_collector():  # which would go through thousands of systems again and again, and find nothing
+        systems = [System(store, type_map) for place in places for store in _stores(place, handles, read)]
     if not systems:
         raise SystemNotFoundError("no systems given")
     return systems
@@ -209,13 +212,22 @@ def _fitting(folder: str, patterns: Sequence[str]) -> list[str]:
     )
 
 
+def _mode(path: str) -> int:
+    """Return what a path is, as `stat` encodes it; 0 where nothing is there."""
+    try:
+        return os.stat(path).st_mode
+    except (OSError, ValueError):
+        return 0
+
+
 def _stores(path: str, handles: HandleCache, read: Reader) -> Iterator[Store]:
     """Find all systems at or below a path; `read` takes files that are not HDF5."""
-    place = path.partition("#")[0] if not os.path.exists(path) else path
-    if os.path.exists(place) and not os.path.isfile(place) and not os.path.isdir(place):
+    mode = _mode(path)
+    there = mode or _mode(path.partition("#")[0])
+    if there and not stat.S_ISREG(there) and not stat.S_ISDIR(there):
         raise SystemNotFoundError(f"system {path} is a device or FIFO; give a folder or a regular file")
     if (registered := next((reader for ending, reader in _READERS.items() if path.endswith(ending)), None)) is not None:
-        if not os.path.exists(path):
+        if not mode:
             raise SystemNotFoundError(f"system {path} does not exist")
         if isinstance(registered, str):
             module, _, name = registered.partition(":")
@@ -223,14 +235,14 @@ def _stores(path: str, handles: HandleCache, read: Reader) -> Iterator[Store]:
         yield from registered(path)
     elif is_lmdb(path) or path.endswith(".lmdb"):
         yield from lmdb_stores(path, handles)
-    elif "#" not in path and not os.path.isfile(path):
+    elif "#" not in path and not stat.S_ISREG(mode):
         yield from npy_stores(path, handles)
     else:
         from h5py import is_hdf5  # imported for HDF5 files only: it is slow
 
         from deepmd_muon.data.stores.hdf5_store import hdf5_stores
 
-        if os.path.isfile(path) and not is_hdf5(path) and not path.endswith((".h5", ".hdf5")):
+        if stat.S_ISREG(mode) and not is_hdf5(path) and not path.endswith((".h5", ".hdf5")):
             yield from read(path)
         else:
             yield from hdf5_stores(path, handles)

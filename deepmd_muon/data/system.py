@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -225,7 +226,7 @@ class System:
     def _check_shape(self, path: str, nframes: int, width: int) -> None:
         shape = self._store.shape(path)
         # A set of one frame may be written without the axis of frames.
-        fits = int(np.prod(shape)) == nframes * width and (nframes == 1 or shape[0] == nframes)
+        fits = math.prod(shape) == nframes * width and (nframes == 1 or shape[0] == nframes)
         if not fits:
             problem = f"expected shape ({nframes}, {width}) for {nframes} frames of {self.natoms} atoms, found {shape}"
             raise SystemFormatError(self.name, path, problem)
@@ -247,7 +248,7 @@ class System:
             raise IndexError(f"system {self.name} has frames 0 to {self.nframes - 1}, asked for {wanted.tolist()}")
         n = len(wanted)
         atoms = self.natoms
-        of_sets = np.unique(self._set_of(wanted + self._first))
+        of_sets = [k for k, _, _ in self._places(wanted)]
         labels = {
             label: self._read(files, wanted).reshape(label_shape(label, n, atoms))
             for label, files in self._files.items()
@@ -272,7 +273,7 @@ class System:
         shape = (wanted.fparam,) if name == "fparam" else (self.natoms, wanted.aparam)
         if not shape[-1]:
             return None
-        if all(files[k] is None for k in np.unique(self._set_of(indices + self._first))):
+        if all(files[k] is None for k, _, _ in self._places(indices)):
             values = np.full((len(indices), *shape), np.nan)
         else:
             values = self._read(files, indices).reshape(len(indices), *shape)
@@ -290,25 +291,26 @@ class System:
         raw = self._as_types(self._read(files, indices).reshape(len(indices), self.natoms), "real_atom_types.npy")
         return self._apply_translation(raw, "real_atom_types.npy")
 
-    def _set_of(self, wanted: np.ndarray) -> np.ndarray:
-        """Set that each frame lies in."""
-        return np.searchsorted(self._ends, wanted, side="right")
+    def _places(self, wanted: np.ndarray) -> list[tuple[int, slice | np.ndarray, np.ndarray]]:
+        """Return each set that has wanted frames, their places among the wanted ones, and their rows in the set."""
+        wanted = wanted + self._first
+        if len(self._sets) == 1:
+            return [(0, slice(None), wanted)]
+        of_set = np.searchsorted(self._ends, wanted, side="right")
+        rows = wanted - (self._ends - self._counts)[of_set]
+        return [(k, of_set == k, rows[of_set == k]) for k in np.unique(of_set).tolist()]
 
     def _read(self, files: Sequence[str | None], wanted: np.ndarray) -> np.ndarray:
         """Rows of one quantity over all sets as float64, (nframes, width); NaN in sets without a file."""
-        wanted = wanted + self._first
-        of_set = self._set_of(wanted)
-        local = wanted - (self._ends - self._counts)[of_set]
         result: np.ndarray | None = None
-        for k in np.unique(of_set):
+        for k, mine, local in self._places(wanted):
             if files[k] is None:
                 continue
             path = f"{self._sets[k]}/{files[k]}"
-            mine = of_set == k
-            rows = self._store.rows(path, local[mine], single=bool(self._counts[k] == 1))
-            values = np.asarray(rows, dtype=np.float64).reshape(int(mine.sum()), -1)
+            rows = self._store.rows(path, local, single=bool(self._counts[k] == 1))
+            values = np.asarray(rows, dtype=np.float64).reshape(len(local), -1)
             if not self._store.sampled and not np.isfinite(values).all():
-                bad = local[mine][~np.isfinite(values).all(axis=1)]
+                bad = local[~np.isfinite(values).all(axis=1)]
                 raise SystemFormatError(self.name, path, f"value that is not finite in frame {bad[0]} of this set")
             if files[k] in ("coord.npy", "box.npy") and np.abs(values).max(initial=0.0) > MAX_LENGTH:
                 raise SystemFormatError(self.name, path, f"a length of {np.abs(values).max():g} Å; check the units")
@@ -361,5 +363,7 @@ class System:
 
 def _file_of(name: str, files: frozenset[str]) -> str | None:
     """Return the file of a label or parameter among those of a set, None without one."""
-    spellings = f"{name}.npy", f"{name.replace('atom_', 'atomic_', 1)}.npy"
-    return next((spelling for spelling in spellings if spelling in files), None)
+    if (usual := f"{name}.npy") in files:
+        return usual
+    other = usual.replace("atom_", "atomic_", 1)
+    return other if other in files else None

@@ -83,7 +83,7 @@ class Sample:
         fit = PairFit(frames, self.pairs)
         return fit if fit.enough and self.force > _SMALL_FORCE / 10 else None
 
-    @property
+    @cached_property
     def force(self) -> float:
         """Root-mean-square force [eV/Å]; zero without forces."""
         force = self.frames.force
@@ -160,14 +160,15 @@ def _shortest(frames: Frames, names: Sequence[str] | None) -> tuple[float, float
     radii = [COVALENT_RADII.get(name, np.nan) if name not in _NOBLE else np.nan for name in names or ()]
     reach = np.append(radii, np.nan) if radii else np.full(1, np.nan)  # the last one is that of padding
     shortest, ratio = np.inf, np.inf
+    inverse = None if frames.box is None else np.linalg.inv(frames.box)
     for k in range(frames.nframes):
         real = frames.atype[k] >= 0
         coord, types = frames.coord[k][real], np.minimum(frames.atype[k][real], len(reach) - 1)
         # Atoms of the whole frame, seeded by position: 64 of them, against all.
         chosen = np.unique(np.linspace(0, max(len(coord) - 1, 0), 64).astype(int))[: len(coord)]
         apart = (coord[chosen, None] - coord).reshape(-1, 3)
-        if frames.box is not None:
-            apart -= np.round(apart @ np.linalg.inv(frames.box[k])) @ frames.box[k]
+        if frames.box is not None and inverse is not None:
+            apart -= np.round(apart @ inverse[k]) @ frames.box[k]
         distance = np.sqrt(np.einsum("pc,pc->p", apart, apart)).reshape(len(chosen), -1)
         distance[np.arange(len(chosen)), chosen] = np.inf
         shortest = min(shortest, float(distance.min(initial=np.inf)))

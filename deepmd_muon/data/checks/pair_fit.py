@@ -65,6 +65,12 @@ def _pairs_of_size(natoms: int) -> tuple[np.ndarray, np.ndarray]:
     return np.triu_indices(natoms)
 
 
+@lru_cache(maxsize=64)
+def _cells_within(*reach: float) -> np.ndarray:
+    """Return the numbers of all cells at most so far along each axis, (ncells, 3)."""
+    return np.stack(np.meshgrid(*(np.arange(-n, n + 1) for n in reach), indexing="ij"), axis=-1).reshape(-1, 3)
+
+
 def _pairs_of(frames: Frames, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return i, j and vectors [Å] of one frame."""
     real = np.flatnonzero(frames.atype[k] >= 0)
@@ -75,8 +81,7 @@ def _pairs_of(frames: Frames, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
     if frames.box is not None:
         box, inverse = frames.box[k], np.linalg.inv(frames.box[k])
         apart -= np.round(apart @ inverse) @ box
-        grid = np.meshgrid(*(np.arange(-n, n + 1) for n in _reach(inverse)), indexing="ij")
-        shifts = np.stack(grid, axis=-1).reshape(-1, 3) @ box
+        shifts = _cells_within(*_reach(inverse).tolist()) @ box
     own = np.flatnonzero(first == second)
     parts = []
     many = max(1, _AT_ONCE // max(1, len(apart)))

@@ -140,6 +140,7 @@ class DataLoader:
         self._order = BalancedOrder(self._sampler, self._cost) if balance else self._sampler
         self._balance = balance
         self._costs: dict[int, float] = {}
+        self._bounded: dict[tuple[int, float], list[np.ndarray]] = {}
         self._drawn: deque[Plan] = deque()
         self._step = self._taken = 0
         self._seats: Iterator[Seats] = itertools.repeat(Seats(world_size, rank))
@@ -309,8 +310,10 @@ class DataLoader:
 
     def bounded_numbers(self, nbatches: int, most: float) -> list[np.ndarray]:
         """Return the numbers of the frames of each system that `bounded_batches` reads."""
-        candidates = self._numbers([nbatches * size for size in self.batch_sizes])
-        return sample_frames(self.systems, most, self.cache.rcut, candidates)
+        if (nbatches, most) not in self._bounded:
+            candidates = self._numbers([nbatches * size for size in self.batch_sizes])
+            self._bounded[nbatches, most] = sample_frames(self.systems, most, self.cache.rcut, candidates)
+        return self._bounded[nbatches, most]
 
     # -- building --------------------------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ def _drawn_counts(
     drawn = np.minimum(counts, drawn + (there if 2 * lone <= most else 0))
     systems_of: dict[int, list[int]] = {}
     for k in np.flatnonzero(there).tolist():
-        for kind in np.unique(systems[k].types(np.zeros(1, dtype=np.int64))).tolist():
+        for kind in sorted(set(systems[k].types(np.zeros(1, dtype=np.int64))[0].tolist())):
             systems_of.setdefault(kind, []).append(k)
     for kind, members in systems_of.items():
         lacking = min(_FRAMES_OF_A_TYPE, int(counts[members].sum())) - int(drawn[members].sum())

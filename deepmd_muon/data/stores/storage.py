@@ -17,21 +17,23 @@ from typing import Any, Protocol
 import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError
-from deepmd_muon.files import open_regular
+from deepmd_muon.files import regular_handle
 
 #: Most files of data that one cache keeps open, small ones as their values.
 MAX_HANDLES = 4096
 # Share of the process's limit on open files that one cache takes: training and validation data have one each, and
 # checkpoints, libraries and sockets need the rest. The usual limit is 1,024.
 _SHARE = 8
+# Most memory of the values that one cache keeps, and that of an array beside its values [bytes].
+_MOST_BYTES, _OF_ARRAY = 128 << 20, 512
 
 
 class HandleCache:
-    """The files of data that this process holds open, least recently used first out.
+    """The files of data that this process holds open, or their values where they are few; least recently used go first.
 
     A file is closed when its last user drops it, so a thread can read on when the cache has dropped the file.
-    Pickled and forked copies start empty: an HDF5 handle must not be shared between processes. At most `maxsize` files
-    are open, by default a share of the limit on open files (``ulimit -n``).
+    Pickled copies start empty and forked ones without files: an HDF5 handle must not be shared between processes. At
+    most `maxsize` files are open, by default a share of the limit on open files (``ulimit -n``).
     """
 
     def __init__(self, maxsize: int | None = None) -> None:
@@ -41,6 +43,8 @@ class HandleCache:
             maxsize = max(2, min(most, MAX_HANDLES))
         self.maxsize = maxsize
         self._handles: OrderedDict[str, Any] = OrderedDict()
+        self._values: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._nbytes = 0
         self._pid = os.getpid()
         # The prefetch thread and the main thread may read different systems through one cache.
         self._lock = threading.RLock()
@@ -52,30 +56,44 @@ class HandleCache:
         return len(self._handles)
 
     def get(self, key: str, opener: Callable[[], Any]) -> Any:
-        """Return the open file called `key`, opening it with `opener` when it is not open yet."""
+        """Return the open file called `key` or its values, opening it with `opener` when it is not open yet."""
         with self._lock:
             if self._pid != os.getpid():
                 self._handles.clear()
                 self._pid = os.getpid()
-            if key in self._handles:
-                self._handles.move_to_end(key)
-                return self._handles[key]
+            for kept in (self._values, self._handles):
+                if key in kept:
+                    kept.move_to_end(key)
+                    return kept[key]
             handle = opener()
+            if isinstance(handle, np.ndarray):
+                self.keep(key, handle)
+                return handle
             self._handles[key] = handle
             while len(self._handles) > self.maxsize:
                 self._handles.popitem(last=False)
             return handle
+
+    def keep(self, key: str, values: np.ndarray) -> None:
+        """Keep the values of a file that has not been opened by `get`."""
+        with self._lock:
+            if (old := self._values.pop(key, None)) is not None:
+                self._nbytes -= old.nbytes + _OF_ARRAY
+            self._values[key] = values
+            self._nbytes += values.nbytes + _OF_ARRAY
+            while self._nbytes > _MOST_BYTES:
+                self._nbytes -= self._values.popitem(last=False)[1].nbytes + _OF_ARRAY
 
 
 class OpenFile:
     """A regular file, open for reading until nobody refers to it.
 
     Nothing is mapped: where the disk fails or the file is cut short, reading a map ends the process with SIGBUS.
+    `status` is that of the file when it was opened.
     """
 
     def __init__(self, path: str) -> None:
-        with open_regular(path) as file:
-            self._handle = os.dup(file.fileno())
+        self._handle, self.status = regular_handle(path)
 
     def __del__(self) -> None:
         with suppress(AttributeError, OSError):  # it was never opened
@@ -153,6 +171,10 @@ class FileWatch:
             status = os.stat(path)
         except OSError as error:
             raise SystemFormatError(system, path, f"cannot be looked at: {error.strerror}") from error
+        self.compare(system, path, status)
+
+    def compare(self, system: str, path: str, status: os.stat_result) -> None:
+        """Do the same with the status of a file that has been opened."""
         found = (status.st_size, status.st_mtime_ns)
         first = self._seen.setdefault(path, found)
         if found != first:

@@ -9,7 +9,6 @@ import numpy as np
 
 from deepmd_muon.data import Frames, System
 from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS
-from deepmd_muon.data.neighbors.far_atoms import MAX_LENGTH
 
 #: Atoms that are read at once.
 CHUNK_ATOMS = 1 << 16
@@ -38,7 +37,7 @@ class Chunk:
     parameters
         Values of "fparam" `(nframes, numb_fparam)` and "aparam" `(natoms of all, numb_aparam)`.
     doubtful
-        Numbers of the frames that the neighbour search rejects because of their cell or positions.
+        Numbers of the frames that the neighbour search rejects because of their cell.
     """
 
     numbers: np.ndarray
@@ -73,7 +72,7 @@ def _pack(system: System, numbers: np.ndarray, first: int, ntypes: int) -> Chunk
     same = not system.mixed and bool((atype[0] >= 0).all())
     rows = atype[:1] if same else atype
     order = np.argsort(np.where(rows < 0, 1 << 30, rows), axis=1, kind="stable")
-    real = np.take_along_axis(atype, order, 1) >= 0
+    real = np.ones_like(atype, dtype=bool) if same else np.take_along_axis(atype, order, 1) >= 0
 
     def packed(values: np.ndarray) -> np.ndarray:
         """Return values of the real atoms `(nframes, natoms, width)`, each frame's sorted by type, as rows."""
@@ -109,13 +108,11 @@ def _pack(system: System, numbers: np.ndarray, first: int, ntypes: int) -> Chunk
 
 
 def _doubtful(system: System, frames: Frames) -> np.ndarray:
-    """Return which frames the neighbour search rejects because of their positions or cell `(nframes,)`."""
-    size = np.abs(frames.coord).max(axis=(1, 2), initial=0.0)
-    odd = ~(size <= MAX_LENGTH)
-    if system.pbc and frames.box is not None:
-        volume, length = np.abs(np.linalg.det(frames.box)), np.abs(frames.box).max(axis=(1, 2))
-        odd |= ~((volume > 1e-6 * length**3) & (length <= MAX_LENGTH))
-    return np.asarray(odd)
+    """Return which frames the neighbour search rejects because of their cell `(nframes,)`; `System` checks lengths."""
+    if not system.pbc or frames.box is None:
+        return np.zeros(frames.nframes, dtype=bool)
+    volume, length = np.abs(np.linalg.det(frames.box)), np.abs(frames.box).max(axis=(1, 2))
+    return np.asarray(~(volume > 1e-6 * length**3))
 
 
 def _join(parts: Sequence[Chunk]) -> Chunk:

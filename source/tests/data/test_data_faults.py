@@ -14,8 +14,8 @@ import pytest
 import write_systems
 from write_systems import make_arrays, write_hdf5, write_npy
 
-from deepmd_muon import files
 from deepmd_muon.data import System, SystemFormatError, TypeMapError, open_systems
+from deepmd_muon.data.stores import npy_store
 from deepmd_muon.data.stores.npy_store import npy_stores
 from deepmd_muon.data.stores.storage import HandleCache
 
@@ -142,31 +142,17 @@ def test_names_that_are_there_twice_or_no_text(folder):
     assert "not a regular file" in refused(folder.parent, "type_map.raw")
 
 
-class BrokenFile:
-    """A file on a disk that fails; as the system's errors of reading, its error names no file."""
-
-    def __init__(self, handle, mode):
-        os.close(handle)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return None
-
-    def read(self, *size):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
 @pytest.mark.parametrize("file", ["coord.npy", "type.raw", "type_map.raw"])
 def test_a_disk_that_fails_is_reported_with_the_file(folder, monkeypatch, file):
-    open_file = os.fdopen
+    """As the system's errors of reading, its error names no file."""
+    read_at = os.preadv
 
-    def open_broken(handle, mode):
-        broken = os.readlink(f"/proc/self/fd/{handle}").endswith(file)
-        return BrokenFile(handle, mode) if broken else open_file(handle, mode)
+    def read_or_fail(handle, *arguments):
+        if os.readlink(f"/proc/self/fd/{handle}").endswith(file):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read_at(handle, *arguments)
 
-    monkeypatch.setattr(files.os, "fdopen", open_broken)
+    monkeypatch.setattr(os, "preadv", read_or_fail)
     assert "Input/output error" in refused(folder.parent, file)
 
 
@@ -255,6 +241,11 @@ def test_an_error_of_the_disk_is_one_of_the_file(tmp_path, monkeypatch):
     def broken(*_args):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
+    monkeypatch.setattr(os, "preadv", broken)
+    assert len(system.frames([0]).energy) == 1  # of so few values, which were read with the header
+    monkeypatch.undo()
+    monkeypatch.setattr(npy_store, "_FEW_BYTES", 0)
+    (system,) = open_systems(str(tmp_path / "sys"))
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(SystemFormatError) as error:
         system.frames([0])

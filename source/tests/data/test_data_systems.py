@@ -25,8 +25,9 @@ from deepmd_muon.data import (
     with_common_types,
 )
 from deepmd_muon.data.frames import LABELS
+from deepmd_muon.data.stores import npy_store, storage
 from deepmd_muon.data.stores.hdf5_store import HDF5Store
-from deepmd_muon.data.stores.npy_store import NpyStore
+from deepmd_muon.data.stores.npy_store import npy_stores
 from deepmd_muon.data.stores.storage import HandleCache
 
 TYPES = [1, 0, 0, 1]
@@ -362,15 +363,31 @@ def test_forked_children_open_their_own_file(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["npy", "hdf5"])
-def test_few_handles_suffice(tmp_path, kind):
+def test_few_handles_suffice(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(npy_store, "_FEW_BYTES", 0)
     sets = [make_arrays(3, 4, seed=k) for k in range(4)]
     handles = HandleCache(maxsize=2)
     path = write(kind, tmp_path, TYPES, sets)
-    system = System(NpyStore(path, handles) if kind == "npy" else HDF5Store(*path.split("#/"), handles))
+    system = System(next(npy_stores(path, handles)) if kind == "npy" else HDF5Store(*path.split("#/"), handles))
     indices = [11, 0, 7, 3, 4]
     for _ in range(3):
         check_frames(system.frames(indices), sets, indices)
-    assert len(handles) <= 2
+    assert 1 <= len(handles) <= 2
+
+
+def test_few_values_of_npy_files_are_kept_within_a_bound(tmp_path, monkeypatch):
+    sets = [make_arrays(3, 4, seed=k) for k in range(4)]
+    monkeypatch.setattr(storage, "_MOST_BYTES", 6 * storage._OF_ARRAY)
+    handles = HandleCache()
+    write_npy(tmp_path / "sys", TYPES, sets)
+    systems = [System(next(npy_stores(str(tmp_path / "sys"), handles))) for _ in range(2)]
+    indices = [11, 0, 7, 3, 4]
+    for system in systems * 2:
+        check_frames(system.frames(indices), sets, indices)
+        kept = [values.nbytes for values in handles._values.values()]
+        assert 1 < len(kept) < 6
+        assert handles._nbytes == sum(kept) + storage._OF_ARRAY * len(kept)
+    assert len(handles) == 0
 
 
 def test_hdf5_reads_only_the_rows_asked_for(tmp_path, monkeypatch):

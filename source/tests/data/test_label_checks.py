@@ -45,6 +45,16 @@ def test_good_data_raise_no_suspicion():
     assert suspicions(open_systems([str(WATER.parent)])) == []
 
 
+def test_cells_of_a_system_are_inverted_together(monkeypatch):
+    """Once for the shortest distances, once for near frames; frames of which pairs are taken, twice each besides."""
+    (system,) = open_systems(str(COPPER / "triclinic8"))
+    shapes, invert = [], np.linalg.inv
+    monkeypatch.setattr(np.linalg, "inv", lambda a: shapes.append(np.shape(a)) or invert(a))
+    suspicions([system])
+    assert next(shape for shape in shapes if len(shape) == 3) == (20, 3, 3)
+    assert sum(len(shape) == 2 for shape in shapes) == 2 * 20
+
+
 ENERGY_AND_FORCE = [
     ({"energy": KCAL}, "energies in kcal/mol", KCAL),
     ({"energy": 1 / HARTREE}, "energies in Hartree", 1 / HARTREE),
