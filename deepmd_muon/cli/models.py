@@ -37,18 +37,27 @@ def check_compiled(path: str, *, trust: bool) -> None:
     Raises
     ------
     CommandError
-        When `path` ends in ".pt2" and `trust` is false.
+        When `path` ends in ".pt2" and `trust` is false, or there is no such package.
     """
+    if Path(path).suffix == ".pt2":
+        require_file(path)
     if Path(path).suffix == ".pt2" and not trust:
         raise CommandError(
             f"{path} holds compiled code, which runs when it is loaded; if you trust its maker, use --trust"
         )
 
 
+def require_file(path: str | os.PathLike[str]) -> None:
+    """Refuse a model that does not exist: deepmd-kit, which may not be installed, cannot read it either."""
+    if not Path(path).exists():
+        raise CommandError(f"there is no file {path}")
+
+
 def require_readable(path: str, *, trust: bool) -> None:
     """Hand over for a model file of deepmd-kit's other backends; see `check_compiled` for compiled ones."""
     check_compiled(path, trust=trust)
     if Path(path).suffix in (".pb", ".pt2", ".dp", ".yaml", ".savedmodel", ".hlo"):
+        require_file(path)
         raise HandOver(f"the model format {Path(path).suffix}")
 
 
