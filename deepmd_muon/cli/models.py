@@ -66,9 +66,13 @@ def load_predictors(names: Sequence[str], options: argparse.Namespace) -> list[P
 
     A model that deepmd-kit alone has is handed over.
     """
+    from deepmd_muon.infer.frozen import is_frozen
     from deepmd_muon.infer.predictor import Predictor
     from deepmd_muon.model.errors import ForeignModelError
 
+    of_input = getattr(options, "train_data", None) or getattr(options, "valid_data", None)
+    if options.head and not of_input and all(map(is_frozen, names)):
+        raise CommandError(f"{names[0]} holds one model: choose the branch when you freeze (--head {options.head})")
     ema = getattr(options, "ema", False)
     try:
         predictors = [Predictor(name, ema=ema, head=options.head, trust=options.trust) for name in names]

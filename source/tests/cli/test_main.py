@@ -127,6 +127,25 @@ def test_without_deepmd_kit_one_sentence_says_so(words, what, no_deepmd_kit, cap
     assert capsys.readouterr().err == f"dp: deepmd-muon does not have {what}, and deepmd-kit is not installed\n"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["test", "-m", "m.pt", "-s", ""],
+        ["freeze", "-c", "m.pt", "-o", ""],
+        ["train", ""],
+        ["test", "-m", "m.pt", "--head="],
+        ["change-bias", "m.pt", "-l", " "],
+    ],
+)
+def test_an_empty_argument_is_a_variable_that_is_not_set(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "is empty" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 MISSING = [f"missing{suffix}" for suffix in ("", ".pt", ".pth", ".pb", ".pt2", ".dp", ".dcp", ".yaml")]
 
 
