@@ -229,6 +229,8 @@ def replace_link(link: Path, target: str) -> None:
 
 def hidden_name(path: Path) -> Path:
     """Return a path beside `path` that cannot be guessed: ``.name.<random>`` before the ending."""
+    if not path.name:  # "." or "/"
+        raise WriteError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     return path.with_name(f".{path.stem}.{secrets.token_hex(8)}{path.suffix}")
 
 

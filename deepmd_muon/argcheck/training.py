@@ -17,6 +17,8 @@ _SYSTEMS = (
     "LMDB databases (data.lmdb), files that ASE reads (extended XYZ), or patterns of such paths (data/**/fcc*). A "
     "single string stands for a list of one."
 )
+# Names of files: "", "." and "/" have no last part that a number or an ending could be added to.
+_A_NAME: dict[str, str] = {"pattern": r"[\s\S]*[^./\s][\s\S]*", "forms": "the name of a file"}
 _NUMBER = r"\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?"
 
 
@@ -200,10 +202,11 @@ class RunSettings(Section):
         ),
     )
     seed: int | None = setting(None, minimum=0, doc="Seed of the order of the data; random by default.")
-    disp_file: str = setting("lcurve.out", doc="File of the learning curve.")
+    disp_file: str = setting("lcurve.out", **_A_NAME, doc="File of the learning curve.")
     disp_freq: int = setting(1000, minimum=1, doc="Steps between two rows of the learning curve.")
     jsonl_file: str | None = setting(
         None,
+        **_A_NAME,
         doc=(
             "File with a line of JSON for every row of the learning curve: step, time [s], lr and all errors. By "
             "default none is written."
@@ -215,7 +218,7 @@ class RunSettings(Section):
         False, doc="Show training errors averaged over the steps since the last row instead of those of its batch."
     )
     save_freq: int = setting(1000, minimum=1, doc="Steps between two checkpoints.")
-    save_ckpt: str = setting("model.ckpt", doc="Prefix of the checkpoint files.")
+    save_ckpt: str = setting("model.ckpt", **_A_NAME, doc="Prefix of the checkpoint files.")
     checkpoint_format: str = setting(
         "file",
         choices=("file", "dcp", "both"),
@@ -257,7 +260,7 @@ class RunSettings(Section):
     wandb: bool = setting(False, doc="Send the rows of the learning curve to Weights & Biases.")
     wandb_project: str = setting("deepmd_muon", doc="Project of Weights & Biases.")
     profiling: bool = setting(False, doc="Write a trace of the run for chrome://tracing.")
-    profiling_file: str = setting("timeline.json", doc="File of the trace.")
+    profiling_file: str = setting("timeline.json", **_A_NAME, doc="File of the trace.")
     zero_stage: int = setting(
         0,
         choices=(0, 1, 2, 3),

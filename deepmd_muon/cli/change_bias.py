@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import HandOver
-from deepmd_muon.cli.models import add_model_options, frozen_here
+from deepmd_muon.cli.models import add_model_options, frozen_here, require_file
 from deepmd_muon.cli.systems import add_label_options, begin, listed_systems, open_listed
 
 HELP = "change the energy that a trained model adds to each atom by its type"
@@ -46,6 +46,7 @@ def run(options: argparse.Namespace) -> int:
             "and freeze that"
         )
     if Path(options.INPUT).suffix in (".pth", ".pb", ".pt2", ".dp"):
+        require_file(options.INPUT)
         raise HandOver(f"change-bias for the model format {Path(options.INPUT).suffix}")
     if options.numb_batch < 0:
         raise CommandError(f"-n must be 0 (all frames) or a number of frames; found {options.numb_batch}")

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.stability.report import text_of, values_of
     from deepmd_muon.train.systems import open_section
 
-    section = section_of_input(Path(options.train_data), "training") if options.train_data else None
+    section = section_of_input(Path(options.train_data), "training", options.head) if options.train_data else None
     models = {"--train-data": options.train_data}
     models |= {f"the model {name}": checkpoint_path(name) for name in options.MODEL}
     settings = CheckSettings(

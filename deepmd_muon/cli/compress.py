@@ -63,14 +63,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compress."""
-    source, output = Path(options.input), Path(options.output)
-    source = source if source.suffix else source.with_suffix(".pth")
-    if source.suffix not in (".pt", ".pth") or (
-        source.suffix == ".pth" and source.exists() and not frozen_here(source)
-    ):
-        raise HandOver(f"compression of {source}, a model of deepmd-kit's")
+    source, output = _source(options.input), Path(options.output)
     if not source.exists():
         raise CommandError(f"there is no file {source}; name a checkpoint or a file of dp freeze with -i")
+    if source.suffix not in (".pt", ".pth", ".dcp") or (source.suffix == ".pth" and not frozen_here(source)):
+        raise HandOver(f"compression of {source}, a model of deepmd-kit's")
     output = output if output.suffix == ".pth" else Path(f"{output}.pth")
     _check(options, source)
     from deepmd_muon.deploy.compress import restored
@@ -85,6 +82,15 @@ def run(options: argparse.Namespace) -> int:
     settings = {"step": options.step, "extrapolate": options.extrapolate}
     write_compressed(model, output, source, min_distance=min_distance, **settings)
     return 0
+
+
+def _source(name: str) -> Path:
+    """Return the file that a name means: .pth is added to one without a suffix, otherwise .pt or .dcp if it exists."""
+    from deepmd_muon.checkpoint_file.file import checkpoint_path
+
+    frozen = Path(name) if Path(name).suffix else Path(f"{name}.pth")
+    checkpoint = checkpoint_path(name)
+    return checkpoint if checkpoint.exists() and not frozen.exists() else frozen
 
 
 def _check(options: argparse.Namespace, source: Path) -> None:

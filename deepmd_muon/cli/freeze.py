@@ -10,7 +10,7 @@ from typing import NoReturn
 from deepmd_muon.cli.compress import write_compressed
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import DeepmdKitOption, HandOver
-from deepmd_muon.cli.models import add_model_options
+from deepmd_muon.cli.models import add_model_options, require_file
 from deepmd_muon.cli.systems import begin
 from deepmd_muon.files import regular_text
 
@@ -43,14 +43,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Freeze."""
+    from deepmd_muon.checkpoint_file.file import checkpoint_path
+
     output = Path(options.output)
     if output.suffix in (".pte", ".pb", ".savedmodel", ".json", ".hlo"):
+        require_file(checkpoint_path(options.checkpoint))
         raise HandOver(f"frozen files of the format {output.suffix}")
     if output.suffix == ".pt2":
         _hand_over_compiled(options, output)
     # Of model.v1, "v1" belongs to the name: model.pth may be another model.
     output = output.with_suffix(".pth") if output.suffix in (".pth", ".pt") else Path(f"{output}.pth")
-    from deepmd_muon.checkpoint_file.file import checkpoint_path
     from deepmd_muon.deploy.freeze import freeze
     from deepmd_muon.infer.predictor import load_min_distance, load_model
     from deepmd_muon.model.errors import ForeignModelError
@@ -82,6 +84,7 @@ def _hand_over_compiled(options: argparse.Namespace, output: Path) -> NoReturn:
             "--ema, --head and --interpolate, or write a .pth"
         )
     checkpoint = checkpoint_path(_checkpoint(Path(options.checkpoint)))
+    require_file(checkpoint)
     raise HandOver("compiled files (.pt2)", words=["convert-backend", str(checkpoint), str(output)])
 
 

@@ -92,6 +92,7 @@ def _run(words: list[str], backend: str | None, rest: list[str]) -> int:
         if command is not None and command not in COMMANDS:
             raise HandOver(f"the command {command!r}", choices(command, tuple(COMMANDS)))
         parser = build_parser()
+        _refuse_empty(parser, words)
         options = parser.parse_args(words)
         if options.command is None:
             parser.print_help()
@@ -101,6 +102,14 @@ def _run(words: list[str], backend: str | None, rest: list[str]) -> int:
         # Without a backend, our commands are PyTorch's and deepmd-kit's are TensorFlow's.
         prefix = ["--pt"] if backend is None and command not in _TENSORFLOW_ONLY else []
         return hand_over(str(request), request.words or [*prefix, *words], request.advice)
+
+
+def _refuse_empty(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Refuse empty words, such as "$DATA" of a variable that is not set: as a path they mean the present folder."""
+    for before, word in zip(["", *words], words, strict=False):
+        if not word.strip() or (word.startswith("--") and word.endswith("=")):
+            name = word or before
+            parser.error(f"an argument is empty ({name!r}); is a variable of the shell unset?")
 
 
 def _guarded(options: argparse.Namespace) -> int:

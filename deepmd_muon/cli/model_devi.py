@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 from pathlib import Path
 
 from deepmd_muon.cli.errors import CommandError
@@ -43,6 +44,12 @@ def run(options: argparse.Namespace) -> int:
         require_readable(name, trust=options.trust)
     if len(options.models) < 2 and not options.real_error:
         raise CommandError("-m needs at least two models; found one: its deviation from itself is zero")
+    if options.frequency < 1:
+        raise CommandError(f"-f must be a number of steps, 1 or more; found {options.frequency}")
+    for name in ("relative", "relative_v"):
+        level = getattr(options, name)
+        if level is not None and not (math.isfinite(level) and level >= 0):
+            raise CommandError(f"--{name} must be a number, 0 or more; found {level}")
     import numpy as np
 
     from deepmd_muon.checkpoint_file.file import checkpoint_path

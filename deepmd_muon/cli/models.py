@@ -37,18 +37,27 @@ def check_compiled(path: str, *, trust: bool) -> None:
     Raises
     ------
     CommandError
-        When `path` ends in ".pt2" and `trust` is false.
+        When `path` ends in ".pt2" and `trust` is false, or there is no such package.
     """
+    if Path(path).suffix == ".pt2":
+        require_file(path)
     if Path(path).suffix == ".pt2" and not trust:
         raise CommandError(
             f"{path} holds compiled code, which runs when it is loaded; if you trust its maker, use --trust"
         )
 
 
+def require_file(path: str | os.PathLike[str]) -> None:
+    """Refuse a model that does not exist: deepmd-kit, which may not be installed, cannot read it either."""
+    if not Path(path).exists():
+        raise CommandError(f"there is no file {path}")
+
+
 def require_readable(path: str, *, trust: bool) -> None:
     """Hand over for a model file of deepmd-kit's other backends; see `check_compiled` for compiled ones."""
     check_compiled(path, trust=trust)
     if Path(path).suffix in (".pb", ".pt2", ".dp", ".yaml", ".savedmodel", ".hlo"):
+        require_file(path)
         raise HandOver(f"the model format {Path(path).suffix}")
 
 
@@ -57,9 +66,13 @@ def load_predictors(names: Sequence[str], options: argparse.Namespace) -> list[P
 
     A model that deepmd-kit alone has is handed over.
     """
+    from deepmd_muon.infer.frozen import is_frozen
     from deepmd_muon.infer.predictor import Predictor
     from deepmd_muon.model.errors import ForeignModelError
 
+    of_input = getattr(options, "train_data", None) or getattr(options, "valid_data", None)
+    if options.head and not of_input and all(map(is_frozen, names)):
+        raise CommandError(f"{names[0]} holds one model: choose the branch when you freeze (--head {options.head})")
     ema = getattr(options, "ema", False)
     try:
         predictors = [Predictor(name, ema=ema, head=options.head, trust=options.trust) for name in names]

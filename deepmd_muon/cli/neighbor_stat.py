@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 
+from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.systems import add_label_options, begin, open_listed
 
 HELP = "find the shortest distance and the largest numbers of neighbours in a data set"
@@ -34,6 +36,8 @@ def run(options: argparse.Namespace) -> int:
     """Count, and log the same lines as deepmd-kit."""
     from deepmd_muon.data import neighbor_statistics, with_common_types
 
+    if not (math.isfinite(options.rcut) and options.rcut > 0):
+        raise CommandError(f"-r must be a number above 0 [Å]; found {options.rcut}")
     begin(options, systems={"the data": [options.system]})
     systems = open_listed(options.system, options.type_map, options)
     if options.type_map is None:

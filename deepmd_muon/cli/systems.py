@@ -48,6 +48,8 @@ def open_listed(
     paths: str | Sequence[str], type_map: Sequence[str] | None, options: argparse.Namespace
 ) -> list[System]:
     """Open systems with the options of `add_label_options`."""
+    if type_map and len(set(type_map)) < len(type_map):
+        raise CommandError(f"the type map {' '.join(type_map)} names an element twice")
     from deepmd_muon.data import open_systems
     from deepmd_muon.label_keys import LabelKeys
 

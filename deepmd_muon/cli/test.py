@@ -55,6 +55,8 @@ def run(options: argparse.Namespace) -> int:
     require_readable(options.model, trust=options.trust)
     if options.numb_test < 0:
         raise CommandError(f"-n must be 0 (all frames) or a number of frames; found {options.numb_test}")
+    if (options.rand_seed or 0) < 0:
+        raise CommandError(f"-r must be 0 or more; found {options.rand_seed}")
     import numpy as np
 
     from deepmd_muon.data.opening import check_labels, with_parameters

@@ -78,6 +78,8 @@ class System:
         self._parameter_files = {name: every[name] for name in PARAMETERS}
         self.labels = frozenset(self._files)
         self.parameters = Parameters()
+        # Of files whose first axis does not count frames; filled when their shapes are checked.
+        self._rows_per_frame: dict[str, int] = {}
         counts = [self._check_set(k, names) for k, names in enumerate(contents)]
         self.nframes = sum(counts)
         if self.nframes == 0:
@@ -97,7 +99,7 @@ class System:
     def with_types(self, type_map: Sequence[str]) -> System:
         """Return the same frames with types that index another type map; errors are those of the class."""
         found = System(self._store, type_map)
-        found.parameters = self.parameters
+        found.parameters, found._rows_per_frame = self.parameters, self._rows_per_frame
         found._first, found.nframes = self._first, self.nframes
         return found
 
@@ -225,11 +227,12 @@ class System:
 
     def _check_shape(self, path: str, nframes: int, width: int) -> None:
         shape = self._store.shape(path)
-        # A set of one frame may be written without the axis of frames.
-        fits = math.prod(shape) == nframes * width and (nframes == 1 or shape[0] == nframes)
-        if not fits:
+        rows = rows_per_frame(shape, nframes, width, self.natoms)
+        if rows is None:
             problem = f"expected shape ({nframes}, {width}) for {nframes} frames of {self.natoms} atoms, found {shape}"
             raise SystemFormatError(self.name, path, problem)
+        if rows != 1:
+            self._rows_per_frame[path] = rows
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -307,8 +310,8 @@ class System:
             if files[k] is None:
                 continue
             path = f"{self._sets[k]}/{files[k]}"
-            rows = self._store.rows(path, local, single=bool(self._counts[k] == 1))
-            values = np.asarray(rows, dtype=np.float64).reshape(len(local), -1)
+            values = np.asarray(self._rows(path, local, int(self._counts[k])), dtype=np.float64)
+            values = values.reshape(len(local), -1)
             if not self._store.sampled and not np.isfinite(values).all():
                 bad = local[~np.isfinite(values).all(axis=1)]
                 raise SystemFormatError(self.name, path, f"value that is not finite in frame {bad[0]} of this set")
@@ -321,6 +324,16 @@ class System:
             result[mine] = values
         assert result is not None  # asked for frames of which one set at least has the file
         return result
+
+    def _rows(self, path: str, frames: np.ndarray, nframes: int) -> np.ndarray:
+        """Values of some of the `nframes` frames of a file, whatever its axes (see `rows_per_frame`)."""
+        each = self._rows_per_frame.get(path, 1)
+        if each == 1:
+            return self._store.rows(path, frames, single=nframes == 1)
+        if each:
+            return self._store.rows(path, (frames[:, None] * each + np.arange(each)).ravel(), single=False)
+        whole = self._store.rows(path, np.zeros(1, dtype=np.int64), single=True)
+        return np.asarray(whole.reshape(nframes, -1)[frames])
 
     def part(self, first: int, end: int) -> System:
         """Return consecutive frames of the same system as a system; `labels` are those of the whole."""
@@ -359,6 +372,29 @@ class System:
         for values in (self._parameter("fparam", every), self._parameter("aparam", every[[0, -1]])):
             digest.update(b"" if values is None else values.tobytes())
         return digest.hexdigest()
+
+
+def rows_per_frame(shape: Sequence[int], nframes: int, width: int, natoms: int) -> int | None:
+    """Find how the frames of an array follow each other, `width` values each; None where it cannot hold them.
+
+    deepmd-kit's `dp test` takes any array of the right size. We take those whose axes tell frames from the rest: frames
+    may share their axis with the atoms, the rows of a 3×3 matrix or all values of a frame, and axes of length 1 may
+    precede it. Transposed arrays are not taken.
+
+    Returns
+    -------
+    int or None
+        Rows of the first axis that make a frame; 0 where the whole array has to be read.
+    """
+    if math.prod(shape) != nframes * width:
+        return None
+    if nframes == 1 or shape[0] == nframes:
+        return 1  # a set of one frame may be written without the axis of frames
+    first = next((n for n in shape if n != 1), 1)
+    each, rest = divmod(first, max(nframes, 1))
+    if rest or each not in (1, width, natoms, *((3,) if width == 9 else ())):
+        return None
+    return each if shape[0] == first else 0
 
 
 def _file_of(name: str, files: frozenset[str]) -> str | None:

@@ -17,6 +17,8 @@ _COULOMB = 14.3996454785
 _AMPLITUDES = np.array([0.18175, 0.50986, 0.28022, 0.02817])
 _DECAYS = np.array([3.19980, 0.94229, 0.40290, 0.20162])
 _LENGTH, _POWER = 0.46850, 0.23
+# Of a table: many times what interpolation between rows needs, and less than a second of work.
+_MOST_ROWS = 1_000_000
 
 
 def zbl(first: str, second: str, distance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -51,6 +53,8 @@ def table_of(names: Sequence[str], step: float, begin: float, end: float) -> np.
     """
     if not 0.0 < step < begin < end:
         raise DataError(f"distances must grow from step over begin to end; found {step:g}, {begin:g} and {end:g} Å")
+    if not end / step < _MOST_ROWS:
+        raise DataError(f"a table has at most {_MOST_ROWS} rows; found an end of {end:g} Å and a step of {step:g} Å")
     distance = step * np.arange(1, int(np.ceil(end / step)) + 2)
     u = np.clip((distance - begin) / (end - begin), 0.0, 1.0)
     switch = np.where(u < 1.0, 1.0 - u**3 * (10.0 - 15.0 * u + 6.0 * u**2), 0.0)

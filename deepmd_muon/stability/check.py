@@ -63,6 +63,8 @@ class CheckSettings:
                 raise StabilityError(f"{name} must be above 0; found {value:g}")
         if (self.copies is not None and self.copies < 1) or self.probes < 1:
             raise StabilityError(f"--copies and --probes must be 1 or more; found {self.copies} and {self.probes}")
+        if self.seed < 0:
+            raise StabilityError(f"--seed must be 0 or more; found {self.seed}")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from deepmd_muon.data import (
     with_parameters,
 )
 from deepmd_muon.data.frames import PARAMETERS
-from deepmd_muon.files import whole_file
+from deepmd_muon.files import make_folder_of, whole_file
 from deepmd_muon.model import EnergyModel, ModelSettings, Structures, build_model
 from deepmd_muon.model.deepmd_kit import branch_prefix, from_deepmd_kit
 from deepmd_muon.model.fitting.interface import Conditioned
@@ -303,6 +303,7 @@ def change_bias(
         model.set_energy_bias(values)
     name = f"{branch_prefix(content['model'], branch)}atomic_model.out_bias"
     content["model"] = {**content["model"], name: model.atomic_model.out_bias.cpu()}
+    make_folder_of(output)
     with whole_file(output) as file:
         torch.save(content, file)
     log.info("saved %s", output)

@@ -157,6 +157,13 @@ def test_a_link_put_in_the_place_of_an_open_file_is_not_followed():
         append_to(Path("out"))
 
 
+@pytest.mark.parametrize("name", [".", "/", "a/.."])
+def test_a_folder_cannot_be_written_as_a_file(name):
+    with pytest.raises(WriteError), whole_file(Path(name)) as file:
+        file.write(b"x")
+    assert os.listdir() == ["victim"]
+
+
 def test_links_are_replaced():
     replace_link(Path("newest"), "a")
     replace_link(Path("newest"), "b")

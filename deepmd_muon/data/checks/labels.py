@@ -268,7 +268,7 @@ def _energy_factor(sample: Sample, fit: PairFit, frames: Frames) -> float | None
     work = -0.5 * ((frames.force[i] + frames.force[j]) * moved).sum(axis=(1, 2))
     by_work, correlation = _ratio(work, frames.energy[j] - frames.energy[i])
     if correlation < _CORRELATED:  # few near frames, or too much else happens between them
-        by_work, correlation = _ratio(fit.energies - fit.energies.mean(), frames.energy - frames.energy.mean())
+        by_work, correlation = _ratio(_without_volume(fit.energies, frames), _without_volume(frames.energy, frames))
     return by_work if correlation >= _CORRELATED and not _FACTORS[0] <= by_work <= _FACTORS[1] else None
 
 
@@ -285,6 +285,16 @@ def _near_frames(frames: Frames) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     same &= change < _LIKE * ((frames.force[i] + frames.force[j]) ** 2).sum(axis=(1, 2))
     same &= np.sqrt((moved**2).sum(axis=-1).mean(axis=-1)) < _NEAR
     return i[same], j[same], moved[same]
+
+
+def _without_volume(energies: np.ndarray, frames: Frames) -> np.ndarray:
+    """Energies [eV] less a parabola of ln V: forces say nothing about the work of the pressure, see below."""
+    if frames.box is None:
+        return np.asarray(energies - energies.mean())
+    volume = np.log(np.abs(np.linalg.det(frames.box)))
+    powers = (volume - volume.mean())[:, None] ** np.arange(3)
+    powers = powers if np.ptp(volume) > 1e-6 else powers[:, :1]
+    return np.asarray(energies - powers @ np.linalg.lstsq(powers, energies, rcond=None)[0])
 
 
 def _without_pressure(virial: np.ndarray) -> np.ndarray:

@@ -25,6 +25,8 @@ _RIDGE = 1e-6
 _SMALLEST = 1e-3
 #: Pairs that one system may cost: those of atoms times images times frames.
 MOST_PAIRS = 3_000_000
+# Part of the weight of a function in one system that another must have to know the potential there.
+_THERE = 0.3
 # Pairs that are compared at once: few enough for the caches, enough to make Python's share small.
 _AT_ONCE = 30_000
 
@@ -199,6 +201,24 @@ class PairFit:
         own, product = float(taken @ matrix @ taken), float(taken @ vector)
         size = np.sqrt(own * float((self.labels**2).sum()))
         return (product / own, product / size) if size > 0 else (0.0, 0.0)
+
+    def covered(self, other: PairFit, swap: Sequence[int]) -> float:
+        """Share of these forces that comes from distances at which another system has pairs of the same types.
+
+        At other distances its potential is a guess. `swap` is that of `agreement`.
+        """
+        wanted, known = self._weights, other._weights
+        there = sum(
+            float(row[known.get(tuple(sorted((swap[a], swap[b]))), np.zeros(FUNCTIONS)) > _THERE * row].sum())
+            for (a, b), row in wanted.items()
+        )
+        return there / sum(float(row.sum()) for row in wanted.values())
+
+    @property
+    def _weights(self) -> dict[tuple[int, ...], np.ndarray]:
+        """Mean squares of the forces of each function, by pairs of types."""
+        blocks = np.diag(self._normal[0]).reshape(-1, FUNCTIONS) / len(self.labels)
+        return dict(zip(self.kinds, blocks, strict=True))
 
 
 def _splines(r: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -19,6 +19,9 @@ _REFERENCES = 8
 _FACTORS, _CORRELATED = (0.25, 4.0), 0.8
 # Correlations of forces with types as they are, and swapped.
 _WRONG, _RIGHT = 0.5, 0.8
+# Share of the forces from distances that the other system has: 1.0 in swapped liquids and alloys, 0.5 at most where
+# cells are strained by a fifth, whose forces then fit by chance.
+_KNOWN = 0.9
 # Energy per atom [eV] away from the others with the same elements: tungsten's cohesive energy is 8.9 eV.
 _ENERGY = 20.0
 _ROUNDS = 30  # of the least absolute deviations
@@ -50,7 +53,7 @@ def _of_forces(system: System, fit: PairFit, others: Sequence[PairFit]) -> Itera
         swap = list(range(types[-1] + 1))
         swap[a], swap[b] = b, a
         votes = [
-            as_it_is < _WRONG and fit.agreement(other, swap)[1] > _RIGHT
+            as_it_is < _WRONG and fit.agreement(other, swap)[1] > _RIGHT and fit.covered(other, swap) > _KNOWN
             for other, (_, as_it_is) in zip(others, seen, strict=True)
             if as_it_is != 0
         ]

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.launch import Place, find_place
 from deepmd_muon.train.ranks.rendezvous import ANSWER, Meeting, describe
-from deepmd_muon.train.ranks.watchdog import WAITING, Watch, end_process, is_lost_connection, reason
+from deepmd_muon.train.ranks.watchdog import GRACE, WAITING, Watch, end_process, is_lost_connection, reason
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -180,7 +180,7 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
         agent=place.agent,
     )
     # NCCL's own watchdog ends a process without a message; ours must act first.
-    patience = timeout + datetime.timedelta(seconds=15) if on_gpu else timeout
+    patience = timeout + datetime.timedelta(seconds=GRACE) if on_gpu else timeout
     finished = False
     try:
         with watch.waiting():

@@ -36,8 +36,10 @@ WAITING = "waiting for the others"
 _IN_VAIN = "waiting for the others in vain"
 # Work of rank 0 before the first step, such as counting neighbours, may take this long [s].
 _LONGEST_WORK = 6 * 3600.0
-# On CPUs an exchange ends with an error of its own; this much later the thread ends what still hangs [s].
-_GRACE = 15.0
+#: Between two ways to end a run that waits in vain [s], so that the first can look for the missing rank and name it. On
+#: CPUs an exchange raises an error after the limit, and the thread ends what still hangs later. On GPUs the thread acts
+#: after the limit, and NCCL, which ends the process without a message, later.
+GRACE = 15.0
 
 
 class LostRankError(RuntimeError):
@@ -308,7 +310,7 @@ class Watch:
             any(map(self._has_ended, self._others)) or self._silent(self._others, guarding)
         )
         if waiting is not None:
-            patience = self._limit + (_GRACE if self._errors_come else 0.0)
+            patience = self._limit + (GRACE if self._errors_come else 0.0)
             lost |= time.monotonic() - waiting > patience or (not self._errors_come and self._someone_stopped)
         if lost:
             self._give_up(self.verdict())

@@ -170,8 +170,15 @@ class FullySharded(SeveralRanks):
             groups.append({**group, "params": names})
             numbered = zip(group["params"], names, strict=True)
             state.update({name: whole["state"][i] for i, name in numbered if i in whole["state"]})
-        options = StateDictOptions(full_state_dict=True)
+        # The whole state was checked when an optimizer of the whole model loaded it. Parameters without a gradient, as
+        # some in the last layer of DPA-3, have none.
+        options = StateDictOptions(full_state_dict=True, strict=False)
         set_optimizer_state_dict(self.model, optimizer, {"state": state, "param_groups": groups}, options=options)
+        # torch has made state for these by a step of length 0, which Adam counts.
+        for group in optimizer.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if name not in state:
+                    optimizer.state.pop(parameter, None)
 
 
 def _own_fitting_nets(model: EnergyModel | Branches) -> list[nn.Module]:

@@ -66,6 +66,9 @@ def change(data, path, value):
     ("path", "value", "message"),
     [
         ("model/type_map", ["O", "O"], "names 'O' twice"),
+        ("training/save_ckpt", "", "must be the name of a file; found ''"),
+        ("training/disp_file", "./", "must be the name of a file; found './'"),
+        ("training/jsonl_file", " ", "must be the name of a file; found ' '"),
         ("model/type_map", "O", "must be a list of strings; found the string 'O'"),
         ("model/descriptor", [], "must be an object with keys of its own; found the list []"),
         ("model/descriptor/rcut", "6", "must be a number; found the string '6'"),

@@ -1,5 +1,6 @@
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -174,6 +175,48 @@ def test_mistakes_end_in_one_message(words, message, checkpoint, frames, capsys)
     shown = capsys.readouterr().err
     assert message in shown
     assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("test -m model.ckpt -s water --shuffle-test -r -1", "-r must be 0 or more"),
+        ("check model.ckpt -s water --seed -1", "--seed must be 0 or more"),
+        ("model-devi -m model.ckpt model.ckpt -s water -f 0", "-f must be"),
+        ("model-devi -m model.ckpt model.ckpt -s water --relative nan", "--relative must be"),
+        ("model-devi -m model.ckpt model.ckpt -s water --relative_v -1", "--relative_v must be"),
+        ("neighbor-stat -s water -r 0", "-r must be"),
+        ("neighbor-stat -s water -r nan", "-r must be"),
+        ("neighbor-stat -s water -r 3 -t O O H", "names an element twice"),
+        ("convert-data water other -t O O H", "names an element twice"),
+        ("zbl O H -o table --end inf", "rows"),
+        ("zbl O H -o table --step 1e-9", "rows"),
+    ],
+)
+def test_numbers_and_lists_that_make_no_sense(words, message, checkpoint, frames, capsys):
+    assert main(words.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_change_bias_makes_the_folder_of_its_output(checkpoint, frames):
+    assert main(["change-bias", checkpoint, "-s", "water", "-o", "a/b/changed.pt"]) == 0
+    assert main(["test", "-m", "a/b/changed.pt", "-s", "water"]) == 0
+
+
+def test_a_frozen_model_has_no_branches(checkpoint, frames, capsys):
+    assert main(["freeze", "-c", checkpoint, "-o", "frozen"]) == 0
+    for words in (["test", "-m", "frozen.pth"], ["model-devi", "-m", "frozen.pth", "frozen.pth"]):
+        assert main([*words, "-s", "water", "--head", "water"]) == 2
+        assert "holds one model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["model.ckpt.pt", "model.ckpt", "model"])
+def test_compress_takes_checkpoints_with_and_without_their_suffix(checkpoint, name):
+    if name == "model":
+        Path("model.ckpt.pt").rename("model.pt")
+    assert main(["compress", "-i", name, "-o", "small"]) == 0
+    assert Path("small.pth").exists()
 
 
 def test_a_model_of_deepmd_kit_that_we_do_not_have(checkpoint, frames, capsys, monkeypatch):

@@ -96,7 +96,10 @@ def test_backend_of_the_environment_is_read_when_main_runs(monkeypatch, deepmd_k
         (["--pt", "show", "m.pt", "serialization-tree"], ["--pt", "show", "m.pt", "serialization-tree"]),
     ],
 )
-def test_what_we_do_not_have_goes_to_deepmd_kit(words, handed_over, deepmd_kit, capsys):
+def test_what_we_do_not_have_goes_to_deepmd_kit(words, handed_over, deepmd_kit, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("m.pt", "x.pb", "a.pb", "b.pb", "frozen.pb", "frozen.pth"):
+        Path(name).touch()
     assert main(words) == 0
     assert deepmd_kit == [handed_over]
     assert "handing over to deepmd-kit" in capsys.readouterr().err
@@ -117,9 +120,57 @@ def test_no_option_is_lost_on_the_way_to_a_compiled_file(option, deepmd_kit, cap
         (["test", "-m", "frozen.pb"], "the model format .pb"),
     ],
 )
-def test_without_deepmd_kit_one_sentence_says_so(words, what, no_deepmd_kit, capsys):
+def test_without_deepmd_kit_one_sentence_says_so(words, what, no_deepmd_kit, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("frozen.pb").touch()
     assert main(words) == 2
     assert capsys.readouterr().err == f"dp: deepmd-muon does not have {what}, and deepmd-kit is not installed\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["test", "-m", "m.pt", "-s", ""],
+        ["freeze", "-c", "m.pt", "-o", ""],
+        ["train", ""],
+        ["test", "-m", "m.pt", "--head="],
+        ["change-bias", "m.pt", "-l", " "],
+    ],
+)
+def test_an_empty_argument_is_a_variable_that_is_not_set(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "is empty" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+MISSING = [f"missing{suffix}" for suffix in ("", ".pt", ".pth", ".pb", ".pt2", ".dp", ".dcp", ".yaml")]
+
+
+@pytest.mark.parametrize("name", MISSING)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "change-bias NAME -b 1",
+        "test -m NAME",
+        "compress -i NAME",
+        "model-devi -m NAME NAME",
+        "show NAME size",
+        "check NAME -s .",
+        "freeze -c NAME",
+        "freeze -c NAME -o x.pb",
+        "freeze -c NAME -o x.pt2",
+    ],
+)
+def test_a_missing_model_is_said_to_be_missing(words, name, no_deepmd_kit, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words.replace("NAME", name).split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "there is no" in line
+    assert name in line
+    assert "deepmd-kit" not in line
 
 
 @pytest.fixture

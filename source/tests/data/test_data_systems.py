@@ -16,6 +16,7 @@ from write_systems import make_arrays, write, write_hdf5, write_npy
 
 from deepmd_muon.data import (
     Frames,
+    Parameters,
     System,
     SystemFormatError,
     SystemNotFoundError,
@@ -86,6 +87,49 @@ def test_energies_as_column_and_columnwise_files(tmp_path):
     stored = {**arrays, "energy": arrays["energy"][:, None], "force": np.asfortranarray(arrays["force"])}
     (system,) = open_systems(write_npy(tmp_path / "sys", TYPES, [stored]))
     check_frames(system.frames([4, 1]), [arrays], [4, 1])
+
+
+SHAPES = {  # of arrays for 5 frames of 4 atoms, in which deepmd-kit's dp test finds the same values
+    "energy": [(1, 5), (5, 1, 1)],
+    "force": [(60,), (20, 3), (1, 60), (1, 20, 3), (5, 4, 3)],
+    "virial": [(45,), (15, 3), (5, 3, 3), (1, 1, 45)],
+    "box": [(15, 3), (45,)],
+    "fparam": [(10,), (1, 5, 2)],
+    "aparam": [(1, 20), (20,), (20, 1), (5, 4, 1)],
+}
+
+
+@pytest.mark.parametrize("kind", ["npy", "hdf5"])
+def test_frames_may_share_an_axis_with_their_values(tmp_path, kind):
+    arrays = make_arrays(5, 4, labels=("energy", "force", "virial")) | {
+        "fparam": np.arange(10.0).reshape(5, 2),
+        "aparam": np.arange(20.0).reshape(5, 4),
+    }
+
+    def opened(folder, changed):
+        folder.mkdir()
+        (system,) = open_systems([write(kind, folder, TYPES, [make_arrays(2, 4, labels=()) | small, changed])])
+        return system.with_parameters(Parameters(2, 1)).with_types(["B", "A"])
+
+    small = {"fparam": np.ones((2, 2)), "aparam": np.ones((2, 4))}
+    plain = opened(tmp_path / "plain", arrays).frames([6, 3, 1, 2])
+    for name, shapes in SHAPES.items():
+        for k, shape in enumerate(shapes):
+            order = "F" if k == 1 else "C"  # the order in the file is not that of the axes
+            values = np.asarray(arrays[name].reshape(shape), order=order)
+            found = opened(tmp_path / f"{name}{k}", arrays | {name: values}).frames([6, 3, 1, 2])
+            np.testing.assert_array_equal(getattr(found, name), getattr(plain, name), err_msg=f"{name} {shape}")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("force", (3, 20)), ("force", (4, 15)), ("force", (10, 6)), ("energy", (1, 5, 2)), ("coord", (60,))],
+)
+def test_rejects_arrays_whose_axes_do_not_tell_the_frames(tmp_path, name, shape):
+    arrays = make_arrays(5, 4) | {name: np.ones(shape)}
+    with pytest.raises(SystemFormatError) as error:
+        open_systems(write_npy(tmp_path / "s", TYPES, [arrays]))
+    assert str(shape) in str(error.value) or name == "coord"
 
 
 @pytest.mark.parametrize("kind", ["npy", "hdf5"])

@@ -213,6 +213,55 @@ def skewed(frames=12):
     return {name: np.array(values) for name, values in arrays.items()}
 
 
+def strained(atoms, strain, seed, frames=12):
+    """An alloy in cells whose lengths differ by `strain` from those of `atoms`, sheared by up to 2 %."""
+    from ase.calculators.emt import EMT
+    from ase.data import atomic_numbers
+
+    arrays = {name: [] for name in ("coord", "box", "energy", "force", "virial")}
+    random = np.random.default_rng(seed)
+    for _ in range(frames):
+        frame = atoms.copy()
+        change = (1 + strain) * np.eye(3) + random.uniform(-0.02, 0.02, (3, 3))
+        frame.set_cell(frame.cell.array @ change, scale_atoms=True)
+        frame.positions += random.normal(0, 0.1, frame.positions.shape)
+        frame.calc = EMT()
+        results = (frame.positions, frame.cell.array, frame.get_potential_energy(), frame.get_forces())
+        virial = -frame.get_volume() * frame.get_stress(voigt=False)
+        for name, value in zip(arrays, (*results, virial), strict=True):
+            arrays[name].append(np.ravel(value))
+    names = sorted(set(frame.symbols), key=atomic_numbers.get)
+    return [names.index(s) for s in frame.symbols], {name: np.array(v) for name, v in arrays.items()}, names
+
+
+def alloys(kinds, *elements):
+    """Cells of 16 or 32 atoms of ordered alloys."""
+    from ase import Atoms
+    from ase.build import bulk
+
+    for kind in kinds:
+        cubic = bulk("Cu", "fcc", a=3.85, cubic=True)
+        if kind == "B2":
+            cubic = Atoms("Cu2", scaled_positions=[[0, 0, 0], [0.5, 0.5, 0.5]], cell=np.eye(3) * 3.05, pbc=True)
+        first = len(cubic) // 2 if kind != "L12" else 1
+        cubic.set_chemical_symbols([elements[0]] * first + [elements[1]] * (len(cubic) - first))
+        yield cubic.repeat((2, 2, 2))
+
+
+@pytest.mark.parametrize(("kinds", "strains"), [(("L12", "L12"), (0.12, 0.1)), (("B2", "L12"), (0.25, 0.0))])
+@pytest.mark.parametrize("elements", [("Cu", "Pd"), ("Cu", "Ag")])
+@pytest.mark.parametrize("unit", [1.0, KCAL])
+def test_strained_cells(tmp_path, kinds, strains, elements, unit):
+    """The pressure does most of the work between them, and the potential of one may know no distance of another."""
+    for k, (atoms, strain) in enumerate(zip(alloys(kinds, *elements), strains, strict=True)):
+        types, arrays, names = strained(atoms, strain, seed=40 + k)
+        write_npy(tmp_path / f"s{k}", types, [arrays | {"energy": unit * arrays["energy"]}], names)
+    found = suspicions(open_systems(str(tmp_path)))
+    assert not any("swapped" in sentence for sentence in found), found
+    of_energies = of_systems(s for s in found if "energies are" in s)
+    assert bool(of_energies) == (unit != 1.0), found
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_transposed_cells(tmp_path, transposed):
     arrays = skewed()

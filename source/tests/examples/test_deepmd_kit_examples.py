@@ -66,6 +66,18 @@ def test_names_what_this_package_lacks(name):
         load(EXAMPLES / name)
 
 
+def test_atomic_parameters_in_one_row(tmp_path, monkeypatch):
+    """`aparam.npy` has shape (1, 5400) for 100 frames of 54 atoms."""
+    content = INPUTS["fparam/train/input_aparam.json"]
+    training = {key: x for key, x in content["training"].items() if key != "stop_batch"}
+    training.update(numb_steps=2, disp_freq=1, save_ckpt=str(tmp_path / "model"), disp_file=str(tmp_path / "lcurve"))
+    path = tmp_path / "input.json"
+    path.write_text(json.dumps({**content, "model": {**content["model"], "type_map": ["W"]}, "training": training}))
+    monkeypatch.chdir(EXAMPLES / "fparam" / "train")
+    assert main(["--pt", "train", str(path), "-o", str(tmp_path / "out.json"), "-v", "ERROR"]) == 0
+    assert np.isfinite(np.loadtxt(tmp_path / "lcurve")).all()
+
+
 @pytest.mark.parametrize("name", NAMELESS)
 def test_an_example_without_elements_is_refused(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir((EXAMPLES / name).parent)

@@ -196,6 +196,7 @@ SEVERAL = {
     f"test -m FILE -s {VALID} -n 1 --head warm": NAMELESS,
     f"check FILE -s {VALID} --time 0.001 --copies 1 --probes 1": NAMELESS,
     f"check FILE -s {VALID} --time 0.001 --copies 1 --probes 1 --head hot": None,
+    "check FILE --train-data again.json --time 0.001 --copies 1 --probes 1 --head hot": None,
     "freeze -c FILE -o other.pth": NAMELESS,
     "freeze -c FILE -o other.pth --head hot": None,
     f"model-devi -m FILE other.pth -s {VALID}": NAMELESS,

@@ -287,7 +287,7 @@ def test_rank_0_that_stopped_with_an_error_is_named_with_it(follower, errors_com
 
 
 def test_a_wait_that_hangs_although_errors_come_ends_the_process(ranks, monkeypatch):
-    monkeypatch.setattr(watchdog, "_GRACE", 2 * LIMIT)
+    monkeypatch.setattr(watchdog, "GRACE", 2 * LIMIT)
     found = queue.SimpleQueue()
     first, second = ranks(2, give_up=found.put, errors_come=True)
     second.stopped(ValueError("no such file"))

@@ -317,6 +317,34 @@ def test_one_process_and_three_and_four_ranks_continue_what_others_saved(place):
     check_again([*one, *four, *three])
 
 
+def dpa3(place, stage, kind="HybridMuon"):
+    """An input whose model has parameters that no step gives a gradient: those of edges in the last layer."""
+    given = content(place, 1, stage, kind, checkpoint_format="both")
+    edges = {"n_dim": 6, "e_dim": 4, "nlayers": 2, "e_rcut": 4.5, "e_rcut_smth": 2.0, "e_sel": 20, "axis_neuron": 2}
+    angles = {"a_dim": 4, "a_rcut": 4.0, "a_rcut_smth": 2.0, "a_sel": 10}
+    given["model"]["descriptor"] = {"type": "dpa3", "repflow": edges | angles, "precision": "float64", "seed": 1}
+    return given
+
+
+def test_parameters_without_a_gradient_restart_without_state(place):
+    whole = {kind: Job(place / f"dpa3_{kind}", dpa3(place, 0, kind)) for kind in ("HybridMuon", "AdamW")}
+    assert run_jobs(2, list(whole.values())) == [["0", "0"]] * 2
+    halves = {}
+    for case in (("HybridMuon", 2, "pt"), ("HybridMuon", 3, "dcp"), ("AdamW", 3, "pt")):
+        kind, stage, form = case
+        source = whole[kind].folder / f"model.ckpt-{HALF}.{form}"
+        halves[case] = Job(place / f"dpa3_{kind}_{stage}", dpa3(place, stage, kind), {"restart": str(source)})
+    assert run_jobs(2, list(halves.values())) == [["0", "0"]] * len(halves)
+    for (kind, _, _), job in halves.items():
+        in_one_go, continued = (read_checkpoint(each.folder / f"model.ckpt-{STEPS}.pt") for each in (whole[kind], job))
+        assert len(in_one_go["optimizer"]["state"]) < len(in_one_go["optimizer"]["param_groups"][0]["params"])
+        if kind == "HybridMuon":  # where matrices are sharded, it makes zeros for all of them
+            made = continued["optimizer"]["state"]
+            further = [made.pop(key) for key in made.keys() - in_one_go["optimizer"]["state"].keys()]
+            assert not any(one["momentum_buffer"].any() for one in further)
+        assert_same(in_one_go, continued, 1e-10)
+
+
 def test_restarts_and_accidents_on_two_ranks(place):
     """A half is continued at another stage as if in one go; a NaN, a signal, an error on one rank end all."""
     source = last(place, "2_0").with_name(f"model.ckpt-{HALF}.pt")
