@@ -29,8 +29,8 @@ class HandOver(Exception):  # noqa: N818 (a request, not an error)
 def choices(word: str, known: Sequence[str]) -> str:
     """Return advice on a word that is none of those known: which one may be meant, and all of them."""
     meant = difflib.get_close_matches(word, known, n=1)
-    suggestion = f"did you mean {meant[0]!r}? " if meant else ""
-    return f"{suggestion}There are: {', '.join(known)}"
+    start = f"did you mean {meant[0]!r}? There" if meant else "there"
+    return f"{start} are: {', '.join(known)}"
 
 
 class DeepmdKitOption(argparse.Action):

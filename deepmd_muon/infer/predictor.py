@@ -180,10 +180,12 @@ class Predictor:
         nframes, natoms, _ = coord.shape
         try:
             types = np.broadcast_to(np.asarray(atype, dtype=np.int32), (nframes, natoms)).copy()
-            cells = None if box is None else np.broadcast_to(np.asarray(box, dtype=np.float64), (nframes, 3, 3)).copy()
         except ValueError as error:
-            found = f"atype {np.shape(atype)}, box {None if box is None else np.shape(box)}"
-            raise PredictionInputError(f"{found} do not fit coord {coord.shape}") from error
+            raise PredictionInputError(
+                f"atype must be indices into type_map {self.type_map}, of shape (nframes, natoms) or (natoms,) with "
+                f"{natoms} atoms; found {np.asarray(atype).dtype} of shape {np.shape(atype)}"
+            ) from error
+        cells = None if box is None else _cells(box, nframes)
         wanted = self.parameters
         of_frames = _broadcast("fparam", fparam, (nframes, wanted.fparam))
         of_atoms = _broadcast("aparam", aparam, (nframes, natoms, wanted.aparam))
@@ -277,6 +279,15 @@ def naming(system: str, numbers: np.ndarray, frames: Frames) -> Iterator[None]:
         if error.frame is None:
             raise
         raise NeighborError(error.problem, int(numbers[error.frame]), system) from error
+
+
+def _cells(box: Any, nframes: int) -> np.ndarray:
+    cells = np.asarray(box, dtype=np.float64)
+    if cells.shape not in {(3, 3), (1, 3, 3), (nframes, 3, 3)}:
+        raise PredictionInputError(
+            f"box must be (nframes, 3, 3) or (3, 3), cell vectors as rows, for {nframes} frames; found {cells.shape}"
+        )
+    return np.broadcast_to(cells, (nframes, 3, 3)).copy()
 
 
 def _broadcast(name: str, values: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray | None:

@@ -40,6 +40,14 @@ def _builder_of(settings: object) -> Callable[..., Optimizer]:
     return _BUILDERS[type(settings)]
 
 
+def _check_model(model: object) -> None:
+    """Raise TypeError for parameters in place of a model."""
+    if not hasattr(model, "named_parameters"):
+        raise TypeError(
+            f"build takes a model (torch.nn.Module), found {type(model).__name__}; HybridMuon takes named parameters"
+        )
+
+
 class OptimizerSettings(Protocol):
     """The interface of every configuration, including those of third parties."""
 
@@ -67,6 +75,7 @@ class Buildable:
 
     def build(self, model: nn.Module, lr: float | Tensor | None = None, replicas: Replicas | None = None) -> Optimizer:
         """Make this optimizer for the named parameters of `model`; see `OptimizerSettings`."""
+        _check_model(model)
         return _builder_of(self)(self, model, self.own_lr if lr is None else lr, replicas)
 
 
@@ -84,4 +93,5 @@ class MuonBuildable(Buildable):
 
         A `deepmd_muon.optim.qk_clip.QKClip` names attention layers whose logits stay below a threshold.
         """
+        _check_model(model)
         return _builder_of(self)(self, model, self.own_lr if lr is None else lr, replicas, qk_clip)

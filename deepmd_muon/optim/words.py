@@ -191,7 +191,8 @@ def understand_words(cls: type[T]) -> type[T]:
     InvalidSettingError
         In the constructor: a word cannot be translated (`translated`), or a key was renamed.
     TypeError
-        In the constructor: a keyword is neither a setting nor a word; the message names the nearest setting.
+        In the constructor: a keyword is neither a setting nor a word; the message names the nearest setting, or the
+        method `build` for the `lr` of a configuration.
     """
     init = cls.__init__
     known = tuple(inspect.signature(init).parameters)[1:]
@@ -204,6 +205,8 @@ def understand_words(cls: type[T]) -> type[T]:
             except InvalidSettingError as error:
                 raise InvalidSettingError(f"{cls.__name__}: {error}", error.problems) from None
             for key in kwargs.keys() - set(known):
+                if key == "lr":  # HybridMuon has it, so this is a configuration
+                    raise TypeError(f"{cls.__name__} has no 'lr'; write {cls.__name__}().build(model, lr=...)")
                 near = difflib.get_close_matches(key, (*known, *sorted(WORDS)), 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise TypeError(f"{cls.__name__}.__init__() got an unexpected keyword argument {key!r}{hint}")

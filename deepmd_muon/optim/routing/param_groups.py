@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, HybridMuonConfig
 from deepmd_muon.optim.dtensors import spec_of
@@ -62,6 +62,10 @@ def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | 
 
     A warning lists the trainable parameters of `named_parameters` that are missing from `params`.
     """
+    if isinstance(params, (nn.Module, Tensor)):
+        raise TypeError(
+            f"params must be an iterable of parameters, found {type(params).__name__}; pass model.named_parameters()"
+        )
     given: list[Any] = list(params)
     if named_parameters is None:
         return given

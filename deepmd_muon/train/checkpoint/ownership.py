@@ -58,7 +58,7 @@ class RunFiles:
     def check(self, checkpoint: str | None = None) -> None:
         """Refuse to write over the input, the data, the checkpoint of a run's start, or one output over another."""
         training = self._training
-        outputs = {"-o": self._output, "-l": self._log_path, "training/jsonl_file": training.jsonl_file}
+        outputs = {"the output (-o)": self._output, "-l": self._log_path, "training/jsonl_file": training.jsonl_file}
         for branch in self._given.branches.values():
             outputs[f"{branch.data_path}/stat_file"] = branch.data.stat_file
         outputs["training/disp_file"] = self._curve

@@ -14,7 +14,7 @@ from deepmd_muon.cli import handover
 from deepmd_muon.cli.main import COMMANDS, main, split_backend
 
 BACKENDS = (
-    "There are: pt, pytorch, tf, tensorflow, tf2, tensorflow2, jax, pd, paddle, dp, dpmodel, np, numpy, pt-expt, "
+    "are: pt, pytorch, tf, tensorflow, tf2, tensorflow2, jax, pd, paddle, dp, dpmodel, np, numpy, pt-expt, "
     "pytorch-exportable, pretrained (all but pt and pytorch are deepmd-kit's)"
 )
 
@@ -204,14 +204,14 @@ def test_without_deepmd_kit_such_an_input_is_refused_in_one_line(dpa4, no_deepmd
         (
             ["gui"],
             "the command 'gui'",
-            f"There are: {', '.join(COMMANDS)}",
+            f"there are: {', '.join(COMMANDS)}",
         ),
         (
             ["-b", "Pytroch", "train", "in.json"],
             "the backend 'pytroch'",
-            f"did you mean 'pytorch'? {BACKENDS}",
+            f"did you mean 'pytorch'? There {BACKENDS}",
         ),
-        (["--backend=nonsense", "train", "in.json"], "the backend 'nonsense'", BACKENDS),
+        (["--backend=nonsense", "train", "in.json"], "the backend 'nonsense'", f"there {BACKENDS}"),
     ],
 )
 def test_unknown_words_are_answered_with_the_known_ones(words, what, advice, no_deepmd_kit, capsys):

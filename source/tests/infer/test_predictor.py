@@ -145,10 +145,14 @@ def test_arrays_that_do_not_fit_are_refused(predictor, frames):
     coord, box, atype = frames
     with pytest.raises(PredictionInputError, match=r"coord must be \(nframes, natoms, 3\); found shape \(5, 72\)"):
         predictor.predict(coord.reshape(5, 72), box, atype)
-    with pytest.raises(PredictionInputError, match=r"atype \(23,\).* do not fit coord \(5, 24, 3\)"):
+    with pytest.raises(PredictionInputError, match=r"atype .* with 24 atoms; found int\d+ of shape \(23,\)"):
         predictor.predict(coord, box, atype[:-1])
-    with pytest.raises(PredictionInputError, match=r"box \(5, 9\) do not fit"):
+    with pytest.raises(PredictionInputError, match=r"box must be .* for 5 frames; found \(5, 9\)"):
         predictor.predict(coord, box.reshape(5, 9), atype)
+    with pytest.raises(PredictionInputError, match=r"box must be .*found \(3,\)"):  # lengths of edges
+        predictor.predict(coord, np.array([10.0, 10.0, 10.0]), atype)
+    with pytest.raises(PredictionInputError, match=r"atype must be indices into type_map"):
+        predictor.predict(coord, box, ["O"] * 24)
     with pytest.raises(PredictionInputError, match=r"type 2 found, but the model has 2"):
         predictor.predict(coord, box, atype + 1)
 

@@ -48,6 +48,18 @@ def test_every_configuration_builds_from_a_model_alone(config, caplog):
     assert ("HybridMuon routing: " in report) == isinstance(optimizer, HybridMuon)
 
 
+@pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig, AdamConfig, AdamWConfig])
+def test_build_of_parameters_asks_for_the_model(config):
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module.*found generator"):
+        config().build(make_model().parameters())
+
+
+@pytest.mark.parametrize("given", [nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2)), torch.ones(3, 2)])
+def test_constructor_asks_for_named_parameters(given):
+    with pytest.raises(TypeError, match=rf"found {type(given).__name__}; pass model\.named_parameters\(\)"):
+        HybridMuon(given)
+
+
 def test_the_constructor_and_the_configuration_share_defaults_and_texts():
     config = vars(HybridMuonConfig()).copy()
     text = " ".join(pydoc.plain(pydoc.render_doc(HybridMuon)).replace("|", " ").split())

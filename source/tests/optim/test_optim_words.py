@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepmd_muon.optim import AdamWConfig, HybridMuon, HybridMuonConfig, InvalidSettingError, MuonConfig
+from deepmd_muon.optim import AdamConfig, AdamWConfig, HybridMuon, HybridMuonConfig, InvalidSettingError, MuonConfig
 from deepmd_muon.optim.words import WORDS, translated
 
 KNOWN = ("adam_betas", "adam_eps", "schedule", "lr_adjust_coeff", "scaling", "weight_decay", "foreach")
@@ -69,6 +69,12 @@ def test_all_words_that_have_no_counterpart_are_named_at_once():
         HybridMuon(make_model().named_parameters(), momentun=0.9)
     with pytest.raises(TypeError, match=r"'nonsense_of_mine'$"):
         MuonConfig(nonsense_of_mine=1)
+
+
+@pytest.mark.parametrize("config", [MuonConfig, HybridMuonConfig, AdamConfig])
+def test_configuration_with_a_learning_rate_names_build(config):
+    with pytest.raises(TypeError, match=r"'lr'; write \w+Config\(\)\.build\(model, lr=\.\.\.\)"):
+        config(lr=0.02)
 
 
 @pytest.mark.parametrize(("word", "value"), [("amsgrad", True), ("decoupled_weight_decay", False)])
