@@ -1,7 +1,7 @@
-"""Move the state of parameters that were replaced in `param_groups` to the new ones, by name.
+"""Move the state of parameters that were replaced in `param_groups` to the new ones, by name, or converted in place.
 
 Accelerate, which Hugging Face's Trainer uses, replaces them: it takes an optimizer of plain parameters, shards the
-model with FSDP2, and puts the DTensors of the same names into the optimizer.
+model with FSDP2, and puts the DTensors of the same names into the optimizer. `Module.to` converts parameters in place.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def move_state(
 ) -> None:
     """Move the state of replaced parameters to the new ones of the same names; drop that of removed parameters.
 
-    All ranks must call this together, because sharded state is gathered. `before` has the routes of the earlier
-    parameters, `after` the present groups; `holders` are those of parameters that live on several ranks. If a new
-    parameter has another route, view or shape, `on_route_change` decides about its state. An error leaves `state`
-    unchanged.
+    State of a parameter that was converted in place, to another dtype, device or shape, is converted, too. All ranks
+    must call this together, because sharded state is gathered. `before` has the routes of the earlier parameters,
+    `after` the present groups; `holders` are those of parameters that live on several ranks. If a new parameter has
+    another route, view or shape, `on_route_change` decides about its state. An error leaves `state` unchanged.
 
     Raises
     ------
@@ -54,7 +54,8 @@ def move_state(
                 f"the parameter {name!r} is now at the place of {names[p]!r} in param_groups; keep params and "
                 "param_names in the same order"
             )
-    replaced = {name: p for name, p in earlier.items() if present.get(name) is not p}
+    converted = before.converted(state)
+    replaced = {name: p for name, p in earlier.items() if present.get(name) is not p or p in converted}
     if not replaced:
         return
     table = RouteTable([entry for entry in before.table if entry.name in replaced.keys() & present.keys()])

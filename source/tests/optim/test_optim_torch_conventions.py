@@ -97,6 +97,23 @@ def test_duplicates_are_refused_by_name():
         HybridMuon([{"params": [("w", p)]}, {"params": [("v", p)]}])
 
 
+def test_parameters_that_no_step_can_update_are_refused_by_name():
+    narrow = nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn))
+    imaginary = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64).conj().imag)
+    for p, word in ((narrow, "float8_e4m3fn"), (imaginary, "resolve_neg")):
+        with pytest.raises(InvalidParameterError, match=f"'w'.*{word}"):
+            HybridMuon([("w", p)])
+    HybridMuon([("w", narrow.requires_grad_(False))]).step()
+    with pytest.raises(TypeError, match=r"single tensor.*\[tensor\]"):
+        HybridMuon(torch.ones(3))
+
+
+def test_names_that_differ_by_a_prefix_of_wrappers_are_both_shown():
+    model = nn.ModuleDict({"module": nn.ModuleDict({"layer": nn.Linear(3, 3)}), "layer": nn.Linear(3, 3)})
+    with pytest.raises(InvalidParameterError, match=r"'module\.layer\.weight'.*'layer\.weight'"):
+        HybridMuon(model.named_parameters())
+
+
 def test_parameters_without_names_are_warned_about():
     model = make_model()
     with pytest.warns(UserWarning, match="without names"):
