@@ -350,6 +350,11 @@ class HybridMuon(QuickOptimizer):
             *("workspace", "offload_bytes", "_host_memory", "replicas", "sharded", "qk_clip", "on_route_change"),
             *("on_nonfinite", "alternates", "agreed_skip"),
         )
+        if self.replicas is not None and isinstance(self.replicas, torch.distributed.ProcessGroup):
+            raise TypeError(
+                "an optimizer whose replicas is a process group cannot be pickled or copied; save its state_dict(), or "
+                "give it a device mesh"
+            )
         self._raise_deferred()
         self._reroute_if_changed()
         if self._host_memory is not None:

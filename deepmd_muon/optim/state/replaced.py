@@ -66,8 +66,17 @@ def move_state(
             {"params": range(len(table)), "param_names": [entry.name for entry in table], **table.manifest()}
         ],
     }
-    known = {entry.name for entry in table}
-    groups = [group._replace(routed=tuple(pair for pair in group.routed if pair[1].name in known)) for group in after]
+    former = {entry.name: entry for entry in table}
+
+    def compared(entry: RouteEntry) -> RouteEntry:
+        # A parameter keeps its state while it is frozen, whatever happens to it meanwhile.
+        old = former[entry.name]
+        return old if "frozen" in (old.route, entry.route) and old.shape == entry.shape else entry
+
+    groups = [
+        group._replace(routed=tuple((p, compared(entry)) for p, entry in group.routed if entry.name in former))
+        for group in after
+    ]
     if memory is not None:
         memory.wait()
 

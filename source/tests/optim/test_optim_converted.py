@@ -93,3 +93,29 @@ def test_a_new_shape_is_a_change_of_route(shape):
     optimizer.on_route_change = "reset"
     train(model, optimizer, 1)
     assert optimizer.state[model[2].bias]["exp_avg"].shape == shape[:1]
+
+
+def replace(model, optimizer):
+    for module in (model[0], model[2]):
+        module.weight, module.bias = (nn.Parameter(p.detach().double(), p.requires_grad) for p in module.parameters())
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+
+
+@pytest.mark.parametrize("convert", [lambda model, _: model.double(), replace], ids=["in place", "replaced"])
+@pytest.mark.parametrize("seen", [True, False])
+def test_frozen_parameters_keep_their_state_when_they_are_converted(convert, seen):
+    model, optimizer = make()
+    train(model, optimizer, 2)
+    straight, other = copy.deepcopy((model, optimizer))
+    model[0].requires_grad_(False)
+    if seen:  # else they are frozen and converted between the same two steps
+        optimizer.state_dict()
+    convert(model, optimizer)
+    optimizer.state_dict()
+    if seen:
+        convert(model, optimizer)
+    model[0].requires_grad_(True)
+    train(model, optimizer, 2, start=2)
+    train(straight, other, 2, start=2)
+    for p, q in zip(model.parameters(), straight.parameters(), strict=True):
+        torch.testing.assert_close(p.float(), q, atol=1e-5, rtol=0)

@@ -442,6 +442,17 @@ def process_group(tmp_path_factory):
     dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("process_group")
+def test_copies_with_replicas_need_a_mesh():
+    model = make_model()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    model, optimizer = copy.deepcopy((model, HybridMuon(model.named_parameters(), **SETTINGS, replicas=mesh)))
+    train(model, optimizer, 1)
+    optimizer = HybridMuon(model.named_parameters(), **SETTINGS, replicas=dist.group.WORLD)
+    with pytest.raises(TypeError, match=r"state_dict.*mesh"):
+        copy.deepcopy(optimizer)
+
+
 def test_distributed_checkpoints_go_on_bitwise(process_group, tmp_path):
     model = make_model()
     optimizer = HybridMuon(model.named_parameters(), **SETTINGS)
