@@ -117,7 +117,7 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
                 )
             if p.is_complex():
                 raise InvalidParameterError(f"HybridMuon needs real parameters; {name!r} is {p.dtype}")
-            if p.requires_grad and p.dtype not in _TRAINABLE:
+            if p.requires_grad and p.dtype not in _TRAINABLE and spec_of(p) is None:  # the sharded plan checks DTensors
                 raise InvalidParameterError(
                     f"HybridMuon cannot train {name!r}, which is {p.dtype}: freeze it (requires_grad_(False)), or keep "
                     "it in 16 bits or more"
@@ -255,12 +255,11 @@ class _Identity(NamedTuple):
     number: int
     shape: torch.Size
     dtype: torch.dtype
-    device: torch.device
-    is_plain: bool  # no DTensor
+    device: torch.device | None  # None for a DTensor: to move its state back and forth would gather it
 
 
 def _identity(p: Tensor) -> _Identity:
-    return _Identity(id(p), p.shape, p.dtype, p.device, spec_of(p) is None)
+    return _Identity(id(p), p.shape, p.dtype, p.device if spec_of(p) is None else None)
 
 
 def _identities(param_groups: Sequence[dict[str, Any]]) -> list[list[_Identity]]:

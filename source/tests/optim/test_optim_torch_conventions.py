@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 from torch.overrides import TorchFunctionMode
 
-from deepmd_muon.optim import HybridMuon, InvalidParameterError, NonFiniteGradientError
+from deepmd_muon.optim import HybridMuon, InvalidParameterError, InvalidSettingError, NonFiniteGradientError
 
 SETTINGS = {"lr": 0.02, "weight_decay": 0.01}
 WIDTHS = (torch.float32, torch.bfloat16)
@@ -106,6 +106,15 @@ def test_parameters_that_no_step_can_update_are_refused_by_name():
     HybridMuon([("w", narrow.requires_grad_(False))]).step()
     with pytest.raises(TypeError, match=r"single tensor.*\[tensor\]"):
         HybridMuon(torch.ones(3))
+
+
+def test_a_setting_of_a_group_is_checked_when_it_changes():
+    model = make_model()
+    optimizer = HybridMuon(model.named_parameters(), **SETTINGS)
+    train(model, optimizer, 1)
+    optimizer.param_groups[0]["adam_betas"] = 0.9
+    with pytest.raises(InvalidSettingError, match=r"adam_betas.*2 numbers.*0\.9"):
+        optimizer.step()
 
 
 def test_names_that_differ_by_a_prefix_of_wrappers_are_both_shown():
