@@ -346,14 +346,23 @@ class HybridMuon(QuickOptimizer):
         self._route_parameters()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("workspace", "offload_bytes", "_host_memory", "replicas", "sharded", "qk_clip", "on_route_change")
+        own = (
+            *("workspace", "offload_bytes", "_host_memory", "replicas", "sharded", "qk_clip", "on_route_change"),
+            *("on_nonfinite", "alternates", "agreed_skip"),
+        )
+        if self.replicas is not None and isinstance(self.replicas, torch.distributed.ProcessGroup):
+            raise TypeError(
+                "an optimizer whose replicas is a process group cannot be pickled or copied; save its state_dict(), or "
+                "give it a device mesh"
+            )
         self._raise_deferred()
         self._reroute_if_changed()
         if self._host_memory is not None:
             self._host_memory.wait()
-        return {**super().__getstate__(), **{key: getattr(self, key) for key in (*own, "on_nonfinite")}}
+        return {**super().__getstate__(), **{key: getattr(self, key) for key in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it; groups have no such setting
         self._compiled = CompiledStep()
         self._route_parameters()

@@ -235,7 +235,10 @@ def _settings(**values: Any) -> HybridMuonConfig:
 
 def group_settings(group: Mapping[str, Any]) -> HybridMuonConfig:
     """Return a parameter group's settings, checked and explicit; equal settings are one object."""
-    beta1, beta2 = group["adam_betas"]
+    betas = group["adam_betas"]
+    if not isinstance(betas, (list, tuple)) or len(betas) != 2:
+        raise InvalidSettingError(f"adam_betas: must be a list of 2 numbers; found {betas!r}")
+    beta1, beta2 = betas
     values = {
         "adam_beta1": beta1,
         "adam_beta2": beta2,

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from deepmd_muon.optim.errors import InvalidShapeError
 from deepmd_muon.optim.routing.rules import canonical_name, leaf_name
@@ -16,6 +17,10 @@ from deepmd_muon.optim.routing.views import effective_shape
 _ADDED = re.compile(r"pos(?:$|[_\d]|ition|e[nm][cb])|.*tokens?$")
 # torch's modules that define no layers: `Module` itself, Sequential, ModuleList, ParameterList ...
 _NOT_LAYERS = ("torch.nn.modules.module", "torch.nn.modules.container")
+
+# Parameters from which pruning and the former spectral_norm and weight_norm compute a weight.
+_ORIGINALS = ("weight_orig", "weight_v")
+_COMPUTED_FROM = re.compile(r"(?:^|\.)(?:parametrizations\.\w+\.original\d*|" + "|".join(_ORIGINALS) + ")$")
 
 
 def tables_and_heads(model: nn.Module) -> dict[str, str]:
@@ -35,20 +40,41 @@ def tables_and_heads(model: nn.Module) -> dict[str, str]:
     shapes = set()
     last: nn.Linear | None = None
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if hasattr(module, "num_embeddings") and isinstance(weight, Tensor):
-            reasons[weight] = f"table of {type(module).__name__}"
-            shapes.add(weight.shape)
+        if hasattr(module, "num_embeddings"):
+            for weight in weights_of(module):
+                reasons[weight] = f"table of {type(module).__name__}"
+                shapes.add(weight.shape)
         if isinstance(module, nn.Linear):
             last = module
         reasons.update((p, f"added to activations by {type(module).__name__}") for p in _added(module))
-    if last is not None and last.weight.shape in shapes:
-        reasons.setdefault(last.weight, "output layer: the last Linear, with the shape of a table")
+    for weight in () if last is None else weights_of(last):
+        if weight.shape in shapes:
+            reasons.setdefault(weight, "output layer: the last Linear, with the shape of a table")
     return {
         canonical_name(name): reasons[p]
         for name, p in model.named_parameters()
         if p in reasons and len(effective_shape(tuple(p.shape))) > 1
     }
+
+
+def weights_of(module: nn.Module) -> list[Tensor]:
+    """Return the parameter `weight` of a module, or the parameters it is computed from that have its shape.
+
+    torch computes it with parametrizations, weight_norm, spectral_norm and pruning. The computed weight is not read:
+    that would advance the power iteration of spectral_norm. Vectors, such as the norms of weight_norm, are left out.
+    """
+    computed = [p for name in _ORIGINALS if (p := module._parameters.get(name)) is not None]
+    if parametrize.is_parametrized(module, "weight"):
+        computed += module.parametrizations["weight"].parameters(recurse=False)  # type: ignore[union-attr, index]
+    if computed:
+        return [p for p in computed if len(effective_shape(tuple(p.shape))) > 1]
+    weight = getattr(module, "weight", None)
+    return [weight] if isinstance(weight, Tensor) else []
+
+
+def is_computed_from(name: str) -> bool:
+    """Return whether the name of a parameter is one from which torch computes another (`weights_of`)."""
+    return _COMPUTED_FROM.search(name) is not None
 
 
 def _added(module: nn.Module) -> Iterator[Tensor]:
@@ -66,7 +92,7 @@ def convolutions(model: nn.Module) -> dict[str, int]:
     groups: dict[Tensor, int] = {}
     for module in model.modules():
         if isinstance(module, nn.modules.conv._ConvNd):
-            groups[module.weight] = module.groups
+            groups.update((weight, module.groups) for weight in weights_of(module))
     return {canonical_name(name): groups[p] for name, p in model.named_parameters() if p in groups}
 
 

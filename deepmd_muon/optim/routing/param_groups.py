@@ -50,6 +50,7 @@ class Group(NamedTuple):
         return lr
 
 
+_TRAINABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Stack level of the constructor's caller: the constructor's two decorators are among the frames.
 _CONSTRUCTOR = 5
 # A weight of four or more dimensions looks like a convolution kernel if it has square matrices of at most this size,
@@ -62,10 +63,12 @@ def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | 
 
     A warning lists the trainable parameters of `named_parameters` that are missing from `params`.
     """
-    if isinstance(params, (nn.Module, Tensor)):
+    if isinstance(params, nn.Module):
         raise TypeError(
             f"params must be an iterable of parameters, found {type(params).__name__}; pass model.named_parameters()"
         )
+    if isinstance(params, Tensor):  # its rows would be taken for parameters
+        raise TypeError("params must be an iterable of parameters or groups; found a single tensor: write [tensor]")
     given: list[Any] = list(params)
     if named_parameters is None:
         return given
@@ -97,9 +100,9 @@ def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | 
 
 
 def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
-    """Raise InvalidParameterError for complex, self-overlapping or repeated parameters, and for repeated names."""
+    """Raise InvalidParameterError for parameters that no step can update, repeated ones, and repeated names."""
     seen: dict[Tensor, str] = {}
-    taken: set[str] = set()
+    taken: dict[str, str] = {}
     for number, group in enumerate(groups):
         names = group.get("param_names") or [unnamed(number, i) for i in range(len(group["params"]))]
         if len(names) != len(group["params"]):
@@ -118,6 +121,16 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
                 )
             if p.is_complex():
                 raise InvalidParameterError(f"HybridMuon needs real parameters; {name!r} is {p.dtype}")
+            if p.requires_grad and p.dtype not in _TRAINABLE and spec_of(p) is None:  # the sharded plan checks DTensors
+                raise InvalidParameterError(
+                    f"HybridMuon cannot train {name!r}, which is {p.dtype}: freeze it (requires_grad_(False)), or keep "
+                    "it in 16 bits or more"
+                )
+            if p.is_neg():
+                raise InvalidParameterError(
+                    f"{name!r} is a view that negates another tensor's numbers, such as the imaginary part of a "
+                    "conjugate, and cannot be updated; make the parameter from a copy: nn.Parameter(x.resolve_neg())"
+                )
             if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
                 raise InvalidParameterError(
                     f"{name!r} of shape {tuple(p.shape)} and strides {p.stride()} has elements that share memory and "
@@ -128,9 +141,10 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
                     f"{name!r} and {seen[p]!r} are the same parameter; pass it once, as model.named_parameters() does"
                 )
             if name in taken:
-                raise InvalidParameterError(f"two parameters are named {name!r}; names must be unique")
+                both = "" if taken[name] == given else f" without wrappers' prefixes ({taken[name]!r}, {given!r})"
+                raise InvalidParameterError(f"two parameters are named {name!r}{both}; names must be unique")
             seen[p] = name
-            taken.add(name)
+            taken[name] = given
 
 
 def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -> None:
@@ -211,8 +225,13 @@ class Routing:
     def params_among(self, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
         """Return, by name, the parameters among `tensors`, all of which existed when the routing was made."""
         known = {id(p): p for p in tensors}
-        ids = [number for group in self._params for number, *_ in group]
-        return {entry.name: known[number] for entry, number in zip(self.table, ids, strict=True) if number in known}
+        numbers = [identity.number for group in self._params for identity in group]
+        return {entry.name: known[number] for entry, number in zip(self.table, numbers, strict=True) if number in known}
+
+    def converted(self, params: Iterable[Tensor]) -> set[Tensor]:
+        """Return the parameters that have another dtype or shape than when the routing was made."""
+        earlier = {identity.number: identity for group in self._params for identity in group}
+        return {p for p in params if earlier.get(id(p), _identity(p)) != _identity(p)}
 
     def groups(self, param_groups: Sequence[dict[str, Any]]) -> list[Group]:
         """Return the groups as a step reads them."""
@@ -234,14 +253,27 @@ def log_parameters(groups: Iterable[Group], replicas: object = None) -> None:
             log.debug("%s: %s, because %s; shape %s, %s", entry.name, entry.placement, entry.reason, shape, where)
 
 
-def _identities(param_groups: Sequence[dict[str, Any]]) -> list[list[tuple[int, torch.Size, bool]]]:
-    """Return the id, shape and kind (plain or DTensor) of each parameter, which show whether it was replaced.
+class _Identity(NamedTuple):
+    """What shows whether a parameter was replaced, or converted in place by `Module.to` or an assignment to `.data`."""
+
+    number: int
+    shape: torch.Size
+    dtype: torch.dtype
+    is_plain: bool  # no DTensor
+
+
+def _identity(p: Tensor) -> _Identity:
+    return _Identity(id(p), p.shape, p.dtype, spec_of(p) is None)
+
+
+def _identities(param_groups: Sequence[dict[str, Any]]) -> list[list[_Identity]]:
+    """Return the identity of each parameter.
 
     These are not references: strong ones would keep replaced parameters alive, and torch refuses to swap a tensor that
-    has weak ones (`torch.utils.swap_tensors`). A new parameter may get the id of one that was freed. If it also has the
-    same shape and kind, everything derived from these remains valid.
+    has weak ones (`torch.utils.swap_tensors`). A new parameter may get the id of one that was freed. If it also agrees
+    in all else, everything derived from these remains valid.
     """
-    return [[(id(p), p.shape, spec_of(p) is None) for p in group["params"]] for group in param_groups]
+    return [[_identity(p) for p in group["params"]] for group in param_groups]
 
 
 def _routing_inputs(param_groups: Sequence[dict[str, Any]]) -> list[Any]:

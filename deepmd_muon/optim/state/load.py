@@ -6,6 +6,7 @@ Nothing here changes the optimizer: `load_state` returns the new state, and the 
 from __future__ import annotations
 
 import dataclasses
+import glob
 import itertools
 import json
 import logging
@@ -18,7 +19,14 @@ from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig, RouteChange
 from deepmd_muon.optim.errors import ForeignStateError, InvalidSettingError, RoutingMismatchError
-from deepmd_muon.optim.routing.group_settings import SCHEDULED_SETTINGS, SCHEDULER_KEYS, group_settings, own_keys
+from deepmd_muon.optim.routing.group_settings import (
+    SCHEDULED_SETTINGS,
+    SCHEDULER_KEYS,
+    as_tuple,
+    group_settings,
+    own_keys,
+)
+from deepmd_muon.optim.routing.modules import is_computed_from
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, RoutingRules, canonical_name, choose_route
 from deepmd_muon.optim.rules.interface import MatrixRule
@@ -101,7 +109,7 @@ def load_state(
     device.
     """
     present = RouteTable([entry for _, entry, _ in _parameters(groups)])
-    saved = _read(state_dict, groups, present)
+    saved = {name: _with_tensors(old) for name, old in _read(state_dict, groups, present).items()}
     differences = _differences(saved, present)
     inconsistent = [problem for old in saved.values() for problem in _inconsistencies(old)]
     if inconsistent:
@@ -142,6 +150,17 @@ def load_state(
     return state
 
 
+def _with_tensors(saved: SavedParameter) -> SavedParameter:
+    """Return saved state with tensors for plain numbers, as which old versions of torch count steps."""
+    known = known_tensors()
+    numbers = {
+        key: torch.tensor(float(value), device="cpu")
+        for key, value in saved.values.items()
+        if isinstance(value, (int, float)) and key in known and known[key].extent == "scalar"
+    }
+    return dataclasses.replace(saved, values={**saved.values, **numbers}) if numbers else saved
+
+
 def _parameters(groups: Sequence[Group]) -> list[tuple[Tensor, RouteEntry, Group]]:
     """Return every parameter with its routing entry and its group."""
     return [(p, entry, group) for group in groups for p, entry in group.routed]
@@ -155,7 +174,13 @@ def _read(state_dict: Mapping[str, Any], present: Sequence[Group], routing: Rout
             f"not an optimizer state dict: it must hold 'state' and 'param_groups'; found keys {list(state_dict)[:5]}"
             + "; torch flattened it (flatten_optimizer_state_dict): load it by set_optimizer_state_dict" * flattened
         )
-    groups, state = _with_names(state_dict["param_groups"], present), state_dict["state"]
+    groups, state = state_dict["param_groups"], state_dict["state"]
+    if not isinstance(state, Mapping) or not all(isinstance(group, Mapping) and "params" in group for group in groups):
+        raise ForeignStateError(
+            "damaged optimizer state dict: 'state' must be a dictionary and every parameter group must list its "
+            f"'params'; found a {type(state).__name__} and groups with keys {[list(group)[:5] for group in groups]}"
+        )
+    groups = _with_names(groups, present)
     if all("routes" in group for group in groups):
         return _read_own(groups, state, present)
     if is_deepmd_kit(groups):
@@ -188,13 +213,22 @@ def _with_names(groups: Sequence[Mapping[str, Any]], present: Sequence[Group]) -
     return [{**group, "param_names": own} for group, own in zip(groups, names, strict=True)]
 
 
-def _explained_by_kernels(
-    saved: RouteEntry, group: Mapping[str, Any], present: tuple[RouteEntry, Group] | None
-) -> bool:
-    """Return whether a version without `conv_patterns` saved this kernel, which is viewed as one matrix now."""
-    if "conv_patterns" in group or present is None:
+def _explained_by_build(saved: RouteEntry, group: Mapping[str, Any], present: tuple[RouteEntry, Group] | None) -> bool:
+    """Return whether a version saved this parameter that `build` did not find yet in a module.
+
+    Versions without `conv_patterns` found no kernels. Later ones found no kernels and tables that modules compute from
+    this parameter (`weights_of`).
+    """
+    if present is None:
         return False
     rules = RoutingRules.of(present[1].settings)
+    if is_computed_from(saved.name):
+        keys = ("conv_patterns", "adamw_patterns")
+        return any(
+            glob.escape(saved.name) in set(getattr(rules, key)) - set(as_tuple(group.get(key)) or ()) for key in keys
+        )
+    if "conv_patterns" in group:
+        return False
     if choose_route(saved.name, saved.shape, dataclasses.replace(rules, splits=())).placement == saved.placement:
         return False
     before = dataclasses.replace(rules, conv_patterns=(), splits=())
@@ -224,7 +258,7 @@ def _read_own(
             missing = {key for key, value in values.items() if isinstance(value, dict)}  # see _FLATTENED
             kept = {key: value for key, value in values.items() if key not in missing.union(_POWERS)}
             left_out = bool(missing) and entry.route != "frozen"
-            explained = _explained_by_kernels(entry, group, known.get(entry.name))
+            explained = _explained_by_build(entry, group, known.get(entry.name))
             found[entry.name] = SavedParameter(entry, kept, explained, left_out=left_out, rules=rules)
     return found
 
@@ -250,7 +284,7 @@ def _read_adam(
         route: Route = "adamw" if group.get("decoupled_weight_decay") else "adam"
         for name, key in zip(map(canonical_name, group["param_names"]), group["params"], strict=True):
             values = {k: v for k, v in state.get(key, {}).items() if k in STATE_OF_ROUTE[route]}
-            if "exp_avg" in values:
+            if isinstance(values.get("exp_avg"), Tensor):
                 entry = RouteEntry(name, tuple(values["exp_avg"].shape), None, route, "recorded")
                 found[name] = SavedParameter(entry, values)
             elif name in known:  # never stepped: there is nothing to compare
@@ -303,7 +337,11 @@ def _inconsistencies(saved: SavedParameter) -> list[str]:
         for key in sorted(needed - values.keys())
         if values
     ]
+    odd = [key for key, x in values.items() if not isinstance(x, Tensor) or x.is_complex() or x.layout != torch.strided]
+    problems += [f"{entry.name}: state {key!r} is not a dense real tensor" for key in odd]
     for key, tensor in possible.items():
+        if key in odd:
+            continue
         found = tuple(values[key].shape) if key in values else ()
         if key not in values or (tensor.extent not in ("parameter", "scalar") and entry.view is None):
             continue
@@ -326,8 +364,8 @@ def restore_groups(param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapp
 
     Raises
     ------
-    InvalidSettingError
-        When a saved value is out of its range; nothing is changed.
+    InvalidSettingError, ForeignStateError
+        When a saved value is out of its range, or there is no learning rate; nothing is changed.
     """
     if is_another_muon(groups):
         log.info("the state is another Muon's: its learning rates and settings are not taken over")
@@ -352,6 +390,8 @@ def restore_groups(param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapp
 
 def _restored(number: int, present: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that a group takes from its saved group; log differences in settings."""
+    if "lr" not in saved:
+        raise ForeignStateError(f"damaged optimizer state dict: param_groups[{number}] has no 'lr'")
     was, now = (json.loads(group.get("constructed", "{}")) for group in (saved, present))
     same = {key for key in was if was[key] == now.get(key)}
     values: dict[str, Any] = {"lr": float(saved["lr"])}

@@ -1,7 +1,7 @@
-"""Move the state of parameters that were replaced in `param_groups` to the new ones, by name.
+"""Move the state of parameters that were replaced in `param_groups` to the new ones, by name, or converted in place.
 
 Accelerate, which Hugging Face's Trainer uses, replaces them: it takes an optimizer of plain parameters, shards the
-model with FSDP2, and puts the DTensors of the same names into the optimizer.
+model with FSDP2, and puts the DTensors of the same names into the optimizer. `Module.to` converts parameters in place.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def move_state(
 ) -> None:
     """Move the state of replaced parameters to the new ones of the same names; drop that of removed parameters.
 
-    All ranks must call this together, because sharded state is gathered. `before` has the routes of the earlier
-    parameters, `after` the present groups; `holders` are those of parameters that live on several ranks. If a new
-    parameter has another route, view or shape, `on_route_change` decides about its state. An error leaves `state`
-    unchanged.
+    State of a parameter that was converted in place, to another dtype or shape, is converted, too. All ranks
+    must call this together, because sharded state is gathered. `before` has the routes of the earlier parameters,
+    `after` the present groups; `holders` are those of parameters that live on several ranks. If a new parameter has
+    another route, view or shape, `on_route_change` decides about its state. An error leaves `state` unchanged.
 
     Raises
     ------
@@ -54,7 +54,8 @@ def move_state(
                 f"the parameter {name!r} is now at the place of {names[p]!r} in param_groups; keep params and "
                 "param_names in the same order"
             )
-    replaced = {name: p for name, p in earlier.items() if present.get(name) is not p}
+    converted = before.converted(state)
+    replaced = {name: p for name, p in earlier.items() if present.get(name) is not p or p in converted}
     if not replaced:
         return
     table = RouteTable([entry for entry in before.table if entry.name in replaced.keys() & present.keys()])
@@ -65,8 +66,17 @@ def move_state(
             {"params": range(len(table)), "param_names": [entry.name for entry in table], **table.manifest()}
         ],
     }
-    known = {entry.name for entry in table}
-    groups = [group._replace(routed=tuple(pair for pair in group.routed if pair[1].name in known)) for group in after]
+    former = {entry.name: entry for entry in table}
+
+    def compared(entry: RouteEntry) -> RouteEntry:
+        # A parameter keeps its state while it is frozen, whatever happens to it meanwhile.
+        old = former[entry.name]
+        return old if "frozen" in (old.route, entry.route) and old.shape == entry.shape else entry
+
+    groups = [
+        group._replace(routed=tuple((p, compared(entry)) for p, entry in group.routed if entry.name in former))
+        for group in after
+    ]
     if memory is not None:
         memory.wait()
 

@@ -168,14 +168,16 @@ def _fused_on_gpu(tensors: TensorLists, steps: list[Tensor], *, found_inf: Tenso
 def _with_equal_strides(several: TensorLists) -> TensorLists:
     """Return lists whose i-th tensors are dense and have equal strides, as torch's fused kernels assume.
 
-    Tensors that comply are returned themselves; others are copied to contiguous ones.
+    Tensors that comply are returned themselves; others are copied to contiguous ones. So are gradients whose signs are
+    still to be changed (`Tensor.is_neg`), such as that of the imaginary part of a conjugate.
     """
-    if all(map(Tensor.is_contiguous, itertools.chain(*several))):
+    if all(map(Tensor.is_contiguous, itertools.chain(*several))) and not any(map(Tensor.is_neg, several[1])):
         return several
     rows = []
     for row in zip(*several, strict=True):
-        same = len({x.stride() for x in row}) == 1 and _is_dense(row[0])
-        rows.append(row if same else [x.contiguous() for x in row])
+        settled = [x.resolve_neg() for x in row]
+        same = len({x.stride() for x in settled}) == 1 and _is_dense(settled[0])
+        rows.append(settled if same else [x.contiguous() for x in settled])
     targets, grads, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*rows, strict=True))
     return targets, grads, exp_avgs, exp_avg_sqs
 

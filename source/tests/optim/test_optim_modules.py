@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
-from deepmd_muon.optim import MuonConfig
+from deepmd_muon.optim import HybridMuonConfig, MuonConfig, RoutingMismatchError
 from deepmd_muon.optim.routing.modules import tables_and_heads
 
 
@@ -127,3 +130,49 @@ def test_settings_survive_a_restart_with_the_routes():
     second = MuonConfig().build(model)
     second.load_state_dict(first.state_dict())
     assert second.routing == first.routing
+
+
+COMPUTED = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "former weight_norm": weight_norm,
+    "former spectral_norm": spectral_norm,
+    "pruning": lambda module: prune.l1_unstructured(module, "weight", 0.5),
+}
+
+
+def computed(wrap):
+    torch.manual_seed(0)
+    layers = nn.Embedding(11, 8), nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, groups=2), nn.Linear(8, 8), nn.Linear(8, 11)
+    return nn.ModuleList(map(wrap, layers))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("wrap", COMPUTED.values(), ids=COMPUTED)
+def test_weights_that_modules_compute_are_found(wrap):
+    model = computed(wrap)
+    before = copy.deepcopy(model.state_dict())
+    for config, table in ((HybridMuonConfig, "muon 1x11x8"), (MuonConfig, "adamw")):
+        placements = [entry.placement for entry in config().build(model).routing if math.prod(entry.shape) > 16]
+        assert placements == [table, "muon 1x8x36", "muon 1x8x36 rows 4+4", "muon 1x8x8", table]
+    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())  # power iterations, too
+
+
+def test_states_of_before_these_weights_were_found_are_migrated():
+    model = computed(parametrizations.weight_norm)
+    found = [entry.name for entry in MuonConfig().build(model).routing if entry.name.endswith("original1")]
+    first = MuonConfig(conv_patterns=[], muon_mode="slice", muon_patterns=found[:1] + found[-1:]).build(model)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    first.step()
+    then = MuonConfig(muon_mode="slice").build(model)
+    then.load_state_dict(first.state_dict())
+    momenta = [
+        optimizer.state[dict(model.named_parameters())[found[1]]]["momentum_buffer"] for optimizer in (first, then)
+    ]
+    assert torch.equal(*momenta)
+    then.step()
+    # Another choice of the user's is a change of route, as for other parameters.
+    other = MuonConfig(muon_mode="slice", adam_patterns=[found[1]]).build(model)
+    with pytest.raises(RoutingMismatchError):
+        other.load_state_dict(then.state_dict())

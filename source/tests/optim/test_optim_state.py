@@ -230,6 +230,49 @@ def test_damaged_states_are_refused():
         optimizer.load_state_dict(saved)
 
 
+@pytest.mark.parametrize(
+    "value", [None, 3.0, torch.ones(3, 9, 5, dtype=torch.complex64), torch.ones(3, 9, 5).to_sparse()]
+)
+def test_state_that_is_not_a_dense_real_tensor_is_named(value):
+    model, optimizer = made()
+    train(model, optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["momentum_buffer"] = value
+    with pytest.raises(RoutingMismatchError, match=r"experts.*momentum_buffer") as error:
+        optimizer.load_state_dict(saved)
+    assert len(error.value.differences) == 1
+
+
+def test_rejects_damaged_groups():
+    _, optimizer = made()
+    saved = optimizer.state_dict()
+    (group,) = saved["param_groups"]
+    for damaged, word in (
+        ({"state": None}, "NoneType"),
+        ({"param_groups": [{key: x for key, x in group.items() if key != "params"}]}, "params"),
+        ({"param_groups": [{key: x for key, x in group.items() if key != "lr"}]}, "lr"),
+    ):
+        with pytest.raises(ForeignStateError, match=word):
+            optimizer.load_state_dict({**saved, **damaged})
+
+
+@pytest.mark.parametrize("kind", [HybridMuon, torch.optim.Adam])
+def test_a_count_of_steps_may_be_a_plain_number(kind):
+    # torch before 1.12 counted so.
+    model = Net()
+    optimizer = kind(model.named_parameters())
+    train(model, optimizer, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for values in saved["state"].values():
+        if "step" in values:
+            values["step"] = 3
+    other = HybridMuon(model.named_parameters(), on_route_change="migrate")
+    other.load_state_dict(saved)
+    steps = [own["step"] for own in other.state.values() if "step" in own]
+    assert steps
+    assert all(torch.equal(step, torch.tensor(3.0)) for step in steps)
+
+
 def test_a_count_of_steps_is_one_number():
     model = Net()
     optimizer = HybridMuon(model.named_parameters())
@@ -291,6 +334,17 @@ def test_deepcopy_and_pickle_go_on_bitwise():
         train(other_model, other, 2, start=2)
         for p, q in zip(reference.parameters(), other_model.parameters(), strict=True):
             assert torch.equal(p, q)
+
+
+def test_copies_keep_flags_and_take_new_groups():
+    _, optimizer = made()
+    optimizer.alternates = optimizer.agreed_skip = True
+    for clone in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
+        other = clone(optimizer)
+        assert (other.alternates, other.agreed_skip) == (True, True)
+        assert other.defaults == optimizer.defaults
+        other.add_param_group({"params": [("new", nn.Parameter(torch.ones(2, 2)))]})
+        assert other.param_groups[1].keys() == optimizer.param_groups[0].keys()
 
 
 def test_state_keys_and_dtypes():

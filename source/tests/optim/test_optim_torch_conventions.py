@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 from torch.overrides import TorchFunctionMode
 
-from deepmd_muon.optim import HybridMuon, InvalidParameterError, NonFiniteGradientError
+from deepmd_muon.optim import HybridMuon, InvalidParameterError, InvalidSettingError, NonFiniteGradientError
 
 SETTINGS = {"lr": 0.02, "weight_decay": 0.01}
 WIDTHS = (torch.float32, torch.bfloat16)
@@ -95,6 +95,32 @@ def test_duplicates_are_refused_by_name():
         HybridMuon([("w", p), ("module.w", q)])
     with pytest.raises(ValueError, match="more than one parameter group"):
         HybridMuon([{"params": [("w", p)]}, {"params": [("v", p)]}])
+
+
+def test_parameters_that_no_step_can_update_are_refused_by_name():
+    narrow = nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn))
+    imaginary = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64).conj().imag)
+    for p, word in ((narrow, "float8_e4m3fn"), (imaginary, "resolve_neg")):
+        with pytest.raises(InvalidParameterError, match=f"'w'.*{word}"):
+            HybridMuon([("w", p)])
+    HybridMuon([("w", narrow.requires_grad_(False))]).step()
+    with pytest.raises(TypeError, match=r"single tensor.*\[tensor\]"):
+        HybridMuon(torch.ones(3))
+
+
+def test_a_setting_of_a_group_is_checked_when_it_changes():
+    model = make_model()
+    optimizer = HybridMuon(model.named_parameters(), **SETTINGS)
+    train(model, optimizer, 1)
+    optimizer.param_groups[0]["adam_betas"] = 0.9
+    with pytest.raises(InvalidSettingError, match=r"adam_betas.*2 numbers.*0\.9"):
+        optimizer.step()
+
+
+def test_names_that_differ_by_a_prefix_of_wrappers_are_both_shown():
+    model = nn.ModuleDict({"module": nn.ModuleDict({"layer": nn.Linear(3, 3)}), "layer": nn.Linear(3, 3)})
+    with pytest.raises(InvalidParameterError, match=r"'module\.layer\.weight'.*'layer\.weight'"):
+        HybridMuon(model.named_parameters())
 
 
 def test_parameters_without_names_are_warned_about():
@@ -423,6 +449,17 @@ def process_group(tmp_path_factory):
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_copies_with_replicas_need_a_mesh():
+    model = make_model()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    model, optimizer = copy.deepcopy((model, HybridMuon(model.named_parameters(), **SETTINGS, replicas=mesh)))
+    train(model, optimizer, 1)
+    optimizer = HybridMuon(model.named_parameters(), **SETTINGS, replicas=dist.group.WORLD)
+    with pytest.raises(TypeError, match=r"state_dict.*mesh"):
+        copy.deepcopy(optimizer)
 
 
 def test_distributed_checkpoints_go_on_bitwise(process_group, tmp_path):

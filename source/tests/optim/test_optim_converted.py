@@ -1,0 +1,111 @@
+"""Parameters converted in place, by `Module.to` or `.data`: the state follows to the new dtype."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from deepmd_muon.optim import HybridMuon, RoutingMismatchError
+
+ROUTES = {"muon": {}, "adam": {"adam_patterns": ["*"]}, "offloaded": {"offload": True}}
+
+
+def make(**settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    return model, HybridMuon(model.named_parameters(), 0.02, weight_decay=0.1, **settings)
+
+
+def train(model, optimizer, steps, start=0):
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+        for layer in model:
+            weight = getattr(layer, "weight", x)
+            x = layer(x.to(weight.dtype))
+        x.square().mean().backward()
+        optimizer.step()
+
+
+@pytest.fixture(params=[False, True], ids=["data", "swapped"])
+def _conversion(request):
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(request.param)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@pytest.mark.usefixtures("_conversion")
+@pytest.mark.parametrize("settings", ROUTES.values(), ids=ROUTES)
+@pytest.mark.parametrize("part", ["all", "last"])
+def test_a_converted_model_goes_on_with_its_state(settings, part):
+    model, optimizer = make(**settings)
+    train(model, optimizer, 3)
+    straight, other = copy.deepcopy((model, optimizer))
+    (model if part == "all" else model[2]).double()
+    train(model, optimizer, 3, start=3)
+    train(straight, other, 3, start=3)
+    for p, q in zip(model.parameters(), straight.parameters(), strict=True):
+        torch.testing.assert_close(p.float(), q, atol=1e-5, rtol=0)
+    for p in model[2].parameters():
+        moments = {key: x.dtype for key, x in optimizer.state[p].items() if key in ("momentum_buffer", "exp_avg")}
+        assert set(moments.values()) == {torch.float64}
+
+
+def test_state_in_16_bits_is_that_of_a_restart():
+    model, optimizer = make()
+    train(model, optimizer, 3)
+    model.bfloat16()
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed, other = copy.deepcopy(model), None
+    other = HybridMuon(resumed.named_parameters(), 0.02, weight_decay=0.1)
+    other.load_state_dict(saved)
+    train(model, optimizer, 2, start=3)
+    train(resumed, other, 2, start=3)
+    for p, q in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert all(torch.equal(x, other.state[q][key]) for key, x in optimizer.state[p].items())
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (3, 8)])
+def test_a_new_shape_is_a_change_of_route(shape):
+    model, optimizer = make()
+    train(model, optimizer, 1)
+    model[2].weight.data, model[2].bias.data = torch.ones(shape), torch.ones(shape[0])
+    before = copy.deepcopy(list(model.parameters()))
+    with pytest.raises(RoutingMismatchError) as error:
+        train(model, optimizer, 1)
+    assert [line.split(":")[0] for line in error.value.differences] == ["2.weight", "2.bias"]
+    assert all(map(torch.equal, model.parameters(), before))
+    optimizer.on_route_change = "reset"
+    train(model, optimizer, 1)
+    assert optimizer.state[model[2].bias]["exp_avg"].shape == shape[:1]
+
+
+def replace(model, optimizer):
+    for module in (model[0], model[2]):
+        module.weight, module.bias = (nn.Parameter(p.detach().double(), p.requires_grad) for p in module.parameters())
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+
+
+@pytest.mark.parametrize("convert", [lambda model, _: model.double(), replace], ids=["in place", "replaced"])
+@pytest.mark.parametrize("seen", [True, False])
+def test_frozen_parameters_keep_their_state_when_they_are_converted(convert, seen):
+    model, optimizer = make()
+    train(model, optimizer, 2)
+    straight, other = copy.deepcopy((model, optimizer))
+    model[0].requires_grad_(False)
+    if seen:  # else they are frozen and converted between the same two steps
+        optimizer.state_dict()
+    convert(model, optimizer)
+    optimizer.state_dict()
+    if seen:
+        convert(model, optimizer)
+    model[0].requires_grad_(True)
+    train(model, optimizer, 2, start=2)
+    train(straight, other, 2, start=2)
+    for p, q in zip(model.parameters(), straight.parameters(), strict=True):
+        torch.testing.assert_close(p.float(), q, atol=1e-5, rtol=0)
