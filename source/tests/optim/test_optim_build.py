@@ -54,10 +54,15 @@ def test_build_of_parameters_asks_for_the_model(config):
         config().build(make_model().parameters())
 
 
-@pytest.mark.parametrize("given", [nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2)), torch.ones(3, 2)])
+@pytest.mark.parametrize("given", [nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2))])
 def test_constructor_asks_for_named_parameters(given):
     with pytest.raises(TypeError, match=rf"found {type(given).__name__}; pass model\.named_parameters\(\)"):
         HybridMuon(given)
+
+
+def test_constructor_refuses_the_rows_of_a_tensor():
+    with pytest.raises(TypeError, match=r"found a single tensor: write \[tensor\]"):
+        HybridMuon(torch.ones(3, 2))
 
 
 def test_the_constructor_and_the_configuration_share_defaults_and_texts():
