@@ -273,21 +273,15 @@ def _evaluate_kernel(
     real = e < width
     at = (atom * nnei + first + e) * 4
     s = tl.where(real, tl.load(rows + at, real, 0.0), low)
-    place = (s - low) * rate
-    piece = tl.minimum(tl.maximum(place.to(tl.int32), 0), pieces - 1)
-    u = 2.0 * (place - piece.to(place.dtype)) - 1.0
-    source = product + (atom * 4 * kinds + kind) * size + piece * orders
+    piece, values, slopes = _basis((s - low) * rate, pieces, orders, edges)
+    cell = piece[:, None] * orders + tl.arange(0, orders)[None, :]
+    source = product + (atom * 4 * kinds + kind) * size + cell
     through_s = tl.zeros((edges,), rows.dtype.element_ty)
     result0 = through_s
     for c in tl.static_range(4):
-        # Clenshaw's recurrence for the sum, and its derivative. Neighbours are sorted: lanes read the same few numbers.
-        above, value = through_s * 0.0, tl.load(source + c * kinds * size + orders - 1)
-        slope_above, slope = above, above
-        for k in tl.static_range(2, orders):
-            slope, slope_above = 2.0 * (value + u * slope) - slope_above, slope
-            value, above = tl.load(source + c * kinds * size + orders - k) + 2.0 * u * value - above, value
-        result = tl.load(source + c * kinds * size) + u * value - above
-        through_s += (value + u * slope - slope_above) * tl.load(rows + at + c, real, 0.0)
+        mine = tl.load(source + c * kinds * size)
+        through_s += tl.sum(mine * slopes, 1) * tl.load(rows + at + c, real, 0.0)
+        result = tl.sum(mine * values, 1)
         if c == 0:
             result0 = result
         else:
