@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from data_sets import write_system
+from data_sets import write_set, write_system
 from training_step import make_input
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-CASES = ("example", "water", "dpa1", "dpa1-no-attention", "small100", "dpa3")
+CASES = ("example", "water", "dpa1", "dpa1-no-attention", "small100", "sizes400", "dpa3")
 QUANTITIES = (
     ("first_step", "first step, clock [s]"),
     ("processor", "first step, processor [s]"),
@@ -54,10 +54,13 @@ def content_of(case: str, data: Path, folder: Path) -> dict[str, Any]:
     """Return the input of a case; its data lie in `folder`, `data` or the examples."""
     if ":" in case:
         return make_input(*case.split(":"), "HybridMuon", 1, data, {})
-    if case in ("water", "dpa1", "dpa1-no-attention"):
-        content = make_input("se_e2_a" if case == "water" else "dpa1", "f64-b1", "HybridMuon", 1, data, {})
+    if case in ("water", "sizes400", "dpa1", "dpa1-no-attention"):
+        model = "dpa1" if case.startswith("dpa1") else "se_e2_a"
+        content = make_input(model, "f64-b1", "HybridMuon", 1, data, {})
         if case == "dpa1-no-attention":
             content["model"]["descriptor"]["attn_layer"] = 0
+        if case == "sizes400":  # one system after another, of `data_sets.py`
+            content["training"]["training_data"]["systems"] = write_set(folder / case, case, data)[0]
         return content
     path = EXAMPLES / ("dpa3_water" if case == "dpa3" else "water_xtb") / "input.json"
     content: dict[str, Any] = json.loads(path.read_text())
