@@ -186,10 +186,14 @@ def test_odd_programs_are_named(tmp_path, rcut, types):
 
 
 def test_compiled_packages_need_trust(tmp_path, capsys):
+    package = tmp_path / "model.pt2"
+    with pytest.raises(CommandError, match="there is no file"):
+        check_compiled(str(package), trust=False)
+    package.write_bytes(b"")
     with pytest.raises(CommandError, match="--trust"):
-        check_compiled("model.pt2", trust=False)
-    check_compiled("model.pt2", trust=True)
-    assert main(["test", "-m", "model.pt2", "-s", str(tmp_path)]) == 2
+        check_compiled(str(package), trust=False)
+    check_compiled(str(package), trust=True)
+    assert main(["test", "-m", str(package), "-s", str(tmp_path)]) == 2
     assert "--trust" in capsys.readouterr().err
 
 

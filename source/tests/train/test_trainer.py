@@ -514,7 +514,7 @@ def test_an_input_without_an_optimizer_says_once_what_hybrid_muon_would_do(small
     assert train(content, log_level="INFO") == 0
     (said,) = (record for record in caplog.records if "HybridMuon" in record.message)
     assert said.levelname == "INFO"
-    assert "is Adam" in said.message
+    assert "the run uses Adam" in said.message
     assert '"optimizer": {"type": "HybridMuon"}' in said.message
     assert "betas" in load()["optimizer"]["param_groups"][0]
 
