@@ -1,7 +1,8 @@
-"""Element-wise part of a dense layer, for values, tangents and their cotangents.
+"""A dense layer, and the element-wise parts of its tangents and cotangents.
 
-A layer is y = f(h)·idt + copies of x with h = x·matrix + bias (`deepmd_muon.model.nn.networks`). Each function here is
-one launch on a GPU where kernels know f, and a few of torch's operations elsewhere, which define the result.
+A layer is y = f(h)·idt + copies of x with h = x·matrix + bias (`deepmd_muon.model.nn.networks`). Where kernels know f,
+the element-wise part of a function here is one launch on a GPU. Elsewhere it is a few of torch's operations, which
+define the result.
 """
 
 from __future__ import annotations

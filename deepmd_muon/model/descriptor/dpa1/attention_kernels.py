@@ -1,7 +1,7 @@
 """Triton kernels of an attention layer's passes, for the parts that work row by row; `attention_rows` defines them.
 
-Without them these parts move three times the memory of the products. Each program takes whole rows. Q, K and V of an
-edge lie side by side in memory, so that one product makes them, and one takes all their cotangents.
+Each program takes whole rows, and moves each number once. Q, K and V of an edge lie side by side in memory, so that one
+product makes them, and one takes all their cotangents.
 """
 
 from __future__ import annotations
