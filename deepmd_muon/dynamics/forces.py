@@ -72,6 +72,7 @@ class ForceField:
         self.skin = skin
         self._lists: list[tuple[slice, Lists]] = []
         self._atype: torch.Tensor | None = None
+        self._given: tuple[torch.Tensor, int] | None = None  # the last types that equalled `_atype`, and their version
         #: Memory of the graphs that contain `launch`; None without graphs.
         self.memory: GraphMemory | None = None
         self._box: torch.Tensor | None = None
@@ -96,7 +97,7 @@ class ForceField:
 
     def reset(self) -> None:
         """Forget all neighbour lists."""
-        self._lists, self._atype, self._boxes = [], None, []
+        self._lists, self._atype, self._given, self._boxes = [], None, None, []
 
     def __call__(self, coord: torch.Tensor, box: torch.Tensor | None, atype: torch.Tensor) -> Forces:
         """Evaluate structures; shapes as in `Systems`.
@@ -106,7 +107,7 @@ class ForceField:
         NeighborError
             When positions of a structure are not finite or two atoms coincide; `frame` is its number.
         """
-        if self._atype is None or self._atype.shape != atype.shape or not torch.equal(self._atype, atype):
+        if not self._same(atype):
             self._prepare(atype, periodic=box is not None)
         if box is not None and (self._box is not box or not self._boxes):
             # The same tensor has the same slices, so that lists do not compare unchanged cells again.
@@ -120,13 +121,24 @@ class ForceField:
                 except DenseError:
                     self._lists[number] = rows, self._host_lists(atype[rows])
                     parts.append(self._evaluate(self._lists[number][1], *part))
-        return Forces(*map(torch.cat, zip(*(part.tensors for part in parts), strict=True)))
+        return _joined(parts)
 
     def launchable(self, box: torch.Tensor | None, atype: torch.Tensor) -> bool:
         """Return whether `launch` may be called: the last call had these structures, with lists on the device."""
-        same = self._atype is not None and self._atype.shape == atype.shape and (box is None or self._box is box)
-        on_device = same and all(isinstance(lists, DeviceCall) for _, lists in self._lists)
-        return on_device and self._atype is not None and torch.equal(self._atype, atype)
+        on_device = all(isinstance(lists, DeviceCall) for _, lists in self._lists)
+        return on_device and (box is None or self._box is box) and self._same(atype)
+
+    def _same(self, atype: torch.Tensor) -> bool:
+        """Return whether lists are those of such types; it waits for the device only if the tensor is a new one."""
+        if self._atype is None or self._atype.shape != atype.shape:
+            return False
+        if atype.is_inference():  # without a version
+            return torch.equal(self._atype, atype)
+        if self._given is None or self._given[0] is not atype or self._given[1] != atype._version:
+            if not torch.equal(self._atype, atype):
+                return False
+            self._given = atype, atype._version
+        return True
 
     @property
     def version(self) -> int:
@@ -145,8 +157,7 @@ class ForceField:
         for rows, call in self._calls:
             call.lists.coord.copy_(coord[rows])
             call.launch()
-        parts = [(call.energy, call.force, call.virial) for _, call in self._calls]
-        return Forces(*parts[0]) if len(parts) == 1 else Forces(*map(torch.cat, zip(*parts, strict=True)))
+        return _joined([Forces(call.energy, call.force, call.virial) for _, call in self._calls])
 
     def settled(self) -> bool:
         """Wait for the device, and return whether all results since the last call are right.
@@ -176,7 +187,7 @@ class ForceField:
             rows = slice(start, min(start + count, nsystems))
             lists = self._lists_of(atype[rows].contiguous(), periodic)
             self._lists.append((rows, lists))
-        self._atype = atype.clone()
+        self._atype, self._given = atype.clone(), None
 
     def _lists_of(self, atype: torch.Tensor, periodic: bool) -> Lists:
         model = self.predictor.resident
@@ -220,6 +231,13 @@ class ForceField:
         per_atom = (pull[:, :, None] * extended[:, None, :]).reshape(-1, 9)
         virial = coord.new_zeros(len(coord), 9).index_add_(0, union.frame, per_atom)
         return Forces(energy, force, virial)
+
+
+def _joined(parts: list[Forces]) -> Forces:
+    """Return the results of all structures; the only part is not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    return Forces(*map(torch.cat, zip(*(part.tensors for part in parts), strict=True)))
 
 
 @contextlib.contextmanager

@@ -50,6 +50,22 @@ def _forward_kernel(
 
 
 @triton.jit
+def _scalar_kernel(
+    out, keep, x, w, start, count, width, curve_of: tl.constexpr, kind: tl.constexpr, block: tl.constexpr
+):
+    """Store out = f(h) with h = x·w + start; then keep h, except for tanh."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    real = at < count
+    row, column = at // width, at % width
+    h = tl.load(start + at, real, 0.0) + tl.load(x + row, real, 0.0) * tl.load(w + column, real, 0.0)
+    if kind == "tanh":
+        tl.store(out + at, tanh(h), real)
+    else:
+        tl.store(keep + at, h, real)
+        tl.store(out + at, curve(h, kind, curve_of)[0], real)
+
+
+@triton.jit
 def _slope_kernel(
     out, keep, idt, above, count, width, stride,
     curve_of: tl.constexpr, kind: tl.constexpr, scaled: tl.constexpr, block: tl.constexpr,
@@ -124,6 +140,15 @@ def forward(
         out, z, bias, idt if scaled else z, x, *sizes, scaled=scaled, residual=residual, **_form(formula)
     )
     return out, z
+
+
+def forward_from_scalar(x: Tensor, w: Tensor, start: Tensor, formula: Formula) -> tuple[Tensor, Tensor]:
+    """See `layers.forward_from_scalar`."""
+    out = torch.empty(start.shape, dtype=start.dtype, device=start.device)
+    keep = out if formula.kind == "tanh" else torch.empty_like(out)
+    tensors = x.contiguous(), w.contiguous(), start.contiguous()
+    _scalar_kernel[_grid(out)](out, keep, *tensors, out.numel(), out.shape[1], **_form(formula))
+    return out, keep
 
 
 def _row_stride(above: Tensor) -> tuple[Tensor, int]:

@@ -55,6 +55,18 @@ def forward(f: Activation, layer: LayerTensors, x: Tensor, copies: Copies) -> tu
     return out + repeat(x, copies) if copies else out, keep
 
 
+def forward_from_scalar(f: Activation, x: Tensor, w: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Return f(h) `(rows, n)` with h = x·w + start, and the values that the derivatives need.
+
+    x is one number for each row `(rows, 1)`, w `(n,)`, start `(rows, n)`.
+    """
+    fused = _fused(f, start)
+    if fused is not None:
+        both: tuple[Tensor, Tensor] = fused.forward_from_scalar(x, w, start, f.formula)
+        return both
+    return f(torch.addcmul(start, x, w))
+
+
 def slope(f: Activation, keep: Tensor, idt: Tensor | None, above: Tensor) -> Tensor:
     """Return the cotangent of h `(rows, n)` from that of y."""
     fused = _fused(f, keep)

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from dpa1_attention import OPTIONS, attention_of, attention_results
+from dpa1_embedding import NETS, assert_same_embedding, embedding_results
 from model_batches import HERE, batch_of, read_fixture, stored_model
 
 from deepmd_muon.model.descriptor.dpa1 import attention as attention_module
@@ -127,6 +128,14 @@ def test_written_derivatives_of_attention_have_no_third():
     (slope,) = torch.autograd.grad(out.pow(2).sum(), features, create_graph=True)
     with pytest.raises(RuntimeError, match="third derivative"):
         torch.autograd.grad(slope.sin().sum(), features, create_graph=True)
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+@pytest.mark.parametrize("force", [True, False])
+@pytest.mark.parametrize("name", NETS)
+def test_written_derivatives_of_the_embedding_are_autograds(name, force, precision):
+    ours, plain = (embedding_results(name, precision, written=written, force=force) for written in (True, False))
+    assert_same_embedding(ours, plain, precision)
 
 
 @pytest.mark.parametrize("name", ["one_side", "two_sides", "mean", "truncated"])

@@ -12,6 +12,7 @@ if importlib.util.find_spec("triton") is None:
 
 from corners import CORNERS, DESCRIPTORS, assert_corner
 from dpa1_attention import OPTIONS, attention_of, attention_results
+from dpa1_embedding import NETS, assert_same_embedding, embedding_results
 from dpa3_passes import angle_results, distance, edge_results, edge_sum_results, node_results
 from kernel_backends import DEVICE, in_interpreter_alone, on_each_backend, passed_in_interpreter
 
@@ -38,7 +39,7 @@ DTYPES = [torch.float64, torch.float32]
 
 def test_kernels_in_the_interpreter():
     here = Path(__file__)
-    assert passed_in_interpreter(here, here.with_name("test_neighbor_search.py")) == 198
+    assert passed_in_interpreter(here, here.with_name("test_neighbor_search.py")) == 210
 
 
 class Draw:
@@ -213,6 +214,18 @@ def test_layer_kernels(dtype, copies, n_in, name):
                 close(stacked[0].sum(0), of_idt)
         wanted = layers.tangent(f, keep, idt, before, x, copies)
         close(layer_kernels.tangent(keep, idt, before, x, residual=copies > 0, formula=f.formula), wanted)
+
+
+@on_each_backend
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+@pytest.mark.parametrize("force", [True, False])
+@pytest.mark.parametrize("name", NETS)
+def test_kernels_of_the_embedding(name, force, precision, monkeypatch):
+    found = []
+    for fused in (True, False):
+        monkeypatch.setattr(triton_support, "usable", lambda _, fused=fused: fused)
+        found.append(embedding_results(name, precision, DEVICE, written=True, force=force))
+    assert_same_embedding(*found, precision)
 
 
 @on_each_backend

@@ -10,11 +10,13 @@ import numpy as np
 import torch
 
 from deepmd_muon.model.descriptor.dpa1.attention import NORMALIZE_EPS, Gates, NeighborAttention
+from deepmd_muon.model.descriptor.dpa1.embedding import Embedding
 from deepmd_muon.model.descriptor.dpa1.settings import DPA1Settings, SeAttenV2Settings
 from deepmd_muon.model.descriptor.environment import Environment, environment, quintic
 from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
 from deepmd_muon.model.nn import layers, triton_support
 from deepmd_muon.model.nn.activation import activation
+from deepmd_muon.model.nn.four_passes import run
 from deepmd_muon.model.nn.networks import Network, NetworkCollection, SeedPath, dtype_of
 from deepmd_muon.model.nn.type_embedding import TABLE, TypeEmbedding, rows_of
 from deepmd_muon.model.structures import EMPTY, Structures
@@ -139,7 +141,7 @@ class DPA1(torch.nn.Module):
     def _describe(self, structures: Structures, edges: torch.Tensor, *, force: bool) -> torch.Tensor:
         near = self._neighborhood(structures, edges)
         table = self.type_embedding()
-        features = self._embed(near, structures.sorted_type, table)
+        features = self._embed(near, structures.sorted_type, table, force=force)
         if self.settings.attn_layer:
             gates = self._gates(near, structures)
             features = self.se_atten.dpa1_attention(features, gates, force=force, recompute=self.recompute)
@@ -170,30 +172,36 @@ class DPA1(torch.nn.Module):
             torch.nn.functional.pad(direction, (0, 0, 0, 1)),
         )
 
-    def _embed(self, near: Neighborhood, centre: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def _embed(self, near: Neighborhood, centre: torch.Tensor, table: torch.Tensor, *, force: bool) -> torch.Tensor:
         """Return the features of every column `(nreal, ncolumns, width)` before attention.
 
-        In the first layer, the products with type vectors are made once for each type.
+        In the first layer, the products with type vectors are made once for each type. See `four_passes.run` for
+        `force`.
         """
         first, *others = self.se_atten.filter_layers[0].tensors
         copies, f = self.se_atten.filter_layers[0].copies, self.activation
         radial, strip, width = near.rows[..., :1], self.settings.tebd_input_mode == "strip", self.settings.tebd_dim
-        h, inputs = radial * first.matrix[0], [radial]  # inputs: what a residual first layer adds
+        inputs = [radial]  # what a residual first layer adds
         if strip:
-            h = h + first.bias
+            start = first.bias.expand(*near.kind.shape, -1)
         else:
-            h = h + rows_of(table @ first.matrix[1 : 1 + width] + first.bias, near.kind)
+            start = rows_of(table @ first.matrix[1 : 1 + width] + first.bias, near.kind)
             if copies[0]:
                 inputs.append(rows_of(table, near.kind))
             if not self.settings.type_one_side:
-                h = h + rows_of(table @ first.matrix[1 + width :], centre).unsqueeze(1)
+                start = start + rows_of(table @ first.matrix[1 + width :], centre).unsqueeze(1)
                 if copies[0]:
                     inputs.append(rows_of(table, centre).unsqueeze(1).expand(-1, near.kind.shape[1], -1))
-        value = f.value(h)
-        x = value if first.idt is None else value * first.idt
-        if copies[0]:
-            x = x + torch.cat(inputs * copies[0], dim=-1)
-        features = layers.plain_values(f, copies[1:], x.flatten(0, 1), others).view(*near.kind.shape, self.width)
+        if copies[0] or triton_support.is_tracing():
+            value = f.value(start + radial * first.matrix[0])
+            x = value if first.idt is None else value * first.idt
+            if copies[0]:
+                x = x + torch.cat(inputs * copies[0], dim=-1)
+            found = layers.plain_values(f, copies[1:], x.flatten(0, 1), others)
+        else:
+            passes, weights = Embedding(f, copies[1:]), self.se_atten.filter_layers[0].flat[3:]
+            (found,) = run(passes, radial.flatten(0, 1), start.flatten(0, 1), first.matrix[0], *weights, force=force)
+        features = found.view(*near.kind.shape, self.width)
         if not strip:
             return features
         gate = self._type_gate(near.kind, centre, table)
