@@ -138,9 +138,16 @@ class EnergyModel(torch.nn.Module):
         if table_slope is not None:
             slope = slope + table_slope
         natoms, order, neighbor = structures.nframes * structures.natoms, structures.order, structures.neighbor
-        out["force"] = forces_of(slope, order, neighbor, natoms).view(structures.coord.shape)
-        if virial:
-            out["virial"] = _virial(structures, slope, edges)
+        if virial and not slope.requires_grad and _sums_by_kernels(slope.device):
+            from deepmd_muon.model.descriptor.environment_kernels import force_and_virial
+
+            given = slope, edges, order, neighbor, structures.nframes, structures.natoms
+            force_of_atoms, out["virial"] = force_and_virial(*given)
+        else:
+            force_of_atoms = forces_of(slope, order, neighbor, natoms)
+            if virial:
+                out["virial"] = _virial(structures, slope, edges)
+        out["force"] = force_of_atoms.view(structures.coord.shape)
         return out
 
     def _fit(
@@ -280,12 +287,17 @@ def forces_of(slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, 
 
     Other arguments as in `Structures`. Sums of kernels have an order that varies.
     """
-    if triton_support.usable(slope.device) and not torch.are_deterministic_algorithms_enabled():
+    if _sums_by_kernels(slope.device):
         from deepmd_muon.model.descriptor import environment_kernels
 
         scatter, gather = environment_kernels.scatter, environment_kernels.gather
         return linear(partial(scatter, natoms=natoms), gather, slope, order, neighbor)
     return linear(partial(_scatter, natoms=natoms), _gather, slope, order, neighbor)
+
+
+def _sums_by_kernels(device: torch.device) -> bool:
+    """Return whether kernels may sum over edges, in an order that varies."""
+    return triton_support.usable(device) and not torch.are_deterministic_algorithms_enabled()
 
 
 def _scatter(slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, natoms: int) -> torch.Tensor:
@@ -301,11 +313,6 @@ def _gather(cotangent: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor
 
 def _virial(structures: Structures, slope: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
     """−Σ dE/dr_ij ⊗ r_ij per frame."""
-    if not slope.requires_grad and triton_support.usable(slope.device):
-        from deepmd_muon.model.descriptor import environment_kernels
-
-        atoms = structures.nframes, structures.natoms
-        return environment_kernels.virial(slope, edges, structures.order, *atoms)
     per_atom = torch.bmm(slope.transpose(1, 2), edges).reshape(-1, 9)
     zeros = slope.new_zeros(structures.nframes, 9)
     return zeros.index_add_(0, structures.sorted_frame, per_atom, alpha=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,27 +12,39 @@ from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.linear import linear
 
 
-class Environment(NamedTuple):
-    """Environment rows of every edge and the three scalars that their derivative consists of.
+class Reach(NamedTuple):
+    """Where the switch ends and starts, and `env_protection`, which is added to distances in denominators [Å]."""
+
+    rcut: float
+    rcut_smth: float
+    protection: float = 0.0
+
+
+class Jacobian(NamedTuple):
+    """The derivative of environment rows by edge vectors.
 
     With t = 1/(r + protection) and w the switch, row = w·(t, x·t², y·t², z·t²), so that
-    ∂row₀/∂x_k = `radial`·x_k and ∂row_i/∂x_k = `isotropic`·δ_ik + `bend`·x_i·x_k.
+    ∂row₀/∂x_k = radial·x_k and ∂row_i/∂x_k = isotropic·δ_ik + bend·x_i·x_k.
 
     Attributes
     ----------
-    edges
-        r_ij `(nreal, nnei, 3)` [Å]; empty slots hold a vector at the cutoff, where everything vanishes.
-    rows
-        `(nreal, nnei, 4)` [1/Å].
-    radial, isotropic, bend
-        `(nreal, nnei)` [1/Å³, 1/Å², 1/Å⁴].
+    reach
+        See there.
+    stored
+        What it is computed from. On a GPU, edge vectors `(nreal, nnei, 3)` [Å] and neighbours `(nreal, nnei)`: kernels
+        compute the rest again. Elsewhere edge vectors, at the cut-off in empty slots, where everything vanishes; and
+        radial, isotropic and bend `(nreal, nnei)` [1/Å³, 1/Å², 1/Å⁴].
     """
 
-    edges: Tensor
+    reach: Reach
+    stored: tuple[Tensor, ...]
+
+
+class Environment(NamedTuple):
+    """Environment rows of every edge `(nreal, nnei, 4)` [1/Å], and their derivative."""
+
     rows: Tensor
-    radial: Tensor
-    isotropic: Tensor
-    bend: Tensor
+    jacobian: Jacobian
 
 
 def quintic(u: Tensor) -> Tensor:
@@ -43,26 +56,25 @@ def quintic(u: Tensor) -> Tensor:
     return u * u * u * ((15.0 - 6.0 * u) * u - 10.0)
 
 
-def environment(edges: Tensor, empty: Tensor, rcut: float, rcut_smth: float, protection: float = 0.0) -> Environment:
-    """Compute environment rows and derivatives with the quintic switch between `rcut_smth` and `rcut`.
+def environment(edges: Tensor, neighbor: Tensor, reach: Reach) -> Environment:
+    """Compute environment rows with the quintic switch, and their derivative.
 
     Parameters
     ----------
     edges
         Vectors from centre to neighbour `(nreal, nnei, 3)` [Å].
-    empty
-        True where a slot has no neighbour `(nreal, nnei)`.
-    rcut, rcut_smth
-        End and start of the switch [Å].
-    protection
-        `env_protection`, added to the distance in denominators [Å].
+    neighbor
+        Negative where a slot has no neighbour `(nreal, nnei)`.
+    reach
+        Of the switch.
     """
     if triton_support.usable(edges.device):
         from deepmd_muon.model.descriptor import environment_kernels
 
-        masked, rows, scalars = environment_kernels.environment(edges, empty, rcut, rcut_smth, protection)
-        return Environment(masked, rows, *scalars)
-    edges = torch.where(empty.unsqueeze(-1), rcut, edges)
+        rows = environment_kernels.environment(edges, neighbor, *reach)
+        return Environment(rows, Jacobian(reach, (edges, neighbor)))
+    rcut, rcut_smth, protection = reach
+    edges = torch.where((neighbor < 0).unsqueeze(-1), rcut, edges)
     square = (edges * edges).sum(-1)
     distance = square.sqrt()
     u = ((distance - rcut_smth) / (rcut - rcut_smth)).clamp_(0.0, 1.0)
@@ -75,35 +87,37 @@ def environment(edges: Tensor, empty: Tensor, rcut: float, rcut_smth: float, pro
     slope_t = slope * t
     radial = (slope_t - isotropic) * per_distance
     bend = (slope_t - 2.0 * isotropic) * t * per_distance
-    return Environment(edges, rows, radial, isotropic, bend)
+    return Environment(rows, Jacobian(reach, (edges, radial, isotropic, bend)))
 
 
-def edge_derivative(adjoint: Tensor, factor: Tensor, *stored: Tensor) -> Tensor:
+def edge_derivative(adjoint: Tensor, factor: Tensor, jacobian: Jacobian) -> Tensor:
     """Return dE/dr_ij `(nreal, nnei, 3)` [eV/Å] from dE/dR `(nreal, nnei, 4)`, R = factor·row + constant.
 
-    It is the transpose of the Jacobian that an `Environment` stores: `edges`, `radial`, `isotropic` and `bend`. It is
-    linear in dE/dR, and nothing else depends on parameters.
+    `factor` is `(nreal, 4)`. The result is linear in dE/dR, and nothing else depends on parameters.
     """
-    return linear(_pull, _push, adjoint, factor, *stored)
+    reach, stored = jacobian
+    return linear(partial(_pull, reach), partial(_push, reach), adjoint, factor, *stored)
 
 
-def _pull(adjoint: Tensor, factor: Tensor, edges: Tensor, radial: Tensor, isotropic: Tensor, bend: Tensor) -> Tensor:
-    if triton_support.usable(edges.device):
+def _pull(reach: Reach, adjoint: Tensor, factor: Tensor, edges: Tensor, *stored: Tensor) -> Tensor:
+    if len(stored) == 1:
         from deepmd_muon.model.descriptor import environment_kernels
 
-        return environment_kernels.pull(adjoint, factor, edges, radial, isotropic, bend)
+        return environment_kernels.pull(adjoint, factor, edges, *stored, *reach)
+    radial, isotropic, bend = stored
     row_adjoint = (adjoint * factor.unsqueeze(1)).to(edges.dtype)
     along = (row_adjoint[..., 1:] * edges).sum(-1)
     scale = torch.addcmul(radial * row_adjoint[..., 0], bend, along)
     return torch.addcmul(isotropic.unsqueeze(-1) * row_adjoint[..., 1:], scale.unsqueeze(-1), edges)
 
 
-def _push(cotangent: Tensor, factor: Tensor, edges: Tensor, radial: Tensor, isotropic: Tensor, bend: Tensor) -> Tensor:
+def _push(reach: Reach, cotangent: Tensor, factor: Tensor, edges: Tensor, *stored: Tensor) -> Tensor:
     """Return the Jacobian times the cotangent."""
-    if triton_support.usable(edges.device):
+    if len(stored) == 1:
         from deepmd_muon.model.descriptor import environment_kernels
 
-        return environment_kernels.push(cotangent, factor, edges, radial, isotropic, bend)
+        return environment_kernels.push(cotangent, factor, edges, *stored, *reach)
+    radial, isotropic, bend = stored
     along = (cotangent * edges).sum(-1)
     out = torch.empty((*along.shape, 4), dtype=cotangent.dtype, device=cotangent.device)
     torch.mul(radial, along, out=out[..., 0])

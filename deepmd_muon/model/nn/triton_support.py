@@ -127,7 +127,7 @@ def _works() -> bool:
         from deepmd_muon.model.descriptor import environment_kernels
 
         one = torch.ones(1, 1, 3, dtype=torch.float64, device="cuda")
-        environment_kernels.environment(one, torch.zeros(1, 1, dtype=torch.bool, device="cuda"), 6.0, 0.5, 0.0)
+        environment_kernels.environment(one, torch.zeros(1, 1, dtype=torch.int64, device="cuda"), 6.0, 0.5, 0.0)
     except Exception as error:  # a missing compiler fails in many ways
         log.warning("Triton kernels do not run here (%s): the model runs torch's own operations", error)
         return False

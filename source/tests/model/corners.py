@@ -69,18 +69,21 @@ def corner_batch(model, corner, device="cpu"):
 
 
 def corner_results(name, corner, precision, monkeypatch, *, fused, device="cpu"):
-    """Return energy, force, virial and the gradient of a loss of all three, as float64 on the CPU."""
+    """Return energy, force, virial, the same without autograd, and the gradient of a loss; float64 on the CPU."""
     monkeypatch.setattr(interpolation, "EDGES_PER_NODE", 0)
     monkeypatch.setattr(triton_support, "usable", lambda _: fused)
     if device == "cpu":
         monkeypatch.setattr(triton_support, "has_tensor_cores", lambda _: True)
     model = corner_model(name, precision, device, corner)
-    out = model(corner_batch(model, corner, device))
+    batch = corner_batch(model, corner, device)
+    with torch.no_grad():
+        predicted = model(batch)
+    out = model(batch)
     weights = torch.linspace(0.5, 1.5, out["force"].numel(), dtype=torch.float64).view(out["force"].shape)
     loss = out["energy"].sum() + (out["force"] * weights.to(device)).square().sum() + out["virial"].square().sum()
     loss.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    found = [out["energy"], out["force"], out["virial"], gradient]
+    found = [*(part[name] for part in (out, predicted) for name in ("energy", "force", "virial")), gradient]
     return [x.detach().double().cpu() for x in found]
 
 

@@ -6,7 +6,7 @@ import torch
 from model_batches import make_batch, read_fixture, section
 
 from deepmd_muon.model import build_model
-from deepmd_muon.model.descriptor.environment import edge_derivative, environment
+from deepmd_muon.model.descriptor.environment import Reach, edge_derivative, environment
 from deepmd_muon.model.descriptor.se_e2_a import embedding
 from deepmd_muon.model.descriptor.se_e2_a.contraction import contract, pull_contraction
 from deepmd_muon.model.descriptor.se_e2_a.embedding import Sums, plan_blocks
@@ -192,16 +192,16 @@ def test_contraction():
 def test_edge_derivative_is_the_transposed_jacobian():
     edges = torch.randn(2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).mul_(2.0)
     edges.requires_grad_()
-    empty = torch.zeros(2, 3, dtype=torch.bool)
-    empty[1, 2] = True
-    env = environment(edges, empty, rcut=4.0, rcut_smth=0.5, protection=0.1)
+    neighbor = torch.zeros(2, 3, dtype=torch.int64)
+    neighbor[1, 2] = -1
+    env = environment(edges, neighbor, Reach(rcut=4.0, rcut_smth=0.5, protection=0.1))
     adjoint = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     factor = torch.rand(2, 4, dtype=torch.float64)
     wanted = torch.autograd.grad((env.rows * factor[:, None] * adjoint).sum(), edges)[0]
-    data = [part.detach() for part in (factor, env.edges, env.radial, env.isotropic, env.bend)]
-    torch.testing.assert_close(edge_derivative(adjoint, *data), wanted, rtol=1e-11, atol=1e-12)
+    jacobian = env.jacobian._replace(stored=tuple(part.detach() for part in env.jacobian.stored))
+    torch.testing.assert_close(edge_derivative(adjoint, factor, jacobian), wanted, rtol=1e-11, atol=1e-12)
     assert (wanted[1, 2] == 0).all()
-    assert torch.autograd.gradcheck(lambda a: edge_derivative(a, *data), (adjoint,))
+    assert torch.autograd.gradcheck(lambda a: edge_derivative(a, factor, jacobian), (adjoint,))
 
 
 def test_forces_are_the_transposed_differences():

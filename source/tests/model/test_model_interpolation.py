@@ -114,8 +114,7 @@ def test_the_tail_tells_the_error():
         with torch.no_grad():
             for p in nets[0].parameters():
                 p.mul_(scale)
-        env = descriptor.environment(structures, edge_vectors(structures))
-        rows, empty, _ = descriptor._standardised(structures, env, None)
+        rows, empty, _, _ = descriptor._standardised(structures, edge_vectors(structures), None)
         edges = interpolation.cut(rows, empty, 16, structures.sections, descriptor.sel)
         found = interpolation.coefficients(nets, descriptor.activation, edges)
         s = rows[:, : structures.sections[0], 0].flatten()

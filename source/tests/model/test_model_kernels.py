@@ -113,24 +113,30 @@ def test_contraction_kernels(dtype, width, axis):
 
 
 @on_each_backend
-def test_virial_kernel():
+@triton_support.traced()
+def test_force_and_virial_kernel():
     """Two frames of three atoms, one of which is padding; more edges than are looked at together."""
     draw, order, frame = Draw(4), torch.tensor([3, 0, 4, 1, 5], device=DEVICE), torch.tensor([1, 0, 1, 0, 1])
-    slope, edges = draw.normal(5, 300, 3), draw.normal(5, 300, 3)
+    neighbor, edges = draw.integers(-1, 6, (5, 300)), draw.normal(5, 300, 3)
+    slope = draw.normal(5, 300, 3) * (neighbor >= 0)[..., None]
     wanted = slope.new_zeros(2, 9)
     wanted.index_add_(0, frame.to(DEVICE), torch.bmm(slope.transpose(1, 2), edges).reshape(-1, 9), alpha=-1)
-    close(environment_kernels.virial(slope, edges, order, 2, 3), wanted)
+    force, virial = environment_kernels.force_and_virial(slope, edges, order, neighbor, 2, 3)
+    close(virial, wanted)
+    close(force, energy_model.forces_of(slope, order, neighbor, 6))
 
 
 @on_each_backend
+@triton_support.traced()  # torch's operations define the results
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_kernels(dtype):
-    draw, kinds = Draw(8), torch.tensor([0, 1, 1], device=DEVICE)
-    rows = draw.normal(3, 7 + 200, 4)
+    draw, kinds, reach = Draw(8), torch.tensor([0, 1, 1], device=DEVICE), environment.Reach(6.0, 0.5, 0.01)
+    vectors, neighbor = 3.0 * draw.normal(3, 7 + 200, 3), draw.integers(-1, 3, (3, 7 + 200))
     mean, stddev = draw.uniform(2, 2, 1, 4, dtype=dtype).expand(2, 2, 9, 4).contiguous().unbind()
-    found = se_e2_a_kernels.standardise(rows, mean, stddev, kinds)
+    found = se_e2_a_kernels.standard_rows(vectors, neighbor, reach, mean, stddev, kinds)
     wanted_scale = 1.0 / stddev[:, 0][kinds]
     wanted_empty = -mean[:, 0][kinds] * wanted_scale
+    rows = environment.environment(vectors, neighbor, reach).rows
     wanted = torch.addcmul(wanted_empty[:, None], rows.to(dtype), wanted_scale[:, None])
     for one, other in zip(found, (wanted, wanted_empty, wanted_scale), strict=True):
         close(one, other)
@@ -140,22 +146,22 @@ def test_rows_kernels(dtype):
 
 
 @on_each_backend
+@triton_support.traced()
 @pytest.mark.parametrize("protection", [0.0, 0.01])
 def test_environment_kernels(protection):
-    draw = Draw(2)
-    vectors, empty = 3.0 * draw.normal(5, 60, 3), draw.uniform(5, 60) < 0.2
-    env = environment.environment(vectors, empty, 6.0, 0.5, protection)
-    masked, rows, scalars = environment_kernels.environment(vectors, empty, 6.0, 0.5, protection)
-    for found, wanted in zip((masked, rows, *scalars), env, strict=True):
-        close(found, wanted)
+    draw, reach = Draw(2), environment.Reach(6.0, 0.5, protection)
+    vectors, neighbor = 3.0 * draw.normal(5, 60, 3), draw.integers(-1, 4, (5, 60))
+    env = environment.environment(vectors, neighbor, reach)
+    close(environment_kernels.environment(vectors, neighbor, *reach), env.rows)
     for dtype in DTYPES:
         adjoint, factor = draw.normal(5, 60, 4, dtype=dtype).requires_grad_(), draw.normal(5, 4, dtype=dtype)
-        data = factor, env.edges, env.radial, env.isotropic, env.bend
-        slope = environment.edge_derivative(adjoint, *data)
+        slope = environment.edge_derivative(adjoint, factor, env.jacobian)
         limit = {} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
-        torch.testing.assert_close(environment_kernels.pull(adjoint.detach(), *data), slope.detach(), **limit)
+        found = environment_kernels.pull(adjoint.detach(), factor, vectors, neighbor, *reach)
+        torch.testing.assert_close(found, slope.detach(), **limit)
         moved = draw.normal(*slope.shape)
-        close(environment_kernels.push(moved, *data), torch.autograd.grad(slope, adjoint, moved)[0])
+        pushed = environment_kernels.push(moved, factor, vectors, neighbor, *reach)
+        close(pushed, torch.autograd.grad(slope, adjoint, moved)[0])
 
 
 @on_each_backend

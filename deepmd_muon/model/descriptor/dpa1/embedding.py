@@ -58,7 +58,7 @@ class Embedding(FourPasses):
     def tangent(self, tangents: Any, left: Any) -> tuple[Perhaps, Perhaps]:
         """Return the derivative of the features; and tangents of the arguments of f, and of all layers' inputs."""
         (along,), (w, *others), f, depth = tangents, left, self.activation, len(self.copies)
-        first, *keeps = others[3 * depth], *others[3 * depth + 1 + depth : 3 * depth + 1 + 2 * depth]
+        first, keeps = others[3 * depth], others[4 * depth + 1 : 5 * depth + 1]
         before = [along * w]
         moved = [layers.tangent(f, first, None, before[0], along, 0)]
         for layer, kind, keep in zip(_behind(others[: 3 * depth]), self.copies, keeps, strict=True):

@@ -12,7 +12,7 @@ import torch
 from deepmd_muon.model.descriptor.dpa1.attention import NORMALIZE_EPS, Gates, NeighborAttention
 from deepmd_muon.model.descriptor.dpa1.embedding import Embedding
 from deepmd_muon.model.descriptor.dpa1.settings import DPA1Settings, SeAttenV2Settings
-from deepmd_muon.model.descriptor.environment import Environment, environment, quintic
+from deepmd_muon.model.descriptor.environment import Environment, Reach, environment, quintic
 from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
 from deepmd_muon.model.nn import layers, triton_support
 from deepmd_muon.model.nn.activation import activation
@@ -119,7 +119,7 @@ class DPA1(torch.nn.Module):
     def environment(self, structures: Structures, edges: torch.Tensor) -> Environment:
         """Environment of every edge, not standardised."""
         own = self.settings
-        return environment(edges, structures.neighbor < 0, own.rcut, own.rcut_smth, own.env_protection)
+        return environment(edges, structures.neighbor, Reach(own.rcut, own.rcut_smth, own.env_protection))
 
     def used_slots(self, structures: Structures) -> None:
         """Every slot counts."""

@@ -12,7 +12,7 @@ from deepmd_muon.model.descriptor.dpa3.edges import incoming_for_kernels
 from deepmd_muon.model.descriptor.dpa3.geometry import DISTANCE_GUARD, cosines, plan_angles, weigh
 from deepmd_muon.model.descriptor.dpa3.layer import Features, Graph, RepflowLayer, Wanted
 from deepmd_muon.model.descriptor.dpa3.settings import DPA3Settings
-from deepmd_muon.model.descriptor.environment import Environment, environment
+from deepmd_muon.model.descriptor.environment import Environment, Reach, environment
 from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
 from deepmd_muon.model.nn.activation import activation
 from deepmd_muon.model.nn.networks import Layer, SeedPath, dtype_of
@@ -72,7 +72,7 @@ class DPA3(torch.nn.Module):
     def environment(self, structures: Structures, edges: torch.Tensor) -> Environment:
         """Environment of every edge, not standardised; statistics are always those of the quintic switch."""
         repflow = self.settings.repflow
-        return environment(edges, structures.neighbor < 0, repflow.e_rcut, repflow.e_rcut_smth)
+        return environment(edges, structures.neighbor, Reach(repflow.e_rcut, repflow.e_rcut_smth))
 
     def used_slots(self, structures: Structures) -> torch.Tensor | None:
         """Return None: every slot counts."""

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepmd_muon.model.descriptor.environment import Reach
+from deepmd_muon.model.descriptor.environment_kernels import loaded_edges, store_four, switched
 from deepmd_muon.model.descriptor.se_e2_a.edges import ORDERS, Edges, first_columns
 from deepmd_muon.model.nn.triton_support import operator
 
@@ -26,21 +28,37 @@ WARPS = 1  # of a program for the edges of an atom, or for its contraction's der
 
 
 @triton.jit
-def _standardise_kernel(out, empty, scale, rows, mean, stddev, kinds, stride, nnei, block: tl.constexpr):
-    """Standardise the rows of one atom; write R of an empty slot and the factor as well."""
+def _standard_rows_kernel(
+    out, empty, scale, edges, neighbor, mean, stddev, kinds, stride, nnei,
+    rcut: tl.constexpr, rcut_smth: tl.constexpr, protection: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Write R of one atom's edges; and R of an empty slot, and the factor of rows."""
     atom = tl.program_id(0).to(tl.int64)
-    kind = tl.load(kinds + atom)
+    at = tl.load(kinds + atom) * stride
+    factor0, factor1 = 1.0 / tl.load(stddev + at), 1.0 / tl.load(stddev + at + 1)
+    factor2, factor3 = 1.0 / tl.load(stddev + at + 2), 1.0 / tl.load(stddev + at + 3)
+    none0, none1 = -tl.load(mean + at) * factor0, -tl.load(mean + at + 1) * factor1
+    none2, none3 = -tl.load(mean + at + 2) * factor2, -tl.load(mean + at + 3) * factor3
     dtype: tl.constexpr = out.dtype.element_ty
-    for k in tl.static_range(4):
-        factor = 1.0 / tl.load(stddev + kind * stride + k)
-        constant = -tl.load(mean + kind * stride + k) * factor
-        tl.store(empty + atom * 4 + k, constant)
-        tl.store(scale + atom * 4 + k, factor)
-        for begin in range(0, nnei, block):
-            column = begin + tl.arange(0, block)
-            at = (atom * nnei + column) * 4 + k
-            x = tl.load(rows + at, column < nnei, 0.0).to(dtype)
-            tl.store(out + at, constant + x * factor, column < nnei)
+    for begin in range(0, nnei, block):
+        column = begin + tl.arange(0, block)
+        edge, real = atom * nnei + column, column < nnei
+        x, y, z = loaded_edges(edges, neighbor, edge, real, rcut)
+        _, t, switch, _ = switched(x, y, z, rcut, rcut_smth, protection)
+        isotropic = switch * t * t
+        store_four(
+            out, edge, real,
+            none0 + (switch * t).to(dtype) * factor0, none1 + (isotropic * x).to(dtype) * factor1,
+            none2 + (isotropic * y).to(dtype) * factor2, none3 + (isotropic * z).to(dtype) * factor3,
+        )  # fmt: skip
+    tl.store(empty + atom * 4, none0)
+    tl.store(empty + atom * 4 + 1, none1)
+    tl.store(empty + atom * 4 + 2, none2)
+    tl.store(empty + atom * 4 + 3, none3)
+    tl.store(scale + atom * 4, factor0)
+    tl.store(scale + atom * 4 + 1, factor1)
+    tl.store(scale + atom * 4 + 2, factor2)
+    tl.store(scale + atom * 4 + 3, factor3)
 
 
 @triton.jit
@@ -78,17 +96,23 @@ def _start_kernel(start, extremes, atoms, least: tl.constexpr, pieces: tl.conste
     tl.store(start + 2 * kind + 1, pieces / span)
 
 
-def standardise(rows: Tensor, mean: Tensor, stddev: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def standard_rows(
+    edges: Tensor, neighbor: Tensor, reach: Reach, mean: Tensor, stddev: Tensor, kinds: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return R `(nreal, nnei, 4)`, R of an empty slot and dR/drow `(nreal, 4)` in the dtype of the statistics.
 
-    These, `mean` and `stddev` `(ntypes, slots, 4)`, are the same for all slots; `kinds` are the atoms' types.
+    These, `mean` and `stddev` `(ntypes, slots, 4)`, are the same for all slots; `kinds` are the atoms' types. Other
+    arguments as in `environment.environment`.
     """
-    atoms, nnei, _ = rows.shape
-    out = mean.new_empty(rows.shape)
+    atoms, nnei = neighbor.shape
+    out = mean.new_empty(atoms, nnei, 4)
     empty, scale = mean.new_empty(2, atoms, 4).unbind()
-    _standardise_kernel[(atoms,)](
-        out, empty, scale, rows.contiguous(), mean, stddev, kinds, mean.stride(0), nnei, block=ROWS
-    )
+    rcut, rcut_smth, protection = reach
+    if atoms:
+        _standard_rows_kernel[(atoms,)](
+            out, empty, scale, edges.contiguous(), neighbor.contiguous(), mean, stddev, kinds, mean.stride(0), nnei,
+            rcut=rcut, rcut_smth=rcut_smth, protection=protection, block=ROWS,
+        )  # fmt: skip
     return out, empty, scale
 
 

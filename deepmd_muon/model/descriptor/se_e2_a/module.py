@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from deepmd_muon.model.descriptor.environment import Environment, edge_derivative, environment
+from deepmd_muon.model.descriptor.environment import Environment, Jacobian, Reach, edge_derivative, environment
 from deepmd_muon.model.descriptor.interface import Described, Pullback
 from deepmd_muon.model.descriptor.se_e2_a import interpolation
 from deepmd_muon.model.descriptor.se_e2_a.contraction import contract, pull_contraction
@@ -63,6 +63,7 @@ class SeE2A(torch.nn.Module):
         super().__init__()
         self.settings = settings
         self.sel = settings.neighbors().sel
+        self.reach = Reach(settings.rcut, settings.rcut_smth, settings.env_protection)
         self.type_map = tuple(type_map)
         self.axis = settings.axis_neuron
         self.width = settings.neuron[-1]
@@ -82,17 +83,15 @@ class SeE2A(torch.nn.Module):
 
     def environment(self, structures: Structures, edges: torch.Tensor) -> Environment:
         """Environment of every edge, not standardised; rows of excluded pairs are not removed."""
-        own = self.settings
-        return environment(edges, structures.neighbor < 0, own.rcut, own.rcut_smth, own.env_protection)
+        return environment(edges, structures.neighbor, self.reach)
 
     def forward(self, structures: Structures, edges: torch.Tensor, *, force: bool = True) -> Described:
         """Describe every atom; see `Descriptor`."""
         for width, sel, name in zip(structures.sections, self.sel, self.type_map, strict=True):
             if width > sel:
                 raise ModelError(f"the batch has {width} columns for neighbours of type {name}, more than sel {sel}")
-        env = self.environment(structures, edges)
         used = self.used_slots(structures)
-        rows, empty_row, scale = self._standardised(structures, env, used)
+        rows, empty_row, scale, jacobian = self._standardised(structures, edges, used)
         given, training = (self, structures, rows, empty_row), torch.is_grad_enabled()
         count, networks = rows.shape[0] * rows.shape[1], len(self.sea.filter_layers.networks)
         parts: _Contractions | _Interpolated
@@ -109,18 +108,21 @@ class SeE2A(torch.nn.Module):
             row_adjoint = parts.spread(pull_contraction(a, d_bar))
             if used is not None:
                 row_adjoint = row_adjoint * used.unsqueeze(-1)
-            return edge_derivative(row_adjoint, scale, env.edges, env.radial, env.isotropic, env.bend)
+            return edge_derivative(row_adjoint, scale, jacobian)
 
         return Described(contract(a, self.axis).flatten(1), pullback if force else None)
 
     def _standardised(
-        self, structures: Structures, env: Environment, used: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return R `(nreal, nnei, 4)`, R of an empty slot and dR/drow `(nreal, 4)`."""
-        if triton_support.usable(env.rows.device) and used is None:
-            from deepmd_muon.model.descriptor.se_e2_a import kernels
+        self, structures: Structures, edges: torch.Tensor, used: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Jacobian]:
+        """Return R `(nreal, nnei, 4)`, R of an empty slot, dR/drow `(nreal, 4)`, and the derivative of the rows."""
+        if triton_support.usable(edges.device) and used is None:
+            from deepmd_muon.model.descriptor.se_e2_a.kernels import standard_rows
 
-            return kernels.standardise(env.rows, self.sea.mean, self.sea.stddev, structures.sorted_type)
+            statistics = self.sea.mean, self.sea.stddev, structures.sorted_type
+            found = standard_rows(edges, structures.neighbor, self.reach, *statistics)
+            return *found, Jacobian(self.reach, (edges, structures.neighbor))
+        env = self.environment(structures, edges)
         dtype = self.sea.mean.dtype
         inverse = 1.0 / self.sea.stddev[:, 0]
         empty_row = (-self.sea.mean[:, 0] * inverse)[structures.sorted_type]
@@ -128,7 +130,7 @@ class SeE2A(torch.nn.Module):
         rows = torch.addcmul(empty_row[:, None], env.rows.to(dtype), scale[:, None])
         if used is not None:
             rows = rows * used.unsqueeze(-1).to(dtype)
-        return rows, empty_row, scale
+        return rows, empty_row, scale, env.jacobian
 
     def networks(self) -> list[list[Network]]:
         """Return the network of each neighbour type, for each centre type unless all centres share them."""
@@ -141,7 +143,7 @@ class SeE2A(torch.nn.Module):
     def pieces_for(self, structures: Structures, edges: torch.Tensor) -> int:
         """Return how many pieces the present weights need on such a batch; see `Interpolated`."""
         used = self.used_slots(structures)
-        rows, empty_row, _ = self._standardised(structures, self.environment(structures, edges), used)
+        rows, empty_row, _, _ = self._standardised(structures, edges, used)
         nets = self.networks()
         return interpolation.fewest_pieces(nets, self.activation, rows, empty_row, structures.sections, self.sel)
 
@@ -152,8 +154,8 @@ class SeE2A(torch.nn.Module):
         distance = torch.where(real, edges.square().sum(-1), own.rcut**2).flatten()
         nearest = interpolation.CLOSER * float(distance.amin().sqrt() if len(distance) else own.rcut)
         point = edges.new_tensor([[[nearest, 0.0, 0.0]]])
-        empty = torch.zeros(1, 1, dtype=torch.bool, device=edges.device)
-        largest = environment(point, empty, own.rcut, own.rcut_smth, own.env_protection).rows[0, 0, 0]
+        neighbor = torch.zeros(1, 1, dtype=torch.int64, device=edges.device)
+        largest = environment(point, neighbor, self.reach).rows[0, 0, 0]
         mean, deviation = self.sea.mean[:, 0, 0], self.sea.stddev[:, 0, 0]
         # The s of an empty slot is the least, or 0 where a pair of types is excluded.
         ends = torch.stack(
