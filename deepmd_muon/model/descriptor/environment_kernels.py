@@ -50,16 +50,16 @@ def loaded_edges(edges, neighbor, edge, real, rcut: tl.constexpr):
 
 @triton.jit
 def switched(x, y, z, rcut: tl.constexpr, rcut_smth: tl.constexpr, protection: tl.constexpr):
-    """Return the distance, t, the switch and its slope."""
+    """Return the distance, t, the switch, without cancellation at the cut-off, and its slope."""
     distance = tl.sqrt(x * x + y * y + z * z)
-    u = tl.minimum(tl.maximum((distance - rcut_smth) / (rcut - rcut_smth), 0.0), 1.0)
-    switch = u * u * u * ((15.0 - 6.0 * u) * u - 10.0) + 1.0
-    bump = u * (u - 1.0)
+    v = tl.minimum(tl.maximum((rcut - distance) / (rcut - rcut_smth), 0.0), 1.0)
+    switch = v * v * v * (10.0 - (15.0 - 6.0 * v) * v)
+    bump = v * (1.0 - v)
     return distance, 1.0 / (distance + protection), switch, bump * bump * (-30.0 / (rcut - rcut_smth))
 
 
 @triton.jit
-def _curvature(x, y, z, rcut: tl.constexpr, rcut_smth: tl.constexpr, protection: tl.constexpr):
+def curvature(x, y, z, rcut: tl.constexpr, rcut_smth: tl.constexpr, protection: tl.constexpr):
     """Return radial, isotropic and bend of the `Jacobian`."""
     distance, t, switch, slope = switched(x, y, z, rcut, rcut_smth, protection)
     per_distance, isotropic, slope_t = 1.0 / distance, switch * t * t, slope * t
@@ -97,7 +97,7 @@ def _pull_kernel(
     edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = edge < count
     x, y, z = loaded_edges(edges, neighbor, edge, real, rcut)
-    radial, isotropic, bend = _curvature(x, y, z, rcut, rcut_smth, protection)
+    radial, isotropic, bend = curvature(x, y, z, rcut, rcut_smth, protection)
     at = factor + edge // nnei * 4
     a0 = tl.load(adjoint + edge * 4, real, 0.0).to(tl.float64) * tl.load(at, real, 0.0)
     a1 = tl.load(adjoint + edge * 4 + 1, real, 0.0).to(tl.float64) * tl.load(at + 1, real, 0.0)
@@ -118,7 +118,7 @@ def _push_kernel(
     edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = edge < count
     x, y, z = loaded_edges(edges, neighbor, edge, real, rcut)
-    radial, isotropic, bend = _curvature(x, y, z, rcut, rcut_smth, protection)
+    radial, isotropic, bend = curvature(x, y, z, rcut, rcut_smth, protection)
     c1, c2 = tl.load(cotangent + edge * 3, real, 0.0), tl.load(cotangent + edge * 3 + 1, real, 0.0)
     c3 = tl.load(cotangent + edge * 3 + 2, real, 0.0)
     along = c1 * x + c2 * y + c3 * z

@@ -20,6 +20,7 @@ from deepmd_muon.loss import build_loss
 from deepmd_muon.loss.ener.module import fits_kernels
 from deepmd_muon.model import energy_model
 from deepmd_muon.model.descriptor import environment, environment_kernels
+from deepmd_muon.model.descriptor.dpa1.geometry import geometry as dpa1_geometry
 from deepmd_muon.model.descriptor.dpa3 import angles, edges, layer
 from deepmd_muon.model.descriptor.dpa3.kernels import angles as angle_kernels
 from deepmd_muon.model.descriptor.dpa3.kernels import edges as edge_kernels
@@ -39,7 +40,7 @@ DTYPES = [torch.float64, torch.float32]
 
 def test_kernels_in_the_interpreter():
     here = Path(__file__)
-    assert passed_in_interpreter(here, here.with_name("test_neighbor_search.py")) == 210
+    assert passed_in_interpreter(here, here.with_name("test_neighbor_search.py")) == 212
 
 
 class Draw:
@@ -110,6 +111,30 @@ def test_contraction_kernels(dtype, width, axis):
     pulled = torch.bmm(a[:, :, :axis], d_bar.transpose(1, 2))
     pulled[:, :, :axis] += torch.bmm(a, d_bar)
     close(se_e2_a_kernels.pull_contraction(a, d_bar), pulled, 10)
+
+
+@on_each_backend
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_geometry_kernels(monkeypatch, dtype):
+    """Including empty slots, edges beyond the cut-off, and some so near to it that their directions are shortened."""
+    draw, reach = Draw(9), environment.Reach(6.0, 0.5, 0.01)
+    vectors, neighbor = 3.0 * draw.normal(3, 300, 3), draw.integers(-1, 3, (3, 300))
+    if dtype == torch.float64:
+        near = torch.linspace(1e-5, 5e-4, 30, dtype=torch.float64, device=DEVICE)
+        vectors[:, :30] *= ((6.0 - near) / vectors[:, :30].norm(dim=-1)).unsqueeze(-1)
+    mean, inverse = 1e-14 * draw.normal(3, 4, dtype=dtype), draw.uniform(3, 4, dtype=dtype) + 1.0
+    mixed = draw.normal(3, 300, 4, dtype=dtype), draw.normal(3, 300, 3, dtype=dtype)
+    moved, found = draw.normal(3, 300, 3), []
+    for fused in (True, False):
+        monkeypatch.setattr(triton_support, "usable", lambda _, fused=fused: fused)
+        leaf, weights = vectors.clone().requires_grad_(), [x.clone().requires_grad_() for x in mixed]
+        rows, direction, _ = dpa1_geometry(leaf, neighbor, mean, inverse, reach, False)
+        total = (rows * weights[0]).sum() + (direction * weights[1]).sum()
+        (slope,) = torch.autograd.grad(total, leaf, create_graph=True)
+        found.append([rows, direction, slope, *torch.autograd.grad((slope * moved).sum(), weights)])
+    for one, other in zip(*found, strict=True):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one, other, rtol=1e-9 if dtype == torch.float64 else 2e-5, atol=1e-12)
 
 
 @on_each_backend

@@ -9,10 +9,11 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from deepmd_muon.model.descriptor.dpa1.attention import NORMALIZE_EPS, Gates, NeighborAttention
+from deepmd_muon.model.descriptor.dpa1.attention import Gates, NeighborAttention
 from deepmd_muon.model.descriptor.dpa1.embedding import Embedding
+from deepmd_muon.model.descriptor.dpa1.geometry import geometry
 from deepmd_muon.model.descriptor.dpa1.settings import DPA1Settings, SeAttenV2Settings
-from deepmd_muon.model.descriptor.environment import Environment, Reach, environment, quintic
+from deepmd_muon.model.descriptor.environment import Environment, Reach, environment
 from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
 from deepmd_muon.model.nn import layers, triton_support
 from deepmd_muon.model.nn.activation import activation
@@ -40,16 +41,16 @@ class Neighborhood(NamedTuple):
     kind
         Type of the neighbour `(nreal, ncolumns)`; deepmd-kit gives empty slots that of the frame's first atom.
     switch
-        Switch of every neighbour, 0 without `(nreal, ncolumns)`.
+        Switch of every neighbour, 0 without `(nreal, ncolumns)`; None where nothing is multiplied by it.
     direction
-        Vectors to the neighbours `(nreal, ncolumns, 3)`, 0 without; see `shortened`.
+        Vectors to the neighbours `(nreal, ncolumns, 3)`; see `geometry`.
     """
 
     rows: torch.Tensor
     weight: torch.Tensor
     real: torch.Tensor
     kind: torch.Tensor
-    switch: torch.Tensor
+    switch: torch.Tensor | None
     direction: torch.Tensor
 
 
@@ -153,12 +154,11 @@ class DPA1(torch.nn.Module):
     def _neighborhood(self, structures: Structures, edges: torch.Tensor) -> Neighborhood:
         """Return the environment in the precision of the parameters."""
         block, own, real = self.se_atten, self.settings, structures.neighbor >= 0
-        rows, switch, direction = smooth_rows(edges, real, own.rcut, own.rcut_smth, own.env_protection)
         dtype, atoms = block.mean.dtype, structures.sorted_type
         mean, inverse = block.mean[:, 0][atoms], (1.0 / block.stddev[:, 0])[atoms]
-        rows = (rows.to(dtype) - mean.unsqueeze(1)) * inverse.unsqueeze(1)
-        kind = structures.neighbor_type
-        weight, switch, direction = real.to(dtype), switch.to(dtype), shortened(direction.to(dtype), rows)
+        reach = Reach(own.rcut, own.rcut_smth, own.env_protection)
+        rows, direction, switch = geometry(edges, structures.neighbor, mean, inverse, reach, own.smooth_type_embedding)
+        kind, weight = structures.neighbor_type, real.to(dtype)
         if own.set_davg_zero:
             return Neighborhood(rows, weight, real, kind, switch, direction)
         empty = (self.slots - (structures.neighbor != EMPTY).sum(1, keepdim=True)).to(dtype)
@@ -168,7 +168,7 @@ class DPA1(torch.nn.Module):
             torch.cat([weight, empty], dim=1),
             torch.nn.functional.pad(real, (0, 1)),
             torch.cat([kind, first], dim=1),
-            torch.nn.functional.pad(switch, (0, 1)),
+            None if switch is None else torch.nn.functional.pad(switch, (0, 1)),
             torch.nn.functional.pad(direction, (0, 0, 0, 1)),
         )
 
@@ -205,7 +205,7 @@ class DPA1(torch.nn.Module):
         if not strip:
             return features
         gate = self._type_gate(near.kind, centre, table)
-        if self.settings.smooth_type_embedding:
+        if near.switch is not None:
             gate = gate * near.switch.unsqueeze(-1)
         return features * (1.0 + gate)
 
@@ -222,18 +222,17 @@ class DPA1(torch.nn.Module):
     def _gates(self, near: Neighborhood, structures: Structures) -> Gates:
         """Return the mask and factors of the attention weights."""
         real, dtype = near.real, near.rows.dtype
-        smooth = self.settings.smooth_type_embedding
         columns = structures.neighbor.shape[1]
-        rows = near.switch if smooth else real.to(dtype)
-        switch = near.switch.unsqueeze(2) * near.switch.unsqueeze(1) if smooth else None
-        after = rows.unsqueeze(2) if switch is None else switch
+        switch, after = None, real.to(dtype).unsqueeze(2)
+        if near.switch is not None:
+            switch = after = near.switch.unsqueeze(2) * near.switch.unsqueeze(1)
         if self.settings.attn_dotr:
             after = after * torch.bmm(near.direction, near.direction.transpose(1, 2))
         # In smooth attention an empty slot has a score, too; only the column that stands for all of them is hidden.
-        hidden = ~real if not smooth else torch.arange(real.shape[1], device=real.device).expand_as(real) >= columns
+        hidden = ~real if switch is None else torch.arange(real.shape[1], device=real.device).expand_as(real) >= columns
         # Half of the least number, so that adding a score cannot reach minus infinity.
         mask = torch.zeros_like(near.weight).masked_fill(hidden, torch.finfo(dtype).min / 2).unsqueeze(1)
-        return Gates(mask, after, switch, self.slots - columns if smooth else 0)
+        return Gates(mask, after, switch, 0 if switch is None else self.slots - columns)
 
 
 def group_atoms(structures: Structures) -> list[tuple[torch.Tensor, Structures]]:
@@ -258,27 +257,3 @@ def group_atoms(structures: Structures) -> list[tuple[torch.Tensor, Structures]]
         )
         groups.append((rows, part))
     return groups
-
-
-def smooth_rows(
-    edges: torch.Tensor, real: torch.Tensor, rcut: float, rcut_smth: float, protection: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return environment rows `(nreal, nnei, 4)`, switch `(nreal, nnei)` and unit vectors, twice differentiable."""
-    edges = torch.where(real.unsqueeze(-1), edges, rcut)
-    distance = (edges * edges).sum(-1).sqrt()
-    v = ((rcut - distance) / (rcut - rcut_smth)).clamp(0.0, 1.0)
-    switch = -quintic(v) * real  # without cancellation at the cut-off, which `shortened` would magnify
-    t = 1.0 / (distance + protection)
-    rows = torch.cat([(switch * t).unsqueeze(-1), (switch * t * t).unsqueeze(-1) * edges], dim=-1)
-    return rows, switch, edges / distance.unsqueeze(-1)
-
-
-def shortened(direction: torch.Tensor, rows: torch.Tensor, least: float = NORMALIZE_EPS) -> torch.Tensor:
-    """Return unit vectors `(nreal, nnei, 3)` as deepmd-kit has them: shorter where a row is, so 0 at the cut-off.
-
-    It divides the last three entries of a standardised row by their length, but at least by 1e-12. The switch makes
-    them shorter than that within some 1e-4 Å of the cut-off. Without smooth attention, this is where the energy that
-    a neighbour adds there fades, with forces.
-    """
-    length = (rows[..., 1:4] * direction).sum(-1, keepdim=True)
-    return direction * (length * (1.0 / least)).clamp(max=1.0)

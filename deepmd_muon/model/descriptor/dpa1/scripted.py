@@ -8,7 +8,8 @@ from typing import Final, NamedTuple
 import torch
 
 from deepmd_muon.model.descriptor.dpa1.attention import SHIFT, AttentionLayer
-from deepmd_muon.model.descriptor.dpa1.module import DPA1, GROUP, shortened, smooth_rows
+from deepmd_muon.model.descriptor.dpa1.geometry import shortened, smooth_rows
+from deepmd_muon.model.descriptor.dpa1.module import DPA1, GROUP
 from deepmd_muon.model.scripted.dense import (
     Act,
     Dense,
