@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 256
+WARPS_OF_BLOCK = 8  # a thread for each edge
 WARPS = 1  # of a program for the edges of an atom: one warp waits for no other
 
 
@@ -220,7 +221,7 @@ def environment(edges: Tensor, neighbor: Tensor, rcut: float, rcut_smth: float, 
     rows = edges.new_empty(*neighbor.shape, 4)
     _environment_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
         rows, edges.contiguous(), neighbor.contiguous(), neighbor.numel(),
-        rcut=rcut, rcut_smth=rcut_smth, protection=protection, block=BLOCK,
+        rcut=rcut, rcut_smth=rcut_smth, protection=protection, block=BLOCK, num_warps=WARPS_OF_BLOCK,
     )  # fmt: skip
     return rows
 
@@ -233,7 +234,7 @@ def pull(
     tensors = adjoint.contiguous(), factor.contiguous(), edges.contiguous(), neighbor.contiguous()
     _pull_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
         out, *tensors, neighbor.numel(), neighbor.shape[1],
-        rcut=rcut, rcut_smth=rcut_smth, protection=protection, block=BLOCK,
+        rcut=rcut, rcut_smth=rcut_smth, protection=protection, block=BLOCK, num_warps=WARPS_OF_BLOCK,
     )  # fmt: skip
     return out
 
@@ -246,7 +247,7 @@ def push(
     tensors = cotangent.contiguous(), factor.contiguous(), edges.contiguous(), neighbor.contiguous()
     _push_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
         out, *tensors, neighbor.numel(), neighbor.shape[1],
-        rcut=rcut, rcut_smth=rcut_smth, protection=protection, block=BLOCK,
+        rcut=rcut, rcut_smth=rcut_smth, protection=protection, block=BLOCK, num_warps=WARPS_OF_BLOCK,
     )  # fmt: skip
     return out
 

@@ -398,6 +398,7 @@ def lay_out(
         radii, bounds, len(inner), candidates.nearest,
         first=FIRST_WIDTH, same=SAME_PLACE**2, same_place=AT_SAME_PLACE, too_near=TOO_NEAR, by_type=sections.by_type,
         periodic=periodic, block=BLOCK, capacity=max(16, triton.next_power_of_2(room)),
+        num_warps=1,
     )  # fmt: skip
     return neighbor, shift
 

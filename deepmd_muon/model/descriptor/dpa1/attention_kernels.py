@@ -27,10 +27,10 @@ def _places(count, width, rows: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
-def _rescale_kernel(x, inverse, count, width, shortest: tl.constexpr, rows: tl.constexpr, block: tl.constexpr):
-    """Divide rows by their length, and write the factors."""
-    row, _, at, real = _places(count, width, rows, block)
-    value = tl.load(x + at, real, 0.0)
+def _rescale_kernel(x, inverse, bias, count, width, shortest: tl.constexpr, rows: tl.constexpr, block: tl.constexpr):
+    """Add the bias to rows, of which Q, K and V take turns, divide them by their length, and write the factors."""
+    row, column, at, real = _places(count, width, rows, block)
+    value = tl.load(x + at, real, 0.0) + tl.load(bias + (row % 3)[:, None] * width + column[None, :], real, 0.0)
     factor = 1.0 / tl.maximum(tl.sqrt(tl.sum(value * value, 1)), shortest)
     tl.store(inverse + row, factor, row < count)
     tl.store(x + at, value * factor[:, None], real)
@@ -201,11 +201,23 @@ def _per_part(parts: Tensor) -> Tensor:
     return parts.new_empty(*_beside(parts).shape[:3], 1).permute(2, 0, 1, 3)
 
 
-def project(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+def project(x: Tensor, matrix: Tensor) -> Tensor:
     """See `attention_rows`."""
-    rows = x.flatten(0, 1)
-    found = torch.mm(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
-    return found.view(*x.shape[:2], 3, -1).permute(2, 0, 1, 3)
+    return torch.mm(x.flatten(0, 1), matrix).view(*x.shape[:2], 3, -1).permute(2, 0, 1, 3)
+
+
+def project_and_rescale(
+    x: Tensor, matrix: Tensor, bias: Tensor, shortest: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """See `attention_rows`; cuBLAS takes twice as long for a product to which it adds a bias in float64."""
+    parts = project(x, matrix)
+    if shortest is None:
+        _beside(parts).add_(bias.view(3, -1))
+        return parts, None
+    inverse = _per_part(parts)
+    grid, sizes, form = _form(parts)
+    _rescale_kernel[grid](parts, inverse, bias, *sizes, shortest=shortest, **form)
+    return parts, inverse
 
 
 def unproject(raw: Tensor, matrix: Tensor, start: Tensor) -> Tensor:
@@ -216,14 +228,6 @@ def unproject(raw: Tensor, matrix: Tensor, start: Tensor) -> Tensor:
 def products(x: Tensor, raw: Tensor) -> Tensor:
     """See `attention_rows`."""
     return torch.mm(x.flatten(0, 1).mT, _rows_of(raw))
-
-
-def rescale_(parts: Tensor, shortest: float) -> Tensor:
-    """See `attention_rows`."""
-    inverse = _per_part(parts)
-    grid, sizes, form = _form(parts)
-    _rescale_kernel[grid](parts, inverse, *sizes, shortest=shortest, **form)
-    return inverse
 
 
 def unscale_(v: Values, x: Tensor) -> tuple[Tensor, Tensor | None]:

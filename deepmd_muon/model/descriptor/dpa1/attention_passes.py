@@ -71,8 +71,7 @@ class Attention(FourPasses):
         """See `FourPasses`."""
         i = Inputs(*given)
         rows = _by_rows(i.x)
-        parts = rows.project(i.x, i.matrix, i.bias)
-        inverse = None if self.shortest is None else rows.rescale_(parts, self.shortest)
+        parts, inverse = rows.project_and_rescale(i.x, i.matrix, i.bias, self.shortest)
         query, key, value = parts
         soft, gated = rows.attend(query, key, i.mask, i.gate, self.scale)
         mixed = torch.bmm(gated, value)
@@ -89,7 +88,7 @@ class Attention(FourPasses):
         """Return the derivative of Z; and `Tangents`."""
         (x, of_gate), (gate, matrix, outer, factor), v = tangents, left[:4], Values(*left[4:11])
         rows, (query, key, value) = _by_rows(x), v.parts
-        parts, part_turn = rows.unscale_(v, rows.project(x, matrix, None))
+        parts, part_turn = rows.unscale_(v, rows.project(x, matrix))
         scores = torch.bmm(parts[0], key.mT).baddbmm_(query, parts[1].mT)
         soft, gated = rows.push_attention(v, scores, gate, of_gate, self.scale)
         mixed = torch.bmm(gated, value).baddbmm_(v.gated, parts[2])

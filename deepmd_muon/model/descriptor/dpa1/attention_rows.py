@@ -67,7 +67,7 @@ class Tangents(NamedTuple):
     norm_turn: Tensor
 
 
-def project(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+def project(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x times the three parts of the matrix, plus those of the bias."""
     rows, matrices = x.flatten(0, 1), matrix.chunk(3, dim=1)
     out = x.new_empty(3, len(rows), matrices[0].shape[1])
@@ -77,6 +77,21 @@ def project(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
         else:
             torch.addmm(bias.chunk(3)[number], rows, part, out=out[number])
     return out.view(3, *x.shape[:2], out.shape[2])
+
+
+def project_and_rescale(
+    x: Tensor, matrix: Tensor, bias: Tensor, shortest: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return Q, K and V, their rows divided by their length, at least `shortest`; and the factors.
+
+    With `shortest` None the rows stay as they are, and there are no factors.
+    """
+    parts = project(x, matrix, bias)
+    if shortest is None:
+        return parts, None
+    inverse: Tensor = torch.linalg.vector_norm(parts, dim=-1, keepdim=True).clamp_min_(shortest).reciprocal_()
+    parts *= inverse
+    return parts, inverse
 
 
 def unproject(raw: Tensor, matrix: Tensor, start: Tensor) -> Tensor:
@@ -91,13 +106,6 @@ def products(x: Tensor, raw: Tensor) -> Tensor:
     """Return the gradient of W from X, or its tangent, and the cotangents of Q, K and V before they were rescaled."""
     rows = x.flatten(0, 1).mT
     return torch.cat([torch.mm(rows, part) for part in raw.flatten(1, 2)], dim=1)
-
-
-def rescale_(parts: Tensor, shortest: float) -> Tensor:
-    """Divide rows by their length, at least `shortest`; return the factors."""
-    inverse: Tensor = torch.linalg.vector_norm(parts, dim=-1, keepdim=True).clamp_min_(shortest).reciprocal_()
-    parts *= inverse
-    return inverse
 
 
 def unscale_(v: Values, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from deepmd_muon.model.descriptor.dpa1.attention import NORMALIZE_EPS
 from deepmd_muon.model.descriptor.environment import Reach
-from deepmd_muon.model.descriptor.environment_kernels import BLOCK, curvature, loaded_edges, store_four, switched
+from deepmd_muon.model.descriptor.environment_kernels import (
+    BLOCK,
+    WARPS_OF_BLOCK,
+    curvature,
+    loaded_edges,
+    store_four,
+    switched,
+)
 
 _LEAST = tl.constexpr(NORMALIZE_EPS)
 
@@ -52,7 +59,8 @@ def _geometry_kernel(
         edges, neighbor, mean, inverse, edge, nnei, real, rcut, rcut_smth, protection
     )
     store_four(rows, edge, real, r0, r1, r2, r3)
-    short, dtype = tl.minimum(length, 1.0), direction.dtype.element_ty
+    short = tl.minimum(length, 1.0)
+    dtype: tl.constexpr = direction.dtype.element_ty
     tl.store(direction + edge * 3, (e1 * short).to(dtype), real)
     tl.store(direction + edge * 3 + 1, (e2 * short).to(dtype), real)
     tl.store(direction + edge * 3 + 2, (e3 * short).to(dtype), real)
@@ -117,7 +125,8 @@ def _push_kernel(
     u3 = (c3 - outward * e3) * per_distance
     of_length = m1 * e1 + m2 * e2 + m3 * e3 + r1 * u1 + r2 * u2 + r3 * u3
     longer = tl.where(length <= 1.0, of_length / _LEAST, 0.0)
-    short, dtype = tl.minimum(length, 1.0), direction.dtype.element_ty
+    short = tl.minimum(length, 1.0)
+    dtype: tl.constexpr = direction.dtype.element_ty
     tl.store(direction + edge * 3, (u1 * short + e1 * longer).to(dtype), real)
     tl.store(direction + edge * 3 + 1, (u2 * short + e2 * longer).to(dtype), real)
     tl.store(direction + edge * 3 + 2, (u3 * short + e3 * longer).to(dtype), real)
@@ -131,7 +140,7 @@ def _launch(kernel: triton.JITFunction, written: tuple[Tensor, ...], read: tuple
         rcut, rcut_smth, protection = reach
         kernel[(triton.cdiv(count, BLOCK),)](
             *written, *(x.contiguous() for x in read), count, neighbor.shape[1],
-            rcut=rcut, rcut_smth=rcut_smth, protection=protection, block=BLOCK,
+            rcut=rcut, rcut_smth=rcut_smth, protection=protection, block=BLOCK, num_warps=WARPS_OF_BLOCK,
         )  # fmt: skip
 
 

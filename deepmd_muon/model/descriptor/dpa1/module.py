@@ -223,11 +223,13 @@ class DPA1(torch.nn.Module):
         """Return the mask and factors of the attention weights."""
         real, dtype = near.real, near.rows.dtype
         columns = structures.neighbor.shape[1]
-        switch, after = None, real.to(dtype).unsqueeze(2)
+        switch, direction, after = None, near.direction, real.to(dtype).unsqueeze(2)
         if near.switch is not None:
             switch = after = near.switch.unsqueeze(2) * near.switch.unsqueeze(1)
-        if self.settings.attn_dotr:
-            after = after * torch.bmm(near.direction, near.direction.transpose(1, 2))
+        if self.settings.attn_dotr and switch is None:
+            after = torch.bmm(after * direction, direction.transpose(1, 2))  # less work than a factor of the product
+        elif self.settings.attn_dotr:
+            after = after * torch.bmm(direction, direction.transpose(1, 2))
         # In smooth attention an empty slot has a score, too; only the column that stands for all of them is hidden.
         hidden = ~real if switch is None else torch.arange(real.shape[1], device=real.device).expand_as(real) >= columns
         # Half of the least number, so that adding a score cannot reach minus infinity.
