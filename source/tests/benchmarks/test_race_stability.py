@@ -141,3 +141,11 @@ def test_adamw_has_the_best_rate_of_each_model(tmp_path):
         return given["learning_rate"]["start_lr"]
 
     assert (rate("se_e2_a"), rate("dpa3")) == (0.024, 0.006)
+
+
+def test_dynamics_of_a_set_without_a_condition_are_refused(tmp_path, capsys):
+    words = ["--data", str(tmp_path), "--results", str(tmp_path / "r.jsonl"), "--picoseconds"]
+    assert runs.arguments([*words, "salt=2"]).sets == list(runs.USUAL)
+    with pytest.raises(SystemExit):
+        runs.arguments([*words, "silicon=2"])
+    assert "silicon" in capsys.readouterr().err
