@@ -13,6 +13,9 @@ from deepmd_muon.optim.errors import InvalidShapeError
 from deepmd_muon.optim.routing.rules import canonical_name, leaf_name
 from deepmd_muon.optim.routing.views import effective_shape
 
+# Of the weight that makes q, k and v in torch.nn.MultiheadAttention.
+ATTENTION_SPLIT = "rows 3"
+
 # Matches pos, pos_embed, position_ids, cls_token, register_tokens ..., but not `posterior`.
 _ADDED = re.compile(r"pos(?:$|[_\d]|ition|e[nm][cb])|.*tokens?$")
 # torch's modules that define no layers: `Module` itself, Sequential, ModuleList, ParameterList ...
@@ -100,7 +103,8 @@ def declared_splits(model: nn.Module) -> list[str]:
     """Return the splits that modules declare, as entries of the setting `splits` on canonical names.
 
     A module declares them in its attribute ``muon_splits``: a mapping from the names of its own parameters to the part
-    of an entry that follows the pattern, such as ``{"weight": "rows (128+64)*16"}``.
+    of an entry that follows the pattern, such as ``{"weight": "rows (128+64)*16"}``. Without one, the weight that makes
+    queries, keys and values in torch.nn.MultiheadAttention is split into these three.
 
     Raises
     ------
@@ -109,6 +113,10 @@ def declared_splits(model: nn.Module) -> list[str]:
     """
     found: dict[Tensor, str] = {}
     for place, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            fused = module._parameters.get("in_proj_weight")  # None where kdim or vdim differ, and if it is computed
+            if fused is not None:
+                found[fused] = ATTENTION_SPLIT
         for name, split in getattr(module, "muon_splits", {}).items():
             p = getattr(module, name, None)
             if not isinstance(p, nn.Parameter):

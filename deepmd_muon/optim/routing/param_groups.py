@@ -229,7 +229,7 @@ class Routing:
         return {entry.name: known[number] for entry, number in zip(self.table, numbers, strict=True) if number in known}
 
     def converted(self, params: Iterable[Tensor]) -> set[Tensor]:
-        """Return the parameters that have another dtype or shape than when the routing was made."""
+        """Return the parameters that have another dtype, shape or device than when the routing was made."""
         earlier = {identity.number: identity for group in self._params for identity in group}
         return {p for p in params if earlier.get(id(p), _identity(p)) != _identity(p)}
 
@@ -259,11 +259,12 @@ class _Identity(NamedTuple):
     number: int
     shape: torch.Size
     dtype: torch.dtype
+    device: torch.device
     is_plain: bool  # no DTensor
 
 
 def _identity(p: Tensor) -> _Identity:
-    return _Identity(id(p), p.shape, p.dtype, spec_of(p) is None)
+    return _Identity(id(p), p.shape, p.dtype, p.device, spec_of(p) is None)
 
 
 def _identities(param_groups: Sequence[dict[str, Any]]) -> list[list[_Identity]]:
