@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -103,8 +103,7 @@ def declared_splits(model: nn.Module) -> list[str]:
     """Return the splits that modules declare, as entries of the setting `splits` on canonical names.
 
     A module declares them in its attribute ``muon_splits``: a mapping from the names of its own parameters to the part
-    of an entry that follows the pattern, such as ``{"weight": "rows (128+64)*16"}``. Without one, the weight that makes
-    queries, keys and values in torch.nn.MultiheadAttention is split into these three.
+    of an entry that follows the pattern, such as ``{"weight": "rows (128+64)*16"}``.
 
     Raises
     ------
@@ -113,10 +112,6 @@ def declared_splits(model: nn.Module) -> list[str]:
     """
     found: dict[Tensor, str] = {}
     for place, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
-            fused = module._parameters.get("in_proj_weight")  # None where kdim or vdim differ, and if it is computed
-            if fused is not None:
-                found[fused] = ATTENTION_SPLIT
         for name, split in getattr(module, "muon_splits", {}).items():
             p = getattr(module, name, None)
             if not isinstance(p, nn.Parameter):
@@ -124,5 +119,17 @@ def declared_splits(model: nn.Module) -> list[str]:
                     f"{place or type(module).__name__}: muon_splits names {name!r}, no parameter of it"
                 )
             found[p] = split
+    return _entries(model, found)
+
+
+def attention_splits(model: nn.Module) -> list[str]:
+    """Return entries that split the weights of torch.nn.MultiheadAttention into queries, keys and values."""
+    modules = (module for module in model.modules() if isinstance(module, nn.MultiheadAttention))
+    # There is no such parameter where kdim or vdim differ, and where a parametrization computes it.
+    weights: Iterator[Tensor | None] = (module._parameters.get("in_proj_weight") for module in modules)
+    return _entries(model, {p: ATTENTION_SPLIT for p in weights if p is not None})
+
+
+def _entries(model: nn.Module, found: Mapping[Tensor, str]) -> list[str]:
     names: dict[Tensor, str] = {p: canonical_name(name) for name, p in model.named_parameters()}
     return [f"{glob.escape(names[p])}: {split}" for p, split in found.items()]

@@ -120,9 +120,8 @@ class OwnAttention(nn.MultiheadAttention):
     muon_splits: ClassVar = {"in_proj_weight": "rows 4*6"}
 
 
-@pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig])
-def test_attention_modules_have_three_matrices_in_one_weight(config):
-    def view(module, **settings):
+def test_attention_modules_have_three_matrices_in_one_weight():
+    def view(module, config=MuonConfig, **settings):
         optimizer = config(**settings).build(nn.Sequential(module))
         return next(str(entry.view) for entry in optimizer.routing if entry.view)
 
@@ -132,12 +131,11 @@ def test_attention_modules_have_three_matrices_in_one_weight(config):
     assert view(attention, splits=["*.in_proj_weight: rows 4*6"]) == "1x24x8 rows " + "+".join(["4"] * 6)
     assert view(OwnAttention(8, 2)) == "1x24x8 rows " + "+".join(["4"] * 6)
     assert view(nn.MultiheadAttention(8, 2, kdim=4, vdim=4)) == "1x8x8"  # three parameters
-    (entry, *_) = HybridMuon(nn.Sequential(attention).named_parameters()).routing
-    assert str(entry.view) == "1x24x8"  # without the modules
+    # The score of Magma for each matrix would make directories of earlier checkpoints unreadable for torch.
+    assert view(attention, HybridMuonConfig) == "1x24x8"
 
 
-@pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig])
-def test_states_of_before_attention_was_split_load(config, caplog):
+def test_states_of_before_attention_was_split_load(caplog):
     model = nn.Sequential(nn.MultiheadAttention(8, 2))
 
     def train(optimizer):
@@ -146,23 +144,21 @@ def test_states_of_before_attention_was_split_load(config, caplog):
         model[0](x, x, x)[0].square().sum().backward()
         optimizer.step()
 
-    first = config().build(model)
+    first = MuonConfig().build(model)
     first.param_groups[0]["splits"] = ()  # as in earlier versions
     train(first)
     saved = first.state_dict()
     assert saved["param_groups"][0]["views"][0] == "1x24x8"
-    then = config().build(model)
+    then = MuonConfig().build(model)
     then.load_state_dict(saved)
     p = model[0].in_proj_weight
     assert torch.equal(then.state[p]["momentum_buffer"], first.state[p]["momentum_buffer"])
-    if config is HybridMuonConfig:
-        assert torch.equal(then.state[p]["magma_score"], first.state[p]["magma_score"].expand(3))
     assert "0.in_proj_weight" in caplog.text
     train(then)
-    whole = config(splits=["*.in_proj_weight: rows 1"]).build(model)
+    whole = MuonConfig(splits=["*.in_proj_weight: rows 1"]).build(model)
     whole.load_state_dict(saved)
     assert all(torch.equal(x, saved["state"][0][key]) for key, x in whole.state[p].items())
-    per_head = config(splits=["*.in_proj_weight: rows 4*6"]).build(model)
+    per_head = MuonConfig(splits=["*.in_proj_weight: rows 4*6"]).build(model)
     with pytest.raises(RoutingMismatchError):  # the user's change, not the version's
         per_head.load_state_dict(saved)
 
