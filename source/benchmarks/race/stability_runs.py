@@ -320,7 +320,10 @@ def work(number: int, jobs: list[tuple[str, str, int]], taken: Any, args: argpar
 def wanted(args: argparse.Namespace) -> list[tuple[str, str, int]]:
     """Return the jobs that are not done, of each part of the plan seed by seed."""
     lines = map(json.loads, args.results.read_text().splitlines()) if args.results.exists() else ()
-    done = {(line["set"], line["setting"], line["seed"]) for line in lines}
+    given = {"model": args.model, "steps": args.steps}  # lines of runs that failed may lack them
+    done = {
+        (line["set"], line["setting"], line["seed"]) for line in lines if {**given, **line}.items() >= given.items()
+    }
     found = [
         (name, setting, seed)
         for sets, settings, seeds in args.plan or [(args.sets, args.settings, args.seeds)]
