@@ -16,7 +16,7 @@ from deepmd_muon.optim.buildable import register_builder
 from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, AdamImplementation, HybridMuonConfig
 from deepmd_muon.optim.hybrid_muon import HybridMuon
 from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig, MuonConfig
-from deepmd_muon.optim.routing.modules import convolutions, declared_splits, tables_and_heads
+from deepmd_muon.optim.routing.modules import attention_splits, convolutions, declared_splits, tables_and_heads
 from deepmd_muon.optim.routing.views import FusedSplit
 from deepmd_muon.optim.torch_hooks import Adam, AdamW
 
@@ -47,6 +47,7 @@ def build_muon(
     if isinstance(config, MuonConfig):
         settings["lr_adjust_coeff"] = settings.pop("rms_coefficient")
         settings |= {"magma_muon": False, "vector_route": "adamw"}
+        settings["splits"] = (*settings["splits"], *attention_splits(model))
         if config.adamw_patterns is None:
             fused = [FusedSplit.parse(split).pattern for split in settings["splits"]]
             matrices = (*config.expert_patterns, *config.muon_patterns, *fused)

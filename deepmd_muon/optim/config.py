@@ -231,7 +231,7 @@ class MuonSettings(RuleSettings):
             "stored, then a number of equal parts or the sizes of the parts, in which '*' repeats and 'rest' is the "
             "remainder. Every part is orthogonalized separately. Examples: ``*.in_proj.matrix: columns 3``, "
             "``*.q_b_proj.weight: rows (128+64)*16``, ``*.kv_a_proj.weight: rows 512+rest``. `build` adds the "
-            "splits that the modules of its model declare (doc/optimizer.md)."
+            "splits that the modules of its model declare; with type Muon also q, k and v of nn.MultiheadAttention."
         ),
     )
     on_route_change: RouteChange = setting(

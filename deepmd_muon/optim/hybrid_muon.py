@@ -130,7 +130,7 @@ class HybridMuon(QuickOptimizer):
         """Recompute the routes and store them in the groups; move the state of replaced parameters by name."""
         self._raise_deferred()
         check_parameters(self.param_groups)
-        routing = Routing(self.param_groups)
+        routing = Routing(self.param_groups, moves=self.replicas is None)
         groups = routing.groups(self.param_groups)
         clipper = None if self.qk_clip is None else Clipper(self.qk_clip, groups, self.replicas)
         sharded: ShardedStep | None = None

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepmd_muon
-from deepmd_muon.optim import HybridMuon
+from deepmd_muon.optim import HybridMuon, MuonConfig
 
 README = Path(__file__).parents[2] / "README.md"
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 256, 64, 4, 3, 64, 16
@@ -108,6 +108,8 @@ def cases() -> dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]]:
     found["HybridMuon(model.named_parameters(), lr=1e-3)"] = lambda model: [
         HybridMuon(model.named_parameters(), lr=1e-3)
     ]
+    split = "*.qkv.weight: rows 3"
+    found[f'MuonConfig(splits=["{split}"]).build(model)'] = lambda model: [MuonConfig(splits=(split,)).build(model)]
     found |= {f"torch.optim.AdamW, lr={lr:g}": adamw(lr) for lr in (1e-3, 3e-3, 6e-3)}
     if hasattr(torch.optim, "Muon"):
         found |= {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from deepmd_muon.optim import MuonConfig
 
-CLASSES, SIZE, BATCH, WIDTH, PATCH = 10, 16, 64, 48, 4
+CLASSES, SIZE, BATCH, WIDTH, HEADS, PATCH = 10, 16, 64, 48, 4, 4
 Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 
@@ -50,7 +50,7 @@ class ViT(nn.Module):
         self.patch_embed = nn.Conv2d(3, WIDTH, PATCH, PATCH)
         self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, WIDTH))
         self.pos_embed = nn.Parameter(0.02 * torch.randn(1, 1 + (SIZE // PATCH) ** 2, WIDTH))
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
 
@@ -104,6 +104,8 @@ def cases() -> dict[str, Make]:
     found = {"MuonConfig().build(model)": muon()}
     found |= {f"MuonConfig().build(model, lr={lr:g})": muon(lr) for lr in (0.005, 0.05)}
     found["MuonConfig(conv_patterns=[]).build(model)"] = muon(conv_patterns=())
+    for split in ("*.in_proj_weight: rows 1", f"*.in_proj_weight: rows {WIDTH // HEADS}*{3 * HEADS}"):
+        found[f'MuonConfig(splits=["{split}"]).build(model)'] = muon(splits=(split,))
     found |= {f"torch.optim.AdamW, lr={lr:g}": adamw(lr) for lr in (1e-3, 3e-3, 1e-2)}
     if hasattr(torch.optim, "Muon"):
         found["torch.optim.Muon, lr=0.02, and AdamW, lr=0.003"] = torch_muon(0.02, 3e-3)

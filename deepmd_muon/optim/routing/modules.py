@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -12,6 +12,9 @@ from torch.nn.utils import parametrize
 from deepmd_muon.optim.errors import InvalidShapeError
 from deepmd_muon.optim.routing.rules import canonical_name, leaf_name
 from deepmd_muon.optim.routing.views import effective_shape
+
+# Of the weight that makes q, k and v in torch.nn.MultiheadAttention.
+ATTENTION_SPLIT = "rows 3"
 
 # Matches pos, pos_embed, position_ids, cls_token, register_tokens ..., but not `posterior`.
 _ADDED = re.compile(r"pos(?:$|[_\d]|ition|e[nm][cb])|.*tokens?$")
@@ -116,5 +119,17 @@ def declared_splits(model: nn.Module) -> list[str]:
                     f"{place or type(module).__name__}: muon_splits names {name!r}, no parameter of it"
                 )
             found[p] = split
+    return _entries(model, found)
+
+
+def attention_splits(model: nn.Module) -> list[str]:
+    """Return entries that split the weights of torch.nn.MultiheadAttention into queries, keys and values."""
+    modules = (module for module in model.modules() if isinstance(module, nn.MultiheadAttention))
+    # There is no such parameter where kdim or vdim differ, and where a parametrization computes it.
+    weights: Iterator[Tensor | None] = (module._parameters.get("in_proj_weight") for module in modules)
+    return _entries(model, {p: ATTENTION_SPLIT for p in weights if p is not None})
+
+
+def _entries(model: nn.Module, found: Mapping[Tensor, str]) -> list[str]:
     names: dict[Tensor, str] = {p: canonical_name(name) for name, p in model.named_parameters()}
     return [f"{glob.escape(names[p])}: {split}" for p, split in found.items()]

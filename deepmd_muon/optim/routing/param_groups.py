@@ -201,14 +201,18 @@ def warn_of_kernels(groups: Sequence[Group]) -> None:
 class Routing:
     """The routes of all parameters (`table`), those of each group (`routes`), and the inputs they were computed from.
 
+    `moves` says whether a parameter that moves to another device counts as another one. State that several ranks share
+    does not follow it: that takes all of them.
+
     Raises
     ------
     InvalidShapeError
         When a split does not fit a parameter.
     """
 
-    def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        self._inputs, self._params = _routing_inputs(param_groups), _identities(param_groups)
+    def __init__(self, param_groups: Sequence[dict[str, Any]], *, moves: bool = True) -> None:
+        self._moves = moves
+        self._inputs, self._params = _routing_inputs(param_groups), self._identities(param_groups)
         self.routes: list[list[RouteEntry]] = []
         for number, group in enumerate(param_groups):
             rules, names = RoutingRules.of(group_settings(group)), group.get("param_names")
@@ -220,7 +224,7 @@ class Routing:
 
     def is_current(self, param_groups: Sequence[dict[str, Any]]) -> bool:
         """Return whether parameters, their `requires_grad` and routing settings are still those of the routing."""
-        return self._params == _identities(param_groups) and self._inputs == _routing_inputs(param_groups)
+        return self._params == self._identities(param_groups) and self._inputs == _routing_inputs(param_groups)
 
     def params_among(self, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
         """Return, by name, the parameters among `tensors`, all of which existed when the routing was made."""
@@ -229,14 +233,27 @@ class Routing:
         return {entry.name: known[number] for entry, number in zip(self.table, numbers, strict=True) if number in known}
 
     def converted(self, params: Iterable[Tensor]) -> set[Tensor]:
-        """Return the parameters that have another dtype or shape than when the routing was made."""
+        """Return the parameters that have another dtype, shape or device than when the routing was made."""
         earlier = {identity.number: identity for group in self._params for identity in group}
-        return {p for p in params if earlier.get(id(p), _identity(p)) != _identity(p)}
+        return {p for p in params if (found := self._identity(p)) != earlier.get(id(p), found)}
 
     def groups(self, param_groups: Sequence[dict[str, Any]]) -> list[Group]:
         """Return the groups as a step reads them."""
         groups = zip(param_groups, self.routes, strict=True)
         return [Group(g, group_settings(g), tuple(zip(g["params"], some, strict=True))) for g, some in groups]
+
+    def _identity(self, p: Tensor) -> _Identity:
+        plain = spec_of(p) is None
+        return _Identity(id(p), p.shape, p.dtype, p.device if plain and self._moves else None, plain)
+
+    def _identities(self, param_groups: Sequence[dict[str, Any]]) -> list[list[_Identity]]:
+        """Return the identity of each parameter.
+
+        These are not references: strong ones would keep replaced parameters alive, and torch refuses to swap a tensor
+        that has weak ones (`torch.utils.swap_tensors`). A new parameter may get the id of one that was freed. If it
+        also agrees in all else, everything derived from these remains valid.
+        """
+        return [[self._identity(p) for p in group["params"]] for group in param_groups]
 
 
 def log_parameters(groups: Iterable[Group], replicas: object = None) -> None:
@@ -259,21 +276,8 @@ class _Identity(NamedTuple):
     number: int
     shape: torch.Size
     dtype: torch.dtype
+    device: torch.device | None
     is_plain: bool  # no DTensor
-
-
-def _identity(p: Tensor) -> _Identity:
-    return _Identity(id(p), p.shape, p.dtype, spec_of(p) is None)
-
-
-def _identities(param_groups: Sequence[dict[str, Any]]) -> list[list[_Identity]]:
-    """Return the identity of each parameter.
-
-    These are not references: strong ones would keep replaced parameters alive, and torch refuses to swap a tensor that
-    has weak ones (`torch.utils.swap_tensors`). A new parameter may get the id of one that was freed. If it also agrees
-    in all else, everything derived from these remains valid.
-    """
-    return [[_identity(p) for p in group["params"]] for group in param_groups]
 
 
 def _routing_inputs(param_groups: Sequence[dict[str, Any]]) -> list[Any]:

@@ -144,14 +144,14 @@ class RouteTable(tuple[RouteEntry, ...]):
 
 def _checked(entry: RouteEntry) -> RouteEntry:
     """Return the entry of a manifest if its parts are consistent."""
-    view, numbers = entry.view, math.prod(entry.shape)
+    view, numbers = entry.view and entry.view.simplified(), math.prod(entry.shape)
     if entry.route not in ROUTES:
         raise ForeignStateError(f"{entry.name} has route {str(entry.route)[:40]!r} in the manifest; known are {ROUTES}")
     if min(entry.shape, default=1) < 0 or (view and view.batch * view.rows * view.columns != numbers):
         raise ForeignStateError(f"{entry.name} has shape {entry.shape} in the manifest, which does not fit view {view}")
     if entry.route == "muon" and view is None:
         raise ForeignStateError(f"{entry.name} has route muon in the manifest, but no matrix view")
-    return entry
+    return dataclasses.replace(entry, view=view)
 
 
 def is_local(name: str, settings: HybridMuonConfig) -> bool:
@@ -227,7 +227,7 @@ def _decide(name: str, shape: tuple[int, ...], rules: RoutingRules) -> tuple[Rou
     reason += f"{f'experts {expert!r}, each a ' if expert else ''}{what}"
     for split in map(FusedSplit.parse, rules.splits):
         if _matching(name, [split.pattern]):
-            view = split.apply(view, name)
+            view = split.apply(view, name).simplified()
             reason += f", split {split.pattern!r}"
             break
     if kernel and view.min_dim == 1:

@@ -58,6 +58,10 @@ class MatrixView:
         """The smallest dimension of any block."""
         return min(map(min, self.block_shapes))
 
+    def simplified(self) -> MatrixView:
+        """Return the view without a split into one part."""
+        return MatrixView(*self.shape) if len(self.sizes) == 1 else self
+
     def cut(self, x: Tensor) -> list[Tensor]:
         """Return the blocks of a tensor of the parameter's shape, each (batch, rows, columns)."""
         x = x.reshape(self.shape)

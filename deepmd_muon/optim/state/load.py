@@ -26,7 +26,7 @@ from deepmd_muon.optim.routing.group_settings import (
     group_settings,
     own_keys,
 )
-from deepmd_muon.optim.routing.modules import is_computed_from
+from deepmd_muon.optim.routing.modules import ATTENTION_SPLIT, is_computed_from
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, RoutingRules, canonical_name, choose_route
 from deepmd_muon.optim.rules.interface import MatrixRule
@@ -217,11 +217,15 @@ def _explained_by_build(saved: RouteEntry, group: Mapping[str, Any], present: tu
     """Return whether a version saved this parameter that `build` did not find yet in a module.
 
     Versions without `conv_patterns` found no kernels. Later ones found no kernels and tables that modules compute from
-    this parameter (`weights_of`).
+    this parameter (`weights_of`), and did not split q, k and v of attention modules.
     """
     if present is None:
         return False
     rules = RoutingRules.of(present[1].settings)
+    fused = f"{glob.escape(saved.name)}: {ATTENTION_SPLIT}"
+    if fused in rules.splits and fused not in (as_tuple(group.get("splits")) or ()):
+        others = dataclasses.replace(rules, splits=tuple(split for split in rules.splits if split != fused))
+        return choose_route(saved.name, saved.shape, others).placement == saved.placement
     if is_computed_from(saved.name):
         keys = ("conv_patterns", "adamw_patterns")
         return any(

@@ -33,7 +33,7 @@ def move_state(
 ) -> None:
     """Move the state of replaced parameters to the new ones of the same names; drop that of removed parameters.
 
-    State of a parameter that was converted in place, to another dtype or shape, is converted, too. All ranks
+    State of a parameter that was converted in place, to another dtype, shape or device, is converted, too. All ranks
     must call this together, because sharded state is gathered. `before` has the routes of the earlier parameters,
     `after` the present groups; `holders` are those of parameters that live on several ranks. If a new parameter has
     another route, view or shape, `on_route_change` decides about its state. An error leaves `state` unchanged.

@@ -15,6 +15,8 @@ from pathlib import Path
 from settings import RULES
 from stability_table import pooled
 
+ROWS = (*RULES, "adamw")
+
 
 def main() -> None:
     """Print the force errors of each rule on each set, mean over seeds, with the factor of the best rate."""
@@ -23,16 +25,19 @@ def main() -> None:
     found: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for line in (json.loads(line) for path in parser.parse_args().results for line in path.read_text().splitlines()):
         rule, _, factor = line["setting"].partition("_x")
-        if rule in RULES and "test" in line:
+        if rule in ROWS and "test" in line:
             errors = [pooled(one["force"] for one in line[part].values()) for part in ("test", "out")]
-            found[line["set"], rule][factor or "1"].append((errors[0], errors[1]))
+            model, steps = line.get("model", "se_e2_a"), line.get("steps", 3000)
+            what = [line["set"], *[model] * (model != "se_e2_a"), *[f"{steps:,} steps"] * (steps != 3000)]
+            found[", ".join(what), rule][factor or "1"].append((errors[0], errors[1]))
     sets = list(dict.fromkeys(name for name, _ in found))
     for part, title in enumerate(("test", "out of distribution")):
         print(f"\n| {title} [eV/Å] | " + " | ".join(sets) + " |\n|" + "---|" * (len(sets) + 1))
-        for rule in RULES:
+        for rule in (rule for rule in ROWS if any((name, rule) in found for name in sets)):
             cells = []
             for name in sets:
-                rates = {factor: list(zip(*runs, strict=True)) for factor, runs in found[name, rule].items()}
+                runs_at = found.get((name, rule), {})
+                rates = {factor: list(zip(*runs, strict=True)) for factor, runs in runs_at.items()}
                 if not rates:
                     cells.append("–")
                     continue

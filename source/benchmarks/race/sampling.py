@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from ase import Atoms, units
 from ase.calculators.calculator import Calculator
 from ase.md.langevin import Langevin
@@ -145,7 +146,8 @@ def make(
         _labelled_trajectory, type_map=type_map, mover=mover, labeller=labeller, time_step=time_step, seed=seed
     )
     systems: dict[str, list[LabelledSystem]] = {}
-    with ProcessPoolExecutor(workers) as pool:
+    # A thread each: a few dozen atoms give more threads nothing to do.
+    with ProcessPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for plan, system in zip(plans, pool.map(follow, enumerate(plans)), strict=True):
             systems.setdefault(f"{plan.part}/{plan.name}", []).append(system)
     for name, parts in systems.items():

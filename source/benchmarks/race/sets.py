@@ -47,6 +47,7 @@ SETS = {
     "alloys": DataSet(("Cu", "Ag", "Au"), 6.0, 2),
     "silicon": DataSet(("Si",), 5.0, 1),
     "dft_water": DataSet(("O", "H"), 6.0, 1, parts={"train": ("data_0", "data_1", "data_2"), "test": ("data_3",)}),
+    "salt": DataSet(("Na", "K", "Cl"), 6.0, 1),  # made last: no setting was chosen on it
 }
 USUAL = ("water", "molecules", "alloys", "silicon")  # raced where nothing is asked for
 # Sets with more training frames, and the test and out-of-distribution frames of the small ones.

@@ -17,6 +17,7 @@ STOP = 1e-3
 TAIL = 0.25
 #: AdamW's best rate in the race: of five for se_e2_a, 3,000 and 30,000 steps; of four or five for DPA-3, 3,000 steps.
 ADAMW_RATES = {"water": 0.024, "molecules": 0.006, "alloys": 0.006}
+ADAMW_RATES |= {"salt": 0.012}  # of three, se_e2_a, 3,000 steps
 ADAMW_RATES |= {"dpa3/water": 0.006, "dpa3/molecules": 0.012, "dpa3/alloys": 0.024}
 
 

@@ -19,15 +19,18 @@ from ase.md.verlet import VelocityVerlet
 from dynamics import Contacts, shortest
 from sampling import read_system
 from stability_runs import CONDITIONS, HOTTER
+from tosi_fumi import TosiFumi
 
 RUNS = 3
-STEPS = {"alloys": 1500, "molecules": 2000}
+STEPS = {"alloys": 1500, "molecules": 2000, "salt": 1500}
 
 
 def labeller(name: str) -> Calculator:
     """Return the method that labelled a set."""
     if name == "alloys":
         return EMT()
+    if name == "salt":
+        return TosiFumi()
     from tblite.ase import TBLite
 
     return TBLite(method="GFN2-xTB", verbosity=0)
@@ -37,7 +40,7 @@ def main() -> None:
     """Run the dynamics."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="holds the sets that make_*.py wrote")
-    parser.add_argument("--sets", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--sets", nargs="+", choices=STEPS, default=["alloys", "molecules"])
     args = parser.parse_args()
     for name in args.sets:
         condition = CONDITIONS[name]

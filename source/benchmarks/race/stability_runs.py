@@ -64,7 +64,10 @@ CONDITIONS = {
     "water": Condition("test", "350K", 350.0, 1.0, (16.0, 4.0)),
     "molecules": Condition("test", "*_300K", 1200.0, 1.0, (4.0, 12.0, 14.0, 16.0)),
     "alloys": Condition("out", "Cu11Ag11Au10_liquid_2000K", 2000.0, 2.0),
+    "salt": Condition("test", "*_liquid_1300K", 1300.0, 2.0),
 }
+#: Sets that run where nothing is asked for; the others choose no setting.
+USUAL = ("water", "molecules", "alloys")
 #: The copies of the check start so many times hotter.
 HOTTER = 1.5
 #: When dynamics are looked at [ps].
@@ -317,7 +320,10 @@ def work(number: int, jobs: list[tuple[str, str, int]], taken: Any, args: argpar
 def wanted(args: argparse.Namespace) -> list[tuple[str, str, int]]:
     """Return the jobs that are not done, of each part of the plan seed by seed."""
     lines = map(json.loads, args.results.read_text().splitlines()) if args.results.exists() else ()
-    done = {(line["set"], line["setting"], line["seed"]) for line in lines}
+    given = {"model": args.model, "steps": args.steps}  # lines of runs that failed may lack them
+    done = {
+        (line["set"], line["setting"], line["seed"]) for line in lines if {**given, **line}.items() >= given.items()
+    }
     found = [
         (name, setting, seed)
         for sets, settings, seeds in args.plan or [(args.sets, args.settings, args.seeds)]
@@ -337,7 +343,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="holds the sets that make_*.py wrote")
-    parser.add_argument("--sets", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(USUAL))
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument(
@@ -364,6 +370,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(given)
     for key in ("data", "results", "logs", "keep"):  # workers change their folder
         setattr(args, key, getattr(args, key) and getattr(args, key).resolve())
+    for name, _ in args.picoseconds:
+        if name not in CONDITIONS:
+            parser.error(f"no dynamics are set up for {name}; they are for {', '.join(CONDITIONS)}")
     return args
 
 

@@ -380,10 +380,48 @@ def test_stillinger_weber_is_that_of_silicon():
     ideal = crystal()
     ideal.calc = StillingerWeber()
     assert ideal.get_potential_energy() / len(ideal) == pytest.approx(-2 * EPSILON, rel=1e-6)  # published: −4.3366 eV
-    atoms = crystal(vacancy=True)
+
+
+@pytest.mark.parametrize(("cation", "constant", "energy"), [("Na", 5.64, -8.15), ("K", 6.29, -7.41)])
+def test_the_potential_of_salts_is_that_of_the_chlorides(cation, constant, energy, monkeypatch):
+    pytest.importorskip("ase")
+    import tosi_fumi
+    from make_salt import salt
+
+    monkeypatch.setattr(tosi_fumi, "CUT", 11.0)
+
+    def of_pair(length):  # energy of two ions [eV], of 512
+        atoms = salt({cation: 32}, np.random.default_rng(1), length).repeat(2)
+        atoms.calc = tosi_fumi.TosiFumi()
+        return atoms.get_potential_energy() / 256
+
+    # Measured: lattice constants [Å], and lattice energies of 786 and 715 kJ/mol.
+    lengths = np.linspace(0.98, 1.02, 9)
+    energies = [of_pair(length) for length in lengths]
+    assert lengths[np.argmin(energies)] == pytest.approx(1.0, abs=0.011)
+    assert min(energies) == pytest.approx(energy, rel=0.015)
+    charges = tosi_fumi.TABLES * torch.tensor([1.0, 0, 1, 0, 0], dtype=torch.float64)[:, None, None]
+    monkeypatch.setattr(tosi_fumi, "TABLES", charges)
+    assert of_pair(1.0) == pytest.approx(-1.747565 * 14.39964 / (constant / 2), rel=1e-3)  # Madelung
+
+
+@pytest.mark.parametrize("name", ["silicon", "salt"])
+def test_forces_and_stress_are_slopes_of_the_energy(name):
+    pytest.importorskip("ase")
+    if name == "silicon":
+        from make_silicon import crystal
+        from stillinger_weber import StillingerWeber as Potential
+
+        atoms = crystal(vacancy=True)
+    else:
+        from make_salt import salt
+        from tosi_fumi import TosiFumi as Potential
+
+        atoms = salt({"Na": 16, "K": 16}, np.random.default_rng(1), 1.1)
     atoms.rattle(0.1, seed=1)
-    atoms.calc = StillingerWeber()
+    atoms.calc = Potential()
     forces, stress = atoms.get_forces(), atoms.get_stress()
+    np.testing.assert_allclose(forces.sum(0), 0, atol=1e-10)
     energies = []
     for sign in (1, -1):
         moved = atoms.copy()
@@ -391,10 +429,29 @@ def test_stillinger_weber_is_that_of_silicon():
         strained = atoms.copy()
         strained.set_cell(atoms.cell * (1 + sign * 1e-5), scale_atoms=True)
         for changed in (moved, strained):
-            changed.calc = StillingerWeber()
+            changed.calc = Potential()
             energies.append(changed.get_potential_energy())
     assert forces[5, 1] == pytest.approx(-(energies[0] - energies[2]) / 2e-4, abs=1e-5)
     assert stress[:3].sum() * atoms.get_volume() == pytest.approx((energies[1] - energies[3]) / 2e-5, abs=1e-4)
+
+
+def test_the_salts_have_all_parts_and_cells_beyond_the_cut_off():
+    pytest.importorskip("ase")
+    import make_salt
+    from tosi_fumi import CUT
+
+    plans = make_salt.plans()
+    frames = {part: sum(plan.frames for plan in plans if plan.part == part) for part in ("train", "test", "out")}
+    assert frames == {"train": 288, "test": 72, "out": 156}
+    assert len({(plan.part, plan.name) for plan in plans}) == len(plans)
+    for plan in plans:
+        assert plan.atoms.cell.lengths().min() > 2 * CUT
+        assert (plan.atoms.symbols == "Cl").sum() == 32
+        # Rock salt: the six nearest of every ion are of the other sign.
+        distances = plan.atoms.get_all_distances(mic=True)
+        nearest = np.argsort(distances, axis=1)[:, 1:7]
+        chloride = plan.atoms.symbols == "Cl"
+        assert (chloride[nearest] != chloride[:, None]).all()
 
 
 def test_kept_weights_are_read_by_the_calculator(sets, tmp_path):

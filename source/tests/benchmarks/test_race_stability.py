@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import rules_table
 import settings
 import stability_runs as runs
 import stability_table as table
@@ -141,3 +142,29 @@ def test_adamw_has_the_best_rate_of_each_model(tmp_path):
         return given["learning_rate"]["start_lr"]
 
     assert (rate("se_e2_a"), rate("dpa3")) == (0.024, 0.006)
+
+
+def test_runs_of_another_model_or_length_are_others(tmp_path, monkeypatch, capsys):
+    results = tmp_path / "r.jsonl"
+    test = {"test": {"a": {"force": 0.5}}, "out": {"b": {"force": 0.25}}}
+    lines = [{"set": "salt", "setting": "soap", "seed": seed, "failed": "x"} for seed in (1,)]
+    lines += [{"set": "salt", "setting": "soap", "seed": 2, "model": "dpa3", "steps": 3000, **test}]
+    lines += [{"set": "salt", "setting": "adamw", "seed": 2, "model": "se_e2_a", "steps": 30000, **test}]
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plan = ["--plan", '[[["salt"], ["soap"], [1, 2, 3]]]']
+    for model, left in (("dpa3", [3]), ("se_e2_a", [2, 3])):
+        words = ["--data", str(tmp_path), "--results", str(results), "--steps", "3000", "--model", model, *plan]
+        assert runs.wanted(runs.arguments(words)) == [("salt", "soap", seed) for seed in left]
+    monkeypatch.setattr(sys, "argv", ["rules_table.py", str(results)])
+    rules_table.main()
+    found = capsys.readouterr().out.splitlines()
+    assert found[1] == "| test [eV/Å] | salt, dpa3 | salt, 30,000 steps |"
+    assert found[3:5] == ["| soap | 0.5000 (0.5000 – 0.5000), ×1 | – |", "| adamw | – | 0.5000 (0.5000 – 0.5000), ×1 |"]
+
+
+def test_dynamics_of_a_set_without_a_condition_are_refused(tmp_path, capsys):
+    words = ["--data", str(tmp_path), "--results", str(tmp_path / "r.jsonl"), "--picoseconds"]
+    assert runs.arguments([*words, "salt=2"]).sets == list(runs.USUAL)
+    with pytest.raises(SystemExit):
+        runs.arguments([*words, "silicon=2"])
+    assert "silicon" in capsys.readouterr().err

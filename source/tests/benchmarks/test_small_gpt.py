@@ -12,7 +12,7 @@ import torch
 from deepmd_muon.optim import MuonConfig
 
 TOP = Path(__file__).parents[3]
-RAW = TOP / "doc" / "benchmarks" / "raw" / "small_gpt_cpu_2026-11-23.log"
+RAW = TOP / "doc" / "benchmarks" / "raw" / "small_gpt_cpu_2026-11-24.log"
 
 
 @pytest.fixture
@@ -50,7 +50,8 @@ def test_the_page_has_the_figures_of_the_run(small_gpt):
     page = (TOP / "doc" / "optimizer.md").read_text(encoding="utf-8")
     assert "\n".join(table) in page
     losses = {name: float(row.split("|")[2].split("±")[0]) for name, row in zip(names, table[2:], strict=True)}
-    assert min(losses, key=losses.get) == "MuonConfig().build(model)"
+    defaults = [name for name in names if "splits" not in name]
+    assert min(defaults, key=losses.get) == "MuonConfig().build(model)"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 TOP = Path(__file__).parents[3]
-RAW = TOP / "doc" / "benchmarks" / "raw" / "small_vision_cpu_2026-11-23.log"
+RAW = TOP / "doc" / "benchmarks" / "raw" / "small_vision_cpu_2026-11-24.log"
 
 
 @pytest.fixture

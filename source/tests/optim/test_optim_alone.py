@@ -58,7 +58,7 @@ def test_it_runs_where_only_torch_is_installed():
     assert {"dargs", "h5py", "numpy", "ase"} <= set(dependencies())
     done = run(TOP)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["one process: 4 parameters, 4 matrices"]
+    assert done.stdout.splitlines() == ["one process: 4 parameters, 6 matrices"]
 
 
 @pytest.mark.slow
@@ -73,4 +73,4 @@ def test_the_package_installed_without_dependencies_has_the_optimizer(tmp_path):
     assert not (target / "h5py").exists()
     done = run(target)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["one process: 4 parameters, 4 matrices"]
+    assert done.stdout.splitlines() == ["one process: 4 parameters, 6 matrices"]

@@ -12,9 +12,16 @@ from optim_builders import assert_restart_is_bitwise, random
 from polar_oracle import oracle
 from torch import nn
 
-from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidShapeError, MuonConfig, RoutingRules
+from deepmd_muon.optim import (
+    HybridMuon,
+    HybridMuonConfig,
+    InvalidShapeError,
+    MuonConfig,
+    RoutingMismatchError,
+    RoutingRules,
+)
 from deepmd_muon.optim.config import update_scale
-from deepmd_muon.optim.routing.rules import choose_route
+from deepmd_muon.optim.routing.rules import RouteTable, choose_route
 from deepmd_muon.optim.routing.views import FusedSplit, MatrixView
 
 
@@ -107,6 +114,60 @@ def test_modules_declare_their_splits(config):
     wrong.muon_splits = {"wieght": "rows 3"}
     with pytest.raises(InvalidShapeError, match="0: muon_splits names 'wieght', no parameter of it"):
         config().build(nn.Sequential(wrong))
+
+
+class OwnAttention(nn.MultiheadAttention):
+    muon_splits: ClassVar = {"in_proj_weight": "rows 4*6"}
+
+
+def test_attention_modules_have_three_matrices_in_one_weight():
+    def view(module, config=MuonConfig, **settings):
+        optimizer = config(**settings).build(nn.Sequential(module))
+        return next(str(entry.view) for entry in optimizer.routing if entry.view)
+
+    attention = nn.MultiheadAttention(8, 2)
+    assert view(attention) == "1x24x8 rows 8+8+8"
+    assert view(attention, splits=["*.in_proj_weight: rows 1"]) == "1x24x8"
+    assert view(attention, splits=["*.in_proj_weight: rows 4*6"]) == "1x24x8 rows " + "+".join(["4"] * 6)
+    assert view(OwnAttention(8, 2)) == "1x24x8 rows " + "+".join(["4"] * 6)
+    assert view(nn.MultiheadAttention(8, 2, kdim=4, vdim=4)) == "1x8x8"  # three parameters
+    # The score of Magma for each matrix would make directories of earlier checkpoints unreadable for torch.
+    assert view(attention, HybridMuonConfig) == "1x24x8"
+
+
+def test_states_of_before_attention_was_split_load(caplog):
+    model = nn.Sequential(nn.MultiheadAttention(8, 2))
+
+    def train(optimizer):
+        optimizer.zero_grad()
+        x = torch.ones(3, 1, 8)
+        model[0](x, x, x)[0].square().sum().backward()
+        optimizer.step()
+
+    first = MuonConfig().build(model)
+    first.param_groups[0]["splits"] = ()  # as in earlier versions
+    train(first)
+    saved = first.state_dict()
+    assert saved["param_groups"][0]["views"][0] == "1x24x8"
+    then = MuonConfig().build(model)
+    then.load_state_dict(saved)
+    p = model[0].in_proj_weight
+    assert torch.equal(then.state[p]["momentum_buffer"], first.state[p]["momentum_buffer"])
+    assert "0.in_proj_weight" in caplog.text
+    train(then)
+    whole = MuonConfig(splits=["*.in_proj_weight: rows 1"]).build(model)
+    whole.load_state_dict(saved)
+    assert all(torch.equal(x, saved["state"][0][key]) for key, x in whole.state[p].items())
+    per_head = MuonConfig(splits=["*.in_proj_weight: rows 4*6"]).build(model)
+    with pytest.raises(RoutingMismatchError):  # the user's change, not the version's
+        per_head.load_state_dict(saved)
+
+
+def test_a_split_into_one_part_is_no_split():
+    assert view_of("layer.qkv", (64, 96), splits=("*.qkv: rows 1",)) == ("muon", "1x64x96")
+    earlier = {"routing_version": 2, "routes": ["muon"], "views": ["1x64x96 rows 64"], "shapes": ["64x96"]}
+    (entry,) = RouteTable.from_manifest([{**earlier, "param_names": ["layer.qkv"]}])
+    assert str(entry.view) == "1x64x96"
 
 
 def test_uneven_parts_restart_bitwise():

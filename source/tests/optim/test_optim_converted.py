@@ -1,4 +1,4 @@
-"""Parameters converted in place, by `Module.to` or `.data`: the state follows to the new dtype."""
+"""Parameters converted in place, by `Module.to` or `.data`: the state follows to the new dtype and device."""
 
 from __future__ import annotations
 
@@ -53,6 +53,37 @@ def test_a_converted_model_goes_on_with_its_state(settings, part):
     for p in model[2].parameters():
         moments = {key: x.dtype for key, x in optimizer.state[p].items() if key in ("momentum_buffer", "exp_avg")}
         assert set(moments.values()) == {torch.float64}
+
+
+@pytest.fixture(params=["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def elsewhere(request):
+    """Another device. Only a swap moves parameters to device meta in place."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(request.param == "meta")
+    yield request.param
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"adam_patterns": ["*"]}, {"normuon": True, "soap_muon": True}], ids=["muon", "adam", "rules"]
+)
+def test_the_state_follows_a_model_to_another_device(settings, elsewhere):
+    model, optimizer = make(**settings)
+    train(model, optimizer, 3)
+    straight, other = copy.deepcopy((model, optimizer))
+    optimizer.zero_grad()
+    model.to(elsewhere)
+    with torch.device(elsewhere):
+        model(torch.ones(5, 6)).square().mean().backward()
+    optimizer.step()
+    assert {x.device.type for own in optimizer.state.values() for x in own.values()} == {elsewhere}
+    if elsewhere == "meta":
+        return
+    other.zero_grad()
+    straight(torch.ones(5, 6)).square().mean().backward()
+    other.step()
+    for p, q in zip(model.parameters(), straight.parameters(), strict=True):
+        torch.testing.assert_close(p.cpu(), q, atol=1e-4, rtol=0)
 
 
 def test_state_in_16_bits_is_that_of_a_restart():
