@@ -78,7 +78,8 @@ def _pairs_of(frames: Frames, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
     real = np.flatnonzero(frames.atype[k] >= 0)
     coord = frames.coord[k][real]
     first, second = _pairs_of_size(len(real))
-    apart = coord[second] - coord[first]
+    # `take`: numpy gathers short rows by an index in brackets three times slower.
+    apart = coord.take(second, axis=0) - coord.take(first, axis=0)
     shifts = np.zeros((1, 3))
     if frames.box is not None:
         box, inverse = frames.box[k], np.linalg.inv(frames.box[k])
@@ -94,7 +95,8 @@ def _pairs_of(frames: Frames, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
         # An atom meets its images in pairs of opposite shifts; the shift in the middle leads to itself.
         squared[: max(0, len(shifts) // 2 + 1 - begin), own] = np.inf
         s, p = np.nonzero(squared < RCUT**2)
-        parts.append((real[first[p]], real[second[p]], apart[p] + some[s]))
+        i, j = real.take(first.take(p)), real.take(second.take(p))
+        parts.append((i, j, apart.take(p, axis=0) + some.take(s, axis=0)))
     i, j, vector = (np.concatenate(part) for part in zip(*parts, strict=True))
     return i, j, vector
 

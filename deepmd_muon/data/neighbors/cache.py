@@ -224,11 +224,11 @@ def neighbor_statistics(
         frames = system.frames(chosen)
         _check_density(system, chosen, frames)
         found = nothing
-        kept = np.isin(chosen, chosen if wanted is None else wanted).tolist()
+        kept = set((chosen if wanted is None else wanted).tolist())
         for row, number in enumerate(chosen.tolist()):
             if cache is None:
                 own = _counted(system, number, frames, row, rcut, ntypes)
-            elif kept[row]:
+            elif number in kept:
                 own = cache.frame(system, number, frames, row).statistics
             else:
                 own = cache.statistics(system, number, frames, row)

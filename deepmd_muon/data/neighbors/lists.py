@@ -233,24 +233,28 @@ def _lay_out(
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
     """Sort pairs into rows of atoms and columns of groups, nearest first, at most `limits` a group."""
     nreal, ngroups = len(pairs.real), len(limits)
-    group = pairs.types[pairs.j] if by_type else np.zeros_like(pairs.i)
-    slot = pairs.i * ngroups + group
+    slot = pairs.i * ngroups + pairs.types[pairs.j] if by_type else pairs.i
     counts = np.bincount(slot, minlength=nreal * ngroups)
     # One sort orders by atom, group and distance: the scaled distance is at most 0.5, slots are 1 apart.
     order = np.argsort(slot + pairs.distance / (2.0 * rcut))
-    slot, group = slot[order], group[order]
-    rank = np.arange(len(order)) - (np.cumsum(counts) - counts)[slot]
-    widths = np.minimum(counts.reshape(nreal, ngroups).max(axis=0, initial=0), limits)
-    if (counts.reshape(nreal, ngroups) > widths).any():
-        kept = rank < limits[group]
-        rank, group, order = rank[kept], group[kept], order[kept]
+    table = counts.reshape(nreal, ngroups)
+    widths = np.minimum(table.max(axis=0, initial=0), limits)
     index = np.full((natoms, int(widths.sum())), -1, dtype=np.int32)
-    # Places in the flat arrays: numpy assigns faster by one index than by row and column.
-    place = pairs.real[pairs.i[order]] * index.shape[1] + (np.cumsum(widths) - widths)[group] + rank
+    # Places in the flat arrays: numpy assigns faster by one index than by row and column. Those of a slot follow each
+    # other from its first one on.
+    first = (pairs.real[:, None] * index.shape[1] + (np.cumsum(widths) - widths)).ravel()
+    begin = np.cumsum(counts) - counts
+    place = np.repeat(first - begin, counts) + np.arange(len(order))
+    if (table > widths).any():
+        most = np.broadcast_to(widths, table.shape).ravel()
+        kept = np.arange(len(order)) < np.repeat(begin + most, counts)
+        order, place = order[kept], place[kept]
     index.reshape(-1)[place] = pairs.real[pairs.j[order]]
     # The smallest type that holds the translations: int8, unless an atom left its cell far behind.
     shift = np.zeros((*index.shape, 3), dtype=np.min_scalar_type(-1 - int(np.abs(pairs.shift).max(initial=0))))
-    shift.reshape(-1, 3)[place] = pairs.shift.astype(shift.dtype)[order]
+    whole = np.dtype((np.void, 3 * shift.itemsize))  # numpy moves a row in one piece three times as fast
+    moved = np.ascontiguousarray(pairs.shift, dtype=shift.dtype).view(whole)[:, 0]
+    shift.reshape(-1, 3).view(whole)[place, 0] = moved.take(order)
     return index, shift, tuple(int(w) for w in widths)
 
 
