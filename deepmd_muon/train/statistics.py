@@ -157,10 +157,10 @@ def _compute(group: Sequence[RunBranch]) -> list[dict[str, np.ndarray]]:
                 yield batch
 
     # Further batches are built ahead while those before are standardised.
-    batches = read()
-    structures = (Structures.of(batch.frames, batch.neighbors, model.ntypes) for batch in batches)
+    reading = read()
+    structures = (Structures.of(batch.frames, batch.neighbors, model.ntypes) for batch in reading)
     mean, stddev = environment_statistics(model, structures, protection=model.settings.data_stat_protect)
-    collections.deque(batches, maxlen=0)  # those that are not standardised are read for their energies
+    collections.deque(reading, maxlen=0)  # those that are not standardised are read for their energies
     found = [{"mean": mean.numpy(), "stddev": stddev.numpy()} for _ in group]
     for branch, batches, arrays in zip(group, samples, found, strict=True):
         weights = next(branch.model.atomic_model.fitting_net.parameters(), None)

@@ -236,9 +236,10 @@ def neighbor_statistics(
         return found
 
     every = [np.arange(system.nframes) for system in systems] if numbers is None else numbers
+    lists: Sequence[np.ndarray | None] = [None] * len(systems) if listed is None else listed
     jobs = [
         (system, mine[first : first + _chunk(system)], wanted)
-        for system, mine, wanted in zip(systems, every, listed or [None] * len(systems), strict=True)
+        for system, mine, wanted in zip(systems, every, lists, strict=True)
         for first in range(0, len(mine), _chunk(system))
     ]
     with ThreadPoolExecutor(workers or worker_count(), thread_name_prefix="deepmd_muon-neighbors") as pool:
