@@ -70,8 +70,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train; an input that needs features of deepmd-kit goes to deepmd-kit, before torch is imported."""
     begun = time.monotonic()
+    from deepmd_muon.train.process.warm_up import garbage_collection_paused, load_libraries, open_device
+
+    load_libraries()  # in the meantime, the input is read
     from deepmd_muon.argcheck import DeepmdKitOnlyError, load
-    from deepmd_muon.train.process.warm_up import garbage_collection_paused, open_device
 
     try:
         given = load(options.INPUT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ from deepmd_muon.data.errors import SystemFormatError, TypeMapError
 from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, PARAMETERS, Frames, Parameters, label_shape
 from deepmd_muon.data.neighbors.far_atoms import MAX_LENGTH
 from deepmd_muon.data.stores.storage import Store
+
+# Atoms up to which the types of a system are remembered for others with the same words.
+_FEW_ATOMS = 1000
 
 
 class System:
@@ -151,8 +155,11 @@ class System:
     # -- opening ---------------------------------------------------------------------------------------------
 
     def _read_types(self) -> np.ndarray:
+        words = self._store.words("type.raw")
+        if len(words) <= _FEW_ATOMS and (known := _types_of(tuple(words))) is not None:
+            return known
         try:
-            types = np.array([float(word) for word in self._store.words("type.raw")])
+            types = np.array([float(word) for word in words])
         except ValueError as error:
             if isinstance(error, SystemFormatError):
                 raise
@@ -163,8 +170,7 @@ class System:
 
     def _as_types(self, values: np.ndarray, file: str) -> np.ndarray:
         """Convert numbers that must be whole and fit into int32."""
-        limit = np.iinfo(np.int32).max
-        wrong = ~(np.abs(values) <= limit) | (values % 1 != 0)
+        wrong = _no_types(values)
         if wrong.any():
             raise SystemFormatError(self.name, file, f"expected one integer per atom, found {values[wrong].flat[0]:g}")
         return values.astype(np.int32)
@@ -372,6 +378,25 @@ class System:
         for values in (self._parameter("fparam", every), self._parameter("aparam", every[[0, -1]])):
             digest.update(b"" if values is None else values.tobytes())
         return digest.hexdigest()
+
+
+@functools.lru_cache(maxsize=256)
+def _types_of(words: tuple[str, ...]) -> np.ndarray | None:
+    """Return types as int32 `(natoms,)`, read-only; None where a word is no type. Systems often have the same words."""
+    try:
+        values = np.array([float(word) for word in words])
+    except ValueError:
+        return None
+    if not words or _no_types(values).any():
+        return None
+    types = values.astype(np.int32)
+    types.flags.writeable = False
+    return types
+
+
+def _no_types(values: np.ndarray) -> np.ndarray:
+    """Return which numbers are not whole or do not fit into int32."""
+    return np.asarray(~(np.abs(values) <= np.iinfo(np.int32).max) | (values % 1 != 0))
 
 
 def rows_per_frame(shape: Sequence[int], nframes: int, width: int, natoms: int) -> int | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 
 from deepmd_muon.model.descriptor.interface import Standardised
@@ -15,6 +17,8 @@ from deepmd_muon.model.structures import Structures
 ABSENT_DEVIATION = 0.1  # deepmd-kit's deviation of a type that the data do not contain
 # Slots of a batch up to which several threads spend more time waiting for each other than computing.
 _FEW_SLOTS = 1 << 18
+# Slots for which a thread computes environments at once: more do not fit its part of the caches.
+_PART_SLOTS = 1 << 16
 
 
 @torch.no_grad()
@@ -50,15 +54,15 @@ def environment_statistics(
     sums = torch.zeros(model.ntypes, 4, dtype=torch.float64, device=device)
     squares = torch.zeros(model.ntypes, 4, dtype=torch.float64, device=device)
     for structures in map(model.seen, batches):
+        count += slots * torch.tensor(structures.type_counts, dtype=torch.float64, device=device)
         with _threads_for(structures.neighbor.numel()):
-            rows = descriptor.environment(structures, edge_vectors(structures)).rows
-            used = descriptor.used_slots(structures)
-            if used is not None:
-                rows = rows * used.unsqueeze(-1)
-            centre = structures.sorted_type
-            count += slots * torch.tensor(structures.type_counts, dtype=torch.float64, device=device)
-            sums.index_add_(0, centre, rows.sum(1))
-            squares.index_add_(0, centre, rows.square().sum(1))
+            for part in _parts(structures, _PART_SLOTS * torch.get_num_threads()):
+                rows = descriptor.environment(part, edge_vectors(part)).rows
+                used = descriptor.used_slots(part)
+                if used is not None:
+                    rows = rows * used.unsqueeze(-1)
+                sums.index_add_(0, part.sorted_type, rows.sum(1))
+                squares.index_add_(0, part.sorted_type, rows.square().sum(1))
     sums = torch.cat([sums[:, :1], sums[:, 1:].mean(1, keepdim=True)], dim=1)
     squares = torch.cat([squares[:, :1], squares[:, 1:].mean(1, keepdim=True)], dim=1)
     n = count.clamp(min=1.0).unsqueeze(1)
@@ -87,6 +91,29 @@ def descriptor_length(model: EnergyModel, batches: Iterable[Structures]) -> floa
             squares += float(rows.double().square().sum())
             count += len(rows)
     return math.sqrt(squares / max(count, 1))
+
+
+def _parts(structures: Structures, slots: int) -> Iterator[Structures]:
+    """Yield a batch with so many neighbour slots of its sorted atoms at a time, and with at least one atom."""
+    natoms, width = structures.neighbor.shape
+    step = max(1, slots // max(1, width))
+    if natoms <= step:
+        yield structures
+        return
+    ends = np.cumsum(structures.type_counts)
+    for first in range(0, natoms, step):
+        mine = slice(first, first + step)
+        yield dataclasses.replace(
+            structures,
+            order=structures.order[mine],
+            sorted_type=structures.sorted_type[mine],
+            sorted_frame=structures.sorted_frame[mine],
+            neighbor=structures.neighbor[mine],
+            shift=None if structures.shift is None else structures.shift[mine],
+            type_counts=tuple(np.diff(ends.clip(first, first + step), prepend=first).tolist()),
+            filled=structures.filled[:, mine],
+            inner=structures.inner[:, mine],
+        )
 
 
 @contextlib.contextmanager

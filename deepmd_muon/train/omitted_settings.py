@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
+import torch
 
 from deepmd_muon.argcheck import Input
 from deepmd_muon.checkpoint_file.file import understood
@@ -14,6 +15,7 @@ from deepmd_muon.data import DataLoader, NeighborCache, NeighborStatistics, Syst
 from deepmd_muon.data.sampling.samples import sample_frames, sample_with
 from deepmd_muon.model import EnergyModel, Structures
 from deepmd_muon.model.statistics import descriptor_length
+from deepmd_muon.train.batches.resident import why_not_on_device
 from deepmd_muon.train.branches import RunBranch
 from deepmd_muon.train.checkpoint.source import Source
 from deepmd_muon.train.errors import TrainingError
@@ -97,13 +99,34 @@ def resolve_sel(
     return given, statistics
 
 
-def check_sel(model: EnergyModel, loader: DataLoader, where: str = "model") -> NeighborStatistics:
-    """Count neighbours in training frames, filling the cache, and warn when the model's `sel` is too small.
+def frames_to_list(
+    given: Input, model: EnergyModel, loader: DataLoader, device: torch.device, *, measured: bool
+) -> list[np.ndarray] | None:
+    """Return the frames of each training system whose neighbour lists the host will read; None where it reads any.
 
-    The frames behind the statistics of the data are among them: their neighbours are found once.
+    Steps on a GPU find neighbours themselves. Then only what measures the data before them reads lists of the host:
+    statistics, if the data are `measured`, and the length of descriptors.
+    """
+    if device.type != "cuda" or why_not_on_device(loader) is not None:
+        return None
+    read = [[np.zeros(0, dtype=np.int64)] * len(loader.systems)]
+    if measured:
+        read.append(measured_frames(model, loader))
+    if given.scales is not None and not given.scales.kept:
+        read.append(loader.bounded_numbers(1, _MEASURED))
+    return [np.concatenate(mine) for mine in zip(*read, strict=True)]
+
+
+def check_sel(
+    model: EnergyModel, loader: DataLoader, where: str = "model", listed: Sequence[np.ndarray] | None = None
+) -> NeighborStatistics:
+    """Count neighbours in training frames, and warn when the model's `sel` is too small.
+
+    The lists of frames that are `listed`, see `frames_to_list`, go to the loader's cache. The frames behind the
+    statistics of the data are among those counted: their neighbours are found once.
     """
     numbers = sample_with(loader.systems, measured_frames(model, loader), _MOST_COUNTED, model.rcut)
-    found = _count_neighbors(loader.systems, model.rcut, numbers, loader.cache)
+    found = _count_neighbors(loader.systems, model.rcut, numbers, loader.cache, listed)
     most = found.max_neighbors if model.by_type else (found.max_total,)
     names = model.type_map if model.by_type else ("all types",)
     short = [f"{name}: {n} > {limit}" for name, n, limit in zip(names, most, model.sel, strict=True) if n > limit]
@@ -120,11 +143,15 @@ def check_sel(model: EnergyModel, loader: DataLoader, where: str = "model") -> N
 
 
 def _count_neighbors(
-    systems: Sequence[System], rcut: float, numbers: Sequence[np.ndarray], cache: NeighborCache | None = None
+    systems: Sequence[System],
+    rcut: float,
+    numbers: Sequence[np.ndarray],
+    cache: NeighborCache | None = None,
+    listed: Sequence[np.ndarray] | None = None,
 ) -> NeighborStatistics:
     """Count neighbours in frames `numbers` of each system, and log what was found."""
     counted, total = sum(map(len, numbers)), sum(system.nframes for system in systems)
-    found = neighbor_statistics(systems, rcut, cache, numbers=numbers)
+    found = neighbor_statistics(systems, rcut, cache, numbers=numbers, listed=listed)
     log.info(
         "neighbours within %g Å%s: at most %s per type; shortest distance %.3f Å",
         rcut,

@@ -20,7 +20,13 @@ from deepmd_muon.train.checkpoint.newest import AUTOMATIC, continued_by
 from deepmd_muon.train.checkpoint.ownership import RunFiles
 from deepmd_muon.train.checkpoint.source import Source, Way, read_sources
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.omitted_settings import check_sel, resolve_sel, suit_scales, take_from_checkpoint
+from deepmd_muon.train.omitted_settings import (
+    check_sel,
+    frames_to_list,
+    resolve_sel,
+    suit_scales,
+    take_from_checkpoint,
+)
 from deepmd_muon.train.process.abort import Moment, explained
 from deepmd_muon.train.process.allocator import keep_freed_memory
 from deepmd_muon.train.process.warm_up import warm_up
@@ -198,9 +204,13 @@ def _prepare(
     chosen = given.settings.training.seed
     seed = ranks.from_first("drawing a seed", new_seed) if chosen is None else chosen
     data = make_loaders(given, systems, caches, seed, ranks)
+    settled = {name for name, one in sources.items() if one.has_statistics(given.branches[name].model.type_map)}
+    measured = force_load or settled != given.branches.keys()
+    fitted = any(one.way == "finetune" for one in sources.values())
     for name, one in branches_of(model).items():
         if name not in statistics and count:
-            checked = partial(check_sel, one, data[name].training, given.branches[name].model_path)
+            listed = frames_to_list(given, one, data[name].training, ranks.device, measured=measured or fitted)
+            checked = partial(check_sel, one, data[name].training, given.branches[name].model_path, listed)
             statistics[name] = ranks.from_first("counting neighbours", checked)
     if not any(p.requires_grad for p in model.parameters()):
         raise TrainingError("nothing is trainable: set trainable to true in model/descriptor or model/fitting_net")
@@ -213,8 +223,7 @@ def _prepare(
     distances = {name: found.min_distance for name, found in statistics.items()}
     continued = {name: source.branch for name, source in sources.items()}
     branches = make_branches(given, model, data, distances, continued)
-    settled = {name for name, one in sources.items() if one.has_statistics(branches[name].model.type_map)}
-    if force_load or settled != branches.keys():
+    if measured:
         ranks.from_first("computing statistics", lambda: set_model_statistics(branches))
     for name in reversed(sources):  # of parts that are shared now and were not, those of the first branch stay
         sources[name].load_into(branches[name].model, force=force_load)

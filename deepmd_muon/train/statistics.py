@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import logging
 import math
@@ -145,17 +146,21 @@ def measured_frames(model: EnergyModel, loader: DataLoader) -> list[np.ndarray]:
 
 def _compute(group: Sequence[RunBranch]) -> list[dict[str, np.ndarray]]:
     """Return the statistics of branches with one descriptor."""
-    samples = [
-        list(branch.data.training.bounded_batches(branch.model.settings.data_stat_nbatch, _MOST_MEASURED))
-        for branch in group
-    ]
+    samples: list[list[Batch]] = [[] for _ in group]
     model = group[0].model
 
-    def structures() -> Iterator[Structures]:
-        for batch in itertools.chain(*samples):
-            yield Structures.of(batch.frames, batch.neighbors, model.ntypes)
+    def read() -> Iterator[Batch]:
+        for branch, own in zip(group, samples, strict=True):
+            nbatches = branch.model.settings.data_stat_nbatch
+            for batch in branch.data.training.bounded_batches(nbatches, _MOST_MEASURED):
+                own.append(batch)
+                yield batch
 
-    mean, stddev = environment_statistics(model, structures(), protection=model.settings.data_stat_protect)
+    # Further batches are built ahead while those before are standardised.
+    reading = read()
+    structures = (Structures.of(batch.frames, batch.neighbors, model.ntypes) for batch in reading)
+    mean, stddev = environment_statistics(model, structures, protection=model.settings.data_stat_protect)
+    collections.deque(reading, maxlen=0)  # those that are not standardised are read for their energies
     found = [{"mean": mean.numpy(), "stddev": stddev.numpy()} for _ in group]
     for branch, batches, arrays in zip(group, samples, found, strict=True):
         weights = next(branch.model.atomic_model.fitting_net.parameters(), None)

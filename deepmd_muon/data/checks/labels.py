@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -69,8 +69,7 @@ class Sample:
     @cached_property
     def fitted_frames(self) -> Frames | None:
         """The frames of which pairs are taken."""
-        boxes = [None] if self.frames.box is None else self.frames.box
-        cost = max(pairs_to_try(self.frames.natoms, box) for box in boxes)
+        cost = pairs_to_try(self.frames.natoms, self.frames.box)
         count = int(min(MOST_PAIRS // cost, self.frames.nframes))
         return self.frames.rows(slice(0, count)) if count else None
 
@@ -164,8 +163,7 @@ def _shortest(frames: Frames, names: Sequence[str] | None) -> tuple[float, float
     for k in range(frames.nframes):
         real = frames.atype[k] >= 0
         coord, types = frames.coord[k][real], np.minimum(frames.atype[k][real], len(reach) - 1)
-        # Atoms of the whole frame, seeded by position: 64 of them, against all.
-        chosen = np.unique(np.linspace(0, max(len(coord) - 1, 0), 64).astype(int))[: len(coord)]
+        chosen = _spread(len(coord))
         apart = (coord[chosen, None] - coord).reshape(-1, 3)
         if frames.box is not None and inverse is not None:
             apart -= np.round(apart @ inverse[k]) @ frames.box[k]
@@ -175,6 +173,12 @@ def _shortest(frames: Frames, names: Sequence[str] | None) -> tuple[float, float
         over = distance / (reach[types[chosen], None] + reach[types])
         ratio = min(ratio, float(np.fmin.reduce(over, axis=None, initial=np.inf)))
     return shortest, ratio
+
+
+@lru_cache(maxsize=4)  # the frames of a system have the same number of atoms
+def _spread(natoms: int) -> np.ndarray:
+    """Return 64 atoms of a frame, spread evenly over their numbers, which are compared with all; fewer of few."""
+    return np.unique(np.linspace(0, max(natoms - 1, 0), 64).astype(int))[:natoms]
 
 
 def _remedy(sample: Sample, names: Sequence[str] | None) -> str:

@@ -20,7 +20,7 @@ from deepmd_muon.data.neighbors.lists import (
     NeighborList,
     NeighborStatistics,
     build_neighbors,
-    find_pairs,
+    frame_statistics,
     group_limits,
     stack_neighbors,
 )
@@ -110,7 +110,7 @@ class NeighborCache:
         self.inner = tuple(inner)
         self.nbytes = 0
         self.dropped = 0
-        group_limits(sel, by_type, ntypes)  # refuses a sel that does not fit the types
+        self._limits = group_limits(sel, by_type, ntypes)
         self._frames: dict[tuple[str, int], FrameNeighbors] = {}
         self._lock = threading.Lock()
 
@@ -146,6 +146,22 @@ class NeighborCache:
                 self.nbytes += built.nbytes
         return built
 
+    def statistics(self, system: System, number: int, frames: Frames, row: int) -> NeighborStatistics:
+        """Return the statistics of a frame whose list is not wanted; arguments and errors as in `frame`."""
+        found = self._frames.get((system.name, number))
+        if found is not None:
+            return found.statistics
+        counted = _counted(system, number, frames, row, self.rcut, self.ntypes)
+        self.note_most(np.array(counted.max_neighbors), counted.max_total)
+        return counted
+
+    def note_most(self, of_types: np.ndarray, total: int) -> None:
+        """Note in `dropped` whether `sel` cuts lists of atoms with so many neighbours of each type, and of all."""
+        columns = of_types if self.by_type else np.array([total])
+        # As float64: the sum of limits that are not set exceeds int64.
+        if (columns > self._limits).any() or total > self._limits.sum(dtype=np.float64):
+            self.dropped = max(1, self.dropped)
+
     def batch(self, system: System, indices: Sequence[int] | np.ndarray, frames: Frames) -> NeighborList:
         """Return the neighbours of a batch of frames of one system; `frames` are those frames.
 
@@ -165,6 +181,7 @@ def neighbor_statistics(
     cache: NeighborCache | None = None,
     workers: int | None = None,
     numbers: Sequence[np.ndarray] | None = None,
+    listed: Sequence[np.ndarray] | None = None,
 ) -> NeighborStatistics:
     """Go through frames for the numbers that ``sel`` is chosen from.
 
@@ -180,6 +197,8 @@ def neighbor_statistics(
         Threads (the search itself runs outside of Python's lock); see `worker_count`.
     numbers : sequence of ndarray, optional
         Frames of each system; all of them when left out.
+    listed : sequence of ndarray, optional
+        Frames of each system whose lists the cache shall hold; all that are counted when left out. Counting is faster.
 
     Raises
     ------
@@ -200,29 +219,38 @@ def neighbor_statistics(
 
     nothing = NeighborStatistics(np.inf, (0,) * ntypes, 0)
 
-    def chunk(job: tuple[System, np.ndarray]) -> NeighborStatistics:
-        system, chosen = job
+    def chunk(job: tuple[System, np.ndarray, np.ndarray | None]) -> NeighborStatistics:
+        system, chosen, wanted = job
         frames = system.frames(chosen)
         _check_density(system, chosen, frames)
         found = nothing
+        kept = set((chosen if wanted is None else wanted).tolist())
         for row, number in enumerate(chosen.tolist()):
-            if cache is not None:
+            if cache is None:
+                own = _counted(system, number, frames, row, rcut, ntypes)
+            elif number in kept:
                 own = cache.frame(system, number, frames, row).statistics
             else:
-                with naming_frame(number, system.name):
-                    box = frames.box[row] if frames.box is not None else None
-                    own = find_pairs(frames.coord[row], box, frames.atype[row], rcut).statistics(ntypes)
+                own = cache.statistics(system, number, frames, row)
             found = found.merge(own)
         return found
 
     every = [np.arange(system.nframes) for system in systems] if numbers is None else numbers
+    lists: Sequence[np.ndarray | None] = [None] * len(systems) if listed is None else listed
     jobs = [
-        (system, mine[first : first + _chunk(system)])
-        for system, mine in zip(systems, every, strict=True)
+        (system, mine[first : first + _chunk(system)], wanted)
+        for system, mine, wanted in zip(systems, every, lists, strict=True)
         for first in range(0, len(mine), _chunk(system))
     ]
     with ThreadPoolExecutor(workers or worker_count(), thread_name_prefix="deepmd_muon-neighbors") as pool:
         return reduce(NeighborStatistics.merge, _logged(pool.map(chunk, jobs), len(jobs)), nothing)
+
+
+def _counted(system: System, number: int, frames: Frames, row: int, rcut: float, ntypes: int) -> NeighborStatistics:
+    """Count the neighbours of frame `number` of a system, which is row `row` of `frames`."""
+    box = frames.box[row] if system.pbc and frames.box is not None else None
+    with naming_frame(number, system.name):
+        return frame_statistics(frames.coord[row], box, frames.atype[row], rcut, ntypes)
 
 
 def _chunk(system: System) -> int:

@@ -45,13 +45,15 @@ def check_geometry(points: np.ndarray, box: np.ndarray | None, rcut: float, name
         raise NeighborError(
             f"the cell {box.tolist()} has volume {volume:.3g} Å³; a system without a cell needs a file nopbc"
         )
-    reach = 2.0 * rcut / heights(box)
+    inverse = np.linalg.inv(box)
+    height = 1.0 / np.linalg.norm(inverse, axis=0)
+    reach = 2.0 * rcut / height
     if np.maximum(reach, 1.0).prod() > _MOST_IMAGES or len(points) ** 2 * reach.prod() > _MOST_PAIRS:
         raise NeighborError(
-            f"the cell {box.tolist()} is {heights(box).min():.3g} Å high, so that its {len(points)} atoms have "
+            f"the cell {box.tolist()} is {height.min():.3g} Å high, so that its {len(points)} atoms have "
             f"millions of images within {rcut:g} Å; box and coord must be in Å"
         )
-    outside = np.abs(points @ np.linalg.inv(box)).max(axis=1, initial=0.0)
+    outside = np.abs(points @ inverse).max(axis=1, initial=0.0)
     _refuse(outside > _MOST_CELLS, points, names, "is more than 1e9 cell lengths away from the cell")
 
 

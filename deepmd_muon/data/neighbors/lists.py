@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.data.neighbors.far_atoms import check_geometry, far_pairs, is_sparse
+
+if TYPE_CHECKING:
+    from vesin import NeighborList as Vesin
 
 #: Atoms nearer than this lie at the same place [Å].
 SAME_PLACE = 1e-6
@@ -77,21 +81,23 @@ class Pairs:
 
     def statistics(self, ntypes: int) -> NeighborStatistics:
         """Return the statistics of the frame from its pairs."""
-        nreal = len(self.real)
-        seen = np.bincount(self.i * ntypes + self.types[self.j], minlength=nreal * ntypes).reshape(nreal, ntypes)
-        return NeighborStatistics(
-            float(self.distance.min(initial=np.inf)),
-            tuple(int(n) for n in seen.max(axis=0, initial=0)),
-            int(seen.sum(axis=1).max(initial=0)),
-        )
+        seen = np.bincount(self.i * ntypes + self.types[self.j], minlength=len(self.real) * ntypes)
+        return _statistics(seen, self.distance, ntypes)
+
+
+def _statistics(seen: np.ndarray, distance: np.ndarray, ntypes: int) -> NeighborStatistics:
+    """Return statistics from the neighbours of each type that every atom has `(nreal · ntypes,)` and from distances."""
+    seen = seen.reshape(-1, ntypes)
+    return NeighborStatistics(
+        float(distance.min(initial=np.inf)),
+        tuple(seen.max(axis=0, initial=0).tolist()),
+        int(seen.sum(axis=1).max(initial=0)),
+    )
 
 
 def find_pairs(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float) -> Pairs:
     """Find all pairs of one frame; arguments and errors as in `build_neighbors`."""
-    real = np.flatnonzero(atype >= 0)
-    points = np.ascontiguousarray(coord[real], dtype=np.float64)
-    box = None if box is None else np.asarray(box, dtype=np.float64)
-    check_geometry(points, box, rcut, real)
+    real, points, box = _checked(coord, box, atype, rcut)
     search = far_pairs if is_sparse(points, box, rcut) else _vesin_pairs
     i, j, shift, distance = search(points, box, rcut)
     if distance.size and distance.min() < SAME_PLACE:
@@ -100,21 +106,59 @@ def find_pairs(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcu
     return Pairs(real, atype[real].astype(np.int64), i, j, shift, distance)
 
 
-def _vesin_pairs(points: np.ndarray, box: np.ndarray | None, rcut: float) -> tuple[np.ndarray, ...]:
-    """Find i, j, shift and distance of all pairs."""
+def frame_statistics(
+    coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float, ntypes: int
+) -> NeighborStatistics:
+    """Count the neighbours of one frame, of which no list is wanted; arguments and errors as in `build_neighbors`."""
+    real, points, box = _checked(coord, box, atype, rcut)
+    if is_sparse(points, box, rcut):
+        return find_pairs(coord, box, atype, rcut).statistics(ntypes)
+    finder = _vesin(rcut, full=False)
+    # Each pair once: vesin decides by r², which is the same to the last bit from i to j and from j to i.
+    pair, distance = _computed(finder, points, box, "Pd")
+    if distance.min(initial=np.inf) < SAME_PLACE:
+        find_pairs(coord, box, atype, rcut)  # raises, and names the atoms in the order of whole lists
+    pair = pair.astype(np.int64)
+    seen = pair * ntypes + atype[real].astype(np.int64)[pair[:, ::-1]]
+    return _statistics(np.bincount(seen.ravel(), minlength=len(real) * ntypes), distance, ntypes)
+
+
+def _checked(
+    coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return the numbers of the real atoms, their positions, and the cell, which have been looked at."""
+    real = np.flatnonzero(atype >= 0)
+    points = np.ascontiguousarray(coord[real], dtype=np.float64)
+    box = None if box is None else np.asarray(box, dtype=np.float64)
+    check_geometry(points, box, rcut, real)
+    return real, points, box
+
+
+def _vesin(rcut: float, *, full: bool) -> Vesin:
     # vesin imports torch where it is installed; only those who build neighbour lists shall pay for that.
     from vesin import NeighborList as Vesin
 
     # One thread: a frame takes milliseconds, and the order of pairs, which decides ties, stays the same.
-    finder = Vesin(cutoff=rcut, full_list=True, n_threads=1)
-    pair, shift, distance = finder.compute(
+    return Vesin(cutoff=rcut, full_list=full, n_threads=1)
+
+
+def _computed(finder: Vesin, points: np.ndarray, box: np.ndarray | None, quantities: str) -> Sequence[np.ndarray]:
+    """Return quantities of all pairs: views of memory that vesin frees with `finder`."""
+    found: Sequence[np.ndarray] = finder.compute(
         points=points,
         box=np.zeros((3, 3)) if box is None else box,
         periodic=box is not None,
-        quantities="PSd",
-        # Views of memory that vesin frees with `finder`; copied below in one go with the conversion.
+        quantities=quantities,
         copy=False,
     )
+    return found
+
+
+def _vesin_pairs(points: np.ndarray, box: np.ndarray | None, rcut: float) -> tuple[np.ndarray, ...]:
+    """Find i, j, shift and distance of all pairs, each both ways."""
+    finder = _vesin(rcut, full=True)
+    pair, shift, distance = _computed(finder, points, box, "PSd")
+    # Copied in one go with the conversion.
     return pair[:, 0].astype(np.int64), pair[:, 1].astype(np.int64), np.array(shift), np.array(distance)
 
 
@@ -189,24 +233,28 @@ def _lay_out(
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
     """Sort pairs into rows of atoms and columns of groups, nearest first, at most `limits` a group."""
     nreal, ngroups = len(pairs.real), len(limits)
-    group = pairs.types[pairs.j] if by_type else np.zeros_like(pairs.i)
-    slot = pairs.i * ngroups + group
+    slot = pairs.i * ngroups + pairs.types[pairs.j] if by_type else pairs.i
     counts = np.bincount(slot, minlength=nreal * ngroups)
     # One sort orders by atom, group and distance: the scaled distance is at most 0.5, slots are 1 apart.
     order = np.argsort(slot + pairs.distance / (2.0 * rcut))
-    slot, group = slot[order], group[order]
-    rank = np.arange(len(order)) - (np.cumsum(counts) - counts)[slot]
-    widths = np.minimum(counts.reshape(nreal, ngroups).max(axis=0, initial=0), limits)
-    if (counts.reshape(nreal, ngroups) > widths).any():
-        kept = rank < limits[group]
-        rank, group, order = rank[kept], group[kept], order[kept]
+    table = counts.reshape(nreal, ngroups)
+    widths = np.minimum(table.max(axis=0, initial=0), limits)
     index = np.full((natoms, int(widths.sum())), -1, dtype=np.int32)
-    # Places in the flat arrays: numpy assigns faster by one index than by row and column.
-    place = pairs.real[pairs.i[order]] * index.shape[1] + (np.cumsum(widths) - widths)[group] + rank
+    # Places in the flat arrays: numpy assigns faster by one index than by row and column. Those of a slot follow each
+    # other from its first one on.
+    first = (pairs.real[:, None] * index.shape[1] + (np.cumsum(widths) - widths)).ravel()
+    begin = np.cumsum(counts) - counts
+    place = np.repeat(first - begin, counts) + np.arange(len(order))
+    if (table > widths).any():
+        most = np.broadcast_to(widths, table.shape).ravel()
+        kept = np.arange(len(order)) < np.repeat(begin + most, counts)
+        order, place = order[kept], place[kept]
     index.reshape(-1)[place] = pairs.real[pairs.j[order]]
     # The smallest type that holds the translations: int8, unless an atom left its cell far behind.
     shift = np.zeros((*index.shape, 3), dtype=np.min_scalar_type(-1 - int(np.abs(pairs.shift).max(initial=0))))
-    shift.reshape(-1, 3)[place] = pairs.shift.astype(shift.dtype)[order]
+    whole = np.dtype((np.void, 3 * shift.itemsize))  # numpy moves a row in one piece three times as fast
+    moved = np.ascontiguousarray(pairs.shift, dtype=shift.dtype).view(whole)[:, 0]
+    shift.reshape(-1, 3).view(whole)[place, 0] = moved.take(order)
     return index, shift, tuple(int(w) for w in widths)
 
 

@@ -183,10 +183,9 @@ class ResidentBatches:
 
     def _note_cut_lists(self) -> None:
         """Record in the cache that `sel` cuts neighbour lists."""
-        store, ntypes = self._store, self._loader.cache.ntypes
-        columns = store.most[:, :ntypes] if self._loader.cache.by_type else store.most[:, ntypes : ntypes + 1]
-        if (columns > self._limits).any() or (store.most[:, ntypes] > self._limits.sum(dtype=np.float64)).any():
-            self._loader.cache.dropped = max(1, self._loader.cache.dropped)
+        cache = self._loader.cache
+        most = self._store.most.max(0)
+        cache.note_most(most[: cache.ntypes], int(most[cache.ntypes]))
 
     def _shapes_of(self, batches: Sequence[np.ndarray]) -> list[Shape]:
         """Return what each batch needs, found once for all of one composition and number of frames."""

@@ -1,4 +1,4 @@
-"""Work that takes seconds at the start of a run on a GPU, done in threads beside the rest of the start.
+"""Work that takes long at the start of a run, most of it on a GPU, done in threads beside the rest of the start.
 
 Python joins these threads when it ends: a process that exits within a call of CUDA may crash. A failure in
 them occurs again where the result is needed, and is reported there.
@@ -9,16 +9,27 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib.util
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
     from deepmd_muon.optim import HybridMuon
+
+
+def load_libraries() -> None:
+    """Begin to load the largest library of torch in a thread, if torch has not been imported.
+
+    Importing torch loads it under Python's lock, for a quarter of a second in which no other thread runs.
+    """
+    if "torch" not in sys.modules:
+        _begin(_load_libraries)
 
 
 def open_device() -> None:
@@ -63,6 +74,16 @@ def compile_kernels(optimizer: HybridMuon) -> None:
 
 def _begin(work: Callable[..., None], *arguments: object) -> None:
     threading.Thread(target=work, args=arguments, name="deepmd_muon-early-start").start()
+
+
+def _load_libraries() -> None:
+    """Load the library and what torch loads before it, in torch's order and modes; torch reports what is missing."""
+    with contextlib.suppress(OSError, ValueError):
+        found = importlib.util.find_spec("torch")
+        if found is not None and found.origin is not None:
+            folder = Path(found.origin).parent / "lib"
+            ctypes.CDLL(str(folder / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
+            ctypes.CDLL(str(folder / "libtorch_cpu.so"))
 
 
 def _retain_context() -> None:

@@ -21,7 +21,7 @@ from deepmd_muon.data import (
 )
 from deepmd_muon.data.neighbors import cache as neighbor_cache
 from deepmd_muon.data.neighbors.far_atoms import far_pairs
-from deepmd_muon.data.neighbors.lists import _vesin_pairs, find_pairs
+from deepmd_muon.data.neighbors.lists import _vesin_pairs, find_pairs, frame_statistics
 
 
 def brute_force(coord, box, rcut):
@@ -265,6 +265,59 @@ def test_statistics_with_and_without_cache_are_those_of_all_frames(system):
         neighbor_statistics([system], 5.0, cache)
 
 
+def test_only_listed_frames_are_kept_and_the_others_counted(system, monkeypatch):
+    built = []
+    build = neighbor_cache.build_neighbors
+    monkeypatch.setattr(neighbor_cache, "build_neighbors", lambda *given: built.append(given) or build(*given))
+    whole, cache = NeighborCache(4.0, (3, 3), True), NeighborCache(4.0, (3, 3), True)
+    expected = neighbor_statistics([system], 4.0, whole)
+    built.clear()
+    assert neighbor_statistics([system], 4.0, cache, listed=[np.array([1, 4])]) == expected
+    assert (len(built), len(cache)) == (2, 2)
+    frames = system.frames(range(6))
+    for number in (1, 4):
+        kept = cache.frame(system, number, frames, number)
+        np.testing.assert_array_equal(kept.index, whole.frame(system, number, frames, number).index)
+    assert len(built) == 2
+    # Frames that are only counted say, too, that `sel` cuts lists.
+    for sel, cuts in ((3, 3), True), ((40, 40), False):
+        counted = NeighborCache(4.0, sel, True)
+        assert neighbor_statistics([system], 4.0, counted, listed=[np.zeros(0, dtype=int)]) == expected
+        assert (len(counted), counted.dropped > 0) == (0, cuts)
+    mixed = NeighborCache(4.0, (expected.max_total - 1,), False, ntypes=2)
+    neighbor_statistics([system], 4.0, mixed, listed=[np.zeros(0, dtype=int)])
+    assert mixed.dropped > 0
+
+
+LATTICES = {
+    "simple": (np.eye(3), [[0, 0, 0]]),
+    "face-centred": (np.eye(3), [[0, 0, 0], [0.5, 0.5, 0], [0.5, 0, 0.5], [0, 0.5, 0.5]]),
+    "hexagonal": ([[1, 0, 0], [0.5, 0.75**0.5, 0], [0, 0, (8 / 3) ** 0.5]], [[0, 0, 0], [0.5, 0.29, 0.82]]),
+    "left-handed": ([[0, 1, 0], [1, 0.3, 0], [0, 0.2, 1]], [[0, 0, 0], [0.4, 0.5, 0.6]]),
+}
+
+
+@pytest.mark.parametrize("name", LATTICES)
+@pytest.mark.parametrize("rcut", [2.7, 2.7 * 2**0.5, 5.4])
+def test_counting_sees_the_neighbours_of_a_list(name, rcut):
+    """Also those at the cut-off of a perfect crystal, where rounding decides."""
+    cell, inside = (2.7 * np.array(values) for values in LATTICES[name])
+    for moved in (0.0, 100.3):
+        coord, atype = inside + moved, np.arange(len(inside)) % 3 - (moved > 0)
+        whole = find_pairs(coord, cell, atype, rcut).statistics(3)
+        assert frame_statistics(coord, cell, atype, rcut, 3) == whole
+
+
+@pytest.mark.parametrize("far", [1.0, 1e6])
+def test_counting_of_frames_without_a_cell(far):
+    coord = np.array([[0, 0, 0], [1, 0, 0], [far, 2, 0], [0, 1.0, far], [far, 2, 0.7]])
+    atype = np.array([0, 1, 1, -1, 0])
+    whole = find_pairs(coord, None, atype, 3.0).statistics(2)
+    assert frame_statistics(coord, None, atype, 3.0, 2) == whole
+    alone = frame_statistics(coord[:1], None, atype[:1], 3.0, 2)
+    assert alone == NeighborStatistics(np.inf, (0, 0), 0)
+
+
 def test_errors_name_system_and_frame(tmp_path):
     arrays = make_arrays(3, 4)
     arrays["coord"][2, :3] = arrays["coord"][2, 3:6]
@@ -295,7 +348,7 @@ def test_positions_in_nanometres_are_refused_before_they_are_counted(tmp_path, m
         arrays[name][1:] /= 10
     (system,) = open_systems(write_npy(tmp_path / "nm", [0] * 60, [arrays], type_map=("A",)))
     counted = []
-    monkeypatch.setattr(neighbor_cache, "find_pairs", lambda *arguments: counted.append(arguments))
+    monkeypatch.setattr(neighbor_cache, "frame_statistics", lambda *arguments: counted.append(arguments))
     with pytest.raises(NeighborError, match=r"/nm, frame [12]: \d+ atoms per Å³"):
         neighbor_statistics([system], 6.0)
     assert counted == []

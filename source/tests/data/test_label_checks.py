@@ -46,13 +46,14 @@ def test_good_data_raise_no_suspicion():
 
 
 def test_cells_of_a_system_are_inverted_together(monkeypatch):
-    """Once for the shortest distances, once for near frames; frames of which pairs are taken, twice each besides."""
+    """For the shortest distances, for near frames and for pairs; never frame by frame."""
     (system,) = open_systems(str(COPPER / "triclinic8"))
     shapes, invert = [], np.linalg.inv
     monkeypatch.setattr(np.linalg, "inv", lambda a: shapes.append(np.shape(a)) or invert(a))
     suspicions([system])
-    assert next(shape for shape in shapes if len(shape) == 3) == (20, 3, 3)
-    assert sum(len(shape) == 2 for shape in shapes) == 2 * 20
+    assert shapes[0] == (20, 3, 3)
+    assert {len(shape) for shape in shapes} == {3}
+    assert len(shapes) <= 5
 
 
 ENERGY_AND_FORCE = [

@@ -256,6 +256,29 @@ def test_statistics_of_small_batches_take_one_thread_and_give_it_back(monkeypatc
     assert taken == [1, 2]
 
 
+@pytest.mark.parametrize("excluded", [[], [[0, 1]], [[1, 1]]])
+def test_statistics_in_parts_are_those_of_whole_batches(monkeypatch, excluded):
+    """To the last bit; parts end within a type, between types and behind the last atom."""
+    given = section()
+    model = build_model({**given, "descriptor": {**given["descriptor"], "exclude_types": excluded}})
+    made, seen = [batch(), batch()], []
+    environment = model.atomic_model.descriptor.environment
+    monkeypatch.setattr(
+        model.atomic_model.descriptor,
+        "environment",
+        lambda part, edges: seen.append(sum(part.type_counts) - len(part.neighbor)) or environment(part, edges),
+    )
+    whole = environment_statistics(model, made)
+    assert len(seen) == 2
+    natoms, width = made[0].neighbor.shape
+    for atoms in (1, 2, natoms - 1):
+        seen.clear()
+        monkeypatch.setattr("deepmd_muon.model.statistics._PART_SLOTS", atoms * width)
+        for part, expected in zip(environment_statistics(model, made), whole, strict=True):
+            assert torch.equal(part, expected)
+        assert seen == [0] * (2 * -(-natoms // atoms))
+
+
 def test_structures_sort_atoms_by_type_and_count_them():
     atype = np.array([[1, -1, 0], [0, 1, 1]])
     neighbor = np.array([[[2, 1], [-1, -1], [0, -1]], [[1, -1], [0, 2], [1, -1]]])

@@ -5,14 +5,16 @@ import os
 import sys
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from write_systems import make_arrays, write_npy
 
 from deepmd_muon.data import System, open_systems, opening
+from deepmd_muon.data.neighbors import cache
 from deepmd_muon.data.sampling import loader, samples
 from deepmd_muon.data.stores import npy_store
-from deepmd_muon.train import trainer
+from deepmd_muon.train import start, trainer
 from deepmd_muon.train.step.stepper import CapturedStep
 
 #: Steps between two windows of batches.
@@ -139,3 +141,29 @@ def test_the_bounded_sample_is_drawn_once(small_input, train, monkeypatch):
     content["model"]["descriptor"]["sel"] = [60]
     assert train(content) == 0
     assert len(draws) == 3
+
+
+def test_a_gpu_lists_only_frames_that_the_host_reads(small_input, train, monkeypatch):
+    """Statistics and the length of descriptors read lists; other frames of the sample are counted."""
+    given, lists = [], Counter()
+
+    def listed_on_a_gpu(*arguments, **options):
+        given.append(listed(*arguments[:3], torch.device("cuda"), **options))
+        return given[-1]
+
+    def counted(name):
+        function = getattr(cache, name)
+        monkeypatch.setattr(cache, name, lambda *arguments: lists.update([name]) or function(*arguments))
+
+    listed = start.frames_to_list
+    monkeypatch.setattr(start, "frames_to_list", listed_on_a_gpu)
+    counted("build_neighbors")
+    counted("frame_statistics")
+    content = small_input(training={"numb_steps": 0})
+    content["model"] |= {"data_stat_nbatch": 2, "descriptor": {**content["model"]["descriptor"], "sel": [60]}}
+    content["training"].pop("validation_data", None)
+    assert train(content) == 0
+    frames = sum(system.nframes for system in open_systems(content["training"]["training_data"]["systems"]))
+    read = sum(len(np.unique(numbers)) for numbers in given[0])
+    assert 0 < read < frames
+    assert lists == {"build_neighbors": read, "frame_statistics": frames - read}

@@ -1,12 +1,47 @@
-"""Early start of a run on a GPU."""
+"""Early start of a run."""
 
 import gc
+import subprocess
 import sys
 import threading
 
 import pytest
 
 from deepmd_muon.train.process import warm_up
+
+LOAD = """
+import sys, threading
+from deepmd_muon.train.process.warm_up import load_libraries
+
+def loaded():
+    return "libtorch_cpu" in open("/proc/self/maps").read()
+
+assert not loaded()
+load_libraries()
+for thread in threading.enumerate():
+    if thread is not threading.current_thread():
+        thread.join()
+assert loaded() and "torch" not in sys.modules
+import torch
+assert torch.ones(3).sum() == 3 and torch.equal(torch.eye(2) @ torch.eye(2), torch.eye(2))
+"""
+
+
+def test_the_library_is_loaded_before_torch_is_imported():
+    subprocess.run([sys.executable, "-c", LOAD], check=True, timeout=300)
+
+
+def test_a_process_that_has_torch_loads_nothing(monkeypatch):
+    monkeypatch.setattr(threading, "Thread", pytest.fail)
+    assert "torch" in sys.modules or pytest.importorskip("torch")
+    warm_up.load_libraries()
+
+
+@pytest.mark.parametrize("origin", [None, "/nowhere/torch/__init__.py"])
+def test_a_library_that_is_not_found_is_no_error(monkeypatch, origin):
+    found = None if origin is None else warm_up.importlib.util.spec_from_file_location("torch", origin)
+    monkeypatch.setattr(warm_up.importlib.util, "find_spec", lambda name: found)
+    warm_up._load_libraries()
 
 
 @pytest.mark.parametrize(("name", "value"), [("DEVICE", "cpu"), ("WORLD_SIZE", "2"), ("SLURM_PROCID", "0")])
