@@ -20,7 +20,6 @@ from dynamics import Contacts, shortest
 from sampling import read_system
 from stability_runs import CONDITIONS, HOTTER
 
-RUNS = 3
 STEPS = {"alloys": 1500, "molecules": 2000}
 
 
@@ -38,14 +37,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="holds the sets that make_*.py wrote")
     parser.add_argument("--sets", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--runs", type=int, default=3, help="runs at each temperature")
     args = parser.parse_args()
     for name in args.sets:
         condition = CONDITIONS[name]
         known = shortest([f for path in sorted((args.data / name / "train").iterdir()) for f in read_system(path)])
         paths = sorted((args.data / name / condition.part).glob(condition.starts))
-        starts = [frame for path in paths for frame in read_system(path)[:RUNS]]
+        starts = [frame for path in paths for frame in read_system(path)[: args.runs]]
         for kelvin in (condition.temperature, HOTTER * condition.temperature):
-            for seed in range(RUNS):
+            for seed in range(args.runs):
                 atoms = starts[seed * len(paths) % len(starts)].copy()
                 if condition.masses:
                     atoms.set_masses([4.0 if symbol == "H" else None for symbol in atoms.symbols])
