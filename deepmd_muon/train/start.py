@@ -191,6 +191,10 @@ def _prepare(
         dump(given.normalized, output)
 
     model = build_of(given)
+    for name, one in branches_of(model).items():
+        carried = name in sources and sources[name].has_table
+        if one.short_range is not None and one.short_range.problem and not carried:
+            raise TrainingError(one.short_range.problem)
     caches = {
         name: NeighborCache.of(one.neighbors, one.ntypes, _CACHE_BYTES // len(given.branches))
         for name, one in branches_of(model).items()
