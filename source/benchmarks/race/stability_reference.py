@@ -20,6 +20,7 @@ from dynamics import Contacts, shortest
 from sampling import read_system
 from stability_runs import CONDITIONS, HOTTER
 
+RUNS = 3
 STEPS = {"alloys": 1500, "molecules": 2000}
 
 
@@ -35,9 +36,9 @@ def labeller(name: str) -> Calculator:
 def main() -> None:
     """Run the dynamics."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=RUNS, help="runs at each temperature")
     parser.add_argument("--data", type=Path, required=True, help="holds the sets that make_*.py wrote")
     parser.add_argument("--sets", nargs="+", choices=STEPS, default=list(STEPS))
-    parser.add_argument("--runs", type=int, default=3, help="runs at each temperature")
     args = parser.parse_args()
     for name in args.sets:
         condition = CONDITIONS[name]
