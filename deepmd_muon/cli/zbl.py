@@ -93,7 +93,7 @@ def _label_by(name: str, arguments: str | None) -> Label:
         raise CommandError(f"--arguments are not JSON: {error}") from error
     if not isinstance(given, dict):
         raise CommandError(f"--arguments must be an object of keyword arguments; found {arguments}")
-    make_calculator(name, given)  # before any work
+    make_calculator(name, given, "--")  # before any work
 
     def labels(first: str, second: str, coord: np.ndarray) -> dict[str, np.ndarray]:
         structures = [Structure((first, second), row.reshape(2, 3), None) for row in coord]

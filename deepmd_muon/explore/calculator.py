@@ -31,8 +31,10 @@ class Structure:
         return Atoms(self.symbols, positions=self.positions, cell=self.cell, pbc=self.cell is not None)
 
 
-def make_calculator(name: str, arguments: Mapping[str, Any]) -> Any:
+def make_calculator(name: str, arguments: Mapping[str, Any], prefix: str = "labels/") -> Any:
     """Return the calculator module:Class, built with keyword arguments.
+
+    Errors name the settings that gave both, `calculator` and `arguments` behind a prefix.
 
     Raises
     ------
@@ -44,16 +46,17 @@ def make_calculator(name: str, arguments: Mapping[str, Any]) -> Any:
         found = getattr(import_module(module), kind)
     except ImportError as error:
         raise ExploreError(
-            f"labels/calculator: {module} cannot be imported ({error}): install it in this environment, or name another"
+            f"{prefix}calculator: {module} cannot be imported ({error}): install it in this environment, "
+            "or name another"
         ) from error
     except AttributeError as error:
-        raise ExploreError(f"labels/calculator: {module} has no {kind}; name one of its calculators") from error
+        raise ExploreError(f"{prefix}calculator: {module} has no {kind}; name one of its calculators") from error
     try:
         calculator = found(**arguments)
     except Exception as error:
-        raise ExploreError(f"labels/arguments: {kind} refuses {dict(arguments)}: {error}") from error
+        raise ExploreError(f"{prefix}arguments: {kind} refuses {dict(arguments)}: {error}") from error
     if not callable(getattr(calculator, "calculate", None)):
-        raise ExploreError(f"labels/calculator: {name} is not an ASE calculator; it has no method calculate")
+        raise ExploreError(f"{prefix}calculator: {name} is not an ASE calculator; it has no method calculate")
     return calculator
 
 

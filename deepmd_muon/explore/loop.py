@@ -187,10 +187,7 @@ class Explorer:
                     "the command again"
                 )
                 return WAITS
-            frames = sum(system.nframes for system in open_systems(str(here.labelled)) if system.labels)
-            if not frames:
-                raise ExploreError(f"{here.labelled} holds no frame with labels: label the structures and try again")
-            here.note("labels", {"labelled": frames, "failed": here.done()["draw"]["chosen"] - frames})
+            here.note("labels", _counted(here))
             return 0
         images = read_xyz(here.candidates)
         self.say(f"round {here.number}: {settings.calculator} labels {len(images)} structures")
@@ -250,6 +247,25 @@ class Explorer:
         worst = ", ".join(f"{item.name} {item.verdict.name}" for item in model.items if item.verdict)
         here.note("check", {"verdict": found.verdict.name, "summary": worst or "holds"})
         self.say(f"round {here.number}: check: {worst or 'holds'} ({here.folder / 'check.txt'})")
+
+
+def _counted(here: Round) -> dict[str, int]:
+    """Return how many structures another program labelled, and how many it left out; warn of lost atoms."""
+    labelled, sizes = 0, set()
+    for system in open_systems(str(here.labelled)):
+        frames = system.frames(np.arange(system.nframes))
+        labelled += int((frames.present("energy") | frames.present("force")).sum())
+        sizes |= set((frames.atype >= 0).sum(1).tolist())
+    if not labelled:
+        raise ExploreError(f"{here.labelled} holds no frame with labels: label the structures and try again")
+    if others := sorted(sizes - {len(atoms) for atoms in read_xyz(here.candidates)}):
+        log.warning(
+            "%s holds frames of %s atoms, and no structure of %s has as many: label each with all its atoms",
+            here.labelled,
+            ", ".join(map(str, others)),
+            here.candidates,
+        )
+    return {"labelled": labelled, "failed": max(0, here.done()["draw"]["chosen"] - labelled)}
 
 
 def _force_error(path: Path, labelled: Path) -> float | None:

@@ -13,7 +13,8 @@ from deepmd_muon.argcheck import Input, dump
 from deepmd_muon.checkpoint_file.file import checkpoint_path, understood
 from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.files import make_folder_of
-from deepmd_muon.model.branches import branches_of
+from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.branches import Branches, branches_of
 from deepmd_muon.train.branches import build_of, make_branches
 from deepmd_muon.train.checkpoint.continued_state import state_of
 from deepmd_muon.train.checkpoint.newest import AUTOMATIC, continued_by
@@ -176,6 +177,14 @@ def _check_outputs(given: Input, output: str) -> None:
         require_wandb()
 
 
+def _require_tables(model: EnergyModel | Branches, sources: Mapping[str, Source]) -> None:
+    """Refuse a model whose table of `use_srtab` cannot be read and is in no checkpoint."""
+    for name, one in branches_of(model).items():
+        carried = name in sources and sources[name].has_table
+        if one.short_range is not None and one.short_range.problem and not carried:
+            raise TrainingError(one.short_range.problem)
+
+
 def _prepare(
     given: Input, sources: dict[str, Source], ranks: Ranks, output: str, *, count: bool, force_load: bool
 ) -> Trainer:
@@ -197,6 +206,7 @@ def _prepare(
         dump(given.normalized, output)
 
     model = build_of(given)
+    _require_tables(model, sources)
     caches = {
         name: NeighborCache.of(one.neighbors, one.ntypes, _CACHE_BYTES // len(given.branches))
         for name, one in branches_of(model).items()

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 Way = Literal["restart", "init_model", "finetune"]
 # The branch that stands for a new fitting net on the descriptor of the first one.
 RANDOM = "RANDOM"
+_TABLE = "short_range.tab_data"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,11 @@ class Source:
         settings, weights = from_deepmd_kit(content["model"], branch)
         saved = saved_branches(content["model"])
         return cls(path, content, settings, weights, way, new_fitting, saved.get(branch or "", SINGLE))
+
+    @property
+    def has_table(self) -> bool:
+        """Whether it brings the table of `use_srtab`, so that the model needs no file."""
+        return _TABLE in self.weights
 
     def move_to(self, type_map: Collection[str]) -> TypeMove | None:
         """Return where its types are in another type map; None for the same, or where networks belong to types."""
@@ -242,4 +248,4 @@ def _choose(settings: MultiTaskSettings, state: Mapping[str, Any], path: Path, w
 
 def _fits(name: str, saved: torch.Tensor, present: torch.Tensor) -> bool:
     """Return whether a saved tensor can be loaded; a model without its `use_srtab` file accepts any table."""
-    return saved.shape == present.shape or (name == "short_range.tab_data" and not present.numel())
+    return saved.shape == present.shape or (name == _TABLE and not present.numel())

@@ -39,6 +39,7 @@ def labeller(name: str) -> Calculator:
 def main() -> None:
     """Run the dynamics."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=RUNS, help="runs at each temperature")
     parser.add_argument("--data", type=Path, required=True, help="holds the sets that make_*.py wrote")
     parser.add_argument("--sets", nargs="+", choices=STEPS, default=["alloys", "molecules"])
     args = parser.parse_args()
@@ -46,9 +47,9 @@ def main() -> None:
         condition = CONDITIONS[name]
         known = shortest([f for path in sorted((args.data / name / "train").iterdir()) for f in read_system(path)])
         paths = sorted((args.data / name / condition.part).glob(condition.starts))
-        starts = [frame for path in paths for frame in read_system(path)[:RUNS]]
+        starts = [frame for path in paths for frame in read_system(path)[: args.runs]]
         for kelvin in (condition.temperature, HOTTER * condition.temperature):
-            for seed in range(RUNS):
+            for seed in range(args.runs):
                 atoms = starts[seed * len(paths) % len(starts)].copy()
                 if condition.masses:
                     atoms.set_masses([4.0 if symbol == "H" else None for symbol in atoms.symbols])

@@ -34,7 +34,7 @@ class Potential:
 
     Attributes
     ----------
-    set, setting, seed, steps
+    model, set, setting, seed, steps
         Which one.
     test, out
         Force errors on test frames and out of distribution [eV/Å].
@@ -54,6 +54,7 @@ class Potential:
         Of `dp check`, at the last of its temperatures; None where it was not checked.
     """
 
+    model: str
     set: str
     setting: str
     seed: int
@@ -93,6 +94,7 @@ class Potential:
         ended = [end if when is None else when for when in blown]
         left = [until if when is None else min(when, until) for when, until in zip(passed, ended, strict=True)]
         return cls(
+            model=line["model"],
             set=line["set"],
             setting=line["setting"],
             seed=line["seed"],
@@ -177,6 +179,7 @@ def grouped(potentials: Iterable[Potential], key: Callable[[Potential], Any]) ->
 class SettingRow:
     """The potentials of a setting; errors are standard errors over seeds."""
 
+    model: str
     steps: int
     set: str
     setting: str
@@ -200,6 +203,7 @@ class SettingRow:
         """Summarise potentials that differ by their seeds alone."""
         first = some[0]
         return cls(
+            first.model,
             first.steps,
             first.set,
             first.setting,
@@ -216,19 +220,20 @@ class SettingRow:
 
 
 def settings_rows(potentials: Sequence[Potential]) -> list[SettingRow]:
-    """Return a row for each setting of each set and length."""
-    return [SettingRow.of(some) for some in grouped(potentials, lambda p: (p.set, p.steps, p.setting)).values()]
+    """Return a row for each setting of each model, set and length."""
+    groups = grouped(potentials, lambda p: (p.model, p.set, p.steps, p.setting))
+    return [SettingRow.of(some) for some in groups.values()]
 
 
 def settings_table(potentials: Sequence[Potential]) -> list[str]:
     """Return the rows of all settings of each set, as Markdown."""
     lines = [
-        "| set | steps | setting | seeds | test [eV/Å] | out of distribution [eV/Å] | flatness | runs that blew up "
-        "| potentials | blow-ups a ps | departures a ps |",
-        "|" + "---|" * 11,
+        "| model | set | steps | setting | seeds | test [eV/Å] | out of distribution [eV/Å] | flatness "
+        "| runs that blew up | potentials | blow-ups a ps | departures a ps |",
+        "|" + "---|" * 12,
     ]
     for r in settings_rows(potentials):
-        cells = [r.set, f"{r.steps:,}", r.setting, str(r.seeds), shown((r.test, r.test_error))]
+        cells = [r.model, r.set, f"{r.steps:,}", r.setting, str(r.seeds), shown((r.test, r.test_error))]
         cells += [shown((r.out_of_distribution, r.out_of_distribution_error)), shown((r.flatness, r.flatness_error), 2)]
         cells += [f"{r.runs_blown_up} of {r.runs}", str(r.potentials_blown_up)]
         cells += [shown((r.blow_ups_per_ps, r.blow_ups_error), 3), shown((r.departures_per_ps, r.departures_error), 3)]
@@ -247,21 +252,24 @@ def write_csv(path: Path, rows: Sequence[Potential] | Sequence[SettingRow]) -> N
 
 def verdict_table(potentials: Sequence[Potential]) -> list[str]:
     """Return what `dp check` says of potentials by what became of their runs."""
-    lines = ["| set | steps | dynamics | potentials | holds | doubtful | fails |", "|" + "---|" * 7]
+    lines = ["| model | set | steps | dynamics | potentials | holds | doubtful | fails |", "|" + "---|" * 8]
     checked = [p for p in potentials if p.verdict is not None]
-    for (name, steps), some in [*grouped(checked, lambda p: (p.set, p.steps)).items(), (("all", "all"), checked)]:
+    parts = grouped(checked, lambda p: (p.model, p.set, p.steps))
+    for (model, name, steps), some in [*parts.items(), (("all", "all", "all"), checked)]:
         for outcome, chosen in sorted(grouped(some, lambda p: p.outcome).items()):
             counts = [sum(p.verdict == verdict.name for p in chosen) for verdict in Verdict]
-            lines.append(f"| {name} | {steps} | {outcome} | {len(chosen)} | " + " | ".join(map(str, counts)) + " |")
+            lines.append(
+                f"| {model} | {name} | {steps} | {outcome} | {len(chosen)} | " + " | ".join(map(str, counts)) + " |"
+            )
     return lines
 
 
 def read(paths: Iterable[Path]) -> list[Potential]:
-    """Return the potentials of files, by set, setting and seed."""
+    """Return the potentials of files, by model, set, setting and seed."""
     lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     found = [Potential.of(line) for line in lines if "dynamics" in line]
     order = {p.setting: k for k, p in reversed(list(enumerate(found)))}
-    return sorted(found, key=lambda p: (p.set, p.steps, order[p.setting], p.seed))
+    return sorted(found, key=lambda p: (p.model, p.set, p.steps, order[p.setting], p.seed))
 
 
 def main() -> None:

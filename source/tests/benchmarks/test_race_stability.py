@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +127,20 @@ def test_a_run_gives_a_line_a_potential(tmp_path, monkeypatch):
     assert all(p.verdict and p.test > 0 and p.flatness > 0 and p.time == pytest.approx(0.008) for p in potentials)
     assert len(table.settings_table(potentials)) == 4
     assert runs.wanted(runs.arguments(words)) == []
+
+
+def test_tables_keep_models_apart():
+    first = table.Potential("dpa3", "water", "default", 1, 10, 0.1, 0.2, 1.0, 4, 8.0, 1, 1, 6.0, 0.5, 1.0, "fails")
+    some = [first, replace(first, model="se_e2_a", test=0.3)]
+    assert [(row.model, row.seeds, row.test) for row in table.settings_rows(some)] == [
+        ("dpa3", 1, 0.1),
+        ("se_e2_a", 1, 0.3),
+    ]
+    assert [line.split(" | ")[-4:] for line in table.verdict_table(some)[2:]] == [
+        ["1", "0", "0", "1 |"],
+        ["1", "0", "0", "1 |"],
+        ["2", "0", "0", "2 |"],
+    ]
 
 
 def test_rates_have_the_error_of_potentials_that_differ():

@@ -109,7 +109,7 @@ def test_dimers_that_a_calculator_fails_for_are_left_out(tmp_path, monkeypatch, 
         (["O", "--dimers", "t", "--frames", "1"], "2 distances"),
         (["O", "-o", "t", "--calculator", "a:B"], "--dimers"),
         (["O", "--dimers", "t", "--arguments", "{}"], "--calculator"),
-        (["O", "--dimers", "t", "--calculator", "nowhere:B"], "nowhere"),
+        (["O", "--dimers", "t", "--calculator", "nowhere:B"], "--calculator: nowhere"),
         (["O", "--dimers", "t", "--calculator", "a:B", "--arguments", "{"], "JSON"),
     ],
 )

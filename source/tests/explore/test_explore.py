@@ -114,7 +114,7 @@ def test_a_command_that_was_killed_goes_on(copper, explore, monkeypatch, stage):
     assert [name for way in ways for name in way] == wanted
 
 
-def test_structures_wait_for_labels_of_another_program(copper, explore, capsys):
+def test_structures_wait_for_labels_of_another_program(copper, explore, capsys, caplog):
     assert explore(labels=None, rounds=1) == 3
     place = copper / "explore" / "round_1"
     assert str(place / "labelled.xyz") in capsys.readouterr().out
@@ -126,9 +126,14 @@ def test_structures_wait_for_labels_of_another_program(copper, explore, capsys):
     for atoms in images:
         atoms.calc = EMT()
         atoms.get_forces()
-    write(place / "labelled.xyz", images[1:])
+    images[1].calc = None
+    lost = max(images, key=len)[:-1]
+    lost.calc = EMT()
+    lost.get_forces()
+    write(place / "labelled.xyz", [*images[1:], lost])  # one is missing, one has no label, one has lost an atom
     assert explore(labels=None, rounds=1) == 0
     assert rounds(copper, 1)["labels"] == {"labelled": len(images) - 1, "failed": 1}
+    assert f"frames of {len(lost)} atoms" in caplog.text
 
 
 def test_labels_that_were_made_outlive_a_labeller_that_fails(copper, explore, capsys):

@@ -216,8 +216,14 @@ def test_training_restart_and_test_with_a_table(tmp_path, monkeypatch, capsys):
     assert main(["--pt", "test", "-m", "model.ckpt.pt", "-s", "data/valid"]) == 0
     own = Predictor("model.ckpt-5.pt", device="cpu").model.short_range
     assert own.tab_data.shape[2] >= 174
-    # Training from nothing needs the file, and says so.
+    # Training from nothing needs the file, and says so before it begins: files of the run above keep their names.
     capsys.readouterr()
-    assert main(["--pt", "train", "input.json", "-o", "other.json"]) == 1
-    assert "table.txt" in capsys.readouterr().err
+    for text, word in (None, "there is no file table.txt"), ("1 2 3\n", "3 rows or more"):
+        if text is not None:
+            (tmp_path / "table.txt").write_text(text)
+        assert main(["--pt", "train", "input.json", "-o", "other.json"]) == 2
+        error = capsys.readouterr().err
+        assert word in error
+        assert "step" not in error
+        assert (tmp_path / "model.ckpt-5.pt").exists()
     assert math.isfinite(rows[-1, 1])
