@@ -60,20 +60,22 @@ class ElementwiseStep:
         return [parts.gather() for parts in self._parts]
 
 
-def gathered_parts(sharded_params: Iterable[ShardedParameter], collectives: CollectiveStream) -> list[GatheredParts]:
-    """Return the gathers of those parameters whose state is sharded over several ranks."""
+def gathered_parts(
+    sharded_params: Iterable[ShardedParameter], collectives: CollectiveStream, *, keep: bool = True
+) -> list[GatheredParts]:
+    """Return the gathers of those parameters whose state is sharded over several ranks; see `GatheredParts`."""
     found: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[Tensor, StateSharding]]] = defaultdict(list)
     for param in sharded_params:
         if param.sharding is not None and len(param.sharding.layout.ranks) > 1:
             found[param.sharding.layout.ranks, param.p.dtype].append((param.p, param.sharding))
-    return [GatheredParts(chosen, collectives) for chosen in found.values()]
+    return [GatheredParts(chosen, collectives, keep=keep) for chosen in found.values()]
 
 
 class GatheredParts:
     """Gathers, by one collective, the parts of parameters of one dtype that the ranks of a group have stepped.
 
-    The states of all parameters are sharded over the same ranks. The object keeps one buffer for all parts, and one for
-    this rank's parts.
+    The states of all parameters are sharded over the same ranks. The object keeps one buffer for this rank's parts, and
+    with `keep` one for all parts. Otherwise each gather allocates that one, so that it takes no memory between steps.
 
     Attributes
     ----------
@@ -81,7 +83,9 @@ class GatheredParts:
         This rank's parts, by parameter, as contiguous views of its buffer.
     """
 
-    def __init__(self, params: Sequence[tuple[Tensor, StateSharding]], collectives: CollectiveStream) -> None:
+    def __init__(
+        self, params: Sequence[tuple[Tensor, StateSharding]], collectives: CollectiveStream, *, keep: bool = True
+    ) -> None:
         first = params[0]
         ranks = first[1].layout.ranks
         self._params = params
@@ -98,7 +102,7 @@ class GatheredParts:
         lengths = [sum(n * size for (_, n), size in zip(runs, self._row_sizes, strict=True)) for runs in self._runs]
         self._longest = max(lengths)
         self._mine = torch.empty(self._longest, dtype=first[0].dtype, device=first[0].device)
-        self._all = self._mine.new_empty(len(ranks) * self._longest)
+        self._kept = self._buffer() if keep else None
         self.own: dict[Tensor, Tensor] = {}
         start = 0
         for p, sharding in params:
@@ -115,7 +119,8 @@ class GatheredParts:
 
     def gather(self) -> Callable[[], None]:
         """Start the collective on the buffer; return the function that waits for it and writes all parameters."""
-        arrived: Callable[[], Any] = self._collectives.launch(all_gather, self._all, self._mine, group=self._group)
+        everything = self._buffer() if self._kept is None else self._kept
+        arrived: Callable[[], Any] = self._collectives.launch(all_gather, everything, self._mine, group=self._group)
 
         def take() -> None:
             arrived()
@@ -126,8 +131,11 @@ class GatheredParts:
                     if rows * size:
                         target = p.detach().narrow(sharding.dim, start, rows)
                         into.append(target)
-                        out_of.append(self._all[at : at + rows * size].view(target.shape))
+                        out_of.append(everything[at : at + rows * size].view(target.shape))
                     at += rows * size
             torch._foreach_copy_(into, out_of)
 
         return take
+
+    def _buffer(self) -> Tensor:
+        return self._mine.new_empty(len(self._runs) * self._longest)

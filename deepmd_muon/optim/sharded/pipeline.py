@@ -27,7 +27,7 @@ from deepmd_muon.optim.sharded.messages import local_messages, local_parts, loca
 from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.plan import Plan, carried
 from deepmd_muon.optim.sharded.transport import CollectiveStream, Exchange
-from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
+from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch, moments_of
 from deepmd_muon.optim.state.schema import State
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.update.muon import (
@@ -134,7 +134,7 @@ class Pipeline:
         # Parameters of which this rank has neither state nor updates.
         self.idle = [param for i, param in enumerate(sharded_params) if i not in seen]
         chosen = [param for param, planned in zip(sharded_params, plan.parameters, strict=True) if planned.masters]
-        self.parts = gathered_parts(chosen, collectives)
+        self.parts = gathered_parts(chosen, collectives, keep=False)
 
         def widest(buckets: Sequence[Bucket]) -> tuple[Tensor, Tensor]:
             words = [bucket.exchange.words for bucket in buckets]
@@ -159,7 +159,7 @@ class Pipeline:
             for param in chosen:
                 param.complete(state[param.p], matrix_rules(groups[param.group].settings))
             if memory is not None:
-                memory.offload(state, [(param.p, "momentum_buffer") for param in chosen])
+                memory.offload(state, moments_of(state, [param.p for param in chosen]))
         states = [state[param.p] for param in self.sharded_params]
         local = {}
         parts = {p: part for several in self.parts for p, part in several.own.items()}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_cases import as_captured, mesh_of
+from sharded_cases import as_captured, drawn, mesh_of
 from sharded_state import Replicas
 from torch.distributed.tensor import DTensor
 
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.dtensors import full_tensor, local_of
-from deepmd_muon.optim.sharded import elements
+from deepmd_muon.optim.qk_clip import QKClip, SeparateQK
+from deepmd_muon.optim.sharded import ShardedSettings, elements
 
 SHAPES = [(16, 16), (16, 48), (48, 16), (7, 5), (2, 3), (6, 8, 16), (3, 5, 4), (13,), (9, 4), ()]
 SETTINGS = {"lr": 1e-3, "precision": "float32", "adam_patterns": ["w8"], "master_weights": True}
@@ -31,6 +32,7 @@ def masters(replicas, number):
 
 def assert_equal(replicas, tolerance=3e-5):
     """Masters agree with those of one process; on every rank, weights are the rounded masters, bit for bit."""
+    tolerance = max(tolerance, 1e-4) if replicas.many[0].is_cuda else tolerance
     for i, (one, several) in enumerate(zip(masters(replicas, 0), masters(replicas, 1), strict=True)):
         assert several.dtype == torch.float32
         torch.testing.assert_close(
@@ -70,6 +72,15 @@ def masters_of_replicas():
         for _ in range(20):
             replicas.step()
         assert_equal(replicas)
+        if many:
+            host = replicas.optimizers[1]._host_memory._slots
+            assert all("master_weight" in host[q] for q in replicas.many)
+        if sharded is SMALL:
+            assert all(
+                q.grad is None
+                for q, entry in zip(replicas.many, replicas.optimizers[1].routing, strict=True)
+                if entry.route == "muon"
+            )
     replicas = make(dtype=torch.float16)
     for _ in range(3):
         replicas.step()
@@ -148,6 +159,45 @@ def masters_of_replicas_without_some_gradients():
         replicas.many[1].grad = torch.full_like(replicas.many[1], torch.nan if dist.get_rank() else 1.0)
         replicas.optimizers[1].step()
         assert_same_bits(bits(replicas), before)
+
+
+def masters_of_replicas_with_a_gradient_scaler():
+    """Scaled gradients give the steps of unscaled ones; one rank's overflow leaves the step out on all."""
+    replicas = make()
+    replicas.step()
+    before = bits(replicas)
+    optimizer = replicas.optimizers[1]
+    optimizer.found_inf = torch.tensor(float(dist.get_rank() == 0))
+    optimizer.step()
+    assert_same_bits(bits(replicas), before)
+    for each in replicas.optimizers:
+        each.grad_scale, each.found_inf = torch.tensor(8.0), torch.tensor(0.0)
+    replicas.step()
+    assert_equal(replicas)
+
+
+def masters_of_replicas_that_are_clipped():
+    """QK-clip scales whole weights; each rank's part of the master starts again from the clipped weight."""
+    clip = QKClip((SeparateQK("layer", "q", "k", 3, 3),), threshold=1.0)
+    logits = {"layer": torch.tensor([4.0, 0.5, 9.0])}
+    found = []
+    for extra in ({}, {"replicas": dist.group.WORLD, "sharded": ShardedSettings(state="sharded")}):
+        draw = torch.Generator("cpu").manual_seed(4)
+        params = {name: torch.nn.Parameter(drawn(draw, (12, 10), torch.bfloat16)) for name in ("q", "k")}
+        settings = {**SETTINGS, "adam_patterns": []}
+        optimizer = HybridMuon(params.items(), qk_clip=clip, **settings, **extra)
+        for _ in range(3):
+            for p in params.values():
+                p.grad = drawn(draw, p.shape, p.dtype)
+            optimizer.step(qk_logits=logits)
+        for p in params.values():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        found.append([full_tensor(optimizer.state[p]["master_weight"]) for p in params.values()])
+        for p, master in zip(params.values(), found[-1], strict=True):
+            assert torch.equal(master.bfloat16(), p)
+    for one, several in zip(*found, strict=True):
+        torch.testing.assert_close(several, one, rtol=2**-8, atol=3e-5)
 
 
 def masters_of_replicas_restart():
@@ -255,6 +305,8 @@ CASES = [
     ("memory of masters", masters_of_replicas_take_a_part_of_the_memory),
     ("collectives of masters", masters_of_replicas_in_collectives),
     ("masters without some gradients", masters_of_replicas_without_some_gradients),
+    ("masters with a gradient scaler", masters_of_replicas_with_a_gradient_scaler),
+    ("clipped masters", masters_of_replicas_that_are_clipped),
     ("restart of masters", masters_of_replicas_restart),
     ("small steps of masters", masters_of_replicas_move_small_steps),
     ("captured masters", masters_of_replicas_captured),
