@@ -14,7 +14,7 @@ from deepmd_muon.optim.dtensors import full_tensor, local_of
 from deepmd_muon.optim.qk_clip import QKClip, SeparateQK
 from deepmd_muon.optim.sharded import ShardedSettings, elements
 
-SHAPES = [(16, 16), (16, 48), (48, 16), (7, 5), (2, 3), (6, 8, 16), (3, 5, 4), (13,), (9, 4), ()]
+SHAPES = [(16, 16), (16, 48), (48, 16), (7, 5), (2, 3), (6, 8, 16), (3, 5, 4), (13,), (9, 4), (), (2, 2)]
 SETTINGS = {"lr": 1e-3, "precision": "float32", "adam_patterns": ["w8"], "master_weights": True}
 REFERENCE = {"exchange": "reference"}
 SMALL = {"bucket_bytes": 1, "slots": 1, "free_gradients": True}
