@@ -6,7 +6,7 @@ If each rank has all elements but only a part of the moments, it steps its part,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,7 @@ class ElementwiseStep:
     def __init__(self, sharded_params: Sequence[ShardedParameter], collectives: CollectiveStream) -> None:
         self._sharded_params = sharded_params
         self.waves: list[Wave] = []
-        parts: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[Tensor, StateSharding]]] = defaultdict(list)
-        for param in sharded_params:
-            if param.sharding is not None and len(param.sharding.layout.ranks) > 1:
-                parts[param.sharding.layout.ranks, param.p.dtype].append((param.p, param.sharding))
-        self._parts = [GatheredParts(chosen, collectives) for chosen in parts.values()]
+        self._parts = gathered_parts(sharded_params, collectives)
 
     def compile(self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int) -> None:
         """Divide the parameters that have a gradient into waves; create missing state."""
@@ -59,17 +55,37 @@ class ElementwiseStep:
             state = wave.state if moments is None else wave.with_moments(next(moments))
             grads = [grad for param in wave.holders if (grad := param.gradient()) is not None]
             step_elements(wave, grads, state, control.on(wave.device))
+        for parts in self._parts:
+            parts.read()
         return [parts.gather() for parts in self._parts]
+
+
+def gathered_parts(
+    sharded_params: Iterable[ShardedParameter], collectives: CollectiveStream, *, keep: bool = True
+) -> list[GatheredParts]:
+    """Return the gathers of those parameters whose state is sharded over several ranks; see `GatheredParts`."""
+    found: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[Tensor, StateSharding]]] = defaultdict(list)
+    for param in sharded_params:
+        if param.sharding is not None and len(param.sharding.layout.ranks) > 1:
+            found[param.sharding.layout.ranks, param.p.dtype].append((param.p, param.sharding))
+    return [GatheredParts(chosen, collectives, keep=keep) for chosen in found.values()]
 
 
 class GatheredParts:
     """Gathers, by one collective, the parts of parameters of one dtype that the ranks of a group have stepped.
 
-    The states of all parameters are sharded over the same ranks. The object keeps one buffer for all parts, and one for
-    this rank's parts.
+    The states of all parameters are sharded over the same ranks. The object keeps one buffer for this rank's parts, and
+    with `keep` one for all parts. Otherwise each gather allocates that one, so that it takes no memory between steps.
+
+    Attributes
+    ----------
+    own
+        This rank's parts, by parameter, as contiguous views of its buffer.
     """
 
-    def __init__(self, params: Sequence[tuple[Tensor, StateSharding]], collectives: CollectiveStream) -> None:
+    def __init__(
+        self, params: Sequence[tuple[Tensor, StateSharding]], collectives: CollectiveStream, *, keep: bool = True
+    ) -> None:
         first = params[0]
         ranks = first[1].layout.ranks
         self._params = params
@@ -86,15 +102,25 @@ class GatheredParts:
         lengths = [sum(n * size for (_, n), size in zip(runs, self._row_sizes, strict=True)) for runs in self._runs]
         self._longest = max(lengths)
         self._mine = torch.empty(self._longest, dtype=first[0].dtype, device=first[0].device)
-        self._all = self._mine.new_empty(len(ranks) * self._longest)
+        self._kept = self._buffer() if keep else None
+        self.own: dict[Tensor, Tensor] = {}
+        start = 0
+        for p, sharding in params:
+            part = sharding.part(p.detach())
+            self.own[p] = self._mine[start : start + part.numel()].view(part.shape)
+            start += part.numel()
 
-    def gather(self) -> Callable[[], None]:
-        """Start the collective; return the function that waits for it and writes all parts to the parameters."""
+    def read(self) -> None:
+        """Copy this rank's parts from the parameters to the buffer."""
         own = [sharding.part(p.detach()) for p, sharding in self._params]
         if any(x.numel() for x in own):
             flat = torch.cat([x.reshape(-1) for x in own])
             self._mine[: len(flat)] = flat
-        arrived: Callable[[], Any] = self._collectives.launch(all_gather, self._all, self._mine, group=self._group)
+
+    def gather(self) -> Callable[[], None]:
+        """Start the collective on the buffer; return the function that waits for it and writes all parameters."""
+        everything = self._buffer() if self._kept is None else self._kept
+        arrived: Callable[[], Any] = self._collectives.launch(all_gather, everything, self._mine, group=self._group)
 
         def take() -> None:
             arrived()
@@ -105,8 +131,11 @@ class GatheredParts:
                     if rows * size:
                         target = p.detach().narrow(sharding.dim, start, rows)
                         into.append(target)
-                        out_of.append(self._all[at : at + rows * size].view(target.shape))
+                        out_of.append(everything[at : at + rows * size].view(target.shape))
                     at += rows * size
             torch._foreach_copy_(into, out_of)
 
         return take
+
+    def _buffer(self) -> Tensor:
+        return self._mine.new_empty(len(self._runs) * self._longest)

@@ -118,18 +118,19 @@ def holders_of_blocks(
     view: MatrixView,
     layout: Layout,
     state_layout: Layout,
+    update_layout: Layout,
     *,
     scored: bool,
     lines: tuple[StateTensor, ...] = (),
 ) -> tuple[BlockHolders, ...]:
     """Return the holders of every block, in the order of block numbers; blocks with the same holders share one object.
 
-    `state_layout` is that of the parameter's momentum. With `scored`, ranks that keep a block's score need the result
-    even if they hold no elements of the block. `lines` are the state tensors with values for each row or column; the
-    ranks that keep these values need the result, too.
+    `state_layout` is that of the parameter's momentum, `update_layout` that of its updates. With `scored`, ranks that
+    keep a block's score need the result even if they hold no elements of the block. `lines` are the state tensors with
+    values for each row or column; the ranks that keep these values need the result, too.
     """
     copies_of_state = state_layout.replicas()
-    sizes, having = _overlaps(shape, view, layout)
+    sizes, having = _overlaps(shape, view, update_layout)
     sizes_of_state, having_state = _overlaps(shape, view, state_layout)
     with_lines = []
     for tensor in lines:

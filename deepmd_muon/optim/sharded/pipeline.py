@@ -22,11 +22,12 @@ from deepmd_muon.optim.rules.interface import Pieces
 from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
 from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter
+from deepmd_muon.optim.sharded.elements import gathered_parts
 from deepmd_muon.optim.sharded.messages import local_messages, local_parts, local_shape, piece_of, rank_messages
 from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.plan import Plan, carried
 from deepmd_muon.optim.sharded.transport import CollectiveStream, Exchange
-from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
+from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch, moments_of
 from deepmd_muon.optim.state.schema import State
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.update.muon import (
@@ -89,6 +90,8 @@ class Pipeline:
     ----------
     travelling, staying
         The buckets exchanged between ranks, and portions of the work that stays on this rank.
+    parts
+        The gathers of parameters of which each rank updates the part that it has master weights of.
     """
 
     def __init__(
@@ -128,6 +131,10 @@ class Pipeline:
             bucket.fresh = tuple(i for i in bucket.parameters if i not in seen)
             seen.update(bucket.fresh)
         self.momentum_updates = [MomentumUpdate(plan, sharded_params, bucket, self.rank) for bucket in self.order]
+        # Parameters of which this rank has neither state nor updates.
+        self.idle = [param for i, param in enumerate(sharded_params) if i not in seen]
+        chosen = [param for param, planned in zip(sharded_params, plan.parameters, strict=True) if planned.masters]
+        self.parts = gathered_parts(chosen, collectives, keep=False)
 
         def widest(buckets: Sequence[Bucket]) -> tuple[Tensor, Tensor]:
             words = [bucket.exchange.words for bucket in buckets]
@@ -152,13 +159,15 @@ class Pipeline:
             for param in chosen:
                 param.complete(state[param.p], matrix_rules(groups[param.group].settings))
             if memory is not None:
-                memory.offload(state, [(param.p, "momentum_buffer") for param in chosen])
+                memory.offload(state, moments_of(state, [param.p for param in chosen]))
         states = [state[param.p] for param in self.sharded_params]
         local = {}
+        parts = {p: part for several in self.parts for p, part in several.own.items()}
         for i, (param, own) in enumerate(zip(self.sharded_params, states, strict=True)):
             keys = tensors_of(self.plan.parameters[i].rules).keys() & own.keys()
             of_rules = {key: local_of(own[key]) for key in keys}
-            local[i] = LocalParameter(local_of(param.p).detach(), of_rules, param.group)
+            elements = parts[param.p] if param.p in parts else local_of(param.p).detach()
+            local[i] = LocalParameter(elements, of_rules, param.group)
         self.needed: list[list[int]] = []  # for each bucket, the tables of sums that it reads
         maker = {i: k for k, update in enumerate(self.momentum_updates) for i in update.order}
         rows: list[dict[int, int]] = []
@@ -213,10 +222,15 @@ class PipelineStep:
         self._waiting = deque(pipeline.travelling)
         self._gathering: deque[tuple[Bucket, Callable[[], Any]]] = deque()
         self._returning: deque[tuple[Bucket, Callable[[], Any]]] = deque()
+        for parts in pipeline.parts:
+            parts.read()
         self._launch(in_use=0)
 
-    def finish(self) -> None:
-        """Orthogonalize local and received matrices, and apply all updates."""
+    def finish(self) -> list[Callable[[], None]]:
+        """Orthogonalize local and received matrices, and apply all updates.
+
+        Return functions that wait for the parts that other ranks have updated, and write them.
+        """
         for bucket in self._pipeline.staying:
             self._apply(bucket, self._orthogonalize(bucket, self._pack(bucket)))
         while self._gathering:
@@ -231,10 +245,14 @@ class PipelineStep:
                 self._launch(in_use=0)
         for bucket, back in self._returning:
             self._apply(bucket, back)
+        arriving = [parts.gather() for parts in self._pipeline.parts]
         if self._moments is not None:
             for _ in self._moments:  # copies the last batch back to the host
                 pass
         self._settle()
+        for param in self._pipeline.idle if self._pipeline.plan.settings.free_gradients else ():
+            param.p.grad = None
+        return arriving
 
     def _launch(self, in_use: int) -> None:
         """Send the pieces of further buckets while buffers are free."""

@@ -80,6 +80,8 @@ class PlannedParameter:
         Iterations of the orthogonalization, and whether the Gram form may be used; they determine the work.
     state_layout
         The layout of its momentum, if different.
+    masters
+        Whether master weights with the layout of the state take its updates, instead of the elements.
     """
 
     name: str
@@ -91,6 +93,7 @@ class PlannedParameter:
     steps: int = 10
     gram: bool = True
     state_layout: Layout | None = None
+    masters: bool = False
 
     @classmethod
     def of(
@@ -106,16 +109,18 @@ class PlannedParameter:
         steps = len(coefficients_of(settings.schedule_of(entry.view.block_shapes[0])))
         rules, itemsize = matrix_rules(settings), moment_dtype(dtype).itemsize
         gram = settings.enable_gram
-        return cls(entry.name, entry.shape, entry.view, layout, itemsize, rules, steps, gram, state_layout)
+        masters = state_layout is not None and settings.master_weights and dtype.itemsize == NARROW
+        return cls(entry.name, entry.shape, entry.view, layout, itemsize, rules, steps, gram, state_layout, masters)
 
     def layout_of(self, leg: Leg) -> Layout:
-        """Return the layout of a leg's pieces: momenta are gathered, and updates return to the elements."""
-        return self.state_layout if leg == "gather" and self.state_layout else self.layout
+        """Return the layout of a leg's pieces: momenta are gathered, and updates return to elements or masters."""
+        return self.state_layout if self.state_layout and (leg == "gather" or self.masters) else self.layout
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape))
         extras = f"{self.itemsize} bytes, rules {[*map(str, self.rules)]}, {self.steps} steps"
-        state = f", state on {self.state_layout}" if self.state_layout else ""
+        kept = "state and updates" if self.masters else "state"
+        state = f", {kept} on {self.state_layout}" if self.state_layout else ""
         return f"{self.name}: {size} as {self.view} on {self.layout}{state}, {extras}, gram {self.gram}"
 
 
@@ -353,6 +358,7 @@ def _domain(
                 p.view,
                 p.layout,
                 p.layout_of("gather"),
+                p.layout_of("return"),
                 scored=bool(carried(p.rules).blocks),
                 lines=tuple(tensor for _, tensor in carried(p.rules).lines),
             )

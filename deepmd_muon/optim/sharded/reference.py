@@ -14,7 +14,7 @@ from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
 from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.plan import Plan
-from deepmd_muon.optim.state.host_memory import HostMemory
+from deepmd_muon.optim.state.host_memory import HostMemory, moments_of
 from deepmd_muon.optim.state.schema import State
 from deepmd_muon.optim.update.gradients import StepControl, waves
 from deepmd_muon.optim.update.muon import muon_
@@ -45,7 +45,7 @@ def reference_step(
             chosen = [param for _, param in wave]
             states = [param.complete(state[param.p], rules) for param in chosen]
             if memory is not None:
-                memory.offload(state, [(param.p, "momentum_buffer") for param in chosen])
+                memory.offload(state, moments_of(state, [param.p for param in chosen]))
             params = [full_tensor(param.p.detach()).clone() for param in chosen]
             for p, param in zip(params, chosen, strict=True):
                 grad = torch.zeros_like(param.p.detach()) if param.p.grad is None else param.p.grad

@@ -12,7 +12,6 @@ from deepmd_muon.optim.cuda import is_capturing
 from deepmd_muon.optim.errors import CaptureError, ShardingError, UnsupportedTransportError
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import is_local
-from deepmd_muon.optim.rules.master_weights import NARROW
 from deepmd_muon.optim.sharded.agreement import (
     ComparedParameter,
     GradientPresence,
@@ -58,11 +57,6 @@ def sharded_step(groups: Sequence[Group], replicas: Replicas | None, settings: S
                 if settings.state == "sharded" and replicas is not None and not isinstance(p, DTensor):
                     sharding = state_sharding(p, replicas, matrices=entry.route == "muon")
                 sharded_params.append(ShardedParameter(p, entry, number, layout, p.device, sharding))
-                if sharding is not None and p.dtype in NARROW and group.settings.master_weights:
-                    raise ShardingError(
-                        f"{sharded_params[-1]}: master_weights do not exist for a replicated parameter with "
-                        "sharded state; shard the model with fully_shard, or keep the state replicated"
-                    )
                 if p.dtype not in DTYPES:
                     raise UnsupportedTransportError(
                         f"{sharded_params[-1]}: {p.dtype} cannot be stepped; freeze it, or keep it in bfloat16 or wider"
@@ -205,7 +199,7 @@ class ShardedStep:
         run = None if self._pipeline is None else PipelineStep(self._pipeline, groups, state, memory, control, moments)
         arriving = self._elements.step(control, moments)
         if run is not None:
-            run.finish()
+            arriving += run.finish()
         elif self._muon:
             reference_step(self.plan, self._muon, self._groups, groups, state, memory, workspace, control)
         for _ in moments or ():  # copies the last batch back to the host

@@ -61,6 +61,8 @@ def shard_state(
             each.p.grad = None
 
     def gather() -> None:
+        for each in parts:
+            each.read()
         for arrived in [each.gather() for each in parts]:
             arrived()
 

@@ -152,6 +152,13 @@ class DeviceBuffers:
         into.copy_(source, non_blocking=True)
 
 
+def moments_of(
+    state: Mapping[Tensor, Mapping[str, Any]], params: Iterable[Tensor], keys: Sequence[str] = ALL_MOMENTS
+) -> list[tuple[Tensor, str]]:
+    """Return parameter and key of every moment that these parameters have."""
+    return [(p, key) for p in params for key in keys if key in state.get(p, {})]
+
+
 class HostMemory:
     """The moments of one optimizer in host memory; a transfer batch has at most `batch_bytes`, or one larger tensor."""
 
@@ -208,7 +215,7 @@ class HostMemory:
         }
         # Moments of one kind are adjacent, so that a transfer batch takes few copies.
         for keys in (ALL_MOMENTS[:1], ALL_MOMENTS[1:]):
-            self.offload(state, [(p, key) for p in params for key in keys if key in state.get(p, {})])
+            self.offload(state, moments_of(state, params, keys))
 
     def restore(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Move all moments back to their parameters' devices."""

@@ -18,7 +18,15 @@ from deepmd_muon.optim.rules.magma import Magma
 from deepmd_muon.optim.rules.normuon import NorMuon
 from deepmd_muon.optim.rules.soap import SoapMuon
 from deepmd_muon.optim.sharded import Layout, PlannedParameter, ShardedSettings, ShardPlacement, make_plan
-from deepmd_muon.optim.sharded.layout import block_bounds, held_runs, overlap, regions_by_rank, replicated, score_layout
+from deepmd_muon.optim.sharded.layout import (
+    block_bounds,
+    held_runs,
+    overlap,
+    regions_by_rank,
+    replicated,
+    score_layout,
+    state_layout,
+)
 from deepmd_muon.optim.sharded.plan import LEGS, newton_schulz_flops
 
 
@@ -132,6 +140,38 @@ def test_every_element_is_gathered_once_and_returned_to_every_holder(drawn, repl
                 if len(b) and len(r) and len(c):
                     expected[torch.meshgrid(b, r, c, indexing="ij")] = 1
                 assert torch.equal(per_rank[rank].view(p.view.shape), expected)
+
+
+@given(
+    st.integers(2, 16),
+    st.lists(st.sampled_from([(5, 7), (16, 16), (2, 9), (6, 8, 16), (33, 2)]), min_size=1, max_size=6),
+    st.sampled_from([(), (Magma(),), (NorMuon(),)]),
+)
+def test_updates_return_to_the_parts_of_master_weights(ranks, shapes, rules):
+    layout = replicated(range(ranks))
+    plans = []
+    for masters in (True, False):
+        drawn = [
+            parameter(
+                f"p{i}",
+                shape,
+                layout,
+                rules=rules,
+                state_layout=state_layout(shape, layout.ranks, layout.mesh, matrices=True),
+                masters=masters,
+            )
+            for i, shape in enumerate(shapes)
+        ]
+        plans.append(make_plan(drawn, ShardedSettings(state="sharded")))
+    sent = [sum(plan.domains[0].sent(plan.settings).values()) for plan in plans]
+    assert sent[0] < sent[1]
+    assert plans[0].digest(plans[0].domains[0]) != plans[1].digest(plans[1].domains[0])
+    for job in plans[0].domains[0].jobs:
+        view = plans[0].parameters[job.parameter].view
+        assert {rank: n for rank, n in job.destinations.items() if n} == dict(job.sources)
+        assert sum(job.sources.values()) == view.rows * view.columns
+        if Magma() in rules:
+            assert job.destinations.keys() == {*range(ranks)}  # all of them keep the score
 
 
 @given(parameters(), st.randoms(use_true_random=False))

@@ -11,6 +11,7 @@ import pytest
 import sharded_agreement
 import sharded_cases
 import sharded_failures
+import sharded_masters
 import sharded_models
 import sharded_phases
 import sharded_qk_clip
@@ -33,6 +34,9 @@ MOVES = [
     ((3, "offload"), (1, "alone")),
     ((4, "hsdp"), (2, "zero")),
     ((4, "zero"), (2, "ddp")),
+    ((2, "zero16"), (3, "zero16")),
+    ((3, "zero16"), (2, "fsdp16")),
+    ((4, "ddp16"), (3, "zero16")),
 ]
 
 # Three ranks add uneven shards, four add meshes of two axes; what depends on neither is tested on two, and on eight.
@@ -48,6 +52,8 @@ FOR_THREE = (
     ),
     *("offloaded", "cut state", "collectives of cut state", "Adam in parts", "process groups"),
     *("rules in every layout", "rules of replicas"),
+    *("masters of replicas", "memory of masters", "collectives of masters", "masters without some gradients"),
+    "restart of masters",
 )
 NOT_FOR_FOUR = (
     *("bfloat16", "narrow wires", "replicas", "freed gradients", "missing gradients", "gradients that do not agree"),
@@ -57,6 +63,9 @@ NOT_FOR_FOUR = (
     *("FSDP1", "routes", "settings", "settings later", "settings in rare steps", "settings compared late"),
     "replicas that differ",
     *("rules of replicas", "rules without some gradients", "rules of bfloat16", "rules in the reference"),
+    *("masters of replicas", "norm control of masters", "memory of masters", "collectives of masters"),
+    *("masters without some gradients", "masters with a gradient scaler", "clipped masters", "restart of masters"),
+    *("small steps of masters", "captured masters"),
 )
 
 
@@ -98,6 +107,7 @@ def test_ranks_together_equal_one_process(world, folder):
         *sharded_failures.CASES,
         *sharded_agreement.CASES,
         *sharded_state.CASES,
+        *sharded_masters.CASES,
         *sharded_models.CASES,
         *sharded_qk_clip.CASES,
         *sharded_rules.CASES,
@@ -117,6 +127,7 @@ def test_gpus_together_equal_one(world):
         *sharded_failures.CASES,
         *sharded_agreement.CASES,
         *sharded_state.CASES,
+        *sharded_masters.CASES,
         *sharded_models.CASES,
         *sharded_qk_clip.CASES,
         *sharded_rules.CASES,

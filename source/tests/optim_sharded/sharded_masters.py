@@ -1,0 +1,314 @@
+"""Master weights of 16-bit replicas whose state is cut into parts (ZeRO-1)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_cases import as_captured, drawn, mesh_of
+from sharded_state import Replicas
+from torch.distributed.tensor import DTensor
+
+from deepmd_muon.optim import HybridMuon
+from deepmd_muon.optim.dtensors import full_tensor, local_of
+from deepmd_muon.optim.qk_clip import QKClip, SeparateQK
+from deepmd_muon.optim.sharded import ShardedSettings, elements
+
+SHAPES = [(16, 16), (16, 48), (48, 16), (7, 5), (2, 3), (6, 8, 16), (3, 5, 4), (13,), (9, 4), (), (2, 2)]
+SETTINGS = {"lr": 1e-3, "precision": "float32", "adam_patterns": ["w8"], "master_weights": True}
+REFERENCE = {"exchange": "reference"}
+SMALL = {"bucket_bytes": 1, "slots": 1, "free_gradients": True}
+
+
+def make(sharded=None, many=None, dtype=torch.bfloat16, shapes=SHAPES, **settings):
+    return Replicas(shapes, dist.group.WORLD, sharded, dtype=dtype, many=many, **{**SETTINGS, **settings})
+
+
+def masters(replicas, number):
+    """Return the masters of one process, or those of all ranks joined."""
+    params = replicas.many if number else replicas.one
+    return [full_tensor(replicas.optimizers[number].state[p]["master_weight"]) for p in params]
+
+
+def assert_equal(replicas, tolerance=3e-5):
+    """Masters agree with those of one process; on every rank, weights are the rounded masters, bit for bit."""
+    tolerance = max(tolerance, 1e-4) if replicas.many[0].is_cuda else tolerance
+    for i, (one, several) in enumerate(zip(masters(replicas, 0), masters(replicas, 1), strict=True)):
+        assert several.dtype == torch.float32
+        torch.testing.assert_close(
+            several.cpu(), one.cpu(), rtol=0, atol=tolerance, msg=lambda text, i=i: f"w{i}: {text}"
+        )
+        q = replicas.many[i].detach()
+        assert torch.equal(several.to(q.device, q.dtype), q), f"w{i}"
+        copies = [torch.empty_like(q) for _ in range(dist.get_world_size())]
+        dist.all_gather(copies, q)
+        assert all(torch.equal(copies[0], other) for other in copies), f"w{i}"
+
+
+def bits(replicas):
+    """Return copies of this rank's weights and state."""
+    state = replicas.optimizers[1].state
+    kept = [local_of(x).clone() for q in replicas.many for x in state[q].values()]
+    return [*(q.detach().clone() for q in replicas.many), *kept]
+
+
+def assert_same_bits(some, others):
+    assert len(some) == len(others)
+    assert all(torch.equal(x, y) for x, y in zip(some, others, strict=True))
+
+
+def masters_of_replicas():
+    """Twenty steps equal one process: rules, views, offloaded, in small buckets, in the reference, in float16."""
+    cases = (
+        ({}, {}, {}),
+        ({"normuon": True, "cautious_decay": True, "magma_muon": False}, SMALL, {"offload": True}),
+        ({"soap_muon": True, "magma_muon": False, "nesterov": False}, {}, {}),
+        ({"muon_mode": "flat"}, {}, {}),
+        ({"muon_mode": "2d", "splits": ["w0: rows 1", "w1: columns rest+16", "w2: columns 1*2+rest"]}, SMALL, {}),
+        ({"normuon": True}, REFERENCE, {"offload": True}),
+    )
+    for settings, sharded, many in cases:
+        replicas = make(sharded, many, **settings)
+        for _ in range(20):
+            replicas.step()
+        assert_equal(replicas)
+        if many:
+            host = replicas.optimizers[1]._host_memory._slots
+            assert all("master_weight" in host[q] for q in replicas.many)
+        if sharded is SMALL:
+            assert all(
+                q.grad is None
+                for q, entry in zip(replicas.many, replicas.optimizers[1].routing, strict=True)
+                if entry.route == "muon"
+            )
+    replicas = make(dtype=torch.float16)
+    for _ in range(3):
+        replicas.step()
+    assert_equal(replicas)
+
+
+def masters_of_replicas_follow_norm_control():
+    """The rule reads 16-bit weights, as in one process."""
+    replicas = make(norm_control="rows", shapes=SHAPES[:3], adam_patterns=[])
+    for _ in range(3):
+        replicas.step()
+    assert_equal(replicas, 1e-4)
+
+
+def masters_of_replicas_take_a_part_of_the_memory():
+    world = dist.get_world_size()
+    replicas = make()
+    replicas.step()
+    optimizer = replicas.optimizers[1]
+    for q in replicas.many:
+        state = optimizer.state[q]
+        moment = state.get("momentum_buffer", state.get("exp_avg"))
+        master = state["master_weight"]
+        assert isinstance(master, DTensor) == (q.ndim > 0)
+        assert local_of(master).shape == local_of(moment).shape
+        if q.ndim and any(n % world == 0 for n in q.shape[: 1 if q is replicas.many[8] else None]):
+            assert local_of(master).numel() == q.numel() // world
+    assert str(optimizer.plan.parameters[0]).count("state and updates on mesh") == 1
+
+
+def masters_of_replicas_in_collectives():
+    """Updates return to the ranks of their parts, and one all-gather for each route carries 16-bit elements."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    calls, gathers = [], []
+    original, gather = dist.all_to_all_single, elements.all_gather
+
+    def counting(output, source, output_splits, input_splits, **options):
+        calls.append(8 * sum(n for k, n in enumerate(input_splits) if k != rank))
+        return original(output, source, output_splits, input_splits, **options)
+
+    def counting_gather(everything, mine, **options):
+        gathers.append((mine.numel(), mine.dtype))
+        return gather(everything, mine, **options)
+
+    sent = {}
+    for on in (True, False):
+        replicas = make({"bucket_bytes": 5000}, shapes=[*(3 * [(16, 48)]), (11,)], master_weights=on, adam_patterns=[])
+        replicas.step()
+        calls.clear()
+        gathers.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_to_all_single", counting)
+            patch.setattr(elements, "all_gather", counting_gather)
+            replicas.step()
+        plan = replicas.optimizers[1].plan
+        (domain,) = plan.domains
+        assert len(calls) == 2 * domain.buckets
+        assert sum(calls) == domain.sent(plan.settings)[rank]
+        sent[on] = sum(domain.sent(plan.settings).values())
+        sizes = [-(-11 // world), 3 * 48 * 16 // world] if on else [-(-11 // world)]
+        assert gathers == [(n, torch.bfloat16) for n in sizes]
+    assert sent[True] < sent[False]
+
+
+def masters_of_replicas_without_some_gradients():
+    for many in ({}, {"offload": True}):
+        replicas = make(many=many, on_nonfinite="skip")
+        replicas.step()
+        replicas.step(nowhere=(0, 5, 7))
+        replicas.step(without=(1, 4))
+        before = bits(replicas)
+        replicas.step(nowhere=(*range(len(SHAPES)),))
+        assert_same_bits(bits(replicas), before)
+        assert_equal(replicas)
+        before = bits(replicas)
+        replicas.many[1].grad = torch.full_like(replicas.many[1], torch.nan if dist.get_rank() else 1.0)
+        replicas.optimizers[1].step()
+        assert_same_bits(bits(replicas), before)
+
+
+def masters_of_replicas_with_a_gradient_scaler():
+    """Scaled gradients give the steps of unscaled ones; one rank's overflow leaves the step out on all."""
+    replicas = make()
+    replicas.step()
+    before = bits(replicas)
+    optimizer = replicas.optimizers[1]
+    optimizer.found_inf = torch.tensor(float(dist.get_rank() == 0))
+    optimizer.step()
+    assert_same_bits(bits(replicas), before)
+    for each in replicas.optimizers:
+        each.grad_scale, each.found_inf = torch.tensor(8.0), torch.tensor(0.0)
+    replicas.step()
+    assert_equal(replicas)
+
+
+def masters_of_replicas_that_are_clipped():
+    """QK-clip scales whole weights; each rank's part of the master starts again from the clipped weight."""
+    clip = QKClip((SeparateQK("layer", "q", "k", 3, 3),), threshold=1.0)
+    logits = {"layer": torch.tensor([4.0, 0.5, 9.0])}
+    found = []
+    for extra in ({}, {"replicas": dist.group.WORLD, "sharded": ShardedSettings(state="sharded")}):
+        draw = torch.Generator("cpu").manual_seed(4)
+        params = {name: torch.nn.Parameter(drawn(draw, (12, 10), torch.bfloat16)) for name in ("q", "k")}
+        settings = {**SETTINGS, "adam_patterns": []}
+        optimizer = HybridMuon(params.items(), qk_clip=clip, **settings, **extra)
+        for _ in range(3):
+            for p in params.values():
+                p.grad = drawn(draw, p.shape, p.dtype)
+            optimizer.step(qk_logits=logits)
+        for p in params.values():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        found.append([full_tensor(optimizer.state[p]["master_weight"]) for p in params.values()])
+        for p, master in zip(params.values(), found[-1], strict=True):
+            assert torch.equal(master.bfloat16(), p)
+    for one, several in zip(*found, strict=True):
+        torch.testing.assert_close(several, one, rtol=2**-8, atol=3e-5)
+
+
+def masters_of_replicas_restart():
+    """A restart is bitwise; states without masters, or with whole ones, load; changed weights start anew."""
+    straight = make()
+    for _ in range(3):
+        straight.step()
+    saved = straight.optimizers[1].state_dict()
+    again = make(many={"offload": True})
+    again.optimizers[1].load_state_dict(saved)
+    for q, old in zip(again.many, straight.many, strict=True):
+        q.data.copy_(old)
+    again.random.set_state(straight.random.get_state())
+    with torch.no_grad():
+        for q in (*again.many, *straight.many, *straight.one):
+            if q.shape == (16, 48):
+                q[0] = 3.0
+    for _ in range(3):
+        again.step()
+        straight.step()
+    assert_same_bits(bits(again), bits(straight))
+    assert_equal(straight)
+    whole = straight.optimizers[0].state_dict()
+    with_whole = make()
+    with_whole.optimizers[1].load_state_dict(whole)
+    with_whole.optimizers[0].load_state_dict(whole)
+    for p, q, old in zip(with_whole.one, with_whole.many, straight.one, strict=True):
+        p.data.copy_(old)
+        q.data.copy_(old)
+    with_whole.step()
+    assert_equal(with_whole)
+    without, late = make(master_weights=False), make()
+    without.step()
+    for optimizer, old in zip(late.optimizers, without.optimizers, strict=True):
+        optimizer.load_state_dict(old.state_dict())
+    for p, q, old in zip(late.one, late.many, without.one, strict=True):
+        p.data.copy_(old)
+        q.data.copy_(old)
+    late.step()
+    assert_equal(late)
+
+
+def masters_of_replicas_move_small_steps():
+    """Two hundred steps at 1e-4 move bfloat16 weights as one process does; without masters none of them moves."""
+    for on in (True, False):
+        replicas = make(shapes=[(16, 16), (32,)], lr=1e-4, weight_decay=0.0, master_weights=on, adam_patterns=[])
+        for p, q in zip(replicas.one, replicas.many, strict=True):
+            for x in (p, q):  # half of the last bit is larger than a step, and 200 steps are larger than the last bit
+                x.data = torch.linspace(0.08, 0.25, p.numel()).view(p.shape).to(p.dtype)
+        replicas.step()
+        first = [q.detach().clone() for q in replicas.many]
+        for _ in range(200):
+            for optimizer in replicas.optimizers:
+                optimizer.step()
+        moved = [(q != x).float().mean().item() for q, x in zip(replicas.many, first, strict=True)]
+        assert min(moved) > 0.8 if on else max(moved) == 0.0, moved
+        if on:
+            assert_equal(replicas)
+
+
+def masters_of_replicas_captured():
+    """The way of a captured step gives the bits of an eager one."""
+    eager, captured = make(), make()
+    for number in range(3):
+        eager.step()
+        for q, other in zip(captured.many, eager.many, strict=True):
+            q.grad = other.grad.clone()
+        if number:
+            with as_captured():
+                captured.optimizers[1].step()
+        else:
+            captured.optimizers[1].step()
+    assert_same_bits(bits(captured), bits(eager))
+
+
+def masters_beside_wide_parameters():
+    """One optimizer steps 16-bit and float32 replicas, on a mesh of several axes where there are enough ranks."""
+    world = dist.get_world_size()
+    mesh = mesh_of((2, world // 2) if world % 2 == 0 and world > 2 else (world,))
+    settings = {**SETTINGS, "weight_decay": 0.1, "adam_patterns": []}
+    replicas = Replicas([(16, 16), (7, 5)], mesh, dtype=torch.bfloat16, **settings)
+    both = [*replicas.one], [*replicas.many]
+    for params in both:
+        params += [torch.nn.Parameter(p.detach().float().t().contiguous()) for p in params]
+    options = {"replicas": mesh, "sharded": replicas.optimizers[1].sharded}
+    optimizers = [
+        HybridMuon([(f"w{i}", p) for i, p in enumerate(params)], **settings, **extra)
+        for params, extra in zip(both, ({}, options), strict=True)
+    ]
+    for number in range(3):
+        for params in both:
+            draw = torch.Generator("cpu").manual_seed(number)
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=draw, device="cpu").to(p.device, p.dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(*both, strict=True):
+        assert ("master_weight" in optimizers[1].state[q]) == (q.dtype == torch.bfloat16)
+        torch.testing.assert_close(q, p, rtol=1e-5 if p.dtype == torch.float32 else 2**-8, atol=1e-5)
+
+
+CASES = [
+    ("masters of replicas", masters_of_replicas),
+    ("norm control of masters", masters_of_replicas_follow_norm_control),
+    ("memory of masters", masters_of_replicas_take_a_part_of_the_memory),
+    ("collectives of masters", masters_of_replicas_in_collectives),
+    ("masters without some gradients", masters_of_replicas_without_some_gradients),
+    ("masters with a gradient scaler", masters_of_replicas_with_a_gradient_scaler),
+    ("clipped masters", masters_of_replicas_that_are_clipped),
+    ("restart of masters", masters_of_replicas_restart),
+    ("small steps of masters", masters_of_replicas_move_small_steps),
+    ("captured masters", masters_of_replicas_captured),
+    ("masters beside wide parameters", masters_beside_wide_parameters),
+]
