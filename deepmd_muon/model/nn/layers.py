@@ -152,6 +152,15 @@ def values(f: Activation, copies: Sequence[Copies], x: Tensor, layers: Sequence[
     return x, tape
 
 
+def plain_gradient(
+    f: Activation, layer: LayerTensors, x: Tensor, keep: Tensor, cotangent: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the cotangent of h, and the gradients of idt, bias and matrix, from the cotangent of y alone."""
+    of_idt = None if layer.idt is None else (f.value_of(keep) * cotangent).sum(0)
+    of_h = slope(f, keep, layer.idt, cotangent)
+    return of_h, [of_idt, of_h.sum(0), torch.mm(x.t(), of_h)]
+
+
 def pull_values(
     f: Activation, copies: Sequence[Copies], tape: Tape, layers: Sequence[LayerTensors], cotangent: Tensor
 ) -> list[Tensor | None]:
@@ -159,9 +168,8 @@ def pull_values(
     gradients: list[Tensor | None] = []
     for index in reversed(range(len(layers))):
         layer, kind, x, keep = layers[index], copies[index], tape.inputs[index], tape.keeps[index]
-        of_idt = None if layer.idt is None else (f.value_of(keep) * cotangent).sum(0)
-        of_h = slope(f, keep, layer.idt, cotangent)
-        gradients += [of_idt, of_h.sum(0), torch.mm(x.t(), of_h)]
+        of_h, found = plain_gradient(f, layer, x, keep, cotangent)
+        gradients += found
         if index:
             cotangent = down(of_h, layer, cotangent, kind)
     return gradients[::-1]

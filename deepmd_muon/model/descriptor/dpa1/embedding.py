@@ -78,9 +78,8 @@ class Embedding(FourPasses):
         for index in reversed(range(depth)):
             layer, keep = _behind(flat)[index], keeps[index]
             if forces is None:
-                of_h = layers.slope(f, keep, layer.idt, down)
-                of_idt = None if layer.idt is None else (f.value_of(keep) * down).sum(0)
-                gradients += [of_idt, of_h.sum(0), torch.mm(inputs[index].t(), of_h)]
+                of_h, found = layers.plain_gradient(f, layer, inputs[index], keep, down)
+                gradients += found
             else:
                 before, above = forces.before[1 + index], forces.adjoints[depth - 1 - index]
                 (of_h, of_moved), of_bias, of_idt = layers.cotangents(f, keep, layer.idt, before, down, above)

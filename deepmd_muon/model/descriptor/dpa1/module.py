@@ -97,6 +97,7 @@ class DPA1(torch.nn.Module):
         super().__init__()
         self.settings = settings
         (self.slots,) = settings.neighbors().sel
+        self.reach = Reach(settings.rcut, settings.rcut_smth, settings.env_protection)
         self.axis, self.width = settings.axis_neuron, settings.neuron[-1]
         self.dim_out = self.width * self.axis + (settings.tebd_dim if settings.concat_output_tebd else 0)
         self.activation = activation(settings.activation_function)
@@ -119,8 +120,7 @@ class DPA1(torch.nn.Module):
 
     def environment(self, structures: Structures, edges: torch.Tensor) -> Environment:
         """Environment of every edge, not standardised."""
-        own = self.settings
-        return environment(edges, structures.neighbor, Reach(own.rcut, own.rcut_smth, own.env_protection))
+        return environment(edges, structures.neighbor, self.reach)
 
     def used_slots(self, structures: Structures) -> None:
         """Every slot counts."""
@@ -156,8 +156,8 @@ class DPA1(torch.nn.Module):
         block, own, real = self.se_atten, self.settings, structures.neighbor >= 0
         dtype, atoms = block.mean.dtype, structures.sorted_type
         mean, inverse = block.mean[:, 0][atoms], (1.0 / block.stddev[:, 0])[atoms]
-        reach = Reach(own.rcut, own.rcut_smth, own.env_protection)
-        rows, direction, switch = geometry(edges, structures.neighbor, mean, inverse, reach, own.smooth_type_embedding)
+        given = edges, structures.neighbor, mean, inverse, self.reach
+        rows, direction, switch = geometry(*given, own.smooth_type_embedding)
         kind, weight = structures.neighbor_type, real.to(dtype)
         if own.set_davg_zero:
             return Neighborhood(rows, weight, real, kind, switch, direction)
