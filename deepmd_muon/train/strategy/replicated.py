@@ -39,8 +39,6 @@ class Replicated(SeveralRanks):
         super().__init__(ranks, model)
         self._replicas = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("replicas",))
         self._state_in_parts = state_in_parts
-        # A graph would hold the optimizer's exchanges, which no run on several GPUs has shown to give the eager bits.
-        self.captured_by_default = not state_in_parts
         self._stratified = stratified
         if stratified:
             self.reads_on_host = "training/stratified is true"
