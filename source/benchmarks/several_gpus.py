@@ -224,7 +224,7 @@ def main() -> None:
             (f"equal:{kind}", partial(compare, kind, data, gpus, folder, options.steps)) for kind in options.equal
         ]
         listed = [(f"profile:{case}", partial(profile, case, data, gpus, folder)) for case in options.profile]
-        for what, work in [*wanted[:4], *compared, *listed, *wanted[4:]]:
+        for what, work in [*wanted[:6], *listed, *compared, *wanted[6:]]:
             try:
                 found = work() if time.monotonic() < end else {"failed": "not begun in time"}
             except SystemExit as error:
