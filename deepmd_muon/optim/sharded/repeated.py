@@ -7,17 +7,22 @@ paths, and keeps its part of the new momenta. The gather needs no gradient, so i
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from deepmd_muon.optim.cuda import is_capturing
 from deepmd_muon.optim.phases import in_phase
 from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.sharded.elements import GatheredParts
+from deepmd_muon.optim.sharded.elements import all_gather
+from deepmd_muon.optim.sharded.layout import held_runs, total
 from deepmd_muon.optim.sharded.params import ShardedParameter, StateSharding
+from deepmd_muon.optim.sharded.process_groups import group_of
 from deepmd_muon.optim.sharded.transport import CollectiveStream
 from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
 from deepmd_muon.optim.state.schema import State, StateHolder
@@ -26,6 +31,7 @@ from deepmd_muon.optim.waves import StateLists, Wave, waves_of
 
 StepMatrices = Callable[[Wave, StateLists, StepControl], None]
 _MOMENTUM = "momentum_buffer"
+_ALIGNMENT = 32  # elements
 
 
 class WholeMomenta:
@@ -36,19 +42,27 @@ class WholeMomenta:
 
     def __init__(self, wave: Wave, shardings: Sequence[StateSharding], collectives: CollectiveStream) -> None:
         self.wave = wave
-        self.whole = [torch.empty_like(p) for p in wave.params]
-        self._shardings = shardings
-        self._parts = GatheredParts(list(zip(self.whole, shardings, strict=True)), collectives, keep=False)
+        self._collectives = collectives
+        ranks = sorted(shardings[0].layout.ranks)
+        self._group = group_of(tuple(ranks), wave.device)
+        held, place = _places(wave.params, shardings, ranks)
+        own = held[ranks.index(dist.get_rank())]
+        self._place, self._own_place = (x.to(wave.device, torch.int32) for x in (place, own))
+        self._mine = self._memory(max(map(len, held)))
+        self._everything = len(ranks) * len(self._mine)
+        self._flat = self._memory(len(place))
+        self.whole = _views(self._flat, [p.shape for p in wave.params], _ALIGNMENT)
+        cut = [sharding.part(p).shape for p, sharding in zip(wave.params, shardings, strict=True)]
+        self._held = [i for i, shape in enumerate(cut) if math.prod(shape)]
+        self._own = _views(self._mine, [cut[i] for i in self._held], 1)
         self._arriving: Callable[[], None] | None = None
         self._in_graph = False  # whether the gather was started in a capture
-        self._chosen: list[int] = []
         self._stepped: Wave | None = None
 
     def choose(self) -> None:
         """Choose the parameters that have a gradient."""
         wave = self.wave
         chosen = [i for i, p in enumerate(wave.params) if p.grad is not None]
-        self._chosen = [i for i in chosen if self._shardings[i].length]
         state = {key: [tensors[i] for i in chosen] for key, tensors in {**wave.state, _MOMENTUM: self.whole}.items()}
         params, views = [wave.params[i] for i in chosen], [wave.views[i] for i in chosen]
         self._stepped = dataclasses.replace(wave, params=params, views=views, state=state) if chosen else None
@@ -61,11 +75,16 @@ class WholeMomenta:
         if self._arriving is None or self._in_graph != is_capturing():
             self._in_graph = is_capturing()
             with in_phase("gather"):
-                own = self._parts.own
-                held = [i for i, sharding in enumerate(self._shardings) if sharding.length]
-                if held:
-                    torch._foreach_copy_([own[self.whole[i]] for i in held], [parts[i] for i in held])
-                self._arriving = self._parts.gather()
+                if self._held:
+                    torch._foreach_copy_(self._own, [parts[i] for i in self._held])
+                everything = self._memory(self._everything)
+                arrived = self._collectives.launch(all_gather, everything, self._mine, group=self._group)
+
+            def take() -> None:
+                arrived()
+                torch.index_select(everything, 0, self._place, out=self._flat)
+
+            self._arriving = take
 
     def wait(self) -> None:
         """Wait for a gather that has been started; the step does not start another."""
@@ -79,12 +98,51 @@ class WholeMomenta:
         self.start(parts)
         self.wait()
         self._arriving = None
-        if self._stepped is None:
-            return
-        step_matrices(self._stepped, self._stepped.state, control.on(self.wave.device))
-        if self._chosen:
-            new = [self._shardings[i].part(self.whole[i]) for i in self._chosen]
-            torch._foreach_copy_([parts[i] for i in self._chosen], new)
+        if self._stepped is not None:
+            step_matrices(self._stepped, self._stepped.state, control.on(self.wave.device))
+            torch.index_select(self._flat, 0, self._own_place, out=self._mine[: len(self._own_place)])
+            if self._held:
+                torch._foreach_copy_([parts[i] for i in self._held], self._own)
+
+    def _memory(self, length: int) -> Tensor:
+        return self.wave.params[0].new_empty(length)
+
+
+def _starts(lengths: Iterable[int], alignment: int) -> list[int]:
+    """Return where tensors of these lengths begin, one behind the other, and the end."""
+    return [*itertools.accumulate((-(-n // alignment) * alignment for n in lengths), initial=0)]
+
+
+def _views(flat: Tensor, shapes: Sequence[torch.Size], alignment: int) -> list[Tensor]:
+    lengths = [math.prod(shape) for shape in shapes]
+    places = zip(_starts(lengths, alignment), lengths, shapes, strict=False)
+    return [flat[start : start + n].view(shape) for start, n, shape in places]
+
+
+def _places(
+    params: Sequence[Tensor], shardings: Sequence[StateSharding], ranks: Sequence[int]
+) -> tuple[list[Tensor], Tensor]:
+    """Return where parts and whole momenta lie in each other.
+
+    For each rank: the place in the whole momenta, one behind the other, of every element of its parts. And for every
+    element of these: its place in the parts of all ranks, each of which takes as much space as the longest.
+    """
+    layout = shardings[0].layout
+    at = dict(zip(layout.ranks, layout.coordinates(), strict=True))
+    starts = _starts([p.numel() for p in params], _ALIGNMENT)
+    held = []
+    for rank in ranks:
+        found = []
+        for p, sharding, start in zip(params, shardings, starts, strict=False):
+            runs = held_runs(p.shape[sharding.dim], sharding.dim, sharding.layout, at[rank])
+            places = torch.arange(start, start + p.numel(), device="cpu").view(p.shape)
+            found.append(places.narrow(sharding.dim, runs[0][0] if runs else 0, total(runs)).reshape(-1))
+        held.append(torch.cat(found))
+    longest = max(map(len, held))
+    place = torch.zeros(starts[-1], dtype=torch.int64, device="cpu")
+    for number, own in enumerate(held):
+        place[own] = number * longest + torch.arange(len(own), device="cpu")
+    return held, place
 
 
 class RepeatedMuon:

@@ -24,7 +24,7 @@ from deepmd_muon.optim.errors import (
     ShardingError,
     UnsupportedTransportError,
 )
-from deepmd_muon.optim.sharded import ShardedSettings, elements
+from deepmd_muon.optim.sharded import ShardedSettings, elements, repeated
 from deepmd_muon.optim.sharded.bucket import Bucket
 from deepmd_muon.optim.sharded.transport import Exchange
 from deepmd_muon.optim.state.schema import ALL_MOMENTS
@@ -198,13 +198,13 @@ def momenta_gathered_early():
             each.step()
         same()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(elements, "all_gather", counting)
+            patch.setattr(repeated, "all_gather", counting)
             early.optimizers[1].prefetch()
         assert len(gathers) == 1, what
         gathers.clear()
         between(what)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(elements, "all_gather", counting)
+        patch.setattr(repeated, "all_gather", counting)
         for each in (early, late):
             each.step()
         assert len(gathers) == 1  # of the other optimizer
@@ -252,6 +252,7 @@ def cut_state_collectives():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counting)
         patch.setattr(elements, "all_gather", counting_gather)
+        patch.setattr(repeated, "all_gather", counting_gather)
         replicas.step()
     plan = replicas.optimizers[1].plan
     (domain,) = plan.domains
@@ -266,6 +267,7 @@ def cut_state_collectives():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counting)
         patch.setattr(elements, "all_gather", counting_gather)
+        patch.setattr(repeated, "all_gather", counting_gather)
         replicas.step()
     (domain,) = replicas.optimizers[1].plan.domains
     assert not calls
