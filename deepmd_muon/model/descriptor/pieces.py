@@ -18,8 +18,8 @@ Pieces = tuple[int, ...]
 GRID = 1024
 """Cells of an interval."""
 
-FEWEST, MOST = 16, 64
-"""Numbers of pieces, which are powers of two."""
+FEWEST, MOST = 16, 128
+"""Numbers of pieces, which are multiples of the least."""
 
 
 def uniform(count: int) -> Pieces:
@@ -28,7 +28,7 @@ def uniform(count: int) -> Pieces:
 
 
 def lengths(pieces: Pieces) -> list[int]:
-    """Return the length of every piece in cells."""
+    """Return the length of every piece [cells]."""
     return [end - start for start, end in zip(pieces, (*pieces[1:], GRID), strict=True)]
 
 
@@ -45,7 +45,7 @@ def finest(several: Iterable[Pieces]) -> Pieces:
 def padded(starts: Sequence[int]) -> Pieces:
     """Halve the longest pieces until their number is one of those allowed; none if they are too many."""
     pieces = tuple(starts)
-    while len(pieces) <= MOST and (len(pieces) < FEWEST or len(pieces) & (len(pieces) - 1)):
+    while len(pieces) % FEWEST:
         sizes = lengths(pieces)
         pieces = halved(pieces, [sizes.index(max(sizes))])
     return pieces if len(pieces) <= MOST else ()

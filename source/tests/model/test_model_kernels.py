@@ -41,7 +41,7 @@ DTYPES = [torch.float64, torch.float32]
 
 def test_kernels_in_the_interpreter():
     here = Path(__file__)
-    assert passed_in_interpreter(here, here.with_name("test_neighbor_search.py")) == 212
+    assert passed_in_interpreter(here, here.with_name("test_neighbor_search.py")) == 214
 
 
 class Draw:

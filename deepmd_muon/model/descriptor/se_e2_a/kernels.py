@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepmd_muon.model.descriptor.environment import Reach
 from deepmd_muon.model.descriptor.environment_kernels import loaded_edges, store_four, switched
-from deepmd_muon.model.descriptor.pieces import GRID, places
+from deepmd_muon.model.descriptor.pieces import FEWEST, GRID, places
 from deepmd_muon.model.descriptor.se_e2_a.edges import ORDERS, Edges, first_columns
 from deepmd_muon.model.nn.triton_support import operator
 
@@ -232,8 +232,8 @@ def _basis(place, cells, spans, most: tl.constexpr, orders: tl.constexpr, edges:
 
 @triton.jit
 def _spread_kernel(
-    out, rows, empty, moved, start, table, cells, spans, nnei, most: tl.constexpr,
-    pieces: tl.constexpr, orders: tl.constexpr, edges: tl.constexpr, transpose: tl.constexpr,
+    out, rows, empty, moved, start, table, cells, spans, nnei, pieces,
+    most: tl.constexpr, orders: tl.constexpr, edges: tl.constexpr, block: tl.constexpr, transpose: tl.constexpr,
 ):  # fmt: skip
     """Sum over the edges of one atom and neighbour type into `(4, pieces, orders)`.
 
@@ -245,10 +245,11 @@ def _spread_kernel(
     low, rate = tl.load(start + 2 * kind), tl.load(start + 2 * kind + 1)
     dtype: tl.constexpr = rows.dtype.element_ty
     kinds = tl.num_programs(1)
-    size: tl.constexpr = pieces * orders
+    size = pieces * orders
     target = out + (atom * 4 * kinds + kind) * size
     for c in tl.static_range(4):
-        tl.store(target + c * kinds * size + tl.arange(0, size), tl.zeros((size,), dtype))
+        for begin in range(0, size, block):
+            tl.store(target + c * kinds * size + begin + tl.arange(0, block), tl.zeros((block,), dtype))
     last = width if transpose else width + 1
     for begin in range(0, last, edges):
         e = begin + tl.arange(0, edges)
@@ -287,15 +288,15 @@ def _spread_kernel(
 
 @triton.jit
 def _evaluate_kernel(
-    out, rows, product, start, table, cells, spans, nnei, most: tl.constexpr,
-    pieces: tl.constexpr, orders: tl.constexpr, edges: tl.constexpr,
+    out, rows, product, start, table, cells, spans, nnei, pieces,
+    most: tl.constexpr, orders: tl.constexpr, edges: tl.constexpr,
 ):  # fmt: skip
     """Evaluate the polynomials P of one atom and neighbour type at some of its edges."""
     atom, kind = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kinds = tl.num_programs(1)
     first, width = tl.load(table + 3 * kind), tl.load(table + 3 * kind + 1)
     low, rate = tl.load(start + 2 * kind), tl.load(start + 2 * kind + 1)
-    size: tl.constexpr = pieces * orders
+    size = pieces * orders
     e = tl.program_id(2) * edges + tl.arange(0, edges)
     real = e < width
     at = (atom * nnei + first + e) * 4
@@ -330,7 +331,8 @@ def _launch_spread(edges: Edges, moved: Tensor | None) -> Tensor:
     _spread_kernel[(atoms, len(edges.widths))](
         out, rows, edges.empty.contiguous(), rows if moved is None else moved.contiguous(), edges.start,
         type_table(edges.widths, edges.missing, rows.device), *places(edges.pieces, rows.dtype, rows.device), nnei,
-        most=GRID, pieces=len(edges.pieces), orders=ORDERS, edges=EDGES, transpose=moved is not None, num_warps=WARPS,
+        len(edges.pieces), most=GRID, orders=ORDERS, edges=EDGES, block=FEWEST * ORDERS,
+        transpose=moved is not None, num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -353,8 +355,8 @@ def evaluate(edges: Edges, product: Tensor) -> Tensor:
     grid = (atoms, len(edges.widths), triton.cdiv(max(edges.widths), EDGES))
     _evaluate_kernel[grid](
         out, rows, product.contiguous(), edges.start, type_table(edges.widths, edges.missing, rows.device),
-        *places(edges.pieces, rows.dtype, rows.device), nnei,
-        most=GRID, pieces=len(edges.pieces), orders=ORDERS, edges=EDGES,
+        *places(edges.pieces, rows.dtype, rows.device), nnei, len(edges.pieces),
+        most=GRID, orders=ORDERS, edges=EDGES,
     )  # fmt: skip
     return out
 
