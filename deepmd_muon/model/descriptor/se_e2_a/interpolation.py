@@ -39,9 +39,9 @@ from deepmd_muon.model.nn.networks import Copies, Network, unflatten
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6}
 """Largest estimated interpolation error relative to the largest feature; the slope of a feature errs 10³ times more."""
 
-MARGIN = 1 / 64
+MARGIN = 1 / 8
 """Part of the tolerance that newly chosen pieces keep. An error grows with the 16th power of the weights, so that the
-pieces suffice until the weights have grown by a third."""
+pieces suffice until the weights have grown by an eighth."""
 
 SHORTEST = 1.0
 """Least length of an interval, in standard deviations of s. Where all s of a type are equal, as in empty slots of an
