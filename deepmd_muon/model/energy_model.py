@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deepmd_muon.model.descriptor.interface import Described, Interpolated, Recomputing, Standardised, Table, Tabulated
+from deepmd_muon.model.descriptor.pieces import Pieces, finest
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.fitting.interface import Conditioned
 from deepmd_muon.model.nn import triton_support
@@ -193,12 +194,12 @@ class EnergyModel(torch.nn.Module):
         return dataclasses.replace(structures, neighbor=torch.where(marked, mark, structures.neighbor))
 
     @property
-    def pieces(self) -> int:
-        """Pieces of the interpolation that training steps use, where the descriptor knows one; 0 for none."""
-        return self.atomic_model.descriptor.pieces if self.can_interpolate else 0
+    def pieces(self) -> Pieces:
+        """Pieces of the interpolation that training steps use, where the descriptor knows one; else none."""
+        return self.atomic_model.descriptor.pieces if self.can_interpolate else ()
 
     @pieces.setter
-    def pieces(self, pieces: int) -> None:
+    def pieces(self, pieces: Pieces) -> None:
         if self.can_interpolate:
             self.atomic_model.descriptor.pieces = pieces
 
@@ -215,13 +216,12 @@ class EnergyModel(torch.nn.Module):
             return True
         return False
 
-    def wanted_pieces(self, batches: Iterable[Structures]) -> int:
+    def wanted_pieces(self, batches: Iterable[Structures]) -> Pieces:
         """Return the `pieces` for the present weights and batches like these; it waits for the device."""
         descriptor = self.atomic_model.descriptor
         if not isinstance(descriptor, Interpolated):
-            return 0
-        found = [descriptor.pieces_for(batch, edge_vectors(batch)) for batch in map(self.seen, batches)]
-        return max(found) if found and all(found) else 0
+            return ()
+        return finest(descriptor.pieces_for(batch, edge_vectors(batch)) for batch in map(self.seen, batches))
 
     def tabulate(self, batch: Structures) -> Table | None:
         """Return a table of the descriptor's networks for batches like this one, where it knows tables."""

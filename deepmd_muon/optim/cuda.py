@@ -104,10 +104,12 @@ def refuse_unsafe_capture(
     offloaded: bool,
     on_nonfinite: str,
     alternates: bool = False,
+    never_met: int = 0,
 ) -> None:
     """Raise during a capture whose replays would not repeat the step.
 
-    `params` are the parameters that have a gradient; with `alternates`, some have none on purpose.
+    `params` are the parameters that have a gradient; with `alternates`, some have none on purpose. `never_met` others
+    have state, because they live on several ranks, but had no gradient in any step.
 
     Raises
     ------
@@ -126,6 +128,6 @@ def refuse_unsafe_capture(
     fresh = sum(p not in state for p in params)
     if fresh:
         raise CaptureError(f"{fresh} parameters have no state yet; take one step before the capture")
-    missing = len(state) - len(params)
+    missing = len(state) - len(params) - never_met
     if missing > 0 and not alternates:
         raise CaptureError(f"{missing} parameters with state have no gradient; replays would not step them")

@@ -240,6 +240,16 @@ class HybridMuon(QuickOptimizer):
             log.info("momenta and Adam's moments are now kept on the parameters' devices")
         self._compiled.reset(self._sharded)
 
+    @torch.no_grad()
+    def prefetch(self) -> None:
+        """Start the exchanges of the next step that need no gradient: they overlap with a backward pass that follows.
+
+        `step` starts what has not been started, so calls are optional; all ranks call it, or none. Until the step,
+        state must not change.
+        """
+        if self._sharded is not None and self._host_memory is None:
+            self._sharded.start()
+
     @profiled_on_demand
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, qk_logits: Logits | None = None) -> Any:
@@ -284,6 +294,7 @@ class HybridMuon(QuickOptimizer):
             offloaded=offloaded,
             on_nonfinite=self.on_nonfinite,
             alternates=self.alternates,
+            never_met=0 if self._sharded is None else self._sharded.never_met(),
         )
         # torch.amp.GradScaler sets these two attributes during the call.
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)

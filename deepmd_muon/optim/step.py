@@ -208,7 +208,7 @@ class CompiledStep:
     def run(self, state: State, memory: HostMemory | None, workspace: int, control: StepControl) -> None:
         """Step all parameters that have a gradient; compile the step if necessary."""
         if self.sharded is not None:
-            self.sharded.run(self._groups, state, memory, workspace, control)
+            self.sharded.run(self._groups, state, memory, workspace, control, self._step_matrices)
         if self._waves is None:
             self._waves = self._compile(state, memory, workspace)
         self._step_waves(self._waves, memory, control)
@@ -222,7 +222,7 @@ class CompiledStep:
 
         `skip` says whether steps will have a predicate that skips them.
         """
-        if unavailable() or (self.sharded is not None and self.sharded.params):
+        if unavailable() or (self.sharded is not None and self.sharded.params and not self.sharded.gathers):
             return
         from deepmd_muon.optim.update.fused import Variant  # needs Triton
         from deepmd_muon.optim.update.fused_steps import compile_kernels

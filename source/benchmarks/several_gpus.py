@@ -3,12 +3,13 @@
     python source/benchmarks/several_gpus.py --data WATER --gpus 2 --out FILE.json
 
 WATER holds DeePMD's example systems (data_0 to data_2, 192 atoms). A case is MODEL:PRECISION-bFRAMES:STAGE with the
-frames of each rank; it runs on one GPU and on all. A figure is the median over the intervals of 100 steps after the
-first three. `equal` then trains 100 steps in float64, without interpolated embedding nets, on N GPUs with one frame
-each and on one GPU with N frames, and prints the largest difference of a weight relative to the largest weight of the
-same tensor, beside that of one GPU repeating its own run: as users run it, where atomic additions sum over neighbours
-in any order, and by torch's deterministic operations alone. The last checkpoint of N GPUs is then loaded and saved
-again on one, and that of one on N: the weights must not change.
+frames of each rank; it runs on each GPU alone, on all of them at the same time, and then on all together. A figure is
+the median over the intervals of 100 steps after the first three; the ratio is to the slowest GPU. `--profile` lists the
+kernels of rank 0 that take longest. `equal` then trains 100 steps in float64, without interpolated embedding nets, on N
+GPUs with one frame each and on one GPU with N frames, and prints the largest difference of a weight, relative to the
+largest weight of the same tensor and as it is, beside that of one GPU repeating its own run: as users run it, where
+atomic additions sum over neighbours in any order, and by torch's deterministic operations alone. The last checkpoint of
+N GPUs is then loaded and saved again on one, and that of one on N: the weights must not change.
 
 What has not begun after `--most` seconds is left out, and named. On a machine without GPUs the ranks are processes that
 exchange through gloo: `--cases --equal se_e2_a --steps 4` tries the comparison.
@@ -28,7 +29,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +46,7 @@ CASES = [
     *("dpa3:f32-b8:0", "dpa3:f32-b8:1", "se_e2_a:f64-b1:2", "se_e2_a:f64-b1:3"),
 ]
 # Steps of a run: ten intervals or more, but for the slowest.
-STEPS = {"se_e2_a:f64-b1": 3000, "se_e2_a:f64-b8": 3000, "dpa1:f64-b1": 1000, "dpa3:f32-b1": 1000}
+STEPS = {"se_e2_a:f64-b1": 6000, "se_e2_a:f64-b8": 6000, "dpa1:f64-b1": 1000, "dpa3:f32-b1": 1000}
 SLOW = 600
 DETERMINISTIC = """
 import os
@@ -64,8 +67,9 @@ def train(
     gpus: int,
     *options: str,
     program: Sequence[str] = ("-m", "deepmd_muon"),
+    device: str | None = None,
 ) -> str:
-    """Train on so many GPUs; return the log."""
+    """Train on so many GPUs, of which `device` is the only one that the run sees; return the log."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "input.json").write_text(json.dumps(content))
     command = [*program, "--pt", "train", "input.json", "--skip-neighbor-stat", *options]
@@ -74,7 +78,9 @@ def train(
     done = subprocess.run(
         [sys.executable, *launcher, *command],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "4"},
+        env=os.environ
+        | {"PYTHONPATH": path, "OMP_NUM_THREADS": "4"}
+        | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device}),
         capture_output=True,
         text=True,
         check=False,
@@ -92,24 +98,55 @@ def milliseconds(folder: Path) -> float:
 
 
 def time_case(case: str, data: Path, gpus: int, folder: Path, *, alone: bool) -> dict[str, Any]:
-    """Return the times of a case on one GPU and on several, or of rank 0 alone."""
+    """Return the times of a case on each GPU alone and on several, or of rank 0 alone."""
+    content = input_of(case, data)
+    place = folder / case.replace(":", "_")
+    if alone:
+        times = [timed(place / "1", content, 1)]
+        many = timed(place / "N", content, 1, program=(str(Path(__file__).parent / "one_of_many.py"), str(gpus)))
+    else:
+        with ThreadPoolExecutor(gpus) as pool:
+            devices = [str(i) if torch.cuda.is_available() else None for i in range(gpus)]
+            runs = [pool.submit(timed, place / str(i), content, 1, device=own) for i, own in enumerate(devices)]
+            times = [run.result() for run in runs]
+        many = timed(place / "N", content, gpus)
+    singles = [time for time, _ in times]
+    found = {"1 GPU": singles, f"{gpus} GPUs": many[0], "ratio": round(many[0] / max(singles), 3)}
+    return found | {"notes": sorted({note for _, notes in [*times, many] for note in notes})}
+
+
+def input_of(case: str, data: Path) -> dict[str, Any]:
+    """Return the input of a case."""
     kind, sizes, stage = case.split(":")
-    own = {"zero_stage": int(stage), "disp_freq": INTERVAL, "jsonl_file": "steps.jsonl"} | (
-        {"capture": "on"} if stage == "1" and torch.cuda.is_available() else {}
-    )
+    own = {"zero_stage": int(stage), "disp_freq": INTERVAL, "jsonl_file": "steps.jsonl"}
     steps = SLOW if stage in "23" else STEPS.get(f"{kind}:{sizes}", SLOW)
-    content = make_input(kind, sizes, "HybridMuon", steps, data, own)
-    found: dict[str, Any] = {"case": case}
-    for count in (1, gpus):
-        place = folder / f"{case.replace(':', '_')}_{count}"
-        if alone and count > 1:
-            log = train(place, content, 1, program=(str(Path(__file__).parent / "one_of_many.py"), str(count)))
-        else:
-            log = train(place, content, count)
-        found[f"{count} GPU"] = round(milliseconds(place), 3)
-        found[f"notes {count}"] = [line for line in log.splitlines() if "graph" in line or "launched one" in line]
-    found["ratio"] = round(found[f"{gpus} GPU"] / found["1 GPU"], 3)
-    return found
+    return make_input(kind, sizes, "HybridMuon", steps, data, own)
+
+
+def timed(folder: Path, content: dict[str, Any], gpus: int, **options: Any) -> tuple[float, list[str]]:
+    """Train; return the time of a step [ms] and what the log says of graphs."""
+    log = train(folder, content, gpus, **options)
+    notes = [line.partition("] ")[2] for line in log.splitlines() if "graph" in line or "launched one" in line]
+    return round(milliseconds(folder), 3), notes
+
+
+def profile(case: str, data: Path, gpus: int, folder: Path, most: int = 16) -> dict[str, Any]:
+    """Return the time of the kernels of rank 0 that take longest [us a step], over the second half of a short run."""
+    steps = 2 * INTERVAL
+    content = changed(input_of(case, data), numb_steps=steps, profiling=True)
+    place = folder / f"profile_{case.replace(':', '_')}_{gpus}"
+    train(place, content, gpus)
+    events = [e for e in json.loads((place / "timeline.json").read_text())["traceEvents"] if e.get("cat") == "kernel"]
+    middle = (min(e["ts"] for e in events) + max(e["ts"] for e in events)) / 2
+    late = sorted((e for e in events if e["ts"] > middle), key=lambda e: e["ts"])
+    # The kernel that occurs most regularly counts the steps: one sum over ranks, or one step of the guard.
+    sums = [e for e in late if "AllReduce" in e["name"]] or [e for e in late if "guard" in e["name"].lower()]
+    count = max(1, len(sums))
+    total: Counter[str] = Counter()
+    for event in late:
+        total[event["name"][:90]] += event["dur"]
+    longest = {name: round(time / count, 1) for name, time in total.most_common(most)}
+    return {"steps": count, "kernels a step": round(len(late) / count, 1), "us a step": longest}
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -118,14 +155,12 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return {name: x for name, x in model.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
 
 
-def difference(one: Path, other: Path) -> tuple[float, str]:
-    """Return the largest difference of two checkpoints' weights, relative to the tensor's largest, and the tensor."""
+def difference(one: Path, other: Path) -> tuple[float, float, str]:
+    """Return the largest difference of two checkpoints' weights: of its tensor's largest, as it is, and the tensor."""
     first, second = weights(one), weights(other)
-    return max(
-        (float((x - second[name]).abs().max() / x.abs().max().clamp(min=1e-30)), name)
-        for name, x in first.items()
-        if x.numel()
-    )
+    found = {name: (float((x - second[name]).abs().max()), x.abs().max()) for name, x in first.items() if x.numel()}
+    relative, name = max((moved / float(size.clamp(min=1e-30)), name) for name, (moved, size) in found.items())
+    return relative, max(moved for moved, _ in found.values()), name
 
 
 def compare(kind: str, data: Path, gpus: int, folder: Path, steps: int) -> dict[str, Any]:
@@ -173,6 +208,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--cases", nargs="*", default=CASES)
     parser.add_argument("--alone", action="store_true", help="rank 0 of the GPUs without the others")
+    parser.add_argument("--profile", nargs="*", default=[], help="cases of which kernels are listed")
     parser.add_argument("--equal", nargs="*", default=["se_e2_a"], help="models to compare weights of")
     parser.add_argument("--steps", type=int, default=100, help="steps after which weights are compared")
     parser.add_argument("--most", type=float, default=480.0, help="seconds after which nothing new begins")
@@ -187,7 +223,8 @@ def main() -> None:
         compared = [
             (f"equal:{kind}", partial(compare, kind, data, gpus, folder, options.steps)) for kind in options.equal
         ]
-        for what, work in [*wanted[:4], *compared, *wanted[4:]]:
+        listed = [(f"profile:{case}", partial(profile, case, data, gpus, folder)) for case in options.profile]
+        for what, work in [*wanted[:6], *listed, *compared, *wanted[6:]]:
             try:
                 found = work() if time.monotonic() < end else {"failed": "not begun in time"}
             except SystemExit as error:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from deepmd_muon.model.descriptor.environment import Environment
+from deepmd_muon.model.descriptor.pieces import Pieces
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.structures import Structures
 
@@ -73,11 +74,14 @@ class Standardised(Protocol):
 class Interpolated(Protocol):
     """A descriptor whose networks training steps may interpolate."""
 
-    pieces: int
-    """Into how many pieces the interval of a network's argument is cut; 0 evaluates the networks themselves."""
+    pieces: Pieces
+    """How the interval of a network's argument is cut; without pieces, the networks themselves are evaluated."""
 
-    def pieces_for(self, structures: Structures, edges: torch.Tensor) -> int:
-        """Return how many pieces the present weights need on such a batch; 0 where interpolation is too coarse."""
+    def pieces_for(self, structures: Structures, edges: torch.Tensor) -> Pieces:
+        """Return the pieces that the present weights need on such a batch; none where interpolation is too coarse.
+
+        The present ones are kept as long as they suffice.
+        """
 
 
 class Table(Protocol):

@@ -114,8 +114,7 @@ class GatheredParts:
         """Copy this rank's parts from the parameters to the buffer."""
         own = [sharding.part(p.detach()) for p, sharding in self._params]
         if any(x.numel() for x in own):
-            flat = torch.cat([x.reshape(-1) for x in own])
-            self._mine[: len(flat)] = flat
+            torch.cat([x.reshape(-1) for x in own], out=self._mine[: sum(map(Tensor.numel, own))])
 
     def gather(self) -> Callable[[], None]:
         """Start the collective on the buffer; return the function that waits for it and writes all parameters."""

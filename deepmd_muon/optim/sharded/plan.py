@@ -6,7 +6,8 @@ bucket takes one all-to-all to the owners and one back. Owners are chosen longes
 SIAM J. Appl. Math. 17, 416, 1969): blocks of all shapes, in decreasing order of work, go to the rank with the least
 work so far; in a tie, to the one with fewer bytes, then to the lower rank.
 
-Parameters whose meshes consist of the same ranks share a *domain*, which has its own exchanges.
+Parameters whose meshes consist of the same ranks share a *domain*, which has its own exchanges. Replicas with a part of
+the momenta each can also gather the momenta and repeat the work: then all jobs stay.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -27,7 +29,7 @@ from deepmd_muon.optim.routing.rules import RouteEntry
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules.interface import Input, MatrixRule, StateTensor
 from deepmd_muon.optim.rules.registry import inputs_of, matrix_rules, tensors_of
-from deepmd_muon.optim.sharded.layout import Layout, replicated
+from deepmd_muon.optim.sharded.layout import Layout, held_runs, replicated, total
 from deepmd_muon.optim.sharded.owners import Balance, BlockHolders, holders_of_blocks
 from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.update.adam import moment_dtype
@@ -35,7 +37,7 @@ from deepmd_muon.optim.update.adam import moment_dtype
 Leg = Literal["gather", "return"]
 LEGS: tuple[Leg, Leg] = ("gather", "return")
 
-VERSION = 3
+VERSION = 4
 WORD = 8  # bytes of a header entry (float64); messages are padded to whole words
 NARROW = 2  # bytes of an element in a 16-bit type
 
@@ -167,6 +169,7 @@ class Domain:
     jobs: tuple[Job, ...]  # in global order: decreasing work, then name, then block
     buckets: int  # number of exchanges
     work: Mapping[int, int]  # floating-point operations of each rank
+    gathered: int = 0  # bytes of the momenta of one rank, if all ranks gather them before the step; see `RepeatedMuon`
 
     def header(self, leg: Leg) -> int:
         """Return the header's words per piece: presence, the rules' state per block, and (gather only) their sums."""
@@ -199,11 +202,11 @@ class Domain:
 
     def sent(self, settings: ShardedSettings) -> dict[int, int]:
         """Return the bytes that leave each rank in one step."""
-        total = dict.fromkeys(self.ranks, 0)
+        found = dict.fromkeys(self.ranks, self.gathered * (len(self.ranks) - 1))
         for leg in LEGS:
             for (_, sender, _), size in self.messages(leg, settings).items():
-                total[sender] += size
-        return total
+                found[sender] += size
+        return found
 
     def exchanges(self) -> dict[Leg, tuple[int, ...]]:
         """Return the buckets whose gather, and whose return, exchange data between ranks."""
@@ -217,7 +220,7 @@ class Domain:
 
     def seconds(self, settings: ShardedSettings) -> float:
         """Predict the time of one step from the rates in the settings, without overlap [s]."""
-        collectives = sum(map(len, self.exchanges().values()))
+        collectives = sum(map(len, self.exchanges().values())) + bool(self.gathered)
         sent = max(self.sent(settings).values())
         work = max(self.work.values())
         return work / settings.flops_per_second + sent / settings.bytes_per_second + collectives * settings.latency
@@ -233,7 +236,8 @@ class Plan:
 
     def lines(self, domain: Domain) -> list[str]:
         """Return statements, one per line, that must be equal on all ranks of a domain."""
-        found = [f"plan version {VERSION}", str(self.settings), f"ranks {domain.ranks}, spread {domain.spread}"]
+        way = f"spread {domain.spread}, gathered {domain.gathered}"
+        found = [f"plan version {VERSION}", str(self.settings), f"ranks {domain.ranks}, {way}"]
         found += [str(self.parameters[i]) for i in domain.parameters]
         found += [
             f"{self.parameters[job.parameter].name} block {job.block}: owner {job.owner}, bucket {job.bucket}"
@@ -279,6 +283,15 @@ def make_plan(parameters: Sequence[PlannedParameter], settings: ShardedSettings 
         Identical on all ranks with identical arguments.
     """
     settings = settings or ShardedSettings()
+    # The momenta of all domains are gathered, or none.
+    domains = _domains(parameters, settings, gather=True)
+    if len({bool(domain.gathered) for domain in domains}) > 1:
+        domains = _domains(parameters, settings, gather=False)
+    return Plan(tuple(parameters), settings, tuple(domains))
+
+
+def _domains(parameters: Sequence[PlannedParameter], settings: ShardedSettings, *, gather: bool) -> list[Domain]:
+    """Plan all domains; `gather` allows replicas to gather momenta that they keep in parts."""
     members: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
     for i, parameter in enumerate(parameters):
         members[tuple(sorted(parameter.layout.ranks)), parameter.itemsize].append(i)
@@ -290,11 +303,21 @@ def make_plan(parameters: Sequence[PlannedParameter], settings: ShardedSettings 
         loads = {rank: sum(work[rank] for work in before) for rank in ranks}
         repeats = {"spread": (True,), "repeat": (False,), "auto": (True, False)}[settings.replication]
         shared = [parameters[i] for i in positions if len(parameters[i].layout.replicas()) > 1]
-        if any(p.state_layout for p in shared) or (settings.replication == "auto" and not shared):
+        cut = any(p.state_layout for p in shared)
+        may_gather = gather and len(shared) == len(positions) and _can_be_gathered(shared, settings)
+        if (cut and not may_gather) or (settings.replication == "auto" and not shared):
             repeats = (True,)
         choices = [_domain(parameters, positions, ranks, itemsize, loads, settings, spread=way) for way in repeats]
         domains.append(min(choices, key=lambda domain: domain.seconds(settings)) if len(choices) > 1 else choices[0])
-    return Plan(tuple(parameters), settings, tuple(domains))
+    return domains
+
+
+def _can_be_gathered(parameters: Sequence[PlannedParameter], settings: ShardedSettings) -> bool:
+    """Return whether replicas may gather these momenta: they fit a bucket, and no other state is in parts."""
+    size = sum(math.prod(p.shape) * p.itemsize for p in parameters)
+    others = any(p.state_layout is None or p.masters or carried(p.rules).lines for p in parameters)
+    full = settings.exchange == "owners" and settings.gather_dtype == "full"
+    return full and size <= settings.bucket_bytes and not others
 
 
 def plan_from_routes(
@@ -345,10 +368,14 @@ def _domain(
     *,
     spread: bool,
 ) -> Domain:
-    """Choose owners and form buckets for one domain."""
+    """Choose owners and form buckets for one domain; replicas that repeat the work gather momenta first."""
     blocks: list[_PlannedBlock] = []
+    gathered = 0
     for i in positions:
         p = parameters[i]
+        if p.state_layout is not None and not spread and len(ranks) > 1:
+            gathered += _largest_part(p.shape, p.state_layout) * itemsize
+            p = dataclasses.replace(p, state_layout=None)
         shapes = p.view.block_shapes
         work = [newton_schulz_flops(*shape, p.steps, gram=p.gram) for shape in shapes]
         size = [rows * columns for rows, columns in shapes]
@@ -383,7 +410,13 @@ def _domain(
     count = 1 + max((bucket for bucket, _ in filled.values()), default=-1)
     rules = tuple(dict.fromkeys(rule for i in positions for rule in parameters[i].rules))
     work_here = {rank: balance.loads[rank] - loads[rank] for rank in ranks}
-    return Domain(ranks, tuple(positions), itemsize, rules, spread, tuple(jobs), count, work_here)
+    return Domain(ranks, tuple(positions), itemsize, rules, spread, tuple(jobs), count, work_here, gathered)
+
+
+def _largest_part(shape: tuple[int, ...], layout: Layout) -> int:
+    """Return the number of elements of the rank that comes first, which has the largest part."""
+    place = next(layout.coordinates())
+    return math.prod(total(held_runs(size, dim, layout, place)) for dim, size in enumerate(shape))
 
 
 def _describe_one_process(plan: Plan) -> str:
@@ -409,7 +442,8 @@ def _describe_domain(plan: Plan, domain: Domain) -> str:
     return (
         f"{len(domain.ranks)} ranks; {len(domain.parameters)} parameters, {blocks} matrices on {'; '.join(layouts)}"
         f"{replicas}; {staying} jobs stay, {len(domain.jobs) - staying} travel in {domain.buckets} buckets\n"
-        f"  collectives a step: {len(exchanges['gather'])} to the owners, {len(exchanges['return'])} back\n"
+        f"  collectives a step: {len(exchanges['gather'])} to the owners, {len(exchanges['return'])} back"
+        f"{', 1 for the momenta' if domain.gathered else ''}\n"
         f"  FLOPs a rank: {_spread(list(domain.work.values()))}\n"
         f"  bytes sent a rank: {_spread(list(domain.sent(plan.settings).values()))}\n"
         f"  digest {plan.digest(domain).hex()[:16]}"

@@ -32,9 +32,10 @@ from deepmd_muon.optim.sharded.pipeline import Pipeline, PipelineStep
 from deepmd_muon.optim.sharded.plan import PlannedParameter, make_plan
 from deepmd_muon.optim.sharded.process_groups import check_agreement, group_of
 from deepmd_muon.optim.sharded.reference import reference_step
+from deepmd_muon.optim.sharded.repeated import RepeatedMuon, StepMatrices
 from deepmd_muon.optim.sharded.transport import CollectiveStream
 from deepmd_muon.optim.sharded_config import ShardedSettings
-from deepmd_muon.optim.state.host_memory import HostMemory
+from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch
 from deepmd_muon.optim.state.schema import State
 from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.waves import RoutedParams
@@ -75,6 +76,8 @@ class ShardedStep:
         The parameters; empty if every replica takes the whole step by itself.
     holders
         By parameter, the object that creates and lays out its state.
+    gathers
+        Whether momenta are gathered before the step, and every replica orthogonalizes whole matrices by itself.
     """
 
     def __init__(
@@ -95,6 +98,8 @@ class ShardedStep:
         plain = not any(isinstance(param.p, DTensor) for param in sharded_params)
         sharding = any(param.sharding is not None for param in sharded_params)
         self._repeating = plain and not sharding and not any(domain.buckets for domain in self.plan.domains)
+        self.gathers = any(domain.gathered for domain in self.plan.domains)
+        self._met: set[Tensor] = set()
         self.params: list[Tensor] = [] if self._repeating else [param.p for param in sharded_params]
         self._agreed = False
         self._columns = GroupColumns(sharded_params)
@@ -103,6 +108,7 @@ class ShardedStep:
         self._bound = self._compiled = False
         self._groups: list[dist.ProcessGroup | None] = []
         self._pipeline: Pipeline | None = None
+        self._repeated: RepeatedMuon | None = None
         self._elements: ElementwiseStep | None = None
         self._presence: GradientPresence | None = None
 
@@ -114,9 +120,13 @@ class ShardedStep:
             self._elements.waves = []
         for update in self._pipeline.momentum_updates if self._pipeline is not None else ():
             update.buffers = []
+        if self._repeated is not None:
+            self._repeated.release()
 
     def raise_deferred(self) -> None:
         """Raise deferred errors from the previous step; without communication."""
+        if self._repeated is not None:
+            self._repeated.wait()
         if self._presence is not None:
             self._presence.raise_deferred()
 
@@ -124,8 +134,13 @@ class ShardedStep:
         """Return the parameters among these that each process steps by itself."""
         return routed if self._repeating else [(p, entry) for p, entry in routed if p not in self.holders]
 
+    def never_met(self) -> int:
+        """Return the number of matrices that have had no gradient here in any step; they have state nevertheless."""
+        return 0 if self._repeating else sum(param.p not in self._met for param in self._muon)
+
     def prepare(self, groups: Sequence[Group], state: State, *, same_tensors: bool) -> None:
         """Check parameters, gradients and state; `agree` raises the errors on all ranks."""
+        self._met.update(param.p for param in self._muon if param.p.grad is not None)
         self._error = layout_error(state, self._sharded_params)
         self._prepared = groups, state
         self._columns.groups, self._columns.read = groups, []
@@ -172,45 +187,90 @@ class ShardedStep:
             self._presence = self._compare_presence()
         return self._presence.compare(None if flags is None else flags.to(self._device).reshape(-1))
 
+    def start(self) -> None:
+        """Start the exchanges of the next step that need no gradient, if the last step has left everything ready."""
+        if self._repeated is not None and self._bound and self._compiled:
+            self._repeated.start()
+
     def run(
-        self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int, control: StepControl
+        self,
+        groups: Sequence[Group],
+        state: State,
+        memory: HostMemory | None,
+        workspace: int,
+        control: StepControl,
+        step_matrices: StepMatrices,
     ) -> None:
-        """Take the step; the Adam routes run while the first pieces of the Muon route are exchanged."""
+        """Take the step; the Adam routes run while the first pieces of the Muon route are exchanged.
+
+        `step_matrices` takes the step of a single process.
+        """
         if self._repeating:
             return
-        everywhere = self._settings.exchange == "reference"
-        if self._elements is None:
-            collectives = CollectiveStream(self._device)
-            self._elements = ElementwiseStep(
-                [param for param in self._sharded_params if param.entry.route != "muon"], collectives
-            )
-            if self._muon and not everywhere:
-                self._pipeline = Pipeline(self.plan, self._muon, self._groups, collectives)
-        if self._pipeline is not None and not self._bound:
-            self._pipeline.bind(groups, state, memory)
-        if not self._compiled or not self._bound:
-            self._elements.compile(groups, state, memory, workspace)
-        self._bound = self._compiled = True
+        elements = self._elements or self._build()
+        self._bind(elements, groups, state, memory, workspace)
         moments = None
         if memory is not None:
-            before, after = self._pipeline.transfer_batches(state, memory) if self._pipeline is not None else ([], [])
-            own = [wave.transfer_batch for wave in self._elements.waves if wave.transfer_batch is not None]
+            before, after = self._transfer_batches(state, memory)
+            own = [wave.transfer_batch for wave in elements.waves if wave.transfer_batch is not None]
             moments = memory.fetch_in_turn([*before, *own, *after])
+        if self._repeated is not None:
+            self._repeated.start()
         run = None if self._pipeline is None else PipelineStep(self._pipeline, groups, state, memory, control, moments)
-        arriving = self._elements.step(control, moments)
+        arriving = elements.step(control, moments)
         if run is not None:
             arriving += run.finish()
+        elif self._repeated is not None:
+            self._repeated.step(control, moments, step_matrices)
         elif self._muon:
             reference_step(self.plan, self._muon, self._groups, groups, state, memory, workspace, control)
         for _ in moments or ():  # copies the last batch back to the host
             pass
         for take in arriving:
             take()
+        if self._repeated is not None and self._settings.free_gradients:
+            self._repeated.free_gradients()
+
+    def _build(self) -> ElementwiseStep:
+        """Make the parts of the step, before the first one."""
+        collectives = CollectiveStream(self._device)
+        if self.gathers:
+            self._repeated = RepeatedMuon(self._muon, collectives)
+        elif self._muon and self._settings.exchange != "reference":
+            self._pipeline = Pipeline(self.plan, self._muon, self._groups, collectives)
+        others = [param for param in self._sharded_params if param.entry.route != "muon"]
+        self._elements = ElementwiseStep(others, collectives)
+        return self._elements
+
+    def _bind(
+        self,
+        elements: ElementwiseStep,
+        groups: Sequence[Group],
+        state: State,
+        memory: HostMemory | None,
+        workspace: int,
+    ) -> None:
+        """Create what depends on parameters, gradients and state, where these have changed."""
+        if self._pipeline is not None and not self._bound:
+            self._pipeline.bind(groups, state, memory)
+        if self._repeated is not None and not self._bound:
+            self._repeated.bind(groups, state, memory, workspace)
+        if not self._compiled or not self._bound:
+            elements.compile(groups, state, memory, workspace)
+            if self._repeated is not None:
+                self._repeated.choose()
+        self._bound = self._compiled = True
+
+    def _transfer_batches(self, state: State, memory: HostMemory) -> tuple[list[TransferBatch], list[TransferBatch]]:
+        """Return the transfer batches of the Muon route's momenta, before and after those of the Adam routes."""
+        if self._pipeline is not None:
+            return self._pipeline.transfer_batches(state, memory)
+        return [], [] if self._repeated is None else self._repeated.transfer_batches()
 
     def _compare_presence(self) -> GradientPresence:
         """Return the comparison of gradients for parameters whose replicas would otherwise diverge."""
         everywhere = self._settings.exchange == "reference"
-        still = self._repeating or everywhere
+        still = self._repeating or self.gathers or everywhere
         sharded_params = self._sharded_params if still else [m for m in self._sharded_params if m.entry.route != "muon"]
         compared = [
             ComparedParameter(param.p, f"{param} (route {param.entry.route})", tuple(sorted(param.layout.ranks)))

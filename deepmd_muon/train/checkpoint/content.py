@@ -19,6 +19,7 @@ from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.branches import Branches
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
+from deepmd_muon.model.descriptor.pieces import uniform
 from deepmd_muon.train.branches import RunBranch, StratifiedOrder, TaskOrder
 from deepmd_muon.train.checkpoint.continued_state import SHARED, shared_names
 from deepmd_muon.train.checkpoint.optimizer_state import in_deepmd_kits_order, parameter_order
@@ -56,7 +57,7 @@ class RunState:
             "step": step,
             "settings": json.dumps(self.given.normalized),
             "torch_rng": torch.get_rng_state(),
-            "pieces": kept({name: one.model.pieces for name, one in branches}),
+            "pieces": kept({name: list(one.model.pieces) for name, one in branches}),
             "training_data": kept({name: one.data.training.state_dict() for name, one in branches}),
             "validation_data": kept(
                 {name: one.data.validation.state_dict() if one.data.validation else {} for name, one in branches}
@@ -130,7 +131,8 @@ class RunState:
     def _restore_branch(self, branch: RunBranch, saved: Mapping[str, Any], source: Path) -> None:
         """Restore the order of a branch's data, and how its embedding nets are interpolated."""
         if self.given.settings.training.interpolate_embedding:
-            branch.model.pieces = int(saved["pieces"] or 0)
+            pieces = saved["pieces"] or 0
+            branch.model.pieces = uniform(pieces) if isinstance(pieces, int) else tuple(pieces)
         for key, loader in zip(_LOADERS, (branch.data.training, branch.data.validation), strict=True):
             if loader is None or not saved[key]:
                 continue

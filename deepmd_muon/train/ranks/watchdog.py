@@ -335,6 +335,10 @@ def _ended(rank: int, note: _Note) -> str:
     return f"rank {rank} ({note.where}) stopped with {note.ended}"
 
 
+# In errors of exchanges. gloo says the last of an exchange beside another one whose time has run out.
+_WORDS = ("gloo", "NCCL", "pair closure")
+
+
 def end_process(reason: str) -> None:
     """End this process from a thread while the main thread is stuck, such as in the device's queue."""
     log.error("%s", reason)
@@ -354,7 +358,7 @@ def is_lost_connection(error: BaseException | None) -> bool:
     while error is not None:
         text = str(error)
         if isinstance(error, (dist.DistError, LostRankError)) or (
-            isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text)
+            isinstance(error, RuntimeError) and any(word in text for word in _WORDS)
         ):
             return True
         error = error.__cause__

@@ -10,6 +10,7 @@ import torch
 
 from deepmd_muon.data import DataLoader
 from deepmd_muon.model import EnergyModel, Structures
+from deepmd_muon.model.descriptor.pieces import finest
 from deepmd_muon.train.batches.batch import to_device
 
 log = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ _MOST_SYSTEMS = 4
 
 
 class Tuning:
-    """Keeps the number of pieces of a descriptor's interpolation in step with its weights.
+    """Keeps the pieces of a descriptor's interpolation in step with its weights.
 
     It examines the same frames every time, so that a run is reproducible. `branches` are the models that have the
     descriptor, with the loaders of their training data: the pieces suffice for all of them. `looked` says whether the
@@ -35,7 +36,7 @@ class Tuning:
         self.looked = False
 
     def __call__(self, done: int) -> None:
-        """Choose the number of pieces before update `done` + 1, if a check is due."""
+        """Choose the pieces before update `done` + 1, if a check is due."""
         first, self.looked = not self.looked, True
         if not (first or done & (done - 1) == 0 or done % _PERIOD == 0):
             return
@@ -44,9 +45,11 @@ class Tuning:
                 samples = itertools.islice(loader.sample_batches(1), _MOST_SYSTEMS)
                 found = [to_device(batch, model.ntypes, self._device).structures for batch in samples]
                 self._batches.append((model, found))
-        wanted = [model.wanted_pieces(batches) for model, batches in self._batches]
-        pieces, (model, _) = max(wanted) if all(wanted) else 0, self._branches[0]
-        if pieces != model.pieces:
-            model.pieces = pieces  # of the descriptor that all have
-            how = f"interpolated on {pieces} pieces in training steps" if pieces else "evaluated at every edge"
+        pieces = finest(model.wanted_pieces(batches) for model, batches in self._batches)
+        model, _ = self._branches[0]  # its descriptor is that of all
+        present = model.pieces
+        if pieces != present:
+            model.pieces = pieces
+        if len(pieces) != len(present):
+            how = f"interpolated on {len(pieces)} pieces in training steps" if pieces else "evaluated at every edge"
             log.info("embedding nets are %s", how)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepmd_muon.loss import Loss
 from deepmd_muon.model import EnergyModel
-from deepmd_muon.optim import clip_adam_grad_norm_
+from deepmd_muon.optim import HybridMuon, clip_adam_grad_norm_
 from deepmd_muon.train.batches.batch import TrainingBatch
 from deepmd_muon.train.batches.streamed import AccumulatedFeed
 from deepmd_muon.train.ema import Ema
@@ -79,6 +79,8 @@ class TrainingStep:
             As the guard decides, when loss or gradient is not finite; parameters and optimizer state are untouched.
         """
         self.optimizer.zero_grad(set_to_none=True)
+        if isinstance(self.optimizer, HybridMuon):
+            self.optimizer.prefetch()
         with float32_products("high") if self.tf32 else contextlib.nullcontext():
             if isinstance(batch, AccumulatedFeed):
                 value, metrics = self._accumulate(batch, lr_fraction)

@@ -370,7 +370,7 @@ def build_stepper(
     if obstacle and training.capture == "on":
         raise TrainingError(f'training/capture is "on", but {obstacle}: use "auto"')
     tf32 = training.enable_tf32 and device.type == "cuda"
-    capture = training.capture == "on" or (training.capture == "auto" and strategy.captured_by_default)
+    capture = training.capture != "off"
     parts, gradient = parts or DeviceParts(), None
     guard: Guard
     if obstacle:

@@ -63,13 +63,10 @@ class Strategy(ABC):
         Whether a rank holds only a part of each parameter between steps.
     reads_on_host
         Why a step needs a number on the host; None where a step can wait for nothing, and be captured in a CUDA graph.
-    captured_by_default
-        Whether `capture: auto` captures such steps.
     """
 
     cuts_parameters: ClassVar[bool] = False
     reads_on_host: str | None = None
-    captured_by_default = True
     _replicas: DeviceMesh | None = None
     _state_in_parts = False
 

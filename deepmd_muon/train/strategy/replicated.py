@@ -39,8 +39,6 @@ class Replicated(SeveralRanks):
         super().__init__(ranks, model)
         self._replicas = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("replicas",))
         self._state_in_parts = state_in_parts
-        # A graph would hold the optimizer's exchanges, which no run on several GPUs has shown to give the eager bits.
-        self.captured_by_default = not state_in_parts
         self._stratified = stratified
         if stratified:
             self.reads_on_host = "training/stratified is true"
@@ -61,7 +59,7 @@ class Replicated(SeveralRanks):
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
         present = loss.new_tensor([float(p.grad is not None) for p in params])
         tail = torch.cat([self._loss_and_requests(loss), present])
-        parts, summed = self._sum(grads, tail)
+        flat, parts, summed = self._sum(grads, tail)
         with self.ranks.waiting():
             numbers = summed.tolist()
         self._agree(numbers[1 : 1 + len(SIGNALS)])
@@ -69,7 +67,7 @@ class Replicated(SeveralRanks):
             # An optimizer leaves a parameter that has a gradient nowhere alone.
             mean = part.mul_(self.ranks.size / there) if self._stratified and there else part
             p.grad = mean.view_as(g).to(g.dtype) if there else None
-        return self._reduced(summed)
+        return self._reduced(flat, summed)
 
     def _reduce_on_device(self, loss: Tensor, branch: EnergyModel | None) -> Reduced:
         """Do the same without waiting.
@@ -87,11 +85,11 @@ class Replicated(SeveralRanks):
             )
         chosen = [params[i] for i in sorted(trained)]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
-        parts, summed = self._sum(grads, torch.cat([loss.reshape(1), self._late.mine.to(loss.dtype)]))
+        flat, parts, summed = self._sum(grads, torch.cat([loss.reshape(1), self._late.mine.to(loss.dtype)]))
         self._late.summed.copy_(summed[1:])
         for p, g, part in zip(chosen, grads, parts, strict=True):
             p.grad = part.view_as(g).to(g.dtype)
-        return self._reduced(summed)
+        return self._reduced(flat, summed)
 
     def _agreed_on_trained(self, params: Sequence[nn.Parameter], branch: EnergyModel | None) -> frozenset[int]:
         """Return the numbers of the parameters that have a gradient on any rank in the first step of a branch."""
@@ -102,17 +100,17 @@ class Replicated(SeveralRanks):
             self._trained[branch] = frozenset(i for i, count in enumerate(counts) if count)
         return self._trained[branch]
 
-    def _sum(self, grads: Sequence[Tensor], tail: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        """Return the mean of every gradient over the ranks, flat, and the sum of `tail`, by one exchange."""
+    def _sum(self, grads: Sequence[Tensor], tail: Tensor) -> tuple[Tensor, Sequence[Tensor], Tensor]:
+        """Return the mean of all gradients over the ranks, of each as a view of it, and the sum of `tail`."""
         dtype = max((g.dtype for g in grads), key=lambda dtype: dtype.itemsize)
         flat = self.ranks.sum(torch.cat([*(g.reshape(-1).to(dtype) for g in grads), tail.to(dtype)]))
-        flat[: -tail.numel()].div_(self.ranks.size)
         *parts, summed = flat.split([*(g.numel() for g in grads), tail.numel()])
-        return parts, summed
+        mean = flat[: -tail.numel()].div_(self.ranks.size)
+        return mean, parts, summed
 
-    def _reduced(self, summed: Tensor) -> Reduced:
+    def _reduced(self, mean: Tensor, summed: Tensor) -> Reduced:
         found = [p.grad for p in self.model.parameters() if p.requires_grad and p.grad is not None]
-        return Reduced(found, torch.nn.utils.get_total_norm(found), summed[0] / self.ranks.size)
+        return Reduced(found, torch.linalg.vector_norm(mean), summed[0] / self.ranks.size)
 
     def request_stop(self, number: int) -> None:
         """Tell the other ranks of a signal with the next exchange, which ends the run on all of them."""

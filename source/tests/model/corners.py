@@ -7,8 +7,12 @@ import torch
 from model_batches import make_batch
 
 from deepmd_muon.model import build_model
+from deepmd_muon.model.descriptor.pieces import finest, uniform
 from deepmd_muon.model.descriptor.se_e2_a import interpolation
 from deepmd_muon.model.nn import triton_support
+
+#: Sixteen pieces between a hundredth and an eighth of the interval.
+UNEVEN = finest([uniform(8), (0, 8, 16, 32, 64, 96, 128, 512, 768, 960, 992, 1016)])
 
 TYPES = ["Ni", "Pd", "Al"]
 _RADIAL = {"rcut": 4.0, "rcut_smth": 1.5, "neuron": [4, 8], "axis_neuron": 2}
@@ -51,7 +55,7 @@ def corner_model(name, precision, device="cpu", corner=""):
     model.set_statistics(mean, torch.full((3, 4), 0.15, dtype=torch.float64))
     if precision == "float64":  # the weights that the same model has in single precision
         model.load_state_dict(corner_model(name, "float32", corner=corner).state_dict())
-    model.pieces = 16
+    model.pieces = uniform(16)
     return model.to(device)
 
 

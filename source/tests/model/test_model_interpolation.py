@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from corners import UNEVEN
 from model_batches import make_batch, section
 
 from deepmd_muon.model import build_model
+from deepmd_muon.model.descriptor.pieces import lengths, uniform
 from deepmd_muon.model.descriptor.se_e2_a import interpolation
 from deepmd_muon.model.energy_model import edge_vectors
 
@@ -43,7 +45,7 @@ def results(built, structures, pieces):
     return out["energy"].detach(), out["force"].detach(), out["virial"].detach(), gradient
 
 
-@pytest.mark.parametrize("pieces", [16, 32, 64])
+@pytest.mark.parametrize("pieces", [uniform(16), uniform(64), UNEVEN], ids=["16", "64", "uneven"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -61,7 +63,7 @@ def test_interpolated_model_equals_the_exact_one(settings, pieces):
     single = settings.get("precision") == "float32"
     for name, wanted, found in zip(
         ("energy", "force", "virial", "gradient"),
-        results(built, structures, 0),
+        results(built, structures, ()),
         results(built, structures, pieces),
         strict=True,
     ):
@@ -71,7 +73,7 @@ def test_interpolated_model_equals_the_exact_one(settings, pieces):
 
 def test_forces_are_the_derivative_of_the_interpolated_energy():
     built, structures = model(), batch(1)
-    built.pieces = 16
+    built.pieces = UNEVEN
     coord, step = structures.coord.clone(), 1e-5
     out = built(structures)
     for atom, axis in ((0, 0), (3, 1), (7, 2)):
@@ -88,7 +90,7 @@ def test_forces_are_the_derivative_of_the_interpolated_energy():
 def test_only_steps_that_train_interpolate():
     built, structures = model(activation_function="relu"), batch()
     exact = built(structures)["energy"].detach()
-    built.pieces = 16
+    built.pieces = uniform(16)
     assert float((built(structures)["energy"].detach() - exact).abs().max()) > 1e-9
     with torch.no_grad():
         torch.testing.assert_close(built(structures)["energy"], exact, rtol=1e-14, atol=0)
@@ -97,7 +99,7 @@ def test_only_steps_that_train_interpolate():
 def test_evaluate_and_spread_are_transposes():
     generator = torch.Generator().manual_seed(6)
     rows = torch.randn(2, 9, 4, dtype=torch.float64, generator=generator)
-    edges = interpolation.cut(rows, rows[:, 0], 16, (4, 5), (4, 6))
+    edges = interpolation.cut(rows, rows[:, 0], UNEVEN, (4, 5), (4, 6))
     product = torch.randn(2, 4, edges.terms, dtype=torch.float64, generator=generator, requires_grad=True)
     moved = torch.randn(rows.shape, dtype=torch.float64, generator=generator)
     slope = interpolation.evaluate(edges, product)
@@ -115,7 +117,7 @@ def test_the_tail_tells_the_error():
             for p in nets[0].parameters():
                 p.mul_(scale)
         rows, empty, _, _ = descriptor._standardised(structures, edge_vectors(structures), None)
-        edges = interpolation.cut(rows, empty, 16, structures.sections, descriptor.sel)
+        edges = interpolation.cut(rows, empty, uniform(16), structures.sections, descriptor.sel)
         found = interpolation.coefficients(nets, descriptor.activation, edges)
         s = rows[:, : structures.sections[0], 0].flatten()
         exact, _ = interpolation.layers.values(descriptor.activation, nets[0].copies, s[:, None], nets[0].tensors)
@@ -123,25 +125,60 @@ def test_the_tail_tells_the_error():
         terms = found.unflatten(0, (-1, interpolation.ORDERS))[cell.view(rows.shape[:2]) % (2 * 16)]
         features = torch.einsum("aem,aemf->aef", basis, terms)[:, : structures.sections[0]].flatten(0, 1)
         error = float((features - exact).abs().max() / exact.abs().max())
-        assert error <= max(10.0 * float(interpolation.tail(found, 16)), 1e-13)
+        assert error <= max(10.0 * float(interpolation.tails(found, 16).max()), 1e-13)
 
 
 @pytest.mark.parametrize(
     ("scale", "activation", "wanted"),
-    [(1.0, "tanh", 16), (2.0, "tanh", 32), (3.0, "tanh", 64), (1.0, "relu", 0), (1e3, "tanh", 0)],
+    [(1.0, "tanh", 16), (2.0, "tanh", 32), (3.0, "tanh", 32), (6.0, "tanh", 64), (1.0, "relu", 0), (1e3, "tanh", 0)],
 )
 def test_tuning_takes_as_many_pieces_as_the_networks_need(scale, activation, wanted):
     built = model(activation_function=activation)
     with torch.no_grad():
         for p in built.atomic_model.descriptor.sea.parameters():
             p.mul_(scale)
-    built.pieces = built.wanted_pieces([batch(1, 6), batch()])
-    assert built.pieces == wanted
+    batches = [batch(1, 6), batch()]
+    built.pieces = built.wanted_pieces(batches)
+    assert len(built.pieces) == wanted
+    assert built.wanted_pieces(batches) == built.pieces
+
+
+def test_pieces_are_short_where_the_networks_bend():
+    """Networks of a trained model bend in a small part of the interval: equal pieces would all be as short."""
+    built, structures = model(), batch()
+    with torch.no_grad():
+        for network in built.atomic_model.descriptor.networks()[0]:
+            network.layers[0].matrix.mul_(12.0)
+            bias = network.layers[0].bias
+            bias.copy_(-18.0 * torch.linspace(0.9, 1.1, bias.numel()).view_as(bias))
+    built.pieces = built.wanted_pieces([structures])
+    sizes = lengths(built.pieces)
+    assert min(sizes) < 16 <= 64 <= max(sizes)
+    exact = results(built, structures, ())
+    for wanted, found in zip(exact, results(built, structures, built.wanted_pieces([structures])), strict=True):
+        assert float((found - wanted).norm() / wanted.norm()) < 1e-7
+
+
+def test_pieces_stay_while_they_suffice():
+    built, structures = model(), batch()
+    built.pieces = first = built.wanted_pieces([structures])
+    parameters = list(built.atomic_model.descriptor.sea.parameters())
+
+    def scaled(factor):
+        with torch.no_grad():
+            torch._foreach_mul_(parameters, factor)
+        return built.wanted_pieces([structures])
+
+    assert scaled(1.02) == first
+    built.pieces = uniform(64)
+    assert len(built.wanted_pieces([structures])) == 16  # fewer suffice
+    built.pieces = first
+    assert len(scaled(3.0)) > 16
 
 
 def test_small_batches_stay_exact(monkeypatch):
     monkeypatch.setattr(interpolation, "EDGES_PER_NODE", 4)
     built, structures = model(activation_function="relu"), batch()
     exact = built(structures)["energy"].detach()
-    built.pieces = 16  # 24 atoms with 68 slots: fewer than 4 edges for each of 512 nodes
+    built.pieces = uniform(16)  # 24 atoms with 68 slots: fewer than 4 edges for each of 512 nodes
     assert torch.equal(built(structures)["energy"].detach(), exact)

@@ -10,7 +10,7 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed (pip install deepmd-muon[gpu])", allow_module_level=True)
 
-from corners import CORNERS, DESCRIPTORS, assert_corner
+from corners import CORNERS, DESCRIPTORS, UNEVEN, assert_corner
 from dpa1_attention import OPTIONS, attention_of, attention_results
 from dpa1_embedding import NETS, assert_same_embedding, embedding_results
 from dpa3_passes import angle_results, distance, edge_results, edge_sum_results, node_results
@@ -24,6 +24,7 @@ from deepmd_muon.model.descriptor.dpa1.geometry import geometry as dpa1_geometry
 from deepmd_muon.model.descriptor.dpa3 import angles, edges, layer
 from deepmd_muon.model.descriptor.dpa3.kernels import angles as angle_kernels
 from deepmd_muon.model.descriptor.dpa3.kernels import edges as edge_kernels
+from deepmd_muon.model.descriptor.pieces import lengths, uniform
 from deepmd_muon.model.descriptor.se_e2_a import interpolation
 from deepmd_muon.model.descriptor.se_e2_a import kernels as se_e2_a_kernels
 from deepmd_muon.model.nn import layer_kernels, layers, triton_support
@@ -40,7 +41,7 @@ DTYPES = [torch.float64, torch.float32]
 
 def test_kernels_in_the_interpreter():
     here = Path(__file__)
-    assert passed_in_interpreter(here, here.with_name("test_neighbor_search.py")) == 212
+    assert passed_in_interpreter(here, here.with_name("test_neighbor_search.py")) == 214
 
 
 class Draw:
@@ -72,13 +73,13 @@ def fill_with_nan(x):
 
 @on_each_backend
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("pieces", [16, 32])
+@pytest.mark.parametrize("pieces", [uniform(16), uniform(32), UNEVEN], ids=["16", "32", "uneven"])
 def test_interpolation_kernels(dtype, pieces):
     normal = functools.partial(Draw(1).normal, dtype=dtype)
     rows, empty = normal(3, 7 + 40, 4), normal(3, 4)
     edges = interpolation.cut(rows, empty, pieces, (7, 40), (9, 40))
-    # The polynomials of degree 15 on 32 pieces magnify the rounding of s, which differs between fused and plain sums.
-    factor = 15**2 * pieces / 16 if DEVICE.type == "cuda" else 1
+    # Polynomials of degree 15 on short pieces magnify the rounding of s, which differs between fused and plain sums.
+    factor = 15**2 * 64 / min(lengths(pieces)) if DEVICE.type == "cuda" else 1
     close(se_e2_a_kernels.expand(edges), interpolation.expand_reference(edges), factor)
     product = normal(3, 4, edges.terms)
     close(se_e2_a_kernels.evaluate(edges, product), interpolation.evaluate_reference(edges, product), factor)
@@ -94,7 +95,7 @@ def test_interpolation_kernels_with_sorted_edges_and_pieces_without_any():
     for first, last in ((0, 20), (20, 120)):
         rows[:, first:last, 0] = 9.0 * draw.uniform(2, last - first, dtype=torch.float64).sort(1, True).values ** 6
         rows[:, last - 4 : last] = empty[:, None] = rows[:, last - 1 : last].amin() - 0.1
-    edges = interpolation.cut(rows, empty, 16, (20, 100), (20, 130))
+    edges = interpolation.cut(rows, empty, uniform(16), (20, 100), (20, 130))
     close(se_e2_a_kernels.expand(edges), interpolation.expand_reference(edges), 100)
     moved = draw.normal(*rows.shape)
     close(se_e2_a_kernels.spread(edges, moved), interpolation.spread_reference(edges, moved), 100)
@@ -165,8 +166,8 @@ def test_rows_kernels(dtype):
     wanted = torch.addcmul(wanted_empty[:, None], rows.to(dtype), wanted_scale[:, None])
     for one, other in zip(found, (wanted, wanted_empty, wanted_scale), strict=True):
         close(one, other)
-    edges = interpolation.cut(wanted, wanted_empty, 16, (7, 200), (9, 200))
-    start = se_e2_a_kernels.interval_starts(wanted, wanted_empty, 16, (7, 200), interpolation.SHORTEST)
+    edges = interpolation.cut(wanted, wanted_empty, uniform(16), (7, 200), (9, 200))
+    start = se_e2_a_kernels.interval_starts(wanted, wanted_empty, (7, 200), interpolation.SHORTEST)
     close(start, edges.start)
 
 

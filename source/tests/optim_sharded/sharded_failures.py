@@ -43,7 +43,8 @@ def missing_gradients():
 WAYS = {
     "repeated": (ShardedSettings(replication="repeat"), ("weight", "bias")),
     "spread": (ShardedSettings(replication="spread"), ("bias",)),
-    "cut state": (ShardedSettings(state="sharded"), ("bias",)),
+    "cut state": (ShardedSettings(state="sharded", replication="spread"), ("bias",)),
+    "gathered momenta": (ShardedSettings(state="sharded", replication="repeat"), ("weight", "bias")),
 }
 
 

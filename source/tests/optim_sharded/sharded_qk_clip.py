@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_cases import drawn, layouts, mesh_of, place
+from sharded_cases import ON_GPUS, drawn, layouts, mesh_of, place
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -37,12 +37,16 @@ CLIP = QKClip(
     threshold=3.0,
 )
 LOGITS = {
-    "separate": torch.tensor([1.0, 3.5, 6.0, 2.0, -9.0, 30.0]),
-    "fused": torch.tensor([4.0, 0.0, 5.0, 3.0, 2.0, 1.0]),
-    "latent": torch.tensor([8.0, 1.0, 4.0]),
-    "heads": torch.tensor([7.0, 1.0, 2.0, 9.0, 3.0, 4.0]),
-    "groups": torch.tensor([2.0, 9.0, 2.0, 1.0, 2.0, 5.0]),
+    "separate": [1.0, 3.5, 6.0, 2.0, -9.0, 30.0],
+    "fused": [4.0, 0.0, 5.0, 3.0, 2.0, 1.0],
+    "latent": [8.0, 1.0, 4.0],
+    "heads": [7.0, 1.0, 2.0, 9.0, 3.0, 4.0],
+    "groups": [2.0, 9.0, 2.0, 1.0, 2.0, 5.0],
 }
+
+
+def all_logits():
+    return {name: torch.tensor(values) for name, values in LOGITS.items()}
 
 
 def named(shapes, make):
@@ -55,6 +59,11 @@ def mine(logits):
     heads = torch.arange(len(logits))
     seen = torch.where(heads % 2 == rank % 2, logits - 1.0, -math.inf)
     return torch.where(heads % world == rank, logits, seen)
+
+
+def assert_close(x, expected, what):
+    rtol, atol = (ON_GPUS, ON_GPUS) if expected.is_cuda else (1e-6, 1e-9)
+    assert torch.allclose(x, expected, rtol=rtol, atol=atol), what
 
 
 def clipped(params, logits, **settings):
@@ -71,11 +80,12 @@ def clipped(params, logits, **settings):
 def sharded_qk_clip():
     random = torch.Generator("cpu").manual_seed(0)
     values = {shape: drawn(random, shape, torch.float64) for shape in SHAPES.values()}
-    own = {name: mine(x) for name, x in LOGITS.items()}
-    expected = clipped(named(SHAPES, lambda shape: values[shape].clone()), LOGITS)
+    logits = all_logits()
+    own = {name: mine(x) for name, x in logits.items()}
+    expected = clipped(named(SHAPES, lambda shape: values[shape].clone()), logits)
     plain = clipped(named(SHAPES, lambda shape: values[shape].clone()), own, replicas=mesh_of((dist.get_world_size(),)))
     offloaded = named(SHAPES, lambda shape: values[shape].clone())
-    results = {"replicas": plain, "offloaded": clipped(offloaded, LOGITS, offload=True)}
+    results = {"replicas": plain, "offloaded": clipped(offloaded, logits, offload=True)}
     for name, mesh, placements in layouts():
         if all(getattr(placement, "dim", 0) < 2 for placement in placements):
             there = mesh_of(mesh)
@@ -88,7 +98,7 @@ def sharded_qk_clip():
     assert len(results) > 3
     for kind, found in results.items():
         for name, p in expected.items():
-            assert torch.allclose(found[name], p, rtol=1e-6, atol=1e-9), (kind, name)
+            assert_close(found[name], p, (kind, name))
 
 
 def logits_as_dtensors():
@@ -96,22 +106,23 @@ def logits_as_dtensors():
     world = dist.get_world_size()
     random = torch.Generator("cpu").manual_seed(0)
     values = {shape: drawn(random, shape, torch.float64) for shape in SHAPES.values()}
-    expected = clipped(named(SHAPES, lambda shape: values[shape].clone()), LOGITS)
+    everything = all_logits()
+    expected = clipped(named(SHAPES, lambda shape: values[shape].clone()), everything)
     mesh = mesh_of((world,))
     as_dtensors = {
-        "heads": {name: place(x.clone(), mesh, [Shard(0)]) for name, x in LOGITS.items()},
-        "whole": {name: place(x.clone(), mesh, [Replicate()]) for name, x in LOGITS.items()},
-        "maxima": {name: DTensor.from_local(mine(x), mesh, [Partial("max")]) for name, x in LOGITS.items()},
+        "heads": {name: place(x.clone(), mesh, [Shard(0)]) for name, x in everything.items()},
+        "whole": {name: place(x.clone(), mesh, [Replicate()]) for name, x in everything.items()},
+        "maxima": {name: DTensor.from_local(mine(x), mesh, [Partial("max")]) for name, x in everything.items()},
     }
     if world == 4:
         grid = mesh_of((2, 2))
-        as_dtensors["grid"] = {name: place(x.clone(), grid, [Replicate(), Shard(0)]) for name, x in LOGITS.items()}
+        as_dtensors["grid"] = {name: place(x.clone(), grid, [Replicate(), Shard(0)]) for name, x in everything.items()}
     for kind, logits in as_dtensors.items():
         sharded = named(SHAPES, lambda shape: place(values[shape].clone(), mesh, [Shard(0)]))
         copies = named(SHAPES, lambda shape: values[shape].clone())
         for found in (clipped(sharded, logits), clipped(copies, logits, replicas=mesh)):
             for name, p in expected.items():
-                assert torch.allclose(found[name], p, rtol=1e-6, atol=1e-9), (kind, name)
+                assert_close(found[name], p, (kind, name))
 
 
 def unusable_logits_change_nothing():
@@ -125,9 +136,9 @@ def unusable_logits_change_nothing():
         alone.step(qk_logits={"latent": sums})
     # Each process has its own weights, of which a share of the heads would be clipped here and another there.
     with pytest.raises(QKClipError, match="do not share"):
-        alone.step(qk_logits={"latent": place(LOGITS["latent"].clone(), mesh, [Shard(0)])})
+        alone.step(qk_logits={"latent": place(all_logits()["latent"], mesh, [Shard(0)])})
     assert all(torch.equal(p, torch.ones_like(p)) for p in params.values())
-    alone.step(qk_logits={"latent": place(LOGITS["latent"].clone(), mesh, [Replicate()])})
+    alone.step(qk_logits={"latent": place(all_logits()["latent"], mesh, [Replicate()])})
     assert not any(torch.equal(p, torch.ones_like(p)) for p in params.values())
 
 

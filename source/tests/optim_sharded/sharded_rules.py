@@ -54,11 +54,15 @@ def rules_of_replicas():
     """Replicas with sharded state, which is cut along rows or columns, or whole; missing and non-finite gradients."""
     shapes = [*SHAPES["even"], (7, 6), (2, 3), (6, 8, 16), (13,)]
     for settings in (BOTH, COLUMNS, SOAP, NORMS):
-        for sharded, more in (({}, {}), ({"bucket_bytes": 1, "slots": 1}, {"offload": True})):
+        for sharded, more in (
+            ({"replication": "spread"}, {}),
+            ({"bucket_bytes": 1, "slots": 1}, {"offload": True}),
+            ({"replication": "repeat"}, {}),
+        ):
             replicas = Replicas(shapes, dist.group.WORLD, sharded, many=more, on_nonfinite="skip", **settings)
             replicas.step()
             replicas.step(nowhere=(0, 5))
-            replicas.step(without=(2, 6))
+            replicas.step(without=() if "repeat" in sharded.values() else (2, 6))
             replicas.assert_equal(1e-5)
             before = [q.detach().clone() for q in replicas.many]
             state = [{k: local_of(x).clone() for k, x in s.items()} for s in replicas.optimizers[1].state.values()]

@@ -24,7 +24,7 @@ from deepmd_muon.optim.errors import (
     ShardingError,
     UnsupportedTransportError,
 )
-from deepmd_muon.optim.sharded import ShardedSettings, elements
+from deepmd_muon.optim.sharded import ShardedSettings, elements, repeated
 from deepmd_muon.optim.sharded.bucket import Bucket
 from deepmd_muon.optim.sharded.transport import Exchange
 from deepmd_muon.optim.state.schema import ALL_MOMENTS
@@ -129,16 +129,23 @@ def cut_state():
     for (kind, tolerance), settings in itertools.product(kinds.items(), options):
         shapes = SHAPES[kind] + ([(256,)] if kind == "even" else [])
         exact = tolerance == 0.0 and world != 3
-        replicas = Replicas(shapes, mesh_of((world,)), **settings)
-        for _ in range(3):
-            replicas.step()
-        replicas.assert_equal(tolerance if exact else 1e-6)
+        for replication in ("spread", "repeat"):
+            replicas = Replicas(shapes, mesh_of((world,)), {"replication": replication}, **settings)
+            assert bool(replicas.optimizers[1].plan.domains[0].gathered) == (replication == "repeat")
+            for _ in range(3):
+                replicas.step()
+            replicas.assert_equal(tolerance if exact else 1e-6)
     both = [(7, 6), (13,), (2, 3)] + SHAPES["even"]
-    for sharded, many in (({"bucket_bytes": 1}, {}), ({"slots": 1, "free_gradients": True}, {"offload": True})):
+    for sharded, many in (
+        ({"bucket_bytes": 1}, {}),
+        ({"slots": 1, "free_gradients": True, "replication": "spread"}, {"offload": True}),
+        ({"replication": "repeat"}, {}),
+        ({"replication": "repeat", "free_gradients": True}, {"offload": True, "offload_bytes": 2000}),
+    ):
         replicas = Replicas(both, dist.group.WORLD, sharded, many=many)
         replicas.step()
         replicas.step(nowhere=(0, 1))
-        replicas.step(without=(2, 4))
+        replicas.step(without=() if "repeat" in sharded.values() else (2, 4))
         replicas.assert_equal(1e-6)
         for q in replicas.many:
             copies = [torch.empty_like(q) for _ in range(world)]
@@ -152,6 +159,56 @@ def cut_state():
     assert all(torch.equal(p, q) for p, q in zip(before, replicas.many, strict=True))
     replicas.step()
     replicas.assert_equal(2**-8)
+
+
+def momenta_gathered_early():
+    """`prefetch` changes no bit, whatever lies between it and the step, and saves no gather that a step needs."""
+    mesh = mesh_of((dist.get_world_size(),))
+    told = {"replication": "repeat"}
+    early, late = (Replicas(SHAPES["even"], mesh, told, on_nonfinite="skip") for _ in "12")
+    gathers = []
+    gather = elements.all_gather
+
+    def counting(*args, **options):
+        gathers.append(args)
+        return gather(*args, **options)
+
+    def same():
+        for p, q in zip(early.many, late.many, strict=True):
+            assert torch.equal(p, q)
+            states = (each.optimizers[1].state[x] for each, x in ((early, p), (late, q)))
+            assert all(torch.equal(local_of(x), local_of(y)) for x, y in zip(*map(dict.values, states), strict=True))
+
+    def between(what):
+        optimizer = early.optimizers[1]
+        if what == "twice":
+            optimizer.prefetch()
+        elif what == "saved on one rank" and dist.get_rank() == 0:
+            optimizer.state_dict()
+        elif what == "loaded":
+            optimizer.load_state_dict(optimizer.state_dict())
+        elif what == "frozen":
+            early.many[0].requires_grad_(False)
+            optimizer.state_dict()
+            early.many[0].requires_grad_(True)
+
+    early.optimizers[1].prefetch()  # before the first step there is nothing to start
+    for what in ("nothing", "twice", "saved on one rank", "loaded", "frozen", "nothing"):
+        for each in (early, late):
+            each.step()
+        same()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(repeated, "all_gather", counting)
+            early.optimizers[1].prefetch()
+        assert len(gathers) == 1, what
+        gathers.clear()
+        between(what)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repeated, "all_gather", counting)
+        for each in (early, late):
+            each.step()
+        assert len(gathers) == 1  # of the other optimizer
+    same()
 
 
 def cut_state_takes_a_part_of_the_memory():
@@ -195,6 +252,7 @@ def cut_state_collectives():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counting)
         patch.setattr(elements, "all_gather", counting_gather)
+        patch.setattr(repeated, "all_gather", counting_gather)
         replicas.step()
     plan = replicas.optimizers[1].plan
     (domain,) = plan.domains
@@ -202,6 +260,19 @@ def cut_state_collectives():
     assert len(calls) == 2 * domain.buckets
     assert sum(calls) == domain.sent(plan.settings)[rank]
     assert gathers == [sum(-(-n // dist.get_world_size()) for n in (11, 5))]
+    repeat = {"replication": "repeat"}
+    replicas = Replicas([*(3 * SHAPES["even"]), (11,), (5,)], mesh_of((dist.get_world_size(),)), repeat)
+    replicas.step()
+    calls.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counting)
+        patch.setattr(elements, "all_gather", counting_gather)
+        patch.setattr(repeated, "all_gather", counting_gather)
+        replicas.step()
+    (domain,) = replicas.optimizers[1].plan.domains
+    assert not calls
+    assert gathers[1:] == [domain.gathered // 4, gathers[0]]
+    assert domain.sent(plan.settings)[rank] == 4 * gathers[1] * (dist.get_world_size() - 1)
 
 
 def states_move_between_ways():
@@ -444,6 +515,7 @@ CASES = [
     ("offloaded", offloaded),
     ("offloaded reference", offloaded_reference),
     ("cut state", cut_state),
+    ("momenta gathered early", momenta_gathered_early),
     ("memory of cut state", cut_state_takes_a_part_of_the_memory),
     ("collectives of cut state", cut_state_collectives),
     ("states between ways", states_move_between_ways),

@@ -62,7 +62,8 @@ def cases(device):
     for sharded, agreed in (
         (ShardedSettings(replication="spread", bucket_bytes=2000), False),
         (ShardedSettings(replication="repeat"), True),
-        (ShardedSettings(state="sharded", slots=1), True),
+        (ShardedSettings(state="sharded", slots=1, replication="spread"), True),
+        (ShardedSettings(state="sharded", replication="repeat"), True),
     ):
         for kind, (shapes, settings) in KINDS.items():
             told = {"replicas": dist.group.WORLD, "sharded": sharded, **settings}

@@ -95,6 +95,39 @@ def chunks(x, count, dim):
     return found + [x.narrow(dim, 0, 0)] * (count - len(found))
 
 
+def cut(name, shape, ranks, itemsize=4, rules=(), **options):
+    state = state_layout(shape, ranks, (len(ranks),), matrices=True)
+    return parameter(name, shape, replicated(ranks), itemsize=itemsize, rules=rules, state_layout=state, **options)
+
+
+def test_replicas_gather_small_momenta_and_share_the_work_of_large_ones():
+    small = [cut("a", (24, 16), range(4), rules=(Magma(),)), cut("b", (10, 7), range(4), rules=(Magma(),))]
+    told = ShardedSettings(state="sharded")
+    (domain,) = make_plan(small, told).domains
+    assert (domain.spread, domain.buckets, domain.gathered) == (False, 0, 4 * (6 * 16 + 10 * 2))  # ceil(7 / 4) = 2
+    assert {job.owner for job in domain.jobs} == {0, 1, 2, 3}
+    assert all(job.sources == {job.owner: n} for job in domain.jobs for n in job.sources.values())
+    assert domain.sent(told) == dict.fromkeys(range(4), 3 * domain.gathered)
+    plan = make_plan(small, told)
+    assert "1 for the momenta" in plan.describe()
+    # Work that takes longer than the bytes is shared, and so is what cannot be gathered.
+    large = [cut(f"w{i}", (2048, 2048), range(4)) for i in range(8)]
+    for params, settings in (
+        (large, {}),
+        (small, {"replication": "spread"}),
+        (small, {"bucket_bytes": 1000}),
+        (small, {"gather_dtype": "bfloat16"}),
+        (small, {"exchange": "reference"}),
+        ([cut("a", (24, 16), range(4), rules=(NorMuon(),))], {}),
+        ([cut("a", (24, 16), range(4), masters=True)], {}),
+        ([*small, parameter("c", (8, 8), Layout((4,), (0, 1, 2, 3), (ShardPlacement(0),)))], {}),
+        ([*small, *(dataclasses.replace(p, name=f"v{p.name}", itemsize=8) for p in large)], {}),
+        ([cut("a", (24, 16), range(1))], {}),
+    ):
+        domains = make_plan(params, dataclasses.replace(told, **settings)).domains
+        assert all(domain.spread and not domain.gathered for domain in domains), settings
+
+
 @given(parameters())
 def test_regions_are_what_chunking_gives(drawn):
     for p in drawn:
@@ -162,7 +195,7 @@ def test_updates_return_to_the_parts_of_master_weights(ranks, shapes, rules):
             )
             for i, shape in enumerate(shapes)
         ]
-        plans.append(make_plan(drawn, ShardedSettings(state="sharded")))
+        plans.append(make_plan(drawn, ShardedSettings(state="sharded", replication="spread")))
     sent = [sum(plan.domains[0].sent(plan.settings).values()) for plan in plans]
     assert sent[0] < sent[1]
     assert plans[0].digest(plans[0].domains[0]) != plans[1].digest(plans[1].domains[0])

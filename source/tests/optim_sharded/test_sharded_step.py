@@ -58,7 +58,14 @@ FOR_THREE = (
 NOT_FOR_FOUR = (
     *("bfloat16", "narrow wires", "replicas", "freed gradients", "missing gradients", "gradients that do not agree"),
     *("gradients compared late", "non-finite gradients", "gradient scaler", "order of a step", "offloaded reference"),
-    *("cut state", "memory of cut state", "collectives of cut state", "states between ways", "preflight of cut state"),
+    *(
+        "cut state",
+        "momenta gathered early",
+        "memory of cut state",
+        "collectives of cut state",
+        "states between ways",
+        "preflight of cut state",
+    ),
     *("Adam in parts", "Adam in parts, as users call it", "profiled step"),
     *("FSDP1", "routes", "settings", "settings later", "settings in rare steps", "settings compared late"),
     "replicas that differ",

@@ -7,6 +7,7 @@ from deepmd_muon.argcheck import normalize
 from deepmd_muon.data import DataLoader, NeighborCache, open_systems
 from deepmd_muon.loss import build_loss
 from deepmd_muon.model import build_model
+from deepmd_muon.model.descriptor.pieces import uniform
 from deepmd_muon.train.batches.batch import map_tensors, to_device
 from deepmd_muon.train.batches.streamed import with_full_sections
 from deepmd_muon.train.step import compiled
@@ -36,7 +37,7 @@ def prepare(small_input, name, device="cpu"):
     given = normalize(content)
     model = build_model(given.normalized["model"]).to(device)
     if name == "interpolated":
-        model.pieces = 16
+        model.pieces = uniform(16)
     settings = given.settings
     systems = open_systems(settings.training.training_data.systems, model.type_map)
     cache = NeighborCache.of(model.neighbors, 1)

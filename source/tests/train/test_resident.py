@@ -92,7 +92,7 @@ def test_padded_batches_have_the_losses_of_plain_ones(systems, monkeypatch, case
     name, batch_size, most = case
     monkeypatch.setattr(shapes, "MOST_SHAPES", most)
     model = corner_model(name, "float64")
-    model.pieces = 0
+    model.pieces = ()
     loss = build_loss({"start_pref_v": 0.1, "limit_pref_v": 1.0})
     plain = loader(systems, model, batch_size)
     batches = ResidentBatches(loader(systems, model, batch_size), CPU, way)

@@ -330,4 +330,5 @@ def test_errors_of_the_exchange_are_told_from_others():
     assert not is_lost_connection(outer)
     outer.__cause__ = lost
     assert is_lost_connection(outer)
+    assert is_lost_connection(RuntimeError("Application timeout caused pair closure"))
     assert not is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

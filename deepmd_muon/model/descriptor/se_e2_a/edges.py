@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from deepmd_muon.model.descriptor.pieces import Pieces
+
 ORDERS = 16
 
 
@@ -21,9 +23,9 @@ class Edges(NamedTuple):
     empty
         R of an empty slot `(atoms, 4)`.
     start
-        First s of the first piece, and pieces per unit of s, of each neighbour type `(types, 2)`.
+        Least s, and cells of the interval per unit of s, of each neighbour type `(types, 2)`.
     pieces
-        How many pieces the interval has.
+        How the intervals of all types are cut.
     widths
         Columns of each neighbour type.
     missing
@@ -33,14 +35,14 @@ class Edges(NamedTuple):
     rows: torch.Tensor
     empty: torch.Tensor
     start: torch.Tensor
-    pieces: int
+    pieces: Pieces
     widths: tuple[int, ...]
     missing: tuple[int, ...]
 
     @property
     def terms(self) -> int:
         """Polynomials over all neighbour types."""
-        return len(self.widths) * self.pieces * ORDERS
+        return len(self.widths) * len(self.pieces) * ORDERS
 
 
 def first_columns(widths: Sequence[int]) -> list[int]:

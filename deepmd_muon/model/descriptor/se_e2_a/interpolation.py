@@ -4,16 +4,16 @@ The net G maps one number s per edge to M features, and the descriptor needs onl
 
     A_i = Σ_e R_e ⊗ G(s_e)                  dE/dR_e = Ā_i·G(s_e)                dE/ds_e = R_e·Ā_i·G′(s_e).
 
-The s of a batch's neighbours of one type lie in a short interval. Cut into `pieces` of equal length, on each of which
-G is a polynomial of degree 15 to rounding, G(s) = Σ_m T_m(u) C_jm with j the piece of s and u ∈ [−1, 1] its place
-there. Then
+The s of a batch's neighbours of one type lie in a short interval. It is cut into `pieces`, short where G bends much, on
+each of which G is a polynomial of degree 15 to rounding, G(s) = Σ_m T_m(u) C_jm with j the piece of s and u ∈ [−1, 1]
+its place there. Then
 
     A_i = B_i·C,   B_i[c, jm] = Σ_{e in piece j} R_e[c] T_m(u_e)            (`expand`: geometry alone)
     dE/dR_e[c] = Σ_m T_m(u_e) P_i[c, jm],  P_i = Ā_i·Cᵀ,  and dE/ds_e alike with T′_m      (`evaluate`: linear in P)
 
-so the network is evaluated at 16·pieces nodes instead of once per edge (10² to 10³ times fewer rows), and only matrix
+so the network is evaluated at 16 nodes a piece instead of once per edge (10² to 10³ times fewer rows), and only matrix
 products per atom remain. Forces and the gradient of a force loss are the exact derivatives of the interpolated
-energy, through torch's own autograd. `tail` estimates the interpolation error by the last
+energy, through torch's own autograd. `tails` estimate the interpolation error by the last
 coefficients, as usual for Chebyshev series (Trefethen, Approximation Theory and Approximation Practice, chapter 8).
 
 On a GPU the two sums over edges are one Triton kernel each; the functions here define their result.
@@ -29,17 +29,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deepmd_muon.model.descriptor.pieces import GRID, Pieces, lengths, places, refined
 from deepmd_muon.model.descriptor.se_e2_a.edges import ORDERS, Edges
 from deepmd_muon.model.nn import layers, triton_support
 from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.linear import linear
 from deepmd_muon.model.nn.networks import Copies, Network, unflatten
 
-PIECES = (16, 32, 64)
-"""The numbers of pieces that `fewest_pieces` chooses from."""
-
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6}
 """Largest estimated interpolation error relative to the largest feature; the slope of a feature errs 10³ times more."""
+
+MARGIN = 1 / 8
+"""Part of the tolerance that newly chosen pieces keep. An error grows with the 16th power of the weights, so that the
+pieces suffice until the weights have grown by an eighth."""
 
 SHORTEST = 1.0
 """Least length of an interval, in standard deviations of s. Where all s of a type are equal, as in empty slots of an
@@ -55,8 +57,8 @@ EDGES_PER_NODE = 4
 """With fewer edges, evaluating the networks at every edge is as fast."""
 
 
-def cut(rows: Tensor, empty: Tensor, pieces: int, widths: Sequence[int], sel: Sequence[int]) -> Edges:
-    """Cut the interval of the s of each neighbour type into so many pieces.
+def cut(rows: Tensor, empty: Tensor, pieces: Pieces, widths: Sequence[int], sel: Sequence[int]) -> Edges:
+    """Cut the interval of the s of each neighbour type.
 
     `rows` and `empty` are those of `Edges`; `widths` are the columns, and `sel` the slots, of each neighbour type.
     """
@@ -64,20 +66,21 @@ def cut(rows: Tensor, empty: Tensor, pieces: int, widths: Sequence[int], sel: Se
     if triton_support.usable(rows.device):
         from deepmd_muon.model.descriptor.se_e2_a.kernels import interval_starts
 
-        start = interval_starts(rows, empty, pieces, widths, SHORTEST)
+        start = interval_starts(rows, empty, widths, SHORTEST)
         return Edges(rows, empty, start, pieces, tuple(widths), missing)
     columns = [torch.cat([empty[:, :1], part], dim=1) for part in rows[..., 0].split(list(widths), dim=1)]
     low = torch.stack([s.amin() for s in columns])
     span = torch.stack([s.amax() for s in columns]) - low
-    start = torch.stack([low, pieces / span.clamp_min(SHORTEST)], dim=1)
+    start = torch.stack([low, GRID / span.clamp_min(SHORTEST)], dim=1)
     return Edges(rows, empty, start, pieces, tuple(widths), missing)
 
 
 @lru_cache
-def _nodes(pieces: int, device: torch.device) -> Tensor:
-    """Return the Chebyshev nodes of all pieces, in units of a piece `(pieces·16,)`."""
+def _nodes(pieces: Pieces, device: torch.device) -> Tensor:
+    """Return the Chebyshev nodes of all pieces, in cells `(pieces·16,)`."""
     inside = (torch.cos(_angles()) + 1.0) / 2.0
-    return (torch.arange(pieces, dtype=torch.float64, device="cpu")[:, None] + inside).view(-1).to(device)
+    first, size = (torch.tensor(values, dtype=torch.float64, device="cpu") for values in (pieces, lengths(pieces)))
+    return torch.addcmul(first[:, None], size[:, None], inside).view(-1).to(device)
 
 
 @lru_cache
@@ -165,10 +168,10 @@ def coefficients(networks: Sequence[Network], f: Activation, edges: Edges, scale
     return found.to(edges.rows.dtype)
 
 
-def tail(coefficient: Tensor, pieces: int) -> Tensor:
-    """Estimate the interpolation error relative to the largest feature, from the last two coefficients."""
+def tails(coefficient: Tensor, pieces: int) -> Tensor:
+    """Estimate each piece's error `(pieces,)` relative to the largest feature, from the last two coefficients."""
     by_piece = coefficient.unflatten(0, (-1, pieces, ORDERS)).abs()
-    return torch.div(by_piece[:, :, -2:].amax(), by_piece.amax())
+    return torch.div(by_piece[:, :, -2:].amax(dim=(0, 2, 3)), by_piece.amax())
 
 
 class Table(NamedTuple):
@@ -185,7 +188,7 @@ class Table(NamedTuple):
     """
 
     start: Tensor
-    pieces: int
+    pieces: Pieces
     coefficients: tuple[Tensor, ...]
     nearest: float
 
@@ -203,17 +206,23 @@ def tabulate(
 ) -> Table | None:
     """Return the table of all networks on an interval; None where the most pieces do not suffice.
 
-    `blocks` and `f` are as in `fewest_pieces`, `ends` holds the least and the largest s `(2,)`. The coefficients are
+    `blocks` and `f` are as in `choose_pieces`, `ends` holds the least and the largest s `(2,)`. The coefficients are
     multiplied with `scale`; `nearest` is that of `Table`.
     """
     types, span = len(blocks[0]), (ends[1] - ends[0]).clamp_min(SHORTEST)
-    for pieces in PIECES:
-        start = torch.stack([ends[0], pieces / span]).expand(types, 2).contiguous()
-        edges = Edges(start, start, start, pieces, (0,) * types, (0,) * types)
-        found = tuple(coefficients(nets, f, edges, scale) for nets in blocks)
-        if all(float(tail(each, pieces)) <= TABLE_TOLERANCE[start.dtype] for each in found):
-            return Table(start, pieces, found, nearest)
-    return None
+    start = torch.stack([ends[0], GRID / span]).expand(types, 2).contiguous()
+    edges = Edges(start, start, start, (), (0,) * types, (0,) * types)
+    pieces = refined(partial(_errors, blocks, f, edges), TABLE_TOLERANCE[start.dtype])
+    if not pieces:
+        return None
+    edges = edges._replace(pieces=pieces)
+    return Table(start, pieces, tuple(coefficients(nets, f, edges, scale) for nets in blocks), nearest)
+
+
+def _errors(blocks: Sequence[Sequence[Network]], f: Activation, edges: Edges, pieces: Pieces) -> Tensor:
+    """Return the largest error of any network on every piece, see `tails`."""
+    own = edges._replace(pieces=pieces)
+    return torch.stack([tails(coefficients(nets, f, own), len(pieces)) for nets in blocks]).amax(0)
 
 
 def pays(networks: int, edges: int, pieces: int) -> bool:
@@ -221,37 +230,42 @@ def pays(networks: int, edges: int, pieces: int) -> bool:
     return edges >= EDGES_PER_NODE * ORDERS * pieces * networks
 
 
-def fewest_pieces(
+def choose_pieces(
     blocks: Sequence[Sequence[Network]],
     f: Activation,
     rows: Tensor,
     empty: Tensor,
     widths: Sequence[int],
     sel: Sequence[int],
-) -> int:
-    """Return how many pieces interpolate all networks within `TOLERANCE`; 0 where the most do not suffice.
+    present: Pieces,
+) -> Pieces:
+    """Return pieces that interpolate all networks within `TOLERANCE`; none where the most do not suffice.
 
-    `blocks` holds the networks of all neighbour types, of each kind of centre, and `f` is their activation. The others
-    are those of a batch, see `cut`.
+    The `present` ones are kept while they suffice and fewer would not. `blocks` holds the networks of all neighbour
+    types, of each kind of centre, and `f` is their activation. The others are those of a batch, see `cut`.
     """
-    for pieces in PIECES:
-        edges = cut(rows, empty, pieces, widths, sel)
-        if all(float(tail(coefficients(nets, f, edges), pieces)) <= TOLERANCE[rows.dtype] for nets in blocks):
-            return pieces
-    return 0
+    errors = partial(_errors, blocks, f, cut(rows, empty, (), widths, sel))
+    tolerance = TOLERANCE[rows.dtype]
+    kept = present if present and bool((errors(present) <= tolerance).all()) else ()
+    wanted = refined(errors, MARGIN * tolerance)
+    if kept and not 0 < len(wanted) < len(kept):
+        return kept
+    return wanted or refined(errors, tolerance)
 
 
 def _basis(edges: Edges, s: Tensor, kind: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the piece of each s among neighbours of type `kind`, and T_m and dT_m/ds there with m as last axis."""
     low, rate = edges.start[kind].unbind(-1)
     place = (s - low) * rate
-    piece = place.floor().clamp_(0, edges.pieces - 1)
-    u = 2.0 * (place - piece) - 1.0
+    cells, spans = places(edges.pieces, s.dtype, s.device)
+    piece = cells[place.floor().clamp_(0, GRID - 1).long()].long()
+    first, inverse = spans[piece].unbind(-1)
+    u = 2.0 * (place - first) * inverse - 1.0
     values, slopes = [torch.ones_like(u), u], [torch.zeros_like(u), torch.ones_like(u)]
     for _ in range(2, ORDERS):
         slopes.append(2.0 * (values[-1] + u * slopes[-1]) - slopes[-2])
         values.append(2.0 * u * values[-1] - values[-2])
-    return piece.long(), torch.stack(values, -1), torch.stack(slopes, -1) * (2.0 * rate).unsqueeze(-1)
+    return piece, torch.stack(values, -1), torch.stack(slopes, -1) * (2.0 * rate * inverse).unsqueeze(-1)
 
 
 @lru_cache
@@ -265,14 +279,14 @@ def _edge_basis(edges: Edges) -> tuple[Tensor, Tensor, Tensor]:
     kind = _kinds(edges.widths, edges.rows.device)
     piece, values, slopes = _basis(edges, edges.rows[..., 0], kind)
     atom = torch.arange(piece.shape[0], device=piece.device).unsqueeze(1)
-    return ((atom * len(edges.widths) + kind) * edges.pieces + piece).view(-1), values, slopes
+    return ((atom * len(edges.widths) + kind) * len(edges.pieces) + piece).view(-1), values, slopes
 
 
 def _scatter(edges: Edges, cell: Tensor, terms: Tensor) -> Tensor:
     """Sum `(edges, 4, 16)` into `(atoms, 4, terms)`."""
-    atoms, types = edges.rows.shape[0], len(edges.widths)
-    sums = terms.new_zeros(atoms * types * edges.pieces, 4 * ORDERS).index_add_(0, cell, terms.view(-1, 4 * ORDERS))
-    by_type = sums.view(atoms, types * edges.pieces, 4, ORDERS)
+    atoms, each = edges.rows.shape[0], len(edges.widths) * len(edges.pieces)
+    sums = terms.new_zeros(atoms * each, 4 * ORDERS).index_add_(0, cell, terms.view(-1, 4 * ORDERS))
+    by_type = sums.view(atoms, each, 4, ORDERS)
     return by_type.transpose(1, 2).reshape(atoms, 4, edges.terms)
 
 
@@ -284,7 +298,7 @@ def expand_reference(edges: Edges) -> Tensor:
     piece, values, _ = _basis(edges, edges.empty[:, :1], types)
     atom = torch.arange(piece.shape[0], device=piece.device).unsqueeze(1)
     stand_in = edges.empty[:, None] * edges.empty.new_tensor(edges.missing)[:, None]
-    by_type = out.unflatten(2, (len(edges.widths), edges.pieces, ORDERS)).permute(0, 2, 3, 1, 4)
+    by_type = out.unflatten(2, (len(edges.widths), len(edges.pieces), ORDERS)).permute(0, 2, 3, 1, 4)
     by_type[atom, types, piece] += stand_in.unsqueeze(-1) * values.unsqueeze(-2)
     return out
 
@@ -292,7 +306,8 @@ def expand_reference(edges: Edges) -> Tensor:
 def evaluate_reference(edges: Edges, product: Tensor) -> Tensor:
     """Return dE/dR of every edge `(atoms, edges, 4)`, with dE/ds added to its first component, from P."""
     cell, values, slopes = _edge_basis(edges)
-    by_cell = product.unflatten(2, (len(edges.widths) * edges.pieces, ORDERS)).transpose(1, 2).reshape(-1, 4, ORDERS)
+    each = len(edges.widths) * len(edges.pieces)
+    by_cell = product.unflatten(2, (each, ORDERS)).transpose(1, 2).reshape(-1, 4, ORDERS)
     mine = by_cell[cell].view(*values.shape[:2], 4, ORDERS)
     out = torch.matmul(mine, values.unsqueeze(-1)).squeeze(-1)
     out[..., 0] += (torch.matmul(mine, slopes.unsqueeze(-1)).squeeze(-1) * edges.rows).sum(-1)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deepmd_muon.model.descriptor.environment import Reach
 from deepmd_muon.model.descriptor.environment_kernels import loaded_edges, store_four, switched
+from deepmd_muon.model.descriptor.pieces import FEWEST, GRID, places
 from deepmd_muon.model.descriptor.se_e2_a.edges import ORDERS, Edges, first_columns
 from deepmd_muon.model.nn.triton_support import operator
 
@@ -79,8 +80,8 @@ def _extremes_kernel(extremes, rows, empty, table, atoms, nnei, block: tl.conste
 
 
 @triton.jit
-def _start_kernel(start, extremes, atoms, least: tl.constexpr, pieces: tl.constexpr, block: tl.constexpr):
-    """Write the least s of a type and pieces per unit of s."""
+def _start_kernel(start, extremes, atoms, least: tl.constexpr, cells: tl.constexpr, block: tl.constexpr):
+    """Write the least s of a type and cells per unit of s."""
     kind = tl.program_id(0)
     low_at, high_at = extremes + kind * atoms, extremes + (tl.num_programs(0) + kind) * atoms
     dtype: tl.constexpr = extremes.dtype.element_ty
@@ -93,7 +94,7 @@ def _start_kernel(start, extremes, atoms, least: tl.constexpr, pieces: tl.conste
     lowest = tl.min(low)
     span = tl.maximum(tl.max(high) - lowest, least).to(dtype)
     tl.store(start + 2 * kind, lowest)
-    tl.store(start + 2 * kind + 1, pieces / span)
+    tl.store(start + 2 * kind + 1, cells / span)
 
 
 def standard_rows(
@@ -116,15 +117,15 @@ def standard_rows(
     return out, empty, scale
 
 
-def interval_starts(rows: Tensor, empty: Tensor, pieces: int, widths: Sequence[int], least: float) -> Tensor:
-    """Return the least s of each type and pieces per unit of s `(types, 2)`; spans are at least `least`."""
+def interval_starts(rows: Tensor, empty: Tensor, widths: Sequence[int], least: float) -> Tensor:
+    """Return the least s of each type and cells per unit of s `(types, 2)`; spans are at least `least`."""
     atoms, nnei, _ = rows.shape
     types = len(widths)
     extremes = rows.new_empty(2, types, atoms)
     table = type_table(tuple(widths), (0,) * types, rows.device)
     _extremes_kernel[(atoms, types)](extremes, rows.contiguous(), empty.contiguous(), table, atoms, nnei, block=ROWS)
     start = rows.new_empty(types, 2)
-    _start_kernel[(types,)](start, extremes, atoms, least=least, pieces=pieces, block=1024)
+    _start_kernel[(types,)](start, extremes, atoms, least=least, cells=GRID, block=1024)
     return start
 
 
@@ -211,10 +212,11 @@ def _columns(axis: int) -> int:
 
 
 @triton.jit
-def _basis(place, pieces: tl.constexpr, orders: tl.constexpr, edges: tl.constexpr):
-    """Return the piece, T_m(u) and T′_m(u) `(edges, orders)` of every place in [0, pieces]."""
-    piece = tl.minimum(tl.maximum(place.to(tl.int32), 0), pieces - 1)
-    u = 2.0 * (place - piece.to(place.dtype)) - 1.0
+def _basis(place, cells, spans, most: tl.constexpr, orders: tl.constexpr, edges: tl.constexpr):
+    """Return piece and inverse length `(edges,)`, T_m(u) and T′_m(u) `(edges, orders)` of every place in [0, most]."""
+    piece = tl.load(cells + tl.minimum(tl.maximum(place.to(tl.int32), 0), most - 1))
+    inverse = tl.load(spans + 2 * piece + 1)
+    u = 2.0 * (place - tl.load(spans + 2 * piece)) * inverse - 1.0
     m = tl.arange(0, orders)[None, :]
     before, value = tl.full((edges,), 1.0, place.dtype), u
     slope_before, slope = tl.zeros((edges,), place.dtype), tl.full((edges,), 1.0, place.dtype)
@@ -225,13 +227,13 @@ def _basis(place, pieces: tl.constexpr, orders: tl.constexpr, edges: tl.constexp
         value, before = 2.0 * u * value - before, value
         values = tl.where(m == k, value[:, None], values)
         slopes = tl.where(m == k, slope[:, None], slopes)
-    return piece, values, slopes
+    return piece, inverse, values, slopes
 
 
 @triton.jit
 def _spread_kernel(
-    out, rows, empty, moved, start, table, nnei,
-    pieces: tl.constexpr, orders: tl.constexpr, edges: tl.constexpr, transpose: tl.constexpr,
+    out, rows, empty, moved, start, table, cells, spans, nnei, pieces,
+    most: tl.constexpr, orders: tl.constexpr, edges: tl.constexpr, block: tl.constexpr, transpose: tl.constexpr,
 ):  # fmt: skip
     """Sum over the edges of one atom and neighbour type into `(4, pieces, orders)`.
 
@@ -243,10 +245,11 @@ def _spread_kernel(
     low, rate = tl.load(start + 2 * kind), tl.load(start + 2 * kind + 1)
     dtype: tl.constexpr = rows.dtype.element_ty
     kinds = tl.num_programs(1)
-    size: tl.constexpr = pieces * orders
+    size = pieces * orders
     target = out + (atom * 4 * kinds + kind) * size
     for c in tl.static_range(4):
-        tl.store(target + c * kinds * size + tl.arange(0, size), tl.zeros((size,), dtype))
+        for begin in range(0, size, block):
+            tl.store(target + c * kinds * size + begin + tl.arange(0, block), tl.zeros((block,), dtype))
     last = width if transpose else width + 1
     for begin in range(0, last, edges):
         e = begin + tl.arange(0, edges)
@@ -261,9 +264,9 @@ def _spread_kernel(
             used = real | is_empty
         else:
             used = real
-        piece, values, slopes = _basis((s - low) * rate, pieces, orders, edges)
+        piece, inverse, values, slopes = _basis((s - low) * rate, cells, spans, most, orders, edges)
         if transpose:
-            bend = tl.load(moved + at, real, 0.0) * (2.0 * rate)
+            bend = tl.load(moved + at, real, 0.0) * (2.0 * rate * inverse)
         highest = tl.max(tl.where(used, piece, -1))
         for number in range(tl.min(tl.where(used, piece, pieces)), highest + 1):
             mine = used & (piece == number)
@@ -285,19 +288,20 @@ def _spread_kernel(
 
 @triton.jit
 def _evaluate_kernel(
-    out, rows, product, start, table, nnei, pieces: tl.constexpr, orders: tl.constexpr, edges: tl.constexpr
-):
+    out, rows, product, start, table, cells, spans, nnei, pieces,
+    most: tl.constexpr, orders: tl.constexpr, edges: tl.constexpr,
+):  # fmt: skip
     """Evaluate the polynomials P of one atom and neighbour type at some of its edges."""
     atom, kind = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kinds = tl.num_programs(1)
     first, width = tl.load(table + 3 * kind), tl.load(table + 3 * kind + 1)
     low, rate = tl.load(start + 2 * kind), tl.load(start + 2 * kind + 1)
-    size: tl.constexpr = pieces * orders
+    size = pieces * orders
     e = tl.program_id(2) * edges + tl.arange(0, edges)
     real = e < width
     at = (atom * nnei + first + e) * 4
     s = tl.where(real, tl.load(rows + at, real, 0.0), low)
-    piece, values, slopes = _basis((s - low) * rate, pieces, orders, edges)
+    piece, inverse, values, slopes = _basis((s - low) * rate, cells, spans, most, orders, edges)
     cell = piece[:, None] * orders + tl.arange(0, orders)[None, :]
     source = product + (atom * 4 * kinds + kind) * size + cell
     through_s = tl.zeros((edges,), rows.dtype.element_ty)
@@ -310,7 +314,7 @@ def _evaluate_kernel(
             result0 = result
         else:
             tl.store(out + at + c, result, real)
-    tl.store(out + at, result0 + through_s * (2.0 * rate), real)
+    tl.store(out + at, result0 + through_s * (2.0 * rate * inverse), real)
 
 
 @lru_cache
@@ -326,8 +330,9 @@ def _launch_spread(edges: Edges, moved: Tensor | None) -> Tensor:
     out = rows.new_empty(atoms, 4, edges.terms)
     _spread_kernel[(atoms, len(edges.widths))](
         out, rows, edges.empty.contiguous(), rows if moved is None else moved.contiguous(), edges.start,
-        type_table(edges.widths, edges.missing, rows.device), nnei,
-        pieces=edges.pieces, orders=ORDERS, edges=EDGES, transpose=moved is not None, num_warps=WARPS,
+        type_table(edges.widths, edges.missing, rows.device), *places(edges.pieces, rows.dtype, rows.device), nnei,
+        len(edges.pieces), most=GRID, orders=ORDERS, edges=EDGES, block=FEWEST * ORDERS,
+        transpose=moved is not None, num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -349,20 +354,21 @@ def evaluate(edges: Edges, product: Tensor) -> Tensor:
     out = torch.empty_like(rows)
     grid = (atoms, len(edges.widths), triton.cdiv(max(edges.widths), EDGES))
     _evaluate_kernel[grid](
-        out, rows, product.contiguous(), edges.start, type_table(edges.widths, edges.missing, rows.device), nnei,
-        pieces=edges.pieces, orders=ORDERS, edges=EDGES,
+        out, rows, product.contiguous(), edges.start, type_table(edges.widths, edges.missing, rows.device),
+        *places(edges.pieces, rows.dtype, rows.device), nnei, len(edges.pieces),
+        most=GRID, orders=ORDERS, edges=EDGES,
     )  # fmt: skip
     return out
 
 
-_EDGES = "Tensor rows, Tensor empty, Tensor start, int pieces, int[] widths, int[] missing"
+_EDGES = "Tensor rows, Tensor empty, Tensor start, int[] pieces, int[] widths, int[] missing"
 
 
 def _operator(name: str, launch: Callable[..., Tensor], more: str, like: Callable[..., Tensor]) -> Any:
     """Return a launch on `Edges`, and what `more` declares, as an operator of torch that takes their members."""
 
-    def edges_of(rows: Any, empty: Any, start: Any, pieces: int, widths: list[int], missing: list[int]) -> Edges:
-        return Edges(rows, empty, start, pieces, tuple(widths), tuple(missing))
+    def edges_of(rows: Any, empty: Any, start: Any, *several: list[int]) -> Edges:
+        return Edges(rows, empty, start, *map(tuple, several))
 
     def flat(*given: Any) -> Tensor:
         return launch(edges_of(*given[:6]), *given[6:])

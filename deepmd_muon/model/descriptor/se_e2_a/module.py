@@ -9,6 +9,7 @@ import torch
 
 from deepmd_muon.model.descriptor.environment import Environment, Jacobian, Reach, edge_derivative, environment
 from deepmd_muon.model.descriptor.interface import Described, Pullback
+from deepmd_muon.model.descriptor.pieces import Pieces
 from deepmd_muon.model.descriptor.se_e2_a import interpolation
 from deepmd_muon.model.descriptor.se_e2_a.contraction import contract, pull_contraction
 from deepmd_muon.model.descriptor.se_e2_a.embedding import Sums, plan_blocks
@@ -52,8 +53,8 @@ class SeE2A(torch.nn.Module):
     """
 
     needs_statistics = True
-    #: Pieces into which training steps cut the interval of an embedding net; 0 evaluates it at every edge.
-    pieces = 0
+    #: How training steps cut the interval of an embedding net; without pieces they evaluate it at every edge.
+    pieces: Pieces = ()
     #: Stands for the embedding nets in predictions, from `tabulate`.
     table: interpolation.Table | None = None
 
@@ -97,7 +98,7 @@ class SeE2A(torch.nn.Module):
         parts: _Contractions | _Interpolated
         if self.table is not None and not training:
             parts = _Interpolated(*given, self.table)
-        elif self.pieces and training and interpolation.pays(networks, count, self.pieces):
+        elif self.pieces and training and interpolation.pays(networks, count, len(self.pieces)):
             parts = _Interpolated(*given)
         else:
             parts = _Contractions(*given, force=force)
@@ -140,12 +141,12 @@ class SeE2A(torch.nn.Module):
         return [[nets[other * ntypes + centre] for other in range(ntypes)] for centre in range(ntypes)]
 
     @torch.no_grad()
-    def pieces_for(self, structures: Structures, edges: torch.Tensor) -> int:
-        """Return how many pieces the present weights need on such a batch; see `Interpolated`."""
+    def pieces_for(self, structures: Structures, edges: torch.Tensor) -> Pieces:
+        """Return the pieces that the present weights need on such a batch; see `Interpolated`."""
         used = self.used_slots(structures)
         rows, empty_row, _, _ = self._standardised(structures, edges, used)
-        nets = self.networks()
-        return interpolation.fewest_pieces(nets, self.activation, rows, empty_row, structures.sections, self.sel)
+        given = self.networks(), self.activation, rows, empty_row, structures.sections, self.sel
+        return interpolation.choose_pieces(*given, self.pieces)
 
     @torch.no_grad()
     def tabulate(self, structures: Structures, edges: torch.Tensor) -> interpolation.Table | None:
