@@ -318,11 +318,13 @@ class System:
             path = f"{self._sets[k]}/{files[k]}"
             values = np.asarray(self._rows(path, local, int(self._counts[k])), dtype=np.float64)
             values = values.reshape(len(local), -1)
-            if not self._store.sampled and not np.isfinite(values).all():
+            is_length = files[k] in ("coord.npy", "box.npy")
+            largest = np.abs(values).max(initial=0.0) if is_length else 0.0  # NaN where a value is
+            if not self._store.sampled and not (np.isfinite(largest) if is_length else np.isfinite(values).all()):
                 bad = local[~np.isfinite(values).all(axis=1)]
                 raise SystemFormatError(self.name, path, f"value that is not finite in frame {bad[0]} of this set")
-            if files[k] in ("coord.npy", "box.npy") and np.abs(values).max(initial=0.0) > MAX_LENGTH:
-                raise SystemFormatError(self.name, path, f"a length of {np.abs(values).max():g} Å; check the units")
+            if largest > MAX_LENGTH:
+                raise SystemFormatError(self.name, path, f"a length of {largest:g} Å; check the units")
             if len(values) == len(wanted):
                 return values
             if result is None:

@@ -24,37 +24,42 @@ _MOST_IMAGES, _MOST_PAIRS = 1e6, 1e9
 _MOST_CELLS = float(1 << 30)
 
 
-def check_geometry(points: np.ndarray, box: np.ndarray | None, rcut: float, names: np.ndarray) -> None:
+def check_geometry(points: np.ndarray, box: np.ndarray | None, rcut: float, names: np.ndarray) -> np.ndarray | None:
     """Refuse positions `(natoms, 3)` and cells for which neighbours within `rcut` [Å] cannot be found.
 
-    `names` are the numbers of the atoms in messages.
+    `names` are the numbers of the atoms in messages. Return the heights of the cell, (3,) [Å]; None without one.
 
     Raises
     ------
     NeighborError
         Names the atom, if it is one.
     """
-    _refuse(~np.isfinite(points).all(axis=1), points, names, "is not finite")
-    _refuse(np.abs(points).max(axis=1, initial=0.0) > MAX_LENGTH, points, names, f"is beyond {MAX_LENGTH:g} Å")
+    # One number of all atoms decides: most frames are sound. A comparison with NaN is false.
+    if not np.abs(points).max(initial=0.0) <= MAX_LENGTH:
+        _refuse(~np.isfinite(points).all(axis=1), points, names, "is not finite")
+        _refuse(np.abs(points).max(axis=1) > MAX_LENGTH, points, names, f"is beyond {MAX_LENGTH:g} Å")
     if box is None:
-        return
-    if not np.isfinite(box).all() or np.abs(box).max() > MAX_LENGTH:
+        return None
+    longest = float(np.abs(box).max())
+    if not longest <= MAX_LENGTH:
         raise NeighborError(f"the cell {box.tolist()} is not finite or longer than {MAX_LENGTH:g} Å; check the units")
     volume = abs(float(np.linalg.det(box)))
-    if not volume > 1e-12 * float(np.abs(box).max()) ** 3:
+    if not volume > 1e-12 * longest**3:
         raise NeighborError(
             f"the cell {box.tolist()} has volume {volume:.3g} Å³; a system without a cell needs a file nopbc"
         )
     inverse = np.linalg.inv(box)
-    height = 1.0 / np.linalg.norm(inverse, axis=0)
+    height: np.ndarray = 1.0 / np.linalg.norm(inverse, axis=0)
     reach = 2.0 * rcut / height
     if np.maximum(reach, 1.0).prod() > _MOST_IMAGES or len(points) ** 2 * reach.prod() > _MOST_PAIRS:
         raise NeighborError(
             f"the cell {box.tolist()} is {height.min():.3g} Å high, so that its {len(points)} atoms have "
             f"millions of images within {rcut:g} Å; box and coord must be in Å"
         )
-    outside = np.abs(points @ inverse).max(axis=1, initial=0.0)
-    _refuse(outside > _MOST_CELLS, points, names, "is more than 1e9 cell lengths away from the cell")
+    outside = np.abs(points @ inverse)
+    if outside.max(initial=0.0) > _MOST_CELLS:
+        _refuse((outside > _MOST_CELLS).any(axis=1), points, names, "is more than 1e9 cell lengths away from the cell")
+    return height
 
 
 def _refuse(wrong: np.ndarray, points: np.ndarray, names: np.ndarray, problem: str) -> None:
@@ -68,17 +73,21 @@ def heights(box: np.ndarray) -> np.ndarray:
     return np.asarray(1.0 / np.linalg.norm(np.linalg.inv(box), axis=0))
 
 
-def is_sparse(points: np.ndarray, box: np.ndarray | None, rcut: float) -> bool:
-    """Return whether vesin would divide by zero, or go through a hundred million cells for few atoms."""
+def is_sparse(points: np.ndarray, height: np.ndarray | None, rcut: float) -> bool:
+    """Return whether vesin would divide by zero, or go through a hundred million cells for few atoms.
+
+    `height` has the heights of the cell, (3,) [Å]; None without one.
+    """
     if not len(points):
         return False
-    lengths = np.ptp(points, axis=0) if box is None else heights(box)
+    lengths = np.ptp(points, axis=0) if height is None else height
     cells = np.maximum(lengths // rcut, 1.0)
     # Every cell looks at its neighbours, empty or not, and at more images of them where the period is short.
-    neighbors = (2.0 * np.ceil(rcut / lengths) + 1.0 if box is not None else np.full(3, 3.0)).prod()
-    if len(points) < cells.prod() and min(cells.prod(), _VESIN_CELLS) * neighbors > _MOST_VISITS:
+    count = float(cells.prod())
+    neighbors = 27.0 if height is None else float((2.0 * np.ceil(rcut / height) + 1.0).prod())
+    if len(points) < count and min(count, _VESIN_CELLS) * neighbors > _MOST_VISITS:
         return True
-    if cells.prod() < 0.9 * _VESIN_CELLS:
+    if count < 0.9 * _VESIN_CELLS:
         return False
     # Its formula, with a margin for the box that it puts around atoms without a cell.
     first, second = cells[0] / cells[1], cells[1] / cells[2]

@@ -97,8 +97,8 @@ def _statistics(seen: np.ndarray, distance: np.ndarray, ntypes: int) -> Neighbor
 
 def find_pairs(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float) -> Pairs:
     """Find all pairs of one frame; arguments and errors as in `build_neighbors`."""
-    real, points, box = _checked(coord, box, atype, rcut)
-    search = far_pairs if is_sparse(points, box, rcut) else _vesin_pairs
+    real, points, box, height = _checked(coord, box, atype, rcut)
+    search = far_pairs if is_sparse(points, height, rcut) else _vesin_pairs
     i, j, shift, distance = search(points, box, rcut)
     if distance.size and distance.min() < SAME_PLACE:
         k = int(distance.argmin())
@@ -110,8 +110,8 @@ def frame_statistics(
     coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float, ntypes: int
 ) -> NeighborStatistics:
     """Count the neighbours of one frame, of which no list is wanted; arguments and errors as in `build_neighbors`."""
-    real, points, box = _checked(coord, box, atype, rcut)
-    if is_sparse(points, box, rcut):
+    real, points, box, height = _checked(coord, box, atype, rcut)
+    if is_sparse(points, height, rcut):
         return find_pairs(coord, box, atype, rcut).statistics(ntypes)
     finder = _vesin(rcut, full=False)
     # Each pair once: vesin decides by r², which is the same to the last bit from i to j and from j to i.
@@ -125,13 +125,12 @@ def frame_statistics(
 
 def _checked(
     coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return the numbers of the real atoms, their positions, and the cell, which have been looked at."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """Return the numbers of the real atoms, their positions, the cell and its heights, which have been looked at."""
     real = np.flatnonzero(atype >= 0)
     points = np.ascontiguousarray(coord[real], dtype=np.float64)
     box = None if box is None else np.asarray(box, dtype=np.float64)
-    check_geometry(points, box, rcut, real)
-    return real, points, box
+    return real, points, box, check_geometry(points, box, rcut, real)
 
 
 def _vesin(rcut: float, *, full: bool) -> Vesin:
