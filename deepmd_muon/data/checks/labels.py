@@ -107,8 +107,13 @@ def suspicions(systems: Sequence[System]) -> list[str]:
     """
     looked = systems[:: -(-len(systems) // _SYSTEMS)] if systems else []
     step = -(-len(looked) // _COMPARED) or 1
-    with ThreadPoolExecutor(worker_count(), thread_name_prefix="deepmd_muon-checks") as pool:
-        seen = [*pool.map(_look, looked, (k % step == 0 for k in range(len(looked))))]
+    compared = [k % step == 0 for k in range(len(looked))]
+    workers = worker_count() // 2  # a good part of the work holds Python's lock
+    if workers > 1:
+        with ThreadPoolExecutor(workers, thread_name_prefix="deepmd_muon-checks") as pool:
+            seen = [*pool.map(_look, looked, compared)]
+    else:
+        seen = [*map(_look, looked, compared)]
     found = [f"{system.name}: {sentence}" for system, (_, mine) in zip(looked, seen, strict=True) for sentence in mine]
     fits = {sample.system.name: (sample.system, sample.frames, sample.fit) for sample, _ in seen if sample is not None}
     return found + differing_systems(list(fits.values()))

@@ -155,5 +155,6 @@ def squares(apart: np.ndarray, shifts: np.ndarray) -> np.ndarray:
 
 def places_of(wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return rows and columns of the places that are true; `np.nonzero` takes ten times as long for two axes."""
-    row, column = np.divmod(np.flatnonzero(wanted), wanted.shape[1])
-    return row, column
+    place = np.flatnonzero(wanted)
+    row = place // wanted.shape[1]  # `np.divmod` takes longer than this and the next line
+    return row, place - row * wanted.shape[1]
