@@ -237,7 +237,7 @@ def build_neighbors(
     atype = np.asarray(atype)
     if ntypes is None:
         ntypes = len(sel) if sel is not None and by_type else int(atype.max(initial=-1)) + 1
-    pairs = _pairs_in_any_order(coord, box, atype, rcut, [short for short, _ in inner])
+    pairs = _distinct_pairs(coord, box, atype, rcut, [short for short, _ in inner])
     if pairs is None:
         pairs = find_pairs(coord, box, atype, rcut)
     limits = group_limits(sel, by_type, ntypes)
@@ -253,10 +253,10 @@ def build_neighbors(
     return FrameNeighbors(index, shift, sections, within, found.statistics(ntypes), dropped)
 
 
-def _pairs_in_any_order(
+def _distinct_pairs(
     coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float, further: Sequence[float]
 ) -> Pairs | None:
-    """Find the pairs of few atoms, whose list does not depend on their order or on rounding; None for other frames.
+    """Find the pairs of few atoms by their images; None where their list depends on rounding, or vesin is faster.
 
     No two pairs have nearly the same distance, and none is nearly at the cut-off or a `further` radius [Å].
     """
