@@ -261,6 +261,8 @@ def _distinct_pairs(
     No two pairs have nearly the same distance, and none is nearly at the cut-off or a `further` radius [Å].
     """
     real, points, box, inverse = _checked(coord, box, atype, rcut)
+    if box is not None and np.square(box).sum(axis=1).min() < rcut**2:
+        return None  # an atom has two images at the same distance, on opposite sides
     images = compare_images(points, box, inverse, rcut)
     if images is None or any(images.within(radius) is None for radius in further):
         return None
@@ -269,7 +271,6 @@ def _distinct_pairs(
         return None
     cell, pair = places_of(near)
     square = images.square[near]
-    # An atom and its images on opposite sides are such a tie.
     if np.diff(np.sort(square)).min(initial=np.inf) < TIE + 2.0 * images.error:
         return None
     shortest = _shortest(points, box, inverse, rcut, images)

@@ -326,6 +326,7 @@ def test_images_give_the_list_of_the_search_by_cells(structure, by_type, sel):
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(images, "_FEWEST", 2)
+        patch.setattr(images, "_BY_VESIN", np.inf)  # also where vesin is faster
         *found, _ = by_images_and_by_vesin(coord, box, atype, rcut, sel, by_type, inner, patch)
     assert_identical(*found)
 
@@ -353,11 +354,20 @@ def test_crystals_are_left_to_the_search_by_cells(moved, monkeypatch):
     """Rounding decides about equal distances and shells at the cut-off."""
     places = np.stack(np.meshgrid(*[np.arange(4)] * 3), -1).reshape(-1, 3) * 2.5
     coord = places + np.random.default_rng(0).normal(0.0, moved, places.shape)
+    rcut = 2.5 * 5**0.5
     *found, used = by_images_and_by_vesin(
-        coord, np.eye(3) * 10.0, np.arange(64) % 3, 5.0, (9, 9, 9), True, (), monkeypatch
+        coord, np.eye(3) * 10.0, np.arange(64) % 3, rcut, (9, 9, 9), True, (), monkeypatch
     )
     assert_identical(*found)
     assert used == (moved == 1e-3)
+
+
+def test_cells_shorter_than_the_cut_off(monkeypatch):
+    """Counts come from images. In a list, an atom's own images on either side are equally near."""
+    coord, box = np.random.default_rng(3).uniform(0.0, 4.5, (45, 3)), np.eye(3) * 4.5
+    *found, used = by_images_and_by_vesin(coord, box, np.arange(45) % 3, 6.0, None, True, (), monkeypatch)
+    assert_identical(*found)
+    assert used
 
 
 def test_atoms_at_the_cut_off_are_left_to_the_search_by_cells(monkeypatch):
