@@ -13,7 +13,15 @@ from functools import cached_property
 import numpy as np
 
 from deepmd_muon.data.frames import Frames
-from deepmd_muon.data.neighbors.images import cells_within, nearest_images, pairs_of, places_of, reach_of, squares
+from deepmd_muon.data.neighbors.images import (
+    cells_within,
+    nearest_images,
+    pairs_of,
+    places_of,
+    reach_of,
+    squares,
+    with_squares,
+)
 
 #: Cut-off of the potential [Å]. Cells of liquids have more than twice this, which spares their images.
 RCUT = 4.5
@@ -67,12 +75,13 @@ def _pairs_of(frames: Frames, k: int, inverse: np.ndarray | None) -> tuple[np.nd
     shifts = np.zeros((1, 3))
     if box is not None and inverse is not None:
         shifts = cells_within(*reach_of(inverse, RCUT).tolist()) @ box
+    columns = with_squares(apart)
     own = np.flatnonzero(first == second)
     parts = []
     many = max(1, _AT_ONCE // max(1, len(first)))
     for begin in range(0, len(shifts), many):
         some = shifts[begin : begin + many]
-        squared = squares(apart, some)
+        squared = squares(columns, some)
         # An atom meets its images in pairs of opposite shifts; the shift in the middle leads to itself.
         squared[: max(0, len(shifts) // 2 + 1 - begin), own] = np.inf
         s, p = places_of(squared < RCUT**2)

@@ -16,6 +16,8 @@ from deepmd_muon.data.neighbors.far_atoms import heights
 _FEWEST, _MOST = 40, 180
 # Nanoseconds for a pair and for each of its images here, and for an image that vesin compares (a Xeon, numpy 2.4).
 _PAIR, _IMAGE, _BY_VESIN = 30.0, 4.0, 10.0
+# Multiplications up to which OpenBLAS takes one thread. Threads that search beside each other would wait for more.
+_PRODUCT = 1 << 18
 #: Squared distances that differ by less [Å²] may be sorted either way where keys hold more than the distance.
 TIE = 1e-8
 # Bound on the error of a squared distance over the square of the largest length: a few thousand roundings.
@@ -78,7 +80,7 @@ def compare_images(
     first, second = pairs_of(natoms)
     apart, moved = nearest_images(points, box, inverse)
     shifts = cells @ box
-    square = squares(apart, shifts)
+    square = squares(with_squares(apart), shifts)
     square[len(cells) // 2, first == second] = np.inf
     longest = float(np.abs(points).max() + np.abs(shifts).max()) + rcut
     skewed = max(1.0, float(np.abs(box).max() * np.abs(inverse).max()))
@@ -157,12 +159,26 @@ def nearest_images(
     return box.T @ apart, moved
 
 
-def squares(apart: np.ndarray, shifts: np.ndarray) -> np.ndarray:
-    """Return |a|² + 2 a·s + |s|² of vectors a `(3, npairs)` and translations s `(ncells, 3)`, (ncells, npairs) [Å²]."""
-    left, right = np.ones((len(shifts), 5)), np.ones((5, apart.shape[1]))
+def with_squares(apart: np.ndarray) -> np.ndarray:
+    """Return vectors a `(3, npairs)` [Å] as columns (a, 1, |a|²) for `squares`, (5, npairs)."""
+    columns = np.ones((5, apart.shape[1]))
+    columns[:3], columns[4] = apart, np.einsum("cp,cp->p", apart, apart)
+    return columns
+
+
+def squares(right: np.ndarray, shifts: np.ndarray) -> np.ndarray:
+    """Return |a + s|² of the vectors of `with_squares` and translations s `(ncells, 3)`, (ncells, npairs) [Å²].
+
+    The rows (2 s, |s|², 1) times the columns.
+    """
+    left = np.ones((len(shifts), 5))
     left[:, :3], left[:, 3] = 2.0 * shifts, (shifts * shifts).sum(axis=1)
-    right[:3], right[4] = apart, np.einsum("cp,cp->p", apart, apart)
-    return np.asarray(left @ right)
+    square = np.empty((len(left), right.shape[1]))
+    columns = max(1, _PRODUCT // left.size)
+    for begin in range(0, right.shape[1], columns):
+        some = slice(begin, begin + columns)
+        np.matmul(left, right[:, some], out=square[:, some])
+    return square
 
 
 def places_of(wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
