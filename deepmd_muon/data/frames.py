@@ -106,22 +106,24 @@ class Frames:
         if len(parts) == 1:
             return parts[0]
         natoms = max(part.natoms for part in parts)
+        ends = np.cumsum([part.nframes for part in parts]).tolist()
         joined: dict[str, np.ndarray] = {}
         for name in (field.name for field in fields(cls)):
-            if all(getattr(part, name) is None for part in parts):
+            given = [getattr(part, name) for part in parts]
+            there = [value for value in given if value is not None]
+            if not there:
                 continue
-            values = []
-            for part in parts:
-                value = getattr(part, name)
-                if name == "box":
-                    value = np.zeros((part.nframes, 3, 3)) if value is None else value
-                elif value is None:
-                    value = np.full(label_shape(name, part.nframes, natoms), np.nan)
-                elif name not in (*FRAME_LABELS, "fparam") and part.natoms < natoms:
-                    padding = [(0, 0), (0, natoms - part.natoms)] + [(0, 0)] * (value.ndim - 2)
-                    value = np.pad(value, padding, constant_values=-1 if name == "atype" else 0)
-                values.append(value)
-            joined[name] = np.concatenate(values)
+            of_atoms = name not in ("box", "fparam", *FRAME_LABELS)
+            shape = (ends[-1], natoms, *there[0].shape[2:]) if of_atoms else (ends[-1], *there[0].shape[1:])
+            whole = joined[name] = np.full(shape, -1 if name == "atype" else 0, dtype=np.result_type(*there))
+            for part, value, end in zip(parts, given, ends, strict=True):
+                mine = whole[end - part.nframes : end]
+                if value is None:
+                    mine[:] = 0.0 if name == "box" else np.nan
+                elif of_atoms:
+                    mine[:, : part.natoms] = value
+                else:
+                    mine[:] = value
         return cls(**joined)
 
 

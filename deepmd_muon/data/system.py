@@ -77,7 +77,8 @@ class System:
         self.type_map, self._translation = self._translate(type_map)
         self._atype = self._apply_translation(types, "type.raw") if not self.mixed else None
         # File of each label and parameter in each set, None in sets that lack it; labels that no set has are left out.
-        every = {name: [_file_of(name, names) for names in contents] for name in (*LABELS, *PARAMETERS)}
+        found = [_files_of(names) for names in contents]
+        every = {name: [files[name] for files in found] for name in (*LABELS, *PARAMETERS)}
         self._files = {label: every[label] for label in LABELS if any(every[label])}
         self._parameter_files = {name: every[name] for name in PARAMETERS}
         self.labels = frozenset(self._files)
@@ -295,7 +296,7 @@ class System:
     def types(self, indices: np.ndarray) -> np.ndarray:
         """Types of the atoms of some frames, int32 (nframes, natoms); −1 is padding."""
         if self._atype is not None:
-            return np.tile(self._atype, (len(indices), 1))
+            return np.repeat(self._atype[None], len(indices), axis=0)
         files = ["real_atom_types.npy"] * len(self._sets)
         raw = self._as_types(self._read(files, indices).reshape(len(indices), self.natoms), "real_atom_types.npy")
         return self._apply_translation(raw, "real_atom_types.npy")
@@ -318,11 +319,13 @@ class System:
             path = f"{self._sets[k]}/{files[k]}"
             values = np.asarray(self._rows(path, local, int(self._counts[k])), dtype=np.float64)
             values = values.reshape(len(local), -1)
-            if not self._store.sampled and not np.isfinite(values).all():
+            are_lengths = files[k] in ("coord.npy", "box.npy")
+            largest = np.abs(values).max(initial=0.0) if are_lengths else 0.0  # NaN where a value is
+            if not self._store.sampled and not (np.isfinite(largest) if are_lengths else np.isfinite(values).all()):
                 bad = local[~np.isfinite(values).all(axis=1)]
                 raise SystemFormatError(self.name, path, f"value that is not finite in frame {bad[0]} of this set")
-            if files[k] in ("coord.npy", "box.npy") and np.abs(values).max(initial=0.0) > MAX_LENGTH:
-                raise SystemFormatError(self.name, path, f"a length of {np.abs(values).max():g} Å; check the units")
+            if largest > MAX_LENGTH:
+                raise SystemFormatError(self.name, path, f"a length of {largest:g} Å; check the units")
             if len(values) == len(wanted):
                 return values
             if result is None:
@@ -422,9 +425,15 @@ def rows_per_frame(shape: Sequence[int], nframes: int, width: int, natoms: int) 
     return each if shape[0] == first else 0
 
 
-def _file_of(name: str, files: frozenset[str]) -> str | None:
-    """Return the file of a label or parameter among those of a set, None without one."""
-    if (usual := f"{name}.npy") in files:
-        return usual
-    other = usual.replace("atom_", "atomic_", 1)
-    return other if other in files else None
+@functools.lru_cache(maxsize=256)
+def _files_of(names: frozenset[str]) -> dict[str, str | None]:
+    """Return the file of each label and parameter in a set of files with these names, None without one.
+
+    Systems often have the same names.
+    """
+
+    def file_of(name: str) -> str | None:
+        usual = f"{name}.npy"
+        return next((file for file in (usual, usual.replace("atom_", "atomic_", 1)) if file in names), None)
+
+    return {name: file_of(name) for name in (*LABELS, *PARAMETERS)}

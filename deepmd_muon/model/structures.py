@@ -192,13 +192,13 @@ class Structures:
         }
         real = np.split(host["neighbor"] >= 0, np.cumsum(sections)[:-1], axis=1)
         type_counts = np.bincount(host["sorted_type"], minlength=ntypes).tolist()
-        last = [np.max(there * np.arange(1, there.shape[1] + 1), axis=1, initial=0) for there in real]
+        number = np.arange(1, neighbor.shape[2] + 1, dtype=np.int32)  # of 32 bits: half the memory
+        last = [np.max(there * number[: there.shape[1]], axis=1, initial=0) for there in real]
         counts = np.zeros((0, len(host["order"])), dtype=np.int64)
         if inner is not None:
             counts = inner.swapaxes(0, 1).reshape(inner.shape[1], atype.size)[:, host["order"]].astype(np.int64)
-        return cls(
-            **tensors, sections=tuple(sections), type_counts=tuple(type_counts), filled=np.array(last), inner=counts
-        )
+        filled = np.array(last, dtype=np.int64)
+        return cls(**tensors, sections=tuple(sections), type_counts=tuple(type_counts), filled=filled, inner=counts)
 
     @classmethod
     def of(cls, frames: Frames, neighbors: Neighbors, ntypes: int, device: torch.device | str = "cpu") -> Structures:
@@ -227,7 +227,9 @@ def _sort_by_type(
     order = np.argsort(flat_type, kind="stable")
     order = order[np.count_nonzero(flat_type < 0) :]
     frame = order // natoms
-    chosen = neighbor.reshape(nframes * natoms, -1)[order].astype(np.int64)
+    chosen = neighbor.reshape(nframes * natoms, -1).take(order, axis=0)
+    numbers = chosen + (frame * natoms)[:, None]
+    np.putmask(numbers, chosen < 0, -1)
     return {
         "coord": np.asarray(coord, dtype=np.float64),
         "atype": atype,
@@ -235,6 +237,6 @@ def _sort_by_type(
         "order": order,
         "sorted_type": flat_type[order],
         "sorted_frame": frame,
-        "neighbor": np.where(chosen >= 0, chosen + (frame * natoms)[:, None], -1),
-        "shift": None if box is None or shift is None else shift.reshape(nframes * natoms, -1, 3)[order],
+        "neighbor": numbers,
+        "shift": None if box is None or shift is None else shift.reshape(nframes * natoms, -1, 3).take(order, axis=0),
     }

@@ -7,6 +7,7 @@ frames, show by which factor labels differ. Distances are compared with covalent
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -17,6 +18,7 @@ from deepmd_muon.data.checks.systems import differing_systems
 from deepmd_muon.data.checks.units import ENERGY_UNITS, VIRIAL_UNITS, explain
 from deepmd_muon.data.elements import COVALENT_RADII
 from deepmd_muon.data.frames import Frames
+from deepmd_muon.data.neighbors.cache import worker_count
 from deepmd_muon.data.system import System
 
 # Most systems that are looked at, and systems of which energies and virials are compared.
@@ -105,20 +107,29 @@ def suspicions(systems: Sequence[System]) -> list[str]:
     """
     looked = systems[:: -(-len(systems) // _SYSTEMS)] if systems else []
     step = -(-len(looked) // _COMPARED) or 1
-    found, sound = [], []
-    for k, system in enumerate(looked):
-        sample = Sample.of(system, compared=k % step == 0)
-        mine = list(_of_positions(sample))
-        if not mine:
-            sound.append(sample)
-        if sample.force > _LARGEST_FORCE:
-            mine.append(f"the root-mean-square force is {sample.force:.3g} eV/Å; forces must be in eV/Å")
-        if sample.energy > _LARGEST_ENERGY:
-            mine.append(f"the energy is {sample.energy:.3g} eV per atom; energies must be in eV")
-        mine += [] if mine else [*_of_balance(sample), *_of_factors(sample)]
-        found += [f"{system.name}: {sentence}" for sentence in mine]
-    fits = {sample.system.name: (sample.system, sample.frames, sample.fit) for sample in sound}
+    compared = [k % step == 0 for k in range(len(looked))]
+    workers = worker_count() // 2  # a good part of the work holds Python's lock
+    if workers > 1:
+        with ThreadPoolExecutor(workers, thread_name_prefix="deepmd_muon-checks") as pool:
+            seen = [*pool.map(_look, looked, compared)]
+    else:
+        seen = [*map(_look, looked, compared)]
+    found = [f"{system.name}: {sentence}" for system, (_, mine) in zip(looked, seen, strict=True) for sentence in mine]
+    fits = {sample.system.name: (sample.system, sample.frames, sample.fit) for sample, _ in seen if sample is not None}
     return found + differing_systems(list(fits.values()))
+
+
+def _look(system: System, compared: bool) -> tuple[Sample | None, list[str]]:
+    """Look at a system; return its sample, unless its positions are wrong, and sentences."""
+    sample = Sample.of(system, compared=compared)
+    found = list(_of_positions(sample))
+    sound = not found
+    if sample.force > _LARGEST_FORCE:
+        found.append(f"the root-mean-square force is {sample.force:.3g} eV/Å; forces must be in eV/Å")
+    if sample.energy > _LARGEST_ENERGY:
+        found.append(f"the energy is {sample.energy:.3g} eV per atom; energies must be in eV")
+    found += [] if found else [*_of_balance(sample), *_of_factors(sample)]
+    return sample if sound else None, found
 
 
 # -- positions ---------------------------------------------------------------------------------------------------

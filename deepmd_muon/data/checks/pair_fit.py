@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 
 from deepmd_muon.data.frames import Frames
+from deepmd_muon.data.neighbors.images import (
+    cells_within,
+    nearest_images,
+    pairs_of,
+    places_of,
+    reach_of,
+    squares,
+    with_squares,
+)
 
 #: Cut-off of the potential [Å]. Cells of liquids have more than twice this, which spares their images.
 RCUT = 4.5
@@ -53,52 +62,31 @@ class NearPairs:
 
 def pairs_to_try(natoms: int, box: np.ndarray | None) -> float:
     """Count the pairs of atoms and images that `NearPairs` compares in the frame that has most of them."""
-    images = 1.0 if box is None else (2.0 * _reach(np.linalg.inv(box)) + 1.0).prod(axis=-1).max()
+    images = 1.0 if box is None else (2.0 * reach_of(np.linalg.inv(box), RCUT) + 1.0).prod(axis=-1).max()
     return float(natoms**2 * images)
-
-
-def _reach(inverse: np.ndarray) -> np.ndarray:
-    """Cells to look at beyond the nearest image, along each axis; columns of `inverse` are 1 / height of the cell."""
-    reach: np.ndarray = np.floor(RCUT * np.linalg.norm(inverse, axis=-2) + 0.5)
-    return reach
-
-
-@lru_cache(maxsize=4)  # the frames of a system have the same number of atoms
-def _pairs_of_size(natoms: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return i and j of all pairs of so many atoms, an atom with itself included."""
-    return np.triu_indices(natoms)
-
-
-@lru_cache(maxsize=64)
-def _cells_within(*reach: float) -> np.ndarray:
-    """Return the numbers of all cells at most so far along each axis, (ncells, 3)."""
-    return np.stack(np.meshgrid(*(np.arange(-n, n + 1) for n in reach), indexing="ij"), axis=-1).reshape(-1, 3)
 
 
 def _pairs_of(frames: Frames, k: int, inverse: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return i, j and vectors [Å] of one frame; `inverse` is that of its cell."""
     real = np.flatnonzero(frames.atype[k] >= 0)
-    coord = frames.coord[k][real]
-    first, second = _pairs_of_size(len(real))
-    # `take`: numpy gathers short rows by an index in brackets three times slower.
-    apart = coord.take(second, axis=0) - coord.take(first, axis=0)
+    first, second = pairs_of(len(real))
+    box = None if frames.box is None else frames.box[k]
+    apart, _ = nearest_images(frames.coord[k][real], box, inverse)
     shifts = np.zeros((1, 3))
-    if frames.box is not None and inverse is not None:
-        box = frames.box[k]
-        apart -= np.round(apart @ inverse) @ box
-        shifts = _cells_within(*_reach(inverse).tolist()) @ box
+    if box is not None and inverse is not None:
+        shifts = cells_within(*reach_of(inverse, RCUT).tolist()) @ box
+    columns = with_squares(apart)
     own = np.flatnonzero(first == second)
     parts = []
-    many = max(1, _AT_ONCE // max(1, len(apart)))
-    length = np.einsum("pc,pc->p", apart, apart)
+    many = max(1, _AT_ONCE // max(1, len(first)))
     for begin in range(0, len(shifts), many):
         some = shifts[begin : begin + many]
-        squared = length + 2.0 * (some @ apart.T) + (some * some).sum(axis=1, keepdims=True)
+        squared = squares(columns, some)
         # An atom meets its images in pairs of opposite shifts; the shift in the middle leads to itself.
         squared[: max(0, len(shifts) // 2 + 1 - begin), own] = np.inf
-        s, p = np.nonzero(squared < RCUT**2)
+        s, p = places_of(squared < RCUT**2)
         i, j = real.take(first.take(p)), real.take(second.take(p))
-        parts.append((i, j, apart.take(p, axis=0) + some.take(s, axis=0)))
+        parts.append((i, j, apart.take(p, axis=1).T + some.take(s, axis=0)))
     i, j, vector = (np.concatenate(part) for part in zip(*parts, strict=True))
     return i, j, vector
 

@@ -24,37 +24,42 @@ _MOST_IMAGES, _MOST_PAIRS = 1e6, 1e9
 _MOST_CELLS = float(1 << 30)
 
 
-def check_geometry(points: np.ndarray, box: np.ndarray | None, rcut: float, names: np.ndarray) -> None:
+def check_geometry(points: np.ndarray, box: np.ndarray | None, rcut: float, names: np.ndarray) -> np.ndarray | None:
     """Refuse positions `(natoms, 3)` and cells for which neighbours within `rcut` [Å] cannot be found.
 
-    `names` are the numbers of the atoms in messages.
+    `names` are the numbers of the atoms in messages. Return the inverse of the cell; None without one.
 
     Raises
     ------
     NeighborError
         Names the atom, if it is one.
     """
-    _refuse(~np.isfinite(points).all(axis=1), points, names, "is not finite")
-    _refuse(np.abs(points).max(axis=1, initial=0.0) > MAX_LENGTH, points, names, f"is beyond {MAX_LENGTH:g} Å")
+    # One number of all atoms decides: most frames are sound. A comparison with NaN is false.
+    if not np.abs(points).max(initial=0.0) <= MAX_LENGTH:
+        _refuse(~np.isfinite(points).all(axis=1), points, names, "is not finite")
+        _refuse(np.abs(points).max(axis=1) > MAX_LENGTH, points, names, f"is beyond {MAX_LENGTH:g} Å")
     if box is None:
-        return
-    if not np.isfinite(box).all() or np.abs(box).max() > MAX_LENGTH:
+        return None
+    longest = float(np.abs(box).max())
+    if not longest <= MAX_LENGTH:
         raise NeighborError(f"the cell {box.tolist()} is not finite or longer than {MAX_LENGTH:g} Å; check the units")
     volume = abs(float(np.linalg.det(box)))
-    if not volume > 1e-12 * float(np.abs(box).max()) ** 3:
+    if not volume > 1e-12 * longest**3:
         raise NeighborError(
             f"the cell {box.tolist()} has volume {volume:.3g} Å³; a system without a cell needs a file nopbc"
         )
     inverse = np.linalg.inv(box)
-    height = 1.0 / np.linalg.norm(inverse, axis=0)
+    height = heights(inverse)
     reach = 2.0 * rcut / height
     if np.maximum(reach, 1.0).prod() > _MOST_IMAGES or len(points) ** 2 * reach.prod() > _MOST_PAIRS:
         raise NeighborError(
             f"the cell {box.tolist()} is {height.min():.3g} Å high, so that its {len(points)} atoms have "
             f"millions of images within {rcut:g} Å; box and coord must be in Å"
         )
-    outside = np.abs(points @ inverse).max(axis=1, initial=0.0)
-    _refuse(outside > _MOST_CELLS, points, names, "is more than 1e9 cell lengths away from the cell")
+    outside = np.abs(points @ inverse)
+    if outside.max(initial=0.0) > _MOST_CELLS:
+        _refuse((outside > _MOST_CELLS).any(axis=1), points, names, "is more than 1e9 cell lengths away from the cell")
+    return np.asarray(inverse)
 
 
 def _refuse(wrong: np.ndarray, points: np.ndarray, names: np.ndarray, problem: str) -> None:
@@ -63,22 +68,26 @@ def _refuse(wrong: np.ndarray, points: np.ndarray, names: np.ndarray, problem: s
         raise NeighborError(f"the position of atom {names[first]} {problem}: {points[first].tolist()}; check the units")
 
 
-def heights(box: np.ndarray) -> np.ndarray:
-    """Return the distances between opposite faces of a cell, (3,) [Å]."""
-    return np.asarray(1.0 / np.linalg.norm(np.linalg.inv(box), axis=0))
+def heights(inverse: np.ndarray) -> np.ndarray:
+    """Return the distances between opposite faces of a cell, (3,) [Å], from its inverse."""
+    return np.asarray(1.0 / np.linalg.norm(inverse, axis=0))
 
 
-def is_sparse(points: np.ndarray, box: np.ndarray | None, rcut: float) -> bool:
-    """Return whether vesin would divide by zero, or go through a hundred million cells for few atoms."""
+def is_sparse(points: np.ndarray, inverse: np.ndarray | None, rcut: float) -> bool:
+    """Return whether vesin would divide by zero, or go through a hundred million cells for few atoms.
+
+    `inverse` is that of the cell; None without one.
+    """
     if not len(points):
         return False
-    lengths = np.ptp(points, axis=0) if box is None else heights(box)
+    lengths = np.ptp(points, axis=0) if inverse is None else heights(inverse)
     cells = np.maximum(lengths // rcut, 1.0)
     # Every cell looks at its neighbours, empty or not, and at more images of them where the period is short.
-    neighbors = (2.0 * np.ceil(rcut / lengths) + 1.0 if box is not None else np.full(3, 3.0)).prod()
-    if len(points) < cells.prod() and min(cells.prod(), _VESIN_CELLS) * neighbors > _MOST_VISITS:
+    count = float(cells.prod())
+    neighbors = 27.0 if inverse is None else float((2.0 * np.ceil(rcut / lengths) + 1.0).prod())
+    if len(points) < count and min(count, _VESIN_CELLS) * neighbors > _MOST_VISITS:
         return True
-    if cells.prod() < 0.9 * _VESIN_CELLS:
+    if count < 0.9 * _VESIN_CELLS:
         return False
     # Its formula, with a margin for the box that it puts around atoms without a cell.
     first, second = cells[0] / cells[1], cells[1] / cells[2]
@@ -118,18 +127,19 @@ def _with_images(points: np.ndarray, box: np.ndarray | None, rcut: float) -> tup
     shift = np.zeros((len(points), 3), dtype=np.int32)
     if box is None:
         return points, owner, shift
-    fraction = points @ np.linalg.inv(box)
+    inverse = np.linalg.inv(box)
+    fraction = points @ inverse
     home = -np.floor(fraction)
     fraction += home
     shift = home.astype(np.int32)
     points = points + home @ box
-    reach = rcut / heights(box)
+    reach = rcut / heights(inverse)
     positions, owners, shifts = [points], [owner], [shift]
     # Axis by axis: an image of an image is one, too.
     for axis in range(3):
         most = int(np.ceil(reach[axis]))
         base = [np.concatenate(parts) for parts in (positions, owners, shifts)]
-        place = (base[0] @ np.linalg.inv(box))[:, axis]
+        place = (base[0] @ inverse)[:, axis]
         for step in (*range(-most, 0), *range(1, most + 1)):
             near = (place + step > -reach[axis]) & (place + step < 1.0 + reach[axis])
             positions.append(base[0][near] + step * box[axis])

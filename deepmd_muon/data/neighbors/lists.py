@@ -10,6 +10,7 @@ import numpy as np
 
 from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.data.neighbors.far_atoms import check_geometry, far_pairs, is_sparse
+from deepmd_muon.data.neighbors.images import TIE, Images, compare_images, places_of
 
 if TYPE_CHECKING:
     from vesin import NeighborList as Vesin
@@ -97,8 +98,8 @@ def _statistics(seen: np.ndarray, distance: np.ndarray, ntypes: int) -> Neighbor
 
 def find_pairs(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float) -> Pairs:
     """Find all pairs of one frame; arguments and errors as in `build_neighbors`."""
-    real, points, box = _checked(coord, box, atype, rcut)
-    search = far_pairs if is_sparse(points, box, rcut) else _vesin_pairs
+    real, points, box, inverse = _checked(coord, box, atype, rcut)
+    search = far_pairs if is_sparse(points, inverse, rcut) else _vesin_pairs
     i, j, shift, distance = search(points, box, rcut)
     if distance.size and distance.min() < SAME_PLACE:
         k = int(distance.argmin())
@@ -110,8 +111,11 @@ def frame_statistics(
     coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float, ntypes: int
 ) -> NeighborStatistics:
     """Count the neighbours of one frame, of which no list is wanted; arguments and errors as in `build_neighbors`."""
-    real, points, box = _checked(coord, box, atype, rcut)
-    if is_sparse(points, box, rcut):
+    real, points, box, inverse = _checked(coord, box, atype, rcut)
+    types = atype[real].astype(np.int64)
+    if (counted := _counted_images(points, box, inverse, types, rcut, ntypes)) is not None:
+        return counted
+    if is_sparse(points, inverse, rcut):
         return find_pairs(coord, box, atype, rcut).statistics(ntypes)
     finder = _vesin(rcut, full=False)
     # Each pair once: vesin decides by r², which is the same to the last bit from i to j and from j to i.
@@ -119,19 +123,49 @@ def frame_statistics(
     if distance.min(initial=np.inf) < SAME_PLACE:
         find_pairs(coord, box, atype, rcut)  # raises, and names the atoms in the order of whole lists
     pair = pair.astype(np.int64)
-    seen = pair * ntypes + atype[real].astype(np.int64)[pair[:, ::-1]]
+    seen = pair * ntypes + types[pair[:, ::-1]]
     return _statistics(np.bincount(seen.ravel(), minlength=len(real) * ntypes), distance, ntypes)
+
+
+def _counted_images(
+    points: np.ndarray, box: np.ndarray | None, inverse: np.ndarray | None, types: np.ndarray, rcut: float, ntypes: int
+) -> NeighborStatistics | None:
+    """Count the neighbours of few atoms; None where there are more, or where rounding decides."""
+    images = compare_images(points, box, inverse, rcut)
+    near = None if images is None else images.within(rcut)
+    if images is None or near is None:
+        return None
+    if not near.any():
+        return NeighborStatistics(np.inf, (0,) * ntypes, 0)
+    shortest = _shortest(points, box, inverse, rcut, images)
+    if shortest is None:
+        return None
+    table = np.zeros((len(points), len(points)))
+    table[images.first, images.second] = near.sum(axis=0, dtype=np.int32)
+    table[np.diag_indices(len(points))] /= 2  # an image of an atom on one side has its like on the other
+    seen = (table + table.T) @ np.eye(ntypes)[types]
+    return _statistics(seen.astype(np.int64), np.array([shortest]), ntypes)
+
+
+def _shortest(
+    points: np.ndarray, box: np.ndarray | None, inverse: np.ndarray | None, rcut: float, images: Images
+) -> float | None:
+    """Return the shortest distance as vesin rounds it [Å]; None where atoms may lie at the same place."""
+    least, atoms = images.nearest()
+    if least < 4.0 * SAME_PLACE**2 + images.error or is_sparse(points[atoms], inverse, rcut):
+        return None
+    finder = _vesin(rcut, full=False)
+    return float(_computed(finder, points[atoms], box, "d")[0].min())
 
 
 def _checked(
     coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return the numbers of the real atoms, their positions, and the cell, which have been looked at."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """Return the numbers of the real atoms, their positions, the cell and its inverse, which have been looked at."""
     real = np.flatnonzero(atype >= 0)
     points = np.ascontiguousarray(coord[real], dtype=np.float64)
     box = None if box is None else np.asarray(box, dtype=np.float64)
-    check_geometry(points, box, rcut, real)
-    return real, points, box
+    return real, points, box, check_geometry(points, box, rcut, real)
 
 
 def _vesin(rcut: float, *, full: bool) -> Vesin:
@@ -203,7 +237,9 @@ def build_neighbors(
     atype = np.asarray(atype)
     if ntypes is None:
         ntypes = len(sel) if sel is not None and by_type else int(atype.max(initial=-1)) + 1
-    pairs = find_pairs(coord, box, atype, rcut)
+    pairs = _distinct_pairs(coord, box, atype, rcut, [short for short, _ in inner])
+    if pairs is None:
+        pairs = find_pairs(coord, box, atype, rcut)
     limits = group_limits(sel, by_type, ntypes)
     found = pairs
     if sel is not None and by_type:
@@ -215,6 +251,43 @@ def build_neighbors(
     index, shift, sections = _lay_out(pairs, len(atype), rcut, limits, by_type)
     dropped = len(found.i) - int(np.count_nonzero(index >= 0))
     return FrameNeighbors(index, shift, sections, within, found.statistics(ntypes), dropped)
+
+
+def _distinct_pairs(
+    coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float, further: Sequence[float]
+) -> Pairs | None:
+    """Find the pairs of few atoms by their images; None where their list depends on rounding, or vesin is faster.
+
+    No two pairs have nearly the same distance, and none is nearly at the cut-off or a `further` radius [Å].
+    """
+    real, points, box, inverse = _checked(coord, box, atype, rcut)
+    if box is not None and np.square(box).sum(axis=1).min() < rcut**2:
+        return None  # an atom has two images at the same distance, on opposite sides
+    images = compare_images(points, box, inverse, rcut)
+    if images is None or any(images.within(radius) is None for radius in further):
+        return None
+    near = images.within(rcut)
+    if near is None or not near.any():
+        return None
+    cell, pair = places_of(near)
+    square = images.square[near]
+    if np.diff(np.sort(square)).min(initial=np.inf) < TIE + 2.0 * images.error:
+        return None
+    shortest = _shortest(points, box, inverse, rcut, images)
+    if shortest is None:
+        return None
+    distance = np.sqrt(square)
+    distance[square.argmin()] = shortest
+    first, second = images.first.take(pair), images.second.take(pair)
+    shift = (images.cells.take(cell, axis=0) + images.moved.take(pair, axis=1).T).astype(np.int32)
+    return Pairs(
+        real,
+        atype[real].astype(np.int64),
+        i=np.concatenate([first, second]),
+        j=np.concatenate([second, first]),
+        shift=np.concatenate([shift, -shift]),
+        distance=np.concatenate([distance, distance]),
+    )
 
 
 def _nearest(pairs: Pairs, most: int, rcut: float) -> Pairs:

@@ -8,6 +8,7 @@ import pytest
 from write_systems import write_npy
 
 from deepmd_muon.data import open_systems
+from deepmd_muon.data.checks import labels
 from deepmd_muon.data.checks.labels import suspicions
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -54,6 +55,22 @@ def test_cells_of_a_system_are_inverted_together(monkeypatch):
     assert shapes[0] == (20, 3, 3)
     assert {len(shape) for shape in shapes} == {3}
     assert len(shapes) <= 5
+
+
+def test_threads_say_the_same_in_the_same_order(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    for k in range(8):
+        atoms = 20 + 5 * k
+        coord = rng.uniform(0.0, 9.0, (3, atoms * 3))
+        arrays = {"coord": coord, "energy": rng.normal(size=3), "force": rng.normal(size=(3, atoms * 3))}
+        arrays["box"] = np.tile(np.eye(3).ravel() * 9.0, (3, 1))
+        write_npy(tmp_path / f"s{k}", rng.integers(0, 2, atoms).tolist(), [arrays], ["O", "H"])
+    found = {}
+    for cores in (1, 16):
+        monkeypatch.setattr(labels, "worker_count", lambda cores=cores: cores)
+        found[cores] = suspicions(open_systems(str(tmp_path)))
+    assert len(found[1]) >= 8
+    assert found[16] == found[1]
 
 
 ENERGY_AND_FORCE = [
