@@ -283,10 +283,9 @@ class RunSettings(Section):
         choices=("auto", "on", "off"),
         doc=(
             "Record the training step in a CUDA graph for each shape of batches and replay it: the host then launches "
-            "one graph instead of hundreds of kernels. 'auto' records on GPUs, with several processes only at "
-            "zero_stage 0. 'on' records at zero_stage 1, too (no run on several GPUs has tested that), and is an error "
-            "elsewhere. 'off' never records. If recording fails, the host launches kernels one by one, and the log "
-            "says why."
+            "one graph instead of hundreds of kernels. 'auto' records on GPUs, with several processes at zero_stage 0 "
+            "and 1. 'on' is an error where steps cannot be recorded. 'off' never records. If recording fails, the host "
+            "launches kernels one by one, and the log says why."
         ),
     )
     enable_compile: bool = setting(

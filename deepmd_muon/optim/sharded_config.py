@@ -29,8 +29,9 @@ class ShardedSettings:
         "auto",
         doc=(
             "Where several ranks hold the same elements (DDP, HSDP): 'spread' gives each matrix one owner among all "
-            "replicas; 'repeat' gives it one owner per replica, which costs work and saves bytes. 'auto' takes the "
-            "faster one, as predicted from the three rates below."
+            "replicas; 'repeat' gives it one owner per replica, which costs work and saves bytes. Replicas that repeat "
+            "the work with state in parts gather the momenta before the step, if these fit a bucket. 'auto' takes the "
+            "faster way, as predicted from the three rates below."
         ),
     )
     bucket_bytes: int = setting(

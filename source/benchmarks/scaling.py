@@ -105,9 +105,10 @@ class Step:
         plan = plan_of(_input(self.case), gpus, stage)
         link = self.in_node if gpus <= self.network.gpus else min(self.in_node, self.network.bandwidth)
         seconds = 0.0
-        whole = sum(sum(domain.work.values()) for domain in plan.domains if domain.spread) or math.inf
+        # Replicas that repeat the work have all of it each.
+        whole = sum(sum(d.work.values()) / (1 if d.spread else len(d.ranks)) for d in plan.domains) or math.inf
         for domain in plan.domains:
-            exchanges = sum(map(len, domain.exchanges().values()))
+            exchanges = sum(map(len, domain.exchanges().values())) + bool(domain.gathered)
             seconds += max(domain.sent(plan.settings).values()) / link + exchanges * (gpus - 1) * self.network.peer
             seconds += max(domain.work.values()) / whole * self.orthogonalization
         return seconds

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from deepmd_muon.optim.sharded import make_plan
+
 TOP = Path(__file__).parents[3]
 
 
@@ -43,11 +45,15 @@ def test_two_gpus_take_what_was_measured_and_stage_0_grows_by_the_all_reduce_alo
     assert step.seconds(16, 0) - step.seconds(2, 0) == pytest.approx(step.all_reduce(16) - step.all_reduce(2))
 
 
-def test_the_plan_shares_the_orthogonalizations(scaling):
-    """Without links that cost anything, stage 1 has the busiest rank's share of the work left."""
+def test_the_plan_shares_or_repeats_the_orthogonalizations(scaling, monkeypatch):
+    """Without links that cost anything, stage 1 has the busiest rank's share of the work left, or all of it."""
     free = scaling.Network(gpus=64, bandwidth=math.inf, delay=0.0, peer=0.0)
     step = make_step(scaling, network=free, two={0: 1e-3 + 1e-15})
     plan = scaling.plan_of(scaling._input(step.case), 4, 1)
+    assert plan.domains[0].gathered
+    assert step.optimizer(4, 1) == pytest.approx(2e-4, rel=1e-6)
+    plan = make_plan(plan.parameters, dataclasses.replace(plan.settings, replication="spread"))
+    monkeypatch.setattr(scaling, "plan_of", lambda *_: plan)
     (domain,) = plan.domains
     share = max(domain.work.values()) / sum(domain.work.values())
     assert 0.25 <= share < 1.0

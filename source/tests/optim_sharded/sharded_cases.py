@@ -34,6 +34,11 @@ ROUNDED = {"deepmd_kit_arithmetic": 1e-3, "soap_muon": 1e-5, "norm_control": 1e-
 ON_GPUS = 1e-5  # kernels of one process and of buckets add in other orders
 
 
+def slack_of(optimizer):
+    """What a parameter may differ by on GPUs; decompositions of SOAP's matrices magnify rounding."""
+    return ON_GPUS * (100 if any(group["soap_muon"] for group in optimizer.param_groups) else 1)
+
+
 @functools.cache
 def mesh_of(shape):
     return init_device_mesh(torch.get_default_device().type, shape)
@@ -142,7 +147,7 @@ class Twins:
 
     def assert_equal(self, tolerance=None):
         tolerance = (0.0 if self.exact else 1e-6) if tolerance is None else tolerance
-        tolerance = max(tolerance, ON_GPUS) if self.one[0].is_cuda else tolerance
+        tolerance = max(tolerance, slack_of(self.optimizers[0])) if self.one[0].is_cuda else tolerance
         one, many = self.optimizers
         # Ranks that gather state one tensor after the other need the same order.
         muon = {id(p): entry.name for p, entry in zip(self.many, many.routing, strict=True) if entry.route == "muon"}

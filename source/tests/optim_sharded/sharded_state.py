@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_cases import ON_GPUS, SETTINGS, SHAPES, Twins, drawn, fits, layouts, mesh_of
+from sharded_cases import SETTINGS, SHAPES, Twins, drawn, fits, layouts, mesh_of, slack_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -107,7 +107,7 @@ class Replicas:
 
     def assert_equal(self, tolerance):
         one, many = self.optimizers
-        tolerance = max(tolerance, ON_GPUS) if self.one[0].is_cuda else tolerance
+        tolerance = max(tolerance, slack_of(one)) if self.one[0].is_cuda else tolerance
         for i, (p, q) in enumerate(zip(self.one, self.many, strict=True)):
             torch.testing.assert_close(q, p, rtol=tolerance, atol=tolerance, msg=lambda text, i=i: f"w{i}: {text}")
             state, cut = one.state[p], many.state[q]
