@@ -11,9 +11,9 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from deepmd_muon.optim.cuda import is_capturing
@@ -45,17 +45,17 @@ class WholeMomenta:
         self._collectives = collectives
         ranks = sorted(shardings[0].layout.ranks)
         self._group = group_of(tuple(ranks), wave.device)
-        held, place = _places(wave.params, shardings, ranks)
-        own = held[ranks.index(dist.get_rank())]
-        self._place, self._own_place = (x.to(wave.device, torch.int32) for x in (place, own))
-        self._mine = self._memory(max(map(len, held)))
-        self._everything = len(ranks) * len(self._mine)
+        longest, place = _places(wave.params, shardings, ranks)
+        self._place = place.to(wave.device, torch.int32)
+        self._mine = self._memory(longest)
+        self._everything = len(ranks) * longest
         self._flat = self._memory(len(place))
         self.whole = _views(self._flat, [p.shape for p in wave.params], _ALIGNMENT)
-        cut = [sharding.part(p).shape for p, sharding in zip(wave.params, shardings, strict=True)]
-        self._held = [i for i, shape in enumerate(cut) if math.prod(shape)]
-        self._own = _views(self._mine, [cut[i] for i in self._held], 1)
-        self._arriving: Callable[[], None] | None = None
+        cut = [sharding.part(x) for x, sharding in zip(self.whole, shardings, strict=True)]
+        self._held = [i for i, part in enumerate(cut) if part.numel()]
+        self._cut = [cut[i] for i in self._held]  # this rank's parts of the whole momenta
+        self._own = _views(self._mine, [part.shape for part in self._cut], 1)
+        self._arriving: Callable[[], object] | None = None
         self._in_graph = False  # whether the gather was started in a capture
         self._stepped: Wave | None = None
 
@@ -74,17 +74,19 @@ class WholeMomenta:
         """
         if self._arriving is None or self._in_graph != is_capturing():
             self._in_graph = is_capturing()
-            with in_phase("gather"):
+            arriving: list[Tensor] = []
+
+            def gather(**options: Any) -> Any:
                 if self._held:
                     torch._foreach_copy_(self._own, [parts[i] for i in self._held])
-                everything = self._memory(self._everything)
-                arrived = self._collectives.launch(all_gather, everything, self._mine, group=self._group)
+                arriving.append(self._memory(self._everything))  # of the stream on which all this runs
+                return all_gather(arriving[0], self._mine, group=self._group, **options)
 
             def take() -> None:
-                arrived()
-                torch.index_select(everything, 0, self._place, out=self._flat)
+                torch.index_select(arriving.pop(), 0, self._place, out=self._flat)
 
-            self._arriving = take
+            with in_phase("gather"):
+                self._arriving = self._collectives.launch(gather, then=take)
 
     def wait(self) -> None:
         """Wait for a gather that has been started; the step does not start another."""
@@ -100,9 +102,8 @@ class WholeMomenta:
         self._arriving = None
         if self._stepped is not None:
             step_matrices(self._stepped, self._stepped.state, control.on(self.wave.device))
-            torch.index_select(self._flat, 0, self._own_place, out=self._mine[: len(self._own_place)])
             if self._held:
-                torch._foreach_copy_([parts[i] for i in self._held], self._own)
+                torch._foreach_copy_([parts[i] for i in self._held], self._cut)
 
     def _memory(self, length: int) -> Tensor:
         return self.wave.params[0].new_empty(length)
@@ -119,13 +120,10 @@ def _views(flat: Tensor, shapes: Sequence[torch.Size], alignment: int) -> list[T
     return [flat[start : start + n].view(shape) for start, n, shape in places]
 
 
-def _places(
-    params: Sequence[Tensor], shardings: Sequence[StateSharding], ranks: Sequence[int]
-) -> tuple[list[Tensor], Tensor]:
-    """Return where parts and whole momenta lie in each other.
+def _places(params: Sequence[Tensor], shardings: Sequence[StateSharding], ranks: Sequence[int]) -> tuple[int, Tensor]:
+    """Return the most elements that a rank has, and where the whole momenta are in what a gather returns.
 
-    For each rank: the place in the whole momenta, one behind the other, of every element of its parts. And for every
-    element of these: its place in the parts of all ranks, each of which takes as much space as the longest.
+    The latter has the parts of all ranks, one behind the other, each of which takes as much space as the longest.
     """
     layout = shardings[0].layout
     at = dict(zip(layout.ranks, layout.coordinates(), strict=True))
@@ -142,7 +140,7 @@ def _places(
     place = torch.zeros(starts[-1], dtype=torch.int64, device="cpu")
     for number, own in enumerate(held):
         place[own] = number * longest + torch.arange(len(own), device="cpu")
-    return held, place
+    return longest, place
 
 
 class RepeatedMuon:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from deepmd_muon.optim.cuda import is_capturing
+from deepmd_muon.optim.cuda import SideStream, is_capturing
 from deepmd_muon.optim.errors import CaptureError, ShardingError, UnsupportedTransportError
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import is_local
@@ -110,6 +110,7 @@ class ShardedStep:
         self._pipeline: Pipeline | None = None
         self._repeated: RepeatedMuon | None = None
         self._elements: ElementwiseStep | None = None
+        self._beside: SideStream | None = None
         self._presence: GradientPresence | None = None
 
     def reset(self) -> None:
@@ -201,7 +202,7 @@ class ShardedStep:
         control: StepControl,
         step_matrices: StepMatrices,
     ) -> None:
-        """Take the step; the Adam routes run while the first pieces of the Muon route are exchanged.
+        """Take the step; the Adam routes run beside the Muon route, or while its first pieces are exchanged.
 
         `step_matrices` takes the step of a single process.
         """
@@ -215,21 +216,47 @@ class ShardedStep:
             own = [wave.transfer_batch for wave in elements.waves if wave.transfer_batch is not None]
             moments = memory.fetch_in_turn([*before, *own, *after])
         if self._repeated is not None:
-            self._repeated.start()
+            self._run_repeated(self._repeated, elements, control, moments, step_matrices)
+            return
         run = None if self._pipeline is None else PipelineStep(self._pipeline, groups, state, memory, control, moments)
         arriving = elements.step(control, moments)
         if run is not None:
             arriving += run.finish()
-        elif self._repeated is not None:
-            self._repeated.step(control, moments, step_matrices)
         elif self._muon:
             reference_step(self.plan, self._muon, self._groups, groups, state, memory, workspace, control)
         for _ in moments or ():  # copies the last batch back to the host
             pass
         for take in arriving:
             take()
-        if self._repeated is not None and self._settings.free_gradients:
-            self._repeated.free_gradients()
+
+    def _run_repeated(
+        self,
+        repeated: RepeatedMuon,
+        elements: ElementwiseStep,
+        control: StepControl,
+        moments: Iterator[list[Tensor]] | None,
+        step_matrices: StepMatrices,
+    ) -> None:
+        """Take the step with gathered momenta; on a GPU the Adam routes run beside the Muon route."""
+        repeated.start()
+        if self._device.type != "cuda" or moments is not None:
+            arriving = elements.step(control, moments)
+            repeated.step(control, moments, step_matrices)
+            for _ in moments or ():
+                pass
+            for take in arriving:
+                take()
+        else:
+            if self._beside is None:
+                self._beside = SideStream(self._device)
+            control = control.on(self._device)
+            self._beside.fork()
+            repeated.step(control, None, step_matrices)
+            with self._beside:
+                for take in elements.step(control, None):
+                    take()
+        if self._settings.free_gradients:
+            repeated.free_gradients()
 
     def _build(self) -> ElementwiseStep:
         """Make the parts of the step, before the first one."""

@@ -83,17 +83,33 @@ class CollectiveStream:
         # would need the GIL, and a process exiting meanwhile would abort.
         self._last: Any = None
 
-    def launch(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Callable[[], Any]:
-        """Start a collective after the current stream's work; return a function that makes that stream wait for it."""
+    def launch(
+        self,
+        collective: Callable[..., Any],
+        *args: Any,
+        then: Callable[[], object] | None = None,
+        **options: Any,
+    ) -> Callable[[], Any]:
+        """Start a collective after the current stream's work; return a function that makes that stream wait for it.
+
+        `then` takes what has arrived, on a GPU beside the current stream's work.
+        """
         if self._stream is None:
             self._last = collective(*args, **options, async_op=True)
-            wait: Callable[[], Any] = self._last.wait
-            return wait
+            return functools.partial(_arrive, self._last, then)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             collective(*args, **options, async_op=False)
+            if then is not None:
+                then()
             done = self._stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(done)
+
+
+def _arrive(work: Any, then: Callable[[], object] | None) -> None:
+    work.wait()
+    if then is not None:
+        then()
 
 
 class Exchange:

@@ -25,6 +25,11 @@ from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.strategy.agreement import SIGNALS, SeveralRanks
 from deepmd_muon.train.strategy.base import Reduced
 
+# Elements of a row of all gradients, the norm of which is one number.
+_ROW = 1024
+# Elements of a copy, and copies of all gradients beyond one for each.
+_SHORT, _COPIES = 1 << 14, 64
+
 
 class Replicated(SeveralRanks):
     """Every rank holds the model and works on its own batch.
@@ -101,16 +106,29 @@ class Replicated(SeveralRanks):
         return self._trained[branch]
 
     def _sum(self, grads: Sequence[Tensor], tail: Tensor) -> tuple[Tensor, Sequence[Tensor], Tensor]:
-        """Return the mean of all gradients over the ranks, of each as a view of it, and the sum of `tail`."""
+        """Return the mean of all gradients over the ranks in rows, of each as a view of it, and the sum of `tail`."""
         dtype = max((g.dtype for g in grads), key=lambda dtype: dtype.itemsize)
-        flat = self.ranks.sum(torch.cat([*(g.reshape(-1).to(dtype) for g in grads), tail.to(dtype)]))
-        *parts, summed = flat.split([*(g.numel() for g in grads), tail.numel()])
+        sizes = [g.numel() for g in grads]
+        rest = -sum(sizes) % _ROW  # zeros that complete the last row
+        flat = tail.new_empty(sum(sizes) + rest + tail.numel(), dtype=dtype)
+        *parts, zeros, summed = flat.split([*sizes, rest, tail.numel()])
+        # Many short copies occupy a GPU better than a few long ones: a quarter of the time of `torch.cat`.
+        short = max(_SHORT, len(flat) // _COPIES)
+        into, out_of = [summed], [tail]
+        for part, g in zip(parts, grads, strict=True):
+            into += part.split(short)
+            out_of += g.reshape(-1).split(short)
+        torch._foreach_copy_(into, out_of)
+        zeros.zero_()
+        self.ranks.sum(flat)
         mean = flat[: -tail.numel()].div_(self.ranks.size)
         return mean, parts, summed
 
     def _reduced(self, mean: Tensor, summed: Tensor) -> Reduced:
         found = [p.grad for p in self.model.parameters() if p.requires_grad and p.grad is not None]
-        return Reduced(found, torch.linalg.vector_norm(mean), summed[0] / self.ranks.size)
+        # In two steps: the norm of a long vector would wait 10 us for memory to be cleared.
+        norm = torch.linalg.vector_norm(torch.linalg.vector_norm(mean.view(-1, _ROW), dim=1))
+        return Reduced(found, norm, summed[0] / self.ranks.size)
 
     def request_stop(self, number: int) -> None:
         """Tell the other ranks of a signal with the next exchange, which ends the run on all of them."""
