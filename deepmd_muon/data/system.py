@@ -298,8 +298,11 @@ class System:
         if self._atype is not None:
             return np.repeat(self._atype[None], len(indices), axis=0)
         files = ["real_atom_types.npy"] * len(self._sets)
-        raw = self._as_types(self._read(files, indices).reshape(len(indices), self.natoms), "real_atom_types.npy")
-        return self._apply_translation(raw, "real_atom_types.npy")
+        raw = self._read(files, indices).reshape(len(indices), self.natoms)
+        equal = len(raw) > 1 and bool((raw == raw[0]).all())  # often: then one frame stands for all
+        types = self._as_types(raw[:1] if equal else raw, files[0])
+        types = self._apply_translation(types, files[0])
+        return np.repeat(types, len(raw), axis=0) if equal else types
 
     def _places(self, wanted: np.ndarray) -> list[tuple[int, slice | np.ndarray, np.ndarray]]:
         """Return each set that has wanted frames, their places among the wanted ones, and their rows in the set."""

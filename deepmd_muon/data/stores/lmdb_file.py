@@ -3,13 +3,19 @@
 liblmdb maps the file and trusts it: a truncated or damaged copy ends the process with SIGBUS or SIGSEGV, and no process
 may open a file twice or use it after a fork. This reader goes down the tree for each key, checks every page against
 the size of the file, and reads values without mapping them.
+
+`LmdbFile.values` reads many values and checks all that they need. Where a page is not as it should be, it leaves the
+key to `LmdbFile.get`, which says what is wrong.
 """
 
 from __future__ import annotations
 
+import operator
 import os
 import struct
 import sys
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +31,20 @@ _NODE = 8  # bytes of a node's header
 _MAX_DEPTH = 32
 _NO_PAGE = (1 << 64) - 1
 _SHORT = struct.Struct("<H").unpack_from
+_HEADER_OF_NODE = struct.Struct("<HHHH").unpack_from  # length of the value or page, flags, length of the key
+_NUMBER = struct.Struct("<Q").unpack_from
+_FLAGS_AND_PAGES = struct.Struct("<HI").unpack_from  # from byte 10 of a page of values on
 # Pages of keys that stay in memory, 32 MiB: those of a million frames that have pages of their own.
 _KEPT_PAGES = 8192
+# Branches whose keys stay in memory, about as much: they lead to 300,000 pages of keys or more.
+_KEPT_BRANCHES = 2048
+
+
+class _Branch(NamedTuple):
+    """The keys of a branch and the pages behind them; the first page has all smaller keys, too."""
+
+    keys: list[bytes]
+    pages: list[int]
 
 
 class _Node(NamedTuple):
@@ -62,13 +80,14 @@ class LmdbFile:
         self._handles = handles
         self._watch = FileWatch()
         self._pages: dict[int, bytes] = {}
+        self._branches: dict[int, _Branch] = {}
         self._watch.check(system, path)
         self._size = os.stat(path).st_size
         self._page_size, self._root, self.entries = self._read_meta()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the pages kept in memory out."""
-        return {**self.__dict__, "_pages": {}}
+        return {**self.__dict__, "_pages": {}, "_branches": {}}
 
     def get(self, key: bytes) -> Value | None:
         """Return the place of a key's value, None where there is no such key."""
@@ -104,6 +123,98 @@ class LmdbFile:
         """Return a value; SystemFormatError when the file has changed since it was opened."""
         self._watch.check(self.system, self.path)
         return self._bytes(value.offset, value.length)
+
+    def values(self, keys: Sequence[bytes]) -> list[bytes | memoryview | None]:
+        """Return the values of keys, None where there is no such key; fastest for rising keys. Errors as in `read`."""
+        self._watch.check(self.system, self.path)
+        file = self._opened()
+        found: list[bytes | memoryview | None] = []
+        page, least, bound = None, b"", b""
+        for key in keys:
+            if not least <= key < bound:
+                page, bound = self._leaf_of(key)
+                least = key
+            value = None if page is None else self._value_in(page, key, file)
+            if value is None:
+                place = self.get(key)
+                value = None if place is None else self._bytes(place.offset, place.length)
+            found.append(value)
+        return found
+
+    def _leaf_of(self, key: bytes) -> tuple[bytes | None, bytes]:
+        """Return the leaf that would have a key, None where a page is damaged, and the first key of the next leaf.
+
+        That key is empty behind the last leaf.
+        """
+        number, bound = self._root, b""
+        try:
+            for _ in range(_MAX_DEPTH):
+                branch = self._branches.get(number)
+                if branch is None:
+                    page = self._page(number)
+                    kind = _SHORT(page, 10)[0] & (_BRANCH | _LEAF)
+                    if kind != _BRANCH:
+                        return (page if kind == _LEAF else None), bound
+                    branch = self._branch(number, page)
+                # The key of the first page counts as smaller than all others.
+                place = bisect_right(branch.keys, key, 1)
+                number = branch.pages[place - 1]
+                bound = branch.keys[place] if place < len(branch.keys) else bound
+        except SystemFormatError:
+            pass
+        return None, b""
+
+    def _branch(self, number: int, page: bytes) -> _Branch:
+        """Parse a branch, and keep it."""
+        (lower,) = _SHORT(page, 12)
+        if lower <= _HEADER or lower > len(page) or lower % 2:
+            raise self._damaged(f"page {number} says that its nodes end at byte {lower}")
+        nodes = [self._node(number, page, index) for index in range((lower - _HEADER) // 2)]
+        branch = _Branch(
+            [node.key for node in nodes], [node.low | node.high << 16 | node.flags << 32 for node in nodes]
+        )
+        if not all(map(operator.lt, branch.keys[1:], branch.keys[2:])):
+            raise self._damaged(f"the keys of page {number} are not sorted")
+        if len(self._branches) >= _KEPT_BRANCHES:
+            self._branches.clear()
+        self._branches[number] = branch
+        self._pages.pop(number, None)
+        return branch
+
+    def _value_in(self, page: bytes, key: bytes, file: OpenFile) -> bytes | memoryview | None:
+        """Return the value of a key of a leaf; None where it has no such key, or the leaf or the value is damaged."""
+        (lower,) = _SHORT(page, 12)
+        if lower < _HEADER or lower > len(page) or lower % 2:
+            return None
+        low, high, most = 0, (lower - _HEADER) // 2, len(page) - _NODE
+        middle = _distance(page, key)  # the keys of frames are consecutive numbers: usually this is the place
+        while low < high:
+            if not low <= middle < high:
+                middle = (low + high) // 2
+            (offset,) = _SHORT(page, _HEADER + 2 * middle)
+            if offset < _HEADER or offset > most:
+                return None
+            short, long, flags, size = _HEADER_OF_NODE(page, offset)
+            value = offset + _NODE + size
+            found = page[offset + _NODE : value]
+            if found == key:
+                break
+            low, high = (middle + 1, high) if found < key else (low, middle)
+        else:
+            return None
+        length = short | long << 16
+        if not flags:
+            return page[value : value + length] if value + length <= len(page) else None
+        if flags != _BIG_DATA or value + 8 > len(page):
+            return None
+        offset = _NUMBER(page, value)[0] * self._page_size
+        if offset < 2 * self._page_size or offset + _HEADER + length > self._size:
+            return None
+        whole = self._read(file, offset, _HEADER + length)
+        flags, pages = _FLAGS_AND_PAGES(whole, 10)
+        if not flags & _OVERFLOW or pages * self._page_size < _HEADER + length:
+            return None
+        return memoryview(whole)[_HEADER:]
 
     def _read_meta(self) -> tuple[int, int, int]:
         """Return page size, root page and number of keys from the newer of the two meta pages."""
@@ -178,8 +289,18 @@ class LmdbFile:
     def _bytes(self, offset: int, length: int) -> bytes:
         if offset + length > self._size:
             raise self._damaged(f"truncated: bytes {offset} to {offset + length} are missing")
+        return self._read(self._opened(), offset, length)
+
+    def _opened(self) -> OpenFile:
         try:
-            return bytes(self._handles.get(self.path, lambda: OpenFile(self.path)).read(length, offset))
+            file: OpenFile = self._handles.get(self.path, lambda: OpenFile(self.path))
+        except OSError as error:
+            raise self._problem(f"cannot be read: {error.strerror or error}") from error
+        return file
+
+    def _read(self, file: OpenFile, offset: int, length: int) -> bytes:
+        try:
+            return file.read_bytes(length, offset)
         except OSError as error:
             raise self._problem(f"cannot be read: {error.strerror or error}") from error
 
@@ -188,3 +309,12 @@ class LmdbFile:
 
     def _damaged(self, problem: str) -> SystemFormatError:
         return self._problem(f"damaged ({problem}; the file has {self._size} bytes); copy or write it again")
+
+
+def _distance(page: bytes, key: bytes) -> int:
+    """Return how much larger a key is than the first one of a leaf, as numbers; −1 where they are none."""
+    offset = _SHORT(page, _HEADER)[0] + _NODE
+    try:
+        return int(key) - int(page[offset : offset + len(key)])
+    except ValueError:
+        return -1

@@ -7,28 +7,27 @@ number in that format. A frame maps names to ``{type, shape, data}``: dtype, sha
 
 from __future__ import annotations
 
-import functools
 import logging
-import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from deepmd_muon.data.errors import DataError, SystemFormatError, SystemNotFoundError
-from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, PARAMETERS
+from deepmd_muon.data.errors import SystemFormatError, SystemNotFoundError
+from deepmd_muon.data.frames import PARAMETERS
 from deepmd_muon.data.stores.lmdb_file import MAGIC, LmdbFile
+from deepmd_muon.data.stores.lmdb_frames import Block, FrameDecoder, decode_frame, is_count, unpack, width_of
 from deepmd_muon.data.stores.storage import HandleCache
 
 log = logging.getLogger(__name__)
 
+_Check = Callable[[np.ndarray, Mapping[str, np.ndarray]], None]
+
 METADATA = b"__metadata__"
-_NAMES = {"coords": "coord", "cells": "box", "energies": "energy", "forces": "force", "virials": "virial"}
-_NAMES["atom_types"] = "atype"
 #: A key format such as "012d"; anything wider would be a way to fill the memory.
 _KEY_FORMAT = re.compile(r"0?\d{0,2}d")
 #: Atoms of one request whose frames stay decoded, so that positions, cells and labels of a batch cost one decoding.
@@ -37,6 +36,8 @@ _KEPT = 1 << 17
 _THREADS = 64
 #: Databases of so many frames are read as a whole when they are opened, in about half a second.
 _READ_WHOLE = 8192
+# Frames that are decoded together then.
+_TOGETHER = 64
 # Frames of larger ones that are read then; two of each system at least.
 _LOOKED = 1024
 
@@ -109,7 +110,7 @@ class LmdbStore:
         name = file.removesuffix(".npy")
         numbers = self._sets[folder]
         if name not in PARAMETERS:
-            return (len(numbers), _width(name, self._natoms))
+            return (len(numbers), width_of(name, self._natoms))
         if (folder, name) not in self._widths:  # that of the first frame of the set that has the parameter
             found = (self._database.frame(int(number)).get(name) for number in numbers)
             self._widths[folder, name] = next((values.size for values in found if values is not None), 0)
@@ -120,52 +121,67 @@ class LmdbStore:
         folder, _, name = path.partition("/")
         name = "atype" if name == "real_atom_types.npy" else name.removesuffix(".npy")
         numbers = self._sets[folder][indices]
-        frames = self._database.frames(numbers, self._check, keep=len(numbers) * self._natoms <= _KEPT)
-        if name not in LABELS and name not in PARAMETERS:
-            return np.stack([frame[name] for frame in frames])
-        width = self.shape(path)[1]
-        absent = {name: np.full(width, np.nan)} if self.sampled else {}
-        found = [{**absent, **frame}[name] for frame in frames]
-        if wrong := next((values.size for values in found if values.size != width), None):
-            raise SystemFormatError(self.root, name, f"one frame has {width} values, another {wrong}")
-        return np.stack(found)
+        parts = list(self._parts(name, numbers))
+        width = self._natoms if name == "atype" else self.shape(path)[1]
+        wrong = [(rows[0], v.shape[1]) for rows, v in parts if v is not None and v.shape[1] != width]
+        if wrong:
+            raise SystemFormatError(self.root, name, f"one frame has {width} values, another {min(wrong)[1]}")
+        kinds = [np.dtype(np.float64) if values is None else values.dtype for _, values in parts]
+        found = np.empty((len(numbers), width), np.result_type(*kinds))
+        for rows, values in parts:
+            if values is None and not self.sampled:
+                raise KeyError(name)
+            found[rows] = np.nan if values is None else values
+        return found
 
-    def _check(self, number: int, frame: Mapping[str, np.ndarray]) -> None:
-        """Refuse a frame that contradicts the metadata or other frames of its system."""
+    def _parts(self, name: str, numbers: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """Yield places in a request and values of the frames there, None where they have none.
+
+        A large request is read in parts, of which nothing else stays in memory.
+        """
+        most = max(1, _KEPT // self._natoms)
+        if len(numbers) <= most:
+            for rows, columns in self._database.last(numbers, self._check):
+                yield rows, columns.get(name)
+            return
+        for first in range(0, len(numbers), most):
+            for rows, columns in self._database.blocks(numbers[first : first + most], self._check):
+                values = columns.get(name)
+                # A copy: columns are views of whole frames.
+                yield rows + first, None if values is None else values.copy()
+
+    def _check(self, numbers: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
+        """Refuse frames that contradict the metadata or other frames of their system."""
         problem = ""
-        if len(frame["atype"]) != self._natoms:
-            problem = f"has {len(frame['atype'])} atoms, but __metadata__ says {self._natoms}"
-        elif ("box" in frame) != self._pbc:
-            here, there = ("a cell", "none") if "box" in frame else ("no cell", "one")
+        if columns["atype"].shape[1] != self._natoms:
+            problem = f"has {columns['atype'].shape[1]} atoms, but __metadata__ says {self._natoms}"
+        elif ("box" in columns) != self._pbc:
+            here, there = ("a cell", "none") if "box" in columns else ("no cell", "one")
             problem = f"has {here}, but other frames of the same source and size have {there}"
         if problem:
             advice = "in __metadata__, frame_nlocs must be right and frame_system_ids must tell them apart"
-            raise SystemFormatError(self.root, f"frame {number}", f"{problem}; {advice}")
+            raise SystemFormatError(self.root, f"frame {numbers[0]}", f"{problem}; {advice}")
         if not self.sampled:
             return
-        # The frame was not looked at before: `System` leaves its values to the store.
-        for name, values in frame.items():
-            if not np.isfinite(values).all():
-                raise SystemFormatError(self.root, f"frame {number}", f"{name}: value that is not finite")
-        unseen = frame.keys() - self._known
+        # The frames were not looked at before: `System` leaves their values to the store.
+        for name, values in columns.items():
+            finite = np.isfinite(values).all(axis=1)
+            if not finite.all():
+                raise SystemFormatError(self.root, f"frame {numbers[~finite][0]}", f"{name}: value that is not finite")
+        unseen = columns.keys() - self._known
         if unseen and not self._warned:
             self._warned = True
             log.warning(
                 "%s: frame %d has %s, which none of the frames has that were looked at when the database was opened: "
                 "left out",
                 self.root,
-                number,
+                numbers[0],
                 ", ".join(sorted(unseen)),
             )
 
 
-def _width(name: str, natoms: int) -> int:
-    """Values of a quantity in a frame."""
-    if name in FRAME_LABELS:
-        return FRAME_LABELS[name]
-    if name in ATOM_LABELS:
-        return ATOM_LABELS[name] * natoms
-    return {"coord": 3 * natoms, "box": 9}.get(name, natoms)
+def _accept(numbers: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
+    """Check nothing."""
 
 
 class _Database:
@@ -175,7 +191,8 @@ class _Database:
         self.path = path
         self._file = LmdbFile(path, data_file(path), handles)
         self.meta = _Metadata.read(self._file)
-        self._last: dict[int, tuple[bytes, list[dict[str, np.ndarray]]]] = {}
+        self._decoder = FrameDecoder(path)
+        self._last: dict[int, tuple[bytes, list[Block]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave decoded frames out."""
@@ -189,26 +206,39 @@ class _Database:
             raise SystemFormatError(self.path, f"frame {number}", f"key {key!r} is missing")
         return decode_frame(self.path, f"frame {number}", self._file.read(place))
 
-    def frames(
-        self, numbers: np.ndarray, check: Callable[[int, Mapping[str, np.ndarray]], None], *, keep: bool
-    ) -> Iterable[dict[str, np.ndarray]]:
-        """Return frames; those of a thread's last request may stay decoded, for its positions, cells and labels."""
+    def blocks(self, numbers: np.ndarray, check: _Check = _accept) -> list[Block]:
+        """Return frames, in any order.
+
+        Errors are those of `frame` and of `check`, for the first frame that has one.
+        """
+        found: list[Block] = []
+        try:
+            keys = [format(number, self.meta.key_format).encode() for number in numbers.tolist()]
+            values = self._file.values(keys)
+            there = [value for value in values if value is not None]
+            if len(there) == len(values):
+                for block in self._decoder.blocks(numbers.tolist(), there):
+                    check(numbers[block.rows], block.columns)
+                    found.append(block)
+                return found
+        except SystemFormatError:
+            pass
+        # One frame after the other, up to the one that is damaged.
+        found = []
+        for row, number in enumerate(numbers.tolist()):
+            found.append(Block.of_one(row, self.frame(number)))
+            check(numbers[row : row + 1], found[-1].columns)
+        return found
+
+    def last(self, numbers: np.ndarray, check: _Check) -> list[Block]:
+        """Return frames, which stay decoded until the thread's next request: for positions, cells and labels."""
         key, thread = numbers.tobytes(), threading.get_ident()
         last = self._last.get(thread)
         if last is not None and last[0] == key:
             return last[1]
-
-        def checked() -> Iterator[dict[str, np.ndarray]]:
-            for number in numbers.tolist():
-                frame = self.frame(number)
-                check(number, frame)
-                yield frame
-
-        if not keep:
-            return checked()
         if len(self._last) >= _THREADS:  # those of threads that have ended
             self._last.clear()
-        found = list(checked())
+        found = self.blocks(numbers, check)
         self._last[thread] = (key, found)
         return found
 
@@ -239,14 +269,24 @@ class _Database:
     def _read_groups(self, numbers: np.ndarray) -> Iterator[_Group]:
         """Sort frames by reading them all."""
         groups: dict[tuple[int, int, bool], _Group] = {}
-        for number in numbers.tolist():
-            frame = self.frame(number)
-            types, pbc = frame["atype"], "box" in frame
+        for number, types, names in self._contents(numbers):
+            pbc = "box" in names
             source = 0 if self.meta.systems is None else int(self.meta.systems[number])
             group = groups.setdefault((source, len(types), pbc), _Group(types, pbc, False, {}))
             group.mixed |= bool((types != group.types).any() or (types < 0).any())
-            group.sets.setdefault(frozenset(frame) - {"coord", "box", "atype"}, []).append(number)
+            group.sets.setdefault(names - {"coord", "box", "atype"}, []).append(number)
         yield from groups.values()
+
+    def _contents(self, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray, frozenset[str]]]:
+        """Yield number, types and names of frames, in their order."""
+        for first in range(0, len(numbers), _TOGETHER):
+            part = numbers[first : first + _TOGETHER]
+            found: dict[int, tuple[int, np.ndarray, frozenset[str]]] = {}
+            for block in self.blocks(part):
+                names = frozenset(block.columns)
+                for row, types in zip(block.rows.tolist(), block.columns["atype"], strict=True):
+                    found[row] = int(part[row]), types, names
+            yield from (found[row] for row in range(len(part)))
 
 
 def lmdb_stores(path: str, handles: HandleCache) -> Iterator[LmdbStore]:
@@ -288,7 +328,7 @@ class _Metadata:
             raise SystemFormatError(
                 file.system, "__metadata__", "missing: an LMDB database, but not in deepmd-kit's format"
             )
-        meta = _unpack(file.system, "__metadata__", file.read(place))
+        meta = unpack(file.system, "__metadata__", file.read(place))
         nframes: Any = meta.get("nframes")
         form: Any = meta.get("frame_idx_fmt", "012d")
         type_map: Any = meta.get("type_map")
@@ -296,7 +336,7 @@ class _Metadata:
         def refuse(what: str, found: object) -> SystemFormatError:
             return SystemFormatError(file.system, "__metadata__", f"{what}, found {repr(found)[:60]}")
 
-        if not _is_count(nframes) or not 0 < nframes < file.entries:
+        if not is_count(nframes) or not 0 < nframes < file.entries:
             raise refuse(f"nframes must be the number of frames, 1 to {file.entries - 1}", nframes)
         if not isinstance(form, str) or not _KEY_FORMAT.fullmatch(form):
             raise refuse('frame_idx_fmt must be a format such as "012d"', form)
@@ -317,115 +357,3 @@ class _Metadata:
 
         systems, nlocs = numbers("frame_system_ids", 0), numbers("frame_nlocs", 1)
         return cls(nframes, form, None if type_map is None else tuple(type_map), systems, nlocs)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-@functools.lru_cache(maxsize=256)
-def _canonical(name: str) -> str | None:
-    """Return a field's name as npy files have it, "find_…" for a flag, and None for unread fields."""
-    name = _NAMES.get(name, re.sub(r"^(find_)?atomic_", r"\1atom_", name))
-    known = ("atype", "coord", "box", *FRAME_LABELS, *ATOM_LABELS, *PARAMETERS)
-    return name if name in known or name.startswith("find_") else None
-
-
-@functools.lru_cache(maxsize=64)
-def _dtype(kind: str) -> np.dtype:
-    """Return the dtype of real numbers; ValueError for any other one."""
-    try:
-        dtype = np.dtype(kind)
-    except (TypeError, ValueError, SyntaxError):
-        dtype = np.dtype(object)
-    if dtype.kind not in "fiub" or dtype.names is not None:
-        raise ValueError(f"expected real numbers, found values of dtype {kind[:40]}")
-    return dtype
-
-
-def decode_frame(system: str, where: str, raw: bytes) -> dict[str, np.ndarray]:
-    """Decode a frame.
-
-    Returns
-    -------
-    dict
-        Flat arrays: "atype" (int64), "coord", "box" where there is a cell, and labels, under the names of npy files.
-
-    Raises
-    ------
-    SystemFormatError
-        When an array is damaged, of another kind or size, or types or positions are missing.
-    """
-    frame: dict[str, np.ndarray] = {}
-    absent: set[str] = set()
-    field = ""
-    try:
-        for field, value in _unpack(system, where, raw).items():
-            name = _canonical(field)
-            if name is None:
-                continue
-            if name.startswith("find_"):
-                if not _numbers(value).any():
-                    absent.add(name.removeprefix("find_"))
-            else:
-                frame[name] = _numbers(value)
-    except ValueError as error:
-        if isinstance(error, SystemFormatError):
-            raise
-        raise SystemFormatError(system, f"{where}, {field}", str(error)) from error
-    for name in ("atype", "coord"):
-        if name not in frame:
-            raise SystemFormatError(system, where, f"{'atom_types' if name == 'atype' else 'coords'}: missing")
-    types = frame["atype"]
-    if types.dtype.kind == "f" or not len(types):
-        raise SystemFormatError(
-            system, where, f"atom_types: expected whole numbers, found {types[:3]} of {types.dtype}"
-        )
-    frame["atype"] = types.astype(np.int64)
-    if "box" in frame and not frame["box"].any():
-        del frame["box"]
-    for name in absent & (frame.keys() - {"atype", "coord"}):
-        del frame[name]
-    for name, array in frame.items():
-        width = _width(name, len(types))
-        if name in PARAMETERS:
-            width = array.size if name == "fparam" else max(1, array.size // len(types)) * len(types)
-        if array.size != width:
-            problem = f"{name}: expected {width} values for {len(types)} atoms, found {array.size}"
-            raise SystemFormatError(system, where, problem)
-    return frame
-
-
-def _numbers(value: Any) -> np.ndarray:
-    """Return a number or an encoded array, flat; raise ValueError with the problem."""
-    if isinstance(value, (bool, int, float)):
-        return np.array([value])
-    if not isinstance(value, dict):
-        raise ValueError(f"expected an array, found a {type(value).__name__}")
-    if b"data" in value:
-        value = {key.decode("utf-8", "replace"): one for key, one in value.items() if isinstance(key, bytes)}
-    kind, shape, data = value.get("type"), value.get("shape"), value.get("data")
-    dtype = _dtype(kind if isinstance(kind, str) else f"{type(kind).__name__}?")
-    if not isinstance(data, bytes) or len(data) % dtype.itemsize:
-        raise ValueError(f"expected bytes of {dtype}, found {type(data).__name__}")
-    if shape is not None:
-        fits = isinstance(shape, list) and len(shape) <= 8 and all(map(_is_count, shape))
-        if not fits or math.prod(shape) * dtype.itemsize != len(data):
-            raise ValueError(f"shape {repr(shape)[:40]} of {dtype} does not fit {len(data)} bytes")
-    return np.frombuffer(data, dtype=dtype)
-
-
-def _unpack(system: str, where: str, raw: bytes) -> dict[str, Any]:
-    """Unpack a msgpack map with text keys; lengths in it are bounded by those of `raw`, and nothing is executed."""
-    try:
-        import msgpack
-    except ImportError as error:
-        raise DataError("LMDB data need the package msgpack: pip install msgpack") from error
-    try:
-        found = msgpack.unpackb(raw, raw=False)
-    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
-        problem = f"cannot be read as msgpack ({type(error).__name__}: {str(error)[:80]}); write the database again"
-        raise SystemFormatError(system, where, problem) from error
-    if not isinstance(found, dict):
-        raise SystemFormatError(system, where, f"expected a msgpack map, found {type(found).__name__}")
-    return {key if isinstance(key, str) else key.decode("utf-8", "replace"): value for key, value in found.items()}

@@ -23,7 +23,7 @@ _FEW_BYTES = 1 << 14
 _USUAL_HEADER = 128
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)
 def _parsed(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Parse a header: small systems of a data set have the same ones, and numpy takes 60 µs for each."""
     file = io.BytesIO(header)

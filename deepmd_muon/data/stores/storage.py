@@ -119,6 +119,11 @@ class OpenFile:
         self.read_into(memoryview(data), offset)
         return data
 
+    def read_bytes(self, length: int, offset: int) -> bytes:
+        """Return the same as `read`, without writing zeros first; errors as in `read_into`."""
+        data = os.pread(self._handle, length, offset)
+        return data if len(data) == length else bytes(self.read(length, offset))
+
 
 class Store(Protocol):
     """The storage of a system's arrays, as `System` reads it. `path` is relative, like ``set.000/coord.npy``."""

@@ -68,17 +68,20 @@ def _pack(system: System, numbers: np.ndarray, first: int, ntypes: int) -> Chunk
     """Read frames of one system."""
     frames = system.frames(numbers - first)
     atype = frames.atype
-    # Frames of a system usually have the same types in the same order, and no padding: then rows move as a whole.
-    same = not system.mixed and bool((atype[0] >= 0).all())
+    # Frames usually have the same types in the same order, and no padding: then rows move as a whole.
+    same = bool((atype[0] >= 0).all()) and (not system.mixed or bool((atype == atype[0]).all()))
     rows = atype[:1] if same else atype
     order = np.argsort(np.where(rows < 0, 1 << 30, rows), axis=1, kind="stable")
     real = np.ones_like(atype, dtype=bool) if same else np.take_along_axis(atype, order, 1) >= 0
+    source = None if same else (np.arange(len(atype))[:, None] * atype.shape[1] + order)[real]
+    is_sorted = same and bool((np.diff(atype[0]) >= 0).all())
 
     def packed(values: np.ndarray) -> np.ndarray:
         """Return values of the real atoms `(nframes, natoms, width)`, each frame's sorted by type, as rows."""
-        if same:
-            return np.asarray(values.take(order[0], axis=1)).reshape(-1, values.shape[2])
-        return np.asarray(np.take_along_axis(values, order[..., None], 1)[real])
+        if same and not is_sorted:
+            values = values.take(order[0], axis=1)
+        rows = values.reshape(-1, values.shape[2])
+        return rows if source is None else np.asarray(rows.take(source, axis=0))
 
     labels, present = {}, {}
     for name in frames.labels:

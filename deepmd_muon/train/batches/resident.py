@@ -35,8 +35,10 @@ _READ_AHEAD = 2
 # Threads that read. Most of their work holds the interpreter's lock, so more threads would only delay each other
 # and the thread that takes the steps.
 _READERS = 2
-#: Atoms of all data, each frame as large as the largest, up to which they are read before the first step.
+#: Cost of all data, in atoms, up to which they are read before the first step: a second or two.
 AT_ONCE = 1 << 22
+# Cost of a frame and of a system beside their atoms: reading them takes as long as so many atoms.
+_FRAME_COST, _SYSTEM_COST = 64, 1024
 #: From so many atoms in a frame on, the device's search over all pairs is slower than the host's search.
 MOST_ATOMS = 20_000
 
@@ -116,7 +118,8 @@ class ResidentBatches:
         """Read small data whole; of larger data a fixed sample, which gives the shapes of most batches."""
         store = self._store
         number = store.nframes
-        if not store.stays or number * int(self._sizes.max()) > AT_ONCE:
+        cost = number * (int(self._sizes.max()) + _FRAME_COST) + len(self._sizes) * _SYSTEM_COST
+        if not store.stays or cost > AT_ONCE:
             number = min(number, max(1, min(_FIRST_ATOMS, len(store.coord)) // int(self._sizes.max())))
         numbers = np.arange(number) * store.nframes // number
         self._asked[numbers] = True
@@ -153,12 +156,11 @@ class ResidentBatches:
 
     def _turn(self) -> None:
         """Begin the next window: write its frames and their slots, and extend the shapes to its batches."""
-        while len(self._windows) <= _READ_AHEAD:
-            self._windows.append(self._draw())
-            if not self._windows[-1].chunks:
-                break
-        window = self._windows.popleft()
+        # The frames of the first window are waited for: nothing else is read beside them.
+        window = self._windows.popleft() if self._windows else self._draw()
         self._store.take([chunk.result() for chunk in window.chunks])
+        while len(self._windows) < _READ_AHEAD and (self._windows[-1] if self._windows else window).chunks:
+            self._windows.append(self._draw())
         self._note_cut_lists()
         wanted = self._shapes_of(window.batches)
         self._shapes.learn(wanted)

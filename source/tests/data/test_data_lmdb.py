@@ -9,51 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from deepmd_kit_program import needs_deepmd_kit, python
+from lmdb_databases import array, database, frame, lmdb, msgpack
 from write_systems import make_arrays, write_npy
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import DataError, SystemFormatError, SystemNotFoundError, TypeMapError, open_systems
 from deepmd_muon.data.stores import lmdb_store
 from deepmd_muon.data.stores.lmdb_file import LmdbFile
-from deepmd_muon.data.stores.lmdb_store import METADATA
 from deepmd_muon.data.stores.storage import HandleCache
 
-lmdb = pytest.importorskip("lmdb")
-msgpack = pytest.importorskip("msgpack")
-
 EXAMPLES = Path(__file__).parents[3] / "examples"
-
-
-def array(values, dtype=None):
-    values = np.asarray(values, dtype=dtype)
-    return {"type": str(values.dtype), "shape": list(values.shape), "data": values.tobytes()}
-
-
-def frame(types, seed=0, *, cell=True, **others):
-    """A frame as deepmd-kit's converters write it."""
-    rng = np.random.default_rng(seed)
-    n = len(types)
-    found = {
-        "atom_types": array(types, np.int32),
-        "coords": array(rng.uniform(0, 5, (n, 3))),
-        "energies": array(rng.normal()),
-        "forces": array(rng.normal(size=(n, 3)), np.float32),
-    }
-    if cell:
-        found["cells"] = array(np.eye(3) * 6.0)
-    return {**found, **others}
-
-
-def database(path, frames, **metadata):
-    """Write a database as it is given, sound or not."""
-    path.mkdir()
-    with lmdb.open(str(path), map_size=1 << 26) as environment, environment.begin(write=True) as transaction:
-        for number, one in enumerate(frames):
-            packed = one if isinstance(one, bytes) else msgpack.packb(one, use_bin_type=True)
-            transaction.put(format(number, "012d").encode(), packed)
-        meta = {"nframes": len(frames), "frame_idx_fmt": "012d", "type_map": ["O", "H"], **metadata}
-        transaction.put(METADATA, msgpack.packb({k: v for k, v in meta.items() if v is not None}))
-    return str(path)
 
 
 def decoded(entry):
@@ -292,11 +257,11 @@ def test_large_databases_open_from_their_metadata(tmp_path, monkeypatch):
     frames = [frame(kinds[k % 3], k) for k in range(90)]
     ids, nlocs = [k % 2 for k in range(90)], [len(kinds[k % 3]) for k in range(90)]
     whole = open_systems(database(tmp_path / "whole.lmdb", frames, frame_system_ids=ids, frame_nlocs=nlocs), ["O", "H"])
-    decoded_frames = []
-    original = lmdb_store.decode_frame
-    monkeypatch.setattr(lmdb_store, "decode_frame", lambda *a: decoded_frames.append(a) or original(*a))
+    looked_at = []
+    original = LmdbFile.values
+    monkeypatch.setattr(LmdbFile, "values", lambda file, keys: looked_at.extend(keys) or original(file, keys))
     _, systems = sampled(tmp_path, monkeypatch, frames, 8, frame_system_ids=ids, frame_nlocs=nlocs)
-    assert len(decoded_frames) == 8
+    assert len(looked_at) == 8
     assert [(s.nframes, s.natoms, s.pbc, s.labels) for s in systems] == [
         (s.nframes, s.natoms, s.pbc, s.labels) for s in whole
     ]

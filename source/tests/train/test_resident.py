@@ -158,6 +158,18 @@ def test_frames_that_stay_are_read_once(systems, way, monkeypatch):
         assert len(read) > steps
 
 
+@pytest.mark.parametrize("cost", ["_FRAME_COST", "_SYSTEM_COST"])
+def test_many_small_frames_or_systems_are_not_all_read_before_the_first_step(systems, monkeypatch, cost):
+    """They have few atoms, and reading them takes long."""
+    model = corner_model("se_e2_a", "float64")
+    counts = []
+    for each in (0, resident_module.AT_ONCE):
+        monkeypatch.setattr(resident_module, cost, each)
+        monkeypatch.setattr(resident_module, "_FIRST_ATOMS", 30)
+        counts.append(int(ResidentBatches(loader(systems, model, 2), CPU)._asked.sum()))
+    assert counts == [30, 30 // 14]
+
+
 def test_memory_of_frames_that_pass_through_does_not_grow_with_the_data(systems, monkeypatch):
     monkeypatch.setattr(resident_module, "_WINDOW_ATOMS", 10)
     small, large = (
