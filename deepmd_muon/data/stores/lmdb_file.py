@@ -56,6 +56,11 @@ class _Node(NamedTuple):
     key: bytes
     start: int
 
+    @property
+    def page(self) -> int:
+        """The page behind a node of a branch."""
+        return self.low | self.high << 16 | self.flags << 32
+
 
 @dataclass(frozen=True)
 class Value:
@@ -81,13 +86,14 @@ class LmdbFile:
         self._watch = FileWatch()
         self._pages: dict[int, bytes] = {}
         self._branches: dict[int, _Branch] = {}
+        self._met: set[int] = set()  # branches that were searched
         self._watch.check(system, path)
         self._size = os.stat(path).st_size
         self._page_size, self._root, self.entries = self._read_meta()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the pages kept in memory out."""
-        return {**self.__dict__, "_pages": {}, "_branches": {}}
+        return {**self.__dict__, "_pages": {}, "_branches": {}, "_met": set()}
 
     def get(self, key: bytes) -> Value | None:
         """Return the place of a key's value, None where there is no such key."""
@@ -99,25 +105,32 @@ class LmdbFile:
             flags = _SHORT(page, 10)[0]
             if not flags & (_BRANCH | _LEAF):
                 raise self._damaged(f"page {number} has flags {flags:#x}, expected a branch or a leaf")
-            (lower,) = _SHORT(page, 12)
-            if lower < _HEADER or lower > len(page) or lower % 2:
-                raise self._damaged(f"page {number} says that its nodes end at byte {lower}")
-            count = int(lower - _HEADER) // 2
-            # The last node whose key is not above `key`; the first one of a branch stands for all smaller keys.
-            low, high = (0, count) if flags & _BRANCH else (-1, count)
-            while high - low > 1:
-                middle = (low + high) // 2
-                if self._key(number, page, middle) <= key:
-                    low = middle
-                else:
-                    high = middle
-            if low < 0 or count == 0:
+            place, count = self._search(number, page, key, first=0 if flags & _BRANCH else -1)
+            if place < 0 or count == 0:
                 return None
-            node = self._node(number, page, low)
+            node = self._node(number, page, place)
             if flags & _LEAF:
                 return self._value(number, page, node) if node.key == key else None
-            number = node.low | node.high << 16 | node.flags << 32
+            number = node.page
         raise self._damaged(f"the tree is deeper than {_MAX_DEPTH} pages")
+
+    def _search(self, number: int, page: bytes, key: bytes, *, first: int) -> tuple[int, int]:
+        """Return the last node of a page whose key is not above `key`, `first` if all are, and the number of nodes.
+
+        The first node of a branch stands for all smaller keys, so `first` is 0 there.
+        """
+        (lower,) = _SHORT(page, 12)
+        if lower < _HEADER or lower > len(page) or lower % 2:
+            raise self._damaged(f"page {number} says that its nodes end at byte {lower}")
+        count = int(lower - _HEADER) // 2
+        low, high = first, count
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._key(number, page, middle) <= key:
+                low = middle
+            else:
+                high = middle
+        return low, count
 
     def read(self, value: Value) -> bytes:
         """Return a value; SystemFormatError when the file has changed since it was opened."""
@@ -155,6 +168,14 @@ class LmdbFile:
                     kind = _SHORT(page, 10)[0] & (_BRANCH | _LEAF)
                     if kind != _BRANCH:
                         return (page if kind == _LEAF else None), bound
+                    if number not in self._met:  # parsing takes as long as many searches
+                        self._met.add(number)
+                        place, count = self._search(number, page, key, first=0)
+                        if not count:
+                            break
+                        bound = self._key(number, page, place + 1) if place + 1 < count else bound
+                        number = self._node(number, page, place).page
+                        continue
                     branch = self._branch(number, page)
                 # The key of the first page counts as smaller than all others.
                 place = bisect_right(branch.keys, key, 1)
@@ -170,9 +191,7 @@ class LmdbFile:
         if lower <= _HEADER or lower > len(page) or lower % 2:
             raise self._damaged(f"page {number} says that its nodes end at byte {lower}")
         nodes = [self._node(number, page, index) for index in range((lower - _HEADER) // 2)]
-        branch = _Branch(
-            [node.key for node in nodes], [node.low | node.high << 16 | node.flags << 32 for node in nodes]
-        )
+        branch = _Branch([node.key for node in nodes], [node.page for node in nodes])
         if not all(map(operator.lt, branch.keys[1:], branch.keys[2:])):
             raise self._damaged(f"the keys of page {number} are not sorted")
         if len(self._branches) >= _KEPT_BRANCHES:

@@ -309,7 +309,9 @@ def work(number: int, jobs: list[tuple[str, str, int]], taken: Any, args: argpar
                 append(args.results, line)
         except Exception as error:  # one that fails must not end the others
             traceback.print_exc()
-            append(args.results, {"set": job[0], "setting": job[1], "seed": job[2], "failed": repr(error)[:300]})
+            said = (args.logs / _LOG.format(number)).read_text()[-1000:]
+            failed = {"set": job[0], "setting": job[1], "seed": job[2], "failed": repr(error)[:300], "log": said}
+            append(args.results, failed)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             if torch.cuda.is_available():
