@@ -20,6 +20,9 @@ _LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+#: Elements of the Adam routes up to which they run on a stream beside the Muon route.
+MOST_BESIDE = 4 * 2**20
+
 
 class SideStream:
     """A second stream of a CUDA device.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.config import HybridMuonConfig, NonFinite
-from deepmd_muon.optim.cuda import SideStream
+from deepmd_muon.optim.cuda import MOST_BESIDE, SideStream
 from deepmd_muon.optim.dtensors import local_of, spec_of
 from deepmd_muon.optim.errors import InvalidGradientError, NonFiniteGradientError
 from deepmd_muon.optim.polar.dispatch import unavailable
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from deepmd_muon.optim.sharded.step import ShardedStep
     from deepmd_muon.optim.update.fused_steps import FusedStepCache
 
-_SMALL = 4 * 2**20  # elements
+_SMALL = 4 * 2**20  # elements of a wave
 _is_trained, _dtype, _grad_layout = map(attrgetter, ("requires_grad", "dtype", "grad.layout"))
 
 
@@ -259,7 +259,7 @@ class CompiledStep:
     def _side_stream_for(self, found: Sequence[Wave]) -> SideStream | None:
         """Return the stream of the Adam routes: on one GPU, if they are small and there is a Muon route."""
         devices, routes = {wave.device for wave in found}, {wave.route for wave in found}
-        small = sum(p.numel() for wave in found if wave.route != "muon" for p in wave.params) <= _SMALL
+        small = sum(p.numel() for wave in found if wave.route != "muon" for p in wave.params) <= MOST_BESIDE
         if not small or len(devices) != 1 or "muon" not in routes or len(routes) == 1:
             return None
         (device,) = devices

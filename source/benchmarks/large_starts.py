@@ -5,7 +5,7 @@
 WATER holds DeePMD's example systems. Cases: `one`, the frames of WATER; `npyN`, N systems of 12 to 180 atoms with four
 frames each; `lmdbN:ATOMS`, a database of N frames. The networks are DeePMD's for water in float64. A start is timed by
 `run` of `two_revisions.py`, from the command to the line of the first step, imports included. The files are in the page
-cache, since they have just been written. Memory is the most that the process had resident.
+cache, since they have just been written. Memory is the most that a run had resident until its first step.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -31,16 +29,16 @@ from deepmd_muon.data.writing import write_lmdb
 
 CASES = ("one", "npy400", "npy10000", "lmdb1000000:6", "lmdb1000000:24")
 HERE = Path(__file__).parents[2]
-# Prints the most memory that a run had resident [MiB], as the last thing.
-MEASURED = "import resource, sys; from deepmd_muon.cli.main import main; status = main(); print('peak', \
-resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10); sys.exit(status)"
 
 
 def write_set(case: str, root: Path) -> list[str] | None:
     """Write the data of a case; return its systems, None for those of WATER."""
-    kind, count, atoms = re.fullmatch(r"([a-z]+)(\d*):?(\d*)", case).groups()  # type: ignore[union-attr]
-    if kind == "one":
+    if case == "one":
         return None
+    found = re.fullmatch(r"(npy|lmdb)(\d+):?(\d*)", case)
+    if found is None:
+        raise SystemExit(f"{case} is no case: one, npyN or lmdbN:ATOMS")
+    kind, count, atoms = found.groups()
     if kind == "npy":
         sizes = np.linspace(4, 60, int(count)).round().astype(int) * 3
         folders = [root / f"s{k}" for k in range(len(sizes))]
@@ -59,25 +57,15 @@ def content_of(case: str, data: Path, root: Path) -> dict[str, Any]:
     return content
 
 
-def peak(content: dict[str, Any], root: Path) -> int:
-    """Return the most memory that a run of one step had resident [MiB]."""
-    folder = root / "peak"
-    folder.mkdir()
-    (folder / "input.json").write_text(json.dumps(content))
-    command = [sys.executable, "-c", MEASURED, "--pt", "train", "input.json"]
-    done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
-    return int(done.stdout.rpartition("peak")[2])
-
-
 def main() -> None:
     """Write and time all cases."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=lambda text: Path(text).resolve(), required=True)
     parser.add_argument("--cases", nargs="+", default=CASES)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--sets", type=Path, help="folder of the data of an earlier call with --write")
-    parser.add_argument("--write", type=Path, help="only write the data, into this folder")
+    parser.add_argument("--write", type=lambda text: Path(text).resolve(), help="only write the data, into this folder")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results = []
@@ -99,7 +87,7 @@ def main() -> None:
                 "case": case,
                 "first step [s]": [round(each.first_step, 2) for each in found],
                 "processor [s]": [round(each.processor, 2) for each in found],
-                "peak [MiB]": peak(content, root),
+                "peak [MiB]": max(each.peak for each in found),
             }
         results.append(result)
         print(json.dumps(result), flush=True)

@@ -41,13 +41,17 @@ STEPS = (("step", "step, clock [ms]"), ("step_processor", "step, processor [ms]"
 
 
 class Run(NamedTuple):
-    """Seconds on the clock and of the processor until the first step is logged, of the whole run, and of a step."""
+    """Seconds on the clock and of the processor until the first step is logged, of the whole run, and of a step.
+
+    `peak` is the most memory that the run had resident until its last logged step [MiB].
+    """
 
     first_step: float
     processor: float
     whole: float
     step: float
     step_processor: float
+    peak: int
 
 
 def content_of(case: str, data: Path, folder: Path) -> dict[str, Any]:
@@ -95,13 +99,14 @@ def run(checkout: Path, content: dict[str, Any], steps: int, interval: int, devi
         begin, before = time.perf_counter(), _seconds(resource.getrusage(resource.RUSAGE_CHILDREN))
         first = (np.inf, np.inf)
         log = []
+        peak = 0
         used: dict[int, float] = {}
         with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
             for line in process.stderr:
                 log.append(line)
                 if found := re.search(r" Batch +(\d+):", line):
-                    used[int(found[1])] = _processor_of(process.pid)
+                    used[int(found[1])], peak = _processor_of(process.pid), _peak_of(process.pid)
                     if int(found[1]) == 1:
                         first = time.perf_counter() - begin, used[1]
         if process.returncode:
@@ -112,7 +117,7 @@ def run(checkout: Path, content: dict[str, Any], steps: int, interval: int, devi
         step = min((times[k] - times[k - interval] for k in times if k - interval in times), default=np.inf) / interval
     last = max(used)
     processor = (used[last] - used[interval]) / (last - interval) if last > interval else np.inf
-    return Run(*first, whole, step, processor)
+    return Run(*first, whole, step, processor, peak)
 
 
 def _seconds(used: resource.struct_rusage) -> float:
@@ -123,6 +128,12 @@ def _processor_of(pid: int) -> float:
     """Return the processor time of a process so far [s]: fields 14 and 15 of its line, counted behind its name."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _peak_of(pid: int) -> int:
+    """Return the most memory that a process has had resident [MiB]."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) >> 10 if found else 0
 
 
 def row(case: str, quantity: str, pairs: list[tuple[float, float]], change: str) -> str:

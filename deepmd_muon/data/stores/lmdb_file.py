@@ -4,8 +4,7 @@ liblmdb maps the file and trusts it: a truncated or damaged copy ends the proces
 may open a file twice or use it after a fork. This reader goes down the tree for each key, checks every page against
 the size of the file, and reads values without mapping them.
 
-`LmdbFile.values` reads many values and checks all that they need. Where a page is not as it should be, it leaves the
-key to `LmdbFile.get`, which says what is wrong.
+`LmdbFile.values` reads many values. For a key on a damaged page it calls `LmdbFile.get`, which raises the error.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class LmdbFile:
         self._watch = FileWatch()
         self._pages: dict[int, bytes] = {}
         self._branches: dict[int, _Branch] = {}
-        self._met: set[int] = set()  # branches that were searched
+        self._met: set[int] = set()  # branches that were searched once
         self._watch.check(system, path)
         self._size = os.stat(path).st_size
         self._page_size, self._root, self.entries = self._read_meta()
@@ -196,6 +195,7 @@ class LmdbFile:
             raise self._damaged(f"the keys of page {number} are not sorted")
         if len(self._branches) >= _KEPT_BRANCHES:
             self._branches.clear()
+            self._met.clear()
         self._branches[number] = branch
         self._pages.pop(number, None)
         return branch

@@ -20,9 +20,9 @@ _NAMES["atom_types"] = "atype"
 _FLOATS: dict[int, np.dtype] = {0xCA: np.dtype(">f4"), 0xCB: np.dtype(">f8")}
 # Layouts of frames of one length, and lengths, that stay in memory.
 _KEPT_LAYOUTS, _KEPT_LENGTHS = 4, 4096
-# Learning a layout takes as long as decoding a frame: so many are learned in any case, then one for so many frames
-# that fit into one.
-_FREE_LESSONS, _FRAMES_A_LESSON = 64, 8
+# Finding a layout takes as long as decoding a frame: at most so many are found, plus one for so many frames that
+# fitted a known layout.
+_FREE_LAYOUTS, _FITS_PER_LAYOUT = 64, 8
 
 
 def width_of(name: str, natoms: int) -> int:
@@ -181,7 +181,7 @@ class FrameLayout:
     """The places of the arrays in the bytes of a frame.
 
     Frames that one program writes with the same number of atoms have the same length and, beside the values, the same
-    bytes. msgpack writes lengths before values, so such frames are decoded alike.
+    bytes. msgpack writes lengths before values, so the values of such frames are in the same places.
 
     Attributes
     ----------
@@ -236,7 +236,7 @@ class FrameLayout:
 
 
 class _Stretches(NamedTuple):
-    """What may differ between frames that are decoded alike."""
+    """Ranges of bytes that may differ between frames of one layout."""
 
     arrays: dict[str, _Place]  # of the fields that are read
     free: list[tuple[int, int]]  # first byte and end of the values of arrays in other fields
@@ -244,7 +244,7 @@ class _Stretches(NamedTuple):
 
     @classmethod
     def of(cls, raw: bytes | memoryview) -> _Stretches | None:
-        """Go through a frame that `decode_frame` has decoded; None where a field is no array."""
+        """Go through a frame that `decode_frame` has decoded; None if a field is no array, or occurs twice."""
         import msgpack
 
         found = cls({}, [], [])
@@ -264,9 +264,9 @@ class _Stretches(NamedTuple):
                 place: _Place | None = _Place(start + 1, unpacker.tell(), _FLOATS[raw[start]])
             else:
                 place = _place_of(unpacker) if _is_map(raw[start]) else None
-            if place is None:
+            if place is None or name in found.arrays:  # which of two fields is read depends on their keys
                 return None
-            found.arrays[name] = place  # of two fields with one name the last is read
+            found.arrays[name] = place
         return found
 
     def _pass(self, unpacker: Any, raw: bytes | memoryview) -> None:
@@ -279,7 +279,9 @@ class _Stretches(NamedTuple):
             return
         value = unpacker.unpack()
         if isinstance(value, list) and value and all(type(one) is int and 0 <= one < 128 for one in value):
-            self.counts.append((unpacker.tell() - len(value), unpacker.tell()))
+            first, end = unpacker.tell() - len(value), unpacker.tell()
+            if raw[first:end] == bytes(value):  # other programs may write small numbers in more bytes
+                self.counts.append((first, end))
 
 
 def _is_map(first: int) -> bool:
@@ -345,8 +347,8 @@ class FrameDecoder:
                 rows, frames = rows[~fits], frames[~fits]
 
     def _learn(self, length: int, raw: bytes | memoryview, frame: Mapping[str, np.ndarray]) -> FrameLayout | None:
-        """Find the layout of a frame and remember it; None where that has been of too little use."""
-        if self._learned > _FREE_LESSONS + self._fitted // _FRAMES_A_LESSON:
+        """Find the layout of a frame and remember it; None if too few frames fitted earlier layouts."""
+        if self._learned > _FREE_LAYOUTS + self._fitted // _FITS_PER_LAYOUT:
             return None
         self._learned += 1
         layout = FrameLayout.of(raw, frame)

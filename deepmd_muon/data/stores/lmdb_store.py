@@ -36,7 +36,7 @@ _KEPT = 1 << 17
 _THREADS = 64
 #: Databases of so many frames are read as a whole when they are opened, in about half a second.
 _READ_WHOLE = 8192
-# Frames that are decoded together then.
+# Frames of one decoding while a database is opened.
 _TOGETHER = 64
 # Frames of larger ones that are read then; two of each system at least.
 _LOOKED = 1024

@@ -79,7 +79,8 @@ class WholeMomenta:
             def gather(**options: Any) -> Any:
                 if self._held:
                     torch._foreach_copy_(self._own, [parts[i] for i in self._held])
-                arriving.append(self._memory(self._everything))  # of the stream on which all this runs
+                # Allocated on the stream of the collective, so that its memory is reused in that stream's order.
+                arriving.append(self._memory(self._everything))
                 return all_gather(arriving[0], self._mine, group=self._group, **options)
 
             def take() -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from deepmd_muon.optim.cuda import SideStream, is_capturing
+from deepmd_muon.optim.cuda import MOST_BESIDE, SideStream, is_capturing
 from deepmd_muon.optim.errors import CaptureError, ShardingError, UnsupportedTransportError
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import is_local
@@ -110,6 +110,8 @@ class ShardedStep:
         self._pipeline: Pipeline | None = None
         self._repeated: RepeatedMuon | None = None
         self._elements: ElementwiseStep | None = None
+        others = sum(param.p.numel() for param in sharded_params if param.entry.route != "muon")
+        self._adam_beside = self._device.type == "cuda" and others <= MOST_BESIDE
         self._beside: SideStream | None = None
         self._presence: GradientPresence | None = None
 
@@ -237,9 +239,9 @@ class ShardedStep:
         moments: Iterator[list[Tensor]] | None,
         step_matrices: StepMatrices,
     ) -> None:
-        """Take the step with gathered momenta; on a GPU the Adam routes run beside the Muon route."""
+        """Take the step with gathered momenta; small Adam routes run beside the Muon route on a GPU."""
         repeated.start()
-        if self._device.type != "cuda" or moments is not None:
+        if moments is not None or not self._adam_beside:
             arriving = elements.step(control, moments)
             repeated.step(control, moments, step_matrices)
             for _ in moments or ():
@@ -249,7 +251,7 @@ class ShardedStep:
         else:
             if self._beside is None:
                 self._beside = SideStream(self._device)
-            control = control.on(self._device)
+            control = control.on(self._device)  # before the fork: both streams read it
             self._beside.fork()
             repeated.step(control, None, step_matrices)
             with self._beside:

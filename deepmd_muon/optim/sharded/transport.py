@@ -92,7 +92,8 @@ class CollectiveStream:
     ) -> Callable[[], Any]:
         """Start a collective after the current stream's work; return a function that makes that stream wait for it.
 
-        `then` takes what has arrived, on a GPU beside the current stream's work.
+        `then` takes what has arrived: on a GPU beside the current stream's work, else in the function that is returned,
+        which is called once.
         """
         if self._stream is None:
             self._last = collective(*args, **options, async_op=True)

@@ -156,7 +156,7 @@ class ResidentBatches:
 
     def _turn(self) -> None:
         """Begin the next window: write its frames and their slots, and extend the shapes to its batches."""
-        # The frames of the first window are waited for: nothing else is read beside them.
+        # Wait for the first window before others are drawn, so that their reads do not delay it.
         window = self._windows.popleft() if self._windows else self._draw()
         self._store.take([chunk.result() for chunk in window.chunks])
         while len(self._windows) < _READ_AHEAD and (self._windows[-1] if self._windows else window).chunks:

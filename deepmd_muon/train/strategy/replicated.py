@@ -27,7 +27,7 @@ from deepmd_muon.train.strategy.base import Reduced
 
 # Elements of a row of all gradients, the norm of which is one number.
 _ROW = 1024
-# Elements of a copy, and copies of all gradients beyond one for each.
+# Elements of a copy, and copies that are made in addition to one for each gradient, at most.
 _SHORT, _COPIES = 1 << 14, 64
 
 
@@ -112,7 +112,7 @@ class Replicated(SeveralRanks):
         rest = -sum(sizes) % _ROW  # zeros that complete the last row
         flat = tail.new_empty(sum(sizes) + rest + tail.numel(), dtype=dtype)
         *parts, zeros, summed = flat.split([*sizes, rest, tail.numel()])
-        # Many short copies occupy a GPU better than a few long ones: a quarter of the time of `torch.cat`.
+        # Many short copies occupy more of a GPU's multiprocessors than a few long ones.
         short = max(_SHORT, len(flat) // _COPIES)
         into, out_of = [summed], [tail]
         for part, g in zip(parts, grads, strict=True):
@@ -126,7 +126,7 @@ class Replicated(SeveralRanks):
 
     def _reduced(self, mean: Tensor, summed: Tensor) -> Reduced:
         found = [p.grad for p in self.model.parameters() if p.requires_grad and p.grad is not None]
-        # In two steps: the norm of a long vector would wait 10 us for memory to be cleared.
+        # In two steps: in a graph, torch's norm of a long vector first clears memory, which takes 10 us.
         norm = torch.linalg.vector_norm(torch.linalg.vector_norm(mean.view(-1, _ROW), dim=1))
         return Reduced(found, norm, summed[0] / self.ranks.size)
 

@@ -131,11 +131,33 @@ def test_frames_of_equal_length_that_are_decoded_in_different_ways(case):
     assert_decoded_as_alone([msgpack.packb(one, use_bin_type=True) for one in (first, first, second)])
 
 
-def test_counts_of_atoms_that_swallow_what_follows_are_refused():
+def test_counts_of_atoms_whose_bytes_have_another_meaning_are_refused():
     raw = msgpack.packb(frame([0, 1], atom_numbs=[1, 5]), use_bin_type=True)
     other, damaged = (raw.replace(b"\x92\x01\x05", b"\x92" + counts) for counts in (b"\x03\x04", b"\x03\xcc"))
     assert_decoded_as_alone([raw, raw, other])
     assert_decoded_as_alone([raw, other, damaged])
+    # A program may write small numbers in two bytes; 0xCC announces one byte, 0xCD two.
+    raw, other, damaged = (
+        raw.replace(b"\x92\x01\x05", b"\x92" + counts)
+        for counts in (b"\xcc\x05\xcc\x06", b"\xcc\x05\xcc\x07", b"\xcc\x05\xcd\x06")
+    )
+    assert_decoded_as_alone([raw, raw, other])
+    assert_decoded_as_alone([raw, other, damaged])
+
+
+@pytest.mark.parametrize("names", [("energies", "energy"), ("energy", "energies"), ("energy", b"energies")])
+def test_a_field_that_occurs_twice(names):
+    """msgpack keeps a repeated key in its first place, with its last value."""
+
+    def raw(values):
+        fields = [*frame([0, 1]).items(), *((name, array([value])) for name, value in zip(names, values, strict=True))]
+        fields = [(key, value) for k, (key, value) in enumerate(fields) if k >= len(fields) - 2 or key != "energies"]
+        fields.insert(1, ("energies", array([values[0]])))
+        packed = b"".join(msgpack.packb(part, use_bin_type=True) for field in fields for part in field)
+        return bytes([0x80 | len(fields)]) + packed
+
+    assert_decoded_as_alone([raw((2.0, 2.0)), raw((2.0, 2.0)), raw((2.0, 3.0))])
+    assert_decoded_as_alone([raw((2.0, 2.0)), raw((4.0, 2.0)), raw((2.0, 3.0))])
 
 
 def assert_decoded_as_alone(raws):
@@ -236,7 +258,7 @@ def test_layouts_of_no_use_are_no_longer_looked_for(tmp_path, monkeypatch):
     (system,) = open_systems(path, ["O", "H"])
     energies = [np.frombuffer(one["energies"]["data"])[0] for one in made]
     assert system.frames(np.arange(300)).energy.tolist() == energies
-    assert len(learned) <= lmdb_frames._FREE_LESSONS + 1
+    assert len(learned) <= lmdb_frames._FREE_LAYOUTS + 1
 
 
 def test_the_first_damaged_frame_of_a_request_is_named(tmp_path, monkeypatch):
