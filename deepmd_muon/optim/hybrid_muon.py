@@ -242,7 +242,7 @@ class HybridMuon(QuickOptimizer):
 
     @torch.no_grad()
     def prefetch(self) -> None:
-        """Start the exchanges of the next step that need no gradient: they overlap with a backward pass that follows.
+        """Start the exchanges of the next step that need no gradient: they run beside the passes that follow.
 
         `step` starts what has not been started, so calls are optional; all ranks call it, or none. Until the step,
         state must not change.

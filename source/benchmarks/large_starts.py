@@ -5,7 +5,8 @@
 WATER holds DeePMD's example systems. Cases: `one`, the frames of WATER; `npyN`, N systems of 12 to 180 atoms with four
 frames each; `lmdbN:ATOMS`, a database of N frames. The networks are DeePMD's for water in float64. A start is timed by
 `run` of `two_revisions.py`, from the command to the line of the first step, imports included. The files are in the page
-cache, since they have just been written. Memory is the most that a run had resident until its first step.
+cache, since they have just been written. Memory is the most that a run had resident until its first step. Of databases,
+it also reads random frames, 256 at a time, in one thread.
 """
 
 from __future__ import annotations
@@ -57,6 +58,15 @@ def content_of(case: str, data: Path, root: Path) -> dict[str, Any]:
     return content
 
 
+def frames_a_second(path: str, seconds: float = 3.0) -> int:
+    """Return how many random frames of a database one thread reads in a second."""
+    (system,) = open_systems([path], ["O", "H"])
+    rng, count, begun = np.random.default_rng(0), 0, time.monotonic()
+    while time.monotonic() < begun + seconds:
+        count += system.frames(np.sort(rng.choice(system.nframes, 256, replace=False))).nframes
+    return round(count / (time.monotonic() - begun))
+
+
 def main() -> None:
     """Write and time all cases."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -83,12 +93,14 @@ def main() -> None:
             else:
                 content = content_of(case, options.data, root)
             found = [run(HERE, content, 1, 1, options.device) for _ in range(options.runs)]
-            result = {
+            result: dict[str, Any] = {
                 "case": case,
                 "first step [s]": [round(each.first_step, 2) for each in found],
                 "processor [s]": [round(each.processor, 2) for each in found],
                 "peak [MiB]": max(each.peak for each in found),
             }
+            if case.startswith("lmdb"):
+                result["frames/s"] = frames_a_second(content["training"]["training_data"]["systems"][0])
         results.append(result)
         print(json.dumps(result), flush=True)
     if options.out:

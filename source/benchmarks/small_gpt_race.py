@@ -4,9 +4,10 @@
 
 A process for each optimizer, all at once on one GPU (or, with `--device cpu --processes 2`, on cores). Each optimizer
 tunes its rates on seed 0: from its default by factors of 2 until the best is not the last one tried, first all rates
-together, then that of AdamW's part alone. The rates of the lowest `validation` loss are kept for three fresh seeds,
-which choose nothing. A seed decides weights and batches; all optimizers see the same. Schedule and text are those of
-`small_gpt.py`. On a GPU the steps are captured in CUDA graphs; torch.optim.Muon's step cannot be captured.
+together, then that of AdamW's part alone, then Muon's alone. The rates of the lowest `validation` loss are kept for
+three fresh seeds, which choose nothing. A seed decides weights and batches; all optimizers see the same. Schedule and
+text are those of `small_gpt.py`. With `--known` the runs of an earlier file are not repeated. On a GPU the steps are
+captured in CUDA graphs; torch.optim.Muon's step cannot be captured.
 
 Losses [nats a byte]: `train`, the last 20 batches; `validation` and `test`, each half of the held-out text; `tail`, on
 the test half, of the mean of the weights after each of the last tenth of the steps.
@@ -200,16 +201,14 @@ def train(contestant: Contestant, rates: Sequence[float], seed: int, steps: int,
 
 
 def tune(begin: tuple[float, ...], loss: Callable[[tuple[float, ...]], float]) -> tuple[float, ...]:
-    """Return the best rates: one coordinate after the other, by factors of 2.
-
-    The first moves all rates together.
-    """
+    """Return the best rates, by factors of 2: all of them together, then each one, the last first."""
     known = functools.cache(loss)
     best = begin
-    for moved in range(len(begin)):
+    each = [{i} for i in reversed(range(len(begin)))] if len(begin) > 1 else []
+    for moved in [set(range(len(begin))), *each]:
 
-        def at(k: int, center: tuple[float, ...] = best, moved: int = moved) -> tuple[float, ...]:
-            return tuple(rate * 2.0**k if i >= moved else rate for i, rate in enumerate(center))
+        def at(k: int, center: tuple[float, ...] = best, moved: set[int] = moved) -> tuple[float, ...]:
+            return tuple(rate * 2.0**k if i in moved else rate for i, rate in enumerate(center))
 
         tried = [-1, 0, 1]
         while (least := min(tried, key=lambda k: known(at(k)))) in (tried[0], tried[-1]) and len(tried) < _MOST:
@@ -218,18 +217,19 @@ def tune(begin: tuple[float, ...], loss: Callable[[tuple[float, ...]], float]) -
     return best
 
 
-def race(name: str, steps: int, device: str) -> list[dict[str, object]]:
-    """Tune one optimizer and train it with fresh seeds; return a row for each run."""
+def race(name: str, steps: int, device: str, known: Sequence[dict[str, object]] = ()) -> list[dict[str, object]]:
+    """Tune one optimizer and train it with fresh seeds; return a row for each run. `known` has rows of earlier runs."""
     torch.set_num_threads(1)
     begun = time.perf_counter()
     contestant = contestants()[name]
     rows: list[dict[str, object]] = []
 
     def loss(rates: tuple[float, ...], seed: int = 0, role: str = "tuning") -> float:
-        result = train(contestant, rates, seed, steps, device)
         shown = dict(zip(("lr", "adamw_lr"), rates, strict=False))
-        rows.append({"optimizer": name, "role": role, **shown, "seed": seed, "steps": steps, **result._asdict()})
-        return result.validation
+        run = {"optimizer": name, "role": role, **shown, "seed": seed, "steps": steps}
+        row = next((row for row in known if row.items() >= run.items()), None)
+        rows.append(row or {**run, **train(contestant, rates, seed, steps, device)._asdict()})
+        return float(rows[-1]["validation"])
 
     with torch.cuda.stream(torch.cuda.Stream()) if device != "cpu" else contextlib.nullcontext():
         best = tune(contestant.rates, loss)
@@ -248,6 +248,28 @@ def rows_of(name: str, pending: multiprocessing.pool.AsyncResult, until: float) 
     except Exception as error:  # the others' results are kept
         print(f"{name} failed: {type(error).__name__}: {error}", flush=True)
         return []
+
+
+def write(path: Path, rows: Sequence[dict[str, object]]) -> None:
+    """Write the rows of a race."""
+    columns = ["optimizer", "role", "lr", "adamw_lr", "seed", "steps", *Result._fields]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    """Return the rows of a file that an earlier race has written."""
+    with path.open(newline="") as file:
+        return [
+            {key: value if key in ("optimizer", "role") else _number(value) for key, value in row.items() if value}
+            for row in csv.DictReader(file)
+        ]
+
+
+def _number(text: str) -> float:
+    return int(text) if text.isdecimal() else float(text)
 
 
 def table(rows: Sequence[dict[str, object]]) -> list[str]:
@@ -277,21 +299,19 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--processes", type=int, default=len(contestants()))
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which optimizers are left out")
+    parser.add_argument("--known", type=Path, help="file of an earlier race")
     parser.add_argument("--only", default="", help="race only these optimizers, by name: A;B")
     arguments = parser.parse_args()
     names = [name for name in contestants() if not arguments.only or name in arguments.only.split(";")]
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
     print(f"{time.strftime('%Y-%m-%d')}, {device}, torch {torch.__version__}, {arguments.steps} steps", flush=True)
     begun = time.perf_counter()
+    known = read(arguments.known) if arguments.known else []
     with multiprocessing.get_context("spawn").Pool(min(arguments.processes, len(names))) as pool:
-        pending = {name: pool.apply_async(race, (name, arguments.steps, arguments.device)) for name in names}
+        pending = {name: pool.apply_async(race, (name, arguments.steps, arguments.device, known)) for name in names}
         rows = [row for name, each in pending.items() for row in rows_of(name, each, begun + arguments.limit)]
         pool.close()
-    columns = ["optimizer", "role", "lr", "adamw_lr", "seed", "steps", *Result._fields]
-    with arguments.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
+    write(arguments.out, rows)
     print(f"{len(rows)} runs in {time.perf_counter() - begun:.0f} s\n", *table(rows), sep="\n")
 
 

@@ -1,7 +1,8 @@
 """The Muon route of replicas that keep their momenta in parts and repeat the work.
 
 Before the step one collective gathers the momenta. Each rank then takes the step of a single process, with all its fast
-paths, and keeps its part of the new momenta. The gather needs no gradient, so it can run during the backward pass.
+paths, and keeps its part of the new momenta. The gather needs no gradient, so it can run beside the forward and the
+backward pass.
 """
 
 from __future__ import annotations

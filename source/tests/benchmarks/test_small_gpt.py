@@ -68,9 +68,27 @@ def test_rates_are_tuned_until_the_best_is_not_the_last(small_gpt_race):
         asked.append(rates)
         return sum(math.log2(rate / best) ** 2 for rate, best in zip(rates, (0.16, 0.01), strict=True))
 
-    assert small_gpt_race.tune((0.02, 0.02), loss) == (0.04, 0.01)
+    assert small_gpt_race.tune((0.02, 0.02), loss) == (0.16, 0.01)
     assert len(asked) == len(set(asked))
     assert small_gpt_race.tune((1.0,), lambda rates: -rates[0]) == (2.0**4,)  # after six
+
+
+def test_runs_of_an_earlier_race_are_not_repeated(small_gpt_race, tmp_path, monkeypatch):
+    trained = []
+
+    def train(contestant, rates, seed, steps, device):
+        trained.append(rates)
+        loss = sum(math.log2(rate / 0.04) ** 2 for rate in rates)
+        return small_gpt_race.Result(loss, loss, loss, loss)
+
+    monkeypatch.setattr(small_gpt_race, "train", train)
+    path = tmp_path / "race.csv"
+    first = small_gpt_race.race("NorMuon", 5, "cpu")
+    small_gpt_race.write(path, first)
+    assert len(trained) == len(first)
+    assert small_gpt_race.race("NorMuon", 5, "cpu", small_gpt_race.read(path)) == first
+    assert len(trained) == len(first)
+    assert len(small_gpt_race.race("NorMuon", 6, "cpu", small_gpt_race.read(path))) == len(trained) - len(first)
 
 
 def test_every_contestant_of_the_race_takes_every_parameter_once(small_gpt, small_gpt_race):
