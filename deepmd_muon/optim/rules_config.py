@@ -51,12 +51,11 @@ class RuleSettings:
     soap_beta: float = setting(
         0.9, minimum=0.0, below=1.0, doc="Decay of the averages and of the second moment of `soap_muon`."
     )
-    norm_control: Literal["none", "radial_brake", "hyperball", "rows"] = setting(
+    norm_control: Literal["none", "radial_brake"] = setting(
         "none",
         doc=(
-            "Control of the norms of weights on the Muon route: 'hyperball' keeps the norm of every matrix, 'rows' "
-            "that of every neuron (see `normuon`), both without weight decay; 'radial_brake' multiplies the growth of "
-            "a matrix's norm by norm_brake. Experimental."
+            "Norms of weights on the Muon route: 'radial_brake' multiplies the growth of a matrix's norm "
+            "by norm_brake. Experimental."
         ),
     )
     norm_brake: float = setting(

@@ -25,8 +25,6 @@ RULES: dict[str, dict[str, Any]] = {
     "cautious decay": {"cautious_decay": True},
     "SOAP-Muon": {"soap_muon": True},
     "radial brake": {"norm_control": "radial_brake"},
-    "hyperball": {"norm_control": "hyperball"},
-    "row norms": {"norm_control": "rows"},
 }
 Named = list[tuple[str, nn.Parameter]]
 # What steps: a torch optimizer, or something with its `step` and `state`.

@@ -75,8 +75,6 @@ SETTINGS = {
     "normuon": muon(normuon=True),
     "soap": muon(soap_muon=True),
     "brake": muon(norm_control="radial_brake", norm_brake=0.5),
-    "hyperball": muon(norm_control="hyperball"),
-    "rows": muon(norm_control="rows"),
     "force_last": Setting({"loss": {"limit_pref_f": 100.0}}),
     "energy_last": Setting({"loss": {"limit_pref_e": 20.0}}),
     "small_network": Setting({"model": SMALL}),
@@ -88,7 +86,7 @@ SETTINGS = {
     "slow_last_tenth": Setting(last={"optimizer": {"lr_adjust_coeff": 4.32 / 5}}),
 }
 #: The rules of the Muon route that race, and what their rates of matrices are multiplied by beside 1.
-RULES = ("default", "soap", "brake", "hyperball", "rows", "normuon")
+RULES = ("default", "soap", "brake", "normuon")
 FACTORS = (0.5, 2.0, 4.0, 8.0)
 #: What an input that sets nothing takes in short runs.
 SHORT = {"lr_adjust_coeff": 8.64, "adam_lr_ratio": 10.0}

@@ -52,9 +52,9 @@ def rms(x):
     "settings",
     [
         *({}, {"lr_adjust": 10.0, "magma_muon": False}, {"normuon": True, "magma_muon": False}),
-        *({"soap_muon": True, "magma_muon": False}, {"norm_control": "rows", "magma_muon": False}),
+        *({"soap_muon": True, "magma_muon": False}, {"norm_control": "radial_brake", "magma_muon": False}),
     ],
-    ids=["deepmd", "rectangular", "normuon", "soap", "rows"],
+    ids=["deepmd", "rectangular", "normuon", "soap", "brake"],
 )
 def test_updates_are_those_of_the_next_step_without_a_gradient(settings):
     """Without Nesterov and with a gradient equal to the momentum, the next momentum points where the last one does."""

@@ -34,9 +34,8 @@ RULES = [
     {"cautious_decay": True, "normuon": True},
     {"soap_muon": True},
     {"soap_muon": True, "normuon": True, "magma_muon": False},
-    {"norm_control": "hyperball"},
-    {"norm_control": "rows", "layout": "in_out", "magma_muon": False},
     {"norm_control": "radial_brake", "norm_brake": 0.3},
+    {"norm_control": "radial_brake", "norm_brake": 0.0, "magma_muon": False},
 ]
 
 
@@ -123,20 +122,14 @@ class Definition:
         update = update.reshape(self.p.shape)
         decaying = (update * self.p >= 0).double() if own.cautious_decay else 1.0
         if own.norm_control != "none":
-            decaying = decaying * (own.norm_control == "radial_brake")
             for (_, w), (_, u) in zip(self.blocks(self.p), self.blocks(update), strict=True):
                 u.copy_((w - self.controlled(w, w - LR * u)) / LR)
         self.p = self.p - LR * DECAY * decaying * self.p - LR * update
 
     def controlled(self, before, after):
         """Return the weights after a step, scaled to the norms that they may have."""
-        dim = (0, 1)
-        if self.settings.norm_control == "rows":
-            dim = 0 if self.settings.layout == "in_out" else 1
-        old, new = (torch.linalg.vector_norm(x, dim=dim, keepdim=True) for x in (before, after))
-        wanted = old
-        if self.settings.norm_control == "radial_brake":
-            wanted = torch.where(new > old, old + self.settings.norm_brake * (new - old), new)
+        old, new = (torch.linalg.vector_norm(x) for x in (before, after))
+        wanted = torch.where(new > old, old + self.settings.norm_brake * (new - old), new)
         return after * torch.where(old > 0, wanted / new, 1.0)
 
     def normalised(self, number, o):
@@ -256,15 +249,15 @@ def test_zeros_leave_numbers(rule, weights):
     assert all(p.isfinite().all() for p in params.values())
 
 
-@pytest.mark.parametrize(("kind", "dim"), [("hyperball", (0, 1)), ("rows", 1)])
-def test_norms_are_kept_over_many_steps(kind, dim):
+def test_norms_do_not_grow_under_a_whole_brake():
     p = nn.Parameter(random((20, 12), 1, torch.float32))
-    optimizer = HybridMuon([("w", p)], 0.1, weight_decay=0.5, norm_control=kind)
-    before = p.detach().norm(dim=dim)
+    optimizer = HybridMuon([("w", p)], 0.1, weight_decay=0.0, norm_control="radial_brake", norm_brake=0.0)
+    before = p.detach().norm()
     for step in range(50):
         p.grad = random(p.shape, step, torch.float32)
         optimizer.step()
-    torch.testing.assert_close(p.detach().norm(dim=dim), before, rtol=1e-5, atol=0)
+        assert p.detach().norm() <= before * (1 + 1e-6)
+        before = p.detach().norm()
 
 
 def test_a_brake_lets_weights_shrink():
@@ -318,7 +311,7 @@ def test_a_restart_goes_on_bitwise(rule):
     assert_restart_is_bitwise(lambda: make(dtype=torch.float32, **rule), train, 2, 4)
 
 
-@pytest.mark.parametrize("rule", [ON, {"soap_muon": True}, {"norm_control": "rows"}])
+@pytest.mark.parametrize("rule", [ON, {"soap_muon": True}, {"norm_control": "radial_brake"}])
 def test_a_scaled_loss_gives_the_same_step_and_an_overflow_changes_nothing(rule):
     (first, plain), (second, scaled) = make(**rule), make(**rule)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)

@@ -89,7 +89,7 @@ def masters_of_replicas():
 
 def masters_of_replicas_follow_norm_control():
     """The rule reads 16-bit weights, as in one process."""
-    replicas = make(norm_control="rows", shapes=SHAPES[:3], adam_patterns=[])
+    replicas = make(norm_control="radial_brake", shapes=SHAPES[:3], adam_patterns=[])
     for _ in range(3):
         replicas.step()
     assert_equal(replicas, 1e-4)

@@ -17,7 +17,7 @@ from deepmd_muon.optim.sharded import ShardedSettings
 
 BOTH = {"normuon": True, "cautious_decay": True}
 SOAP = {"soap_muon": True, "magma_muon": False}
-NORMS = {"norm_control": "rows"}
+NORMS = {"norm_control": "radial_brake"}
 COLUMNS = {"normuon": True, "layout": "in_out", "magma_muon": False}
 
 
