@@ -118,10 +118,9 @@ class LmdbFile:
 
         The first node of a branch stands for all smaller keys, so `first` is 0 there.
         """
-        (lower,) = _SHORT(page, 12)
-        if lower < _HEADER or lower > len(page) or lower % 2:
-            raise self._damaged(f"page {number} says that its nodes end at byte {lower}")
-        count = int(lower - _HEADER) // 2
+        count = _count(page)
+        if count < 0:
+            raise self._damaged(f"page {number} says that its nodes end at byte {_SHORT(page, 12)[0]}")
         low, high = first, count
         while high - low > 1:
             middle = (low + high) // 2
@@ -186,10 +185,9 @@ class LmdbFile:
 
     def _branch(self, number: int, page: bytes) -> _Branch:
         """Parse a branch, and keep it."""
-        (lower,) = _SHORT(page, 12)
-        if lower <= _HEADER or lower > len(page) or lower % 2:
-            raise self._damaged(f"page {number} says that its nodes end at byte {lower}")
-        nodes = [self._node(number, page, index) for index in range((lower - _HEADER) // 2)]
+        nodes = [self._node(number, page, index) for index in range(_count(page))]
+        if not nodes:
+            raise self._damaged(f"branch {number} leads nowhere")
         branch = _Branch([node.key for node in nodes], [node.page for node in nodes])
         if not all(map(operator.lt, branch.keys[1:], branch.keys[2:])):
             raise self._damaged(f"the keys of page {number} are not sorted")
@@ -202,10 +200,7 @@ class LmdbFile:
 
     def _value_in(self, page: bytes, key: bytes, file: OpenFile) -> bytes | memoryview | None:
         """Return the value of a key of a leaf; None where it has no such key, or the leaf or the value is damaged."""
-        (lower,) = _SHORT(page, 12)
-        if lower < _HEADER or lower > len(page) or lower % 2:
-            return None
-        low, high, most = 0, (lower - _HEADER) // 2, len(page) - _NODE
+        low, high, most = 0, _count(page), len(page) - _NODE
         middle = _distance(page, key)  # the keys of frames are consecutive numbers: usually this is the place
         while low < high:
             if not low <= middle < high:
@@ -328,6 +323,12 @@ class LmdbFile:
 
     def _damaged(self, problem: str) -> SystemFormatError:
         return self._problem(f"damaged ({problem}; the file has {self._size} bytes); copy or write it again")
+
+
+def _count(page: bytes) -> int:
+    """Return the number of nodes of a page, −1 where its header is damaged."""
+    (lower,) = _SHORT(page, 12)
+    return -1 if lower < _HEADER or lower > len(page) or lower % 2 else int(lower - _HEADER) // 2
 
 
 def _distance(page: bytes, key: bytes) -> int:

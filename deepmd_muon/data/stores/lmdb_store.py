@@ -222,8 +222,7 @@ class _Database:
                     found.append(block)
                 return found
         except SystemFormatError:
-            pass
-        # One frame after the other, up to the one that is damaged.
+            pass  # raised again below, for the first frame that has an error
         found = []
         for row, number in enumerate(numbers.tolist()):
             found.append(Block.of_one(row, self.frame(number)))

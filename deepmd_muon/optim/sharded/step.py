@@ -110,9 +110,7 @@ class ShardedStep:
         self._pipeline: Pipeline | None = None
         self._repeated: RepeatedMuon | None = None
         self._elements: ElementwiseStep | None = None
-        others = sum(param.p.numel() for param in sharded_params if param.entry.route != "muon")
-        self._adam_beside = self._device.type == "cuda" and others <= MOST_BESIDE
-        self._beside: SideStream | None = None
+        self._beside: SideStream | None = None  # of small Adam routes, on a GPU
         self._presence: GradientPresence | None = None
 
     def reset(self) -> None:
@@ -241,16 +239,14 @@ class ShardedStep:
     ) -> None:
         """Take the step with gathered momenta; small Adam routes run beside the Muon route on a GPU."""
         repeated.start()
-        if moments is not None or not self._adam_beside:
+        if moments is not None or self._beside is None:
             arriving = elements.step(control, moments)
             repeated.step(control, moments, step_matrices)
-            for _ in moments or ():
+            for _ in moments or ():  # copies the last batch back to the host
                 pass
             for take in arriving:
                 take()
         else:
-            if self._beside is None:
-                self._beside = SideStream(self._device)
             control = control.on(self._device)  # before the fork: both streams read it
             self._beside.fork()
             repeated.step(control, None, step_matrices)
@@ -263,11 +259,13 @@ class ShardedStep:
     def _build(self) -> ElementwiseStep:
         """Make the parts of the step, before the first one."""
         collectives = CollectiveStream(self._device)
+        others = [param for param in self._sharded_params if param.entry.route != "muon"]
         if self.gathers:
             self._repeated = RepeatedMuon(self._muon, collectives)
+            if self._device.type == "cuda" and sum(param.p.numel() for param in others) <= MOST_BESIDE:
+                self._beside = SideStream(self._device)
         elif self._muon and self._settings.exchange != "reference":
             self._pipeline = Pipeline(self.plan, self._muon, self._groups, collectives)
-        others = [param for param in self._sharded_params if param.entry.route != "muon"]
         self._elements = ElementwiseStep(others, collectives)
         return self._elements
 

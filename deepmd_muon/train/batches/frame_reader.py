@@ -70,15 +70,15 @@ def _pack(system: System, numbers: np.ndarray, first: int, ntypes: int) -> Chunk
     atype = frames.atype
     # Frames usually have the same types in the same order, and no padding: then rows move as a whole.
     same = bool((atype[0] >= 0).all()) and (not system.mixed or bool((atype == atype[0]).all()))
-    rows = atype[:1] if same else atype
-    order = np.argsort(np.where(rows < 0, 1 << 30, rows), axis=1, kind="stable")
+    different = atype[:1] if same else atype
+    order = np.argsort(np.where(different < 0, 1 << 30, different), axis=1, kind="stable")
     real = np.ones_like(atype, dtype=bool) if same else np.take_along_axis(atype, order, 1) >= 0
     source = None if same else (np.arange(len(atype))[:, None] * atype.shape[1] + order)[real]
-    is_sorted = same and bool((np.diff(atype[0]) >= 0).all())
+    turned = same and bool((np.diff(atype[0]) < 0).any())
 
     def packed(values: np.ndarray) -> np.ndarray:
         """Return values of the real atoms `(nframes, natoms, width)`, each frame's sorted by type, as rows."""
-        if same and not is_sorted:
+        if turned:
             values = values.take(order[0], axis=1)
         rows = values.reshape(-1, values.shape[2])
         return rows if source is None else np.asarray(rows.take(source, axis=0))

@@ -29,6 +29,16 @@ def frame(types, seed=0, *, cell=True, **others):
     return {**found, **others}
 
 
+def with_changed_bits(sound, chance, changes):
+    """The file `sound` with single bits changed: in headers of pages and nodes, which stand at both ends of a page."""
+    found = bytearray(sound)
+    for _ in range(changes):
+        page = chance.randrange(len(sound) // 4096)
+        place = chance.choice([chance.randrange(200), 4095 - chance.randrange(200)])
+        found[page * 4096 + place] ^= 1 << chance.randrange(8)
+    return bytes(found)
+
+
 def database(path, frames, **metadata):
     """Write a database as it is given, sound or not."""
     path.mkdir()

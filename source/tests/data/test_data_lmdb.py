@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from deepmd_kit_program import needs_deepmd_kit, python
-from lmdb_databases import array, database, frame, lmdb, msgpack
+from lmdb_databases import array, database, frame, lmdb, msgpack, with_changed_bits
 from write_systems import make_arrays, write_npy
 
 from deepmd_muon.cli.main import main
@@ -184,14 +184,7 @@ def test_damaged_copies_raise_errors_and_never_end_the_process(tmp_path):
     chance = random.Random(1)
     refused = 0
     for _ in range(150):
-        damaged = bytearray(sound)
-        # Headers of pages and nodes stand at both ends of a page; most other bytes are numbers.
-        for _ in range(20):
-            page = chance.randrange(len(sound) // 4096)
-            damaged[page * 4096 + chance.choice([chance.randrange(200), 4095 - chance.randrange(200)])] ^= 1 << (
-                chance.randrange(8)
-            )
-        path.write_bytes(damaged)
+        path.write_bytes(with_changed_bits(sound, chance, 20))
         try:
             for system in open_systems(str(path.parent)):
                 system.frames(np.arange(system.nframes))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lmdb_databases import array, database, frame, lmdb, msgpack
+from lmdb_databases import array, database, frame, lmdb, msgpack, with_changed_bits
 
 from deepmd_muon.data import DataError, SystemFormatError, open_systems
 from deepmd_muon.data.stores import lmdb_frames, lmdb_store
@@ -64,7 +64,7 @@ def frames(draw):
 
 
 @st.composite
-def damaged(draw):
+def cut_or_changed(draw):
     """A frame with a byte changed somewhere, or cut."""
     raw = bytearray(draw(frames()))
     where = draw(st.integers(0, len(raw) - 1))
@@ -207,7 +207,7 @@ def outcome(path, requests, *, together):
 
 
 @given(
-    st.lists(frames() | frames() | frames() | damaged(), min_size=2, max_size=12),
+    st.lists(frames() | frames() | frames() | cut_or_changed(), min_size=2, max_size=12),
     st.lists(st.lists(st.integers(0, 11), min_size=1, max_size=12), min_size=1, max_size=3),
     st.booleans(),
 )
@@ -335,12 +335,7 @@ def test_values_of_damaged_files_are_those_of_their_keys(tmp_path):
     chance = random.Random(2)
     errors = 0
     for _ in range(150):
-        bad = bytearray(sound)
-        for _ in range(10):
-            page = chance.randrange(len(sound) // 4096)
-            place = chance.choice([chance.randrange(200), 4095 - chance.randrange(200)])
-            bad[page * 4096 + place] ^= 1 << chance.randrange(8)
-        path.write_bytes(bad)
+        path.write_bytes(with_changed_bits(sound, chance, 10))
         try:
             file = LmdbFile("d", str(path), HandleCache())
         except SystemFormatError:
