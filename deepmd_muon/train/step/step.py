@@ -85,6 +85,7 @@ class TrainingStep:
             if isinstance(batch, AccumulatedFeed):
                 value, metrics = self._accumulate(batch, lr_fraction)
             else:
+                self.strategy.begin(self.model)
                 value, metrics = self._differentiate(batch, lr_fraction)
         reduced = self.strategy.reduce(value, self.model)
         if self.guard.admits(reduced, lambda: ", ".join(self.strategy.ranks.gather_objects(batch.system))):

@@ -93,6 +93,9 @@ class Strategy(ABC):
         """
         load_optimizer_state(optimizer, self.model, content, source)
 
+    def begin(self, branch: EnergyModel | None = None) -> None:  # noqa: B027 (a single process sums nothing)
+        """Prepare for one backward pass of a `branch`, after which `reduce` follows."""
+
     @abstractmethod
     def reduce(self, loss: Tensor, branch: EnergyModel | None = None) -> Reduced:
         """Combine gradients and loss of all ranks after the backward pass of one `branch`, where there are several."""

@@ -1,8 +1,8 @@
 """Stages 0 and 1: every rank holds the model, and gradients are averaged.
 
-The gradient of a step comes from one explicit backward pass, after which every gradient is there. So none of
-DistributedDataParallel's hooks and buckets are needed: one all-reduce over all gradients, with the loss and the
-requests to stop at its end, is the whole communication before the update, and its order of summation is fixed.
+One all-reduce over all gradients after the backward pass, with the loss and the requests to stop at its end, is the
+whole communication before the update on CPUs. On GPUs the gradients of the fitting nets are summed before, beside the
+backward pass through the descriptor. The order of summation is fixed.
 
 On GPUs nothing is read on the host in a step, so that it can be one CUDA graph, exchanges of the optimizer included.
 The ranks read the requests to stop a few steps later, all of them after the same step.
@@ -11,7 +11,6 @@ The ranks read the requests to stop a few steps later, all of them after the sam
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,11 +23,7 @@ from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.strategy.agreement import SIGNALS, SeveralRanks
 from deepmd_muon.train.strategy.base import Reduced
-
-# Elements of a row of all gradients, the norm of which is one number.
-_ROW = 1024
-# Elements of a copy, and copies that are made in addition to one for each gradient, at most.
-_SHORT, _COPIES = 1 << 14, 64
+from deepmd_muon.train.strategy.gradient_sum import GradientSum, Mean
 
 
 class Replicated(SeveralRanks):
@@ -48,87 +43,87 @@ class Replicated(SeveralRanks):
         if stratified:
             self.reads_on_host = "training/stratified is true"
         self._late = LateRequests(ranks)
-        self._trained: dict[EnergyModel | None, frozenset[int]] = {}
+        self._sums: dict[EnergyModel | None, GradientSum] = {}
 
     @property
     def _on_host(self) -> bool:
         """Whether steps read numbers on the host, as they do on CPUs, where that costs nothing."""
         return self.reads_on_host is not None or self.ranks.device.type == "cpu"
 
+    def begin(self, branch: EnergyModel | None = None) -> None:
+        """Sum gradients beside the coming backward pass as soon as they are known."""
+        if branch in self._sums:
+            self._sums[branch].begin()
+
     def reduce(self, loss: Tensor, branch: EnergyModel | None = None) -> Reduced:
         """Average gradients and loss of all ranks, and let them agree on signals."""
         return self._reduce_on_host(loss) if self._on_host else self._reduce_on_device(loss, branch)
 
     def _reduce_on_host(self, loss: Tensor) -> Reduced:
-        params = [p for p in self.model.parameters() if p.requires_grad]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        params = self._trainable()
         present = loss.new_tensor([float(p.grad is not None) for p in params])
         tail = torch.cat([self._loss_and_requests(loss), present])
-        flat, parts, summed = self._sum(grads, tail)
+        mean = GradientSum(self.ranks, params, len(tail)).finish(tail)
         with self.ranks.waiting():
-            numbers = summed.tolist()
+            numbers = mean.tail.tolist()
         self._agree(numbers[1 : 1 + len(SIGNALS)])
-        for p, g, part, there in zip(params, grads, parts, numbers[-len(params) :], strict=True):
+        for p, gradient, there in zip(params, mean.gradients, numbers[-len(params) :], strict=True):
             # An optimizer leaves a parameter that has a gradient nowhere alone.
-            mean = part.mul_(self.ranks.size / there) if self._stratified and there else part
-            p.grad = mean.view_as(g).to(g.dtype) if there else None
-        return self._reduced(flat, summed)
+            if self._stratified and there:
+                gradient.mul_(self.ranks.size / there)
+            p.grad = gradient.view_as(p).to(p.dtype) if there else None
+        return self._reduced(mean)
 
     def _reduce_on_device(self, loss: Tensor, branch: EnergyModel | None) -> Reduced:
         """Do the same without waiting.
 
         Parameters that had no gradient anywhere in the first step of a branch have none in its later ones.
         """
-        params = [p for p in self.model.parameters() if p.requires_grad]
-        trained = self._agreed_on_trained(params, branch)
-        strange = [i for i, p in enumerate(params) if p.grad is not None and i not in trained]
-        if strange:
-            name = next(name for name, p in self.model.named_parameters() if p is params[strange[0]])
-            raise TrainingError(
-                f"the parameter {name} has a gradient now, but had none on any rank in the first step: "
-                "freeze it, or let it take part in every step"
-            )
-        chosen = [params[i] for i in sorted(trained)]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
-        flat, parts, summed = self._sum(grads, torch.cat([loss.reshape(1), self._late.mine.to(loss.dtype)]))
-        self._late.summed.copy_(summed[1:])
-        for p, g, part in zip(chosen, grads, parts, strict=True):
-            p.grad = part.view_as(g).to(g.dtype)
-        return self._reduced(flat, summed)
+        if branch not in self._sums:
+            self._sums[branch] = self._agreed_sum(branch)
+        found = self._sums[branch]
+        self._refuse_others(found)
+        mean = found.finish(torch.cat([loss.reshape(1), self._late.mine.to(loss.dtype)]))
+        self._late.summed.copy_(mean.tail[1:])
+        for p, gradient in zip(found.params, mean.gradients, strict=True):
+            p.grad = gradient.view_as(p).to(p.dtype)
+        return self._reduced(mean)
 
-    def _agreed_on_trained(self, params: Sequence[nn.Parameter], branch: EnergyModel | None) -> frozenset[int]:
-        """Return the numbers of the parameters that have a gradient on any rank in the first step of a branch."""
-        if branch not in self._trained:
-            here = torch.tensor([float(p.grad is not None) for p in params], device=self.ranks.device)
-            with self.ranks.waiting():
-                counts = self.ranks.sum(here).tolist()
-            self._trained[branch] = frozenset(i for i, count in enumerate(counts) if count)
-        return self._trained[branch]
+    def _trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
 
-    def _sum(self, grads: Sequence[Tensor], tail: Tensor) -> tuple[Tensor, Sequence[Tensor], Tensor]:
-        """Return the mean of all gradients over the ranks in rows, of each as a view of it, and the sum of `tail`."""
-        dtype = max((g.dtype for g in grads), key=lambda dtype: dtype.itemsize)
-        sizes = [g.numel() for g in grads]
-        rest = -sum(sizes) % _ROW  # zeros that complete the last row
-        flat = tail.new_empty(sum(sizes) + rest + tail.numel(), dtype=dtype)
-        *parts, zeros, summed = flat.split([*sizes, rest, tail.numel()])
-        # Many short copies occupy more of a GPU's multiprocessors than a few long ones.
-        short = max(_SHORT, len(flat) // _COPIES)
-        into, out_of = [summed], [tail]
-        for part, g in zip(parts, grads, strict=True):
-            into += part.split(short)
-            out_of += g.reshape(-1).split(short)
-        torch._foreach_copy_(into, out_of)
-        zeros.zero_()
-        self.ranks.sum(flat)
-        mean = flat[: -tail.numel()].div_(self.ranks.size)
-        return mean, parts, summed
+    def _agreed_sum(self, branch: EnergyModel | None) -> GradientSum:
+        """Sum the gradients of those parameters that have one on any rank in the first step of a branch.
 
-    def _reduced(self, mean: Tensor, summed: Tensor) -> Reduced:
-        found = [p.grad for p in self.model.parameters() if p.requires_grad and p.grad is not None]
+        Those of the fitting nets come first.
+        """
+        params = self._trainable()
+        here = torch.tensor([float(p.grad is not None) for p in params], device=self.ranks.device)
+        with self.ranks.waiting():
+            counts = self.ranks.sum(here).tolist()
+        trained = [p for p, count in zip(params, counts, strict=True) if count]
+        model = branch or self.model
+        assert isinstance(model, EnergyModel)
+        fitting = set(model.atomic_model.fitting_net.parameters())
+        early, late = [p for p in trained if p in fitting], [p for p in trained if p not in fitting]
+        # Two sums take longer than one where most is still to come.
+        most = sum(p.numel() for p in early) > sum(p.numel() for p in late)
+        return GradientSum(self.ranks, early + late, 1 + len(SIGNALS), len(early) if most else 0)
+
+    def _refuse_others(self, found: GradientSum) -> None:
+        summed = set(found.params)
+        for name, p in self.model.named_parameters():
+            if p.grad is not None and p not in summed:
+                raise TrainingError(
+                    f"the parameter {name} has a gradient now, but had none on any rank in the first step: "
+                    "freeze it, or let it take part in every step"
+                )
+
+    def _reduced(self, mean: Mean) -> Reduced:
+        found = [p.grad for p in self._trainable() if p.grad is not None]
         # In two steps: in a graph, torch's norm of a long vector first clears memory, which takes 10 us.
-        norm = torch.linalg.vector_norm(torch.linalg.vector_norm(mean.view(-1, _ROW), dim=1))
-        return Reduced(found, norm, summed[0] / self.ranks.size)
+        norm = torch.linalg.vector_norm(torch.linalg.vector_norm(mean.rows, dim=1))
+        return Reduced(found, norm, mean.tail[0] / self.ranks.size)
 
     def request_stop(self, number: int) -> None:
         """Tell the other ranks of a signal with the next exchange, which ends the run on all of them."""
