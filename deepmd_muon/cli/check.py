@@ -27,9 +27,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-t", "--temperature", type=float, metavar="K", help="of the dynamics [1.5 times that of the data, by forces]"
     )
-    parser.add_argument("--time", type=float, default=2.0, metavar="PS", help="length of the dynamics [%(default)s]")
+    parser.add_argument("--time", type=float, metavar="PS", help="length of the dynamics [2, on a GPU 5]")
     parser.add_argument("--time-step", type=float, default=1.0, metavar="FS", help="[%(default)s]; hydrogen weighs 4 u")
-    parser.add_argument("--copies", type=int, metavar="N", help="structures followed [4 to 16, on a GPU 64]")
+    parser.add_argument("--copies", type=int, metavar="N", help="structures followed [4 to 16, on a GPU 4 to 64]")
     parser.add_argument("--probes", type=int, default=3, metavar="N", help="scans of each pair and kind [%(default)s]")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of frames and velocities [%(default)s]")
     parser.add_argument("--strict", action="store_true", help="exit status 1 for doubtful items, too")

@@ -137,7 +137,7 @@ class CheckRoundSettings(Section):
         above=0.0,
         doc="Temperature [K]. Left out: 1.5 times the temperature estimated from the forces in the data.",
     )
-    time: float = setting(2.0, above=0.0, doc="Length of each trajectory [ps].")
+    time: float | None = setting(None, above=0.0, doc="Length of each trajectory [ps]. Left out: 2, on a GPU 5.")
     copies: int | None = setting(
         None, minimum=1, doc="Number of trajectories. Left out: 4 to 16, on a GPU 4 to 64; fewer for large structures."
     )

@@ -39,8 +39,10 @@ WIDER = 10.0
 _DRIFT, _WILD_DRIFT = 0.05, 0.5
 # Models disagree more on their dynamics than on the data by this factor and this force [eV/Å].
 _DISAGREE, _DISAGREE_FORCE = 3.0, 0.2
+#: Length of the dynamics where none is given [ps].
+CPU_TIME, GPU_TIME = 2.0, 5.0
 # Atoms times steps: a minute on one core for a small se_e2_a.
-_CPU_WORK, _GPU_WORK = 400_000, 100_000_000
+_CPU_WORK, _GPU_WORK = 400_000, 25_000_000
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class CheckSettings:
 
     temperature: float | None = None  # of the dynamics [K]; None takes `HOTTER` times the temperature of the data
     time_step: float = 1.0  # [fs]; atoms lighter than `LIGHTEST` weigh that much
-    time: float = 2.0  # length of the dynamics [ps]
-    # Number of structures; None takes 4 to 16 (64 on a GPU), more than 4 where they take a minute at most.
+    time: float | None = None  # length of the dynamics [ps]; None takes `CPU_TIME` or `GPU_TIME`
+    # Number of structures; None takes 4 to 16 (to 64 on a GPU), more than 4 where a small model takes a minute.
     copies: int | None = None
     probes: int = 3  # paths in place of each pair and kind
     seed: int = 0  # of frames, paths and velocities
@@ -185,8 +187,9 @@ def _dynamics(
     settings: CheckSettings,
 ) -> Trajectories:
     masses = np.maximum([MASSES.get(name, math.nan) for name in coverage.type_map], LIGHTEST)
-    steps = max(1, round(1000.0 * settings.time / settings.time_step))
     on_gpu = predictor.device.type == "cuda"
+    picoseconds = settings.time or (GPU_TIME if on_gpu else CPU_TIME)
+    steps = max(1, round(1000.0 * picoseconds / settings.time_step))
     atoms = sum(system.natoms for system in systems) / len(systems)
     work = (_GPU_WORK if on_gpu else _CPU_WORK) / (atoms * steps)
     copies = settings.copies or min(max(4, int(work)), 64 if on_gpu else 16)

@@ -48,6 +48,8 @@ CASES = [
 # Steps of a run: ten intervals or more, but for the slowest.
 STEPS = {"se_e2_a:f64-b1": 3000, "se_e2_a:f64-b8": 3000, "dpa1:f64-b1": 1000, "dpa3:f32-b1": 1000}
 SLOW = 600
+#: Lines of a log that tell how steps ran have one of these.
+NOTED = ("graph", "launched one", "interpolated on")
 DETERMINISTIC = """
 import os
 import sys
@@ -124,9 +126,9 @@ def input_of(case: str, data: Path) -> dict[str, Any]:
 
 
 def timed(folder: Path, content: dict[str, Any], gpus: int, **options: Any) -> tuple[float, list[str]]:
-    """Train; return the time of a step [ms] and what the log says of graphs."""
+    """Train; return the time of a step [ms] and what the log says of graphs and pieces."""
     log = train(folder, content, gpus, **options)
-    notes = [line.partition("] ")[2] for line in log.splitlines() if "graph" in line or "launched one" in line]
+    notes = [line.partition("] ")[2] for line in log.splitlines() if any(word in line for word in NOTED)]
     return round(milliseconds(folder), 3), notes
 
 

@@ -3,7 +3,7 @@
     python source/benchmarks/race/stability_reference.py --data race-data --sets alloys molecules
 
 Needs ASE, and tblite for molecules. A line a run: the smallest ratio of a distance to the shortest of its pair of
-elements in the training frames.
+elements in the training frames, until the end of each picosecond.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=RUNS, help="runs at each temperature")
     parser.add_argument("--data", type=Path, required=True, help="holds the sets that make_*.py wrote")
     parser.add_argument("--sets", nargs="+", choices=STEPS, default=["alloys", "molecules"])
+    parser.add_argument("--heat", type=float, nargs="+", default=[1.0, HOTTER], help="temperatures over the usual one")
+    parser.add_argument("--steps", type=int, help=f"of a run; default: {STEPS}")
     args = parser.parse_args()
     for name in args.sets:
         condition = CONDITIONS[name]
         known = shortest([f for path in sorted((args.data / name / "train").iterdir()) for f in read_system(path)])
         paths = sorted((args.data / name / condition.part).glob(condition.starts))
         starts = [frame for path in paths for frame in read_system(path)[: args.runs]]
-        for kelvin in (condition.temperature, HOTTER * condition.temperature):
+        picosecond = round(1000.0 / condition.time_step)
+        for kelvin in (heat * condition.temperature for heat in args.heat):
             for seed in range(args.runs):
                 atoms = starts[seed * len(paths) % len(starts)].copy()
                 if condition.masses:
@@ -58,12 +61,15 @@ def main() -> None:
                 atoms.set_momenta(momenta - momenta.mean(0))
                 atoms.set_momenta(atoms.get_momenta() * np.sqrt(kelvin / atoms.get_temperature()))
                 atoms.calc, contacts, least = labeller(name), Contacts(atoms), np.inf
-                run = VelocityVerlet(atoms, condition.time_step * units.fs).irun(STEPS[name])
+                run = VelocityVerlet(atoms, condition.time_step * units.fs).irun(args.steps or STEPS[name])
+                reached = []
                 for step, _ in enumerate(run):
                     if step % 4 == 0:
                         found = contacts(atoms.positions[None]).items()
                         least = min(least, *(float(d[0]) / known[pair] for pair, d in found if pair in known))
-                print(f"{name} {kelvin:g} K, run {seed}: {least:.3f}", flush=True)
+                    if step and step % picosecond == 0:
+                        reached.append(f"{least:.3f}")
+                print(f"{name} {kelvin:g} K, run {seed}: {' '.join(reached)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def listed(values: np.ndarray, digits: int) -> Any:
     return rounded.tolist()
 
 
-def check_of(predictor: Predictor, systems: Sequence[System], temperature: float, copies: int) -> dict[str, Any]:
+def check_of(predictor: Predictor, systems: Sequence[System], temperature: float, copies: int | None) -> dict[str, Any]:
     """Return the verdict of `dp check` at a temperature [K], and what it is made of."""
     settings = CheckSettings(temperature=temperature, copies=copies)
     check = check_models(["model"], [predictor], systems, settings)
@@ -173,7 +173,8 @@ def check_of(predictor: Predictor, systems: Sequence[System], temperature: float
     shortest = check.coverage.shortest
     held = np.isfinite(shortest)
     ratio = float((model.dynamics.reached[held] / shortest[held]).min())
-    given = {"temperature": temperature, "copies": copies, "time": settings.time}
+    run = model.dynamics
+    given = {"temperature": temperature, "copies": run.copies, "time": run.steps * run.time_step / 1000.0}
     return {**given, "ratio": round(ratio, 4), **_values(model)}
 
 
@@ -358,7 +359,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--copies", type=int, nargs=2, default=[16, 4], help="runs of a potential, and hotter ones")
     parser.add_argument("--picoseconds", type=length, nargs="*", default=[], metavar="SET=PS", help="none: no dynamics")
     parser.add_argument("--check-seeds", type=int, default=0, help="check potentials of seeds up to this one")
-    parser.add_argument("--check-copies", type=int, default=4)
+    parser.add_argument("--check-copies", type=int, help="default: as many as dp check takes")
     parser.add_argument(
         "--check-heat", type=float, nargs="+", default=[HOTTER], help="temperature over that of the dynamics"
     )

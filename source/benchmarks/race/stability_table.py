@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deepmd_muon.dynamics.systems import BOLTZMANN
-from deepmd_muon.stability.check import CheckSettings
+from deepmd_muon.stability.check import CPU_TIME
 from deepmd_muon.stability.curves import BARRIER, Verdict
 
 #: A pair this much closer than in any training frame is a departure, as in `dynamics.py`.
@@ -25,7 +25,7 @@ CLOSER = 0.9
 #: Closer than this the labelling method's own dynamics never comes (`stability_reference.py`): the potential is wrong.
 WRONG = 0.75
 #: Length of the check's dynamics [ps]: those of older lines were shorter, and the hotter copies stand for the rest.
-CHECKED = CheckSettings().time
+CHECKED = CPU_TIME
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,12 @@ class Potential:
         Time until each run departed or ended [ps].
     least
         Smallest ratio of a distance to the shortest of its pair in the training frames.
-    hot
-        When the first of the hotter copies blew up or came closer than `WRONG` [ps]; infinite where none did.
-    verdict
-        Of `dp check`, at the last of its temperatures; None where it was not checked.
+    hot_runs, hot
+        Number of the hotter copies, and when the first of them blew up or came closer than `WRONG` [ps]; infinite where
+        none did.
+    verdict, check_copies, check_time
+        Of `dp check`, at the last of its temperatures, and the copies and the length [ps] of its dynamics; None where
+        it was not checked.
     """
 
     model: str
@@ -68,8 +70,11 @@ class Potential:
     departed: int
     departing: float
     least: float
+    hot_runs: int
     hot: float
     verdict: str | None
+    check_copies: int | None
+    check_time: float | None
 
     @property
     def outcome(self) -> str:
@@ -108,8 +113,11 @@ class Potential:
             departed=sum(when is not None for when in passed),
             departing=sum(left),
             least=min(value for value in run["least"][-1][:count] if value is not None),
+            hot_runs=run["copies"][1],
             hot=hot,
             verdict=checked and verdict_of(checked, hot).name,
+            check_copies=checked and checked["copies"],
+            check_time=checked and checked.get("time", CHECKED),
         )
 
 
@@ -251,16 +259,18 @@ def write_csv(path: Path, rows: Sequence[Potential] | Sequence[SettingRow]) -> N
 
 
 def verdict_table(potentials: Sequence[Potential]) -> list[str]:
-    """Return what `dp check` says of potentials by what became of their runs."""
-    lines = ["| model | set | steps | dynamics | potentials | holds | doubtful | fails |", "|" + "---|" * 8]
+    """Return what `dp check` says of potentials by what became of their runs: of each set, each check, and of all."""
+    lines = ["| potentials | dynamics | potentials | holds | doubtful | fails |", "|" + "---|" * 6]
     checked = [p for p in potentials if p.verdict is not None]
-    parts = grouped(checked, lambda p: (p.model, p.set, p.steps))
-    for (model, name, steps), some in [*parts.items(), (("all", "all", "all"), checked)]:
+    of_sets = grouped(checked, lambda p: f"{p.model}, {p.set}, {p.steps:,} steps")
+    of_checks = grouped(
+        checked,
+        lambda p: f"check of {p.check_copies} copies, {p.check_time:g} ps; {p.hot_runs} hotter runs, {p.steps:,} steps",
+    )
+    for what, some in [*of_sets.items(), *of_checks.items(), ("all", checked)]:
         for outcome, chosen in sorted(grouped(some, lambda p: p.outcome).items()):
             counts = [sum(p.verdict == verdict.name for p in chosen) for verdict in Verdict]
-            lines.append(
-                f"| {model} | {name} | {steps} | {outcome} | {len(chosen)} | " + " | ".join(map(str, counts)) + " |"
-            )
+            lines.append(f"| {what} | {outcome} | {len(chosen)} | " + " | ".join(map(str, counts)) + " |")
     return lines
 
 

@@ -130,16 +130,19 @@ def test_a_run_gives_a_line_a_potential(tmp_path, monkeypatch):
 
 
 def test_tables_keep_models_apart():
-    first = table.Potential("dpa3", "water", "default", 1, 10, 0.1, 0.2, 1.0, 4, 8.0, 1, 1, 6.0, 0.5, 1.0, "fails")
-    some = [first, replace(first, model="se_e2_a", test=0.3)]
+    numbers = (0.1, 0.2, 1.0, 4, 8.0, 1, 1, 6.0, 0.5, 4, 1.0)
+    first = table.Potential("dpa3", "water", "default", 1, 10, *numbers, "fails", 16, 2.0)
+    some = [first, replace(first, model="se_e2_a", test=0.3, check_copies=64)]
     assert [(row.model, row.seeds, row.test) for row in table.settings_rows(some)] == [
         ("dpa3", 1, 0.1),
         ("se_e2_a", 1, 0.3),
     ]
-    assert [line.split(" | ")[-4:] for line in table.verdict_table(some)[2:]] == [
-        ["1", "0", "0", "1 |"],
-        ["1", "0", "0", "1 |"],
-        ["2", "0", "0", "2 |"],
+    assert [line.split(" | ")[0::2] for line in table.verdict_table(some)[2:]] == [
+        ["| dpa3, water, 10 steps", "1", "0"],
+        ["| se_e2_a, water, 10 steps", "1", "0"],
+        ["| check of 16 copies, 2 ps; 4 hotter runs, 10 steps", "1", "0"],
+        ["| check of 64 copies, 2 ps; 4 hotter runs, 10 steps", "1", "0"],
+        ["| all", "2", "0"],
     ]
 
 
