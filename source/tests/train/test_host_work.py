@@ -144,7 +144,7 @@ def test_the_bounded_sample_is_drawn_once(small_input, train, monkeypatch):
 
 
 def test_a_gpu_lists_only_frames_that_the_host_reads(small_input, train, monkeypatch):
-    """Statistics and the length of descriptors read lists; other frames of the sample are counted."""
+    """Statistics and the length of descriptors read lists; others are counted, together or alone."""
     given, lists = [], Counter()
 
     def listed_on_a_gpu(*arguments, **options):
@@ -159,6 +159,14 @@ def test_a_gpu_lists_only_frames_that_the_host_reads(small_input, train, monkeyp
     monkeypatch.setattr(start, "frames_to_list", listed_on_a_gpu)
     counted("build_neighbors")
     counted("frame_statistics")
+
+    def counted_together(*arguments):
+        found, here = together(*arguments)
+        lists["count_together"] += int(here.sum())
+        return found, here
+
+    together = cache.count_together
+    monkeypatch.setattr(cache, "count_together", counted_together)
     content = small_input(training={"numb_steps": 0})
     content["model"] |= {"data_stat_nbatch": 2, "descriptor": {**content["model"]["descriptor"], "sel": [60]}}
     content["training"].pop("validation_data", None)
@@ -166,4 +174,5 @@ def test_a_gpu_lists_only_frames_that_the_host_reads(small_input, train, monkeyp
     frames = sum(system.nframes for system in open_systems(content["training"]["training_data"]["systems"]))
     read = sum(len(np.unique(numbers)) for numbers in given[0])
     assert 0 < read < frames
-    assert lists == {"build_neighbors": read, "frame_statistics": frames - read}
+    assert lists["build_neighbors"] == read
+    assert lists["frame_statistics"] + lists["count_together"] == frames - read
