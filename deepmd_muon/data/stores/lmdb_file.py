@@ -190,7 +190,7 @@ class LmdbFile:
             raise self._damaged(f"branch {number} leads nowhere")
         offsets = struct.unpack_from(f"<{count}H", page, _HEADER)
         if min(offsets) < _HEADER or max(offsets) + _NODE > len(page):
-            raise self._damaged(f"page {number} has a node at byte {max(offsets)}")
+            raise self._damaged(f"page {number} has nodes at bytes {min(offsets)} to {max(offsets)}")
         headers = [_HEADER_OF_NODE(page, offset) for offset in offsets]
         ends = [offset + _NODE + header[3] for offset, header in zip(offsets, headers, strict=True)]
         if max(ends) > len(page):

@@ -93,7 +93,7 @@ class ResidentBatches:
         self._windows: deque[_Window] = deque()
         self._begun = 0
         self._chunks: list[Future[Chunk]] = []  # of the present window
-        self._waits = False  # whether the first batch is taken before the next windows are drawn
+        self._waits = False  # whether the windows after the first one are still to be drawn
         self._plans: deque[tuple[Plan, np.ndarray, Shape]] = deque()
         self._logged = False
         self._read_first()
@@ -170,7 +170,7 @@ class ResidentBatches:
         self._shapes.learn(wanted)
         self._numbers.write([self._store.slots_of(numbers, window.frames) for numbers in window.batches])
         self._plans.extend(zip(window.plans, window.batches, wanted, strict=True))
-        # Drawing and reading the next windows would delay the first step.
+        # Drawing and reading later windows would delay the first step.
         self._waits = first and len(self._plans) > 1
         if not self._waits:
             self._look_ahead()
