@@ -12,7 +12,7 @@ import torch
 from deepmd_muon.argcheck import Input
 from deepmd_muon.checkpoint_file.file import understood
 from deepmd_muon.data import DataLoader, NeighborCache, NeighborStatistics, System, neighbor_statistics
-from deepmd_muon.data.sampling.samples import sample_frames, sample_with
+from deepmd_muon.data.sampling.samples import frame_costs, sample_frames, sample_with
 from deepmd_muon.model import EnergyModel, Structures
 from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.train.batches.resident import why_not_on_device
@@ -102,12 +102,14 @@ def resolve_sel(
 def frames_to_list(
     given: Input, model: EnergyModel, loader: DataLoader, device: torch.device, *, measured: bool
 ) -> list[np.ndarray] | None:
-    """Return the frames of each training system whose neighbour lists the host will read; None where it reads any.
+    """Return the frames of each training system whose neighbour lists are read before the first step.
 
-    Steps on a GPU find neighbours themselves. Then only what measures the data before them reads lists of the host:
-    statistics, if the data are `measured`, and the length of descriptors.
+    Those are read by statistics, if the data are `measured`, and by the length of descriptors. None where steps read
+    lists of the host, as on a CPU, and all frames are counted: then all are listed at once.
     """
-    if device.type != "cuda" or why_not_on_device(loader) is not None:
+    on_host = device.type != "cuda" or why_not_on_device(loader) is not None
+    nframes = [system.nframes for system in loader.systems]
+    if on_host and frame_costs(loader.systems, model.rcut) @ nframes <= _MOST_COUNTED:
         return None
     read = [[np.zeros(0, dtype=np.int64)] * len(loader.systems)]
     if measured:

@@ -24,6 +24,7 @@ from deepmd_muon.data.neighbors.lists import (
     group_limits,
     stack_neighbors,
 )
+from deepmd_muon.data.neighbors.together import count_together
 from deepmd_muon.data.system import System
 
 log = logging.getLogger(__name__)
@@ -218,21 +219,29 @@ def neighbor_statistics(
         )
 
     nothing = NeighborStatistics(np.inf, (0,) * ntypes, 0)
+    shortest = np.inf  # of the chunks that are done
 
     def chunk(job: tuple[System, np.ndarray, np.ndarray | None]) -> NeighborStatistics:
+        nonlocal shortest
         system, chosen, wanted = job
         frames = system.frames(chosen)
         _check_density(system, chosen, frames)
-        found = nothing
-        kept = set((chosen if wanted is None else wanted).tolist())
-        for row, number in enumerate(chosen.tolist()):
+        kept = np.zeros(len(chosen), dtype=bool)
+        if cache is not None:
+            kept = ~kept if wanted is None else np.isin(chosen, wanted)
+        found, rest = _count_others(frames, kept, rcut, ntypes, shortest)
+        if cache is not None:
+            cache.note_most(np.array(found.max_neighbors), found.max_total)
+        for row in np.flatnonzero(rest).tolist():
+            number = int(chosen[row])
             if cache is None:
                 own = _counted(system, number, frames, row, rcut, ntypes)
-            elif number in kept:
+            elif kept[row]:
                 own = cache.frame(system, number, frames, row).statistics
             else:
                 own = cache.statistics(system, number, frames, row)
             found = found.merge(own)
+        shortest = min(shortest, found.min_distance)
         return found
 
     every = [np.arange(system.nframes) for system in systems] if numbers is None else numbers
@@ -251,6 +260,20 @@ def _counted(system: System, number: int, frames: Frames, row: int, rcut: float,
     box = frames.box[row] if system.pbc and frames.box is not None else None
     with naming_frame(number, system.name):
         return frame_statistics(frames.coord[row], box, frames.atype[row], rcut, ntypes)
+
+
+def _count_others(
+    frames: Frames, kept: np.ndarray, rcut: float, ntypes: int, shortest: float
+) -> tuple[NeighborStatistics, np.ndarray]:
+    """Count neighbours in frames that are not `kept` by `count_together`; return which frames are left `(nframes,)`."""
+    others = np.flatnonzero(~kept)
+    if not len(others):
+        return NeighborStatistics(np.inf, (0,) * ntypes, 0), kept
+    box = None if frames.box is None else frames.box[others]
+    found, counted = count_together(frames.coord[others], box, frames.atype[others], rcut, ntypes, shortest)
+    rest = kept.copy()
+    rest[others] = ~counted
+    return found, rest
 
 
 def _chunk(system: System) -> int:

@@ -82,19 +82,31 @@ def compare_images(
     shifts = cells @ box
     square = squares(with_squares(apart), shifts)
     square[len(cells) // 2, first == second] = np.inf
-    longest = float(np.abs(points).max() + np.abs(shifts).max()) + rcut
-    skewed = max(1.0, float(np.abs(box).max() * np.abs(inverse).max()))
-    return Images(first, second, moved, cells, square, _ROUNDING * longest**2 * skewed)
+    longest = np.abs(points).max() + np.abs(shifts).max() + rcut
+    error = rounding_error(longest, np.abs(box).max() * np.abs(inverse).max())
+    return Images(first, second, moved, cells, square, float(error))
+
+
+def rounding_error(longest: np.ndarray, skewed: np.ndarray | float) -> np.ndarray:
+    """Return a bound on the error of squared distances [Å²], from the largest length [Å].
+
+    `skewed` is the product of the largest numbers of the cell and of its inverse.
+    """
+    return np.asarray(_ROUNDING * longest**2 * np.maximum(1.0, skewed))
 
 
 def _pays(reach: np.ndarray, height: np.ndarray) -> bool:
-    """Return whether a pair takes less time than with vesin; `height` counts cut-offs.
+    """Return whether a pair takes less time than with vesin; `height` counts cut-offs."""
+    return bool(_PAIR + _IMAGE * (2.0 * reach + 1.0).prod() < _BY_VESIN * compared_by_vesin(height))
+
+
+def compared_by_vesin(height: np.ndarray) -> float:
+    """Return how many images of a pair vesin compares; `height` counts cut-offs `(3,)`.
 
     vesin divides the cell into as many as fit, at least as high as the cut-off, and looks at those within it.
     """
     divided = np.maximum(np.floor(height), 1.0)
-    compared = ((2.0 * np.ceil(divided / height) + 1.0) / divided).prod()
-    return bool(_PAIR + _IMAGE * (2.0 * reach + 1.0).prod() < _BY_VESIN * compared)
+    return float(((2.0 * np.ceil(divided / height) + 1.0) / divided).prod())
 
 
 def _has_shells(points: np.ndarray, box: np.ndarray, inverse: np.ndarray) -> bool:
@@ -146,38 +158,41 @@ def nearest_images(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the vectors of the pairs of `pairs_of`, nearest along each cell vector [Å], and the translations.
 
-    Both are `(3, npairs)`: numpy gathers and rounds columns four times faster than short rows.
+    Both are `(…, 3, npairs)` for positions `(…, natoms, 3)`: numpy gathers and rounds columns four times faster than
+    short rows.
     """
-    first, second = pairs_of(len(points))
-    apart = np.empty((3, len(first)))
-    for along, column in zip(apart, (points if inverse is None else points @ inverse).T, strict=True):
-        np.subtract(column.take(second), column.take(first), out=along)
+    first, second = pairs_of(points.shape[-2])
+    apart = np.empty((*points.shape[:-2], 3, len(first)))
+    fractions = points if inverse is None else points @ inverse
+    for axis in range(3):
+        column = fractions[..., axis]
+        np.subtract(column.take(second, axis=-1), column.take(first, axis=-1), out=apart[..., axis, :])
     if box is None or inverse is None:
         return apart, np.zeros_like(apart)
     moved = -np.round(apart)
     apart += moved
-    return box.T @ apart, moved
+    return box.swapaxes(-1, -2) @ apart, moved
 
 
 def with_squares(apart: np.ndarray) -> np.ndarray:
-    """Return vectors a `(3, npairs)` [Å] as columns (a, 1, |a|²) for `squares`, (5, npairs)."""
-    columns = np.ones((5, apart.shape[1]))
-    columns[:3], columns[4] = apart, np.einsum("cp,cp->p", apart, apart)
+    """Return vectors a `(…, 3, npairs)` [Å] as columns (a, 1, |a|²) for `squares`, (…, 5, npairs)."""
+    columns = np.ones((*apart.shape[:-2], 5, apart.shape[-1]))
+    columns[..., :3, :], columns[..., 4, :] = apart, np.einsum("...cp,...cp->...p", apart, apart)
     return columns
 
 
 def squares(right: np.ndarray, shifts: np.ndarray) -> np.ndarray:
-    """Return |a + s|² of the vectors of `with_squares` and translations s `(ncells, 3)`, (ncells, npairs) [Å²].
+    """Return |a + s|² of the vectors of `with_squares` and translations s `(…, ncells, 3)`, (…, ncells, npairs) [Å²].
 
     The rows (2 s, |s|², 1) times the columns.
     """
-    left = np.ones((len(shifts), 5))
-    left[:, :3], left[:, 3] = 2.0 * shifts, (shifts * shifts).sum(axis=1)
-    square = np.empty((len(left), right.shape[1]))
-    columns = max(1, _PRODUCT // left.size)
-    for begin in range(0, right.shape[1], columns):
+    left = np.ones((*shifts.shape[:-1], 5))
+    left[..., :3], left[..., 3] = 2.0 * shifts, (shifts * shifts).sum(axis=-1)
+    square = np.empty((*left.shape[:-1], right.shape[-1]))
+    columns = max(1, _PRODUCT // (5 * left.shape[-2]))
+    for begin in range(0, right.shape[-1], columns):
         some = slice(begin, begin + columns)
-        np.matmul(left, right[:, some], out=square[:, some])
+        np.matmul(left, right[..., some], out=square[..., some])
     return square
 
 

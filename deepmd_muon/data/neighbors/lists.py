@@ -83,10 +83,10 @@ class Pairs:
     def statistics(self, ntypes: int) -> NeighborStatistics:
         """Return the statistics of the frame from its pairs."""
         seen = np.bincount(self.i * ntypes + self.types[self.j], minlength=len(self.real) * ntypes)
-        return _statistics(seen, self.distance, ntypes)
+        return count_statistics(seen, self.distance, ntypes)
 
 
-def _statistics(seen: np.ndarray, distance: np.ndarray, ntypes: int) -> NeighborStatistics:
+def count_statistics(seen: np.ndarray, distance: np.ndarray, ntypes: int) -> NeighborStatistics:
     """Return statistics from the neighbours of each type that every atom has `(nreal · ntypes,)` and from distances."""
     seen = seen.reshape(-1, ntypes)
     return NeighborStatistics(
@@ -124,7 +124,7 @@ def frame_statistics(
         find_pairs(coord, box, atype, rcut)  # raises, and names the atoms in the order of whole lists
     pair = pair.astype(np.int64)
     seen = pair * ntypes + types[pair[:, ::-1]]
-    return _statistics(np.bincount(seen.ravel(), minlength=len(real) * ntypes), distance, ntypes)
+    return count_statistics(np.bincount(seen.ravel(), minlength=len(real) * ntypes), distance, ntypes)
 
 
 def _counted_images(
@@ -144,7 +144,7 @@ def _counted_images(
     table[images.first, images.second] = near.sum(axis=0, dtype=np.int32)
     table[np.diag_indices(len(points))] /= 2  # an image of an atom on one side has its like on the other
     seen = (table + table.T) @ np.eye(ntypes)[types]
-    return _statistics(seen.astype(np.int64), np.array([shortest]), ntypes)
+    return count_statistics(seen.astype(np.int64), np.array([shortest]), ntypes)
 
 
 def _shortest(

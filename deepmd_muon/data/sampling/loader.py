@@ -179,7 +179,9 @@ class DataLoader:
         while not self._drawn:
             number, mine = next(self._seats)
             plans = [self._order.next() for _ in range(number * self.batches_per_step)]
-            if mine is not None:
+            if number * self.batches_per_step == 1 and mine is not None:
+                self._drawn.extend(plans)
+            elif mine is not None:
                 by_cost = self._balance and self.batches_per_step > 1
                 costs = [self._cost(plan) if by_cost else 1.0 for plan in plans]
                 self._drawn.extend(plans[k] for k in distribute(costs, number)[mine])

@@ -143,7 +143,7 @@ class LmdbFile:
         page, least, bound = None, b"", b""
         for key in keys:
             if not least <= key < bound:
-                page, bound = self._leaf_of(key)
+                page, bound = self._leaf_of(key, file)
                 least = key
             value = None if page is None else self._value_in(page, key, file)
             if value is None:
@@ -152,7 +152,7 @@ class LmdbFile:
             found.append(value)
         return found
 
-    def _leaf_of(self, key: bytes) -> tuple[bytes | None, bytes]:
+    def _leaf_of(self, key: bytes, file: OpenFile) -> tuple[bytes | None, bytes]:
         """Return the leaf that would have a key, None where a page is damaged, and the first key of the next leaf.
 
         That key is empty behind the last leaf.
@@ -162,7 +162,7 @@ class LmdbFile:
             for _ in range(_MAX_DEPTH):
                 branch = self._branches.get(number)
                 if branch is None:
-                    page = self._page(number)
+                    page = self._page(number, file)
                     kind = _SHORT(page, 10)[0] & (_BRANCH | _LEAF)
                     if kind != _BRANCH:
                         return (page if kind == _LEAF else None), bound
@@ -185,10 +185,20 @@ class LmdbFile:
 
     def _branch(self, number: int, page: bytes) -> _Branch:
         """Parse a branch, and keep it."""
-        nodes = [self._node(number, page, index) for index in range(_count(page))]
-        if not nodes:
+        count = _count(page)
+        if count < 1:
             raise self._damaged(f"branch {number} leads nowhere")
-        branch = _Branch([node.key for node in nodes], [node.page for node in nodes])
+        offsets = struct.unpack_from(f"<{count}H", page, _HEADER)
+        if min(offsets) < _HEADER or max(offsets) + _NODE > len(page):
+            raise self._damaged(f"page {number} has nodes at bytes {min(offsets)} to {max(offsets)}")
+        headers = [_HEADER_OF_NODE(page, offset) for offset in offsets]
+        ends = [offset + _NODE + header[3] for offset, header in zip(offsets, headers, strict=True)]
+        if max(ends) > len(page):
+            raise self._damaged(f"page {number} has a key that ends at byte {max(ends)}")
+        branch = _Branch(
+            [page[offset + _NODE : end] for offset, end in zip(offsets, ends, strict=True)],
+            [low | high << 16 | flags << 32 for low, high, flags, _ in headers],
+        )
         if not all(map(operator.lt, branch.keys[1:], branch.keys[2:])):
             raise self._damaged(f"the keys of page {number} are not sorted")
         if len(self._branches) >= _KEPT_BRANCHES:
@@ -253,14 +263,14 @@ class LmdbFile:
         entries, root, _, transaction = struct.unpack_from("<QQQQ", page, 120)
         return page_size, root, entries, transaction
 
-    def _page(self, number: int) -> bytes:
+    def _page(self, number: int, file: OpenFile | None = None) -> bytes:
         page = self._pages.get(number)
         if page is None:
             if number < 2:
                 raise self._damaged(f"a link to page {number}")
             if len(self._pages) >= _KEPT_PAGES:
                 self._pages.clear()
-            page = self._pages[number] = self._bytes(number * self._page_size, self._page_size)
+            page = self._pages[number] = self._bytes(number * self._page_size, self._page_size, file)
         return page
 
     def _key(self, number: int, page: bytes, index: int) -> bytes:
@@ -300,10 +310,10 @@ class LmdbFile:
             raise self._damaged(f"the value of {node.key!r} does not start at page {number}")
         return Value(offset + _HEADER, length)
 
-    def _bytes(self, offset: int, length: int) -> bytes:
+    def _bytes(self, offset: int, length: int, file: OpenFile | None = None) -> bytes:
         if offset + length > self._size:
             raise self._damaged(f"truncated: bytes {offset} to {offset + length} are missing")
-        return self._read(self._opened(), offset, length)
+        return self._read(file or self._opened(), offset, length)
 
     def _opened(self) -> OpenFile:
         try:

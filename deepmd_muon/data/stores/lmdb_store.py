@@ -64,7 +64,7 @@ class _Group:
     types: np.ndarray  # of the first frame `(natoms,)`
     pbc: bool  # whether they have a cell
     mixed: bool  # whether types differ, or could
-    sets: dict[frozenset[str], list[int]]  # numbers of the frames with the same labels, by these labels
+    sets: dict[frozenset[str], Any]  # numbers of the frames with the same labels, a list or array, by these labels
     sampled: bool = False  # whether only some frames were looked at, so that others may lack labels
 
 
@@ -263,7 +263,7 @@ class _Database:
                 yield from self._read_groups(numbers)
                 continue
             labels = frozenset[str]().union(*found[0].sets)
-            yield replace(found[0], mixed=True, sets={labels: numbers.tolist()}, sampled=True)
+            yield replace(found[0], mixed=True, sets={labels: numbers}, sampled=True)
 
     def _read_groups(self, numbers: np.ndarray) -> Iterator[_Group]:
         """Sort frames by reading them all."""
@@ -352,7 +352,7 @@ class _Metadata:
                 found = np.zeros(0)
             if found.shape != (nframes,) or found.dtype.kind not in "iu" or found.min() < least:
                 raise refuse(f"{name} must be {nframes} whole numbers of at least {least}", values)
-            return found.astype(np.int64)
+            return found.astype(np.int64, copy=False)
 
         systems, nlocs = numbers("frame_system_ids", 0), numbers("frame_nlocs", 1)
         return cls(nframes, form, None if type_map is None else tuple(type_map), systems, nlocs)

@@ -14,7 +14,7 @@ from deepmd_muon.data import System, open_systems, opening
 from deepmd_muon.data.neighbors import cache
 from deepmd_muon.data.sampling import loader, samples
 from deepmd_muon.data.stores import npy_store
-from deepmd_muon.train import start, trainer
+from deepmd_muon.train import omitted_settings, start, trainer
 from deepmd_muon.train.step.stepper import CapturedStep
 
 #: Steps between two windows of batches.
@@ -143,12 +143,17 @@ def test_the_bounded_sample_is_drawn_once(small_input, train, monkeypatch):
     assert len(draws) == 3
 
 
-def test_a_gpu_lists_only_frames_that_the_host_reads(small_input, train, monkeypatch):
-    """Statistics and the length of descriptors read lists; other frames of the sample are counted."""
+@pytest.mark.parametrize(("device", "most"), [("cuda", 5 << 14), ("cpu", 1)])
+def test_lists_before_the_first_step_are_those_that_are_read(small_input, train, monkeypatch, device, most):
+    """Statistics and the length of descriptors read lists; others are counted, together or alone.
+
+    On a CPU, all are listed at once where all are counted.
+    """
+    monkeypatch.setattr(omitted_settings, "_MOST_COUNTED", most)
     given, lists = [], Counter()
 
-    def listed_on_a_gpu(*arguments, **options):
-        given.append(listed(*arguments[:3], torch.device("cuda"), **options))
+    def listed_there(*arguments, **options):
+        given.append(listed(*arguments[:3], torch.device(device), **options))
         return given[-1]
 
     def counted(name):
@@ -156,9 +161,17 @@ def test_a_gpu_lists_only_frames_that_the_host_reads(small_input, train, monkeyp
         monkeypatch.setattr(cache, name, lambda *arguments: lists.update([name]) or function(*arguments))
 
     listed = start.frames_to_list
-    monkeypatch.setattr(start, "frames_to_list", listed_on_a_gpu)
+    monkeypatch.setattr(start, "frames_to_list", listed_there)
     counted("build_neighbors")
     counted("frame_statistics")
+
+    def counted_together(*arguments):
+        found, here = together(*arguments)
+        lists["count_together"] += int(here.sum())
+        return found, here
+
+    together = cache.count_together
+    monkeypatch.setattr(cache, "count_together", counted_together)
     content = small_input(training={"numb_steps": 0})
     content["model"] |= {"data_stat_nbatch": 2, "descriptor": {**content["model"]["descriptor"], "sel": [60]}}
     content["training"].pop("validation_data", None)
@@ -166,4 +179,6 @@ def test_a_gpu_lists_only_frames_that_the_host_reads(small_input, train, monkeyp
     frames = sum(system.nframes for system in open_systems(content["training"]["training_data"]["systems"]))
     read = sum(len(np.unique(numbers)) for numbers in given[0])
     assert 0 < read < frames
-    assert lists == {"build_neighbors": read, "frame_statistics": frames - read}
+    assert lists["build_neighbors"] == read
+    others = lists["frame_statistics"] + lists["count_together"]
+    assert others == frames - read if device == "cuda" else others < frames - read

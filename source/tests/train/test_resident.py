@@ -158,6 +158,20 @@ def test_frames_that_stay_are_read_once(systems, way, monkeypatch):
         assert len(read) > steps
 
 
+def test_the_first_step_does_not_wait_for_later_windows(systems, monkeypatch):
+    model = corner_model("se_e2_a", "float64")
+    batches = ResidentBatches(loader(systems, model, 2), CPU, 0)
+    ahead = []
+    for _ in range(3):
+        batches.next().read()
+        ahead.append(len(batches._windows))
+    assert ahead == [0, 2, 2]
+    monkeypatch.setattr(resident_module, "_FIRST_ATOMS", 1)
+    lone = ResidentBatches(loader(systems, model, 2), CPU, 0)
+    lone.next().read()
+    assert len(lone._windows) == 2, "a first window of one batch leaves no later chance"
+
+
 @pytest.mark.parametrize("cost", ["_FRAME_COST", "_SYSTEM_COST"])
 def test_many_small_frames_or_systems_are_not_all_read_before_the_first_step(systems, monkeypatch, cost):
     """They have few atoms, and reading them takes long."""

@@ -1,0 +1,130 @@
+"""Neighbour counts of several small frames at once: numpy's calls take longer than the search in one of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deepmd_muon.data.neighbors.images import (
+    cells_within,
+    compared_by_vesin,
+    nearest_images,
+    pairs_of,
+    reach_of,
+    rounding_error,
+    squares,
+    with_squares,
+)
+from deepmd_muon.data.neighbors.lists import SAME_PLACE, NeighborStatistics, count_statistics
+
+# Nanoseconds for a pair and for each of its images here, for an image that vesin compares, and for a frame that is
+# counted alone, beside its pairs (a Xeon, numpy 2.4).
+_PAIR, _IMAGE, _BY_VESIN, _ALONE = 30.0, 4.0, 10.0, 300_000.0
+# Images of pairs that are compared at once, of several frames and of one: their distances stay in a processor's cache.
+_AT_ONCE, _OF_ONE = 1 << 17, 1 << 19
+# Frames beyond these limits are counted alone, where mistakes are named: lengths [Å], volume over the cube of the
+# longest vector, and cell lengths.
+_FAR, _FLAT, _OUTSIDE = 1e4, 1e-3, 1e3
+
+
+def count_together(
+    coord: np.ndarray,
+    box: np.ndarray | None,
+    atype: np.ndarray,
+    rcut: float,
+    ntypes: int,
+    shortest: float = np.inf,
+) -> tuple[NeighborStatistics, np.ndarray]:
+    """Count neighbours in frames with the same number of atoms.
+
+    Parameters
+    ----------
+    coord, box, atype
+        Positions `(nframes, natoms, 3)` and cells `(nframes, 3, 3)` [Å], and types `(nframes, natoms)`.
+    rcut, ntypes
+        Cut-off [Å] and number of types.
+    shortest
+        A distance between two atoms of other frames [Å]. Where a frame has none below it, its own is not needed.
+
+    Returns
+    -------
+    tuple
+        The statistics of frames that were counted here, their shortest distance left out, and which were
+        `(nframes,)`. The others have to be counted alone: a mistake, the shortest distance, or rounding at the
+        cut-off.
+    """
+    total = NeighborStatistics(np.inf, (0,) * ntypes, 0)
+    counted = np.zeros(len(atype), dtype=bool)
+    sound, inverse = _sound(coord, box, atype)
+    rows = np.flatnonzero(sound)
+    if not len(rows):
+        return total, counted
+    reach, by_vesin = np.zeros(3), 0.0
+    if inverse is not None:
+        reach = reach_of(inverse[rows], rcut).max(axis=0)
+        by_vesin = compared_by_vesin(1.0 / (rcut * np.linalg.norm(inverse[rows], axis=1).max(axis=0)))
+    natoms = atype.shape[1]
+    ncells, npairs = int((2.0 * reach + 1.0).prod()), natoms * (natoms + 1) // 2
+    cost = npairs * (_PAIR + _IMAGE * ncells)
+    if npairs * ncells > _OF_ONE or cost > _ALONE + npairs * _BY_VESIN * by_vesin:
+        return total, counted
+    least, errors = np.full(len(atype), np.inf), np.zeros(len(atype))
+    step = max(1, _AT_ONCE // (npairs * ncells))
+    for some in (rows[first : first + step] for first in range(0, len(rows), step)):
+        cell = None if box is None or inverse is None else (box[some], inverse[some])
+        square, errors[some] = _squares(coord[some], cell, rcut, cells_within(*reach.tolist()))
+        least[some] = square.min(axis=(1, 2))
+        limit = errors[some, None, None]
+        near = square < rcut**2 - limit
+        # Bytes are added ten times faster than booleans, and booleans counted as fast without axes.
+        images = near.view(np.uint8).sum(axis=1, dtype=np.uint8 if ncells < 256 else np.int32)
+        reached = [np.count_nonzero(frame) for frame in square < rcut**2 + limit]
+        certain = images.sum(axis=1) == reached
+        counted[some] = certain
+        if certain.any():
+            total = total.merge(_count(images[certain], atype[some[certain]], ntypes))
+    # Rounding may decide which of the nearest atoms are nearest, and whether they lie at the same place.
+    bound = min(shortest**2, float((least + errors)[rows].min()))
+    counted &= (least - errors >= bound) & (least > 4.0 * SAME_PLACE**2 + errors)
+    return total, counted
+
+
+def _sound(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return which frames have ordinary positions and cells and no padding `(nframes,)`, and the inverse cells."""
+    sound = (atype >= 0).all(axis=1) & (np.abs(coord).max(axis=(1, 2)) < _FAR)
+    if box is None:
+        return sound, None
+    longest = np.abs(box).max(axis=(1, 2))
+    sound &= (longest < _FAR) & (np.abs(np.linalg.det(box)) > _FLAT * longest**3)
+    inverse = np.linalg.inv(np.where(sound[:, None, None], box, np.eye(3)))
+    sound &= np.abs(coord @ inverse).max(axis=(1, 2)) < _OUTSIDE
+    return sound, inverse
+
+
+def _squares(
+    coord: np.ndarray, cell: tuple[np.ndarray, np.ndarray] | None, rcut: float, cells: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the squared distances of all pairs over all cells, and a bound on their errors.
+
+    `(nframes, ncells, npairs)` and `(nframes,)` [Å²]. Infinite from an atom to itself. `cell` are box and inverse.
+    """
+    box, inverse = cell or (None, None)
+    apart, _ = nearest_images(coord, box, inverse)
+    shifts = np.zeros((len(coord), 1, 3)) if box is None else cells @ box
+    square = squares(with_squares(apart), shifts)
+    first, second = pairs_of(coord.shape[1])
+    square[:, shifts.shape[1] // 2, first == second] = np.inf
+    longest = np.abs(coord).max(axis=(1, 2)) + np.abs(shifts).max(axis=(1, 2)) + rcut
+    if box is None or inverse is None:
+        return square, rounding_error(longest, 1.0)
+    return square, rounding_error(longest, np.abs(box).max(axis=(1, 2)) * np.abs(inverse).max(axis=(1, 2)))
+
+
+def _count(images: np.ndarray, atype: np.ndarray, ntypes: int) -> NeighborStatistics:
+    """Return the statistics of frames from the near images of each pair `(nframes, npairs)`."""
+    natoms = atype.shape[1]
+    first, second = pairs_of(natoms)
+    table = np.zeros((len(images), natoms, natoms))
+    table[:, first, second] = images
+    table[:, np.arange(natoms), np.arange(natoms)] /= 2  # an image of an atom on one side has its like on the other
+    seen = (table + table.transpose(0, 2, 1)) @ np.eye(ntypes)[atype]
+    return count_statistics(seen.astype(np.int64), np.zeros(0), ntypes)
