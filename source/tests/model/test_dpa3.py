@@ -16,8 +16,9 @@ from model_batches import HERE, batch_of, read_fixture, stored_model
 from deepmd_muon.model import build_model
 from deepmd_muon.model.descriptor.dpa3 import edges, geometry, module
 from deepmd_muon.model.descriptor.dpa3.geometry import incoming
+from deepmd_muon.model.descriptor.dpa3.layer import RepflowLayer
 from deepmd_muon.model.descriptor.dpa3.settings import DPA3Settings, RepflowSettings
-from deepmd_muon.model.nn import four_passes
+from deepmd_muon.model.nn import four_passes, triton_support
 from deepmd_muon.setting import InvalidSettingError
 
 FIXTURE = read_fixture(HERE / "dpa3.pt.gz")
@@ -54,6 +55,34 @@ def test_every_order_of_evaluation_gives_the_same(name, way, monkeypatch):
     torch.testing.assert_close(model(batch_of(model, data))["atom_energy"], energy, rtol=1e-13, atol=0)
     for key, value in gradients(model, data).items():
         torch.testing.assert_close(value, wanted[key], rtol=1e-9, atol=1e-12 * wanted[key].abs().max().item(), msg=key)
+
+
+def test_angles_beside_edges_borrow_all_that_they_read(monkeypatch):
+    """Memory that their stream reads must not be reused while it does; other streams do not wait for it."""
+    lent, read = [], []
+
+    class Branches(triton_support.Branches):
+        def lend(self, number, *tensors):
+            lent.append({id(tensor) for tensor in tensors})
+
+    angles = RepflowLayer._angles
+
+    def watched(self, features, graph, wanted, *, force):
+        read.append(
+            [*features, graph.angle_weight, *(getattr(graph.plan, f.name) for f in dataclasses.fields(graph.plan))]
+        )
+        return angles(self, features, graph, wanted, force=force)
+
+    monkeypatch.setattr(module, "plan_angles", geometry.padded_angles)
+    monkeypatch.setattr(triton_support, "Branches", Branches)
+    monkeypatch.setattr(RepflowLayer, "_angles", watched)
+    model = stored_model(FIXTURE, "split")
+    model(batch_of(model, FIXTURE["structures"]["orthorhombic"]))
+    assert len(lent) == len(read) > 0
+    for given, values in zip(lent, read, strict=True):
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        assert len(tensors) == 7  # nodes, edges, angles, weights, and three of the plan
+        assert {id(tensor) for tensor in tensors} <= given
 
 
 def test_dynamic_selection_differs_from_static_in_scale_alone():

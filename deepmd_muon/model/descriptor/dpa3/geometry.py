@@ -75,6 +75,11 @@ class AnglePlan:
     padded: bool = False
     reach: torch.Tensor | None = None
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What angles read of the plan on a device."""
+        return self.slot, self.atom, self.reach
+
     def within(self, in_angle: torch.Tensor) -> AnglePlan:
         """Return the plan with the `reach` of these edges in angles `(nslots,)`."""
         if not self.padded:

@@ -121,7 +121,7 @@ class RepflowLayer(torch.nn.Module):
         angle, reduced = features.angle, None
         with triton_support.Branches(features.node.device, 2 if overlap else 1) as branches:
             if wanted.edge and angle is not None:
-                branches.lend(1, *features, graph.plan.slot, graph.plan.atom, graph.angle_weight)
+                branches.lend(1, *features, *graph.plan.tensors, graph.angle_weight)
                 with branches.chain(1):
                     reduced, angle = self._angles(features, graph, wanted, force=force)
                 branches.take(reduced, angle)
