@@ -24,7 +24,8 @@ REFUSED = {
     "water/dplr/train/ener.json": "modifier",
     "water/se_e2_a_mixed_prec/input.json": "mixed_precision",
 }
-# Neither input nor data name the elements; deepmd-kit's PyTorch backend stops with a KeyError.
+# Neither input nor data name the elements; deepmd-kit's PyTorch backend stops with a KeyError. Later revisions lack the
+# second.
 NAMELESS = ("fparam/train/input_aparam.json", "fparam/train/input_v2_compat.json")
 
 
@@ -78,7 +79,7 @@ def test_atomic_parameters_in_one_row(tmp_path, monkeypatch):
     assert np.isfinite(np.loadtxt(tmp_path / "lcurve")).all()
 
 
-@pytest.mark.parametrize("name", NAMELESS)
+@pytest.mark.parametrize("name", [name for name in NAMELESS if name in INPUTS])
 def test_an_example_without_elements_is_refused(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir((EXAMPLES / name).parent)
     assert main(["--pt", "train", Path(name).name, "-o", str(tmp_path / "out.json"), "-v", "ERROR"]) == 2
