@@ -21,9 +21,9 @@ from deepmd_muon.data.neighbors.lists import SAME_PLACE, NeighborStatistics, cou
 _PAIR, _IMAGE, _BY_VESIN, _ALONE = 30.0, 4.0, 10.0, 300_000.0
 # Images of pairs that are compared at once, of several frames and of one: their distances stay in a processor's cache.
 _AT_ONCE, _OF_ONE = 1 << 17, 1 << 19
-# Frames beyond these limits are counted alone, where mistakes are named: lengths [Å], volume over the cube of the
-# longest vector, and cell lengths.
-_FAR, _FLAT, _OUTSIDE = 1e4, 1e-3, 1e3
+# Frames beyond these limits are counted alone, where mistakes are named: lengths [Å], those of cells [Å], volume over
+# the cube of the longest vector, and cell lengths.
+_FAR, _TINY, _FLAT, _OUTSIDE = 1e4, 1e-3, 1e-3, 1e3
 
 
 def count_together(
@@ -54,6 +54,8 @@ def count_together(
     """
     total = NeighborStatistics(np.inf, (0,) * ntypes, 0)
     counted = np.zeros(len(atype), dtype=bool)
+    if not atype.size:
+        return total, counted
     sound, inverse = _sound(coord, box, atype)
     rows = np.flatnonzero(sound)
     if not len(rows):
@@ -94,9 +96,9 @@ def _sound(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray) -> tupl
     if box is None:
         return sound, None
     longest = np.abs(box).max(axis=(1, 2))
-    sound &= (longest < _FAR) & (np.abs(np.linalg.det(box)) > _FLAT * longest**3)
+    sound &= (longest > _TINY) & (longest < _FAR) & (np.abs(np.linalg.det(box)) > _FLAT * longest**3)
     inverse = np.linalg.inv(np.where(sound[:, None, None], box, np.eye(3)))
-    sound &= np.abs(coord @ inverse).max(axis=(1, 2)) < _OUTSIDE
+    sound &= np.abs(np.where(sound[:, None, None], coord, 0.0) @ inverse).max(axis=(1, 2)) < _OUTSIDE
     return sound, inverse
 
 

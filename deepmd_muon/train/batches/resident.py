@@ -92,8 +92,8 @@ class ResidentBatches:
         self._readers = ThreadPoolExecutor(min(_READERS, worker_count()), thread_name_prefix="deepmd_muon-frames")
         self._windows: deque[_Window] = deque()
         self._begun = 0
-        self._chunks: list[Future[Chunk]] = []  # of the present window
-        self._waits = False  # whether the windows after the first one are still to be drawn
+        self._reads = False  # whether the present window had frames to read
+        self._waiting = 0  # batches to hand out before the windows after the first one are drawn
         self._plans: deque[tuple[Plan, np.ndarray, Shape]] = deque()
         self._logged = False
         self._read_first()
@@ -102,9 +102,10 @@ class ResidentBatches:
         """Return the next batch."""
         if not self._plans:
             self._turn()
-        elif self._waits:
-            self._waits = False
-            self._look_ahead()
+        elif self._waiting:
+            self._waiting -= 1
+            if not self._waiting:
+                self._look_ahead()
         plan, numbers, wanted = self._plans.popleft()
         self._loader.advance()
         shape = self._shapes.of(wanted)
@@ -163,7 +164,7 @@ class ResidentBatches:
         """Begin the next window: write its frames and their slots, and extend the shapes to its batches."""
         first = not self._begun
         window = self._windows.popleft() if self._windows else self._draw()
-        self._chunks = window.chunks
+        self._reads = bool(window.chunks)
         self._store.take([chunk.result() for chunk in window.chunks])
         self._note_cut_lists()
         wanted = self._shapes_of(window.batches)
@@ -171,8 +172,9 @@ class ResidentBatches:
         self._numbers.write([self._store.slots_of(numbers, window.frames) for numbers in window.batches])
         self._plans.extend(zip(window.plans, window.batches, wanted, strict=True))
         # Drawing and reading later windows would delay the first step.
-        self._waits = first and len(self._plans) > 1
-        if not self._waits:
+        each = self._loader.batches_per_step
+        self._waiting = each if first and len(self._plans) > each else 0
+        if not self._waiting:
             self._look_ahead()
         if not self._logged:
             self._logged = True
@@ -180,7 +182,7 @@ class ResidentBatches:
 
     def _look_ahead(self) -> None:
         """Draw the windows after the present one, until one has nothing to read."""
-        while len(self._windows) < _READ_AHEAD and (self._windows[-1].chunks if self._windows else self._chunks):
+        while len(self._windows) < _READ_AHEAD and (self._windows[-1].chunks if self._windows else self._reads):
             self._windows.append(self._draw())
 
     def _tell(self, shapes: Sequence[Shape], wanted: Sequence[Shape]) -> None:

@@ -84,9 +84,11 @@ class TrainingStep:
         with float32_products("high") if self.tf32 else contextlib.nullcontext():
             if isinstance(batch, AccumulatedFeed):
                 value, metrics = self._accumulate(batch, lr_fraction)
-            else:
-                self.strategy.begin(self.model)
+            elif self.gradient is not None:  # all gradients come at once
                 value, metrics = self._differentiate(batch, lr_fraction)
+            else:
+                with self.strategy.overlapping(self.model):
+                    value, metrics = self._differentiate(batch, lr_fraction)
         reduced = self.strategy.reduce(value, self.model)
         if self.guard.admits(reduced, lambda: ", ".join(self.strategy.ranks.gather_objects(batch.system))):
             self._clip(reduced)

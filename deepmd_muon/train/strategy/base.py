@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -93,8 +94,9 @@ class Strategy(ABC):
         """
         load_optimizer_state(optimizer, self.model, content, source)
 
-    def begin(self, branch: EnergyModel | None = None) -> None:  # noqa: B027 (a single process sums nothing)
-        """Prepare for one backward pass of a `branch`, after which `reduce` follows."""
+    def overlapping(self, branch: EnergyModel | None = None) -> contextlib.AbstractContextManager[None]:
+        """Return the context of the only backward pass of a `branch` before `reduce`, with which exchanges overlap."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def reduce(self, loss: Tensor, branch: EnergyModel | None = None) -> Reduced:

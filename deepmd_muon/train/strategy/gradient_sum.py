@@ -39,9 +39,10 @@ class Mean(NamedTuple):
 class GradientSum:
     """Averages the gradients of parameters over the ranks; a missing gradient counts as zero.
 
-    The first `early` parameters have their gradients long before the backward pass ends. After `begin`, the sum of
-    these starts beside that pass, as soon as the last is there. `finish` sums the others, and `ntail` other numbers.
-    Every rank launches these two sums in this order, whatever gradients it has.
+    The first `early` parameters have their gradients long before the backward pass ends. After `begin`, which all ranks
+    call or none does, the sum of these starts beside that pass, as soon as the last is there. `finish` sums the others,
+    and `ntail` other numbers. Every rank launches these two sums in this order, whatever gradients it has. Without
+    `begin` there is one sum of all.
 
     Attributes
     ----------
@@ -57,7 +58,7 @@ class GradientSum:
         sizes = [sum(p.numel() for p in group) for group in (self._early, self._late)]
         self._sections = [*(size + -size % ROW for size in sizes), ntail]
         self._dtype = max((p.dtype for p in params), key=lambda dtype: dtype.itemsize)
-        self._collectives = CollectiveStream(ranks.device)
+        self._collectives = CollectiveStream(ranks.device) if self._early else None
         self._vector: Tensor | None = None
         self._hooks: list[Any] = []
         self._missing = 0
@@ -65,34 +66,41 @@ class GradientSum:
 
     def begin(self) -> None:
         """Watch the coming backward pass for the early gradients."""
-        self._forget()
-        self._missing = len(self._early)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._count) for p in self._early]
+        self.abandon()
         if self._early:
-            self._allocate()
+            self._missing = len(self._early)
+            self._hooks = [p.register_post_accumulate_grad_hook(self._count) for p in self._early]
+            self._vector = self._empty()
 
     def finish(self, tail: Tensor) -> Mean:
         """Return the mean of all gradients, and the sum of `tail` `(ntail,)` in their precision."""
-        if self._vector is None:
-            self._allocate()
-        if self._early and self._arrive is None:
+        begun = self._vector is not None
+        if begun and self._arrive is None:
             self._start()
-        vector, arrive = self._vector, self._arrive
-        self._forget()
-        assert vector is not None
+        vector = self._empty() if self._vector is None else self._vector
         early, late, summed = vector.split(self._sections)
         means = [*_views(early, self._early), *_views(late, self._late)]
-        _pack([*means[len(self._early) :], summed], [*_gradients(self._late), tail])
-        if arrive is not None:
-            arrive()
-        self._ranks.sum(vector[len(early) :])
-        late.div_(self._ranks.size)
+        first = len(self._early) if begun else 0
+        _pack([*means[first:], summed], [*_gradients(self.params[first:]), tail])
+        self.abandon()
+        self._ranks.sum(vector[len(early) :] if begun else vector)
+        (late if begun else vector[: -len(summed)]).div_(self._ranks.size)
         return Mean(vector[: -len(summed)].view(-1, ROW), means, summed)
 
-    def _allocate(self) -> None:
-        self._vector = torch.empty(sum(self._sections), dtype=self._dtype, device=self._ranks.device)
-        for section, params in zip(self._vector.split(self._sections), (self._early, self._late), strict=False):
+    def abandon(self) -> None:
+        """Forget a backward pass; the current stream waits for a sum that it has started."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._arrive is not None:
+            self._arrive()
+        self._hooks, self._vector, self._arrive = [], None, None
+
+    def _empty(self) -> Tensor:
+        """Return a vector for all gradients and the tail, with zeros where they complete rows."""
+        vector = torch.empty(sum(self._sections), dtype=self._dtype, device=self._ranks.device)
+        for section, params in zip(vector.split(self._sections), (self._early, self._late), strict=False):
             section[sum(p.numel() for p in params) :].zero_()
+        return vector
 
     def _count(self, _: Tensor) -> None:
         self._missing -= 1
@@ -102,6 +110,7 @@ class GradientSum:
     def _start(self) -> None:
         """Launch the sum of the early gradients."""
         assert self._vector is not None
+        assert self._collectives is not None
         section = self._vector[: self._sections[0]]
 
         def collect(async_op: bool) -> dist.Work | None:
@@ -110,11 +119,6 @@ class GradientSum:
             return work
 
         self._arrive = self._collectives.launch(collect, then=lambda: section.div_(self._ranks.size))
-
-    def _forget(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._vector, self._arrive = [], None, None
 
 
 def _gradients(params: Sequence[nn.Parameter]) -> list[Tensor]:

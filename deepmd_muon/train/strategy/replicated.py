@@ -10,7 +10,9 @@ The ranks read the requests to stop a few steps later, all of them after the sam
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,10 +52,19 @@ class Replicated(SeveralRanks):
         """Whether steps read numbers on the host, as they do on CPUs, where that costs nothing."""
         return self.reads_on_host is not None or self.ranks.device.type == "cpu"
 
-    def begin(self, branch: EnergyModel | None = None) -> None:
-        """Sum gradients beside the coming backward pass as soon as they are known."""
-        if branch in self._sums:
-            self._sums[branch].begin()
+    @contextlib.contextmanager
+    def overlapping(self, branch: EnergyModel | None = None) -> Iterator[None]:
+        """Sum gradients beside the backward pass of a `with` block as soon as they are known."""
+        found = self._sums.get(branch)
+        if found is None:
+            yield
+            return
+        found.begin()
+        try:
+            yield
+        except BaseException:
+            found.abandon()  # a capture ends with the reason only where no other stream is left in it
+            raise
 
     def reduce(self, loss: Tensor, branch: EnergyModel | None = None) -> Reduced:
         """Average gradients and loss of all ranks, and let them agree on signals."""
@@ -114,6 +125,7 @@ class Replicated(SeveralRanks):
         summed = set(found.params)
         for name, p in self.model.named_parameters():
             if p.grad is not None and p not in summed:
+                found.abandon()
                 raise TrainingError(
                     f"the parameter {name} has a gradient now, but had none on any rank in the first step: "
                     "freeze it, or let it take part in every step"

@@ -79,6 +79,19 @@ def test_frames_with_mistakes_are_left():
         assert found == NeighborStatistics(np.inf, (0,) * NTYPES, 0)
 
 
+@pytest.mark.parametrize("length", [1e-60, 1e-102, 1e-160])
+def test_tiny_cells_are_left(length):
+    """They have more images than any number counts."""
+    _, counted = count_together(np.zeros((1, 1, 3)), length * np.eye(3)[None], np.zeros((1, 1), dtype=int), 6.0, 1)
+    assert not counted.any()
+
+
+def test_no_atoms():
+    found, counted = count_together(np.zeros((2, 0, 3)), None, np.zeros((2, 0), dtype=int), 6.0, NTYPES)
+    assert found == NeighborStatistics(np.inf, (0,) * NTYPES, 0)
+    assert counted.tolist() == [False, False]
+
+
 @pytest.mark.parametrize("rcut", [2.7, 2.7 * 2**0.5, 5.4])
 def test_frames_in_which_rounding_decides_are_left(rcut):
     cell = 2.7 * np.eye(3)

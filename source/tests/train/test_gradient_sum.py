@@ -3,6 +3,7 @@
 import pytest
 import ranks_in_threads
 import torch
+import torch.distributed as dist
 from small_models import SE_E2_A, section_of
 from torch import nn
 
@@ -56,11 +57,15 @@ def test_gradients_of_several_dtypes_and_strides_are_packed_in_the_widest():
 
 @pytest.mark.parametrize("missing", [None, 0, 1])
 @pytest.mark.parametrize("begun", [True, False])
-def test_early_gradients_are_summed_in_the_backward_pass(begun, missing):
+def test_early_gradients_are_summed_in_the_backward_pass(begun, missing, monkeypatch):
     """Two steps of two ranks; on `missing` one early parameter has no gradient, so its sum starts after the pass."""
-    early = 2
+    early, found, calls, original = 2, {}, {0: [], 1: []}, dist.all_reduce
 
-    found = {}
+    def counted(values, **options):
+        calls[dist.get_rank()].append(len(values))
+        return original(values, **options)
+
+    monkeypatch.setattr(dist, "all_reduce", counted)
 
     def work(rank):
         params = [nn.Parameter(torch.full((n,), 0.5 + n + rank, dtype=torch.float64)) for n in (600, 500, 3)]
@@ -74,9 +79,10 @@ def test_early_gradients_are_summed_in_the_backward_pass(begun, missing):
             first = params[0].detach() if rank == missing else params[0]
             value = (1.0 + step) * params[2].prod() * (first.square().sum() + params[1].square().sum())
             value.backward()
-            launched = summed._arrive is not None
+            launched, sums = summed._arrive is not None, len(calls[rank])
             mine = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params]
             mean = summed.finish(value.detach().reshape(1))
+            assert len(calls[rank]) - sums == (1 if launched or not begun else 2)
             steps.append((launched, value.detach(), mine, mean))
             assert not any(p._post_accumulate_grad_hooks for p in params)
 
@@ -90,6 +96,42 @@ def test_early_gradients_are_summed_in_the_backward_pass(begun, missing):
             assert all(map(torch.equal, mean.gradients, gradients))
             assert float(mean.tail) == float(both[0][1] + both[1][1])
             assert mean.rows.norm() == pytest.approx(float(torch.cat(gradients).norm()), rel=1e-14)
+
+
+class Fails(torch.autograd.Function):
+    """A function whose gradient cannot be computed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise MemoryError("no room")
+
+
+def test_a_pass_that_fails_leaves_nothing_behind():
+    """Not the sum that it has started, and no hooks: the next step counts its own gradients."""
+    found = {}
+
+    def work(rank):
+        params = [nn.Parameter(torch.full((2,), 1.0 + rank, dtype=torch.float64)) for _ in range(2)]
+        summed = GradientSum(Ranks(torch.device("cpu"), rank, 2), params, 1, 1)
+        strategy = Replicated.__new__(Replicated)
+        strategy._sums = {None: summed}
+        with pytest.raises(MemoryError), strategy.overlapping():
+            (Fails.apply(params[1]).sum() + params[0].sum()).backward()
+        assert not any(p._post_accumulate_grad_hooks for p in params)
+        for p in params:
+            p.grad = None
+        (7.0 * params[0].sum() + params[1].sum()).backward()
+        found[rank] = summed.finish(torch.zeros(1, dtype=torch.float64)).gradients
+
+    with ranks_in_threads.Ranks(2) as ranks:
+        ranks.together(work)
+    for first, second in found.values():
+        assert first.tolist() == [7.0, 7.0]
+        assert second.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(("neuron", "first"), [([12, 12], True), ([2], False)])

@@ -166,6 +166,14 @@ def test_the_first_step_does_not_wait_for_later_windows(systems, monkeypatch):
         batches.next().read()
         ahead.append(len(batches._windows))
     assert ahead == [0, 2, 2]
+    data = loader(systems, model, 2)
+    data.batches_per_step = 2
+    several = ResidentBatches(data, CPU, 0)
+    ahead = []
+    for _ in range(3):
+        several.next().read()
+        ahead.append(len(several._windows))
+    assert ahead == [0, 0, 2]
     monkeypatch.setattr(resident_module, "_FIRST_ATOMS", 1)
     lone = ResidentBatches(loader(systems, model, 2), CPU, 0)
     lone.next().read()
