@@ -77,22 +77,27 @@ def compare_images(
     if not _pays(reach, heights(inverse) / rcut) or _has_shells(points, box, inverse):
         return None
     cells = cells_within(*reach.tolist())
-    first, second = pairs_of(natoms)
-    apart, moved = nearest_images(points, box, inverse)
-    shifts = cells @ box
-    square = squares(with_squares(apart), shifts)
-    square[len(cells) // 2, first == second] = np.inf
-    longest = np.abs(points).max() + np.abs(shifts).max() + rcut
-    error = rounding_error(longest, np.abs(box).max() * np.abs(inverse).max())
-    return Images(first, second, moved, cells, square, float(error))
+    square, moved, error = squares_over_cells(points, box, inverse, cells, rcut)
+    return Images(*pairs_of(natoms), moved, cells, square, float(error))
 
 
-def rounding_error(longest: np.ndarray, skewed: np.ndarray | float) -> np.ndarray:
-    """Return a bound on the error of squared distances [Å²], from the largest length [Å].
+def squares_over_cells(
+    points: np.ndarray, box: np.ndarray | None, inverse: np.ndarray | None, cells: np.ndarray, rcut: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the squared distances of all pairs of atoms over all cells, the translations, and a bound on the errors.
 
-    `skewed` is the product of the largest numbers of the cell and of its inverse.
+    `(…, ncells, npairs)` [Å²], `(…, 3, npairs)` and `(…,)` [Å²] for positions `(…, natoms, 3)` and cells `(…, 3, 3)`
+    [Å]; see `Images`.
     """
-    return np.asarray(_ROUNDING * longest**2 * np.maximum(1.0, skewed))
+    first, second = pairs_of(points.shape[-2])
+    apart, moved = nearest_images(points, box, inverse)
+    shifts = np.zeros((*points.shape[:-2], 1, 3)) if box is None else cells @ box
+    square = squares(with_squares(apart), shifts)
+    square[..., shifts.shape[-2] // 2, first == second] = np.inf
+    axes = (-2, -1)
+    longest = np.abs(points).max(axis=axes) + np.abs(shifts).max(axis=axes) + rcut
+    skewed = 1.0 if box is None or inverse is None else np.abs(box).max(axis=axes) * np.abs(inverse).max(axis=axes)
+    return square, moved, _ROUNDING * longest**2 * np.maximum(1.0, skewed)
 
 
 def _pays(reach: np.ndarray, height: np.ndarray) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.data.neighbors.far_atoms import check_geometry, far_pairs, is_sparse
-from deepmd_muon.data.neighbors.images import TIE, Images, compare_images, places_of
+from deepmd_muon.data.neighbors.images import TIE, Images, compare_images, pairs_of, places_of
 
 if TYPE_CHECKING:
     from vesin import NeighborList as Vesin
@@ -83,10 +83,10 @@ class Pairs:
     def statistics(self, ntypes: int) -> NeighborStatistics:
         """Return the statistics of the frame from its pairs."""
         seen = np.bincount(self.i * ntypes + self.types[self.j], minlength=len(self.real) * ntypes)
-        return count_statistics(seen, self.distance, ntypes)
+        return _statistics(seen, self.distance, ntypes)
 
 
-def count_statistics(seen: np.ndarray, distance: np.ndarray, ntypes: int) -> NeighborStatistics:
+def _statistics(seen: np.ndarray, distance: np.ndarray, ntypes: int) -> NeighborStatistics:
     """Return statistics from the neighbours of each type that every atom has `(nreal · ntypes,)` and from distances."""
     seen = seen.reshape(-1, ntypes)
     return NeighborStatistics(
@@ -124,7 +124,7 @@ def frame_statistics(
         find_pairs(coord, box, atype, rcut)  # raises, and names the atoms in the order of whole lists
     pair = pair.astype(np.int64)
     seen = pair * ntypes + types[pair[:, ::-1]]
-    return count_statistics(np.bincount(seen.ravel(), minlength=len(real) * ntypes), distance, ntypes)
+    return _statistics(np.bincount(seen.ravel(), minlength=len(real) * ntypes), distance, ntypes)
 
 
 def _counted_images(
@@ -140,11 +140,18 @@ def _counted_images(
     shortest = _shortest(points, box, inverse, rcut, images)
     if shortest is None:
         return None
-    table = np.zeros((len(points), len(points)))
-    table[images.first, images.second] = near.sum(axis=0, dtype=np.int32)
-    table[np.diag_indices(len(points))] /= 2  # an image of an atom on one side has its like on the other
-    seen = (table + table.T) @ np.eye(ntypes)[types]
-    return count_statistics(seen.astype(np.int64), np.array([shortest]), ntypes)
+    return image_statistics(near.sum(axis=0, dtype=np.int32), types, np.array([shortest]), ntypes)
+
+
+def image_statistics(images: np.ndarray, types: np.ndarray, distance: np.ndarray, ntypes: int) -> NeighborStatistics:
+    """Return statistics from the near images of each pair `(…, npairs)`, types `(…, natoms)` and distances [Å]."""
+    first, second = pairs_of(types.shape[-1])
+    table = np.zeros((*types.shape, types.shape[-1]))
+    table[..., first, second] = images
+    atoms = np.arange(types.shape[-1])
+    table[..., atoms, atoms] /= 2  # an image of an atom on one side has its like on the other
+    seen = (table + table.swapaxes(-1, -2)) @ np.eye(ntypes)[types]
+    return _statistics(seen.astype(np.int64), distance, ntypes)
 
 
 def _shortest(

@@ -7,14 +7,10 @@ import numpy as np
 from deepmd_muon.data.neighbors.images import (
     cells_within,
     compared_by_vesin,
-    nearest_images,
-    pairs_of,
     reach_of,
-    rounding_error,
-    squares,
-    with_squares,
+    squares_over_cells,
 )
-from deepmd_muon.data.neighbors.lists import SAME_PLACE, NeighborStatistics, count_statistics
+from deepmd_muon.data.neighbors.lists import SAME_PLACE, NeighborStatistics, image_statistics
 
 # Nanoseconds for a pair and for each of its images here, for an image that vesin compares, and for a frame that is
 # counted alone, beside its pairs (a Xeon, numpy 2.4).
@@ -72,8 +68,9 @@ def count_together(
     least, errors = np.full(len(atype), np.inf), np.zeros(len(atype))
     step = max(1, _AT_ONCE // (npairs * ncells))
     for some in (rows[first : first + step] for first in range(0, len(rows), step)):
-        cell = None if box is None or inverse is None else (box[some], inverse[some])
-        square, errors[some] = _squares(coord[some], cell, rcut, cells_within(*reach.tolist()))
+        cell = None if box is None else box[some]
+        inverted = None if inverse is None else inverse[some]
+        square, _, errors[some] = squares_over_cells(coord[some], cell, inverted, cells_within(*reach.tolist()), rcut)
         least[some] = square.min(axis=(1, 2))
         limit = errors[some, None, None]
         near = square < rcut**2 - limit
@@ -83,7 +80,7 @@ def count_together(
         certain = images.sum(axis=1) == reached
         counted[some] = certain
         if certain.any():
-            total = total.merge(_count(images[certain], atype[some[certain]], ntypes))
+            total = total.merge(image_statistics(images[certain], atype[some[certain]], np.zeros(0), ntypes))
     # Rounding may decide which of the nearest atoms are nearest, and whether they lie at the same place.
     bound = min(shortest**2, float((least + errors)[rows].min()))
     counted &= (least - errors >= bound) & (least > 4.0 * SAME_PLACE**2 + errors)
@@ -100,33 +97,3 @@ def _sound(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray) -> tupl
     inverse = np.linalg.inv(np.where(sound[:, None, None], box, np.eye(3)))
     sound &= np.abs(np.where(sound[:, None, None], coord, 0.0) @ inverse).max(axis=(1, 2)) < _OUTSIDE
     return sound, inverse
-
-
-def _squares(
-    coord: np.ndarray, cell: tuple[np.ndarray, np.ndarray] | None, rcut: float, cells: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the squared distances of all pairs over all cells, and a bound on their errors.
-
-    `(nframes, ncells, npairs)` and `(nframes,)` [Å²]. Infinite from an atom to itself. `cell` are box and inverse.
-    """
-    box, inverse = cell or (None, None)
-    apart, _ = nearest_images(coord, box, inverse)
-    shifts = np.zeros((len(coord), 1, 3)) if box is None else cells @ box
-    square = squares(with_squares(apart), shifts)
-    first, second = pairs_of(coord.shape[1])
-    square[:, shifts.shape[1] // 2, first == second] = np.inf
-    longest = np.abs(coord).max(axis=(1, 2)) + np.abs(shifts).max(axis=(1, 2)) + rcut
-    if box is None or inverse is None:
-        return square, rounding_error(longest, 1.0)
-    return square, rounding_error(longest, np.abs(box).max(axis=(1, 2)) * np.abs(inverse).max(axis=(1, 2)))
-
-
-def _count(images: np.ndarray, atype: np.ndarray, ntypes: int) -> NeighborStatistics:
-    """Return the statistics of frames from the near images of each pair `(nframes, npairs)`."""
-    natoms = atype.shape[1]
-    first, second = pairs_of(natoms)
-    table = np.zeros((len(images), natoms, natoms))
-    table[:, first, second] = images
-    table[:, np.arange(natoms), np.arange(natoms)] /= 2  # an image of an atom on one side has its like on the other
-    seen = (table + table.transpose(0, 2, 1)) @ np.eye(ntypes)[atype]
-    return count_statistics(seen.astype(np.int64), np.zeros(0), ntypes)
