@@ -17,8 +17,9 @@ from deepmd_muon.model.structures import Structures
 ABSENT_DEVIATION = 0.1  # deepmd-kit's deviation of a type that the data do not contain
 # Slots of a batch up to which several threads spend more time waiting for each other than computing.
 _FEW_SLOTS = 1 << 18
-# Slots for which a thread computes environments at once: more do not fit its part of the caches.
-_PART_SLOTS = 1 << 16
+# Slots for which a thread computes environments at once: more do not fit its part of the caches. The same for a GPU and
+# its memory.
+_PART_SLOTS, _GPU_SLOTS = 1 << 16, 1 << 22
 
 
 @torch.no_grad()
@@ -56,13 +57,14 @@ def environment_statistics(
     for structures in map(model.seen, batches):
         count += slots * torch.tensor(structures.type_counts, dtype=torch.float64, device=device)
         with _threads_for(structures.neighbor.numel()):
-            for part in _parts(structures, _PART_SLOTS * torch.get_num_threads()):
+            slots_at_once = _PART_SLOTS * torch.get_num_threads() if device.type == "cpu" else _GPU_SLOTS
+            for part in _parts(structures, slots_at_once):
                 rows = descriptor.environment(part, edge_vectors(part)).rows
                 used = descriptor.used_slots(part)
                 if used is not None:
                     rows = rows * used.unsqueeze(-1)
-                sums.index_add_(0, part.sorted_type, rows.sum(1))
-                squares.index_add_(0, part.sorted_type, rows.square().sum(1))
+                _add_by_type(sums, rows.sum(1), part)
+                _add_by_type(squares, rows.square().sum(1), part)
     sums = torch.cat([sums[:, :1], sums[:, 1:].mean(1, keepdim=True)], dim=1)
     squares = torch.cat([squares[:, :1], squares[:, 1:].mean(1, keepdim=True)], dim=1)
     n = count.clamp(min=1.0).unsqueeze(1)
@@ -71,6 +73,14 @@ def environment_statistics(
     deviation = torch.where(count.unsqueeze(1) > 0, deviation, ABSENT_DEVIATION)
     radial, angular = mean[:, :1], deviation[:, 1:].expand(-1, 3)
     return torch.cat([radial, torch.zeros_like(angular)], 1), torch.cat([deviation[:, :1], angular], 1)
+
+
+def _add_by_type(sums: torch.Tensor, rows: torch.Tensor, part: Structures) -> None:
+    """Add rows of the sorted atoms of a batch to the sums of their types `(ntypes, …)`, in a fixed order."""
+    if rows.device.type == "cpu":
+        sums.index_add_(0, part.sorted_type, rows)  # atom by atom: the size of parts changes nothing
+    else:
+        sums += torch.stack([mine.sum(0) for mine in rows.split(list(part.type_counts))])
 
 
 @torch.no_grad()

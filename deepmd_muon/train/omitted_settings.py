@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,10 +14,11 @@ import torch
 from deepmd_muon.argcheck import Input
 from deepmd_muon.checkpoint_file.file import understood
 from deepmd_muon.data import DataLoader, NeighborCache, NeighborStatistics, System, neighbor_statistics
+from deepmd_muon.data.neighbors.cache import number_of_types
 from deepmd_muon.data.sampling.samples import frame_costs, sample_frames, sample_with
 from deepmd_muon.model import EnergyModel, Structures
 from deepmd_muon.model.statistics import descriptor_length
-from deepmd_muon.train.batches.resident import why_not_on_device
+from deepmd_muon.train.batches.device_sample import DeviceSample, sample_on
 from deepmd_muon.train.branches import RunBranch
 from deepmd_muon.train.checkpoint.source import Source
 from deepmd_muon.train.errors import TrainingError
@@ -24,6 +27,16 @@ from deepmd_muon.train.statistics import measured_frames
 from deepmd_muon.train.systems import Systems
 
 log = logging.getLogger(__name__)
+
+
+class Count(Protocol):
+    """Counts the neighbours in frames `numbers` of each of some systems."""
+
+    def __call__(self, *, numbers: Sequence[np.ndarray]) -> NeighborStatistics:
+        """Return the statistics."""
+
+
+_CPU = torch.device("cpu")
 
 # Atoms at 6 Å (see `frame_costs`) of the frames in which neighbours are counted, a second of work; and of those in
 # which the length of descriptors is measured.
@@ -54,9 +67,16 @@ def take_from_checkpoint(given: Input, sources: Mapping[str, Source], *, use_pre
 
 
 def resolve_sel(
-    given: Input, systems: Mapping[str, Systems], sources: Mapping[str, Source] = MappingProxyType({}), *, count: bool
+    given: Input,
+    systems: Mapping[str, Systems],
+    sources: Mapping[str, Source] = MappingProxyType({}),
+    *,
+    count: bool,
+    device: torch.device = _CPU,
 ) -> tuple[Input, dict[str, NeighborStatistics]]:
     """Replace ``sel: "auto"`` and the like by the numbers of the branch's checkpoint, or those found in its data.
+
+    Neighbours are counted on `device` where it can search for them.
 
     Returns
     -------
@@ -87,7 +107,10 @@ def resolve_sel(
 
         def within(rcut: float) -> NeighborStatistics:
             numbers = sample_frames(together, _MOST_COUNTED, rcut)  # noqa: B023 (called before the next branch)
-            counted[rcut] = _count_neighbors(together, rcut, numbers)  # noqa: B023
+            cache = NeighborCache(rcut, None, by_type=False, ntypes=max(map(number_of_types, together)))  # noqa: B023
+            sample = sample_on(device, together, cache)  # noqa: B023
+            count = sample.count if sample else partial(neighbor_statistics, together, rcut)  # noqa: B023
+            counted[rcut] = _count_neighbors(together, rcut, numbers, count)  # noqa: B023
             return counted[rcut]  # noqa: B023
 
         resolved = descriptor.with_counts(within)
@@ -99,17 +122,14 @@ def resolve_sel(
     return given, statistics
 
 
-def frames_to_list(
-    given: Input, model: EnergyModel, loader: DataLoader, device: torch.device, *, measured: bool
-) -> list[np.ndarray] | None:
+def frames_to_list(given: Input, model: EnergyModel, loader: DataLoader, *, measured: bool) -> list[np.ndarray] | None:
     """Return the frames of each training system whose neighbour lists are read before the first step.
 
-    Those are read by statistics, if the data are `measured`, and by the length of descriptors. None where steps read
-    lists of the host, as on a CPU, and all frames are counted: then all are listed at once.
+    Those are read by statistics, if the data are `measured`, and by the length of descriptors. None where all frames
+    are counted: then all are listed at once.
     """
-    on_host = device.type != "cuda" or why_not_on_device(loader) is not None
     nframes = [system.nframes for system in loader.systems]
-    if on_host and frame_costs(loader.systems, model.rcut) @ nframes <= _MOST_COUNTED:
+    if frame_costs(loader.systems, model.rcut) @ nframes <= _MOST_COUNTED:
         return None
     read = [[np.zeros(0, dtype=np.int64)] * len(loader.systems)]
     if measured:
@@ -119,16 +139,13 @@ def frames_to_list(
     return [np.concatenate(mine) for mine in zip(*read, strict=True)]
 
 
-def check_sel(
-    model: EnergyModel, loader: DataLoader, where: str = "model", listed: Sequence[np.ndarray] | None = None
-) -> NeighborStatistics:
+def check_sel(model: EnergyModel, loader: DataLoader, count: Count, where: str = "model") -> NeighborStatistics:
     """Count neighbours in training frames, and warn when the model's `sel` is too small.
 
-    The lists of frames that are `listed`, see `frames_to_list`, go to the loader's cache. The frames behind the
-    statistics of the data are among those counted: their neighbours are found once.
+    The frames behind the statistics of the data are among those counted.
     """
     numbers = sample_with(loader.systems, measured_frames(model, loader), _MOST_COUNTED, model.rcut)
-    found = _count_neighbors(loader.systems, model.rcut, numbers, loader.cache, listed)
+    found = _count_neighbors(loader.systems, model.rcut, numbers, count)
     most = found.max_neighbors if model.by_type else (found.max_total,)
     names = model.type_map if model.by_type else ("all types",)
     short = [f"{name}: {n} > {limit}" for name, n, limit in zip(names, most, model.sel, strict=True) if n > limit]
@@ -145,15 +162,11 @@ def check_sel(
 
 
 def _count_neighbors(
-    systems: Sequence[System],
-    rcut: float,
-    numbers: Sequence[np.ndarray],
-    cache: NeighborCache | None = None,
-    listed: Sequence[np.ndarray] | None = None,
+    systems: Sequence[System], rcut: float, numbers: Sequence[np.ndarray], count: Count
 ) -> NeighborStatistics:
     """Count neighbours in frames `numbers` of each system, and log what was found."""
     counted, total = sum(map(len, numbers)), sum(system.nframes for system in systems)
-    found = neighbor_statistics(systems, rcut, cache, numbers=numbers, listed=listed)
+    found = count(numbers=numbers)
     log.info(
         "neighbours within %g Å%s: at most %s per type; shortest distance %.3f Å",
         rcut,
@@ -164,12 +177,21 @@ def _count_neighbors(
     return found
 
 
-def suit_scales(given: Input, branches: Mapping[str, RunBranch], ranks: Ranks) -> Input:
-    """Lower the scales of HybridMuon that the input omits, and no checkpoint had, where descriptors are long."""
+def suit_scales(
+    given: Input, branches: Mapping[str, RunBranch], ranks: Ranks, samples: Mapping[str, DeviceSample]
+) -> Input:
+    """Lower the scales of HybridMuon that the input omits, and no checkpoint had, where descriptors are long.
+
+    Branches with a sample take their neighbours from the device.
+    """
     if given.scales is None or given.scales.kept:
         return given
 
     def batches(branch: RunBranch) -> Iterator[Structures]:
+        if sample := samples.get(branch.name):
+            for _, structures in sample.batches(branch.data.training.bounded_numbers(1, _MEASURED)):
+                yield structures
+            return
         for batch in branch.data.training.bounded_batches(1, _MEASURED):
             yield Structures.of(batch.frames, batch.neighbors, branch.model.ntypes, ranks.device)
 

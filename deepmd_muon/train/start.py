@@ -11,10 +11,11 @@ from pathlib import Path
 
 from deepmd_muon.argcheck import Input, dump
 from deepmd_muon.checkpoint_file.file import checkpoint_path, understood
-from deepmd_muon.data import NeighborCache, StatFile
+from deepmd_muon.data import NeighborCache, StatFile, neighbor_statistics
 from deepmd_muon.files import make_folder_of
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches, branches_of
+from deepmd_muon.train.batches.device_sample import sample_on
 from deepmd_muon.train.branches import build_of, make_branches
 from deepmd_muon.train.checkpoint.continued_state import state_of
 from deepmd_muon.train.checkpoint.newest import AUTOMATIC, continued_by
@@ -22,6 +23,7 @@ from deepmd_muon.train.checkpoint.ownership import RunFiles
 from deepmd_muon.train.checkpoint.source import Source, Way, read_sources
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.omitted_settings import (
+    Count,
     check_sel,
     frames_to_list,
     resolve_sel,
@@ -37,7 +39,9 @@ from deepmd_muon.train.report.tensorboard import require_tensorboard
 from deepmd_muon.train.report.weights_and_biases import require_wandb
 from deepmd_muon.train.statistics import set_model_statistics, settle_energy_bias
 from deepmd_muon.train.systems import (
+    Systems,
     check_same_run,
+    looked_at,
     make_loaders,
     new_seed,
     open_training_systems,
@@ -188,17 +192,32 @@ def _require_tables(model: EnergyModel | Branches, sources: Mapping[str, Source]
 def _prepare(
     given: Input, sources: dict[str, Source], ranks: Ranks, output: str, *, count: bool, force_load: bool
 ) -> Trainer:
-    """Open the data, build the models with their statistics or weights, and make the trainer."""
+    """Open the data, and build what trains on them."""
     warm_up(ranks.device)
     if ranks.device.type == "cpu":
         keep_freed_memory()
     given, systems = open_training_systems(given)
     check_same_run(given, systems, ranks)
-    if ranks.first:
-        for opened in systems.values():
-            warn_of_shared_frames(opened.training, opened.validation)
+    with looked_at(systems) if ranks.first else contextlib.nullcontext():
+        if ranks.first:
+            for opened in systems.values():
+                warn_of_shared_frames(opened.training, opened.validation)
+        return _build(given, systems, sources, ranks, output, count=count, force_load=force_load)
+
+
+def _build(
+    given: Input,
+    systems: Mapping[str, Systems],
+    sources: dict[str, Source],
+    ranks: Ranks,
+    output: str,
+    *,
+    count: bool,
+    force_load: bool,
+) -> Trainer:
+    """Build the models with their statistics or weights, and make the trainer."""
     given, statistics = ranks.from_first(
-        "counting neighbours", lambda: resolve_sel(given, systems, sources, count=count)
+        "counting neighbours", lambda: resolve_sel(given, systems, sources, count=count, device=ranks.device)
     )
     for name, source in sources.items():
         source.check(given.branches[name].model, insist=force_load)
@@ -217,10 +236,19 @@ def _prepare(
     settled = {name for name, one in sources.items() if one.has_statistics(given.branches[name].model.type_map)}
     measured = force_load or settled != given.branches.keys()
     fitted = any(one.way == "finetune" for one in sources.values())
+    samples = {}
     for name, one in branches_of(model).items():
+        loader = data[name].training
+        if sample := sample_on(ranks.device, loader.systems, loader.cache):
+            samples[name] = sample
         if name not in statistics and count:
-            listed = frames_to_list(given, one, data[name].training, ranks.device, measured=measured or fitted)
-            checked = partial(check_sel, one, data[name].training, given.branches[name].model_path, listed)
+            counting: Count
+            if sample:
+                counting = sample.count
+            else:
+                listed = frames_to_list(given, one, loader, measured=measured or fitted)
+                counting = partial(neighbor_statistics, loader.systems, one.rcut, loader.cache, listed=listed)
+            checked = partial(check_sel, one, loader, counting, given.branches[name].model_path)
             statistics[name] = ranks.from_first("counting neighbours", checked)
     if not any(p.requires_grad for p in model.parameters()):
         raise TrainingError("nothing is trainable: set trainable to true in model/descriptor or model/fitting_net")
@@ -233,8 +261,11 @@ def _prepare(
     distances = {name: found.min_distance for name, found in statistics.items()}
     continued = {name: source.branch for name, source in sources.items()}
     branches = make_branches(given, model, data, distances, continued)
+    if not sources:
+        model.to(ranks.device)
     if measured:
-        ranks.from_first("computing statistics", lambda: set_model_statistics(branches))
+        on_device = {} if sources else samples
+        ranks.from_first("computing statistics", lambda: set_model_statistics(branches, on_device))
     for name in reversed(sources):  # of parts that are shared now and were not, those of the first branch stay
         sources[name].load_into(branches[name].model, force=force_load)
     model.to(ranks.device)
@@ -242,7 +273,7 @@ def _prepare(
         settle = partial(settle_energy_bias, branches[name].model, source, data[name].training)
         ranks.from_first("fitting the energy bias", settle)
     ranks.copy_from_first(model)
-    suited = suit_scales(given, branches, ranks)
+    suited = suit_scales(given, branches, ranks, samples)
     if ranks.first and suited != given:
         dump(suited.normalized, output)
     return Trainer(suited, model, branches, seed, ranks)

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from deepmd_muon.data import (
     Batch,
     DataError,
     DataLoader,
+    Frames,
     NeighborCache,
     Parameters,
     StatFile,
@@ -36,6 +38,7 @@ from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.ranks import training_device
 
 if TYPE_CHECKING:
+    from deepmd_muon.train.batches.device_sample import DeviceSample
     from deepmd_muon.train.branches import RunBranch
     from deepmd_muon.train.checkpoint.source import Source
 
@@ -47,19 +50,21 @@ BiasMode = Literal["change", "set"]
 _MOST_MEASURED = 1 << 15
 
 
-def set_model_statistics(branches: Mapping[str, RunBranch]) -> None:
+def set_model_statistics(
+    branches: Mapping[str, RunBranch], samples: Mapping[str, DeviceSample] = MappingProxyType({})
+) -> None:
     """Standardise the descriptors' inputs and set the energy biases, from samples of the data or from `stat_file`.
 
     A descriptor that several branches share is standardised by the samples of all of them, as one set of data, and so
     are the frame and atomic parameters of a fitting net that they share with it; the energy bias of each branch comes
-    from its own data.
+    from its own data. Branches with a sample take their neighbours from the device, where their models are.
     """
     groups: dict[int, list[RunBranch]] = {}
     for branch in branches.values():
         groups.setdefault(id(branch.model.atomic_model.descriptor), []).append(branch)
     for group in groups.values():
         kept = [arrays for branch in group if (arrays := _kept_statistics(branch, group)) is not None]
-        found = kept if len(kept) == len(group) else _compute(group)
+        found = kept if len(kept) == len(group) else _compute(group, samples)
         for branch, arrays in zip(group, found, strict=True):
             if found is not kept and (path := branch.settings.data.stat_file):
                 StatFile(path).save(_key_of(branch, group), arrays)
@@ -144,33 +149,31 @@ def measured_frames(model: EnergyModel, loader: DataLoader) -> list[np.ndarray]:
     return loader.bounded_numbers(model.settings.data_stat_nbatch, _MOST_MEASURED)
 
 
-def _compute(group: Sequence[RunBranch]) -> list[dict[str, np.ndarray]]:
+def _compute(group: Sequence[RunBranch], samples: Mapping[str, DeviceSample]) -> list[dict[str, np.ndarray]]:
     """Return the statistics of branches with one descriptor."""
-    samples: list[list[Batch]] = [[] for _ in group]
+    read: list[list[Frames]] = [[] for _ in group]
     model = group[0].model
 
-    def read() -> Iterator[Batch]:
-        for branch, own in zip(group, samples, strict=True):
-            nbatches = branch.model.settings.data_stat_nbatch
-            for batch in branch.data.training.bounded_batches(nbatches, _MOST_MEASURED):
-                own.append(batch)
-                yield batch
+    def structures() -> Iterator[Structures]:
+        for branch, own in zip(group, read, strict=True):
+            for frames, found in _measured(branch, samples.get(branch.name)):
+                own.append(frames)
+                yield found
 
     # Further batches are built ahead while those before are standardised.
-    reading = read()
-    structures = (Structures.of(batch.frames, batch.neighbors, model.ntypes) for batch in reading)
-    mean, stddev = environment_statistics(model, structures, protection=model.settings.data_stat_protect)
+    reading = structures()
+    mean, stddev = environment_statistics(model, reading, protection=model.settings.data_stat_protect)
     collections.deque(reading, maxlen=0)  # those that are not standardised are read for their energies
-    found = [{"mean": mean.numpy(), "stddev": stddev.numpy()} for _ in group]
-    for branch, batches, arrays in zip(group, samples, found, strict=True):
+    found = [{"mean": mean.cpu().numpy(), "stddev": stddev.cpu().numpy()} for _ in group]
+    for branch, own, arrays in zip(group, read, found, strict=True):
         weights = next(branch.model.atomic_model.fitting_net.parameters(), None)
         sharing = [
-            own
-            for other, own in zip(group, samples, strict=True)
+            theirs
+            for other, theirs in zip(group, read, strict=True)
             if next(other.model.atomic_model.fitting_net.parameters(), None) is weights
         ]
         arrays |= _parameter_statistics([*itertools.chain(*sharing)], branch.model.settings.data_stat_protect)
-        labelled = [batch.frames for batch in batches if batch.frames.energy is not None]
+        labelled = [frames for frames in own if frames.energy is not None]
         if labelled:
             settings = branch.model.settings
             counts = np.concatenate([frames.type_counts(branch.model.ntypes) for frames in labelled])
@@ -181,19 +184,30 @@ def _compute(group: Sequence[RunBranch]) -> list[dict[str, np.ndarray]]:
     return found
 
 
-def _parameter_statistics(batches: Sequence[Batch], protection: float) -> dict[str, np.ndarray]:
+def _measured(branch: RunBranch, sample: DeviceSample | None) -> Iterator[tuple[Frames, Structures]]:
+    """Yield the frames behind a branch's statistics, and the same with neighbours where its model is."""
+    model, loader = branch.model, branch.data.training
+    if sample is not None:
+        yield from sample.batches(measured_frames(model, loader))
+        return
+    device = model.atomic_model.out_bias.device
+    for batch in loader.bounded_batches(model.settings.data_stat_nbatch, _MOST_MEASURED):
+        yield batch.frames, Structures.of(batch.frames, batch.neighbors, model.ntypes, device)
+
+
+def _parameter_statistics(every: Sequence[Frames], protection: float) -> dict[str, np.ndarray]:
     """Return means and deviations, at least `protection`, of the parameters that frames carry, over frames or atoms."""
     found: dict[str, np.ndarray] = {}
     for name in PARAMETERS:
         rows = [
-            values if name == "fparam" else values[batch.frames.atype >= 0]
-            for batch in batches
-            if (values := getattr(batch.frames, name)) is not None
+            values if name == "fparam" else values[frames.atype >= 0]
+            for frames in every
+            if (values := getattr(frames, name)) is not None
         ]
         if rows:
-            every = np.concatenate(rows)
-            mean = every.mean(axis=0)
-            variance = np.clip(np.square(every).mean(axis=0) - np.square(mean), 0.0, None)
+            joined = np.concatenate(rows)
+            mean = joined.mean(axis=0)
+            variance = np.clip(np.square(joined).mean(axis=0) - np.square(mean), 0.0, None)
             found |= {f"{name}_mean": mean, f"{name}_stddev": np.maximum(np.sqrt(variance), protection)}
     return found
 

@@ -34,8 +34,8 @@ CHUNK = 64
 CHUNK_ATOMS = 8192
 #: Seconds between two lines on how far the counting is.
 _LOG_INTERVAL = 10.0
-# Atoms of a cell [1/Å³]: diamond has 0.18, hydrogen in a shock wave 1; positions in nm are a thousand times too dense.
-_DENSEST = 10.0
+#: Atoms of a cell [1/Å³]: diamond has 0.18, hydrogen in a shock wave 1; positions in nm are a thousand times too dense.
+DENSEST = 10.0
 
 
 class NeighborRequest(Protocol):
@@ -297,15 +297,22 @@ def _check_density(system: System, numbers: np.ndarray, frames: Frames) -> None:
     """Refuse cells denser than any matter: counting would take minutes and much memory for a mistake in the units."""
     if frames.box is None:
         return
-    volume = np.abs(np.linalg.det(frames.box))
-    number = (frames.atype >= 0).sum(axis=1)
-    density = np.divide(number, volume, out=np.zeros(len(volume)), where=volume > 1e-300)  # 0: counting says so
+    density = densities(frames)
     densest = int(density.argmax())
-    if density[densest] > _DENSEST:
+    if density[densest] > DENSEST:
         raise NeighborError(
             f"system {system.name}, frame {numbers[densest]}: {density[densest]:.3g} atoms per Å³ (diamond has 0.18); "
             "box and coord must be in Å (nm would look like this)"
         )
+
+
+def densities(frames: Frames) -> np.ndarray:
+    """Return the atoms of each cell over its volume `(nframes,)` [1/Å³]; 0 without a cell or a volume."""
+    number = (frames.atype >= 0).sum(axis=1)
+    if frames.box is None:
+        return np.zeros(len(number))
+    volume = np.abs(np.linalg.det(frames.box))
+    return np.asarray(np.divide(number, volume, out=np.zeros(len(volume)), where=volume > 1e-300))
 
 
 def number_of_types(system: System) -> int:

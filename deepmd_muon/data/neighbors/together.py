@@ -17,8 +17,8 @@ from deepmd_muon.data.neighbors.lists import SAME_PLACE, NeighborStatistics, ima
 _PAIR, _IMAGE, _BY_VESIN, _ALONE = 30.0, 4.0, 10.0, 300_000.0
 # Images of pairs that are compared at once, of several frames and of one: their distances stay in a processor's cache.
 _AT_ONCE, _OF_ONE = 1 << 17, 1 << 19
-# Frames beyond these limits are counted alone, where mistakes are named: lengths [Å], those of cells [Å], volume over
-# the cube of the longest vector, and cell lengths.
+# Limits of ordinary frames: lengths [Å], those of cells [Å], volume over the cube of the longest vector, and cell
+# lengths.
 _FAR, _TINY, _FLAT, _OUTSIDE = 1e4, 1e-3, 1e-3, 1e3
 
 
@@ -52,8 +52,8 @@ def count_together(
     counted = np.zeros(len(atype), dtype=bool)
     if not atype.size:
         return total, counted
-    sound, inverse = _sound(coord, box, atype)
-    rows = np.flatnonzero(sound)
+    sound, inverse = ordinary(coord, box)
+    rows = np.flatnonzero(sound & (atype >= 0).all(axis=1))
     if not len(rows):
         return total, counted
     reach, by_vesin = np.zeros(3), 0.0
@@ -87,9 +87,12 @@ def count_together(
     return total, counted
 
 
-def _sound(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return which frames have ordinary positions and cells and no padding `(nframes,)`, and the inverse cells."""
-    sound = (atype >= 0).all(axis=1) & (np.abs(coord).max(axis=(1, 2)) < _FAR)
+def ordinary(coord: np.ndarray, box: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return which frames have ordinary positions and cells `(nframes,)`, and the inverse cells.
+
+    Others have to be looked at alone, where mistakes are named. Positions of padding are looked at, too.
+    """
+    sound = np.abs(coord).max(axis=(1, 2)) < _FAR
     if box is None:
         return sound, None
     longest = np.abs(box).max(axis=(1, 2))

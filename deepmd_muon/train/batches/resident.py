@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from deepmd_muon.data import DataLoader, Plan, group_limits, worker_count
+from deepmd_muon.data import DataLoader, Plan, System, group_limits, worker_count
 from deepmd_muon.data.sampling.loader import MIXED
 from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS, Sections
 from deepmd_muon.train.batches.frame_reader import Chunk, pieces, read_chunk
@@ -244,7 +244,7 @@ class ResidentBatches:
         )
 
 
-def why_not_on_device(loader: DataLoader) -> str | None:
-    """Return why the batches of a loader must be made on the host; None when the device can make them."""
-    large = max(loader.systems, key=lambda system: system.natoms)
+def why_not_on_device(systems: Sequence[System]) -> str | None:
+    """Return why batches of some systems must be made on the host; None when the device can make them."""
+    large = max(systems, key=lambda system: system.natoms)
     return f"{large.name} has {large.natoms} atoms" if large.natoms > MOST_ATOMS else None

@@ -341,7 +341,7 @@ def _batches_on(device: torch.device, loader: DataLoader, ntypes: int) -> StepSo
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         budget = int(free * _RESIDENT_SHARE)
-    reason = why_not_on_device(loader)
+    reason = why_not_on_device(loader.systems)
     if reason is None:
         return _by_step(ResidentBatches(loader, device, budget), loader)
     log.info("batches are made on the host and copied to the device: %s", reason)

@@ -15,6 +15,7 @@ from deepmd_muon.data.neighbors import cache
 from deepmd_muon.data.sampling import loader, samples
 from deepmd_muon.data.stores import npy_store
 from deepmd_muon.train import omitted_settings, start, trainer
+from deepmd_muon.train.batches.device_sample import DeviceSample
 from deepmd_muon.train.step.stepper import CapturedStep
 
 #: Steps between two windows of batches.
@@ -143,17 +144,13 @@ def test_the_bounded_sample_is_drawn_once(small_input, train, monkeypatch):
     assert len(draws) == 3
 
 
-@pytest.mark.parametrize(("device", "most"), [("cuda", 5 << 14), ("cpu", 1)])
-def test_lists_before_the_first_step_are_those_that_are_read(small_input, train, monkeypatch, device, most):
-    """Statistics and the length of descriptors read lists; others are counted, together or alone.
-
-    On a CPU, all are listed at once where all are counted.
-    """
-    monkeypatch.setattr(omitted_settings, "_MOST_COUNTED", most)
+def test_lists_before_the_first_step_are_those_that_are_read(small_input, train, monkeypatch):
+    """Statistics and the length of descriptors read lists; of others some are counted, together or alone."""
+    monkeypatch.setattr(omitted_settings, "_MOST_COUNTED", 1)
     given, lists = [], Counter()
 
     def listed_there(*arguments, **options):
-        given.append(listed(*arguments[:3], torch.device(device), **options))
+        given.append(listed(*arguments, **options))
         return given[-1]
 
     def counted(name):
@@ -181,4 +178,24 @@ def test_lists_before_the_first_step_are_those_that_are_read(small_input, train,
     assert 0 < read < frames
     assert lists["build_neighbors"] == read
     others = lists["frame_statistics"] + lists["count_together"]
-    assert others == frames - read if device == "cuda" else others < frames - read
+    assert others < frames - read
+
+
+@pytest.mark.parametrize("sel", ["auto", [60]])
+def test_a_device_that_searches_leaves_no_neighbours_to_the_host(small_input, train, monkeypatch, sel):
+    content = small_input(training={"numb_steps": 0})
+    content["model"]["descriptor"]["sel"] = sel
+    content["training"].pop("validation_data", None)
+    written = []
+    for place in ("host", "device"):
+        if place == "device":
+            for module in (start, omitted_settings):
+                monkeypatch.setattr(module, "sample_on", lambda device, *given: DeviceSample(*given, device))
+            for name in ("build_neighbors", "frame_statistics", "count_together"):
+                monkeypatch.setattr(cache, name, lambda *given: pytest.fail("the host looked for neighbours"))
+        content["training"]["save_ckpt"] = place
+        assert train(content) == 0
+        written.append(torch.load(f"{place}-0.pt", weights_only=False)["model"])
+    weights = [{name: x for name, x in one.items() if isinstance(x, torch.Tensor)} for one in written]
+    torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-14)
+    assert len(weights[0]) > 8

@@ -264,6 +264,6 @@ def test_atoms_at_the_same_place_are_refused_by_system_and_frame(tmp_path):
 
 def test_large_structures_are_left_to_the_host(systems, monkeypatch):
     data = loader(systems, corner_model("se_e2_a", "float64"), 1)
-    assert why_not_on_device(data) is None
+    assert why_not_on_device(data.systems) is None
     monkeypatch.setattr(resident_module, "MOST_ATOMS", 5)
-    assert "14 atoms" in why_not_on_device(data)
+    assert "14 atoms" in why_not_on_device(data.systems)
