@@ -39,9 +39,7 @@ from deepmd_muon.train.report.tensorboard import require_tensorboard
 from deepmd_muon.train.report.weights_and_biases import require_wandb
 from deepmd_muon.train.statistics import set_model_statistics, settle_energy_bias
 from deepmd_muon.train.systems import (
-    Systems,
     check_same_run,
-    looked_at,
     make_loaders,
     new_seed,
     open_training_systems,
@@ -192,30 +190,15 @@ def _require_tables(model: EnergyModel | Branches, sources: Mapping[str, Source]
 def _prepare(
     given: Input, sources: dict[str, Source], ranks: Ranks, output: str, *, count: bool, force_load: bool
 ) -> Trainer:
-    """Open the data, and build what trains on them."""
+    """Open the data, build the models with their statistics or weights, and make the trainer."""
     warm_up(ranks.device)
     if ranks.device.type == "cpu":
         keep_freed_memory()
     given, systems = open_training_systems(given)
     check_same_run(given, systems, ranks)
-    with looked_at(systems) if ranks.first else contextlib.nullcontext():
-        if ranks.first:
-            for opened in systems.values():
-                warn_of_shared_frames(opened.training, opened.validation)
-        return _build(given, systems, sources, ranks, output, count=count, force_load=force_load)
-
-
-def _build(
-    given: Input,
-    systems: Mapping[str, Systems],
-    sources: dict[str, Source],
-    ranks: Ranks,
-    output: str,
-    *,
-    count: bool,
-    force_load: bool,
-) -> Trainer:
-    """Build the models with their statistics or weights, and make the trainer."""
+    if ranks.first:
+        for opened in systems.values():
+            warn_of_shared_frames(opened.training, opened.validation)
     given, statistics = ranks.from_first(
         "counting neighbours", lambda: resolve_sel(given, systems, sources, count=count, device=ranks.device)
     )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,26 +83,13 @@ def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
             if systems:
                 _log_systems(f"{kind} data{of_branch}", systems)
                 check_labels(systems)
-    return given, opened
-
-
-@contextlib.contextmanager
-def looked_at(opened: Mapping[str, Systems]) -> Iterator[None]:
-    """Look at labels in a thread within the context, and warn at its end, also where it ends with an error.
-
-    Much of what goes on meanwhile waits for a GPU.
-    """
     distinct = {id(system): system for systems in opened.values() for system in systems.all}
-    with ThreadPoolExecutor(1, thread_name_prefix="deepmd_muon-checks") as thread:
-        looking = thread.submit(suspicions, [*distinct.values()])
-        try:
-            yield
-        finally:
-            found = looking.result()
-            for number, suspicion in enumerate(found):
-                log.log(logging.WARNING if number < _MOST_SUSPICIONS else logging.DEBUG, "data: %s", suspicion)
-            if len(found) > _MOST_SUSPICIONS:
-                log.warning("data: %d more suspicions; --log-level DEBUG names them", len(found) - _MOST_SUSPICIONS)
+    found = suspicions([*distinct.values()])
+    for number, suspicion in enumerate(found):
+        log.log(logging.WARNING if number < _MOST_SUSPICIONS else logging.DEBUG, "data: %s", suspicion)
+    if len(found) > _MOST_SUSPICIONS:
+        log.warning("data: %d more suspicions; --log-level DEBUG names them", len(found) - _MOST_SUSPICIONS)
+    return given, opened
 
 
 def _log_systems(kind: str, systems: Sequence[System]) -> None:
