@@ -275,9 +275,10 @@ def verdict_table(potentials: Sequence[Potential]) -> list[str]:
 
 
 def read(paths: Iterable[Path]) -> list[Potential]:
-    """Return the potentials of files, by model, set, setting and seed."""
+    """Return the potentials of files, by model, set, setting and seed; of a repeated run the last one."""
     lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-    found = [Potential.of(line) for line in lines if "dynamics" in line]
+    every = [Potential.of(line) for line in lines if "dynamics" in line]
+    found = [*{(p.model, p.set, p.setting, p.seed, p.steps): p for p in every}.values()]
     order = {p.setting: k for k, p in reversed(list(enumerate(found)))}
     return sorted(found, key=lambda p: (p.model, p.set, p.steps, order[p.setting], p.seed))
 
