@@ -51,9 +51,10 @@ class Potential:
     hot_runs, hot
         Number of the hotter copies, and when the first of them blew up or came closer than `WRONG` [ps]; infinite where
         none did.
-    verdict, check_copies, check_time
-        Of `dp check`, at the last of its temperatures, and the copies and the length [ps] of its dynamics; None where
-        it was not checked.
+    verdict, check_copies, check_time, check_blown, check_least
+        Of `dp check`, at the last of its temperatures, and of its dynamics the copies, the length [ps], the blow-ups,
+        and the smallest ratio of a distance to the shortest of its pair in the training frames; None where it was not
+        checked.
     """
 
     model: str
@@ -75,6 +76,8 @@ class Potential:
     verdict: str | None
     check_copies: int | None
     check_time: float | None
+    check_blown: int | None
+    check_least: float | None
 
     @property
     def outcome(self) -> str:
@@ -118,6 +121,8 @@ class Potential:
             verdict=checked and verdict_of(checked, hot).name,
             check_copies=checked and checked["copies"],
             check_time=checked and checked.get("time", CHECKED),
+            check_blown=checked and len(checked["blown"]),
+            check_least=checked and checked["ratio"],
         )
 
 
@@ -274,6 +279,21 @@ def verdict_table(potentials: Sequence[Potential]) -> list[str]:
     return lines
 
 
+def limit_table(potentials: Sequence[Potential]) -> list[str]:
+    """Return what other limits would do: the potentials with a blow-up that they find, and the others that pass."""
+    checked = [p for p in potentials if p.verdict is not None]
+    lines = ["| check fails a potential where | of those that blew up | passes of the others |", "|---|---|---|"]
+    limits: dict[str, Callable[[Potential], bool]] = {"dp check": lambda p: p.verdict == Verdict.fails.name}
+    for least in (WRONG, 0.6, 0.4, 0.2):
+        limits[f"a pair comes closer than {least:g}"] = lambda p, least=least: p.check_least < least
+    for blown in (1, 2, 8):
+        limits[f"at least {blown} of its copies blow up"] = lambda p, blown=blown: p.check_blown >= blown
+    for what, fails in limits.items():
+        bad, others = ([fails(p) for p in checked if (p.blown > 0) is wanted] for wanted in (True, False))
+        lines.append(f"| {what} | {sum(bad)} of {len(bad)} | {len(others) - sum(others)} of {len(others)} |")
+    return lines
+
+
 def read(paths: Iterable[Path]) -> list[Potential]:
     """Return the potentials of files, by model, set, setting and seed; of a repeated run the last one."""
     lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
@@ -291,7 +311,8 @@ def main() -> None:
     parser.add_argument("--settings", type=Path, help="file that gets a line a setting")
     args = parser.parse_args()
     potentials = read(args.results)
-    print("\n".join([*settings_table(potentials), "", *verdict_table(potentials)]))
+    tables = settings_table, verdict_table, limit_table
+    print("\n\n".join("\n".join(table(potentials)) for table in tables))
     if args.csv:
         write_csv(args.csv, potentials)
     if args.settings:
