@@ -104,16 +104,7 @@ def resolve_sel(
             raise TrainingError(f'{where}/sel is "auto", which needs the neighbour statistics: give numbers')
         together = [system for name in names for system in systems[name].training]
         counted: dict[float, NeighborStatistics] = {}
-
-        def within(rcut: float) -> NeighborStatistics:
-            numbers = sample_frames(together, _MOST_COUNTED, rcut)  # noqa: B023 (called before the next branch)
-            cache = NeighborCache(rcut, None, by_type=False, ntypes=max(map(number_of_types, together)))  # noqa: B023
-            sample = sample_on(device, together, cache)  # noqa: B023
-            count = sample.count if sample else partial(neighbor_statistics, together, rcut)  # noqa: B023
-            counted[rcut] = _count_neighbors(together, rcut, numbers, count)  # noqa: B023
-            return counted[rcut]  # noqa: B023
-
-        resolved = descriptor.with_counts(within)
+        resolved = descriptor.with_counts(partial(_count_within, together, device, counted))
         given = given.with_model(names, descriptor=resolved)
         rcut = resolved.neighbors().rcut
         log.info("sel of %s becomes %s", where, list(resolved.neighbors().sel))
@@ -139,6 +130,16 @@ def frames_to_list(given: Input, model: EnergyModel, loader: DataLoader, *, meas
     return [np.concatenate(mine) for mine in zip(*read, strict=True)]
 
 
+def counting_of(
+    given: Input, model: EnergyModel, loader: DataLoader, sample: DeviceSample | None, *, measured: bool
+) -> Count:
+    """Return what counts neighbours in a loader's systems: the device, or the host, which lists what is read next."""
+    if sample is not None:
+        return sample.count
+    listed = frames_to_list(given, model, loader, measured=measured)
+    return partial(neighbor_statistics, loader.systems, model.rcut, loader.cache, listed=listed)
+
+
 def check_sel(model: EnergyModel, loader: DataLoader, count: Count, where: str = "model") -> NeighborStatistics:
     """Count neighbours in training frames, and warn when the model's `sel` is too small.
 
@@ -159,6 +160,17 @@ def check_sel(model: EnergyModel, loader: DataLoader, count: Count, where: str =
             enough if model.by_type else enough[0],
         )
     return found
+
+
+def _count_within(
+    systems: Sequence[System], device: torch.device, counted: dict[float, NeighborStatistics], rcut: float
+) -> NeighborStatistics:
+    """Count neighbours within a cut-off in a sample of frames, and keep the result in `counted`."""
+    cache = NeighborCache(rcut, None, by_type=False, ntypes=max(map(number_of_types, systems)))
+    sample = sample_on(device, systems, cache)
+    count: Count = sample.count if sample else partial(neighbor_statistics, systems, rcut)
+    counted[rcut] = _count_neighbors(systems, rcut, sample_frames(systems, _MOST_COUNTED, rcut), count)
+    return counted[rcut]
 
 
 def _count_neighbors(

@@ -11,21 +11,20 @@ from pathlib import Path
 
 from deepmd_muon.argcheck import Input, dump
 from deepmd_muon.checkpoint_file.file import checkpoint_path, understood
-from deepmd_muon.data import NeighborCache, StatFile, neighbor_statistics
+from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.files import make_folder_of
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches, branches_of
-from deepmd_muon.train.batches.device_sample import sample_on
-from deepmd_muon.train.branches import build_of, make_branches
+from deepmd_muon.train.batches.device_sample import DeviceSample, sample_on
+from deepmd_muon.train.branches import RunBranch, build_of, make_branches
 from deepmd_muon.train.checkpoint.continued_state import state_of
 from deepmd_muon.train.checkpoint.newest import AUTOMATIC, continued_by
 from deepmd_muon.train.checkpoint.ownership import RunFiles
 from deepmd_muon.train.checkpoint.source import Source, Way, read_sources
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.omitted_settings import (
-    Count,
     check_sel,
-    frames_to_list,
+    counting_of,
     resolve_sel,
     suit_scales,
     take_from_checkpoint,
@@ -219,19 +218,13 @@ def _prepare(
     settled = {name for name, one in sources.items() if one.has_statistics(given.branches[name].model.type_map)}
     measured = force_load or settled != given.branches.keys()
     fitted = any(one.way == "finetune" for one in sources.values())
-    samples = {}
+    loaders = {name: one.training for name, one in data.items()}
+    found = {name: sample_on(ranks.device, loader.systems, loader.cache) for name, loader in loaders.items()}
+    samples = {name: sample for name, sample in found.items() if sample is not None}
     for name, one in branches_of(model).items():
-        loader = data[name].training
-        if sample := sample_on(ranks.device, loader.systems, loader.cache):
-            samples[name] = sample
         if name not in statistics and count:
-            counting: Count
-            if sample:
-                counting = sample.count
-            else:
-                listed = frames_to_list(given, one, loader, measured=measured or fitted)
-                counting = partial(neighbor_statistics, loader.systems, one.rcut, loader.cache, listed=listed)
-            checked = partial(check_sel, one, loader, counting, given.branches[name].model_path)
+            counting = counting_of(given, one, loaders[name], samples.get(name), measured=measured or fitted)
+            checked = partial(check_sel, one, loaders[name], counting, given.branches[name].model_path)
             statistics[name] = ranks.from_first("counting neighbours", checked)
     if not any(p.requires_grad for p in model.parameters()):
         raise TrainingError("nothing is trainable: set trainable to true in model/descriptor or model/fitting_net")
@@ -244,19 +237,32 @@ def _prepare(
     distances = {name: found.min_distance for name, found in statistics.items()}
     continued = {name: source.branch for name, source in sources.items()}
     branches = make_branches(given, model, data, distances, continued)
-    if not sources:
-        model.to(ranks.device)
-    if measured:
-        on_device = {} if sources else samples
-        ranks.from_first("computing statistics", lambda: set_model_statistics(branches, on_device))
-    for name in reversed(sources):  # of parts that are shared now and were not, those of the first branch stay
-        sources[name].load_into(branches[name].model, force=force_load)
-    model.to(ranks.device)
-    for name, source in sources.items():
-        settle = partial(settle_energy_bias, branches[name].model, source, data[name].training)
-        ranks.from_first("fitting the energy bias", settle)
-    ranks.copy_from_first(model)
+    _set_weights(model, branches, sources, samples if measured else None, ranks, force_load=force_load)
     suited = suit_scales(given, branches, ranks, samples)
     if ranks.first and suited != given:
         dump(suited.normalized, output)
     return Trainer(suited, model, branches, seed, ranks)
+
+
+def _set_weights(
+    model: EnergyModel | Branches,
+    branches: Mapping[str, RunBranch],
+    sources: dict[str, Source],
+    samples: Mapping[str, DeviceSample] | None,
+    ranks: Ranks,
+    *,
+    force_load: bool,
+) -> None:
+    """Set statistics from the samples, unless they are None, and weights of checkpoints; move models to the device."""
+    if not sources:  # weights of a checkpoint are taken on the CPU
+        model.to(ranks.device)
+    if samples is not None:
+        beside_model = {} if sources else samples
+        ranks.from_first("computing statistics", lambda: set_model_statistics(branches, beside_model))
+    for name in reversed(sources):  # of parts that are shared now and were not, those of the first branch stay
+        sources[name].load_into(branches[name].model, force=force_load)
+    model.to(ranks.device)
+    for name, source in sources.items():
+        settle = partial(settle_energy_bias, branches[name].model, source, branches[name].data.training)
+        ranks.from_first("fitting the energy bias", settle)
+    ranks.copy_from_first(model)

@@ -160,7 +160,7 @@ def _compute(group: Sequence[RunBranch], samples: Mapping[str, DeviceSample]) ->
                 own.append(frames)
                 yield found
 
-    # Further batches are built ahead while those before are standardised.
+    # On the host further batches are built ahead while those before are standardised.
     reading = structures()
     mean, stddev = environment_statistics(model, reading, protection=model.settings.data_stat_protect)
     collections.deque(reading, maxlen=0)  # those that are not standardised are read for their energies
@@ -185,7 +185,7 @@ def _compute(group: Sequence[RunBranch], samples: Mapping[str, DeviceSample]) ->
 
 
 def _measured(branch: RunBranch, sample: DeviceSample | None) -> Iterator[tuple[Frames, Structures]]:
-    """Yield the frames behind a branch's statistics, and the same with neighbours where its model is."""
+    """Yield the frames behind a branch's statistics, and their structures on the model's device."""
     model, loader = branch.model, branch.data.training
     if sample is not None:
         yield from sample.batches(measured_frames(model, loader))

@@ -17,8 +17,8 @@ from deepmd_muon.data.neighbors.lists import SAME_PLACE, NeighborStatistics, ima
 _PAIR, _IMAGE, _BY_VESIN, _ALONE = 30.0, 4.0, 10.0, 300_000.0
 # Images of pairs that are compared at once, of several frames and of one: their distances stay in a processor's cache.
 _AT_ONCE, _OF_ONE = 1 << 17, 1 << 19
-# Limits of ordinary frames: lengths [Å], those of cells [Å], volume over the cube of the longest vector, and cell
-# lengths.
+# Limits of ordinary frames: positions and cell vectors are shorter than the first and the longest vector longer than
+# the second [Å], the volume is larger than the third of its cube, and atoms are fewer cells away than the last.
 _FAR, _TINY, _FLAT, _OUTSIDE = 1e4, 1e-3, 1e-3, 1e3
 
 
@@ -87,16 +87,17 @@ def count_together(
     return total, counted
 
 
-def ordinary(coord: np.ndarray, box: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+def ordinary(coord: np.ndarray, box: np.ndarray | None, flat: float = _FLAT) -> tuple[np.ndarray, np.ndarray | None]:
     """Return which frames have ordinary positions and cells `(nframes,)`, and the inverse cells.
 
-    Others have to be looked at alone, where mistakes are named. Positions of padding are looked at, too.
+    The volume must be more than `flat` of the cube of the longest cell vector. Whatever searches in other frames has to
+    name mistakes. Positions of padding are looked at, too.
     """
     sound = np.abs(coord).max(axis=(1, 2)) < _FAR
     if box is None:
         return sound, None
     longest = np.abs(box).max(axis=(1, 2))
-    sound &= (longest > _TINY) & (longest < _FAR) & (np.abs(np.linalg.det(box)) > _FLAT * longest**3)
+    sound &= (longest > _TINY) & (longest < _FAR) & (np.abs(np.linalg.det(box)) > flat * longest**3)
     inverse = np.linalg.inv(np.where(sound[:, None, None], box, np.eye(3)))
     sound &= np.abs(np.where(sound[:, None, None], coord, 0.0) @ inverse).max(axis=(1, 2)) < _OUTSIDE
     return sound, inverse

@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deepmd_muon.data import Frames, NeighborCache, NeighborStatistics, System, neighbor_statistics, stack_neighbors
+from deepmd_muon.data import (
+    FrameNeighbors,
+    Frames,
+    NeighborCache,
+    NeighborStatistics,
+    System,
+    group_limits,
+    neighbor_statistics,
+    stack_neighbors,
+    worker_count,
+)
 from deepmd_muon.data.neighbors.cache import CHUNK_ATOMS, DENSEST, densities
-from deepmd_muon.data.neighbors.lists import SAME_PLACE, group_limits
+from deepmd_muon.data.neighbors.lists import SAME_PLACE
 from deepmd_muon.data.neighbors.together import ordinary
 from deepmd_muon.data.sampling.samples import packed, read_ahead
 from deepmd_muon.model import Structures
 from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS, Atoms, Cells, Sections
 from deepmd_muon.model.neighbors.search import count_neighbors, find_neighbors
-from deepmd_muon.train.batches.resident import why_not_on_device
+from deepmd_muon.train.batches.resident import READERS, why_not_on_device
+from deepmd_muon.train.batches.streamed import SECTION_STEP
 
-# Threads that read: most of their work holds Python's lock.
-_READERS = 2
+# Volume of a cell over the cube of its longest vector, below which the host searches.
+_FLAT = 1e-6
 
-_Plan = list[tuple[int, np.ndarray]]
+_Part = list[tuple[int, np.ndarray]]
 
 
 class DeviceSample:
     """Counts neighbours in frames of some systems, and makes batches of them, on a device.
 
-    Frames that are not ordinary, with atoms at the same place, or with too many neighbours for the device are left to
-    the host, which names mistakes. So are the frames that are read together with them.
+    Frames are read in parts. A part in which a frame is not ordinary, has atoms at the same place, or has too many
+    neighbours for the device is left to the host, which names mistakes.
 
     Parameters
     ----------
@@ -51,51 +64,55 @@ class DeviceSample:
 
     def count(self, numbers: Sequence[np.ndarray]) -> NeighborStatistics:
         """Count the neighbours in frames `numbers` of each system."""
-        cache = self._cache
-        found = NeighborStatistics(np.inf, (0,) * cache.ntypes, 0)
-        for plan, frames in self._read(numbers):
-            packing = self._packed(frames)
-            counted = None if packing is None else packing.count(cache)
-            found = found.merge(self._counted_on_host(plan) if counted is None else counted.statistics(cache.ntypes))
-        cache.note_most(np.array(found.max_neighbors), found.max_total)
+        found = NeighborStatistics(np.inf, (0,) * self._cache.ntypes, 0)
+        for part, frames in self._read(numbers):
+            _, most = self._searched(frames)
+            found = found.merge(self._counted_on_host(part) if most is None else most.statistics)
         return found
 
     def batches(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[Frames, Structures]]:
         """Yield frames `numbers` of each system, small ones together: on the host, and on the device with neighbours.
 
-        The structures come without frame and atomic parameters.
+        The structures need not have frame and atomic parameters.
         """
-        for plan, frames in self._read(numbers):
-            packing = self._packed(frames)
-            counted = None if packing is None else packing.count(self._cache)
-            if packing is None or counted is None or counted.total > MOST_NEIGHBORS:
-                yield frames, self._listed_on_host(plan, frames)
+        for part, frames in self._read(numbers):
+            places, most = self._searched(frames)
+            if places is None or most is None or most.total > MOST_NEIGHBORS:
+                yield frames, self._listed_on_host(part, frames)
             else:
-                yield frames, packing.structures(self._cache, counted)
+                yield frames, places.structures(self._cache, most)
 
-    def _read(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[_Plan, Frames]]:
-        def read(plan: _Plan) -> tuple[_Plan, Frames]:
-            return plan, Frames.concatenate([self._systems[k].frames(mine) for k, mine in plan])
+    def _read(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[_Part, Frames]]:
+        def read(part: _Part) -> tuple[_Part, Frames]:
+            return part, Frames.concatenate([self._systems[k].frames(mine) for k, mine in part])
 
-        return read_ahead(read, packed(self._systems, numbers, CHUNK_ATOMS), _READERS)
+        return read_ahead(read, packed(self._systems, numbers, CHUNK_ATOMS), READERS)
 
-    def _packed(self, frames: Frames) -> _Packed | None:
-        """Return frames on the device; None where one is not ordinary."""
-        sound, _ = ordinary(np.where(frames.atype[..., None] < 0, 0.0, frames.coord), frames.box)
-        if not sound.all() or densities(frames).max() > DENSEST:
-            return None
-        return _Packed.of(frames, self._cache.rcut, self._device)
+    def _searched(self, frames: Frames) -> tuple[_PlacedFrames | None, _MostNeighbors | None]:
+        """Return frames on the device and the most neighbours of their atoms; None for what is left to the host."""
+        usual, _ = ordinary(np.where(frames.atype[..., None] < 0, 0.0, frames.coord), frames.box, _FLAT)
+        if not usual.all() or densities(frames).max() > DENSEST:
+            return None, None
+        places = _PlacedFrames.of(frames, self._cache.rcut, self._device)
+        most = places.count(self._cache)
+        if most is not None:
+            self._cache.note_most(most.of_types, most.total)
+        return places, most
 
-    def _counted_on_host(self, plan: _Plan) -> NeighborStatistics:
-        systems, numbers = zip(*((self._systems[k], mine) for k, mine in plan), strict=True)
-        listed = [np.zeros(0, dtype=np.int64)] * len(systems)
-        return neighbor_statistics(systems, self._cache.rcut, self._cache, numbers=numbers, listed=listed)
+    def _counted_on_host(self, part: _Part) -> NeighborStatistics:
+        none: np.ndarray = np.zeros(0, dtype=np.int64)
+        chosen = dict(part)
+        numbers = [chosen.get(k, none) for k in range(len(self._systems))]
+        listed = [none] * len(self._systems)
+        return neighbor_statistics(self._systems, self._cache.rcut, self._cache, numbers=numbers, listed=listed)
 
-    def _listed_on_host(self, plan: _Plan, frames: Frames) -> Structures:
-        lists = []
-        for k, mine in plan:
-            part = self._systems[k].frames(mine)
-            lists += [self._cache.frame(self._systems[k], int(n), part, row) for row, n in enumerate(mine)]
+    def _listed_on_host(self, part: _Part, frames: Frames) -> Structures:
+        def lists_of(k: int, mine: np.ndarray) -> list[FrameNeighbors]:
+            own = self._systems[k].frames(mine)
+            return [self._cache.frame(self._systems[k], int(n), own, row) for row, n in enumerate(mine)]
+
+        with ThreadPoolExecutor(worker_count(), thread_name_prefix="deepmd_muon-neighbors") as pool:
+            lists = [*itertools.chain(*pool.map(lists_of, *zip(*part, strict=True)))]
         return Structures.of(frames, stack_neighbors(lists), self._cache.ntypes, self._device)
 
 
@@ -107,15 +124,15 @@ def sample_on(device: torch.device, systems: Sequence[System], cache: NeighborCa
 
 
 @dataclass(frozen=True)
-class _Counted:
-    """Neighbours of some frames.
+class _MostNeighbors:
+    """Most neighbours of an atom in some frames.
 
     Attributes
     ----------
     of_types, total, inner
-        Most neighbours of an atom: of each type, of all, and within each shorter cut-off.
+        Of each type, of all types, and within each shorter cut-off.
     shortest
-        Distance of the nearest two atoms [Å].
+        Distance of the nearest two atoms [Å]; infinite where none are within the cut-off.
     """
 
     of_types: np.ndarray
@@ -123,22 +140,21 @@ class _Counted:
     inner: np.ndarray
     shortest: float
 
-    def statistics(self, ntypes: int) -> NeighborStatistics:
-        return NeighborStatistics(self.shortest, tuple(self.of_types[:ntypes].tolist()), self.total)
+    @property
+    def statistics(self) -> NeighborStatistics:
+        return NeighborStatistics(self.shortest, tuple(self.of_types.tolist()), self.total)
 
 
 @dataclass(frozen=True)
-class _Packed:
-    """Frames on a device, the real atoms of each first.
+class _PlacedFrames:
+    """Frames on a device, the real atoms of each before its padding.
 
     Attributes
     ----------
     atoms
         The frames.
-    order, frame
-        Place and frame of each real atom, sorted by type `(nreal,)`.
-    kind
-        Its type `(nreal,)`.
+    order, frame, kind
+        Place, frame and type of every real atom, sorted by type `(nreal,)`.
     type_counts
         Atoms of each type up to the largest that occurs, on the host.
     """
@@ -150,7 +166,7 @@ class _Packed:
     type_counts: np.ndarray
 
     @classmethod
-    def of(cls, frames: Frames, rcut: float, device: torch.device) -> _Packed:
+    def of(cls, frames: Frames, rcut: float, device: torch.device) -> _PlacedFrames:
         atype, coord = frames.atype.astype(np.int64), frames.coord
         if (atype < 0).any():
             real_first = np.argsort(atype < 0, axis=1, kind="stable")
@@ -168,30 +184,31 @@ class _Packed:
         atoms = Atoms(positions, moved(flat), moved((atype >= 0).sum(1)), natoms, cells)
         return cls(atoms, moved(order), moved(order // natoms), moved(flat[order]), np.bincount(flat[order]))
 
-    def count(self, cache: NeighborCache) -> _Counted | None:
-        """Count neighbours; None where two atoms lie at the same place."""
+    def count(self, cache: NeighborCache) -> _MostNeighbors | None:
+        """Count the neighbours of every atom; None where two atoms lie at the same place."""
         ntypes = cache.ntypes
+        if not len(self.order):
+            none = np.zeros(ntypes + len(cache.inner), dtype=np.int64)
+            return _MostNeighbors(none[:ntypes], 0, none[ntypes:], np.inf)
         radii = [cache.rcut, *(radius for radius, _ in cache.inner)]
         of_types, within, nearest = count_neighbors(self.atoms, self.order, self.frame, radii, ntypes)
-        if not len(self.order):
-            return _Counted(np.zeros(ntypes, dtype=np.int64), 0, np.zeros(len(cache.inner), dtype=np.int64), np.inf)
-        most = torch.cat([of_types, of_types.sum(1, keepdim=True), within], 1).amax(0).long()
+        most = torch.cat([of_types, of_types.sum(1, keepdim=True), within], 1).amax(0)
         *numbers, shortest = torch.cat([most.double(), nearest.amin().sqrt().view(1)]).tolist()
         if shortest < SAME_PLACE:
             return None
         whole = np.array(numbers, dtype=np.int64)
         shortest = shortest if shortest < cache.rcut else np.inf
-        return _Counted(whole[:ntypes], int(whole[ntypes]), whole[ntypes + 1 :], shortest)
+        return _MostNeighbors(whole[:ntypes], int(whole[ntypes]), whole[ntypes + 1 :], shortest)
 
-    def structures(self, cache: NeighborCache, counted: _Counted) -> Structures:
+    def structures(self, cache: NeighborCache, most: _MostNeighbors) -> Structures:
         """Return the frames with the neighbours that a model reads."""
         limits = group_limits(cache.sel, cache.by_type, cache.ntypes)
-        columns = counted.of_types if cache.by_type else np.array([counted.total])
-        widths = tuple(np.minimum(columns, limits).tolist())
+        columns = most.of_types if cache.by_type else np.array([most.total])
+        widths = np.minimum(-(-columns // SECTION_STEP) * SECTION_STEP, limits)
         nearest = int(min(limits.sum(dtype=np.float64), MOST_NEIGHBORS))
-        sections = Sections(cache.rcut, widths, cache.by_type, nearest, max(1, counted.total))
+        sections = Sections(cache.rcut, tuple(widths.tolist()), cache.by_type, nearest, max(1, most.total))
         neighbor, shift = find_neighbors(self.atoms, self.order, self.frame, sections)
-        bounds = np.minimum(counted.inner, np.array([bound for _, bound in cache.inner], dtype=np.int64))
+        bounds = np.minimum(most.inner, np.array([bound for _, bound in cache.inner], dtype=np.int64))
         nreal, (nframes,) = len(self.order), self.atoms.counts.shape
         type_counts = np.zeros(cache.ntypes, dtype=np.int64)
         type_counts[: len(self.type_counts)] = self.type_counts
@@ -204,8 +221,8 @@ class _Packed:
             sorted_frame=self.frame,
             neighbor=neighbor,
             shift=shift,
-            sections=widths,
+            sections=sections.widths,
             type_counts=tuple(type_counts.tolist()),
-            filled=np.repeat(np.array(widths, dtype=np.int64)[:, None], nreal, axis=1),
+            filled=np.repeat(widths.astype(np.int64)[:, None], nreal, axis=1),
             inner=np.repeat(bounds[:, None], nreal, axis=1),
         )

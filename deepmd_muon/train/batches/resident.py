@@ -32,9 +32,9 @@ _AHEAD = 1024
 _FIRST_ATOMS, _WINDOW_ATOMS = 1 << 16, 1 << 18
 # Windows that are read ahead of the one in use.
 _READ_AHEAD = 2
-# Threads that read. Most of their work holds the interpreter's lock, so more threads would only delay each other
-# and the thread that takes the steps.
-_READERS = 2
+#: Threads that read. Most of their work holds the interpreter's lock, so more threads would only delay each other
+#: and the thread that takes the steps.
+READERS = 2
 #: Cost of all data, in atoms, up to which they are read before the first step: a second or two.
 AT_ONCE = 1 << 22
 # Cost of a frame and of a system beside their atoms: reading them takes as long as so many atoms.
@@ -89,7 +89,7 @@ class ResidentBatches:
         self._shapes = Shapes()
         self._gatherings: dict[Shape, Gathering] = {}
         self._numbers = SlotTable(self._rows, loader.most_frames, self._store)
-        self._readers = ThreadPoolExecutor(min(_READERS, worker_count()), thread_name_prefix="deepmd_muon-frames")
+        self._readers = ThreadPoolExecutor(min(READERS, worker_count()), thread_name_prefix="deepmd_muon-frames")
         self._windows: deque[_Window] = deque()
         self._begun = 0
         self._reads = False  # whether the present window had frames to read

@@ -19,8 +19,8 @@ from deepmd_muon.data import (
 )
 from deepmd_muon.model import Structures, environment_statistics
 from deepmd_muon.model.statistics import descriptor_length
-from deepmd_muon.train.batches import device_sample
-from deepmd_muon.train.batches.device_sample import DeviceSample
+from deepmd_muon.train.batches import device_sample, resident
+from deepmd_muon.train.batches.device_sample import DeviceSample, sample_on
 
 sys.path.append(str(Path(__file__).parents[1] / "model"))
 
@@ -28,6 +28,11 @@ from corners import DESCRIPTORS, corner_model
 from write_systems import make_arrays, write_npy
 
 CPU = torch.device("cpu")
+#: Changes of arrays, and what is said of them.
+MISTAKES = {
+    lambda arrays: arrays["coord"].__setitem__((2, slice(0, 3)), arrays["coord"][2, 3:6]): "lie at the same place",
+    lambda arrays: arrays["box"].__imul__(0.05): "atoms per Å",
+}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NAMES = ("Ni", "Pd", "Al")
 
@@ -126,28 +131,58 @@ def listed(frames, model):
     return frames, stack_neighbors([found])
 
 
-def test_frames_that_are_not_ordinary_are_left_to_the_host(tmp_path, monkeypatch):
-    systems = written(tmp_path, [5, 4])
-    calls = []
-    monkeypatch.setattr(device_sample, "ordinary", lambda coord, box: (np.zeros(len(coord), dtype=bool), None))
-    monkeypatch.setattr(device_sample, "find_neighbors", lambda *given: calls.append(given))
+@pytest.mark.parametrize("limit", ["ordinary", "MOST_NEIGHBORS"])
+def test_parts_that_the_device_does_not_take_are_left_to_the_host(systems, monkeypatch, limit):
+    """The part without cells holds one frame, which is ordinary; all parts together give the statistics of the host."""
     model = corner_model("se_e2_a", "float64")
+    searches = []
+    find = device_sample.find_neighbors
+    monkeypatch.setattr(device_sample, "find_neighbors", lambda *given: searches.append(given) or find(*given))
+    if limit == "ordinary":
+        unusual = lambda coord, box, flat: (np.full(len(coord), box is None), None)  # noqa: E731
+        monkeypatch.setattr(device_sample, "ordinary", unusual)
+    else:
+        monkeypatch.setattr(device_sample, "MOST_NEIGHBORS", 1)
+    numbers = [np.arange(5)] * 6
     sample = DeviceSample(systems, cache_of(model), CPU)
-    numbers = [np.arange(5)] * 2
-    expected = neighbor_statistics(systems, model.rcut)
-    assert sample.count(numbers) == expected
-    assert sum(structures.nframes for _, structures in sample.batches(numbers)) == 10
-    assert not calls
+    counted, expected = sample.count(numbers), neighbor_statistics(systems, model.rcut)
+    assert (counted.max_neighbors, counted.max_total) == (expected.max_neighbors, expected.max_total)
+    assert counted.min_distance == pytest.approx(expected.min_distance, rel=1e-13)
+    made = [structures for _, structures in sample.batches(numbers)]
+    assert len(searches) == (1 if limit == "ordinary" else 0)
+    host = [
+        Structures.of(batch.frames, batch.neighbors, 3) for batch in host_batches(systems, numbers, cache_of(model))
+    ]
+    found, wanted = environment_statistics(model, made), environment_statistics(model, host)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
 
 
-def test_atoms_at_the_same_place_and_dense_cells_are_named(tmp_path):
-    near, dense = make_arrays(4, 5, 1), make_arrays(4, 5, 1)
-    near["coord"][2, :3] = near["coord"][2, 3:6]
-    dense["box"] *= 0.05
-    for arrays, message in ((near, "frame 2.*lie at the same place"), (dense, "atoms per Å")):
-        systems = open_systems([write_npy(tmp_path / message[:5], [0] * 5, [arrays], NAMES)], NAMES)
-        sample = DeviceSample(systems, NeighborCache(4.0, [9, 9, 9], by_type=True), CPU)
-        with pytest.raises(NeighborError, match=rf"(?s){message}"):
-            sample.count([np.arange(4)])
-    with pytest.raises(NeighborError, match="lie at the same place"):
-        list(DeviceSample(open_systems([str(tmp_path / "frame")], NAMES), sample._cache, CPU).batches([np.arange(4)]))
+def test_a_device_is_asked_where_it_makes_the_batches(systems, monkeypatch):
+    cache = NeighborCache(4.0, [9, 9, 9], by_type=True)
+    assert sample_on(CPU, systems, cache) is None
+    assert isinstance(sample_on(torch.device("cuda"), systems, cache), DeviceSample)
+    monkeypatch.setattr(resident, "MOST_ATOMS", 13)
+    assert sample_on(torch.device("cuda"), systems, cache) is None
+
+
+def test_batches_note_that_sel_cuts(systems):
+    cache = NeighborCache(4.0, [1, 1, 1], by_type=True)
+    assert len(list(DeviceSample(systems, cache, CPU).batches([np.arange(2)] * 6))) == 2
+    assert cache.dropped > 0
+
+
+def test_mistakes_are_named(tmp_path):
+    """Of the systems, the second one has one type more, and no frame in the sample."""
+    for k, (change, message) in enumerate(MISTAKES.items()):
+        arrays = make_arrays(4, 5, 1)
+        change(arrays)
+        paths = [write_npy(tmp_path / f"broken{k}", [0] * 5, [arrays], NAMES)]
+        paths.append(write_npy(tmp_path / f"other{k}", [3] * 5, [make_arrays(4, 5, 1)], [*NAMES, "Cu"]))
+        systems = [open_systems([path])[0] for path in paths]
+        sample = DeviceSample(systems, NeighborCache(4.0, [9] * 4, by_type=True), CPU)
+        numbers = [np.arange(4), np.zeros(0, dtype=int)]
+        with pytest.raises(NeighborError, match=message):
+            sample.count(numbers)
+        if "same place" in message:
+            with pytest.raises(NeighborError, match=message):
+                list(sample.batches(numbers))

@@ -144,10 +144,18 @@ def test_the_bounded_sample_is_drawn_once(small_input, train, monkeypatch):
     assert len(draws) == 3
 
 
-def test_lists_before_the_first_step_are_those_that_are_read(small_input, train, monkeypatch):
-    """Statistics and the length of descriptors read lists; of others some are counted, together or alone."""
-    monkeypatch.setattr(omitted_settings, "_MOST_COUNTED", 1)
-    given, lists = [], Counter()
+@pytest.mark.parametrize("most", [1, 1500, 5 << 14])
+def test_lists_before_the_first_step_are_those_that_are_read(small_input, train, monkeypatch, most):
+    """Statistics and the length of descriptors read lists. Others are counted as far as they are sampled."""
+    monkeypatch.setattr(omitted_settings, "_MOST_COUNTED", most)
+    given, drawn, lists = [], [], Counter()
+
+    def sampled(*arguments):
+        drawn.append(sample_with(*arguments))
+        return drawn[-1]
+
+    sample_with = omitted_settings.sample_with
+    monkeypatch.setattr(omitted_settings, "sample_with", sampled)
 
     def listed_there(*arguments, **options):
         given.append(listed(*arguments, **options))
@@ -157,8 +165,8 @@ def test_lists_before_the_first_step_are_those_that_are_read(small_input, train,
         function = getattr(cache, name)
         monkeypatch.setattr(cache, name, lambda *arguments: lists.update([name]) or function(*arguments))
 
-    listed = start.frames_to_list
-    monkeypatch.setattr(start, "frames_to_list", listed_there)
+    listed = omitted_settings.frames_to_list
+    monkeypatch.setattr(omitted_settings, "frames_to_list", listed_there)
     counted("build_neighbors")
     counted("frame_statistics")
 
@@ -174,11 +182,13 @@ def test_lists_before_the_first_step_are_those_that_are_read(small_input, train,
     content["training"].pop("validation_data", None)
     assert train(content) == 0
     frames = sum(system.nframes for system in open_systems(content["training"]["training_data"]["systems"]))
-    read = sum(len(np.unique(numbers)) for numbers in given[0])
-    assert 0 < read < frames
-    assert lists["build_neighbors"] == read
-    others = lists["frame_statistics"] + lists["count_together"]
-    assert others < frames - read
+    if given[0] is None:
+        assert lists == {"build_neighbors": frames}
+        return
+    read = [np.unique(numbers) for numbers in given[0]]
+    assert lists["build_neighbors"] == sum(map(len, read)) > 0
+    others = sum(len(np.setdiff1d(mine, own)) for mine, own in zip(drawn[0], read, strict=True))
+    assert lists["frame_statistics"] + lists["count_together"] == others > 0
 
 
 @pytest.mark.parametrize("sel", ["auto", [60]])
