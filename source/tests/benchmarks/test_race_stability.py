@@ -131,7 +131,7 @@ def test_a_run_gives_a_line_a_potential(tmp_path, monkeypatch):
 
 def test_tables_keep_models_apart():
     numbers = (0.1, 0.2, 1.0, 4, 8.0, 1, 1, 6.0, 0.5, 4, 1.0)
-    first = table.Potential("dpa3", "water", "default", 1, 10, *numbers, "fails", 16, 2.0)
+    first = table.Potential("dpa3", "water", "default", 1, 10, *numbers, "fails", 16, 2.0, 3, 0.3)
     some = [first, replace(first, model="se_e2_a", test=0.3, check_copies=64)]
     assert [(row.model, row.seeds, row.test) for row in table.settings_rows(some)] == [
         ("dpa3", 1, 0.1),
@@ -144,6 +144,18 @@ def test_tables_keep_models_apart():
         ["| check of 64 copies, 2 ps; 4 hotter runs, 10 steps", "1", "0"],
         ["| all", "2", "0"],
     ]
+
+
+def test_other_limits_of_the_check_are_compared():
+    numbers = (0.1, 0.2, 1.0, 4, 8.0, 1, 1, 6.0, 0.5, 4, 1.0)
+    bad = table.Potential("dpa3", "water", "default", 1, 10, *numbers, "fails", 16, 2.0, 3, 0.3)
+    good = replace(bad, blown=0, verdict="doubtful", check_blown=0, check_least=0.7)
+    rows = {row.strip("| ").split(" | ")[0]: row.split(" | ")[1:] for row in table.limit_table([bad, good, good])[2:]}
+    assert rows["dp check"] == ["1 of 1", "2 of 2 |"]
+    assert rows["a pair comes closer than 0.75"] == ["1 of 1", "0 of 2 |"]
+    assert rows["a pair comes closer than 0.2"] == ["0 of 1", "2 of 2 |"]
+    assert rows["at least 2 of its copies blow up"] == ["1 of 1", "2 of 2 |"]
+    assert rows["at least 8 of its copies blow up"] == ["0 of 1", "2 of 2 |"]
 
 
 def test_rates_have_the_error_of_potentials_that_differ():
