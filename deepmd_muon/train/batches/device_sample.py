@@ -30,7 +30,6 @@ from deepmd_muon.model import Structures
 from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS, Atoms, Cells, Sections
 from deepmd_muon.model.neighbors.search import count_neighbors, find_neighbors
 from deepmd_muon.train.batches.resident import READERS, why_not_on_device
-from deepmd_muon.train.batches.streamed import SECTION_STEP
 
 # Volume of a cell over the cube of its longest vector, below which the host searches.
 _FLAT = 1e-6
@@ -204,7 +203,7 @@ class _PlacedFrames:
         """Return the frames with the neighbours that a model reads."""
         limits = group_limits(cache.sel, cache.by_type, cache.ntypes)
         columns = most.of_types if cache.by_type else np.array([most.total])
-        widths = np.minimum(-(-columns // SECTION_STEP) * SECTION_STEP, limits)
+        widths = np.minimum(columns, limits)
         nearest = int(min(limits.sum(dtype=np.float64), MOST_NEIGHBORS))
         sections = Sections(cache.rcut, tuple(widths.tolist()), cache.by_type, nearest, max(1, most.total))
         neighbor, shift = find_neighbors(self.atoms, self.order, self.frame, sections)
