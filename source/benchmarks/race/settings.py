@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sets import SETS, input_of
+from spectral_cap import SpectralCap
 
 RATE = 1e-3
 #: The last rate is this part of the first one, as in the race, unless a setting says otherwise.
@@ -34,7 +35,9 @@ class Setting:
     averaged
         Whether the run also gives a potential of the weights averaged over its last part, with a name of its own.
     last
-        Values of sections that the last tenth of the run has instead, from a restart.
+        Values of sections that the last part of the run has instead, from a restart.
+    part
+        That part of the steps.
     noise
         Standard deviation [Å] of the displacements of atoms in further copies of each training frame. They keep its
         labels.
@@ -44,6 +47,7 @@ class Setting:
     rates: Mapping[str, float] = field(default_factory=dict)
     averaged: bool = False
     last: Mapping[str, Any] = field(default_factory=dict)
+    part: float = 0.1
     noise: float = 0.0
 
 
@@ -84,6 +88,10 @@ SETTINGS = {
     "noise_0.03": Setting(noise=0.03),
     # A fifth of the rate of matrices that an input with more than 10,000 steps takes where it sets nothing.
     "slow_last_tenth": Setting(last={"optimizer": {"lr_adjust_coeff": 4.32 / 5}}),
+    "decay_3_first_half": Setting(
+        {"optimizer": {"weight_decay": 3.0}}, last={"optimizer": {"weight_decay": 0.001}}, part=0.5
+    ),
+    "spectral_cap": muon(rules=[SpectralCap.name]),
 }
 #: The rules of the Muon route that race, and what their rates of matrices are multiplied by beside 1.
 RULES = ("default", "soap", "brake", "normuon")

@@ -72,8 +72,6 @@ USUAL = ("water", "molecules", "alloys")
 HOTTER = 1.5
 #: When dynamics are looked at [ps].
 TIMES = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
-#: The last part of a run, where a setting treats it on its own.
-LAST = 0.1
 #: How often frames are repeated where a setting displaces atoms.
 COPIES = 8
 #: Size of a change of weights that tells how flat the minimum is, relative to the root mean square of their tensor.
@@ -208,7 +206,7 @@ def trained(job: tuple[str, str, int], args: argparse.Namespace, folder: Path) -
         if not chosen.last:
             return run_train(content, [])
         # The same course of the rate: it falls by a constant factor a step.
-        part = 1 - LAST
+        part = 1 - chosen.part
         change = {"training": {"numb_steps": round(part * args.steps)}, "learning_rate": {"stop_lr_ratio": STOP**part}}
         earlier = run_train(merged(content, change), [])
         return run_train(merged(content, chosen.last), ["--restart", str(earlier)])

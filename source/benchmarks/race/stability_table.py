@@ -294,10 +294,37 @@ def limit_table(potentials: Sequence[Potential]) -> list[str]:
     return lines
 
 
-def read(paths: Iterable[Path]) -> list[Potential]:
-    """Return the potentials of files, by model, set, setting and seed; of a repeated run the last one."""
-    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-    every = [Potential.of(line) for line in lines if "dynamics" in line]
+def heat_table(lines: Iterable[dict[str, Any]]) -> list[str]:
+    """Compare checks of the same potentials at several temperatures, relative to that of the dynamics.
+
+    For each temperature: the potentials with a blow-up that fail, and that blow up in the check, too; then the others
+    that do not fail, and that do not blow up in the check.
+    """
+    found = ["| temperature | fails | blows up | passes | does not blow up |", "|" + "---|" * 5]
+    several = [(Potential.of(line).blown > 0, line["check"]) for line in lines if len(line.get("check") or ()) > 1]
+    for heat in sorted({heat for _, checks in several for heat in checks}, key=float):
+        results = [
+            (bad, verdict_of(checks[heat], math.inf) == Verdict.fails, bool(checks[heat]["blown"]))
+            for bad, checks in several
+            if heat in checks
+        ]
+        cells = [heat]
+        for wanted in (True, False):
+            some = [(fails is wanted, blows is wanted) for bad, fails, blows in results if bad is wanted]
+            cells += [f"{sum(column)} of {len(some)}" for column in zip(*some, strict=True)]
+        found.append("| " + " | ".join(cells) + " |")
+    return found
+
+
+def read_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """Return the lines of files that have dynamics."""
+    lines = (json.loads(line) for path in paths for line in path.read_text().splitlines())
+    return [line for line in lines if "dynamics" in line]
+
+
+def potentials_of(lines: Iterable[dict[str, Any]]) -> list[Potential]:
+    """Return the potentials of lines, by model, set, setting and seed; of a repeated run the last one."""
+    every = [Potential.of(line) for line in lines]
     found = [*{(p.model, p.set, p.setting, p.seed, p.steps): p for p in every}.values()]
     order = {p.setting: k for k, p in reversed(list(enumerate(found)))}
     return sorted(found, key=lambda p: (p.model, p.set, p.steps, order[p.setting], p.seed))
@@ -310,9 +337,10 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help="file that gets a line a potential")
     parser.add_argument("--settings", type=Path, help="file that gets a line a setting")
     args = parser.parse_args()
-    potentials = read(args.results)
-    tables = settings_table, verdict_table, limit_table
-    print("\n\n".join("\n".join(table(potentials)) for table in tables))
+    lines = read_lines(args.results)
+    potentials = potentials_of(lines)
+    tables = [table(potentials) for table in (settings_table, verdict_table, limit_table)]
+    print("\n\n".join("\n".join(table) for table in [*tables, heat_table(lines)]))
     if args.csv:
         write_csv(args.csv, potentials)
     if args.settings:

@@ -14,6 +14,7 @@ import stability_runs as runs
 import stability_table as table
 import torch
 from sets import input_of
+from spectral_cap import SpectralCap
 from watched import RATIOS, WATCH, WatchedRun, copies_of
 
 from deepmd_muon.argcheck import normalize
@@ -108,6 +109,10 @@ def test_the_last_tenth_restarts_on_the_same_course(monkeypatch, tmp_path):
     assert "lr_adjust_coeff" not in first["optimizer"]
     assert last["optimizer"]["lr_adjust_coeff"] == pytest.approx(0.864)
     assert words == ["--restart", str(tmp_path / "m.pt")]
+    given.clear()
+    runs.trained(("water", "decay_3_first_half", 1), args, tmp_path)
+    seen = [(content["training"]["numb_steps"], content["optimizer"]["weight_decay"]) for content, _ in given]
+    assert seen == [(50, 3.0), (100, 0.001)]
 
 
 @pytest.mark.slow
@@ -123,7 +128,7 @@ def test_a_run_gives_a_line_a_potential(tmp_path, monkeypatch):
     runs.main()
     lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert [line["setting"] for line in lines] == ["default", "default_average"]
-    potentials = table.read([tmp_path / "r.jsonl"])
+    potentials = table.potentials_of(table.read_lines([tmp_path / "r.jsonl"]))
     assert all(p.verdict and p.test > 0 and p.flatness > 0 and p.time == pytest.approx(0.008) for p in potentials)
     assert len(table.settings_table(potentials)) == 4
     assert runs.wanted(runs.arguments(words)) == []
@@ -156,6 +161,42 @@ def test_other_limits_of_the_check_are_compared():
     assert rows["a pair comes closer than 0.2"] == ["0 of 1", "2 of 2 |"]
     assert rows["at least 2 of its copies blow up"] == ["1 of 1", "2 of 2 |"]
     assert rows["at least 8 of its copies blow up"] == ["0 of 1", "2 of 2 |"]
+
+
+def test_checks_at_several_temperatures_are_compared():
+    given = {"temperature": 300.0, "copies": 1, "time": 5.0, "ratio": 1.0, "features": []}
+    passes = {**given, "items": {"dynamics": "doubtful"}, "blown": []}
+    fails = {**given, "items": {"dynamics": "fails"}, "blown": [0.1]}
+    run = {"copies": [1, 1], "picoseconds": 1.0, "ratios": [0.9, 0.75], "passed": [[None, None]] * 2, "least": [[1, 1]]}
+    line = {"model": "m", "set": "s", "setting": "d", "seed": 1, "steps": 1, "test": {}, "out": {}}
+    bad = {**line, "dynamics": {**run, "blown": [0.5, None]}, "check": {"1.0": passes, "1.5": fails}}
+    good = {**line, "dynamics": {**run, "blown": [None, None]}, "check": {"1.0": passes, "1.5": fails}}
+    one = {**good, "check": {"1.5": passes}}
+    assert table.heat_table([bad, good, good, one])[2:] == [
+        "| 1.0 | 0 of 1 | 0 of 1 | 2 of 2 | 2 of 2 |",
+        "| 1.5 | 1 of 1 | 1 of 1 | 0 of 2 | 0 of 2 |",
+    ]
+    assert len(table.heat_table([one])) == 2
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+def test_the_spectral_cap_bounds_singular_values(shape):
+    rule, lr = SpectralCap(cap=2.0), torch.tensor(0.05, dtype=torch.float64)
+    torch.manual_seed(0)
+    w = torch.randn(2, *shape, dtype=torch.float64) / 4
+    for _ in range(100):  # along the weights, which would reach 5
+        left, values, right = torch.linalg.svd(w, full_matrices=False)
+        u = -left @ right
+        capped = w - lr * rule.constrain([u], [w], lr)[0]
+        k = lr / 2.0
+        alpha = (k / (3 * (1 + k) ** 5)).sqrt()
+        x = (values + lr) / 2.0
+        y = x - alpha * x**3
+        expected = left @ torch.diag_embed(2.0 * (y + alpha * y**3)) @ right
+        torch.testing.assert_close(capped, expected, rtol=0, atol=1e-12)
+        w = capped
+    largest = torch.linalg.matrix_norm(w, 2)
+    assert ((largest > 1.8) & (largest < 2.1)).all()
 
 
 def test_rates_have_the_error_of_potentials_that_differ():
