@@ -2,8 +2,8 @@
 
     python source/benchmarks/race/stability_reference.py --data race-data --sets alloys molecules
 
-Needs ASE, and tblite for molecules. A line a run: the smallest ratio of a distance to the shortest of its pair of
-elements in the training frames, until the end of each picosecond.
+Needs ASE, and tblite for molecules and water. A line a run: the smallest ratio of a distance to the shortest of its
+pair of elements in the training frames, until the end of each picosecond.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from stability_runs import CONDITIONS, HOTTER
 from tosi_fumi import TosiFumi
 
 RUNS = 3
-STEPS = {"alloys": 1500, "molecules": 2000, "salt": 1500}
+STEPS = {"alloys": 1500, "molecules": 2000, "salt": 1500, "water": 2000}
+#: tblite's methods, as in `make_molecules.py` and the example of water.
+METHODS = {"molecules": "GFN2-xTB", "water": "GFN1-xTB"}
 
 
 def labeller(name: str) -> Calculator:
@@ -33,7 +35,7 @@ def labeller(name: str) -> Calculator:
         return TosiFumi()
     from tblite.ase import TBLite
 
-    return TBLite(method="GFN2-xTB", verbosity=0)
+    return TBLite(method=METHODS[name], verbosity=0)
 
 
 def main() -> None:
