@@ -176,6 +176,11 @@ class ForceField:
                 call.prepare()
         return whole
 
+    def discard(self) -> None:
+        """Forget what `settled` would ask for: the results since the last call do not count."""
+        for _, call in self._calls:
+            call.discard()
+
     def _prepare(self, atype: torch.Tensor, *, periodic: bool) -> None:
         model, nsystems = self.predictor.model, atype.shape[0]
         if int(atype.max()) >= len(model.type_map):

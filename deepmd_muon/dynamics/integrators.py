@@ -186,9 +186,10 @@ class _Run:
             steps = min(steps, self.barostat.every - self.step % self.barostat.every)
         if self._stretch is None or self._recorded != force_field.version:
             self._stretch = _DeviceSteps(self, time_step)
+        steps = min(steps, self._stretch.most)
         done = self._stretch(self, steps)
         self._recorded = force_field.version
-        if done:
+        if done == steps:
             self._scale_cells(time_step)
         else:
             self.advance(time_step)
@@ -245,34 +246,33 @@ class _DeviceSteps:
         self._thermostat = run.thermostat
         self._coord, self._velocity = run.systems.coord.clone(), run.systems.velocity.clone()
         self._forces = run.forces.clone()
-        self._wrong = torch.zeros((), dtype=torch.bool, device=self._coord.device)
-        self._row = torch.zeros(1, dtype=torch.int64, device=self._coord.device)
+        self._row, self._good = torch.zeros(2, 1, dtype=torch.int64, device=self._coord.device).unbind()
+        self._right = torch.ones(1, dtype=torch.bool, device=self._coord.device)
         each = self._coord.numel() * self._coord.element_size()
-        self._most = max(1, min(_MOST_STEPS, _NOISE_BYTES // max(1, each)))
-        shape = (self._most, *self._coord.shape) if self._thermostat is not None else (0,)
+        self.most = max(1, min(_MOST_STEPS, _NOISE_BYTES // max(1, each)))
+        shape = (self.most, *self._coord.shape) if self._thermostat is not None else (0,)
         self._noise = torch.zeros(shape, dtype=torch.float64, device=self._coord.device)
-        state = self._coord, self._velocity, *self._forces.tensors, self._wrong, self._row
-        self._stretch = Stretch(run.force_field, state, self._step)
+        state = self._coord, self._velocity, *self._forces.tensors, self._row, self._right, self._good
+        self._stretch = Stretch(run.force_field, state, self._step, self._good)
 
-    def __call__(self, run: _Run, steps: int) -> bool:
-        """Take at most `steps` steps; return False, without changes, if a structure would have to be dropped."""
-        steps = min(steps, self._most)
+    def __call__(self, run: _Run, steps: int) -> int:
+        """Take `steps` steps, at most `most`, or those before a structure has to be dropped; return how many."""
         self._coord.copy_(run.systems.coord)
         self._velocity.copy_(run.systems.velocity)
         self._forces.take(run.forces)
-        self._wrong.zero_()
-        self._row.zero_()
+        self._right.fill_(True)
+        for counter in (self._row, self._good):
+            counter.zero_()
         if self._thermostat is not None:
             while len(run.noise) < steps:
                 run.noise.extend(run.draw(steps - len(run.noise)).unbind())
             torch.stack(run.noise[:steps], out=self._noise[:steps])
-        if not self._stretch(steps) or bool(self._wrong):
-            return False
-        run.noise = run.noise[steps:]
-        run.step += steps
-        run.systems = replace(run.systems, coord=self._coord.clone(), velocity=self._velocity.clone())
-        run.forces = self._forces.clone()
-        return True
+        if done := self._stretch(steps):
+            run.noise = run.noise[done:]
+            run.step += done
+            run.systems = replace(run.systems, coord=self._coord.clone(), velocity=self._velocity.clone())
+            run.forces = self._forces.clone()
+        return done
 
     def _kick(self) -> None:
         mass = self._systems.mass[..., None]
@@ -281,7 +281,7 @@ class _DeviceSteps:
     def _step(self) -> None:
         self._kick()
         far = self._velocity.square().sum(-1).amax() * self._time**2
-        self._wrong.logical_or_(~(far <= FARTHEST**2))
+        self._right.logical_and_(far <= FARTHEST**2)
         if self._thermostat is None:
             self._coord.add_(self._velocity, alpha=self._time)
         else:
@@ -292,7 +292,8 @@ class _DeviceSteps:
             self._row.add_(1)
         found = self._force_field.launch(self._coord)
         self._forces.take(found)
-        self._wrong.logical_or_(~(found.force.isfinite().all() & found.energy.isfinite().all()))
+        self._right.logical_and_(found.force.isfinite().all() & found.energy.isfinite().all())
+        self._good.add_(self._right)
         self._kick()
 
 

@@ -73,8 +73,7 @@ def relax(force_field: ForceField, systems: Systems, *, fmax: float = 0.05, step
         taken = 0
         if force_field.launchable(systems.box, systems.atype):
             stretch = stretch or Stretch(force_field, descent.state, lambda: descent.go(force_field.launch))
-            wanted = min(left, _LOOK)
-            taken = wanted if stretch(wanted) else 0
+            taken = stretch(min(left, _LOOK))
         if not taken:
             descent.go(lambda coord: force_field(coord, systems.box, systems.atype))
             taken, stretch = 1, None

@@ -25,6 +25,7 @@ from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.stability.angles import Angles
 from deepmd_muon.stability.check import HOTTER, ROOM_TEMPERATURE, WIDER
 from deepmd_muon.stability.coverage import Coverage, pairs_of
+from deepmd_muon.stability.snapshots import Snapshots
 from deepmd_muon.stability.trajectories import estimate_temperature, starts
 
 log = logging.getLogger(__name__)
@@ -148,6 +149,7 @@ class _Watch:
         time_step: float,
     ) -> None:
         self.predictors, self.coverage, self.angles, self.fingerprints = predictors, coverage, angles, fingerprints
+        self.snapshots = Snapshots(coverage, angles, predictors[0].device)
         self.conditions, self.selection, self.time_step = conditions, selection, time_step
         self.drawn = Drawn()
         self.gone: set[int] = set()
@@ -167,13 +169,16 @@ class _Watch:
         hot = snapshot.systems.hot(torch.tensor(self.conditions.temperature[copies]))
         self.gone |= set(copies[hot].tolist())
         frames = snapshot.systems.frames()
-        rows = [row for row, copy in enumerate(copies.tolist()) if copy not in self.gone]
+        left = np.array([copy not in self.gone for copy in copies.tolist()], dtype=bool)
+        rows = np.flatnonzero(left).tolist()
         for copy in copies[rows].tolist():
             self.ended[copy] = time
         self.drawn.followed = sum(self.ended.values())
-        deviations = self._deviations(frames, rows)
-        for row, deviation in zip(rows, deviations, strict=True):
-            self._add(frames.rows(slice(row, row + 1)), int(copies[row]), time, deviation)
+        compared = self.snapshots.compare(snapshot.systems, left)
+        new = compared.departs | (compared.bends > WIDER)
+        for row, deviation in zip(rows, self._deviations(frames, rows), strict=True):
+            if new[row] or self._disagree(deviation):
+                self._add(frames.rows(slice(row, row + 1)), int(copies[row]), time, deviation)
 
     def _deviations(self, frames: Frames, rows: list[int]) -> list[float | None]:
         if len(self.predictors) < 2 or not rows:
@@ -182,6 +187,9 @@ class _Watch:
         forces = np.stack([predictor.evaluate(chosen).force for predictor in self.predictors])
         return [float(value) for value in deviation_of_force(forces).max(axis=1)]
 
+    def _disagree(self, deviation: float | None) -> bool:
+        return deviation is not None and deviation > self.selection.deviation_low
+
     def _add(self, frame: Frames, copy: int, time: float, deviation: float | None) -> None:
         coverage, chosen = self.coverage, self.selection
         try:
@@ -189,9 +197,8 @@ class _Watch:
         except NeighborError:
             return
         closest, k = coverage.compare(pairs)
-        disagree = deviation is not None and deviation > chosen.deviation_low
         bend = self._bend(frame, pairs)
-        if k is None and not disagree and not bend:
+        if k is None and not bend and not self._disagree(deviation):
             return
         self.found[copy] = self.found.get(copy, -1) + 1
         self.drawn.departed += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from deepmd_muon.data.neighbors.lists import find_pairs
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.descriptor.interface import Table
-from deepmd_muon.model.neighbors.atoms import AT_SAME_PLACE, MOST_NEIGHBORS, NOT_FINITE, TOO_NEAR
+from deepmd_muon.model.neighbors.atoms import AT_SAME_PLACE, MOST_NEIGHBORS, NEARNESS, NOT_FINITE, TOO_NEAR
 from deepmd_muon.model.neighbors.skin_lists import SkinLists
 from deepmd_muon.model.nn.graphs import GraphMemory, Replayed
 
@@ -83,6 +84,7 @@ class DeviceCall:
         self._box: np.ndarray | None = None
         self._cells: tuple[Tensor, int] | None = None
         self._table: Table | None = None
+        self._nearest = math.inf  # least distance of atoms that a table was too short for [Å]
         # Inference tensors have no version counter.
         self._weights = [weight for weight in model.parameters() if not weight.is_inference()]
         self._tabulated = 0
@@ -177,16 +179,23 @@ class DeviceCall:
             When positions of a structure are not finite or two atoms lie at the same place; `frame` is its number.
         """
         if needed[NOT_FINITE] or needed[AT_SAME_PLACE]:
-            self._find_fault()
-            self.lists.needed[AT_SAME_PLACE] = 0  # no fault found: they have moved apart since
-        if self.lists.grow(needed):
-            self._changed()
-            return False
-        if needed[TOO_NEAR]:
+            # They may have moved apart since, or the caller went back to earlier positions: then no fault is found.
+            for note in (NOT_FINITE, AT_SAME_PLACE):
+                self.lists.needed[note] = 0
+            self._find_fault(everywhere=bool(needed[AT_SAME_PLACE]))
+        near, grown = needed[TOO_NEAR], self.lists.grow(needed)
+        if near:
+            # Of all positions since: those of now may be farther apart.
+            self._nearest = min(self._nearest, NEARNESS / near)
             self.lists.needed[TOO_NEAR] = 0
+        if near or grown:
             self._changed()
             return False
         return True
+
+    def discard(self) -> None:
+        """Forget what the last launches needed: their results do not count."""
+        self.lists.needed.zero_()
 
     def prepare(self) -> None:
         """Choose sizes and tables for the present positions and weights, if missing or outdated; launches need them.
@@ -207,7 +216,7 @@ class DeviceCall:
             self._find_fault()
             raise DenseError(f"an atom has more than {MOST_NEIGHBORS} neighbours within the cut-off and the skin")
         self.lists.nearest.zero_()
-        self._table = self._model.tabulate(self.lists.find())
+        self._table = self._model.tabulate(self.lists.find(), self._nearest)
         self._tabulated = 0 if self._table is None else sum(weight._version for weight in self._weights)
         self.lists.nearest.fill_(0.0 if self._table is None else self._table.nearest**2)
         self._ready = True
@@ -225,11 +234,12 @@ class DeviceCall:
                 except NeighborError as error:
                     raise NeighborError(error.problem, k) from error
 
-    def _find_fault(self) -> None:
-        """Find atoms that are not finite or at the same place on the host, and raise an error that names them."""
+    def _find_fault(self, *, everywhere: bool = True) -> None:
+        """Find atoms that are not finite or, if `everywhere`, at the same place on the host; raise a NeighborError."""
         coord, atype = self.lists.coord.cpu().numpy(), self._atype.cpu().numpy()
         box = None if self.lists.cells is None else self.lists.cells.box.cpu().numpy()
-        for k in range(len(coord)):
+        finite = np.isfinite(coord).all((1, 2))
+        for k in range(len(coord)) if everywhere else np.flatnonzero(~finite).tolist():
             cell = None if box is None or not box[k].any() else box[k]
             try:
                 find_pairs(coord[k], cell, atype[k], self._model.rcut)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -223,10 +224,13 @@ class EnergyModel(torch.nn.Module):
             return ()
         return finest(descriptor.pieces_for(batch, edge_vectors(batch)) for batch in map(self.seen, batches))
 
-    def tabulate(self, batch: Structures) -> Table | None:
-        """Return a table of the descriptor's networks for batches like this one, where it knows tables."""
+    def tabulate(self, batch: Structures, nearest: float = math.inf) -> Table | None:
+        """Return a table of the descriptor's networks, where it knows tables, for batches like this one.
+
+        Atoms may come as near as `nearest` [Å].
+        """
         descriptor, seen = self.atomic_model.descriptor, self.seen(batch)
-        return descriptor.tabulate(seen, edge_vectors(seen)) if isinstance(descriptor, Tabulated) else None
+        return descriptor.tabulate(seen, edge_vectors(seen), nearest) if isinstance(descriptor, Tabulated) else None
 
     @contextlib.contextmanager
     def using(self, table: Table | None) -> Iterator[None]:

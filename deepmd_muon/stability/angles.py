@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from deepmd_muon.data import Frames, System
 from deepmd_muon.data.neighbors.lists import Pairs
@@ -64,26 +65,44 @@ def angles_of_frame(
     frames: Frames, k: int, pairs: Pairs, reach: np.ndarray
 ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
     """Return the angles between near neighbours of a frame: centre and neighbour types, each `(n,)`, and degrees."""
-    first, second = pairs.types[pairs.i], pairs.types[pairs.j]
-    near = np.flatnonzero(pairs.distance < reach[first, second])
-    near = near[np.argsort(pairs.i[near], kind="stable")]
-    centre = pairs.i[near]
+    near = np.flatnonzero(pairs.distance < reach[pairs.types[pairs.i], pairs.types[pairs.j]])
+    i, j = pairs.i[near], pairs.j[near]
     coord = frames.coord[k][pairs.real]
-    vector = coord[pairs.j[near]] - coord[centre]
+    vector = coord[j] - coord[i]
     if (cell := frames.cell(k)) is not None:
         vector = vector + pairs.shift[near] @ cell
-    unit = vector / pairs.distance[near, None]
-    types = second[near]
-    most = int(np.bincount(centre).max(initial=0))
-    found: list[tuple[np.ndarray, ...]] = []
-    for apart in range(1, most):
-        here = np.flatnonzero(centre[:-apart] == centre[apart:])
-        cosine = (unit[here] * unit[here + apart]).sum(1).clip(-1.0, 1.0)
-        low, high = np.minimum(types[here], types[here + apart]), np.maximum(types[here], types[here + apart])
-        found.append((pairs.types[centre[here]], low, high, np.degrees(np.arccos(cosine))))
-    empty = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0)
-    centres, low, high, degrees = (np.concatenate(column) for column in zip(empty, *found, strict=True))
-    return (centres, low, high), degrees
+    own, other, vectors, types = map(torch.from_numpy, (i, j, vector, pairs.types))
+    _, triple, degrees = angles_between(own, other, vectors, types)
+    centre, low, high = (x.numpy() for x in triple)
+    return (centre, low, high), degrees.numpy()
+
+
+def angles_between(
+    i: torch.Tensor, j: torch.Tensor, vector: torch.Tensor, types: torch.Tensor
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return all angles between neighbours of the same atom.
+
+    Parameters
+    ----------
+    i, j, vector
+        Atoms of each pair `(npairs,)`, both ways, and the vector from i to j `(npairs, 3)` [Å].
+    types
+        Of all atoms.
+
+    Returns
+    -------
+    tuple
+        Centres `(nangles,)`; their types and those of the neighbours, the smaller first; degrees.
+    """
+    order = torch.argsort(i, stable=True)
+    i, kind = i[order], types[j[order]]
+    unit = vector[order] / vector[order].norm(dim=1, keepdim=True)
+    most = int(torch.bincount(i).max()) if len(i) else 0
+    first = [torch.nonzero(i[:-apart] == i[apart:]).flatten() for apart in range(1, most)]
+    second = [here + apart for apart, here in enumerate(first, 1)]
+    a, b = (torch.cat([i.new_zeros(0), *parts]) for parts in (first, second))
+    degrees = torch.rad2deg((unit[a] * unit[b]).sum(1).clamp(-1.0, 1.0).arccos())
+    return i[a], (types[i[a]], torch.minimum(kind[a], kind[b]), torch.maximum(kind[a], kind[b])), degrees
 
 
 def angles_of(systems: Sequence[System], coverage: Coverage) -> Angles:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -69,9 +70,13 @@ class Coverage:
         ratio = pairs.distance / self.shortest[first, second]
         outside = self.outside(first, second, pairs.distance)
         worst = int(np.where(outside, ratio, np.inf).argmin()) if outside.any() else None
+        return float((pairs.distance / self.expected[first, second]).min(initial=np.inf)), worst
+
+    @cached_property
+    def expected(self) -> np.ndarray:
+        """The shortest distances; of pairs that the data do not hold, the sums of covalent radii [Å]."""
         radii = np.array([COVALENT_RADII.get(name, 0.7) for name in self.type_map])
-        ratio = np.where(ratio > 0.0, ratio, pairs.distance / (radii[first] + radii[second]))
-        return float(ratio.min(initial=np.inf)), worst
+        return np.where(np.isfinite(self.shortest), self.shortest, radii[:, None] + radii)
 
     def gaps(self, pair: tuple[int, int]) -> list[tuple[float, float]]:
         """Return the intervals between shortest and largest distance that no frame has [Å]."""

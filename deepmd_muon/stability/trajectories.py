@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from deepmd_muon.data import Frames, System
-from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.dynamics.forces import ForceField
 from deepmd_muon.dynamics.integrators import Snapshot, simulate
 from deepmd_muon.dynamics.systems import BOLTZMANN, HOT, Systems
 from deepmd_muon.stability.angles import Angles
 from deepmd_muon.stability.coverage import Coverage, pairs_of, sampled
+from deepmd_muon.stability.snapshots import Snapshots
 
 # Displacement [Å] of the finite difference, and directions a frame, for the mean curvature.
 _DISPLACEMENT, _DIRECTIONS = 0.01, 2
@@ -140,20 +140,23 @@ def run_dynamics(
     scale = (temperature / systems.temperature.clamp(min=1e-9)).sqrt()[:, None, None]
     systems = replace(systems, velocity=systems.velocity * scale)
     run = Trajectories(temperature, time_step, steps, len(systems))
-    run.reached, run.angles = np.full_like(coverage.shortest, np.inf), angles.empty()
-    watch = _Watch(run, coverage, systems, time_step)
+    snapshots = Snapshots(coverage, angles, force_field.device)
+    watch = _Watch(run, coverage, snapshots, systems, time_step)
     for snapshot in simulate(force_field, systems, steps, time_step, every=every):
         watch.look(snapshot)
         if len(run.blow_ups) == run.copies:
             break
+    run.reached, run.angles = snapshots.reached, snapshots.angles
     return run
 
 
 class _Watch:
     """Note what snapshots show."""
 
-    def __init__(self, run: Trajectories, coverage: Coverage, systems: Systems, time_step: float) -> None:
-        self.run, self.coverage, self.time_step = run, coverage, time_step
+    def __init__(
+        self, run: Trajectories, coverage: Coverage, snapshots: Snapshots, systems: Systems, time_step: float
+    ) -> None:
+        self.run, self.coverage, self.snapshots, self.time_step = run, coverage, snapshots, time_step
         self.types = systems.atype.cpu().numpy()
         self.atoms = systems.real.sum(1).cpu().numpy()
         self.first: np.ndarray | None = None
@@ -176,11 +179,12 @@ class _Watch:
                 reason = f"{rows['heat'][copy]:.0f} K, {HOT:g} times its start or more"
                 self._end(copy, snapshot.step, int(speed[row]), reason)
         frames = snapshot.systems.frames()
-        for row, copy in enumerate(copies.tolist()):
-            if copy not in self.gone:
-                rows["closeness"][copy] = self._distances(frames, row, copy, snapshot.step)
-        kept = [row for row, copy in enumerate(copies.tolist()) if copy not in self.gone]
-        run.last = frames.rows(kept) if kept else None
+        left = np.array([copy not in self.gone for copy in copies.tolist()], dtype=bool)
+        compared = self.snapshots.compare(snapshot.systems, left)
+        rows["closeness"][copies] = compared.closest
+        for row in np.flatnonzero(compared.departs).tolist():
+            self._depart(frames, row, int(copies[row]), snapshot.step)
+        run.last = frames.rows(np.flatnonzero(left).tolist()) if left.any() else None
         for values in rows.values():
             values[list(self.gone)] = np.nan
         self.first = rows["energy"] if self.first is None else self.first
@@ -196,24 +200,18 @@ class _Watch:
         element = self.coverage.type_map[self.types[copy, atom]]
         self.run.blow_ups.append(BlowUp(copy, step * self.time_step / 1000.0, atom, element, reason))
 
-    def _distances(self, frames: Frames, row: int, copy: int, step: int) -> float:
-        """Note the shortest distances of a copy and its first departure; return the smallest ratio to those known."""
-        coverage, run = self.coverage, self.run
-        try:
-            pairs = pairs_of(frames, row, coverage.rcut)
-        except NeighborError:
-            return float("nan")
-        first, second = pairs.types[pairs.i], pairs.types[pairs.j]
-        np.minimum.at(run.reached, (first, second), pairs.distance)
-        if run.angles is not None:
-            run.angles.add(frames, row, pairs)
-        closest, k = coverage.compare(pairs)
-        if k is not None and copy not in self.departed:
-            self.departed.add(copy)
-            types = sorted((int(first[k]), int(second[k])))
-            atoms = int(pairs.real[pairs.i[k]]), int(pairs.real[pairs.j[k]])
-            shortest = float(coverage.shortest[first[k], second[k]])
-            time = step * self.time_step / 1000.0
-            departure = Departure(copy, time, coverage.name(types), atoms, float(pairs.distance[k]), shortest)
-            run.departures.append(departure)
-        return closest
+    def _depart(self, frames: Frames, row: int, copy: int, step: int) -> None:
+        """Note the first departure of a copy."""
+        if copy in self.departed:
+            return
+        coverage, pairs = self.coverage, pairs_of(frames, row, self.coverage.rcut)
+        _, k = coverage.compare(pairs)
+        if k is None:  # rounding decides
+            return
+        self.departed.add(copy)
+        first, second = pairs.types[pairs.i[k]], pairs.types[pairs.j[k]]
+        types = sorted((int(first), int(second)))
+        atoms = int(pairs.real[pairs.i[k]]), int(pairs.real[pairs.j[k]])
+        shortest, time = float(coverage.shortest[first, second]), step * self.time_step / 1000.0
+        departure = Departure(copy, time, coverage.name(types), atoms, float(pairs.distance[k]), shortest)
+        self.run.departures.append(departure)

@@ -99,8 +99,11 @@ class Tabulated(Protocol):
     table: Any
     """Used where no gradient is wanted; None evaluates the networks."""
 
-    def tabulate(self, structures: Structures, edges: torch.Tensor) -> Table | None:
-        """Return a table for the present weights and batches like this one; None where it would be too coarse."""
+    def tabulate(self, structures: Structures, edges: torch.Tensor, nearest: float) -> Table | None:
+        """Return a table for the present weights and batches like this one; None where it would be too coarse.
+
+        Atoms may also come as near as `nearest` [Å].
+        """
 
 
 @runtime_checkable

@@ -11,9 +11,11 @@ from torch import Tensor
 MOST_NEIGHBORS = 4096
 #: Atoms nearer than this lie at the same place [Å].
 SAME_PLACE = 1e-6
-#: Entries of `Candidates.needed`: room for candidates; then 1 where atoms lie at the same place, a position is not
-#: finite, or atoms are nearer than `Candidates.nearest`; then the widths of sections, and the bounds of shorter radii.
+#: Entries of `Candidates.needed`: room for candidates; 1 where atoms lie at the same place; 1 where a position is not
+#: finite; `NEARNESS` over the least distance, rounded up, where atoms are nearer than `Candidates.nearest`; the widths
+#: of sections; the bounds of shorter radii.
 ROOM, AT_SAME_PLACE, NOT_FINITE, TOO_NEAR, FIRST_WIDTH = range(5)
+NEARNESS = 1000.0  # [Å]
 #: Rounding of translations [cells].
 MARGIN = 1e-9
 

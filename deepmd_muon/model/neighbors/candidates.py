@@ -14,6 +14,7 @@ from torch import Tensor
 from deepmd_muon.model.neighbors.atoms import (
     AT_SAME_PLACE,
     FIRST_WIDTH,
+    NEARNESS,
     NOT_FINITE,
     ROOM,
     SAME_PLACE,
@@ -122,7 +123,9 @@ def lay_out(
     square = vector.square().sum(-1).masked_fill(~real, torch.inf)
     found = in_sections(square, other, shift.int(), atoms, sections)
     _note(candidates, AT_SAME_PLACE, (square < SAME_PLACE**2).any(1))
-    _note(candidates, TOO_NEAR, ((square < candidates.nearest) & (square < sections.rcut**2)).any(1))
+    too_near = (square < candidates.nearest) & (square < sections.rcut**2)
+    nearness = NEARNESS / square.clamp(min=SAME_PLACE**2).sqrt() + 1.0
+    _note(candidates, TOO_NEAR, torch.where(too_near, nearness, 0.0).int().amax(1))
     rank = square.masked_fill(square >= sections.rcut**2, torch.inf).argsort(dim=1, stable=True)[:, : sections.most]
     kept, kinds = square.gather(1, rank) < sections.rcut**2, atoms.atype[other.gather(1, rank)]
     for group, width in enumerate(sections.widths):

@@ -19,6 +19,7 @@ from deepmd_muon.model.neighbors.atoms import (
     AT_SAME_PLACE,
     FIRST_WIDTH,
     MARGIN,
+    NEARNESS,
     NOT_FINITE,
     SAME_PLACE,
     TOO_NEAR,
@@ -243,7 +244,7 @@ def _lay_out_kernel(
     neighbor, shift, needed, place, translation, number,
     coord, atype, box, order, frame, nframes, room, starts, widths, groups, nnei, most, square, short, inner, ninner,
     nearest, first: tl.constexpr, same: tl.constexpr, same_place: tl.constexpr, too_near: tl.constexpr,
-    by_type: tl.constexpr, periodic: tl.constexpr, block: tl.constexpr, capacity: tl.constexpr,
+    near_by: tl.constexpr, by_type: tl.constexpr, periodic: tl.constexpr, block: tl.constexpr, capacity: tl.constexpr,
 ):  # fmt: skip
     """Write the neighbours of one atom, the nearest first, from those within cut-off and skin."""
     row = tl.program_id(0).to(tl.int64)
@@ -271,7 +272,8 @@ def _lay_out_kernel(
     found = tl.sum(near.to(tl.int32))
     least = tl.min(tl.where(near, distance, float("inf")))
     tl.atomic_max(needed + same_place, 1, least < same)
-    tl.atomic_max(needed + too_near, 1, least < tl.load(nearest))
+    nearness = (near_by / tl.sqrt(tl.maximum(least, same)) + 1.0).to(tl.int32)
+    tl.atomic_max(needed + too_near, nearness, least < tl.load(nearest))
     for k in range(ninner):
         within = tl.sum((near & (distance < tl.load(short + k))).to(tl.int32))
         tl.atomic_max(needed + first + groups + k, within, within > tl.load(inner + k))
@@ -396,9 +398,9 @@ def lay_out(
         coord, atype, box, order, frame, atoms.counts.shape[0], room,
         *_layout(sections.widths, order.device), len(sections.widths), nnei, sections.most, sections.rcut**2,
         radii, bounds, len(inner), candidates.nearest,
-        first=FIRST_WIDTH, same=SAME_PLACE**2, same_place=AT_SAME_PLACE, too_near=TOO_NEAR, by_type=sections.by_type,
-        periodic=periodic, block=BLOCK, capacity=max(16, triton.next_power_of_2(room)),
-        num_warps=1,
+        first=FIRST_WIDTH, same=SAME_PLACE**2, same_place=AT_SAME_PLACE, too_near=TOO_NEAR,
+        near_by=NEARNESS, by_type=sections.by_type, periodic=periodic,
+        block=BLOCK, capacity=max(16, triton.next_power_of_2(room)), num_warps=1,
     )  # fmt: skip
     return neighbor, shift
 

@@ -180,18 +180,40 @@ class SkinLists:
     def _atoms(self) -> Atoms:
         return Atoms(self.coord.view(-1, 3), self._atype.view(-1), self._sizes, self._atype.shape[1], self.cells)
 
-    def find(self) -> Structures:
-        """Return the structures at the present positions with their neighbours; all work is on the device."""
+    def _renewed(self) -> Candidates:
+        """Return the candidates at the present positions; `needed` tells whether they had room."""
         assert self._candidates is not None
-        assert self._room is not None
         mark_stale(self._stale, self._candidates.needed, self.coord, self._reference, (0.5 * self._skin) ** 2)
         refer(self._reference, self.built, self.coord, self._stale)
-        atoms = self._atoms
-        renew(self._candidates, atoms, self._order, self._frame, self._stale, self._reach)
+        renew(self._candidates, self._atoms, self._order, self._frame, self._stale, self._reach)
+        return self._candidates
+
+    def pairs(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return all pairs within cut-off and skin, each both ways; it waits for the device, and makes room.
+
+        Returns
+        -------
+        tuple
+            Atoms i and j `(npairs,)`, numbered through all structures, pairs of one i together; translations of j
+            `(npairs, 3)` [cells], None without cells.
+        """
+        found = self._renewed()
+        while self.grow(found.needed.tolist()):
+            found = self._renewed()
+        row, column = torch.nonzero(
+            torch.arange(found.place.shape[1], device=found.number.device) < found.number[:, None], as_tuple=True
+        )
+        shift = None if found.shift is None else found.shift[row, column]
+        return self._order[row], found.place[row, column].long(), shift
+
+    def find(self) -> Structures:
+        """Return the structures at the present positions with their neighbours; all work is on the device."""
+        assert self._room is not None
+        candidates, atoms = self._renewed(), self._atoms
         limit = sum(self._limits)
         sections = Sections(self._rcut, self._room.widths, self._by_type, min(limit, MOST_NEIGHBORS), 0)
         radii = [radius for radius, _ in self._inner]
-        neighbor, shift = lay_out(self._candidates, atoms, self._order, self._frame, sections, radii)
+        neighbor, shift = lay_out(candidates, atoms, self._order, self._frame, sections, radii)
         return Structures(
             coord=self.coord,
             atype=self._atype,

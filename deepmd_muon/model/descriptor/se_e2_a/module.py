@@ -149,11 +149,11 @@ class SeE2A(torch.nn.Module):
         return interpolation.choose_pieces(*given, self.pieces)
 
     @torch.no_grad()
-    def tabulate(self, structures: Structures, edges: torch.Tensor) -> interpolation.Table | None:
+    def tabulate(self, structures: Structures, edges: torch.Tensor, nearest: float) -> interpolation.Table | None:
         """Return a table that stands for the present weights on batches like this one; see `Tabulated`."""
         real, own = structures.neighbor >= 0, self.settings
         distance = torch.where(real, edges.square().sum(-1), own.rcut**2).flatten()
-        nearest = interpolation.CLOSER * float(distance.amin().sqrt() if len(distance) else own.rcut)
+        nearest = interpolation.CLOSER * min(nearest, float(distance.amin().sqrt() if len(distance) else own.rcut))
         point = edges.new_tensor([[[nearest, 0.0, 0.0]]])
         neighbor = torch.zeros(1, 1, dtype=torch.int64, device=edges.device)
         largest = environment(point, neighbor, self.reach).rows[0, 0, 0]
