@@ -18,7 +18,7 @@ _SKIN = 1.0
 
 
 class Distances:
-    """Finds the pairs of the snapshots of one run.
+    """Finds the pairs of structures that move little between two calls.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class Distances:
 
     def _searched(self, systems: Systems) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Search on the device; None where it cannot."""
-        if self._atype is not systems.atype:
+        if self._atype is None or not torch.equal(self._atype, systems.atype):
             self._atype, self._box, self._lists = systems.atype, None, None
             if fits(systems.atype.cpu().numpy()):
                 wanted = NeighborRequest(self._rcut, (1,), by_type=False)

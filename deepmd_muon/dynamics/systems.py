@@ -103,8 +103,8 @@ class Systems:
             velocity=torch.zeros_like(coord),
         )
 
-    def rows(self, rows: torch.Tensor) -> Systems:
-        """Return some of the structures, chosen by number or mask."""
+    def rows(self, rows: torch.Tensor | slice) -> Systems:
+        """Return some of the structures, chosen by number, mask or slice."""
         box = None if self.box is None else self.box[rows]
         return Systems(self.coord[rows], box, self.atype[rows], self.mass[rows], self.velocity[rows])
 

@@ -194,8 +194,8 @@ class DeviceCall:
         return True
 
     def discard(self) -> None:
-        """Forget what the last launches needed: their results do not count."""
-        self.lists.needed.zero_()
+        """Forget the last launches, whose results do not count, with the lists that they made."""
+        self.lists.forget()
 
     def prepare(self) -> None:
         """Choose sizes and tables for the present positions and weights, if missing or outdated; launches need them.

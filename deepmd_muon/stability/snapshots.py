@@ -14,6 +14,9 @@ from deepmd_muon.dynamics.systems import Systems
 from deepmd_muon.stability.angles import Angles, angles_between
 from deepmd_muon.stability.coverage import WIDTH, Coverage
 
+# Atoms whose pairs are held at once: 2 GB of the device with a few hundred neighbours each.
+_MOST_ATOMS = 16384
+
 
 @dataclass(frozen=True)
 class Compared:
@@ -49,8 +52,8 @@ class Snapshots:
         self._reached = torch.full_like(self._expected, torch.inf).flatten()
         self._low = torch.full_like(self._smallest, torch.inf).flatten()
         self._high = -self._low
-        # Comparing all pairs is right for a GPU only.
-        self._distances = Distances(coverage.rcut, len(coverage.type_map), on_device=device.type == "cuda")
+        self._on_device = device.type == "cuda"  # a search there compares all pairs of atoms
+        self._distances: dict[int, Distances] = {}  # by the first structure of a group
 
     @property
     def reached(self) -> np.ndarray:
@@ -65,8 +68,17 @@ class Snapshots:
 
     def compare(self, systems: Systems, chosen: np.ndarray) -> Compared:
         """Compare the structures that a mask `(nsystems,)` chooses, and take them into the extremes."""
+        count = max(1, _MOST_ATOMS // systems.atype.shape[1])
+        groups = [slice(first, first + count) for first in range(0, max(1, len(systems)), count)]
+        parts = [self._compared(group.start, systems.rows(group), chosen[group]) for group in groups]
+        columns = zip(*((part.closest, part.departs, part.bends) for part in parts), strict=True)
+        return Compared(*map(np.concatenate, columns))
+
+    def _compared(self, number: int, systems: Systems, chosen: np.ndarray) -> Compared:
         count, natoms = systems.atype.shape
-        i, j, vector = self._distances.of(systems, chosen)
+        given = self._coverage.rcut, len(self._coverage.type_map)
+        distances = self._distances.setdefault(number, Distances(*given, on_device=self._on_device))
+        i, j, vector = distances.of(systems, chosen)
         square = vector.square().sum(1)
         whole = torch.from_numpy(chosen).to(self._device)
         whole = whole & (self._least(count, i // natoms, square, torch.inf) >= SAME_PLACE**2)
@@ -81,9 +93,9 @@ class Snapshots:
         departs[frame[~self._known[first, second, bins]]] = True
         bonded = torch.nonzero(distance < self._reach[first, second]).flatten()
         centre, triple, degrees = angles_between(i[bonded], j[bonded], vector[bonded], types)
-        number = (triple[0] * len(self._expected) + triple[1]) * len(self._expected) + triple[2]
-        self._low.scatter_reduce_(0, number, degrees, "amin")
-        self._high.scatter_reduce_(0, number, degrees, "amax")
+        place = (triple[0] * len(self._expected) + triple[1]) * len(self._expected) + triple[2]
+        self._low.scatter_reduce_(0, place, degrees, "amin")
+        self._high.scatter_reduce_(0, place, degrees, "amax")
         beyond = torch.maximum(self._smallest[triple] - degrees, degrees - self._largest[triple])
         beyond = torch.where(beyond.isfinite(), beyond, 0.0)  # the data hold no such angle
         bends = -self._least(count, centre // natoms, -beyond, 0.0)

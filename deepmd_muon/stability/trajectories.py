@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from deepmd_muon.data import Frames, System
+from deepmd_muon.data.errors import NeighborError
 from deepmd_muon.dynamics.forces import ForceField
 from deepmd_muon.dynamics.integrators import Snapshot, simulate
 from deepmd_muon.dynamics.systems import BOLTZMANN, HOT, Systems
@@ -204,7 +205,11 @@ class _Watch:
         """Note the first departure of a copy."""
         if copy in self.departed:
             return
-        coverage, pairs = self.coverage, pairs_of(frames, row, self.coverage.rcut)
+        coverage = self.coverage
+        try:
+            pairs = pairs_of(frames, row, coverage.rcut)
+        except NeighborError:
+            return
         _, k = coverage.compare(pairs)
         if k is None:  # rounding decides
             return

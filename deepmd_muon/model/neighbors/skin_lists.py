@@ -112,6 +112,11 @@ class SkinLists:
             own.copy_(new)
         self._reference.masked_fill_(changed[:, None, None], torch.inf)
 
+    def forget(self) -> None:
+        """Forget all lists, and what did not fit."""
+        self.needed.zero_()
+        self._reference.fill_(torch.inf)
+
     def prepare(self) -> bool:
         """Choose sizes by the present positions, once; False where an atom has more neighbours than can be sorted."""
         if self._room is None:

@@ -65,6 +65,34 @@ def test_lists_grow(device, name, frames):
     assert_same(call, expect, replace(frames, coord=0.9 * frames.coord, box=0.9 * frames.box))
 
 
+def test_lists_of_launches_that_do_not_count_are_made_again(device, frames):
+    wide = replace(frames, coord=1.6 * frames.coord, box=None)
+    call, expect = call_of("smooth", wide, device)
+    assert_same(call, expect, wide)
+    call.lists.coord.copy_(torch.tensor(frames.coord))
+    call.launch()
+    call.discard()
+    call.launch()
+    assert not call.settled(call.needed())
+
+
+def test_tables_reach_as_far_as_atoms_came(device, frames):
+    """Atoms that were near in one of several launches are so at the first repetition."""
+    call, expect = call_of("smooth", frames, device)
+    assert_same(call, expect, frames)
+    nearer = replace(frames, coord=frames.coord.copy())
+    nearer.coord[0, 1] = frames.coord[0, 0] + [0.2, 0.1, 0.0]
+    for given in (frames, nearer, frames):
+        call.lists.coord.copy_(torch.tensor(given.coord))
+        call.launch()
+    assert not call.settled(call.needed())
+    call.prepare()
+    assert 0.1 < call._table.nearest <= 0.05**0.5
+    version = call.version
+    assert_same(call, expect, nearer)
+    assert call.version == version
+
+
 def test_tables_reach_farther_when_atoms_come_closer(device, frames):
     call, expect = call_of("smooth", frames, device)
     assert_same(call, expect, frames)

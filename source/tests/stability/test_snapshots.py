@@ -9,7 +9,6 @@ from small_models import jittered_water
 from write_systems import write_npy
 
 from deepmd_muon.data import Frames, open_systems
-from deepmd_muon.dynamics.distances import Distances
 from deepmd_muon.dynamics.systems import Systems
 from deepmd_muon.stability.angles import angles_of
 from deepmd_muon.stability.coverage import coverage_of, pairs_of
@@ -41,7 +40,7 @@ def frames():
 
 def found_by(device, data, systems, chosen):
     snapshots = Snapshots(*data, systems.coord.device)
-    snapshots._distances = Distances(RCUT, len(TYPES), on_device=device is not None)
+    snapshots._on_device = device is not None
     return snapshots, snapshots.compare(systems, chosen)
 
 
@@ -82,11 +81,13 @@ def test_atoms_at_the_same_place_are_left_out(device, data, frames, on_device):
     assert snapshots.reached.min() > 0.5
 
 
-def test_lists_follow_atoms_cells_and_lost_structures(device, data, frames):
-    """A search that keeps its lists finds what a new one does."""
+@pytest.mark.parametrize("most", [48, 16384])
+def test_lists_follow_atoms_cells_and_lost_structures(device, data, frames, most, monkeypatch):
+    """A search that keeps its lists finds what a new one does, in groups of structures or in one."""
+    monkeypatch.setattr("deepmd_muon.stability.snapshots._MOST_ATOMS", most)
     systems, random = Systems.from_frames(frames, TYPES, device), torch.Generator().manual_seed(1)
     kept = Snapshots(*data, systems.coord.device)
-    kept._distances = Distances(RCUT, len(TYPES), on_device=True)
+    kept._on_device = True
     for step in range(6):
         moved = 0.2 * torch.randn(systems.coord.shape, generator=random, dtype=torch.float64).to(systems.coord.device)
         systems = replace(systems, coord=systems.coord + torch.where(systems.real[..., None], moved, 0.0))
