@@ -12,13 +12,19 @@ from deepmd_muon.dynamics.systems import Systems
 from deepmd_muon.infer.device_call import fits
 from deepmd_muon.model.descriptor.settings import NeighborRequest
 from deepmd_muon.model.neighbors.skin_lists import SkinLists
+from deepmd_muon.model.nn import triton_support
 
 # Width of the shell whose pairs are kept, so that few snapshots need a new search [Å].
 _SKIN = 1.0
 
 
+def may_search(device: torch.device) -> bool:
+    """Return whether a device searches for pairs: without kernels it would hold all pairs of atoms at once."""
+    return triton_support.usable(device)
+
+
 class Distances:
-    """Finds the pairs of structures that move little between two calls.
+    """Finds pairs of near atoms; reuses its lists while atoms move little.
 
     Parameters
     ----------
@@ -34,10 +40,9 @@ class Distances:
         self._rcut, self._ntypes, self._on_device = rcut, ntypes, on_device
         self._lists: SkinLists | None = None
         self._atype: Tensor | None = None  # of the lists
-        self._box: Tensor | None = None
 
     def of(self, systems: Systems, chosen: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Return pairs of structures that a mask `(nsystems,)` chooses, perhaps also of others.
+        """Return the pairs of at least the structures that a mask `(nsystems,)` chooses.
 
         Returns
         -------
@@ -57,16 +62,16 @@ class Distances:
     def _searched(self, systems: Systems) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Search on the device; None where it cannot."""
         if self._atype is None or not torch.equal(self._atype, systems.atype):
-            self._atype, self._box, self._lists = systems.atype, None, None
+            self._atype, self._lists = systems.atype, None
             if fits(systems.atype.cpu().numpy()):
+                # The pairs are those before they are sorted into sections.
                 wanted = NeighborRequest(self._rcut, (1,), by_type=False)
                 self._lists = SkinLists(wanted, self._ntypes, systems.atype, systems.box is not None, _SKIN)
         lists = self._lists
         if lists is None:
             return None
         lists.coord.copy_(systems.coord)
-        if systems.box is not None and systems.box is not self._box:
-            self._box = systems.box
+        if systems.box is not None:
             lists.set_cells(systems.box)
         return lists.pairs() if lists.prepare() else None
 

@@ -177,7 +177,7 @@ class ForceField:
         return whole
 
     def discard(self) -> None:
-        """Forget what `settled` would ask for: the results since the last call do not count."""
+        """Discard all launches since the last call, with the lists that they built."""
         for _, call in self._calls:
             call.discard()
 

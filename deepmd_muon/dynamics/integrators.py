@@ -186,7 +186,7 @@ class _Run:
             steps = min(steps, self.barostat.every - self.step % self.barostat.every)
         if self._stretch is None or self._recorded != force_field.version:
             self._stretch = _DeviceSteps(self, time_step)
-        steps = min(steps, self._stretch.most)
+        steps = min(steps, self._stretch.max_steps)
         done = self._stretch(self, steps)
         self._recorded = force_field.version
         if done == steps:
@@ -246,23 +246,24 @@ class _DeviceSteps:
         self._thermostat = run.thermostat
         self._coord, self._velocity = run.systems.coord.clone(), run.systems.velocity.clone()
         self._forces = run.forces.clone()
-        self._row, self._good = torch.zeros(2, 1, dtype=torch.int64, device=self._coord.device).unbind()
-        self._right = torch.ones(1, dtype=torch.bool, device=self._coord.device)
+        self._row = torch.zeros(1, dtype=torch.int64, device=self._coord.device)
+        self._valid, self._valid_steps = torch.ones_like(self._row, dtype=torch.bool), torch.zeros_like(self._row)
         each = self._coord.numel() * self._coord.element_size()
-        self.most = max(1, min(_MOST_STEPS, _NOISE_BYTES // max(1, each)))
-        shape = (self.most, *self._coord.shape) if self._thermostat is not None else (0,)
+        #: Most steps of a call.
+        self.max_steps = max(1, min(_MOST_STEPS, _NOISE_BYTES // max(1, each)))
+        shape = (self.max_steps, *self._coord.shape) if self._thermostat is not None else (0,)
         self._noise = torch.zeros(shape, dtype=torch.float64, device=self._coord.device)
-        state = self._coord, self._velocity, *self._forces.tensors, self._row, self._right, self._good
-        self._stretch = Stretch(run.force_field, state, self._step, self._good)
+        state = self._coord, self._velocity, *self._forces.tensors, self._row, self._valid, self._valid_steps
+        self._stretch = Stretch(run.force_field, state, self._step, self._valid_steps)
 
     def __call__(self, run: _Run, steps: int) -> int:
-        """Take `steps` steps, at most `most`, or those before a structure has to be dropped; return how many."""
+        """Take `steps` steps, at most `max_steps`, or those before a structure has to be dropped; return how many."""
         self._coord.copy_(run.systems.coord)
         self._velocity.copy_(run.systems.velocity)
         self._forces.take(run.forces)
-        self._right.fill_(True)
-        for counter in (self._row, self._good):
-            counter.zero_()
+        self._row.zero_()
+        self._valid.fill_(True)
+        self._valid_steps.zero_()
         if self._thermostat is not None:
             while len(run.noise) < steps:
                 run.noise.extend(run.draw(steps - len(run.noise)).unbind())
@@ -281,7 +282,7 @@ class _DeviceSteps:
     def _step(self) -> None:
         self._kick()
         far = self._velocity.square().sum(-1).amax() * self._time**2
-        self._right.logical_and_(far <= FARTHEST**2)
+        self._valid.logical_and_(far <= FARTHEST**2)
         if self._thermostat is None:
             self._coord.add_(self._velocity, alpha=self._time)
         else:
@@ -292,8 +293,8 @@ class _DeviceSteps:
             self._row.add_(1)
         found = self._force_field.launch(self._coord)
         self._forces.take(found)
-        self._right.logical_and_(found.force.isfinite().all() & found.energy.isfinite().all())
-        self._good.add_(self._right)
+        self._valid.logical_and_(found.force.isfinite().all() & found.energy.isfinite().all())
+        self._valid_steps.add_(self._valid)
         self._kick()
 
 

@@ -18,8 +18,8 @@ class Stretch:
     """Takes steps on the device; if a list was too small in one of them, enlarges it and repeats all steps.
 
     A step calls `force_field.launch`, for which its structures must have been evaluated, and does other work of the
-    device alone. It changes the tensors of `state` in place, and the results of `launch`. One of `state` may be `good`:
-    it counts the steps until one must not be taken; from 0, int64.
+    device alone. It changes the tensors of `state` in place, and the results of `launch`. `valid`, one of `state`,
+    int64, starts at 0 and counts the valid steps before the first that must not be taken; None where all are valid.
     """
 
     def __init__(
@@ -27,9 +27,9 @@ class Stretch:
         force_field: ForceField,
         state: Sequence[torch.Tensor],
         step: Callable[[], None],
-        good: torch.Tensor | None = None,
+        valid: torch.Tensor | None = None,
     ) -> None:
-        self._force_field, self._state, self._step, self._good = force_field, state, step, good
+        self._force_field, self._state, self._step, self._valid = force_field, state, step, valid
         self._saved = [x.clone() for x in state]
         self._replayed = Replayed(step, force_field.memory)
 
@@ -43,25 +43,28 @@ class Stretch:
         for _ in range(_TRIES):
             for _ in range(count):
                 self._replayed()
-            good = count if self._good is None else int(self._good)
-            if 0 < good < count:
+            valid = count if self._valid is None else int(self._valid)
+            if valid < count:  # later steps may have led anywhere
                 self._undo()
-                self._force_field.discard()  # a step that must not be taken may lead to any positions
-                count = good
+                count = valid
+                if not count:
+                    break
                 continue
             try:
-                fits = self._force_field.settled()
+                if self._force_field.settled():
+                    return count
             except NeighborError:
                 break
-            if fits and good:
-                return count
-            self._undo()
-            if fits:
-                return 0
+            self._restore()
             self._replayed = Replayed(self._step, self._force_field.memory)
         self._undo()
         return 0
 
     def _undo(self) -> None:
+        """Forget the last steps."""
+        self._restore()
+        self._force_field.discard()
+
+    def _restore(self) -> None:
         for saved, x in zip(self._saved, self._state, strict=True):
             x.copy_(saved)

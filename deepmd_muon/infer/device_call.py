@@ -185,7 +185,7 @@ class DeviceCall:
             self._find_fault(everywhere=bool(needed[AT_SAME_PLACE]))
         near, grown = needed[TOO_NEAR], self.lists.grow(needed)
         if near:
-            # Of all positions since: those of now may be farther apart.
+            # The least distance of all launches: at the present positions atoms may be farther apart.
             self._nearest = min(self._nearest, NEARNESS / near)
             self.lists.needed[TOO_NEAR] = 0
         if near or grown:
@@ -217,6 +217,8 @@ class DeviceCall:
             raise DenseError(f"an atom has more than {MOST_NEIGHBORS} neighbours within the cut-off and the skin")
         self.lists.nearest.zero_()
         self._table = self._model.tabulate(self.lists.find(), self._nearest)
+        if self._table is None:
+            self._nearest = math.inf  # the next one need not reach as far
         self._tabulated = 0 if self._table is None else sum(weight._version for weight in self._weights)
         self.lists.nearest.fill_(0.0 if self._table is None else self._table.nearest**2)
         self._ready = True
@@ -235,7 +237,10 @@ class DeviceCall:
                     raise NeighborError(error.problem, k) from error
 
     def _find_fault(self, *, everywhere: bool = True) -> None:
-        """Find atoms that are not finite or, if `everywhere`, at the same place on the host; raise a NeighborError."""
+        """Check positions on the host, of all structures or only of those with one that is not finite.
+
+        Raise a NeighborError for the first fault.
+        """
         coord, atype = self.lists.coord.cpu().numpy(), self._atype.cpu().numpy()
         box = None if self.lists.cells is None else self.lists.cells.box.cpu().numpy()
         finite = np.isfinite(coord).all((1, 2))

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.data.neighbors.lists import SAME_PLACE
-from deepmd_muon.dynamics.distances import Distances
+from deepmd_muon.dynamics.distances import Distances, may_search
 from deepmd_muon.dynamics.systems import Systems
 from deepmd_muon.stability.angles import Angles, angles_between
 from deepmd_muon.stability.coverage import WIDTH, Coverage
 
-# Atoms whose pairs are held at once: 2 GB of the device with a few hundred neighbours each.
+# Atoms whose pairs the device holds at once: 2 GB with a few hundred neighbours each. It searches no larger structure.
 _MOST_ATOMS = 16384
 
 
@@ -26,9 +26,10 @@ class Compared:
     ----------
     closest
         Smallest ratio of a distance to the shortest of its pair of types in the data `(nsystems,)`, as by
-        `Coverage.compare`; NaN where atoms lie at the same place, and where it was not asked for.
+        `Coverage.compare`; NaN where atoms lie at the same place, and where it was not asked for. Positions must be
+        finite, as those of snapshots are.
     departs
-        Whether the data do not hold some distance, bool `(nsystems,)`.
+        Whether some distance lies outside the data, bool `(nsystems,)`.
     bends
         How far an angle between near neighbours lies beyond the data's `(nsystems,)` [degrees].
     """
@@ -44,16 +45,16 @@ class Snapshots:
     def __init__(self, coverage: Coverage, angles: Angles, device: torch.device) -> None:
         self._coverage, self._angles, self._device = coverage, angles, device
 
-        def moved(values: np.ndarray) -> Tensor:
+        def placed(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values).to(device)
 
-        self._expected, self._known, self._reach = map(moved, (coverage.expected, coverage.known, angles.reach))
-        self._smallest, self._largest = moved(angles.smallest), moved(angles.largest)
+        self._expected, self._known, self._reach = map(placed, (coverage.expected, coverage.known, angles.reach))
+        self._smallest, self._largest = placed(angles.smallest), placed(angles.largest)
         self._reached = torch.full_like(self._expected, torch.inf).flatten()
         self._low = torch.full_like(self._smallest, torch.inf).flatten()
         self._high = -self._low
-        self._on_device = device.type == "cuda"  # a search there compares all pairs of atoms
-        self._distances: dict[int, Distances] = {}  # by the first structure of a group
+        self._on_device = may_search(device)
+        self._distances: list[Distances] = []  # of each group of structures
 
     @property
     def reached(self) -> np.ndarray:
@@ -68,16 +69,23 @@ class Snapshots:
 
     def compare(self, systems: Systems, chosen: np.ndarray) -> Compared:
         """Compare the structures that a mask `(nsystems,)` chooses, and take them into the extremes."""
-        count = max(1, _MOST_ATOMS // systems.atype.shape[1])
+        natoms = systems.atype.shape[1]
+        count = max(1, _MOST_ATOMS // natoms)
         groups = [slice(first, first + count) for first in range(0, max(1, len(systems)), count)]
-        parts = [self._compared(group.start, systems.rows(group), chosen[group]) for group in groups]
+        on_device = self._on_device and natoms <= _MOST_ATOMS
+        del self._distances[len(groups) :]
+        while len(self._distances) < len(groups):
+            rcut, ntypes = self._coverage.rcut, len(self._coverage.type_map)
+            self._distances.append(Distances(rcut, ntypes, on_device=on_device))
+        parts = [
+            self._compared(distances, systems.rows(group), chosen[group])
+            for distances, group in zip(self._distances, groups, strict=True)
+        ]
         columns = zip(*((part.closest, part.departs, part.bends) for part in parts), strict=True)
         return Compared(*map(np.concatenate, columns))
 
-    def _compared(self, number: int, systems: Systems, chosen: np.ndarray) -> Compared:
+    def _compared(self, distances: Distances, systems: Systems, chosen: np.ndarray) -> Compared:
         count, natoms = systems.atype.shape
-        given = self._coverage.rcut, len(self._coverage.type_map)
-        distances = self._distances.setdefault(number, Distances(*given, on_device=self._on_device))
         i, j, vector = distances.of(systems, chosen)
         square = vector.square().sum(1)
         whole = torch.from_numpy(chosen).to(self._device)
@@ -98,7 +106,7 @@ class Snapshots:
         self._high.scatter_reduce_(0, place, degrees, "amax")
         beyond = torch.maximum(self._smallest[triple] - degrees, degrees - self._largest[triple])
         beyond = torch.where(beyond.isfinite(), beyond, 0.0)  # the data hold no such angle
-        bends = -self._least(count, centre // natoms, -beyond, 0.0)
+        bends = self._least(count, centre // natoms, -beyond, 0.0).abs()
         closest = torch.where(whole, closest, torch.nan)
         return Compared(*(x.cpu().numpy() for x in (closest, departs, bends)))
 

@@ -15,7 +15,8 @@ SAME_PLACE = 1e-6
 #: finite; `NEARNESS` over the least distance, rounded up, where atoms are nearer than `Candidates.nearest`; the widths
 #: of sections; the bounds of shorter radii.
 ROOM, AT_SAME_PLACE, NOT_FINITE, TOO_NEAR, FIRST_WIDTH = range(5)
-NEARNESS = 1000.0  # [Å]
+#: Scale of such an entry [Å]: the largest integer is that of the least distance, to 0.1 % at 1 Å.
+NEARNESS = 1000.0
 #: Rounding of translations [cells].
 MARGIN = 1e-9
 

@@ -16,6 +16,7 @@ from deepmd_muon.infer import Predictor
 from deepmd_muon.infer.device_call import DeviceCall
 from deepmd_muon.infer.frozen import FrozenModel
 from deepmd_muon.infer.frozen_archive import MANIFEST, WEIGHTS, weights_of
+from deepmd_muon.model.neighbors.atoms import ROOM
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.graphs import GraphMemory
 
@@ -71,9 +72,18 @@ def test_lists_of_launches_that_do_not_count_are_made_again(device, frames):
     assert_same(call, expect, wide)
     call.lists.coord.copy_(torch.tensor(frames.coord))
     call.launch()
+    room = call.needed()[ROOM]
+    assert room
     call.discard()
+    assert not any(call.needed())
     call.launch()
-    assert not call.settled(call.needed())
+    assert call.needed()[ROOM] == room
+    call.discard()
+    call.lists.coord.copy_(torch.tensor(wide.coord))
+    call.launch()
+    version = call.version
+    assert call.settled(call.needed())
+    assert call.version == version
 
 
 def test_tables_reach_as_far_as_atoms_came(device, frames):
@@ -183,7 +193,7 @@ def test_lost_structures_are_those_of_the_host(force_fields, frames, monkeypatch
         return [lost for snapshot in simulate(force_field, systems, 8, 0.55, every=8) for lost in snapshot.lost]
 
     host, device = ends_of(force_fields, frames, run)
-    assert host
+    assert host[0].step > 1
     assert device == host
     assert by_host == sorted({lost.step - 1 for lost in host})
 
