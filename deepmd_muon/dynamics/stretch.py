@@ -46,9 +46,9 @@ class Stretch:
             valid = count if self._valid is None else int(self._valid)
             if valid < count:  # later steps may have led anywhere
                 self._undo()
+                if not valid:
+                    return 0
                 count = valid
-                if not count:
-                    break
                 continue
             try:
                 if self._force_field.settled():

@@ -1,7 +1,7 @@
 """Dynamics of many copies whose steps wait for nothing: one CUDA graph finds neighbours, moves atoms and watches them.
 
-`deepmd_muon.dynamics` does the same with lists that the host makes, which is right for a few runs of any model; here
-hundreds of short runs of small potentials are wanted. A test compares the two.
+`deepmd_muon.dynamics` returns to the host every few steps, and follows any model; here hundreds of short runs of small
+potentials are wanted. A test compares the two.
 """
 
 from __future__ import annotations
