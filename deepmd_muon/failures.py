@@ -35,9 +35,15 @@ def failure_of(error: BaseException) -> str | None:
     if isinstance(error, WriteError):
         advice = _ADVICE.get(error.errno or 0)
         return f"{error}; {advice}" if advice else text
-    if "OutOfMemoryError" in kinds or re.search(r"(CUDA|HIP|XPU) error: out of memory|_STATUS_ALLOC_FAILED", text):
+    if "OutOfMemoryError" in kinds or re.search(
+        r"(CUDA|HIP|XPU) error: out of memory|_STATUS_ALLOC_FAILED", text
+    ):
         return f"the GPU has no memory left{_wanted(text)}: {_LESS}, or more GPUs with training/zero_stage 3"
-    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text or getattr(error, "errno", 0) == errno.ENOMEM:
+    if (
+        isinstance(error, MemoryError)
+        or "DefaultCPUAllocator" in text
+        or getattr(error, "errno", 0) == errno.ENOMEM
+    ):
         return f"this machine has no memory left{_wanted(text)}: {_LESS}, or end other programs"
     if isinstance(error, RuntimeError) and "can't start new thread" in text:
         return "the system starts no more threads: raise the limit of processes (ulimit -u)"

@@ -113,7 +113,9 @@ def named_file(place: Path, path: Path) -> Iterator[BinaryIO]:
     See `whole_file`.
     """
     with writing(path):
-        raw = _NamedFile(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), path)
+        raw = _NamedFile(
+            os.open(place, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), path
+        )
     try:
         with io.BufferedWriter(raw) as file:
             yield file
@@ -237,7 +239,11 @@ def hidden_name(path: Path) -> Path:
 def leftovers_of(path: Path) -> list[Path]:
     """Return the temporary files of `path` beside it: those of processes that are writing it or were killed."""
     own = re.compile(rf"\.{re.escape(path.stem)}\.[0-9a-f]{{16}}{re.escape(path.suffix)}")
-    return [found for found in path.parent.iterdir() if own.fullmatch(found.name)] if path.parent.is_dir() else []
+    return (
+        [found for found in path.parent.iterdir() if own.fullmatch(found.name)]
+        if path.parent.is_dir()
+        else []
+    )
 
 
 def is_special(path: Path) -> bool:
@@ -290,7 +296,9 @@ def regular_text(path: str | os.PathLike[str]) -> str:
             ) from error
 
 
-def real_folders(root: str, refuse: Callable[[OSError], None] | None = None) -> list[tuple[str, list[str], list[str]]]:
+def real_folders(
+    root: str, refuse: Callable[[OSError], None] | None = None
+) -> list[tuple[str, list[str], list[str]]]:
     """Return the folders at or below `root`, sorted, with their folders and files; cycles of links are not followed.
 
     Sets of systems (``set.000``) and folders whose names begin with a dot, which killed conversions leave behind, are
@@ -319,7 +327,9 @@ def paths_matching(pattern: str, refuse: Callable[[OSError], None] | None = None
         return
     place = parts.index("**")
     rest = os.sep.join(parts[place + 1 :])
-    for top in glob.glob(os.sep.join(parts[:place]) or (os.sep if parts[0] == "" and place else os.curdir)):
+    for top in glob.glob(
+        os.sep.join(parts[:place]) or (os.sep if parts[0] == "" and place else os.curdir)
+    ):
         if not rest:
             yield top  # readers search it for systems; `refuse_clashes` looks below it, too
             continue
@@ -340,18 +350,33 @@ def refuse_clashes(
     or patterns of data by description, as `open_systems` takes them. The `error` names every output that is another
     file, too.
     """
-    places = {name: Path(path) for name, path in outputs.items() if path is not None and not is_special(Path(path))}
+    places = {
+        name: Path(path)
+        for name, path in outputs.items()
+        if path is not None and not is_special(Path(path))
+    }
     problems = list(_twice(places))
     existing = {name: path for name, path in places.items() if path.exists()}
     for name, path in existing.items():
-        problems += [f"{name} is {what}: {path}" for what, file in inputs.items() if file and _same(path, file)]
+        problems += [
+            f"{name} is {what}: {path}"
+            for what, file in inputs.items()
+            if file and _same(path, file)
+        ]
     real = {name: os.path.realpath(path) for name, path in existing.items()}
     for what, paths in systems.items():
         for system in paths if existing else ():
             found = _outputs_in(system, real)
-            problems += [f"{name} is a file of {what} {system}: {places[name]}" for name in real if name in found]
+            problems += [
+                f"{name} is a file of {what} {system}: {places[name]}"
+                for name in real
+                if name in found
+            ]
     if problems:
-        raise error("; ".join(problems) + ". Give the output another name, so that it overwrites no other file")
+        raise error(
+            "; ".join(problems)
+            + ". Give the output another name, so that it overwrites no other file"
+        )
 
 
 def _twice(places: Mapping[str, Path]) -> Iterator[str]:
@@ -379,7 +404,9 @@ def _outputs_in(system: str, outputs: Mapping[str, str]) -> set[str]:
                 inside = False
             else:
                 parts = Path(path).relative_to(folder).parts
-                inside = parts[-1] in _OF_SYSTEM or any(part.startswith("set.") for part in parts[:-1])
+                inside = parts[-1] in _OF_SYSTEM or any(
+                    part.startswith("set.") for part in parts[:-1]
+                )
             if inside or _same(path, place):
                 found.add(name)
     return found

@@ -10,7 +10,11 @@ from deepmd_muon.setting import setting
 
 
 def _one_of_both(stress: str | None, virial: str | None) -> str | None:
-    return f"excludes virial; found {stress!r} and {virial!r}, keep one of them" if stress and virial else None
+    return (
+        f"excludes virial; found {stress!r} and {virial!r}, keep one of them"
+        if stress and virial
+        else None
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +25,8 @@ class LabelKeys(Section):
     force: str | None = setting(None, doc="Name of the forces [eV/Å].")
     virial: str | None = setting(None, doc="Name of the virial −dE/dε [eV], nine numbers.")
     stress: str | None = setting(
-        None, doc="Name of the stress [eV/Å³], six numbers (Voigt) or nine; positive under tension. Excludes virial."
+        None,
+        doc="Name of the stress [eV/Å³], six numbers (Voigt) or nine; positive under tension. Excludes virial.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (Rule(("stress", "virial"), _one_of_both),)

@@ -29,4 +29,6 @@ def _load(point: EntryPoint) -> None:
     try:
         point.load()
     except Exception as error:
-        raise PluginError(f"the extension {point.name!r} ({point.value}) cannot be loaded: {error}") from error
+        raise PluginError(
+            f"the extension {point.name!r} ({point.value}) cannot be loaded: {error}"
+        ) from error

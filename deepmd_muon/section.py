@@ -61,7 +61,10 @@ class Foreign:
 
     def accepts(self, value: Any) -> bool:
         """Return whether a value requests nothing."""
-        same = any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in self.neutral)
+        same = any(
+            value == other and isinstance(value, bool) == isinstance(other, bool)
+            for other in self.neutral
+        )
         return same or value is None
 
 
@@ -82,7 +85,10 @@ class Section:
     def __post_init__(self) -> None:
         check_settings(self)
         # Rules may assume that each value is valid by itself.
-        found = [(rule.reads[0], rule.check(*(_attribute(self, path) for path in rule.reads))) for rule in self.rules]
+        found = [
+            (rule.reads[0], rule.check(*(_attribute(self, path) for path in rule.reads)))
+            for rule in self.rules
+        ]
         broken = [f"{name}: {problem}" for name, problem in found if problem]
         if broken:
             raise InvalidSettingError(f"{type(self).__name__}: " + "; ".join(broken), broken)
@@ -124,7 +130,9 @@ class Variants:
         return self.choices[wanted]
 
 
-def section(default: Any = dataclasses.MISSING, *, doc: str, variants: Variants | None = None) -> Any:
+def section(
+    default: Any = dataclasses.MISSING, *, doc: str, variants: Variants | None = None
+) -> Any:
     """Declare a dataclass field that is a sub-section; without a default, it is required.
 
     `variants` are its kinds; None if the annotation names a single dataclass. A field annotated ``Mapping[str, X]`` is
@@ -158,7 +166,9 @@ def thaw(value: Any) -> Any:
         if variants and isinstance(inner, Mapping):
             plain[field.name] = {name: _tagged(one, variants) for name, one in inner.items()}
         else:
-            plain[field.name] = _tagged(inner, variants) if variants and inner is not None else thaw(inner)
+            plain[field.name] = (
+                _tagged(inner, variants) if variants and inner is not None else thaw(inner)
+            )
     return plain
 
 
@@ -184,7 +194,9 @@ def freeze(section: type[T], plain: Mapping[str, Any]) -> T:
     declared: Any = section
     annotations = annotations_of(declared)
     fields = {field.name: field for field in dataclasses.fields(declared)}
-    problems = [f"{name}: is not a known key" for name in plain if name not in fields and name != "type"]
+    problems = [
+        f"{name}: is not a known key" for name in plain if name not in fields and name != "type"
+    ]
     values: dict[str, Any] = {}
     for name, field in fields.items():
         if name in plain:

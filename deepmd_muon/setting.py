@@ -90,10 +90,18 @@ class Setting:
         if isinstance(value, Mapping):
             return next((found for found in map(self.problem, value.values()) if found), None)
         if isinstance(value, (tuple, list)):
-            empty = "must have at least one element; found an empty list" if self.nonempty and not value else None
+            empty = (
+                "must have at least one element; found an empty list"
+                if self.nonempty and not value
+                else None
+            )
             return empty or next((found for found in map(self.problem, value) if found), None)
         rule = self._broken_rule(value)
-        return f"must be {rule}; found {literal(value)}" + (f" ({self.note})" if self.note else "") if rule else None
+        return (
+            f"must be {rule}; found {literal(value)}" + (f" ({self.note})" if self.note else "")
+            if rule
+            else None
+        )
 
     def _broken_rule(self, value: Any) -> str | None:
         """Describe the rule that a scalar violates; None if it violates none."""
@@ -102,7 +110,11 @@ class Setting:
         value = self.folded(value)
         if self.choices is not None and value not in self.choices:
             return one_of(self.choices)
-        if self.pattern is not None and isinstance(value, str) and not re.fullmatch(self.pattern, value):
+        if (
+            self.pattern is not None
+            and isinstance(value, str)
+            and not re.fullmatch(self.pattern, value)
+        ):
             return self.forms or f"a match of {self.pattern}"
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
@@ -115,7 +127,11 @@ class Setting:
             (self.above, lambda b: value > b, ">"),
             (self.below, lambda b: value < b, "<"),
         )
-        broken = [f"{sign} {bound:g}" for bound, holds, sign in bounds if bound is not None and not holds(bound)]
+        broken = [
+            f"{sign} {bound:g}"
+            for bound, holds, sign in bounds
+            if bound is not None and not holds(bound)
+        ]
         return " and ".join(broken) or None
 
 
@@ -129,14 +145,18 @@ def setting_like(settings: type, name: str, default: Any = dataclasses.MISSING) 
     declared: Any = settings
     (field,) = (field for field in dataclasses.fields(declared) if field.name == name)
     default = field.default if default is dataclasses.MISSING else default
-    return dataclasses.field(default=default, metadata={"setting": dataclasses.replace(setting_of(field), alias=())})
+    return dataclasses.field(
+        default=default, metadata={"setting": dataclasses.replace(setting_of(field), alias=())}
+    )
 
 
 def setting_of(field: dataclasses.Field[Any], annotation: Any = None) -> Setting:
     """Return the `Setting` that `setting` attached to a dataclass field; a Literal annotation gives its choices."""
     found = field.metadata["setting"]
     assert isinstance(found, Setting)
-    literals = [kind for kind in alternatives_of(annotation) if typing.get_origin(kind) is typing.Literal]
+    literals = [
+        kind for kind in alternatives_of(annotation) if typing.get_origin(kind) is typing.Literal
+    ]
     if found.choices is None and len(literals) == 1:
         return dataclasses.replace(found, choices=typing.get_args(literals[0]))
     return found
@@ -163,7 +183,9 @@ def check_settings(settings: Any, of: str = "") -> None:
         elif own.any_case:
             object.__setattr__(settings, name, own.folded(value))
     if problems:
-        raise InvalidSettingError(f"{of or type(settings).__name__}: " + "; ".join(problems), problems)
+        raise InvalidSettingError(
+            f"{of or type(settings).__name__}: " + "; ".join(problems), problems
+        )
 
 
 @functools.cache
@@ -177,7 +199,9 @@ def _declared(settings: Any) -> tuple[tuple[str, Any, Setting], ...]:
 @functools.cache
 def annotations_of(settings: type) -> dict[str, Any]:
     """Return the evaluated annotations of a settings dataclass, with `tuple[X, ...]` for `Sequence[X]`."""
-    return {name: _as_tuple(annotation) for name, annotation in typing.get_type_hints(settings).items()}
+    return {
+        name: _as_tuple(annotation) for name, annotation in typing.get_type_hints(settings).items()
+    }
 
 
 def _as_tuple(annotation: Any) -> Any:
@@ -185,7 +209,9 @@ def _as_tuple(annotation: Any) -> Any:
     if typing.get_origin(annotation) is Sequence:
         return types.GenericAlias(tuple, (_as_tuple(typing.get_args(annotation)[0]), ...))
     members = alternatives_of(annotation)
-    return functools.reduce(operator.or_, map(_as_tuple, members)) if len(members) > 1 else annotation
+    return (
+        functools.reduce(operator.or_, map(_as_tuple, members)) if len(members) > 1 else annotation
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +264,9 @@ def convert(value: Any, annotation: Any, *, exact: bool = False) -> Any:
 def _scalar(value: Any, kind: Any, *, exact: bool) -> Any:
     """Return a scalar as the annotated type, or None when it does not fit."""
     if typing.get_origin(kind) is typing.Literal:
-        return value if any(type(value) is type(choice) for choice in typing.get_args(kind)) else None
+        return (
+            value if any(type(value) is type(choice) for choice in typing.get_args(kind)) else None
+        )
     if kind is bool or (isinstance(value, bool) and kind in _NAMES):
         return value if kind is bool and isinstance(value, bool) else None
     if kind is int and isinstance(value, Real):
@@ -266,7 +294,10 @@ def _convert_any(value: Any, members: tuple[Any, ...], annotation: Any, *, exact
         # Naming the wrong element of a list helps more than saying that no member fits.
         return convert(value, lists[0], exact=exact)
     attempts = (convert(value, member, exact=exact) for member in members)
-    return next((fitted for fitted in attempts if not isinstance(fitted, Mismatch)), _mismatch(value, annotation))
+    return next(
+        (fitted for fitted in attempts if not isinstance(fitted, Mismatch)),
+        _mismatch(value, annotation),
+    )
 
 
 def _convert_list(value: Any, annotation: Any, *, exact: bool) -> Any:
@@ -276,7 +307,9 @@ def _convert_list(value: Any, annotation: Any, *, exact: bool) -> Any:
     if not isinstance(value, (list, tuple)) or (fixed and len(value) != len(elements)):
         return _mismatch(value, annotation)
     kinds = elements if fixed else (elements[0],) * len(value)
-    converted = tuple(convert(element, kind, exact=exact) for element, kind in zip(value, kinds, strict=True))
+    converted = tuple(
+        convert(element, kind, exact=exact) for element, kind in zip(value, kinds, strict=True)
+    )
     return _faults_within(enumerate(converted)) or converted
 
 
@@ -352,7 +385,13 @@ def shown(value: Any) -> str:
         return "an object"
     text = repr(value)
     text = text if len(text) <= 60 else text[:57] + "..."
-    kind = "the string " if isinstance(value, str) else "the list " if isinstance(value, (list, tuple)) else ""
+    kind = (
+        "the string "
+        if isinstance(value, str)
+        else "the list "
+        if isinstance(value, (list, tuple))
+        else ""
+    )
     return kind + text
 
 

@@ -4,7 +4,12 @@
 """
 
 from deepmd_muon.argcheck.errors import DeepmdKitOnlyError, InputError, Problem
-from deepmd_muon.argcheck.learning_rate import CosineSettings, ExpSettings, LearningRateSettings, WSDSettings
+from deepmd_muon.argcheck.learning_rate import (
+    CosineSettings,
+    ExpSettings,
+    LearningRateSettings,
+    WSDSettings,
+)
 from deepmd_muon.argcheck.load import Input, dump, load, normalize
 from deepmd_muon.argcheck.settings import Settings
 from deepmd_muon.argcheck.training import (

@@ -14,11 +14,20 @@ from deepmd_muon.section import thaw
 log = logging.getLogger(__name__)
 
 # Settings of how weights and statistics are made, which a checkpoint already holds, and of what is trained.
-_NOT_PHYSICS = ("trainable", "seed", "data_stat_nbatch", "data_stat_protect", "rcond", "set_davg_zero")
+_NOT_PHYSICS = (
+    "trainable",
+    "seed",
+    "data_stat_nbatch",
+    "data_stat_protect",
+    "rcond",
+    "set_davg_zero",
+)
 _TRAINING = ("optimizer/", "loss/", "learning_rate/", "training/training_data/", "training/numb_")
 
 
-def check_model_section(saved: ModelSettings, present: ModelSettings, path: Path, *, insist: bool) -> None:
+def check_model_section(
+    saved: ModelSettings, present: ModelSettings, path: Path, *, insist: bool
+) -> None:
     """Raise if the checkpoint `path` was trained with other model settings; with `insist`, log the changes instead.
 
     Weights load without error after a change of cutoff or activation, but the run would continue with other energies.
@@ -49,7 +58,9 @@ def check_model_section(saved: ModelSettings, present: ModelSettings, path: Path
 def report_changes(saved: Mapping[str, Any], present: Mapping[str, Any], path: Path) -> None:
     """Log the differences between two normalised inputs, as warnings where they change the training."""
     changes = changed_settings(saved, present)
-    changes = {key: change for key, change in changes.items() if not key.startswith(("model/", "replay"))}
+    changes = {
+        key: change for key, change in changes.items() if not key.startswith(("model/", "replay"))
+    }
     important = [change for key, change in changes.items() if key.startswith(_TRAINING)]
     if important:
         log.warning("since %s was written: %s", path, "; ".join(important))
@@ -58,7 +69,9 @@ def report_changes(saved: Mapping[str, Any], present: Mapping[str, Any], path: P
             log.info("since %s was written: %s", path, change)
 
 
-def changed_settings(saved: Mapping[str, Any], present: Mapping[str, Any], path: str = "") -> dict[str, str]:
+def changed_settings(
+    saved: Mapping[str, Any], present: Mapping[str, Any], path: str = ""
+) -> dict[str, str]:
     """Describe every setting that differs, with its saved and its present value, by its path in the input."""
     changes: dict[str, str] = {}
     for key in sorted({*saved, *present}):

@@ -50,7 +50,11 @@ def _freeze(found: Any) -> Any:
     """Build the dataclasses from the valid values."""
     if isinstance(found, _Found):
         return found.section(**{name: _freeze(value) for name, value in found.values.items()})
-    return {name: _freeze(value) for name, value in found.items()} if isinstance(found, dict) else found
+    return (
+        {name: _freeze(value) for name, value in found.items()}
+        if isinstance(found, dict)
+        else found
+    )
 
 
 class _Walk:
@@ -107,10 +111,14 @@ class _Walk:
         self.problem((*path, "type"), f"must be {wanted}; found {shown(name)}{hint}")
         return None
 
-    def spellings(self, kind: Key, given: dict[Any, Any], path: Path, *, tagged: bool) -> dict[str, str]:
+    def spellings(
+        self, kind: Key, given: dict[Any, Any], path: Path, *, tagged: bool
+    ) -> dict[str, str]:
         """Match the keys of an object with those of its section; report unknown and doubled ones."""
         assert kind.section is not None
-        known = {spelling: key.name for key in kind.keys.values() for spelling in (key.name, *key.alias)}
+        known = {
+            spelling: key.name for key in kind.keys.values() for spelling in (key.name, *key.alias)
+        }
         foreign = foreign_of(kind.section)
         spellings: dict[str, str] = {}
         unknown: list[Any] = []
@@ -129,7 +137,10 @@ class _Walk:
                         self.unknown(spelling, list(known), path)
             elif known[spelling] in spellings:
                 first = spellings[known[spelling]]
-                self.problem((*path, spelling), f"means the same as {first!r}, which is given too; keep one of them")
+                self.problem(
+                    (*path, spelling),
+                    f"means the same as {first!r}, which is given too; keep one of them",
+                )
             else:
                 spellings[known[spelling]] = spelling
         if len(unknown) > _MOST_UNKNOWN:
@@ -148,7 +159,11 @@ class _Walk:
         if key.setting.lone and not isinstance(given, list):
             given = [given]
         value = convert(given, key.annotation)
-        faults = value.faults if isinstance(value, Mismatch) else tuple(_broken_rules(key.setting, value, ()))
+        faults = (
+            value.faults
+            if isinstance(value, Mismatch)
+            else tuple(_broken_rules(key.setting, value, ()))
+        )
         for where, message in faults:
             self.problem((*path, *map(str, where)), message)
         return _WRONG if faults else key.setting.folded(value)
@@ -156,7 +171,9 @@ class _Walk:
     def named(self, key: Key, given: Any, path: Path) -> Any:
         """Check an object of sections; return their valid values by name."""
         if not isinstance(given, dict):
-            self.problem(path, f"must be an object with a section for each name; found {shown(given)}")
+            self.problem(
+                path, f"must be an object with a section for each name; found {shown(given)}"
+            )
             return _WRONG
         names = [name for name in given if not _comment(name, path)]
         found = {str(name): self.section(key, given[name], (*path, str(name))) for name in names}
@@ -190,16 +207,26 @@ class _Walk:
             return
         harmless = " or ".join(map(shown, key.neutral))
         advice = f"remove it or set {harmless}" if key.neutral else "remove it"
-        self.problem(path, f"asks for {key.what}, which this package does not have; {advice}", key.what)
+        self.problem(
+            path, f"asks for {key.what}, which this package does not have; {advice}", key.what
+        )
 
     def unknown(self, spelling: Any, known: list[str], path: Path) -> None:
         """Report an unknown key with the nearest known one, here or in another section."""
         name = str(spelling)
         places = list(_places(self.root, (), ""))
-        exact = [_where(place, kind, path) for other, place, kind in places if other == name and place[:1] == path[:1]]
-        exact = exact or [_where(place, kind, path) for other, place, kind in places if other == name]
+        exact = [
+            _where(place, kind, path)
+            for other, place, kind in places
+            if other == name and place[:1] == path[:1]
+        ]
+        exact = exact or [
+            _where(place, kind, path) for other, place, kind in places if other == name
+        ]
         near = difflib.get_close_matches(name.lower(), known, 1, cutoff=0.6)
-        far = difflib.get_close_matches(name.lower(), [other for other, _, _ in places], 1, cutoff=0.75)
+        far = difflib.get_close_matches(
+            name.lower(), [other for other, _, _ in places], 1, cutoff=0.75
+        )
         similar = [_where(place, kind, path) for other, place, kind in places if other in far]
         nearest = difflib.get_close_matches(name.lower(), known, 1, cutoff=0.0)
         if exact:
@@ -209,7 +236,11 @@ class _Walk:
         elif similar:
             hint = f"did you mean {' or '.join(dict.fromkeys(similar))}?"
         else:
-            hint = f"remove it; the nearest is {nearest[0]!r}" if nearest else "remove it; this section has no keys"
+            hint = (
+                f"remove it; the nearest is {nearest[0]!r}"
+                if nearest
+                else "remove it; this section has no keys"
+            )
         self.problem((*path, name), f"is not a known key; {hint}")
 
 
@@ -242,7 +273,11 @@ def _comment(key: Any, path: Path) -> bool:
 def _look(found: Any, names: list[str]) -> Any:
     """Return the value at a rule's path, `_WRONG` if it is invalid, None below an absent section."""
     for name in names:
-        found = found.values.get(name, _WRONG) if isinstance(found, _Found) else getattr(found, name, None)
+        found = (
+            found.values.get(name, _WRONG)
+            if isinstance(found, _Found)
+            else getattr(found, name, None)
+        )
         if found is _WRONG:
             return _WRONG
     return found

@@ -104,13 +104,24 @@ def _several_models() -> Iterator[_Block]:
     several = tree(MultiTaskSettings)
     yield _Heading(2, "Several models")
     yield from map(_Paragraph, _SEVERAL)
-    branch, data = several.keys["model"].keys["model_dict"], several.keys["training"].keys["data_dict"]
+    branch, data = (
+        several.keys["model"].keys["model_dict"],
+        several.keys["training"].keys["data_dict"],
+    )
     one = tree(Settings).keys
     for path, key, known in (
         ("model", several.keys["model"], ()),
-        ("model/model_dict/<branch>", branch, [name for name in one["model"].keys if name != "type_map"]),
+        (
+            "model/model_dict/<branch>",
+            branch,
+            [name for name in one["model"].keys if name != "type_map"],
+        ),
         ("loss_dict/<branch>", several.keys["loss_dict"], ()),
-        ("training", several.keys["training"], [name for name in one["training"].keys if name != "numb_steps"]),
+        (
+            "training",
+            several.keys["training"],
+            [name for name in one["training"].keys if name != "numb_steps"],
+        ),
         ("training/data_dict/<branch>", data, ()),
     ):
         yield _Heading(3, path)
@@ -121,7 +132,9 @@ def _several_models() -> Iterator[_Block]:
             if name in known or inner.named:
                 continue
             same = f"as {'/'.join(('training', name))} of an input of one model"
-            yield _Entry(name, same if inner.is_section else "; ".join(_facts(inner)), inner.setting.doc)
+            yield _Entry(
+                name, same if inner.is_section else "; ".join(_facts(inner)), inner.setting.doc
+            )
 
 
 def _entries_of(key: Key, path: tuple[str, ...], level: int) -> Iterator[_Block]:
@@ -133,7 +146,9 @@ def _entries_of(key: Key, path: tuple[str, ...], level: int) -> Iterator[_Block]
     foreign = foreign_of(key.section)
     if foreign and path:
         names = ", ".join(f"`{name}`" for name in foreign)
-        yield _Paragraph(f"Keys of deepmd-kit without a counterpart here, accepted where they have no effect: {names}.")
+        yield _Paragraph(
+            f"Keys of deepmd-kit without a counterpart here, accepted where they have no effect: {names}."
+        )
     for name, inner in key.keys.items():
         if inner.is_section:
             yield from _section(inner, (*path, name), level + 1)
@@ -148,7 +163,9 @@ def _section(key: Key, path: tuple[str, ...], level: int) -> Iterator[_Block]:
         yield from _entries_of(key, path, level)
         return
     default = f", default {_json(key.variants.default)}" if key.variants.default else ", required"
-    yield _Entry("type", _one_of(key.kinds) + default, "Kind of the section; the other keys depend on it.")
+    yield _Entry(
+        "type", _one_of(key.kinds) + default, "Kind of the section; the other keys depend on it."
+    )
     for name, kind in key.kinds.items():
         alias = f" (also {', '.join(map(_json, kind.alias))})" if kind.alias else ""
         yield _Heading(level + 1, f"{'/'.join(path)} with type {_json(name)}{alias}")
@@ -185,7 +202,12 @@ def _one_of(choices: Collection[Any]) -> str:
 
 def _bounds(setting: Setting) -> Iterator[str]:
     """Yield the bounds of a number."""
-    for sign, bound in (("≥", setting.minimum), (">", setting.above), ("≤", setting.maximum), ("<", setting.below)):
+    for sign, bound in (
+        ("≥", setting.minimum),
+        (">", setting.above),
+        ("≤", setting.maximum),
+        ("<", setting.below),
+    ):
         if bound is not None:
             yield f"{sign} {bound:g}"
 
@@ -227,7 +249,9 @@ def _text(block: _Block) -> str:
         return f"\n{block.text}\n{'=-'[block.level > 1] * len(block.text)}\n"
     if isinstance(block, _Paragraph):
         return textwrap.fill(block.text.replace("`", ""), 100) + "\n"
-    facts = textwrap.fill(f"{block.name}: {block.facts}".replace("`", ""), 100, subsequent_indent="        ")
+    facts = textwrap.fill(
+        f"{block.name}: {block.facts}".replace("`", ""), 100, subsequent_indent="        "
+    )
     return f"{facts}\n{textwrap.fill(block.doc, 100, initial_indent='    ', subsequent_indent='    ')}\n"
 
 

@@ -59,7 +59,8 @@ class _YamlLoader(yaml.SafeLoader):
         tag: made
         for tag, made in yaml.SafeLoader.yaml_constructors.items()
         # The types of JSON. None is PyYAML's constructor for all other tags: it raises an error.
-        if tag is None or tag.removeprefix(_TAG) in ("null", "bool", "int", "float", "str", "seq", "map")
+        if tag is None
+        or tag.removeprefix(_TAG) in ("null", "bool", "int", "float", "str", "seq", "map")
     }
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -74,7 +75,9 @@ class _YamlLoader(yaml.SafeLoader):
         """Merge in the mappings that "<<" names; raise if merges of merges multiply the keys."""
         super().flatten_mapping(node)
         if len(node.value) > MAX_MERGED:
-            raise yaml.constructor.ConstructorError(None, None, "merges multiply its keys", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, "merges multiply its keys", node.start_mark
+            )
 
     def object(self, node: yaml.MappingNode) -> Iterator[_Object]:
         """Build an object after its contents, so that PyYAML rejects an object that contains itself."""
@@ -84,7 +87,9 @@ class _YamlLoader(yaml.SafeLoader):
         self.flatten_mapping(node)
         made = _Object()
         for key, value in node.value:
-            made[_hashable(self.construct_object(key, deep=True))] = self.construct_object(value, deep=True)
+            made[_hashable(self.construct_object(key, deep=True))] = self.construct_object(
+                value, deep=True
+            )
         made.doubled = doubled
         yield made
 
@@ -128,7 +133,9 @@ def read(path: Path) -> dict[str, Any]:
         with open_regular(path) as file:
             content = file.read(most + 1)
         if len(content) > most:
-            raise InputError([Problem("", f"has more than {most >> 10} KiB, which no input needs")], source)
+            raise InputError(
+                [Problem("", f"has more than {most >> 10} KiB, which no input needs")], source
+            )
         text = content.decode("utf-8-sig").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
@@ -136,7 +143,9 @@ def read(path: Path) -> dict[str, Any]:
     data = _parse_yaml(text, source) if is_yaml else _parse_json(text, source)
     _bounded(data, source)
     if not isinstance(data, dict):
-        raise InputError([Problem("", f"must hold an object with sections; found {shown(data)}")], source)
+        raise InputError(
+            [Problem("", f"must hold an object with sections; found {shown(data)}")], source
+        )
     problems = list(_doubled(data, ()))
     if problems:
         raise InputError(problems, source)
@@ -161,7 +170,9 @@ def _json_mistake(text: str, error: json.JSONDecodeError) -> str:
     before, rest = text[: error.pos].rstrip(), text[error.pos :].lstrip()
     trailing = before.endswith(",") and rest[:1] in ("]", "}")
     # Newer parsers stop at the comma itself.
-    if trailing or (rest[:1] == "," and before[-1:] not in ("[", "{") and rest[1:].lstrip()[:1] in ("]", "}")):
+    if trailing or (
+        rest[:1] == "," and before[-1:] not in ("[", "{") and rest[1:].lstrip()[:1] in ("]", "}")
+    ):
         return "a comma after the last entry (remove it)"
     if rest.startswith(("//", "/*", "#")):
         return 'a comment (JSON has none; write a key that starts with "_")'
@@ -181,7 +192,11 @@ def _marked(text: str, error: json.JSONDecodeError) -> str:
     lines = text.splitlines()
     line = lines[error.lineno - 1] if error.lineno <= len(lines) else ""
     first = max(0, error.colno - 60)
-    return f"\n    {line[first : first + 110]}\n    {' ' * (error.colno - 1 - first)}^" if line.strip() else ""
+    return (
+        f"\n    {line[first : first + 110]}\n    {' ' * (error.colno - 1 - first)}^"
+        if line.strip()
+        else ""
+    )
 
 
 def _digits(value: int) -> int:
@@ -208,7 +223,9 @@ def _bounded(data: Any, source: str) -> None:
     while stack and problem is None:
         value, depth = stack.pop()
         count += 1
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        inner = (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        )
         stack += [(element, depth + 1) for element in inner]
         words = [*value] if isinstance(value, dict) else [value]
         if count > MAX_VALUES:
@@ -216,7 +233,9 @@ def _bounded(data: Any, source: str) -> None:
         elif depth > MAX_DEPTH:
             problem = f"is nested deeper than {MAX_DEPTH} levels"
         elif type(value) is int and abs(value) >= 1 << 63:
-            problem = f"holds a whole number of {_digits(value)} digits, which does not fit into 64 bits"
+            problem = (
+                f"holds a whole number of {_digits(value)} digits, which does not fit into 64 bits"
+            )
         elif any(isinstance(word, str) and _SURROGATE.search(word) for word in words):
             problem = "holds half of a surrogate pair, which is not a character"
         elif any(isinstance(word, str) and "\0" in word for word in words):
@@ -230,7 +249,10 @@ def _doubled(value: Any, path: tuple[str, ...]) -> Iterator[Problem]:
     if isinstance(value, _Object):
         for key in value.doubled:
             if not key.startswith("_"):
-                yield Problem("/".join((*path, key)), "is given more than once in the same object; keep one of them")
+                yield Problem(
+                    "/".join((*path, key)),
+                    "is given more than once in the same object; keep one of them",
+                )
     inner: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, (dict, list)):
         inner = value.items() if isinstance(value, dict) else enumerate(value)

@@ -30,7 +30,9 @@ def json_schema() -> dict[str, Any]:
         "description": summary(Settings),
         "type": "object",
         # For editors that complete keys; the values are described below.
-        "properties": {name: {"description": key.setting.doc} for name, key in tree(Settings).keys.items()},
+        "properties": {
+            name: {"description": key.setting.doc} for name, key in tree(Settings).keys.items()
+        },
         "if": several,
         "then": _several_models(extra),
         "else": _object(tree(Settings), extra),
@@ -39,7 +41,11 @@ def json_schema() -> dict[str, Any]:
 
 def json_schema_of(section: type, title: str) -> dict[str, Any]:
     """Return the JSON Schema of another command's input, whose root is the dataclass `section`."""
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, "description": summary(section)}
+    head = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": title,
+        "description": summary(section),
+    }
     return head | _object(tree(section), {"$schema": {"type": "string"}})
 
 
@@ -63,12 +69,20 @@ def _object(key: Key, extra: dict[str, Any]) -> dict[str, Any]:
     properties = dict(extra)
     for name, inner in key.keys.items():
         properties[name] = _property(inner)
-        properties.update({alias: {**_property(inner), "description": f"The same as {name}."} for alias in inner.alias})
+        properties.update(
+            {
+                alias: {**_property(inner), "description": f"The same as {name}."}
+                for alias in inner.alias
+            }
+        )
     for name, foreign in foreign_of(key.section).items():
         if foreign.inert:
             properties[name] = {"description": f"Left out: {foreign.what}."}
         else:
-            properties[name] = {"enum": [None, *foreign.neutral], "description": f"Not available: {foreign.what}."}
+            properties[name] = {
+                "enum": [None, *foreign.neutral],
+                "description": f"Not available: {foreign.what}.",
+            }
     schema: dict[str, Any] = {
         "type": "object",
         "properties": properties,
@@ -88,7 +102,11 @@ def _property(key: Key) -> dict[str, Any]:
     else:
         schema = _value(key.annotation, key.setting)
     if key.named:
-        schema = {"type": "object", "patternProperties": {"^_": True}, "additionalProperties": schema}
+        schema = {
+            "type": "object",
+            "patternProperties": {"^_": True},
+            "additionalProperties": schema,
+        }
     if key.is_section and key.value is None:
         schema = {"anyOf": [schema, {"type": "null"}]}
     default = {} if key.required or key.is_section else {"default": thaw(key.value)}
@@ -107,7 +125,11 @@ def _kinds(key: Key) -> dict[str, Any]:
             condition["required"] = ["type"]
         tag = {"type": {"enum": names[name], "description": kind.setting.doc}}
         branches.append({"if": condition, "then": _object(kind, tag)})
-    schema: dict[str, Any] = {"type": "object", "properties": {"type": {"enum": every}}, "allOf": branches}
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"type": {"enum": every}},
+        "allOf": branches,
+    }
     return schema if key.variants.default else {**schema, "required": ["type"]}
 
 
@@ -120,12 +142,19 @@ def _value(annotation: Any, setting: Setting) -> dict[str, Any]:
         return {"type": "null"}
     if typing.get_origin(annotation) is Mapping:
         inside = typing.get_args(annotation)[1]
-        return {"type": "object", "additionalProperties": True if inside is Any else _value(inside, setting)}
+        return {
+            "type": "object",
+            "additionalProperties": True if inside is Any else _value(inside, setting),
+        }
     if typing.get_origin(annotation) is tuple:
         return _array(annotation, setting)
     if setting.choices is not None:
         every = {"enum": list(setting.choices)}
-        anyhow = {"type": "string", "pattern": _in_any_case("|".join(setting.choices))} if setting.any_case else None
+        anyhow = (
+            {"type": "string", "pattern": _in_any_case("|".join(setting.choices))}
+            if setting.any_case
+            else None
+        )
         return {"anyOf": [every, anyhow]} if anyhow else every
     bounds = {
         "minimum": setting.minimum,
@@ -133,16 +162,24 @@ def _value(annotation: Any, setting: Setting) -> dict[str, Any]:
         "maximum": setting.maximum,
         "exclusiveMaximum": setting.below,
     }
-    limits = {name: bound for name, bound in bounds.items() if bound is not None and annotation in (int, float)}
+    limits = {
+        name: bound
+        for name, bound in bounds.items()
+        if bound is not None and annotation in (int, float)
+    }
     form = {}
     if setting.pattern and annotation is str:
-        form["pattern"] = _in_any_case(setting.pattern) if setting.any_case else f"^(?:{setting.pattern})$"
+        form["pattern"] = (
+            _in_any_case(setting.pattern) if setting.any_case else f"^(?:{setting.pattern})$"
+        )
     return {"type": _SCALARS[annotation], **limits, **form}
 
 
 def _in_any_case(pattern: str) -> str:
     """Return a pattern that matches in any case; JSON Schema has no flag for that."""
-    both = re.sub(r"\\.|[a-z]", lambda x: x[0] if x[0][0] == "\\" else f"[{x[0].upper()}{x[0]}]", pattern)
+    both = re.sub(
+        r"\\.|[a-z]", lambda x: x[0] if x[0][0] == "\\" else f"[{x[0].upper()}{x[0]}]", pattern
+    )
     return f"^(?:{both})$"
 
 

@@ -22,7 +22,9 @@ def _one_stop(stop_lr: float | None, stop_lr_ratio: float | None) -> str | None:
     return None
 
 
-def _stop_below_start(stop_lr: float | None, stop_lr_ratio: float | None, start_lr: float) -> str | None:
+def _stop_below_start(
+    stop_lr: float | None, stop_lr_ratio: float | None, start_lr: float
+) -> str | None:
     stop = DEFAULT_STOP_LR if stop_lr is None and stop_lr_ratio is None else stop_lr
     if stop is not None and stop > start_lr:
         by_default = " (the default)" if stop_lr is None else ""
@@ -66,7 +68,9 @@ class _Schedule(Section):
         below=1.0,
         doc="Steps of the warm-up in units of all steps, rounded down. Excludes warmup_steps.",
     )
-    warmup_start_factor: float = setting(0.0, minimum=0.0, doc="Rate of the first warm-up step in units of start_lr.")
+    warmup_start_factor: float = setting(
+        0.0, minimum=0.0, doc="Rate of the first warm-up step in units of start_lr."
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("stop_lr", "stop_lr_ratio"), _one_stop),
@@ -110,7 +114,9 @@ class ExpSettings(_Schedule):
             "(stop_lr/start_lr)^(decay_steps/steps of the decay)."
         ),
     )
-    smooth: bool = setting(False, doc="Let the rate fall at every step instead of once every decay_steps steps.")
+    smooth: bool = setting(
+        False, doc="Let the rate fall at every step instead of once every decay_steps steps."
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,15 @@ from deepmd_muon.argcheck.errors import Problem
 from deepmd_muon.optim.words import RENAMED_SETTINGS
 from deepmd_muon.setting import shown
 
-_DATA_KEYS = ("systems", "set_prefix", "batch_size", "auto_prob", "auto_prob_style", "sys_probs", "sys_weights")
+_DATA_KEYS = (
+    "systems",
+    "set_prefix",
+    "batch_size",
+    "auto_prob",
+    "auto_prob_style",
+    "sys_probs",
+    "sys_weights",
+)
 _WARMUP_KEYS = ("warmup_steps", "warmup_ratio", "warmup_start_factor")
 _OPTIMIZER_KEYS = (
     "opt_type",
@@ -93,7 +101,9 @@ class Upgrade:
         into = self.data[target]
         old, new = f"{source}/{key}", f"{target}/{name}"
         if name in into:
-            self.problems.append(Problem(old, f"is an older place of {new}, which is given too; keep only {new}"))
+            self.problems.append(
+                Problem(old, f"is an older place of {new}, which is given too; keep only {new}")
+            )
         else:
             into[name] = value
             self.origins[new] = old
@@ -141,7 +151,10 @@ def _nest_training_data(upgraded: Upgrade, training: dict[str, Any]) -> None:
         return
     if "training_data" in training:
         upgraded.problems += [
-            Problem(f"training/{key}", "is an older place; training/training_data is given too, keep only that")
+            Problem(
+                f"training/{key}",
+                "is an older place; training/training_data is given too, keep only that",
+            )
             for key in given
         ]
         for key in given:
@@ -152,7 +165,9 @@ def _nest_training_data(upgraded: Upgrade, training: dict[str, Any]) -> None:
         upgraded.origins[f"training/training_data/{key}"] = f"training/{key}"
         if key != "set_prefix":
             value = _json(training["training_data"][key])
-            upgraded.notices.append(f"training/{key} is an older place; write training/training_data/{key}: {value}")
+            upgraded.notices.append(
+                f"training/{key} is an older place; write training/training_data/{key}: {value}"
+            )
 
 
 def _move_warmup(upgraded: Upgrade, training: dict[str, Any]) -> None:
@@ -190,7 +205,8 @@ def _translate_hybrid_muon(upgraded: Upgrade) -> None:
     if optimizer.get("type") != "HybridMuon":
         upgraded.problems += [
             Problem(
-                upgraded.origin(f"optimizer/{key}"), 'belongs to optimizer/type "HybridMuon"; set it or remove this'
+                upgraded.origin(f"optimizer/{key}"),
+                'belongs to optimizer/type "HybridMuon"; set it or remove this',
             )
             for key in legacy
         ]
@@ -221,11 +237,17 @@ def _translate_2d_only(upgraded: Upgrade, optimizer: dict[str, Any]) -> None:
     old = upgraded.origin("optimizer/muon_2d_only")
     if "muon_mode" in optimizer:
         upgraded.problems.append(
-            Problem(old, "is the older form of optimizer/muon_mode, which is given too; keep only muon_mode")
+            Problem(
+                old,
+                "is the older form of optimizer/muon_mode, which is given too; keep only muon_mode",
+            )
         )
     elif not isinstance(value, bool):
         upgraded.problems.append(
-            Problem(old, f'must be true or false; found {shown(value)} (it is now muon_mode: "2d" or "flat")')
+            Problem(
+                old,
+                f'must be true or false; found {shown(value)} (it is now muon_mode: "2d" or "flat")',
+            )
         )
     else:
         optimizer["muon_mode"] = "2d" if value else "flat"
@@ -244,7 +266,10 @@ def _translate_min_dim(upgraded: Upgrade, optimizer: dict[str, Any]) -> None:
         if index or "min_matrix_dim" in optimizer:
             other = "min_2d_dim" if index else "min_matrix_dim"
             upgraded.problems.append(
-                Problem(old, f"is an older form of min_matrix_dim; {other} is given too, keep only min_matrix_dim")
+                Problem(
+                    old,
+                    f"is an older form of min_matrix_dim; {other} is given too, keep only min_matrix_dim",
+                )
             )
             continue
         optimizer["min_matrix_dim"] = value
@@ -257,4 +282,8 @@ def _translate_min_dim(upgraded: Upgrade, optimizer: dict[str, Any]) -> None:
 
 def _json(value: Any) -> str:
     """Return a value as it would stand in a JSON file, for a notice."""
-    return f'"{value}"' if isinstance(value, str) else shown(value).removeprefix("the list ").replace("'", '"')
+    return (
+        f'"{value}"'
+        if isinstance(value, str)
+        else shown(value).removeprefix("the list ").replace("'", '"')
+    )

@@ -81,7 +81,11 @@ class Input:
         """The models by name of the branch; a single model is named "Default"."""
         settings = self.settings
         if isinstance(settings, Settings):
-            return {SINGLE: Branch(settings.model, settings.loss, settings.training, "model", "training")}
+            return {
+                SINGLE: Branch(
+                    settings.model, settings.loss, settings.training, "model", "training"
+                )
+            }
         found = {}
         for name, model in settings.model.model_dict.items():
             data = settings.training.data_dict[name]
@@ -94,7 +98,10 @@ class Input:
         settings = self.settings
         if isinstance(settings, Settings):
             return self.changed(model=models.get(SINGLE, settings.model))
-        changed = {name: old.with_model(models.get(name, old)) for name, old in settings.model.model_dict.items()}
+        changed = {
+            name: old.with_model(models.get(name, old))
+            for name, old in settings.model.model_dict.items()
+        }
         return self.changed(model=dataclasses.replace(settings.model, model_dict=changed))
 
     @property
@@ -103,14 +110,18 @@ class Input:
         found: dict[str, list[str]] = {}
         for name, branch in self.branches.items():
             shared = self.references.get(name, {}).get("descriptor")
-            where = f"model/shared_dict/{shared.key}" if shared else f"{branch.model_path}/descriptor"
+            where = (
+                f"model/shared_dict/{shared.key}" if shared else f"{branch.model_path}/descriptor"
+            )
             found.setdefault(where, []).append(name)
         return found
 
     def with_model(self, names: Sequence[str], **changes: Any) -> Input:
         """Return the input with `changes` made to section `model` of some branches, which may share it."""
         found = {name: self.branches[name] for name in names}
-        return self.with_models({name: changed(one.model, changes, one.model_path) for name, one in found.items()})
+        return self.with_models(
+            {name: changed(one.model, changes, one.model_path) for name, one in found.items()}
+        )
 
     @property
     def normalized(self) -> dict[str, Any]:
@@ -143,7 +154,9 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
         With every problem of the input at once.
     """
     if not isinstance(data, Mapping):
-        raise InputError([Problem("", f"must be an object with sections; found {shown(data)}")], source)
+        raise InputError(
+            [Problem("", f"must be an object with sections; found {shown(data)}")], source
+        )
     upgraded = upgrade(dict(data))
     expanded = expand(upgraded.data) if is_multi_task(upgraded.data) else None
     checked: Checked[Settings | MultiTaskSettings]
@@ -153,7 +166,9 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
     else:
         checked = check(MultiTaskSettings, expanded.data)
         elsewhere, found = _only_in_deepmd_kit(expanded), expanded.located(checked.problems)
-    found = [dataclasses.replace(each, path=upgraded.origin(each.path)) for each in elsewhere or found]
+    found = [
+        dataclasses.replace(each, path=upgraded.origin(each.path)) for each in elsewhere or found
+    ]
     problems = found if elsewhere else [*upgraded.problems, *found]
     if problems and all(problem.elsewhere for problem in problems):
         raise DeepmdKitOnlyError(problems, source)
@@ -183,7 +198,9 @@ def _only_in_deepmd_kit(expanded: Expanded) -> list[Problem]:
         loss = losses.get(name) if isinstance(losses, dict) else None
         for problem in only_in_deepmd_kit({**data, "model": branch, "loss": loss}, tree(Settings)):
             section, slash, rest = problem.path.partition("/")
-            place = {"model": f"model/model_dict/{name}", "loss": f"loss_dict/{name}"}.get(section, section)
+            place = {"model": f"model/model_dict/{name}", "loss": f"loss_dict/{name}"}.get(
+                section, section
+            )
             path = expanded.origin(place + slash + rest)
             found[path] = dataclasses.replace(problem, path=path)
     return list(found.values())

@@ -71,7 +71,11 @@ class Expanded:
         """Return the problems with their places in the file, a problem of a shared part once."""
         moved = [dataclasses.replace(problem, path=self.origin(problem.path)) for problem in found]
         known = {problem.path for problem in self.problems}
-        first = {(problem.path, problem.message): problem for problem in moved if problem.path not in known}
+        first = {
+            (problem.path, problem.message): problem
+            for problem in moved
+            if problem.path not in known
+        }
         return [*self.problems, *first.values()]
 
     def problem(self, path: str, message: str) -> None:
@@ -90,12 +94,17 @@ def expand(data: Mapping[str, Any]) -> Expanded:
     common = {key: model.pop(key) for key in [*model] if key not in ("model_dict", "shared_dict")}
     pool = model.pop("shared_dict", None) or {}
     if not isinstance(pool, dict):
-        found.problem("model/shared_dict", f"must be an object with parts by names; found {shown(pool)}")
+        found.problem(
+            "model/shared_dict", f"must be an object with parts by names; found {shown(pool)}"
+        )
         pool = {}
     for name, branch in branches.items():
         where = f"model/model_dict/{name}"
         if not isinstance(name, str) or name in _NO_NAMES or {*name} & {".", "/"}:
-            found.problem(where, f"is no name of a branch: it must have neither . nor /, and not be {_or(_NO_NAMES)}")
+            found.problem(
+                where,
+                f"is no name of a branch: it must have neither . nor /, and not be {_or(_NO_NAMES)}",
+            )
         if isinstance(branch, dict):
             for key, value in common.items():
                 if key not in branch and not key.startswith("_"):
@@ -105,12 +114,16 @@ def expand(data: Mapping[str, Any]) -> Expanded:
     _check_sharing(found, branches)
     used = {shared.key for parts in found.references.values() for shared in parts.values()}
     unused = [key for key in pool if key not in used and not key.startswith("_")]
-    found.notices += [f"model/shared_dict/{key} is left out: no branch refers to it" for key in unused]
+    found.notices += [
+        f"model/shared_dict/{key} is left out: no branch refers to it" for key in unused
+    ]
     _check_names(found, [*branches])
     return found
 
 
-def _replace_names(found: Expanded, name: str, branch: dict[str, Any], pool: Mapping[str, Any]) -> None:
+def _replace_names(
+    found: Expanded, name: str, branch: dict[str, Any], pool: Mapping[str, Any]
+) -> None:
     """Replace the names of shared parts in a branch by copies of the parts."""
     for part in SHAREABLE:
         given = branch.get(part)
@@ -125,7 +138,9 @@ def _replace_names(found: Expanded, name: str, branch: dict[str, Any], pool: Map
             continue
         levels = levels_of(part, pool[key])
         if colon and (not level.isdigit() or int(level) not in levels):
-            found.problem(where, f"must share at level {' or '.join(map(str, levels))}; found {given!r}")
+            found.problem(
+                where, f"must share at level {' or '.join(map(str, levels))}; found {given!r}"
+            )
             level = ""
         branch[part] = copy.deepcopy(pool[key])
         found.origins[f"model/model_dict/{name}/{part}"] = f"model/shared_dict/{key}"
@@ -155,11 +170,18 @@ def _check_names(found: Expanded, names: Collection[str]) -> None:
         place = found.data.get(section) if section else found.data
         if isinstance(place, dict) and key in place:
             del place[key]
-            found.problem(path, f"belongs to an input of one model; with model/model_dict, write {other}")
+            found.problem(
+                path, f"belongs to an input of one model; with model/model_dict, write {other}"
+            )
     training = found.data.get("training")
     training = training if isinstance(training, dict) else {}
-    places = {"loss_dict": found.data.get("loss_dict"), "training/data_dict": training.get("data_dict")}
-    places |= {f"training/{key}": training.get(key) or None for key in ("model_prob", "num_epoch_dict")}
+    places = {
+        "loss_dict": found.data.get("loss_dict"),
+        "training/data_dict": training.get("data_dict"),
+    }
+    places |= {
+        f"training/{key}": training.get(key) or None for key in ("model_prob", "num_epoch_dict")
+    }
     for path, given in places.items():
         if not isinstance(given, dict):
             continue

@@ -19,7 +19,13 @@ from deepmd_muon.argcheck.training import (
     TrainingSettings,
     ValidationDataSettings,
 )
-from deepmd_muon.model.branch_settings import ENTIRE, SINGLE, BranchModelSettings, MultiTaskModelSettings, Shared
+from deepmd_muon.model.branch_settings import (
+    ENTIRE,
+    SINGLE,
+    BranchModelSettings,
+    MultiTaskModelSettings,
+    Shared,
+)
 from deepmd_muon.model.settings import ModelSettings
 from deepmd_muon.setting import InvalidSettingError
 
@@ -45,7 +51,9 @@ def check_replay(given: Input) -> Settings:
         raise InputError([Problem("model/model_dict", problem)], given.source)
     settings, problems = given.settings, []
     if settings.training.numb_steps is None:
-        problems.append(Problem("training/numb_epoch", "cannot set the length with --replay; give numb_steps"))
+        problems.append(
+            Problem("training/numb_epoch", "cannot set the length with --replay; give numb_steps")
+        )
     frozen = not getattr(settings.model.descriptor, "trainable", True)
     if frozen and not replay_of(settings).share_fitting_net:
         problem = (
@@ -69,7 +77,10 @@ def replayed_section(settings: Settings, systems: Sequence[str]) -> TrainingData
     if isinstance(size, tuple):
         size = "auto" if len(size) > 1 else size[0]
     return TrainingDataSettings(
-        systems=tuple(systems), batch_size=size, label_keys=own.label_keys, keep_unconverged=own.keep_unconverged
+        systems=tuple(systems),
+        batch_size=size,
+        label_keys=own.label_keys,
+        keep_unconverged=own.keep_unconverged,
     )
 
 

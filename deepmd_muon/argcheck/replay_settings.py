@@ -14,7 +14,10 @@ class ReplaySettings(Section):
     """Fine-tuning with ``dp train --finetune FILE --replay DATA|pseudo``; other runs ignore it."""
 
     proportion: float = setting(
-        0.5, above=0.0, below=1.0, doc="Share of the steps that train the branch of the replayed data."
+        0.5,
+        above=0.0,
+        below=1.0,
+        doc="Share of the steps that train the branch of the replayed data.",
     )
     share_fitting_net: bool = setting(
         True,
@@ -36,7 +39,9 @@ class ReplaySettings(Section):
         doc="Validation data of the replay branch. By default 'pseudo' holds out some of its structures for this.",
     )
     frames: int = setting(
-        300, minimum=10, doc="Structures that 'pseudo' draws and labels; a tenth of them are held out for validation."
+        300,
+        minimum=10,
+        doc="Structures that 'pseudo' draws and labels; a tenth of them are held out for validation.",
     )
     temperatures: tuple[float, ...] = setting(
         (300.0, 600.0, 1000.0),

@@ -62,7 +62,11 @@ class Key(Argument):
     @property
     def kinds(self) -> dict[str, Key]:
         """The kinds of a section that has several."""
-        return typing.cast("dict[str, Key]", self.sub_variants["type"].choice_dict) if self.variants else {}
+        return (
+            typing.cast("dict[str, Key]", self.sub_variants["type"].choice_dict)
+            if self.variants
+            else {}
+        )
 
 
 def _key(field: dataclasses.Field[Any], annotation: Any) -> Key:
@@ -77,7 +81,9 @@ def _key(field: dataclasses.Field[Any], annotation: Any) -> Key:
     nested = typing.cast("type", kinds[0]) if kinds and variants is None else None
     is_section = nested is not None or variants is not None
     required = field.default is dataclasses.MISSING
-    optional: dict[str, Any] = {} if required else {"optional": True, "default": thaw(field.default)}
+    optional: dict[str, Any] = (
+        {} if required else {"optional": True, "default": thaw(field.default)}
+    )
     if is_section:
         # dargs fills an absent section from its own keys when the default is an empty object.
         optional = optional and {"optional": True, "default": None if field.default is None else {}}
@@ -127,7 +133,9 @@ def _variant(variants: Variants) -> Variant:
     for name, choice in variants.choices.items():
         alias = [other for other, target in variants.alias.items() if target == name]
         kinds.append(_kind(name, choice, alias))
-    return Variant("type", kinds, optional=variants.default is not None, default_tag=variants.default or "")
+    return Variant(
+        "type", kinds, optional=variants.default is not None, default_tag=variants.default or ""
+    )
 
 
 def _kind(name: str, section: type, alias: Iterable[str] = ()) -> Key:

@@ -6,9 +6,18 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
-from deepmd_muon.argcheck.learning_rate import CosineSettings, ExpSettings, LearningRateSettings, WSDSettings
+from deepmd_muon.argcheck.learning_rate import (
+    CosineSettings,
+    ExpSettings,
+    LearningRateSettings,
+    WSDSettings,
+)
 from deepmd_muon.argcheck.replay_settings import ReplaySettings
-from deepmd_muon.argcheck.training import BranchDataSettings, MultiTaskTrainingSettings, TrainingSettings
+from deepmd_muon.argcheck.training import (
+    BranchDataSettings,
+    MultiTaskTrainingSettings,
+    TrainingSettings,
+)
 from deepmd_muon.argcheck.validating import ValidatingSettings
 from deepmd_muon.loss.ener.settings import EnerLossSettings
 from deepmd_muon.loss.registry import LOSSES
@@ -27,7 +36,11 @@ def _warmup_fits(warmup_steps: int, numb_steps: int | None) -> str | None:
 
 
 def _validation_data(full_validation: bool, data: object) -> str | None:
-    return "needs training/validation_data; add it or set false" if full_validation and data is None else None
+    return (
+        "needs training/validation_data; add it or set false"
+        if full_validation and data is None
+        else None
+    )
 
 
 _QUANTITIES: dict[str, Quantity] = {"e": "energy", "f": "force", "v": "virial", "s": "virial"}
@@ -44,7 +57,9 @@ class Settings(Section):
     model: ModelSettings = section(doc="The model, which maps positions to energy.")
     learning_rate: LearningRateSettings = section(
         doc="Learning rate of every step.",
-        variants=Variants({"exp": ExpSettings, "cosine": CosineSettings, "wsd": WSDSettings}, default="exp"),
+        variants=Variants(
+            {"exp": ExpSettings, "cosine": CosineSettings, "wsd": WSDSettings}, default="exp"
+        ),
     )
     loss: LossSettings = section(
         EnerLossSettings(),
@@ -52,7 +67,9 @@ class Settings(Section):
         variants=Variants(LOSSES.settings, default="ener", alias=LOSSES.aliases),
     )
     optimizer: Buildable = section(
-        AdamConfig(), doc="The optimizer, which updates the parameters.", variants=Variants(OPTIMIZERS, default="Adam")
+        AdamConfig(),
+        doc="The optimizer, which updates the parameters.",
+        variants=Variants(OPTIMIZERS, default="Adam"),
     )
     training: TrainingSettings = section(doc="Data, length and outputs of the run.")
     validating: ValidatingSettings = section(
@@ -66,7 +83,9 @@ class Settings(Section):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("learning_rate/warmup_steps", "training/numb_steps"), _warmup_fits),
         Rule(("validating/full_validation", "training/validation_data"), _validation_data),
-        Rule(("validating/validation_metric", "validating/full_validation", "loss"), _trained_metric),
+        Rule(
+            ("validating/validation_metric", "validating/full_validation", "loss"), _trained_metric
+        ),
     )
     foreign: ClassVar[dict[str, Foreign]] = {
         "nvnmd": Foreign("training for non-von-Neumann hardware"),
@@ -75,7 +94,9 @@ class Settings(Section):
     }
 
 
-def _some_validation_data(full_validation: bool, data_dict: Mapping[str, BranchDataSettings]) -> str | None:
+def _some_validation_data(
+    full_validation: bool, data_dict: Mapping[str, BranchDataSettings]
+) -> str | None:
     if full_validation and not any(data.validation_data for data in data_dict.values()):
         return "needs validation_data of a branch in training/data_dict; add it or set false"
     return None
@@ -97,13 +118,18 @@ class MultiTaskSettings(Section):
         variants=Variants(LOSSES.settings, default="ener", alias=LOSSES.aliases),
     )
     optimizer: Buildable = declared_like(Settings, "optimizer")
-    training: MultiTaskTrainingSettings = section(doc="Data of each branch, length and outputs of the run.")
+    training: MultiTaskTrainingSettings = section(
+        doc="Data of each branch, length and outputs of the run."
+    )
     validating: ValidatingSettings = declared_like(Settings, "validating")
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("learning_rate/warmup_steps", "training/numb_steps"), _warmup_fits),
         Rule(("validating/full_validation", "training/data_dict"), _some_validation_data),
-        Rule(("validating/validation_metric", "validating/full_validation", "loss_dict"), _trained_metrics),
+        Rule(
+            ("validating/validation_metric", "validating/full_validation", "loss_dict"),
+            _trained_metrics,
+        ),
     )
     foreign: ClassVar[dict[str, Foreign]] = {
         key: value for key, value in Settings.foreign.items() if key != "loss_dict"

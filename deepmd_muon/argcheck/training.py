@@ -29,7 +29,9 @@ def _some_systems(systems: tuple[str, ...]) -> str | None:
 def _relative_patterns(rglob_patterns: tuple[str, ...] | None) -> str | None:
     if rglob_patterns is None:
         return None
-    wrong = [pattern for pattern in rglob_patterns if not pattern.strip("./") or pattern.startswith("/")]
+    wrong = [
+        pattern for pattern in rglob_patterns if not pattern.strip("./") or pattern.startswith("/")
+    ]
     if wrong or not rglob_patterns:
         return f"must be patterns of folders below systems, e.g. 'fcc*'; found {wrong or 'an empty list'}"
     return None
@@ -160,12 +162,16 @@ def _only_sharded(data_parallel_replicate_degree: int, zero_stage: int) -> str |
 class BranchDataSettings(Section):
     """Data of one model."""
 
-    training_data: TrainingDataSettings = section(doc="Systems that training draws its batches from.")
+    training_data: TrainingDataSettings = section(
+        doc="Systems that training draws its batches from."
+    )
     validation_data: ValidationDataSettings | None = section(
-        None, doc="Systems that the errors shown during training are measured on; none when left out."
+        None,
+        doc="Systems that the errors shown during training are measured on; none when left out.",
     )
     stat_file: str | None = setting(
-        None, doc="HDF5 file that keeps the statistics of the data for later runs; it must not be a folder."
+        None,
+        doc="HDF5 file that keeps the statistics of the data for later runs; it must not be a folder.",
     )
 
     foreign: ClassVar[dict[str, Foreign]] = {
@@ -201,7 +207,9 @@ class RunSettings(Section):
             "does not depend on the number of processes; it differs from the order without this key."
         ),
     )
-    seed: int | None = setting(None, minimum=0, doc="Seed of the order of the data; random by default.")
+    seed: int | None = setting(
+        None, minimum=0, doc="Seed of the order of the data; random by default."
+    )
     disp_file: str = setting("lcurve.out", **_A_NAME, doc="File of the learning curve.")
     disp_freq: int = setting(1000, minimum=1, doc="Steps between two rows of the learning curve.")
     jsonl_file: str | None = setting(
@@ -215,7 +223,8 @@ class RunSettings(Section):
     disp_training: bool = setting(True, doc="Write the learning curve and show its rows.")
     time_training: bool = setting(True, doc="Show the time of the steps.")
     disp_avg: bool = setting(
-        False, doc="Show training errors averaged over the steps since the last row instead of those of its batch."
+        False,
+        doc="Show training errors averaged over the steps since the last row instead of those of its batch.",
     )
     save_freq: int = setting(1000, minimum=1, doc="Steps between two checkpoints.")
     save_ckpt: str = setting("model.ckpt", **_A_NAME, doc="Prefix of the checkpoint files.")
@@ -228,9 +237,13 @@ class RunSettings(Section):
             "end; 'both' writes both each time."
         ),
     )
-    max_ckpt_keep: int = setting(5, minimum=1, doc="Number of checkpoints that are kept; older ones are deleted.")
+    max_ckpt_keep: int = setting(
+        5, minimum=1, doc="Number of checkpoints that are kept; older ones are deleted."
+    )
     gradient_max_norm: float = setting(
-        0.0, minimum=0.0, doc="Largest norm of the gradient; a longer gradient is scaled down to it. 0 turns this off."
+        0.0,
+        minimum=0.0,
+        doc="Largest norm of the gradient; a longer gradient is scaled down to it. 0 turns this off.",
     )
     adam_gradient_max_norm: float = setting(
         0.0,
@@ -241,9 +254,14 @@ class RunSettings(Section):
             "With another optimizer, all gradients count. 0 turns this off."
         ),
     )
-    enable_ema: bool = setting(False, doc="Keep an exponential average of the parameters and save it, too.")
+    enable_ema: bool = setting(
+        False, doc="Keep an exponential average of the parameters and save it, too."
+    )
     ema_decay: float = setting(
-        0.999, minimum=0.0, below=1.0, doc="Decay d of the average: average ← d·average + (1 − d)·parameter."
+        0.999,
+        minimum=0.0,
+        below=1.0,
+        doc="Decay d of the average: average ← d·average + (1 − d)·parameter.",
     )
     ema_tail: float = setting(
         0.0,
@@ -332,18 +350,34 @@ class RunSettings(Section):
         """The checkpoint of one branch that a run writes at its end; None where it writes none."""
         return None
 
-    rules: ClassVar[tuple[Rule, ...]] = (Rule(("data_parallel_replicate_degree", "zero_stage"), _only_sharded),)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("data_parallel_replicate_degree", "zero_stage"), _only_sharded),
+    )
     foreign: ClassVar[dict[str, Foreign]] = {
-        "save_dir": Foreign("a folder of checkpoints apart from save_ckpt (write save_ckpt as folder/prefix)"),
+        "save_dir": Foreign(
+            "a folder of checkpoints apart from save_ckpt (write save_ckpt as folder/prefix)"
+        ),
         "ckpt_keep_ratio": Foreign("checkpoints kept in proportion to the run (see max_ckpt_keep)"),
         "ema_ckpt_keep": Foreign("a separate number of averaged checkpoints (see max_ckpt_keep)"),
         "change_bias_after_training": Foreign("a bias fitted after training", (False,)),
         "enable_profiler": Foreign("a profile in TensorBoard's form (see profiling)", (False,)),
-        "acc_freq": Foreign("gradients summed over several steps (see accumulate_grad_batches)", (1,)),
-        "neighbor_graph_method": Foreign("neighbour lists are built once on the host", ("auto",), inert=True),
-        "mixed_precision": Foreign("TensorFlow's mixed precision (see the precision of descriptor and fitting_net)"),
+        "acc_freq": Foreign(
+            "gradients summed over several steps (see accumulate_grad_batches)", (1,)
+        ),
+        "neighbor_graph_method": Foreign(
+            "neighbour lists are built once on the host", ("auto",), inert=True
+        ),
+        "mixed_precision": Foreign(
+            "TensorFlow's mixed precision (see the precision of descriptor and fitting_net)"
+        ),
         **dict.fromkeys(
-            ("kf_blocksize", "kf_start_pref_e", "kf_limit_pref_e", "kf_start_pref_f", "kf_limit_pref_f"),
+            (
+                "kf_blocksize",
+                "kf_start_pref_e",
+                "kf_limit_pref_e",
+                "kf_start_pref_f",
+                "kf_limit_pref_f",
+            ),
             Foreign("the Kalman filter optimizer"),
         ),
     }
@@ -376,7 +410,9 @@ class TrainingSettings(RunSettings, BranchDataSettings):
 
 
 def _one_length_of_branches(
-    numb_steps: int | None, num_epoch_dict: Mapping[str, float] | None, model_prob: Mapping[str, float] | None
+    numb_steps: int | None,
+    num_epoch_dict: Mapping[str, float] | None,
+    model_prob: Mapping[str, float] | None,
 ) -> str | None:
     if num_epoch_dict and numb_steps is not None:
         return f"excludes num_epoch_dict; found {numb_steps} and num_epoch_dict, keep one of them"
@@ -393,7 +429,9 @@ def _some_probability(model_prob: Mapping[str, float] | None) -> str | None:
     return None
 
 
-def _known_branch(export_branch: str | None, data_dict: Mapping[str, BranchDataSettings]) -> str | None:
+def _known_branch(
+    export_branch: str | None, data_dict: Mapping[str, BranchDataSettings]
+) -> str | None:
     if export_branch is not None and export_branch not in data_dict:
         return f"must be one of the branches {', '.join(data_dict)}; found {export_branch!r}"
     return None
@@ -438,7 +476,11 @@ class MultiTaskTrainingSettings(RunSettings):
     @property
     def exported_path(self) -> Path | None:
         """The checkpoint of `export_branch` alone, which the run writes at its end."""
-        return None if self.export_branch is None else Path(f"{self.save_ckpt}.{self.export_branch}.pt")
+        return (
+            None
+            if self.export_branch is None
+            else Path(f"{self.save_ckpt}.{self.export_branch}.pt")
+        )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("numb_steps", "num_epoch_dict", "model_prob"), _one_length_of_branches),

@@ -10,7 +10,9 @@ from deepmd_muon.section import Foreign, Rule, Section
 from deepmd_muon.setting import setting
 
 
-def _some_validations(early_stop_patience: int, full_validation: bool, full_val_start: float) -> str | None:
+def _some_validations(
+    early_stop_patience: int, full_validation: bool, full_val_start: float
+) -> str | None:
     if early_stop_patience and (not full_validation or full_val_start == 1):
         return f"needs full_validation, which is off; found {early_stop_patience}"
     return None
@@ -21,7 +23,8 @@ class ValidatingSettings(Section):
     """Passes over all validation data during training."""
 
     full_validation: bool = setting(
-        False, doc="Measure the errors on all validation data during training and keep the best checkpoints."
+        False,
+        doc="Measure the errors on all validation data during training and keep the best checkpoints.",
     )
     validation_freq: int = setting(5000, minimum=1, doc="Steps between two full validations.")
     full_val_start: float = setting(
@@ -41,7 +44,9 @@ class ValidatingSettings(Section):
             "(F), of the stress (S), or of the virial per atom (V)."
         ),
     )
-    save_best: bool = setting(True, doc="Write the best checkpoints as best.ckpt-STEP.t-RANK.pt; rank 1 is the best.")
+    save_best: bool = setting(
+        True, doc="Write the best checkpoints as best.ckpt-STEP.t-RANK.pt; rank 1 is the best."
+    )
     save_best_dir: str | None = setting(
         None, doc="Folder of the best checkpoints; that of training/save_ckpt when left out."
     )
@@ -64,7 +69,11 @@ class ValidatingSettings(Section):
 
     def best_prefix(self, save_ckpt: str) -> Path | None:
         """Return the path that the best checkpoints' names begin with; None for a run that keeps none."""
-        return self.best_folder(save_ckpt) / "best.ckpt" if self.full_validation and self.save_best else None
+        return (
+            self.best_folder(save_ckpt) / "best.ckpt"
+            if self.full_validation and self.save_best
+            else None
+        )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("early_stop_patience", "full_validation", "full_val_start"), _some_validations),

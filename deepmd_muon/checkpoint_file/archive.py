@@ -35,7 +35,9 @@ def load_archive(file: BinaryIO) -> Any:
         file.seek(0)
         content = torch.load(file, map_location="cpu", weights_only=True)
         if count_values(content) > MOST_VALUES:
-            raise ArchiveError("its lists contain one another, and stand for more values than fit into memory")
+            raise ArchiveError(
+                "its lists contain one another, and stand for more values than fit into memory"
+            )
         return content
     except (ArchiveError, OSError):
         raise
@@ -48,7 +50,9 @@ def load_archive(file: BinaryIO) -> Any:
     except Exception as error:  # torch does not document what it raises for other contents
         if "can't allocate memory" in str(error):
             raise ArchiveError("it does not fit into memory") from error
-        raise ArchiveError("torch.save did not write it like this: it is damaged or made by other means") from error
+        raise ArchiveError(
+            "torch.save did not write it like this: it is damaged or made by other means"
+        ) from error
 
 
 def check_members(file: BinaryIO, *, program: bool = False) -> None:
@@ -66,7 +70,11 @@ def check_members(file: BinaryIO, *, program: bool = False) -> None:
             members = archive.infolist()
         names = {member.filename for member in members}
         if any("/code/" in name for name in names) != program:
-            raise ArchiveError("it is not a TorchScript program" if program else "it is a frozen model (TorchScript)")
+            raise ArchiveError(
+                "it is not a TorchScript program"
+                if program
+                else "it is a frozen model (TorchScript)"
+            )
         packed = [member for member in members if member.compress_type != zipfile.ZIP_STORED]
         if len(names) != len(members) or (packed and not program):
             raise ArchiveError("torch.save did not write it: members are compressed or there twice")

@@ -62,7 +62,11 @@ def take_apart(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Te
             return None
         if isinstance(node, Mapping):
             return {key: walk(value, (*path, key)) for key, value in node.items()}
-        return [walk(value, (*path, i)) for i, value in enumerate(node)] if isinstance(node, list) else node
+        return (
+            [walk(value, (*path, i)) for i, value in enumerate(node)]
+            if isinstance(node, list)
+            else node
+        )
 
     return {"content": walk(content, ()), "tensors": places}, tensors
 
@@ -95,7 +99,9 @@ def read_directory(path: Path, leave: Collection[str] = ()) -> dict[str, Any]:
     wanted = {name for name, place in parts["tensors"] if place[0] not in leave}
     metadata = read_metadata(path)
     tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu" if name in wanted else "meta")
+        name: torch.empty(
+            entry.size, dtype=entry.properties.dtype, device="cpu" if name in wanted else "meta"
+        )
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
@@ -115,9 +121,13 @@ def read_into(path: Path, targets: Mapping[_Keys, Tensor]) -> None:
     """
     try:
         names = {tuple(place): name for name, place in _read_content(path)["tensors"]}
-        _read(path, read_metadata(path), {names[place]: target for place, target in targets.items()})
+        _read(
+            path, read_metadata(path), {names[place]: target for place, target in targets.items()}
+        )
     except READ_ERRORS as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(
+            f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _read_content(path: Path) -> dict[str, Any]:
@@ -138,7 +148,12 @@ def _is_place(found: Any) -> bool:
     if not isinstance(found, tuple) or len(found) != 2:
         return False
     name, keys = found
-    return isinstance(name, str) and isinstance(keys, tuple) and bool(keys) and all(type(k) in (str, int) for k in keys)
+    return (
+        isinstance(name, str)
+        and isinstance(keys, tuple)
+        and bool(keys)
+        and all(type(k) in (str, int) for k in keys)
+    )
 
 
 def _read(path: Path, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
@@ -148,9 +163,13 @@ def _read(path: Path, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
     from deepmd_muon.checkpoint_file.parts import TensorReader
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # reading in one process is intended
+        warnings.filterwarnings(
+            "ignore", "torch.distributed is", UserWarning
+        )  # reading in one process is intended
         try:
             load(tensors, storage_reader=TensorReader(path, metadata), no_dist=True)
         except CheckpointException as error:  # not a subclass of Exception
-            causes = "; ".join(str(cause) or type(cause).__name__ for cause, _ in error.failures.values())
+            causes = "; ".join(
+                str(cause) or type(cause).__name__ for cause, _ in error.failures.values()
+            )
             raise RuntimeError(causes) from error

@@ -52,7 +52,9 @@ def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -
     parted = is_directory(path)
     if not path.is_file() and not parted:
         folder = ": it is a folder" + (
-            ", and its checkpoint is incomplete" if path.suffix == SUFFIX else "; give the checkpoint in it"
+            ", and its checkpoint is incomplete"
+            if path.suffix == SUFFIX
+            else "; give the checkpoint in it"
         )
         raise CheckpointError(f"there is no checkpoint {path}" + (folder if path.is_dir() else ""))
     try:
@@ -79,7 +81,9 @@ def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -
     own = content.get(OWN_KEY, {})
     version = own.get("version", FORMAT_VERSION) if isinstance(own, dict) else None
     if type(version) is not int:
-        raise CheckpointError(f"{path} is not a checkpoint: the content under {OWN_KEY!r} does not come from a run")
+        raise CheckpointError(
+            f"{path} is not a checkpoint: the content under {OWN_KEY!r} does not come from a run"
+        )
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format version {version}; this release reads up to {FORMAT_VERSION}: update deepmd_muon"
@@ -98,7 +102,15 @@ def understood(path: str | os.PathLike[str]) -> Iterator[None]:
     """
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, MemoryError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        ArithmeticError,
+        MemoryError,
+    ) as error:
         if type(error).__module__.startswith("deepmd_muon"):
             if str(path) not in str(error) and error.args and str(error) == error.args[0]:
                 error.args = (f"{path}: {error}", *error.args[1:])

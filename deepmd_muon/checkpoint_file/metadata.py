@@ -47,7 +47,10 @@ _DTYPES = {
 }
 _ALLOWED = frozenset(
     [
-        *(Name(_CLASSES, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+        *(
+            Name(_CLASSES, name)
+            for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")
+        ),
         *(Name(_CLASSES, f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
         *(_STORAGE_INFO, _SIZE, _MEMORY_FORMAT, _STRIDED.kind, *_DTYPES),
         *(record.kind for record in _CONTIGUOUS),
@@ -99,7 +102,9 @@ def _metadata(found: Any, folder: Path) -> Metadata:
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
     fields = _fields(found, Name(_CLASSES, "Metadata"))
-    places = {_part(key): _place(value) for key, value in _is(fields.get("storage_data"), Pairs).items}
+    places = {
+        _part(key): _place(value) for key, value in _is(fields.get("storage_data"), Pairs).items
+    }
     _check_places(places.values(), folder)
     entries: dict[str, dict[str, Any]] = {}
     for name, entry in _is(fields.get("state_dict_metadata"), Pairs).items:
@@ -114,33 +119,54 @@ def _metadata(found: Any, folder: Path) -> Metadata:
     )
 
 
-def _tensor(name: str, entry: Mapping[str, Any], places: Mapping[_Part, _Place]) -> TensorStorageMetadata:
+def _tensor(
+    name: str, entry: Mapping[str, Any], places: Mapping[_Part, _Place]
+) -> TensorStorageMetadata:
     """Check one tensor against its parts and their places."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
 
     dtype, size, chunks = _dtype(entry.get("properties")), _size(entry.get("size")), []
     for chunk in _is(entry.get("chunks"), list):
         fields = _fields(chunk, Name(_CLASSES, "ChunkStorageMetadata"))
         offsets, sizes = _size(fields.get("offsets")), _size(fields.get("sizes"))
-        _expect(len(offsets) == len(sizes) == len(size), f"a part of {_shown(name)} has other dimensions")
+        _expect(
+            len(offsets) == len(sizes) == len(size),
+            f"a part of {_shown(name)} has other dimensions",
+        )
         inside = all(o + s <= n for o, s, n in zip(offsets, sizes, size, strict=True))
         place = places.get(_Part(name, offsets))
         _expect(inside and place is not None, f"a part of {_shown(name)} has no place in a file")
         assert place is not None
-        _expect(math.prod(sizes) * dtype.itemsize <= place.length, f"a part of {_shown(name)} is too short")
+        _expect(
+            math.prod(sizes) * dtype.itemsize <= place.length,
+            f"a part of {_shown(name)} is too short",
+        )
         chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
     covered = sum(math.prod(chunk.sizes) for chunk in chunks)
-    _expect(covered == math.prod(size), f"{_shown(name)} has {covered} elements in its parts, shape {size}")
+    _expect(
+        covered == math.prod(size),
+        f"{_shown(name)} has {covered} elements in its parts, shape {size}",
+    )
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(size), chunks)
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    _expect(isinstance(properties, Record) and properties.kind == Name(_CLASSES, "TensorProperties"), "no properties")
+    _expect(
+        isinstance(properties, Record) and properties.kind == Name(_CLASSES, "TensorProperties"),
+        "no properties",
+    )
     state = properties.state
     _expect(isinstance(state, tuple) and len(state) == 5, "no properties")
     dtype, layout, _, memory_format, _ = state
     _expect(isinstance(dtype, Name) and dtype in _DTYPES, "an unknown dtype")
-    _expect(layout == _STRIDED and memory_format in _CONTIGUOUS, "a tensor that is not dense and contiguous")
+    _expect(
+        layout == _STRIDED and memory_format in _CONTIGUOUS,
+        "a tensor that is not dense and contiguous",
+    )
     return _DTYPES[dtype]
 
 
@@ -165,16 +191,25 @@ def _check_places(places: Iterable[_Place], folder: Path) -> None:
             with open_regular(folder / place.file) as file:
                 size = os.fstat(file.fileno()).st_size
         begin = before.offset + before.length if place.file == before.file else 0
-        _expect(begin <= place.offset and place.offset + place.length <= size, f"{place.file} is cut short or damaged")
+        _expect(
+            begin <= place.offset and place.offset + place.length <= size,
+            f"{place.file} is cut short or damaged",
+        )
         before = place
 
 
 def _fields(found: Any, kind: Name) -> dict[str, Any]:
     """Return the attributes of an object of a dataclass."""
-    _expect(isinstance(found, Record) and found.kind == kind and found.arguments == (), f"no {kind.name}")
+    _expect(
+        isinstance(found, Record) and found.kind == kind and found.arguments == (),
+        f"no {kind.name}",
+    )
     fields: dict[str, Any] = {}
     for key, value in _is(found.state, Pairs).items:
-        _expect(isinstance(key, str) and key not in fields, f"an attribute of {kind.name} that is not a name")
+        _expect(
+            isinstance(key, str) and key not in fields,
+            f"an attribute of {kind.name} that is not a name",
+        )
         fields[key] = value
     return fields
 
@@ -185,7 +220,10 @@ def _is(found: Any, kind: type[Kind]) -> Kind:
 
 
 def _size(found: Any) -> tuple[int, ...]:
-    _expect(isinstance(found, Record) and found.kind == _SIZE and len(found.arguments) == 1, "no torch.Size")
+    _expect(
+        isinstance(found, Record) and found.kind == _SIZE and len(found.arguments) == 1,
+        "no torch.Size",
+    )
     (size,) = found.arguments
     _expect(isinstance(size, tuple) and len(size) <= _MAX_DIMENSIONS, "no torch.Size")
     return tuple(_integer(length) for length in size)
@@ -202,4 +240,6 @@ def _shown(name: str) -> str:
 
 def _expect(right: bool, found: str) -> None:
     if not right:
-        raise pickle.UnpicklingError(f"{METADATA} does not describe the tensors of a checkpoint: {found}")
+        raise pickle.UnpicklingError(
+            f"{METADATA} does not describe the tensors of a checkpoint: {found}"
+        )

@@ -37,7 +37,9 @@ class TensorReader(FileSystemReader):
         """Read all parts of a plan into the tensors that the planner names."""
         for item in plan.items:
             part = self._read(item)
-            for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            for dimension, (offset, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
                 part = part.narrow(dimension, offset, length)
             target = planner.resolve_tensor(item).detach()
             if target.shape != part.shape or target.dtype != part.dtype:
@@ -65,5 +67,7 @@ class TensorReader(FileSystemReader):
         except ArchiveError as error:
             raise ArchiveError(f"{place.relative_path}, {name}: {error}") from error
         if type(part) is not Tensor or part.layout is not torch.strided:
-            raise pickle.UnpicklingError(f"{place.relative_path} holds a {type(part).__name__} for {name}")
+            raise pickle.UnpicklingError(
+                f"{place.relative_path} holds a {type(part).__name__} for {name}"
+            )
         return part

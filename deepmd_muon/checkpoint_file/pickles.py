@@ -66,12 +66,16 @@ def read_pickle(data: bytes, allowed: Collection[Name]) -> Any:
     try:
         found = _Reader(data, frozenset(allowed)).load()
         if count_values(found) > MOST_VALUES:
-            raise pickle.UnpicklingError("its lists contain one another, and stand for too many values")
+            raise pickle.UnpicklingError(
+                "its lists contain one another, and stand for too many values"
+            )
         return found
     except (pickle.UnpicklingError, MemoryError):
         raise
     except Exception as error:  # a damaged pickle may raise any exception
-        raise pickle.UnpicklingError(f"the pickle is damaged ({type(error).__name__}: {str(error)[:100]})") from error
+        raise pickle.UnpicklingError(
+            f"the pickle is damaged ({type(error).__name__}: {str(error)[:100]})"
+        ) from error
 
 
 def count_values(value: Any, known: dict[int, float] | None = None) -> float:
@@ -105,7 +109,9 @@ class _Reader(pickle._Unpickler):  # in Python: the memo of the one in C grows t
     def find_class(self, module: str, name: str) -> Name:
         """Return the name of a global, which is not imported."""
         if Name(module, name) not in self._allowed:
-            raise pickle.UnpicklingError(f"{module[:80]}.{name[:80]} does not belong in a checkpoint's description")
+            raise pickle.UnpicklingError(
+                f"{module[:80]}.{name[:80]} does not belong in a checkpoint's description"
+            )
         return Name(module, name)
 
     def _record(self) -> None:
@@ -117,14 +123,19 @@ class _Reader(pickle._Unpickler):  # in Python: the memo of the one in C grows t
     def _set_state(self) -> None:
         state, described = self.stack.pop(), self.stack[-1]
         if not isinstance(described, Record) or described.state is not None or state is None:
-            raise pickle.UnpicklingError("state is set on an object that the pickle has not created")
+            raise pickle.UnpicklingError(
+                "state is set on an object that the pickle has not created"
+            )
         described.state = state
 
     def _start_pairs(self) -> None:
         self.append(Pairs())
 
     dispatch: ClassVar[dict[int, Any]] = {
-        **{code: pickle._Unpickler.dispatch[code] for code in (getattr(pickle, name)[0] for name in _PLAIN)},
+        **{
+            code: pickle._Unpickler.dispatch[code]
+            for code in (getattr(pickle, name)[0] for name in _PLAIN)
+        },
         pickle.NEWOBJ[0]: _record,
         pickle.REDUCE[0]: _record,
         pickle.BUILD[0]: _set_state,

@@ -11,7 +11,15 @@ from deepmd_muon.cli.handover import HandOver
 
 log = logging.getLogger(__name__)
 
-ATTRIBUTES = ("model-branch", "type-map", "descriptor", "fitting-net", "size", "observed-type", "serialization-tree")
+ATTRIBUTES = (
+    "model-branch",
+    "type-map",
+    "descriptor",
+    "fitting-net",
+    "size",
+    "observed-type",
+    "serialization-tree",
+)
 # deepmd-kit's bound for a type that its data did not have: the energy bias of such a type is 0 [eV].
 _UNOBSERVED = 1e-6
 
@@ -43,10 +51,14 @@ def log_attributes(path: str, wanted: Sequence[str], *, trust: bool = False) -> 
         log.info(line)
 
 
-def _lines_of_one(path: str, wanted: Sequence[str], section: Mapping[str, Any], biased: list[str] | None) -> list[str]:
+def _lines_of_one(
+    path: str, wanted: Sequence[str], section: Mapping[str, Any], biased: list[str] | None
+) -> list[str]:
     """Return the lines on a single model."""
     if "model-branch" in wanted:
-        raise CommandError(f"show model-branch needs a multi-task checkpoint; {path} holds a single model")
+        raise CommandError(
+            f"show model-branch needs a multi-task checkpoint; {path} holds a single model"
+        )
     lines = ["This is a singletask model"]
     if "type-map" in wanted:
         lines.append(f"The type_map is {list(section['type_map'])}")
@@ -58,7 +70,10 @@ def _lines_of_one(path: str, wanted: Sequence[str], section: Mapping[str, Any], 
         lines += _size_lines(section)
     if "observed-type" in wanted:
         observed = _observed(path, section, biased)
-        lines += ["The observed types for this model: ", f"Number of observed types: {len(observed)} "]
+        lines += [
+            "The observed types for this model: ",
+            f"Number of observed types: {len(observed)} ",
+        ]
         lines.append(f"Observed types: {observed} ")
     return lines
 
@@ -73,7 +88,10 @@ def _biased(state: Mapping[str, Any], section: Mapping[str, Any], prefix: str) -
 
 
 def _lines_of_several(
-    path: str, wanted: Sequence[str], state: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]
+    path: str,
+    wanted: Sequence[str],
+    state: Mapping[str, Any],
+    sections: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
     """Return the lines on a checkpoint of several branches."""
     lines = ["This is a multitask model"]
@@ -82,13 +100,22 @@ def _lines_of_several(
         lines.append(
             f"Available model branches are {names}, where 'RANDOM' means using a randomly initialized fitting net."
         )
-        rows = [(name, ", ".join(section.get("model_branch_alias") or ())) for name, section in sections.items()]
+        rows = [
+            (name, ", ".join(section.get("model_branch_alias") or ()))
+            for name, section in sections.items()
+        ]
         lines.append("Detailed information: \n" + _table([("Model Branch", "Alias"), *rows]))
-    shown = {"type-map": ("type_map", "type_map"), "descriptor": ("descriptor parameter", "descriptor")}
+    shown = {
+        "type-map": ("type_map", "type_map"),
+        "descriptor": ("descriptor parameter", "descriptor"),
+    }
     shown["fitting-net"] = ("fitting_net parameter", "fitting_net")
     for attribute, (words, key) in shown.items():
         if attribute in wanted:
-            lines += [f"The {words} of branch {name} is {section[key]}" for name, section in sections.items()]
+            lines += [
+                f"The {words} of branch {name} is {section[key]}"
+                for name, section in sections.items()
+            ]
     if "size" in wanted:
         (_, *sizes) = _size_lines(next(iter(sections.values())))
         lines += ["Parameter counts for a single branch model:", *sizes]
@@ -99,7 +126,10 @@ def _lines_of_several(
         }
         lines.append("The observed types for each branch: ")
         for name, found in observed.items():
-            lines += [f"{name}: Number of observed types: {len(found)} ", f"{name}: Observed types: {found} "]
+            lines += [
+                f"{name}: Number of observed types: {len(found)} ",
+                f"{name}: Observed types: {found} ",
+            ]
         every = list(dict.fromkeys(kind for found in observed.values() for kind in found))
         lines.append(f"TOTAL number of observed types in the model: {len(every)} ")
         lines.append(f"TOTAL observed types in the model: {every} ")
@@ -126,12 +156,17 @@ def _size_lines(section: Mapping[str, Any]) -> list[str]:
     parts = {"descriptor": model.descriptor, "fitting-net": model.fitting_net}
     sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
     sizes["total"] = sum(sizes.values())
-    return ["Parameter counts:", *(f"Parameters in {name}: {size:,}" for name, size in sizes.items())]
+    return [
+        "Parameter counts:",
+        *(f"Parameters in {name}: {size:,}" for name, size in sizes.items()),
+    ]
 
 
 def _observed(path: str, section: Mapping[str, Any], biased: list[str] | None) -> list[str]:
     """Return the types that the training data had, in the order of the type map."""
     recorded = section.get("info", {}).get("observed_type", biased)
     if recorded is None:
-        raise CommandError(f"{path} does not say which types its training data had; give its checkpoint")
+        raise CommandError(
+            f"{path} does not say which types its training data had; give its checkpoint"
+        )
     return list(recorded)

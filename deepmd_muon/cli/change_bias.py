@@ -18,13 +18,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options; names and meaning are deepmd-kit's."""
     parser.add_argument("INPUT", help="checkpoint, ours or deepmd-kit's")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("-s", "--system", default=".", help="system, or a folder or HDF5 file of systems [%(default)s]")
+    source.add_argument(
+        "-s",
+        "--system",
+        default=".",
+        help="system, or a folder or HDF5 file of systems [%(default)s]",
+    )
     source.add_argument("-f", "--datafile", metavar="LIST", help="text file with one system a line")
     source.add_argument(
-        "-b", "--bias-value", type=float, nargs="+", metavar="ENERGY", help="energies [eV], one for each type"
+        "-b",
+        "--bias-value",
+        type=float,
+        nargs="+",
+        metavar="ENERGY",
+        help="energies [eV], one for each type",
     )
     parser.add_argument(
-        "-n", "--numb-batch", type=int, default=0, metavar="N", help="most frames of each system; 0 takes all [0]"
+        "-n",
+        "--numb-batch",
+        type=int,
+        default=0,
+        metavar="N",
+        help="most frames of each system; 0 takes all [0]",
     )
     parser.add_argument(
         "-m",
@@ -33,7 +48,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="change",
         help="change: add the energies that fit the model's errors best; set: those that fit the data [%(default)s]",
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="changed checkpoint [INPUT with _updated before .pt]")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="changed checkpoint [INPUT with _updated before .pt]"
+    )
     add_model_options(parser, "head")
     add_label_options(parser)
 
@@ -49,14 +66,18 @@ def run(options: argparse.Namespace) -> int:
         require_file(options.INPUT)
         raise HandOver(f"change-bias for the model format {Path(options.INPUT).suffix}")
     if options.numb_batch < 0:
-        raise CommandError(f"-n must be 0 (all frames) or a number of frames; found {options.numb_batch}")
+        raise CommandError(
+            f"-n must be 0 (all frames) or a number of frames; found {options.numb_batch}"
+        )
     if not all(map(math.isfinite, options.bias_value or ())):
         raise CommandError(f"-b must be finite energies [eV]; found {options.bias_value}")
     from deepmd_muon.checkpoint_file.file import checkpoint_path
     from deepmd_muon.train.statistics import change_bias
 
     source = checkpoint_path(options.INPUT)
-    output = Path(options.output) if options.output else source.with_name(f"{source.stem}_updated.pt")
+    output = (
+        Path(options.output) if options.output else source.with_name(f"{source.stem}_updated.pt")
+    )
     if output.suffix != ".pt":
         raise CommandError(f"-o must end in .pt; found {output}")
     systems = listed_systems(options.datafile) if options.datafile else [options.system]

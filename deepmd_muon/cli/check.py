@@ -18,23 +18,55 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "The exit status is 0 when no item fails (with --strict: when all hold), 1 when one fails, and 2 when nothing "
         "could be checked."
     )
-    parser.add_argument("MODEL", nargs="+", help="checkpoints or frozen files; several are compared as well")
+    parser.add_argument(
+        "MODEL", nargs="+", help="checkpoints or frozen files; several are compared as well"
+    )
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument(
-        "-s", "--system", nargs="+", metavar="DATA", help="training data: systems, or folders or files of"
+        "-s",
+        "--system",
+        nargs="+",
+        metavar="DATA",
+        help="training data: systems, or folders or files of",
     )
     data.add_argument("--train-data", metavar="INPUT", help="the training data of an input file")
     parser.add_argument(
-        "-t", "--temperature", type=float, metavar="K", help="of the dynamics [1.5 times that of the data, by forces]"
+        "-t",
+        "--temperature",
+        type=float,
+        metavar="K",
+        help="of the dynamics [1.5 times that of the data, by forces]",
     )
-    parser.add_argument("--time", type=float, metavar="PS", help="length of the dynamics [2, on a GPU 5]")
-    parser.add_argument("--time-step", type=float, default=1.0, metavar="FS", help="[%(default)s]; hydrogen weighs 4 u")
-    parser.add_argument("--copies", type=int, metavar="N", help="structures followed [4 to 16, on a GPU 4 to 64]")
-    parser.add_argument("--probes", type=int, default=3, metavar="N", help="scans of each pair and kind [%(default)s]")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of frames and velocities [%(default)s]")
-    parser.add_argument("--strict", action="store_true", help="exit status 1 for doubtful items, too")
+    parser.add_argument(
+        "--time", type=float, metavar="PS", help="length of the dynamics [2, on a GPU 5]"
+    )
+    parser.add_argument(
+        "--time-step",
+        type=float,
+        default=1.0,
+        metavar="FS",
+        help="[%(default)s]; hydrogen weighs 4 u",
+    )
+    parser.add_argument(
+        "--copies", type=int, metavar="N", help="structures followed [4 to 16, on a GPU 4 to 64]"
+    )
+    parser.add_argument(
+        "--probes",
+        type=int,
+        default=3,
+        metavar="N",
+        help="scans of each pair and kind [%(default)s]",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of frames and velocities [%(default)s]"
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="exit status 1 for doubtful items, too"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all that was found, curves included")
-    parser.add_argument("-o", "--output", metavar="FILE", help="draw scans and dynamics (.png, .pdf, …)")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="draw scans and dynamics (.png, .pdf, …)"
+    )
     add_model_options(parser, "head", "ema", "trust")
     add_label_options(parser)
 
@@ -50,11 +82,20 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.stability.report import text_of, values_of
     from deepmd_muon.train.systems import open_section
 
-    section = section_of_input(Path(options.train_data), "training", options.head) if options.train_data else None
+    section = (
+        section_of_input(Path(options.train_data), "training", options.head)
+        if options.train_data
+        else None
+    )
     models = {"--train-data": options.train_data}
     models |= {f"the model {name}": checkpoint_path(name) for name in options.MODEL}
     settings = CheckSettings(
-        options.temperature, options.time_step, options.time, options.copies, options.probes, options.seed
+        options.temperature,
+        options.time_step,
+        options.time,
+        options.copies,
+        options.probes,
+        options.seed,
     )
     data = {"the data": options.system if section is None else section.systems}
     begin(options, {"--json": options.json, "-o": options.output}, models, data)
@@ -64,7 +105,11 @@ def run(options: argparse.Namespace) -> int:
         check_ending(Path(options.output))
     predictors = load_predictors(options.MODEL, options)
     type_map = predictors[0].type_map
-    systems = open_section(section, type_map) if section else open_listed(options.system, type_map, options)
+    systems = (
+        open_section(section, type_map)
+        if section
+        else open_listed(options.system, type_map, options)
+    )
     check = check_models(options.MODEL, predictors, systems, settings)
     print("\n".join(text_of(check)))
     if options.json:

@@ -65,8 +65,12 @@ def run(options: argparse.Namespace) -> int:
     """Compress."""
     source, output = _source(options.input), Path(options.output)
     if not source.exists():
-        raise CommandError(f"there is no file {source}; name a checkpoint or a file of dp freeze with -i")
-    if source.suffix not in (".pt", ".pth", ".dcp") or (source.suffix == ".pth" and not frozen_here(source)):
+        raise CommandError(
+            f"there is no file {source}; name a checkpoint or a file of dp freeze with -i"
+        )
+    if source.suffix not in (".pt", ".pth", ".dcp") or (
+        source.suffix == ".pth" and not frozen_here(source)
+    ):
         raise HandOver(f"compression of {source}, a model of deepmd-kit's")
     output = output if output.suffix == ".pth" else Path(f"{output}.pth")
     _check(options, source)
@@ -102,20 +106,37 @@ def _check(options: argparse.Namespace, source: Path) -> None:
     for name in ("frequency", "checkpoint_folder", "training_script"):
         if getattr(options, name) is not None:
             option = f"--{name.replace('_', '-')}"
-            raise CommandError(f"{option} has no effect on {source}, which holds all that is needed; leave it out")
+            raise CommandError(
+                f"{option} has no effect on {source}, which holds all that is needed; leave it out"
+            )
     if source.suffix == ".pth" and (options.ema or options.head):
-        raise CommandError(f"{source} holds one set of weights: --ema and --head need a checkpoint (-i model.pt)")
+        raise CommandError(
+            f"{source} holds one set of weights: --ema and --head need a checkpoint (-i model.pt)"
+        )
 
 
-def write_compressed(model: EnergyModel, output: Path, source: Path, *, min_distance: float, **settings: Any) -> None:
+def write_compressed(
+    model: EnergyModel, output: Path, source: Path, *, min_distance: float, **settings: Any
+) -> None:
     """Compress a model, and log the differences that the tables cause; `settings` go to `deploy.compress.compress`."""
     from deepmd_muon.deploy.compress import ASSUMED_DISTANCE, compress
 
     if min_distance <= 0:
-        log.info("%s does not name the smallest distance in its data: %g Å is assumed", source, ASSUMED_DISTANCE)
+        log.info(
+            "%s does not name the smallest distance in its data: %g Å is assumed",
+            source,
+            ASSUMED_DISTANCE,
+        )
     done = compress(model, output, min_distance=min_distance, **settings)
     log.info("%s written from %s", output, source)
-    log.info("tables of step %g down to %.3g Å; the nets are evaluated at shorter distances", done.step, done.nearest)
+    log.info(
+        "tables of step %g down to %.3g Å; the nets are evaluated at shorter distances",
+        done.step,
+        done.nearest,
+    )
     log.info("largest differences from the model on random structures: %s", done.difference)
     if done.difference.force > done.allowed:
-        log.warning("forces change by more than %.0e eV/Å: take a shorter --step, or leave it out", done.allowed)
+        log.warning(
+            "forces change by more than %.0e eV/Å: take a shorter --step, or leave it out",
+            done.allowed,
+        )

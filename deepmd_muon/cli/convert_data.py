@@ -17,15 +17,22 @@ HELP = "convert data between extended XYZ (or any file that ASE reads), npy fold
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument(
-        "input", metavar="IN", nargs="+", help="systems: folders, HDF5 files, LMDB databases, files that ASE reads"
+        "input",
+        metavar="IN",
+        nargs="+",
+        help="systems: folders, HDF5 files, LMDB databases, files that ASE reads",
     )
     parser.add_argument(
         "output",
         metavar="OUT",
         help="name.hdf5 or name.h5, name.lmdb, name.xyz or name.extxyz, or else a folder of npy systems",
     )
-    parser.add_argument("-t", "--type-map", nargs="+", metavar="ELEMENT", help="order of the elements in the output")
-    parser.add_argument("--unlabelled", action="store_true", help="convert structures without any label, too")
+    parser.add_argument(
+        "-t", "--type-map", nargs="+", metavar="ELEMENT", help="order of the elements in the output"
+    )
+    parser.add_argument(
+        "--unlabelled", action="store_true", help="convert structures without any label, too"
+    )
     add_label_options(parser)
 
 

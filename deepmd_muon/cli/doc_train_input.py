@@ -26,8 +26,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         const="json_schema",
         help="the same as --out-type json_schema, for editors that check a file while it is written",
     )
-    parser.add_argument("--explore", action="store_true", help="the input of dp explore instead of dp train")
-    parser.add_argument("--multi-task", nargs=0, action=DeepmdKitOption, help="reference of multi-task training")
+    parser.add_argument(
+        "--explore", action="store_true", help="the input of dp explore instead of dp train"
+    )
+    parser.add_argument(
+        "--multi-task", nargs=0, action=DeepmdKitOption, help="reference of multi-task training"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -39,7 +43,13 @@ def run(options: argparse.Namespace) -> int:
         from deepmd_muon.explore.settings import ExploreSettings
 
         if options.out_type == "json_schema":
-            print(json.dumps(json_schema_of(ExploreSettings, "Input of dp explore"), indent=2, ensure_ascii=False))
+            print(
+                json.dumps(
+                    json_schema_of(ExploreSettings, "Input of dp explore"),
+                    indent=2,
+                    ensure_ascii=False,
+                )
+            )
         else:
             print(reference_of(ExploreSettings, "Input of dp explore", options.out_type), end="")
     elif options.out_type == "json_schema":

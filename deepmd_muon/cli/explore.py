@@ -18,7 +18,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "the last check is good enough, 1 when it is not, 2 after an error and 3 when structures wait for labels. The "
         "keys of the input: dp doc-train-input --explore."
     )
-    parser.add_argument("INPUT", help="what to do, JSON or YAML; its paths are relative to its folder")
+    parser.add_argument(
+        "INPUT", help="what to do, JSON or YAML; its paths are relative to its folder"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

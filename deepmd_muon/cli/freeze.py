@@ -31,14 +31,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="checkpoint, ours or deepmd-kit's, or a folder of a run: then its latest one [.]",
     )
     parser.add_argument(
-        "-o", "--output", metavar="FILE", default="frozen_model", help="the file; .pth is added [%(default)s]"
+        "-o",
+        "--output",
+        metavar="FILE",
+        default="frozen_model",
+        help="the file; .pth is added [%(default)s]",
     )
     parser.add_argument(
-        "--interpolate", action="store_true", help="tables for embedding nets, as dp compress makes them"
+        "--interpolate",
+        action="store_true",
+        help="tables for embedding nets, as dp compress makes them",
     )
     add_model_options(parser, "head", "ema")
-    for words, what in ((("-n", "--node-names"), "nodes"), (("-w", "--nvnmd-weight"), "NVNMD's file")):
-        parser.add_argument(*words, metavar="NAME", action=DeepmdKitOption, help=f"{what}, for other backends")
+    for words, what in (
+        (("-n", "--node-names"), "nodes"),
+        (("-w", "--nvnmd-weight"), "NVNMD's file"),
+    ):
+        parser.add_argument(
+            *words, metavar="NAME", action=DeepmdKitOption, help=f"{what}, for other backends"
+        )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,14 +63,20 @@ def run(options: argparse.Namespace) -> int:
     if output.suffix == ".pt2":
         _hand_over_compiled(options, output)
     # Of model.v1, "v1" belongs to the name: model.pth may be another model.
-    output = output.with_suffix(".pth") if output.suffix in (".pth", ".pt") else Path(f"{output}.pth")
+    output = (
+        output.with_suffix(".pth") if output.suffix in (".pth", ".pt") else Path(f"{output}.pth")
+    )
     from deepmd_muon.deploy.freeze import freeze
     from deepmd_muon.infer.predictor import load_min_distance, load_model
     from deepmd_muon.model.errors import ForeignModelError
 
     checkpoint = _checkpoint(Path(options.checkpoint))
     pointer = Path(options.checkpoint, "checkpoint")
-    begin(options, {"-o": output}, {"the checkpoint": checkpoint_path(checkpoint), "the pointer": pointer})
+    begin(
+        options,
+        {"-o": output},
+        {"the checkpoint": checkpoint_path(checkpoint), "the pointer": pointer},
+    )
     try:
         model = load_model(checkpoint, ema=options.ema, head=options.head)
     except ForeignModelError as error:
@@ -94,8 +111,12 @@ def _checkpoint(path: Path) -> Path:
     if not path.is_dir() or path.suffix == ".dcp":
         return path
     if not pointer.is_file():
-        raise CommandError(f"{path} holds no file 'checkpoint' that names the latest one; give the checkpoint with -c")
+        raise CommandError(
+            f"{path} holds no file 'checkpoint' that names the latest one; give the checkpoint with -c"
+        )
     try:
         return path / regular_text(pointer).strip()
     except OSError as error:
-        raise CommandError(f"{pointer} cannot be read: {error.strerror}; give the checkpoint with -c") from error
+        raise CommandError(
+            f"{pointer} cannot be read: {error.strerror}; give the checkpoint with -c"
+        ) from error

@@ -58,7 +58,10 @@ def hand_over(what: str, words: list[str], advice: str = "") -> int:
     """
     if importlib.util.find_spec("deepmd") is None:
         rest = f"; {advice}" if advice else ""
-        print(f"dp: deepmd-muon does not have {what}, and deepmd-kit is not installed{rest}", file=sys.stderr)
+        print(
+            f"dp: deepmd-muon does not have {what}, and deepmd-kit is not installed{rest}",
+            file=sys.stderr,
+        )
         return 2
     if os.environ.get("RANK", "0") == "0":
         print(f"dp: deepmd-muon does not have {what}: handing over to deepmd-kit", file=sys.stderr)

@@ -13,18 +13,36 @@ HELP = "look at data, split off validation data, and write an input that trains 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("DATA", nargs="+", help="systems: folders, HDF5 files, LMDB databases, files that ASE reads")
-    parser.add_argument("--valid-data", nargs="+", metavar="DATA", help="validation data; then nothing is split off")
     parser.add_argument(
-        "--valid-share", type=float, default=0.1, metavar="SHARE", help="share of the data that is split off [0.1]"
+        "DATA", nargs="+", help="systems: folders, HDF5 files, LMDB databases, files that ASE reads"
     )
     parser.add_argument(
-        "--descriptor", choices=("se_e2_a", "dpa1"), help="kind of model; by default by the number of elements"
+        "--valid-data", nargs="+", metavar="DATA", help="validation data; then nothing is split off"
     )
-    parser.add_argument("--rcut", type=float, default=6.0, metavar="RADIUS", help="cut-off radius [Å] [6.0]")
-    parser.add_argument("--steps", type=int, default=10_000, metavar="N", help="length of the training [10000]")
-    parser.add_argument("-t", "--type-map", nargs="+", metavar="ELEMENT", help="types; by default those of the data")
-    parser.add_argument("-o", "--output", default="input.json", metavar="FILE", help="the input [%(default)s]")
+    parser.add_argument(
+        "--valid-share",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="share of the data that is split off [0.1]",
+    )
+    parser.add_argument(
+        "--descriptor",
+        choices=("se_e2_a", "dpa1"),
+        help="kind of model; by default by the number of elements",
+    )
+    parser.add_argument(
+        "--rcut", type=float, default=6.0, metavar="RADIUS", help="cut-off radius [Å] [6.0]"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10_000, metavar="N", help="length of the training [10000]"
+    )
+    parser.add_argument(
+        "-t", "--type-map", nargs="+", metavar="ELEMENT", help="types; by default those of the data"
+    )
+    parser.add_argument(
+        "-o", "--output", default="input.json", metavar="FILE", help="the input [%(default)s]"
+    )
     parser.add_argument(
         "--models",
         type=int,
@@ -33,7 +51,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="also write model-2/FILE to model-N/FILE: the same with other seeds, to measure uncertainty",
     )
     parser.add_argument(
-        "--split-folder", default="split", metavar="FOLDER", help="where split data are written [%(default)s]"
+        "--split-folder",
+        default="split",
+        metavar="FOLDER",
+        help="where split data are written [%(default)s]",
     )
     add_label_options(parser)
 
@@ -42,7 +63,11 @@ def run(options: argparse.Namespace) -> int:
     """Write input and split, and print what was found and chosen."""
     from deepmd_muon.cli.proposal import Wishes, propose
 
-    begin(options, {"-o": options.output}, systems={"the data": [*options.DATA, *(options.valid_data or ())]})
+    begin(
+        options,
+        {"-o": options.output},
+        systems={"the data": [*options.DATA, *(options.valid_data or ())]},
+    )
     if not 0.0 < options.valid_share < 1.0:
         raise CommandError(f"--valid-share must be between 0 and 1; found {options.valid_share:g}")
     if not 1 <= options.models <= _MOST_MODELS:

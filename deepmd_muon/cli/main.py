@@ -55,12 +55,33 @@ COMMANDS = {
 _OURS = ("pt", "pytorch")
 # Every backend name of deepmd-kit 3.2.0, as `--name` and as a value of `-b`.
 _OTHERS = (
-    *("tf", "tensorflow", "tf2", "tensorflow2", "jax", "pd", "paddle", "dp", "dpmodel", "np", "numpy"),
+    *(
+        "tf",
+        "tensorflow",
+        "tf2",
+        "tensorflow2",
+        "jax",
+        "pd",
+        "paddle",
+        "dp",
+        "dpmodel",
+        "np",
+        "numpy",
+    ),
     *("pt-expt", "pytorch-exportable", "pretrained"),
 )
 # Commands that deepmd-kit has for TensorFlow alone.
 _TENSORFLOW_ONLY = frozenset({"transfer", "convert-from", "train-nvnmd"})
-_LOG_LEVELS = {"DEBUG": 10, "3": 10, "INFO": 20, "2": 20, "WARNING": 30, "1": 30, "ERROR": 40, "0": 40}
+_LOG_LEVELS = {
+    "DEBUG": 10,
+    "3": 10,
+    "INFO": 20,
+    "2": 20,
+    "WARNING": 30,
+    "1": 30,
+    "ERROR": 40,
+    "0": 40,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -137,8 +158,12 @@ def _guarded(options: argparse.Namespace) -> int:
 def _check_threads() -> None:
     """Refuse a number of threads that OpenMP ignores: it then takes all processors of the host, and steps crawl."""
     given = os.environ.get("OMP_NUM_THREADS", "").strip()
-    if given and not all(number.strip().isdecimal() and int(number) > 0 for number in given.split(",")):
-        raise CommandError(f"OMP_NUM_THREADS must be a whole number above 0; found {given!r}: set another, or unset it")
+    if given and not all(
+        number.strip().isdecimal() and int(number) > 0 for number in given.split(",")
+    ):
+        raise CommandError(
+            f"OMP_NUM_THREADS must be a whole number above 0; found {given!r}: set another, or unset it"
+        )
 
 
 def _printing(command: str, error: Exception) -> contextlib.AbstractContextManager[bool]:
@@ -178,7 +203,11 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train and test DeePMD potentials with the HybridMuon optimizer.",
         epilog="Other backends and commands (gui, …) go to deepmd-kit.",
     )
-    parser.add_argument("--version", action="version", version=f"deepmd-muon {__version__} (torch {version('torch')})")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"deepmd-muon {__version__} (torch {version('torch')})",
+    )
     backend = parser.add_mutually_exclusive_group()
     backend.add_argument(
         "-b",
@@ -186,12 +215,20 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="backend; ours is pytorch (or pt), others go to deepmd-kit; default: $DP_BACKEND or pytorch",
     )
-    backend.add_argument("--pt", "--pytorch", action="store_true", help="the same as --backend pytorch")
+    backend.add_argument(
+        "--pt", "--pytorch", action="store_true", help="the same as --backend pytorch"
+    )
     logging_options = argparse.ArgumentParser(add_help=False)
     logging_options.add_argument(
-        "-v", "--log-level", choices=tuple(_LOG_LEVELS), default="INFO", help="least severe messages shown"
+        "-v",
+        "--log-level",
+        choices=tuple(_LOG_LEVELS),
+        default="INFO",
+        help="least severe messages shown",
     )
-    logging_options.add_argument("-l", "--log-path", metavar="FILE", help="write the log to this file as well")
+    logging_options.add_argument(
+        "-l", "--log-path", metavar="FILE", help="write the log to this file as well"
+    )
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     for name, module in COMMANDS.items():
         module.add_options(

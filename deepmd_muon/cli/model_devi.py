@@ -19,20 +19,44 @@ log = logging.getLogger(__name__)
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options; names and meaning are deepmd-kit's."""
     parser.add_argument(
-        "-m", "--models", nargs="+", required=True, metavar="MODEL", help="checkpoints or frozen files, two or more"
-    )
-    parser.add_argument("-s", "--system", default=".", help="system, or a folder or file of systems [.]")
-    parser.add_argument("-o", "--output", metavar="FILE", default="model_devi.out", help="the table [%(default)s]")
-    parser.add_argument(
-        "-f", "--frequency", type=int, default=1, metavar="N", help="steps between two frames, for the first column [1]"
-    )
-    parser.add_argument("--real_error", action="store_true", help="errors against labels instead of disagreement")
-    parser.add_argument("--atomic", action="store_true", help="add the deviation of the force on every atom")
-    parser.add_argument(
-        "--relative", type=float, metavar="LEVEL", help="divide deviations of forces by the force plus LEVEL [eV/Å]"
+        "-m",
+        "--models",
+        nargs="+",
+        required=True,
+        metavar="MODEL",
+        help="checkpoints or frozen files, two or more",
     )
     parser.add_argument(
-        "--relative_v", type=float, metavar="LEVEL", help="divide deviations of virials by the virial plus LEVEL"
+        "-s", "--system", default=".", help="system, or a folder or file of systems [.]"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", default="model_devi.out", help="the table [%(default)s]"
+    )
+    parser.add_argument(
+        "-f",
+        "--frequency",
+        type=int,
+        default=1,
+        metavar="N",
+        help="steps between two frames, for the first column [1]",
+    )
+    parser.add_argument(
+        "--real_error", action="store_true", help="errors against labels instead of disagreement"
+    )
+    parser.add_argument(
+        "--atomic", action="store_true", help="add the deviation of the force on every atom"
+    )
+    parser.add_argument(
+        "--relative",
+        type=float,
+        metavar="LEVEL",
+        help="divide deviations of forces by the force plus LEVEL [eV/Å]",
+    )
+    parser.add_argument(
+        "--relative_v",
+        type=float,
+        metavar="LEVEL",
+        help="divide deviations of virials by the virial plus LEVEL",
     )
     add_model_options(parser, "head", "trust")
     add_label_options(parser)
@@ -43,7 +67,9 @@ def run(options: argparse.Namespace) -> int:
     for name in options.models:
         require_readable(name, trust=options.trust)
     if len(options.models) < 2 and not options.real_error:
-        raise CommandError("-m needs at least two models; found one: its deviation from itself is zero")
+        raise CommandError(
+            "-m needs at least two models; found one: its deviation from itself is zero"
+        )
     if options.frequency < 1:
         raise CommandError(f"-f must be a number of steps, 1 or more; found {options.frequency}")
     for name in ("relative", "relative_v"):
@@ -74,6 +100,11 @@ def run(options: argparse.Namespace) -> int:
         table, of_force = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         output.add(system.name, np.arange(len(table)) * options.frequency, table, of_force)
         largest = table[:, 3].max()
-        log.info("%s: %d frames, largest deviation of a force %.3e eV/Å", system.name, len(table), largest)
+        log.info(
+            "%s: %d frames, largest deviation of a force %.3e eV/Å",
+            system.name,
+            len(table),
+            largest,
+        )
     log.info("%s written", options.output)
     return 0

@@ -23,9 +23,13 @@ _PROGRAM = "/code/__torch__/deepmd_muon/deploy/program.py"
 def add_model_options(parser: argparse.ArgumentParser, *options: str) -> None:
     """Declare some of ``--head``, ``--ema`` and ``--trust``, which choose weights and checks of a model file."""
     if "head" in options:
-        parser.add_argument("--head", "--model-branch", metavar="NAME", help="branch of a multi-task checkpoint")
+        parser.add_argument(
+            "--head", "--model-branch", metavar="NAME", help="branch of a multi-task checkpoint"
+        )
     if "ema" in options:
-        parser.add_argument("--ema", action="store_true", help="use the averaged weights of a checkpoint")
+        parser.add_argument(
+            "--ema", action="store_true", help="use the averaged weights of a checkpoint"
+        )
     if "trust" in options:
         trust = "run a frozen file with any operators, or a compiled one (.pt2), of whose maker you are sure"
         parser.add_argument("--trust", action="store_true", help=trust)
@@ -72,10 +76,14 @@ def load_predictors(names: Sequence[str], options: argparse.Namespace) -> list[P
 
     of_input = getattr(options, "train_data", None) or getattr(options, "valid_data", None)
     if options.head and not of_input and all(map(is_frozen, names)):
-        raise CommandError(f"{names[0]} holds one model: choose the branch when you freeze (--head {options.head})")
+        raise CommandError(
+            f"{names[0]} holds one model: choose the branch when you freeze (--head {options.head})"
+        )
     ema = getattr(options, "ema", False)
     try:
-        predictors = [Predictor(name, ema=ema, head=options.head, trust=options.trust) for name in names]
+        predictors = [
+            Predictor(name, ema=ema, head=options.head, trust=options.trust) for name in names
+        ]
     except ForeignModelError as error:
         raise HandOver(f"this model ({error})") from error
     type_map = predictors[0].type_map

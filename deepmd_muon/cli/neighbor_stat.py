@@ -24,10 +24,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-r", "--rcut", type=float, required=True, help="cutoff radius [Å]")
     parser.add_argument(
-        "-t", "--type-map", nargs="+", metavar="ELEMENT", help="types; by default all elements of the data"
+        "-t",
+        "--type-map",
+        nargs="+",
+        metavar="ELEMENT",
+        help="types; by default all elements of the data",
     )
     parser.add_argument(
-        "--mixed-type", "--one-type", action="store_true", help="count neighbours of all types together"
+        "--mixed-type",
+        "--one-type",
+        action="store_true",
+        help="count neighbours of all types together",
     )
     add_label_options(parser)
 

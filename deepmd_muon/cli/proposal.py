@@ -106,7 +106,9 @@ class Proposal:
         """Write the split systems and an input for each model; models differ in their seeds."""
         texts = []
         for seed, output in enumerate(outputs, 1):
-            content = _with_seed(self.content, seed, os.path.relpath(".", output.parent) if seed > 1 else ".")
+            content = _with_seed(
+                self.content, seed, os.path.relpath(".", output.parent) if seed > 1 else "."
+            )
             texts.append(_encoded(json.dumps(content, indent=2, ensure_ascii=False) + "\n"))
         for folder, systems in self.to_write.items():
             write_npy(systems, folder)
@@ -121,11 +123,19 @@ class Proposal:
         for share in self.shares[:_SHOWN]:
             system = share.system
             labels = ", ".join(sorted(system.labels)) + ("" if system.uniform_labels else " (some)")
-            kind = (system.name, formula_of(system), str(system.natoms), "periodic" if system.pbc else "none", labels)
+            kind = (
+                system.name,
+                formula_of(system),
+                str(system.natoms),
+                "periodic" if system.pbc else "none",
+                labels,
+            )
             rows.append((*kind, str(share.train), str(system.nframes - share.train)))
         more = len(self.shares) - _SHOWN
         lines = [*_table(rows), *([f"and {more} more systems"] if more > 0 else []), ""]
-        lines += _table([("key", "value", "reason"), *((c.key, c.value, c.reason) for c in self.choices)])
+        lines += _table(
+            [("key", "value", "reason"), *((c.key, c.value, c.reason) for c in self.choices)]
+        )
         return "\n".join([*lines, "", *(f"warning: {warning}" for warning in self.warnings)])
 
 
@@ -135,18 +145,26 @@ def _encoded(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         wrong = os.fsencode(error.object[error.start : error.end])
-        raise CommandError(f"a path of the data is no UTF-8 ({wrong!r}): an input cannot name it; rename it") from error
+        raise CommandError(
+            f"a path of the data is no UTF-8 ({wrong!r}): an input cannot name it; rename it"
+        ) from error
 
 
 def _with_seed(content: dict[str, Any], seed: int, top: str) -> dict[str, Any]:
     """Return an input of other first weights and another order of the data; from its folder `top` leads here."""
     content = copy.deepcopy(content)
-    for section in (content["model"]["descriptor"], content["model"]["fitting_net"], content["training"]):
+    for section in (
+        content["model"]["descriptor"],
+        content["model"]["fitting_net"],
+        content["training"],
+    ):
         section["seed"] = seed
     for kind in ("training_data", "validation_data"):
         if kind in content["training"]:
             data = content["training"][kind]
-            data["systems"] = [system if top == "." else os.path.join(top, system) for system in data["systems"]]
+            data["systems"] = [
+                system if top == "." else os.path.join(top, system) for system in data["systems"]
+            ]
     return content
 
 
@@ -160,14 +178,23 @@ def propose(wishes: Wishes, open_data: Callable[[Sequence[str]], list[System]]) 
     CommandError
         When no input could train on them.
     """
-    found, held_out = open_data(wishes.data), open_data(wishes.valid_data) if wishes.valid_data else []
+    found, held_out = (
+        open_data(wishes.data),
+        open_data(wishes.valid_data) if wishes.valid_data else [],
+    )
     check_labels(found)
     usable = [system for system in found if system.labels & _PREFACTORS.keys()]
     if not usable:
         raise DataError("no system has energies, forces or virials: there is nothing to train on")
-    warnings = [f"{s.name}: no energies, forces or virials; it is left out" for s in found if s not in usable]
+    warnings = [
+        f"{s.name}: no energies, forces or virials; it is left out"
+        for s in found
+        if s not in usable
+    ]
     type_map = wishes.type_map or elements_of(usable)
-    usable, held_out = ([system.with_types(type_map) for system in part] for part in (usable, held_out))
+    usable, held_out = (
+        [system.with_types(type_map) for system in part] for part in (usable, held_out)
+    )
     warnings += suspicions([*usable, *held_out])
     if held_out:
         shares = [*(Share(s, s.nframes) for s in usable), *(Share(s, 0) for s in held_out)]
@@ -194,7 +221,9 @@ def _places(
         return {kind: [system.name for system in systems] for kind, systems in kinds.items()}, {}
     folders = {"training": wishes.folder / "train", "validation": wishes.folder / "valid"}
     to_write = {folders[kind]: systems for kind, systems in kinds.items() if systems}
-    return {kind: [str(folders[kind])] if systems else [] for kind, systems in kinds.items()}, to_write
+    return {
+        kind: [str(folders[kind])] if systems else [] for kind, systems in kinds.items()
+    }, to_write
 
 
 def _has_a_path(system: System) -> bool:
@@ -203,36 +232,66 @@ def _has_a_path(system: System) -> bool:
 
 
 def _choices(
-    wishes: Wishes, type_map: Sequence[str], shares: list[Share], places: dict[str, list[str]], *, written: bool
+    wishes: Wishes,
+    type_map: Sequence[str],
+    shares: list[Share],
+    places: dict[str, list[str]],
+    *,
+    written: bool,
 ) -> Iterator[Choice]:
     """Yield every setting that is not a default, with its reason."""
     yield Choice(
-        "model/type_map", " ".join(type_map), "given" if wishes.type_map else "all types of the data, by atomic number"
+        "model/type_map",
+        " ".join(type_map),
+        "given" if wishes.type_map else "all types of the data, by atomic number",
     )
     kind, rcut = _descriptor_kind(wishes, type_map), f"{wishes.rcut:g} Å"
     one = f"{_count(len(type_map), 'type')}: " + (
-        "a network for each is fast and accurate" if kind == "se_e2_a" else "one network for all learns from more data"
+        "a network for each is fast and accurate"
+        if kind == "se_e2_a"
+        else "one network for all learns from more data"
     )
     yield Choice("model/descriptor/type", kind, "given" if wishes.descriptor else one)
-    yield Choice("model/descriptor/rcut", rcut, "usual; --rcut changes it (longer: slower, and for long-ranged order)")
+    yield Choice(
+        "model/descriptor/rcut",
+        rcut,
+        "usual; --rcut changes it (longer: slower, and for long-ranged order)",
+    )
     yield Choice("model/descriptor/sel", "auto", "dp train counts neighbours")
     labels = _labels(shares)
     terms = ", ".join(name for name in _PREFACTORS if name in labels)
     missing = ", ".join(name for name in _PREFACTORS if name not in labels)
     yield Choice(
-        "loss", terms, f"the labels of the data; they have no {missing}" if missing else "all labels of the data"
+        "loss",
+        terms,
+        f"the labels of the data; they have no {missing}" if missing else "all labels of the data",
     )
-    yield Choice("optimizer/type", "HybridMuon", "its two rates have defaults that suit the run (doc/learning-rate.md)")
     yield Choice(
-        "training/numb_steps", str(wishes.steps), "a first potential; 10 times as many lower the errors further"
+        "optimizer/type",
+        "HybridMuon",
+        "its two rates have defaults that suit the run (doc/learning-rate.md)",
+    )
+    yield Choice(
+        "training/numb_steps",
+        str(wishes.steps),
+        "a first potential; 10 times as many lower the errors further",
     )
     atoms = max(share.system.natoms for share in shares)
-    yield Choice("training/…/batch_size", "auto", f"frames until a batch has 32 atoms (frames have up to {atoms})")
-    train, valid = (
-        sum(counts) for counts in zip(*((s.train, s.system.nframes - s.train) for s in shares), strict=True)
+    yield Choice(
+        "training/…/batch_size",
+        "auto",
+        f"frames until a batch has 32 atoms (frames have up to {atoms})",
     )
-    yield Choice("training/training_data", f"{train} frames", _where(places["training"], written=written))
-    reason = _reason_of_split(wishes, shares) + (f" {_where(places['validation'], written=written)}" if valid else "")
+    train, valid = (
+        sum(counts)
+        for counts in zip(*((s.train, s.system.nframes - s.train) for s in shares), strict=True)
+    )
+    yield Choice(
+        "training/training_data", f"{train} frames", _where(places["training"], written=written)
+    )
+    reason = _reason_of_split(wishes, shares) + (
+        f" {_where(places['validation'], written=written)}" if valid else ""
+    )
     yield Choice("training/validation_data", f"{valid} frames", reason)
 
 
@@ -242,7 +301,12 @@ def _descriptor_kind(wishes: Wishes, type_map: Sequence[str]) -> str:
 
 def _labels(shares: list[Share]) -> set[str]:
     """Labels of training data that the loss can compare with."""
-    return {label for share in shares if share.train for label in share.system.labels & _PREFACTORS.keys()}
+    return {
+        label
+        for share in shares
+        if share.train
+        for label in share.system.labels & _PREFACTORS.keys()
+    }
 
 
 def _where(paths: list[str], *, written: bool) -> str:
@@ -276,11 +340,18 @@ def _content(
     def comment(prefix: str) -> dict[str, str]:
         chosen = [c for c in choices if c.key.startswith(prefix)]
         names = (c.key.removeprefix(prefix).strip("/") for c in chosen)
-        text = "; ".join(f"{name}: {c.reason}" if name else c.reason for name, c in zip(names, chosen, strict=True))
+        text = "; ".join(
+            f"{name}: {c.reason}" if name else c.reason
+            for name, c in zip(names, chosen, strict=True)
+        )
         return {"_comment": text}
 
     def data(kind: str) -> dict[str, Any]:
-        section: dict[str, Any] = {**comment(f"training/{kind}_data"), "systems": places[kind], "batch_size": "auto"}
+        section: dict[str, Any] = {
+            **comment(f"training/{kind}_data"),
+            "systems": places[kind],
+            "batch_size": "auto",
+        }
         if not written:  # written systems have the names of npy folders
             section |= {"label_keys": wishes.label_keys} if wishes.label_keys else {}
             section |= {"keep_unconverged": True} if wishes.keep_unconverged else {}
@@ -291,11 +362,20 @@ def _content(
         raise CommandError(
             f"--rcut must be more than 0.5 Å, where the descriptor begins to fade; found {wishes.rcut:g}"
         )
-    descriptor = {"type": kind, "sel": "auto", "rcut": wishes.rcut, "rcut_smth": 0.5, **_DESCRIPTORS[kind]}
+    descriptor = {
+        "type": kind,
+        "sel": "auto",
+        "rcut": wishes.rcut,
+        "rcut_smth": 0.5,
+        **_DESCRIPTORS[kind],
+    }
     loss: dict[str, Any] = {**comment("loss"), "type": "ener"}
     for label, (term, start, limit) in _PREFACTORS.items():
         there = label in labels
-        loss |= {f"start_pref_{term}": start if there else 0, f"limit_pref_{term}": limit if there else 0}
+        loss |= {
+            f"start_pref_{term}": start if there else 0,
+            f"limit_pref_{term}": limit if there else 0,
+        }
     training: dict[str, Any] = {"training_data": data("training")}
     if places["validation"]:
         training["validation_data"] = {**data("validation"), "numb_btch": "sample"}
@@ -306,7 +386,12 @@ def _content(
         "model": {
             **comment("model/type_map"),
             "type_map": list(type_map),
-            "descriptor": {**comment("model/descriptor"), **descriptor, "precision": "float32", "seed": 1},
+            "descriptor": {
+                **comment("model/descriptor"),
+                **descriptor,
+                "precision": "float32",
+                "seed": 1,
+            },
             "fitting_net": {"neuron": [96, 96, 96], "precision": "float32", "seed": 1},
         },
         "learning_rate": {"type": "exp", "start_lr": 0.001, "stop_lr": 1e-6},
@@ -323,4 +408,7 @@ def _count(number: int, thing: str) -> str:
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

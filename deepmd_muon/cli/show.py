@@ -52,7 +52,11 @@ class _Topic(argparse.Action):
     groups: Sequence[argparse._ArgumentGroup]
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,
     ) -> None:
         """Note the topic."""
         namespace.topic = values
@@ -90,24 +94,40 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(ATTRIBUTES)}",
     )
     assert isinstance(topic, _Topic)
-    topic.file = parser.add_argument("file", metavar="FILE", nargs="+", help="input.json, model.ckpt.pt or lcurve.out")
+    topic.file = parser.add_argument(
+        "file", metavar="FILE", nargs="+", help="input.json, model.ckpt.pt or lcurve.out"
+    )
     add_model_options(parser, "trust")
     output = parser.add_argument(
-        "-o", "--output", metavar="FILE", help=f"picture [{', '.join(f'{t}: {p}' for t, p in _PICTURES.items())}]"
+        "-o",
+        "--output",
+        metavar="FILE",
+        help=f"picture [{', '.join(f'{t}: {p}' for t, p in _PICTURES.items())}]",
     )
-    curve = parser.add_argument_group("lcurve", "several files, one a run, are drawn in one picture")
+    curve = parser.add_argument_group(
+        "lcurve", "several files, one a run, are drawn in one picture"
+    )
     curves = [
         curve.add_argument("--label", metavar="NAME", nargs="+", help="name of every run"),
         curve.add_argument(
-            "--against", choices=("step", "time"), default="step", help="axis; time needs logs of training.jsonl_file"
+            "--against",
+            choices=("step", "time"),
+            default="step",
+            help="axis; time needs logs of training.jsonl_file",
         ),
     ]
     plan = parser.add_argument_group("plan", "zero_stage and hsdp default to those of the input")
     plans = [
         plan.add_argument("--world-size", type=int, metavar="N", help="processes"),
-        plan.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), help="training.zero_stage"),
-        plan.add_argument("--hsdp", type=int, metavar="GROUPS", help="training.data_parallel_replicate_degree"),
-        plan.add_argument("--owners", action="store_true", help="list which process orthogonalizes which matrix"),
+        plan.add_argument(
+            "--zero-stage", type=int, choices=(0, 1, 2, 3), help="training.zero_stage"
+        ),
+        plan.add_argument(
+            "--hsdp", type=int, metavar="GROUPS", help="training.data_parallel_replicate_degree"
+        ),
+        plan.add_argument(
+            "--owners", action="store_true", help="list which process orthogonalizes which matrix"
+        ),
     ]
     topic.groups = curve, plan
     topic.options = {"lcurve weights": [output], "lcurve": curves, "plan": plans}
@@ -128,7 +148,9 @@ def run(options: argparse.Namespace) -> int:
         from deepmd_muon.show.learning_curve import plot_learning_curves
 
         picture = options.output or _PICTURES["lcurve"]
-        refuse_clashes(CommandError, {"-o": picture}, {f"the curve {path}": path for path in options.file})
+        refuse_clashes(
+            CommandError, {"-o": picture}, {f"the curve {path}": path for path in options.file}
+        )
         plot_learning_curves(options.file, picture, options.label, options.against)
         print(f"{picture}: drawn")
         return 0
@@ -139,11 +161,17 @@ def run(options: argparse.Namespace) -> int:
 
     path = checkpoint_path(options.file[0])
     if path.suffix == ".pth":
-        raise CommandError(f"{path} is a frozen model, which holds no optimizer; give the checkpoint it was made from")
+        raise CommandError(
+            f"{path} is a frozen model, which holds no optimizer; give the checkpoint it was made from"
+        )
     if options.topic == "plan":
         from deepmd_muon.show.plan import plan_page
 
-        print(plan_page(path, options.world_size, options.zero_stage, options.hsdp, owners=options.owners))
+        print(
+            plan_page(
+                path, options.world_size, options.zero_stage, options.hsdp, owners=options.owners
+            )
+        )
         return 0
     if options.topic == "weights":
         from deepmd_muon.show.weights import weights_page
@@ -161,9 +189,13 @@ def _run_attributes(options: argparse.Namespace) -> int:
     """Show a model as deepmd-kit does: the first word is its file, the others are attributes."""
     unknown = [word for word in options.file if word not in ATTRIBUTES]
     if unknown and Path(options.topic).exists():
-        raise CommandError(f"a model has no attribute {unknown[0]!r}; {choices(unknown[0], ATTRIBUTES)}")
+        raise CommandError(
+            f"a model has no attribute {unknown[0]!r}; {choices(unknown[0], ATTRIBUTES)}"
+        )
     if unknown:
-        raise CommandError(f"there is no topic {options.topic!r}; {choices(options.topic, tuple(_TOPICS))}")
+        raise CommandError(
+            f"there is no topic {options.topic!r}; {choices(options.topic, tuple(_TOPICS))}"
+        )
     from deepmd_muon.checkpoint_file.file import checkpoint_path
 
     check_compiled(options.topic, trust=options.trust)
@@ -184,7 +216,9 @@ def _input_routing(path: Path) -> str:
     if not isinstance(optimizer, HybridMuon):
         weights = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         first = f"{type(optimizer).__name__} treats all {weights} weights alike; with HybridMuon they would take:\n\n"
-        optimizer = HybridMuonConfig().build(model_of(given), lr=given.settings.learning_rate.start_lr)
+        optimizer = HybridMuonConfig().build(
+            model_of(given), lr=given.settings.learning_rate.start_lr
+        )
     assert isinstance(optimizer, HybridMuon)
     return f"{first}{optimizer.routing}\n\n{optimizer.routing.summary()}{_sharing(shared_names(model_of(given)))}"
 
@@ -203,7 +237,9 @@ def _checkpoint_routing(path: Path) -> str:
         if not any("routes" in group or "lr_adjust" in group for group in groups):
             return f"{path} holds the state of Adam or AdamW, which treat all parameters alike: there are no routes"
         # Files list the empty parameters of deepmd-kit's model, too.
-        routing = RouteTable([entry for entry in RouteTable.from_manifest(groups) if 0 not in entry.shape])
+        routing = RouteTable(
+            [entry for entry in RouteTable.from_manifest(groups) if 0 not in entry.shape]
+        )
         shared = checkpoint.get(OWN_KEY, {}).get(SHARED, {})
         return f"{routing}\n\n{routing.summary()}{_sharing(shared)}"
 

@@ -33,14 +33,21 @@ def begin(
 def add_label_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options about files that ASE reads."""
     keys = parser.add_argument_group(
-        "files that ASE reads", "by default their usual names are recognized: energy, forces, REF_energy, dft_forces, …"
+        "files that ASE reads",
+        "by default their usual names are recognized: energy, forces, REF_energy, dft_forces, …",
     )
-    keys.add_argument("--energy-key", metavar="KEY", help="name of the energy [eV], e.g. REF_energy")
+    keys.add_argument(
+        "--energy-key", metavar="KEY", help="name of the energy [eV], e.g. REF_energy"
+    )
     keys.add_argument("--force-key", metavar="KEY", help="name of the forces [eV/Å]")
     keys.add_argument("--virial-key", metavar="KEY", help="name of the virial [eV], −dE/dε")
-    keys.add_argument("--stress-key", metavar="KEY", help="name of the stress [eV/Å³], positive under tension")
     keys.add_argument(
-        "--keep-unconverged", action="store_true", help="keep frames whose electronic loop did not converge"
+        "--stress-key", metavar="KEY", help="name of the stress [eV/Å³], positive under tension"
+    )
+    keys.add_argument(
+        "--keep-unconverged",
+        action="store_true",
+        help="keep frames whose electronic loop did not converge",
     )
 
 
@@ -73,7 +80,9 @@ def listed_systems(path: str) -> list[str]:
     try:
         names = [line.strip() for line in regular_text(path).splitlines()]
     except OSError as error:
-        raise CommandError(f"the list of systems {path} cannot be read: {error.strerror}") from error
+        raise CommandError(
+            f"the list of systems {path} cannot be read: {error.strerror}"
+        ) from error
     return [name for name in names if name and not name.startswith("#")]
 
 
@@ -85,9 +94,17 @@ def section_of_input(path: Path, name: str, head: str | None = None) -> Training
     if given.multi_task and head not in given.branches:
         found = "" if head is None else f"; found {head!r}"
         names = ", ".join(given.branches)
-        raise CommandError(f"{path} has data of several branches ({names}): choose one with --head{found}")
-    branch = given.branches[head] if given.multi_task and head else next(iter(given.branches.values()))
+        raise CommandError(
+            f"{path} has data of several branches ({names}): choose one with --head{found}"
+        )
+    branch = (
+        given.branches[head] if given.multi_task and head else next(iter(given.branches.values()))
+    )
     data = branch.data.training_data if name == "training" else branch.data.validation_data
     if data is None:
-        raise CommandError(f"{path} has no validation data{f' of {head}' if given.multi_task else ''}")
-    return dataclasses.replace(data, systems=tuple(str(path.parent / system) for system in data.systems))
+        raise CommandError(
+            f"{path} has no validation data{f' of {head}' if given.multi_task else ''}"
+        )
+    return dataclasses.replace(
+        data, systems=tuple(str(path.parent / system) for system in data.systems)
+    )

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.models import add_model_options, load_predictors, require_readable
-from deepmd_muon.cli.systems import add_label_options, begin, listed_systems, open_listed, section_of_input
+from deepmd_muon.cli.systems import (
+    add_label_options,
+    begin,
+    listed_systems,
+    open_listed,
+    section_of_input,
+)
 
 if TYPE_CHECKING:
     from deepmd_muon.argcheck.training import TrainingDataSettings
@@ -28,23 +34,45 @@ log = logging.getLogger(__name__)
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options; names and meaning are deepmd-kit's, `--plot` and `--ema` are ours."""
     parser.add_argument(
-        "-m", "--model", required=True, metavar="CKPT", help="checkpoint or frozen file, ours or deepmd-kit's"
+        "-m",
+        "--model",
+        required=True,
+        metavar="CKPT",
+        help="checkpoint or frozen file, ours or deepmd-kit's",
     )
     data = parser.add_mutually_exclusive_group()
     data.add_argument("-s", "--system", help="system, or a folder or HDF5 file of systems [.]")
     data.add_argument("-f", "--datafile", metavar="LIST", help="text file with one system a line")
-    both = parser.add_argument_group("data of an input file", "with both, each has its own errors and color")
-    both.add_argument("--train-data", metavar="INPUT", help="test on the training data of an input file")
-    both.add_argument("--valid-data", metavar="INPUT", help="test on the validation data of an input file")
+    both = parser.add_argument_group(
+        "data of an input file", "with both, each has its own errors and color"
+    )
+    both.add_argument(
+        "--train-data", metavar="INPUT", help="test on the training data of an input file"
+    )
+    both.add_argument(
+        "--valid-data", metavar="INPUT", help="test on the validation data of an input file"
+    )
     parser.add_argument(
-        "-n", "--numb-test", type=int, default=0, metavar="N", help="most frames of each system; 0 takes all [0]"
+        "-n",
+        "--numb-test",
+        type=int,
+        default=0,
+        metavar="N",
+        help="most frames of each system; 0 takes all [0]",
     )
     parser.add_argument("--shuffle-test", action="store_true", help="take frames in random order")
     parser.add_argument("-r", "--rand-seed", type=int, metavar="SEED", help="seed of that order")
-    parser.add_argument("-d", "--detail-file", metavar="PREFIX", help="write every value and its prediction")
-    parser.add_argument("-a", "--atomic", action="store_true", help="compare atomic energies as well")
     parser.add_argument(
-        "--plot", metavar="FILE", nargs="+", help="draw predictions against reference values (.png, .pdf, …)"
+        "-d", "--detail-file", metavar="PREFIX", help="write every value and its prediction"
+    )
+    parser.add_argument(
+        "-a", "--atomic", action="store_true", help="compare atomic energies as well"
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        nargs="+",
+        help="draw predictions against reference values (.png, .pdf, …)",
     )
     add_model_options(parser, "head", "ema", "trust")
     add_label_options(parser)
@@ -54,7 +82,9 @@ def run(options: argparse.Namespace) -> int:
     """Test every system, then report the errors of all."""
     require_readable(options.model, trust=options.trust)
     if options.numb_test < 0:
-        raise CommandError(f"-n must be 0 (all frames) or a number of frames; found {options.numb_test}")
+        raise CommandError(
+            f"-n must be 0 (all frames) or a number of frames; found {options.numb_test}"
+        )
     if (options.rand_seed or 0) < 0:
         raise CommandError(f"-r must be 0 or more; found {options.rand_seed}")
     import numpy as np
@@ -79,10 +109,17 @@ def run(options: argparse.Namespace) -> int:
         for system in systems:
             log.info("# testing system : %s", system.name)
             parts = evaluate_system(
-                predictor, system, limit=options.numb_test or None, shuffle=shuffle, atomic=options.atomic
+                predictor,
+                system,
+                limit=options.numb_test or None,
+                shuffle=shuffle,
+                atomic=options.atomic,
             )
             total = add_errors(total, _test_system(parts, name, details, picture))
-        log.info("# ----------weighted average of errors%s-----------", f" of {name} data" if name else "")
+        log.info(
+            "# ----------weighted average of errors%s-----------",
+            f" of {name} data" if name else "",
+        )
         _report(total, f"# number of systems : {len(systems)}")
     if picture is not None:
         picture.save()
@@ -103,7 +140,10 @@ def _begin(options: argparse.Namespace) -> None:
 
 
 def _test_system(
-    parts: Iterable[ComparedFrames], series: str, details: DetailFiles | None, picture: ParityPicture | None
+    parts: Iterable[ComparedFrames],
+    series: str,
+    details: DetailFiles | None,
+    picture: ParityPicture | None,
 ) -> Errors:
     """Report the errors of one system, and hand its frames to files and picture."""
     from deepmd_muon.infer.metrics import add_errors
@@ -146,14 +186,20 @@ def _report(errors: Errors, title: str) -> None:
 def _sections(options: argparse.Namespace) -> dict[str, TrainingDataSettings]:
     """Return the data sections of the input files that the options name, by the name of their series."""
     inputs = {"training": options.train_data, "validation": options.valid_data}
-    return {name: section_of_input(Path(path), name, options.head) for name, path in inputs.items() if path}
+    return {
+        name: section_of_input(Path(path), name, options.head)
+        for name, path in inputs.items()
+        if path
+    }
 
 
 def _paths(options: argparse.Namespace) -> list[str]:
     """Return the paths of all systems that the options name."""
     if sections := _sections(options):
         if options.system or options.datafile:
-            raise CommandError("-s and -f exclude --train-data and --valid-data; give one of both kinds")
+            raise CommandError(
+                "-s and -f exclude --train-data and --valid-data; give one of both kinds"
+            )
         return [path for section in sections.values() for path in section.systems]
     return listed_systems(options.datafile) if options.datafile else [options.system or "."]
 

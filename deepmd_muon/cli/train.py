@@ -16,7 +16,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("INPUT", help="input file, JSON or YAML")
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
-        "-i", "--init-model", metavar="CKPT", help="start from the weights of this checkpoint, at step 0"
+        "-i",
+        "--init-model",
+        metavar="CKPT",
+        help="start from the weights of this checkpoint, at step 0",
     )
     source.add_argument(
         "-r",
@@ -32,7 +35,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="start from the weights of this checkpoint, at step 0, with the energy bias fitted to the training data",
     )
     source.add_argument(
-        "-f", "--init-frz-model", metavar="MODEL", action=DeepmdKitOption, help="start from a frozen model"
+        "-f",
+        "--init-frz-model",
+        metavar="MODEL",
+        action=DeepmdKitOption,
+        help="start from a frozen model",
     )
     parser.add_argument(
         "--model-branch",
@@ -53,7 +60,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="take the model section from the checkpoint instead of INPUT; with --finetune, descriptor and fitting net",
     )
     parser.add_argument(
-        "-o", "--output", default="out.json", metavar="FILE", help="where the normalised input goes [%(default)s]"
+        "-o",
+        "--output",
+        default="out.json",
+        metavar="FILE",
+        help="where the normalised input goes [%(default)s]",
     )
     parser.add_argument(
         "--skip-neighbor-stat",
@@ -70,7 +81,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train; an input that needs features of deepmd-kit goes to deepmd-kit, before torch is imported."""
     begun = time.monotonic()
-    from deepmd_muon.train.process.warm_up import garbage_collection_paused, load_libraries, open_device
+    from deepmd_muon.train.process.warm_up import (
+        garbage_collection_paused,
+        load_libraries,
+        open_device,
+    )
 
     load_libraries()  # in the meantime, the input is read
     from deepmd_muon.argcheck import DeepmdKitOnlyError, load
@@ -79,7 +94,9 @@ def run(options: argparse.Namespace) -> int:
         given = load(options.INPUT)
     except DeepmdKitOnlyError as error:
         problems = "; ".join(map(str, error.problems))
-        raise HandOver(error.elsewhere, f"install it, or change {error.source} ({problems})") from error
+        raise HandOver(
+            error.elsewhere, f"install it, or change {error.source} ({problems})"
+        ) from error
     open_device()  # in the meantime, the imports below load torch
     with garbage_collection_paused():
         from deepmd_muon.train import run as run_training

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
     from deepmd_muon.data.zbl import Label
 
-HELP = "write the ZBL repulsion of elements: a table for model/use_srtab, or dimers as training data"
+HELP = (
+    "write the ZBL repulsion of elements: a table for model/use_srtab, or dimers as training data"
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,24 +29,43 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("ELEMENT", nargs="+", help="elements in the order of the model's type map")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("-o", "--output", metavar="FILE", help="write a table: distances [Å], energies of all pairs [eV]")
+    what.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="write a table: distances [Å], energies of all pairs [eV]",
+    )
     what.add_argument(
         "--dimers",
         metavar="DATA",
         help="write dimers with forces, as dp convert-data does: a folder of npy systems, name.hdf5 or name.xyz",
     )
-    parser.add_argument("--step", type=float, default=0.005, metavar="Å", help="rows of the table [%(default)s]")
     parser.add_argument(
-        "--begin", type=float, metavar="Å", help="the table falls from here to 0 [1.0]; first distance of dimers [0.4]"
+        "--step", type=float, default=0.005, metavar="Å", help="rows of the table [%(default)s]"
     )
-    parser.add_argument("--end", type=float, metavar="Å", help="end of the table [2.0]; last distance of dimers [1.0]")
-    parser.add_argument("--frames", type=int, default=20, metavar="N", help="dimers of each pair [%(default)s]")
+    parser.add_argument(
+        "--begin",
+        type=float,
+        metavar="Å",
+        help="the table falls from here to 0 [1.0]; first distance of dimers [0.4]",
+    )
+    parser.add_argument(
+        "--end",
+        type=float,
+        metavar="Å",
+        help="end of the table [2.0]; last distance of dimers [1.0]",
+    )
+    parser.add_argument(
+        "--frames", type=int, default=20, metavar="N", help="dimers of each pair [%(default)s]"
+    )
     parser.add_argument(
         "--calculator",
         metavar="MODULE:CLASS",
         help="an ASE calculator that labels the dimers with energies and forces instead, e.g. tblite.ase:TBLite",
     )
-    parser.add_argument("--arguments", metavar="JSON", help='its keyword arguments, e.g. \'{"method": "GFN1-xTB"}\'')
+    parser.add_argument(
+        "--arguments", metavar="JSON", help='its keyword arguments, e.g. \'{"method": "GFN1-xTB"}\''
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -56,16 +77,28 @@ def run(options: argparse.Namespace) -> int:
 
     names = options.ELEMENT
     if len(set(names)) < len(names):
-        raise CommandError(f"each element stands once, in the order of the type map; found {' '.join(names)}")
-    if (options.calculator and not options.dimers) or (options.arguments and not options.calculator):
-        raise CommandError("--calculator labels dimers (--dimers), and --arguments are those of a --calculator")
+        raise CommandError(
+            f"each element stands once, in the order of the type map; found {' '.join(names)}"
+        )
+    if (options.calculator and not options.dimers) or (
+        options.arguments and not options.calculator
+    ):
+        raise CommandError(
+            "--calculator labels dimers (--dimers), and --arguments are those of a --calculator"
+        )
     if options.dimers:
         place = Path(options.dimers)
-        label = _label_by(options.calculator, options.arguments) if options.calculator else zbl_forces
-        systems = dimers_of(names, _or(options.begin, 0.4), _or(options.end, 1.0), options.frames, label)
+        label = (
+            _label_by(options.calculator, options.arguments) if options.calculator else zbl_forces
+        )
+        systems = dimers_of(
+            names, _or(options.begin, 0.4), _or(options.end, 1.0), options.frames, label
+        )
         write_systems(systems, place)
         kinds = "energies and forces" if options.calculator else "forces"
-        print(f"{sum(s.nframes for s in systems)} dimers of {len(systems)} pairs, labelled with {kinds}: {place}")
+        print(
+            f"{sum(s.nframes for s in systems)} dimers of {len(systems)} pairs, labelled with {kinds}: {place}"
+        )
         return 0
     begin, end = _or(options.begin, 1.0), _or(options.end, 2.0)
     table, text = table_of(names, options.step, begin, end), io.StringIO()
@@ -98,12 +131,20 @@ def _label_by(name: str, arguments: str | None) -> Label:
     def labels(first: str, second: str, coord: np.ndarray) -> dict[str, np.ndarray]:
         structures = [Structure((first, second), row.reshape(2, 3), None) for row in coord]
         found = [label(name, given, structure, stress=False) for structure in structures]
-        failed = [f"{row[3]:.3f} Å ({one})" for row, one in zip(coord, found, strict=True) if isinstance(one, str)]
+        failed = [
+            f"{row[3]:.3f} Å ({one})"
+            for row, one in zip(coord, found, strict=True)
+            if isinstance(one, str)
+        ]
         kept = [k for k, one in enumerate(found) if not isinstance(one, str)]
         if not kept:
-            raise CommandError(f"{name} labels no dimer of {first} and {second}: the first at {failed[0]}")
+            raise CommandError(
+                f"{name} labels no dimer of {first} and {second}: the first at {failed[0]}"
+            )
         if failed:
-            print(f"{first}-{second}: {len(failed)} dimers without a label, the first at {failed[0]}")
+            print(
+                f"{first}-{second}: {len(failed)} dimers without a label, the first at {failed[0]}"
+            )
         done = [one for one in found if not isinstance(one, str)]
         return {
             "coord": coord[kept],

@@ -23,7 +23,12 @@ from deepmd_muon.data.neighbors.lists import (
     stack_neighbors,
     widen_sections,
 )
-from deepmd_muon.data.opening import open_systems, register_format, with_common_types, with_parameters
+from deepmd_muon.data.opening import (
+    open_systems,
+    register_format,
+    with_common_types,
+    with_parameters,
+)
 from deepmd_muon.data.sampling.loader import Batch, DataLoader, Seats
 from deepmd_muon.data.sampling.sampler import BatchRule, Plan, Sampler, system_probabilities
 from deepmd_muon.data.statistics import (

@@ -38,7 +38,9 @@ class NeighborError(DataError):
     """
 
     def __init__(self, problem: str, frame: int | None = None, system: str | None = None) -> None:
-        where = [f"system {system}"] * (system is not None) + [f"frame {frame}"] * (frame is not None)
+        where = [f"system {system}"] * (system is not None) + [f"frame {frame}"] * (
+            frame is not None
+        )
         super().__init__(": ".join(part for part in (", ".join(where), problem) if part))
         self.problem = problem
         self.frame = frame

@@ -31,7 +31,9 @@ class Frames:
     ignore `present` become NaN instead of a wrong number.
     """
 
-    atype: np.ndarray  # int32 (nframes, natoms): types as indices into the type map; −1 is a padding atom
+    atype: (
+        np.ndarray
+    )  # int32 (nframes, natoms): types as indices into the type map; −1 is a padding atom
     coord: np.ndarray  # float64 (nframes, natoms, 3): positions [Å]
     # float64 (nframes, 3, 3): rows are the cell vectors [Å]; None without periodic boundaries. In a batch that mixes
     # both, frames without a cell have zeros.
@@ -40,12 +42,16 @@ class Frames:
     force: np.ndarray | None = None  # float64 (nframes, natoms, 3): forces [eV/Å]
     virial: np.ndarray | None = None  # float64 (nframes, 9): −volume·stress [eV], row-major
     atom_ener: np.ndarray | None = None  # float64 (nframes, natoms): energy of each atom [eV]
-    atom_pref: np.ndarray | None = None  # float64 (nframes, natoms): weight of each atom in the loss of weighted forces
+    atom_pref: np.ndarray | None = (
+        None  # float64 (nframes, natoms): weight of each atom in the loss of weighted forces
+    )
     # float64 (nframes, natoms): coefficient of each atom's energy in the total energy of the label.
     atom_ener_coeff: np.ndarray | None = None
     # float64 (nframes, numb_fparam): frame parameters; None unless they were asked for, see `System.with_parameters`.
     fparam: np.ndarray | None = None
-    aparam: np.ndarray | None = None  # float64 (nframes, natoms, numb_aparam): atomic parameters, likewise
+    aparam: np.ndarray | None = (
+        None  # float64 (nframes, natoms, numb_aparam): atomic parameters, likewise
+    )
 
     @property
     def nframes(self) -> int:
@@ -77,16 +83,23 @@ class Frames:
     def rows(self, rows: slice | Sequence[int]) -> Frames:
         """Return some frames; a label that none of them has becomes None."""
         arrays: dict[str, np.ndarray] = {
-            field.name: values[rows] for field in fields(self) if (values := getattr(self, field.name)) is not None
+            field.name: values[rows]
+            for field in fields(self)
+            if (values := getattr(self, field.name)) is not None
         }
         chosen = Frames(**arrays)
-        absent: dict[str, Any] = {label: None for label in chosen.labels if not chosen.present(label).any()}
+        absent: dict[str, Any] = {
+            label: None for label in chosen.labels if not chosen.present(label).any()
+        }
         return replace(chosen, **absent)
 
     def runs(self) -> Iterator[slice]:
         """Longest stretches of frames that have the same labels, in order."""
         present = np.stack([self.present(label) for label in LABELS], axis=1)
-        ends = [*(np.flatnonzero((present[1:] != present[:-1]).any(axis=1)) + 1).tolist(), self.nframes]
+        ends = [
+            *(np.flatnonzero((present[1:] != present[:-1]).any(axis=1)) + 1).tolist(),
+            self.nframes,
+        ]
         for first, end in zip([0, *ends[:-1]], ends, strict=True):
             yield slice(first, end)
 
@@ -114,8 +127,14 @@ class Frames:
             if not there:
                 continue
             of_atoms = name not in ("box", "fparam", *FRAME_LABELS)
-            shape = (ends[-1], natoms, *there[0].shape[2:]) if of_atoms else (ends[-1], *there[0].shape[1:])
-            whole = joined[name] = np.full(shape, -1 if name == "atype" else 0, dtype=np.result_type(*there))
+            shape = (
+                (ends[-1], natoms, *there[0].shape[2:])
+                if of_atoms
+                else (ends[-1], *there[0].shape[1:])
+            )
+            whole = joined[name] = np.full(
+                shape, -1 if name == "atype" else 0, dtype=np.result_type(*there)
+            )
             for part, value, end in zip(parts, given, ends, strict=True):
                 mine = whole[end - part.nframes : end]
                 if value is None:
@@ -145,4 +164,6 @@ class Parameters(NamedTuple):
     def of(cls, fitting_net: Any) -> Parameters:
         """Return what a fitting net with these settings reads; nothing if it has no parameters."""
         default = getattr(fitting_net, "default_fparam", None)
-        return cls(getattr(fitting_net, "numb_fparam", 0), getattr(fitting_net, "numb_aparam", 0), default)
+        return cls(
+            getattr(fitting_net, "numb_fparam", 0), getattr(fitting_net, "numb_aparam", 0), default
+        )

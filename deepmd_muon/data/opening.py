@@ -49,9 +49,13 @@ def register_format(ending: str, read: str | Reader) -> None:
         When the ending is empty or taken by another function.
     """
     if not ending.startswith(".") or len(ending) < 2:
-        raise DataError(f"the ending of a data format is a dot and letters, such as '.mydata'; found {ending!r}")
+        raise DataError(
+            f"the ending of a data format is a dot and letters, such as '.mydata'; found {ending!r}"
+        )
     if _READERS.setdefault(ending, read) != read:
-        raise DataError(f"paths that end with {ending} are read by {_READERS[ending]}; choose another ending")
+        raise DataError(
+            f"paths that end with {ending} are read by {_READERS[ending]}; choose another ending"
+        )
 
 
 def open_systems(
@@ -104,12 +108,18 @@ def open_systems(
         elif found := sorted(set(paths_matching(path, refuse_unlisted))):
             places += found
         else:
-            raise SystemNotFoundError(f"no path fits the pattern {path} (relative patterns start at {os.getcwd()})")
+            raise SystemNotFoundError(
+                f"no path fits the pattern {path} (relative patterns start at {os.getcwd()})"
+            )
     if patterns is not None:
         places = [place for folder in places for place in _fitting(folder, patterns)]
     read = functools.partial(read_ase, keys=keys, keep_unconverged=keep_unconverged)
-    with without_collector():  # which would go through thousands of systems again and again, and find nothing
-        systems = [System(store, type_map) for place in places for store in _stores(place, handles, read)]
+    with (
+        without_collector()
+    ):  # which would go through thousands of systems again and again, and find nothing
+        systems = [
+            System(store, type_map) for place in places for store in _stores(place, handles, read)
+        ]
     if not systems:
         raise SystemNotFoundError("no systems given")
     return systems
@@ -184,9 +194,13 @@ def with_parameters(systems: Sequence[System], wanted: Parameters) -> list[Syste
     """
     if not (wanted.fparam or wanted.aparam):
         return list(systems)
-    problems = [problem for system in systems if (problem := system.problem_with(wanted)) is not None]
+    problems = [
+        problem for system in systems if (problem := system.problem_with(wanted)) is not None
+    ]
     if problems:
-        more = f"\n  and {len(problems) - _MOST_LISTED} more" if len(problems) > _MOST_LISTED else ""
+        more = (
+            f"\n  and {len(problems) - _MOST_LISTED} more" if len(problems) > _MOST_LISTED else ""
+        )
         listed = "\n  ".join(problems[:_MOST_LISTED])
         raise DataError(
             f"the model reads {wanted.fparam} frame parameters (numb_fparam) and {wanted.aparam} of each atom "
@@ -205,7 +219,9 @@ def _fitting(folder: str, patterns: Sequence[str]) -> list[str]:
         found = {str(place) for pattern in patterns for place in Path(folder).rglob(pattern)}
     except (ValueError, NotImplementedError) as error:
         raise SystemNotFoundError(f"rglob_patterns {list(patterns)}: {error}") from error
-    if systems := sorted(place for place in found if os.path.isfile(os.path.join(place, "type.raw"))):
+    if systems := sorted(
+        place for place in found if os.path.isfile(os.path.join(place, "type.raw"))
+    ):
         return systems
     raise SystemNotFoundError(
         f"no system below {folder} fits rglob_patterns {list(patterns)}: {len(found)} paths do, none with a type.raw"
@@ -225,8 +241,14 @@ def _stores(path: str, handles: HandleCache, read: Reader) -> Iterator[Store]:
     mode = _mode(path)
     there = mode or _mode(path.partition("#")[0])
     if there and not stat.S_ISREG(there) and not stat.S_ISDIR(there):
-        raise SystemNotFoundError(f"system {path} is a device or FIFO; give a folder or a regular file")
-    if (registered := next((reader for ending, reader in _READERS.items() if path.endswith(ending)), None)) is not None:
+        raise SystemNotFoundError(
+            f"system {path} is a device or FIFO; give a folder or a regular file"
+        )
+    if (
+        registered := next(
+            (reader for ending, reader in _READERS.items() if path.endswith(ending)), None
+        )
+    ) is not None:
         if not mode:
             raise SystemNotFoundError(f"system {path} does not exist")
         if isinstance(registered, str):

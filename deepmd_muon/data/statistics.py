@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def energy_bias(
-    counts: np.ndarray, energies: np.ndarray, fixed: np.ndarray | None = None, rcond: float | None = None
+    counts: np.ndarray,
+    energies: np.ndarray,
+    fixed: np.ndarray | None = None,
+    rcond: float | None = None,
 ) -> np.ndarray:
     """Energy per atom of each type that explains the total energies best, by least squares.
 
@@ -64,7 +67,9 @@ def energy_bias(
 
 def data_fingerprint(systems: Sequence[System]) -> str:
     """Hash of the training data, independent of where they lie; part of the key of `StatFile`."""
-    return hashlib.sha256("\n".join(system.fingerprint() for system in systems).encode()).hexdigest()
+    return hashlib.sha256(
+        "\n".join(system.fingerprint() for system in systems).encode()
+    ).hexdigest()
 
 
 class StatFile:
@@ -80,7 +85,9 @@ class StatFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if self.path.is_dir():
-            raise DataError(f"stat_file {self.path} is a folder; give the name of a file, e.g. stat.hdf5")
+            raise DataError(
+                f"stat_file {self.path} is a folder; give the name of a file, e.g. stat.hdf5"
+            )
 
     @staticmethod
     def _name(key: Mapping[str, object]) -> tuple[str, str]:
@@ -98,13 +105,21 @@ class StatFile:
         with self._understood(), self._open(self.path, "r") as file:
             entry = file.get(f"{self.GROUP}/{name}")
             # Strings of variable length lie in a heap without checksums. If it is damaged, HDF5 can search it for ever.
-            if entry is None or "sha256" not in entry.attrs or entry.attrs.get_id("sha256").dtype.kind != "S":
+            if (
+                entry is None
+                or "sha256" not in entry.attrs
+                or entry.attrs.get_id("sha256").dtype.kind != "S"
+            ):
                 return None
             if strange := [k for k, v in entry.items() if v.dtype != np.float64]:
-                raise DataError(f"stat_file {self.path}: {strange[0]} of entry {name} is not a number; remove the file")
+                raise DataError(
+                    f"stat_file {self.path}: {strange[0]} of entry {name} is not a number; remove the file"
+                )
             arrays = {k: np.asarray(v[()]) for k, v in entry.items()}
             if bytes(entry.attrs["sha256"]) != _digest(arrays).encode():
-                raise DataError(f"stat_file {self.path}: the checksum of entry {name} is another; remove the file")
+                raise DataError(
+                    f"stat_file {self.path}: the checksum of entry {name} is another; remove the file"
+                )
             return arrays
 
     def save(self, key: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> None:
@@ -132,10 +147,20 @@ class StatFile:
         """Report errors of h5py about a damaged file."""
         try:
             yield
-        except (OSError, LookupError, RuntimeError, TypeError, ValueError, AttributeError, MemoryError) as error:
+        except (
+            OSError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            MemoryError,
+        ) as error:
             if isinstance(error, DataError):
                 raise
-            raise DataError(f"stat_file {self.path} is damaged ({error}); remove the file") from error
+            raise DataError(
+                f"stat_file {self.path} is damaged ({error}); remove the file"
+            ) from error
 
     def _open(self, path: Path | io.BytesIO, mode: str) -> h5py.File:
         import h5py

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError, TypeMapError
-from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS, PARAMETERS, Frames, Parameters, label_shape
+from deepmd_muon.data.frames import (
+    ATOM_LABELS,
+    FRAME_LABELS,
+    LABELS,
+    PARAMETERS,
+    Frames,
+    Parameters,
+    label_shape,
+)
 from deepmd_muon.data.neighbors.far_atoms import MAX_LENGTH
 from deepmd_muon.data.stores.storage import Store
 
@@ -66,13 +74,17 @@ class System:
         self.natoms = len(types)
         self._sets = store.sets()
         if not self._sets:
-            raise SystemFormatError(self.name, "set.*", "no set folder found; frames lie in set.000/coord.npy etc.")
+            raise SystemFormatError(
+                self.name, "set.*", "no set folder found; frames lie in set.000/coord.npy etc."
+            )
         contents = [store.names(folder) for folder in self._sets]
         flags = ["real_atom_types.npy" in names for names in contents]
         self.mixed = flags[0]
         if len(set(flags)) > 1:
             lacking = f"{self._sets[flags.index(False)]}/real_atom_types.npy"
-            raise SystemFormatError(self.name, lacking, "missing, but other sets of this system have it")
+            raise SystemFormatError(
+                self.name, lacking, "missing, but other sets of this system have it"
+            )
         self._own_types = tuple(store.words("type_map.raw")) if "type_map.raw" in here else None
         self.type_map, self._translation = self._translate(type_map)
         self._atype = self._apply_translation(types, "type.raw") if not self.mixed else None
@@ -88,7 +100,9 @@ class System:
         counts = [self._check_set(k, names) for k, names in enumerate(contents)]
         self.nframes = sum(counts)
         if self.nframes == 0:
-            raise SystemFormatError(self.name, f"{self._sets[0]}/coord.npy", "the system has no frames")
+            raise SystemFormatError(
+                self.name, f"{self._sets[0]}/coord.npy", "the system has no frames"
+            )
         self._counts = np.array(counts)
         self._ends = np.cumsum(counts)
         self._first = 0  # of the frames of all sets, see `part`
@@ -164,27 +178,39 @@ class System:
         except ValueError as error:
             if isinstance(error, SystemFormatError):
                 raise
-            raise SystemFormatError(self.name, "type.raw", f"expected one integer per atom: {error}") from error
+            raise SystemFormatError(
+                self.name, "type.raw", f"expected one integer per atom: {error}"
+            ) from error
         if len(types) == 0:
-            raise SystemFormatError(self.name, "type.raw", "expected one integer per atom, found none")
+            raise SystemFormatError(
+                self.name, "type.raw", "expected one integer per atom, found none"
+            )
         return self._as_types(types, "type.raw")
 
     def _as_types(self, values: np.ndarray, file: str) -> np.ndarray:
         """Convert numbers that must be whole and fit into int32."""
         wrong = _no_types(values)
         if wrong.any():
-            raise SystemFormatError(self.name, file, f"expected one integer per atom, found {values[wrong].flat[0]:g}")
+            raise SystemFormatError(
+                self.name, file, f"expected one integer per atom, found {values[wrong].flat[0]:g}"
+            )
         return values.astype(np.int32)
 
-    def _translate(self, type_map: Sequence[str] | None) -> tuple[tuple[str, ...] | None, np.ndarray | None]:
+    def _translate(
+        self, type_map: Sequence[str] | None
+    ) -> tuple[tuple[str, ...] | None, np.ndarray | None]:
         """Find how the system's type numbers become indices into `type_map`."""
         own = self._own_types
         if own is not None and len(set(own)) < len(own):
             twice = sorted({name for name in own if own.count(name) > 1})
-            raise TypeMapError(f"system {self.name}: type_map.raw has {twice} more than once: their types are mixed up")
+            raise TypeMapError(
+                f"system {self.name}: type_map.raw has {twice} more than once: their types are mixed up"
+            )
         if type_map is None or len(type_map) == 0:
             if own is None and self.mixed:
-                raise TypeMapError(f"system {self.name}: a mixed-type system needs type_map.raw or a type map")
+                raise TypeMapError(
+                    f"system {self.name}: a mixed-type system needs type_map.raw or a type map"
+                )
             return own, None
         if own is None:
             return tuple(type_map), None
@@ -194,7 +220,9 @@ class System:
                 f"system {self.name}: type_map.raw has {missing}, which the type map {list(type_map)} lacks; "
                 "add them to it (model.type_map of an input, -t of neighbor-stat) or leave this system out"
             )
-        return tuple(type_map), np.array([list(type_map).index(e) for e in own] + [-1], dtype=np.int32)
+        return tuple(type_map), np.array(
+            [list(type_map).index(e) for e in own] + [-1], dtype=np.int32
+        )
 
     def _apply_translation(self, types: np.ndarray, file: str) -> np.ndarray:
         """Translate type numbers; −1 (padding) is kept and allowed in mixed-type systems only."""
@@ -214,11 +242,17 @@ class System:
         folder = self._sets[k]
         for required in ("coord.npy", *(("box.npy",) if self.pbc else ())):
             if required not in names:
-                hint = "; a system without periodic boundaries needs a file nopbc" if required == "box.npy" else ""
+                hint = (
+                    "; a system without periodic boundaries needs a file nopbc"
+                    if required == "box.npy"
+                    else ""
+                )
                 raise SystemFormatError(self.name, f"{folder}/{required}", f"missing{hint}")
         coord = self._store.shape(f"{folder}/coord.npy")
         if not coord:
-            raise SystemFormatError(self.name, f"{folder}/coord.npy", "expected frames of positions, found one number")
+            raise SystemFormatError(
+                self.name, f"{folder}/coord.npy", "expected frames of positions, found one number"
+            )
         nframes = 1 if len(coord) == 1 else coord[0]
         widths = {"coord.npy": 3 * self.natoms}
         if self.pbc:
@@ -255,7 +289,9 @@ class System:
         """
         wanted = np.atleast_1d(np.asarray(indices, dtype=np.int64))
         if wanted.size == 0 or wanted.min() < 0 or wanted.max() >= self.nframes:
-            raise IndexError(f"system {self.name} has frames 0 to {self.nframes - 1}, asked for {wanted.tolist()}")
+            raise IndexError(
+                f"system {self.name} has frames 0 to {self.nframes - 1}, asked for {wanted.tolist()}"
+            )
         n = len(wanted)
         atoms = self.natoms
         of_sets = [k for k, _, _ in self._places(wanted)]
@@ -323,12 +359,20 @@ class System:
             values = np.asarray(self._rows(path, local, int(self._counts[k])), dtype=np.float64)
             values = values.reshape(len(local), -1)
             are_lengths = files[k] in ("coord.npy", "box.npy")
-            largest = np.abs(values).max(initial=0.0) if are_lengths else 0.0  # NaN where a value is
-            if not self._store.sampled and not (np.isfinite(largest) if are_lengths else np.isfinite(values).all()):
+            largest = (
+                np.abs(values).max(initial=0.0) if are_lengths else 0.0
+            )  # NaN where a value is
+            if not self._store.sampled and not (
+                np.isfinite(largest) if are_lengths else np.isfinite(values).all()
+            ):
                 bad = local[~np.isfinite(values).all(axis=1)]
-                raise SystemFormatError(self.name, path, f"value that is not finite in frame {bad[0]} of this set")
+                raise SystemFormatError(
+                    self.name, path, f"value that is not finite in frame {bad[0]} of this set"
+                )
             if largest > MAX_LENGTH:
-                raise SystemFormatError(self.name, path, f"a length of {largest:g} Å; check the units")
+                raise SystemFormatError(
+                    self.name, path, f"a length of {largest:g} Å; check the units"
+                )
             if len(values) == len(wanted):
                 return values
             if result is None:
@@ -343,14 +387,18 @@ class System:
         if each == 1:
             return self._store.rows(path, frames, single=nframes == 1)
         if each:
-            return self._store.rows(path, (frames[:, None] * each + np.arange(each)).ravel(), single=False)
+            return self._store.rows(
+                path, (frames[:, None] * each + np.arange(each)).ravel(), single=False
+            )
         whole = self._store.rows(path, np.zeros(1, dtype=np.int64), single=True)
         return np.asarray(whole.reshape(nframes, -1)[frames])
 
     def part(self, first: int, end: int) -> System:
         """Return consecutive frames of the same system as a system; `labels` are those of the whole."""
         if not 0 <= first < end <= self.nframes:
-            raise IndexError(f"system {self.name} has frames 0 to {self.nframes - 1}, asked for {first} to {end - 1}")
+            raise IndexError(
+                f"system {self.name} has frames 0 to {self.nframes - 1}, asked for {first} to {end - 1}"
+            )
         part = copy.copy(self)
         part._first, part.nframes = self._first + first, end - first
         return part
@@ -361,7 +409,9 @@ class System:
         Two frames with the same sums are copies, whatever their format: padding does not count.
         """
         weights = np.random.default_rng(0).standard_normal((self.natoms, 3, 4))
-        coord = self._read(["coord.npy"] * len(self._sets), indices).reshape(len(indices), self.natoms, 3)
+        coord = self._read(["coord.npy"] * len(self._sets), indices).reshape(
+            len(indices), self.natoms, 3
+        )
         types = self.types(indices)
         # Between 1 and 2, and another for every type; the golden ratio spreads them.
         factor = np.where(types < 0, 0.0, 1.0 + (types + 1) * 0.6180339887 % 1.0)
@@ -373,7 +423,9 @@ class System:
 
     def fingerprint(self) -> str:
         """Hash of types, shapes, energies, first and last positions and cells, wherever the files lie."""
-        digest = hashlib.sha256(repr((self.natoms, self.nframes, self.type_map, self.pbc, self.mixed)).encode())
+        digest = hashlib.sha256(
+            repr((self.natoms, self.nframes, self.type_map, self.pbc, self.mixed)).encode()
+        )
         every = np.arange(self.nframes)
         if self._atype is not None:
             digest.update(self._atype.tobytes())
@@ -437,6 +489,8 @@ def _files_of(names: frozenset[str]) -> dict[str, str | None]:
 
     def file_of(name: str) -> str | None:
         usual = f"{name}.npy"
-        return next((file for file in (usual, usual.replace("atom_", "atomic_", 1)) if file in names), None)
+        return next(
+            (file for file in (usual, usual.replace("atom_", "atomic_", 1)) if file in names), None
+        )
 
     return {name: file_of(name) for name in (*LABELS, *PARAMETERS)}

@@ -81,9 +81,13 @@ def write_extxyz(systems: Sequence[System], path: Path) -> list[str]:
     for system in systems:
         elements = _elements(system)
         if unknown := [name for name in elements if name not in atomic_numbers]:
-            raise DataError(f"system {system.name}: {', '.join(unknown)} is not an element, as extended XYZ needs it")
+            raise DataError(
+                f"system {system.name}: {', '.join(unknown)} is not an element, as extended XYZ needs it"
+            )
         frames = system.with_own_parameters().frames(np.arange(system.nframes))
-        present = {label: frames.present(label) for label in ("energy", "force", "virial", *PARAMETERS)}
+        present = {
+            label: frames.present(label) for label in ("energy", "force", "virial", *PARAMETERS)
+        }
         for k in range(frames.nframes):
             real = frames.atype[k] >= 0
             symbols = [elements[t] for t in frames.atype[k][real]]
@@ -130,7 +134,9 @@ def write_lmdb(systems: Sequence[System], path: Path) -> list[str]:
         import lmdb  # noqa: F401 (only whether it is there)
         import msgpack
     except ImportError as error:
-        raise DataError(f"writing LMDB needs the package {error.name}: pip install lmdb msgpack") from error
+        raise DataError(
+            f"writing LMDB needs the package {error.name}: pip install lmdb msgpack"
+        ) from error
     _refuse(path)
     # Elements in the order of the first system that has them.
     type_map = list(dict.fromkeys(element for system in systems for element in _elements(system)))
@@ -165,21 +171,32 @@ def _database(path: Path, systems: Sequence[System]) -> Iterator[Any]:
     import lmdb
 
     most = sum(
-        system.nframes * (8 * (18 + system.natoms * (4 + sum(ATOM_LABELS.values()))) + 8192) for system in systems
+        system.nframes * (8 * (18 + system.natoms * (4 + sum(ATOM_LABELS.values()))) + 8192)
+        for system in systems
     )
     try:
         # Address space only: the file grows as it is written. No lock.mdb, which no other process needs: LMDB writes to
         # it through a map, and a full disk then ends the process with SIGBUS.
         size = (1 << 30) + 4 * most
-        with whole_folder(path) as folder, lmdb.open(str(folder), map_size=size, lock=False) as environment:
+        with (
+            whole_folder(path) as folder,
+            lmdb.open(str(folder), map_size=size, lock=False) as environment,
+        ):
             yield environment
     except lmdb.Error as error:
-        number = next((n for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) if os.strerror(n) in str(error)), errno.EIO)
-        cut = " (LMDB says so, too, if a full disk cuts a write short)" if number == errno.EIO else ""
+        number = next(
+            (n for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) if os.strerror(n) in str(error)),
+            errno.EIO,
+        )
+        cut = (
+            " (LMDB says so, too, if a full disk cuts a write short)" if number == errno.EIO else ""
+        )
         raise WriteError(number, f"{error}{cut}", str(path)) from error
 
 
-def _encoded(system: System, frames: Frames, type_map: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _encoded(
+    system: System, frames: Frames, type_map: list[str]
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield number of atoms and map of every frame, padding left out."""
     index = np.array([type_map.index(element) for element in system.type_map or ()], dtype=np.int32)
     present = {name: frames.present(name) for name in (*LABELS, *PARAMETERS)}
@@ -192,11 +209,17 @@ def _encoded(system: System, frames: Frames, type_map: list[str]) -> Iterator[tu
             if present[label][k]:
                 values = np.asarray(getattr(frames, label)[k])
                 values = values[real] if label in ATOM_LABELS or label == "aparam" else values
-                frame[_LMDB_NAMES.get(label, label)] = values.reshape(3, 3) if label == "virial" else values
+                frame[_LMDB_NAMES.get(label, label)] = (
+                    values.reshape(3, 3) if label == "virial" else values
+                )
         yield (
             int(real.sum()),
             {
-                name: {"type": str(x.dtype), "shape": list(x.shape), "data": np.ascontiguousarray(x).tobytes()}
+                name: {
+                    "type": str(x.dtype),
+                    "shape": list(x.shape),
+                    "data": np.ascontiguousarray(x).tobytes(),
+                }
                 for name, x in frame.items()
             },
         )
@@ -209,7 +232,9 @@ def _refuse(path: Path) -> None:
 
 def _elements(system: System) -> tuple[str, ...]:
     if system.type_map is None:
-        raise DataError(f"system {system.name} has no type_map.raw, so its elements are unknown; give --type-map")
+        raise DataError(
+            f"system {system.name} has no type_map.raw, so its elements are unknown; give --type-map"
+        )
     return system.type_map
 
 

@@ -31,7 +31,9 @@ def zbl(first: str, second: str, distance: np.ndarray) -> tuple[np.ndarray, np.n
     """
     unknown = [name for name in (first, second) if name not in NUMBERS]
     if unknown:
-        raise TypeMapError(f"{unknown[0]!r} is not an element, so that its repulsion is unknown; give element symbols")
+        raise TypeMapError(
+            f"{unknown[0]!r} is not an element, so that its repulsion is unknown; give element symbols"
+        )
     charges = NUMBERS[first], NUMBERS[second]
     length = _LENGTH / (charges[0] ** _POWER + charges[1] ** _POWER)
     parts = _AMPLITUDES * np.exp(-_DECAYS * distance[:, None] / length)
@@ -52,9 +54,13 @@ def table_of(names: Sequence[str], step: float, begin: float, end: float) -> np.
         When the distances do not grow from above 0.
     """
     if not 0.0 < step < begin < end:
-        raise DataError(f"distances must grow from step over begin to end; found {step:g}, {begin:g} and {end:g} Å")
+        raise DataError(
+            f"distances must grow from step over begin to end; found {step:g}, {begin:g} and {end:g} Å"
+        )
     if not end / step < _MOST_ROWS:
-        raise DataError(f"a table has at most {_MOST_ROWS} rows; found an end of {end:g} Å and a step of {step:g} Å")
+        raise DataError(
+            f"a table has at most {_MOST_ROWS} rows; found an end of {end:g} Å and a step of {step:g} Å"
+        )
     distance = step * np.arange(1, int(np.ceil(end / step)) + 2)
     u = np.clip((distance - begin) / (end - begin), 0.0, 1.0)
     switch = np.where(u < 1.0, 1.0 - u**3 * (10.0 - 15.0 * u + 6.0 * u**2), 0.0)
@@ -77,7 +83,9 @@ def zbl_forces(first: str, second: str, coord: np.ndarray) -> dict[str, np.ndarr
     return {"coord": coord, "force": force}
 
 
-def dimers_of(names: Sequence[str], begin: float, end: float, count: int, label: Label = zbl_forces) -> list[System]:
+def dimers_of(
+    names: Sequence[str], begin: float, end: float, count: int, label: Label = zbl_forces
+) -> list[System]:
     """Return labelled dimers of every pair of elements, without cell; `label` may leave some out.
 
     Raises

@@ -42,7 +42,10 @@ def activate() -> None:
 
 
 def _print_error(
-    others: Callable[..., object], kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    others: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: TracebackType | None,
 ) -> None:
     """Print only the message of an input error, ours or dargs's, where deepmd-kit would print a traceback."""
     if kind.__module__.partition(".")[0] in ("deepmd_muon", "dargs"):

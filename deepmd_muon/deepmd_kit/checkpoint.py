@@ -41,7 +41,9 @@ def of_parameters(state_dict: Mapping[str, Any], names: Collection[str]) -> dict
         kept = [i for i, name in enumerate(group["param_names"]) if canonical_name(name) in wanted]
         lists = {key: [group[key][i] for i in kept] for key in PER_PARAMETER if key in group}
         groups.append({**group, **lists})
-        state.update({key: state_dict["state"][key] for key in lists["params"] if key in state_dict["state"]})
+        state.update(
+            {key: state_dict["state"][key] for key in lists["params"] if key in state_dict["state"]}
+        )
     return {"state": state, "param_groups": groups}
 
 
@@ -64,8 +66,14 @@ def laid_out(state_dict: Mapping[str, Any], optimizer: HybridMuon) -> dict[str, 
                 values, patterns = dict(state.get(key, {})), fresh.get(name, {})
                 for k, value in values.items():
                     pattern = patterns.get(k, parameters[name])
-                    if isinstance(value, Tensor) and isinstance(pattern, DTensor) and value.shape == pattern.shape:
+                    if (
+                        isinstance(value, Tensor)
+                        and isinstance(pattern, DTensor)
+                        and value.shape == pattern.shape
+                    ):
                         mesh, placements = pattern.device_mesh, pattern.placements
-                        values[k] = distribute_tensor(value.to(pattern.device), mesh, placements, src_data_rank=None)
+                        values[k] = distribute_tensor(
+                            value.to(pattern.device), mesh, placements, src_data_rank=None
+                        )
                 state[key] = values
     return {**state_dict, "state": state}

@@ -49,7 +49,9 @@ def further_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     InputError
         Naming every key, deepmd-kit's included, whose value is out of its range.
     """
-    checked = check(HybridMuonConfig, {key: value for key, value in section.items() if key != "type"})
+    checked = check(
+        HybridMuonConfig, {key: value for key, value in section.items() if key != "type"}
+    )
     if checked.settings is None:
         raise InputError(Problem(f"optimizer/{p.path}", p.message) for p in checked.problems)
     if checked.settings.rules:

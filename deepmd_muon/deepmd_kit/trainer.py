@@ -38,7 +38,9 @@ class HybridMuonTrainer(_Trainer):
         if section.get("type") == "HybridMuon":
             self._further = further_settings(section)
         else:
-            log.warning("DEEPMD_MUON=1 changes nothing: the optimizer is %s", section.get("type", "Adam"))
+            log.warning(
+                "DEEPMD_MUON=1 changes nothing: the optimizer is %s", section.get("type", "Adam")
+            )
         super().__init__(config, *args, **kwargs)
 
     def _create_optimizer(self, optimizer_class: type, **settings: Any) -> torch.optim.Optimizer:
@@ -46,7 +48,9 @@ class HybridMuonTrainer(_Trainer):
         if optimizer_class.__name__ != "HybridMuonOptimizer":
             made: torch.optim.Optimizer = super()._create_optimizer(optimizer_class, **settings)
             return made
-        settings.pop("use_foreach", None)  # deepmd-kit's way around gaps of torch; HybridMuon does not need it
+        settings.pop(
+            "use_foreach", None
+        )  # deepmd-kit's way around gaps of torch; HybridMuon does not need it
         named = list(self.wrapper.named_parameters())
         if self.sharding.stage == 1:
             shared = ZeroRedundancyHybridMuon(named, **settings, **self._further)
@@ -57,7 +61,9 @@ class HybridMuonTrainer(_Trainer):
             routing = own.routing
         if self.rank == 0:
             of = "parameters of the first rank" if self.sharding.stage == 1 else "all parameters"
-            log.info("HybridMuon of deepmd-muon %s in place of deepmd-kit's (DEEPMD_MUON=1)", __version__)
+            log.info(
+                "HybridMuon of deepmd-muon %s in place of deepmd-kit's (DEEPMD_MUON=1)", __version__
+            )
             log.info("routing of %s: %s", of, routing.summary())
             log.debug("routes of %s:\n%s", of, routing)
         return optimizer
@@ -84,7 +90,9 @@ def extend(module: ModuleType) -> None:
         When the module's trainer lacks the methods that `HybridMuonTrainer` overrides.
     """
     theirs: Any = getattr(module, "Trainer", None)
-    missing = [name for name in ("_create_optimizer", "_load_optimizer_state") if not hasattr(theirs, name)]
+    missing = [
+        name for name in ("_create_optimizer", "_load_optimizer_state") if not hasattr(theirs, name)
+    ]
     if missing:
         raise UnsupportedDeepmdKitError(
             f"{module.__name__}.Trainer has no {' and no '.join(missing)}: DEEPMD_MUON=1 works with deepmd-kit 3.2; "

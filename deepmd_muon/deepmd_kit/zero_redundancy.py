@@ -22,11 +22,18 @@ class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
     ranks.
     """
 
-    def __init__(self, named_parameters: Sequence[tuple[str, Tensor]], lr: float, **settings: Any) -> None:
+    def __init__(
+        self, named_parameters: Sequence[tuple[str, Tensor]], lr: float, **settings: Any
+    ) -> None:
         self._names = {p: name for name, p in named_parameters}
 
-        def make(groups: list[dict[str, Any]], lr: float) -> DeepmdKitHybridMuon:  # torch's class gives no names
-            named = [{**group, "params": [(self._names[p], p) for p in group["params"]]} for group in groups]
+        def make(
+            groups: list[dict[str, Any]], lr: float
+        ) -> DeepmdKitHybridMuon:  # torch's class gives no names
+            named = [
+                {**group, "params": [(self._names[p], p) for p in group["params"]]}
+                for group in groups
+            ]
             return DeepmdKitHybridMuon(named, lr, **settings)
 
         super().__init__([p for _, p in named_parameters], optimizer_class=make, lr=lr)  # type: ignore[arg-type]
@@ -41,7 +48,10 @@ class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
         """Collect the state and the routes of all ranks on rank `to`; all ranks call it."""
         super().consolidate_state_dict(to)
         # Name, route, view and shape of each parameter.
-        rows = [zip(*(group[key] for key in PER_PARAMETER[1:]), strict=True) for group in self.optim.param_groups]
+        rows = [
+            zip(*(group[key] for key in PER_PARAMETER[1:]), strict=True)
+            for group in self.optim.param_groups
+        ]
         own = [{name: entry for name, *entry in group} for group in rows]
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, own, group=self.process_group)
@@ -53,10 +63,14 @@ class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state that `consolidate_state_dict` collected, in the form of a single process."""
         found = super().state_dict()
-        for group, present, manifest in zip(found["param_groups"], self.param_groups, self._manifests, strict=True):
+        for group, present, manifest in zip(
+            found["param_groups"], self.param_groups, self._manifests, strict=True
+        ):
             names = [self._names[p] for p in present["params"]]
             columns = zip(*(manifest[name] for name in names), strict=True)
-            group.update(param_names=names, **dict(zip(PER_PARAMETER[2:], map(list, columns), strict=True)))
+            group.update(
+                param_names=names, **dict(zip(PER_PARAMETER[2:], map(list, columns), strict=True))
+            )
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -136,7 +136,9 @@ def compress(
         frozen = Predictor(temporary, device="cpu")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # about the structures with close atoms
-            written = difference_of([(e, frozen.predict(*s)) for e, s in zip(expected, structures, strict=True)])
+            written = difference_of(
+                [(e, frozen.predict(*s)) for e, s in zip(expected, structures, strict=True)]
+            )
         if not written.force <= 2.0 * max(difference.force, allowed):
             raise FreezeError(
                 f"the frozen file differs by {written}, the program in it by {difference}; nothing was written to "
@@ -157,24 +159,31 @@ def _table_of(model: EnergyModel) -> Any:
     return found
 
 
-def _structure(random: np.random.Generator, model: EnergyModel, number: int, closest: float) -> Structure:
+def _structure(
+    random: np.random.Generator, model: EnergyModel, number: int, closest: float
+) -> Structure:
     """Return a random structure; all but the first have pairs at 0.4, 0.8, 1.2 … times the smallest distance."""
     structure = random_structure(random, model, periodic=number != 1)
     direction = random.normal(size=3)
     if number:
-        structure.coord[-1] = structure.coord[0] + 0.4 * number * closest * direction / np.linalg.norm(direction)
+        structure.coord[-1] = structure.coord[
+            0
+        ] + 0.4 * number * closest * direction / np.linalg.norm(direction)
     return structure
 
 
 def _evaluate(program: Program, structure: Structure) -> Prediction:
     coord, atype, box, fparam, aparam = (
-        None if array is None else torch.from_numpy(array)[None] for array in structure.for_program()
+        None if array is None else torch.from_numpy(array)[None]
+        for array in structure.for_program()
     )
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", UserWarning)
         found = program(coord, atype, box, fparam, aparam)
     values = {name: value.double().numpy() for name, value in found.items()}
-    return Prediction(values["energy"][:, 0], values["force"], values["virial"], values["atom_energy"][..., 0])
+    return Prediction(
+        values["energy"][:, 0], values["force"], values["virial"], values["atom_energy"][..., 0]
+    )
 
 
 def restored(path: str | os.PathLike[str], *, trust: bool = False) -> tuple[EnergyModel, float]:
@@ -199,7 +208,9 @@ def restored(path: str | os.PathLike[str], *, trust: bool = False) -> tuple[Ener
         with torch.no_grad():
             _fill(model, program)
     except (RuntimeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} does not hold the nets of its model section: {error}") from error
+        raise CheckpointError(
+            f"{path} does not hold the nets of its model section: {error}"
+        ) from error
     known = hasattr(program, "get_min_nbor_dist")  # not in older files
     return model, float(program.get_min_nbor_dist()) if known else UNKNOWN_DISTANCE
 
@@ -213,7 +224,9 @@ def _fill(model: EnergyModel, program: Any) -> None:
         (net.filter_layers, program.fitting_net.nets),
     ):
         for network, layers in zip(collection.networks, saved, strict=True):
-            for layer, values in zip(network.tensors, (Dense(*each) for each in layers), strict=True):
+            for layer, values in zip(
+                network.tensors, (Dense(*each) for each in layers), strict=True
+            ):
                 layer.matrix.copy_(values.matrix)
                 layer.bias.copy_(values.bias)
                 if layer.idt is not None:

@@ -57,7 +57,9 @@ class Difference:
         return f"energy {self.energy:.1e} eV/atom, forces {self.force:.1e} eV/Å, virial {self.virial:.1e} eV/atom"
 
 
-def freeze(model: EnergyModel, output: str | os.PathLike[str], *, min_distance: float = UNKNOWN_DISTANCE) -> Difference:
+def freeze(
+    model: EnergyModel, output: str | os.PathLike[str], *, min_distance: float = UNKNOWN_DISTANCE
+) -> Difference:
     """Write a model as a frozen file, and compare the file with the model.
 
     Parameters
@@ -97,7 +99,9 @@ def freeze(model: EnergyModel, output: str | os.PathLike[str], *, min_distance: 
 
 def program_of(model: EnergyModel, min_distance: float = UNKNOWN_DISTANCE) -> Program:
     """Return the program of a model."""
-    return Program(model, to_deepmd_kit(model, {})["_extra_state"]["model_params"], min_distance).eval()
+    return Program(
+        model, to_deepmd_kit(model, {})["_extra_state"]["model_params"], min_distance
+    ).eval()
 
 
 def save(program: Program, model: EnergyModel, temporary: Path, output: Path) -> None:
@@ -106,11 +110,15 @@ def save(program: Program, model: EnergyModel, temporary: Path, output: Path) ->
     torch.save(to_deepmd_kit(model, {}), weights)
     extra: dict[str, bytes | str] = {WEIGHTS: weights.getvalue()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript: LAMMPS's plugin reads nothing else
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of TorchScript: LAMMPS's plugin reads nothing else
         scripted = torch.jit.script(program)
         torch.jit.save(scripted, plain, _extra_files=extra)
         with named_file(temporary, output) as file:
-            torch.jit.save(scripted, file, _extra_files=extra | {MANIFEST: manifest_of(plain.getvalue())})
+            torch.jit.save(
+                scripted, file, _extra_files=extra | {MANIFEST: manifest_of(plain.getvalue())}
+            )
 
 
 def precisions_of(model: EnergyModel) -> set[torch.dtype]:
@@ -123,11 +131,18 @@ def compare(model: EnergyModel, path: str | os.PathLike[str], seed: int = 0) -> 
     """Compare a frozen file with a model on random structures, periodic and not."""
     reference, frozen = Predictor(model, device="cpu"), Predictor(path, device="cpu")
     if frozen.type_map != reference.type_map:
-        raise FreezeError(f"the file has types {frozen.type_map}, the checkpoint {reference.type_map}")
+        raise FreezeError(
+            f"the file has types {frozen.type_map}, the checkpoint {reference.type_map}"
+        )
     random = np.random.default_rng(seed)
-    structures = [random_structure(random, model, periodic=n < STRUCTURES - 1) for n in range(STRUCTURES)]
+    structures = [
+        random_structure(random, model, periodic=n < STRUCTURES - 1) for n in range(STRUCTURES)
+    ]
     return difference_of(
-        [tuple(predictor.predict(*structure) for predictor in (reference, frozen)) for structure in structures]
+        [
+            tuple(predictor.predict(*structure) for predictor in (reference, frozen))
+            for structure in structures
+        ]
     )
 
 
@@ -157,7 +172,9 @@ class Structure(NamedTuple):
         return self.coord, self.atype, self.box, self.fparam, self.aparam
 
 
-def random_structure(random: np.random.Generator, model: EnergyModel, *, periodic: bool) -> Structure:
+def random_structure(
+    random: np.random.Generator, model: EnergyModel, *, periodic: bool
+) -> Structure:
     """Return atoms on a jittered grid, about 1 Å apart, in a triclinic cell or none, and parameters like the data's."""
     points = 3
     edge = (VOLUME_PER_ATOM * points**3) ** (1 / 3)
@@ -178,7 +195,9 @@ def random_structure(random: np.random.Generator, model: EnergyModel, *, periodi
 
 def _per_atom(prediction: Prediction) -> dict[str, np.ndarray]:
     natoms = prediction.atom_energy.shape[1]
-    values = {field.name: np.asarray(getattr(prediction, field.name)) for field in fields(prediction)}
+    values = {
+        field.name: np.asarray(getattr(prediction, field.name)) for field in fields(prediction)
+    }
     return values | {"energy": values["energy"] / natoms, "virial": values["virial"] / natoms}
 
 
@@ -190,5 +209,9 @@ def difference_of(predictions: Sequence[tuple[Prediction, ...]]) -> Difference:
         found[name] = max(float(np.abs(one[name] - other[name]).max()) for one, other in pairs)
         scale = max(float(np.abs(one[name]).max()) for one, _ in pairs)
         # NaN in either must not pass: comparisons with it are false.
-        relative = max(relative, found[name] / scale if scale else found[name], key=lambda x: (np.isnan(x), x))
-    return Difference(max(found["energy"], found["atom_energy"]), found["force"], found["virial"], relative)
+        relative = max(
+            relative, found[name] / scale if scale else found[name], key=lambda x: (np.isnan(x), x)
+        )
+    return Difference(
+        max(found["energy"], found["atom_energy"]), found["force"], found["virial"], relative
+    )

@@ -27,10 +27,14 @@ def with_images(
     inverse = torch.linalg.inv(box)
     fraction = coord @ inverse
     fraction = fraction - fraction.floor()
-    reach = rcut * inverse.square().sum(0).sqrt()  # of the cut-off, in units of the distance between opposite faces
+    reach = (
+        rcut * inverse.square().sum(0).sqrt()
+    )  # of the cut-off, in units of the distance between opposite faces
     # Also catches a cell without volume, whose inverse holds infinities. 1e6 images take hundreds of MB.
     if not bool(reach.clamp(min=0.5).prod() < 125000.0):
-        raise ValueError("the cell is too flat: an atom has more than a million images within the cut-off")
+        raise ValueError(
+            "the cell is too flat: an atom has more than a million images within the cut-off"
+        )
     steps: list[torch.Tensor] = []
     for axis in range(3):
         most = int(reach[axis].ceil())
@@ -65,5 +69,12 @@ def all_pairs(coord: torch.Tensor, nloc: int, rcut: float, step: int = 512) -> t
         listed = torch.full([here.shape[0], most], -1, dtype=torch.int64, device=coord.device)
         lists.append(listed.index_put_((row, rank[row, column] - 1), column))
         width = max(width, most)
-    padded = [torch.nn.functional.pad(listed, [0, width - listed.shape[1]], value=-1.0) for listed in lists]
-    return torch.cat(padded) if len(padded) > 0 else torch.empty([0, 0], dtype=torch.int64, device=coord.device)
+    padded = [
+        torch.nn.functional.pad(listed, [0, width - listed.shape[1]], value=-1.0)
+        for listed in lists
+    ]
+    return (
+        torch.cat(padded)
+        if len(padded) > 0
+        else torch.empty([0, 0], dtype=torch.int64, device=coord.device)
+    )

@@ -49,20 +49,28 @@ def add_edges(near: Near, slope: torch.Tensor, frame: torch.Tensor, sums: Sums) 
     if sums.atom_virial.shape[0] > 0:
         products = slope.unsqueeze(3) * near.vectors.unsqueeze(2)
         sums.atom_virial.index_add_(0, atoms, products.reshape(-1, 9), alpha=-1)
-    sums.virial.index_add_(0, frame, torch.bmm(slope.transpose(1, 2), near.vectors).reshape(-1, 9), alpha=-1)
+    sums.virial.index_add_(
+        0, frame, torch.bmm(slope.transpose(1, 2), near.vectors).reshape(-1, 9), alpha=-1
+    )
 
 
-def _places(order: torch.Tensor, offset: torch.Tensor, nloc: int, mapping: torch.Tensor | None) -> torch.Tensor:
+def _places(
+    order: torch.Tensor, offset: torch.Tensor, nloc: int, mapping: torch.Tensor | None
+) -> torch.Tensor:
     """Return the row of every atom's original among the sorted centres `(nframes·nall,)`."""
     if mapping is None:
-        raise ValueError("this potential passes messages: it needs mapping (LAMMPS: atom_modify map yes) or comm_dict")
+        raise ValueError(
+            "this potential passes messages: it needs mapping (LAMMPS: atom_modify map yes) or comm_dict"
+        )
     place = torch.zeros([offset.shape[0] * nloc], dtype=torch.int64, device=order.device)
     place = place.index_copy(0, order, torch.arange(order.shape[0], device=order.device))
     frames = torch.arange(offset.shape[0], device=order.device).unsqueeze(1)
     return place[(mapping.to(torch.int64) + frames * nloc).view(-1)]
 
 
-def _outputs(sums: Sums, nframes: int, do_atomic_virial: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _outputs(
+    sums: Sums, nframes: int, do_atomic_virial: bool, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """Return the results of `forward_lower`, with forces and virials in `dtype`."""
     per_atom = sums.energy.view(nframes, -1)
     out = {
@@ -115,7 +123,9 @@ class Program(torch.nn.Module):
         When a part of the model has no scripted form.
     """
 
-    centres_cpu: Final[int]  # evaluated at once: bounds memory, and the data that a cache has to hold
+    centres_cpu: Final[
+        int
+    ]  # evaluated at once: bounds memory, and the data that a cache has to hold
     centres_gpu: Final[int] = 8192
     type_map: list[str]
     sel: list[int]
@@ -128,7 +138,9 @@ class Program(torch.nn.Module):
         fitting_net: Any
         short_range: Any
 
-    def __init__(self, model: EnergyModel, section: dict[str, Any], min_distance: float = UNKNOWN_DISTANCE) -> None:
+    def __init__(
+        self, model: EnergyModel, section: dict[str, Any], min_distance: float = UNKNOWN_DISTANCE
+    ) -> None:
         super().__init__()
         own = model.atomic_model
         parts = []
@@ -139,7 +151,9 @@ class Program(torch.nn.Module):
             scripted = table.scripted(settings)
             if scripted is None:
                 kind = f"{table.what} {table.name_of(settings)!r}"
-                raise ModelError(f"the {kind} cannot be frozen: it was registered without `scripted`")
+                raise ModelError(
+                    f"the {kind} cannot be frozen: it was registered without `scripted`"
+                )
             parts.append(scripted(module))
         self.descriptor, net = parts
         self.centres_cpu = int(getattr(self.descriptor, "centres_cpu", 256))
@@ -147,11 +161,19 @@ class Program(torch.nn.Module):
         self.excludes = model.excluded is not None
         no_pairs = torch.zeros(model.ntypes, model.ntypes, dtype=torch.int64)
         every = torch.ones(model.ntypes, dtype=torch.float64)
-        self.register_buffer("excluded", no_pairs if model.excluded is None else model.excluded.clone())
+        self.register_buffer(
+            "excluded", no_pairs if model.excluded is None else model.excluded.clone()
+        )
         self.register_buffer("counted", every if model.counted is None else model.counted.clone())
         self.has_table = model.short_range is not None
-        self.short_range = copy.deepcopy(model.short_range) if self.has_table else torch.nn.Identity()
-        self.type_map, self.rcut, self.sel = list(model.type_map), float(model.rcut), list(model.sel)
+        self.short_range = (
+            copy.deepcopy(model.short_range) if self.has_table else torch.nn.Identity()
+        )
+        self.type_map, self.rcut, self.sel = (
+            list(model.type_map),
+            float(model.rcut),
+            list(model.sel),
+        )
         self.ntypes = len(self.type_map)
         self.section, self.min_distance = json.dumps(section), min_distance
         self.register_buffer("bias", own.out_bias.detach()[0, :, 0].clone())
@@ -290,7 +312,9 @@ class Program(torch.nn.Module):
             others in the precision of the positions.
         """
         parameters = self._parameter_rows(nlist, fparam, aparam)
-        return self._evaluate(extended_coord, extended_atype, nlist, mapping, parameters, do_atomic_virial, comm_dict)
+        return self._evaluate(
+            extended_coord, extended_atype, nlist, mapping, parameters, do_atomic_virial, comm_dict
+        )
 
     def _parameter_rows(
         self, nlist: torch.Tensor, fparam: torch.Tensor | None, aparam: torch.Tensor | None
@@ -347,18 +371,24 @@ class Program(torch.nn.Module):
                 comm = comm_dict
             else:
                 place = _places(order, offset, nloc, mapping)
-        for begin in range(0, max(1, order.shape[0]), step):  # a rank without atoms still takes part in exchanges
+        for begin in range(
+            0, max(1, order.shape[0]), step
+        ):  # a rank without atoms still takes part in exchanges
             here = order[begin : begin + step]
             atoms = centre[here]
             kind = types[atoms]
             own: list[int] = torch.bincount(kind, minlength=self.ntypes).cpu().tolist()
-            neighbor, sections, vectors = neighbors_within(coord, types, atoms, listed[here], self.descriptor.request)
+            neighbor, sections, vectors = neighbors_within(
+                coord, types, atoms, listed[here], self.descriptor.request
+            )
             if self.excludes:
                 mark = self.excluded[kind.unsqueeze(1), types[neighbor.clamp(min=0)].clamp(min=0)]
                 neighbor = torch.where((mark < 0) & (neighbor >= 0), mark, neighbor)
             frame = torch.div(atoms, nall, rounding_mode="floor")
             first_type = types[frame * nall].clamp(min=0)
-            near = Near(atoms, kind, own, neighbor, sections, vectors, types, first_type, place, nloc, comm)
+            near = Near(
+                atoms, kind, own, neighbor, sections, vectors, types, first_type, place, nloc, comm
+            )
             described, tape = self.descriptor.describe(near)
             values, adjoint = self.fitting_net.energy_and_slope(described, own, parameters[here])
             weight = self.counted[kind]
@@ -366,7 +396,9 @@ class Program(torch.nn.Module):
                 other = torch.where(neighbor >= 0, types[neighbor.clamp(min=0)], -1)
                 blend = self.short_range(vectors, kind, other)
                 share = 1.0 - blend.weight
-                add_edges(near, weight.view(-1, 1, 1) * edge_slope(blend, values, vectors), frame, sums)
+                add_edges(
+                    near, weight.view(-1, 1, 1) * edge_slope(blend, values, vectors), frame, sums
+                )
                 values = share * values + blend.weight * blend.energy
                 adjoint = share.unsqueeze(1).to(adjoint.dtype) * adjoint
             sums.energy[here] = (values + self.bias[kind]) * weight
@@ -392,11 +424,15 @@ class Program(torch.nn.Module):
         therefore holds the whole virial.
         """
         parameters = self._parameter_rows(nlist, fparam, aparam)
-        found = self._evaluate(extended_coord, extended_atype, nlist, mapping, parameters, do_atomic_virial, None)
+        found = self._evaluate(
+            extended_coord, extended_atype, nlist, mapping, parameters, do_atomic_virial, None
+        )
         if do_atomic_virial:
             of_atoms = found["extended_virial"]
         else:
-            of_atoms = found["virial"].new_zeros([extended_atype.shape[0], extended_atype.shape[1], 9])
+            of_atoms = found["virial"].new_zeros(
+                [extended_atype.shape[0], extended_atype.shape[1], 9]
+            )
             of_atoms[:, :1] = found["virial"].unsqueeze(1)
         return {
             "energy": found["atom_energy"],
@@ -453,12 +489,24 @@ class Program(torch.nn.Module):
             of_frame = None if fparam is None else fparam.reshape([nframes, -1])[frame]
             of_atoms = None if aparam is None else aparam.reshape([nframes, natoms, -1])[frame]
             parameters = self._parameter_rows(nlist[None], of_frame, of_atoms)
-            found = self._evaluate(own[None], kind[None], nlist[None], owner[None], parameters, do_atomic_virial, None)
-            part = {"energy": found["energy"], "atom_energy": found["atom_energy"], "virial": found["virial"]}
-            part["force"] = torch.zeros_like(own[:natoms]).index_add(0, owner, found["extended_force"][0]).unsqueeze(0)
+            found = self._evaluate(
+                own[None], kind[None], nlist[None], owner[None], parameters, do_atomic_virial, None
+            )
+            part = {
+                "energy": found["energy"],
+                "atom_energy": found["atom_energy"],
+                "virial": found["virial"],
+            }
+            part["force"] = (
+                torch.zeros_like(own[:natoms])
+                .index_add(0, owner, found["extended_force"][0])
+                .unsqueeze(0)
+            )
             if do_atomic_virial:
                 zeros = torch.zeros([natoms, 9], dtype=own.dtype, device=own.device)
-                part["atom_virial"] = zeros.index_add(0, owner, found["extended_virial"][0]).unsqueeze(0)
+                part["atom_virial"] = zeros.index_add(
+                    0, owner, found["extended_virial"][0]
+                ).unsqueeze(0)
             part["mask"] = (atype[frame : frame + 1] >= 0).to(torch.int32)
             parts.append(part)
         out: dict[str, torch.Tensor] = {}

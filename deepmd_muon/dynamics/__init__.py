@@ -18,7 +18,17 @@ _PLACES = {
     **dict.fromkeys(("Relaxed", "relax"), "relaxation"),
     "Systems": "systems",
 }
-__all__ = ["Barostat", "ForceField", "Langevin", "Lost", "Relaxed", "Snapshot", "Systems", "relax", "simulate"]
+__all__ = [
+    "Barostat",
+    "ForceField",
+    "Langevin",
+    "Lost",
+    "Relaxed",
+    "Snapshot",
+    "Systems",
+    "relax",
+    "simulate",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -26,7 +26,9 @@ class Barostat:
     compressibility: float = 0.45
     every: int = 10  # steps between changes of the cell, each of which needs new neighbour lists
 
-    def rescaled(self, systems: Systems, virial: torch.Tensor, time_step: float, generator: torch.Generator) -> Systems:
+    def rescaled(
+        self, systems: Systems, virial: torch.Tensor, time_step: float, generator: torch.Generator
+    ) -> Systems:
         """Return the structures with new cells, positions and velocities, after `every` steps of `time_step` [fs].
 
         `virial` is −dE/dε `(nsystems, 9)` [eV]. Structures without a cell stay unchanged.
@@ -38,11 +40,23 @@ class Barostat:
         volume = torch.where(periodic, volume, 1.0)
         wanted = systems.of_each(self.pressure, "pressure")
         kelvin = systems.of_each(self.temperature, "temperature")
-        inner = (2.0 * systems.kinetic + virial.view(-1, 3, 3).diagonal(dim1=1, dim2=2).sum(1)) / (3.0 * volume)
+        inner = (2.0 * systems.kinetic + virial.view(-1, 3, 3).diagonal(dim1=1, dim2=2).sum(1)) / (
+            3.0 * volume
+        )
         rate = self.compressibility / GIGAPASCAL / self.time * self.every * time_step
-        noise = torch.randn(len(systems), generator=generator, dtype=torch.float64, device=generator.device)
+        noise = torch.randn(
+            len(systems), generator=generator, dtype=torch.float64, device=generator.device
+        )
         noise = noise.to(volume.device)
-        change = rate * (inner - GIGAPASCAL * wanted) + (2.0 * BOLTZMANN * kelvin * rate / volume).sqrt() * noise
+        change = (
+            rate * (inner - GIGAPASCAL * wanted)
+            + (2.0 * BOLTZMANN * kelvin * rate / volume).sqrt() * noise
+        )
         change = torch.where(periodic, change.clamp(-_MOST, _MOST), 0.0)
         scale = (change / 3.0).exp()[:, None, None]
-        return replace(systems, coord=scale * systems.coord, box=scale * systems.box, velocity=systems.velocity / scale)
+        return replace(
+            systems,
+            coord=scale * systems.coord,
+            box=scale * systems.box,
+            velocity=systems.velocity / scale,
+        )

@@ -66,7 +66,9 @@ class Distances:
             if fits(systems.atype.cpu().numpy()):
                 # The pairs are those before they are sorted into sections.
                 wanted = NeighborRequest(self._rcut, (1,), by_type=False)
-                self._lists = SkinLists(wanted, self._ntypes, systems.atype, systems.box is not None, _SKIN)
+                self._lists = SkinLists(
+                    wanted, self._ntypes, systems.atype, systems.box is not None, _SKIN
+                )
         lists = self._lists
         if lists is None:
             return None
@@ -87,8 +89,15 @@ class Distances:
                 itself = np.array([first])
                 parts.append((itself, itself, np.zeros((1, 3), dtype=np.int32)))
                 continue
-            parts.append((pairs.real[pairs.i] + first, pairs.real[pairs.j] + first, pairs.shift.reshape(-1, 3)))
+            parts.append(
+                (
+                    pairs.real[pairs.i] + first,
+                    pairs.real[pairs.j] + first,
+                    pairs.shift.reshape(-1, 3),
+                )
+            )
         i, j, shift = (
-            torch.from_numpy(np.concatenate(column)).to(systems.coord.device) for column in zip(*parts, strict=True)
+            torch.from_numpy(np.concatenate(column)).to(systems.coord.device)
+            for column in zip(*parts, strict=True)
         )
         return i, j, shift

@@ -72,7 +72,9 @@ class ForceField:
         self.skin = skin
         self._lists: list[tuple[slice, Lists]] = []
         self._atype: torch.Tensor | None = None
-        self._given: tuple[torch.Tensor, int] | None = None  # the last types that equalled `_atype`, and their version
+        self._given: tuple[torch.Tensor, int] | None = (
+            None  # the last types that equalled `_atype`, and their version
+        )
         #: Memory of the graphs that contain `launch`; None without graphs.
         self.memory: GraphMemory | None = None
         self._box: torch.Tensor | None = None
@@ -92,14 +94,22 @@ class ForceField:
     @property
     def lists_built(self) -> int:
         """Number of neighbour lists of single structures built since the last `reset`."""
-        device = [int(lists.lists.built.sum()) for _, lists in self._lists if isinstance(lists, DeviceCall)]
-        return sum(device) + sum(x.reused.built for _, x in self._lists if not isinstance(x, DeviceCall))
+        device = [
+            int(lists.lists.built.sum())
+            for _, lists in self._lists
+            if isinstance(lists, DeviceCall)
+        ]
+        return sum(device) + sum(
+            x.reused.built for _, x in self._lists if not isinstance(x, DeviceCall)
+        )
 
     def reset(self) -> None:
         """Forget all neighbour lists."""
         self._lists, self._atype, self._given, self._boxes = [], None, None, []
 
-    def __call__(self, coord: torch.Tensor, box: torch.Tensor | None, atype: torch.Tensor) -> Forces:
+    def __call__(
+        self, coord: torch.Tensor, box: torch.Tensor | None, atype: torch.Tensor
+    ) -> Forces:
         """Evaluate structures; shapes as in `Systems`.
 
         Raises
@@ -184,7 +194,9 @@ class ForceField:
     def _prepare(self, atype: torch.Tensor, *, periodic: bool) -> None:
         model, nsystems = self.predictor.model, atype.shape[0]
         if int(atype.max()) >= len(model.type_map):
-            raise DynamicsError(f"type {int(atype.max())} found, but the model has types {tuple(model.type_map)}")
+            raise DynamicsError(
+                f"type {int(atype.max())} found, but the model has types {tuple(model.type_map)}"
+            )
         count = max(1, self.predictor.batch_atoms // max(1, atype.shape[1]))
         self._prepared += 1_000_000  # more than versions of single calls can add
         self._lists, self._boxes = [], []

@@ -152,7 +152,9 @@ class _Run:
 
     def move(self, time: float) -> None:
         """Change positions by the present velocities."""
-        self.systems = replace(self.systems, coord=self.systems.coord + time * self.systems.velocity)
+        self.systems = replace(
+            self.systems, coord=self.systems.coord + time * self.systems.velocity
+        )
 
     def refuse_fast(self, time: float) -> None:
         """Drop structures in which an atom would move by more than `FARTHEST`."""
@@ -167,13 +169,18 @@ class _Run:
         assert self.thermostat is not None
         now = self.systems
         noise = self.noise.pop(0) if self.noise else self.draw(1)[0]
-        self.systems = replace(now, velocity=thermalized(now, self.thermostat, time, now.velocity, noise))
+        self.systems = replace(
+            now, velocity=thermalized(now, self.thermostat, time, now.velocity, noise)
+        )
 
     def draw(self, steps: int) -> torch.Tensor:
         """Return the noise of some steps `(steps, nsystems, natoms, 3)`."""
         shape, source = self.systems.coord.shape, self.generator
         # Step by step, so that the numbers do not depend on how many steps are drawn together.
-        noise = [torch.randn(shape, generator=source, dtype=torch.float64, device=source.device) for _ in range(steps)]
+        noise = [
+            torch.randn(shape, generator=source, dtype=torch.float64, device=source.device)
+            for _ in range(steps)
+        ]
         return torch.stack(noise).to(self.systems.coord.device)
 
     def go(self, steps: int, time_step: float) -> None:
@@ -215,13 +222,17 @@ class _Run:
 
     def _scale_cells(self, time_step: float) -> None:
         if self.barostat is not None and self.step % self.barostat.every == 0 and len(self.systems):
-            self.systems = self.barostat.rescaled(self.systems, self.forces.virial, time_step, self.generator)
+            self.systems = self.barostat.rescaled(
+                self.systems, self.forces.virial, time_step, self.generator
+            )
             self.forces = self._evaluated()
 
 
 def _rows(settings: Settings, mask: torch.Tensor) -> Settings:
     """Return a thermostat or barostat with the values of some structures."""
-    tensors: dict[str, Any] = {name: x[mask] for name, x in vars(settings).items() if isinstance(x, torch.Tensor)}
+    tensors: dict[str, Any] = {
+        name: x[mask] for name, x in vars(settings).items() if isinstance(x, torch.Tensor)
+    }
     return replace(settings, **tensors)
 
 
@@ -232,7 +243,11 @@ def thermalized(
     keep = math.exp(-thermostat.friction * time)
     kelvin = systems.of_each(thermostat.temperature, "temperature")[:, None]
     spread = (BOLTZMANN * kelvin * ACCELERATION / systems.mass).sqrt()[..., None]
-    return torch.where(systems.real[..., None], keep * velocity + math.sqrt(1.0 - keep * keep) * spread * noise, 0.0)
+    return torch.where(
+        systems.real[..., None],
+        keep * velocity + math.sqrt(1.0 - keep * keep) * spread * noise,
+        0.0,
+    )
 
 
 class _DeviceSteps:
@@ -247,13 +262,23 @@ class _DeviceSteps:
         self._coord, self._velocity = run.systems.coord.clone(), run.systems.velocity.clone()
         self._forces = run.forces.clone()
         self._row = torch.zeros(1, dtype=torch.int64, device=self._coord.device)
-        self._valid, self._valid_steps = torch.ones_like(self._row, dtype=torch.bool), torch.zeros_like(self._row)
+        self._valid, self._valid_steps = (
+            torch.ones_like(self._row, dtype=torch.bool),
+            torch.zeros_like(self._row),
+        )
         each = self._coord.numel() * self._coord.element_size()
         #: Most steps of a call.
         self.max_steps = max(1, min(_MOST_STEPS, _NOISE_BYTES // max(1, each)))
         shape = (self.max_steps, *self._coord.shape) if self._thermostat is not None else (0,)
         self._noise = torch.zeros(shape, dtype=torch.float64, device=self._coord.device)
-        state = self._coord, self._velocity, *self._forces.tensors, self._row, self._valid, self._valid_steps
+        state = (
+            self._coord,
+            self._velocity,
+            *self._forces.tensors,
+            self._row,
+            self._valid,
+            self._valid_steps,
+        )
         self._stretch = Stretch(run.force_field, state, self._step, self._valid_steps)
 
     def __call__(self, run: _Run, steps: int) -> int:
@@ -271,7 +296,9 @@ class _DeviceSteps:
         if done := self._stretch(steps):
             run.noise = run.noise[done:]
             run.step += done
-            run.systems = replace(run.systems, coord=self._coord.clone(), velocity=self._velocity.clone())
+            run.systems = replace(
+                run.systems, coord=self._coord.clone(), velocity=self._velocity.clone()
+            )
             run.forces = self._forces.clone()
         return done
 
@@ -288,7 +315,9 @@ class _DeviceSteps:
         else:
             self._coord.add_(self._velocity, alpha=0.5 * self._time)
             noise = self._noise.index_select(0, self._row)[0]
-            self._velocity.copy_(thermalized(self._systems, self._thermostat, self._time, self._velocity, noise))
+            self._velocity.copy_(
+                thermalized(self._systems, self._thermostat, self._time, self._velocity, noise)
+            )
             self._coord.add_(self._velocity, alpha=0.5 * self._time)
             self._row.add_(1)
         found = self._force_field.launch(self._coord)
@@ -349,7 +378,13 @@ def simulate(
     thermostat, barostat = _of_each(systems, thermostat, barostat)
     force_field.reset()
     # A GPU draws its own noise, so a seed gives the same run only on devices of one kind.
-    run = _Run(force_field, systems, thermostat, barostat, torch.Generator(systems.coord.device).manual_seed(seed))
+    run = _Run(
+        force_field,
+        systems,
+        thermostat,
+        barostat,
+        torch.Generator(systems.coord.device).manual_seed(seed),
+    )
     yield run.snapshot()
     while run.step < steps and len(run.systems):
         run.go(min(every - run.step % every, steps - run.step), time_step)
@@ -368,13 +403,17 @@ def _of_each(
                 "constant pressure needs a thermostat, and a relaxation time, a compressibility and an interval above "
                 f"0; found {thermostat} and {barostat}"
             )
-        pressure, kelvin = (systems.of_each(getattr(barostat, x), x) for x in ("pressure", "temperature"))
+        pressure, kelvin = (
+            systems.of_each(getattr(barostat, x), x) for x in ("pressure", "temperature")
+        )
         if not pressure.isfinite().all():
             raise DynamicsError(f"a pressure is a number of GPa; found {barostat.pressure}")
         barostat = replace(barostat, pressure=pressure, temperature=kelvin)
     if thermostat is not None:
         kelvin = systems.of_each(thermostat.temperature, "temperature")
         if not ((kelvin >= 0.0) & kelvin.isfinite()).all() or not thermostat.friction >= 0.0:
-            raise DynamicsError(f"a thermostat needs temperatures and a friction of 0 or more; found {thermostat}")
+            raise DynamicsError(
+                f"a thermostat needs temperatures and a friction of 0 or more; found {thermostat}"
+            )
         thermostat = replace(thermostat, temperature=kelvin)
     return thermostat, barostat

@@ -69,7 +69,11 @@ def _arrays(
     coord: torch.Tensor, box: torch.Tensor | None, atype: np.ndarray, k: int
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
     cell = None if box is None else box[k].cpu().numpy()
-    return coord[k].detach().cpu().numpy(), cell if cell is not None and cell.any() else None, atype[k]
+    return (
+        coord[k].detach().cpu().numpy(),
+        cell if cell is not None and cell.any() else None,
+        atype[k],
+    )
 
 
 class PairLists:
@@ -128,7 +132,9 @@ class PairLists:
         frames = [frame for frame in self._frames if frame is not None]
         lengths = torch.tensor([len(frame.i) for frame in frames], device=self._atype.device)
         number = torch.repeat_interleave(torch.arange(len(frames), device=lengths.device), lengths)
-        i, j, shift = (torch.cat([getattr(frame, name) for frame in frames]) for name in ("i", "j", "shift"))
+        i, j, shift = (
+            torch.cat([getattr(frame, name) for frame in frames]) for name in ("i", "j", "shift")
+        )
         return i, j, shift, number
 
     def _laid_out(
@@ -146,7 +152,10 @@ class PairLists:
             near = torch.argsort(square, stable=True)
             near = near[torch.argsort(self._row[i[near]], stable=True)]
             each = torch.bincount(self._row[i], minlength=nreal)
-            place = torch.arange(len(near), device=i.device) - (torch.cumsum(each, 0) - each)[self._row[i[near]]]
+            place = (
+                torch.arange(len(near), device=i.device)
+                - (torch.cumsum(each, 0) - each)[self._row[i[near]]]
+            )
             near = near[place < self._limits.sum()]
             i, j, shift, square = i[near], j[near], shift[near], square[near]
         group = self._atype.reshape(-1)[j] if self._model.by_type else torch.zeros_like(j)
@@ -154,7 +163,10 @@ class PairLists:
         sort = torch.argsort(square, stable=True)
         sort = sort[torch.argsort(slot[sort], stable=True)]
         counts = torch.bincount(slot, minlength=nreal * groups)
-        rank = torch.arange(len(slot), device=slot.device) - (torch.cumsum(counts, 0) - counts)[slot[sort]]
+        rank = (
+            torch.arange(len(slot), device=slot.device)
+            - (torch.cumsum(counts, 0) - counts)[slot[sort]]
+        )
         kept = torch.minimum(counts.view(nreal, groups), self._limits)
         widths = kept.amax(0)
         offset = torch.cumsum(widths, 0) - widths
@@ -260,10 +272,15 @@ class GhostLists:
             image += len(frame.owner) - own
 
         def together(parts: list[torch.Tensor]) -> torch.Tensor:
-            split = [(part[: frame.nloc], part[frame.nloc :]) for part, frame in zip(parts, frames, strict=True)]
+            split = [
+                (part[: frame.nloc], part[frame.nloc :])
+                for part, frame in zip(parts, frames, strict=True)
+            ]
             return torch.cat([part for part, _ in split] + [part for _, part in split])
 
         owner = together(owners)
         place = torch.empty(len(frames) * self._natoms, dtype=torch.int64, device=owner.device)
         place[owner[:nloc]] = torch.arange(nloc, device=owner.device)
-        return Union(owner, together(offsets), torch.cat(neighbors), place[owner], together(numbers))
+        return Union(
+            owner, together(offsets), torch.cat(neighbors), place[owner], together(numbers)
+        )

@@ -40,7 +40,9 @@ class Relaxed:
     steps: torch.Tensor
 
 
-def relax(force_field: ForceField, systems: Systems, *, fmax: float = 0.05, steps: int = 500) -> Relaxed:
+def relax(
+    force_field: ForceField, systems: Systems, *, fmax: float = 0.05, steps: int = 500
+) -> Relaxed:
     """Move atoms downhill in fixed cells until no force is larger than `fmax`; each structure has its own step length.
 
     A structure whose forces are not finite stays where it is, with `largest` NaN.
@@ -64,7 +66,9 @@ def relax(force_field: ForceField, systems: Systems, *, fmax: float = 0.05, step
         When atoms of an initial structure coincide.
     """
     if not fmax > 0.0 or steps < 0:
-        raise DynamicsError(f"a relaxation needs fmax above 0 eV/Å and 0 steps or more; found {fmax} and {steps}")
+        raise DynamicsError(
+            f"a relaxation needs fmax above 0 eV/Å and 0 steps or more; found {fmax} and {steps}"
+        )
     force_field.reset()
     found = force_field(systems.coord, systems.box, systems.atype)
     descent = _Descent(systems, found, fmax)
@@ -72,7 +76,9 @@ def relax(force_field: ForceField, systems: Systems, *, fmax: float = 0.05, step
     while left and bool((descent.largest > fmax).any()):
         taken = 0
         if force_field.launchable(systems.box, systems.atype):
-            stretch = stretch or Stretch(force_field, descent.state, lambda: descent.go(force_field.launch))
+            stretch = stretch or Stretch(
+                force_field, descent.state, lambda: descent.go(force_field.launch)
+            )
             taken = stretch(min(left, _LOOK))
         if not taken:
             descent.go(lambda coord: force_field(coord, systems.box, systems.atype))
@@ -90,14 +96,26 @@ class _Descent:
         self.coord, self.found = systems.coord.clone(), found.clone()
         self._velocity = torch.zeros_like(self.coord)
         ones = self.coord.new_ones(len(systems), 1, 1)
-        self._step, self._mixing, self._downhill = _FIRST * ones, _MIXING * ones, torch.zeros_like(ones)
+        self._step, self._mixing, self._downhill = (
+            _FIRST * ones,
+            _MIXING * ones,
+            torch.zeros_like(ones),
+        )
         self.taken = torch.zeros(len(systems), dtype=torch.int64, device=ones.device)
         self.largest = found.largest
 
     @property
     def state(self) -> list[torch.Tensor]:
         """All tensors that `go` changes."""
-        own = [self.coord, self._velocity, self._step, self._mixing, self._downhill, self.taken, self.largest]
+        own = [
+            self.coord,
+            self._velocity,
+            self._step,
+            self._mixing,
+            self._downhill,
+            self.taken,
+            self.largest,
+        ]
         return [*own, *self.found.tensors]
 
     def go(self, evaluate: Callable[[torch.Tensor], Forces]) -> None:
@@ -109,7 +127,9 @@ class _Descent:
         forward = power > 0.0
         size = velocity.square().sum((1, 2), keepdim=True).sqrt()
         direction = force / force.square().sum((1, 2), keepdim=True).sqrt().clamp(min=1e-30)
-        velocity.copy_(torch.where(forward, (1.0 - mixing) * velocity + mixing * size * direction, 0.0))
+        velocity.copy_(
+            torch.where(forward, (1.0 - mixing) * velocity + mixing * size * direction, 0.0)
+        )
         patient = forward & (self._downhill > _PATIENCE)
         longer, shorter = (_FASTER * self._step).clamp(max=_LONGEST), _SLOWER * self._step
         step = torch.where(patient, longer, torch.where(forward, self._step, shorter))

@@ -63,7 +63,11 @@ class Systems:
 
     @classmethod
     def from_frames(
-        cls, frames: Frames, type_map: Sequence[str], device: torch.device | str = "cpu", masses: Sequence[float] = ()
+        cls,
+        frames: Frames,
+        type_map: Sequence[str],
+        device: torch.device | str = "cpu",
+        masses: Sequence[float] = (),
     ) -> Systems:
         """Return structures at rest.
 
@@ -87,17 +91,23 @@ class Systems:
             raise DynamicsError("there is no structure with an atom to start from")
         of_type = list(masses) or [MASSES.get(name, float("nan")) for name in type_map]
         if len(of_type) != len(type_map):
-            raise DynamicsError(f"{len(of_type)} masses for {len(type_map)} types {tuple(type_map)}: give one per type")
+            raise DynamicsError(
+                f"{len(of_type)} masses for {len(type_map)} types {tuple(type_map)}: give one per type"
+            )
         mass = np.where(frames.atype >= 0, np.array([*of_type, 1.0])[frames.atype], 1.0)
         if np.isnan(mass).any():
             unknown = sorted({type_map[t] for t in np.unique(frames.atype[np.isnan(mass)])})
-            raise DynamicsError(f"the types {', '.join(unknown)} are not elements: give their masses")
+            raise DynamicsError(
+                f"the types {', '.join(unknown)} are not elements: give their masses"
+            )
         if not (mass > 0.0).all():
             raise DynamicsError(f"masses must be above 0 u; found {of_type}")
         coord = torch.tensor(frames.coord, dtype=torch.float64, device=device)
         return cls(
             coord=coord,
-            box=None if frames.box is None else torch.tensor(frames.box, dtype=torch.float64, device=device),
+            box=None
+            if frames.box is None
+            else torch.tensor(frames.box, dtype=torch.float64, device=device),
             atype=torch.tensor(frames.atype, dtype=torch.int64, device=device),
             mass=torch.tensor(mass, dtype=torch.float64, device=device),
             velocity=torch.zeros_like(coord),
@@ -106,7 +116,9 @@ class Systems:
     def rows(self, rows: torch.Tensor | slice) -> Systems:
         """Return some of the structures, chosen by number, mask or slice."""
         box = None if self.box is None else self.box[rows]
-        return Systems(self.coord[rows], box, self.atype[rows], self.mass[rows], self.velocity[rows])
+        return Systems(
+            self.coord[rows], box, self.atype[rows], self.mass[rows], self.velocity[rows]
+        )
 
     def of_each(self, value: float | torch.Tensor, name: str) -> torch.Tensor:
         """Return a quantity per structure `(nsystems,)`, given as one value for all or one per structure.
@@ -118,7 +130,9 @@ class Systems:
         """
         found = torch.as_tensor(value, dtype=torch.float64, device=self.coord.device).reshape(-1)
         if len(found) not in (1, len(self)):
-            raise DynamicsError(f"{len(found)} {name}s for {len(self)} structures: give one, or one per structure")
+            raise DynamicsError(
+                f"{len(found)} {name}s for {len(self)} structures: give one, or one per structure"
+            )
         return found.expand(len(self))
 
     def heated(self, temperature: float | torch.Tensor, generator: torch.Generator) -> Systems:
@@ -131,7 +145,9 @@ class Systems:
         generator
             Source of random numbers on the CPU, so that a seed gives the same run on every device.
         """
-        noise = torch.randn(self.coord.shape, generator=generator, dtype=torch.float64).to(self.coord.device)
+        noise = torch.randn(self.coord.shape, generator=generator, dtype=torch.float64).to(
+            self.coord.device
+        )
         kelvin = self.of_each(temperature, "temperature")[:, None]
         if not ((kelvin >= 0.0) & kelvin.isfinite()).all():
             raise DynamicsError(f"a temperature is 0 K or more; found {temperature}")
@@ -158,12 +174,18 @@ class Systems:
     def hot(self, kelvin: float | torch.Tensor) -> np.ndarray:
         """Return whether each structure has blown up, bool `(nsystems,)`; `kelvin` is as in `heated`."""
         # The temperature of few atoms fluctuates more.
-        limit = HOT * self.of_each(kelvin, "temperature") * (1.0 + 2.0 / (3.0 * self.real.sum(1).double()).sqrt())
+        limit = (
+            HOT
+            * self.of_each(kelvin, "temperature")
+            * (1.0 + 2.0 / (3.0 * self.real.sum(1).double()).sqrt())
+        )
         return (~(self.temperature <= limit)).cpu().numpy()
 
     def frames(self) -> Frames:
         """Return positions, cells and types as arrays."""
         box = None if self.box is None else self.box.cpu().numpy().copy()
         return Frames(
-            atype=self.atype.cpu().numpy().astype(np.int32), coord=self.coord.detach().cpu().numpy().copy(), box=box
+            atype=self.atype.cpu().numpy().astype(np.int32),
+            coord=self.coord.detach().cpu().numpy().copy(),
+            box=box,
         )

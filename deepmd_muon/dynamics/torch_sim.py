@@ -15,7 +15,9 @@ from deepmd_muon.infer.predictor import Predictor
 try:
     from torch_sim.models.interface import ModelInterface
 except ImportError as error:
-    raise ImportError("DeepPotTorchSim needs TorchSim: install the package torch-sim-atomistic (0.3)") from error
+    raise ImportError(
+        "DeepPotTorchSim needs TorchSim: install the package torch-sim-atomistic (0.3)"
+    ) from error
 
 
 class DeepPotTorchSim(ModelInterface):
@@ -33,7 +35,9 @@ class DeepPotTorchSim(ModelInterface):
         As in `ForceField`.
     """
 
-    def __init__(self, model: Predictor | str, *, device: str | None = None, skin: float = 1.0) -> None:
+    def __init__(
+        self, model: Predictor | str, *, device: str | None = None, skin: float = 1.0
+    ) -> None:
         super().__init__()
         predictor = model if isinstance(model, Predictor) else Predictor(model, device=device)
         self._force_field = ForceField(predictor, skin)
@@ -68,10 +72,15 @@ class DeepPotTorchSim(ModelInterface):
         cell = given.get("row_vector_cell", given["cell"].transpose(1, 2)).double()
         periodic = torch.as_tensor(given.get("pbc", True)).reshape(-1)
         if periodic.any() and not periodic.all():
-            raise DynamicsError("systems that are periodic along some axes only are not supported: widen the cell")
+            raise DynamicsError(
+                "systems that are periodic along some axes only are not supported: widen the cell"
+            )
         nsystems = cell.shape[0]
         counts = torch.bincount(owner, minlength=nsystems)
-        within = torch.arange(len(owner), device=owner.device) - (torch.cumsum(counts, 0) - counts)[owner]
+        within = (
+            torch.arange(len(owner), device=owner.device)
+            - (torch.cumsum(counts, 0) - counts)[owner]
+        )
         coord = position.new_zeros((nsystems, int(counts.max()), 3), dtype=torch.float64)
         atype = torch.full(coord.shape[:2], -1, dtype=torch.int64, device=coord.device)
         coord[owner, within], atype[owner, within] = position.double(), types
@@ -79,7 +88,9 @@ class DeepPotTorchSim(ModelInterface):
         out = {"energy": found.energy, "forces": found.force[owner, within]}
         if bool(periodic.any()):
             virial = found.virial.view(-1, 3, 3)
-            out["stress"] = -0.5 * (virial + virial.mT) / torch.linalg.det(cell).abs()[:, None, None]
+            out["stress"] = (
+                -0.5 * (virial + virial.mT) / torch.linalg.det(cell).abs()[:, None, None]
+            )
         else:
             out["stress"] = torch.zeros_like(cell)
         return {name: value.to(position.dtype) for name, value in out.items()}

@@ -28,7 +28,9 @@ class Structure:
         """Return it as `ase.Atoms`."""
         from ase import Atoms
 
-        return Atoms(self.symbols, positions=self.positions, cell=self.cell, pbc=self.cell is not None)
+        return Atoms(
+            self.symbols, positions=self.positions, cell=self.cell, pbc=self.cell is not None
+        )
 
 
 def make_calculator(name: str, arguments: Mapping[str, Any], prefix: str = "labels/") -> Any:
@@ -50,13 +52,19 @@ def make_calculator(name: str, arguments: Mapping[str, Any], prefix: str = "labe
             "or name another"
         ) from error
     except AttributeError as error:
-        raise ExploreError(f"{prefix}calculator: {module} has no {kind}; name one of its calculators") from error
+        raise ExploreError(
+            f"{prefix}calculator: {module} has no {kind}; name one of its calculators"
+        ) from error
     try:
         calculator = found(**arguments)
     except Exception as error:
-        raise ExploreError(f"{prefix}arguments: {kind} refuses {dict(arguments)}: {error}") from error
+        raise ExploreError(
+            f"{prefix}arguments: {kind} refuses {dict(arguments)}: {error}"
+        ) from error
     if not callable(getattr(calculator, "calculate", None)):
-        raise ExploreError(f"{prefix}calculator: {name} is not an ASE calculator; it has no method calculate")
+        raise ExploreError(
+            f"{prefix}calculator: {name} is not an ASE calculator; it has no method calculate"
+        )
     return calculator
 
 
@@ -74,7 +82,9 @@ def begin() -> None:
         os.environ.setdefault(name, "1")
 
 
-def label(name: str, arguments: Mapping[str, Any], structure: Structure, *, stress: bool) -> dict[str, Any] | str:
+def label(
+    name: str, arguments: Mapping[str, Any], structure: Structure, *, stress: bool
+) -> dict[str, Any] | str:
     """Return energy [eV], forces [eV/Å] and stress [eV/Å³] of a structure, or why there are none.
 
     Every structure has a calculator of its own, so that no label depends on the structure before.
@@ -89,6 +99,8 @@ def label(name: str, arguments: Mapping[str, Any], structure: Structure, *, stre
     except Exception as error:  # a calculator may raise anything
         return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
     if len(atoms) != len(structure.symbols) or results["forces"].shape != structure.positions.shape:
-        return f"{len(structure.symbols)} atoms went in, forces of {len(results['forces'])} came back"
+        return (
+            f"{len(structure.symbols)} atoms went in, forces of {len(results['forces'])} came back"
+        )
     wrong = [key for key, value in results.items() if not np.isfinite(value).all()]
     return f"{' and '.join(wrong)} not finite" if wrong else results

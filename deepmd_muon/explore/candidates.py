@@ -45,7 +45,9 @@ class Candidate:
     pressure: float | None  # of the dynamics [GPa]; None with a constant cell
     strain: float  # of the start, relative
     closest: float  # smallest ratio of a distance to the shortest of its pair in the data
-    deviation: float | None  # largest deviation of a force between models [eV/Å]; None with one model
+    deviation: (
+        float | None
+    )  # largest deviation of a force between models [eV/Å]; None with one model
     reason: str  # why it is a candidate, in words
     fingerprint: np.ndarray  # see `Fingerprints`
 
@@ -92,17 +94,23 @@ def draw(
     type_map = predictors[0].type_map
     start = Systems.from_frames(starts(systems, count, seed), type_map, predictors[0].device)
     stretch = torch.tensor(1.0 + conditions.strain, device=start.coord.device)[:, None, None]
-    start = replace(start, coord=stretch * start.coord, box=None if start.box is None else stretch * start.box)
+    start = replace(
+        start, coord=stretch * start.coord, box=None if start.box is None else stretch * start.box
+    )
     kelvin = torch.tensor(conditions.temperature)
     start = start.heated(kelvin, torch.Generator().manual_seed(seed))
-    time_step = dynamics.time_step or usual_time_step(type_map[k] for pair in coverage.pairs for k in pair)
+    time_step = dynamics.time_step or usual_time_step(
+        type_map[k] for pair in coverage.pairs for k in pair
+    )
     run = simulate(
         ForceField(predictors[0]),
         start,
         max(1, round(1000.0 * dynamics.time / time_step)),
         time_step,
         thermostat=Langevin(kelvin, dynamics.friction),
-        barostat=Barostat(torch.tensor(conditions.pressure), kelvin) if dynamics.pressures else None,
+        barostat=Barostat(torch.tensor(conditions.pressure), kelvin)
+        if dynamics.pressures
+        else None,
         every=dynamics.every,
         seed=seed,
     )
@@ -119,7 +127,9 @@ def draw(
     return watch.finished(count)
 
 
-def _conditions(predictor: Predictor, systems: Sequence[System], dynamics: DynamicsSettings) -> _Conditions:
+def _conditions(
+    predictor: Predictor, systems: Sequence[System], dynamics: DynamicsSettings
+) -> _Conditions:
     temperatures = dynamics.temperatures
     if not temperatures:
         found = estimate_temperature(ForceField(predictor), systems)
@@ -129,9 +139,15 @@ def _conditions(predictor: Predictor, systems: Sequence[System], dynamics: Dynam
                 ROOM_TEMPERATURE,
                 HOTTER * ROOM_TEMPERATURE,
             )
-        temperatures = tuple(float(f"{factor * (found or ROOM_TEMPERATURE):.3g}") for factor in (1.0, HOTTER))
+        temperatures = tuple(
+            float(f"{factor * (found or ROOM_TEMPERATURE):.3g}") for factor in (1.0, HOTTER)
+        )
     pressures = dynamics.pressures or (math.nan,)
-    rows = [row for row in itertools.product(temperatures, pressures, dynamics.strains) for _ in range(dynamics.copies)]
+    rows = [
+        row
+        for row in itertools.product(temperatures, pressures, dynamics.strains)
+        for _ in range(dynamics.copies)
+    ]
     return _Conditions(*(np.array(column, dtype=float) for column in zip(*rows, strict=True)))
 
 
@@ -148,7 +164,12 @@ class _Watch:
         selection: SelectionSettings,
         time_step: float,
     ) -> None:
-        self.predictors, self.coverage, self.angles, self.fingerprints = predictors, coverage, angles, fingerprints
+        self.predictors, self.coverage, self.angles, self.fingerprints = (
+            predictors,
+            coverage,
+            angles,
+            fingerprints,
+        )
         self.snapshots = Snapshots(coverage, angles, predictors[0].device)
         self.conditions, self.selection, self.time_step = conditions, selection, time_step
         self.drawn = Drawn()
@@ -202,7 +223,9 @@ class _Watch:
             return
         self.found[copy] = self.found.get(copy, -1) + 1
         self.drawn.departed += 1
-        if closest < chosen.closest or (deviation is not None and not deviation < chosen.deviation_high):
+        if closest < chosen.closest or (
+            deviation is not None and not deviation < chosen.deviation_high
+        ):
             return
         stride = self.stride.setdefault(copy, 1)
         if self.found[copy] % stride:
@@ -238,17 +261,25 @@ class _Watch:
         if excess <= WIDER:
             return ""
         low, high = own.smallest[triple], own.largest[triple]
-        degrees = low if self.angles.smallest[triple] - low >= high - self.angles.largest[triple] else high
+        degrees = (
+            low
+            if self.angles.smallest[triple] - low >= high - self.angles.largest[triple]
+            else high
+        )
         return f"{self.angles.name(triple)} at {degrees:.0f}°"
 
     def finished(self, count: int) -> Drawn:
         """Return the results."""
         self.drawn.copies, self.drawn.blow_ups = count, len(self.gone)
-        self.drawn.candidates = [candidate for copy in sorted(self.kept) for candidate in self.kept[copy]]
+        self.drawn.candidates = [
+            candidate for copy in sorted(self.kept) for candidate in self.kept[copy]
+        ]
         return self.drawn
 
 
-def choose(candidates: Sequence[Candidate], known: np.ndarray, settings: SelectionSettings) -> list[Candidate]:
+def choose(
+    candidates: Sequence[Candidate], known: np.ndarray, settings: SelectionSettings
+) -> list[Candidate]:
     """Return candidates by farthest-point sampling: each is the one farthest from the data and those chosen before.
 
     `known` are fingerprints of training frames `(nframes, nbins)`.

@@ -30,7 +30,9 @@ class Fingerprints:
         self.rcut = coverage.rcut
         self.ntypes = len(coverage.type_map)
         self.scale = np.ones(0)
-        atoms = sum(system.nframes * system.natoms for system in systems) / sum(system.nframes for system in systems)
+        atoms = sum(system.nframes * system.natoms for system in systems) / sum(
+            system.nframes for system in systems
+        )
         some = sampled_pairs(systems, self.rcut, int(_FRAMES * atoms))
         counts = np.stack([self._counts(pairs) for _, pairs in some])
         self.scale = 1.0 / np.sqrt(counts.mean(0) + _RARE)

@@ -62,7 +62,9 @@ def label_all(images: Sequence[Any], settings: LabelSettings, folder: Path) -> L
 
     waiting = [k for k in range(len(images)) if not _place(folder, k).exists()]
     if len(waiting) < len(images):
-        log.info("%d of %d structures are labelled already", len(images) - len(waiting), len(images))
+        log.info(
+            "%d of %d structures are labelled already", len(images) - len(waiting), len(images)
+        )
     failed: dict[int, str] = {}
     for k, found in _results(images, waiting, settings):
         if isinstance(found, str):
@@ -128,7 +130,9 @@ def _pool() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=begin)
 
 
-def _submit(pool: ProcessPoolExecutor, atoms: Any, settings: LabelSettings) -> Future[dict[str, Any] | str]:
+def _submit(
+    pool: ProcessPoolExecutor, atoms: Any, settings: LabelSettings
+) -> Future[dict[str, Any] | str]:
     cell = atoms.cell.array if atoms.pbc.all() else None
     structure = Structure(tuple(atoms.get_chemical_symbols()), atoms.positions, cell)
     arguments = dict(settings.arguments or {})

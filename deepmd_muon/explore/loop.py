@@ -119,7 +119,10 @@ class Explorer:
         return Round(self.folder / f"round_{number}", number)
 
     def _models(self, number: int) -> list[Path]:
-        return [self._round(number).model(k) / f"{CHECKPOINT}.pt" for k in range(len(self.settings.models))]
+        return [
+            self._round(number).model(k) / f"{CHECKPOINT}.pt"
+            for k in range(len(self.settings.models))
+        ]
 
     def _added(self, number: int) -> list[Path]:
         """Return the files of new frames of the rounds before `number`."""
@@ -142,15 +145,28 @@ class Explorer:
         type_map = predictors[0].type_map
         for path, predictor in zip(models, predictors, strict=True):
             if predictor.type_map != type_map:
-                raise ExploreError(f"{path} has types {predictor.type_map}, {models[0]} has {type_map}")
+                raise ExploreError(
+                    f"{path} has types {predictor.type_map}, {models[0]} has {type_map}"
+                )
         systems = self._systems(here.number, type_map)
         if settings.dynamics.pressures and not any(system.pbc for system in systems):
-            raise ExploreError("dynamics/pressures need cells, and no frame of the data has one: leave them out")
+            raise ExploreError(
+                "dynamics/pressures need cells, and no frame of the data has one: leave them out"
+            )
         coverage = coverage_of(systems, type_map, float(predictors[0].model.rcut))
         angles, fingerprints = angles_of(systems, coverage), Fingerprints(coverage, systems)
         self.say(f"round {here.number}: dynamics with {models[0]}")
         seed = settings.dynamics.seed + here.number
-        drawn = draw(predictors, systems, coverage, angles, fingerprints, settings.dynamics, settings.selection, seed)
+        drawn = draw(
+            predictors,
+            systems,
+            coverage,
+            angles,
+            fingerprints,
+            settings.dynamics,
+            settings.selection,
+            seed,
+        )
         chosen = choose(drawn.candidates, fingerprints.known, settings.selection)
         if not chosen:
             self.say(
@@ -159,7 +175,9 @@ class Explorer:
                 "dynamics (temperatures, time, copies) or a smaller selection/closest would find more"
             )
             return False
-        write_images([_atoms(candidate, type_map, here.number) for candidate in chosen], here.candidates)
+        write_images(
+            [_atoms(candidate, type_map, here.number) for candidate in chosen], here.candidates
+        )
         here.note(
             "draw",
             {
@@ -214,9 +232,15 @@ class Explorer:
         for member, source in enumerate(models):
             if (here.model(member) / "done").exists():
                 continue
-            self.say(f"round {here.number}: training model_{member} on {sum(s.nframes for s in own + new)} frames")
-            content = write_input(self.base, added, (len(own), len(new)), self.settings.training, member, here.number)
-            if status := train_on(here.model(member), content, self.settings.training.start, source):
+            self.say(
+                f"round {here.number}: training model_{member} on {sum(s.nframes for s in own + new)} frames"
+            )
+            content = write_input(
+                self.base, added, (len(own), len(new)), self.settings.training, member, here.number
+            )
+            if status := train_on(
+                here.model(member), content, self.settings.training.start, source
+            ):
                 self.say("the training was stopped: run the command again to go on")
                 return status
             with whole_file(here.model(member) / "done") as file:
@@ -244,7 +268,9 @@ class Explorer:
         with whole_file(here.folder / "check.json") as file:
             file.write(json.dumps(values_of(found), allow_nan=False).encode())
         (model,) = found.models
-        worst = ", ".join(f"{item.name} {item.verdict.name}" for item in model.items if item.verdict)
+        worst = ", ".join(
+            f"{item.name} {item.verdict.name}" for item in model.items if item.verdict
+        )
         here.note("check", {"verdict": found.verdict.name, "summary": worst or "holds"})
         self.say(f"round {here.number}: check: {worst or 'holds'} ({here.folder / 'check.txt'})")
 
@@ -257,7 +283,9 @@ def _counted(here: Round) -> dict[str, int]:
         labelled += int((frames.present("energy") | frames.present("force")).sum())
         sizes |= set((frames.atype >= 0).sum(1).tolist())
     if not labelled:
-        raise ExploreError(f"{here.labelled} holds no frame with labels: label the structures and try again")
+        raise ExploreError(
+            f"{here.labelled} holds no frame with labels: label the structures and try again"
+        )
     if others := sorted(sizes - {len(atoms) for atoms in read_xyz(here.candidates)}):
         log.warning(
             "%s holds frames of %s atoms, and no structure of %s has as many: label each with all its atoms",
@@ -290,7 +318,10 @@ def _atoms(candidate: Candidate, type_map: Sequence[str], number: int) -> Any:
     real = frame.atype[0] >= 0
     box = frame.cell(0)
     atoms = Atoms(
-        [type_map[k] for k in frame.atype[0][real]], positions=frame.coord[0][real], cell=box, pbc=box is not None
+        [type_map[k] for k in frame.atype[0][real]],
+        positions=frame.coord[0][real],
+        cell=box,
+        pbc=box is not None,
     )
     atoms.info |= {
         "round": number,

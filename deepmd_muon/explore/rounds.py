@@ -62,7 +62,9 @@ class Round:
                 f"{place} is not JSON ({error}): remove the folder of this round to repeat it"
             ) from error
         if not isinstance(found, dict):
-            raise ExploreError(f"{place} holds no object: remove the folder of this round to repeat it")
+            raise ExploreError(
+                f"{place} holds no object: remove the folder of this round to repeat it"
+            )
         return found
 
     def note(self, stage: str, values: dict[str, Any]) -> None:
@@ -91,7 +93,9 @@ def held(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ExploreError(f"another dp explore works in {folder}: wait for it, or name another folder") from error
+            raise ExploreError(
+                f"another dp explore works in {folder}: wait for it, or name another folder"
+            ) from error
         yield
     finally:
         os.close(handle)
@@ -99,12 +103,25 @@ def held(folder: Path) -> Iterator[None]:
 
 def table_of(rounds: Sequence[dict[str, Any]]) -> list[str]:
     """Return the rounds, each the content of its `round.json`, as lines of a table; the given models come first."""
-    head = ("round", "blew up", "candidates", "chosen", "labelled", "failed", "force error on them", "check")
+    head = (
+        "round",
+        "blew up",
+        "candidates",
+        "chosen",
+        "labelled",
+        "failed",
+        "force error on them",
+        "check",
+    )
     rows = [head]
     for number, done in enumerate(rounds):
         draw, labels, training = (done.get(name, {}) for name in ("draw", "labels", "training"))
         errors = [training.get(name) for name in ("error_before", "error_after")]
-        change = " -> ".join("-" if error is None else f"{error:.3f}" for error in errors) if training else "-"
+        change = (
+            " -> ".join("-" if error is None else f"{error:.3f}" for error in errors)
+            if training
+            else "-"
+        )
         rows.append(
             (
                 str(number),
@@ -116,4 +133,7 @@ def table_of(rounds: Sequence[dict[str, Any]]) -> list[str]:
             )
         )
     widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -31,7 +31,8 @@ class DynamicsSettings(Section):
         ),
     )
     pressures: Sequence[float] = setting(
-        (), doc="Pressures [GPa]. A barostat scales the cells to reach them; an empty list keeps the cells constant."
+        (),
+        doc="Pressures [GPa]. A barostat scales the cells to reach them; an empty list keeps the cells constant.",
     )
     strains: Sequence[float] = setting(
         (0.0,),
@@ -41,15 +42,25 @@ class DynamicsSettings(Section):
         doc="Relative changes of all lengths at the start: 0.02 makes cells and interatomic distances 2 % longer.",
     )
     copies: int = setting(
-        4, minimum=1, doc="Trajectories for each combination of temperature, pressure and strain; velocities differ."
+        4,
+        minimum=1,
+        doc="Trajectories for each combination of temperature, pressure and strain; velocities differ.",
     )
     time: float = setting(0.5, above=0.0, doc="Length of each trajectory [ps].")
     time_step: float | None = setting(
-        None, above=0.0, doc="Time step [fs]. Left out: 0.5 if an element is lighter than 5 u, else 1."
+        None,
+        above=0.0,
+        doc="Time step [fs]. Left out: 0.5 if an element is lighter than 5 u, else 1.",
     )
     friction: float = setting(0.01, above=0.0, doc="Friction of the Langevin thermostat [1/fs].")
-    every: int = setting(5, minimum=1, doc="Steps between two searches of the structures for candidates.")
-    seed: int = setting(0, minimum=0, doc="Seed of initial frames, velocities and noise. Each round adds its number.")
+    every: int = setting(
+        5, minimum=1, doc="Steps between two searches of the structures for candidates."
+    )
+    seed: int = setting(
+        0,
+        minimum=0,
+        doc="Seed of initial frames, velocities and noise. Each round adds its number.",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +72,9 @@ class SelectionSettings(Section):
     """
 
     frames: int = setting(40, minimum=1, doc="Maximum number of structures labelled per round.")
-    per_copy: int = setting(8, minimum=1, doc="Maximum number of labelled structures per trajectory.")
+    per_copy: int = setting(
+        8, minimum=1, doc="Maximum number of labelled structures per trajectory."
+    )
     closest: float = setting(
         0.7,
         minimum=0.0,
@@ -74,7 +87,9 @@ class SelectionSettings(Section):
         doc="With several models: a larger deviation of their forces makes a structure a candidate [eV/Å].",
     )
     deviation_high: float = setting(
-        2.0, above=0.0, doc="With several models: reject structures for which their forces deviate by more [eV/Å]."
+        2.0,
+        above=0.0,
+        doc="With several models: reject structures for which their forces deviate by more [eV/Å].",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (Rule(("deviation_low", "deviation_high"), _ordered),)
@@ -93,13 +108,18 @@ class LabelSettings(Section):
         doc="ASE calculator as module:Class, such as 'tblite.ase:TBLite' or 'ase.calculators.emt:EMT'.",
     )
     arguments: Mapping[str, Any] | None = setting(None, doc="Keyword arguments of the calculator.")
-    workers: int = setting(1, minimum=1, doc="Labelling processes. Each has its own calculator and one thread.")
+    workers: int = setting(
+        1, minimum=1, doc="Labelling processes. Each has its own calculator and one thread."
+    )
     largest_force: float = setting(
         30.0, above=0.0, doc="Discard labelled frames with a larger force on any atom [eV/Å]."
     )
     stress: bool = setting(True, doc="Calculate the stresses of structures with a cell.")
     most_failed: float = setting(
-        0.5, minimum=0.0, maximum=1.0, doc="Stop the command if a larger share of the structures cannot be labelled."
+        0.5,
+        minimum=0.0,
+        maximum=1.0,
+        doc="Stop the command if a larger share of the structures cannot be labelled.",
     )
 
 
@@ -116,7 +136,9 @@ class TrainOnSettings(Section):
             "with the saved step and optimizer state, and adds steps."
         ),
     )
-    steps: int | None = setting(None, minimum=1, doc="Training steps per round. Left out: the steps of the input.")
+    steps: int | None = setting(
+        None, minimum=1, doc="Training steps per round. Left out: the steps of the input."
+    )
     share: float | None = setting(
         0.3,
         above=0.0,
@@ -137,9 +159,13 @@ class CheckRoundSettings(Section):
         above=0.0,
         doc="Temperature [K]. Left out: 1.5 times the temperature estimated from the forces in the data.",
     )
-    time: float | None = setting(None, above=0.0, doc="Length of each trajectory [ps]. Left out: 2, on a GPU 5.")
+    time: float | None = setting(
+        None, above=0.0, doc="Length of each trajectory [ps]. Left out: 2, on a GPU 5."
+    )
     copies: int | None = setting(
-        None, minimum=1, doc="Number of trajectories. Left out: 4 to 16, on a GPU 4 to 64; fewer for large structures."
+        None,
+        minimum=1,
+        doc="Number of trajectories. Left out: 4 to 16, on a GPU 4 to 64; fewer for large structures.",
     )
     enough: Literal["holds", "doubtful", "never"] = setting(
         "doubtful",
@@ -168,12 +194,20 @@ class ExploreSettings(Section):
     )
     folder: str = setting("explore", doc="Folder for the files of all rounds.")
     rounds: int = setting(2, minimum=1, doc="Maximum number of rounds.")
-    dynamics: DynamicsSettings = section(DynamicsSettings(), doc="Dynamics that produce the candidates.")
-    selection: SelectionSettings = section(SelectionSettings(), doc="Choice of the candidates to label.")
-    labels: LabelSettings | None = section(
-        None, doc="ASE calculator that labels the chosen structures. Without this section you label them."
+    dynamics: DynamicsSettings = section(
+        DynamicsSettings(), doc="Dynamics that produce the candidates."
     )
-    training: TrainOnSettings = section(TrainOnSettings(), doc="How a round continues the training of the models.")
+    selection: SelectionSettings = section(
+        SelectionSettings(), doc="Choice of the candidates to label."
+    )
+    labels: LabelSettings | None = section(
+        None,
+        doc="ASE calculator that labels the chosen structures. Without this section you label them.",
+    )
+    training: TrainOnSettings = section(
+        TrainOnSettings(), doc="How a round continues the training of the models."
+    )
     check: CheckRoundSettings = section(
-        CheckRoundSettings(), doc="`dp check` of the first model, before the first round and after each."
+        CheckRoundSettings(),
+        doc="`dp check` of the first model, before the first round and after each.",
     )

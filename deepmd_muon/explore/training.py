@@ -39,7 +39,9 @@ class BaseInput:
     def __init__(self, path: Path) -> None:
         given = load(path)
         if given.multi_task:
-            raise ExploreError(f"{path} trains several models; dp explore follows one: give the input of one model")
+            raise ExploreError(
+                f"{path} trains several models; dp explore follows one: give the input of one model"
+            )
         section = given.branches["Default"].data.training_data
         for name, value in (("sys_probs", section.sys_probs), ("batch_size", section.batch_size)):
             if isinstance(value, tuple):
@@ -53,7 +55,9 @@ class BaseInput:
                 "leave them out (training/share of the explore input weighs new frames)"
             )
         if section.rglob_patterns is not None:
-            raise ExploreError(f"{path}: rglob_patterns fit no file of new frames: name the systems instead")
+            raise ExploreError(
+                f"{path}: rglob_patterns fit no file of new frames: name the systems instead"
+            )
         if section.label_keys != LabelKeys():
             raise ExploreError(
                 f"{path}: training/training_data/label_keys would be looked for in new frames, too: convert your data "
@@ -76,11 +80,15 @@ class BaseInput:
         data["training"]["training_data"]["systems"] += [str(path) for path in added]
         return data
 
-    def systems(self, added: Sequence[Path], type_map: Sequence[str]) -> tuple[list[System], list[System]]:
+    def systems(
+        self, added: Sequence[Path], type_map: Sequence[str]
+    ) -> tuple[list[System], list[System]]:
         """Open the training data: first those of the input, then new frames."""
         names = tuple(str(self._absolute(system)) for system in self._section.systems)
         own, new = (
-            open_section(dataclasses.replace(self._section, systems=place), type_map) if place else []
+            open_section(dataclasses.replace(self._section, systems=place), type_map)
+            if place
+            else []
             for place in (names, tuple(map(str, added)))
         )
         return own, new
@@ -90,7 +98,12 @@ class BaseInput:
 
 
 def write_input(
-    base: BaseInput, added: Sequence[Path], counts: tuple[int, int], settings: TrainOnSettings, member: int, round_: int
+    base: BaseInput,
+    added: Sequence[Path],
+    counts: tuple[int, int],
+    settings: TrainOnSettings,
+    member: int,
+    round_: int,
 ) -> dict[str, Any]:
     """Return the content of the input of one model of a round, whose seed differs from that of others.
 

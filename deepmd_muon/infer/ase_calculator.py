@@ -12,7 +12,12 @@ import torch
 from numpy.typing import ArrayLike
 
 from deepmd_muon.infer.errors import PredictionInputError
-from deepmd_muon.infer.model_deviation import COLUMNS, DeviationSettings, common_parameters, deviations
+from deepmd_muon.infer.model_deviation import (
+    COLUMNS,
+    DeviationSettings,
+    common_parameters,
+    deviations,
+)
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.infer.predictor import Predictor
 
@@ -23,7 +28,9 @@ try:
     from ase.geometry import complete_cell
     from ase.stress import full_3x3_to_voigt_6_stress
 except ImportError as error:
-    raise ImportError("DeepPotCalculator needs ASE: install the package ase (3.23 or later)") from error
+    raise ImportError(
+        "DeepPotCalculator needs ASE: install the package ase (3.23 or later)"
+    ) from error
 
 Model = Predictor | str | os.PathLike[str]
 # The values of every model, under MACE's names (mace/calculators/mace.py of ACEsuit/mace).
@@ -86,7 +93,8 @@ class DeepPotCalculator(Calculator):
         if not models:
             raise PredictionInputError("DeepPotCalculator needs a model; found an empty list")
         self.predictors = [
-            one if isinstance(one, Predictor) else Predictor(one, device=device, trust=trust) for one in models
+            one if isinstance(one, Predictor) else Predictor(one, device=device, trust=trust)
+            for one in models
         ]
         if len(models) > 1:
             committee = [*_COMMITTEE, "devi_f", *COLUMNS]
@@ -109,16 +117,23 @@ class DeepPotCalculator(Calculator):
         assert atoms is not None
         cell = self._cell(atoms)
         self._used = self._given(atoms)
-        found = [each.predict(atoms.positions, cell, _types(atoms, each), *self._used) for each in self.predictors]
+        found = [
+            each.predict(atoms.positions, cell, _types(atoms, each), *self._used)
+            for each in self.predictors
+        ]
         every = {
             "energy": np.stack([prediction.energy[0] for prediction in found]),
             "forces": np.stack([prediction.force[0] for prediction in found]),
         }
         if atoms.pbc.all():
-            every["stress"] = np.stack([_stress(prediction, atoms.get_volume()) for prediction in found])
+            every["stress"] = np.stack(
+                [_stress(prediction, atoms.get_volume()) for prediction in found]
+            )
         self.results = {name: values.mean(axis=0) for name, values in every.items()}
         self.results["energy"] = self.results["free_energy"] = float(self.results["energy"])
-        self.results["energies"] = np.mean([prediction.atom_energy[0] for prediction in found], axis=0)
+        self.results["energies"] = np.mean(
+            [prediction.atom_energy[0] for prediction in found], axis=0
+        )
         if len(found) > 1:
             self.results |= {f"{name}_comm": values for name, values in every.items()}
             (table,), (of_force,) = deviations(found, DeviationSettings())
@@ -136,8 +151,15 @@ class DeepPotCalculator(Calculator):
         """Return frame and atomic parameters, None where the models read none or none are given."""
         wanted = common_parameters(self.predictors)
         fparam = atoms.info.get("fparam", self.fparam) if wanted.fparam else None
-        aparam = atoms.info.get("aparam", atoms.arrays.get("aparam", self.aparam)) if wanted.aparam else None
-        given = [None if values is None else np.array(values, dtype=np.float64) for values in (fparam, aparam)]
+        aparam = (
+            atoms.info.get("aparam", atoms.arrays.get("aparam", self.aparam))
+            if wanted.aparam
+            else None
+        )
+        given = [
+            None if values is None else np.array(values, dtype=np.float64)
+            for values in (fparam, aparam)
+        ]
         return given[0], given[1]
 
     def _cell(self, atoms: Atoms) -> np.ndarray | None:
@@ -171,7 +193,9 @@ def _types(atoms: Atoms, predictor: Predictor) -> np.ndarray:
     types: np.ndarray = _kinds(predictor.type_map)[atoms.numbers]
     if (types < 0).any():
         known, unknown = ", ".join(predictor.type_map), sorted(set(atoms[types < 0].symbols))
-        raise PredictionInputError(f"the potential knows {known}; these atoms hold {', '.join(unknown)}")
+        raise PredictionInputError(
+            f"the potential knows {known}; these atoms hold {', '.join(unknown)}"
+        )
     return types
 
 

@@ -16,7 +16,13 @@ from deepmd_muon.data.neighbors.lists import find_pairs
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.descriptor.interface import Table
-from deepmd_muon.model.neighbors.atoms import AT_SAME_PLACE, MOST_NEIGHBORS, NEARNESS, NOT_FINITE, TOO_NEAR
+from deepmd_muon.model.neighbors.atoms import (
+    AT_SAME_PLACE,
+    MOST_NEIGHBORS,
+    NEARNESS,
+    NOT_FINITE,
+    TOO_NEAR,
+)
 from deepmd_muon.model.neighbors.skin_lists import SkinLists
 from deepmd_muon.model.nn.graphs import GraphMemory, Replayed
 
@@ -66,7 +72,12 @@ class DeviceCall:
     """
 
     def __init__(
-        self, model: EnergyModel, atype: Tensor, periodic: bool, skin: float, memory: GraphMemory | None = None
+        self,
+        model: EnergyModel,
+        atype: Tensor,
+        periodic: bool,
+        skin: float,
+        memory: GraphMemory | None = None,
     ) -> None:
         nframes, natoms = atype.shape
         self._model, self._atype, self._memory = model, atype, memory
@@ -74,7 +85,9 @@ class DeviceCall:
         shapes = (nframes,), (nframes, 9), (nframes, natoms, 3), (nframes, natoms)
         sizes = [int(np.prod(shape)) for shape in shapes]
         self._results = torch.zeros(sum(sizes), dtype=torch.float64, device=atype.device)
-        parts = [part.view(shape) for part, shape in zip(self._results.split(sizes), shapes, strict=True)]
+        parts = [
+            part.view(shape) for part, shape in zip(self._results.split(sizes), shapes, strict=True)
+        ]
         self.energy, self.virial, self.force, self.atom_energy = parts
         pinned = atype.is_cuda
         self._host = torch.zeros_like(self._results, device="cpu", pin_memory=pinned)
@@ -95,11 +108,16 @@ class DeviceCall:
     def launch(self) -> None:
         """Evaluate the present positions; all work is on the device."""
         structures = replace(
-            self.lists.find(), fparam=self._parameters.get("fparam"), aparam=self._parameters.get("aparam")
+            self.lists.find(),
+            fparam=self._parameters.get("fparam"),
+            aparam=self._parameters.get("aparam"),
         )
         with torch.no_grad(), self._model.using(self._table):
             found = self._model(structures, force=True, virial=True)
-        torch.cat([found[name].flatten() for name in ("energy", "virial", "force", "atom_energy")], out=self._results)
+        torch.cat(
+            [found[name].flatten() for name in ("energy", "virial", "force", "atom_energy")],
+            out=self._results,
+        )
 
     def place(self, coord: Tensor, box: Tensor | None) -> None:
         """Write positions `(nframes, natoms, 3)` and cells `(nframes, 3, 3)` [Å], tensors on the device.
@@ -112,14 +130,20 @@ class DeviceCall:
             When a new cell has no volume; a `DenseError` where the host has to find the neighbours.
         """
         self.lists.coord.copy_(coord)
-        if box is not None and (self._cells is None or self._cells[0] is not box or self._cells[1] != box._version):
+        if box is not None and (
+            self._cells is None or self._cells[0] is not box or self._cells[1] != box._version
+        ):
             self._check_cells(coord.cpu().numpy(), box.cpu().numpy())
             self.lists.set_cells(box)
             self._cells = box, box._version
         self.prepare()
 
     def predict(
-        self, coord: np.ndarray, box: np.ndarray | None, fparam: np.ndarray | None, aparam: np.ndarray | None
+        self,
+        coord: np.ndarray,
+        box: np.ndarray | None,
+        fparam: np.ndarray | None,
+        aparam: np.ndarray | None,
     ) -> Prediction:
         """Predict positions and cells on the host; shapes as in `place`, parameters as in `Structures`.
 
@@ -135,7 +159,11 @@ class DeviceCall:
             self.lists.set_cells(torch.from_numpy(np.ascontiguousarray(box)).to(self._atype.device))
             self._box = box.copy()
         for name, values in (("fparam", fparam), ("aparam", aparam)):
-            given = None if values is None else torch.from_numpy(np.ascontiguousarray(values)).to(self._atype.device)
+            given = (
+                None
+                if values is None
+                else torch.from_numpy(np.ascontiguousarray(values)).to(self._atype.device)
+            )
             if (own := self._parameters.get(name)) is not None and given is not None:
                 own.copy_(given)
             elif own is not given:
@@ -143,7 +171,9 @@ class DeviceCall:
                 self._changed()
         self._repeated(self._read)
         found = np.split(self._host.numpy().copy(), self._ends)
-        energy, virial, force, atom_energy = (x.reshape(s) for x, s in zip(found, self._shapes, strict=True))
+        energy, virial, force, atom_energy = (
+            x.reshape(s) for x, s in zip(found, self._shapes, strict=True)
+        )
         return Prediction(energy=energy, virial=virial, force=force, atom_energy=atom_energy)
 
     def evaluate(self, coord: Tensor, box: Tensor | None) -> None:
@@ -163,7 +193,9 @@ class DeviceCall:
             self._replayed()
             if self.settled(read()):
                 return
-        raise NeighborError(f"the neighbour lists did not fit after {_TRIES} launches with growing sizes")
+        raise NeighborError(
+            f"the neighbour lists did not fit after {_TRIES} launches with growing sizes"
+        )
 
     def needed(self) -> list[int]:
         """Wait for the device, and return its notes on all launches since sizes last changed, for `settled`."""
@@ -214,12 +246,16 @@ class DeviceCall:
             self._changed()
         if not self.lists.prepare():
             self._find_fault()
-            raise DenseError(f"an atom has more than {MOST_NEIGHBORS} neighbours within the cut-off and the skin")
+            raise DenseError(
+                f"an atom has more than {MOST_NEIGHBORS} neighbours within the cut-off and the skin"
+            )
         self.lists.nearest.zero_()
         self._table = self._model.tabulate(self.lists.find(), self._nearest)
         if self._table is None:
             self._nearest = math.inf  # the next one need not reach as far
-        self._tabulated = 0 if self._table is None else sum(weight._version for weight in self._weights)
+        self._tabulated = (
+            0 if self._table is None else sum(weight._version for weight in self._weights)
+        )
         self.lists.nearest.fill_(0.0 if self._table is None else self._table.nearest**2)
         self._ready = True
 
@@ -292,4 +328,6 @@ class DeviceCalls:
 def fits(atype: np.ndarray) -> bool:
     """Return whether the device can find neighbours in structures of these types: not too large, padding last."""
     real = atype >= 0
-    return 0 < atype.shape[1] <= MOST_ATOMS and bool(real.any() and (real[:, 1:] <= real[:, :-1]).all())
+    return 0 < atype.shape[1] <= MOST_ATOMS and bool(
+        real.any() and (real[:, 1:] <= real[:, :-1]).all()
+    )

@@ -69,7 +69,9 @@ class FrozenModel:
         When the file cannot be read as a potential.
     """
 
-    def __init__(self, path: str | os.PathLike[str], device: torch.device | str, *, trust: bool = False) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], device: torch.device | str, *, trust: bool = False
+    ) -> None:
         self._path = path
         self.device = torch.device(device)
         if not Path(path).exists():
@@ -84,8 +86,12 @@ class FrozenModel:
             self.parameters = _parameters_of(self._program)
         except (*_PROGRAM_ERRORS, ArchiveError, OSError, MemoryError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise CheckpointError(f"{path} cannot be read as a frozen potential: {reason}") from error
-        if not 0 < self.rcut <= _LONGEST or not all(isinstance(name, str) for name in self.type_map):
+            raise CheckpointError(
+                f"{path} cannot be read as a frozen potential: {reason}"
+            ) from error
+        if not 0 < self.rcut <= _LONGEST or not all(
+            isinstance(name, str) for name in self.type_map
+        ):
             raise CheckpointError(
                 f"{path} cannot be read as a frozen potential: cut-off {self.rcut:g} Å, types {self.type_map}"
             )
@@ -113,7 +119,9 @@ class FrozenModel:
             model.load_state_dict(state)
             return model.to(self.device).eval()
         except (*_PROGRAM_ERRORS, ArchiveError, OSError) as error:
-            raise CheckpointError(f"{self._path} holds weights that cannot be used: {error}") from error
+            raise CheckpointError(
+                f"{self._path} holds weights that cannot be used: {error}"
+            ) from error
 
     def model_section(self) -> dict[str, Any]:
         """Return the model section as deepmd-kit writes it.
@@ -126,7 +134,9 @@ class FrozenModel:
         try:
             section: dict[str, Any] = json.loads(self._program.get_model_def_script())
         except (AttributeError, ValueError) as error:
-            raise CheckpointError("the frozen file does not hold the model section of its checkpoint") from error
+            raise CheckpointError(
+                "the frozen file does not hold the model section of its checkpoint"
+            ) from error
         return section
 
     def observed_types(self) -> list[str] | None:
@@ -158,10 +168,17 @@ class FrozenModel:
             real = owner[:nloc]
             local = np.empty(natoms, dtype=np.int64)
             local[real] = np.arange(nloc)
-            given = (ghosted.coord, atype[frame, owner].astype(np.int64), ghosted.neighbor, local[owner])
+            given = (
+                ghosted.coord,
+                atype[frame, owner].astype(np.int64),
+                ghosted.neighbor,
+                local[owner],
+            )
             tensors = (torch.from_numpy(array).to(self.device) for array in given)
             parameters = [
-                None if values is None else torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+                None
+                if values is None
+                else torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
                 for values in (
                     None if fparam is None else fparam[frame],
                     None if aparam is None else aparam[frame, real],
@@ -169,13 +186,17 @@ class FrozenModel:
             ]
             found = self.forward_lower(*tensors, *parameters)
             try:
-                values = {name: value.to("cpu", torch.float64).numpy() for name, value in found.items()}
+                values = {
+                    name: value.to("cpu", torch.float64).numpy() for name, value in found.items()
+                }
                 out.energy[frame] = values["energy"].item()
                 out.atom_energy[frame, real] = values["atom_energy"][:, 0]
                 out.virial[frame] = values["virial"]
                 force = values["extended_force"]
                 for axis in range(3):
-                    out.force[frame, :, axis] = np.bincount(owner, weights=force[:, axis], minlength=natoms)
+                    out.force[frame, :, axis] = np.bincount(
+                        owner, weights=force[:, axis], minlength=natoms
+                    )
             except _PROGRAM_ERRORS as error:
                 raise self._failed(error) from error
         return out
@@ -216,7 +237,9 @@ class FrozenModel:
                 structure = coord[None], atype[None], neighbor[None], mapping[None]
                 # By name, and only if given: other programs may not have these arguments.
                 given = {"fparam": fparam, "aparam": aparam}
-                parameters = {name: values[None] for name, values in given.items() if values is not None}
+                parameters = {
+                    name: values[None] for name, values in given.items() if values is not None
+                }
                 found = self._program.forward_lower(*structure, **parameters)
             return {name: value[0].detach() for name, value in found.items()}
         except torch.OutOfMemoryError:
@@ -235,5 +258,7 @@ def _parameters_of(program: torch.jit.ScriptModule) -> Parameters:
     if hasattr(program, "has_default_fparam") and program.has_default_fparam():
         default = tuple(program.get_default_fparam().double().cpu().tolist())
     names = ("get_dim_fparam", "get_dim_aparam")
-    fparam, aparam = (int(getattr(program, name)()) if hasattr(program, name) else 0 for name in names)
+    fparam, aparam = (
+        int(getattr(program, name)()) if hasattr(program, name) else 0 for name in names
+    )
     return Parameters(fparam, aparam, default)

@@ -81,12 +81,16 @@ def _members(content: bytes) -> dict[str, bytes]:
 
 
 def _manifest(members: Mapping[str, bytes]) -> str:
-    sums = {name: hashlib.sha256(data).hexdigest() for name, data in members.items() if _is_listed(name)}
+    sums = {
+        name: hashlib.sha256(data).hexdigest() for name, data in members.items() if _is_listed(name)
+    }
     return json.dumps({"version": 1, "sha256": sums}, sort_keys=True)
 
 
 def _is_listed(name: str) -> bool:
-    return not name.startswith(".") and name != f"extra/{MANIFEST}" and not name.endswith(".debug_pkl")
+    return (
+        not name.startswith(".") and name != f"extra/{MANIFEST}" and not name.endswith(".debug_pkl")
+    )
 
 
 def weights_of(content: bytes) -> Any:
@@ -109,13 +113,19 @@ def weights_of(content: bytes) -> Any:
 
 def _checked(content: bytes) -> dict[str, bytes]:
     """Return all members of an archive after verifying that it is complete and undamaged."""
-    if not content.startswith(b"PK\x03\x04"):  # torch also loads other formats, which have no checksums
+    if not content.startswith(
+        b"PK\x03\x04"
+    ):  # torch also loads other formats, which have no checksums
         raise ArchiveError("it is not a TorchScript archive")
     check_members(io.BytesIO(content), program=True)
     members = _members(content)
-    listed = members.get(f"extra/{MANIFEST}")  # only dp freeze adds it; other files have checksums of members only
+    listed = members.get(
+        f"extra/{MANIFEST}"
+    )  # only dp freeze adds it; other files have checksums of members only
     if listed is not None and listed != _manifest(members).encode():
-        raise ArchiveError("it is damaged or was changed: its parts do not fit the list that dp freeze added")
+        raise ArchiveError(
+            "it is damaged or was changed: its parts do not fit the list that dp freeze added"
+        )
     return members
 
 
@@ -140,7 +150,9 @@ def load_program(content: bytes, device: torch.device, *, trust: bool) -> torch.
     if not trust:
         _check_before_load(members)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated, but LAMMPS's plugin needs it
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # TorchScript is deprecated, but LAMMPS's plugin needs it
         program: torch.jit.ScriptModule = torch.jit.load(io.BytesIO(content), map_location=device)
     if not trust:
         unknown = sorted(set(_kinds(program)) - _ALLOWED)
@@ -154,17 +166,25 @@ def load_program(content: bytes, device: torch.device, *, trust: bool) -> torch.
 
 def _check_before_load(members: Mapping[str, bytes]) -> None:
     """Refuse code that runs while torch loads a program: __setstate__, computed defaults, objects of C++ libraries."""
-    code = {name: data for name, data in members.items() if name.startswith("code/") and name.endswith(".py")}
+    code = {
+        name: data
+        for name, data in members.items()
+        if name.startswith("code/") and name.endswith(".py")
+    }
     pickles = [data for name, data in members.items() if name.endswith(".pkl")]
     if any(b"torch.classes" in data for data in (*code.values(), *pickles)):
-        raise ArchiveError("it holds objects of C++ libraries; if you trust who made the file, use --trust")
+        raise ArchiveError(
+            "it holds objects of C++ libraries; if you trust who made the file, use --trust"
+        )
     for name, source in code.items():
         try:
             tree = ast.parse(source.decode())
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ArchiveError(f"its part {name} is not TorchScript source") from error
         if any(_runs_early(node) for node in ast.walk(tree)):
-            raise ArchiveError(f"its part {name} runs while it is loaded; if you trust who made the file, use --trust")
+            raise ArchiveError(
+                f"its part {name} runs while it is loaded; if you trust who made the file, use --trust"
+            )
 
 
 def _runs_early(node: ast.AST) -> bool:
@@ -176,7 +196,12 @@ def _runs_early(node: ast.AST) -> bool:
         values = [*node.args.defaults, *node.args.kw_defaults]
     else:
         return False
-    return any(not isinstance(part, _PLAIN) for value in values if value is not None for part in ast.walk(value))
+    return any(
+        not isinstance(part, _PLAIN)
+        for value in values
+        if value is not None
+        for part in ast.walk(value)
+    )
 
 
 def _kinds(program: torch.jit.ScriptModule) -> Iterator[str]:

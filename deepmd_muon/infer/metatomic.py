@@ -10,9 +10,17 @@ from deepmd_muon.infer.frozen import FrozenModel
 
 try:
     from metatensor.torch import Labels, TensorBlock, TensorMap
-    from metatomic.torch import AtomisticModel, ModelCapabilities, ModelMetadata, ModelOutput, System
+    from metatomic.torch import (
+        AtomisticModel,
+        ModelCapabilities,
+        ModelMetadata,
+        ModelOutput,
+        System,
+    )
 except ImportError as error:
-    raise ImportError("export_metatomic needs metatomic: install the package metatomic-torch") from error
+    raise ImportError(
+        "export_metatomic needs metatomic: install the package metatomic-torch"
+    ) from error
 
 
 class MetatomicPotential(torch.nn.Module):
@@ -56,25 +64,40 @@ class MetatomicPotential(torch.nn.Module):
         for system in systems:
             kinds = self.types[system.types.to(torch.int64)]
             if bool((kinds < 0).any()):
-                raise ValueError("the system holds an element that is not in the potential's type map")
+                raise ValueError(
+                    "the system holds an element that is not in the potential's type map"
+                )
             periodic = bool(system.pbc.all())
             if bool(system.pbc.any()) and not periodic:
-                raise ValueError("systems that are periodic along some axes only are not supported: widen the cell")
+                raise ValueError(
+                    "systems that are periodic along some axes only are not supported: widen the cell"
+                )
             coord, cell = system.positions, system.cell
             still, box = coord.detach(), cell.detach()
             result = self.program.forward(
-                still.unsqueeze(0), kinds.unsqueeze(0), box.unsqueeze(0) if periodic else None, None, None, False, None
+                still.unsqueeze(0),
+                kinds.unsqueeze(0),
+                box.unsqueeze(0) if periodic else None,
+                None,
+                None,
+                False,
+                None,
             )
             force = result["force"][0]
             energy = result["energy"].view([]).to(coord.dtype) - ((coord - still) * force).sum()
             if periodic:
-                slope = torch.linalg.solve(box.t(), torch.mm(still.t(), force) - result["virial"].view(3, 3))
+                slope = torch.linalg.solve(
+                    box.t(), torch.mm(still.t(), force) - result["virial"].view(3, 3)
+                )
                 energy = energy + ((cell - box) * slope).sum()
             energies.append(energy)
         device = systems[0].positions.device
         block = TensorBlock(
             values=torch.stack(energies).unsqueeze(1),
-            samples=Labels(["system"], torch.arange(len(systems), dtype=torch.int32, device=device).unsqueeze(1)),
+            samples=Labels(
+                ["system"],
+                torch.arange(len(systems), dtype=torch.int32, device=device).unsqueeze(1),
+            ),
             components=torch.jit.annotate(list[Labels], []),
             properties=Labels(["energy"], torch.zeros([1, 1], dtype=torch.int32, device=device)),
         )
@@ -109,6 +132,8 @@ def export_metatomic(frozen: str | os.PathLike[str], output: str | os.PathLike[s
         dtype="float64",
     )
     potential = MetatomicPotential(model.program, model.type_map).eval()
-    AtomisticModel(potential, ModelMetadata(name=f"DeePMD potential of {' '.join(model.type_map)}"), capabilities).save(
-        str(output)
-    )
+    AtomisticModel(
+        potential,
+        ModelMetadata(name=f"DeePMD potential of {' '.join(model.type_map)}"),
+        capabilities,
+    ).save(str(output))

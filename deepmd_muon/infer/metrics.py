@@ -32,10 +32,16 @@ class ErrorSum:
         """Sum up an array of errors, each counted once or by its weight."""
         if weight is None:
             return cls(float(np.abs(error).sum()), float(np.square(error).sum()), float(error.size))
-        return cls(float((weight * np.abs(error)).sum()), float((weight * np.square(error)).sum()), float(weight.sum()))
+        return cls(
+            float((weight * np.abs(error)).sum()),
+            float((weight * np.square(error)).sum()),
+            float(weight.sum()),
+        )
 
     def __add__(self, other: ErrorSum) -> ErrorSum:
-        return ErrorSum(self.absolute + other.absolute, self.square + other.square, self.weight + other.weight)
+        return ErrorSum(
+            self.absolute + other.absolute, self.square + other.square, self.weight + other.weight
+        )
 
     @property
     def mae(self) -> float:

@@ -15,7 +15,10 @@ from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.infer.predictor import Predictor, naming
 
 #: Columns of `model_devi.out`, in order.
-COLUMNS = (*(f"{kind}_devi_{quantity}" for quantity in "vf" for kind in ("max", "min", "avg")), "devi_e")
+COLUMNS = (
+    *(f"{kind}_devi_{quantity}" for quantity in "vf" for kind in ("max", "min", "avg")),
+    "devi_e",
+)
 
 
 @dataclass(frozen=True)
@@ -39,21 +42,29 @@ class DeviationSettings:
 
 def _spread(values: np.ndarray, real: np.ndarray | None) -> np.ndarray:
     """Return the standard deviation over the first axis, or the root mean square error against `real`."""
-    spread: np.ndarray = np.std(values, axis=0) if real is None else np.sqrt(np.mean((values - real) ** 2, axis=0))
+    spread: np.ndarray = (
+        np.std(values, axis=0) if real is None else np.sqrt(np.mean((values - real) ** 2, axis=0))
+    )
     return spread
 
 
-def _relative(deviation: np.ndarray, values: np.ndarray, real: np.ndarray | None, level: float | None) -> np.ndarray:
+def _relative(
+    deviation: np.ndarray, values: np.ndarray, real: np.ndarray | None, level: float | None
+) -> np.ndarray:
     if level is None:
         return deviation
     reference = np.mean(values, axis=0) if real is None else real
     magnitude = np.linalg.norm(reference, axis=-1)
-    per_value = magnitude.reshape(magnitude.shape + (1,) * (deviation.ndim - magnitude.ndim)) + level
+    per_value = (
+        magnitude.reshape(magnitude.shape + (1,) * (deviation.ndim - magnitude.ndim)) + level
+    )
     divided: np.ndarray = deviation / per_value
     return divided
 
 
-def deviation_of_force(forces: np.ndarray, real: np.ndarray | None = None, relative: float | None = None) -> np.ndarray:
+def deviation_of_force(
+    forces: np.ndarray, real: np.ndarray | None = None, relative: float | None = None
+) -> np.ndarray:
     """Return the deviation of the force on every atom (nframes, natoms) [eV/Å].
 
     Parameters
@@ -152,7 +163,9 @@ def common_parameters(predictors: Sequence[Predictor]) -> Parameters:
 def _labels(frames: Frames) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return energy and virial per atom and forces; labels that a system lacks count as zero, as in deepmd-kit."""
     if frames.energy is None and frames.force is None and frames.virial is None:
-        raise PredictionInputError("the errors of models need labels; the system has neither energy, force nor virial")
+        raise PredictionInputError(
+            "the errors of models need labels; the system has neither energy, force nor virial"
+        )
     energy = np.zeros(frames.nframes) if frames.energy is None else frames.energy
     force = np.zeros_like(frames.coord) if frames.force is None else frames.force
     virial = np.zeros((frames.nframes, 9)) if frames.virial is None else frames.virial
@@ -189,7 +202,10 @@ class DeviationFile:
 
 
 def system_deviation(
-    predictors: Sequence[Predictor], system: System, settings: DeviationSettings, chunk_atoms: int = 1 << 16
+    predictors: Sequence[Predictor],
+    system: System,
+    settings: DeviationSettings,
+    chunk_atoms: int = 1 << 16,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield `model_deviation` of runs of a system's frames, in order, in chunks that bound the memory."""
     system = system.with_parameters(common_parameters(predictors))

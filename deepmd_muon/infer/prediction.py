@@ -37,4 +37,6 @@ class Prediction:
     @property
     def not_finite(self) -> list[str]:
         """Names of the quantities that hold NaN or infinity."""
-        return [field.name for field in fields(self) if not np.isfinite(getattr(self, field.name)).all()]
+        return [
+            field.name for field in fields(self) if not np.isfinite(getattr(self, field.name)).all()
+        ]

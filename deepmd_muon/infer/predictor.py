@@ -25,7 +25,9 @@ from deepmd_muon.model.deepmd_kit import from_deepmd_kit, min_distance_of, saved
 from deepmd_muon.model.nn import triton_support
 
 
-def load_model(path: str | os.PathLike[str], *, ema: bool = False, head: str | None = None) -> EnergyModel:
+def load_model(
+    path: str | os.PathLike[str], *, ema: bool = False, head: str | None = None
+) -> EnergyModel:
     """Load the model of a checkpoint, of this package or of deepmd-kit.
 
     Parameters
@@ -61,16 +63,24 @@ def load_min_distance(path: str | os.PathLike[str], *, head: str | None = None) 
         return min_distance_of(checkpoint["model"], head)
 
 
-def _take_averages(model: EnergyModel, checkpoint: dict[str, Any], path: Path, head: str | None) -> None:
+def _take_averages(
+    model: EnergyModel, checkpoint: dict[str, Any], path: Path, head: str | None
+) -> None:
     if "ema" not in checkpoint:
-        raise CheckpointError(f"{path} has no averaged weights; training.enable_ema was off in that run")
+        raise CheckpointError(
+            f"{path} has no averaged weights; training.enable_ema was off in that run"
+        )
     averages = checkpoint["ema"]["model"]
     branches = saved_branches(checkpoint["model"])
     prefix = f"{branches[head]}." if branches and head else ""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             average = averages[prefix + name]
-            if average.shape != parameter.shape or not average.is_floating_point() or not average.isfinite().all():
+            if (
+                average.shape != parameter.shape
+                or not average.is_floating_point()
+                or not average.isfinite().all()
+            ):
                 raise CheckpointError(
                     f"{path}: the average of {name} must be finite numbers of shape {tuple(parameter.shape)}; found "
                     f"{average.dtype} of shape {tuple(average.shape)}: take another checkpoint, or the plain weights"
@@ -122,13 +132,17 @@ class Predictor:
             self.model = model.to(self.device).eval()
         elif is_frozen(model):
             if ema:
-                raise CheckpointError(f"{model} holds one set of weights; choose averaged ones when you freeze: --ema")
+                raise CheckpointError(
+                    f"{model} holds one set of weights; choose averaged ones when you freeze: --ema"
+                )
             self.model = FrozenModel(model, self.device, trust=trust)
         else:
             self.model = load_model(model, ema=ema, head=head).to(self.device).eval()
         self.resident: EnergyModel | None = None
         if triton_support.usable(self.device):
-            self.resident = self.model if isinstance(self.model, EnergyModel) else self.model.restored()
+            self.resident = (
+                self.model if isinstance(self.model, EnergyModel) else self.model.restored()
+            )
         self._calls = None if self.resident is None else DeviceCalls(self.resident)
         # A thousand atoms saturate a CPU; a GPU needs more.
         self.batch_atoms = batch_atoms or (16384 if self.device.type == "cuda" else 1024)
@@ -142,7 +156,11 @@ class Predictor:
     def parameters(self) -> Parameters:
         """The frame and atomic parameters that the model reads."""
         model = self.model
-        return model.parameters if isinstance(model, FrozenModel) else Parameters.of(model.settings.fitting_net)
+        return (
+            model.parameters
+            if isinstance(model, FrozenModel)
+            else Parameters.of(model.settings.fitting_net)
+        )
 
     def predict(
         self,
@@ -176,7 +194,9 @@ class Predictor:
         if coord.ndim == 2 and coord.shape[1] == 3:
             coord = coord[None]
         if coord.ndim != 3 or coord.shape[2] != 3:
-            raise PredictionInputError(f"coord must be (nframes, natoms, 3); found shape {coord.shape}")
+            raise PredictionInputError(
+                f"coord must be (nframes, natoms, 3); found shape {coord.shape}"
+            )
         nframes, natoms, _ = coord.shape
         try:
             types = np.broadcast_to(np.asarray(atype, dtype=np.int32), (nframes, natoms)).copy()
@@ -189,14 +209,18 @@ class Predictor:
         wanted = self.parameters
         of_frames = _broadcast("fparam", fparam, (nframes, wanted.fparam))
         of_atoms = _broadcast("aparam", aparam, (nframes, natoms, wanted.aparam))
-        return self.evaluate(Frames(atype=types, coord=coord, box=cells, fparam=of_frames, aparam=of_atoms))
+        return self.evaluate(
+            Frames(atype=types, coord=coord, box=cells, fparam=of_frames, aparam=of_atoms)
+        )
 
     def evaluate(self, frames: Frames) -> Prediction:
         """Evaluate frames of the data room; their labels are ignored."""
         ntypes = len(self.type_map)
         self._check_parameters(frames)
         if frames.atype.max(initial=-1) >= ntypes:
-            raise PredictionInputError(f"type {frames.atype.max()} found, but the model has {ntypes}: {self.type_map}")
+            raise PredictionInputError(
+                f"type {frames.atype.max()} found, but the model has {ntypes}: {self.type_map}"
+            )
         parts: list[Prediction] = []
         done = 0
         while done < frames.nframes:
@@ -229,25 +253,37 @@ class Predictor:
             if width and (values.shape[-1] != width if values is not None else not optional):
                 whose = "of each frame" if name == "fparam" else "of each atom"
                 found = "none" if values is None else values.shape[-1]
-                raise PredictionInputError(f"the model reads {width} parameters {whose} ({name}); found {found}")
+                raise PredictionInputError(
+                    f"the model reads {width} parameters {whose} ({name}); found {found}"
+                )
 
     def _evaluate_batch(self, frames: Frames, rows: slice) -> Prediction:
         model = self.model
         coord, atype = frames.coord[rows], frames.atype[rows]
         box = None if frames.box is None else frames.box[rows]
-        fparam, aparam = (None if values is None else values[rows] for values in (frames.fparam, frames.aparam))
-        call = None if self._calls is None else self._calls.of(atype, self.device, periodic=box is not None)
+        fparam, aparam = (
+            None if values is None else values[rows] for values in (frames.fparam, frames.aparam)
+        )
+        call = (
+            None
+            if self._calls is None
+            else self._calls.of(atype, self.device, periodic=box is not None)
+        )
         if call is not None:
             with contextlib.suppress(DenseError):
                 return call.predict(coord, box, fparam, aparam)
         if isinstance(model, FrozenModel):
             return model.predict(coord, box, atype, fparam, aparam)
-        neighbors = stack_neighbors([self._neighbors(model, coord, box, atype, k) for k in range(len(coord))])
+        neighbors = stack_neighbors(
+            [self._neighbors(model, coord, box, atype, k) for k in range(len(coord))]
+        )
         batch = Frames(atype=atype, coord=coord, box=box, fparam=fparam, aparam=aparam)
         structures = Structures.of(batch, neighbors, model.ntypes, self.device)
         with torch.no_grad():
             output = model(structures, force=True, virial=True)
-        return Prediction(**{f.name: output[f.name].detach().double().cpu().numpy() for f in fields(Prediction)})
+        return Prediction(
+            **{f.name: output[f.name].detach().double().cpu().numpy() for f in fields(Prediction)}
+        )
 
     @staticmethod
     def _neighbors(
@@ -257,7 +293,9 @@ class Predictor:
         cell = None if box is None or not box[k].any() else box[k]
         ntypes, inner = len(model.type_map), model.neighbors.inner
         try:
-            return build_neighbors(coord[k], cell, atype[k], model.rcut, model.sel, model.by_type, ntypes, inner)
+            return build_neighbors(
+                coord[k], cell, atype[k], model.rcut, model.sel, model.by_type, ntypes, inner
+            )
         except NeighborError as error:
             raise NeighborError(str(error), k) from error
 
@@ -272,7 +310,8 @@ def naming(system: str, numbers: np.ndarray, frames: Frames) -> Iterator[None]:
     try:
         if frames.box is not None and not (some := frames.box.any(axis=(1, 2))).all():
             raise NeighborError(
-                "the cell has volume 0 Å³; a system without a cell needs a file nopbc", int(some.argmin())
+                "the cell has volume 0 Å³; a system without a cell needs a file nopbc",
+                int(some.argmin()),
             )
         yield
     except NeighborError as error:
@@ -295,10 +334,14 @@ def _broadcast(name: str, values: np.ndarray | None, shape: tuple[int, ...]) -> 
     if values is None:
         return None
     if not shape[-1]:
-        raise PredictionInputError(f"the model reads no {name}; found an array of shape {np.shape(values)}")
+        raise PredictionInputError(
+            f"the model reads no {name}; found an array of shape {np.shape(values)}"
+        )
     given = np.asarray(values, dtype=np.float64)
     try:
-        fitting = given.reshape(shape) if given.size == np.prod(shape) else np.broadcast_to(given, shape)
+        fitting = (
+            given.reshape(shape) if given.size == np.prod(shape) else np.broadcast_to(given, shape)
+        )
     except ValueError as error:
         raise PredictionInputError(f"{name} must be {shape}; found shape {given.shape}") from error
     return fitting.copy()
@@ -307,4 +350,9 @@ def _broadcast(name: str, values: np.ndarray | None, shape: tuple[int, ...]) -> 
 def _join(parts: list[Prediction]) -> Prediction:
     if len(parts) == 1:
         return parts[0]
-    return Prediction(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Prediction)})
+    return Prediction(
+        **{
+            f.name: np.concatenate([getattr(part, f.name) for part in parts])
+            for f in fields(Prediction)
+        }
+    )

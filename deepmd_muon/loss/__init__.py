@@ -10,4 +10,12 @@ from deepmd_muon.loss.labels import LabelCheck, check_labels
 from deepmd_muon.loss.registry import build_loss, register_loss
 from deepmd_muon.loss.settings import LossSettings
 
-__all__ = ["LabelCheck", "Loss", "LossSettings", "Term", "build_loss", "check_labels", "register_loss"]
+__all__ = [
+    "LabelCheck",
+    "Loss",
+    "LossSettings",
+    "Term",
+    "build_loss",
+    "check_labels",
+    "register_loss",
+]

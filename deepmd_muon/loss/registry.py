@@ -18,11 +18,15 @@ from deepmd_muon.model.registry import Part, Registry
 from deepmd_muon.section import freeze
 
 LOSSES = Registry("loss")
-_ENER = Part("deepmd_muon.loss.ener.settings:EnerLossSettings", "deepmd_muon.loss.ener.module:EnergyLoss")
+_ENER = Part(
+    "deepmd_muon.loss.ener.settings:EnerLossSettings", "deepmd_muon.loss.ener.module:EnergyLoss"
+)
 LOSSES.register("ener", _ENER, aliases=("ener_hess",))
 
 
-def register_loss(name: str, *, settings: str | type, module: str | type, aliases: tuple[str, ...] = ()) -> None:
+def register_loss(
+    name: str, *, settings: str | type, module: str | type, aliases: tuple[str, ...] = ()
+) -> None:
     """Make a loss available as section `loss` of type `name`, or of one of its aliases.
 
     `settings` is a frozen dataclass derived from `LossSettings`, `module` a `Loss` that is built from them.

@@ -57,7 +57,9 @@ class BranchModelSettings(ModelSettings):
     Each of type_map, descriptor and fitting_net may be the name of an entry of model/shared_dict, or "name:level".
     """
 
-    type_map: tuple[str, ...] = setting(nonempty=True, doc="Names of the types of atoms, such as ['O', 'H'].")
+    type_map: tuple[str, ...] = setting(
+        nonempty=True, doc="Names of the types of atoms, such as ['O', 'H']."
+    )
     finetune_head: str | None = setting(
         None,
         doc=(
@@ -85,7 +87,9 @@ class BranchModelSettings(ModelSettings):
 
 def _of_a_model(settings: ModelSettings) -> dict[str, Any]:
     """Return the values of all fields that a single model has."""
-    return {field.name: getattr(settings, field.name) for field in dataclasses.fields(ModelSettings)}
+    return {
+        field.name: getattr(settings, field.name) for field in dataclasses.fields(ModelSettings)
+    }
 
 
 def _some_branch(model_dict: Mapping[str, BranchModelSettings]) -> str | None:
@@ -101,7 +105,9 @@ def _one_protection(model_dict: Mapping[str, BranchModelSettings]) -> str | None
 
 
 def _a_row_for_each_branch(model_dict: Mapping[str, BranchModelSettings]) -> str | None:
-    found = {name: getattr(branch.fitting_net, "dim_case_embd", 0) for name, branch in model_dict.items()}
+    found = {
+        name: getattr(branch.fitting_net, "dim_case_embd", 0) for name, branch in model_dict.items()
+    }
     listed = ", ".join(f"{name} {value}" for name, value in found.items())
     if len(set(found.values())) > 1:
         return f"must have one fitting_net/dim_case_embd for all branches; found {listed}"
@@ -117,7 +123,9 @@ def _names_once(model_dict: Mapping[str, BranchModelSettings]) -> str | None:
         for alias in branch.model_branch_alias:
             if alias in taken:
                 other = f"{taken[alias]} {alias!r}"
-                problems.append(f"has the alias {alias!r} of {name!r}, which is already a name of {other}")
+                problems.append(
+                    f"has the alias {alias!r} of {name!r}, which is already a name of {other}"
+                )
             else:
                 taken[alias] = f"{name!r} as"
     return "; ".join(problems) or None
@@ -138,7 +146,9 @@ class MultiTaskModelSettings(Section):
             "and the row of dim_case_embd; 'name:1' shares the type embedding of a dpa1 or dpa3 descriptor alone."
         ),
     )
-    model_dict: Mapping[str, BranchModelSettings] = section(doc="The model of each branch, by its name.")
+    model_dict: Mapping[str, BranchModelSettings] = section(
+        doc="The model of each branch, by its name."
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("model_dict",), _some_branch),

@@ -29,10 +29,14 @@ class Branches(torch.nn.Module):
         Further names of branches.
     """
 
-    def __init__(self, models: Mapping[str, EnergyModel], aliases: Mapping[str, Sequence[str]] | None = None) -> None:
+    def __init__(
+        self, models: Mapping[str, EnergyModel], aliases: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
         super().__init__()
         self.aliases = dict(aliases or {})
-        self._modules.update(models)  # any name: torch's own containers refuse those of their methods
+        self._modules.update(
+            models
+        )  # any name: torch's own containers refuse those of their methods
 
     def forward(self, call: Callable[..., Any], *given: Any, **options: Any) -> Any:
         """Call one of the models, within what has been hooked to this module."""
@@ -60,7 +64,11 @@ def for_any_name(patterns: Sequence[str], model: Branches) -> tuple[str, ...]:
     """Return patterns that match the first name of a shared parameter where the given ones match any of its names."""
     found: dict[str, None] = {}
     for pattern in patterns:
-        matched = [names for names in all_names(model).values() if any(fnmatchcase(name, pattern) for name in names)]
+        matched = [
+            names
+            for names in all_names(model).values()
+            if any(fnmatchcase(name, pattern) for name in names)
+        ]
         others = [glob.escape(names[0]) for names in matched if not fnmatchcase(names[0], pattern)]
         kept = [pattern] if len(others) < len(matched) or not matched else []
         found.update(dict.fromkeys([*kept, *others]))
@@ -96,13 +104,17 @@ def build_branches(
     built = {name: build_model(settings) for name, settings in models.items()}
     if list(built) == [SINGLE]:
         return built[SINGLE]
-    entries: dict[tuple[str, str], list[tuple[str, int]]] = {}  # of shared_dict, with the branches that have them
+    entries: dict[
+        tuple[str, str], list[tuple[str, int]]
+    ] = {}  # of shared_dict, with the branches that have them
     for name, parts in references.items():
         for part, shared in parts.items():
             if part != "type_map":
                 entries.setdefault((part, shared.key), []).append((name, shared.level))
     for (part, _), links in entries.items():
-        (base, _), *others = sorted(links, key=lambda link: link[1])  # the first of those that share most
+        (base, _), *others = sorted(
+            links, key=lambda link: link[1]
+        )  # the first of those that share most
         for name, level in others:
             _share(built, part, name, base, level)
     rows = sorted(built)  # deepmd-kit's order

@@ -46,7 +46,9 @@ _ONLY_THEIRS: dict[str, Any] = {
 
 def _translations(settings: ModelSettings) -> dict[str, Translation]:
     """Return the translation of each part, by the part's name in the state dict."""
-    return {part: table.translation(getattr(settings, part)) or PLAIN for part, table in _PARTS.items()}
+    return {
+        part: table.translation(getattr(settings, part)) or PLAIN for part, table in _PARTS.items()
+    }
 
 
 def ours_only(settings: ModelSettings) -> list[str]:
@@ -60,7 +62,9 @@ def ours_only(settings: ModelSettings) -> list[str]:
         else:
             found += [f"{part}: {reason}" for reason in translation.ours_only(own)]
     if settings.smin_alpha not in (None, ALPHA):
-        found.append(f"smin_alpha: deepmd-kit's PyTorch models take {ALPHA} Å, this one has {settings.smin_alpha}")
+        found.append(
+            f"smin_alpha: deepmd-kit's PyTorch models take {ALPHA} Å, this one has {settings.smin_alpha}"
+        )
     return found
 
 
@@ -116,7 +120,10 @@ def _parameters(model: EnergyModel) -> list[tuple[str, torch.nn.Module | torch.T
         module = getattr(model.atomic_model, part)
         own = dict(module.named_parameters())
         place = _NETWORK if model.short_range is not None else "atomic_model."
-        found += [(f"{place}{part}.{name}", own.get(name, module)) for name in translation.parameters(module)]
+        found += [
+            (f"{place}{part}.{name}", own.get(name, module))
+            for name in translation.parameters(module)
+        ]
     return found
 
 
@@ -144,10 +151,16 @@ def to_deepmd_kit(
     state: dict[str, Any] = {}
     sections, reasons = {}, []
     for name, one in branches_of(model).items():
-        distance = min_nbor_dist.get(name, UNKNOWN_DISTANCE) if isinstance(min_nbor_dist, Mapping) else min_nbor_dist
+        distance = (
+            min_nbor_dist.get(name, UNKNOWN_DISTANCE)
+            if isinstance(min_nbor_dist, Mapping)
+            else min_nbor_dist
+        )
         state |= _state_of_branch(one, f"model.{name}.", distance)
         sections[name] = {**_ONLY_THEIRS, **thaw(one.settings)}
-        reasons += [f"{name}: {reason}" if several else reason for reason in ours_only(one.settings)]
+        reasons += [
+            f"{name}: {reason}" if several else reason for reason in ours_only(one.settings)
+        ]
     if isinstance(model, Branches):
         for name, section in sections.items():
             section["model_branch_alias"] = list(model.aliases.get(name, ()))
@@ -158,7 +171,9 @@ def to_deepmd_kit(
     return state
 
 
-def _state_of_branch(model: EnergyModel, prefix: str, min_nbor_dist: float) -> dict[str, torch.Tensor]:
+def _state_of_branch(
+    model: EnergyModel, prefix: str, min_nbor_dist: float
+) -> dict[str, torch.Tensor]:
     """Return the tensors of one branch under deepmd-kit's names."""
     state = {f"{prefix}min_nbor_dist": torch.tensor(min_nbor_dist, dtype=torch.float64)}
     table = model.short_range is not None
@@ -175,7 +190,9 @@ def _state_of_branch(model: EnergyModel, prefix: str, min_nbor_dist: float) -> d
         module = getattr(model.atomic_model, part)
         for name in translation.empty(module):
             dtype = next(module.parameters()).dtype
-            state[f"{prefix}{_NETWORK if table else 'atomic_model.'}{part}.{name}"] = torch.zeros(0, dtype=dtype)
+            state[f"{prefix}{_NETWORK if table else 'atomic_model.'}{part}.{name}"] = torch.zeros(
+                0, dtype=dtype
+            )
     return state
 
 
@@ -185,7 +202,11 @@ def saved_branches(state_dict: Mapping[str, Any]) -> dict[str, str]:
     Empty for a checkpoint of a single model.
     """
     branches = state_dict.get("_extra_state", {}).get("model_params", {}).get("model_dict", {})
-    aliases = {alias: name for name, section in branches.items() for alias in section.get("model_branch_alias") or ()}
+    aliases = {
+        alias: name
+        for name, section in branches.items()
+        for alias in section.get("model_branch_alias") or ()
+    }
     return {**{name: name for name in branches}, **aliases}
 
 
@@ -205,7 +226,9 @@ def _branch(state_dict: Mapping[str, Any], wanted: str | None) -> tuple[str, Map
     if wanted not in known:
         raise BranchError(f"the checkpoint has no branch {wanted!r}; its branches are {names}")
     section = params["model_dict"][known[wanted]]
-    return known[wanted], {key: x for key, x in section.items() if key not in ("model_branch_alias", "finetune_head")}
+    return known[wanted], {
+        key: x for key, x in section.items() if key not in ("model_branch_alias", "finetune_head")
+    }
 
 
 def branch_prefix(state_dict: Mapping[str, Any], branch: str | None = None) -> str:
@@ -257,10 +280,22 @@ def from_deepmd_kit(
         if name.startswith(others):
             continue
         if not name.startswith(prefix):
-            raise ForeignModelError(f"the checkpoint holds {name!r}; names must begin with {prefix!r}")
-        if not isinstance(value, torch.Tensor) or value.is_complex() or value.layout is not torch.strided:
-            kind = f"{value.dtype} {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise ForeignModelError(f"the checkpoint holds {kind} under {name!r}; expected a tensor of real numbers")
+            raise ForeignModelError(
+                f"the checkpoint holds {name!r}; names must begin with {prefix!r}"
+            )
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.is_complex()
+            or value.layout is not torch.strided
+        ):
+            kind = (
+                f"{value.dtype} {value.layout}"
+                if isinstance(value, torch.Tensor)
+                else type(value).__name__
+            )
+            raise ForeignModelError(
+                f"the checkpoint holds {kind} under {name!r}; expected a tensor of real numbers"
+            )
         translated = _ours(name[len(prefix) :], table=settings.use_srtab is not None)
         if translated is None:
             continue
@@ -268,12 +303,16 @@ def from_deepmd_kit(
         _, part, below = short.split(".", 2) if short.count(".") > 1 else ("", "", "")
         if part in translations and translations[part].is_empty(below):
             if value.numel():
-                raise ForeignModelError("the checkpoint holds a compressed model; give the one it was compressed from")
+                raise ForeignModelError(
+                    "the checkpoint holds a compressed model; give the one it was compressed from"
+                )
             continue
         own[short] = value
     for part, translation in translations.items():
         below = f"atomic_model.{part}."
-        translation.check({name[len(below) :]: value for name, value in own.items() if name.startswith(below)})
+        translation.check(
+            {name[len(below) :]: value for name, value in own.items() if name.startswith(below)}
+        )
     return settings, own
 
 
@@ -287,7 +326,9 @@ def settings_of(params: Mapping[str, Any]) -> ModelSettings:
     """
     problems = list(_foreign(params))
     if problems:
-        raise ForeignModelError("the checkpoint's model cannot be built here: " + "; ".join(problems))
+        raise ForeignModelError(
+            "the checkpoint's model cannot be built here: " + "; ".join(problems)
+        )
     try:
         return model_settings(_own_section(params))
     except ModelError as error:
@@ -304,7 +345,9 @@ def _foreign(params: Mapping[str, Any]) -> list[str]:
         section = params.get(part, {})
         kind = section.get("type", "ener" if part == "fitting_net" else None)
         if kind not in table.names():
-            problems.append(f"the {table.what}'s type is {kind!r}; known are {', '.join(table.names())}")
+            problems.append(
+                f"the {table.what}'s type is {kind!r}; known are {', '.join(table.names())}"
+            )
         else:
             problems += _refused(table.settings_class(kind), section, f"{part}.")
     return problems
@@ -315,7 +358,10 @@ def _refused(settings: type[Any], section: Mapping[str, Any], where: str) -> lis
     problems = [
         f"{where}{key} is {section[key]!r}"
         for key, foreign in settings.foreign.items()
-        if key in section and section[key] and not foreign.inert and not foreign.accepts(section[key])
+        if key in section
+        and section[key]
+        and not foreign.inert
+        and not foreign.accepts(section[key])
     ]
     for key, below in _subsections(settings).items():
         problems += _refused(below, section.get(key, {}), f"{where}{key}.")
@@ -338,10 +384,18 @@ def _known(settings: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a section, and of its sub-sections, whose keys we have."""
     below = _subsections(settings)
     names = {field.name for field in dataclasses.fields(settings)}
-    return {key: _known(below[key], value) if key in below else value for key, value in given.items() if key in names}
+    return {
+        key: _known(below[key], value) if key in below else value
+        for key, value in given.items()
+        if key in names
+    }
 
 
 def _subsections(settings: type) -> dict[str, type[Any]]:
     """Return the settings class of every sub-section of a part."""
     annotations = annotations_of(settings).items()
-    return {name: kind for name, kind in annotations if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
+    return {
+        name: kind
+        for name, kind in annotations
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    }

@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from deepmd_muon.model.descriptor.interface import Described, Interpolated, Recomputing, Standardised, Table, Tabulated
+from deepmd_muon.model.descriptor.interface import (
+    Described,
+    Interpolated,
+    Recomputing,
+    Standardised,
+    Table,
+    Tabulated,
+)
 from deepmd_muon.model.descriptor.pieces import Pieces, finest
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.fitting.interface import Conditioned
@@ -37,7 +44,9 @@ class AtomicModel(torch.nn.Module):
         self.register_buffer("out_std", torch.ones(1, len(type_map), 1, dtype=torch.float64))
         self.descriptor = DESCRIPTORS.module(describe)(describe, type_map, seed)
         make_fitting = FITTING_NETS.module(fit)
-        self.fitting_net = make_fitting(fit, type_map, self.descriptor.dim_out, describe.one_fitting_net, seed)
+        self.fitting_net = make_fitting(
+            fit, type_map, self.descriptor.dim_out, describe.one_fitting_net, seed
+        )
 
 
 class EnergyModel(torch.nn.Module):
@@ -77,9 +86,13 @@ class EnergyModel(torch.nn.Module):
             assert settings.sw_rmin is not None
             assert settings.sw_rmax is not None
             switch, alpha = (settings.sw_rmin, settings.sw_rmax), settings.smin_alpha or ALPHA
-            self.short_range = PairTable(settings.use_srtab, self.ntypes, self.neighbors.rcut, switch, alpha)
+            self.short_range = PairTable(
+                settings.use_srtab, self.ntypes, self.neighbors.rcut, switch, alpha
+            )
         pairs, atoms = settings.pair_exclude_types, settings.atom_exclude_types
-        own = () if self.by_type else getattr(settings.descriptor, "exclude_types", ())  # columns by type: its own work
+        own = (
+            () if self.by_type else getattr(settings.descriptor, "exclude_types", ())
+        )  # columns by type: its own work
         excluded = torch.zeros(self.ntypes, self.ntypes, dtype=torch.int64)
         for mark, given in ((HIDDEN, own), (EMPTY, pairs)):
             for one, other in given:
@@ -104,7 +117,9 @@ class EnergyModel(torch.nn.Module):
         """Whether the neighbour columns have to be grouped by type."""
         return self.neighbors.by_type
 
-    def forward(self, structures: Structures, *, force: bool = True, virial: bool = True) -> dict[str, torch.Tensor]:
+    def forward(
+        self, structures: Structures, *, force: bool = True, virial: bool = True
+    ) -> dict[str, torch.Tensor]:
         """Predict a batch; every output is differentiable once with respect to the parameters.
 
         Parameters
@@ -127,9 +142,13 @@ class EnergyModel(torch.nn.Module):
         edges = edge_vectors(structures)
         model = self.atomic_model
         described: Described = model.descriptor(structures, edges, force=force)
-        sorted_energy, adjoint, table_slope = self._fit(structures, described.descriptor, edges, force=force)
+        sorted_energy, adjoint, table_slope = self._fit(
+            structures, described.descriptor, edges, force=force
+        )
         shape = structures.atype.shape
-        atom_energy = sorted_energy.new_zeros(shape.numel()).index_copy_(0, structures.order, sorted_energy)
+        atom_energy = sorted_energy.new_zeros(shape.numel()).index_copy_(
+            0, structures.order, sorted_energy
+        )
         atom_energy = atom_energy.view(shape)
         out = {"energy": atom_energy.sum(1), "atom_energy": atom_energy}
         if not force:
@@ -139,7 +158,11 @@ class EnergyModel(torch.nn.Module):
         slope = described.pullback(adjoint)
         if table_slope is not None:
             slope = slope + table_slope
-        natoms, order, neighbor = structures.nframes * structures.natoms, structures.order, structures.neighbor
+        natoms, order, neighbor = (
+            structures.nframes * structures.natoms,
+            structures.order,
+            structures.neighbor,
+        )
         if virial and not slope.requires_grad and _sums_by_kernels(slope.device):
             from deepmd_muon.model.descriptor.environment_kernels import force_and_virial
 
@@ -190,9 +213,13 @@ class EnergyModel(torch.nn.Module):
         """
         if self.excluded is None:
             return structures
-        mark = self.excluded[structures.sorted_type.unsqueeze(1), structures.neighbor_type.clamp(min=0)]
+        mark = self.excluded[
+            structures.sorted_type.unsqueeze(1), structures.neighbor_type.clamp(min=0)
+        ]
         marked = (mark < 0) & (structures.neighbor >= 0)
-        return dataclasses.replace(structures, neighbor=torch.where(marked, mark, structures.neighbor))
+        return dataclasses.replace(
+            structures, neighbor=torch.where(marked, mark, structures.neighbor)
+        )
 
     @property
     def pieces(self) -> Pieces:
@@ -222,7 +249,9 @@ class EnergyModel(torch.nn.Module):
         descriptor = self.atomic_model.descriptor
         if not isinstance(descriptor, Interpolated):
             return ()
-        return finest(descriptor.pieces_for(batch, edge_vectors(batch)) for batch in map(self.seen, batches))
+        return finest(
+            descriptor.pieces_for(batch, edge_vectors(batch)) for batch in map(self.seen, batches)
+        )
 
     def tabulate(self, batch: Structures, nearest: float = math.inf) -> Table | None:
         """Return a table of the descriptor's networks, where it knows tables, for batches like this one.
@@ -230,7 +259,11 @@ class EnergyModel(torch.nn.Module):
         Atoms may come as near as `nearest` [Å].
         """
         descriptor, seen = self.atomic_model.descriptor, self.seen(batch)
-        return descriptor.tabulate(seen, edge_vectors(seen), nearest) if isinstance(descriptor, Tabulated) else None
+        return (
+            descriptor.tabulate(seen, edge_vectors(seen), nearest)
+            if isinstance(descriptor, Tabulated)
+            else None
+        )
 
     @contextlib.contextmanager
     def using(self, table: Table | None) -> Iterator[None]:
@@ -264,9 +297,13 @@ class EnergyModel(torch.nn.Module):
     def _check(self, structures: Structures) -> None:
         wanted = self.ntypes if self.by_type else 1
         if len(structures.sections) != wanted:
-            raise ModelError(f"the model needs {wanted} neighbour sections, found {len(structures.sections)}")
+            raise ModelError(
+                f"the model needs {wanted} neighbour sections, found {len(structures.sections)}"
+            )
         if len(structures.type_counts) != self.ntypes:
-            raise ModelError(f"the model has {self.ntypes} types, the batch {len(structures.type_counts)}")
+            raise ModelError(
+                f"the model has {self.ntypes} types, the batch {len(structures.type_counts)}"
+            )
 
 
 def edge_vectors(structures: Structures) -> torch.Tensor:
@@ -286,7 +323,9 @@ def edge_vectors(structures: Structures) -> torch.Tensor:
     return torch.baddbmm(edges, structures.shift.to(box.dtype), box)
 
 
-def forces_of(slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, natoms: int) -> torch.Tensor:
+def forces_of(
+    slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, natoms: int
+) -> torch.Tensor:
     """Return −dE/dR `(natoms, 3)` from dE/dr_ij `(nreal, nnei, 3)`: r_ij grows with atom j and shrinks with atom i.
 
     Other arguments as in `Structures`. Sums of kernels have an order that varies.
@@ -304,7 +343,9 @@ def _sums_by_kernels(device: torch.device) -> bool:
     return triton_support.usable(device) and not torch.are_deterministic_algorithms_enabled()
 
 
-def _scatter(slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, natoms: int) -> torch.Tensor:
+def _scatter(
+    slope: torch.Tensor, order: torch.Tensor, neighbor: torch.Tensor, natoms: int
+) -> torch.Tensor:
     flat = slope.new_zeros(natoms, 3).index_add_(0, order, slope.sum(1))
     return flat.index_add_(0, neighbor.clamp(min=0).view(-1), slope.reshape(-1, 3), alpha=-1)
 
@@ -322,7 +363,9 @@ def _virial(structures: Structures, slope: torch.Tensor, edges: torch.Tensor) ->
     return zeros.index_add_(0, structures.sorted_frame, per_atom, alpha=-1)
 
 
-def build_model(section: ModelSettings | Mapping[str, Any], seed: int | Sequence[int] | None = None) -> EnergyModel:
+def build_model(
+    section: ModelSettings | Mapping[str, Any], seed: int | Sequence[int] | None = None
+) -> EnergyModel:
     """Build the model that a `model` section describes.
 
     Parameters
@@ -339,7 +382,9 @@ def build_model(section: ModelSettings | Mapping[str, Any], seed: int | Sequence
     """
     settings = section if isinstance(section, ModelSettings) else model_settings(section)
     if not settings.type_map:
-        raise ModelError("type_map names no type; only dp train finds it in the data where an input leaves it out")
+        raise ModelError(
+            "type_map names no type; only dp train finds it in the data where an input leaves it out"
+        )
     try:
         return EnergyModel(settings, seed)
     except InvalidSettingError as error:

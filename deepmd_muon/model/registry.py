@@ -80,7 +80,9 @@ class Registry:
         for wanted in (name, *aliases):
             taken = self._parts.get(self.aliases.get(wanted, wanted))
             if taken is not None and taken != part:
-                raise ModelError(f"the {self.what} name {wanted!r} is taken by {taken.module}; choose another")
+                raise ModelError(
+                    f"the {self.what} name {wanted!r} is taken by {taken.module}; choose another"
+                )
         self._parts[name] = part
         self.aliases.update(dict.fromkeys(aliases, name))
 
@@ -144,10 +146,19 @@ def _own(folder: str, settings: str, module: str, *, tabulated: bool = False) ->
 
 
 DESCRIPTORS = Registry("descriptor")
-DESCRIPTORS.register("se_e2_a", _own("descriptor.se_e2_a", "SeE2ASettings", "SeE2A", tabulated=True), aliases=("se_a",))
+DESCRIPTORS.register(
+    "se_e2_a",
+    _own("descriptor.se_e2_a", "SeE2ASettings", "SeE2A", tabulated=True),
+    aliases=("se_a",),
+)
 DESCRIPTORS.register("dpa3", _own("descriptor.dpa3", "DPA3Settings", "DPA3"))
-for _name, _settings, _aliases in (("se_atten", "DPA1Settings", ("dpa1",)), ("se_atten_v2", "SeAttenV2Settings", ())):
-    DESCRIPTORS.register(_name, _own("descriptor.dpa1", _settings, "DPA1", tabulated=True), aliases=_aliases)
+for _name, _settings, _aliases in (
+    ("se_atten", "DPA1Settings", ("dpa1",)),
+    ("se_atten_v2", "SeAttenV2Settings", ()),
+):
+    DESCRIPTORS.register(
+        _name, _own("descriptor.dpa1", _settings, "DPA1", tabulated=True), aliases=_aliases
+    )
 
 FITTING_NETS = Registry("fitting net")
 FITTING_NETS.register("ener", _own("fitting.ener", "EnerSettings", "EnergyFitting"))

@@ -14,7 +14,9 @@ from deepmd_muon.section import Foreign, Rule, Section, Variants, freeze, sectio
 from deepmd_muon.setting import InvalidSettingError, setting
 
 
-def _a_sel_for_each_type(sel: Any, descriptor: DescriptorSettings, type_map: tuple[str, ...]) -> str | None:
+def _a_sel_for_each_type(
+    sel: Any, descriptor: DescriptorSettings, type_map: tuple[str, ...]
+) -> str | None:
     if (
         not type_map
         or descriptor.needs_counts
@@ -25,14 +27,20 @@ def _a_sel_for_each_type(sel: Any, descriptor: DescriptorSettings, type_map: tup
     return f"must have one number for each of the {len(type_map)} types in type_map; found {len(request.sel)}"
 
 
-def _table_without_exclusions(use_srtab: str | None, exclude_types: tuple[tuple[int, int], ...] | None) -> str | None:
+def _table_without_exclusions(
+    use_srtab: str | None, exclude_types: tuple[tuple[int, int], ...] | None
+) -> str | None:
     if use_srtab is not None and exclude_types:
         return "excludes exclude_types of the descriptor; use model/pair_exclude_types, which the table follows as well"
     return None
 
 
-def _known_types(exclude_types: tuple[tuple[int, int], ...] | None, type_map: tuple[str, ...]) -> str | None:
-    unknown = sorted({index for pair in exclude_types or () for index in pair if index >= len(type_map)})
+def _known_types(
+    exclude_types: tuple[tuple[int, int], ...] | None, type_map: tuple[str, ...]
+) -> str | None:
+    unknown = sorted(
+        {index for pair in exclude_types or () for index in pair if index >= len(type_map)}
+    )
     if unknown and type_map:
         return f"names type {unknown[0]}, but type_map has types 0 to {len(type_map) - 1}"
     return None
@@ -42,7 +50,9 @@ def _known_atoms(exclude_types: tuple[int, ...], type_map: tuple[str, ...]) -> s
     return _known_types(tuple((index, index) for index in exclude_types), type_map)
 
 
-def _an_energy_for_each_type(atom_ener: tuple[float | None, ...], type_map: tuple[str, ...]) -> str | None:
+def _an_energy_for_each_type(
+    atom_ener: tuple[float | None, ...], type_map: tuple[str, ...]
+) -> str | None:
     if type_map and atom_ener and len(atom_ener) != len(type_map):
         return f"must have one energy for each of the {len(type_map)} types in type_map; found {len(atom_ener)}"
     return None
@@ -50,9 +60,7 @@ def _an_energy_for_each_type(atom_ener: tuple[float | None, ...], type_map: tupl
 
 def _one_list_for_all_types(use_srtab: str | None, descriptor: DescriptorSettings) -> str | None:
     if use_srtab is not None and not descriptor.one_fitting_net:
-        return (
-            f"needs a descriptor that treats all types alike, dpa1 or dpa3, as in deepmd-kit; found {descriptor.type!r}"
-        )
+        return f"needs a descriptor that treats all types alike, dpa1 or dpa3, as in deepmd-kit; found {descriptor.type!r}"
     return None
 
 
@@ -60,7 +68,11 @@ def _whole_switch(
     use_srtab: str | None, sw_rmin: float | None, sw_rmax: float | None, smin_alpha: float | None
 ) -> str | None:
     if use_srtab is None:
-        return None if sw_rmin is sw_rmax is smin_alpha is None else "is needed by sw_rmin, sw_rmax and smin_alpha"
+        return (
+            None
+            if sw_rmin is sw_rmax is smin_alpha is None
+            else "is needed by sw_rmin, sw_rmax and smin_alpha"
+        )
     if sw_rmin is None or sw_rmax is None or not sw_rmin < sw_rmax:
         return f"needs sw_rmin below sw_rmax; found {sw_rmin} and {sw_rmax}"
     return None
@@ -92,12 +104,18 @@ class ModelSettings(Section):
         doc="Net that maps a descriptor to the energy of an atom.",
         variants=Variants(FITTING_NETS.settings, default="ener", alias=FITTING_NETS.aliases),
     )
-    type: Literal["standard"] = setting("standard", doc="Kind of model: one descriptor and one fitting net.")
+    type: Literal["standard"] = setting(
+        "standard", doc="Kind of model: one descriptor and one fitting net."
+    )
     data_stat_nbatch: int = setting(
-        10, minimum=1, doc="Batches of each system from which means and deviations of the descriptor are taken."
+        10,
+        minimum=1,
+        doc="Batches of each system from which means and deviations of the descriptor are taken.",
     )
     data_stat_protect: float = setting(
-        0.01, above=0.0, doc="Smallest deviation that the environment, and frame and atomic parameters, are divided by."
+        0.01,
+        above=0.0,
+        doc="Smallest deviation that the environment, and frame and atomic parameters, are divided by.",
     )
     pair_exclude_types: tuple[tuple[int, int], ...] = setting(
         (),
@@ -129,13 +147,19 @@ class ModelSettings(Section):
         ),
     )
     sw_rmin: float | None = setting(
-        None, minimum=0.0, doc="Softmin of the distances below which an atom has the table's energy [Å]."
+        None,
+        minimum=0.0,
+        doc="Softmin of the distances below which an atom has the table's energy [Å].",
     )
     sw_rmax: float | None = setting(
-        None, above=0.0, doc="Softmin of the distances above which an atom has the network's energy [Å]."
+        None,
+        above=0.0,
+        doc="Softmin of the distances above which an atom has the network's energy [Å].",
     )
 
-    left_out: ClassVar[frozenset[str]] = frozenset({"use_srtab", "smin_alpha", "sw_rmin", "sw_rmax"})
+    left_out: ClassVar[frozenset[str]] = frozenset(
+        {"use_srtab", "smin_alpha", "sw_rmin", "sw_rmax"}
+    )
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("use_srtab", "descriptor"), _one_list_for_all_types),
         Rule(("use_srtab", "descriptor/exclude_types"), _table_without_exclusions),
@@ -148,7 +172,9 @@ class ModelSettings(Section):
         Rule(("fitting_net/atom_ener", "type_map"), _an_energy_for_each_type),
     )
     foreign: ClassVar[dict[str, Foreign]] = {
-        "data_bias_nsample": Foreign("it serves the change of the bias of an existing model", (10,), inert=True),
+        "data_bias_nsample": Foreign(
+            "it serves the change of the bias of an existing model", (10,), inert=True
+        ),
         "srtab_add_bias": Foreign("it belongs to use_srtab", (True,), inert=True),
         "preset_out_bias": Foreign("a preset bias (see fitting_net/atom_ener)"),
         "type_embedding": Foreign("a type embedding outside the descriptor"),
@@ -156,7 +182,9 @@ class ModelSettings(Section):
         "compress": Foreign("model compression"),
         "spin": Foreign("atomic spins"),
         "finetune_head": Foreign("a branch to fine-tune from, which --model-branch names"),
-        "model_branch_alias": Foreign("other names of a branch, of which this model has none", ([],)),
+        "model_branch_alias": Foreign(
+            "other names of a branch, of which this model has none", ([],)
+        ),
         "shared_dict": Foreign("parts shared by branches, of which this model has none", ({},)),
         "info": Foreign("metadata are not carried", ({},), inert=True),
         "bridging_method": Foreign("an analytical short-range potential", ("None", "none")),

@@ -6,7 +6,18 @@ from typing import Any, Literal
 
 Precision = Literal["default", "float64", "float32", "double", "single"]
 
-_ACTIVATIONS = ("tanh", "gelu", "gelu_tf", "relu", "relu6", "softplus", "sigmoid", "silu", "linear", "none")
+_ACTIVATIONS = (
+    "tanh",
+    "gelu",
+    "gelu_tf",
+    "relu",
+    "relu6",
+    "softplus",
+    "sigmoid",
+    "silu",
+    "linear",
+    "none",
+)
 
 ACTIVATION: dict[str, Any] = {
     "pattern": rf"{'|'.join(_ACTIVATIONS)}|(silut|custom_silu)(:\d+(\.\d*)?)?",

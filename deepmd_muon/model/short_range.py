@@ -69,7 +69,9 @@ class PairTable(torch.nn.Module):
     tab_info: torch.Tensor
     tab_data: torch.Tensor
 
-    def __init__(self, path: str, ntypes: int, rcut: float, switch: tuple[float, float], alpha: float) -> None:
+    def __init__(
+        self, path: str, ntypes: int, rcut: float, switch: tuple[float, float], alpha: float
+    ) -> None:
         super().__init__()
         self.ntypes, self.rcut, self.alpha = ntypes, rcut, alpha
         self.inner, self.outer = switch
@@ -85,12 +87,18 @@ class PairTable(torch.nn.Module):
     @torch.jit.unused
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         data = state_dict.get(f"{prefix}tab_data")
-        if isinstance(data, torch.Tensor) and data.shape[:2] == self.tab_data.shape[:2] and data.dim() == 4:
+        if (
+            isinstance(data, torch.Tensor)
+            and data.shape[:2] == self.tab_data.shape[:2]
+            and data.dim() == 4
+        ):
             self.tab_data = torch.zeros_like(data, device=self.tab_data.device)
             self.problem = ""
         super()._load_from_state_dict(state_dict, prefix, *others)
 
-    def forward(self, vectors: torch.Tensor, own_type: torch.Tensor, neighbor_type: torch.Tensor) -> Blend:
+    def forward(
+        self, vectors: torch.Tensor, own_type: torch.Tensor, neighbor_type: torch.Tensor
+    ) -> Blend:
         """Return weights and energies.
 
         Parameters
@@ -127,7 +135,11 @@ class PairTable(torch.nn.Module):
         return weight, slope.unsqueeze(1) * share * (1.0 - (r - sigma.unsqueeze(1)) / self.alpha)
 
     def _table(
-        self, r: torch.Tensor, there: torch.Tensor, own_type: torch.Tensor, neighbor_type: torch.Tensor
+        self,
+        r: torch.Tensor,
+        there: torch.Tensor,
+        own_type: torch.Tensor,
+        neighbor_type: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         first, step, pieces = self.tab_info[0], self.tab_info[1], self.tab_data.shape[2]
         u = (r - first) / step
@@ -137,7 +149,9 @@ class PairTable(torch.nn.Module):
         # Below the table its first tangent goes on.
         x = (u - piece).clamp(min=0.0)
         below = (u - piece).clamp(max=0.0)
-        value = ((a[:, :, 0] * x + a[:, :, 1]) * x + a[:, :, 2]) * x + a[:, :, 3] + a[:, :, 2] * below
+        value = (
+            ((a[:, :, 0] * x + a[:, :, 1]) * x + a[:, :, 2]) * x + a[:, :, 3] + a[:, :, 2] * below
+        )
         slope = ((3.0 * a[:, :, 0] * x + 2.0 * a[:, :, 1]) * x + a[:, :, 2]) / step
         inside = there & (r < self.rcut) & (u < pieces)
         energy = 0.5 * torch.where(inside, value, 0.0).sum(1)

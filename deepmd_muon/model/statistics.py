@@ -48,7 +48,9 @@ def environment_statistics(
     """
     descriptor = model.atomic_model.descriptor
     if not isinstance(descriptor, Standardised) or not descriptor.needs_statistics:
-        return torch.zeros(model.ntypes, 4, dtype=torch.float64), torch.ones(model.ntypes, 4, dtype=torch.float64)
+        return torch.zeros(model.ntypes, 4, dtype=torch.float64), torch.ones(
+            model.ntypes, 4, dtype=torch.float64
+        )
     slots = sum(model.sel)
     device = model.atomic_model.out_bias.device
     count = torch.zeros(model.ntypes, dtype=torch.float64, device=device)
@@ -57,7 +59,9 @@ def environment_statistics(
     for structures in map(model.seen, batches):
         count += slots * torch.tensor(structures.type_counts, dtype=torch.float64, device=device)
         with _threads_for(structures.neighbor.numel()):
-            slots_at_once = _PART_SLOTS * torch.get_num_threads() if device.type == "cpu" else _GPU_SLOTS
+            slots_at_once = (
+                _PART_SLOTS * torch.get_num_threads() if device.type == "cpu" else _GPU_SLOTS
+            )
             for part in _parts(structures, slots_at_once):
                 rows = descriptor.environment(part, edge_vectors(part)).rows
                 used = descriptor.used_slots(part)
@@ -72,13 +76,17 @@ def environment_statistics(
     deviation = (squares / n - mean.square()).clamp(min=0.0).sqrt().clamp(min=protection)
     deviation = torch.where(count.unsqueeze(1) > 0, deviation, ABSENT_DEVIATION)
     radial, angular = mean[:, :1], deviation[:, 1:].expand(-1, 3)
-    return torch.cat([radial, torch.zeros_like(angular)], 1), torch.cat([deviation[:, :1], angular], 1)
+    return torch.cat([radial, torch.zeros_like(angular)], 1), torch.cat(
+        [deviation[:, :1], angular], 1
+    )
 
 
 def _add_by_type(sums: torch.Tensor, rows: torch.Tensor, part: Structures) -> None:
     """Add rows of the sorted atoms of a batch to the sums of their types `(ntypes, …)`, in a fixed order."""
     if rows.device.type == "cpu":
-        sums.index_add_(0, part.sorted_type, rows)  # atom by atom: the size of parts changes nothing
+        sums.index_add_(
+            0, part.sorted_type, rows
+        )  # atom by atom: the size of parts changes nothing
     else:
         sums += torch.stack([mine.sum(0) for mine in rows.split(list(part.type_counts))])
 
@@ -97,7 +105,9 @@ def descriptor_length(model: EnergyModel, batches: Iterable[Structures]) -> floa
     squares, count = 0.0, 0
     for structures in map(model.seen, batches):
         with _threads_for(structures.neighbor.numel()):
-            rows = model.atomic_model.descriptor(structures, edge_vectors(structures), force=False).descriptor
+            rows = model.atomic_model.descriptor(
+                structures, edge_vectors(structures), force=False
+            ).descriptor
             squares += float(rows.double().square().sum())
             count += len(rows)
     return math.sqrt(squares / max(count, 1))

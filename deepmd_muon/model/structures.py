@@ -178,16 +178,24 @@ class Structures:
         """
         flat_type = np.asarray(atype, dtype=np.int64).reshape(-1)
         if sum(sections) != neighbor.shape[2]:
-            raise ModelError(f"sections {tuple(sections)} do not add up to {neighbor.shape[2]} columns")
+            raise ModelError(
+                f"sections {tuple(sections)} do not add up to {neighbor.shape[2]} columns"
+            )
         if flat_type.size and flat_type.max() >= ntypes:
-            raise ModelError(f"atom type {flat_type.max()} found, but the model has {ntypes} types (0 … {ntypes - 1})")
+            raise ModelError(
+                f"atom type {flat_type.max()} found, but the model has {ntypes} types (0 … {ntypes - 1})"
+            )
         if box is not None and shift is None:
-            raise ModelError("a periodic batch needs the cell translations `shift` of its neighbours")
+            raise ModelError(
+                "a periodic batch needs the cell translations `shift` of its neighbours"
+            )
         host = _sort_by_type(coord, flat_type.reshape(atype.shape), box, neighbor, shift)
         for name, values in (("fparam", fparam), ("aparam", aparam)):
             host[name] = None if values is None else np.asarray(values, dtype=np.float64)
         tensors: dict[str, Any] = {
-            name: None if value is None else torch.from_numpy(np.ascontiguousarray(value)).to(device)
+            name: None
+            if value is None
+            else torch.from_numpy(np.ascontiguousarray(value)).to(device)
             for name, value in host.items()
         }
         real = np.split(host["neighbor"] >= 0, np.cumsum(sections)[:-1], axis=1)
@@ -196,12 +204,24 @@ class Structures:
         last = [np.max(there * number[: there.shape[1]], axis=1, initial=0) for there in real]
         counts = np.zeros((0, len(host["order"])), dtype=np.int64)
         if inner is not None:
-            counts = inner.swapaxes(0, 1).reshape(inner.shape[1], atype.size)[:, host["order"]].astype(np.int64)
+            counts = (
+                inner.swapaxes(0, 1)
+                .reshape(inner.shape[1], atype.size)[:, host["order"]]
+                .astype(np.int64)
+            )
         filled = np.array(last, dtype=np.int64)
-        return cls(**tensors, sections=tuple(sections), type_counts=tuple(type_counts), filled=filled, inner=counts)
+        return cls(
+            **tensors,
+            sections=tuple(sections),
+            type_counts=tuple(type_counts),
+            filled=filled,
+            inner=counts,
+        )
 
     @classmethod
-    def of(cls, frames: Frames, neighbors: Neighbors, ntypes: int, device: torch.device | str = "cpu") -> Structures:
+    def of(
+        cls, frames: Frames, neighbors: Neighbors, ntypes: int, device: torch.device | str = "cpu"
+    ) -> Structures:
         """Return the batch of frames and neighbour lists as the data package makes them; see `from_numpy`."""
         return cls.from_numpy(
             frames.coord,
@@ -219,7 +239,11 @@ class Structures:
 
 
 def _sort_by_type(
-    coord: np.ndarray, atype: np.ndarray, box: np.ndarray | None, neighbor: np.ndarray, shift: np.ndarray | None
+    coord: np.ndarray,
+    atype: np.ndarray,
+    box: np.ndarray | None,
+    neighbor: np.ndarray,
+    shift: np.ndarray | None,
 ) -> dict[str, Any]:
     """Return the arrays behind the tensors of `Structures`: real atoms of all frames, sorted by type."""
     nframes, natoms = atype.shape
@@ -238,5 +262,7 @@ def _sort_by_type(
         "sorted_type": flat_type[order],
         "sorted_frame": frame,
         "neighbor": numbers,
-        "shift": None if box is None or shift is None else shift.reshape(nframes * natoms, -1, 3).take(order, axis=0),
+        "shift": None
+        if box is None or shift is None
+        else shift.reshape(nframes * natoms, -1, 3).take(order, axis=0),
     }

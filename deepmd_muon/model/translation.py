@@ -27,7 +27,9 @@ def check_slots(state: Mapping[str, torch.Tensor], part: str, *names: str) -> No
     for name in names:
         values = state[f"{part}.{name}"]
         if not torch.equal(values, values[:, :1].expand_as(values)):
-            raise ForeignModelError(f"the descriptor's {name} differs between neighbour slots of one centre type")
+            raise ForeignModelError(
+                f"the descriptor's {name} differs between neighbour slots of one centre type"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

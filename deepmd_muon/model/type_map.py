@@ -38,7 +38,9 @@ class TypeMove:
         known = [index for index, name in enumerate(self.present) if name in self.saved]
         sources = [self.saved.index(self.present[index]) for index in known]
         out = fresh.clone()
-        out.index_copy_(axis, torch.tensor(known), saved.to(out).index_select(axis, torch.tensor(sources)))
+        out.index_copy_(
+            axis, torch.tensor(known), saved.to(out).index_select(axis, torch.tensor(sources))
+        )
         return out
 
     def settings(self, saved: ModelSettings, present: ModelSettings) -> ModelSettings:
@@ -49,17 +51,25 @@ class TypeMove:
         changes: dict[str, Any] = {
             "type_map": self.present,
             "atom_exclude_types": _as_given(tuple(atoms), present.atom_exclude_types),
-            "pair_exclude_types": self._moved_pairs(saved.pair_exclude_types, present.pair_exclude_types),
+            "pair_exclude_types": self._moved_pairs(
+                saved.pair_exclude_types, present.pair_exclude_types
+            ),
         }
         pairs = getattr(saved.descriptor, "exclude_types", ())
         moved_pairs = self._moved_pairs(pairs, getattr(present.descriptor, "exclude_types", ()))
         if pairs:
-            changes["descriptor"] = changed(saved.descriptor, {"exclude_types": moved_pairs}, "model/descriptor")
+            changes["descriptor"] = changed(
+                saved.descriptor, {"exclude_types": moved_pairs}, "model/descriptor"
+            )
         if known := getattr(saved.fitting_net, "atom_ener", None):
             given = getattr(present.fitting_net, "atom_ener", None) or [None] * len(self.present)
-            energies = dict(zip(self.present, given, strict=True)) | dict(zip(self.saved, known, strict=True))
+            energies = dict(zip(self.present, given, strict=True)) | dict(
+                zip(self.saved, known, strict=True)
+            )
             moved = tuple(energies[name] for name in self.present)
-            changes["fitting_net"] = changed(saved.fitting_net, {"atom_ener": moved}, "model/fitting_net")
+            changes["fitting_net"] = changed(
+                saved.fitting_net, {"atom_ener": moved}, "model/fitting_net"
+            )
         return changed(saved, changes)
 
     def _moved_pairs(
@@ -72,7 +82,11 @@ class TypeMove:
 
     def _places(self) -> tuple[dict[int, int], set[int]]:
         """Return the present number of each saved type that still exists, and the numbers of new types."""
-        place = {self.saved.index(name): index for index, name in enumerate(self.present) if name in self.saved}
+        place = {
+            self.saved.index(name): index
+            for index, name in enumerate(self.present)
+            if name in self.saved
+        }
         return place, set(range(len(self.present))) - set(place.values())
 
     def describe(self) -> str:
@@ -94,7 +108,11 @@ def _unordered(types: tuple[Any, ...]) -> set[tuple[int, ...]]:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:5])} and {len(names) - 5} more types"
+    return (
+        ", ".join(names)
+        if len(names) <= 6
+        else f"{', '.join(names[:5])} and {len(names) - 5} more types"
+    )
 
 
 def type_axes(model: EnergyModel) -> dict[str, int]:
@@ -110,7 +128,10 @@ def type_axes(model: EnergyModel) -> dict[str, int]:
             "the type map of a model with use_srtab cannot change: its table has a column for each pair of types; keep "
             "the type map of the checkpoint"
         )
-    parts = {"descriptor": model.atomic_model.descriptor, "fitting_net": model.atomic_model.fitting_net}
+    parts = {
+        "descriptor": model.atomic_model.descriptor,
+        "fitting_net": model.atomic_model.fitting_net,
+    }
     axes = {"atomic_model.out_bias": 1, "atomic_model.out_std": 1}
     for name, part in parts.items():
         if not isinstance(part, TypeIndexed) or not model.settings.descriptor.one_fitting_net:
@@ -123,7 +144,9 @@ def type_axes(model: EnergyModel) -> dict[str, int]:
     return axes
 
 
-def move_weights(model: EnergyModel, saved: Mapping[str, torch.Tensor], move: TypeMove) -> dict[str, torch.Tensor]:
+def move_weights(
+    model: EnergyModel, saved: Mapping[str, torch.Tensor], move: TypeMove
+) -> dict[str, torch.Tensor]:
     """Return saved weights in the shapes of a model with another type map.
 
     Parameters

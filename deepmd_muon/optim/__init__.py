@@ -23,7 +23,12 @@ if TYPE_CHECKING:
         RoutingMismatchError,
     )
     from deepmd_muon.optim.hybrid_muon import HybridMuon
-    from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig, MuonConfig, register_optimizer
+    from deepmd_muon.optim.other_configs import (
+        AdamConfig,
+        AdamWConfig,
+        MuonConfig,
+        register_optimizer,
+    )
     from deepmd_muon.optim.polar import SCHEDULES, Schedule, orthogonalize
     from deepmd_muon.optim.polar.dispatch import describe as describe_kernels
     from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, RoutingRules
@@ -37,7 +42,13 @@ _NAMES = {
     "clip_gradients": ("clip_adam_grad_norm_",),
     "config": ("HybridMuonConfig",),
     "errors": (
-        *("CaptureError", "ForeignStateError", "InvalidGradientError", "InvalidParameterError", "InvalidSettingError"),
+        *(
+            "CaptureError",
+            "ForeignStateError",
+            "InvalidGradientError",
+            "InvalidParameterError",
+            "InvalidSettingError",
+        ),
         *("InvalidShapeError", "NonFiniteGradientError", "QKClipError", "RoutingMismatchError"),
     ),
     "hybrid_muon": ("HybridMuon",),

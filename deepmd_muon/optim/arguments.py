@@ -52,7 +52,8 @@ class Arguments(GroupArguments):
         ),
     )
     qk_clip: QKClip | None = setting(
-        None, doc="Attention layers whose logits stay below a threshold; see `deepmd_muon.optim.qk_clip`."
+        None,
+        doc="Attention layers whose logits stay below a threshold; see `deepmd_muon.optim.qk_clip`.",
     )
 
 
@@ -74,7 +75,10 @@ def takes(
             bound.apply_defaults()
             init(self, checked_arguments(Arguments, bound.arguments))
 
-        own = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *signature.parameters.values()]
+        own = [
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            *signature.parameters.values(),
+        ]
         construct.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
         return construct
 
@@ -87,7 +91,10 @@ def documented(arguments: type) -> Callable[[type[C]], type[C]]:
     for field in dataclasses.fields(arguments):
         lines += [
             field.name,
-            *("    " + line for line in textwrap.wrap(setting_of(field).doc, 108, break_on_hyphens=False)),
+            *(
+                "    " + line
+                for line in textwrap.wrap(setting_of(field).doc, 108, break_on_hyphens=False)
+            ),
         ]
 
     def decorate(cls: type[C]) -> type[C]:

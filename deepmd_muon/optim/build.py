@@ -16,7 +16,12 @@ from deepmd_muon.optim.buildable import register_builder
 from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, AdamImplementation, HybridMuonConfig
 from deepmd_muon.optim.hybrid_muon import HybridMuon
 from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig, MuonConfig
-from deepmd_muon.optim.routing.modules import attention_splits, convolutions, declared_splits, tables_and_heads
+from deepmd_muon.optim.routing.modules import (
+    attention_splits,
+    convolutions,
+    declared_splits,
+    tables_and_heads,
+)
 from deepmd_muon.optim.routing.views import FusedSplit
 from deepmd_muon.optim.torch_hooks import Adam, AdamW
 
@@ -43,7 +48,11 @@ def build_muon(
     qk_clip: QKClip | None = None,
 ) -> HybridMuon:
     """Make a HybridMuon, or a plain Muon with AdamW for the rest, for all named parameters of `model`."""
-    settings = {**vars(config), "qk_clip": qk_clip, "splits": (*config.splits, *declared_splits(model))}
+    settings = {
+        **vars(config),
+        "qk_clip": qk_clip,
+        "splits": (*config.splits, *declared_splits(model)),
+    }
     if isinstance(config, MuonConfig):
         settings["lr_adjust_coeff"] = settings.pop("rms_coefficient")
         settings |= {"magma_muon": False, "vector_route": "adamw"}
@@ -57,7 +66,10 @@ def build_muon(
     if config.conv_patterns is None:
         kernels = {glob.escape(name): groups for name, groups in convolutions(model).items()}
         if kernels:
-            log.info("matrices (out, in times kernel) of convolutions: %s", ", ".join(convolutions(model)))
+            log.info(
+                "matrices (out, in times kernel) of convolutions: %s",
+                ", ".join(convolutions(model)),
+            )
         grouped = [f"{pattern}: rows {groups}" for pattern, groups in kernels.items() if groups > 1]
         settings |= {"conv_patterns": tuple(kernels), "splits": (*settings["splits"], *grouped)}
     with warnings.catch_warnings(record=True) as caught:
@@ -77,7 +89,10 @@ def _patterns_of(model: nn.Module, matrices: Sequence[str]) -> tuple[str, ...]:
         if not any(fnmatchcase(name, pattern) for pattern in (*matrices, *DEFAULT_ADAMW_PATTERNS))
     }
     if found:
-        log.info("AdamW by type of module: %s", ", ".join(f"{name} ({reason})" for name, reason in found.items()))
+        log.info(
+            "AdamW by type of module: %s",
+            ", ".join(f"{name} ({reason})" for name, reason in found.items()),
+        )
     return (*DEFAULT_ADAMW_PATTERNS, *map(glob.escape, found))
 
 
@@ -89,7 +104,12 @@ def build_adam(
     """Make torch's Adam or AdamW for the trainable named parameters of `model`; `replicas` share its state."""
     kind: type[torch.optim.Adam] = AdamW if isinstance(config, AdamWConfig) else Adam
     betas = (config.adam_beta1, config.adam_beta2)
-    options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": config.adam_eps, "weight_decay": config.weight_decay}
+    options: dict[str, Any] = {
+        "lr": lr,
+        "betas": betas,
+        "eps": config.adam_eps,
+        "weight_decay": config.weight_decay,
+    }
     options |= _IMPLEMENTATIONS[config.adam_implementation]
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if replicas is None:
@@ -104,7 +124,11 @@ def build_adam(
 
 def _report(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Log on rank 0 the numbers of parameters and weights (all, trainable, per route), and the names not trained."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_rank() != 0
+    ):
         return
     kind = type(optimizer).__name__
     sizes = {

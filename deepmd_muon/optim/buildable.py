@@ -51,7 +51,9 @@ def _check_model(model: object) -> None:
 class OptimizerSettings(Protocol):
     """The interface of every configuration, including those of third parties."""
 
-    def build(self, model: nn.Module, lr: float | Tensor | None = None, replicas: Replicas | None = None) -> Optimizer:
+    def build(
+        self, model: nn.Module, lr: float | Tensor | None = None, replicas: Replicas | None = None
+    ) -> Optimizer:
         """Make the optimizer for the named parameters of a model.
 
         Parameters
@@ -73,7 +75,9 @@ class Buildable:
     def __post_init__(self) -> None:
         check_settings(self)
 
-    def build(self, model: nn.Module, lr: float | Tensor | None = None, replicas: Replicas | None = None) -> Optimizer:
+    def build(
+        self, model: nn.Module, lr: float | Tensor | None = None, replicas: Replicas | None = None
+    ) -> Optimizer:
         """Make this optimizer for the named parameters of `model`; see `OptimizerSettings`."""
         _check_model(model)
         return _builder_of(self)(self, model, self.own_lr if lr is None else lr, replicas)

@@ -44,7 +44,11 @@ def clip_adam_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> T
     local: list[Tensor] = []
     params = [(p, False) for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, HybridMuon):
-        params = [(p, own) for p, entry, own in optimizer.routed_parameters() if entry.route in ("adam", "adamw")]
+        params = [
+            (p, own)
+            for p, entry, own in optimizer.routed_parameters()
+            if entry.route in ("adam", "adamw")
+        ]
     for p, is_own in params:
         if p.grad is not None:
             (local if is_own else shared).append(p.grad)
@@ -67,7 +71,9 @@ def _norm(grads: Sequence[Tensor]) -> Tensor:
     for alike in by_layout.values():
         norm: Any = torch.nn.utils.get_total_norm(alike)
         norms.append(norm.full_tensor() if spec_of(norm) is not None else norm)
-    together: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    together: Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(norms[0].device) for norm in norms])
+    )
     return together
 
 

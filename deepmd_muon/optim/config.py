@@ -37,12 +37,16 @@ DEFAULT_ADAMW_PATTERNS = ("*embed*", "*lm_head*", "head.weight", "*.head.weight"
 
 # "*.in_proj.matrix: columns 64+64+32", "*.qkv.weight: rows 3", "*.q_b.weight: rows (128+64)*16+rest".
 _SPLIT_TERM = r"(?:(?:\d+|\(\d+(?:\+\d+)*\))(?:\*\d+)?|rest)"
-SPLIT_PATTERN = rf"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>{_SPLIT_TERM}(?:\+{_SPLIT_TERM})*)"
+SPLIT_PATTERN = (
+    rf"(?P<pattern>\S+): (?P<axis>rows|columns) (?P<sizes>{_SPLIT_TERM}(?:\+{_SPLIT_TERM})*)"
+)
 
 _SCHEDULE_PATTERN = "|".join(map(re.escape, SCHEDULES))
 _SCHEDULE_SYNTAX = "one of " + ", ".join(map(repr, SCHEDULES)) + " or a list of triples"
 
-SPLIT_SYNTAX = "of the form 'PATTERN: rows 3', 'PATTERN: columns 64+64+32' or 'PATTERN: rows (128+64)*16+rest'"
+SPLIT_SYNTAX = (
+    "of the form 'PATTERN: rows 3', 'PATTERN: columns 64+64+32' or 'PATTERN: rows (128+64)*16+rest'"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +99,12 @@ class DeePMDSettings:
         ),
     )
     enable_gram: bool = setting(
-        True, doc="Iterate on the small Gram matrix where that is cheaper; never changes the coefficients."
+        True,
+        doc="Iterate on the small Gram matrix where that is cheaper; never changes the coefficients.",
     )
     flash_muon: bool = setting(
-        True, doc="Use the fused GPU kernels if there are a GPU and Triton; otherwise torch's operations run."
+        True,
+        doc="Use the fused GPU kernels if there are a GPU and Triton; otherwise torch's operations run.",
     )
     magma_muon: bool = setting(
         True,
@@ -114,7 +120,9 @@ class MuonSettings(RuleSettings):
     """Settings that `HybridMuon` and a plain Muon share; the defaults are HybridMuon's."""
 
     adam_eps: float = setting(
-        1e-20, above=0.0, doc="ε of the Adam and AdamW routes, added to the root of the second moment."
+        1e-20,
+        above=0.0,
+        doc="ε of the Adam and AdamW routes, added to the root of the second moment.",
     )
     adam_implementation: AdamImplementation = setting(
         "fused",
@@ -171,7 +179,9 @@ class MuonSettings(RuleSettings):
         ),
     )
     large_matrix_dim: int = setting(
-        1024, minimum=1, doc="Matrices whose smaller dimension is at least this use `large_schedule`, if it is given."
+        1024,
+        minimum=1,
+        doc="Matrices whose smaller dimension is at least this use `large_schedule`, if it is given.",
     )
     precision: Precision = setting(
         "auto",
@@ -190,7 +200,8 @@ class MuonSettings(RuleSettings):
         ),
     )
     adam_patterns: Sequence[str] = setting(
-        (), doc="Parameters whose full name matches one of these shell patterns take the Adam route."
+        (),
+        doc="Parameters whose full name matches one of these shell patterns take the Adam route.",
     )
     muon_patterns: Sequence[str] = setting(
         (),
@@ -277,7 +288,8 @@ class FurtherSettings(MuonSettings):
         ),
     )
     adamw_patterns: Sequence[str] = setting(
-        (), doc="Parameters whose full name matches one of these shell patterns take the AdamW route."
+        (),
+        doc="Parameters whose full name matches one of these shell patterns take the AdamW route.",
     )
     deepmd_kit_arithmetic: bool = setting(
         False,
@@ -291,7 +303,9 @@ class FurtherSettings(MuonSettings):
 
 @understand_words
 @dataclasses.dataclass(frozen=True)
-class HybridMuonConfig(FurtherSettings, DeePMDSettings, MuonBuildable):  # the fields of the last base come first
+class HybridMuonConfig(
+    FurtherSettings, DeePMDSettings, MuonBuildable
+):  # the fields of the last base come first
     """Settings of `HybridMuon`; the first ten keys are DeePMD's, with the defaults of deepmd-kit 3.2.0."""
 
     own_lr = 5e-4

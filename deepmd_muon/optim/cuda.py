@@ -46,7 +46,10 @@ class SideStream:
         self._inside.__enter__()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._inside.__exit__(kind, error, trace)
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
@@ -62,7 +65,9 @@ def record(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CU
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device, priority=-1)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream), without_collector():
-        graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the device meanwhile
+        graph.capture_begin(
+            capture_error_mode="thread_local"
+        )  # other threads may use the device meanwhile
         try:
             result = launch()
         finally:
@@ -70,7 +75,9 @@ def record(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CU
     return graph, result
 
 
-def try_record(launch: Callable[[], T], device: torch.device, what: str) -> tuple[torch.cuda.CUDAGraph, T] | None:
+def try_record(
+    launch: Callable[[], T], device: torch.device, what: str
+) -> tuple[torch.cuda.CUDAGraph, T] | None:
     """Record launches as `record` does; if that fails, log a warning that names `what` and return None."""
     try:
         return record(launch, device)
@@ -90,7 +97,9 @@ def launch_in_threads(launches: Sequence[Callable[[], object]], device: torch.de
         with contextlib.suppress(Exception), here, torch.no_grad():
             one()
 
-    with ThreadPoolExecutor(min(len(launches), os.cpu_count() or 1), thread_name_prefix="deepmd_muon-compile") as pool:
+    with ThreadPoolExecutor(
+        min(len(launches), os.cpu_count() or 1), thread_name_prefix="deepmd_muon-compile"
+    ) as pool:
         list(pool.map(launch, launches))
 
 
@@ -123,14 +132,24 @@ def refuse_unsafe_capture(
     if not params or not params[0].is_cuda or not is_capturing():
         return
     if not all(group["capturable"] and isinstance(group["lr"], Tensor) for group in groups):
-        raise CaptureError("a captured step would freeze the learning rate; construct HybridMuon with capturable=True")
+        raise CaptureError(
+            "a captured step would freeze the learning rate; construct HybridMuon with capturable=True"
+        )
     if offloaded:
-        raise CaptureError("moments in host memory are copied on other streams; call optimizer.offload(False) first")
+        raise CaptureError(
+            "moments in host memory are copied on other streams; call optimizer.offload(False) first"
+        )
     if on_nonfinite == "error":
-        raise CaptureError("on_nonfinite='error' synchronizes with the device, which a graph cannot; use 'skip'")
+        raise CaptureError(
+            "on_nonfinite='error' synchronizes with the device, which a graph cannot; use 'skip'"
+        )
     fresh = sum(p not in state for p in params)
     if fresh:
-        raise CaptureError(f"{fresh} parameters have no state yet; take one step before the capture")
+        raise CaptureError(
+            f"{fresh} parameters have no state yet; take one step before the capture"
+        )
     missing = len(state) - len(params) - never_met
     if missing > 0 and not alternates:
-        raise CaptureError(f"{missing} parameters with state have no gradient; replays would not step them")
+        raise CaptureError(
+            f"{missing} parameters with state have no gradient; replays would not step them"
+        )

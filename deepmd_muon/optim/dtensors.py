@@ -34,7 +34,9 @@ def full_tensor(x: Tensor) -> Tensor:
         return x
     sharded: Any = x
     device = sharded.device_mesh.device_type  # the device type of its process groups
-    gathered: Tensor = (sharded if sharded.device.type == device else sharded.to(device)).full_tensor()
+    gathered: Tensor = (
+        sharded if sharded.device.type == device else sharded.to(device)
+    ).full_tensor()
     return gathered
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepmd_muon.setting import InvalidSettingError as InvalidSettingError  # one of optim's public names
+from deepmd_muon.setting import (
+    InvalidSettingError as InvalidSettingError,
+)  # one of optim's public names
 
 
 class InvalidParameterError(ValueError):
@@ -30,7 +32,9 @@ class NonFiniteGradientError(InvalidGradientError):
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
-        listed = ", ".join(repr(name) for name in self.names[:10]) + (", …" if len(self.names) > 10 else "")
+        listed = ", ".join(repr(name) for name in self.names[:10]) + (
+            ", …" if len(self.names) > 10 else ""
+        )
         super().__init__(
             f"{len(self.names)} gradient{'s' if len(self.names) != 1 else ''} with NaN or infinity: {listed}; nothing "
             "was changed. Set on_nonfinite='skip' to skip such steps."

@@ -134,12 +134,16 @@ class HybridMuon(QuickOptimizer):
         groups = routing.groups(self.param_groups)
         clipper = None if self.qk_clip is None else Clipper(self.qk_clip, groups, self.replicas)
         sharded: ShardedStep | None = None
-        if self.replicas is not None or any(spec_of(p) is not None for group in groups for p, _ in group.routed):
+        if self.replicas is not None or any(
+            spec_of(p) is not None for group in groups for p, _ in group.routed
+        ):
             from deepmd_muon.optim.sharded.step import sharded_step  # needs torch.distributed
 
             sharded = sharded_step(groups, self.replicas, self.sharded)
         holders: Mapping[Tensor, StateHolder] = {} if sharded is None else sharded.holders
-        move_state(self.state, self._routing, groups, holders, self._host_memory, self.on_route_change)
+        move_state(
+            self.state, self._routing, groups, holders, self._host_memory, self.on_route_change
+        )
         # Nothing above changes the optimizer if it raises: a split that does not fit leaves it as it was.
         for group, entries in zip(self.param_groups, routing.routes, strict=True):
             group.update(RouteTable(entries).manifest())  # plain lists, which state dicts keep
@@ -168,13 +172,21 @@ class HybridMuon(QuickOptimizer):
     def routed_parameters(self) -> list[tuple[Tensor, RouteEntry, bool]]:
         """Return every parameter with its route, and whether it belongs to this rank alone (`local_patterns`)."""
         self._reroute_if_changed()
-        pairs = [(p, entry, group.settings) for group in self._groups() for p, entry in group.routed]
-        return [(p, e, spec_of(p) is None and is_local(e.name, settings)) for p, e, settings in pairs]
+        pairs = [
+            (p, entry, group.settings) for group in self._groups() for p, entry in group.routed
+        ]
+        return [
+            (p, e, spec_of(p) is None and is_local(e.name, settings)) for p, e, settings in pairs
+        ]
 
     @property
     def plan(self) -> Plan:
         """Which rank orthogonalizes which matrix (`Plan`), also on one process; `plan.describe()` lists its FLOPs."""
-        return self._sharded.plan if self._sharded else plan_of_one_process(self._groups(), self.sharded)
+        return (
+            self._sharded.plan
+            if self._sharded
+            else plan_of_one_process(self._groups(), self.sharded)
+        )
 
     def fresh_state(self) -> dict[str, dict[str, Tensor]]:
         """Return newly initialised state, by name and in its layout, of the parameters that live on several ranks."""
@@ -182,7 +194,12 @@ class HybridMuon(QuickOptimizer):
         fresh = {}
         for group in self._groups():
             held = [self._holders[p] for p, _ in group.routed if p in self._holders]
-            fresh.update({holder.entry.name: holder.complete({}, matrix_rules(group.settings)) for holder in held})
+            fresh.update(
+                {
+                    holder.entry.name: holder.complete({}, matrix_rules(group.settings))
+                    for holder in held
+                }
+            )
         return fresh
 
     def _reroute_if_changed(self) -> None:
@@ -196,7 +213,12 @@ class HybridMuon(QuickOptimizer):
             for entry in self.routing:
                 old = before.get(entry.name, entry)
                 if "frozen" not in (old.route, entry.route) and old.placement != entry.placement:
-                    log.warning("%s: the route is now %s; it was %s", entry.name, entry.placement, old.placement)
+                    log.warning(
+                        "%s: the route is now %s; it was %s",
+                        entry.name,
+                        entry.placement,
+                        old.placement,
+                    )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with its routing; a frozen parameter keeps its earlier state.
@@ -252,7 +274,9 @@ class HybridMuon(QuickOptimizer):
 
     @profiled_on_demand
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, qk_logits: Logits | None = None) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None = None, qk_logits: Logits | None = None
+    ) -> Any:
         """Take one optimization step.
 
         Parameters
@@ -344,7 +368,9 @@ class HybridMuon(QuickOptimizer):
         offloaded = self._host_memory is not None
 
         def place(key: str, value: Tensor, p: Tensor, entry: RouteEntry) -> Tensor:
-            return self._holders.get(p, StateHolder(p, entry)).place(key, value, offloaded=offloaded)
+            return self._holders.get(p, StateHolder(p, entry)).place(
+                key, value, offloaded=offloaded
+            )
 
         state = load_state(state_dict, self._groups(), self.on_route_change, place)
         restore_groups(self.param_groups, state_dict["param_groups"])
@@ -358,7 +384,15 @@ class HybridMuon(QuickOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = (
-            *("workspace", "offload_bytes", "_host_memory", "replicas", "sharded", "qk_clip", "on_route_change"),
+            *(
+                "workspace",
+                "offload_bytes",
+                "_host_memory",
+                "replicas",
+                "sharded",
+                "qk_clip",
+                "on_route_change",
+            ),
             *("on_nonfinite", "alternates", "agreed_skip"),
         )
         if self.replicas is not None and isinstance(self.replicas, torch.distributed.ProcessGroup):

@@ -44,7 +44,9 @@ class OmittedScales:
         deepmd-kit's groups have no `adam_lr_ratio`.
         """
         values = {name: group.get(name) for name in self.values}
-        notice = f"optimizer/lr_adjust_coeff is not given and stays {_written(values)}, as in {source}"
+        notice = (
+            f"optimizer/lr_adjust_coeff is not given and stays {_written(values)}, as in {source}"
+        )
         return OmittedScales(values, self.start_lr, notice, kept=True)
 
     def for_descriptors(self, length: float) -> OmittedScales:
@@ -52,7 +54,11 @@ class OmittedScales:
         if self.kept or not 0.0 < length < math.inf:
             return self
         most = {
-            "lr_adjust_coeff": _MUON_COEFFICIENT * _ADAM_RATE * _LONG_FOR_MUON / length / self.start_lr,
+            "lr_adjust_coeff": _MUON_COEFFICIENT
+            * _ADAM_RATE
+            * _LONG_FOR_MUON
+            / length
+            / self.start_lr,
             "adam_lr_ratio": max(1.0, _MOST_ADAM_RATE * _LONG_FOR_ADAM / length / self.start_lr),
         }
         values = {name: min(value, _rounded(most[name])) for name, value in self.values.items()}
@@ -79,7 +85,11 @@ def omitted_scales(
     start_lr, numb_steps
         First learning rate and length of the run; a length in epochs (None) counts as long.
     """
-    if not isinstance(config, HybridMuonConfig) or config.deepmd_kit_arithmetic or "lr_adjust_coeff" in given:
+    if (
+        not isinstance(config, HybridMuonConfig)
+        or config.deepmd_kit_arithmetic
+        or "lr_adjust_coeff" in given
+    ):
         return None
     short = numb_steps is not None and numb_steps <= _SHORT_RUN
     most = _MUON_COEFFICIENT if short else _MUON_COEFFICIENT_OF_LONG_RUNS
@@ -88,7 +98,9 @@ def omitted_scales(
         return None
     values = {"lr_adjust_coeff": ours}
     if config.adam_lr_ratio is None and config.lr_adjust <= 0:
-        values["adam_lr_ratio"] = max(1.0, min(_ADAM_RATIO, _rounded(_MOST_ADAM_RATE / start_lr))) if short else 1.0
+        values["adam_lr_ratio"] = (
+            max(1.0, min(_ADAM_RATIO, _rounded(_MOST_ADAM_RATE / start_lr))) if short else 1.0
+        )
     notice = (
         f"optimizer/lr_adjust_coeff is not given and takes {_written(values)}, which suits force fields at start_lr "
         f"{start_lr:g} in a {'short' if short else 'long'} run; deepmd-kit takes {theirs:g} (doc/learning-rate.md)"
@@ -104,4 +116,6 @@ def _rounded(value: float) -> float:
 def _written(scales: Mapping[str, Any]) -> str:
     """Return scales as a notice shows them: without an `adam_lr_ratio` of 1, which changes nothing."""
     ratio = scales.get("adam_lr_ratio") or 1.0
-    return f"{scales['lr_adjust_coeff']:g}" + (f" and adam_lr_ratio {ratio:g}" if ratio != 1.0 else "")
+    return f"{scales['lr_adjust_coeff']:g}" + (
+        f" and adam_lr_ratio {ratio:g}" if ratio != 1.0 else ""
+    )

@@ -50,7 +50,9 @@ class MuonConfig(MuonSettings, MuonBuildable):
     adam_lr_ratio: float = setting(
         1.0, above=0.0, doc="Learning rate of the AdamW route divided by that of the Muon route."
     )
-    adam_betas: tuple[float, float] = setting((0.9, 0.95), minimum=0.0, below=1.0, doc="Decays of AdamW's moments.")
+    adam_betas: tuple[float, float] = setting(
+        (0.9, 0.95), minimum=0.0, below=1.0, doc="Decays of AdamW's moments."
+    )
     adam_eps: float = setting_like(HybridMuonConfig, "adam_eps", 1e-8)
     adamw_patterns: Sequence[str] | None = setting(
         None,
@@ -72,7 +74,9 @@ class AdamConfig(Buildable):
     adam_beta2: float = setting(0.999, minimum=0.0, below=1.0, doc="Decay of the second moment.")
     weight_decay: float = setting(0.0, minimum=0.0, doc="L2 penalty added to the gradient.")
     adam_eps: float = setting(1e-8, above=0.0, doc="ε, added to the root of the second moment.")
-    adam_implementation: AdamImplementation = setting("fused", doc="torch's implementation of the step.")
+    adam_implementation: AdamImplementation = setting(
+        "fused", doc="torch's implementation of the step."
+    )
 
 
 @understand_words
@@ -81,7 +85,9 @@ class AdamWConfig(AdamConfig):
     """Settings of `torch.optim.AdamW` with DeePMD's key names; the decay is decoupled."""
 
     # deepmd-kit 3.2.0 documents 0.001, but its upgrade of older inputs fills in 0 before that default applies.
-    weight_decay: float = setting(0.0, minimum=0.0, doc="Decoupled weight decay λ: p ← p (1 − lr λ).")
+    weight_decay: float = setting(
+        0.0, minimum=0.0, doc="Decoupled weight decay λ: p ← p (1 − lr λ)."
+    )
 
 
 # By the value of the key `type` in the section `optimizer`; `register_optimizer` adds to it.
@@ -111,8 +117,15 @@ def register_optimizer(name: str, settings: type[Buildable]) -> None:
         When another class has the name, or the class is not such a dataclass.
     """
     before = OPTIMIZERS.get(name)
-    if before is not None and (before.__module__, before.__qualname__) != (settings.__module__, settings.__qualname__):
-        raise InvalidSettingError(f"register_optimizer: {name!r} is the name of {before.__qualname__}; choose another")
+    if before is not None and (before.__module__, before.__qualname__) != (
+        settings.__module__,
+        settings.__qualname__,
+    ):
+        raise InvalidSettingError(
+            f"register_optimizer: {name!r} is the name of {before.__qualname__}; choose another"
+        )
     if not dataclasses.is_dataclass(settings) or not issubclass(settings, Buildable):
-        raise InvalidSettingError(f"register_optimizer: {settings!r} must be a dataclass derived from Buildable")
+        raise InvalidSettingError(
+            f"register_optimizer: {settings!r} must be a dataclass derived from Buildable"
+        )
     OPTIMIZERS[name] = settings

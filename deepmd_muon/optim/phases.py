@@ -18,7 +18,11 @@ _NOTHING = contextlib.nullcontext()
 
 def in_phase(name: Phase) -> contextlib.AbstractContextManager[Any]:
     """Return a context that is the range ``HybridMuon.<name>`` while a profiler is active."""
-    return record_function(f"HybridMuon.{name}") if torch._C._autograd._profiler_enabled() else _NOTHING
+    return (
+        record_function(f"HybridMuon.{name}")
+        if torch._C._autograd._profiler_enabled()
+        else _NOTHING
+    )
 
 
 def phase(name: Phase) -> Callable[[Function], Function]:

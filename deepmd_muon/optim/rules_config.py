@@ -32,7 +32,10 @@ class RuleSettings:
         ),
     )
     normuon_beta: float = setting(
-        0.95, minimum=0.0, below=1.0, doc="Decay β₂ of the second moments of `normuon`, one per neuron."
+        0.95,
+        minimum=0.0,
+        below=1.0,
+        doc="Decay β₂ of the second moments of `normuon`, one per neuron.",
     )
     cautious_decay: bool = setting(
         False,
@@ -49,7 +52,10 @@ class RuleSettings:
         ),
     )
     soap_beta: float = setting(
-        0.9, minimum=0.0, below=1.0, doc="Decay of the averages and of the second moment of `soap_muon`."
+        0.9,
+        minimum=0.0,
+        below=1.0,
+        doc="Decay of the averages and of the second moment of `soap_muon`.",
     )
     norm_control: Literal["none", "radial_brake"] = setting(
         "none",

@@ -68,8 +68,12 @@ class ShardedSettings:
         False,
         doc="Set the gradient of an exchanged parameter to None as soon as its momentum is updated.",
     )
-    flops_per_second: float = setting(1e14, above=0.0, doc="Rate of one rank's orthogonalizations, for 'auto'.")
-    bytes_per_second: float = setting(2e10, above=0.0, doc="Rate at which one rank sends, for 'auto'.")
+    flops_per_second: float = setting(
+        1e14, above=0.0, doc="Rate of one rank's orthogonalizations, for 'auto'."
+    )
+    bytes_per_second: float = setting(
+        2e10, above=0.0, doc="Rate at which one rank sends, for 'auto'."
+    )
     latency: float = setting(5e-5, minimum=0.0, doc="Fixed time of one exchange, for 'auto' [s].")
 
     def __post_init__(self) -> None:

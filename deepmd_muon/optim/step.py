@@ -54,7 +54,9 @@ class Snapshot:
         shared: Sequence[Tensor],
     ) -> None:
         self._groups, self._workspace = list(param_groups), workspace
-        self._settings = copy.deepcopy([(raw_settings(group), group["foreach"]) for group in param_groups])
+        self._settings = copy.deepcopy(
+            [(raw_settings(group), group["foreach"]) for group in param_groups]
+        )
         self._sizes = [len(group["params"]) for group in param_groups]
         self._params = [p for group in param_groups for p in group["params"]]
         self._kinds = _kinds(self._params)
@@ -76,7 +78,13 @@ class Snapshot:
             [len(group["params"]) for group in param_groups] == self._sizes
             and all(map(is_, param_groups, self._groups))
             and workspace == self._workspace
-            and all(map(eq, [(raw_settings(group), group["foreach"]) for group in param_groups], self._settings))
+            and all(
+                map(
+                    eq,
+                    [(raw_settings(group), group["foreach"]) for group in param_groups],
+                    self._settings,
+                )
+            )
             and self.same_tensors(param_groups, state)
             and _layouts(self._params) == self._gradients
             and _kinds(self._params) == self._kinds
@@ -95,7 +103,9 @@ class Snapshot:
                 and all(map(is_, params, self._params))
                 and len(state) == len(self._states)
                 and all(map(is_, state.values(), self._states))
-                and all(all(map(is_, map(get, holders), known)) for get, holders, known in self._tensors)
+                and all(
+                    all(map(is_, map(get, holders), known)) for get, holders, known in self._tensors
+                )
                 and all(p.device == device for p, device in self._devices)
                 and all(map(is_, map(spec_of, self._shared), self._specs))
                 and [local_of(p).data_ptr() for p in self._shared] == self._addresses
@@ -116,7 +126,11 @@ def _kinds(params: Sequence[Tensor]) -> tuple[list[bool], list[torch.dtype], lis
 
     The number of elements stands for the shape: reading shapes takes several times as long.
     """
-    return list(map(_is_trained, params)), list(map(_dtype, params)), list(map(Tensor.numel, params))
+    return (
+        list(map(_is_trained, params)),
+        list(map(_dtype, params)),
+        list(map(Tensor.numel, params)),
+    )
 
 
 class CompiledStep:
@@ -163,11 +177,18 @@ class CompiledStep:
         self._with_gradients = [_with_gradient(group) for group in groups]
         self.params = [p for routed in self._with_gradients for p, _ in routed]
         if self.sharded is not None:
-            same = before is not None and before.same_tensors([group.values for group in groups], state)
+            same = before is not None and before.same_tensors(
+                [group.values for group in groups], state
+            )
             self.sharded.prepare(groups, state, same_tensors=same)
 
     def decide(
-        self, on_nonfinite: NonFinite, scale: Tensor | None, skip: Tensor | None, *, agreed: bool = False
+        self,
+        on_nonfinite: NonFinite,
+        scale: Tensor | None,
+        skip: Tensor | None,
+        *,
+        agreed: bool = False,
     ) -> StepControl:
         """Decide on the device, identically on all ranks, whether this step is skipped.
 
@@ -183,13 +204,24 @@ class CompiledStep:
             if self.sharded is not None:
                 self.sharded.agree(None)
             return StepControl(skip, scale)
-        routed = [member for group in self._groups for member in group.routed]  # in the same order on all ranks
-        grads = [None if p.grad is None or entry.route == "frozen" else local_of(p.grad) for p, entry in routed]
+        routed = [
+            member for group in self._groups for member in group.routed
+        ]  # in the same order on all ranks
+        grads = [
+            None if p.grad is None or entry.route == "frozen" else local_of(p.grad)
+            for p, entry in routed
+        ]
         flags = skip
-        named = on_nonfinite == "error" and skip is None  # the host reads the flags, one per parameter
+        named = (
+            on_nonfinite == "error" and skip is None
+        )  # the host reads the flags, one per parameter
         if on_nonfinite != "ignore":
             here = {i: g for i, g in enumerate(grads) if g is not None and g.numel()}
-            bad = nonfinite_flags(list(here.values())).float() if here else torch.zeros(0, device="cpu")
+            bad = (
+                nonfinite_flags(list(here.values())).float()
+                if here
+                else torch.zeros(0, device="cpu")
+            )
             if named:
                 flags = bad.new_zeros(len(grads))
                 flags[list(here)] = bad
@@ -205,7 +237,9 @@ class CompiledStep:
             raise NonFiniteGradientError([entry.name for (_, entry), is_bad in found if is_bad])
         return StepControl(flags.amax() if flags.ndim else flags, scale)
 
-    def run(self, state: State, memory: HostMemory | None, workspace: int, control: StepControl) -> None:
+    def run(
+        self, state: State, memory: HostMemory | None, workspace: int, control: StepControl
+    ) -> None:
         """Step all parameters that have a gradient; compile the step if necessary."""
         if self.sharded is not None:
             self.sharded.run(self._groups, state, memory, workspace, control, self._step_matrices)
@@ -215,14 +249,18 @@ class CompiledStep:
         if self._snapshot is None:
             devices = [(wave.params[0], wave.device) for wave in self._waves]
             shared = [] if self.sharded is None else self.sharded.params
-            self._snapshot = Snapshot([group.values for group in self._groups], state, workspace, devices, shared)
+            self._snapshot = Snapshot(
+                [group.values for group in self._groups], state, workspace, devices, shared
+            )
 
     def compile_kernels(self, groups: Sequence[Group], workspace: int, *, skip: bool) -> None:
         """Compile the kernels of the Muon route before the first step, for parameters of one process on a GPU.
 
         `skip` says whether steps will have a predicate that skips them.
         """
-        if unavailable() or (self.sharded is not None and self.sharded.params and not self.sharded.gathers):
+        if unavailable() or (
+            self.sharded is not None and self.sharded.params and not self.sharded.gathers
+        ):
             return
         from deepmd_muon.optim.update.fused import Variant  # needs Triton
         from deepmd_muon.optim.update.fused_steps import compile_kernels
@@ -230,7 +268,10 @@ class CompiledStep:
         for group in groups:
             most = 0 if group.values["foreach"] is False else workspace
             for wave in waves(_of_route(group.routed, "muon"), most):
-                p, views = wave[0][0], tuple(entry.view for _, entry in wave if entry.view is not None)
+                p, views = (
+                    wave[0][0],
+                    tuple(entry.view for _, entry in wave if entry.view is not None),
+                )
                 if _can_be_fused(p.device, group.settings):
                     variant = Variant(p.dtype, group.values["maximize"], skip, False)
                     compile_kernels(views, p.device, p.dtype, variant, group.settings)
@@ -259,7 +300,10 @@ class CompiledStep:
     def _side_stream_for(self, found: Sequence[Wave]) -> SideStream | None:
         """Return the stream of the Adam routes: on one GPU, if they are small and there is a Muon route."""
         devices, routes = {wave.device for wave in found}, {wave.route for wave in found}
-        small = sum(p.numel() for wave in found if wave.route != "muon" for p in wave.params) <= MOST_BESIDE
+        small = (
+            sum(p.numel() for wave in found if wave.route != "muon" for p in wave.params)
+            <= MOST_BESIDE
+        )
         if not small or len(devices) != 1 or "muon" not in routes or len(routes) == 1:
             return None
         (device,) = devices
@@ -278,8 +322,13 @@ class CompiledStep:
             self._streams_of_waves = SideStream(devices[0]), SideStream(devices[0])
         return self._streams_of_waves
 
-    def _step_waves(self, found: Sequence[Wave], memory: HostMemory | None, control: StepControl) -> None:
-        side_streams = [*self.wave_streams, *([] if self.side_stream is None else [self.side_stream])]
+    def _step_waves(
+        self, found: Sequence[Wave], memory: HostMemory | None, control: StepControl
+    ) -> None:
+        side_streams = [
+            *self.wave_streams,
+            *([] if self.side_stream is None else [self.side_stream]),
+        ]
         if side_streams:
             control = control.on(side_streams[0].device)
         for stream in side_streams:
@@ -287,12 +336,20 @@ class CompiledStep:
         turns = itertools.cycle(self.wave_streams)
         states: Iterable[StateLists] = [wave.state for wave in found]
         if memory is not None:  # moments are fetched when the iterator reaches their wave
-            fetched = memory.fetch_in_turn([wave.transfer_batch for wave in found if wave.transfer_batch is not None])
-            states = (wave.with_moments(moments) for wave, moments in zip(found, fetched, strict=True))
+            fetched = memory.fetch_in_turn(
+                [wave.transfer_batch for wave in found if wave.transfer_batch is not None]
+            )
+            states = (
+                wave.with_moments(moments) for wave, moments in zip(found, fetched, strict=True)
+            )
         for wave, state in zip(found, states, strict=True):
             here = control.on(wave.device)
             if wave.route == "muon":
-                with next(turns) if self.wave_streams and _is_large(wave) else contextlib.nullcontext():
+                with (
+                    next(turns)
+                    if self.wave_streams and _is_large(wave)
+                    else contextlib.nullcontext()
+                ):
                     self._step_matrices(wave, state, here)
             else:
                 with self.side_stream or contextlib.nullcontext():
@@ -309,7 +366,11 @@ class CompiledStep:
             from deepmd_muon.optim.update.fused_steps import FusedStepCache  # needs Triton
 
             self._fused = FusedStepCache()
-        if not fused or self._fused is None or not self._fused.step(*lists, **options, maximize=group["maximize"]):
+        if (
+            not fused
+            or self._fused is None
+            or not self._fused.step(*lists, **options, maximize=group["maximize"])
+        ):
             muon_(*lists, **options, maximize=group["maximize"])
 
 
@@ -326,7 +387,12 @@ def _can_be_fused(device: torch.device, settings: HybridMuonConfig) -> bool:
 def _of_route(routed: Iterable[tuple[Tensor, RouteEntry]], route: Route) -> RoutedParams:
     """Return the parameters of a route, equal shapes adjacent: they share batches even when there are several waves."""
     taken = [(p, entry) for p, entry in routed if entry.route == route]
-    return sorted(taken, key=lambda member: (member[1].view.rows, member[1].view.columns) if member[1].view else (0, 0))
+    return sorted(
+        taken,
+        key=lambda member: (
+            (member[1].view.rows, member[1].view.columns) if member[1].view else (0, 0)
+        ),
+    )
 
 
 def _with_gradient(group: Group) -> RoutedParams:

@@ -77,7 +77,9 @@ def waves_of(
         yield Wave(group, route, params[0].device, params, views, lists, transfer_batch, holders)
 
 
-def step_elements(wave: Wave, grads: Sequence[Tensor], state: StateLists, control: StepControl) -> None:
+def step_elements(
+    wave: Wave, grads: Sequence[Tensor], state: StateLists, control: StepControl
+) -> None:
     """Step a wave of one of the Adam routes."""
     adam_(
         wave.params,

@@ -41,7 +41,11 @@ _HINTS = {
     "rank_fraction": "low-rank updates of Dion do not exist here; Muon orthogonalizes the whole matrix",
     "no_weight_decay": "use a group with weight_decay=0.0",
 }
-_JORDAN = (3.4445, -4.7750, 2.0315)  # the coefficients of K. Jordan and the default of torch.optim.Muon
+_JORDAN = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # the coefficients of K. Jordan and the default of torch.optim.Muon
 _JORDAN_STEPS = 5
 # Similarity (difflib) from which an unknown key counts as a misspelled setting; 'weight_decay_mult' has 0.83.
 _MISSPELLED = 0.87
@@ -50,7 +54,9 @@ _MISSPELLED = 0.87
 def _one_of(table: Mapping[Any, dict[str, Any]]) -> Translation:
     def translate(value: Any) -> dict[str, Any]:
         if isinstance(value, (list, dict)) or value not in table:
-            raise InvalidSettingError(f"must be one of {', '.join(map(literal, table))}; found {literal(value)}")
+            raise InvalidSettingError(
+                f"must be one of {', '.join(map(literal, table))}; found {literal(value)}"
+            )
         return table[value]
 
     return translate
@@ -81,14 +87,24 @@ _TRANSLATIONS: dict[str, Translation] = {
     "mu": _named("momentum"),
     "cautious_wd": _named("cautious_decay"),
     "fused": _one_of(
-        {None: {}, True: {"adam_implementation": "fused"}, False: {"adam_implementation": "foreach"}},
+        {
+            None: {},
+            True: {"adam_implementation": "fused"},
+            False: {"adam_implementation": "foreach"},
+        },
     ),
     "amsgrad": _only(False, "the Adam routes have no AMSGrad"),
     "decoupled_weight_decay": _only(True, "weight decay is always decoupled"),
     "adjust_lr_fn": _one_of(
-        {None: {"scaling": "rectangular"}, "original": {"scaling": "rectangular"}, "match_rms_adamw": _BY_RMS}
+        {
+            None: {"scaling": "rectangular"},
+            "original": {"scaling": "rectangular"},
+            "match_rms_adamw": _BY_RMS,
+        }
     ),
-    "adjust_lr": _one_of({None: {"scaling": "none"}, "spectral_norm": {"scaling": "spectral"}, "rms_norm": _BY_RMS}),
+    "adjust_lr": _one_of(
+        {None: {"scaling": "none"}, "spectral_norm": {"scaling": "spectral"}, "rms_norm": _BY_RMS}
+    ),
     "use_muon": _one_of(_BOTH_ROUTES),
     "algorithm": _one_of({"muon": _BOTH_ROUTES[True], "adamw": _BOTH_ROUTES[False]}),
     "flatten": _one_of({True: {"conv_patterns": ["*"]}, False: {"muon_mode": "slice"}}),
@@ -129,7 +145,9 @@ def translated(given: Mapping[str, Any], known: Collection[str]) -> dict[str, An
         except InvalidSettingError as error:
             problems.append(str(error))
     problems += [
-        f"{key} stands for {setting}, which is given, too" for setting, (key, _) in found.items() if setting in kept
+        f"{key} stands for {setting}, which is given, too"
+        for setting, (key, _) in found.items()
+        if setting in kept
     ]
     if problems:
         raise InvalidSettingError("; ".join(problems), problems)
@@ -151,11 +169,16 @@ def _for_class(new: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]
 
 def _schedule(words: Mapping[str, Any]) -> Any:
     """Return the schedule of `ns_steps` equal steps with `ns_coefficients`."""
-    steps, coefficients = words.get("ns_steps", _JORDAN_STEPS), words.get("ns_coefficients", _JORDAN)
+    steps, coefficients = (
+        words.get("ns_steps", _JORDAN_STEPS),
+        words.get("ns_coefficients", _JORDAN),
+    )
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100:
         raise InvalidSettingError(f"ns_steps: must be a whole number from 1 to 99; found {steps!r}")
     if not isinstance(coefficients, (list, tuple)) or len(coefficients) != 3:
-        raise InvalidSettingError(f"ns_coefficients: must be a list of 3 numbers; found {coefficients!r}")
+        raise InvalidSettingError(
+            f"ns_coefficients: must be a list of 3 numbers; found {coefficients!r}"
+        )
     if steps == _JORDAN_STEPS and tuple(coefficients) == _JORDAN:
         return "keller-jordan"
     return (tuple(coefficients),) * steps
@@ -168,13 +191,25 @@ def advice(key: str, given: Mapping[str, Any], known: Collection[str]) -> str | 
     """
     if key not in WORDS and key not in _HINTS:
         return None
-    words = {word: given[word] for word in (_SCHEDULE if key in _SCHEDULE else (key,)) if word in given}
+    words = {
+        word: given[word] for word in (_SCHEDULE if key in _SCHEDULE else (key,)) if word in given
+    }
     try:
-        new = {setting: value for setting, value in translated(words, known).items() if setting in known}
+        new = {
+            setting: value
+            for setting, value in translated(words, known).items()
+            if setting in known
+        }
     except InvalidSettingError as error:
         return f"is another optimizer's word: {error.problems[0].removeprefix(f'{key}: ')}"
-    written = ", ".join(f"{json.dumps(setting)}: {json.dumps(value, default=str)}" for setting, value in new.items())
-    return f"is another optimizer's word; write {written}" if written else "is another optimizer's word; remove it"
+    written = ", ".join(
+        f"{json.dumps(setting)}: {json.dumps(value, default=str)}" for setting, value in new.items()
+    )
+    return (
+        f"is another optimizer's word; write {written}"
+        if written
+        else "is another optimizer's word; remove it"
+    )
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
@@ -206,10 +241,14 @@ def understand_words(cls: type[T]) -> type[T]:
                 raise InvalidSettingError(f"{cls.__name__}: {error}", error.problems) from None
             for key in kwargs.keys() - set(known):
                 if key == "lr":  # HybridMuon has it, so this is a configuration
-                    raise TypeError(f"{cls.__name__} has no 'lr'; write {cls.__name__}().build(model, lr=...)")
+                    raise TypeError(
+                        f"{cls.__name__} has no 'lr'; write {cls.__name__}().build(model, lr=...)"
+                    )
                 near = difflib.get_close_matches(key, (*known, *sorted(WORDS)), 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise TypeError(f"{cls.__name__}.__init__() got an unexpected keyword argument {key!r}{hint}")
+                raise TypeError(
+                    f"{cls.__name__}.__init__() got an unexpected keyword argument {key!r}{hint}"
+                )
         init(self, *args, **kwargs)
 
     cls.advice = staticmethod(functools.partial(advice, known=known))  # type: ignore[attr-defined]  # for the check

@@ -67,7 +67,10 @@ def prepare(given: Input, checkpoint: str, branch: str | None, replay: Sequence[
         model = changed(model, {"type_map": present.type_map}, "model")
     if PSEUDO not in replay:
         training = replayed_section(settings, replay)
-        return Prepared(with_replay(given, model, head, training, replay_of(settings).validation_data), lambda: None)
+        return Prepared(
+            with_replay(given, model, head, training, replay_of(settings).validation_data),
+            lambda: None,
+        )
     if len(replay) > 1:
         raise ReplayError(f"--replay takes data or {PSEUDO!r} alone; found {' '.join(replay)}")
     net = present.fitting_net
@@ -77,8 +80,14 @@ def prepare(given: Input, checkpoint: str, branch: str | None, replay: Sequence[
             "that it was trained on (--replay DATA)"
         )
     starts = _starts(settings, present)
-    digest = hashlib.sha256(json.dumps([thaw(replay_of(settings)), settings.training.seed]).encode())
-    for array in (*(x.detach().cpu().numpy() for _, x in sorted(weights.items())), starts.coord, starts.atype):
+    digest = hashlib.sha256(
+        json.dumps([thaw(replay_of(settings)), settings.training.seed]).encode()
+    )
+    for array in (
+        *(x.detach().cpu().numpy() for _, x in sorted(weights.items())),
+        starts.coord,
+        starts.atype,
+    ):
         digest.update(np.ascontiguousarray(array).tobytes())
     stem = f"{settings.training.save_ckpt}.replay-{digest.hexdigest()[:12]}"
     places = Path(f"{stem}.hdf5"), Path(f"{stem}.valid.hdf5")
@@ -104,7 +113,9 @@ def _starts(settings: Settings, checkpoint: ModelSettings) -> Frames:
         section.rglob_patterns,
         keep_unconverged=section.keep_unconverged,
     )
-    systems = [known for system in found if (known := _with_types(system, checkpoint.type_map)) is not None]
+    systems = [
+        known for system in found if (known := _with_types(system, checkpoint.type_map)) is not None
+    ]
     if not systems:
         raise ReplayError(
             f"every system of the training data has elements beside those of the checkpoint "
@@ -123,10 +134,15 @@ def _with_types(system: System, type_map: Sequence[str]) -> System | None:
         return None
 
 
-def _write(predictor: Predictor, starts: Frames, settings: Settings, places: tuple[Path, Path]) -> None:
+def _write(
+    predictor: Predictor, starts: Frames, settings: Settings, places: tuple[Path, Path]
+) -> None:
     """Draw structures and write them: walkers that are held out wholly, the others for training."""
     replay, seed = replay_of(settings), settings.training.seed or 0
-    log.info("drawing %d structures from dynamics of the checkpoint, to be replayed", KEPT * starts.nframes)
+    log.info(
+        "drawing %d structures from dynamics of the checkpoint, to be replayed",
+        KEPT * starts.nframes,
+    )
     for k, (place, held_out) in enumerate(zip(places, (False, True), strict=True)):
         # The last walkers: each temperature is among them, as among the others.
         cut = starts.nframes - max(1, starts.nframes // _HELD_OUT)
@@ -140,7 +156,9 @@ def _write(predictor: Predictor, starts: Frames, settings: Settings, places: tup
             seed=2 * seed + k,
         )
         if not frames:
-            raise ReplayError("no dynamics of the checkpoint kept to its temperature: replay data (--replay DATA)")
+            raise ReplayError(
+                "no dynamics of the checkpoint kept to its temperature: replay data (--replay DATA)"
+            )
         if not place.exists():
             write_hdf5(as_systems(frames, predictor.type_map, place.name), place)
         force = np.concatenate([np.asarray(frame.force).ravel() for frame in frames])

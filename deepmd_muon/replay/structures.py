@@ -62,7 +62,13 @@ def strained(frames: Frames, strain: float, seed: int) -> Frames:
 
 
 def draw(
-    predictor: Predictor, starts: Frames, *, temperatures: Sequence[float], steps: int, strain: float, seed: int
+    predictor: Predictor,
+    starts: Frames,
+    *,
+    temperatures: Sequence[float],
+    steps: int,
+    strain: float,
+    seed: int,
 ) -> list[Frames]:
     """Return structures with energy, forces and virials of a potential, one `Frames` of a single frame each.
 
@@ -106,7 +112,11 @@ def draw(
             "that it cannot label structures like them: replay data that it was trained on (--replay DATA)"
         )
     if unsound:
-        log.warning("%d of %d dynamics of the checkpoint blew up; what came before is kept", unsound, starts.nframes)
+        log.warning(
+            "%d of %d dynamics of the checkpoint blew up; what came before is kept",
+            unsound,
+            starts.nframes,
+        )
     return found
 
 
@@ -138,8 +148,14 @@ def as_systems(frames: Sequence[Frames], type_map: Sequence[str], name: str) -> 
     systems = []
     for (_, periodic), members in groups.items():
         whole = Frames.concatenate(members)
-        labels = ("coord", "box", "energy", "force", "virial") if periodic else ("coord", "energy", "force")
-        arrays = {label: np.asarray(getattr(whole, label)).reshape(whole.nframes, -1) for label in labels}
+        labels = (
+            ("coord", "box", "energy", "force", "virial")
+            if periodic
+            else ("coord", "energy", "force")
+        )
+        arrays = {
+            label: np.asarray(getattr(whole, label)).reshape(whole.nframes, -1) for label in labels
+        }
         symbols = [type_map[k] for k in whole.atype[0]]
         systems.append(System(MemoryStore(name, symbols, [arrays], pbc=periodic), type_map))
     return systems

@@ -63,11 +63,15 @@ def read_learning_curve(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         except (ValueError, OverflowError, RecursionError) as error:
             if number == len(lines):
                 continue  # cut short by a crash, or just being written
-            raise PictureError(f"{path}, line {number}: not a row of a learning curve; remove the line") from error
+            raise PictureError(
+                f"{path}, line {number}: not a row of a learning curve; remove the line"
+            ) from error
         rows += [row] if row else []
     if not rows:
         wanted = "no complete line of JSON" if json_lines else "no row below a header '# step …'"
-        raise PictureError(f"{path} holds {wanted}: it is not a learning curve, or the run has just begun")
+        raise PictureError(
+            f"{path} holds {wanted}: it is not a learning curve, or the run has just begun"
+        )
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return {name: np.array([row.get(name, np.nan) for row in rows]) for name in columns}
 
@@ -109,7 +113,9 @@ def plot_learning_curves(
         if len(set(labels)) < len(labels):
             labels = [str(Path(path).parent) for path in paths]
     if len(labels) != len(runs):
-        raise PictureError(f"{len(runs)} learning curves need {len(runs)} labels; found {len(labels)}: {list(labels)}")
+        raise PictureError(
+            f"{len(runs)} learning curves need {len(runs)} labels; found {len(labels)}: {list(labels)}"
+        )
     for path, columns in zip(paths, runs, strict=True):
         if against not in columns:
             raise PictureError(
@@ -124,7 +130,9 @@ def plot_learning_curves(
     if not drawn:
         raise PictureError(f"no errors of energy, force or virial in {', '.join(map(str, paths))}")
     figure = Figure(figsize=(4.1 * len(drawn), 3.5), layout="constrained")
-    for number, (axes, error) in enumerate(zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True)):
+    for number, (axes, error) in enumerate(
+        zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True)
+    ):
         _draw(axes, error, runs, labels, against, last=number == len(drawn) - 1)
     # One legend below all panels; with several runs, one column per run.
     found: dict[str, Any] = {}
@@ -137,7 +145,9 @@ def plot_learning_curves(
     write(figure, picture)
 
 
-def _branches(columns: dict[str, np.ndarray], label: str) -> list[tuple[str, dict[str, np.ndarray]]]:
+def _branches(
+    columns: dict[str, np.ndarray], label: str
+) -> list[tuple[str, dict[str, np.ndarray]]]:
     """Return label and curves of each branch of a multi-task run; for any other run, the given ones."""
     found: dict[str, dict[str, np.ndarray]] = {}
     common = {name: x for name, x in columns.items() if not _OF_BRANCH.fullmatch(name)}
@@ -154,7 +164,13 @@ def _has(columns: dict[str, np.ndarray], name: str) -> bool:
 
 
 def _draw(
-    axes: Any, error: str, runs: Sequence[dict[str, np.ndarray]], labels: Sequence[str], against: Against, *, last: bool
+    axes: Any,
+    error: str,
+    runs: Sequence[dict[str, np.ndarray]],
+    labels: Sequence[str],
+    against: Against,
+    *,
+    last: bool,
 ) -> None:
     """Draw one quantity of all runs, with the learning rates on the right axis."""
     kind, _, quantity = error.partition("_")
@@ -164,23 +180,40 @@ def _draw(
     for columns, label, color in zip(runs, labels, colors_of(labels), strict=True):
         x = columns[against]
         validated = _has(columns, f"{error}_val")
-        for data, style in (("val", {}), ("trn", {"alpha": 0.4, "linewidth": 0.9} if validated else {})):
+        for data, style in (
+            ("val", {}),
+            ("trn", {"alpha": 0.4, "linewidth": 0.9} if validated else {}),
+        ):
             if _has(columns, f"{error}_{data}"):
                 y = columns[f"{error}_{data}"]
                 there = np.isfinite(y)
                 marker = {"marker": "o", "markersize": 3} if there.sum() <= _SPARSE else {}
                 name = "validation" if data == "val" else "training"
                 name = name if len(runs) == 1 else f"{label}, {name}"
-                axes.plot(x[there], y[there], color=color, label=name, **{"linewidth": 1.4, **marker, **style})
+                axes.plot(
+                    x[there],
+                    y[there],
+                    color=color,
+                    label=name,
+                    **{"linewidth": 1.4, **marker, **style},
+                )
         if _has(columns, "lr"):
-            rate.plot(x, columns["lr"], color=color if len(runs) > 1 else "0.5", linewidth=0.8, linestyle=":")
+            rate.plot(
+                x,
+                columns["lr"],
+                color=color if len(runs) > 1 else "0.5",
+                linewidth=0.8,
+                linestyle=":",
+            )
     axes.set_title(_TITLES[quantity], fontsize="medium")
     axes.set_ylabel(f"{kind.upper()} [{_UNITS[quantity]}]")
     axes.set_xlabel("step" if against == "step" else "time [s]")
     axes.set_yscale("log")
     # Plain numbers, at 1, 2 and 5 if the axis spans few decades.
     low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if np.log10(high / low) < 2.5 else (1.0,)))
+    axes.yaxis.set_major_locator(
+        LogLocator(subs=(1.0, 2.0, 5.0) if np.log10(high / low) < 2.5 else (1.0,))
+    )
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     rate.set_yscale("log")

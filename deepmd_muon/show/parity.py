@@ -53,7 +53,9 @@ class ParityPicture:
 
     paths: Sequence[Path]
     max_points: int = 50_000
-    _points: dict[str, dict[str, list[np.ndarray]]] = field(default_factory=dict, init=False, repr=False)
+    _points: dict[str, dict[str, list[np.ndarray]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
     _counts: dict[str, list[np.ndarray]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -74,18 +76,30 @@ class ParityPicture:
         if reference.force is not None:
             self._keep("force", series, reference.force[real], prediction.force[real])
         if reference.virial is not None and reference.box is not None:
-            self._keep("virial", series, reference.virial / natoms[:, None], prediction.virial / natoms[:, None])
+            self._keep(
+                "virial",
+                series,
+                reference.virial / natoms[:, None],
+                prediction.virial / natoms[:, None],
+            )
 
     def _keep(self, name: str, series: str, data: np.ndarray, predicted: np.ndarray) -> None:
-        points = np.stack([data.ravel(), predicted.ravel()]).astype(np.float32 if name == "force" else np.float64)
+        points = np.stack([data.ravel(), predicted.ravel()]).astype(
+            np.float32 if name == "force" else np.float64
+        )
         self._points.setdefault(name, {}).setdefault(series, []).append(points)
 
     def save(self) -> None:
         """Draw and write the picture."""
         names = [name for name in _PANELS if name in self._points]
         if not names:
-            raise PictureError("none of the systems has a label to compare with: there is nothing to draw")
-        panels = {name: {s: np.concatenate(p, axis=1) for s, p in self._points[name].items()} for name in names}
+            raise PictureError(
+                "none of the systems has a label to compare with: there is nothing to draw"
+            )
+        panels = {
+            name: {s: np.concatenate(p, axis=1) for s, p in self._points[name].items()}
+            for name in names
+        }
         if "energy" in panels:
             panels["energy"] = without_offset(panels["energy"], self._counts)
         figure = Figure(figsize=(3.9 * len(names), 5.4), layout="constrained")
@@ -96,7 +110,9 @@ class ParityPicture:
             write(figure, path)
 
 
-def without_offset(points: dict[str, np.ndarray], counts: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
+def without_offset(
+    points: dict[str, np.ndarray], counts: dict[str, list[np.ndarray]]
+) -> dict[str, np.ndarray]:
     """Subtract the least-squares energy of each element, fitted to all reference energies.
 
     `points` has reference and prediction of every series, `(2, nframes)` [eV/atom]. `counts` has the fraction of every
@@ -104,7 +120,9 @@ def without_offset(points: dict[str, np.ndarray], counts: dict[str, list[np.ndar
     """
     width = max(part.shape[1] for parts in counts.values() for part in parts)
     fractions = {
-        series: np.concatenate([np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in parts])
+        series: np.concatenate(
+            [np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in parts]
+        )
         for series, parts in counts.items()
     }
     every = np.concatenate(list(fractions.values()))
@@ -113,11 +131,15 @@ def without_offset(points: dict[str, np.ndarray], counts: dict[str, list[np.ndar
     return {series: values - fractions[series] @ fitted for series, values in points.items()}
 
 
-def _draw(upper: Any, lower: Any, name: str, series: dict[str, np.ndarray], max_points: int) -> None:
+def _draw(
+    upper: Any, lower: Any, name: str, series: dict[str, np.ndarray], max_points: int
+) -> None:
     """Draw a column: points with the diagonal, their differences, and the errors of all points in the corner."""
     title, unit, what = _PANELS[name]
     upper.set_title(title, fontsize="medium")
-    ends = np.array([min(p.min() for p in series.values()), max(p.max() for p in series.values())], dtype=float)
+    ends = np.array(
+        [min(p.min() for p in series.values()), max(p.max() for p in series.values())], dtype=float
+    )
     upper.axline((ends[0], ends[0]), slope=1, color="0.5", linewidth=0.8, zorder=3)
     lower.axhline(0, color="0.5", linewidth=0.8, zorder=3)
     lines = []
@@ -126,14 +148,26 @@ def _draw(upper: Any, lower: Any, name: str, series: dict[str, np.ndarray], max_
         # The last series is drawn over the others; only its density is shaded.
         last = number == len(series) - 1
         if points.shape[1] > max_points:
-            points = points[:, np.random.default_rng(0).choice(points.shape[1], max_points, replace=False)]
+            points = points[
+                :, np.random.default_rng(0).choice(points.shape[1], max_points, replace=False)
+            ]
         _scatter(upper, points[0], points[1], _COLORS[number % len(_COLORS)], shaded=last)
-        _scatter(lower, points[0], points[1] - points[0], _COLORS[number % len(_COLORS)], shaded=last)
+        _scatter(
+            lower, points[0], points[1] - points[0], _COLORS[number % len(_COLORS)], shaded=last
+        )
         words = f"MAE {errors.mae:.2g}, RMSE {errors.rmse:.2g}"
         lines.append((f"{label}: {words}" if label else words, _COLORS[number % len(_COLORS)]))
     for row, (text, color) in enumerate(lines):
         place = (0.03, 0.97 - 0.06 * row)
-        upper.text(*place, text, transform=upper.transAxes, color=color, fontsize="x-small", va="top", zorder=4)
+        upper.text(
+            *place,
+            text,
+            transform=upper.transAxes,
+            color=color,
+            fontsize="x-small",
+            va="top",
+            zorder=4,
+        )
     margin = 0.04 * (ends[1] - ends[0] or 1.0)
     upper.set_xlim(ends[0] - margin, ends[1] + margin)
     upper.set_ylim(ends[0] - margin, ends[1] + margin)
@@ -151,7 +185,9 @@ def _scatter(axes: Any, x: np.ndarray, y: np.ndarray, color: str, *, shaded: boo
     """Draw points; if there are many and `shaded`, points in denser regions are darker."""
     if len(x) <= _DENSE or not shaded:
         size, alpha = (9, 0.7) if len(x) <= 300 else (4, 0.35)
-        axes.scatter(x, y, s=size, color=color, alpha=alpha, linewidths=0, rasterized=True, zorder=1 + shaded)
+        axes.scatter(
+            x, y, s=size, color=color, alpha=alpha, linewidths=0, rasterized=True, zorder=1 + shaded
+        )
         return
     density, x_edges, y_edges = np.histogram2d(x, y, bins=120)
     column = np.clip(np.searchsorted(x_edges, x, side="right") - 1, 0, 119)
@@ -160,4 +196,13 @@ def _scatter(axes: Any, x: np.ndarray, y: np.ndarray, color: str, *, shaded: boo
     order = np.argsort(shade)  # the densest on top
     rgb = np.array(to_rgb(color))
     colors = LinearSegmentedColormap.from_list("density", [1 - 0.3 * (1 - rgb), rgb, 0.3 * rgb])
-    axes.scatter(x[order], y[order], s=4, c=shade[order], cmap=colors, linewidths=0, rasterized=True, zorder=2)
+    axes.scatter(
+        x[order],
+        y[order],
+        s=4,
+        c=shade[order],
+        cmap=colors,
+        linewidths=0,
+        rasterized=True,
+        zorder=2,
+    )

@@ -26,7 +26,9 @@ _HELD = (
 )
 
 
-def plan_page(path: Path, ranks: int | None, stage: int | None, groups: int | None, *, owners: bool = False) -> str:
+def plan_page(
+    path: Path, ranks: int | None, stage: int | None, groups: int | None, *, owners: bool = False
+) -> str:
     """Return the plan of HybridMuon's step on `ranks` ranks as text, for an input file or a checkpoint's input.
 
     `stage` and `groups` are `zero_stage` and `data_parallel_replicate_degree`; None means those of the input. With
@@ -60,12 +62,19 @@ def plan_of(given: Input, ranks: int | None, stage: int, groups: int = 1) -> Pla
     layout = _layout(ranks, stage, groups)
     optimizer = optimizer_of(given)
     if not isinstance(optimizer, HybridMuon):
-        raise ShowError(f"{type(optimizer).__name__} steps every element by itself: there is no plan")
+        raise ShowError(
+            f"{type(optimizer).__name__} steps every element by itself: there is no plan"
+        )
     (group,) = optimizer.param_groups
     settings = group_settings(group)
-    sharded = dataclasses.replace(optimizer.sharded, state="sharded") if stage == 1 else optimizer.sharded
+    sharded = (
+        dataclasses.replace(optimizer.sharded, state="sharded") if stage == 1 else optimizer.sharded
+    )
     shard_state = stage < 2 and sharded.state == "sharded"
-    sizes = {name: max(4, p.element_size()) for name, p in zip(group["param_names"], group["params"], strict=True)}
+    sizes = {
+        name: max(4, p.element_size())
+        for name, p in zip(group["param_names"], group["params"], strict=True)
+    }
     planned = [
         PlannedParameter(
             entry.name,
@@ -76,7 +85,9 @@ def plan_of(given: Input, ranks: int | None, stage: int, groups: int = 1) -> Pla
             rules=matrix_rules(settings),
             steps=len(coefficients_of(settings.schedule_of(entry.view.block_shapes[0]))),
             gram=settings.enable_gram,
-            state_layout=state_layout(entry.shape, layout.ranks, layout.mesh, matrices=True) if shard_state else None,
+            state_layout=state_layout(entry.shape, layout.ranks, layout.mesh, matrices=True)
+            if shard_state
+            else None,
         )
         for entry in optimizer.routing
         if entry.route == "muon" and entry.view is not None
@@ -88,7 +99,9 @@ def optimizer_of(given: Input) -> torch.optim.Optimizer:
     """Build the model and the optimizer of an input without reading data."""
     from deepmd_muon.train.strategy.base import build_optimizer
 
-    return build_optimizer(given.settings.optimizer, model_of(given), given.settings.learning_rate.start_lr)
+    return build_optimizer(
+        given.settings.optimizer, model_of(given), given.settings.learning_rate.start_lr
+    )
 
 
 def model_of(given: Input) -> EnergyModel | Branches:

@@ -20,7 +20,11 @@ from deepmd_muon.show.picture import check_ending, write
 #: noise in 16 bits.
 SHARE = 1e-3
 
-_COLORS = {"muon": OPTIMIZERS["HybridMuon"], "adam": OPTIMIZERS["Adam"], "adamw": OPTIMIZERS["AdamW"]}
+_COLORS = {
+    "muon": OPTIMIZERS["HybridMuon"],
+    "adam": OPTIMIZERS["Adam"],
+    "adamw": OPTIMIZERS["AdamW"],
+}
 # Opacity of the lines, from the first to the last matrix of the model.
 _DARKEST, _LIGHTEST = 0.9, 0.35
 
@@ -32,7 +36,9 @@ class ParameterUpdate:
     name: str
     route: str  # "muon", "adam" or "adamw"
     shape: tuple[int, ...]
-    weights: tuple[np.ndarray, ...]  # singular values of each of its matrices, largest first; empty for vectors
+    weights: tuple[
+        np.ndarray, ...
+    ]  # singular values of each of its matrices, largest first; empty for vectors
     momenta: tuple[np.ndarray, ...]  # singular values of the momenta of these matrices
     rms: float  # root mean square of the weights
     update: float | None  # root mean square of the update; None without optimizer state
@@ -62,15 +68,25 @@ def table(parameters: Sequence[ParameterUpdate]) -> str:
     ]
     for p in parameters:
         row = f"{p.name:{width}s}  {p.route:5s}  {'x'.join(map(str, p.shape)):>12s}"
-        row += _columns(p.weights, lambda v: (f"{v[0]:.3g}", f"{v[-1]:.2g}", f"{stable_rank(v):.1f}"), (11, 8, 6))
-        row += _columns(p.momenta, lambda v: (f"{rank(v)} of {len(v)}", f"{stable_rank(v):.1f}"), (14, 6))
+        row += _columns(
+            p.weights,
+            lambda v: (f"{v[0]:.3g}", f"{v[-1]:.2g}", f"{stable_rank(v):.1f}"),
+            (11, 8, 6),
+        )
+        row += _columns(
+            p.momenta, lambda v: (f"{rank(v)} of {len(v)}", f"{stable_rank(v):.1f}"), (14, 6)
+        )
         row += "".join(f"  {'' if x is None else f'{x:.2g}':>8s}" for x in (p.update, p.relative))
         lines.append(row.rstrip())
     lines.append("")
     for route in dict.fromkeys(p.route for p in parameters):
         found = [p.relative for p in parameters if p.route == route and p.relative is not None]
         count = sum(p.route == route for p in parameters)
-        spread = f"median {np.median(found):.2g}, from {min(found):.2g} to {max(found):.2g}" if found else "no state"
+        spread = (
+            f"median {np.median(found):.2g}, from {min(found):.2g} to {max(found):.2g}"
+            if found
+            else "no state"
+        )
         lines.append(f"{route}: {count} parameters; update / weight: {spread}")
     return "\n".join(lines)
 
@@ -81,7 +97,9 @@ def _columns(spectra: Sequence[np.ndarray], show: Any, widths: tuple[int, ...]) 
     return "".join(f"  {text:>{width}s}" for text, width in zip(texts, widths, strict=True))
 
 
-def plot_spectra(parameters: Sequence[ParameterUpdate], picture: str | os.PathLike[str], title: str = "") -> None:
+def plot_spectra(
+    parameters: Sequence[ParameterUpdate], picture: str | os.PathLike[str], title: str = ""
+) -> None:
     """Draw the spectra of all matrices' weights and momenta, and the relative update of every parameter.
 
     `parameters` are in the order of the model. The ending of `picture` determines its format.
@@ -104,21 +122,38 @@ def plot_spectra(parameters: Sequence[ParameterUpdate], picture: str | os.PathLi
         middle.axhline(SHARE, color="0.4", linewidth=0.8, linestyle="--")
     else:
         middle.set_title("Momenta", fontsize="medium")
-        middle.text(0.5, 0.5, "no optimizer state", transform=middle.transAxes, ha="center", color="0.4")
+        middle.text(
+            0.5, 0.5, "no optimizer state", transform=middle.transAxes, ha="center", color="0.4"
+        )
         middle.set_axis_off()
     _updates(right, parameters)
     if title:
         figure.suptitle(title, fontsize="medium")
     # One legend below all panels.
     routes = list(dict.fromkeys(p.route for p in parameters))
-    handles = [left.plot([], [], color=_COLORS.get(route, "0.3"), marker="o", markersize=4)[0] for route in routes]
+    handles = [
+        left.plot([], [], color=_COLORS.get(route, "0.3"), marker="o", markersize=4)[0]
+        for route in routes
+    ]
     handles.append(left.plot([], [], color="0.4", linewidth=0.8, linestyle="--")[0])
-    labels = [*(f"{route} (dark: first layers)" for route in routes), f"numerical rank counts above {SHARE:g}"]
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize="small")
+    labels = [
+        *(f"{route} (dark: first layers)" for route in routes),
+        f"numerical rank counts above {SHARE:g}",
+    ]
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=len(labels),
+        frameon=False,
+        fontsize="small",
+    )
     write(figure, picture)
 
 
-def _spectra(axes: Any, matrices: Sequence[ParameterUpdate], kind: str, title: str, label: str) -> None:
+def _spectra(
+    axes: Any, matrices: Sequence[ParameterUpdate], kind: str, title: str, label: str
+) -> None:
     """Draw one line per matrix; matrices of earlier layers are darker."""
     for k, parameter in enumerate(matrices):
         shade = _DARKEST - (_DARKEST - _LIGHTEST) * k / max(1, len(matrices) - 1)
@@ -126,7 +161,13 @@ def _spectra(axes: Any, matrices: Sequence[ParameterUpdate], kind: str, title: s
             norm = values[0] if kind == "weights" else np.sqrt((values**2).sum())
             if norm > 0:
                 x = np.arange(1, len(values) + 1) / len(values)
-                axes.plot(x, values / norm, color=_COLORS.get(parameter.route, "0.3"), alpha=shade, linewidth=1.1)
+                axes.plot(
+                    x,
+                    values / norm,
+                    color=_COLORS.get(parameter.route, "0.3"),
+                    alpha=shade,
+                    linewidth=1.1,
+                )
     axes.set_title(title, fontsize="medium")
     axes.set_xlabel("index / number of singular values")
     axes.set_ylabel(label)
@@ -150,7 +191,9 @@ def _updates(axes: Any, parameters: Sequence[ParameterUpdate]) -> None:
         axes.plot([median] * 2, [row - 0.32, row + 0.32], color=color, linewidth=1.6)
         mantissa, exponent = f"{median:.1e}".split("e")
         number = rf"${mantissa}\cdot 10^{{{int(exponent)}}}$"
-        axes.annotate(number, (median, row + 0.34), ha="center", va="bottom", fontsize="x-small", color=color)
+        axes.annotate(
+            number, (median, row + 0.34), ha="center", va="bottom", fontsize="x-small", color=color
+        )
     axes.set_title("Next update", fontsize="medium")
     axes.set_xlabel("RMS of update / RMS of weights")
     axes.set_yticks(range(len(routes)), routes)

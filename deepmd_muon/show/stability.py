@@ -43,7 +43,13 @@ def _scans(axes: Any, coverage: Coverage, model: ModelCheck, title: str, *, dime
             for feature in curve.features:
                 if feature.verdict:
                     at = curve.energy[np.abs(curve.distance - feature.distance).argmin()]
-                    axes.plot(feature.distance, np.clip(at, _LOWEST, _HIGHEST), "v", color=color, markersize=5)
+                    axes.plot(
+                        feature.distance,
+                        np.clip(at, _LOWEST, _HIGHEST),
+                        "v",
+                        color=color,
+                        markersize=5,
+                    )
     axes.set_ylim(_LOWEST, _HIGHEST)
     axes.set_title(title, fontsize="medium")
     axes.set_xlabel("distance [Å]; dotted: not in the data")

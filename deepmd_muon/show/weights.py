@@ -46,7 +46,9 @@ def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpda
     optimizer: Mapping[str, Any] = checkpoint.get("optimizer") or {}
     groups = optimizer.get("param_groups", [])
     if not groups or not all(group.get("param_names") for group in groups):
-        raise ShowError(f"{path} holds no optimizer state with names of parameters; take a checkpoint of this package")
+        raise ShowError(
+            f"{path} holds no optimizer state with names of parameters; take a checkpoint of this package"
+        )
     weights = _weights(checkpoint["model"])
     # A checkpoint lists deepmd-kit's parameters; our models lack the empty ones among them.
     optimizer = in_own_order(optimizer, list(weights))
@@ -57,7 +59,10 @@ def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpda
         else:
             route: Any = "adamw" if group.get("decoupled_weight_decay") else "adam"
             names = [canonical_name(name) for name in group["param_names"]]
-            entries = [RouteEntry(name, tuple(weights[name].shape), None, route, "recorded") for name in names]
+            entries = [
+                RouteEntry(name, tuple(weights[name].shape), None, route, "recorded")
+                for name in names
+            ]
         for entry, key in zip(entries, group["params"], strict=True):
             state = optimizer["state"].get(key, {})
             found.append(_parameter(entry, weights[entry.name].double(), state, group))
@@ -72,7 +77,9 @@ def _weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
     if not branches:
         return dict(from_deepmd_kit(state)[1])
     found = {branch: from_deepmd_kit(state, branch)[1] for branch in branches}
-    return {f"{branch}.{name}": x for branch, weights in found.items() for name, x in weights.items()}
+    return {
+        f"{branch}.{name}": x for branch, weights in found.items() for name, x in weights.items()
+    }
 
 
 def _parameter(
@@ -83,7 +90,11 @@ def _parameter(
     momentum = state.get("momentum_buffer", state.get("exp_avg"))
     update = None
     if momentum is not None:
-        update = _muon_update(entry, weight, state, group) if entry.route == "muon" else _adam_update(state, group)
+        update = (
+            _muon_update(entry, weight, state, group)
+            if entry.route == "muon"
+            else _adam_update(state, group)
+        )
     return ParameterUpdate(
         entry.name,
         entry.route,
@@ -119,7 +130,9 @@ def _settings(group: Mapping[str, Any]) -> HybridMuonConfig:
     return group_settings({**vars(HybridMuonConfig()), **group})
 
 
-def _muon_update(entry: RouteEntry, weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
+def _muon_update(
+    entry: RouteEntry, weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
+) -> float:
     """Return the RMS of lr · scaled polar factors of the momentum; Nesterov's form would need a gradient."""
     from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
     from deepmd_muon.optim.update.muon import polar_factors, scaled
@@ -127,11 +140,15 @@ def _muon_update(entry: RouteEntry, weight: Tensor, state: Mapping[str, Any], gr
     assert entry.view is not None
     settings = _settings(group)
     rules = [rule for rule in matrix_rules(settings) if rule.tensors().keys() <= state.keys()]
-    of_blocks = {key: tensor.cut(state[key].float(), entry.view) for key, tensor in tensors_of(rules).items()}
+    of_blocks = {
+        key: tensor.cut(state[key].float(), entry.view) for key, tensor in tensors_of(rules).items()
+    }
     directions: Sequence[Tensor] = entry.view.cut(state["momentum_buffer"].float())
     for rule in rules:
         directions, _ = rule.prepare(directions, directions, of_blocks)
-    updates: Sequence[Tensor] = scaled(polar_factors(directions, settings), of_blocks, rules, settings)
+    updates: Sequence[Tensor] = scaled(
+        polar_factors(directions, settings), of_blocks, rules, settings
+    )
     for rule in rules:
         if "weight" in rule.inputs:
             updates = rule.constrain(updates, entry.view.cut(weight.float()), float(group["lr"]))
@@ -142,7 +159,11 @@ def _adam_update(state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
     """Return the RMS of Adam's step from its present moments."""
     if "routes" in group:
         settings = _settings(group)
-        betas, eps, ratio = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps, settings.adam_lr_ratio or 1.0
+        betas, eps, ratio = (
+            (settings.adam_beta1, settings.adam_beta2),
+            settings.adam_eps,
+            settings.adam_lr_ratio or 1.0,
+        )
     else:
         betas, eps, ratio = group["betas"], group["eps"], 1.0
     step = max(1.0, float(state["step"]))

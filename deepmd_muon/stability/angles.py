@@ -34,7 +34,10 @@ class Angles:
     @property
     def triples(self) -> list[tuple[int, int, int]]:
         """Centre and neighbours of the angles that the data hold."""
-        return [(int(c), int(a), int(b)) for c, a, b in zip(*np.nonzero(np.isfinite(self.smallest)), strict=True)]
+        return [
+            (int(c), int(a), int(b))
+            for c, a, b in zip(*np.nonzero(np.isfinite(self.smallest)), strict=True)
+        ]
 
     def name(self, triple: tuple[int, int, int]) -> str:
         """Return a triple in words with the centre in the middle, e.g. H-O-H."""
@@ -56,7 +59,15 @@ class Angles:
         """Return how far other extremes lie beyond these at most [degrees], and for which triple; None without any."""
         both = [triple for triple in self.triples if np.isfinite(reached.smallest[triple])]
         beyond = [
-            (max(self.smallest[t] - reached.smallest[t], reached.largest[t] - self.largest[t], 0.0), t) for t in both
+            (
+                max(
+                    self.smallest[t] - reached.smallest[t],
+                    reached.largest[t] - self.largest[t],
+                    0.0,
+                ),
+                t,
+            )
+            for t in both
         ]
         return max(beyond, default=None)
 
@@ -102,7 +113,11 @@ def angles_between(
     second = [here + apart for apart, here in enumerate(first, 1)]
     a, b = (torch.cat([i.new_zeros(0), *parts]) for parts in (first, second))
     degrees = torch.rad2deg((unit[a] * unit[b]).sum(1).clamp(-1.0, 1.0).arccos())
-    return i[a], (types[i[a]], torch.minimum(kind[a], kind[b]), torch.maximum(kind[a], kind[b])), degrees
+    return (
+        i[a],
+        (types[i[a]], torch.minimum(kind[a], kind[b]), torch.maximum(kind[a], kind[b])),
+        degrees,
+    )
 
 
 def angles_of(systems: Sequence[System], coverage: Coverage) -> Angles:

@@ -19,7 +19,12 @@ from deepmd_muon.stability.angles import Angles, angles_of
 from deepmd_muon.stability.coverage import Coverage, StabilityError, coverage_of
 from deepmd_muon.stability.curves import Verdict
 from deepmd_muon.stability.scans import SHORTEST, Curve, scan_dimers, scan_in_place
-from deepmd_muon.stability.trajectories import Trajectories, estimate_temperature, run_dynamics, starts
+from deepmd_muon.stability.trajectories import (
+    Trajectories,
+    estimate_temperature,
+    run_dynamics,
+    starts,
+)
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +54,9 @@ _CPU_WORK, _GPU_WORK = 400_000, 25_000_000
 class CheckSettings:
     """The settings of a check."""
 
-    temperature: float | None = None  # of the dynamics [K]; None takes `HOTTER` times the temperature of the data
+    temperature: float | None = (
+        None  # of the dynamics [K]; None takes `HOTTER` times the temperature of the data
+    )
     time_step: float = 1.0  # [fs]; atoms lighter than `LIGHTEST` weigh that much
     time: float | None = None  # length of the dynamics [ps]; None takes `CPU_TIME` or `GPU_TIME`
     # Number of structures; None takes 4 to 16 (to 64 on a GPU), more than 4 where a small model takes a minute.
@@ -59,12 +66,18 @@ class CheckSettings:
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense."""
-        given = {"--temperature [K]": self.temperature, "--time-step [fs]": self.time_step, "--time [ps]": self.time}
+        given = {
+            "--temperature [K]": self.temperature,
+            "--time-step [fs]": self.time_step,
+            "--time [ps]": self.time,
+        }
         for name, value in given.items():
             if value is not None and not (value > 0.0 and math.isfinite(value)):
                 raise StabilityError(f"{name} must be above 0; found {value:g}")
         if (self.copies is not None and self.copies < 1) or self.probes < 1:
-            raise StabilityError(f"--copies and --probes must be 1 or more; found {self.copies} and {self.probes}")
+            raise StabilityError(
+                f"--copies and --probes must be 1 or more; found {self.copies} and {self.probes}"
+            )
         if self.seed < 0:
             raise StabilityError(f"--seed must be 0 or more; found {self.seed}")
 
@@ -110,7 +123,10 @@ class Check:
 
 
 def check_models(
-    names: Sequence[str], predictors: Sequence[Predictor], systems: Sequence[System], settings: CheckSettings
+    names: Sequence[str],
+    predictors: Sequence[Predictor],
+    systems: Sequence[System],
+    settings: CheckSettings,
 ) -> Check:
     """Check models near the structures of systems, whose types index the models' type map.
 
@@ -129,7 +145,9 @@ def check_models(
                 "values for: dp check takes models without them, or with a default_fparam"
             )
     type_map = predictors[0].type_map
-    coverage = coverage_of(systems, type_map, max(float(predictor.model.rcut) for predictor in predictors))
+    coverage = coverage_of(
+        systems, type_map, max(float(predictor.model.rcut) for predictor in predictors)
+    )
     angles = angles_of(systems, coverage)
     some = starts(systems, 8, settings.seed)
     forces = []
@@ -149,7 +167,9 @@ def check_models(
         kt = BOLTZMANN * temperature
         in_data = any(system.natoms == 2 and not system.pbc for system in systems)
         curves = scan_dimers(predictor, coverage, kt, in_data=in_data)
-        curves += scan_in_place(predictor, coverage, systems, kt, probes=settings.probes, seed=settings.seed)
+        curves += scan_in_place(
+            predictor, coverage, systems, kt, probes=settings.probes, seed=settings.seed
+        )
         dynamics = _dynamics(predictor, coverage, angles, systems, temperature, settings)
         items = [
             _of_coverage(coverage, dynamics),
@@ -211,15 +231,24 @@ def _of_coverage(coverage: Coverage, dynamics: Trajectories) -> Item:
     """Judge whether dynamics stayed at distances that the data hold."""
     known = f"{coverage.used} of {coverage.nframes} frames"
     present = sorted({k for pair in coverage.pairs for k in pair})
-    absent = [f"{coverage.type_map[a]}-{coverage.type_map[b]}" for a in present for b in present if a <= b]
-    absent = [name for name in absent if name not in {coverage.name(pair) for pair in coverage.pairs}]
+    absent = [
+        f"{coverage.type_map[a]}-{coverage.type_map[b]}" for a in present for b in present if a <= b
+    ]
+    absent = [
+        name for name in absent if name not in {coverage.name(pair) for pair in coverage.pairs}
+    ]
     closest = [(dynamics.reached[pair] / coverage.shortest[pair], pair) for pair in coverage.pairs]
     ratio, pair = min(closest)
     gone = len(dynamics.departures)
     seen = f"{coverage.name(pair)} came to {dynamics.reached[pair]:.2f} Å, {coverage.shortest[pair]:.2f} Å in the data"
     if ratio < _CLOSER:
         verdict = Verdict.fails if ratio < _FAR_CLOSER else Verdict.doubtful
-        return Item("coverage", verdict, f"{seen} ({known})", "label frames of these dynamics and train on them")
+        return Item(
+            "coverage",
+            verdict,
+            f"{seen} ({known})",
+            "label frames of these dynamics and train on them",
+        )
     if unknown := [d for d in dynamics.departures if not np.isfinite(d.shortest)] or absent:
         first = unknown[0]
         name = first if isinstance(first, str) else first.pair
@@ -230,7 +259,9 @@ def _of_coverage(coverage: Coverage, dynamics: Trajectories) -> Item:
         first_gap = far[0]
         reason = f"{len(far)} of {dynamics.copies} copies reached distances that no frame has, the first "
         reason += f"{first_gap.pair} at {first_gap.distance:.2f} Å after {first_gap.time:.2f} ps"
-        return Item("coverage", Verdict.doubtful, reason, "label frames of these dynamics and train on them")
+        return Item(
+            "coverage", Verdict.doubtful, reason, "label frames of these dynamics and train on them"
+        )
     left = f"; {gone} of {dynamics.copies} copies left them a little" if gone else ""
     return Item("coverage", Verdict.holds, f"dynamics stayed near the data{left}: {seen}")
 
@@ -246,8 +277,12 @@ def _of_angles(angles: Angles, dynamics: Trajectories) -> Item:
     known = f"{angles.smallest[triple]:.0f} to {angles.largest[triple]:.0f}"
     reason = f"{angles.name(triple)} came to {low:.0f} to {high:.0f}°, {known}° in the data"
     if excess > WIDER:
-        return Item("angles", Verdict.doubtful, reason, "label frames of these dynamics and train on them")
-    return Item("angles", Verdict.holds, f"near neighbours stayed within {WIDER:g}° of the data: {reason}")
+        return Item(
+            "angles", Verdict.doubtful, reason, "label frames of these dynamics and train on them"
+        )
+    return Item(
+        "angles", Verdict.holds, f"near neighbours stayed within {WIDER:g}° of the data: {reason}"
+    )
 
 
 def _of_scans(coverage: Coverage, curves: Sequence[Curve]) -> list[Item]:
@@ -257,19 +292,24 @@ def _of_scans(coverage: Coverage, curves: Sequence[Curve]) -> list[Item]:
         ("scans", [curve for curve in curves if curve.kind != "dimer"]),
         ("dimers", [curve for curve in curves if curve.kind == "dimer"]),
     ):
-        bad = [(f.verdict, f.depth, f, curve) for curve in chosen for f in curve.features if f.verdict > Verdict.holds]
+        bad = [
+            (f.verdict, f.depth, f, curve)
+            for curve in chosen
+            for f in curve.features
+            if f.verdict > Verdict.holds
+        ]
         if not bad:
             paths = "1 path" if len(chosen) == 1 else f"{len(chosen)} paths"
-            items.append(Item(name, Verdict.holds, f"{paths} without a hole, kink or lack of repulsion"))
+            items.append(
+                Item(name, Verdict.holds, f"{paths} without a hole, kink or lack of repulsion")
+            )
             continue
         verdict, _, worst, curve = max(bad, key=lambda entry: entry[:2])
         pair = coverage.name(curve.pair)
         reason = f"{sum(c.verdict > Verdict.holds for c in chosen)} of {len(chosen)} paths, the worst {pair}"
         reason += f" {curve.kind}: {worst.kind} at {worst.distance:.2f} Å, {worst.depth:.2f} eV deep behind "
         reason += f"{worst.barrier:.2f} eV"
-        advice = (
-            f"label frames with {pair} between {max(SHORTEST, worst.distance - 0.2):.1f} Å and the data's distances"
-        )
+        advice = f"label frames with {pair} between {max(SHORTEST, worst.distance - 0.2):.1f} Å and the data's distances"
         if worst.kind == "kink":
             advice = "raise sel (dp neighbor-stat) or rcut_smth: the energy must not jump when neighbours come and go"
         elif worst.kind == "not finite":
@@ -294,7 +334,12 @@ def _of_dynamics(run: Trajectories) -> Item:
     reason += f"energy drifted by {1000.0 * run.drift:.2g} meV/atom"
     if run.drift > _DRIFT * kt:
         verdict = Verdict.fails if run.drift > _WILD_DRIFT * kt else Verdict.doubtful
-        return Item("dynamics", verdict, reason, f"try --time-step {run.time_step / 2:g}; if it drifts as much: sel")
+        return Item(
+            "dynamics",
+            verdict,
+            reason,
+            f"try --time-step {run.time_step / 2:g}; if it drifts as much: sel",
+        )
     return Item("dynamics", Verdict.holds, reason)
 
 
@@ -302,10 +347,15 @@ def _of_agreement(predictors: Sequence[Predictor], run: Trajectories, in_data: f
     """Judge whether models agree on the last structures of one model's dynamics as they do on the data."""
     if run.last is None:
         return Item("agreement", Verdict.doubtful, "no copy was left to compare models on", "")
-    found = float(deviation_of_force(np.stack([p.evaluate(run.last).force for p in predictors])).max())
-    reason = (
-        f"forces of {len(predictors)} models deviate by {found:.2g} eV/Å after the dynamics, {in_data:.2g} in the data"
+    found = float(
+        deviation_of_force(np.stack([p.evaluate(run.last).force for p in predictors])).max()
     )
+    reason = f"forces of {len(predictors)} models deviate by {found:.2g} eV/Å after the dynamics, {in_data:.2g} in the data"
     if found > max(_DISAGREE * in_data, _DISAGREE_FORCE) or not math.isfinite(found):
-        return Item("agreement", Verdict.doubtful, reason, "label frames where they disagree (dp model-devi)")
+        return Item(
+            "agreement",
+            Verdict.doubtful,
+            reason,
+            "label frames where they disagree (dp model-devi)",
+        )
     return Item("agreement", Verdict.holds, reason)

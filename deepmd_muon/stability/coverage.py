@@ -38,7 +38,9 @@ class Coverage:
     known: np.ndarray  # bins of distances `(ntypes, ntypes, nbins)` that the data hold, bool, with a margin of `SHARE`
     nframes: int  # of the data
     used: int  # frames looked at
-    density: tuple[float, float] | None  # smallest and largest mass density [g/cm³]; None without cells
+    density: (
+        tuple[float, float] | None
+    )  # smallest and largest mass density [g/cm³]; None without cells
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -101,7 +103,9 @@ def sampled(systems: Sequence[System], most_atoms: int) -> Iterator[tuple[System
             yield system, int(number), system.frames([int(number)])
 
 
-def sampled_pairs(systems: Sequence[System], rcut: float, most_atoms: int) -> Iterator[tuple[Frames, Pairs]]:
+def sampled_pairs(
+    systems: Sequence[System], rcut: float, most_atoms: int
+) -> Iterator[tuple[Frames, Pairs]]:
     """Yield frames as `sampled` does, with their pairs; a NeighborError names system and frame."""
     for system, number, frames in sampled(systems, most_atoms):
         with naming_frame(number, system.name):
@@ -131,15 +135,25 @@ def coverage_of(systems: Sequence[System], type_map: Sequence[str], rcut: float)
         np.minimum.at(shortest, (first, second), pairs.distance)
         np.maximum.at(largest, (first, second), pairs.distance)
         if frames.box is not None:
-            densities.append(_TO_GRAMS * masses[pairs.types].sum() / abs(np.linalg.det(frames.box[0])))
+            densities.append(
+                _TO_GRAMS * masses[pairs.types].sum() / abs(np.linalg.det(frames.box[0]))
+            )
         used += 1
     if not np.isfinite(shortest).any():
-        raise StabilityError(f"{used} frames hold no two atoms within the cut-off of {rcut:g} Å: nothing to check")
+        raise StabilityError(
+            f"{used} frames hold no two atoms within the cut-off of {rcut:g} Å: nothing to check"
+        )
     known = np.zeros_like(counts, dtype=bool)
     for first, second, at in zip(*np.nonzero(counts), strict=True):
         distance = (at + 0.5) * WIDTH
         margin = max(SHARE * distance, NEAR)
-        known[first, second, max(0, int((distance - margin) / WIDTH)) : int((distance + margin) / WIDTH) + 1] = True
-    density = (min(densities), max(densities)) if densities and np.isfinite(densities).all() else None
+        known[
+            first,
+            second,
+            max(0, int((distance - margin) / WIDTH)) : int((distance + margin) / WIDTH) + 1,
+        ] = True
+    density = (
+        (min(densities), max(densities)) if densities and np.isfinite(densities).all() else None
+    )
     total = sum(system.nframes for system in systems)
     return Coverage(tuple(type_map), rcut, shortest, largest, known, total, used, density)

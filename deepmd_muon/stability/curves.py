@@ -53,12 +53,23 @@ def features_of(
     above = energy[begin:] - energy[begin]
     where, beyond = distance[begin:], outside[begin:]
     barrier = np.maximum.accumulate(above)
-    found = [*_minimum(where, above, barrier, beyond, kt), *_kinks(where, above, slope[begin:], barrier, kt)]
+    found = [
+        *_minimum(where, above, barrier, beyond, kt),
+        *_kinks(where, above, slope[begin:], barrier, kt),
+    ]
     # Inwards alone: outwards bonds may break at little cost.
     inwards = len(where) > 1 and where[-1] < where[0] and bool(beyond.any())
-    if inwards and barrier[-1] < BARRIER * kt and not any(feature.kind == "hole" for feature in found):
+    if (
+        inwards
+        and barrier[-1] < BARRIER * kt
+        and not any(feature.kind == "hole" for feature in found)
+    ):
         highest = float(barrier[-1])
-        found.append(Feature("no repulsion", float(where[-1]), highest - float(above[-1]), highest, Verdict.fails))
+        found.append(
+            Feature(
+                "no repulsion", float(where[-1]), highest - float(above[-1]), highest, Verdict.fails
+            )
+        )
     return found
 
 
@@ -68,12 +79,16 @@ def _minimum(
     """Return the minimum outside the data that is reached most easily, and the deepest of these."""
     depth = barrier - energy
     padded = np.concatenate([[np.inf], energy, [np.inf]])
-    lowest = (energy <= padded[:-2]) & (energy < padded[2:]) & outside & (depth > max(_DIP * kt, 0.05))
+    lowest = (
+        (energy <= padded[:-2]) & (energy < padded[2:]) & outside & (depth > max(_DIP * kt, 0.05))
+    )
     if not lowest.any():
         return []
     steps = np.flatnonzero(lowest)
     # Holes first, then the smallest barrier, then the depth.
-    k = min(steps, key=lambda k: (barrier[k] >= BARRIER * kt, energy[k] > 0.0, barrier[k], -depth[k]))
+    k = min(
+        steps, key=lambda k: (barrier[k] >= BARRIER * kt, energy[k] > 0.0, barrier[k], -depth[k])
+    )
     hole = bool(energy[k] < 3.0 * kt)
     if barrier[k] < BARRIER * kt:
         verdict = Verdict.fails if hole else Verdict.doubtful

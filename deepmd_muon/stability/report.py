@@ -45,7 +45,10 @@ def text_of(check: Check) -> Iterator[str]:
 def _pairs(coverage: Coverage, model: ModelCheck) -> Iterator[str]:
     yield f"  {'pair':8s} {'data [Å]':>13s} {'scans from':>11s} {'dynamics from':>14s}  distances without data"
     for pair in coverage.pairs:
-        scanned = min((float(c.distance.min()) for c in model.curves if set(c.pair) == set(pair)), default=math.nan)
+        scanned = min(
+            (float(c.distance.min()) for c in model.curves if set(c.pair) == set(pair)),
+            default=math.nan,
+        )
         gaps = ", ".join(f"{low:.2f}-{high:.2f}" for low, high in coverage.gaps(pair)) or "none"
         data = f"{coverage.shortest[pair]:.2f} - {coverage.largest[pair]:.2f}"
         yield f"  {coverage.name(pair):8s} {data:>13s} {scanned:11.2f} {model.dynamics.reached[pair]:14.2f}  {gaps}"
@@ -79,7 +82,11 @@ def _features(coverage: Coverage, model: ModelCheck) -> Iterator[str]:
 def _events(model: ModelCheck) -> Iterator[str]:
     if model.dynamics.departures:
         first = min(model.dynamics.departures, key=lambda departure: departure.time)
-        known = f"{first.shortest:.2f} Å is the shortest in the data" if math.isfinite(first.shortest) else "no data"
+        known = (
+            f"{first.shortest:.2f} Å is the shortest in the data"
+            if math.isfinite(first.shortest)
+            else "no data"
+        )
         yield (
             f"  first departure from the data: copy {first.copy} after {first.time:.3f} ps, {first.pair} (atoms "
             f"{first.atoms[0]} and {first.atoms[1]}) at {first.distance:.2f} Å; {known}"
@@ -149,7 +156,10 @@ def _model(coverage: Coverage, model: ModelCheck) -> dict[str, Any]:
 
 
 def _extremes(angles: Angles) -> dict[str, Any]:
-    return {angles.name(triple): [angles.smallest[triple], angles.largest[triple]] for triple in angles.triples}
+    return {
+        angles.name(triple): [angles.smallest[triple], angles.largest[triple]]
+        for triple in angles.triples
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -60,7 +60,9 @@ class _Path:
     place: str = field(default="")
 
 
-def scan_dimers(predictor: Predictor, coverage: Coverage, kt: float, *, in_data: bool) -> list[Curve]:
+def scan_dimers(
+    predictor: Predictor, coverage: Coverage, kt: float, *, in_data: bool
+) -> list[Curve]:
     """Scan a dimer of each pair of elements of the data from the cut-off to 0.5 Å.
 
     An isolated dimer tells what the model has learnt of two atoms alone. Unless the data hold dimers (`in_data`), what
@@ -71,9 +73,21 @@ def scan_dimers(predictor: Predictor, coverage: Coverage, kt: float, *, in_data:
         distance = np.arange(coverage.rcut - STEP, SHORTEST - 1e-9, -STEP)
         coord = np.zeros((len(distance), 2, 3))
         coord[:, 1, 0] = distance
-        frames = Frames(atype=np.tile(np.array(pair, dtype=np.int32), (len(distance), 1)), coord=coord)
-        outside = coverage.outside(np.full(len(distance), pair[0]), np.full(len(distance), pair[1]), distance)
-        path = _Path(pair, "dimer", distance, frames, np.array([True, False]), np.array([1.0, 0.0, 0.0]), outside)
+        frames = Frames(
+            atype=np.tile(np.array(pair, dtype=np.int32), (len(distance), 1)), coord=coord
+        )
+        outside = coverage.outside(
+            np.full(len(distance), pair[0]), np.full(len(distance), pair[1]), distance
+        )
+        path = _Path(
+            pair,
+            "dimer",
+            distance,
+            frames,
+            np.array([True, False]),
+            np.array([1.0, 0.0, 0.0]),
+            outside,
+        )
         curve = _curve(predictor, path, kt)
         if not in_data:
             milder = (replace(f, verdict=min(f.verdict, Verdict.doubtful)) for f in curve.features)
@@ -83,7 +97,13 @@ def scan_dimers(predictor: Predictor, coverage: Coverage, kt: float, *, in_data:
 
 
 def scan_in_place(
-    predictor: Predictor, coverage: Coverage, systems: Sequence[System], kt: float, *, probes: int, seed: int
+    predictor: Predictor,
+    coverage: Coverage,
+    systems: Sequence[System],
+    kt: float,
+    *,
+    probes: int,
+    seed: int,
 ) -> list[Curve]:
     """Move atoms and molecules of frames of the data; so many paths of each pair and kind at most."""
     random = np.random.default_rng(seed)
@@ -93,7 +113,9 @@ def scan_in_place(
     chosen = list(sampled(systems, 40 * max(system.natoms for system in systems)))
     for order in random.permutation(len(chosen)):
         system, number, frames = chosen[order]
-        for path in _paths(frames, coverage, random, f"{system.name}, frame {number}", wanted, probes):
+        for path in _paths(
+            frames, coverage, random, f"{system.name}, frame {number}", wanted, probes
+        ):
             size = len(path.distance) * frames.natoms
             if left < size and wanted[path.pair, path.kind] > 1:
                 continue
@@ -118,22 +140,38 @@ def _paths(
     alike = molecule[pairs.i] == molecule[pairs.j]
     single = bool((molecule == molecule[0]).all()) and frames.box is not None
     for pair in coverage.pairs:
-        ofpair = (pairs.types[pairs.i] == pair[0]) & (pairs.types[pairs.j] == pair[1]) & (pairs.i != pairs.j)
+        ofpair = (
+            (pairs.types[pairs.i] == pair[0])
+            & (pairs.types[pairs.j] == pair[1])
+            & (pairs.i != pairs.j)
+        )
         for within in (False, True):
             found = np.flatnonzero(ofpair & (alike == within))
-            kind: Kind = ("atom in place" if single else "within a molecule") if within else "between molecules"
+            kind: Kind = (
+                ("atom in place" if single else "within a molecule")
+                if within
+                else "between molecules"
+            )
             if not len(found) or done.get((pair, kind), 0) >= probes:
                 continue
             near = found[np.argsort(pairs.distance[found])[: max(1, len(found) // 5)]]
             k = int(random.choice(near))
             done[pair, kind] = done.get((pair, kind), 0) + 1
             moved = np.zeros(frames.natoms, dtype=bool)
-            moved[pairs.real[pairs.i[k]] if within else pairs.real[molecule == molecule[pairs.i[k]]]] = True
+            moved[
+                pairs.real[pairs.i[k]] if within else pairs.real[molecule == molecule[pairs.i[k]]]
+            ] = True
             yield from _in_place(frames, coverage, pairs, k, moved, kind, place)
 
 
 def _in_place(
-    frames: Frames, coverage: Coverage, pairs: Pairs, k: int, moved: np.ndarray, kind: Kind, place: str
+    frames: Frames,
+    coverage: Coverage,
+    pairs: Pairs,
+    k: int,
+    moved: np.ndarray,
+    kind: Kind,
+    place: str,
 ) -> Iterator[_Path]:
     """Yield the path inwards and, for a bond, the one outwards."""
     i, j = int(pairs.real[pairs.i[k]]), int(pairs.real[pairs.j[k]])
@@ -184,7 +222,9 @@ def _curve(predictor: Predictor, path: _Path, kt: float) -> Curve:
         slope = -found.force[:, 1, 0]
     energy = found.energy - found.energy[0]
     features = features_of(path.distance, energy, slope, path.outside, kt)
-    return Curve(path.pair, path.kind, path.distance, energy, path.outside, path.place, tuple(features))
+    return Curve(
+        path.pair, path.kind, path.distance, energy, path.outside, path.place, tuple(features)
+    )
 
 
 def molecules(pairs: Pairs, type_map: Sequence[str]) -> np.ndarray:

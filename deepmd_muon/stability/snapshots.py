@@ -48,7 +48,9 @@ class Snapshots:
         def placed(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values).to(device)
 
-        self._expected, self._known, self._reach = map(placed, (coverage.expected, coverage.known, angles.reach))
+        self._expected, self._known, self._reach = map(
+            placed, (coverage.expected, coverage.known, angles.reach)
+        )
         self._smallest, self._largest = placed(angles.smallest), placed(angles.largest)
         self._reached = torch.full_like(self._expected, torch.inf).flatten()
         self._low = torch.full_like(self._smallest, torch.inf).flatten()

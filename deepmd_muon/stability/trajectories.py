@@ -62,9 +62,15 @@ class Trajectories:
     times: list[float] = field(default_factory=list)  # of the snapshots [ps]
     # Of each snapshot and copy, NaN after a copy's end.
     heat: list[np.ndarray] = field(default_factory=list)  # temperature [K]
-    energy: list[np.ndarray] = field(default_factory=list)  # total energy less that at the start [eV/atom]
-    closeness: list[np.ndarray] = field(default_factory=list)  # smallest distance over the shortest of its pair in data
-    last: Frames | None = None  # structures at the end of the copies that did not blow up; None without one
+    energy: list[np.ndarray] = field(
+        default_factory=list
+    )  # total energy less that at the start [eV/atom]
+    closeness: list[np.ndarray] = field(
+        default_factory=list
+    )  # smallest distance over the shortest of its pair in data
+    last: Frames | None = (
+        None  # structures at the end of the copies that did not blow up; None without one
+    )
 
     @property
     def followed(self) -> float:
@@ -79,18 +85,27 @@ class Trajectories:
         gone = [blow_up.copy for blow_up in self.blow_ups]
         kept = np.delete(np.array(self.energy), gone, axis=1)
         # The mean of the last fifth: the energy of velocity Verlet fluctuates.
-        return float(np.abs(kept[-max(1, len(kept) // 5) :].mean(0)).max(initial=0.0)) if kept.size else float("nan")
+        return (
+            float(np.abs(kept[-max(1, len(kept) // 5) :].mean(0)).max(initial=0.0))
+            if kept.size
+            else float("nan")
+        )
 
 
 def starts(systems: Sequence[System], copies: int, seed: int) -> Frames:
     """Return frames of the data to start from, without labels, in random order; some twice if there are too few."""
     mean = sum(system.natoms for system in systems) / len(systems)
-    frames = [Frames(frame.atype, frame.coord, frame.box) for _, _, frame in sampled(systems, int(4 * copies * mean))]
+    frames = [
+        Frames(frame.atype, frame.coord, frame.box)
+        for _, _, frame in sampled(systems, int(4 * copies * mean))
+    ]
     order = np.random.default_rng(seed).permutation(len(frames))
     return Frames.concatenate([frames[order[k % len(order)]] for k in range(copies)])
 
 
-def estimate_temperature(force_field: ForceField, systems: Sequence[System], frames: int = 8) -> float | None:
+def estimate_temperature(
+    force_field: ForceField, systems: Sequence[System], frames: int = 8
+) -> float | None:
     """Estimate the temperature of data by their forces [K]; None where forces say nothing of it.
 
     The configurational temperature kT = ⟨|F|²⟩ / ⟨tr H⟩ (Rugh, Phys. Rev. Lett. 78, 772 (1997)): forces of the labels
@@ -114,7 +129,9 @@ def estimate_temperature(force_field: ForceField, systems: Sequence[System], fra
                 force_field(state.coord + step * sign, state.box, state.atype).force
                 for step in (_DISPLACEMENT, -_DISPLACEMENT)
             )
-            curvature += float(((behind - ahead) * sign).sum()) / (2.0 * _DISPLACEMENT * _DIRECTIONS)
+            curvature += float(((behind - ahead) * sign).sum()) / (
+                2.0 * _DISPLACEMENT * _DIRECTIONS
+            )
     if not curvature > 0.0:
         return None
     kelvin = square / curvature / BOLTZMANN
@@ -136,7 +153,9 @@ def run_dynamics(
 ) -> Trajectories:
     """Follow copies at constant energy from a temperature [K], with the masses of the types [u]."""
     generator = torch.Generator().manual_seed(seed)
-    systems = Systems.from_frames(start, coverage.type_map, force_field.device, masses).heated(temperature, generator)
+    systems = Systems.from_frames(start, coverage.type_map, force_field.device, masses).heated(
+        temperature, generator
+    )
     # Exactly the temperature: a few atoms would start much hotter or colder.
     scale = (temperature / systems.temperature.clamp(min=1e-9)).sqrt()[:, None, None]
     systems = replace(systems, velocity=systems.velocity * scale)
@@ -155,9 +174,19 @@ class _Watch:
     """Note what snapshots show."""
 
     def __init__(
-        self, run: Trajectories, coverage: Coverage, snapshots: Snapshots, systems: Systems, time_step: float
+        self,
+        run: Trajectories,
+        coverage: Coverage,
+        snapshots: Snapshots,
+        systems: Systems,
+        time_step: float,
     ) -> None:
-        self.run, self.coverage, self.snapshots, self.time_step = run, coverage, snapshots, time_step
+        self.run, self.coverage, self.snapshots, self.time_step = (
+            run,
+            coverage,
+            snapshots,
+            time_step,
+        )
         self.types = systems.atype.cpu().numpy()
         self.atoms = systems.real.sum(1).cpu().numpy()
         self.first: np.ndarray | None = None
@@ -199,7 +228,9 @@ class _Watch:
             return
         self.gone.add(copy)
         element = self.coverage.type_map[self.types[copy, atom]]
-        self.run.blow_ups.append(BlowUp(copy, step * self.time_step / 1000.0, atom, element, reason))
+        self.run.blow_ups.append(
+            BlowUp(copy, step * self.time_step / 1000.0, atom, element, reason)
+        )
 
     def _depart(self, frames: Frames, row: int, copy: int, step: int) -> None:
         """Note the first departure of a copy."""
@@ -218,5 +249,7 @@ class _Watch:
         types = sorted((int(first), int(second)))
         atoms = int(pairs.real[pairs.i[k]]), int(pairs.real[pairs.j[k]])
         shortest, time = float(coverage.shortest[first, second]), step * self.time_step / 1000.0
-        departure = Departure(copy, time, coverage.name(types), atoms, float(pairs.distance[k]), shortest)
+        departure = Departure(
+            copy, time, coverage.name(types), atoms, float(pairs.distance[k]), shortest
+        )
         self.run.departures.append(departure)

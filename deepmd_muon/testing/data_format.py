@@ -11,7 +11,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from deepmd_muon.data import DataError, Frames, MemoryStore, System, SystemNotFoundError, open_systems
+from deepmd_muon.data import (
+    DataError,
+    Frames,
+    MemoryStore,
+    System,
+    SystemNotFoundError,
+    open_systems,
+)
 
 QUANTITIES = ("coord", "box", "energy", "force", "virial")
 
@@ -42,7 +49,9 @@ class DataFormatChecks:
         largest.write_bytes(content[: 2 * len(content) // 3])
 
     @staticmethod
-    def system(elements: Sequence[str], nframes: int, seed: int, *, box: bool, virial: bool) -> System:
+    def system(
+        elements: Sequence[str], nframes: int, seed: int, *, box: bool, virial: bool
+    ) -> System:
         """Return a system of random frames with energies and forces."""
         random, natoms = np.random.default_rng(seed), len(elements)
         arrays = {
@@ -51,7 +60,9 @@ class DataFormatChecks:
             "force": random.normal(size=(nframes, 3 * natoms)),
         }
         if box:
-            arrays["box"] = (9 * np.eye(3) + random.uniform(0, 0.5, (nframes, 3, 3))).reshape(nframes, 9)
+            arrays["box"] = (9 * np.eye(3) + random.uniform(0, 0.5, (nframes, 3, 3))).reshape(
+                nframes, 9
+            )
         if virial:
             symmetric = random.normal(size=(nframes, 3, 3))
             arrays["virial"] = (symmetric + symmetric.swapaxes(1, 2)).reshape(nframes, 9)
@@ -67,7 +78,11 @@ class DataFormatChecks:
 
     def assert_equal(self, found: System, wanted: System) -> None:
         """Compare all frames of two systems; types are compared by their elements."""
-        assert (found.nframes, found.natoms, found.pbc) == (wanted.nframes, wanted.natoms, wanted.pbc)
+        assert (found.nframes, found.natoms, found.pbc) == (
+            wanted.nframes,
+            wanted.natoms,
+            wanted.pbc,
+        )
         one, other = (system.frames(np.arange(system.nframes)) for system in (found, wanted))
         assert self._elements(found, one) == self._elements(wanted, other)
         for name in QUANTITIES:
@@ -82,7 +97,9 @@ class DataFormatChecks:
         assert (found is None) == (wanted is None), name
         if found is not None and wanted is not None:
             largest = float(np.abs(wanted).max())
-            np.testing.assert_allclose(found, wanted, rtol=0, atol=self.tolerance * largest, err_msg=name)
+            np.testing.assert_allclose(
+                found, wanted, rtol=0, atol=self.tolerance * largest, err_msg=name
+            )
 
     def test_a_system_is_read_back(self) -> None:
         """Periodic with a virial, and a molecule without."""

@@ -65,11 +65,22 @@ class DescriptorChecks:
         for frame in frames:
             given = frame.coord, frame.box, frame.atype, request.rcut
             found = build_neighbors(*given, None, model.by_type, ntypes).sections
-            if sum(found) > sum(request.sel) or (model.by_type and np.any(np.greater(found, request.sel))):
-                raise ValueError(f"an atom has {found} neighbours, sel holds {tuple(request.sel)}: test a larger sel")
+            if sum(found) > sum(request.sel) or (
+                model.by_type and np.any(np.greater(found, request.sel))
+            ):
+                raise ValueError(
+                    f"an atom has {found} neighbours, sel holds {tuple(request.sel)}: test a larger sel"
+                )
             parts.append(build_neighbors(*given, request.sel, model.by_type, ntypes, request.inner))
-        box = None if frames[0].box is None else np.stack([frame.box for frame in frames if frame.box is not None])
-        arrays = np.stack([f.atype for f in frames]).astype(np.int32), np.stack([f.coord for f in frames])
+        box = (
+            None
+            if frames[0].box is None
+            else np.stack([frame.box for frame in frames if frame.box is not None])
+        )
+        arrays = (
+            np.stack([f.atype for f in frames]).astype(np.int32),
+            np.stack([f.coord for f in frames]),
+        )
         return Structures.of(Frames(*arrays, box), stack_neighbors(parts), ntypes)
 
     def predict(self, model: EnergyModel, *frames: Structure) -> Results:
@@ -94,7 +105,9 @@ class DescriptorChecks:
                 slope = self._slope([self.predict(model, x)["energy"][0] for x in moved], 1e-4)
                 assert abs(force[atom, axis] + slope) < 1e-8, (name, atom, axis)
             np.testing.assert_allclose(force.sum(0), 0.0, atol=1e-10, err_msg=name)
-        assert np.abs(self.predict(model, self._cluster())["force"]).max() > 1e-6, "no force depends on a position"
+        assert np.abs(self.predict(model, self._cluster())["force"]).max() > 1e-6, (
+            "no force depends on a position"
+        )
 
     def test_virial_is_the_negative_slope_against_strain(self) -> None:
         """Compare the virial with finite differences; it is symmetric."""
@@ -113,7 +126,10 @@ class DescriptorChecks:
 
     @staticmethod
     def _slope(values: Sequence[float], step: float) -> float:
-        return float(sum(weight * value for (_, weight), value in zip(STENCIL, values, strict=True))) / step
+        return (
+            float(sum(weight * value for (_, weight), value in zip(STENCIL, values, strict=True)))
+            / step
+        )
 
     def test_rotation_turns_forces_and_virial(self) -> None:
         """The energy is a scalar, of mirror images, too."""
@@ -121,11 +137,20 @@ class DescriptorChecks:
         turn, _ = np.linalg.qr(np.random.default_rng(2).normal(size=(3, 3)))
         for matrix in (turn, -turn):
             for name, frame in self._structures().items():
-                before, after = self.predict(model, frame), self.predict(model, frame.mapped(matrix))
+                before, after = (
+                    self.predict(model, frame),
+                    self.predict(model, frame.mapped(matrix)),
+                )
                 virial = matrix.T @ before["virial"].reshape(3, 3) @ matrix
-                np.testing.assert_allclose(after["energy"], before["energy"], rtol=1e-12, err_msg=name)
-                np.testing.assert_allclose(after["force"], before["force"] @ matrix, atol=1e-10, err_msg=name)
-                np.testing.assert_allclose(after["virial"].reshape(3, 3), virial, atol=1e-9, err_msg=name)
+                np.testing.assert_allclose(
+                    after["energy"], before["energy"], rtol=1e-12, err_msg=name
+                )
+                np.testing.assert_allclose(
+                    after["force"], before["force"] @ matrix, atol=1e-10, err_msg=name
+                )
+                np.testing.assert_allclose(
+                    after["virial"].reshape(3, 3), virial, atol=1e-9, err_msg=name
+                )
 
     def test_translation_changes_nothing(self) -> None:
         """Atoms of a periodic structure may lie outside the cell."""
@@ -134,7 +159,9 @@ class DescriptorChecks:
             moved = frame._replace(coord=frame.coord + np.array([3.1, -20.7, 0.4]))
             before, after = self.predict(model, frame), self.predict(model, moved)
             for key, value in before.items():
-                np.testing.assert_allclose(after[key], value, rtol=1e-10, atol=1e-9, err_msg=f"{name} {key}")
+                np.testing.assert_allclose(
+                    after[key], value, rtol=1e-10, atol=1e-9, err_msg=f"{name} {key}"
+                )
 
     def test_permutation_permutes_the_results(self) -> None:
         """The order of atoms has no meaning."""
@@ -142,10 +169,14 @@ class DescriptorChecks:
         for name, frame in self._structures().items():
             order = np.random.default_rng(3).permutation(len(frame.coord))
             before = self.predict(model, frame)
-            after = self.predict(model, frame._replace(coord=frame.coord[order], atype=frame.atype[order]))
+            after = self.predict(
+                model, frame._replace(coord=frame.coord[order], atype=frame.atype[order])
+            )
             np.testing.assert_allclose(after["energy"], before["energy"], rtol=1e-12, err_msg=name)
             for key in ("atom_energy", "force"):
-                np.testing.assert_allclose(after[key], before[key][:, order], rtol=1e-10, atol=1e-10, err_msg=name)
+                np.testing.assert_allclose(
+                    after[key], before[key][:, order], rtol=1e-10, atol=1e-10, err_msg=name
+                )
 
     def test_energy_is_extensive(self) -> None:
         """Two clusters out of each other's reach, and a doubled cell, have twice the energy."""
@@ -153,11 +184,15 @@ class DescriptorChecks:
         for name, frame in self._structures().items():
             away = np.array([60.0, 0.0, 0.0]) if frame.box is None else frame.box[0]
             box = None if frame.box is None else frame.box * np.array([[2.0], [1.0], [1.0]])
-            twice = Structure(np.vstack([frame.coord, frame.coord + away]), np.tile(frame.atype, 2), box)
+            twice = Structure(
+                np.vstack([frame.coord, frame.coord + away]), np.tile(frame.atype, 2), box
+            )
             one, two = self.predict(model, frame), self.predict(model, twice)
             np.testing.assert_allclose(two["energy"], 2 * one["energy"], rtol=1e-12, err_msg=name)
             np.testing.assert_allclose(two["virial"], 2 * one["virial"], atol=1e-9, err_msg=name)
-            np.testing.assert_allclose(two["force"], np.tile(one["force"], (1, 2, 1)), atol=1e-10, err_msg=name)
+            np.testing.assert_allclose(
+                two["force"], np.tile(one["force"], (1, 2, 1)), atol=1e-10, err_msg=name
+            )
 
     def test_smooth_at_every_cut_off(self) -> None:
         """No jump where an atom leaves, beyond what a smooth function does on the way."""
@@ -171,7 +206,9 @@ class DescriptorChecks:
         jumps = {}
         for rcut in sorted({model.rcut, *(radius for radius, _ in model.neighbors.inner)}):
             before, below, above, after = (at(rcut + shift * 1e-5) for shift in (-3, -1, 1, 3))
-            jumps[rcut] = np.abs(above - below - 0.5 * (below - before) - 0.5 * (after - above)).max()
+            jumps[rcut] = np.abs(
+                above - below - 0.5 * (below - before) - 0.5 * (after - above)
+            ).max()
         assert not self.smooth or max(jumps.values()) < 1e-8, jumps
 
     def test_dynamics_conserve_the_energy(self) -> None:
@@ -201,22 +238,33 @@ class DescriptorChecks:
         model, frames = self.build(), list(self._structures().values())[:2]
         parameters = [p for p in model.parameters() if p.requires_grad]
         random = torch.Generator().manual_seed(7)
-        along = [torch.randn(p.shape, generator=random, dtype=torch.float64).to(p.dtype) for p in parameters]
+        along = [
+            torch.randn(p.shape, generator=random, dtype=torch.float64).to(p.dtype)
+            for p in parameters
+        ]
 
         def loss() -> torch.Tensor:
             total = torch.zeros((), dtype=torch.float64)
             for frame in frames:
                 out = model(self.batch(model, frame), force=True, virial=True)
                 weights = torch.linspace(0.5, 1.5, out["force"].numel(), dtype=torch.float64)
-                total = total + 0.1 * out["energy"].sum() + (weights * out["force"].flatten()).square().sum()
+                total = (
+                    total
+                    + 0.1 * out["energy"].sum()
+                    + (weights * out["force"].flatten()).square().sum()
+                )
                 total = total + 0.1 * out["virial"].square().sum()
             return total
 
         gradients = torch.autograd.grad(loss(), parameters, allow_unused=True)
-        found = sum(float((g * d).sum()) for g, d in zip(gradients, along, strict=True) if g is not None)
+        found = sum(
+            float((g * d).sum()) for g, d in zip(gradients, along, strict=True) if g is not None
+        )
         values = []
         with torch.no_grad():
-            for before, (step, _) in zip((0, *(s for s, _ in STENCIL)), (*STENCIL, (0, 0.0)), strict=True):
+            for before, (step, _) in zip(
+                (0, *(s for s, _ in STENCIL)), (*STENCIL, (0, 0.0)), strict=True
+            ):
                 for p, d in zip(parameters, along, strict=True):
                     p.add_(d, alpha=1e-4 * (step - before))
                 values.append(float(loss()))
@@ -227,8 +275,13 @@ class DescriptorChecks:
         model = self.build()
         line = np.array([[0.0, 0, 0], [0, 0, 1.3], [0, 0, 2.6], [40.0, 0, 0], [0, 0, 0]])
         padded = Structure(line, np.array([0, 1, 1, 0, -1]))
-        out = model(self.batch(model, padded, Structure(line[::-1].copy(), padded.atype[::-1].copy())), virial=True)
-        (out["energy"].sum() + out["force"].square().sum() + out["virial"].square().sum()).backward()
+        out = model(
+            self.batch(model, padded, Structure(line[::-1].copy(), padded.atype[::-1].copy())),
+            virial=True,
+        )
+        (
+            out["energy"].sum() + out["force"].square().sum() + out["virial"].square().sum()
+        ).backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         assert gradients
         assert all(g.isfinite().all() for g in gradients)
@@ -240,7 +293,10 @@ class DescriptorChecks:
         rows = [0, 1, 2, 2, 3, 4, 4]
         atype = np.where([False, False, True, False, False, False, True], -1, frame.atype[rows])
         real = atype >= 0
-        alone, padded = self.predict(model, frame), self.predict(model, Structure(frame.coord[rows], atype))
+        alone, padded = (
+            self.predict(model, frame),
+            self.predict(model, Structure(frame.coord[rows], atype)),
+        )
         np.testing.assert_allclose(padded["energy"], alone["energy"], rtol=1e-12)
         np.testing.assert_allclose(padded["force"][:, real], alone["force"], atol=1e-10)
         assert not padded["force"][:, ~real].any()

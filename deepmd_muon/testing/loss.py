@@ -22,7 +22,13 @@ Tensors = dict[str, torch.Tensor]
 FRAMES, ATOMS = 3, 4
 # Widths per frame and per atom of everything that may be predicted or compared.
 OF_FRAMES = {"energy": (), "virial": (9,)}
-OF_ATOMS = {"force": (3,), "atom_energy": (), "atom_ener": (), "atom_pref": (), "atom_ener_coeff": ()}
+OF_ATOMS = {
+    "force": (3,),
+    "atom_energy": (),
+    "atom_ener": (),
+    "atom_pref": (),
+    "atom_ener_coeff": (),
+}
 
 
 class Named(NamedTuple):
@@ -53,16 +59,25 @@ class LossChecks:
         random = torch.Generator().manual_seed(seed)
         shapes = {name: (FRAMES, *width) for name, width in OF_FRAMES.items()}
         shapes |= {name: (FRAMES, ATOMS, *width) for name, width in OF_ATOMS.items()}
-        return {name: torch.randn(shapes[name], generator=random, dtype=torch.float64) for name in names}
+        return {
+            name: torch.randn(shapes[name], generator=random, dtype=torch.float64) for name in names
+        }
 
     def predicted(self, loss: Loss) -> Tensors:
         """Return a prediction of the quantities that the loss needs."""
-        names = ("energy", "atom_energy", *["force"] * loss.needs_force, *["virial"] * loss.needs_virial)
+        names = (
+            "energy",
+            "atom_energy",
+            *["force"] * loss.needs_force,
+            *["virial"] * loss.needs_virial,
+        )
         return self.draw(1, names)
 
     def labelled(self) -> Tensors:
         """Return every label."""
-        label = self.draw(2, ("energy", "force", "virial", "atom_ener", "atom_pref", "atom_ener_coeff"))
+        label = self.draw(
+            2, ("energy", "force", "virial", "atom_ener", "atom_pref", "atom_ener_coeff")
+        )
         return {**label, "atom_pref": label["atom_pref"].abs()}
 
     @staticmethod
@@ -110,7 +125,9 @@ class LossChecks:
         loss, label = self.build(), self.labelled()
         leaves = {name: value.requires_grad_() for name, value in self.predicted(loss).items()}
         for term in loss.terms:
-            rest: dict[str, torch.Tensor | None] = {k: v for k, v in label.items() if k not in term.labels}
+            rest: dict[str, torch.Tensor | None] = {
+                k: v for k, v in label.items() if k not in term.labels
+            }
             for given in (rest, {**rest, **dict.fromkeys(term.labels)}):
                 value, metrics = loss(leaves, given, 0.3, ATOMS)
                 assert metrics[term.metric].isnan(), term.metric
@@ -128,7 +145,10 @@ class LossChecks:
         leaves = {name: value.requires_grad_() for name, value in self.predicted(loss).items()}
         values = []
         for filler in (0.0, 1e6):
-            filled = {name: value.clone() if name.startswith("find_") else value for name, value in partial.items()}
+            filled = {
+                name: value.clone() if name.startswith("find_") else value
+                for name, value in partial.items()
+            }
             for name in label:
                 filled[name] = label[name].clone()
                 filled[name][1] = filler
@@ -147,13 +167,19 @@ class LossChecks:
         prediction, values, padded = self.predicted(loss), [], set(OF_ATOMS) - {"atom_ener_coeff"}
         for filler in (0.0, 1e3):
             changed = [
-                {k: v.masked_fill(~mask.view(*mask.shape, *[1] * (v.dim() - 2)), filler) if k in padded else v}
+                {
+                    k: v.masked_fill(~mask.view(*mask.shape, *[1] * (v.dim() - 2)), filler)
+                    if k in padded
+                    else v
+                }
                 for given in (prediction, label)
                 for k, v in given.items()
             ]
             first, second = changed[: len(prediction)], changed[len(prediction) :]
             leaves = {k: v.requires_grad_() for part in first for k, v in part.items()}
-            value, metrics = loss(leaves, {k: v for part in second for k, v in part.items()}, 0.3, ATOMS, mask)
+            value, metrics = loss(
+                leaves, {k: v for part in second for k, v in part.items()}, 0.3, ATOMS, mask
+            )
             for name, gradient in self.gradients(value, leaves).items():
                 assert name not in OF_ATOMS or not gradient[~mask].any(), name
             values.append([value.detach(), *metrics.values()])
@@ -181,14 +207,29 @@ class LossChecks:
             assert np.isfinite(np.loadtxt("lcurve.out")).all()
             written = json.loads(Path("out.json").read_text())["loss"]
             assert {key: written[key] for key in self.loss} == dict(self.loss)
-            assert run(load("input.json"), log_level="ERROR", skip_neighbor_stat=True, restart="model.ckpt-2.pt") == 0
+            assert (
+                run(
+                    load("input.json"),
+                    log_level="ERROR",
+                    skip_neighbor_stat=True,
+                    restart="model.ckpt-2.pt",
+                )
+                == 0
+            )
             again = read_checkpoint("model.ckpt-4.pt")["model"]
             tensors = [name for name, value in whole.items() if isinstance(value, torch.Tensor)]
             assert tensors
             assert all(torch.equal(whole[name], again[name]) for name in tensors)
 
     def _input(self) -> dict[str, Any]:
-        descriptor = {"type": "se_e2_a", "rcut": 4.0, "rcut_smth": 1.0, "sel": [8, 8], "neuron": [2, 4], "seed": 1}
+        descriptor = {
+            "type": "se_e2_a",
+            "rcut": 4.0,
+            "rcut_smth": 1.0,
+            "sel": [8, 8],
+            "neuron": [2, 4],
+            "seed": 1,
+        }
         data = {"systems": ["system"], "batch_size": 2}
         return {
             "model": {
@@ -215,10 +256,16 @@ class LossChecks:
         Path("system/type.raw").write_text("0\n1\n1\n0\n")
         Path("system/type_map.raw").write_text("O\nH\n")
         corners = 1.5 * np.array([[0.0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]])
-        np.save(folder / "coord.npy", (corners + 0.1 * random.normal(size=(6, 4, 3))).reshape(6, 12))
+        np.save(
+            folder / "coord.npy", (corners + 0.1 * random.normal(size=(6, 4, 3))).reshape(6, 12)
+        )
         np.save(folder / "box.npy", np.tile(8.0 * np.eye(3).ravel(), (6, 1)))
         for label in labels:
-            width = 4 * int(np.prod(OF_ATOMS[label])) if label in OF_ATOMS else int(np.prod(OF_FRAMES[label]))
+            width = (
+                4 * int(np.prod(OF_ATOMS[label]))
+                if label in OF_ATOMS
+                else int(np.prod(OF_FRAMES[label]))
+            )
             np.save(folder / f"{label}.npy", np.abs(0.1 * random.normal(size=(6, width))))
 
 

@@ -32,7 +32,9 @@ class Structure(NamedTuple):
 
     def mapped(self, matrix: np.ndarray) -> Structure:
         """Return the structure with every vector multiplied by a matrix `(3, 3)` from the right."""
-        return self._replace(coord=self.coord @ matrix, box=None if self.box is None else self.box @ matrix)
+        return self._replace(
+            coord=self.coord @ matrix, box=None if self.box is None else self.box @ matrix
+        )
 
 
 def scattered(natoms: int, ntypes: int, edge: float, seed: int, *, apart: float = 1.2) -> Structure:

@@ -77,7 +77,9 @@ def build_of(given: Input) -> EnergyModel | Branches:
     models = {name: branch.model for name, branch in given.branches.items()}
     aliases = {}
     if isinstance(given.settings, MultiTaskSettings):
-        aliases = {name: one.model_branch_alias for name, one in given.settings.model.model_dict.items()}
+        aliases = {
+            name: one.model_branch_alias for name, one in given.settings.model.model_dict.items()
+        }
     return build_branches(models, given.references, aliases)
 
 
@@ -92,7 +94,12 @@ def make_branches(
     models = branches_of(model)
     found = {}
     for name, settings in given.branches.items():
-        parts = models[name], build_loss(settings.loss), data[name], distances.get(name, UNKNOWN_DISTANCE)
+        parts = (
+            models[name],
+            build_loss(settings.loss),
+            data[name],
+            distances.get(name, UNKNOWN_DISTANCE),
+        )
         found[name] = RunBranch(name, settings, *parts, continued.get(name, name))
     return found
 
@@ -109,7 +116,9 @@ def require_labels(branches: Mapping[str, RunBranch]) -> None:
         raise TrainingError("; ".join(errors))
 
 
-def length_and_probabilities(given: Input, data: Mapping[str, Data]) -> tuple[int, dict[str, float]]:
+def length_and_probabilities(
+    given: Input, data: Mapping[str, Data]
+) -> tuple[int, dict[str, float]]:
     """Return the length of the run in steps, of which each takes one batch a rank, and the branches' probabilities."""
     if not isinstance(given.settings, MultiTaskSettings):
         return number_of_steps(given.settings.training, data[SINGLE].training), {SINGLE: 1.0}
@@ -157,7 +166,9 @@ class TaskOrder:
         weights = np.array([*probabilities.values()])
         ones = (1,) * len(weights)
         # Draw branches like systems of one frame each.
-        self._sampler = Sampler(ones, ones, weights, seed_of(seed, "order of tasks"), identity=repr(self._names))
+        self._sampler = Sampler(
+            ones, ones, weights, seed_of(seed, "order of tasks"), identity=repr(self._names)
+        )
 
     def deal(self, loaders: Mapping[str, DataLoader]) -> None:
         """Arrange how the batches of each branch are dealt out to the ranks: all take one in its steps."""

@@ -40,7 +40,9 @@ class Ema:
         of these, the average is the parameters. None for the exponential average.
     """
 
-    def __init__(self, model: EnergyModel | Branches, decay: float = 0.999, first: int | None = None) -> None:
+    def __init__(
+        self, model: EnergyModel | Branches, decay: float = 0.999, first: int | None = None
+    ) -> None:
         if not 0.0 <= decay < 1.0:
             raise EmaError(f"ema_decay must be in [0, 1); found {decay!r}")
         self.decay = decay
@@ -111,7 +113,10 @@ class Ema:
         or shapes is an EmaError.
         """
         stored = {name: tensor for name, tensor in state["model"].items() if tensor.numel()}
-        missing, unknown = self._average.keys() - stored.keys(), stored.keys() - self._first_names().keys()
+        missing, unknown = (
+            self._average.keys() - stored.keys(),
+            stored.keys() - self._first_names().keys(),
+        )
         if missing or unknown:
             raise EmaError(
                 f"the stored average is of another model: it lacks {len(missing)} of the parameters "
@@ -120,13 +125,21 @@ class Ema:
         for name, average in self._average.items():
             if stored[name].shape != average.shape:
                 found, expected = tuple(stored[name].shape), tuple(average.shape)
-                raise EmaError(f"stored average of {name} has shape {found}; the model's is {expected}")
+                raise EmaError(
+                    f"stored average of {name} has shape {found}; the model's is {expected}"
+                )
         stored = {name: stored[name] for name in self._average}
-        left = {name: torch.empty_like(self._average[name], dtype=x.dtype) for name, x in stored.items() if x.is_meta}
+        left = {
+            name: torch.empty_like(self._average[name], dtype=x.dtype)
+            for name, x in stored.items()
+            if x.is_meta
+        }
         if left and path is not None:
             read_into(path, {("ema", "model", name): x for name, x in left.items()})
         for name, average in self._average.items():
             value = left[name] if name in left else shard_like(stored[name], average)
             local_part(average).copy_(local_part(value))
         if state.get("decay", self.decay) != self.decay:
-            log.warning("ema_decay is %g here and was %g before the restart", self.decay, state["decay"])
+            log.warning(
+                "ema_decay is %g here and was %g before the restart", self.decay, state["decay"]
+            )

@@ -36,10 +36,14 @@ def learning_rate(settings: LearningRateSettings, num_steps: int) -> Schedule:
     if settings.warmup_ratio is not None:
         warmup = int(settings.warmup_ratio * num_steps)
     if warmup and warmup >= num_steps:
-        raise LearningRateError(f"the warm-up takes {warmup} steps, the whole run only {num_steps}; shorten it")
+        raise LearningRateError(
+            f"the warm-up takes {warmup} steps, the whole run only {num_steps}; shorten it"
+        )
     steps = num_steps - warmup
     if isinstance(settings, ExpSettings):
-        decay = exponential(start, stop, steps, settings.decay_steps, settings.decay_rate, smooth=settings.smooth)
+        decay = exponential(
+            start, stop, steps, settings.decay_steps, settings.decay_rate, smooth=settings.smooth
+        )
     elif isinstance(settings, WSDSettings):
         # The ratio counts from the whole run, but the decay starts after the warm-up at the earliest.
         phase = max(1, min(int(settings.decay_phase_ratio * num_steps), steps))
@@ -49,7 +53,9 @@ def learning_rate(settings: LearningRateSettings, num_steps: int) -> Schedule:
     return with_warmup(decay, start, warmup, settings.warmup_start_factor)
 
 
-def with_warmup(decay: Schedule, start_lr: float, warmup_steps: int, start_factor: float) -> Schedule:
+def with_warmup(
+    decay: Schedule, start_lr: float, warmup_steps: int, start_factor: float
+) -> Schedule:
     """Rise linearly from `start_factor * start_lr` to `start_lr`, then follow `decay` from its step 0."""
     if warmup_steps == 0:
         return decay
@@ -105,7 +111,11 @@ def cosine(start_lr: float, stop_lr: float, num_steps: int) -> Schedule:
 
 
 def stable_then_decay(
-    start_lr: float, stop_lr: float, num_steps: int, phase_steps: int, decay_type: DecayType = "inverse_linear"
+    start_lr: float,
+    stop_lr: float,
+    num_steps: int,
+    phase_steps: int,
+    decay_type: DecayType = "inverse_linear",
 ) -> Schedule:
     """Keep `start_lr`, then fall to `stop_lr` during the last `phase_steps` of `num_steps` steps.
 

@@ -13,7 +13,13 @@ import torch
 
 from deepmd_muon.argcheck import Input
 from deepmd_muon.checkpoint_file.file import understood
-from deepmd_muon.data import DataLoader, NeighborCache, NeighborStatistics, System, neighbor_statistics
+from deepmd_muon.data import (
+    DataLoader,
+    NeighborCache,
+    NeighborStatistics,
+    System,
+    neighbor_statistics,
+)
 from deepmd_muon.data.neighbors.cache import number_of_types
 from deepmd_muon.data.sampling.samples import frame_costs, sample_frames, sample_with
 from deepmd_muon.model import EnergyModel, Structures
@@ -43,19 +49,29 @@ _CPU = torch.device("cpu")
 _MOST_COUNTED, _MEASURED = 5 << 14, 1 << 14
 
 
-def take_from_checkpoint(given: Input, sources: Mapping[str, Source], *, use_pretrain_script: bool) -> Input:
+def take_from_checkpoint(
+    given: Input, sources: Mapping[str, Source], *, use_pretrain_script: bool
+) -> Input:
     """Let checkpoints decide type maps that the input omits, or whole models, and the scales of a run that goes on."""
     for name, source in sources.items():
         if not given.branches[name].model.type_map:
             given = given.with_model([name], type_map=source.model.type_map)
-            log.info("model/type_map is left out and becomes %s, as in %s", list(source.model.type_map), source.path)
+            log.info(
+                "model/type_map is left out and becomes %s, as in %s",
+                list(source.model.type_map),
+                source.path,
+            )
     if use_pretrain_script:
         present = given.branches
-        given = given.with_models({name: source.script(present[name].model) for name, source in sources.items()})
+        given = given.with_models(
+            {name: source.script(present[name].model) for name, source in sources.items()}
+        )
         for names in given.descriptor_sections.values():
             # A branch that starts anew shares what the script of another one says.
             if scripted := next((name for name in names if name in sources), None):
-                given = given.with_model(names, descriptor=given.branches[scripted].model.descriptor)
+                given = given.with_model(
+                    names, descriptor=given.branches[scripted].model.descriptor
+                )
     first = next(iter(sources.values()), None)
     if given.scales is None or first is None or first.way != "restart":
         return given
@@ -97,11 +113,18 @@ def resolve_sel(
         if source := next((sources[name] for name in names if name in sources), None):
             descriptor = descriptor.with_counts_of(source.model.descriptor)
             given = given.with_model(names, descriptor=descriptor)
-            log.info("sel of %s becomes %s, as in %s", where, list(descriptor.neighbors().sel), source.path)
+            log.info(
+                "sel of %s becomes %s, as in %s",
+                where,
+                list(descriptor.neighbors().sel),
+                source.path,
+            )
             if not descriptor.needs_counts:
                 continue
         if not count:
-            raise TrainingError(f'{where}/sel is "auto", which needs the neighbour statistics: give numbers')
+            raise TrainingError(
+                f'{where}/sel is "auto", which needs the neighbour statistics: give numbers'
+            )
         together = [system for name in names for system in systems[name].training]
         counted: dict[float, NeighborStatistics] = {}
         resolved = descriptor.with_counts(partial(_count_within, together, device, counted))
@@ -113,7 +136,9 @@ def resolve_sel(
     return given, statistics
 
 
-def frames_to_list(given: Input, model: EnergyModel, loader: DataLoader, *, measured: bool) -> list[np.ndarray] | None:
+def frames_to_list(
+    given: Input, model: EnergyModel, loader: DataLoader, *, measured: bool
+) -> list[np.ndarray] | None:
     """Return the frames of each training system whose neighbour lists are read before the first step.
 
     Those are read by statistics, if the data are `measured`, and by the length of descriptors. None where all frames
@@ -131,7 +156,12 @@ def frames_to_list(given: Input, model: EnergyModel, loader: DataLoader, *, meas
 
 
 def counting_of(
-    given: Input, model: EnergyModel, loader: DataLoader, sample: DeviceSample | None, *, measured: bool
+    given: Input,
+    model: EnergyModel,
+    loader: DataLoader,
+    sample: DeviceSample | None,
+    *,
+    measured: bool,
 ) -> Count:
     """Return what counts neighbours in a loader's systems: the device, or the host, which lists what is read next."""
     if sample is not None:
@@ -140,7 +170,9 @@ def counting_of(
     return partial(neighbor_statistics, loader.systems, model.rcut, loader.cache, listed=listed)
 
 
-def check_sel(model: EnergyModel, loader: DataLoader, count: Count, where: str = "model") -> NeighborStatistics:
+def check_sel(
+    model: EnergyModel, loader: DataLoader, count: Count, where: str = "model"
+) -> NeighborStatistics:
     """Count neighbours in training frames, and warn when the model's `sel` is too small.
 
     The frames behind the statistics of the data are among those counted.
@@ -149,7 +181,11 @@ def check_sel(model: EnergyModel, loader: DataLoader, count: Count, where: str =
     found = _count_neighbors(loader.systems, model.rcut, numbers, count)
     most = found.max_neighbors if model.by_type else (found.max_total,)
     names = model.type_map if model.by_type else ("all types",)
-    short = [f"{name}: {n} > {limit}" for name, n, limit in zip(names, most, model.sel, strict=True) if n > limit]
+    short = [
+        f"{name}: {n} > {limit}"
+        for name, n, limit in zip(names, most, model.sel, strict=True)
+        if n > limit
+    ]
     if short:
         enough = [-(-n // 4) * 4 for n in most]  # deepmd-kit rounds sel up to multiples of 4
         log.warning(
@@ -163,13 +199,18 @@ def check_sel(model: EnergyModel, loader: DataLoader, count: Count, where: str =
 
 
 def _count_within(
-    systems: Sequence[System], device: torch.device, counted: dict[float, NeighborStatistics], rcut: float
+    systems: Sequence[System],
+    device: torch.device,
+    counted: dict[float, NeighborStatistics],
+    rcut: float,
 ) -> NeighborStatistics:
     """Count neighbours within a cut-off in a sample of frames, and keep the result in `counted`."""
     cache = NeighborCache(rcut, None, by_type=False, ntypes=max(map(number_of_types, systems)))
     sample = sample_on(device, systems, cache)
     count: Count = sample.count if sample else partial(neighbor_statistics, systems, rcut)
-    counted[rcut] = _count_neighbors(systems, rcut, sample_frames(systems, _MOST_COUNTED, rcut), count)
+    counted[rcut] = _count_neighbors(
+        systems, rcut, sample_frames(systems, _MOST_COUNTED, rcut), count
+    )
     return counted[rcut]
 
 
@@ -190,7 +231,10 @@ def _count_neighbors(
 
 
 def suit_scales(
-    given: Input, branches: Mapping[str, RunBranch], ranks: Ranks, samples: Mapping[str, DeviceSample]
+    given: Input,
+    branches: Mapping[str, RunBranch],
+    ranks: Ranks,
+    samples: Mapping[str, DeviceSample],
 ) -> Input:
     """Lower the scales of HybridMuon that the input omits, and no checkpoint had, where descriptors are long.
 

@@ -121,7 +121,11 @@ def run(
         files = RunFiles(given, output, log_path)
         found = init_model or (None if restart in AUTOMATIC else restart)
         ranks.from_first("looking at its outputs", lambda: files.check(found or finetune))
-        stack.enter_context(explained(lambda: Moment("preparing"), lambda: checkpoint_path(found) if found else None))
+        stack.enter_context(
+            explained(
+                lambda: Moment("preparing"), lambda: checkpoint_path(found) if found else None
+            )
+        )
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
 
         def claimed() -> str | None:
@@ -130,7 +134,11 @@ def run(
             return continued_by(restart, training.save_ckpt)
 
         restart = ranks.from_first("locking its files", claimed)
-        ways: dict[Way, str | None] = {"restart": restart, "init_model": init_model, "finetune": finetune}
+        ways: dict[Way, str | None] = {
+            "restart": restart,
+            "init_model": init_model,
+            "finetune": finetune,
+        }
         sources = read_sources(given, ways, model_branch, alone=ranks.size == 1)
         first = next(iter(sources.values())) if restart else None
         given = take_from_checkpoint(given, sources, use_pretrain_script=use_pretrain_script)
@@ -139,7 +147,9 @@ def run(
             _check_outputs(given, output)
         if make_data is not None:
             ranks.from_first("drawing structures to replay", make_data)
-        trainer = _prepare(given, sources, ranks, output, count=not skip_neighbor_stat, force_load=force_load)
+        trainer = _prepare(
+            given, sources, ranks, output, count=not skip_neighbor_stat, force_load=force_load
+        )
         if first is not None:
             content = state_of(sources, trainer.model, trainer.optimizer, alone=ranks.size == 1)
             with understood(first.path):
@@ -187,7 +197,13 @@ def _require_tables(model: EnergyModel | Branches, sources: Mapping[str, Source]
 
 
 def _prepare(
-    given: Input, sources: dict[str, Source], ranks: Ranks, output: str, *, count: bool, force_load: bool
+    given: Input,
+    sources: dict[str, Source],
+    ranks: Ranks,
+    output: str,
+    *,
+    count: bool,
+    force_load: bool,
 ) -> Trainer:
     """Open the data, build the models with their statistics or weights, and make the trainer."""
     warm_up(ranks.device)
@@ -199,7 +215,8 @@ def _prepare(
         for opened in systems.values():
             warn_of_shared_frames(opened.training, opened.validation)
     given, statistics = ranks.from_first(
-        "counting neighbours", lambda: resolve_sel(given, systems, sources, count=count, device=ranks.device)
+        "counting neighbours",
+        lambda: resolve_sel(given, systems, sources, count=count, device=ranks.device),
     )
     for name, source in sources.items():
         source.check(given.branches[name].model, insist=force_load)
@@ -215,19 +232,32 @@ def _prepare(
     chosen = given.settings.training.seed
     seed = ranks.from_first("drawing a seed", new_seed) if chosen is None else chosen
     data = make_loaders(given, systems, caches, seed, ranks)
-    settled = {name for name, one in sources.items() if one.has_statistics(given.branches[name].model.type_map)}
+    settled = {
+        name
+        for name, one in sources.items()
+        if one.has_statistics(given.branches[name].model.type_map)
+    }
     measured = force_load or settled != given.branches.keys()
     fitted = any(one.way == "finetune" for one in sources.values())
     loaders = {name: one.training for name, one in data.items()}
-    found = {name: sample_on(ranks.device, loader.systems, loader.cache) for name, loader in loaders.items()}
+    found = {
+        name: sample_on(ranks.device, loader.systems, loader.cache)
+        for name, loader in loaders.items()
+    }
     samples = {name: sample for name, sample in found.items() if sample is not None}
     for name, one in branches_of(model).items():
         if name not in statistics and count:
-            counting = counting_of(given, one, loaders[name], samples.get(name), measured=measured or fitted)
-            checked = partial(check_sel, one, loaders[name], counting, given.branches[name].model_path)
+            counting = counting_of(
+                given, one, loaders[name], samples.get(name), measured=measured or fitted
+            )
+            checked = partial(
+                check_sel, one, loaders[name], counting, given.branches[name].model_path
+            )
             statistics[name] = ranks.from_first("counting neighbours", checked)
     if not any(p.requires_grad for p in model.parameters()):
-        raise TrainingError("nothing is trainable: set trainable to true in model/descriptor or model/fitting_net")
+        raise TrainingError(
+            "nothing is trainable: set trainable to true in model/descriptor or model/fitting_net"
+        )
     log.info(
         "model: %d trainable weights of %d on %s",
         sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -237,7 +267,9 @@ def _prepare(
     distances = {name: found.min_distance for name, found in statistics.items()}
     continued = {name: source.branch for name, source in sources.items()}
     branches = make_branches(given, model, data, distances, continued)
-    _set_weights(model, branches, sources, samples if measured else None, ranks, force_load=force_load)
+    _set_weights(
+        model, branches, sources, samples if measured else None, ranks, force_load=force_load
+    )
     suited = suit_scales(given, branches, ranks, samples)
     if ranks.first and suited != given:
         dump(suited.normalized, output)
@@ -258,11 +290,17 @@ def _set_weights(
         model.to(ranks.device)
     if samples is not None:
         beside_model = {} if sources else samples
-        ranks.from_first("computing statistics", lambda: set_model_statistics(branches, beside_model))
-    for name in reversed(sources):  # of parts that are shared now and were not, those of the first branch stay
+        ranks.from_first(
+            "computing statistics", lambda: set_model_statistics(branches, beside_model)
+        )
+    for name in reversed(
+        sources
+    ):  # of parts that are shared now and were not, those of the first branch stay
         sources[name].load_into(branches[name].model, force=force_load)
     model.to(ranks.device)
     for name, source in sources.items():
-        settle = partial(settle_energy_bias, branches[name].model, source, branches[name].data.training)
+        settle = partial(
+            settle_energy_bias, branches[name].model, source, branches[name].data.training
+        )
         ranks.from_first("fitting the energy bias", settle)
     ranks.copy_from_first(model)

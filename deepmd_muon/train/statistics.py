@@ -63,7 +63,9 @@ def set_model_statistics(
     for branch in branches.values():
         groups.setdefault(id(branch.model.atomic_model.descriptor), []).append(branch)
     for group in groups.values():
-        kept = [arrays for branch in group if (arrays := _kept_statistics(branch, group)) is not None]
+        kept = [
+            arrays for branch in group if (arrays := _kept_statistics(branch, group)) is not None
+        ]
         found = kept if len(kept) == len(group) else _compute(group, samples)
         for branch, arrays in zip(group, found, strict=True):
             if found is not kept and (path := branch.settings.data.stat_file):
@@ -77,13 +79,25 @@ def _take_statistics(branch: RunBranch, arrays: Mapping[str, np.ndarray]) -> Non
     net = model.atomic_model.fitting_net
     for name in PARAMETERS:
         if f"{name}_mean" in arrays and isinstance(net, Conditioned):
-            mean, deviation = (torch.from_numpy(arrays[f"{name}_{what}"]) for what in ("mean", "stddev"))
+            mean, deviation = (
+                torch.from_numpy(arrays[f"{name}_{what}"]) for what in ("mean", "stddev")
+            )
             net.set_parameter_statistics(name, mean, deviation)
-            log.info("%s%s: mean %s, deviation %s", branch.prefix, name, mean.tolist(), deviation.tolist())
+            log.info(
+                "%s%s: mean %s, deviation %s",
+                branch.prefix,
+                name,
+                mean.tolist(),
+                deviation.tolist(),
+            )
     if "energy_bias" in arrays:
         model.set_energy_bias(torch.from_numpy(arrays["energy_bias"]))
         bias = zip(model.type_map, arrays["energy_bias"].ravel(), strict=True)
-        log.info("%senergy bias: %s", branch.prefix, ", ".join(f"{name} {value:.6g} eV" for name, value in bias))
+        log.info(
+            "%senergy bias: %s",
+            branch.prefix,
+            ", ".join(f"{name} {value:.6g} eV" for name, value in bias),
+        )
     else:
         log.warning("%sno training system has energies: the energy bias stays 0", branch.prefix)
 
@@ -102,7 +116,9 @@ def _key_of(branch: RunBranch, group: Sequence[RunBranch]) -> dict[str, object]:
     new = {name: getattr(settings, name) for name in ("pair_exclude_types", "atom_exclude_types")}
     new |= {name: getattr(settings.fitting_net, name, 0) for name in ("numb_fparam", "numb_aparam")}
     return {
-        **{name: value for name, value in new.items() if value},  # without: the key of earlier releases
+        **{
+            name: value for name, value in new.items() if value
+        },  # without: the key of earlier releases
         "descriptor": settings.descriptor.statistics_key(),
         "type_map": list(settings.type_map),
         "data_stat_protect": settings.data_stat_protect,
@@ -126,22 +142,32 @@ def _kept_statistics(branch: RunBranch, group: Sequence[RunBranch]) -> dict[str,
 def _check_statistics(arrays: Mapping[str, np.ndarray], model: EnergyModel, path: str) -> None:
     """Refuse kept statistics of another shape or kind, which would end as a loss that is not finite."""
     ntypes = model.ntypes
-    shapes: dict[str, tuple[int, ...]] = {"mean": (ntypes, 4), "stddev": (ntypes, 4), "energy_bias": (ntypes,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "mean": (ntypes, 4),
+        "stddev": (ntypes, 4),
+        "energy_bias": (ntypes,),
+    }
     for name in PARAMETERS:
         if number := getattr(model.settings.fitting_net, f"numb_{name}", 0):
             shapes |= {f"{name}_mean": (number,), f"{name}_stddev": (number,)}
-    problems = [f"{name} is missing" for name in shapes if name not in arrays and name != "energy_bias"]
+    problems = [
+        f"{name} is missing" for name in shapes if name not in arrays and name != "energy_bias"
+    ]
     for name, found in arrays.items():
         if name not in shapes:
             problems.append(f"{name} is unknown")
         elif found.dtype.kind != "f" or found.size != math.prod(shapes[name]):
-            problems.append(f"{name} is {found.dtype} of shape {found.shape}, expected numbers of shape {shapes[name]}")
+            problems.append(
+                f"{name} is {found.dtype} of shape {found.shape}, expected numbers of shape {shapes[name]}"
+            )
         elif not np.isfinite(found).all():
             problems.append(f"{name} has values that are not finite")
         elif name.endswith("stddev") and not (found > 0.0).all():
             problems.append(f"{name} has values that are not above 0")
     if problems:
-        raise DataError(f"stat_file {path} is damaged: {'; '.join(problems)}; remove it, or name another")
+        raise DataError(
+            f"stat_file {path} is damaged: {'; '.join(problems)}; remove it, or name another"
+        )
 
 
 def measured_frames(model: EnergyModel, loader: DataLoader) -> list[np.ndarray]:
@@ -149,7 +175,9 @@ def measured_frames(model: EnergyModel, loader: DataLoader) -> list[np.ndarray]:
     return loader.bounded_numbers(model.settings.data_stat_nbatch, _MOST_MEASURED)
 
 
-def _compute(group: Sequence[RunBranch], samples: Mapping[str, DeviceSample]) -> list[dict[str, np.ndarray]]:
+def _compute(
+    group: Sequence[RunBranch], samples: Mapping[str, DeviceSample]
+) -> list[dict[str, np.ndarray]]:
     """Return the statistics of branches with one descriptor."""
     read: list[list[Frames]] = [[] for _ in group]
     model = group[0].model
@@ -162,8 +190,12 @@ def _compute(group: Sequence[RunBranch], samples: Mapping[str, DeviceSample]) ->
 
     # On the host further batches are built ahead while those before are standardised.
     reading = structures()
-    mean, stddev = environment_statistics(model, reading, protection=model.settings.data_stat_protect)
-    collections.deque(reading, maxlen=0)  # those that are not standardised are read for their energies
+    mean, stddev = environment_statistics(
+        model, reading, protection=model.settings.data_stat_protect
+    )
+    collections.deque(
+        reading, maxlen=0
+    )  # those that are not standardised are read for their energies
     found = [{"mean": mean.cpu().numpy(), "stddev": stddev.cpu().numpy()} for _ in group]
     for branch, own, arrays in zip(group, read, found, strict=True):
         weights = next(branch.model.atomic_model.fitting_net.parameters(), None)
@@ -172,11 +204,15 @@ def _compute(group: Sequence[RunBranch], samples: Mapping[str, DeviceSample]) ->
             for other, theirs in zip(group, read, strict=True)
             if next(other.model.atomic_model.fitting_net.parameters(), None) is weights
         ]
-        arrays |= _parameter_statistics([*itertools.chain(*sharing)], branch.model.settings.data_stat_protect)
+        arrays |= _parameter_statistics(
+            [*itertools.chain(*sharing)], branch.model.settings.data_stat_protect
+        )
         labelled = [frames for frames in own if frames.energy is not None]
         if labelled:
             settings = branch.model.settings
-            counts = np.concatenate([frames.type_counts(branch.model.ntypes) for frames in labelled])
+            counts = np.concatenate(
+                [frames.type_counts(branch.model.ntypes) for frames in labelled]
+            )
             counts[:, list(settings.atom_exclude_types)] = 0
             energies = np.concatenate([frames.energy for frames in labelled])
             rcond = getattr(settings.fitting_net, "rcond", None)
@@ -184,7 +220,9 @@ def _compute(group: Sequence[RunBranch], samples: Mapping[str, DeviceSample]) ->
     return found
 
 
-def _measured(branch: RunBranch, sample: DeviceSample | None) -> Iterator[tuple[Frames, Structures]]:
+def _measured(
+    branch: RunBranch, sample: DeviceSample | None
+) -> Iterator[tuple[Frames, Structures]]:
     """Yield the frames behind a branch's statistics, and their structures on the model's device."""
     model, loader = branch.model, branch.data.training
     if sample is not None:
@@ -208,7 +246,10 @@ def _parameter_statistics(every: Sequence[Frames], protection: float) -> dict[st
             joined = np.concatenate(rows)
             mean = joined.mean(axis=0)
             variance = np.clip(np.square(joined).mean(axis=0) - np.square(mean), 0.0, None)
-            found |= {f"{name}_mean": mean, f"{name}_stddev": np.maximum(np.sqrt(variance), protection)}
+            found |= {
+                f"{name}_mean": mean,
+                f"{name}_stddev": np.maximum(np.sqrt(variance), protection),
+            }
     return found
 
 
@@ -224,12 +265,18 @@ def settle_energy_bias(model: EnergyModel, source: Source, loader: DataLoader) -
     new = move.new if move else ()
     if source.new_fitting or not (new or source.way == "finetune"):
         return
-    keep = {name for name in model.type_map if name not in new} if source.way != "finetune" else set()
+    keep = (
+        {name for name in model.type_map if name not in new} if source.way != "finetune" else set()
+    )
     fixed = fixed_energies(model.settings)
     if fixed is not None:
-        keep |= {name for name, value in zip(model.type_map, fixed, strict=True) if not math.isnan(value)}
+        keep |= {
+            name for name, value in zip(model.type_map, fixed, strict=True) if not math.isnan(value)
+        }
     batches = loader.bounded_batches(model.settings.data_stat_nbatch, _MOST_MEASURED)
-    fit_energy_bias(model, batches, keep=keep, rcond=getattr(model.settings.fitting_net, "rcond", None))
+    fit_energy_bias(
+        model, batches, keep=keep, rcond=getattr(model.settings.fitting_net, "rcond", None)
+    )
 
 
 @torch.no_grad()
@@ -316,7 +363,9 @@ def change_bias(
         systems = with_parameters(open_data(model.type_map), Parameters.of(settings.fitting_net))
         fit_energy_bias(model, _samples(model, systems, frames), mode, rcond=rcond)
     elif len(values) != model.ntypes:
-        raise TrainingError(f"one energy is needed for each type of {list(model.type_map)}; found {len(values)}")
+        raise TrainingError(
+            f"one energy is needed for each type of {list(model.type_map)}; found {len(values)}"
+        )
     else:
         log.info("energy bias of %s: %s eV", ", ".join(model.type_map), list(values))
         model.set_energy_bias(values)
@@ -333,4 +382,6 @@ def _samples(model: EnergyModel, systems: list[System], frames: int) -> Iterator
     cache = NeighborCache.of(model.neighbors, model.ntypes, max_bytes=0)
     if frames:
         return DataLoader(systems, 1, cache=cache).sample_batches(frames)
-    return DataLoader(systems, "auto:1024", cache=cache).sample_batches(max(system.nframes for system in systems))
+    return DataLoader(systems, "auto:1024", cache=cache).sample_batches(
+        max(system.nframes for system in systems)
+    )

@@ -12,7 +12,14 @@ import numpy as np
 
 from deepmd_muon.argcheck import Input, TrainingDataSettings
 from deepmd_muon.argcheck.changes import changed_settings
-from deepmd_muon.data import DataLoader, NeighborCache, Parameters, System, open_systems, with_parameters
+from deepmd_muon.data import (
+    DataLoader,
+    NeighborCache,
+    Parameters,
+    System,
+    open_systems,
+    with_parameters,
+)
 from deepmd_muon.data.checks.digest import content_digest
 from deepmd_muon.data.checks.labels import suspicions
 from deepmd_muon.data.checks.overlap import shared_frames
@@ -70,25 +77,39 @@ def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
     for name, branch in given.branches.items():
         model = branch.model
         sections = branch.data.training_data, branch.data.validation_data
-        train, valid = (open_section(section, model.type_map) if section else [] for section in sections)
+        train, valid = (
+            open_section(section, model.type_map) if section else [] for section in sections
+        )
         if not model.type_map:
             names = elements_of(train)
             given = given.with_model([name], type_map=names)
-            train, valid = ([system.with_types(names) for system in part] for part in (train, valid))
-            log.info("model/type_map is left out and becomes %s: the types of the training data", list(names))
+            train, valid = (
+                [system.with_types(names) for system in part] for part in (train, valid)
+            )
+            log.info(
+                "model/type_map is left out and becomes %s: the types of the training data",
+                list(names),
+            )
         every = with_parameters([*train, *valid], Parameters.of(model.fitting_net))
         opened[name] = Systems(every[: len(train)], every[len(train) :])
         of_branch = f" of {name}" if given.multi_task else ""
-        for kind, systems in (("training", opened[name].training), ("validation", opened[name].validation)):
+        for kind, systems in (
+            ("training", opened[name].training),
+            ("validation", opened[name].validation),
+        ):
             if systems:
                 _log_systems(f"{kind} data{of_branch}", systems)
                 check_labels(systems)
     distinct = {id(system): system for systems in opened.values() for system in systems.all}
     found = suspicions([*distinct.values()])
     for number, suspicion in enumerate(found):
-        log.log(logging.WARNING if number < _MOST_SUSPICIONS else logging.DEBUG, "data: %s", suspicion)
+        log.log(
+            logging.WARNING if number < _MOST_SUSPICIONS else logging.DEBUG, "data: %s", suspicion
+        )
     if len(found) > _MOST_SUSPICIONS:
-        log.warning("data: %d more suspicions; --log-level DEBUG names them", len(found) - _MOST_SUSPICIONS)
+        log.warning(
+            "data: %d more suspicions; --log-level DEBUG names them", len(found) - _MOST_SUSPICIONS
+        )
     return given, opened
 
 
@@ -123,14 +144,18 @@ def warn_of_shared_frames(train: Sequence[System], valid: Sequence[System]) -> N
 
 def new_seed() -> int:
     """Draw a seed for the order of the data."""
-    return int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1)  # 63 bits: a plain integer everywhere
+    return int(
+        np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1
+    )  # 63 bits: a plain integer everywhere
 
 
 def seed_of(seed: int, name: str) -> int:
     """Return the seed of the order of a branch's data; branches with the same data must not draw the same frames."""
     if name == SINGLE:
         return seed
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1  # 63 bits
+    return (
+        int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
+    )  # 63 bits
 
 
 @dataclasses.dataclass
@@ -146,11 +171,17 @@ class Data:
 
 
 def make_loaders(
-    given: Input, systems: Mapping[str, Systems], caches: Mapping[str, NeighborCache], seed: int, ranks: Ranks
+    given: Input,
+    systems: Mapping[str, Systems],
+    caches: Mapping[str, NeighborCache],
+    seed: int,
+    ranks: Ranks,
 ) -> dict[str, Data]:
     """Make this rank's loaders of every branch, those of a branch on one cache of neighbour lists."""
 
-    def loader(name: str, opened: list[System], section: TrainingDataSettings, **options: Any) -> DataLoader:
+    def loader(
+        name: str, opened: list[System], section: TrainingDataSettings, **options: Any
+    ) -> DataLoader:
         return DataLoader(
             opened,
             section.batch_size,
@@ -164,7 +195,10 @@ def make_loaders(
         )
 
     training = given.settings.training
-    steps = {"batches_per_step": training.accumulate_grad_batches, "balance": training.balance_batches}
+    steps = {
+        "batches_per_step": training.accumulate_grad_batches,
+        "balance": training.balance_batches,
+    }
     found = {}
     for name, branch in given.branches.items():
         own, validation = systems[name], branch.data.validation_data
@@ -193,10 +227,18 @@ def check_same_run(given: Input, systems: Mapping[str, Systems], ranks: Ranks) -
     for where, digest in digests.items():
         if digest.share < 1.0:
             kind = sections[where][0]
-            log.info("%.2g %% of the frames of the %s data were compared between the ranks", 100 * digest.share, kind)
+            log.info(
+                "%.2g %% of the frames of the %s data were compared between the ranks",
+                100 * digest.share,
+                kind,
+            )
     for rank, theirs in enumerate(found):
         changes = changed_settings(found[0][0], theirs[0])
-        keys = [key for key in changes if not (key.startswith("training/") and key.endswith(_OF_A_MACHINE))]
+        keys = [
+            key
+            for key in changes
+            if not (key.startswith("training/") and key.endswith(_OF_A_MACHINE))
+        ]
         if keys:
             raise TrainingError(
                 f"the input of rank {rank} differs from that of rank 0 in {', '.join(keys)}: "

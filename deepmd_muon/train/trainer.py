@@ -114,16 +114,30 @@ class Trainer:
         parts, shared = (self.strategy, self.optimizer, self.ema), DeviceParts()
         self._steppers = {
             name: build_stepper(
-                parts[0], branch.loss, *parts[1:], training, self._rate_and_fraction, branch.model, shared
+                parts[0],
+                branch.loss,
+                *parts[1:],
+                training,
+                self._rate_and_fraction,
+                branch.model,
+                shared,
             )
             for name, branch in branches.items()
         }
         # In TF32, a thread could change the precision of the first step's products.
-        if isinstance(self.optimizer, HybridMuon) and self._device.type == "cuda" and not training.enable_tf32:
+        if (
+            isinstance(self.optimizer, HybridMuon)
+            and self._device.type == "cuda"
+            and not training.enable_tf32
+        ):
             compile_kernels(self.optimizer)
-        recomputed = [branch.model.recompute_layers() for branch in branches.values() if training.recompute]
+        recomputed = [
+            branch.model.recompute_layers() for branch in branches.values() if training.recompute
+        ]
         if training.recompute and not any(recomputed):
-            log.warning("training/recompute has no effect: the descriptor has no layers to compute again")
+            log.warning(
+                "training/recompute has no effect: the descriptor has no layers to compute again"
+            )
         self._tuning: list[Tuning] = []
         if training.interpolate_embedding and not self.strategy.cuts_parameters:
             tuned: dict[object, list[tuple[EnergyModel, DataLoader]]] = {}
@@ -152,7 +166,9 @@ class Trainer:
         repeats = 0 if self.ranks.size == 1 else 1
         with (
             explained(lambda: self._moment, lambda: self.checkpoints.newest or self.source),
-            StopSignals(self.strategy.request_stop, lambda: self.checkpoints.writing, repeats) as signals,
+            StopSignals(
+                self.strategy.request_stop, lambda: self.checkpoints.writing, repeats
+            ) as signals,
         ):
             try:
                 self._go_through_steps(begun)
@@ -172,7 +188,9 @@ class Trainer:
         number = self.strategy.stop_signal or signals.number
         if number is not None:
             name = signal.Signals(number).name
-            log.warning("stopped by %s after step %d; continue with --restart %s", name, self.step, newest)
+            log.warning(
+                "stopped by %s after step %d; continue with --restart %s", name, self.step, newest
+            )
             return 128 + number
         log.info("training done; the model is %s", newest)
         checkpoint = Path(f"{self.given.settings.training.save_ckpt}.pt")
@@ -186,7 +204,10 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             for name, stepper in self._steppers.items():
                 stack.callback(stepper.close)
-                for loader in (self.branches[name].data.validation, self.branches[name].data.training):
+                for loader in (
+                    self.branches[name].data.validation,
+                    self.branches[name].data.training,
+                ):
                     if loader is not None:
                         stack.callback(loader.close)
             self._now("opening its reports")
@@ -199,7 +220,9 @@ class Trainer:
             batches = {}
             self._order.deal({name: branch.data.training for name, branch in self.branches.items()})
             for name, branch in self.branches.items():
-                batches[name] = self._steppers[name].open_batches(branch.data.training, branch.model.ntypes)
+                batches[name] = self._steppers[name].open_batches(
+                    branch.data.training, branch.model.ntypes
+                )
                 stack.callback(batches[name].close)
             profiling = training.profiling and self.ranks.first
             with torch.profiler.profile() if profiling else contextlib.nullcontext() as profile:
@@ -224,7 +247,9 @@ class Trainer:
             return
         assert isinstance(training, MultiTaskTrainingSettings)
         assert training.export_branch is not None
-        content = self._state.alone(training.export_branch, self.step, self.rate(max(0, self.step - 1)))
+        content = self._state.alone(
+            training.export_branch, self.step, self.rate(max(0, self.step - 1))
+        )
         with self.checkpoints.being_written(), whole_file(path) as file:
             torch.save(content, file)
         log.info("the model of the branch %s alone is %s", training.export_branch, path)
@@ -236,13 +261,17 @@ class Trainer:
             return
         try:
             self._check()
-            if self.validation.due(self.step):  # reports come before it; a restart would not make up for it
+            if self.validation.due(
+                self.step
+            ):  # reports come before it; a restart would not make up for it
                 self._validate_fully()
             self.checkpoints.complete(self.step, self._content)
         except Exception as another:
             log.warning("step %d could not be saved either: %s", self.step, another)
 
-    def _now(self, doing: str, step: int = 0, *, reads_data: bool = False, between_steps: bool = False) -> None:
+    def _now(
+        self, doing: str, step: int = 0, *, reads_data: bool = False, between_steps: bool = False
+    ) -> None:
         """Note the run's activity, for its other ranks and for the error that may end it."""
         self._moment = Moment(doing, step, reads_data, between_steps)
         self.ranks.doing(doing, step)
@@ -256,10 +285,16 @@ class Trainer:
         """Go through the steps, reporting and saving on the way."""
         training = self.given.settings.training
         recent = RecentMetrics(
-            self.branches, averaged=training.disp_avg, stratified=isinstance(self._order, StratifiedOrder)
+            self.branches,
+            averaged=training.disp_avg,
+            stratified=isinstance(self._order, StratifiedOrder),
         )
         dropped = False
-        while self.step < self.num_steps and self.strategy.stop_signal is None and not self._stops_early():
+        while (
+            self.step < self.num_steps
+            and self.strategy.stop_signal is None
+            and not self._stops_early()
+        ):
             lr, fraction = self._rate_and_fraction(self.step)
             name = self._order.next(self.validation.stopped)
             self._now("reading its batch", self.step + 1, reads_data=True, between_steps=True)
@@ -276,7 +311,9 @@ class Trainer:
             if due:
                 self._check()
                 averaged = recent.take(self.ranks)
-                shown = self.validation.measure(fraction) if reports.due_validation(self.step) else None
+                shown = (
+                    self.validation.measure(fraction) if reports.due_validation(self.step) else None
+                )
                 with self.ranks.waiting():  # on a GPU, reading them waits for the sum over ranks
                     self._throughput.share()
                     found = numbers(averaged)
@@ -288,7 +325,9 @@ class Trainer:
                 self.checkpoints.poll()
             if not dropped and self.branches[name].data.training.cache.dropped:
                 dropped = True
-                log.warning("some atoms have more neighbours than sel allows: the farthest are left out")
+                log.warning(
+                    "some atoms have more neighbours than sel allows: the farthest are left out"
+                )
             if self.validation.due(self.step):
                 self._validate_fully()
             if self.step % training.save_freq == 0:
@@ -325,7 +364,9 @@ class Trainer:
 
     def _content(self) -> dict[str, Any]:
         """Return the content of a checkpoint of the present step, in its present layout over the ranks."""
-        return self._state.content(self.step, self.rate(max(0, self.step - 1)), self.validation.state())
+        return self._state.content(
+            self.step, self.rate(max(0, self.step - 1)), self.validation.state()
+        )
 
     def restart(self, content: Mapping[str, Any], source: Path) -> None:
         """Continue from a checkpoint: optimizer, averages, data order and random numbers; the weights are loaded.
@@ -373,6 +414,8 @@ def _write_trace(profile: torch.profiler.profile, path: Path) -> None:
         return
     with replacement(path) as temporary:
         profile.export_chrome_trace(str(temporary))
-        temporary.with_name(f"{temporary.name}.tmp").unlink(missing_ok=True)  # torch's, when it could not write all
+        temporary.with_name(f"{temporary.name}.tmp").unlink(
+            missing_ok=True
+        )  # torch's, when it could not write all
         if not temporary.read_bytes().rstrip().endswith((b"}", b"]")):
             raise WriteError(errno.EIO, "torch has written a part of the trace only", str(path))

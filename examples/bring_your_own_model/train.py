@@ -58,7 +58,11 @@ class Transformer(nn.Module):
 
     def forward(self, symbols: Tensor) -> Tensor:
         """Map int64 (batch, length) to logits (batch, length, SYMBOLS)."""
-        return self.head(self.norm(self.blocks(self.embedding(symbols) + self.adam_positions[: symbols.shape[1]])))
+        return self.head(
+            self.norm(
+                self.blocks(self.embedding(symbols) + self.adam_positions[: symbols.shape[1]])
+            )
+        )
 
 
 class Chain:
@@ -109,14 +113,18 @@ def optimizers(name: str, model: Transformer, lr: float) -> list[torch.optim.Opt
     return [torch.optim.AdamW(model.parameters(), lr, (0.9, 0.95), weight_decay=0.01)]
 
 
-def train(name: str, lr: float, steps: int, seed: int, chain: Chain, *, report: bool = False) -> tuple[float, float]:
+def train(
+    name: str, lr: float, steps: int, seed: int, chain: Chain, *, report: bool = False
+) -> tuple[float, float]:
     """Train one model; return its excess loss on fresh text [nats] and the time a step took [ms]."""
     torch.manual_seed(seed)
     model = Transformer()
     contestants = optimizers(name, model, lr)
     if report and isinstance(contestants[0], HybridMuon):
         print(contestants[0].routing, "\n")
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda t: 1.0 - t / steps) for o in contestants]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(o, lambda t: 1.0 - t / steps) for o in contestants
+    ]
     generator = torch.Generator().manual_seed(100 + seed)
     spent = 0.0
     for step in range(steps):
@@ -133,7 +141,9 @@ def train(name: str, lr: float, steps: int, seed: int, chain: Chain, *, report: 
         if report and (step + 1) % max(1, steps // 10) == 0:
             print(f"step {step + 1:5d}  excess loss {loss.item():.4f}")
     with torch.no_grad():
-        final = excess(model, chain.draw(400, torch.Generator().manual_seed(2)), chain.entropy).item()
+        final = excess(
+            model, chain.draw(400, torch.Generator().manual_seed(2)), chain.entropy
+        ).item()
     return final, 1000.0 * spent / steps
 
 
@@ -154,8 +164,12 @@ def compare(rates: Sequence[float], steps: int, seeds: int, chain: Chain) -> Non
 
 def main() -> None:
     """Train or compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--optimizer", choices=("hybrid_muon", "torch_muon", "adamw"), default="hybrid_muon")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--optimizer", choices=("hybrid_muon", "torch_muon", "adamw"), default="hybrid_muon"
+    )
     parser.add_argument("--lr", type=float, nargs="+", default=[3e-2])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=1)
@@ -168,7 +182,9 @@ def main() -> None:
         return
     for lr, seed in itertools.product(args.lr, range(args.seeds)):
         final, ms = train(args.optimizer, lr, args.steps, seed, chain, report=True)
-        print(f"{args.optimizer}, lr {lr:g}, seed {seed}: excess loss {final:.4f} on fresh text, {ms:.1f} ms a step")
+        print(
+            f"{args.optimizer}, lr {lr:g}, seed {seed}: excess loss {final:.4f} on fresh text, {ms:.1f} ms a step"
+        )
 
 
 if __name__ == "__main__":

@@ -32,18 +32,35 @@ def crystal(gold: float, random: np.random.Generator) -> Atoms:
 
 def trajectory(atoms: Atoms, frames: int, random: np.random.Generator) -> Iterator[Atoms]:
     """Yield labelled frames of dynamics at constant temperature, 0.1 ps apart."""
-    widths = np.sqrt(2 * units.kB * TEMPERATURE / atoms.get_masses())[:, None]  # half of it becomes potential energy
+    widths = np.sqrt(2 * units.kB * TEMPERATURE / atoms.get_masses())[
+        :, None
+    ]  # half of it becomes potential energy
     atoms.set_velocities(widths * random.normal(size=(len(atoms), 3)))
     dynamics = Langevin(
-        atoms, 4.0 * units.fs, temperature_K=TEMPERATURE, friction=0.02 / units.fs, fixcm=False, rng=random
+        atoms,
+        4.0 * units.fs,
+        temperature_K=TEMPERATURE,
+        friction=0.02 / units.fs,
+        fixcm=False,
+        rng=random,
     )
     atoms.calc = EMT()
     dynamics.run(FIRST)
     for _ in range(frames):
         dynamics.run(EVERY)
         # Positions are rounded before they are labelled, so the labels belong to exactly the stored numbers.
-        frame = Atoms(atoms.symbols, positions=atoms.positions.round(6), cell=atoms.cell, pbc=True, calculator=EMT())
-        energy, forces, stress = frame.get_potential_energy(), frame.get_forces(), frame.get_stress()
+        frame = Atoms(
+            atoms.symbols,
+            positions=atoms.positions.round(6),
+            cell=atoms.cell,
+            pbc=True,
+            calculator=EMT(),
+        )
+        energy, forces, stress = (
+            frame.get_potential_energy(),
+            frame.get_forces(),
+            frame.get_stress(),
+        )
         frame.calc = None
         frame.info |= {"REF_energy": round(float(energy), 8), "REF_stress": stress.round(9)}
         frame.arrays["REF_forces"] = forces
@@ -60,13 +77,19 @@ def compact(line: str) -> str:
 
 def main() -> None:
     """Write the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--frames", type=int, default=40, help="of each composition")
     parser.add_argument("--seed", type=int, default=20261123)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "all.xyz")
     args = parser.parse_args()
     random = np.random.default_rng(args.seed)
-    frames = [frame for gold in SHARES_OF_GOLD for frame in trajectory(crystal(gold, random), args.frames, random)]
+    frames = [
+        frame
+        for gold in SHARES_OF_GOLD
+        for frame in trajectory(crystal(gold, random), args.frames, random)
+    ]
     text = io.StringIO()
     write(text, frames, format="extxyz", columns=["symbols", "positions", "REF_forces"])
     args.out.write_text("\n".join(map(compact, text.getvalue().splitlines())) + "\n")

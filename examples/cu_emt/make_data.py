@@ -62,7 +62,9 @@ def labelled_system(ideal: Atoms, frames: int, rng: np.random.Generator) -> Labe
         box=np.array([a.cell.array for a in drawn]) if periodic else None,
         energy=np.array([a.get_potential_energy() for a in drawn]),
         force=np.array([a.get_forces() for a in drawn]),
-        virial=np.array([-a.get_volume() * voigt_6_to_full_3x3_stress(a.get_stress()) for a in drawn])
+        virial=np.array(
+            [-a.get_volume() * voigt_6_to_full_3x3_stress(a.get_stress()) for a in drawn]
+        )
         if periodic
         else None,
     )

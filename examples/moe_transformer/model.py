@@ -21,7 +21,9 @@ class Text:
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.table = (2.5 * torch.randn(LANGUAGES, SYMBOLS, SYMBOLS, SYMBOLS, generator=generator)).softmax(-1)
+        self.table = (
+            2.5 * torch.randn(LANGUAGES, SYMBOLS, SYMBOLS, SYMBOLS, generator=generator)
+        ).softmax(-1)
         sample, language = self._draw(400, 1)
         p = self.table[language[:, None], sample[:, :-2], sample[:, 1:-1]]
         self.entropy = -(p * p.log()).sum(-1).mean().item()
@@ -52,7 +54,9 @@ class Attention(nn.Module):
         """Map (batch, length, WIDTH) to the same shape."""
         batch, length, _ = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        return self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.out(
+            scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 def local(weight: Tensor) -> Tensor:
@@ -174,7 +178,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(SYMBOLS, WIDTH)
         self.positions = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
-        self.blocks = nn.ModuleList(Block(GroupedExperts() if i % 2 else StackedExperts()) for i in range(LAYERS))
+        self.blocks = nn.ModuleList(
+            Block(GroupedExperts() if i % 2 else StackedExperts()) for i in range(LAYERS)
+        )
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, SYMBOLS, bias=False)
 
@@ -195,5 +201,7 @@ def prediction_loss(model: nn.Module, text: Tensor) -> Tensor:
 def training_loss(model: nn.Module, text: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy, and what is minimized: with the balance of all layers."""
     loss = prediction_loss(model, text)
-    balances = [module.balance for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    balances = [
+        module.balance for module in model.modules() if isinstance(module, MixtureOfExperts)
+    ]
     return loss, loss + BALANCE * torch.stack(balances).sum()

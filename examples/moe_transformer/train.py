@@ -23,7 +23,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from model import EXPERTS, HEADS, LAYERS, MixtureOfExperts, Text, Transformer, prediction_loss, training_loss
+from model import (
+    EXPERTS,
+    HEADS,
+    LAYERS,
+    MixtureOfExperts,
+    Text,
+    Transformer,
+    prediction_loss,
+    training_loss,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -35,10 +44,18 @@ from deepmd_muon.optim.qk_clip import FusedQKV, LogitRecorder, QKClip
 
 BATCH = 32
 CLIP = QKClip(
-    tuple(FusedQKV(f"blocks.{i}.attention", f"blocks.{i}.attention.qkv.weight", HEADS) for i in range(LAYERS)),
+    tuple(
+        FusedQKV(f"blocks.{i}.attention", f"blocks.{i}.attention.qkv.weight", HEADS)
+        for i in range(LAYERS)
+    ),
     threshold=10.0,
 )
-TABLES = ["embedding.weight", "positions", "head.weight", "*.router.weight"]  # matrices that AdamW steps
+TABLES = [
+    "embedding.weight",
+    "positions",
+    "head.weight",
+    "*.router.weight",
+]  # matrices that AdamW steps
 # Learning rates; README.md has others.
 RATES = {"adamw": 3e-3, "torch_muon": 3e-2, "hybrid_muon": 3e-2}
 Optimizers = list[torch.optim.Optimizer]
@@ -56,7 +73,10 @@ def hybrid_muon(model: nn.Module, lr: float, schedule: str = "8+2") -> Optimizer
             schedule=schedule,
             adamw_patterns=TABLES,
             expert_patterns=["blocks.0.moe.experts.*"],  # (experts, out, in)
-            splits=["*.qkv.weight: rows 3", f"blocks.1.moe.experts.*: rows {EXPERTS}"],  # (experts · out, in)
+            splits=[
+                "*.qkv.weight: rows 3",
+                f"blocks.1.moe.experts.*: rows {EXPERTS}",
+            ],  # (experts · out, in)
             qk_clip=CLIP,
         )
     ]
@@ -65,7 +85,11 @@ def hybrid_muon(model: nn.Module, lr: float, schedule: str = "8+2") -> Optimizer
 def torch_muon(model: nn.Module, lr: float) -> Optimizers:
     """Make torch's Muon for the matrices in the layers, and AdamW for the rest; it takes fused weights whole."""
     named = dict(model.named_parameters())
-    inside = [p for name, p in named.items() if name.startswith("blocks.") and p.ndim == 2 and "router" not in name]
+    inside = [
+        p
+        for name, p in named.items()
+        if name.startswith("blocks.") and p.ndim == 2 and "router" not in name
+    ]
     rest = [p for p in named.values() if not any(p is q for q in inside)]
     muon = torch.optim.Muon(inside, lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     return [muon, torch.optim.AdamW(rest, lr, (0.9, 0.95), weight_decay=0.01)]
@@ -85,7 +109,9 @@ def average_gradient(p: torch.Tensor) -> None:
 def shard(model: Transformer, mesh: DeviceMesh, *, expert_parallel: bool) -> None:
     """Shard all weights by FSDP2, but for the experts under expert parallelism: each rank has some of them, whole."""
     kept: set[nn.Parameter] = set()
-    for moe in [module for module in model.modules() if isinstance(module, MixtureOfExperts)] * expert_parallel:
+    for moe in [
+        module for module in model.modules() if isinstance(module, MixtureOfExperts)
+    ] * expert_parallel:
         moe.expert_parallel = True
         for name, p in list(moe.experts.named_parameters()):
             mine = nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)]))
@@ -120,26 +146,42 @@ class Run:
     """
 
     def __init__(
-        self, make: Callable[..., Optimizers], lr: float, steps: int, seed: int = 0, *, expert_parallel: bool = False
+        self,
+        make: Callable[..., Optimizers],
+        lr: float,
+        steps: int,
+        seed: int = 0,
+        *,
+        expert_parallel: bool = False,
     ) -> None:
         torch.manual_seed(seed)
         self.text, self.lr, self.steps, self.seed, self.done = Text(), lr, steps, seed, 0
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.world = (
+            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        )
         if BATCH % self.world or EXPERTS % self.world:
-            raise SystemExit(f"{BATCH} sequences and {EXPERTS} experts cannot be shared among {self.world} ranks")
+            raise SystemExit(
+                f"{BATCH} sequences and {EXPERTS} experts cannot be shared among {self.world} ranks"
+            )
         self.model = Transformer()
         if dist.is_initialized():
-            shard(self.model, init_device_mesh("cpu", (self.world,)), expert_parallel=expert_parallel)
+            shard(
+                self.model, init_device_mesh("cpu", (self.world,)), expert_parallel=expert_parallel
+            )
         self.optimizers = make(self.model, lr)
         clips = isinstance(self.optimizers[0], HybridMuon)
         self.recorder = LogitRecorder(self.model, CLIP, every=4) if clips else None
 
     def step(self) -> float:
         """Take a step; return the loss above the text's entropy, over all ranks."""
-        batch = self.text.draw(BATCH, 1000 + 100_000 * self.seed + self.done)[self.rank :: self.world]
+        batch = self.text.draw(BATCH, 1000 + 100_000 * self.seed + self.done)[
+            self.rank :: self.world
+        ]
         loss, minimized = training_loss(self.model, batch)
         minimized.backward()
-        options: dict[str, Any] = {} if self.recorder is None else {"qk_logits": self.recorder.take()}
+        options: dict[str, Any] = (
+            {} if self.recorder is None else {"qk_logits": self.recorder.take()}
+        )
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.lr * (1.0 - self.done / self.steps)
@@ -151,9 +193,9 @@ class Run:
     @torch.no_grad()
     def test(self) -> float:
         """Return the loss on text that training does not see."""
-        return mean_over_ranks(prediction_loss(self.model, self.text.draw(512, 2)[self.rank :: self.world])) - (
-            self.text.entropy
-        )
+        return mean_over_ranks(
+            prediction_loss(self.model, self.text.draw(512, 2)[self.rank :: self.world])
+        ) - (self.text.entropy)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint, every rank its part."""
@@ -166,7 +208,9 @@ class Run:
         weights, state = get_state_dict(self.model, self.optimizers)
         content = {"model": weights, "optimizers": state, "done": torch.tensor(0)}
         dcp.load(content, checkpoint_id=folder, no_dist=self.world == 1)
-        set_state_dict(self.model, self.optimizers, model_state_dict=weights, optim_state_dict=state)
+        set_state_dict(
+            self.model, self.optimizers, model_state_dict=weights, optim_state_dict=state
+        )
         self.done = int(content["done"])
 
     def train(self, stop: int, every: int) -> list[tuple[int, float]]:
@@ -203,7 +247,10 @@ def compare(steps: int, seeds: int, rates: dict[str, float]) -> None:
             run = Run(make, rates[key], steps, seed)
             curves.append(run.train(steps, max(1, steps // 6)))
             tests.append(run.test())
-        means = [sum(losses) / seeds for losses in zip(*([loss for _, loss in curve] for curve in curves), strict=True)]
+        means = [
+            sum(losses) / seeds
+            for losses in zip(*([loss for _, loss in curve] for curve in curves), strict=True)
+        ]
         spent = 1000 * (time.perf_counter() - start) / steps / seeds
         cells = [*(f"{x:.3f}" for x in means), f"{sum(tests) / seeds:.3f}", f"{spent:.0f}"]
         rows.append(f"| {title} | {rates[key]:g} | {' | '.join(cells)} |")
@@ -229,9 +276,13 @@ def leave() -> None:
 
 def main() -> None:
     """Train or compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lr", type=float, help="default: RATES of this file")
-    parser.add_argument("--steps", type=int, default=300, help="within which the learning rate falls to zero")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="within which the learning rate falls to zero"
+    )
     parser.add_argument("--stop", type=int, help="stop after this step")
     parser.add_argument("--every", type=int, default=30, help="steps between printed losses")
     parser.add_argument("--seeds", type=int, default=1)

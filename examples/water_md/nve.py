@@ -24,7 +24,9 @@ def report() -> None:
     """Print time, temperature and energies."""
     potential, kinetic = water.get_potential_energy(), water.get_kinetic_energy()
     time = dynamics.get_number_of_steps() * 0.5
-    print(f"{time:6.1f} fs  {water.get_temperature():6.1f} K  {potential:.6f} eV  {potential + kinetic:.6f} eV")
+    print(
+        f"{time:6.1f} fs  {water.get_temperature():6.1f} K  {potential:.6f} eV  {potential + kinetic:.6f} eV"
+    )
 
 
 dynamics.attach(report, interval=10)

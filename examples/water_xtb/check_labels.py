@@ -74,7 +74,9 @@ def main() -> None:
         )
     for i, j in ((0, 0), (1, 1), (0, 1), (1, 2)):
         numeric = numeric_virial(atoms, i, j)
-        print(f"virial {'xyz'[i]}{'xyz'[j]}: stored {stored_virial[i, j]:.5f}, finite difference {numeric:.5f} eV")
+        print(
+            f"virial {'xyz'[i]}{'xyz'[j]}: stored {stored_virial[i, j]:.5f}, finite difference {numeric:.5f} eV"
+        )
 
 
 if __name__ == "__main__":

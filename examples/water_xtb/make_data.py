@@ -121,13 +121,17 @@ class FlexibleSPC(Calculator):
         return float(energy[near].sum()), forces
 
 
-def lattice_of_molecules(molecules: int, rng: np.random.Generator, density: float = DENSITY) -> Atoms:
+def lattice_of_molecules(
+    molecules: int, rng: np.random.Generator, density: float = DENSITY
+) -> Atoms:
     """Return randomly oriented water molecules on a simple cubic lattice of a density [g/cm³], atoms O, H, H."""
     volume = molecules * 18.01528 / (density * units.mol / 1e24)  # g/mol over g/cm³, in Å³
     # rounded, so that the box is a short number in every file
     length = round(volume ** (1 / 3), 4)
     sites_per_edge = int(np.ceil(molecules ** (1 / 3)))
-    grid = np.stack(np.meshgrid(*[np.arange(sites_per_edge)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
+    grid = np.stack(np.meshgrid(*[np.arange(sites_per_edge)] * 3, indexing="ij"), axis=-1).reshape(
+        -1, 3
+    )
     sites = (rng.permutation(grid)[:molecules] + 0.5) * length / sites_per_edge
     half = FlexibleSPC.angle / 2
     arms = np.array([[np.cos(half), np.sin(half), 0.0], [np.cos(half), -np.sin(half), 0.0]])
@@ -158,7 +162,9 @@ def dynamics(atoms: Atoms, temperature: float, rng: np.random.Generator) -> Lang
     )
 
 
-def sample(molecules: int, temperature: float, frames: int, seed: int, density: float = DENSITY) -> list[Atoms]:
+def sample(
+    molecules: int, temperature: float, frames: int, seed: int, density: float = DENSITY
+) -> list[Atoms]:
     """Return frames of flexible SPC water at a temperature [K] and density, `STEPS_PER_FRAME` time steps apart.
 
     The first N of them do not depend on how many are asked for.
@@ -186,7 +192,11 @@ def xtb(accuracy: float, method: str = "GFN1-xTB") -> Calculator:
 
 
 def labelled(
-    snapshot: Atoms, temperature: float, xtb_steps: int, seed: Sequence[int], method: str = "GFN1-xTB"
+    snapshot: Atoms,
+    temperature: float,
+    xtb_steps: int,
+    seed: Sequence[int],
+    method: str = "GFN1-xTB",
 ) -> Atoms:
     """Return a copy with float32 positions, centred in the box, and xTB labels for exactly these.
 
@@ -224,7 +234,9 @@ def as_system(frames: Sequence[Atoms]) -> LabelledSystem:
         box=np.array([a.cell.array for a in frames]),
         energy=np.array([a.get_potential_energy() for a in frames]),
         force=np.array([a.get_forces() for a in frames]),
-        virial=np.array([-a.get_volume() * voigt_6_to_full_3x3_stress(a.get_stress()) for a in frames]),
+        virial=np.array(
+            [-a.get_volume() * voigt_6_to_full_3x3_stress(a.get_stress()) for a in frames]
+        ),
     )
 
 
@@ -250,9 +262,13 @@ def main() -> None:
     """Sample, label, split and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--molecules", type=int, default=32)
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[300.0, 350.0, 420.0], help="K")
+    parser.add_argument(
+        "--temperatures", type=float, nargs="+", default=[300.0, 350.0, 420.0], help="K"
+    )
     parser.add_argument("--frames", type=int, default=160, help="frames a temperature")
-    parser.add_argument("--xtb-steps", type=int, default=0, help="GFN1-xTB dynamics before each label")
+    parser.add_argument(
+        "--xtb-steps", type=int, default=0, help="GFN1-xTB dynamics before each label"
+    )
     parser.add_argument("--seed", type=int, default=20261121)
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--out", type=Path, default=HERE, help="receives data/ and water_xtb.hdf5")
@@ -260,16 +276,24 @@ def main() -> None:
     start = time.perf_counter()
     systems = {}
     with ProcessPoolExecutor(args.workers) as pool:
-        sampling = [pool.submit(sample, args.molecules, t, args.frames, args.seed) for t in args.temperatures]
+        sampling = [
+            pool.submit(sample, args.molecules, t, args.frames, args.seed)
+            for t in args.temperatures
+        ]
         for temperature, job in zip(args.temperatures, sampling, strict=True):
             seeds = [(args.seed, round(1000 * temperature), k) for k in range(args.frames)]
-            frames = list(pool.map(labelled, job.result(), repeat(temperature), repeat(args.xtb_steps), seeds))
+            frames = list(
+                pool.map(labelled, job.result(), repeat(temperature), repeat(args.xtb_steps), seeds)
+            )
             whole = as_system(frames)
             in_train, in_valid = time_blocks(args.frames, TRAIN_FRACTION, VALID_FRACTION)
             train, valid = whole.frames(in_train), whole.frames(in_valid)
             systems |= {f"train/{temperature:g}K": train, f"valid/{temperature:g}K": valid}
             minutes = (time.perf_counter() - start) / 60
-            print(f"{temperature:g} K, after {minutes:.1f} min: {summary(whole, train, valid)}", flush=True)
+            print(
+                f"{temperature:g} K, after {minutes:.1f} min: {summary(whole, train, valid)}",
+                flush=True,
+            )
     write_all(args.out / "data", args.out / "water_xtb.hdf5", systems)
 
 

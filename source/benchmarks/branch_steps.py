@@ -38,7 +38,11 @@ def in_branches(content: dict[str, Any]) -> dict[str, Any]:
     content["model"] = {"shared_dict": shared, "model_dict": {"a": branch, "b": branch}}
     content["loss_dict"] = {"a": loss, "b": loss}
     data = {"training_data": training.pop("training_data")}
-    content["training"] = {**training, "data_dict": {"a": data, "b": data}, "model_prob": {"a": 1, "b": 1}}
+    content["training"] = {
+        **training,
+        "data_dict": {"a": data, "b": data},
+        "model_prob": {"a": 1, "b": 1},
+    }
     return content
 
 
@@ -60,7 +64,9 @@ def time_case(case: str, data: Path, folder: Path, *, steps: int, repeats: int) 
     contents = {"one model": single, "two branches": in_branches(single)}
     for repeat in range(repeats + 1):
         for name, content in contents.items():
-            took = time_run(content, folder / f"{case.replace(':', '_')}_{name.replace(' ', '_')}_{repeat}")
+            took = time_run(
+                content, folder / f"{case.replace(':', '_')}_{name.replace(' ', '_')}_{repeat}"
+            )
             if repeat:
                 times[name].append(round(took, 4))
     one, two = times.values()
@@ -83,11 +89,17 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for case in args.cases:
-            results.append(time_case(case, args.data.resolve(), Path(folder), steps=args.steps, repeats=args.repeats))
+            results.append(
+                time_case(
+                    case, args.data.resolve(), Path(folder), steps=args.steps, repeats=args.repeats
+                )
+            )
             print(results[-1], flush=True)
             gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
             machine = {"gpu": gpu, "torch": torch.__version__}
-            args.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+            args.out.write_text(
+                json.dumps({"machine": machine, "results": results}, indent=1) + "\n"
+            )
 
 
 if __name__ == "__main__":

@@ -40,11 +40,21 @@ def contestants(race: str) -> list[dict[str, Any]]:
     for term in terms:
         key, _, listed = term.partition("=")
         keys.append(key)
-        values.append([json.loads(value) if value[0] in "-0123456789tfn[" else value for value in listed.split(",")])
-    return [{**BASES[base], **dict(zip(keys, combination, strict=True))} for combination in itertools.product(*values)]
+        values.append(
+            [
+                json.loads(value) if value[0] in "-0123456789tfn[" else value
+                for value in listed.split(",")
+            ]
+        )
+    return [
+        {**BASES[base], **dict(zip(keys, combination, strict=True))}
+        for combination in itertools.product(*values)
+    ]
 
 
-def input_of(base: dict[str, Any], optimizer: dict[str, Any], seed: int, args: argparse.Namespace) -> dict[str, Any]:
+def input_of(
+    base: dict[str, Any], optimizer: dict[str, Any], seed: int, args: argparse.Namespace
+) -> dict[str, Any]:
     """Put a contestant's optimizer, learning rate, seed and other settings into the input."""
     others = {key: value for key, value in optimizer.items() if "." in key}
     optimizer = {key: value for key, value in optimizer.items() if "." not in key}
@@ -61,7 +71,13 @@ def input_of(base: dict[str, Any], optimizer: dict[str, Any], seed: int, args: a
         model[part]["seed"] = seed
         if args.precision:
             model[part]["precision"] = args.precision
-    content = {**base, "model": model, "learning_rate": rate, "optimizer": optimizer, "training": training}
+    content = {
+        **base,
+        "model": model,
+        "learning_rate": rate,
+        "optimizer": optimizer,
+        "training": training,
+    }
     for key, value in others.items():
         *sections, last = key.split(".")
         functools.reduce(operator.getitem, sections, content)[last] = value
@@ -75,7 +91,9 @@ def run(content: dict[str, Any], valid: list[str], threads: int) -> dict[str, An
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         command = [sys.executable, "-m", "deepmd_muon", "--pt", "train", "input.json"]
         start = time.perf_counter()
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
         seconds = time.perf_counter() - start
         if done.returncode:
             return {"failed": done.stderr.strip().splitlines()[-1][:300], "seconds": seconds}
@@ -99,19 +117,35 @@ def run(content: dict[str, Any], valid: list[str], threads: int) -> dict[str, An
             text=True,
             check=True,
         )
-        return {"rmse": json.loads(found.stdout.splitlines()[-1]), "seconds": seconds, "forces": forces}
+        return {
+            "rmse": json.loads(found.stdout.splitlines()[-1]),
+            "seconds": seconds,
+            "forces": forces,
+        }
 
 
 def main() -> None:
     """Run the races and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", type=Path, required=True, help="input.json whose model, loss and data are used")
-    parser.add_argument("--train", nargs="+", help="training systems, instead of those of the input")
-    parser.add_argument("--valid", nargs="+", help="validation systems, instead of those of the input")
-    parser.add_argument("--race", action="append", required=True, help="base:key=value,…:key=value,…")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--input", type=Path, required=True, help="input.json whose model, loss and data are used"
+    )
+    parser.add_argument(
+        "--train", nargs="+", help="training systems, instead of those of the input"
+    )
+    parser.add_argument(
+        "--valid", nargs="+", help="validation systems, instead of those of the input"
+    )
+    parser.add_argument(
+        "--race", action="append", required=True, help="base:key=value,…:key=value,…"
+    )
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--stop-lr", type=float, default=1e-6)
-    parser.add_argument("--seed", type=int, nargs="+", default=[10], help="of the data order and of the weights")
+    parser.add_argument(
+        "--seed", type=int, nargs="+", default=[10], help="of the data order and of the weights"
+    )
     parser.add_argument("--precision", help="of descriptor and fitting net, instead of the input's")
     parser.add_argument("--jobs", type=int, default=1, help="contestants at a time")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each")
@@ -124,19 +158,35 @@ def main() -> None:
             systems = [str(folder / system) for system in base["training"][part]["systems"]]
             base["training"][part] = {**base["training"][part], "systems": systems}
     args.train = [str(Path(system).resolve()) for system in args.train or []]
-    valid = [str(Path(s).resolve()) for s in args.valid or base["training"]["validation_data"]["systems"]]
-    field = [(optimizer, seed) for seed in args.seed for race in args.race for optimizer in contestants(race)]
+    valid = [
+        str(Path(s).resolve()) for s in args.valid or base["training"]["validation_data"]["systems"]
+    ]
+    field = [
+        (optimizer, seed)
+        for seed in args.seed
+        for race in args.race
+        for optimizer in contestants(race)
+    ]
     results = []
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        jobs = {pool.submit(run, input_of(base, *each, args), valid, args.threads): each for each in field}
+        jobs = {
+            pool.submit(run, input_of(base, *each, args), valid, args.threads): each
+            for each in field
+        }
         for job in concurrent.futures.as_completed(jobs):
             optimizer, seed = jobs[job]
             results.append({"optimizer": optimizer, "seed": seed, **job.result()})
             print(json.dumps(results[-1]), flush=True)
             if args.out:
-                machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+                machine = (
+                    torch.cuda.get_device_name()
+                    if torch.cuda.is_available()
+                    else platform.processor()
+                )
                 about = {"machine": machine, "torch": torch.__version__, "steps": args.steps}
-                args.out.write_text(json.dumps({**about, "stop_lr": args.stop_lr, "results": results}, indent=1))
+                args.out.write_text(
+                    json.dumps({**about, "stop_lr": args.stop_lr, "results": results}, indent=1)
+                )
     print("\n| optimizer | settings | seed | force RMSE [eV/Å] | energy RMSE [eV/atom] | seconds |")
     print("|---|---|---|---|---|---|")
     for entry in sorted(results, key=lambda e: e.get("rmse", {}).get("force", float("inf"))):

@@ -39,9 +39,17 @@ sys.exit(main())
 """
 CASES = [
     *(f"frames{n}:se_e2_a:f64-b{b}" for n in (320, 20000) for b in (1, 8, 32)),
-    *(f"{kind}:se_e2_a:f64-b{b}" for kind in ("frames1000000", "passing1000000", "lmdb200000") for b in (1, 8, 32)),
+    *(
+        f"{kind}:se_e2_a:f64-b{b}"
+        for kind in ("frames1000000", "passing1000000", "lmdb200000")
+        for b in (1, 8, 32)
+    ),
     *("uniform96:se_e2_a:f64-b1", "sizes400:se_e2_a:f64-b1"),
-    *("uniform128:se_e2_a:f64-b2", "sizes400:se_e2_a:f64-bauto:256", "sizes400:se_e2_a:f64-bmix:256"),
+    *(
+        "uniform128:se_e2_a:f64-b2",
+        "sizes400:se_e2_a:f64-bauto:256",
+        "sizes400:se_e2_a:f64-bmix:256",
+    ),
     *("molecule56:dpa3:f32-b9", "molecules10000:dpa3:f32-bmix:512"),
 ]
 
@@ -55,7 +63,9 @@ def write_frames(root: Path, data: Path, count: int) -> list[str]:
     for name in ("type.raw", "type_map.raw"):
         (root / name).write_text((source / name).read_text())
     for name in ("coord", "box", "energy", "force"):
-        values = np.concatenate([np.load(path) for path in sorted(source.glob(f"set.*/{name}.npy"))])
+        values = np.concatenate(
+            [np.load(path) for path in sorted(source.glob(f"set.*/{name}.npy"))]
+        )
         values = values[np.arange(count) % len(values)]
         if name == "coord":
             values = values + rng.uniform(-0.02, 0.02, values.shape)
@@ -63,7 +73,9 @@ def write_frames(root: Path, data: Path, count: int) -> list[str]:
     return [str(root)]
 
 
-def write_system(root: Path, types: np.ndarray, names: list[str], frames: int, spacing: float, *, cell: bool) -> str:
+def write_system(
+    root: Path, types: np.ndarray, names: list[str], frames: int, spacing: float, *, cell: bool
+) -> str:
     """Write atoms on a lattice with displacements; types are one row for all frames, or a row each."""
     rng = np.random.default_rng(types.size)
     natoms = types.shape[-1]
@@ -91,7 +103,9 @@ def write_system(root: Path, types: np.ndarray, names: list[str], frames: int, s
 
 def water(root: Path, natoms: int, frames: int = 20) -> str:
     """Write frames of so many atoms, a third of them oxygen."""
-    return write_system(root, (np.arange(natoms) % 3 > 0).astype(int), ["O", "H"], frames, 2.15, cell=True)
+    return write_system(
+        root, (np.arange(natoms) % 3 > 0).astype(int), ["O", "H"], frames, 2.15, cell=True
+    )
 
 
 def write_set(root: Path, name: str, data: Path) -> tuple[list[str], list[str]]:
@@ -106,7 +120,10 @@ def write_set(root: Path, name: str, data: Path) -> tuple[list[str], list[str]]:
             systems = write_frames(root / "water", data, count)
         elif name.startswith("lmdb"):
             folder, database = write_frames(root / "water", data, count)[0], root / "water.lmdb"
-            subprocess.run([sys.executable, "-m", "deepmd_muon", "convert-data", folder, str(database)], check=True)
+            subprocess.run(
+                [sys.executable, "-m", "deepmd_muon", "convert-data", folder, str(database)],
+                check=True,
+            )
             systems = [str(database)]
         elif name == "sizes400":
             sizes = np.linspace(4, 60, 400).round().astype(int) * 3
@@ -117,7 +134,9 @@ def write_set(root: Path, name: str, data: Path) -> tuple[list[str], list[str]]:
             many = range(2, 111) if name == "molecules10000" else [count]
             rows = [rng.choice(len(ELEMENTS), (10_000 // len(many), n), p=SHARES) for n in many]
             systems = [
-                write_system(root / f"m{types.shape[1]}", types, ELEMENTS, len(types), 1.6, cell=False)
+                write_system(
+                    root / f"m{types.shape[1]}", types, ELEMENTS, len(types), 1.6, cell=False
+                )
                 for types in rows
             ]
         listing.write_text(json.dumps([systems, names]))
@@ -129,9 +148,13 @@ def atoms_of_a_batch(systems: list[str], names: list[str], batch: int | str) -> 
     """Return the mean number of atoms in a batch."""
     from deepmd_muon.data import DataLoader, open_systems
 
-    loader = DataLoader(open_systems(systems, names), batch, seed=1, rcut=6.0, sel=[100] * len(names))
+    loader = DataLoader(
+        open_systems(systems, names), batch, seed=1, rcut=6.0, sel=[100] * len(names)
+    )
     plans = [loader.draw() for _ in range(500)]
-    return float(np.mean([sum(loader.systems[k].natoms * len(n) for k, n in plan.parts) for plan in plans]))
+    return float(
+        np.mean([sum(loader.systems[k].natoms * len(n) for k, n in plan.parts) for plan in plans])
+    )
 
 
 def first_row(place: Path) -> float:

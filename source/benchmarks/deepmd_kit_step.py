@@ -50,12 +50,16 @@ def import_deepmd_kit() -> types.ModuleType:
     if find_spec("mendeleev") is None:
         mendeleev: Any = types.ModuleType("mendeleev")
         # It is asked for the order of the elements of the examples alone.
-        mendeleev.element = lambda symbol: types.SimpleNamespace(atomic_number={"H": 1, "O": 8}[symbol])
+        mendeleev.element = lambda symbol: types.SimpleNamespace(
+            atomic_number={"H": 1, "O": 8}[symbol]
+        )
         sys.modules["mendeleev"] = mendeleev
     if not any(True for _ in distributions(name="mpich")):
         from deepmd.env import GLOBAL_CONFIG
 
-        GLOBAL_CONFIG["cibuildwheel"] = "0"  # its wheel loads MPI for its operators, which are not used here
+        GLOBAL_CONFIG["cibuildwheel"] = (
+            "0"  # its wheel loads MPI for its operators, which are not used here
+        )
     from deepmd.pt.entrypoints import main as entry
 
     return entry
@@ -68,10 +72,19 @@ def prepared(path: Path, optimizer: dict[str, Any], steps: int) -> dict[str, Any
     training["training_data"]["systems"] = [
         str((path.parent / system).resolve()) for system in training["training_data"]["systems"]
     ]
-    unwanted = ("validation_data", "stat_file", "stat_file_mode", "save_dir", "enable_ema", "ema_decay")
+    unwanted = (
+        "validation_data",
+        "stat_file",
+        "stat_file_mode",
+        "save_dir",
+        "enable_ema",
+        "ema_decay",
+    )
     for key in (*unwanted, "ema_ckpt_keep", "zero_stage", "numb_epoch"):
         training.pop(key, None)
-    training.update(numb_steps=steps, disp_freq=10**9, save_freq=10**9, disp_training=False, time_training=False)
+    training.update(
+        numb_steps=steps, disp_freq=10**9, save_freq=10**9, disp_training=False, time_training=False
+    )
     content["optimizer"] = optimizer
     return content
 
@@ -116,7 +129,9 @@ class Turns:
         Seconds of wall and processor time of a step, for each turn after the first round.
     """
 
-    def __init__(self, steps: int, rounds: int, its_rounds: int, note: Callable[[str, float, float], None]) -> None:
+    def __init__(
+        self, steps: int, rounds: int, its_rounds: int, note: Callable[[str, float, float], None]
+    ) -> None:
         self.steps, self.note = steps, note
         self.order = list(OPTIMIZERS)
         for number in range(rounds):
@@ -171,7 +186,11 @@ def train(entry: Any, theirs: Any, content: dict[str, Any], turns: Turns) -> Non
             """Make all three as deepmd-kit makes them."""
             its = theirs._create_optimizer(self, optimizer_class, **settings)
             its.set_param_names(tuple(self.wrapper.named_parameters()))
-            options = {"lr": settings["lr"], "betas": settings["adam_betas"], "fused": torch.cuda.is_available()}
+            options = {
+                "lr": settings["lr"],
+                "betas": settings["adam_betas"],
+                "fused": torch.cuda.is_available(),
+            }
             adam = theirs._create_optimizer(self, torch.optim.Adam, **options)
             ours = super()._create_optimizer(optimizer_class, **settings)
             self.made = dict(zip(OPTIMIZERS, (its, ours, adam), strict=True))
@@ -212,15 +231,21 @@ def spread(values: list[float], unit: float = 1.0) -> str:
 
 def main() -> None:
     """Take turns, print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--examples", type=Path, required=True, help="the folder examples of a deepmd-kit checkout")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--examples", type=Path, required=True, help="the folder examples of a deepmd-kit checkout"
+    )
     parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=list(INPUTS))
     parser.add_argument("--steps", type=int, default=5, help="steps of a turn")
     parser.add_argument("--rounds", type=int, default=30, help="counted turns of each optimizer")
     parser.add_argument("--its-rounds", type=int, help="counted turns of its HybridMuon, if fewer")
     parser.add_argument("--wall", action="store_true", help="wall time also on a CPU")
     parser.add_argument("--threads", type=int, help="of torch on a CPU")
-    parser.add_argument("--log", type=Path, help="write every turn to this file, a line of JSON each")
+    parser.add_argument(
+        "--log", type=Path, help="write every turn to this file, a line of JSON each"
+    )
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     examples = args.examples.resolve()
@@ -232,19 +257,41 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     theirs = entry.training.Trainer
     extend(entry.training)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     by_wall = args.wall or torch.cuda.is_available()
     clock = "wall time" if by_wall else "processor time"
-    print(f"{device}; Python {platform.python_version()}, torch {torch.__version__}; {time.strftime('%Y-%m-%d')}")
+    print(
+        f"{device}; Python {platform.python_version()}, torch {torch.__version__}; {time.strftime('%Y-%m-%d')}"
+    )
     fewer = "" if args.its_rounds is None else f" ({args.its_rounds} of its HybridMuon)"
-    print(f"{args.rounds} turns{fewer} of {args.steps} steps each; median (range), ms of {clock} a step\n")
-    print("| input | its HybridMuon | ours | its Adam | ours / its Adam | first step, s: its / ours / Adam |")
+    print(
+        f"{args.rounds} turns{fewer} of {args.steps} steps each; median (range), ms of {clock} a step\n"
+    )
+    print(
+        "| input | its HybridMuon | ours | its Adam | ours / its Adam | first step, s: its / ours / Adam |"
+    )
     print("|---|---|---|---|---|---|")
     for name in args.inputs:
         note = functools.partial(write_turn, log, name)
-        turns = Turns(args.steps, args.rounds, args.rounds if args.its_rounds is None else args.its_rounds, note)
-        train(entry, theirs, prepared(examples / INPUTS[name], {"type": "HybridMuon"}, turns.all_steps), turns)
-        shown = {kind: [t[0 if by_wall else 1] for t in times] for kind, times in turns.times.items()}
+        turns = Turns(
+            args.steps,
+            args.rounds,
+            args.rounds if args.its_rounds is None else args.its_rounds,
+            note,
+        )
+        train(
+            entry,
+            theirs,
+            prepared(examples / INPUTS[name], {"type": "HybridMuon"}, turns.all_steps),
+            turns,
+        )
+        shown = {
+            kind: [t[0 if by_wall else 1] for t in times] for kind, times in turns.times.items()
+        }
         ratios = [ours / adam for ours, adam in zip(shown["ours"], shown["its Adam"], strict=True)]
         firsts = " / ".join(f"{turns.firsts[kind]:.2f}" for kind in OPTIMIZERS)
         cells = [*(spread(shown[kind], 1e-3) for kind in OPTIMIZERS), spread(ratios)]

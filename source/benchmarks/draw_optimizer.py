@@ -30,7 +30,10 @@ def draw_schedules(file: Path) -> None:
     for name, schedule in SCHEDULES.items():
         axes.semilogx(sigma, schedule(sigma), label=f"{name} ({len(schedule.coefficients)} steps)")
     axes.axhline(1.0, color="gray", linewidth=0.5)
-    axes.set(xlabel="singular value of the momentum / its Frobenius norm", ylabel="singular value of the update")
+    axes.set(
+        xlabel="singular value of the momentum / its Frobenius norm",
+        ylabel="singular value of the update",
+    )
     axes.set_ylim(0, 1.3)
     figure.legend(loc="outside right center", frameon=False)
     figure.savefig(file, dpi=110)
@@ -48,7 +51,9 @@ def draw_spectra(name: str, x: torch.Tensor, file: Path) -> None:
     }
     for (label, o), style in zip(updates.items(), ("-", "--", ":"), strict=True):
         axes.semilogy(torch.linalg.svdvals(o.double()).clamp_min(1e-12), style, label=label)
-    axes.set(xlabel="number of the singular value", ylabel="singular value (no unit)", ylim=(1e-9, 3))
+    axes.set(
+        xlabel="number of the singular value", ylabel="singular value (no unit)", ylim=(1e-9, 3)
+    )
     axes.set_title(f"{name}, {x.shape[0]}×{x.shape[1]}", fontsize=8)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     figure.savefig(file, dpi=110)
@@ -60,7 +65,9 @@ def draw_noise(name: str, x: torch.Tensor, file: Path) -> None:
     for schedule_name, precision, form, schedule, run in ways(square=x.shape[0] == x.shape[1]):
         noise = measure(decomposition, run(x[None]), schedule)[0]
         labels.append(f"{schedule_name}, {precision}{', Gram' if form.startswith('Gram') else ''}")
-        peer = next((title for start, title in PEERS.items() if form.startswith(start)), "HybridMuon")
+        peer = next(
+            (title for start, title in PEERS.items() if form.startswith(start)), "HybridMuon"
+        )
         values.append(max(noise, 1e-9))
         colors.append(OPTIMIZERS[peer])
     figure, axes = plt.subplots(figsize=(6.6, 4.6), layout="constrained")
@@ -68,10 +75,14 @@ def draw_noise(name: str, x: torch.Tensor, file: Path) -> None:
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.axvline(0.01, color="gray", linestyle="--")
-    axes.set(xlabel="noise fraction of the update (no unit; at least 1e-9 is drawn)", xlim=(3e-10, 2))
+    axes.set(
+        xlabel="noise fraction of the update (no unit; at least 1e-9 is drawn)", xlim=(3e-10, 2)
+    )
     drawn = [title for title, color in OPTIMIZERS.items() if color in colors]
     handles = [plt.Rectangle((0, 0), 1, 1, color=OPTIMIZERS[title]) for title in drawn]
-    figure.legend(handles, drawn, loc="outside lower center", ncols=len(drawn), frameon=False, fontsize=8)
+    figure.legend(
+        handles, drawn, loc="outside lower center", ncols=len(drawn), frameon=False, fontsize=8
+    )
     figure.suptitle(f"{name}, {x.shape[0]}×{x.shape[1]}", fontsize=8)
     axes.tick_params(axis="y", labelsize=7)
     figure.savefig(file, dpi=110)
@@ -79,7 +90,9 @@ def draw_noise(name: str, x: torch.Tensor, file: Path) -> None:
 
 def main() -> None:
     """Draw all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--momenta", type=Path, required=True, help="matrices by name")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

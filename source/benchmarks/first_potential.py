@@ -46,10 +46,20 @@ def run(command: str, folder: Path, environment: dict[str, str], log: Path) -> T
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime, time.perf_counter()
     with log.open("wb") as file:
         done = subprocess.run(
-            ["bash", "-c", command], cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False
+            ["bash", "-c", command],
+            cwd=folder,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            check=False,
         )
     wall = time.perf_counter() - start
-    return Timed(command, wall, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before, done.returncode)
+    return Timed(
+        command,
+        wall,
+        resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before,
+        done.returncode,
+    )
 
 
 def table(timed: list[Timed]) -> str:
@@ -62,9 +72,15 @@ def table(timed: list[Timed]) -> str:
 
 def main() -> int:
     """Install, run the commands, print the table; return 1 when a command fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--venv", type=Path, required=True, help="virtual environment; made unless it exists")
-    parser.add_argument("--folder", type=Path, required=True, help="where the commands run; must not exist")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--venv", type=Path, required=True, help="virtual environment; made unless it exists"
+    )
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="where the commands run; must not exist"
+    )
     args = parser.parse_args()
     folder, venv = args.folder.resolve(), args.venv.resolve()
     folder.mkdir(parents=True)
@@ -81,7 +97,11 @@ def main() -> int:
     timed = []
     for number, command in enumerate(commands_of(PAGE.read_text()), 1):
         timed.append(run(command, folder, environment, folder / f"{number}.log"))
-        print(f"{number}: {timed[-1].status} after {timed[-1].wall:.0f} s: {command}", file=sys.stderr, flush=True)
+        print(
+            f"{number}: {timed[-1].status} after {timed[-1].wall:.0f} s: {command}",
+            file=sys.stderr,
+            flush=True,
+        )
     print(table(timed))
     return int(any(t.status for t in timed))
 

@@ -132,7 +132,10 @@ def compare_forces(trainer: Any, batches: Any) -> None:
                 found.append(trainer.model(batch.structures)["force"])
     change, error = found[1] - found[0], found[0] - batch.labels["force"]
     size, moved, wrong = (float(x.square().mean().sqrt()) for x in (found[0], change, error))
-    print(f"TF32 moves forces by {moved:.2e} eV/Å of {size:.3f} (RMS); they are wrong by {wrong:.3f}", flush=True)
+    print(
+        f"TF32 moves forces by {moved:.2e} eV/Å of {size:.3f} (RMS); they are wrong by {wrong:.3f}",
+        flush=True,
+    )
 
 
 def parent(options: argparse.Namespace) -> None:
@@ -151,29 +154,46 @@ def parent(options: argparse.Namespace) -> None:
         ]
         command += ["--kernels"] * options.kernels
         done = subprocess.run(
-            command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=options.timeout, check=False
+            command,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=options.timeout,
+            check=False,
         )
         result = re.search(RESULT + "(.*)", done.stdout)
         if result is None:
             print(f"{case} failed ({done.returncode}):\n{done.stdout[-1500:]}", flush=True)
             continue
         rows.append(json.loads(result[1]))
-        shown = [line for line in done.stdout.splitlines() if line.startswith(("KERNEL", "TF32", RESULT))]
+        shown = [
+            line for line in done.stdout.splitlines() if line.startswith(("KERNEL", "TF32", RESULT))
+        ]
         print(case, *shown, sep="\n  ", flush=True)
     names = [name for name, _ in COLUMNS]
     print("\n| case | " + " | ".join(names) + " |\n|---|" + "---|" * len(names))
     for row in rows:
-        print(f"| {row['case']} | " + " | ".join(form.format(row[name]) for name, form in COLUMNS) + " |")
+        print(
+            f"| {row['case']} | "
+            + " | ".join(form.format(row[name]) for name, form in COLUMNS)
+            + " |"
+        )
 
 
 def main() -> None:
     """Run cases, or be one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with data_0, data_1, data_2")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with data_0, data_1, data_2"
+    )
     parser.add_argument("--cases", nargs="+", default=["se_e2_a:f64-b1", "se_e2_a:f32-b1"])
     parser.add_argument("--seconds", type=float, default=0.5, help="of steps that are timed")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a case may take")
-    parser.add_argument("--kernels", action="store_true", help="list the kernels of a step in order")
+    parser.add_argument(
+        "--kernels", action="store_true", help="list the kernels of a step in order"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

@@ -141,10 +141,17 @@ def water(molecules: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return positions (natoms, 3) [Å], the cell (3, 3) [Å] and types (natoms,) of jittered molecules on a lattice."""
     random = np.random.default_rng(1)
     sides = [2, 4, 4] if molecules == 32 else [round(molecules ** (1 / 3))] * 3
-    points = np.stack(np.meshgrid(*map(np.arange, sides), indexing="ij"), axis=-1).reshape(-1, 1, 3) * LATTICE
+    points = (
+        np.stack(np.meshgrid(*map(np.arange, sides), indexing="ij"), axis=-1).reshape(-1, 1, 3)
+        * LATTICE
+    )
     molecule = np.array([[0.0, 0.0, 0.0], [0.96, 0.0, 0.0], [-0.24, 0.93, 0.0]])
     coord = points + molecule + random.normal(scale=0.05, size=(len(points), 3, 3))
-    return coord.reshape(-1, 3), LATTICE * np.diag(np.array(sides, dtype=float)), np.tile([0, 1, 1], len(points))
+    return (
+        coord.reshape(-1, 3),
+        LATTICE * np.diag(np.array(sides, dtype=float)),
+        np.tile([0, 1, 1], len(points)),
+    )
 
 
 def random_model(name: str, precision: str, kind: str) -> Any:
@@ -153,19 +160,25 @@ def random_model(name: str, precision: str, kind: str) -> Any:
     from deepmd_muon.model import build_model
 
     given = MODELS[kind][name]
-    descriptor, fitting = (given, {}) if kind == "inference" else (given["descriptor"], given["fitting_net"])
+    descriptor, fitting = (
+        (given, {}) if kind == "inference" else (given["descriptor"], given["fitting_net"])
+    )
     content = {
         "model": {
             "type_map": ["O", "H"],
             "descriptor": descriptor | {"precision": precision},
-            "fitting_net": {"neuron": [240, 240, 240], "seed": 2} | fitting | {"precision": precision},
+            "fitting_net": {"neuron": [240, 240, 240], "seed": 2}
+            | fitting
+            | {"precision": precision},
         },
         "learning_rate": {"start_lr": 1e-3},
         "loss": {},
         "training": {"training_data": {"systems": ["data"]}, "numb_steps": 1},
     }
     model = build_model(normalize(content).normalized["model"])
-    model.set_statistics(torch.zeros(2, 4), torch.tensor([[0.2, 0.1, 0.1, 0.1], [0.3, 0.12, 0.12, 0.12]]))
+    model.set_statistics(
+        torch.zeros(2, 4), torch.tensor([[0.2, 0.1, 0.1, 0.1], [0.3, 0.12, 0.12, 0.12]])
+    )
     return model
 
 
@@ -184,16 +197,38 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> None:
     torch.save({"model": saved}, folder / "model.pt")
     freeze(model, folder / "ours.pth")
     if options.compress:
-        print("ours, compressed:", compress(model, folder / "ours_compressed.pth", min_distance=MIN_DISTANCE))
+        print(
+            "ours, compressed:",
+            compress(model, folder / "ours_compressed.pth", min_distance=MIN_DISTANCE),
+        )
     coord, box, atype = water(options.molecules[0])
     np.savez(folder / "water.npz", coord=coord, box=box, atype=atype)
     atoms = Atoms([("O", "H")[t] for t in atype], positions=coord, cell=box, pbc=True)
     atoms.wrap()
-    write(folder / "water.data", atoms, format="lammps-data", specorder=["O", "H"], atom_style="atomic")
+    write(
+        folder / "water.data",
+        atoms,
+        format="lammps-data",
+        specorder=["O", "H"],
+        atom_style="atomic",
+    )
     if options.deepmd_kit:
-        run([options.deepmd_kit, "-c", DEEPMD_KIT + "entry.freeze('model.pt', 'theirs.pth')"], folder, options)
+        run(
+            [options.deepmd_kit, "-c", DEEPMD_KIT + "entry.freeze('model.pt', 'theirs.pth')"],
+            folder,
+            options,
+        )
         if options.compress:
-            words = ["-m", "deepmd", "--pt", "compress", "-i", "theirs.pth", "-o", "theirs_compressed.pth"]
+            words = [
+                "-m",
+                "deepmd",
+                "--pt",
+                "compress",
+                "-i",
+                "theirs.pth",
+                "-o",
+                "theirs_compressed.pth",
+            ]
             run([options.deepmd_kit, *words], folder, options)
 
 
@@ -258,10 +293,16 @@ class Resident:
         for number in range(4):
             coord = coord + random.normal(scale=0.12 if number else 0.01, size=coord.shape)
             cases.append((f"moved {number}", coord, box))
-        cases += [("triclinic", coord @ np.linalg.inv(box) @ skewed, skewed), ("denser", 0.96 * coord, 0.96 * box)]
+        cases += [
+            ("triclinic", coord @ np.linalg.inv(box) @ skewed, skewed),
+            ("denser", 0.96 * coord, 0.96 * box),
+        ]
         cases.append(("no cell", coord, None))
         for name, points, cell in cases:
-            found, wanted = self.predictor.predict(points, cell, atype), self.expected(points, cell, atype)
+            found, wanted = (
+                self.predictor.predict(points, cell, atype),
+                self.expected(points, cell, atype),
+            )
             apart = {
                 "energy": np.abs(found.energy - wanted.energy).max() / len(atype),
                 "force": np.abs(found.force - wanted.force).max(),
@@ -269,7 +310,9 @@ class Resident:
             }
             scale = np.abs(wanted.force).max()
             text = ", ".join(f"{key} {value:.1e}" for key, value in apart.items())
-            print(f"CHECK {len(atype)} atoms, {name}: {text}, largest force {scale:.2f}", flush=True)
+            print(
+                f"CHECK {len(atype)} atoms, {name}: {text}, largest force {scale:.2f}", flush=True
+            )
 
     def time(self, molecules: int) -> list[tuple[str, float]]:
         """Return the ms of a call, the atoms moving as in dynamics, by route."""
@@ -290,7 +333,9 @@ class Resident:
             return coord
 
         found = [("arrays", self.best(lambda: self.predictor.predict(moved(), box, atype)))]
-        start = Systems.from_frames(Frames(atype[None].astype(np.int32), coord[None], box[None]), ("O", "H"), device)
+        start = Systems.from_frames(
+            Frames(atype[None].astype(np.int32), coord[None], box[None]), ("O", "H"), device
+        )
         force_field, points = ForceField(self.predictor), start.coord
         walk = torch.from_numpy(steps).to(device)
 
@@ -304,18 +349,29 @@ class Resident:
         if self.options.kernels:
             from gpu_step import profiled
 
-            print(profiled(lambda count: [on_device() for _ in range(count)], 10, show=True), flush=True)
+            print(
+                profiled(lambda count: [on_device() for _ in range(count)], 10, show=True),
+                flush=True,
+            )
         found.append(("ASE", self.best(self.ase_step(coord, box, atype, self.options.time_step))))
         return [("lists built", force_field.lists_built), *found]
 
-    def ase_step(self, coord: np.ndarray, box: np.ndarray, atype: np.ndarray, time_step: float) -> Any:
+    def ase_step(
+        self, coord: np.ndarray, box: np.ndarray, atype: np.ndarray, time_step: float
+    ) -> Any:
         """Return a step of velocity Verlet with ASE's atoms and our calculator, as ASE's own class takes it."""
         from ase import Atoms, units
 
         from deepmd_muon.infer import DeepPotCalculator
 
         symbols = [("O", "H")[t] for t in atype]
-        atoms = Atoms(symbols, positions=coord, cell=box, pbc=True, calculator=DeepPotCalculator(self.predictor))
+        atoms = Atoms(
+            symbols,
+            positions=coord,
+            cell=box,
+            pbc=True,
+            calculator=DeepPotCalculator(self.predictor),
+        )
         atoms.set_momenta(np.random.default_rng(2).normal(scale=0.1, size=coord.shape))
         forces, dt = atoms.get_forces(), time_step * units.fs
         masses = atoms.get_masses()[:, None]
@@ -362,10 +418,17 @@ class Resident:
             each, begun, first = options.repeats, 0.0, 0.0
             kelvin = []
             for snapshot in simulate(
-                force_field, systems, 10 * each, options.time_step, thermostat=thermostat, every=each
+                force_field,
+                systems,
+                10 * each,
+                options.time_step,
+                thermostat=thermostat,
+                every=each,
             ):
                 if snapshot.lost:
-                    raise SystemExit(f"lost {snapshot.lost[0]}: the potential is not fit for dynamics")
+                    raise SystemExit(
+                        f"lost {snapshot.lost[0]}: the potential is not fit for dynamics"
+                    )
                 total = snapshot.total_energy
                 first = first if snapshot.step else total
                 kelvin.append(float(snapshot.systems.temperature.mean()))
@@ -373,9 +436,7 @@ class Resident:
                     begun = self.now()
             found.append((name, 1e3 * (self.now() - begun) / (8 * each)))
             change = (total - first) / frames.natoms
-            kept = (
-                f"total energy moved by {float(change.mean()):.1e} eV/atom, at most {float(change.abs().max()):.1e}, "
-            )
+            kept = f"total energy moved by {float(change.mean()):.1e} eV/atom, at most {float(change.abs().max()):.1e}, "
             print(
                 f"CHECK {frames.nframes} × {frames.natoms} atoms, {name}: {kept if thermostat is None else ''}"
                 f"{kelvin[0]:.0f} to {kelvin[-1]:.0f} K, {force_field.lists_built} lists built",
@@ -409,14 +470,25 @@ def resident(options: argparse.Namespace) -> None:
         system = open_systems(options.system, cases.predictor.type_map)[0]
         frames = system.frames(np.arange(copies) % system.nframes)
         found, natoms = cases.simulate(frames), frames.natoms
-        loop = cases.best(cases.ase_step(frames.coord[0], frames.box[0], frames.atype[0], options.time_step))
-        speeds = [(name, copies * natoms / ms * 1e3) for name, ms in found] + [("ASE", natoms / loop * 1e3)]
-        print(f"RATE {copies} × {natoms} atoms·steps/s:", ", ".join(f"{n} {v:.3g}" for n, v in speeds), flush=True)
+        loop = cases.best(
+            cases.ase_step(frames.coord[0], frames.box[0], frames.atype[0], options.time_step)
+        )
+        speeds = [(name, copies * natoms / ms * 1e3) for name, ms in found] + [
+            ("ASE", natoms / loop * 1e3)
+        ]
+        print(
+            f"RATE {copies} × {natoms} atoms·steps/s:",
+            ", ".join(f"{n} {v:.3g}" for n, v in speeds),
+            flush=True,
+        )
         rows.append((f"{copies} × {natoms}", [*found, ("ASE, one", loop)]))
     for name, found in rows:
         shown = ", ".join(f"{route} {value:.3f}" for route, value in found)
         kind = "frozen file" if options.frozen else "checkpoint"
-        print(f"| {options.descriptor} | {options.precision} | {kind} | {name} | {shown} |", flush=True)
+        print(
+            f"| {options.descriptor} | {options.precision} | {kind} | {name} | {shown} |",
+            flush=True,
+        )
 
 
 def run(words: list[str], folder: Path, options: argparse.Namespace, *, own: bool = False) -> str:
@@ -436,7 +508,9 @@ def run(words: list[str], folder: Path, options: argparse.Namespace, *, own: boo
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DEVICE": "cpu"}
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(words)[:200]} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        raise SystemExit(
+            f"{' '.join(words)[:200]} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        )
     return done.stdout
 
 
@@ -458,10 +532,14 @@ class Measured:
         self.times: dict[tuple[str, str], list[list[float]]] = {}
         self.differences: dict[tuple[str, str], float] = {}
         given = np.load(folder / "water.npz")
-        expected = Predictor(folder / "model.pt", device="cpu").predict(given["coord"], given["box"], given["atype"])
+        expected = Predictor(folder / "model.pt", device="cpu").predict(
+            given["coord"], given["box"], given["atype"]
+        )
         self.energy, self.force = expected.energy[0], expected.force[0]
 
-    def add(self, route: str, name: str, times: list[list[float]], energy: float, force: np.ndarray) -> None:
+    def add(
+        self, route: str, name: str, times: list[list[float]], energy: float, force: np.ndarray
+    ) -> None:
         """Note times, and the largest difference of energy per atom and forces from the checkpoint on the CPU."""
         self.times.setdefault((route, name), []).extend(times)
         apart = max(abs(energy - self.energy) / len(self.force), np.abs(force - self.force).max())
@@ -481,13 +559,17 @@ class Measured:
         folder, options = self.folder, self.options
         for _ in range(options.rounds):
             for name in names:
-                (folder / "in.lammps").write_text(LAMMPS.format(name=name, warm=options.warm, steps=options.repeats))
+                (folder / "in.lammps").write_text(
+                    LAMMPS.format(name=name, warm=options.warm, steps=options.repeats)
+                )
                 out = run([options.lammps, "-in", "in.lammps"], folder, options)
                 wall = float(re.findall(r"Loop time of ([\d.]+)", out)[-1]) / options.repeats
                 share = float(re.findall(r"([\d.]+)% CPU use", out)[-1]) / 100.0
                 energy = float(re.findall(r"^ +0 +\S+ +(\S+)", out, re.MULTILINE)[0])
                 rows = np.loadtxt(folder / "forces.dump", skiprows=9)
-                self.add("LAMMPS", name, [[wall, wall * share]], energy, rows[np.argsort(rows[:, 0]), 1:])
+                self.add(
+                    "LAMMPS", name, [[wall, wall * share]], energy, rows[np.argsort(rows[:, 0]), 1:]
+                )
 
 
 def describe(values: np.ndarray) -> str:
@@ -497,33 +579,57 @@ def describe(values: np.ndarray) -> str:
 
 def main() -> None:
     """Write the files, time all routes in turn and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--descriptor", choices=DESCRIPTORS, default="se_e2_a")
     parser.add_argument("--precision", choices=("float64", "float32"), default="float64")
-    parser.add_argument("--molecules", type=int, nargs="*", default=[64], help="cubes: 64, 125, 216, …, or 32")
+    parser.add_argument(
+        "--molecules", type=int, nargs="*", default=[64], help="cubes: 64, 125, 216, …, or 32"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=20, help="steps of a round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warm", type=int, default=3, help="steps of LAMMPS before, beside its first evaluation")
-    parser.add_argument("--deepmd-kit", metavar="PYTHON", help="python of an environment with deepmd-kit")
-    parser.add_argument("--deepmd-kit-path", metavar="PATH", default="", help="PYTHONPATH of that python")
+    parser.add_argument(
+        "--warm", type=int, default=3, help="steps of LAMMPS before, beside its first evaluation"
+    )
+    parser.add_argument(
+        "--deepmd-kit", metavar="PYTHON", help="python of an environment with deepmd-kit"
+    )
+    parser.add_argument(
+        "--deepmd-kit-path", metavar="PATH", default="", help="PYTHONPATH of that python"
+    )
     parser.add_argument("--lammps", metavar="LMP", help="LAMMPS with the DeePMD plugin")
     parser.add_argument("--compress", action="store_true", help="time compressed files as well")
-    parser.add_argument("--routes", nargs="+", choices=(*PROGRAMS, "LAMMPS"), default=[*PROGRAMS, "LAMMPS"])
-    parser.add_argument("--resident", action="store_true", help="time force calls that stay on the device")
+    parser.add_argument(
+        "--routes", nargs="+", choices=(*PROGRAMS, "LAMMPS"), default=[*PROGRAMS, "LAMMPS"]
+    )
+    parser.add_argument(
+        "--resident", action="store_true", help="time force calls that stay on the device"
+    )
     parser.add_argument("--frozen", action="store_true", help="with --resident: of the frozen file")
-    parser.add_argument("--model", type=Path, help="with --resident: a checkpoint instead of random weights")
-    parser.add_argument("--copies", nargs="+", type=int, default=[], help="with --resident: structures side by side")
+    parser.add_argument(
+        "--model", type=Path, help="with --resident: a checkpoint instead of random weights"
+    )
+    parser.add_argument(
+        "--copies", nargs="+", type=int, default=[], help="with --resident: structures side by side"
+    )
     parser.add_argument("--system", type=Path, help="whose frames they are, with --model")
     parser.add_argument("--temperature", type=float, default=300.0, help="of dynamics [K]")
-    parser.add_argument("--kernels", action="store_true", help="with --resident: list the kernels of a call")
-    parser.add_argument("--check-up-to", type=int, default=1000, help="molecules up to which results are compared")
+    parser.add_argument(
+        "--kernels", action="store_true", help="with --resident: list the kernels of a call"
+    )
+    parser.add_argument(
+        "--check-up-to", type=int, default=1000, help="molecules up to which results are compared"
+    )
     parser.add_argument("--time-step", type=float, default=0.5, help="of dynamics [fs]")
     options = parser.parse_args()
     if options.copies and not (options.model and options.system):
         # Atoms of a potential with random weights pass through each other, where its slopes are steep.
-        parser.error("--copies needs --model and --system: only a trained potential is fit for dynamics")
+        parser.error(
+            "--copies needs --model and --system: only a trained potential is fit for dynamics"
+        )
     if options.resident:
         resident(options)
         return
@@ -537,19 +643,33 @@ def main() -> None:
         for route in options.routes:
             if route == "ASE, ours":
                 # deepmd-kit's compressed file needs its compiled operators.
-                measured.by_python(route, ["model.pt", *(name for name in files if name != "theirs_compressed.pth")])
+                measured.by_python(
+                    route,
+                    ["model.pt", *(name for name in files if name != "theirs_compressed.pth")],
+                )
             elif route == "LAMMPS" and options.lammps:
                 measured.by_lammps(files)
             elif route != "LAMMPS" and options.deepmd_kit:
                 measured.by_python(route, files)
     natoms = len(measured.force)
-    print(f"{options.descriptor}, {options.precision}, {natoms} atoms, {options.device}, {options.threads} threads")
-    print("| route | file | ms a step | processor ms a step | atoms a second | from the checkpoint [eV, eV/Å] |")
+    print(
+        f"{options.descriptor}, {options.precision}, {natoms} atoms, {options.device}, {options.threads} threads"
+    )
+    print(
+        "| route | file | ms a step | processor ms a step | atoms a second | from the checkpoint [eV, eV/Å] |"
+    )
     print("|---|---|---|---|---|---|")
     for (route, name), rounds in measured.times.items():
         wall, processor = np.array(rounds).T
         speed = f"{natoms / np.median(wall):.0f}"
-        cells = [route, name, describe(wall), describe(processor), speed, f"{measured.differences[route, name]:.0e}"]
+        cells = [
+            route,
+            name,
+            describe(wall),
+            describe(processor),
+            speed,
+            f"{measured.differences[route, name]:.0e}",
+        ]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -31,7 +31,9 @@ from deepmd_muon.infer import Predictor
 BIN = 0.1  # [Å]
 BLOCK = 1.0  # [ps]: averages over it are the samples of a standard error
 SKIPPED = 1.0  # [ps] before the first block
-FEWEST_STARTS = 8  # with which averages of starts are the samples instead: blocks of one run may be correlated
+FEWEST_STARTS = (
+    8  # with which averages of starts are the samples instead: blocks of one run may be correlated
+)
 
 
 def prepare(options: argparse.Namespace) -> None:
@@ -54,7 +56,9 @@ def prepare(options: argparse.Namespace) -> None:
         "freeze -c model.ckpt.pt -o plain.pth",
         "compress -i model.ckpt.pt -o compressed.pth",
     ):
-        subprocess.run([sys.executable, "-m", "deepmd_muon", "--pt", *words.split()], cwd=folder, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "deepmd_muon", "--pt", *words.split()], cwd=folder, check=True
+        )
 
 
 def radial(systems: Systems, kinds: tuple[int, int], reach: float) -> np.ndarray:
@@ -78,9 +82,13 @@ def run(options: argparse.Namespace) -> None:
     predictor = Predictor(options.model, device=options.device)
     if options.nets:
         if predictor.resident is None:
-            raise SystemExit("--nets is for a GPU; elsewhere a plain file has nets, a compressed one tables")
+            raise SystemExit(
+                "--nets is for a GPU; elsewhere a plain file has nets, a compressed one tables"
+            )
         vars(predictor.resident.atomic_model.descriptor)["tabulate"] = lambda *_: None
-    frames = open_systems(options.system, predictor.type_map)[0].frames(np.arange(options.frames) + options.first)
+    frames = open_systems(options.system, predictor.type_map)[0].frames(
+        np.arange(options.frames) + options.first
+    )
     systems = Systems.from_frames(frames, predictor.type_map, predictor.device)
     systems = systems.heated(options.temperature, torch.Generator().manual_seed(options.first))
     assert systems.box is not None
@@ -88,7 +96,10 @@ def run(options: argparse.Namespace) -> None:
     pairs = list(itertools.combinations_with_replacement(types, 2))
     inverse = np.linalg.inv(systems.box.cpu().numpy())
     reach = float((0.5 / np.linalg.norm(inverse, axis=1)).min())
-    steps, per_block = round(options.ps * 1000 / options.time_step), round(BLOCK * 1000 / options.time_step)
+    steps, per_block = (
+        round(options.ps * 1000 / options.time_step),
+        round(BLOCK * 1000 / options.time_step),
+    )
     times, energies, temperatures, start = [], [], [], time.process_time()
     blocks: dict[str, dict[int, list[np.ndarray]]] = {f"{a}-{b}": {} for a, b in pairs}
     thermostat = Langevin(options.temperature) if options.ensemble == "nvt" else None
@@ -102,14 +113,18 @@ def run(options: argparse.Namespace) -> None:
         seed=options.first,
     ):
         if snapshot.lost:
-            raise SystemExit(f"lost {snapshot.lost}: the potential is not fit for {options.temperature} K")
+            raise SystemExit(
+                f"lost {snapshot.lost}: the potential is not fit for {options.temperature} K"
+            )
         times.append(snapshot.step * options.time_step / 1000)
         energies.append(snapshot.total_energy.cpu().numpy())
         temperatures.append(float(snapshot.systems.temperature.mean()))
         block = (snapshot.step - 1) // per_block
         if block * BLOCK >= SKIPPED:
             for a, b in pairs:
-                blocks[f"{a}-{b}"].setdefault(block, []).append(radial(snapshot.systems, (a, b), reach))
+                blocks[f"{a}-{b}"].setdefault(block, []).append(
+                    radial(snapshot.systems, (a, b), reach)
+                )
     natoms = systems.atype.shape[1]
     drift = np.polyfit(times, np.stack(energies), 1)[0] / natoms * 1000
     found = {
@@ -129,7 +144,9 @@ def run(options: argparse.Namespace) -> None:
     }
     options.out.write_text(json.dumps(found) + "\n")
     shown = ", ".join(f"{value:.4f}" for value in drift)
-    print(f"{options.out}: {shown} meV/atom/ps, {found['temperature']:.1f} K, {found['ms_a_step']:.2f} ms a step")
+    print(
+        f"{options.out}: {shown} meV/atom/ps, {found['temperature']:.1f} K, {found['ms_a_step']:.2f} ms a step"
+    )
 
 
 def samples_of(rows: list[list[list[float]]]) -> np.ndarray:
@@ -146,7 +163,9 @@ def mean_and_error(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def table(options: argparse.Namespace) -> None:
     """Print drifts, their difference, and how often radial distributions differ by more than two standard errors."""
     runs = [json.loads(path.read_text()) for path in sorted(options.files)]
-    print("| ensemble | file | K | drift [meV/atom/ps] | bins of g(r) | beyond 2 errors | largest |")
+    print(
+        "| ensemble | file | K | drift [meV/atom/ps] | bins of g(r) | beyond 2 errors | largest |"
+    )
     print("|---|---|---|---|---|---|---|")
     for ensemble in ("nve", "nvt"):
         of_file = {
@@ -158,7 +177,10 @@ def table(options: argparse.Namespace) -> None:
             if not group:
                 continue
             pairs = group[0]["radial"]
-            samples = {pair: samples_of([row for run in group for row in run["radial"][pair]]) for pair in pairs}
+            samples = {
+                pair: samples_of([row for run in group for row in run["radial"][pair]])
+                for pair in pairs
+            }
             radials.append({pair: mean_and_error(rows) for pair, rows in samples.items()})
             kelvin = np.mean([run["temperature"] for run in group])
             drifts = np.concatenate([run["drift"] for run in group])
@@ -167,36 +189,50 @@ def table(options: argparse.Namespace) -> None:
             cells = [ensemble, name, f"{kelvin:.1f}", drift]
             if len(radials) > 1:
                 apart = []
-                for (mean, error_of), (expected, other) in zip(radials[-1].values(), radials[0].values(), strict=True):
+                for (mean, error_of), (expected, other) in zip(
+                    radials[-1].values(), radials[0].values(), strict=True
+                ):
                     both = np.hypot(error_of, other)
                     apart.append(np.abs(mean - expected)[both > 0] / both[both > 0])
                 errors = np.concatenate(apart)
-                cells += [str(len(errors)), f"{(errors > 2).mean():.1%}", f"{errors.max():.1f} errors"]
+                cells += [
+                    str(len(errors)),
+                    f"{(errors > 2).mean():.1%}",
+                    f"{errors.max():.1f} errors",
+                ]
             print(f"| {' | '.join(cells)} |")
 
 
 def main() -> None:
     """Run one file, or compare runs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     files = commands.add_parser("prepare", help="train an example, and freeze it both ways")
     files.add_argument("--input", type=Path, required=True)
     files.add_argument("--folder", type=Path, required=True)
     files.add_argument("--steps", type=int, default=2000)
-    files.add_argument("--optimizer", help="instead of the example's; water of AdamW blows up least")
+    files.add_argument(
+        "--optimizer", help="instead of the example's; water of AdamW blows up least"
+    )
     files.set_defaults(do=prepare)
     one = commands.add_parser("run", help="dynamics with one file")
     one.add_argument("--model", type=Path, required=True, help="frozen file, plain or compressed")
     one.add_argument("--system", type=Path, required=True)
     one.add_argument("--frames", type=int, default=1, help="of the system, side by side")
-    one.add_argument("--first", type=int, default=0, help="of these frames, and seed of velocities and noise")
+    one.add_argument(
+        "--first", type=int, default=0, help="of these frames, and seed of velocities and noise"
+    )
     one.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     one.add_argument("--nets", action="store_true", help="on a GPU: no tables in place of nets")
     one.add_argument("--out", type=Path, required=True)
     one.add_argument("--ensemble", choices=("nve", "nvt"), default="nve")
     one.add_argument("--ps", type=float, default=10.0)
     one.add_argument("--time-step", type=float, default=0.5, help="fs")
-    one.add_argument("--temperature", type=float, default=300.0, help="K; of the start, and of the thermostat")
+    one.add_argument(
+        "--temperature", type=float, default=300.0, help="K; of the start, and of the thermostat"
+    )
     one.add_argument("--every", type=int, default=20, help="steps between samples")
     one.set_defaults(do=run)
     several = commands.add_parser("table", help="plain and compressed side by side")

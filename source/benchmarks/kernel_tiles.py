@@ -38,7 +38,14 @@ SHAPES = "1x1024x1024,1x2048x2048,1x4096x4096,1x8192x8192,16x1024x4096,4x2048x81
 SYMMETRIC = tuple(
     Tile(*tile)
     for tile in [
-        *[(64, 64, 4, 3), (64, 64, 4, 4), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 3), (128, 128, 8, 4)],
+        *[
+            (64, 64, 4, 3),
+            (64, 64, 4, 4),
+            (128, 128, 4, 3),
+            (128, 128, 4, 4),
+            (128, 128, 8, 3),
+            (128, 128, 8, 4),
+        ],
     ]
 )
 UPDATE = tuple(
@@ -92,7 +99,14 @@ def symmetric(count: int, rows: int, columns: int, tile: Tile) -> tuple[float, f
     target, rest = torch.empty_like(left), torch.zeros_like(left)
     squares = [_tiled(m, side, side) for m in (left, right, target, rest, rest, rest)]
     squares += [_tiled(target, t, side), _tiled(target, side, t), *(_tiled(rest, t, side),) * 3]
-    constants = {"FINE": True, "T": t, "N": t, "K": DEPTH, "num_warps": tile.warps, "num_stages": tile.stages}
+    constants = {
+        "FINE": True,
+        "T": t,
+        "N": t,
+        "K": DEPTH,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
 
     def run(a: Tensor, b: Tensor, size: int, kind: int) -> None:
         operands = _tiled(a, t, DEPTH), _tiled(b, t, DEPTH)
@@ -104,7 +118,9 @@ def symmetric(count: int, rows: int, columns: int, tile: Tile) -> tuple[float, f
     return time, count * order * (order + t) * (order + depth) / time * 1e-6
 
 
-def updated(count: int, rows: int, columns: int, tile: Tile, *, wide: bool = True) -> tuple[float, float]:
+def updated(
+    count: int, rows: int, columns: int, tile: Tile, *, wide: bool = True
+) -> tuple[float, float]:
     """Time one update of X [µs]; return its rate, too [TFLOP/s]."""
     order, width = (-(-n // 256) * 256 for n in (rows, columns))
     p, x = half(count, order, order), half(count, order, width)
@@ -114,8 +130,24 @@ def updated(count: int, rows: int, columns: int, tile: Tile, *, wide: bool = Tru
     grid = (order // down * (width // across), count)
     factors = _tiled(p, down, DEPTH), _tiled(x, DEPTH, across)
     tiles = [_tiled(each, down, across // 2) for each in (master if wide else x, master, following)]
-    unused, diagonal = torch.empty(1, dtype=torch.int64, device="cuda"), torch.ones(count * order, device="cuda")
-    arguments = (*factors, tiles[0], weights, *tiles[1:], diagonal, unused, weights, master, 0, 0, order, width)
+    unused, diagonal = (
+        torch.empty(1, dtype=torch.int64, device="cuda"),
+        torch.ones(count * order, device="cuda"),
+    )
+    arguments = (
+        *factors,
+        tiles[0],
+        weights,
+        *tiles[1:],
+        diagonal,
+        unused,
+        weights,
+        master,
+        0,
+        0,
+        order,
+        width,
+    )
     arguments = (*arguments, *(None,) * 7)  # nothing is applied
     constants = {
         "TYPE": None,
@@ -159,28 +191,45 @@ def whole_iterations() -> Iterator[Row]:
             for warps, stages in itertools.product((4, 8), (2, 3, 4)):
                 launch.constants.update(num_warps=warps, num_stages=stages)
                 try:
-                    time = timed(lambda name=name, x=x: run_launches(name, start_launch, [x], coefficients))
+                    time = timed(
+                        lambda name=name, x=x: run_launches(name, start_launch, [x], coefficients)
+                    )
                 except (
                     RuntimeError,
                     OutOfResources,
                 ) as error:  # more programs than then fit at once, or too much shared memory
-                    print(f"{shape}, {name}, {warps} warps, {stages} stages: {error}".splitlines()[0], flush=True)
+                    print(
+                        f"{shape}, {name}, {warps} warps, {stages} stages: {error}".splitlines()[0],
+                        flush=True,
+                    )
                     continue
                 same = (warps, stages) == (present["num_warps"], present.get("num_stages", 3))
-                yield "x".join(map(str, shape)), name, f"{warps} warps, {stages} stages", f"{time:.1f}", "", int(same)
+                yield (
+                    "x".join(map(str, shape)),
+                    name,
+                    f"{warps} warps, {stages} stages",
+                    f"{time:.1f}",
+                    "",
+                    int(same),
+                )
             launch.constants.clear()
             launch.constants.update(present)
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="write the CSV here, too")
     parser.add_argument("--shapes", default=SHAPES, help="batch x rows x columns of the products")
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today()}")
     with contextlib.ExitStack() as stack:
-        outputs = [sys.stdout, *([stack.enter_context(arguments.out.open("w"))] if arguments.out else [])]
+        outputs = [
+            sys.stdout,
+            *([stack.enter_context(arguments.out.open("w"))] if arguments.out else []),
+        ]
         for row in itertools.chain([HEAD], products(arguments.shapes), whole_iterations()):
             for output in outputs:
                 csv.writer(output, lineterminator="\n").writerow(row)

@@ -74,8 +74,14 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=CASES)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--sets", type=Path, help="folder of the data of an earlier call with --write")
-    parser.add_argument("--write", type=lambda text: Path(text).resolve(), help="only write the data, into this folder")
+    parser.add_argument(
+        "--sets", type=Path, help="folder of the data of an earlier call with --write"
+    )
+    parser.add_argument(
+        "--write",
+        type=lambda text: Path(text).resolve(),
+        help="only write the data, into this folder",
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results = []
@@ -100,7 +106,9 @@ def main() -> None:
                 "peak [MiB]": max(each.peak for each in found),
             }
             if case.startswith("lmdb"):
-                result["frames/s"] = frames_a_second(content["training"]["training_data"]["systems"][0])
+                result["frames/s"] = frames_a_second(
+                    content["training"]["training_data"]["systems"][0]
+                )
         results.append(result)
         print(json.dumps(result), flush=True)
     if options.out:

@@ -35,7 +35,9 @@ def transformer(depth: int, width: int) -> list[tuple[str, tuple[int, ...]]]:
     """Return names and shapes of transformer layers."""
     layer = {"qkv": (3, 1), "out": (1, 1), "up": (4, 1), "down": (1, 4), "norm": (1,)}
     shapes = {key: tuple(factor * width for factor in factors) for key, factors in layer.items()}
-    return [(f"layers.{i}.{key}.weight", shape) for i in range(depth) for key, shape in shapes.items()]
+    return [
+        (f"layers.{i}.{key}.weight", shape) for i in range(depth) for key, shape in shapes.items()
+    ]
 
 
 def shapes_of(name: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -50,7 +52,10 @@ def shapes_of(name: str) -> list[tuple[str, tuple[int, ...]]]:
 
 def parameters(name: str, dtype: torch.dtype, device: str = "cuda") -> Named:
     """Make a parameter set with gradients."""
-    made = [(key, nn.Parameter(torch.randn(shape, device=device, dtype=dtype))) for key, shape in shapes_of(name)]
+    made = [
+        (key, nn.Parameter(torch.randn(shape, device=device, dtype=dtype)))
+        for key, shape in shapes_of(name)
+    ]
     for _, p in made:
         p.grad = torch.randn_like(p)
     return made

@@ -30,7 +30,11 @@ def main() -> int:
 
     if torch.cuda.is_available():
         most = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-        print("GPU memory: {:.0f} MiB allocated, {:.0f} MiB reserved".format(*(x / 2**20 for x in most)))
+        print(
+            "GPU memory: {:.0f} MiB allocated, {:.0f} MiB reserved".format(
+                *(x / 2**20 for x in most)
+            )
+        )
     return status or 0
 
 

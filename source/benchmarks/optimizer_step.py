@@ -83,11 +83,16 @@ def measure(make: Make, name: str, dtype: torch.dtype) -> dict[str, Any]:
     for _ in range(3):
         step()
     state = [x for optimizer in optimizers for s in optimizer.state.values() for x in s.values()]
-    before += sum(x.numel() * x.element_size() for x in state if isinstance(x, torch.Tensor) and x.is_cuda)
+    before += sum(
+        x.numel() * x.element_size() for x in state if isinstance(x, torch.Tensor) and x.is_cuda
+    )
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     step()
-    result: dict[str, Any] = {"peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20, "eager_ms": timed(step)}
+    result: dict[str, Any] = {
+        "peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20,
+        "eager_ms": timed(step),
+    }
     try:
         result |= captured(make, named)
     except NotImplementedError as error:
@@ -118,11 +123,15 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         """Compute, and note a product with operands of its own."""
         result = func(*args, **(kwargs or {}))
         if func._schema.name in self.KINDS:
-            kept = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in args)  # clones keep the layout
+            kept = tuple(
+                x.clone() if isinstance(x, torch.Tensor) else x for x in args
+            )  # clones keep the layout
             options = {key: x for key, x in (kwargs or {}).items() if key != "out"}
             operation = getattr(torch, func._schema.name.removeprefix("aten::"))
             self.calls.append((operation, kept, {**options, "out": torch.empty_like(result)}))
@@ -134,7 +143,9 @@ class Products(TorchDispatchMode):
             operation(*operands, **options)
 
 
-def measure_on_cpu(makers: dict[str, Make], name: str, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, Any]]:
+def measure_on_cpu(
+    makers: dict[str, Make], name: str, dtype: torch.dtype, rounds: int
+) -> dict[str, dict[str, Any]]:
     """Return milliseconds of each optimizer's step, and of its products alone, taken in turns.
 
     Wall time and processor time, and the median of the rounds' ratios to HybridMuon's processor time.
@@ -159,14 +170,21 @@ def measure_on_cpu(makers: dict[str, Make], name: str, dtype: torch.dtype, round
             run()  # fills the caches
             start = time.perf_counter(), time.process_time()
             run()
-            times[title].append((1e3 * (time.perf_counter() - start[0]), 1e3 * (time.process_time() - start[1])))
+            times[title].append(
+                (1e3 * (time.perf_counter() - start[0]), 1e3 * (time.process_time() - start[1]))
+            )
     found = {}
     for title, pairs in times.items():
         wall, processor = zip(*pairs, strict=True)
         found[title] = {"min_ms": min(wall), "median_ms": statistics.median(wall)}
-        found[title] |= {"processor_min_ms": min(processor), "processor_median_ms": statistics.median(processor)}
+        found[title] |= {
+            "processor_min_ms": min(processor),
+            "processor_median_ms": statistics.median(processor),
+        }
         ours = [x for _, x in times.get(title.removesuffix(": products"), pairs)]
-        found[title]["ratio"] = statistics.median(x / y for x, y in zip(processor, ours, strict=True))
+        found[title]["ratio"] = statistics.median(
+            x / y for x, y in zip(processor, ours, strict=True)
+        )
     return found
 
 
@@ -176,34 +194,48 @@ def on_cpu(arguments: argparse.Namespace, makers: dict[str, Make]) -> None:
     model = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((text.split(":")[1].strip() for text in lines if text.startswith("model name")), model)
+        model = next(
+            (text.split(":")[1].strip() for text in lines if text.startswith("model name")), model
+        )
     heading = {"date": str(datetime.date.today()), "device": model, "torch": torch.__version__}
     heading |= {"threads": arguments.threads, "capability": torch.backends.cpu.get_cpu_capability()}
     print(heading)
-    print("| set | optimizer | shortest ms | median ms | shortest processor ms | median processor ms | ratio |")
+    print(
+        "| set | optimizer | shortest ms | median ms | shortest processor ms | median processor ms | ratio |"
+    )
     print("|---|---|---|---|---|---|---|")
     results = []
     for name in arguments.sets.split(","):
         load = os.getloadavg()[0]
-        for title, r in measure_on_cpu(makers, name, getattr(torch, arguments.dtype), arguments.rounds).items():
-            print(f"| {name} | {title} | {' | '.join(f'{x:.2f}' for x in r.values())} |", flush=True)
+        for title, r in measure_on_cpu(
+            makers, name, getattr(torch, arguments.dtype), arguments.rounds
+        ).items():
+            print(
+                f"| {name} | {title} | {' | '.join(f'{x:.2f}' for x in r.values())} |", flush=True
+            )
             results.append({"set": name, "optimizer": title, "load_before": load} | r)
         print(f"load before and after: {load:.2f}, {os.getloadavg()[0]:.2f}")
-    arguments.out.write_text(json.dumps(heading | {"dtype": arguments.dtype, "results": results}, indent=1))
+    arguments.out.write_text(
+        json.dumps(heading | {"dtype": arguments.dtype, "results": results}, indent=1)
+    )
 
 
 def line(name: str, title: str, r: dict[str, Any]) -> str:
     """Return one row of the table."""
     if "error" in r:
         return f"| {name} | {title} | failed: {r['error']} |"
-    numbers = [f"{r[key]:.3f}" if key in r else "–" for key in ("eager_ms", "captured_ms", "peak_mib")]
+    numbers = [
+        f"{r[key]:.3f}" if key in r else "–" for key in ("eager_ms", "captured_ms", "peak_mib")
+    ]
     numbers.append(str(r.get("launches", "–")))
     return f"| {name} | {title} | {' | '.join(numbers)} |"
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sets", help="default: all, but for the transformer on a CPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -211,7 +243,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="on a CPU")
     parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
     parser.add_argument("--deepmd-kit", type=Path, help="its hybrid_muon.py, to measure it beside")
-    parser.add_argument("--rules", action="store_true", help="measure the rules instead of the peers")
+    parser.add_argument(
+        "--rules", action="store_true", help="measure the rules instead of the peers"
+    )
     parser.add_argument("--only", default="", help="measure only these optimizers, by title: A;B")
     arguments = parser.parse_args()
     makers: dict[str, Make] = {
@@ -225,17 +259,23 @@ def main() -> None:
         "torch Muon + AdamW": torch_muon,
     }
     if arguments.rules:
-        makers = {"HybridMuon": hybrid()} | {f"HybridMuon, {name}": hybrid(**rule) for name, rule in RULES.items()}
+        makers = {"HybridMuon": hybrid()} | {
+            f"HybridMuon, {name}": hybrid(**rule) for name, rule in RULES.items()
+        }
     if arguments.deepmd_kit:
         makers["deepmd-kit HybridMuon"] = deepmd_kit(arguments.deepmd_kit)
     arguments.sets = arguments.sets or ",".join(SETS[:-1] if arguments.device == "cpu" else SETS)
     if arguments.only:
-        makers = {title: make for title, make in makers.items() if title in arguments.only.split(";")}
+        makers = {
+            title: make for title, make in makers.items() if title in arguments.only.split(";")
+        }
     if arguments.device == "cpu":
         on_cpu(arguments, {title: make for title, make in makers.items() if "flash" not in title})
         return
     device = torch.cuda.get_device_name()
-    launches(torch.cuda.synchronize)  # the profiler sees inside graphs that are captured after its first start
+    launches(
+        torch.cuda.synchronize
+    )  # the profiler sees inside graphs that are captured after its first start
     print(f"{datetime.date.today()} {device}, torch {torch.__version__}, {arguments.dtype}")
     print("| set | optimizer | eager ms | captured ms | peak MiB | launches |")
     print("|---|---|---|---|---|---|")
@@ -253,7 +293,9 @@ def main() -> None:
             results.append({"set": name, "optimizer": title} | result)
             torch.cuda.empty_cache()
     heading = {"date": str(datetime.date.today()), "device": device, "torch": torch.__version__}
-    arguments.out.write_text(json.dumps(heading | {"dtype": arguments.dtype, "results": results}, indent=1))
+    arguments.out.write_text(
+        json.dumps(heading | {"dtype": arguments.dtype, "results": results}, indent=1)
+    )
     print(describe())
 
 

@@ -26,8 +26,25 @@ from deepmd_muon.optim.polar import SCHEDULES, orthogonalize_matrices
 from deepmd_muon.optim.polar.dispatch import describe
 
 ROWS = (
-    *["64x32x64", "64x64x64", "12x96x96", "46x128x128", "133x16x16", "6x320x64", "6x768x128", "2x240x240"],
-    *["4x240x240", "2x240x1600", "1x512x512", "1x1024x1024", "1x2048x2048", "1x4096x4096", "1x8192x8192"],
+    *[
+        "64x32x64",
+        "64x64x64",
+        "12x96x96",
+        "46x128x128",
+        "133x16x16",
+        "6x320x64",
+        "6x768x128",
+        "2x240x240",
+    ],
+    *[
+        "4x240x240",
+        "2x240x1600",
+        "1x512x512",
+        "1x1024x1024",
+        "1x2048x2048",
+        "1x4096x4096",
+        "1x8192x8192",
+    ],
     *["1x1024x4096", "1x2048x8192", "1x4096x16384", "16x1024x4096", "64x768x2048"],
 )
 Run = Callable[[Tensor], Tensor]
@@ -42,7 +59,9 @@ def torch_muon(x: Tensor) -> Tensor:
     """Orthogonalize as torch.optim.Muon does, which knows single matrices only."""
     from torch.optim._muon import _zeropower_via_newtonschulz
 
-    return torch.stack([_zeropower_via_newtonschulz(m, (3.4445, -4.7750, 2.0315), 5, 1e-7) for m in x])
+    return torch.stack(
+        [_zeropower_via_newtonschulz(m, (3.4445, -4.7750, 2.0315), 5, 1e-7) for m in x]
+    )
 
 
 def deepmd_kit(path: Path) -> dict[str, Run]:
@@ -128,7 +147,9 @@ def report(row: str, result: dict[str, Any], floor_ms: float) -> str:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--deepmd-kit", type=Path, help="its hybrid_muon.py, to measure it beside")
@@ -136,10 +157,14 @@ def main() -> None:
     rates = ceilings()
     device = torch.cuda.get_device_name()
     print(f"{datetime.date.today()} {device}, torch {torch.__version__}")
-    print(f"fp16 products {rates[0] / 1e12:.0f} TFLOP/s, copies {rates[1] / 1e12:.2f} TB/s\n{describe()}")
+    print(
+        f"fp16 products {rates[0] / 1e12:.0f} TFLOP/s, copies {rates[1] / 1e12:.2f} TB/s\n{describe()}"
+    )
     print("| batch × m × n | | eager ms | graph ms | of floor | peak MiB |")
     print("|---|---|---|---|---|---|")
-    peers = {"torch Muon 5": torch_muon} | (deepmd_kit(arguments.deepmd_kit) if arguments.deepmd_kit else {})
+    peers = {"torch Muon 5": torch_muon} | (
+        deepmd_kit(arguments.deepmd_kit) if arguments.deepmd_kit else {}
+    )
     results = []
     for row in arguments.rows.split(","):
         shape: tuple[int, int, int] = tuple(map(int, row.split("x")))  # type: ignore[assignment]  # three by form
@@ -150,7 +175,12 @@ def main() -> None:
             print(report(row, result, floor(shape, steps, rates)), flush=True)
             results.append({"row": row, "floor": floor(shape, steps, rates)} | result)
             torch.cuda.empty_cache()
-    heading = {"date": str(datetime.date.today()), "device": device, "products": rates[0], "copies": rates[1]}
+    heading = {
+        "date": str(datetime.date.today()),
+        "device": device,
+        "products": rates[0],
+        "copies": rates[1],
+    }
     arguments.out.write_text(json.dumps(heading | {"results": results}, indent=1))
     print(describe())
 

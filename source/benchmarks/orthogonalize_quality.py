@@ -43,7 +43,9 @@ def ways(*, square: bool, gram_pays: bool = False, kernels: bool = False) -> Ite
             forms += ["kernels"] * (precision == "float16" and kernels)
             for form in forms:
 
-                def run(x: Tensor, name: str = name, precision: str = precision, form: str = form) -> Tensor:
+                def run(
+                    x: Tensor, name: str = name, precision: str = precision, form: str = form
+                ) -> Tensor:
                     gram, flash = form == "Gram", form == "kernels"
                     return orthogonalize_matrices([x], name, precision, gram=gram, flash=flash)[0]
 
@@ -63,9 +65,17 @@ def ways(*, square: bool, gram_pays: bool = False, kernels: bool = False) -> Ite
         from torch.optim._muon import _zeropower_via_newtonschulz
 
         step = SCHEDULES["keller-jordan"].coefficients[0]
-        return torch.stack([_zeropower_via_newtonschulz(m.clone(), step, 5, 1e-7).float() for m in x])
+        return torch.stack(
+            [_zeropower_via_newtonschulz(m.clone(), step, 5, 1e-7).float() for m in x]
+        )
 
-    yield "keller-jordan", "stored in bfloat16", "torch.optim.Muon", SCHEDULES["keller-jordan"], keller_jordan_bf16
+    yield (
+        "keller-jordan",
+        "stored in bfloat16",
+        "torch.optim.Muon",
+        SCHEDULES["keller-jordan"],
+        keller_jordan_bf16,
+    )
 
 
 def synthetic(m: int, n: int, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
@@ -85,7 +95,9 @@ def synthetic(m: int, n: int, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
         yield f"{kind} {m}x{n}", ((u * s.double()) @ vh).float()
 
 
-def worst(sizes: list[tuple[int, int]], seeds: int, schedules: list[str], precisions: list[str]) -> Iterator[str]:
+def worst(
+    sizes: list[tuple[int, int]], seeds: int, schedules: list[str], precisions: list[str]
+) -> Iterator[str]:
     """Yield a row for each schedule and precision: the largest noise over sizes, spectra and seeds, and its matrix."""
     for name, precision in itertools.product(schedules, precisions):
         found = []
@@ -105,7 +117,9 @@ def stored(file: Path) -> Iterator[tuple[str, Tensor]]:
         saved = content["optimizer"]
         names = [name for group in saved["param_groups"] for name in group["param_names"]]
         content = {
-            names[i]: values["momentum_buffer"] for i, values in saved["state"].items() if "momentum_buffer" in values
+            names[i]: values["momentum_buffer"]
+            for i, values in saved["state"].items()
+            if "momentum_buffer" in values
         }
     for name, x in content.items():
         yield name.removeprefix("atomic_model."), x.reshape(-1, *x.shape[-2:]).float()
@@ -117,10 +131,14 @@ Decomposition = tuple[Tensor, Tensor, Tensor]
 def decompose(x: Tensor) -> Decomposition:
     """Return U, singular values up to a factor, and Vᵀ, in float64."""
     x = x.double().cpu()
-    return tuple(torch.linalg.svd(x / x.abs().amax(dim=(-2, -1), keepdim=True), full_matrices=False))
+    return tuple(
+        torch.linalg.svd(x / x.abs().amax(dim=(-2, -1), keepdim=True), full_matrices=False)
+    )
 
 
-def measure(decomposition: Decomposition, o: Tensor, schedule: Schedule) -> tuple[float, float, float, float]:
+def measure(
+    decomposition: Decomposition, o: Tensor, schedule: Schedule
+) -> tuple[float, float, float, float]:
     """Return noise fraction, lowest and highest value above the cut-off, and relative error; worst of the batch."""
     (u, s, vh), o = decomposition, o.double().cpu()
     relative = s / torch.linalg.vector_norm(s, dim=-1, keepdim=True)
@@ -128,21 +146,38 @@ def measure(decomposition: Decomposition, o: Tensor, schedule: Schedule) -> tupl
     kept = torch.where(s > RESOLUTION * s[:, :1], along, 0.0)
     noise = 1.0 - kept.square().sum(-1) / o.square().sum(dim=(-2, -1))
     reached = along[relative > schedule.cutoff]
-    expected = torch.tensor(schedule(relative.flatten().tolist()), dtype=torch.float64).reshape(relative.shape)
+    expected = torch.tensor(schedule(relative.flatten().tolist()), dtype=torch.float64).reshape(
+        relative.shape
+    )
     inside = (s > 1e-3 * s[:, :1]).double()
-    difference = (u.mT @ o @ vh.mT - torch.diag_embed(expected)) * inside[:, :, None] * inside[:, None, :]
-    error = difference.square().sum(dim=(-2, -1)).sqrt() / (expected * inside).square().sum(-1).sqrt()
+    difference = (
+        (u.mT @ o @ vh.mT - torch.diag_embed(expected)) * inside[:, :, None] * inside[:, None, :]
+    )
+    error = (
+        difference.square().sum(dim=(-2, -1)).sqrt() / (expected * inside).square().sum(-1).sqrt()
+    )
     return noise.max().item(), reached.min().item(), reached.max().item(), error.max().item()
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--momenta", type=Path, help="matrices by name, or a checkpoint of a training with HybridMuon")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--momenta",
+        type=Path,
+        help="matrices by name, or a checkpoint of a training with HybridMuon",
+    )
     parser.add_argument("--sizes", default="64x64,25x50,64x256", help="of the synthetic matrices")
     parser.add_argument("--schedules", help="which to measure; default: all, and the peers")
     parser.add_argument("--precisions", default="float32,float16,bfloat16", help="of the schedules")
-    parser.add_argument("--worst", type=int, metavar="SEEDS", help="only the largest noise, over so many seeds (CPU)")
+    parser.add_argument(
+        "--worst",
+        type=int,
+        metavar="SEEDS",
+        help="only the largest noise, over so many seeds (CPU)",
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="write the CSV here, too")
     args = parser.parse_args()
@@ -153,10 +188,16 @@ def main() -> None:
     print(f"torch {torch.__version__}, {device}, {date.today()}")
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("matrix", "schedule", "precision", "form", "noise", "lowest", "highest", "error"))
+    writer.writerow(
+        ("matrix", "schedule", "precision", "form", "noise", "lowest", "highest", "error")
+    )
     wanted = args.schedules.split(",") if args.schedules else [*SCHEDULES]
     if args.worst:
-        print("| schedule | precision | largest noise | matrix | above 1 % |", "|---|---|---|---|---|", sep="\n")
+        print(
+            "| schedule | precision | largest noise | matrix | above 1 % |",
+            "|---|---|---|---|---|",
+            sep="\n",
+        )
         print(*worst(sizes, args.worst, wanted, args.precisions.split(",")), sep="\n")
         return
     for kind, x in cases:

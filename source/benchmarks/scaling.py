@@ -103,13 +103,21 @@ class Step:
         if stage == 0:
             return self.orthogonalization
         plan = plan_of(_input(self.case), gpus, stage)
-        link = self.in_node if gpus <= self.network.gpus else min(self.in_node, self.network.bandwidth)
+        link = (
+            self.in_node if gpus <= self.network.gpus else min(self.in_node, self.network.bandwidth)
+        )
         seconds = 0.0
         # Replicas that repeat the work have all of it each.
-        whole = sum(sum(d.work.values()) / (1 if d.spread else len(d.ranks)) for d in plan.domains) or math.inf
+        whole = (
+            sum(sum(d.work.values()) / (1 if d.spread else len(d.ranks)) for d in plan.domains)
+            or math.inf
+        )
         for domain in plan.domains:
             exchanges = sum(map(len, domain.exchanges().values())) + bool(domain.gathered)
-            seconds += max(domain.sent(plan.settings).values()) / link + exchanges * (gpus - 1) * self.network.peer
+            seconds += (
+                max(domain.sent(plan.settings).values()) / link
+                + exchanges * (gpus - 1) * self.network.peer
+            )
             seconds += max(domain.work.values()) / whole * self.orthogonalization
         return seconds
 
@@ -132,7 +140,9 @@ def read_steps(network: Network, path: Path = INPUTS) -> list[Step]:
     """Return the measured models; their bytes are counted from their parameters."""
     steps = []
     for case, times in json.loads(path.read_text())["ms a step, H200"].items():
-        parameters = [p for group in optimizer_of(_input(case)).param_groups for p in group["params"]]
+        parameters = [
+            p for group in optimizer_of(_input(case)).param_groups for p in group["params"]
+        ]
         two = {int(stage): 1e-3 * found["ms"] for stage, found in times["two"].items()}
         size = sum(p.numel() * p.element_size() for p in parameters)
         own = 1e-3 * times["one"]["ms"], two, 1e-3 * times["orthogonalization"]["ms"]
@@ -142,7 +152,13 @@ def read_steps(network: Network, path: Path = INPUTS) -> list[Step]:
 
 def table(steps: list[Step]) -> str:
     """Return milliseconds a step and the share of linear scaling, as Markdown."""
-    heads = ["model", "stage", "1 GPU, measured", "2, measured", *(f"{gpus:,}, computed" for gpus in GPUS)]
+    heads = [
+        "model",
+        "stage",
+        "1 GPU, measured",
+        "2, measured",
+        *(f"{gpus:,}, computed" for gpus in GPUS),
+    ]
     rows = [heads, ["---"] * len(heads)]
     for step in steps:
         for stage, two in step.two.items():
@@ -155,15 +171,25 @@ def table(steps: list[Step]) -> str:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--network-gb", type=float, default=40.0, help="bandwidth of an adapter [GB/s]")
-    parser.add_argument("--network-us", type=float, default=15.0, help="delay of a message between nodes [µs]")
-    parser.add_argument("--peer-us", type=float, default=2.0, help="time of an exchange for each peer [µs]")
+    parser.add_argument(
+        "--network-gb", type=float, default=40.0, help="bandwidth of an adapter [GB/s]"
+    )
+    parser.add_argument(
+        "--network-us", type=float, default=15.0, help="delay of a message between nodes [µs]"
+    )
+    parser.add_argument(
+        "--peer-us", type=float, default=2.0, help="time of an exchange for each peer [µs]"
+    )
     parser.add_argument("--gpus-per-node", type=int, default=8)
     given = parser.parse_args()
-    network = Network(given.gpus_per_node, 1e9 * given.network_gb, 1e-6 * given.network_us, 1e-6 * given.peer_us)
+    network = Network(
+        given.gpus_per_node, 1e9 * given.network_gb, 1e-6 * given.network_us, 1e-6 * given.peer_us
+    )
     steps = read_steps(network)
     for step in steps:
-        print(f"{step.case}: {step.size / 1e6:.2f} MB of gradients, {step.in_node / 1e9:.0f} GB/s between two GPUs")
+        print(
+            f"{step.case}: {step.size / 1e6:.2f} MB of gradients, {step.in_node / 1e9:.0f} GB/s between two GPUs"
+        )
     print(table(steps))
 
 

@@ -75,7 +75,11 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "input.json").write_text(json.dumps(content))
     command = [*program, "--pt", "train", "input.json", "--skip-neighbor-stat", *options]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)] if gpus > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
+        if gpus > 1
+        else []
+    )
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, *launcher, *command],
@@ -88,7 +92,9 @@ def train(
         check=False,
     )
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}"
+        )
     return done.stderr
 
 
@@ -105,11 +111,19 @@ def time_case(case: str, data: Path, gpus: int, folder: Path, *, alone: bool) ->
     place = folder / case.replace(":", "_")
     if alone:
         times = [timed(place / "1", content, 1)]
-        many = timed(place / "N", content, 1, program=(str(Path(__file__).parent / "one_of_many.py"), str(gpus)))
+        many = timed(
+            place / "N",
+            content,
+            1,
+            program=(str(Path(__file__).parent / "one_of_many.py"), str(gpus)),
+        )
     else:
         with ThreadPoolExecutor(gpus) as pool:
             devices = [str(i) if torch.cuda.is_available() else None for i in range(gpus)]
-            runs = [pool.submit(timed, place / str(i), content, 1, device=own) for i, own in enumerate(devices)]
+            runs = [
+                pool.submit(timed, place / str(i), content, 1, device=own)
+                for i, own in enumerate(devices)
+            ]
             times = [run.result() for run in runs]
         many = timed(place / "N", content, gpus)
     singles = [time for time, _ in times]
@@ -125,10 +139,14 @@ def input_of(case: str, data: Path) -> dict[str, Any]:
     return make_input(kind, sizes, "HybridMuon", steps, data, own)
 
 
-def timed(folder: Path, content: dict[str, Any], gpus: int, **options: Any) -> tuple[float, list[str]]:
+def timed(
+    folder: Path, content: dict[str, Any], gpus: int, **options: Any
+) -> tuple[float, list[str]]:
     """Train; return the time of a step [ms] and what the log says of graphs and pieces."""
     log = train(folder, content, gpus, **options)
-    notes = [line.partition("] ")[2] for line in log.splitlines() if any(word in line for word in NOTED)]
+    notes = [
+        line.partition("] ")[2] for line in log.splitlines() if any(word in line for word in NOTED)
+    ]
     return round(milliseconds(folder), 3), notes
 
 
@@ -138,11 +156,17 @@ def profile(case: str, data: Path, gpus: int, folder: Path, most: int = 16) -> d
     content = changed(input_of(case, data), numb_steps=steps, profiling=True)
     place = folder / f"profile_{case.replace(':', '_')}_{gpus}"
     train(place, content, gpus)
-    events = [e for e in json.loads((place / "timeline.json").read_text())["traceEvents"] if e.get("cat") == "kernel"]
+    events = [
+        e
+        for e in json.loads((place / "timeline.json").read_text())["traceEvents"]
+        if e.get("cat") == "kernel"
+    ]
     middle = (min(e["ts"] for e in events) + max(e["ts"] for e in events)) / 2
     late = sorted((e for e in events if e["ts"] > middle), key=lambda e: e["ts"])
     # The kernel that occurs most regularly counts the steps: one sum over ranks, or one step of the guard.
-    sums = [e for e in late if "AllReduce" in e["name"]] or [e for e in late if "guard" in e["name"].lower()]
+    sums = [e for e in late if "AllReduce" in e["name"]] or [
+        e for e in late if "guard" in e["name"].lower()
+    ]
     count = max(1, len(sums))
     total: Counter[str] = Counter()
     for event in late:
@@ -154,20 +178,35 @@ def profile(case: str, data: Path, gpus: int, folder: Path, most: int = 16) -> d
 def weights(path: Path) -> dict[str, torch.Tensor]:
     """Return the floating-point tensors of a checkpoint's model."""
     model = torch.load(path, weights_only=True)["model"]
-    return {name: x for name, x in model.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    return {
+        name: x
+        for name, x in model.items()
+        if isinstance(x, torch.Tensor) and x.is_floating_point()
+    }
 
 
 def difference(one: Path, other: Path) -> tuple[float, float, str]:
     """Return the largest difference of two checkpoints' weights: of its tensor's largest, as it is, and the tensor."""
     first, second = weights(one), weights(other)
-    found = {name: (float((x - second[name]).abs().max()), x.abs().max()) for name, x in first.items() if x.numel()}
-    relative, name = max((moved / float(size.clamp(min=1e-30)), name) for name, (moved, size) in found.items())
+    found = {
+        name: (float((x - second[name]).abs().max()), x.abs().max())
+        for name, x in first.items()
+        if x.numel()
+    }
+    relative, name = max(
+        (moved / float(size.clamp(min=1e-30)), name) for name, (moved, size) in found.items()
+    )
     return relative, max(moved for moved, _ in found.values()), name
 
 
 def compare(kind: str, data: Path, gpus: int, folder: Path, steps: int) -> dict[str, Any]:
     """Return how far N GPUs are from one with N frames, and whether checkpoints move between these numbers."""
-    own = {"disp_freq": steps, "save_freq": steps // 2, "interpolate_embedding": False, "enable_ema": True}
+    own = {
+        "disp_freq": steps,
+        "save_freq": steps // 2,
+        "interpolate_embedding": False,
+        "enable_ema": True,
+    }
     script = folder / "deterministic.py"
     script.write_text(DETERMINISTIC)
     found: dict[str, Any] = {"steps": steps}
@@ -187,14 +226,24 @@ def compare(kind: str, data: Path, gpus: int, folder: Path, steps: int) -> dict[
         return place / f"model.ckpt-{steps}.pt"
 
     for name, program in {"": ("-m", "deepmd_muon"), ", deterministic": (str(script),)}.items():
-        one, again, many = (last(f"{way}{name}", program, n) for way, n in (("1", 1), ("again", 1), ("N", gpus)))
+        one, again, many = (
+            last(f"{way}{name}", program, n) for way, n in (("1", 1), ("again", 1), ("N", gpus))
+        )
         found[f"1 against itself{name}"] = difference(one, again)
         found[f"N against 1{name}"] = difference(one, many)
         places = places or {1: one, gpus: many}
     for source, target in ((gpus, 1), (1, gpus)):
         place = folder / f"{kind}_again_{source}_{target}"
-        train(place, changed(inputs[target], save_ckpt="again"), target, "--restart", str(places[source]))
-        found[f"{source} loaded on {target}"] = difference(places[source], place / f"again-{steps}.pt")
+        train(
+            place,
+            changed(inputs[target], save_ckpt="again"),
+            target,
+            "--restart",
+            str(places[source]),
+        )
+        found[f"{source} loaded on {target}"] = difference(
+            places[source], place / f"again-{steps}.pt"
+        )
     return found
 
 
@@ -209,23 +258,40 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--cases", nargs="*", default=CASES)
-    parser.add_argument("--alone", action="store_true", help="rank 0 of the GPUs without the others")
-    parser.add_argument("--profile", nargs="*", default=[], help="cases of which kernels are listed")
-    parser.add_argument("--equal", nargs="*", default=["se_e2_a"], help="models to compare weights of")
-    parser.add_argument("--steps", type=int, default=100, help="steps after which weights are compared")
-    parser.add_argument("--most", type=float, default=480.0, help="seconds after which nothing new begins")
+    parser.add_argument(
+        "--alone", action="store_true", help="rank 0 of the GPUs without the others"
+    )
+    parser.add_argument(
+        "--profile", nargs="*", default=[], help="cases of which kernels are listed"
+    )
+    parser.add_argument(
+        "--equal", nargs="*", default=["se_e2_a"], help="models to compare weights of"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=100, help="steps after which weights are compared"
+    )
+    parser.add_argument(
+        "--most", type=float, default=480.0, help="seconds after which nothing new begins"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results: list[dict[str, Any]] = []
     end = time.monotonic() + options.most
     with tempfile.TemporaryDirectory() as name:
         folder, data, gpus = Path(name), options.data, options.gpus
-        wanted = [(case, partial(time_case, case, data, gpus, folder, alone=options.alone)) for case in options.cases]
+        wanted = [
+            (case, partial(time_case, case, data, gpus, folder, alone=options.alone))
+            for case in options.cases
+        ]
         # Behind the first cases, so that a slow machine leaves out the last ones.
         compared = [
-            (f"equal:{kind}", partial(compare, kind, data, gpus, folder, options.steps)) for kind in options.equal
+            (f"equal:{kind}", partial(compare, kind, data, gpus, folder, options.steps))
+            for kind in options.equal
         ]
-        listed = [(f"profile:{case}", partial(profile, case, data, gpus, folder)) for case in options.profile]
+        listed = [
+            (f"profile:{case}", partial(profile, case, data, gpus, folder))
+            for case in options.profile
+        ]
         for what, work in [*wanted[:6], *listed, *compared, *wanted[6:]]:
             try:
                 found = work() if time.monotonic() < end else {"failed": "not begun in time"}

@@ -22,7 +22,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deepmd_muon.optim.routing.views import MatrixView
-from deepmd_muon.optim.sharded import Layout, Plan, PlannedParameter, ShardedSettings, ShardPlacement, make_plan
+from deepmd_muon.optim.sharded import (
+    Layout,
+    Plan,
+    PlannedParameter,
+    ShardedSettings,
+    ShardPlacement,
+    make_plan,
+)
 
 STEPS = 10
 ELEMENT = 4  # bytes
@@ -38,7 +45,9 @@ class Case(NamedTuple):
     dense: list[Shape]
     experts: tuple[Shape, ...] = ()
     number: int = 0  # experts of each shape
-    expert_ranks: int = 1  # ranks over which experts are spread; the rest of the ranks cut each of them
+    expert_ranks: int = (
+        1  # ranks over which experts are spread; the rest of the ranks cut each of them
+    )
 
 
 class Row(NamedTuple):
@@ -60,7 +69,11 @@ def llama(layers: int, width: int, key_value: int, hidden: int) -> list[Shape]:
 def dpa_like() -> list[Shape]:
     """Return 232 matrices as a DPA model with 16 layers has them, 5.5 M weights."""
     layer = [(128, 128)] * 6 + [(256, 128)] * 3 + [(128, 256)] * 2 + [(64, 128)] * 2 + [(384, 128)]
-    return layer * 16 + [(240, 240)] * 2 + [(256, 240), (240, 128), (128, 384), (100, 16), (50, 100), (25, 50)]
+    return (
+        layer * 16
+        + [(240, 240)] * 2
+        + [(256, 240), (240, 128), (128, 384), (100, 16), (50, 100), (25, 50)]
+    )
 
 
 def cases(*, quick: bool) -> Iterator[Case]:
@@ -97,7 +110,13 @@ def plan_of(case: Case) -> Plan:
         for i, shape in enumerate(case.dense)
     ]
     parameters += [
-        PlannedParameter(f"expert{i:04}", (case.number, *shape), MatrixView(case.number, *shape), spread, **options)
+        PlannedParameter(
+            f"expert{i:04}",
+            (case.number, *shape),
+            MatrixView(case.number, *shape),
+            spread,
+            **options,
+        )
         for i, shape in enumerate(case.experts)
     ]
     return make_plan(parameters, ShardedSettings())
@@ -141,14 +160,19 @@ def rows_of(case: Case) -> Iterator[str]:
     plan = plan_of(case)
     seconds = time.perf_counter() - start
     (domain,) = plan.domains
-    ours = Row("**ours**", max(domain.sent(plan.settings).values()) / ELEMENT, max(domain.work.values()))
+    ours = Row(
+        "**ours**", max(domain.sent(plan.settings).values()) / ELEMENT, max(domain.work.values())
+    )
     # What the buckets cost where nothing overlaps: each one waits for its busiest owner.
     busiest: Counter[tuple[int, int]] = Counter()
     for job in domain.jobs:
         if job.bucket is not None:
             p = plan.parameters[job.parameter]
             busiest[job.bucket, job.owner] += int(operations((p.view.rows, p.view.columns)))
-    in_turn = sum(max(work for (b, _), work in busiest.items() if b == bucket) for bucket in {b for b, _ in busiest})
+    in_turn = sum(
+        max(work for (b, _), work in busiest.items() if b == bucket)
+        for bucket in {b for b, _ in busiest}
+    )
     others = rivals(case) if not case.experts else []
     for row in [*others, ours]:
         mine = row is ours
@@ -170,9 +194,13 @@ def rows_of(case: Case) -> Iterator[str]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="write the table here too")
-    parser.add_argument("--quick", action="store_true", help="only cases that take less than a second")
+    parser.add_argument(
+        "--quick", action="store_true", help="only cases that take less than a second"
+    )
     arguments = parser.parse_args()
     lines = [
         "| model | ranks | matrices | scheme | bytes / bound | work / bound | MiB sent by a rank | buckets | work if "

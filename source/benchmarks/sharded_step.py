@@ -73,7 +73,9 @@ def give_gradients(model: Parameters, device: torch.device) -> None:
         p.grad = whole
 
 
-def seconds(step: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, float, float]:
+def seconds(
+    step: Callable[[], Any], device: torch.device, repeats: int
+) -> tuple[float, float, float]:
     """Return the slowest rank's median (GPU ms, host-to-end ms, host-to-return ms) of a step."""
     for _ in range(3):
         step()
@@ -96,7 +98,9 @@ def seconds(step: Callable[[], Any], device: torch.device, repeats: int) -> tupl
             gpu.append((time.perf_counter() - start) * 1e3)
             returned.append(gpu[-1])
         host.append((time.perf_counter() - start) * 1e3)
-    medians = torch.tensor([sorted(times)[repeats // 2] for times in (gpu, host, returned)], device=device)
+    medians = torch.tensor(
+        [sorted(times)[repeats // 2] for times in (gpu, host, returned)], device=device
+    )
     dist.all_reduce(medians, op=dist.ReduceOp.MAX)
     return float(medians[0]), float(medians[1]), float(medians[2])
 
@@ -183,7 +187,10 @@ def disagreement(shapes: Shapes, mesh: Any, device: torch.device, layout: str) -
     many, whole = sharded(shapes, mesh, device, layout), Parameters(shapes, device)
     start = [p.detach().clone() for p in whole.parameters()]
     told: dict[str, Any] = {} if layout == "fsdp" else {"replicas": mesh}
-    pairs = [(many, HybridMuon(many.named(), lr=1e-3, **told)), (whole, HybridMuon(whole.named(), lr=1e-3))]
+    pairs = [
+        (many, HybridMuon(many.named(), lr=1e-3, **told)),
+        (whole, HybridMuon(whole.named(), lr=1e-3)),
+    ]
     for model, optimizer in pairs:
         for _ in range(2):
             give_gradients(model, device)
@@ -192,11 +199,16 @@ def disagreement(shapes: Shapes, mesh: Any, device: torch.device, layout: str) -
     for p, q, s in zip(many.parameters(), whole.parameters(), start, strict=True):
         moved = (q.detach() - s).norm()
         p = p.detach()
-        worst = max(worst, float(((p.full_tensor() if isinstance(p, DTensor) else p) - q.detach()).norm() / moved))
+        worst = max(
+            worst,
+            float(((p.full_tensor() if isinstance(p, DTensor) else p) - q.detach()).norm() / moved),
+        )
     return worst
 
 
-def step_times(name: str, shapes: Shapes, args: argparse.Namespace, mesh: Any, device: torch.device) -> list[Any]:
+def step_times(
+    name: str, shapes: Shapes, args: argparse.Namespace, mesh: Any, device: torch.device
+) -> list[Any]:
     """Time every contestant's step on one set."""
     on_gpu = device.type == "cuda"
     few = shapes_of("2x2048") if name == "llm" else shapes
@@ -220,17 +232,28 @@ def step_times(name: str, shapes: Shapes, args: argparse.Namespace, mesh: Any, d
                 held_runs = (torch.cuda.memory_allocated() - before) / 2**20
                 torch.cuda.reset_peak_memory_stats()
             gpu, host, returned = seconds(step, device, args.repeats)
-            peak = (torch.cuda.max_memory_allocated() - before) / 2**20 - held_runs if on_gpu else float("nan")
+            peak = (
+                (torch.cuda.max_memory_allocated() - before) / 2**20 - held_runs
+                if on_gpu
+                else float("nan")
+            )
         except (RuntimeError, NotImplementedError, AssertionError, TypeError) as error:
             title = f"{title} ({str(error).splitlines()[0][:80]})"
-        entry = {"set": name, "ranks": dist.get_world_size(), "layout": args.layout, "alone": bool(args.alone)}
+        entry = {
+            "set": name,
+            "ranks": dist.get_world_size(),
+            "layout": args.layout,
+            "alone": bool(args.alone),
+        }
         entry |= {"optimizer": title, "disagreement": difference}
         times = {"gpu_ms": gpu, "host_ms": host, "returned_ms": returned}
         results.append({**entry, **times, "held_mib": held_runs, "peak_mib": peak})
         del model
     told: dict[str, Any] = {} if args.layout == "fsdp" else {"replicas": mesh}
     settings = ShardedSettings(state="sharded" if args.layout == "zero1" else "replicated")
-    plan = HybridMuon(sharded(shapes, mesh, device, args.layout).named(), lr=1e-3, sharded=settings, **told).plan
+    plan = HybridMuon(
+        sharded(shapes, mesh, device, args.layout).named(), lr=1e-3, sharded=settings, **told
+    ).plan
     if dist.get_rank() == 0:
         print(f"\n{name}, {dist.get_world_size()} ranks:\n{plan.describe()}", flush=True)
     return results
@@ -238,7 +261,9 @@ def step_times(name: str, shapes: Shapes, args: argparse.Namespace, mesh: Any, d
 
 def report(steps: list[Any]) -> None:
     """Print the table."""
-    print("\n| set | optimizer | GPU ms | host ms | returns ms | held MiB | peak MiB beside | differs from one GPU |")
+    print(
+        "\n| set | optimizer | GPU ms | host ms | returns ms | held MiB | peak MiB beside | differs from one GPU |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for e in steps:
         ours = f"{e['disagreement']:.1e}" if e["optimizer"] == "HybridMuon" else ""
@@ -249,17 +274,29 @@ def report(steps: list[Any]) -> None:
 
 def main() -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sets", nargs="+", default=["dpa3", "llm"], help="of measured_optimizers.py")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sets", nargs="+", default=["dpa3", "llm"], help="of measured_optimizers.py"
+    )
     parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--peers", action="store_true", help="torch.optim.Muon too; slow under DTensor")
+    parser.add_argument(
+        "--peers", action="store_true", help="torch.optim.Muon too; slow under DTensor"
+    )
     parser.add_argument("--layout", choices=("fsdp", "zero1", "ddp"), default="fsdp")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="time these alone")
-    parser.add_argument("--alone", type=int, default=0, metavar="N", help="be rank 0 of N without the others")
+    parser.add_argument(
+        "--alone", type=int, default=0, metavar="N", help="be rank 0 of N without the others"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if on_gpu
+        else torch.device("cpu")
+    )
     if on_gpu:
         torch.cuda.set_device(device)
     if args.alone:
@@ -269,7 +306,11 @@ def main() -> None:
     else:
         dist.init_process_group("nccl" if on_gpu else "gloo")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    steps = [entry for name in args.sets for entry in step_times(name, shapes_of(name), args, mesh, device)]
+    steps = [
+        entry
+        for name in args.sets
+        for entry in step_times(name, shapes_of(name), args, mesh, device)
+    ]
     if dist.get_rank() == 0:
         machine = torch.cuda.get_device_name() if on_gpu else "CPU, gloo"
         print(f"\n{machine} × {dist.get_world_size()}, torch {torch.__version__}")

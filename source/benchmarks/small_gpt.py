@@ -40,8 +40,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return activations (batch, length, width)."""
-        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(self.ln_1(x)).chunk(3, -1))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            y.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for y in self.qkv(self.ln_1(x)).chunk(3, -1)
+        )
+        x = x + self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.out(F.gelu(self.fc(self.ln_2(x))))
 
 
@@ -68,7 +73,9 @@ class GPT(nn.Module):
 
 def readme_snippet() -> tuple[str, str]:
     """Return the imports, and the line that makes the optimizer, of the README's snippet on any torch model."""
-    section = README.read_text(encoding="utf-8").split("## Use the optimizer with any torch model")[1]
+    section = README.read_text(encoding="utf-8").split("## Use the optimizer with any torch model")[
+        1
+    ]
     program = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
     lines = program.splitlines()
     (line,) = [line for line in lines if line.startswith("optimizer = ")]
@@ -109,7 +116,9 @@ def cases() -> dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]]:
         HybridMuon(model.named_parameters(), lr=1e-3)
     ]
     split = "*.qkv.weight: rows 3"
-    found[f'MuonConfig(splits=["{split}"]).build(model)'] = lambda model: [MuonConfig(splits=(split,)).build(model)]
+    found[f'MuonConfig(splits=["{split}"]).build(model)'] = lambda model: [
+        MuonConfig(splits=(split,)).build(model)
+    ]
     found |= {f"torch.optim.AdamW, lr={lr:g}": adamw(lr) for lr in (1e-3, 3e-3, 6e-3)}
     if hasattr(torch.optim, "Muon"):
         found |= {
@@ -123,10 +132,14 @@ def text() -> Tensor:
     """Return the bytes of Python's help topics."""
     from pydoc_data.topics import topics
 
-    return torch.tensor(list("\n".join(topics[key] for key in sorted(topics)).encode()), dtype=torch.uint8)
+    return torch.tensor(
+        list("\n".join(topics[key] for key in sorted(topics)).encode()), dtype=torch.uint8
+    )
 
 
-def train(make: Callable[[nn.Module], list[torch.optim.Optimizer]], steps: int, seed: int = 0) -> tuple[float, float]:
+def train(
+    make: Callable[[nn.Module], list[torch.optim.Optimizer]], steps: int, seed: int = 0
+) -> tuple[float, float]:
     """Return the losses of the last 20 batches and of held-out text [nats a byte]."""
     data = text()
     cut = len(data) * 9 // 10
@@ -162,7 +175,9 @@ def batch_loss(model: nn.Module, data: Tensor, draw: torch.Generator) -> Tensor:
 
 def begin_table(description: str | None, *columns: str) -> argparse.Namespace:
     """Read steps and seeds from the command line, print machine, versions and the head of a table, and return them."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=1)
     arguments = parser.parse_args()

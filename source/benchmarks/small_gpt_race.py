@@ -79,23 +79,31 @@ def contestants() -> dict[str, Contestant]:
     """Return all optimizers by name."""
     found = {"Muon (MuonConfig)": Contestant(ours, (0.02, 0.02))}
     for name, rule in RULES.items():
-        found[name] = Contestant(lambda model, lr, other, rule=rule: ours(model, lr, other, **rule), (0.02, 0.02))
+        found[name] = Contestant(
+            lambda model, lr, other, rule=rule: ours(model, lr, other, **rule), (0.02, 0.02)
+        )
     if hasattr(torch.optim, "Muon"):
-        found["torch.optim.Muon"] = Contestant(lambda model, *rates: torch_muon(*rates)(model), (0.02, 3e-3))
+        found["torch.optim.Muon"] = Contestant(
+            lambda model, *rates: torch_muon(*rates)(model), (0.02, 3e-3)
+        )
     return found | {"torch.optim.AdamW": Contestant(adamw, (3e-3,))}
 
 
 class Run:
     """One training run, whose step is a graph where the device and the optimizer allow it."""
 
-    def __init__(self, make: Callable[[nn.Module], Optimizers], seed: int, steps: int, device: str) -> None:
+    def __init__(
+        self, make: Callable[[nn.Module], Optimizers], seed: int, steps: int, device: str
+    ) -> None:
         data = text().long().to(device)
         cut = len(data) * 9 // 10
         torch.manual_seed(seed)
         self.model = GPT().to(device)
         self.optimizers = make(self.model)
         self.capturing = False
-        starts = torch.randint(cut - LENGTH - 1, (steps, BATCH, 1), generator=torch.Generator().manual_seed(seed))
+        starts = torch.randint(
+            cut - LENGTH - 1, (steps, BATCH, 1), generator=torch.Generator().manual_seed(seed)
+        )
         self.starts, self.data = starts.to(device), data[:cut]
         self.halves = data[cut:].chunk(2)
         warm, falling = (torch.arange(steps, dtype=torch.float64) + k for k in (1, 0))
@@ -105,7 +113,9 @@ class Run:
         self.losses = torch.zeros(steps, device=device)
         self.steps, self.done = steps, 0
         self.on_gpu = device != "cpu"
-        self.rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+        self.rates = [
+            [group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers
+        ]
         self.tail = [torch.zeros_like(p) for p in self.model.parameters()]
         self.averaged = 0
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -122,7 +132,10 @@ class Run:
 
     def _gradients(self) -> None:
         """Compute the gradients of the next batch."""
-        pieces = self.data[self.starts.index_select(0, self.at)[0] + torch.arange(LENGTH + 1, device=self.at.device)]
+        pieces = self.data[
+            self.starts.index_select(0, self.at)[0]
+            + torch.arange(LENGTH + 1, device=self.at.device)
+        ]
         loss = loss_of(self.model, pieces)
         for p in self.model.parameters():
             if p.grad is not None:
@@ -153,7 +166,10 @@ class Run:
         if self.on_gpu and self.done == _EAGER:
             self.graph = torch.cuda.CUDAGraph()
             # A run that ends frees the workspaces of its stream, which this graph must not hold (pytorch#193402).
-            with own_blas_workspaces(), torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+            with (
+                own_blas_workspaces(),
+                torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()),
+            ):
                 work()
         if self.graph is None:
             work()
@@ -170,9 +186,14 @@ class Run:
     @torch.no_grad()
     def result(self) -> Result:
         """Return the losses after the last step."""
-        found = [self.losses[-20:].mean().item(), *(held_out_loss(self.model, half) for half in self.halves)]
+        found = [
+            self.losses[-20:].mean().item(),
+            *(held_out_loss(self.model, half) for half in self.halves),
+        ]
         average = copy.deepcopy(self.model)
-        torch._foreach_copy_(list(average.parameters()), torch._foreach_div(self.tail, self.averaged))
+        torch._foreach_copy_(
+            list(average.parameters()), torch._foreach_div(self.tail, self.averaged)
+        )
         found.append(held_out_loss(average, self.halves[1]))
         return Result(*(x if math.isfinite(x) else math.inf for x in found))
 
@@ -192,7 +213,9 @@ def held_out_loss(model: nn.Module, data: Tensor) -> float:
     return sum(loss_of(model, some).item() * len(some) for some in pieces.split(256)) / len(pieces)
 
 
-def train(contestant: Contestant, rates: Sequence[float], seed: int, steps: int, device: str) -> Result:
+def train(
+    contestant: Contestant, rates: Sequence[float], seed: int, steps: int, device: str
+) -> Result:
     """Train with these rates."""
     run = Run(lambda model: contestant.make(model, *rates), seed, steps, device)
     for _ in range(steps):
@@ -207,17 +230,23 @@ def tune(begin: tuple[float, ...], loss: Callable[[tuple[float, ...]], float]) -
     each = [{i} for i in reversed(range(len(begin)))] if len(begin) > 1 else []
     for moved in [set(range(len(begin))), *each]:
 
-        def at(k: int, center: tuple[float, ...] = best, moved: set[int] = moved) -> tuple[float, ...]:
+        def at(
+            k: int, center: tuple[float, ...] = best, moved: set[int] = moved
+        ) -> tuple[float, ...]:
             return tuple(rate * 2.0**k if i in moved else rate for i, rate in enumerate(center))
 
         tried = [-1, 0, 1]
-        while (least := min(tried, key=lambda k: known(at(k)))) in (tried[0], tried[-1]) and len(tried) < _MOST:
+        while (least := min(tried, key=lambda k: known(at(k)))) in (tried[0], tried[-1]) and len(
+            tried
+        ) < _MOST:
             tried = [tried[0] - 1, *tried] if least == tried[0] else [*tried, tried[-1] + 1]
         best = at(least)
     return best
 
 
-def race(name: str, steps: int, device: str, known: Sequence[dict[str, object]] = ()) -> list[dict[str, object]]:
+def race(
+    name: str, steps: int, device: str, known: Sequence[dict[str, object]] = ()
+) -> list[dict[str, object]]:
     """Tune one optimizer and train it with fresh seeds; return a row for each run. `known` has rows of earlier runs."""
     torch.set_num_threads(1)
     begun = time.perf_counter()
@@ -241,7 +270,9 @@ def race(name: str, steps: int, device: str, known: Sequence[dict[str, object]] 
     return rows
 
 
-def rows_of(name: str, pending: multiprocessing.pool.AsyncResult, until: float) -> list[dict[str, object]]:
+def rows_of(
+    name: str, pending: multiprocessing.pool.AsyncResult, until: float
+) -> list[dict[str, object]]:
     """Return the rows of an optimizer; none, with a message, if it failed or was too slow."""
     try:
         return pending.get(max(0.1, until - time.perf_counter()))
@@ -263,7 +294,11 @@ def read(path: Path) -> list[dict[str, object]]:
     """Return the rows of a file that an earlier race has written."""
     with path.open(newline="") as file:
         return [
-            {key: value if key in ("optimizer", "role") else _number(value) for key, value in row.items() if value}
+            {
+                key: value if key in ("optimizer", "role") else _number(value)
+                for key, value in row.items()
+                if value
+            }
             for row in csv.DictReader(file)
         ]
 
@@ -286,30 +321,51 @@ def table(rows: Sequence[dict[str, object]]) -> list[str]:
     for name, its in fresh.items():
         test, tail = ([float(row[key]) for row in its] for key in ("test", "tail"))
         rates = ", ".join(f"{its[0][key]:g}" for key in ("lr", "adamw_lr") if its[0].get(key))
-        lines.append((statistics.mean(test), f"| {name} | {rates} | {shown(test)} | {shown(tail)} |"))
-    head = ["| optimizer | rates: Muon, AdamW | test loss | of the mean of the last weights |", "|---|---|---|---|"]
+        lines.append(
+            (statistics.mean(test), f"| {name} | {rates} | {shown(test)} | {shown(tail)} |")
+        )
+    head = [
+        "| optimizer | rates: Muon, AdamW | test loss | of the mean of the last weights |",
+        "|---|---|---|---|",
+    ]
     return [*head, *(line for _, line in sorted(lines))]
 
 
 def main() -> None:
     """Race, write all runs, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--processes", type=int, default=len(contestants()))
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which optimizers are left out")
+    parser.add_argument(
+        "--limit", type=float, default=3600.0, help="seconds after which optimizers are left out"
+    )
     parser.add_argument("--known", type=Path, help="file of an earlier race")
     parser.add_argument("--only", default="", help="race only these optimizers, by name: A;B")
     arguments = parser.parse_args()
-    names = [name for name in contestants() if not arguments.only or name in arguments.only.split(";")]
+    names = [
+        name for name in contestants() if not arguments.only or name in arguments.only.split(";")
+    ]
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
-    print(f"{time.strftime('%Y-%m-%d')}, {device}, torch {torch.__version__}, {arguments.steps} steps", flush=True)
+    print(
+        f"{time.strftime('%Y-%m-%d')}, {device}, torch {torch.__version__}, {arguments.steps} steps",
+        flush=True,
+    )
     begun = time.perf_counter()
     known = read(arguments.known) if arguments.known else []
     with multiprocessing.get_context("spawn").Pool(min(arguments.processes, len(names))) as pool:
-        pending = {name: pool.apply_async(race, (name, arguments.steps, arguments.device, known)) for name in names}
-        rows = [row for name, each in pending.items() for row in rows_of(name, each, begun + arguments.limit)]
+        pending = {
+            name: pool.apply_async(race, (name, arguments.steps, arguments.device, known))
+            for name in names
+        }
+        rows = [
+            row
+            for name, each in pending.items()
+            for row in rows_of(name, each, begun + arguments.limit)
+        ]
         pool.close()
     write(arguments.out, rows)
     print(f"{len(rows)} runs in {time.perf_counter() - begun:.0f} s\n", *table(rows), sep="\n")

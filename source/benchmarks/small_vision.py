@@ -50,7 +50,9 @@ class ViT(nn.Module):
         self.patch_embed = nn.Conv2d(3, WIDTH, PATCH, PATCH)
         self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, WIDTH))
         self.pos_embed = nn.Parameter(0.02 * torch.randn(1, 1 + (SIZE // PATCH) ** 2, WIDTH))
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
+        )
         self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
 
@@ -75,7 +77,10 @@ def images(count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     label, other = (torch.randint(CLASSES, (count,), generator=draw) for _ in range(2))
     shifts = torch.randint(SIZE, (count, 2), generator=draw).tolist()
     whole = torch.stack(
-        [torch.roll(table[k], (a, b), (1, 2)) for k, (a, b) in zip(label.tolist(), shifts, strict=True)]
+        [
+            torch.roll(table[k], (a, b), (1, 2))
+            for k, (a, b) in zip(label.tolist(), shifts, strict=True)
+        ]
     )
     noise = torch.randn(whole.shape, generator=draw)
     return whole + 0.5 * table[other] + noise, label
@@ -104,7 +109,10 @@ def cases() -> dict[str, Make]:
     found = {"MuonConfig().build(model)": muon()}
     found |= {f"MuonConfig().build(model, lr={lr:g})": muon(lr) for lr in (0.005, 0.05)}
     found["MuonConfig(conv_patterns=[]).build(model)"] = muon(conv_patterns=())
-    for split in ("*.in_proj_weight: rows 1", f"*.in_proj_weight: rows {WIDTH // HEADS}*{3 * HEADS}"):
+    for split in (
+        "*.in_proj_weight: rows 1",
+        f"*.in_proj_weight: rows {WIDTH // HEADS}*{3 * HEADS}",
+    ):
         found[f'MuonConfig(splits=["{split}"]).build(model)'] = muon(splits=(split,))
     found |= {f"torch.optim.AdamW, lr={lr:g}": adamw(lr) for lr in (1e-3, 3e-3, 1e-2)}
     if hasattr(torch.optim, "Muon"):
@@ -140,14 +148,20 @@ def train(kind: type[nn.Module], make: Make, steps: int, seed: int) -> tuple[flo
 
 def main() -> None:
     """Print a table of all optimizers."""
-    arguments = begin_table(__doc__, "optimizer", "convolutions: loss", "right", "ViT: loss", "right")
+    arguments = begin_table(
+        __doc__, "optimizer", "convolutions: loss", "right", "ViT: loss", "right"
+    )
     for name, make in cases().items():
         columns = []
         for kind in (ConvNet, ViT):
             runs = [train(kind, make, arguments.steps, seed) for seed in range(arguments.seeds)]
-            for values, scale, form in zip(zip(*runs, strict=True), (1, 100), (".3f", ".1f"), strict=True):
+            for values, scale, form in zip(
+                zip(*runs, strict=True), (1, 100), (".3f", ".1f"), strict=True
+            ):
                 x = scale * torch.tensor(values)
-                columns.append(f"{x.mean():{form}}" + (f" ± {x.std():{form}}" if len(x) > 1 else ""))
+                columns.append(
+                    f"{x.mean():{form}}" + (f" ± {x.std():{form}}" if len(x) > 1 else "")
+                )
         print(f"| `{name}` | {' | '.join(columns)} |", flush=True)
 
 

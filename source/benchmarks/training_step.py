@@ -35,7 +35,9 @@ from typing import Any, NamedTuple
 import torch
 
 # The networks of DeePMD's water examples.
-MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("water_models.json").read_text())["training"]
+MODELS: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("water_models.json").read_text()
+)["training"]
 SCHEDULE = {"type": "exp", "decay_steps": 5000, "start_lr": 1e-3, "stop_lr": 1e-6}
 PRECISIONS = {"f64": "float64", "f32": "float32"}
 
@@ -60,7 +62,10 @@ def make_input(
         },
     }
     training: dict[str, Any] = {
-        "training_data": {"systems": [str(data.resolve() / f"data_{i}") for i in range(3)], "batch_size": int(batch)},
+        "training_data": {
+            "systems": [str(data.resolve() / f"data_{i}") for i in range(3)],
+            "batch_size": int(batch),
+        },
         "numb_steps": steps,
         "seed": 1,
         "disp_training": False,
@@ -102,7 +107,11 @@ def train(command: list[str], content: dict[str, Any], threads: int) -> Run:
     """Train from the command line."""
     with tempfile.TemporaryDirectory() as folder, Path(folder, "output").open("w+") as output:
         Path(folder, "input.json").write_text(json.dumps(content))
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "DP_INTRA_OP_PARALLELISM_THREADS": "0"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "DP_INTRA_OP_PARALLELISM_THREADS": "0",
+        }
         begun, start = time.time(), time.perf_counter()
         process = subprocess.Popen(
             [*command, "--pt", "train", "--skip-neighbor-stat", "input.json"],
@@ -155,8 +164,12 @@ class Step(NamedTuple):
     def between(cls, short: Run, long: Run, lengths: tuple[int, int]) -> Step:
         """Return the slopes between two runs of these numbers of steps."""
         steps = lengths[1] - lengths[0]
-        wall, processor = ((after - before) / steps for before, after in zip(short[:2], long[:2], strict=True))
-        return cls(1e3 * wall, 1e3 * processor, short.seconds - wall * lengths[0], long.memory, long.gpu)
+        wall, processor = (
+            (after - before) / steps for before, after in zip(short[:2], long[:2], strict=True)
+        )
+        return cls(
+            1e3 * wall, 1e3 * processor, short.seconds - wall * lengths[0], long.memory, long.gpu
+        )
 
     @classmethod
     def within(cls, run: Run, lengths: tuple[int, int]) -> Step:
@@ -170,7 +183,9 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str, str], list[Step]]:
     """Return the measurements, one a round, of every trainer, case and optimizer."""
     measured = str(Path(__file__).with_name("measured_train.py"))
     ours = [sys.executable, measured, "ours"]
-    trainers: dict[str, tuple[list[str], dict[str, Any] | None]] = {"ours": (ours, {"capture": "auto"})}
+    trainers: dict[str, tuple[list[str], dict[str, Any] | None]] = {
+        "ours": (ours, {"capture": "auto"})
+    }
     if args.deepmd_kit:
         theirs = [shutil.which(args.deepmd_kit) or args.deepmd_kit]
         trainers["deepmd-kit"] = (
@@ -182,7 +197,10 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str, str], list[Step]]:
         for case in args.cases:
             for optimizer in args.optimizers:
                 for name, (command, own) in trainers.items():
-                    inputs = [make_input(args.model, case, optimizer, n, args.data, own) for n in args.steps]
+                    inputs = [
+                        make_input(args.model, case, optimizer, n, args.data, own)
+                        for n in args.steps
+                    ]
                     if args.warm_up and not number:
                         train(command, inputs[0], args.threads)
                     if args.in_one_run:
@@ -193,7 +211,12 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str, str], list[Step]]:
                         runs = [train(command, content, args.threads) for content in inputs]
                         step = Step.between(*runs, args.steps)
                     found.setdefault((name, case, optimizer), []).append(step)
-                    given = {"model": args.model, "trainer": name, "case": case, "optimizer": optimizer}
+                    given = {
+                        "model": args.model,
+                        "trainer": name,
+                        "case": case,
+                        "optimizer": optimizer,
+                    }
                     report(args.log, round=number, **given, runs=runs)
                     print(
                         f"round {number}: {name}, {case}, {optimizer}: {step.wall:.3f} ms a step, processor "
@@ -217,11 +240,22 @@ def show_table(found: dict[tuple[str, str, str], list[Step]]) -> None:
         for kind in ("wall", "processor"):
             times = [getattr(step, kind) for step in steps]
             median = statistics.median(times)
-            ratio = f"{median / statistics.median(getattr(step, kind) for step in other):.3f}" if other else "–"
+            ratio = (
+                f"{median / statistics.median(getattr(step, kind) for step in other):.3f}"
+                if other
+                else "–"
+            )
             cells += [f"{median:.3f}", f"{min(times):.3f}–{max(times):.3f}", ratio]
-        memory, start_up = (statistics.median(getattr(step, kind) for step in steps) for kind in ("memory", "start_up"))
+        memory, start_up = (
+            statistics.median(getattr(step, kind) for step in steps)
+            for kind in ("memory", "start_up")
+        )
         reserved = [step.gpu for step in steps if step.gpu is not None]
-        cells += [f"{memory:.0f}", f"{statistics.median(reserved):.0f}" if reserved else "–", f"{start_up:.1f}"]
+        cells += [
+            f"{memory:.0f}",
+            f"{statistics.median(reserved):.0f}" if reserved else "–",
+            f"{start_up:.1f}",
+        ]
         print("| " + " | ".join(cells) + " |")
 
 
@@ -234,23 +268,38 @@ def report(log: Path | None, **values: Any) -> None:
 
 def main() -> None:
     """Take turns, print medians and ratios."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with data_0, data_1, data_2")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with data_0, data_1, data_2"
+    )
     parser.add_argument("--deepmd-kit", help="the dp command of deepmd-kit 3.2.0, or `here`")
     parser.add_argument("--model", default="se_e2_a", choices=tuple(MODELS))
     parser.add_argument(
-        "--cases", nargs="+", default=["f64-b1", "f64-b8", "f64-b32", "f32-b1"], help="precision-bFRAMES"
+        "--cases",
+        nargs="+",
+        default=["f64-b1", "f64-b8", "f64-b32", "f32-b1"],
+        help="precision-bFRAMES",
     )
-    parser.add_argument("--warm-up", action="store_true", help="a run before the first, which fills caches on disk")
-    parser.add_argument("--steps", type=int, nargs=2, default=(500, 2500), help="two lengths of a run")
-    parser.add_argument("--in-one-run", action="store_true", help="time between two displayed steps of one run")
+    parser.add_argument(
+        "--warm-up", action="store_true", help="a run before the first, which fills caches on disk"
+    )
+    parser.add_argument(
+        "--steps", type=int, nargs=2, default=(500, 2500), help="two lengths of a run"
+    )
+    parser.add_argument(
+        "--in-one-run", action="store_true", help="time between two displayed steps of one run"
+    )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--optimizers", nargs="+", default=["HybridMuon"])
     parser.add_argument("--log", type=Path, help="file for the raw times, JSON lines")
     args = parser.parse_args()
     found = measure(args)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+    device = (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+    )
     print(
         f"\n{device}, {args.threads} threads, torch {torch.__version__}, slopes between {args.steps[0]} and "
         f"{args.steps[1]} steps, {args.rounds} rounds\n"

@@ -64,7 +64,9 @@ def content_of(case: str, data: Path, folder: Path) -> dict[str, Any]:
         if case == "dpa1-no-attention":
             content["model"]["descriptor"]["attn_layer"] = 0
         if case == "sizes400":  # one system after another, of `data_sets.py`
-            content["training"]["training_data"]["systems"] = write_set(folder / case, case, data)[0]
+            content["training"]["training_data"]["systems"] = write_set(folder / case, case, data)[
+                0
+            ]
         return content
     path = EXAMPLES / ("dpa3_water" if case == "dpa3" else "water_xtb") / "input.json"
     content: dict[str, Any] = json.loads(path.read_text())
@@ -94,14 +96,23 @@ def run(checkout: Path, content: dict[str, Any], steps: int, interval: int, devi
         path = Path(folder, "input.json")
         path.write_text(json.dumps({**content, "training": {**content["training"], **training}}))
         command = [sys.executable, "-m", "deepmd_muon", "--pt", "train", "input.json"]
-        path_of_modules = os.pathsep.join(filter(None, [str(checkout.resolve()), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path_of_modules, "OMP_NUM_THREADS": "1", "DEVICE": device}
+        path_of_modules = os.pathsep.join(
+            filter(None, [str(checkout.resolve()), os.environ.get("PYTHONPATH")])
+        )
+        environment = {
+            **os.environ,
+            "PYTHONPATH": path_of_modules,
+            "OMP_NUM_THREADS": "1",
+            "DEVICE": device,
+        }
         begin, before = time.perf_counter(), _seconds(resource.getrusage(resource.RUSAGE_CHILDREN))
         first = (np.inf, np.inf)
         log = []
         peak = 0
         used: dict[int, float] = {}
-        with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
+        ) as process:
             assert process.stderr is not None
             for line in process.stderr:
                 log.append(line)
@@ -110,11 +121,23 @@ def run(checkout: Path, content: dict[str, Any], steps: int, interval: int, devi
                     if int(found[1]) == 1:
                         first = time.perf_counter() - begin, used[1]
         if process.returncode:
-            raise SystemExit(f"{checkout}: dp train ended with {process.returncode}:\n{''.join(log[-50:])}")
+            raise SystemExit(
+                f"{checkout}: dp train ended with {process.returncode}:\n{''.join(log[-50:])}"
+            )
         whole = _seconds(resource.getrusage(resource.RUSAGE_CHILDREN)) - before
         rows = map(json.loads, Path(folder, "steps.jsonl").read_text().splitlines())
-        times = {row["step"]: row["time"] for row in rows if "time" in row and row["step"] % interval == 0}
-        step = min((times[k] - times[k - interval] for k in times if k - interval in times), default=np.inf) / interval
+        times = {
+            row["step"]: row["time"]
+            for row in rows
+            if "time" in row and row["step"] % interval == 0
+        }
+        step = (
+            min(
+                (times[k] - times[k - interval] for k in times if k - interval in times),
+                default=np.inf,
+            )
+            / interval
+        )
     last = max(used)
     processor = (used[last] - used[interval]) / (last - interval) if last > interval else np.inf
     return Run(*first, whole, step, processor, peak)
@@ -150,25 +173,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkouts", nargs=2, type=Path, metavar="CHECKOUT")
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--cases", nargs="+", default=CASES, help=f"{', '.join(CASES)}, or MODEL:PRECISION-bFRAMES")
+    parser.add_argument(
+        "--cases", nargs="+", default=CASES, help=f"{', '.join(CASES)}, or MODEL:PRECISION-bFRAMES"
+    )
     parser.add_argument("--runs", type=int, default=9, help="starts of each checkout")
-    parser.add_argument("--steps", type=int, default=0, help="steps of further runs that time a step")
-    parser.add_argument("--interval", type=int, default=10, help="steps between two lines of the log")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="steps of further runs that time a step"
+    )
+    parser.add_argument(
+        "--interval", type=int, default=10, help="steps between two lines of the log"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
-    print("| case | quantity | old least | old median | new least | new median | rise of least | of medians |")
+    print(
+        "| case | quantity | old least | old median | new least | new median | rise of least | of medians |"
+    )
     print("|" + "---|" * 8)
     for case in options.cases:
         with tempfile.TemporaryDirectory() as folder:
             content = content_of(case, options.data, Path(folder))
             for steps in (1, options.steps) if options.steps else (1,):
                 pairs = [
-                    [run(each, content, steps, options.interval, options.device) for each in options.checkouts]
+                    [
+                        run(each, content, steps, options.interval, options.device)
+                        for each in options.checkouts
+                    ]
                     for _ in range(options.runs)
                 ]
                 for name, quantity in QUANTITIES if steps == 1 else STEPS:
                     scale, change = (1, "+.3f") if steps == 1 else (1e3, "+.1%")
-                    print(row(case, quantity, [tuple(scale * getattr(r, name) for r in p) for p in pairs], change))
+                    print(
+                        row(
+                            case,
+                            quantity,
+                            [tuple(scale * getattr(r, name) for r in p) for p in pairs],
+                            change,
+                        )
+                    )
                 sys.stdout.flush()
 
 

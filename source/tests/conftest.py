@@ -27,7 +27,9 @@ with contextlib.suppress(ImportError):
 
     # No deadline and no check of the time examples take: a slow machine must only make tests slow.
     patient = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-    settings.register_profile("repeatable", max_examples=40, derandomize=True, database=None, **patient)
+    settings.register_profile(
+        "repeatable", max_examples=40, derandomize=True, database=None, **patient
+    )
     settings.register_profile("default", max_examples=200, **patient)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
@@ -52,9 +54,26 @@ APART = ("slow", "gpu", "deepmd_kit", "lammps", "torch_sim", "metatomic", "frame
 # The longest files come first, in this order, so that parallel workers end together.
 LONGEST = (
     *("train_parallel/*.py", "optim_sharded/test_sharded_step.py", "optim/test_kernels.py"),
-    *("doc/*.py", "style/test_lint.py", "model/test_model_kernels.py", "train/test_trainer.py", "model/test_dpa3.py"),
-    *("examples/test_moe_transformer.py", "fuzz/test_kills.py", "optim/test_optim_build.py", "train/*.py"),
-    *("model/*.py", "benchmarks/test_race.py", "consistent/*.py", "deploy/test_freeze.py", "examples/*.py"),
+    *(
+        "doc/*.py",
+        "style/test_lint.py",
+        "model/test_model_kernels.py",
+        "train/test_trainer.py",
+        "model/test_dpa3.py",
+    ),
+    *(
+        "examples/test_moe_transformer.py",
+        "fuzz/test_kills.py",
+        "optim/test_optim_build.py",
+        "train/*.py",
+    ),
+    *(
+        "model/*.py",
+        "benchmarks/test_race.py",
+        "consistent/*.py",
+        "deploy/test_freeze.py",
+        "examples/*.py",
+    ),
     *("fuzz/*.py", "optim/*.py"),
 )
 
@@ -134,4 +153,7 @@ def _is_quick(path: Path) -> bool:
 @functools.cache
 def _place(path: Path) -> int:
     """Return the first pattern of the longest files that a file matches, or a place behind them all."""
-    return next((i for i, pattern in enumerate(LONGEST) if path.relative_to(TESTS).match(pattern)), len(LONGEST))
+    return next(
+        (i for i, pattern in enumerate(LONGEST) if path.relative_to(TESTS).match(pattern)),
+        len(LONGEST),
+    )

@@ -15,11 +15,28 @@ import torch.multiprocessing as mp
 
 # DTensor's first operation imports torch._dynamo.
 PRELOADED = [
-    *("pytest", "numpy.random", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"),
+    *(
+        "pytest",
+        "numpy.random",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint.state_dict",
+    ),
     *("torch.testing._internal.distributed.fake_pg", "deepmd_muon.optim.hybrid_muon"),
-    *("deepmd_muon.optim.sharded.step", "deepmd_muon.train.start", "deepmd_muon.train.checkpoint.directories"),
-    *("deepmd_muon.train.strategy.replicated", "deepmd_muon.train.strategy.fully_sharded", "deepmd_muon.optim.build"),
-    *("deepmd_muon.model.descriptor.se_e2_a.deepmd_kit", "deepmd_muon.model.fitting.ener.deepmd_kit"),
+    *(
+        "deepmd_muon.optim.sharded.step",
+        "deepmd_muon.train.start",
+        "deepmd_muon.train.checkpoint.directories",
+    ),
+    *(
+        "deepmd_muon.train.strategy.replicated",
+        "deepmd_muon.train.strategy.fully_sharded",
+        "deepmd_muon.optim.build",
+    ),
+    *(
+        "deepmd_muon.model.descriptor.se_e2_a.deepmd_kit",
+        "deepmd_muon.model.fitting.ener.deepmd_kit",
+    ),
     *("deepmd_muon.model.descriptor.se_e2_a.interpolation", "numpy.ma", "numpy.ctypeslib", "vesin"),
 ]
 
@@ -44,13 +61,21 @@ def run_scripts(commands, folder):
     started = []
     for number, (words, variables) in enumerate(commands):
         streams = [Path(folder) / f".{name}{number}" for name in ("stdout", "stderr")]
-        given = [str(word) for word in words], str(folder), {**os.environ, **variables}, list(map(str, streams))
+        given = (
+            [str(word) for word in words],
+            str(folder),
+            {**os.environ, **variables},
+            list(map(str, streams)),
+        )
         process = context().Process(target=_run, args=given)
         process.start()
         started.append((process, streams))
     for process, _ in started:
         process.join()
-    finished = [Finished(process.exitcode, *(path.read_text() for path in streams)) for process, streams in started]
+    finished = [
+        Finished(process.exitcode, *(path.read_text() for path in streams))
+        for process, streams in started
+    ]
     for _, streams in started:
         for path in streams:
             path.unlink()

@@ -67,7 +67,10 @@ class _SharedBlockType(tl.block_type):
 
     def __new__(cls, element_ty, shape):
         sizes = tuple([s.value if isinstance(s, tl.constexpr) else s for s in shape])
-        key = id(element_ty), sizes  # its block types keep the element type, so that no other gets its id
+        key = (
+            id(element_ty),
+            sizes,
+        )  # its block types keep the element type, so that no other gets its id
         found = cls._made.get(key)
         if found is None:
             found = cls._made[key] = super().__new__(cls)
@@ -102,7 +105,9 @@ _equal_tuples = tl.tuple.__eq__
 def _equal(self, other):
     """Compare without making a second tuple, with types of its elements."""
     if isinstance(other, list | tl.tuple):
-        return tl.constexpr(self.values == [x.value if isinstance(x, tl.constexpr) else x for x in other])
+        return tl.constexpr(
+            self.values == [x.value if isinstance(x, tl.constexpr) else x for x in other]
+        )
     return _equal_tuples(self, other)
 
 

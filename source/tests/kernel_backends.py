@@ -19,7 +19,9 @@ def on_each_backend(test):
     """Run a test in the interpreter's process, and on a GPU with `pytest -m gpu`."""
     if INTERPRETING:
         return test
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")(test))
+    return pytest.mark.gpu(
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")(test)
+    )
 
 
 def in_interpreter_alone(test):
@@ -38,10 +40,25 @@ def passed_in_interpreter(*files: Path, tier: str = "not slow") -> int:
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "interpreted", "-p", "no:cacheprovider"),
+            *(
+                sys.executable,
+                "-m",
+                "pytest",
+                "-o",
+                "addopts=",
+                "-p",
+                "interpreted",
+                "-p",
+                "no:cacheprovider",
+            ),
             *("-m", tier, *map(str, files)),
         ],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths},
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": paths,
+        },
         cwd=files[0].parent,
         capture_output=True,
         text=True,

@@ -98,19 +98,30 @@ class Ranks:
             (distributed_c10d, "_store_based_barrier", _wait_for_others),
         ):
             self._patches.enter_context(mock.patch.object(place, name, new))
-        if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11 reads it at the end of a group
-            self._patches.enter_context(mock.patch.object(threaded.ThreadLocalWorld, "comms", [], create=True))
+        if not hasattr(
+            threaded.ThreadLocalWorld, "comms"
+        ):  # torch 2.11 reads it at the end of a group
+            self._patches.enter_context(
+                mock.patch.object(threaded.ThreadLocalWorld, "comms", [], create=True)
+            )
         torch._C._distributed_c10d._set_thread_isolation_mode(True)
         threaded._install_threaded_pg()
         threaded.ProcessLocalGroup.reset()
         self._store = dist.HashStore()
-        self._begin, self._end = (threading.Barrier(self.world + 1, timeout=900.0) for _ in range(2))
+        self._begin, self._end = (
+            threading.Barrier(self.world + 1, timeout=900.0) for _ in range(2)
+        )
         self._errors = []
-        self._threads = [threading.Thread(target=self._work, args=(rank,), daemon=True) for rank in range(self.world)]
+        self._threads = [
+            threading.Thread(target=self._work, args=(rank,), daemon=True)
+            for rank in range(self.world)
+        ]
         for thread in self._threads:
             thread.start()
         self.together(
-            lambda rank: dist.init_process_group("threaded", rank=rank, world_size=self.world, store=self._store)
+            lambda rank: dist.init_process_group(
+                "threaded", rank=rank, world_size=self.world, store=self._store
+            )
         )
         return self
 

@@ -39,5 +39,7 @@ def jittered_water(nframes, scale=0.08):
     box = np.array([[6.2, 0.0, 0.0], [0.5, 6.4, 0.0], [-0.3, 0.4, 6.0]])
     corners = np.stack(np.meshgrid(*[[0.1, 0.6]] * 3, indexing="ij"), axis=-1).reshape(-1, 3) @ box
     molecule = np.array([[0.0, 0.0, 0.0], [0.96, 0.0, 0.0], [-0.24, 0.93, 0.0]])
-    coord = (corners[:, None] + molecule).reshape(-1, 3) + random.normal(scale=scale, size=(nframes, 24, 3))
+    coord = (corners[:, None] + molecule).reshape(-1, 3) + random.normal(
+        scale=scale, size=(nframes, 24, 3)
+    )
     return coord, box, np.tile([0, 1, 1], 8)

@@ -17,7 +17,15 @@ from matplotlib.figure import Figure
 
 from deepmd_muon import files
 from deepmd_muon.data import Frames, StatFile
-from deepmd_muon.files import WriteError, append_to, fresh_file, hidden_name, is_special, replace_link, whole_file
+from deepmd_muon.files import (
+    WriteError,
+    append_to,
+    fresh_file,
+    hidden_name,
+    is_special,
+    replace_link,
+    whole_file,
+)
 from deepmd_muon.infer.details import DetailFiles
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.show import picture
@@ -142,7 +150,12 @@ def test_names_of_temporary_files_cannot_be_guessed(monkeypatch):
     assert hidden_name(Path("a/out.pt")).suffix == ".pt"
     monkeypatch.setattr("secrets.token_hex", lambda length: "guessed")
     Path(".out.guessed").symlink_to("victim")
-    for write in (write_whole, write_fresh, write_learning_curve, lambda path: replace_link(Path(path), "victim")):
+    for write in (
+        write_whole,
+        write_fresh,
+        write_learning_curve,
+        lambda path: replace_link(Path(path), "victim"),
+    ):
         with pytest.raises(WriteError) as error:
             write("out")
         assert (error.value.errno, error.value.filename) == (errno.EEXIST, "out")
@@ -193,7 +206,9 @@ def test_statistics_do_not_follow_a_prepared_link():
 def test_details_do_not_follow_links():
     Path("detail.e.out").symlink_to("victim")
     frames = Frames(np.zeros((2, 1), int), np.zeros((2, 1, 3)), None, energy=np.array([1.0, 2.0]))
-    prediction = Prediction(np.array([1.5, 2.5]), np.zeros((2, 1, 3)), np.zeros((2, 9)), np.zeros((2, 1)))
+    prediction = Prediction(
+        np.array([1.5, 2.5]), np.zeros((2, 1, 3)), np.zeros((2, 9)), np.zeros((2, 1))
+    )
     details = DetailFiles("detail")
     details.add("a", frames, prediction)
     details.add("b", frames, prediction)
@@ -204,10 +219,18 @@ def test_details_do_not_follow_links():
 def test_only_one_file_of_the_package_makes_files():
     """So that all of them appear whole, follow no link, and are named when a disk fails."""
     package = Path(files.__file__).parent
-    makes = re.compile(r"""\bopen\([^)]*["'][wax]b?\+?["']|\.write_(?:text|bytes)\(|\.touch\(|O_CREAT|\.mkdir\(""")
-    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if makes.search(path.read_text())}
+    makes = re.compile(
+        r"""\bopen\([^)]*["'][wax]b?\+?["']|\.write_(?:text|bytes)\(|\.touch\(|O_CREAT|\.mkdir\("""
+    )
+    found = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if makes.search(path.read_text())
+    }
     # Locks, which are opened where they lie; folders that are checkpoints or rounds; HDF5 in memory.
     others = {"train/checkpoint/ownership.py", "train/checkpoint/directories.py"}
     others |= {"explore/rounds.py", "explore/loop.py", "data/statistics.py"}
-    tests = {name for name in found if name.startswith("testing/")}  # they write into pytest's folder
+    tests = {
+        name for name in found if name.startswith("testing/")
+    }  # they write into pytest's folder
     assert found - others - tests == {"files.py"}

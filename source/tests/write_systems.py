@@ -7,7 +7,14 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-WIDTHS = {"energy": 1, "virial": 9, "force": 3, "atom_ener": 1, "atom_pref": 1, "atom_ener_coeff": 1}
+WIDTHS = {
+    "energy": 1,
+    "virial": 9,
+    "force": 3,
+    "atom_ener": 1,
+    "atom_pref": 1,
+    "atom_ener_coeff": 1,
+}
 OF_ATOMS = ("force", "atom_ener", "atom_pref", "atom_ener_coeff")
 
 

@@ -33,7 +33,9 @@ def content_digest(systems: Sequence[System], most_bytes: int = MOST_BYTES) -> C
     """
     total = sum(system.nframes * _frame_bytes(system) for system in systems)
     share = min(1.0, most_bytes / max(1, total))
-    return ContentDigest(tuple(_digest(system, share, number) for number, system in enumerate(systems)), share)
+    return ContentDigest(
+        tuple(_digest(system, share, number) for number, system in enumerate(systems)), share
+    )
 
 
 def _frame_bytes(system: System) -> int:
@@ -42,13 +44,22 @@ def _frame_bytes(system: System) -> int:
 
 
 def _digest(system: System, share: float, seed: int) -> str:
-    facts = (system.natoms, system.nframes, system.type_map, system.pbc, system.mixed, sorted(system.labels))
+    facts = (
+        system.natoms,
+        system.nframes,
+        system.type_map,
+        system.pbc,
+        system.mixed,
+        sorted(system.labels),
+    )
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=16)
     numbers = np.arange(system.nframes)
     if share < 1.0:
         digest.update(system.fingerprint().encode())  # all energies, at least
         count = math.ceil(share * system.nframes)
-        drawn = np.random.Generator(np.random.PCG64([0, seed])).choice(system.nframes, count, replace=False)
+        drawn = np.random.Generator(np.random.PCG64([0, seed])).choice(
+            system.nframes, count, replace=False
+        )
         numbers = np.unique([0, *drawn.tolist(), system.nframes - 1])
     step = max(1, _CHUNK // _frame_bytes(system))
     for first in range(0, len(numbers), step):

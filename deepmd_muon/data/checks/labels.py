@@ -60,7 +60,9 @@ class Sample:
         kind = 0 if compared else 1
         count = int(np.clip(_ATOMS[kind] // system.natoms, _FEWEST[kind], _MOST_FRAMES))
         first = np.linspace(0, max(system.nframes - 2, 0), max(count // 2, 1)).astype(int)
-        return cls(system, system.frames(np.unique([*first, *np.minimum(first + 1, system.nframes - 1)])))
+        return cls(
+            system, system.frames(np.unique([*first, *np.minimum(first + 1, system.nframes - 1)]))
+        )
 
     @cached_property
     def pairs(self) -> NearPairs | None:
@@ -79,7 +81,12 @@ class Sample:
     def fit(self) -> PairFit | None:
         """The pair potential of the forces; None without enough of them."""
         frames = self.fitted_frames
-        if frames is None or self.pairs is None or not len(self.pairs.frame) or not frames.present("force").all():
+        if (
+            frames is None
+            or self.pairs is None
+            or not len(self.pairs.frame)
+            or not frames.present("force").all()
+        ):
             return None
         fit = PairFit(frames, self.pairs)
         return fit if fit.enough and self.force > _SMALL_FORCE / 10 else None
@@ -88,7 +95,11 @@ class Sample:
     def force(self) -> float:
         """Root-mean-square force [eV/Å]; zero without forces."""
         force = self.frames.force
-        return float(np.sqrt(np.nanmean(force**2))) if force is not None and not np.isnan(force).all() else 0.0
+        return (
+            float(np.sqrt(np.nanmean(force**2)))
+            if force is not None and not np.isnan(force).all()
+            else 0.0
+        )
 
     @property
     def energy(self) -> float:
@@ -96,7 +107,9 @@ class Sample:
         energy = self.frames.energy
         if energy is None:
             return 0.0
-        return float(np.fmax.reduce(np.abs(energy) / (self.frames.atype >= 0).sum(axis=1), initial=0.0))
+        return float(
+            np.fmax.reduce(np.abs(energy) / (self.frames.atype >= 0).sum(axis=1), initial=0.0)
+        )
 
 
 def suspicions(systems: Sequence[System]) -> list[str]:
@@ -114,8 +127,16 @@ def suspicions(systems: Sequence[System]) -> list[str]:
             seen = [*pool.map(_look, looked, compared)]
     else:
         seen = [*map(_look, looked, compared)]
-    found = [f"{system.name}: {sentence}" for system, (_, mine) in zip(looked, seen, strict=True) for sentence in mine]
-    fits = {sample.system.name: (sample.system, sample.frames, sample.fit) for sample, _ in seen if sample is not None}
+    found = [
+        f"{system.name}: {sentence}"
+        for system, (_, mine) in zip(looked, seen, strict=True)
+        for sentence in mine
+    ]
+    fits = {
+        sample.system.name: (sample.system, sample.frames, sample.fit)
+        for sample, _ in seen
+        if sample is not None
+    }
     return found + differing_systems(list(fits.values()))
 
 
@@ -125,7 +146,9 @@ def _look(system: System, compared: bool) -> tuple[Sample | None, list[str]]:
     found = list(_of_positions(sample))
     sound = not found
     if sample.force > _LARGEST_FORCE:
-        found.append(f"the root-mean-square force is {sample.force:.3g} eV/Å; forces must be in eV/Å")
+        found.append(
+            f"the root-mean-square force is {sample.force:.3g} eV/Å; forces must be in eV/Å"
+        )
     if sample.energy > _LARGEST_ENERGY:
         found.append(f"the energy is {sample.energy:.3g} eV per atom; energies must be in eV")
     found += [] if found else [*_of_balance(sample), *_of_factors(sample)]
@@ -167,8 +190,12 @@ def _of_positions(sample: Sample) -> Iterator[str]:
 
 def _shortest(frames: Frames, names: Sequence[str] | None) -> tuple[float, float]:
     """Shortest distance [Å], and the least distance over the sum of covalent radii; NaN where elements are unknown."""
-    radii = [COVALENT_RADII.get(name, np.nan) if name not in _NOBLE else np.nan for name in names or ()]
-    reach = np.append(radii, np.nan) if radii else np.full(1, np.nan)  # the last one is that of padding
+    radii = [
+        COVALENT_RADII.get(name, np.nan) if name not in _NOBLE else np.nan for name in names or ()
+    ]
+    reach = (
+        np.append(radii, np.nan) if radii else np.full(1, np.nan)
+    )  # the last one is that of padding
     shortest, ratio = np.inf, np.inf
     inverse = None if frames.box is None else np.linalg.inv(frames.box)
     for k in range(frames.nframes):
@@ -202,7 +229,11 @@ def _remedy(sample: Sample, names: Sequence[str] | None) -> str:
             ("nm with a cell in Å? multiply coord by 10", frames.coord * 10, box),
             ("nm? multiply coord and box by 10", frames.coord * 10, box * 10),
             ("Bohr with a cell in Å? multiply coord by 0.529", frames.coord * 0.529177, box),
-            ("a transposed cell? rows of box are the cell vectors", frames.coord, box.transpose(0, 2, 1)),
+            (
+                "a transposed cell? rows of box are the cell vectors",
+                frames.coord,
+                box.transpose(0, 2, 1),
+            ),
         ]
         if np.ptp(frames.coord, axis=1).max() > 1.05:
             tried.pop(0)
@@ -221,7 +252,9 @@ def _of_balance(sample: Sample) -> Iterator[str]:
     frames = sample.frames
     if frames.force is not None and sample.force > _SMALL_FORCE and frames.natoms > 1:
         force = frames.force[frames.present("force")]
-        net = np.sqrt((force.sum(axis=1) ** 2).sum(axis=-1) / (force**2).sum(axis=(1, 2)).clip(1e-12))
+        net = np.sqrt(
+            (force.sum(axis=1) ** 2).sum(axis=-1) / (force**2).sum(axis=(1, 2)).clip(1e-12)
+        )
         if np.median(net) > _UNBALANCED:
             yield (
                 f"forces do not sum to zero (net force {np.median(net):.2f} of that of unrelated forces); do they "
@@ -240,9 +273,13 @@ def _of_torque(frames: Frames) -> Iterator[str]:
     assert frames.force is not None
     here = frames.present("force")
     real = (frames.atype[here] >= 0)[..., None]
-    centre = (frames.coord[here] * real).sum(axis=1, keepdims=True) / real.sum(axis=1, keepdims=True)
+    centre = (frames.coord[here] * real).sum(axis=1, keepdims=True) / real.sum(
+        axis=1, keepdims=True
+    )
     torque = np.cross((frames.coord[here] - centre) * real, frames.force[here])
-    turn = np.sqrt((torque.sum(axis=1) ** 2).sum(axis=-1) / (torque**2).sum(axis=(1, 2)).clip(1e-12))
+    turn = np.sqrt(
+        (torque.sum(axis=1) ** 2).sum(axis=-1) / (torque**2).sum(axis=(1, 2)).clip(1e-12)
+    )
     if np.median(turn) > _UNBALANCED:
         yield (
             f"forces turn the atoms (torque {np.median(turn):.2f} of that of unrelated forces), which those of atoms "
@@ -261,15 +298,25 @@ def _of_factors(sample: Sample) -> Iterator[str]:
             "they of other frames or of atoms in another order?"
         )
         return
-    if frames.present("energy").all() and (factor := _energy_factor(sample, fit, frames)) is not None:
+    if (
+        frames.present("energy").all()
+        and (factor := _energy_factor(sample, fit, frames)) is not None
+    ):
         atoms = float((frames.atype[0] >= 0).sum())
         yield explain("energies", "−F·dx", factor, {**ENERGY_UNITS, "energies per atom": 1 / atoms})
     if frames.box is not None and frames.present("virial").all():
         assert frames.virial is not None
-        factor, correlation = _ratio(_without_pressure(fit.virials), _without_pressure(frames.virial))
+        factor, correlation = _ratio(
+            _without_pressure(fit.virials), _without_pressure(frames.virial)
+        )
         if correlation >= _CORRELATED and not _FACTORS[0] <= factor <= _FACTORS[1]:
             volume = float(np.abs(np.linalg.det(frames.box)).mean())
-            yield explain("virials", "forces and positions", factor, {k: f(volume) for k, f in VIRIAL_UNITS.items()})
+            yield explain(
+                "virials",
+                "forces and positions",
+                factor,
+                {k: f(volume) for k, f in VIRIAL_UNITS.items()},
+            )
     yield from _of_stiffness(sample, fit, sample.pairs)
 
 
@@ -283,8 +330,14 @@ def _energy_factor(sample: Sample, fit: PairFit, frames: Frames) -> float | None
     work = -0.5 * ((frames.force[i] + frames.force[j]) * moved).sum(axis=(1, 2))
     by_work, correlation = _ratio(work, frames.energy[j] - frames.energy[i])
     if correlation < _CORRELATED:  # few near frames, or too much else happens between them
-        by_work, correlation = _ratio(_without_volume(fit.energies, frames), _without_volume(frames.energy, frames))
-    return by_work if correlation >= _CORRELATED and not _FACTORS[0] <= by_work <= _FACTORS[1] else None
+        by_work, correlation = _ratio(
+            _without_volume(fit.energies, frames), _without_volume(frames.energy, frames)
+        )
+    return (
+        by_work
+        if correlation >= _CORRELATED and not _FACTORS[0] <= by_work <= _FACTORS[1]
+        else None
+    )
 
 
 def _near_frames(frames: Frames) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -293,7 +346,9 @@ def _near_frames(frames: Frames) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     moved = frames.coord[j] - frames.coord[i]
     same = (frames.atype[i] == frames.atype[j]).all(axis=1)
     if frames.box is not None:
-        moved -= np.round(np.einsum("fac,fcd->fad", moved, np.linalg.inv(frames.box[i]))) @ frames.box[i]
+        moved -= (
+            np.round(np.einsum("fac,fcd->fad", moved, np.linalg.inv(frames.box[i]))) @ frames.box[i]
+        )
         same &= np.abs(frames.box[i] - frames.box[j]).max(axis=(1, 2)) < 1e-6
     assert frames.force is not None
     change = ((frames.force[j] - frames.force[i]) ** 2).sum(axis=(1, 2))
@@ -325,14 +380,18 @@ def _ratio(implied: np.ndarray, label: np.ndarray) -> tuple[float, float]:
     if len(implied) < _POINTS or not implied_size > 1e-12 or not size > 1e-24:
         return 1.0, 0.0
     product = float((implied * label).sum())
-    return float(np.copysign(np.sqrt(size / implied_size), product)), abs(product) / np.sqrt(implied_size * size)
+    return float(np.copysign(np.sqrt(size / implied_size), product)), abs(product) / np.sqrt(
+        implied_size * size
+    )
 
 
 def _of_stiffness(sample: Sample, fit: PairFit, pairs: NearPairs) -> Iterator[str]:
     """Bonds stiffer or softer than any: energies and forces in the same wrong unit."""
     frames, names = sample.frames, sample.system.type_map
     near = np.flatnonzero(pairs.distance < 1.3 * pairs.distance.min())
-    kind = np.sort([frames.atype[pairs.frame[near], atom[near]] for atom in (pairs.i, pairs.j)], axis=0)
+    kind = np.sort(
+        [frames.atype[pairs.frame[near], atom[near]] for atom in (pairs.i, pairs.j)], axis=0
+    )
     a, b = kind[:, pairs.distance[near].argmin()].tolist()
     length = float(np.median(pairs.distance[near[(kind[0] == a) & (kind[1] == b)]]))
     share = fit.stiffness((a, b), length) / (_STIFFNESS * (_BOND / length) ** 4)

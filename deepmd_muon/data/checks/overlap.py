@@ -34,8 +34,12 @@ def shared_frames(train: Sequence[System], valid: Sequence[System]) -> tuple[int
     for system in others[:: -(-len(others) // _FRAMES)]:
         sums = _projections([system], share)
         within = _ROUNDING * np.sqrt(system.natoms)
-        first, end = (np.searchsorted(known[:, 0], sums[:, 0] + shift) for shift in (-within, within))
-        near = (np.abs(known[a:b] - row) <= within for a, b, row in zip(first, end, sums, strict=True))
+        first, end = (
+            np.searchsorted(known[:, 0], sums[:, 0] + shift) for shift in (-within, within)
+        )
+        near = (
+            np.abs(known[a:b] - row) <= within for a, b, row in zip(first, end, sums, strict=True)
+        )
         found += sum(bool(rows.all(axis=1).any()) for rows in near)
         looked += len(sums)
     return same + found, same + looked

@@ -54,7 +54,10 @@ class NearPairs:
     def of(cls, frames: Frames) -> NearPairs:
         """Find the pairs of frames, whose cells have a volume; the caller has checked `pairs_to_try`."""
         inverse = None if frames.box is None else np.linalg.inv(frames.box)
-        found = [_pairs_of(frames, k, None if inverse is None else inverse[k]) for k in range(frames.nframes)]
+        found = [
+            _pairs_of(frames, k, None if inverse is None else inverse[k])
+            for k in range(frames.nframes)
+        ]
         i, j, vector = (np.concatenate(part) for part in zip(*found, strict=True))
         frame = np.repeat(np.arange(len(found)), [len(part[0]) for part in found])
         return cls(frame, i, j, vector, np.sqrt((vector**2).sum(axis=1)))
@@ -62,11 +65,15 @@ class NearPairs:
 
 def pairs_to_try(natoms: int, box: np.ndarray | None) -> float:
     """Count the pairs of atoms and images that `NearPairs` compares in the frame that has most of them."""
-    images = 1.0 if box is None else (2.0 * reach_of(np.linalg.inv(box), RCUT) + 1.0).prod(axis=-1).max()
+    images = (
+        1.0 if box is None else (2.0 * reach_of(np.linalg.inv(box), RCUT) + 1.0).prod(axis=-1).max()
+    )
     return float(natoms**2 * images)
 
 
-def _pairs_of(frames: Frames, k: int, inverse: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _pairs_of(
+    frames: Frames, k: int, inverse: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return i, j and vectors [Å] of one frame; `inverse` is that of its cell."""
     real = np.flatnonzero(frames.atype[k] >= 0)
     first, second = pairs_of(len(real))
@@ -104,7 +111,9 @@ class PairFit:
         assert frames.force is not None
         first, second = (frames.atype[pairs.frame, atom].astype(int) for atom in (pairs.i, pairs.j))
         ntypes = int(frames.atype.max(initial=0)) + 1
-        codes, kind = np.unique(np.minimum(first, second) * ntypes + np.maximum(first, second), return_inverse=True)
+        codes, kind = np.unique(
+            np.minimum(first, second) * ntypes + np.maximum(first, second), return_inverse=True
+        )
         self.kinds = tuple((int(code) // ntypes, int(code) % ntypes) for code in codes)
         self.labels = frames.force.reshape(-1)
         self._pairs, self._nframes = pairs, frames.nframes
@@ -123,7 +132,9 @@ class PairFit:
 
         def gather(x: int) -> np.ndarray:
             pull = self._slope * pairs.vector[:, x, None]
-            return np.bincount(place, np.stack([pull, -pull]).ravel(), rows * size).reshape(rows, size)
+            return np.bincount(place, np.stack([pull, -pull]).ravel(), rows * size).reshape(
+                rows, size
+            )
 
         return np.stack([gather(x) for x in range(3)], axis=1).reshape(-1, size)
 
@@ -143,7 +154,11 @@ class PairFit:
     @property
     def enough(self) -> bool:
         """Whether there are enough forces to tell chance from physics."""
-        return bool(self.kinds) and len(self.labels) >= 4 * self._force.shape[1] and bool(self.labels.any())
+        return (
+            bool(self.kinds)
+            and len(self.labels) >= 4 * self._force.shape[1]
+            and bool(self.labels.any())
+        )
 
     @cached_property
     def coefficients(self) -> np.ndarray:
@@ -156,7 +171,9 @@ class PairFit:
     @cached_property
     def explained(self) -> float:
         """Share of the squares of the forces that φ explains, less what so many coefficients explain by chance."""
-        rest = float(((self.labels - self._force @ self.coefficients) ** 2).sum() / (self.labels**2).sum())
+        rest = float(
+            ((self.labels - self._force @ self.coefficients) ** 2).sum() / (self.labels**2).sum()
+        )
         return 1 - rest * len(self.labels) / (len(self.labels) - self.coefficients.size)
 
     @property
@@ -168,7 +185,10 @@ class PairFit:
     def virials(self) -> np.ndarray:
         """Virials that the forces imply [eV], but for a constant, (nframes, 9)."""
         vector, slope = self._pairs.vector, self._of_pairs(self._slope)
-        return np.stack([self._of_frames(-slope * vector[:, k // 3] * vector[:, k % 3]) for k in range(9)], axis=1)
+        return np.stack(
+            [self._of_frames(-slope * vector[:, k // 3] * vector[:, k % 3]) for k in range(9)],
+            axis=1,
+        )
 
     def stiffness(self, kind: tuple[int, int], distance: float) -> float:
         """Return d²φ/dr² [eV/Å²] of a pair of types around a distance [Å]."""
@@ -201,7 +221,11 @@ class PairFit:
         """
         wanted, known = self._weights, other._weights
         there = sum(
-            float(row[known.get(tuple(sorted((swap[a], swap[b]))), np.zeros(FUNCTIONS)) > _THERE * row].sum())
+            float(
+                row[
+                    known.get(tuple(sorted((swap[a], swap[b]))), np.zeros(FUNCTIONS)) > _THERE * row
+                ].sum()
+            )
             for (a, b), row in wanted.items()
         )
         return there / sum(float(row.sum()) for row in wanted.values())
@@ -221,9 +245,20 @@ def _splines(r: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     left, square = 1 - t, t * t  # products: powers of arrays are slow
     cube = square * t
     value = (
-        np.concatenate([left * left * left, 3 * cube - 6 * square + 4, 3 * (square - cube + t) + 1, cube], axis=1) / 6
+        np.concatenate(
+            [left * left * left, 3 * cube - 6 * square + 4, 3 * (square - cube + t) + 1, cube],
+            axis=1,
+        )
+        / 6
     )
-    slope = np.concatenate([-left * left, 3 * square - 4 * t, -3 * square + 2 * t + 1, square], axis=1) / 2
+    slope = (
+        np.concatenate([-left * left, 3 * square - 4 * t, -3 * square + 2 * t + 1, square], axis=1)
+        / 2
+    )
     cut = (1 - (r / RCUT) ** 2)[:, None]
     radius = r[:, None]
-    return value * cut**2, slope / (_SPACING * radius) * cut**2 - 4 * value * cut * radius / RCUT**2, start
+    return (
+        value * cut**2,
+        slope / (_SPACING * radius) * cut**2 - 4 * value * cut * radius / RCUT**2,
+        start,
+    )

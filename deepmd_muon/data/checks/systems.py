@@ -41,10 +41,18 @@ def differing_systems(looked: Sequence[Looked]) -> list[str]:
 def _of_forces(system: System, fit: PairFit, others: Sequence[PairFit]) -> Iterator[str]:
     """Compare with the potentials of the others, with types as they are, and swapped."""
     seen = [fit.agreement(other) for other in others]
-    odd = [f for f, correlation in seen if abs(correlation) > _CORRELATED and not _FACTORS[0] < f < _FACTORS[1]]
+    odd = [
+        f
+        for f, correlation in seen
+        if abs(correlation) > _CORRELATED and not _FACTORS[0] < f < _FACTORS[1]
+    ]
     compared = sum(correlation != 0 for _, correlation in seen)
     if len(odd) > compared / 2 and len(odd) > 1:
-        units = {words: value for words, value in ENERGY_UNITS.items() if "energies" in words or "sign" in words}
+        units = {
+            words: value
+            for words, value in ENERGY_UNITS.items()
+            if "energies" in words or "sign" in words
+        }
         of_forces = {words.replace("energies", "forces"): value for words, value in units.items()}
         yield explain("forces", "the forces of the other systems", float(np.median(odd)), of_forces)
         return
@@ -53,7 +61,9 @@ def _of_forces(system: System, fit: PairFit, others: Sequence[PairFit]) -> Itera
         swap = list(range(types[-1] + 1))
         swap[a], swap[b] = b, a
         votes = [
-            as_it_is < _WRONG and fit.agreement(other, swap)[1] > _RIGHT and fit.covered(other, swap) > _KNOWN
+            as_it_is < _WRONG
+            and fit.agreement(other, swap)[1] > _RIGHT
+            and fit.covered(other, swap) > _KNOWN
             for other, (_, as_it_is) in zip(others, seen, strict=True)
             if as_it_is != 0
         ]

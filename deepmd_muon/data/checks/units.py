@@ -27,10 +27,18 @@ _GPA = 160.21766  # GPa of 1 eV/Å³
 VIRIAL_UNITS: dict[str, Callable[[float], float]] = {
     "virials of the opposite sign: they must be −volume · stress": lambda volume: -1.0,
     "stress in eV/Å³ in place of the virial: multiply it by −volume": lambda volume: -1 / volume,
-    "pressure in eV/Å³ in place of the virial: multiply it by the volume": lambda volume: 1 / volume,
-    "stress in GPa in place of the virial: multiply it by −volume/160.2": lambda volume: -_GPA / volume,
-    "stress in kbar in place of the virial: multiply it by −volume/1602": lambda volume: -10 * _GPA / volume,
-    "pressure in kbar in place of the virial: multiply it by volume/1602": lambda volume: 10 * _GPA / volume,
+    "pressure in eV/Å³ in place of the virial: multiply it by the volume": lambda volume: (
+        1 / volume
+    ),
+    "stress in GPa in place of the virial: multiply it by −volume/160.2": lambda volume: (
+        -_GPA / volume
+    ),
+    "stress in kbar in place of the virial: multiply it by −volume/1602": lambda volume: (
+        -10 * _GPA / volume
+    ),
+    "pressure in kbar in place of the virial: multiply it by volume/1602": lambda volume: (
+        10 * _GPA / volume
+    ),
     "virials in kcal/mol: divide them by 23.06": lambda volume: 23.0605,
     "virials in Hartree: multiply them by 27.21": lambda volume: 1 / 27.2114,
     "forces in kcal/mol/Å: divide them by 23.06": lambda volume: 1 / 23.0605,
@@ -42,7 +50,11 @@ _WITHIN = 1.45  # factors are known so well
 
 def explain(labels: str, compared: str, factor: float, known: Mapping[str, float]) -> str:
     """Return a sentence with a factor and the units that would cause it."""
-    away = {words: abs(np.log(value / factor)) for words, value in known.items() if value * factor > 0}
-    nearest = sorted((distance, words) for words, distance in away.items() if distance < np.log(_WITHIN))
+    away = {
+        words: abs(np.log(value / factor)) for words, value in known.items() if value * factor > 0
+    }
+    nearest = sorted(
+        (distance, words) for words, distance in away.items() if distance < np.log(_WITHIN)
+    )
     causes = " or ".join(f"{words} (would be {known[words]:.4g})" for _, words in nearest[:3])
     return f"{labels} are {factor:.3g} times what {compared} imply; {causes or 'check units and signs of all labels'}"

@@ -101,7 +101,9 @@ class NeighborCache:
             raise NeighborError(f"rcut must be positive, found {rcut}")
         if ntypes is None:
             if sel is None or not by_type:
-                raise NeighborError("give ntypes: it cannot be inferred without a sel for each type")
+                raise NeighborError(
+                    "give ntypes: it cannot be inferred without a sel for each type"
+                )
             ntypes = len(sel)
         self.rcut = rcut
         self.sel = None if sel is None else tuple(sel)
@@ -118,7 +120,9 @@ class NeighborCache:
     @classmethod
     def of(cls, request: NeighborRequest, ntypes: int, max_bytes: int = 2 << 30) -> NeighborCache:
         """Return the cache of the lists that a descriptor reads."""
-        return cls(request.rcut, request.sel, request.by_type, max_bytes, ntypes, inner=request.inner)
+        return cls(
+            request.rcut, request.sel, request.by_type, max_bytes, ntypes, inner=request.inner
+        )
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -138,7 +142,14 @@ class NeighborCache:
         box = frames.box[row] if system.pbc and frames.box is not None else None
         with naming_frame(number, system.name):
             built = build_neighbors(
-                frames.coord[row], box, frames.atype[row], self.rcut, self.sel, self.by_type, self.ntypes, self.inner
+                frames.coord[row],
+                box,
+                frames.atype[row],
+                self.rcut,
+                self.sel,
+                self.by_type,
+                self.ntypes,
+                self.inner,
             )
         with self._lock:
             self.dropped += built.dropped
@@ -147,7 +158,9 @@ class NeighborCache:
                 self.nbytes += built.nbytes
         return built
 
-    def statistics(self, system: System, number: int, frames: Frames, row: int) -> NeighborStatistics:
+    def statistics(
+        self, system: System, number: int, frames: Frames, row: int
+    ) -> NeighborStatistics:
         """Return the statistics of a frame whose list is not wanted; arguments and errors as in `frame`."""
         found = self._frames.get((system.name, number))
         if found is not None:
@@ -163,17 +176,23 @@ class NeighborCache:
         if (columns > self._limits).any() or total > self._limits.sum(dtype=np.float64):
             self.dropped = max(1, self.dropped)
 
-    def batch(self, system: System, indices: Sequence[int] | np.ndarray, frames: Frames) -> NeighborList:
+    def batch(
+        self, system: System, indices: Sequence[int] | np.ndarray, frames: Frames
+    ) -> NeighborList:
         """Return the neighbours of a batch of frames of one system; `frames` are those frames.
 
         A batch of one frame is a view of the cache: do not write into it.
         """
-        return stack_neighbors([self.frame(system, int(n), frames, row) for row, n in enumerate(indices)])
+        return stack_neighbors(
+            [self.frame(system, int(n), frames, row) for row, n in enumerate(indices)]
+        )
 
 
 def worker_count() -> int:
     """Return how many threads search for neighbours beside each other: as many as the process may use, at most 8."""
-    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return min(
+        8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
 
 
 def neighbor_statistics(
@@ -251,11 +270,15 @@ def neighbor_statistics(
         for system, mine, wanted in zip(systems, every, lists, strict=True)
         for first in range(0, len(mine), _chunk(system))
     ]
-    with ThreadPoolExecutor(workers or worker_count(), thread_name_prefix="deepmd_muon-neighbors") as pool:
+    with ThreadPoolExecutor(
+        workers or worker_count(), thread_name_prefix="deepmd_muon-neighbors"
+    ) as pool:
         return reduce(NeighborStatistics.merge, _logged(pool.map(chunk, jobs), len(jobs)), nothing)
 
 
-def _counted(system: System, number: int, frames: Frames, row: int, rcut: float, ntypes: int) -> NeighborStatistics:
+def _counted(
+    system: System, number: int, frames: Frames, row: int, rcut: float, ntypes: int
+) -> NeighborStatistics:
     """Count the neighbours of frame `number` of a system, which is row `row` of `frames`."""
     box = frames.box[row] if system.pbc and frames.box is not None else None
     with naming_frame(number, system.name):
@@ -270,7 +293,9 @@ def _count_others(
     if not len(others):
         return NeighborStatistics(np.inf, (0,) * ntypes, 0), kept
     box = None if frames.box is None else frames.box[others]
-    found, counted = count_together(frames.coord[others], box, frames.atype[others], rcut, ntypes, shortest)
+    found, counted = count_together(
+        frames.coord[others], box, frames.atype[others], rcut, ntypes, shortest
+    )
     rest = kept.copy()
     rest[others] = ~counted
     return found, rest
@@ -289,7 +314,9 @@ def _logged(results: Iterable[NeighborStatistics], total: int) -> Iterator[Neigh
         if now - logged > _LOG_INTERVAL and done < total:
             logged = now
             left = (now - started) * (total - done) / done
-            log.info("counting neighbours: %.0f %% done, about %.0f s left", 100 * done / total, left)
+            log.info(
+                "counting neighbours: %.0f %% done, about %.0f s left", 100 * done / total, left
+            )
         yield result
 
 

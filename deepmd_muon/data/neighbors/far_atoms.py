@@ -24,7 +24,9 @@ _MOST_IMAGES, _MOST_PAIRS = 1e6, 1e9
 _MOST_CELLS = float(1 << 30)
 
 
-def check_geometry(points: np.ndarray, box: np.ndarray | None, rcut: float, names: np.ndarray) -> np.ndarray | None:
+def check_geometry(
+    points: np.ndarray, box: np.ndarray | None, rcut: float, names: np.ndarray
+) -> np.ndarray | None:
     """Refuse positions `(natoms, 3)` and cells for which neighbours within `rcut` [Å] cannot be found.
 
     `names` are the numbers of the atoms in messages. Return the inverse of the cell; None without one.
@@ -37,12 +39,16 @@ def check_geometry(points: np.ndarray, box: np.ndarray | None, rcut: float, name
     # One number of all atoms decides: most frames are sound. A comparison with NaN is false.
     if not np.abs(points).max(initial=0.0) <= MAX_LENGTH:
         _refuse(~np.isfinite(points).all(axis=1), points, names, "is not finite")
-        _refuse(np.abs(points).max(axis=1) > MAX_LENGTH, points, names, f"is beyond {MAX_LENGTH:g} Å")
+        _refuse(
+            np.abs(points).max(axis=1) > MAX_LENGTH, points, names, f"is beyond {MAX_LENGTH:g} Å"
+        )
     if box is None:
         return None
     longest = float(np.abs(box).max())
     if not longest <= MAX_LENGTH:
-        raise NeighborError(f"the cell {box.tolist()} is not finite or longer than {MAX_LENGTH:g} Å; check the units")
+        raise NeighborError(
+            f"the cell {box.tolist()} is not finite or longer than {MAX_LENGTH:g} Å; check the units"
+        )
     volume = abs(float(np.linalg.det(box)))
     if not volume > 1e-12 * longest**3:
         raise NeighborError(
@@ -51,21 +57,31 @@ def check_geometry(points: np.ndarray, box: np.ndarray | None, rcut: float, name
     inverse = np.linalg.inv(box)
     height = heights(inverse)
     reach = 2.0 * rcut / height
-    if np.maximum(reach, 1.0).prod() > _MOST_IMAGES or len(points) ** 2 * reach.prod() > _MOST_PAIRS:
+    if (
+        np.maximum(reach, 1.0).prod() > _MOST_IMAGES
+        or len(points) ** 2 * reach.prod() > _MOST_PAIRS
+    ):
         raise NeighborError(
             f"the cell {box.tolist()} is {height.min():.3g} Å high, so that its {len(points)} atoms have "
             f"millions of images within {rcut:g} Å; box and coord must be in Å"
         )
     outside = np.abs(points @ inverse)
     if outside.max(initial=0.0) > _MOST_CELLS:
-        _refuse((outside > _MOST_CELLS).any(axis=1), points, names, "is more than 1e9 cell lengths away from the cell")
+        _refuse(
+            (outside > _MOST_CELLS).any(axis=1),
+            points,
+            names,
+            "is more than 1e9 cell lengths away from the cell",
+        )
     return np.asarray(inverse)
 
 
 def _refuse(wrong: np.ndarray, points: np.ndarray, names: np.ndarray, problem: str) -> None:
     if wrong.any():
         first = int(wrong.argmax())
-        raise NeighborError(f"the position of atom {names[first]} {problem}: {points[first].tolist()}; check the units")
+        raise NeighborError(
+            f"the position of atom {names[first]} {problem}: {points[first].tolist()}; check the units"
+        )
 
 
 def heights(inverse: np.ndarray) -> np.ndarray:
@@ -107,7 +123,10 @@ def far_pairs(points: np.ndarray, box: np.ndarray | None, rcut: float) -> tuple[
     found = []
     for offset in itertools.product((-1, 0, 1), repeat=3):
         wanted = key[: len(points)] + int(np.dot(offset, strides))
-        first, last = np.searchsorted(ordered, wanted, "left"), np.searchsorted(ordered, wanted, "right")
+        first, last = (
+            np.searchsorted(ordered, wanted, "left"),
+            np.searchsorted(ordered, wanted, "right"),
+        )
         counts = last - first
         i = np.repeat(np.arange(len(points)), counts)
         within = np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -121,7 +140,9 @@ def far_pairs(points: np.ndarray, box: np.ndarray | None, rcut: float) -> tuple[
     return i, owner[j], shift[j] - shift[i], distance[order]
 
 
-def _with_images(points: np.ndarray, box: np.ndarray | None, rcut: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _with_images(
+    points: np.ndarray, box: np.ndarray | None, rcut: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return atoms, moved into the cell, and then their images near it: positions, owners, translations."""
     owner = np.arange(len(points))
     shift = np.zeros((len(points), 3), dtype=np.int32)

@@ -22,7 +22,9 @@ class GhostedFrame:
     neighbor: np.ndarray
 
 
-def with_ghosts(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float) -> GhostedFrame:
+def with_ghosts(
+    coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float
+) -> GhostedFrame:
     """Find the images and neighbours of one frame within `rcut` [Å].
 
     Positions may lie outside the cell, whose rows are its vectors; None without periodicity. Atoms of type −1 are
@@ -56,7 +58,9 @@ def with_ghosts(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rc
         number[home : home + nloc] = np.arange(nloc)
         neighbor = number[key]
         cells = np.stack(np.unravel_index(images // nloc, tuple(span)), axis=1) + low
-        positions = np.concatenate([positions, positions[images % nloc] + cells @ np.asarray(box, dtype=np.float64)])
+        positions = np.concatenate(
+            [positions, positions[images % nloc] + cells @ np.asarray(box, dtype=np.float64)]
+        )
         owner = np.concatenate([owner, owner[images % nloc]])
     counts = np.bincount(pairs.i, minlength=nloc)
     order = np.argsort(pairs.i, kind="stable")

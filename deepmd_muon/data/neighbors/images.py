@@ -82,7 +82,11 @@ def compare_images(
 
 
 def squares_over_cells(
-    points: np.ndarray, box: np.ndarray | None, inverse: np.ndarray | None, cells: np.ndarray, rcut: float
+    points: np.ndarray,
+    box: np.ndarray | None,
+    inverse: np.ndarray | None,
+    cells: np.ndarray,
+    rcut: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the squared distances of all pairs of atoms over all cells, the translations, and a bound on the errors.
 
@@ -96,7 +100,11 @@ def squares_over_cells(
     square[..., shifts.shape[-2] // 2, first == second] = np.inf
     axes = (-2, -1)
     longest = np.abs(points).max(axis=axes) + np.abs(shifts).max(axis=axes) + rcut
-    skewed = 1.0 if box is None or inverse is None else np.abs(box).max(axis=axes) * np.abs(inverse).max(axis=axes)
+    skewed = (
+        1.0
+        if box is None or inverse is None
+        else np.abs(box).max(axis=axes) * np.abs(inverse).max(axis=axes)
+    )
     return square, moved, _ROUNDING * longest**2 * np.maximum(1.0, skewed)
 
 
@@ -134,14 +142,18 @@ def reach_of(inverse: np.ndarray, rcut: float) -> np.ndarray:
 @lru_cache(maxsize=64)
 def cells_within(*reach: float) -> np.ndarray:
     """Return the numbers of all cells at most so far along each axis, (ncells, 3)."""
-    return np.stack(np.meshgrid(*(np.arange(-n, n + 1) for n in reach), indexing="ij"), axis=-1).reshape(-1, 3)
+    return np.stack(
+        np.meshgrid(*(np.arange(-n, n + 1) for n in reach), indexing="ij"), axis=-1
+    ).reshape(-1, 3)
 
 
 def pairs_of(natoms: int) -> tuple[np.ndarray, np.ndarray]:
     """Return i ≤ j of all pairs of so many atoms, an atom with itself included."""
     number = natoms * (natoms + 1) // 2
     few = natoms <= _FEW
-    first, second = _pairs_up_to_few(1 << max(0, natoms - 1).bit_length()) if few else _pairs_up_to_many(natoms)
+    first, second = (
+        _pairs_up_to_few(1 << max(0, natoms - 1).bit_length()) if few else _pairs_up_to_many(natoms)
+    )
     return first[:number], second[:number]
 
 
@@ -155,7 +167,9 @@ def _pairs_up_to(natoms: int) -> tuple[np.ndarray, np.ndarray]:
 # Those of small frames take 11 MB together.
 _FEW = 1024
 _pairs_up_to_few = lru_cache(maxsize=11)(_pairs_up_to)
-_pairs_up_to_many = lru_cache(maxsize=4)(_pairs_up_to)  # the frames of a system have the same number of atoms
+_pairs_up_to_many = lru_cache(maxsize=4)(
+    _pairs_up_to
+)  # the frames of a system have the same number of atoms
 
 
 def nearest_images(
@@ -171,7 +185,9 @@ def nearest_images(
     fractions = points if inverse is None else points @ inverse
     for axis in range(3):
         column = fractions[..., axis]
-        np.subtract(column.take(second, axis=-1), column.take(first, axis=-1), out=apart[..., axis, :])
+        np.subtract(
+            column.take(second, axis=-1), column.take(first, axis=-1), out=apart[..., axis, :]
+        )
     if box is None or inverse is None:
         return apart, np.zeros_like(apart)
     moved = -np.round(apart)

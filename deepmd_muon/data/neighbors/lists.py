@@ -38,7 +38,9 @@ class NeighborList:
 class NeighborStatistics:
     """Common part of the neighbour lists of one or all frames."""
 
-    min_distance: float  # shortest distance between two atoms [Å]; infinite when none are within the cutoff
+    min_distance: (
+        float  # shortest distance between two atoms [Å]; infinite when none are within the cutoff
+    )
     # Most neighbours of each type that any atom has within the cutoff, before any truncation.
     max_neighbors: tuple[int, ...]
     max_total: int  # most neighbours of all types
@@ -103,7 +105,9 @@ def find_pairs(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcu
     i, j, shift, distance = search(points, box, rcut)
     if distance.size and distance.min() < SAME_PLACE:
         k = int(distance.argmin())
-        raise NeighborError(f"atoms {real[i[k]]} and {real[j[k]]} lie at the same place; remove one of them")
+        raise NeighborError(
+            f"atoms {real[i[k]]} and {real[j[k]]} lie at the same place; remove one of them"
+        )
     return Pairs(real, atype[real].astype(np.int64), i, j, shift, distance)
 
 
@@ -121,14 +125,21 @@ def frame_statistics(
     # Each pair once: vesin decides by r², which is the same to the last bit from i to j and from j to i.
     pair, distance = _computed(finder, points, box, "Pd")
     if distance.min(initial=np.inf) < SAME_PLACE:
-        find_pairs(coord, box, atype, rcut)  # raises, and names the atoms in the order of whole lists
+        find_pairs(
+            coord, box, atype, rcut
+        )  # raises, and names the atoms in the order of whole lists
     pair = pair.astype(np.int64)
     seen = pair * ntypes + types[pair[:, ::-1]]
     return _statistics(np.bincount(seen.ravel(), minlength=len(real) * ntypes), distance, ntypes)
 
 
 def _counted_images(
-    points: np.ndarray, box: np.ndarray | None, inverse: np.ndarray | None, types: np.ndarray, rcut: float, ntypes: int
+    points: np.ndarray,
+    box: np.ndarray | None,
+    inverse: np.ndarray | None,
+    types: np.ndarray,
+    rcut: float,
+    ntypes: int,
 ) -> NeighborStatistics | None:
     """Count the neighbours of few atoms; None where there are more, or where rounding decides."""
     images = compare_images(points, box, inverse, rcut)
@@ -143,7 +154,9 @@ def _counted_images(
     return image_statistics(near.sum(axis=0, dtype=np.int32), types, np.array([shortest]), ntypes)
 
 
-def image_statistics(images: np.ndarray, types: np.ndarray, distance: np.ndarray, ntypes: int) -> NeighborStatistics:
+def image_statistics(
+    images: np.ndarray, types: np.ndarray, distance: np.ndarray, ntypes: int
+) -> NeighborStatistics:
     """Return statistics from the near images of each pair `(…, npairs)`, types `(…, natoms)` and distances [Å]."""
     first, second = pairs_of(types.shape[-1])
     table = np.zeros((*types.shape, types.shape[-1]))
@@ -155,7 +168,11 @@ def image_statistics(images: np.ndarray, types: np.ndarray, distance: np.ndarray
 
 
 def _shortest(
-    points: np.ndarray, box: np.ndarray | None, inverse: np.ndarray | None, rcut: float, images: Images
+    points: np.ndarray,
+    box: np.ndarray | None,
+    inverse: np.ndarray | None,
+    rcut: float,
+    images: Images,
 ) -> float | None:
     """Return the shortest distance as vesin rounds it [Å]; None where atoms may lie at the same place."""
     least, atoms = images.nearest()
@@ -183,7 +200,9 @@ def _vesin(rcut: float, *, full: bool) -> Vesin:
     return Vesin(cutoff=rcut, full_list=full, n_threads=1)
 
 
-def _computed(finder: Vesin, points: np.ndarray, box: np.ndarray | None, quantities: str) -> Sequence[np.ndarray]:
+def _computed(
+    finder: Vesin, points: np.ndarray, box: np.ndarray | None, quantities: str
+) -> Sequence[np.ndarray]:
     """Return quantities of all pairs: views of memory that vesin frees with `finder`."""
     found: Sequence[np.ndarray] = finder.compute(
         points=points,
@@ -200,7 +219,12 @@ def _vesin_pairs(points: np.ndarray, box: np.ndarray | None, rcut: float) -> tup
     finder = _vesin(rcut, full=True)
     pair, shift, distance = _computed(finder, points, box, "PSd")
     # Copied in one go with the conversion.
-    return pair[:, 0].astype(np.int64), pair[:, 1].astype(np.int64), np.array(shift), np.array(distance)
+    return (
+        pair[:, 0].astype(np.int64),
+        pair[:, 1].astype(np.int64),
+        np.array(shift),
+        np.array(distance),
+    )
 
 
 def build_neighbors(
@@ -261,7 +285,11 @@ def build_neighbors(
 
 
 def _distinct_pairs(
-    coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float, further: Sequence[float]
+    coord: np.ndarray,
+    box: np.ndarray | None,
+    atype: np.ndarray,
+    rcut: float,
+    further: Sequence[float],
 ) -> Pairs | None:
     """Find the pairs of few atoms by their images; None where their list depends on rounding, or vesin is faster.
 
@@ -305,7 +333,13 @@ def _nearest(pairs: Pairs, most: int, rcut: float) -> Pairs:
     order = np.argsort(pairs.i + pairs.distance / (2.0 * rcut))
     rank = np.arange(len(order)) - (np.cumsum(counts) - counts)[pairs.i[order]]
     kept = np.sort(order[rank < most])
-    return replace(pairs, i=pairs.i[kept], j=pairs.j[kept], shift=pairs.shift[kept], distance=pairs.distance[kept])
+    return replace(
+        pairs,
+        i=pairs.i[kept],
+        j=pairs.j[kept],
+        shift=pairs.shift[kept],
+        distance=pairs.distance[kept],
+    )
 
 
 def _lay_out(
@@ -331,8 +365,12 @@ def _lay_out(
         order, place = order[kept], place[kept]
     index.reshape(-1)[place] = pairs.real[pairs.j[order]]
     # The smallest type that holds the translations: int8, unless an atom left its cell far behind.
-    shift = np.zeros((*index.shape, 3), dtype=np.min_scalar_type(-1 - int(np.abs(pairs.shift).max(initial=0))))
-    whole = np.dtype((np.void, 3 * shift.itemsize))  # numpy moves a row in one piece three times as fast
+    shift = np.zeros(
+        (*index.shape, 3), dtype=np.min_scalar_type(-1 - int(np.abs(pairs.shift).max(initial=0)))
+    )
+    whole = np.dtype(
+        (np.void, 3 * shift.itemsize)
+    )  # numpy moves a row in one piece three times as fast
     moved = np.ascontiguousarray(pairs.shift, dtype=shift.dtype).view(whole)[:, 0]
     shift.reshape(-1, 3).view(whole)[place, 0] = moved.take(order)
     return index, shift, tuple(int(w) for w in widths)
@@ -363,7 +401,9 @@ def stack_neighbors(parts: Sequence[FrameNeighbors]) -> NeighborList:
         return NeighborList(only.index[None], only.shift[None], only.sections, only.inner[None])
     sections = tuple(max(widths) for widths in zip(*(p.sections for p in parts), strict=True))
     if all(p.sections == sections and p.index.shape == parts[0].index.shape for p in parts):
-        arrays = [np.stack([getattr(p, name) for p in parts]) for name in ("index", "shift", "inner")]
+        arrays = [
+            np.stack([getattr(p, name) for p in parts]) for name in ("index", "shift", "inner")
+        ]
         return NeighborList(arrays[0], arrays[1], sections, arrays[2])
     natoms = max(p.index.shape[0] for p in parts)
     index = np.full((len(parts), natoms, sum(sections)), -1, dtype=np.int32)
@@ -387,7 +427,10 @@ def widen_sections(neighbors: NeighborList, sections: Sequence[int]) -> Neighbor
 
 
 def _copy_sections(
-    source: NeighborList | FrameNeighbors, index: np.ndarray, shift: np.ndarray, sections: Sequence[int]
+    source: NeighborList | FrameNeighbors,
+    index: np.ndarray,
+    shift: np.ndarray,
+    sections: Sequence[int],
 ) -> None:
     """Copy columns to where wider sections begin."""
     begin = place = 0

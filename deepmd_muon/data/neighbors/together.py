@@ -59,7 +59,9 @@ def count_together(
     reach, by_vesin = np.zeros(3), 0.0
     if inverse is not None:
         reach = reach_of(inverse[rows], rcut).max(axis=0)
-        by_vesin = compared_by_vesin(1.0 / (rcut * np.linalg.norm(inverse[rows], axis=1).max(axis=0)))
+        by_vesin = compared_by_vesin(
+            1.0 / (rcut * np.linalg.norm(inverse[rows], axis=1).max(axis=0))
+        )
     natoms = atype.shape[1]
     ncells, npairs = int((2.0 * reach + 1.0).prod()), natoms * (natoms + 1) // 2
     cost = npairs * (_PAIR + _IMAGE * ncells)
@@ -70,7 +72,9 @@ def count_together(
     for some in (rows[first : first + step] for first in range(0, len(rows), step)):
         cell = None if box is None else box[some]
         inverted = None if inverse is None else inverse[some]
-        square, _, errors[some] = squares_over_cells(coord[some], cell, inverted, cells_within(*reach.tolist()), rcut)
+        square, _, errors[some] = squares_over_cells(
+            coord[some], cell, inverted, cells_within(*reach.tolist()), rcut
+        )
         least[some] = square.min(axis=(1, 2))
         limit = errors[some, None, None]
         near = square < rcut**2 - limit
@@ -80,14 +84,18 @@ def count_together(
         certain = images.sum(axis=1) == reached
         counted[some] = certain
         if certain.any():
-            total = total.merge(image_statistics(images[certain], atype[some[certain]], np.zeros(0), ntypes))
+            total = total.merge(
+                image_statistics(images[certain], atype[some[certain]], np.zeros(0), ntypes)
+            )
     # Rounding may decide which of the nearest atoms are nearest, and whether they lie at the same place.
     bound = min(shortest**2, float((least + errors)[rows].min()))
     counted &= (least - errors >= bound) & (least > 4.0 * SAME_PLACE**2 + errors)
     return total, counted
 
 
-def ordinary(coord: np.ndarray, box: np.ndarray | None, flat: float = _FLAT) -> tuple[np.ndarray, np.ndarray | None]:
+def ordinary(
+    coord: np.ndarray, box: np.ndarray | None, flat: float = _FLAT
+) -> tuple[np.ndarray, np.ndarray | None]:
     """Return which frames have ordinary positions and cells `(nframes,)`, and the inverse cells.
 
     The volume must be more than `flat` of the cube of the longest cell vector. Whatever searches in other frames has to
@@ -99,5 +107,7 @@ def ordinary(coord: np.ndarray, box: np.ndarray | None, flat: float = _FLAT) -> 
     longest = np.abs(box).max(axis=(1, 2))
     sound &= (longest > _TINY) & (longest < _FAR) & (np.abs(np.linalg.det(box)) > flat * longest**3)
     inverse = np.linalg.inv(np.where(sound[:, None, None], box, np.eye(3)))
-    sound &= np.abs(np.where(sound[:, None, None], coord, 0.0) @ inverse).max(axis=(1, 2)) < _OUTSIDE
+    sound &= (
+        np.abs(np.where(sound[:, None, None], coord, 0.0) @ inverse).max(axis=(1, 2)) < _OUTSIDE
+    )
     return sound, inverse

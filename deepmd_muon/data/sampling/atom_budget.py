@@ -54,14 +54,22 @@ class AtomBudgetSampler(SavedOrder):
                 f"an epoch in which the rarest system is seen once has {total:.3g} frames; raise its share"
             )
         self._nframes = frames
-        self._counts = np.where(drawn, np.maximum(np.round(probabilities * total), frames), 0).astype(np.int64)
+        self._counts = np.where(
+            drawn, np.maximum(np.round(probabilities * total), frames), 0
+        ).astype(np.int64)
         atoms = np.repeat(np.array(natoms, dtype=np.int64), self._counts)
         self._atoms = atoms
         self._cuts = _cuts(np.sort(atoms), budget)
         self.batches_per_epoch = len(self._cuts) - 1
         self.most_frames = int(np.diff(self._cuts).max())
         self.seed = int(seed)
-        rule = (frames.tolist(), list(natoms), [float(p) for p in probabilities], int(budget), identity)
+        rule = (
+            frames.tolist(),
+            list(natoms),
+            [float(p) for p in probabilities],
+            int(budget),
+            identity,
+        )
         self._identity = hashlib.sha256(repr(rule).encode()).hexdigest()
         self._epoch: tuple[int, np.ndarray, np.ndarray, np.ndarray] | None = None
         self.step = 0

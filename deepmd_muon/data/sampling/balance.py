@@ -55,7 +55,10 @@ def _tree_shuffled(plans: list[Plan], stream: np.random.Generator) -> list[Plan]
     """Let the halves of a row change places at random, and the halves of each half, and so on."""
     if len(plans) == 1:
         return plans
-    halves = [_tree_shuffled(half, stream) for half in (plans[: len(plans) // 2], plans[len(plans) // 2 :])]
+    halves = [
+        _tree_shuffled(half, stream)
+        for half in (plans[: len(plans) // 2], plans[len(plans) // 2 :])
+    ]
     first, second = halves[:: 1 if stream.random() < 0.5 else -1]
     return first + second
 
@@ -70,7 +73,10 @@ def distribute(costs: Sequence[float], ranks: int) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     for k in sorted(range(len(costs)), key=lambda k: -costs[k]):
-        rank = min((r for r in range(ranks) if len(found[r]) < each), key=lambda r: (loads[r], len(found[r])))
+        rank = min(
+            (r for r in range(ranks) if len(found[r]) < each),
+            key=lambda r: (loads[r], len(found[r])),
+        )
         found[rank].append(k)
         loads[rank] += costs[k]
     return [sorted(mine) for mine in found]

@@ -14,7 +14,12 @@ import numpy as np
 
 from deepmd_muon.data.errors import NeighborError, SamplingError
 from deepmd_muon.data.frames import Frames
-from deepmd_muon.data.neighbors.cache import CHUNK_ATOMS, NeighborCache, number_of_types, worker_count
+from deepmd_muon.data.neighbors.cache import (
+    CHUNK_ATOMS,
+    NeighborCache,
+    number_of_types,
+    worker_count,
+)
 from deepmd_muon.data.neighbors.lists import NeighborList, stack_neighbors
 from deepmd_muon.data.sampling.atom_budget import AtomBudgetSampler
 from deepmd_muon.data.sampling.balance import BalancedOrder, cost_of_frame, distribute
@@ -115,13 +120,16 @@ class DataLoader:
         nframes = [system.nframes for system in self.systems]
         # Batches of several systems draw single frames, so systems count by frames there.
         self.nbatches = tuple(
-            n if rule.kind in ("mixed", "mix") else -(-n // b) for n, b in zip(nframes, self.batch_sizes, strict=True)
+            n if rule.kind in ("mixed", "mix") else -(-n // b)
+            for n, b in zip(nframes, self.batch_sizes, strict=True)
         )
         self.probabilities = system_probabilities(self.nbatches, auto_prob, sys_probs)
         if cache is None:
             if rcut is None:
                 raise NeighborError("give rcut and sel, or a NeighborCache")
-            cache = NeighborCache(rcut, sel, by_type, cache_bytes, max(map(number_of_types, self.systems)))
+            cache = NeighborCache(
+                rcut, sel, by_type, cache_bytes, max(map(number_of_types, self.systems))
+            )
         self.cache = cache
         self.rank = rank
         self.world_size = world_size
@@ -133,10 +141,14 @@ class DataLoader:
         identity = repr([(s.natoms, s.pbc, s.mixed, sorted(s.labels)) for s in self.systems])
         self._sampler: Sampler | AtomBudgetSampler
         if rule.kind == "mix":
-            self._sampler = AtomBudgetSampler(nframes, natoms, self.probabilities, rule.number, seed, identity)
+            self._sampler = AtomBudgetSampler(
+                nframes, natoms, self.probabilities, rule.number, seed, identity
+            )
         else:
             mixed = rule.number if rule.kind == "mixed" else 0
-            self._sampler = Sampler(nframes, self.batch_sizes, self.probabilities, seed, mixed, identity)
+            self._sampler = Sampler(
+                nframes, self.batch_sizes, self.probabilities, seed, mixed, identity
+            )
         self._order = BalancedOrder(self._sampler, self._cost) if balance else self._sampler
         self._balance = balance
         self._costs: dict[int, float] = {}
@@ -145,7 +157,9 @@ class DataLoader:
         self._step = self._taken = 0
         self._seats: Iterator[Seats] = itertools.repeat(Seats(world_size, rank))
         self._present = world_size
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="deepmd_muon-data") if prefetch else None
+        self._thread = (
+            ThreadPoolExecutor(1, thread_name_prefix="deepmd_muon-data") if prefetch else None
+        )
         self._ahead: Future[Batch] | None = None
 
     # -- random batches --------------------------------------------------------------------------------------
@@ -155,7 +169,11 @@ class DataLoader:
         if self._thread is None:
             batch = self.build(self.draw())
         else:
-            ahead = self._ahead if self._ahead is not None else self._thread.submit(self.build, self.draw())
+            ahead = (
+                self._ahead
+                if self._ahead is not None
+                else self._thread.submit(self.build, self.draw())
+            )
             self._ahead = None
             batch = ahead.result()
             self._ahead = self._thread.submit(self.build, self.draw())
@@ -276,13 +294,18 @@ class DataLoader:
 
     def _spread(self, wanted: Sequence[int]) -> Iterator[Plan]:
         """Yield batches of at most `wanted` frames of each system, spread evenly over it."""
-        for k, (size, numbers) in enumerate(zip(self.batch_sizes, self._numbers(wanted), strict=True)):
+        for k, (size, numbers) in enumerate(
+            zip(self.batch_sizes, self._numbers(wanted), strict=True)
+        ):
             for first in range(0, len(numbers), size):
                 yield Plan(((k, numbers[first : first + size]),))
 
     def _numbers(self, wanted: Sequence[int]) -> list[np.ndarray]:
         """Return the numbers of at most `wanted` frames of each system, spread evenly over it."""
-        pairs = ((system.nframes, min(system.nframes, n)) for system, n in zip(self.systems, wanted, strict=True))
+        pairs = (
+            (system.nframes, min(system.nframes, n))
+            for system, n in zip(self.systems, wanted, strict=True)
+        )
         return [np.arange(n) * nframes // max(1, n) for nframes, n in pairs]
 
     def _dealt(self, plans: Iterator[Plan]) -> Iterator[tuple[Batch, bool, int]]:
@@ -314,7 +337,9 @@ class DataLoader:
         """Return the numbers of the frames of each system that `bounded_batches` reads."""
         if (nbatches, most) not in self._bounded:
             candidates = self._numbers([nbatches * size for size in self.batch_sizes])
-            self._bounded[nbatches, most] = sample_frames(self.systems, most, self.cache.rcut, candidates)
+            self._bounded[nbatches, most] = sample_frames(
+                self.systems, most, self.cache.rcut, candidates
+            )
         return self._bounded[nbatches, most]
 
     # -- building --------------------------------------------------------------------------------------------
@@ -327,7 +352,9 @@ class DataLoader:
             system = self.systems[k]
             part = system.frames(numbers)
             frames.append(part)
-            neighbors += [self.cache.frame(system, int(n), part, row) for row, n in enumerate(numbers)]
+            neighbors += [
+                self.cache.frame(system, int(n), part, row) for row, n in enumerate(numbers)
+            ]
         name = self.systems[plan.parts[0][0]].name if len(plan.parts) == 1 else MIXED
         return Batch(Frames.concatenate(frames), stack_neighbors(neighbors), name)
 

@@ -52,18 +52,24 @@ class BatchRule:
         SamplingError
             When `spec` is none of these or a number is not positive.
         """
-        help_text = (
-            'use a positive integer, a list of them, "auto", "auto:N", "max:N", "filter:N", "mixed:N" or "mix:N"'
-        )
+        help_text = 'use a positive integer, a list of them, "auto", "auto:N", "max:N", "filter:N", "mixed:N" or "mix:N"'
         if isinstance(spec, str):
             kind, colon, tail = spec.partition(":")
             if spec == "auto":
                 return cls("auto", 32)
-            if kind in get_args(BatchKind)[2:] and colon and tail.isascii() and tail.isdigit() and int(tail) > 0:
+            if (
+                kind in get_args(BatchKind)[2:]
+                and colon
+                and tail.isascii()
+                and tail.isdigit()
+                and int(tail) > 0
+            ):
                 return cls(kind, int(tail))  # type: ignore[arg-type]  # kind was just compared with the choices
             raise SamplingError(f"batch_size {spec!r}: {help_text}")
         numbers = [spec] if isinstance(spec, (int, np.integer)) else list(spec)
-        if not numbers or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n <= 0 for n in numbers):
+        if not numbers or any(
+            isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n <= 0 for n in numbers
+        ):
             raise SamplingError(f"batch_size {spec!r}: {help_text}")
         if isinstance(spec, (int, np.integer)):
             return cls("fixed", int(spec))
@@ -90,7 +96,9 @@ class BatchRule:
         """Frames of a batch of each system; `natoms` are the atoms of the systems that were kept."""
         if self.kind == "list":
             if len(self.sizes) != len(natoms):
-                raise SamplingError(f"batch_size lists {len(self.sizes)} numbers, but {len(natoms)} systems were found")
+                raise SamplingError(
+                    f"batch_size lists {len(self.sizes)} numbers, but {len(natoms)} systems were found"
+                )
             return self.sizes
         if self.kind in ("fixed", "mixed"):
             return (self.number,) * len(natoms)
@@ -100,7 +108,9 @@ class BatchRule:
 
 
 def system_probabilities(
-    nbatches: Sequence[int], auto_prob: str = "prob_sys_size", sys_probs: Sequence[float] | None = None
+    nbatches: Sequence[int],
+    auto_prob: str = "prob_sys_size",
+    sys_probs: Sequence[float] | None = None,
 ) -> np.ndarray:
     """Probability of each system.
 
@@ -141,18 +151,24 @@ def system_probabilities(
 def _given_probabilities(size: np.ndarray, sys_probs: Sequence[float]) -> np.ndarray:
     given: np.ndarray = np.asarray(sys_probs, dtype=np.float64)
     if given.shape != size.shape:
-        raise SamplingError(f"sys_probs has {given.size} entries, but {size.size} systems were found")
+        raise SamplingError(
+            f"sys_probs has {given.size} entries, but {size.size} systems were found"
+        )
     if not np.isfinite(given).all():
         raise SamplingError(f"sys_probs {given.tolist()} must be finite")
     automatic = given < 0
     rest = 1.0 - given[~automatic].sum()
     if rest < -1e-8:
-        raise SamplingError(f"the probabilities given in sys_probs sum to {1 - rest:.6g}, more than 1")
+        raise SamplingError(
+            f"the probabilities given in sys_probs sum to {1 - rest:.6g}, more than 1"
+        )
     if automatic.any():
         share = np.where(automatic, size, 0.0)
         given = np.where(automatic, max(rest, 0.0) * share / share.sum(), given)
     elif rest > 1e-5:
-        raise SamplingError(f"sys_probs sum to {1 - rest:.6g}, not 1; negative entries share the rest of 1")
+        raise SamplingError(
+            f"sys_probs sum to {1 - rest:.6g}, not 1; negative entries share the rest of 1"
+        )
     return np.asarray(given / given.sum())
 
 
@@ -164,11 +180,17 @@ def _block_probabilities(size: np.ndarray, rule: str) -> np.ndarray:
             first_text, last_text, weight_text = block.split(":")
             first, last, weight = int(first_text), int(last_text), float(weight_text)
         except ValueError as error:
-            raise SamplingError(f"auto_prob: block {block!r} of {rule!r} is not first:last:weight") from error
+            raise SamplingError(
+                f"auto_prob: block {block!r} of {rule!r} is not first:last:weight"
+            ) from error
         if not (0 <= first < last and first < len(size)):
-            raise SamplingError(f"auto_prob: block {block!r} holds none of the {len(size)} systems (last is excluded)")
+            raise SamplingError(
+                f"auto_prob: block {block!r} holds none of the {len(size)} systems (last is excluded)"
+            )
         if not (weight >= 0 and math.isfinite(weight)):
-            raise SamplingError(f"auto_prob: the weight of block {block!r} must be finite and not negative")
+            raise SamplingError(
+                f"auto_prob: the weight of block {block!r} must be finite and not negative"
+            )
         part = slice(first, last)
         if covered[part].any():
             raise SamplingError(f"auto_prob: block {block!r} overlaps an earlier one of {rule!r}")
@@ -208,7 +230,9 @@ class SavedOrder:
             When the position was saved with other systems, sizes or probabilities.
         """
         if state.get("version") != 1:
-            raise SamplerStateError(f"sampler state of version {state.get('version')}, expected version 1")
+            raise SamplerStateError(
+                f"sampler state of version {state.get('version')}, expected version 1"
+            )
         if state["identity"] != self._identity:
             raise SamplerStateError(
                 "the saved position belongs to other training data: atoms, frames, labels, batch sizes or "
@@ -240,7 +264,9 @@ class Sampler(SavedOrder):
         identity: str = "",
     ) -> None:
         self.nframes = tuple(int(n) for n in nframes)
-        self.sizes = tuple(1 if mixed else min(int(b), n) for b, n in zip(sizes, self.nframes, strict=True))
+        self.sizes = tuple(
+            1 if mixed else min(int(b), n) for b, n in zip(sizes, self.nframes, strict=True)
+        )
         self.seed = int(seed)
         self.mixed = int(mixed)
         self._cumulative = np.cumsum(probabilities)
@@ -287,7 +313,10 @@ class Sampler(SavedOrder):
         if self.mixed:
             # Frames of one system lie together, so that each system is read once.
             systems = sorted({system for system, _ in parts})
-            parts = [(s, np.concatenate([frames for system, frames in parts if system == s])) for s in systems]
+            parts = [
+                (s, np.concatenate([frames for system, frames in parts if system == s]))
+                for s in systems
+            ]
         return Plan(tuple(parts))
 
     def _forget(self) -> None:

@@ -29,7 +29,10 @@ def frame_costs(systems: Sequence[System], rcut: float | None = None) -> np.ndar
 
 
 def sample_frames(
-    systems: Sequence[System], most: float, rcut: float | None = None, candidates: Sequence[np.ndarray] | None = None
+    systems: Sequence[System],
+    most: float,
+    rcut: float | None = None,
+    candidates: Sequence[np.ndarray] | None = None,
 ) -> list[np.ndarray]:
     """Draw frames of systems with one type map, the same ones in every process; return their numbers, ascending.
 
@@ -37,15 +40,22 @@ def sample_frames(
     to its frames, and each type occurs in some of them; systems that alone have a type may be added. `candidates` are
     the frames of each system that are drawn from, all by default.
     """
-    counts = np.array([s.nframes for s in systems] if candidates is None else [len(c) for c in candidates], dtype=int)
+    counts = np.array(
+        [s.nframes for s in systems] if candidates is None else [len(c) for c in candidates],
+        dtype=int,
+    )
     costs = frame_costs(systems, rcut)
     stream = np.random.Generator(np.random.PCG64(0))
-    wanted = counts if counts @ costs <= most else _drawn_counts(systems, counts, costs, most, stream)
+    wanted = (
+        counts if counts @ costs <= most else _drawn_counts(systems, counts, costs, most, stream)
+    )
     found = []
     for k, (count, number) in enumerate(zip(counts.tolist(), wanted.tolist(), strict=True)):
         # numpy takes 20 µs to draw nothing, and most of many systems give nothing.
         drawn = 0 < number < count
-        chosen = np.sort(stream.choice(count, number, replace=False)) if drawn else np.arange(number)
+        chosen = (
+            np.sort(stream.choice(count, number, replace=False)) if drawn else np.arange(number)
+        )
         found.append(chosen if candidates is None else candidates[k][chosen])
     return found
 
@@ -55,19 +65,30 @@ def sample_with(
 ) -> list[np.ndarray]:
     """Draw frames as `sample_frames` does, but take those in `first`, which has some of each system, before others."""
     others = [np.arange(s.nframes) for s in systems]
-    others = [np.delete(every, mine) if len(mine) else every for every, mine in zip(others, first, strict=True)]
+    others = [
+        np.delete(every, mine) if len(mine) else every
+        for every, mine in zip(others, first, strict=True)
+    ]
     left = most - float(frame_costs(systems, rcut) @ [len(mine) for mine in first])
     drawn = sample_frames(systems, max(left, 0.0), rcut, others)
-    return [np.sort(np.concatenate([a, b])) if len(a) else b for a, b in zip(first, drawn, strict=True)]
+    return [
+        np.sort(np.concatenate([a, b])) if len(a) else b for a, b in zip(first, drawn, strict=True)
+    ]
 
 
 def _drawn_counts(
-    systems: Sequence[System], counts: np.ndarray, costs: np.ndarray, most: float, stream: np.random.Generator
+    systems: Sequence[System],
+    counts: np.ndarray,
+    costs: np.ndarray,
+    most: float,
+    stream: np.random.Generator,
 ) -> np.ndarray:
     """Draw how many frames each system gives: its share, rounded up or down by chance; one at least where that fits."""
     there = counts > 0
     lone = float(costs[there].sum())
-    share = (most - lone) / float(counts @ costs) if 2 * lone <= most else most / float(counts @ costs)
+    share = (
+        (most - lone) / float(counts @ costs) if 2 * lone <= most else most / float(counts @ costs)
+    )
     expected = counts * share
     drawn = np.floor(expected).astype(int)
     drawn += stream.random(len(counts)) < expected - drawn
@@ -104,7 +125,9 @@ def packed(
             part = []
         while len(mine):
             if not part:
-                room = max(1, atoms // systems[k].natoms)  # the first system of a part is its largest
+                room = max(
+                    1, atoms // systems[k].natoms
+                )  # the first system of a part is its largest
             part.append((k, mine[:room]))
             mine, room = mine[room:], room - len(part[-1][1])
             if not room:
@@ -114,7 +137,9 @@ def packed(
         yield part
 
 
-def read_ahead(build: Callable[[Item], Found], items: Iterable[Item], workers: int) -> Iterator[Found]:
+def read_ahead(
+    build: Callable[[Item], Found], items: Iterable[Item], workers: int
+) -> Iterator[Found]:
     """Yield `build(item)` in the order of the items, made ahead by so many threads; as many results wait at most."""
     waiting: deque[Future[Found]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="deepmd_muon-reading") as pool:

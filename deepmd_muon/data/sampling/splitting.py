@@ -31,7 +31,11 @@ class Share:
     @property
     def validation(self) -> System | None:
         """The validation frames as a system."""
-        return self.system.part(self.train, self.system.nframes) if self.train < self.system.nframes else None
+        return (
+            self.system.part(self.train, self.system.nframes)
+            if self.train < self.system.nframes
+            else None
+        )
 
     @property
     def whole(self) -> bool:
@@ -54,7 +58,9 @@ def split(systems: Sequence[System], share: float) -> list[Share]:
     cut = {number for kind in few for number in kind} - set(small)
     held_out: set[int] = set()
     for kind in [*kinds.values(), small]:
-        if len(kind) >= _SYSTEMS:  # a share of them, at least one, from the middle of equal stretches
+        if (
+            len(kind) >= _SYSTEMS
+        ):  # a share of them, at least one, from the middle of equal stretches
             count = max(1, round(share * len(kind)))
             held_out |= {kind[int((k + 0.5) * len(kind) / count)] for k in range(count)}
     held_out = _without_last_of_an_element(systems, held_out)
@@ -72,7 +78,9 @@ def split(systems: Sequence[System], share: float) -> list[Share]:
 def _without_last_of_an_element(systems: Sequence[System], held_out: set[int]) -> set[int]:
     """Return systems to training that are the only ones with one of their types, or a lone atom."""
     looked = [np.arange(system.nframes if system.mixed else 1) for system in systems]
-    types = [set(np.unique(s.types(k)).tolist()) - {-1} for s, k in zip(systems, looked, strict=True)]
+    types = [
+        set(np.unique(s.types(k)).tolist()) - {-1} for s, k in zip(systems, looked, strict=True)
+    ]
     kept = {number for number in held_out if systems[number].natoms > 1}
     trained = set().union(*(types[number] for number in range(len(systems)) if number not in kept))
     for number in sorted(kept):

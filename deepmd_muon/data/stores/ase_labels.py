@@ -51,7 +51,10 @@ class Labels:
             When no frame has a name that the user gave, or two names could be the same label.
         """
         known = {name for atoms in frames for name in given(atoms)}
-        taken = {label: _choose(label, key, known, path) for label, key in dataclasses.asdict(keys).items()}
+        taken = {
+            label: _choose(label, key, known, path)
+            for label, key in dataclasses.asdict(keys).items()
+        }
         if keys.stress is not None:
             taken["virial"] = None  # the stress is the user's choice
         labels = cls(taken, free=keys.energy is None and taken["energy"] == "energy")
@@ -61,7 +64,11 @@ class Labels:
     def _describe(self, frames: Sequence[Atoms], path: str, known: set[str]) -> None:
         """Log surprises: other names than ASE's, an energy that is not ASE's first, unknown names."""
         usual = {"energy": "energy", "force": "forces", "virial": "virial", "stress": "stress"}
-        if other := [f"{label} from {key}" for label, key in self.names.items() if key not in (None, usual[label])]:
+        if other := [
+            f"{label} from {key}"
+            for label, key in self.names.items()
+            if key not in (None, usual[label])
+        ]:
             log.info("%s: %s", path, ", ".join(other))
         largest = 0.0
         for atoms in frames if self.free else ():
@@ -76,8 +83,14 @@ class Labels:
                 1000.0 * largest,
             )
         for label in ("energy", "force"):
-            ignored = sorted(name for name in known if re.search(label, name, re.IGNORECASE) and name != "free_energy")
-            ignored = [name for name in ignored if name not in self.names.values() and name != "energies"]
+            ignored = sorted(
+                name
+                for name in known
+                if re.search(label, name, re.IGNORECASE) and name != "free_energy"
+            )
+            ignored = [
+                name for name in ignored if name not in self.names.values() and name != "energies"
+            ]
             if self.names[label] is None and ignored:
                 log.warning(
                     "%s: no name of the %s is known; label_keys could name it, found %s",
@@ -120,7 +133,10 @@ class Labels:
 def parameters_of(atoms: Atoms, path: str, place: str) -> dict[str, np.ndarray]:
     """Return `info["fparam"]` (numb_fparam,) and `arrays["aparam"]` (natoms·numb_aparam,) of a frame that has them."""
     found: dict[str, np.ndarray] = {}
-    for name, value in (("fparam", atoms.info.get("fparam")), ("aparam", atoms.arrays.get("aparam"))):
+    for name, value in (
+        ("fparam", atoms.info.get("fparam")),
+        ("aparam", atoms.arrays.get("aparam")),
+    ):
         if value is not None:
             size = max(1, np.size(value))
             found[name] = _numbers(value, name, (size,), path, place).reshape(-1)
@@ -131,7 +147,11 @@ def given(atoms: Atoms) -> dict[str, Any]:
     """Return the values of a frame by name; ASE moves names that it knows from info and arrays to a calculator."""
     results = getattr(atoms.calc, "results", None) or {}
     found = {**atoms.info, **atoms.arrays, **results}
-    return {name: value for name, value in found.items() if value is not None and name not in ("numbers", "positions")}
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and name not in ("numbers", "positions")
+    }
 
 
 def _choose(label: str, key: str | None, known: set[str], path: str) -> str | None:
@@ -140,7 +160,9 @@ def _choose(label: str, key: str | None, known: set[str], path: str) -> str | No
         if key not in known:
             has = ", ".join(sorted(known)) or "nothing but positions"
             raise SystemFormatError(
-                path, "", f"no frame has {key!r}, the name given for the {label}; the file has {has}"
+                path,
+                "",
+                f"no frame has {key!r}, the name given for the {label}; the file has {has}",
             )
         return key
     names = {name for name in known if _NAMES[label].fullmatch(name)}
@@ -164,6 +186,8 @@ def _numbers(value: Any, name: str, sizes: Sequence[int], path: str, place: str)
         raise SystemFormatError(path, place, f"{name} is {value!r}, not numbers") from error
     if array.size not in sizes:
         raise SystemFormatError(
-            path, place, f"{name} has shape {array.shape}, not {' or '.join(map(str, sizes))} values"
+            path,
+            place,
+            f"{name} has shape {array.shape}, not {' or '.join(map(str, sizes))} values",
         )
     return array

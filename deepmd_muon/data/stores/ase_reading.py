@@ -27,7 +27,9 @@ _COMPRESSED = (".gz", ".bz2", ".xz")
 _MOST_COMPRESSED, _ALWAYS_FITS = 200, 64 << 20
 
 
-def read_ase(path: str, keys: LabelKeys | None = None, *, keep_unconverged: bool = False) -> list[MemoryStore]:
+def read_ase(
+    path: str, keys: LabelKeys | None = None, *, keep_unconverged: bool = False
+) -> list[MemoryStore]:
     """Read all frames of a file that ASE reads; frames of the same atoms in the same order are one system.
 
     Energies are free energies where ASE has them (`free_energy`): their derivatives are the forces. A cell without
@@ -100,7 +102,9 @@ def _check_counts(path: str) -> None:
             for _ in range(count + 1):
                 if not file.readline():
                     raise SystemFormatError(
-                        path, "", f"a frame has {count} atoms by its first line, more than the file holds"
+                        path,
+                        "",
+                        f"a frame has {count} atoms by its first line, more than the file holds",
                     )
 
 
@@ -137,21 +141,33 @@ def _converged(frames: Sequence[Atoms], converged: Sequence[bool], path: str) ->
     return [number for number, found in enumerate(unsure) if not found]
 
 
-def _stores(frames: Sequence[Atoms], chosen: Sequence[int], path: str, keys: LabelKeys) -> list[MemoryStore]:
+def _stores(
+    frames: Sequence[Atoms], chosen: Sequence[int], path: str, keys: LabelKeys
+) -> list[MemoryStore]:
     """Sort frames by their atoms and by whether they have a cell; within a system, by the labels that they have."""
-    systems: dict[tuple[tuple[str, ...], bool], dict[frozenset[tuple[str, int]], list[Mapping[str, np.ndarray]]]] = {}
+    systems: dict[
+        tuple[tuple[str, ...], bool],
+        dict[frozenset[tuple[str, int]], list[Mapping[str, np.ndarray]]],
+    ] = {}
     labels = Labels.of([frames[number] for number in chosen], path, keys)
     for number in chosen:
         atoms, place = frames[number], f"frame {number}"
         arrays = _structure(atoms, path, place)
-        arrays |= labels.read(atoms, path, place, cell="box" in arrays) | parameters_of(atoms, path, place)
+        arrays |= labels.read(atoms, path, place, cell="box" in arrays) | parameters_of(
+            atoms, path, place
+        )
         kind = tuple(atoms.get_chemical_symbols()), "box" in arrays
         contents = frozenset((name, array.size) for name, array in arrays.items())
         systems.setdefault(kind, {}).setdefault(contents, []).append(arrays)
     stores = []
     for number, ((symbols, pbc), sets) in enumerate(systems.items()):
-        stacked = [{name: np.stack([frame[name] for frame in alike]) for name in alike[0]} for alike in sets.values()]
-        formula = "".join(f"{element}{symbols.count(element)}" for element in dict.fromkeys(symbols))
+        stacked = [
+            {name: np.stack([frame[name] for frame in alike]) for name in alike[0]}
+            for alike in sets.values()
+        ]
+        formula = "".join(
+            f"{element}{symbols.count(element)}" for element in dict.fromkeys(symbols)
+        )
         name = path if len(systems) == 1 else f"{path}#{number}-{formula}"
         stores.append(MemoryStore(name, symbols, stacked, pbc=pbc))
     return stores

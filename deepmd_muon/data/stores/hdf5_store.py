@@ -55,7 +55,9 @@ class HDF5Store:
         """Names of the ``set.*`` groups, sorted."""
         group = self._node("", h5py.Group)
         return sorted(
-            name for name in group if name.startswith("set.") and group.get(name, getclass=True) is h5py.Group
+            name
+            for name in group
+            if name.startswith("set.") and group.get(name, getclass=True) is h5py.Group
         )
 
     def names(self, folder: str) -> frozenset[str]:
@@ -69,7 +71,11 @@ class HDF5Store:
             if dataset.dtype.hasobject and (problem := _strings_problem(dataset, self.file)):
                 raise SystemFormatError(self.root, path, f"cannot be read: {problem}")
             values = [] if dataset.shape is None else np.atleast_1d(dataset[()]).ravel().tolist()
-            return [word for v in values for word in (v.decode() if isinstance(v, bytes) else str(v)).split()]
+            return [
+                word
+                for v in values
+                for word in (v.decode() if isinstance(v, bytes) else str(v)).split()
+            ]
         except UnicodeDecodeError as error:
             raise SystemFormatError(self.root, path, f"expected text in UTF-8: {error}") from error
         except _ERRORS as error:
@@ -105,7 +111,9 @@ class HDF5Store:
         except _ERRORS as error:
             if isinstance(error, SystemFormatError):
                 raise
-            raise SystemFormatError(self.root, path, f"cannot be opened: {_reason(error)}") from error
+            raise SystemFormatError(
+                self.root, path, f"cannot be opened: {_reason(error)}"
+            ) from error
         if not isinstance(node, kind):
             problem = f"is a {type(node).__name__.lower()}, not a {kind.__name__.lower()}"
             raise SystemFormatError(self.root, path, problem)
@@ -139,7 +147,9 @@ def hdf5_stores(path: str, handles: HandleCache) -> Iterator[HDF5Store]:
         raise SystemNotFoundError(f"system {path}: the file {file} does not exist")
     start = group.strip("/")
     if not h5py.is_hdf5(file):
-        raise SystemNotFoundError(f"system {path}: {Path(file).name} is neither a folder nor an HDF5 file")
+        raise SystemNotFoundError(
+            f"system {path}: {Path(file).name} is neither a folder nor an HDF5 file"
+        )
     groups: list[str] = []
 
     def visit(name: str, node: object) -> None:
@@ -152,9 +162,13 @@ def hdf5_stores(path: str, handles: HandleCache) -> Iterator[HDF5Store]:
             if there:
                 (root[start] if start else root).visititems(visit)  # follows no links
         except _ERRORS as error:
-            raise SystemFormatError(path, file, f"cannot be searched for systems: {_reason(error)}") from error
+            raise SystemFormatError(
+                path, file, f"cannot be searched for systems: {_reason(error)}"
+            ) from error
         if not there:
-            raise SystemNotFoundError(f"system {path}: {file} has no group {group}; it has {sorted(root)[:20]}")
+            raise SystemNotFoundError(
+                f"system {path}: {file} has no group {group}; it has {sorted(root)[:20]}"
+            )
     if not groups:
         raise SystemNotFoundError(f"system {path}: no group of {file} has a type.raw")
     for name in sorted(groups):
@@ -172,7 +186,11 @@ def _strings_problem(dataset: h5py.Dataset, file: str) -> str | None:
     offsets = [dataset.id.get_offset()]
     if dataset.chunks:
         chunks = [dataset.id.get_chunk_info(k) for k in range(dataset.id.get_num_chunks())]
-        offsets = [] if dataset.id.get_create_plist().get_nfilters() else [chunk.byte_offset for chunk in chunks]
+        offsets = (
+            []
+            if dataset.id.get_create_plist().get_nfilters()
+            else [chunk.byte_offset for chunk in chunks]
+        )
     count = int(np.prod(dataset.chunks or dataset.shape or (0,)))
     with open(file, "rb") as content:
         size = os.fstat(content.fileno()).st_size
@@ -184,7 +202,9 @@ def _strings_problem(dataset: h5py.Dataset, file: str) -> str | None:
                 heaps |= {references[k + 4 : k + 12] for k in range(0, len(references) - 15, 16)}
         for address in heaps:
             place = int.from_bytes(address, "little")
-            if 0 < place < size and not _heap_ends(content, place + dataset.file.userblock_size, size):
+            if 0 < place < size and not _heap_ends(
+                content, place + dataset.file.userblock_size, size
+            ):
                 return "the heap of its strings is damaged; copy the file again"
     return None
 

@@ -30,7 +30,9 @@ _NODE = 8  # bytes of a node's header
 _MAX_DEPTH = 32
 _NO_PAGE = (1 << 64) - 1
 _SHORT = struct.Struct("<H").unpack_from
-_HEADER_OF_NODE = struct.Struct("<HHHH").unpack_from  # length of the value or page, flags, length of the key
+_HEADER_OF_NODE = struct.Struct(
+    "<HHHH"
+).unpack_from  # length of the value or page, flags, length of the key
 _NUMBER = struct.Struct("<Q").unpack_from
 _FLAGS_AND_PAGES = struct.Struct("<HI").unpack_from  # from byte 10 of a page of values on
 # Pages of keys that stay in memory, 32 MiB: those of a million frames that have pages of their own.
@@ -103,7 +105,9 @@ class LmdbFile:
             page = self._page(number)
             flags = _SHORT(page, 10)[0]
             if not flags & (_BRANCH | _LEAF):
-                raise self._damaged(f"page {number} has flags {flags:#x}, expected a branch or a leaf")
+                raise self._damaged(
+                    f"page {number} has flags {flags:#x}, expected a branch or a leaf"
+                )
             place, count = self._search(number, page, key, first=0 if flags & _BRANCH else -1)
             if place < 0 or count == 0:
                 return None
@@ -120,7 +124,9 @@ class LmdbFile:
         """
         count = _count(page)
         if count < 0:
-            raise self._damaged(f"page {number} says that its nodes end at byte {_SHORT(page, 12)[0]}")
+            raise self._damaged(
+                f"page {number} says that its nodes end at byte {_SHORT(page, 12)[0]}"
+            )
         low, high = first, count
         while high - low > 1:
             middle = (low + high) // 2
@@ -190,7 +196,9 @@ class LmdbFile:
             raise self._damaged(f"branch {number} leads nowhere")
         offsets = struct.unpack_from(f"<{count}H", page, _HEADER)
         if min(offsets) < _HEADER or max(offsets) + _NODE > len(page):
-            raise self._damaged(f"page {number} has nodes at bytes {min(offsets)} to {max(offsets)}")
+            raise self._damaged(
+                f"page {number} has nodes at bytes {min(offsets)} to {max(offsets)}"
+            )
         headers = [_HEADER_OF_NODE(page, offset) for offset in offsets]
         ends = [offset + _NODE + header[3] for offset, header in zip(offsets, headers, strict=True)]
         if max(ends) > len(page):
@@ -211,7 +219,9 @@ class LmdbFile:
     def _value_in(self, page: bytes, key: bytes, file: OpenFile) -> bytes | memoryview | None:
         """Return the value of a key of a leaf; None where it has no such key, or the leaf or the value is damaged."""
         low, high, most = 0, _count(page), len(page) - _NODE
-        middle = _distance(page, key)  # the keys of frames are consecutive numbers: usually this is the place
+        middle = _distance(
+            page, key
+        )  # the keys of frames are consecutive numbers: usually this is the place
         while low < high:
             if not low <= middle < high:
                 middle = (low + high) // 2
@@ -243,7 +253,9 @@ class LmdbFile:
     def _read_meta(self) -> tuple[int, int, int]:
         """Return page size, root page and number of keys from the newer of the two meta pages."""
         if sys.byteorder != "little":
-            raise self._problem("LMDB files are read on little-endian machines only; convert it to HDF5 on another")
+            raise self._problem(
+                "LMDB files are read on little-endian machines only; convert it to HDF5 on another"
+            )
         first = self._meta(0)
         page_size = first[0]
         if page_size < 256 or page_size > 1 << 16 or page_size & (page_size - 1):
@@ -258,7 +270,9 @@ class LmdbFile:
         if magic != MAGIC:
             raise self._problem("is not an LMDB database")
         if version != 1:
-            raise self._problem(f"has LMDB's data format {version}; this reader knows format 1 (LMDB 0.9)")
+            raise self._problem(
+                f"has LMDB's data format {version}; this reader knows format 1 (LMDB 0.9)"
+            )
         (page_size,) = struct.unpack_from("<I", page, 40)
         entries, root, _, transaction = struct.unpack_from("<QQQQ", page, 120)
         return page_size, root, entries, transaction
@@ -270,7 +284,9 @@ class LmdbFile:
                 raise self._damaged(f"a link to page {number}")
             if len(self._pages) >= _KEPT_PAGES:
                 self._pages.clear()
-            page = self._pages[number] = self._bytes(number * self._page_size, self._page_size, file)
+            page = self._pages[number] = self._bytes(
+                number * self._page_size, self._page_size, file
+            )
         return page
 
     def _key(self, number: int, page: bytes, index: int) -> bytes:
@@ -295,7 +311,9 @@ class LmdbFile:
         """Return the place of the value of a node of a leaf."""
         length = node.low | node.high << 16
         if node.flags & _OTHER_DATA:
-            raise self._problem(f"key {node.key!r} is a database of its own, which DeePMD's format does not have")
+            raise self._problem(
+                f"key {node.key!r} is a database of its own, which DeePMD's format does not have"
+            )
         if node.start + (8 if node.flags & _BIG_DATA else length) > len(page):
             raise self._damaged(f"the value of {node.key!r} ends beyond page {number}")
         if not node.flags & _BIG_DATA:
@@ -304,7 +322,9 @@ class LmdbFile:
         (number,) = struct.unpack_from("<Q", page, node.start)
         offset = number * self._page_size
         if number < 2 or offset + _HEADER + length > self._size:
-            raise self._damaged(f"truncated: the value of {node.key!r} ends at byte {offset + _HEADER + length}")
+            raise self._damaged(
+                f"truncated: the value of {node.key!r} ends at byte {offset + _HEADER + length}"
+            )
         flags, pages = struct.unpack_from("<HI", self._bytes(offset, _HEADER), 10)
         if not flags & _OVERFLOW or pages * self._page_size < _HEADER + length:
             raise self._damaged(f"the value of {node.key!r} does not start at page {number}")
@@ -332,7 +352,9 @@ class LmdbFile:
         return SystemFormatError(self.system, Path(self.path).name, problem)
 
     def _damaged(self, problem: str) -> SystemFormatError:
-        return self._problem(f"damaged ({problem}; the file has {self._size} bytes); copy or write it again")
+        return self._problem(
+            f"damaged ({problem}; the file has {self._size} bytes); copy or write it again"
+        )
 
 
 def _count(page: bytes) -> int:

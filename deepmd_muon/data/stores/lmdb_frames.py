@@ -14,7 +14,13 @@ import numpy as np
 from deepmd_muon.data.errors import DataError, SystemFormatError
 from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, PARAMETERS
 
-_NAMES = {"coords": "coord", "cells": "box", "energies": "energy", "forces": "force", "virials": "virial"}
+_NAMES = {
+    "coords": "coord",
+    "cells": "box",
+    "energies": "energy",
+    "forces": "force",
+    "virials": "virial",
+}
 _NAMES["atom_types"] = "atype"
 # msgpack's first bytes of numbers, and their dtypes.
 _FLOATS: dict[int, np.dtype] = {0xCA: np.dtype(">f4"), 0xCB: np.dtype(">f8")}
@@ -91,7 +97,9 @@ def decode_frame(system: str, where: str, raw: bytes | memoryview) -> dict[str, 
         raise SystemFormatError(system, f"{where}, {field}", str(error)) from error
     for name in ("atype", "coord"):
         if name not in frame:
-            raise SystemFormatError(system, where, f"{'atom_types' if name == 'atype' else 'coords'}: missing")
+            raise SystemFormatError(
+                system, where, f"{'atom_types' if name == 'atype' else 'coords'}: missing"
+            )
     types = frame["atype"]
     if types.dtype.kind == "f" or not len(types):
         raise SystemFormatError(
@@ -105,7 +113,9 @@ def decode_frame(system: str, where: str, raw: bytes | memoryview) -> dict[str, 
     for name, array in frame.items():
         width = width_of(name, len(types))
         if name in PARAMETERS:
-            width = array.size if name == "fparam" else max(1, array.size // len(types)) * len(types)
+            width = (
+                array.size if name == "fparam" else max(1, array.size // len(types)) * len(types)
+            )
         if array.size != width:
             problem = f"{name}: expected {width} values for {len(types)} atoms, found {array.size}"
             raise SystemFormatError(system, where, problem)
@@ -119,7 +129,11 @@ def _numbers(value: Any) -> np.ndarray:
     if not isinstance(value, dict):
         raise ValueError(f"expected an array, found a {type(value).__name__}")
     if b"data" in value:
-        value = {key.decode("utf-8", "replace"): one for key, one in value.items() if isinstance(key, bytes)}
+        value = {
+            key.decode("utf-8", "replace"): one
+            for key, one in value.items()
+            if isinstance(key, bytes)
+        }
     kind, shape, data = value.get("type"), value.get("shape"), value.get("data")
     dtype = _dtype(kind if isinstance(kind, str) else f"{type(kind).__name__}?")
     if not isinstance(data, bytes) or len(data) % dtype.itemsize:
@@ -143,7 +157,9 @@ def unpack(system: str, where: str, raw: bytes | memoryview) -> dict[str, Any]:
         problem = f"cannot be read as msgpack ({type(error).__name__}: {str(error)[:80]}); write the database again"
         raise SystemFormatError(system, where, problem) from error
     if not isinstance(found, dict):
-        raise SystemFormatError(system, where, f"expected a msgpack map, found {type(found).__name__}")
+        raise SystemFormatError(
+            system, where, f"expected a msgpack map, found {type(found).__name__}"
+        )
     return {_text(key): value for key, value in found.items()}
 
 
@@ -213,7 +229,9 @@ class FrameLayout:
         box = found.arrays.get("box")
         no_cell = None if box is None or "box" in frame or box.view(whole).any() else box
         masks = np.full(len(raw), 0xFF, np.uint8)
-        for start, end in [(place.start, place.end) for place in found.arrays.values()] + found.free:
+        for start, end in [
+            (place.start, place.end) for place in found.arrays.values()
+        ] + found.free:
             masks[start:end] = 0
         for start, end in found.counts:
             masks[start:end] = 0x80
@@ -223,7 +241,9 @@ class FrameLayout:
 
     def fits(self, frames: np.ndarray) -> np.ndarray:
         """Return which frames `(nframes, length)`, uint8, have this layout `(nframes,)`."""
-        fits: np.ndarray = (frames.take(self.places, axis=1) & self.masks == self.content).all(axis=1)
+        fits: np.ndarray = (frames.take(self.places, axis=1) & self.masks == self.content).all(
+            axis=1
+        )
         cell = self.no_cell or self.arrays.get("box")
         if cell is not None:
             fits &= cell.view(frames).any(axis=1) == (self.no_cell is None)
@@ -264,7 +284,9 @@ class _Stretches(NamedTuple):
                 place: _Place | None = _Place(start + 1, unpacker.tell(), _FLOATS[raw[start]])
             else:
                 place = _place_of(unpacker) if _is_map(raw[start]) else None
-            if place is None or name in found.arrays:  # which of two fields is read depends on their keys
+            if (
+                place is None or name in found.arrays
+            ):  # which of two fields is read depends on their keys
                 return None
             found.arrays[name] = place
         return found
@@ -278,9 +300,15 @@ class _Stretches(NamedTuple):
                 self.free.append((place.start, place.end))
             return
         value = unpacker.unpack()
-        if isinstance(value, list) and value and all(type(one) is int and 0 <= one < 128 for one in value):
+        if (
+            isinstance(value, list)
+            and value
+            and all(type(one) is int and 0 <= one < 128 for one in value)
+        ):
             first, end = unpacker.tell() - len(value), unpacker.tell()
-            if raw[first:end] == bytes(value):  # other programs may write small numbers in more bytes
+            if raw[first:end] == bytes(
+                value
+            ):  # other programs may write small numbers in more bytes
                 self.counts.append((first, end))
 
 
@@ -315,7 +343,9 @@ class FrameDecoder:
         self._layouts: dict[int, list[FrameLayout]] = {}  # by length
         self._learned = self._fitted = 0
 
-    def blocks(self, numbers: Sequence[int], values: Sequence[bytes | memoryview]) -> Iterator[Block]:
+    def blocks(
+        self, numbers: Sequence[int], values: Sequence[bytes | memoryview]
+    ) -> Iterator[Block]:
         """Decode frames; errors are those of `decode_frame`, but not in the order of the frames."""
         lengths = np.array([len(value) for value in values])
         for length in np.unique(lengths).tolist():
@@ -323,11 +353,19 @@ class FrameDecoder:
             yield from self._of_length(length, rows, numbers, values)
 
     def _of_length(
-        self, length: int, rows: np.ndarray, numbers: Sequence[int], values: Sequence[bytes | memoryview]
+        self,
+        length: int,
+        rows: np.ndarray,
+        numbers: Sequence[int],
+        values: Sequence[bytes | memoryview],
     ) -> Iterator[Block]:
         """Decode frames of one length."""
         joined = b"".join([values[row] for row in rows.tolist()])
-        frames = np.frombuffer(joined, np.uint8).reshape(len(rows), length) if length else np.zeros((len(rows), 0))
+        frames = (
+            np.frombuffer(joined, np.uint8).reshape(len(rows), length)
+            if length
+            else np.zeros((len(rows), 0))
+        )
         known = iter(self._layouts.get(length, ()))
         while len(rows):
             layout = next(known, None)
@@ -343,10 +381,18 @@ class FrameDecoder:
             if fits.any():
                 self._fitted += int(fits.sum())
                 whole = fits.all()
-                yield Block(*((rows, layout.columns(frames)) if whole else (rows[fits], layout.columns(frames[fits]))))
+                yield Block(
+                    *(
+                        (rows, layout.columns(frames))
+                        if whole
+                        else (rows[fits], layout.columns(frames[fits]))
+                    )
+                )
                 rows, frames = rows[~fits], frames[~fits]
 
-    def _learn(self, length: int, raw: bytes | memoryview, frame: Mapping[str, np.ndarray]) -> FrameLayout | None:
+    def _learn(
+        self, length: int, raw: bytes | memoryview, frame: Mapping[str, np.ndarray]
+    ) -> FrameLayout | None:
         """Find the layout of a frame and remember it; None if too few frames fitted earlier layouts."""
         if self._learned > _FREE_LAYOUTS + self._fitted // _FITS_PER_LAYOUT:
             return None

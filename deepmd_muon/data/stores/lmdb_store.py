@@ -20,7 +20,14 @@ import numpy as np
 from deepmd_muon.data.errors import SystemFormatError, SystemNotFoundError
 from deepmd_muon.data.frames import PARAMETERS
 from deepmd_muon.data.stores.lmdb_file import MAGIC, LmdbFile
-from deepmd_muon.data.stores.lmdb_frames import Block, FrameDecoder, decode_frame, is_count, unpack, width_of
+from deepmd_muon.data.stores.lmdb_frames import (
+    Block,
+    FrameDecoder,
+    decode_frame,
+    is_count,
+    unpack,
+    width_of,
+)
 from deepmd_muon.data.stores.storage import HandleCache
 
 log = logging.getLogger(__name__)
@@ -64,7 +71,9 @@ class _Group:
     types: np.ndarray  # of the first frame `(natoms,)`
     pbc: bool  # whether they have a cell
     mixed: bool  # whether types differ, or could
-    sets: dict[frozenset[str], Any]  # numbers of the frames with the same labels, a list or array, by these labels
+    sets: dict[
+        frozenset[str], Any
+    ]  # numbers of the frames with the same labels, a list or array, by these labels
     sampled: bool = False  # whether only some frames were looked at, so that others may lack labels
 
 
@@ -85,8 +94,14 @@ class LmdbStore:
         self._known = frozenset(("atype", "coord", "box")).union(*group.sets)
         self._widths: dict[tuple[str, str], int] = {}
         self._warned = False
-        fixed = ("coord", *(("box",) if group.pbc else ()), *(("real_atom_types",) if group.mixed else ()))
-        self._sets = {f"set.{k:03d}": np.asarray(numbers) for k, numbers in enumerate(group.sets.values())}
+        fixed = (
+            "coord",
+            *(("box",) if group.pbc else ()),
+            *(("real_atom_types",) if group.mixed else ()),
+        )
+        self._sets = {
+            f"set.{k:03d}": np.asarray(numbers) for k, numbers in enumerate(group.sets.values())
+        }
         self._names = {
             name: frozenset(f"{n}.npy" for n in (*fixed, *labels))
             for name, labels in zip(self._sets, group.sets, strict=True)
@@ -111,9 +126,14 @@ class LmdbStore:
         numbers = self._sets[folder]
         if name not in PARAMETERS:
             return (len(numbers), width_of(name, self._natoms))
-        if (folder, name) not in self._widths:  # that of the first frame of the set that has the parameter
+        if (
+            folder,
+            name,
+        ) not in self._widths:  # that of the first frame of the set that has the parameter
             found = (self._database.frame(int(number)).get(name) for number in numbers)
-            self._widths[folder, name] = next((values.size for values in found if values is not None), 0)
+            self._widths[folder, name] = next(
+                (values.size for values in found if values is not None), 0
+            )
         return (len(numbers), self._widths[folder, name])
 
     def rows(self, path: str, indices: np.ndarray, single: bool) -> np.ndarray:
@@ -123,9 +143,13 @@ class LmdbStore:
         numbers = self._sets[folder][indices]
         parts = list(self._parts(name, numbers))
         width = self._natoms if name == "atype" else self.shape(path)[1]
-        wrong = [(rows[0], v.shape[1]) for rows, v in parts if v is not None and v.shape[1] != width]
+        wrong = [
+            (rows[0], v.shape[1]) for rows, v in parts if v is not None and v.shape[1] != width
+        ]
         if wrong:
-            raise SystemFormatError(self.root, name, f"one frame has {width} values, another {min(wrong)[1]}")
+            raise SystemFormatError(
+                self.root, name, f"one frame has {width} values, another {min(wrong)[1]}"
+            )
         kinds = [np.dtype(np.float64) if values is None else values.dtype for _, values in parts]
         found = np.empty((len(numbers), width), np.result_type(*kinds))
         for rows, values in parts:
@@ -134,7 +158,9 @@ class LmdbStore:
             found[rows] = np.nan if values is None else values
         return found
 
-    def _parts(self, name: str, numbers: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    def _parts(
+        self, name: str, numbers: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
         """Yield places in a request and values of the frames there, None where they have none.
 
         A large request is read in parts, of which nothing else stays in memory.
@@ -167,7 +193,9 @@ class LmdbStore:
         for name, values in columns.items():
             finite = np.isfinite(values).all(axis=1)
             if not finite.all():
-                raise SystemFormatError(self.root, f"frame {numbers[~finite][0]}", f"{name}: value that is not finite")
+                raise SystemFormatError(
+                    self.root, f"frame {numbers[~finite][0]}", f"{name}: value that is not finite"
+                )
         unseen = columns.keys() - self._known
         if unseen and not self._warned:
             self._warned = True
@@ -251,7 +279,9 @@ class _Database:
         keys = [meta.nlocs] if meta.systems is None else [meta.systems, meta.nlocs]
         order = np.lexsort(keys[::-1])
         changes = np.any([np.diff(key[order]) != 0 for key in keys], axis=0)
-        members = sorted(np.split(order, np.flatnonzero(changes) + 1), key=lambda part: int(part[0]))
+        members = sorted(
+            np.split(order, np.flatnonzero(changes) + 1), key=lambda part: int(part[0])
+        )
         looked = max(2, _LOOKED // len(members))
         for numbers in members:
             if len(numbers) <= looked:
@@ -303,7 +333,9 @@ def lmdb_stores(path: str, handles: HandleCache) -> Iterator[LmdbStore]:
         When msgpack is not installed.
     """
     if not os.path.exists(data_file(path)):
-        raise SystemNotFoundError(f"system {path} does not exist (relative paths start at {os.getcwd()})")
+        raise SystemNotFoundError(
+            f"system {path} does not exist (relative paths start at {os.getcwd()})"
+        )
     database = _Database(path, handles)
     groups = list(database.groups())
     for k, group in enumerate(groups):
@@ -325,7 +357,9 @@ class _Metadata:
         place = file.get(METADATA)
         if place is None:
             raise SystemFormatError(
-                file.system, "__metadata__", "missing: an LMDB database, but not in deepmd-kit's format"
+                file.system,
+                "__metadata__",
+                "missing: an LMDB database, but not in deepmd-kit's format",
             )
         meta = unpack(file.system, "__metadata__", file.read(place))
         nframes: Any = meta.get("nframes")
@@ -333,13 +367,17 @@ class _Metadata:
         type_map: Any = meta.get("type_map")
 
         def refuse(what: str, found: object) -> SystemFormatError:
-            return SystemFormatError(file.system, "__metadata__", f"{what}, found {repr(found)[:60]}")
+            return SystemFormatError(
+                file.system, "__metadata__", f"{what}, found {repr(found)[:60]}"
+            )
 
         if not is_count(nframes) or not 0 < nframes < file.entries:
             raise refuse(f"nframes must be the number of frames, 1 to {file.entries - 1}", nframes)
         if not isinstance(form, str) or not _KEY_FORMAT.fullmatch(form):
             raise refuse('frame_idx_fmt must be a format such as "012d"', form)
-        if type_map is not None and not (isinstance(type_map, list) and all(isinstance(t, str) for t in type_map)):
+        if type_map is not None and not (
+            isinstance(type_map, list) and all(isinstance(t, str) for t in type_map)
+        ):
             raise refuse("type_map must be a list of element names", type_map)
 
         def numbers(name: str, least: int) -> np.ndarray | None:

@@ -27,14 +27,17 @@ class MemoryStore:
 
     sampled = False
 
-    def __init__(self, root: str, symbols: Sequence[str], sets: Sequence[Arrays], *, pbc: bool) -> None:
+    def __init__(
+        self, root: str, symbols: Sequence[str], sets: Sequence[Arrays], *, pbc: bool
+    ) -> None:
         self.root = root
         names = sorted(set(symbols))
         self._words = {"type.raw": [str(names.index(s)) for s in symbols], "type_map.raw": names}
         if not pbc:
             self._words["nopbc"] = []
         self._sets = {
-            f"set.{k:03d}": {f"{name}.npy": array for name, array in arrays.items()} for k, arrays in enumerate(sets)
+            f"set.{k:03d}": {f"{name}.npy": array for name, array in arrays.items()}
+            for k, arrays in enumerate(sets)
         }
 
     def sets(self) -> list[str]:

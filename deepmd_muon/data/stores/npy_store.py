@@ -16,7 +16,10 @@ from deepmd_muon.data.errors import SystemFormatError, SystemNotFoundError
 from deepmd_muon.data.stores.storage import FileWatch, HandleCache, OpenFile, check_array
 from deepmd_muon.files import real_folders
 
-_READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+_READ_HEADER = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 # Files up to this size [bytes], such as energies and cells, are read whole and kept as values instead of open.
 _FEW_BYTES = 1 << 14
 # Bytes of a usual header: numpy fills the first multiple of 64 that has room for axes to grow.
@@ -79,7 +82,9 @@ class _Layout:
         first = 0
         for last in range(1, len(numbers) + 1):
             if last == len(numbers) or numbers[last] != numbers[last - 1] + 1:
-                file.read_into(target[first * width : last * width], self.offset + numbers[first] * width)
+                file.read_into(
+                    target[first * width : last * width], self.offset + numbers[first] * width
+                )
                 first = last
         return rows
 
@@ -89,7 +94,9 @@ class NpyStore:
 
     sampled = False
 
-    def __init__(self, root: str, handles: HandleCache, folders: Sequence[str], files: Sequence[str]) -> None:
+    def __init__(
+        self, root: str, handles: HandleCache, folders: Sequence[str], files: Sequence[str]
+    ) -> None:
         self.root = root
         self._sets = sorted(name for name in folders if name.startswith("set."))
         self._names = frozenset((*folders, *files))
@@ -108,7 +115,9 @@ class NpyStore:
         try:
             return frozenset(os.listdir(f"{self.root}/{folder}"))
         except OSError as error:
-            raise SystemFormatError(self.root, folder, f"cannot be listed: {error.strerror}") from error
+            raise SystemFormatError(
+                self.root, folder, f"cannot be listed: {error.strerror}"
+            ) from error
 
     def words(self, path: str) -> list[str]:
         """Read the words of a text file."""
@@ -118,7 +127,9 @@ class NpyStore:
         except UnicodeDecodeError as error:
             raise SystemFormatError(self.root, path, f"expected text in UTF-8: {error}") from error
         except OSError as error:
-            raise SystemFormatError(self.root, path, f"cannot be read: {error.strerror or error}") from error
+            raise SystemFormatError(
+                self.root, path, f"cannot be read: {error.strerror or error}"
+            ) from error
 
     def shape(self, path: str) -> tuple[int, ...]:
         """Shape of an array of real numbers, read from its header."""
@@ -138,7 +149,9 @@ class NpyStore:
                 return np.asarray((whole[None] if single else whole)[indices])
             return layout.read_rows(kept, indices)
         except OSError as error:
-            raise SystemFormatError(self.root, path, f"cannot be read: {error.strerror or error}") from error
+            raise SystemFormatError(
+                self.root, path, f"cannot be read: {error.strerror or error}"
+            ) from error
 
     def _layout(self, path: str, full: str) -> _Layout:
         if path in self._layouts:
@@ -152,8 +165,17 @@ class NpyStore:
                 begin = file.read(min(end, size), 0)
             shape, fortran, dtype = _parsed(bytes(begin[:end]))
         except OSError as error:
-            raise SystemFormatError(self.root, path, f"cannot be read: {error.strerror or error}") from error
-        except (ValueError, EOFError, SyntaxError, RecursionError, MemoryError, TokenError) as error:
+            raise SystemFormatError(
+                self.root, path, f"cannot be read: {error.strerror or error}"
+            ) from error
+        except (
+            ValueError,
+            EOFError,
+            SyntaxError,
+            RecursionError,
+            MemoryError,
+            TokenError,
+        ) as error:
             problem = f"cannot be read as an npy array ({str(error).splitlines()[0]}); write it again with numpy.save"
             raise SystemFormatError(self.root, path, problem) from error
         self._watch.compare(self.root, full, file.status)
@@ -161,7 +183,9 @@ class NpyStore:
         layout = _Layout(shape, dtype, fortran and len(shape) > 1, end)
         if size - end < layout.nbytes:
             told = f"its header says shape {shape} of {dtype} ({layout.nbytes} bytes)"
-            problem = f"truncated: {told}, {size - end} bytes of data are there; copy or write it again"
+            problem = (
+                f"truncated: {told}, {size - end} bytes of data are there; copy or write it again"
+            )
             raise SystemFormatError(self.root, path, problem)
         self._layouts[path] = layout
         if len(begin) == size and layout.nbytes:
@@ -172,14 +196,20 @@ class NpyStore:
 def npy_stores(path: str, handles: HandleCache) -> Iterator[NpyStore]:
     """Find all systems at or below a folder, sorted."""
     if not os.path.isdir(path):
-        raise SystemNotFoundError(f"system {path} does not exist (relative paths start at {os.getcwd()})")
+        raise SystemNotFoundError(
+            f"system {path} does not exist (relative paths start at {os.getcwd()})"
+        )
     found = [listed for listed in real_folders(path, refuse_unlisted) if "type.raw" in listed[2]]
     if not found:
-        raise SystemNotFoundError(f"no system found in {path}: neither it nor a folder below has a type.raw")
+        raise SystemNotFoundError(
+            f"no system found in {path}: neither it nor a folder below has a type.raw"
+        )
     for folder, below, files in found:
         yield NpyStore(folder, handles, below, files)
 
 
 def refuse_unlisted(error: OSError) -> None:
     """Raise the error of a folder that cannot be listed: systems below it would be missing in silence."""
-    raise SystemFormatError(str(error.filename), "", f"cannot be listed: {error.strerror}") from error
+    raise SystemFormatError(
+        str(error.filename), "", f"cannot be listed: {error.strerror}"
+    ) from error

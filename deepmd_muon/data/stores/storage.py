@@ -175,7 +175,9 @@ class FileWatch:
         try:
             status = os.stat(path)
         except OSError as error:
-            raise SystemFormatError(system, path, f"cannot be looked at: {error.strerror}") from error
+            raise SystemFormatError(
+                system, path, f"cannot be looked at: {error.strerror}"
+            ) from error
         self.compare(system, path, status)
 
     def compare(self, system: str, path: str, status: os.stat_result) -> None:
@@ -183,13 +185,21 @@ class FileWatch:
         found = (status.st_size, status.st_mtime_ns)
         first = self._seen.setdefault(path, found)
         if found != first:
-            change = f"{first[0]} bytes, now {found[0]}" if found[0] != first[0] else f"{found[0]} bytes, written again"
+            change = (
+                f"{first[0]} bytes, now {found[0]}"
+                if found[0] != first[0]
+                else f"{found[0]} bytes, written again"
+            )
             raise SystemFormatError(
-                system, path, f"has changed while it was in use ({change}); start again with data that stay as they are"
+                system,
+                path,
+                f"has changed while it was in use ({change}); start again with data that stay as they are",
             )
 
 
-def check_array(system: str, path: str, shape: tuple[int, ...] | None, dtype: np.dtype) -> tuple[int, ...]:
+def check_array(
+    system: str, path: str, shape: tuple[int, ...] | None, dtype: np.dtype
+) -> tuple[int, ...]:
     """Return the shape of an array that holds real numbers.
 
     Raises
@@ -198,7 +208,9 @@ def check_array(system: str, path: str, shape: tuple[int, ...] | None, dtype: np
         For values of other kinds, whose conversion would drop imaginary parts or read text, and for none at all.
     """
     if dtype.kind not in "fiu":
-        raise SystemFormatError(system, path, f"expected real numbers, found values of dtype {dtype}")
+        raise SystemFormatError(
+            system, path, f"expected real numbers, found values of dtype {dtype}"
+        )
     if shape is None:
         raise SystemFormatError(system, path, "expected an array, found an empty dataset")
     return shape

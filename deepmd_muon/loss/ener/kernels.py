@@ -68,7 +68,9 @@ def _term(
     row = table + term * COLUMNS
     tl.store(out + 1 + term, tl.sqrt(tl.sum(shown) / number) * tl.load(row + 3))
     tl.store(out + 2 + terms + term, number)
-    return (tl.load(row) + tl.load(row + 1) * fraction) * (tl.sum(total) / number * tl.load(row + 2))
+    return (tl.load(row) + tl.load(row + 1) * fraction) * (
+        tl.sum(total) / number * tl.load(row + 2)
+    )
 
 
 @triton.jit(do_not_specialize=["count0", "count1", "count2"])
@@ -167,10 +169,18 @@ def _table(settings: EnerLossSettings, natoms: int, device: torch.device) -> Ten
     """Return the rows that the kernels read, one for each term."""
     rows = []
     for term in settings.names:
-        limit, start = getattr(settings, f"limit_pref_{term}"), getattr(settings, f"start_pref_{term}")
+        limit, start = (
+            getattr(settings, f"limit_pref_{term}"),
+            getattr(settings, f"start_pref_{term}"),
+        )
         per_atom = 1.0 if term == "f" else 1.0 / natoms
         rows.append(
-            [limit, start - limit, per_atom * per_atom if settings.intensive_ener_virial else per_atom, per_atom]
+            [
+                limit,
+                start - limit,
+                per_atom * per_atom if settings.intensive_ener_virial else per_atom,
+                per_atom,
+            ]
         )
     return torch.tensor(rows, dtype=torch.float64, device="cpu").to(device)
 
@@ -190,7 +200,9 @@ class FusedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Return a scalar and `(terms + 1,)`, float64; `pairs` hold prediction and label of each term in turn."""
         frames, count = pairs[1].shape[0], len(present)
-        straight = [x.contiguous() if k % 2 == 0 else x.reshape(frames, -1) for k, x in enumerate(pairs)]
+        straight = [
+            x.contiguous() if k % 2 == 0 else x.reshape(frames, -1) for k, x in enumerate(pairs)
+        ]
         natoms = None if mask is None else mask.sum(1)
         ctx.settings = settings
         terms, options = _arguments(settings, mask, natoms, present, straight)
@@ -214,7 +226,9 @@ class FusedLoss(torch.autograd.Function):
         target = table.new_empty(sum(sizes))
         grid = (triton.cdiv(max(sizes), BLOCK), each)
         _gradient_kernel[grid](target, table, fraction, cotangent, numbers, *terms, **options)
-        found = [part.view(x.shape) for part, x in zip(target.split(sizes), predictions, strict=True)]
+        found = [
+            part.view(x.shape) for part, x in zip(target.split(sizes), predictions, strict=True)
+        ]
         return (*(None,) * 5, *(x for gradient in found for x in (gradient, None)))
 
 
@@ -241,7 +255,10 @@ def _arguments(
     """
     found: list[Tensor | int | None] = [mask, natoms]
     terms = [*zip(straight[::2], straight[1::2], present, strict=True)]
-    for prediction, label, frames in [*terms, *terms[:1] * (3 - len(terms))]:  # missing ones repeat the first
+    for prediction, label, frames in [
+        *terms,
+        *terms[:1] * (3 - len(terms)),
+    ]:  # missing ones repeat the first
         found += [prediction, label, prediction.numel(), label.shape[1], label.stride(0), frames]
     force = settings.names.index("f") if "f" in settings.names else len(terms)
     return found, {"force": force, "intensive": settings.intensive_ener_virial, "block": BLOCK}

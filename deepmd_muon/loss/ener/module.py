@@ -29,7 +29,9 @@ class _Counted(NamedTuple):
         if self.present is None:
             return error.mean() if self.mask is None else _weighted_mean(error, self.mask)
         frames = self.present.unsqueeze(1)
-        return _weighted_mean(error, frames.expand(error.shape[:2]) if self.mask is None else frames & self.mask)
+        return _weighted_mean(
+            error, frames.expand(error.shape[:2]) if self.mask is None else frames & self.mask
+        )
 
     def mean_square(self, found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Mean square of the difference of `(nframes, natoms, components)`, as `mean` counts."""
@@ -43,7 +45,9 @@ class _Counted(NamedTuple):
         return error.mean() if self.present is None else _weighted_mean(error, self.present)
 
 
-def fits_kernels(settings: EnerLossSettings, prediction: Mapping[str, torch.Tensor], labels: Labels) -> bool:
+def fits_kernels(
+    settings: EnerLossSettings, prediction: Mapping[str, torch.Tensor], labels: Labels
+) -> bool:
     """Return whether the loss is a sum of mean squares, of a size that pays."""
     terms = settings.names
     if not settings.is_plain or settings.relative_f is not None or not {*terms} <= {"e", "f", "v"}:
@@ -175,11 +179,15 @@ class EnergyLoss:
             loss = weighted if loss is None else loss + weighted
             metrics[name] = shown.detach()
         if loss is None:
-            loss = 0.0 * energy.sum()  # connected to the parameters, so that backward works on every rank
+            loss = (
+                0.0 * energy.sum()
+            )  # connected to the parameters, so that backward works on every rank
         metrics["rmse"] = loss.detach().sqrt()
         return loss, metrics
 
-    def _compare(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> dict[Name, _Found]:
+    def _compare(
+        self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted
+    ) -> dict[Name, _Found]:
         """Compare the quantities of each active term."""
         terms: dict[Name, Callable[[Mapping[str, torch.Tensor], Labels, _Counted], _Found]] = {
             "e": self._energy,
@@ -188,14 +196,20 @@ class EnergyLoss:
             "v": self._virial,
             "ae": self._atomic,
         }
-        return {term: compare(prediction, label, every) for term, compare in terms.items() if term in self._active}
+        return {
+            term: compare(prediction, label, every)
+            for term, compare in terms.items()
+            if term in self._active
+        }
 
     def _delta(self, index: int) -> float:
         if isinstance(self.settings.huber_delta, (int, float)):
             return float(self.settings.huber_delta)
         return float(self.settings.huber_delta[index])
 
-    def _energy(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> _Found:
+    def _energy(
+        self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted
+    ) -> _Found:
         wanted = label.get("energy")
         if wanted is None:
             return None
@@ -206,22 +220,36 @@ class EnergyLoss:
             found = label.get("find_atom_ener_coeff")
             energy = weighted if found is None else torch.where(found, weighted, energy)
         pair = energy.unsqueeze(1), wanted.reshape(energy.shape).unsqueeze(1)
-        return self._per_frame(*pair, every._replace(present=label.get("find_energy")), self._delta(0))
+        return self._per_frame(
+            *pair, every._replace(present=label.get("find_energy")), self._delta(0)
+        )
 
-    def _virial(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> _Found:
+    def _virial(
+        self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted
+    ) -> _Found:
         wanted = label.get("virial")
         if wanted is None:
             return None
         virial = prediction["virial"]
         pair = virial, wanted.reshape(virial.shape)
-        return self._per_frame(*pair, every._replace(present=label.get("find_virial")), self._delta(2))
+        return self._per_frame(
+            *pair, every._replace(present=label.get("find_virial")), self._delta(2)
+        )
 
-    def _per_frame(self, found: torch.Tensor, wanted: torch.Tensor, counted: _Counted, delta: float) -> _Found:
+    def _per_frame(
+        self, found: torch.Tensor, wanted: torch.Tensor, counted: _Counted, delta: float
+    ) -> _Found:
         """Compare a quantity `(nframes, components)` that grows with the number of atoms."""
         per_atom = counted.per_atom
-        if self.settings.is_plain and counted.present is None and not isinstance(per_atom, torch.Tensor):
+        if (
+            self.settings.is_plain
+            and counted.present is None
+            and not isinstance(per_atom, torch.Tensor)
+        ):
             square = torch.nn.functional.mse_loss(found, wanted)
-            value = square * (per_atom * per_atom if self.settings.intensive_ener_virial else per_atom)
+            value = square * (
+                per_atom * per_atom if self.settings.intensive_ener_virial else per_atom
+            )
             return value, square.detach().sqrt() * per_atom
         error = found - wanted
         if isinstance(per_atom, torch.Tensor):
@@ -234,35 +262,53 @@ class EnergyLoss:
         square = mean(scaled * scaled)
         if self.settings.use_huber:
             return mean(_huber(scaled, delta)), square.sqrt()
-        return (square if self.settings.intensive_ener_virial else mean(scaled * error)), square.sqrt()
+        return (
+            square if self.settings.intensive_ener_virial else mean(scaled * error)
+        ), square.sqrt()
 
-    def _force_error(self, prediction: Mapping[str, torch.Tensor], label: Labels) -> torch.Tensor | None:
+    def _force_error(
+        self, prediction: Mapping[str, torch.Tensor], label: Labels
+    ) -> torch.Tensor | None:
         wanted = label.get("force")
         if wanted is None:
             return None
         wanted = wanted.reshape(prediction["force"].shape)
         error = wanted - prediction["force"]
         if self.settings.relative_f is not None:
-            error = error / (torch.linalg.vector_norm(wanted, dim=-1, keepdim=True) + self.settings.relative_f)
+            error = error / (
+                torch.linalg.vector_norm(wanted, dim=-1, keepdim=True) + self.settings.relative_f
+            )
         return error
 
-    def _force(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> _Found:
+    def _force(
+        self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted
+    ) -> _Found:
         counted, wanted = every._replace(present=label.get("find_force")), label.get("force")
         if self.settings.is_plain and self.settings.relative_f is None and wanted is not None:
-            square = counted.mean_square(prediction["force"], wanted.reshape(prediction["force"].shape))
+            square = counted.mean_square(
+                prediction["force"], wanted.reshape(prediction["force"].shape)
+            )
             return square, square.detach().sqrt()
         error = self._force_error(prediction, label)
         if error is None:
             return None
         mean = counted.mean
-        size = torch.linalg.vector_norm(error, dim=-1, keepdim=True) if self.settings.f_use_norm else error
+        size = (
+            torch.linalg.vector_norm(error, dim=-1, keepdim=True)
+            if self.settings.f_use_norm
+            else error
+        )
         if self.settings.loss_func == "mae":
             value = mean(size.abs())
             return value, value
         square = mean(error * error)
-        return (mean(_huber(size, self._delta(1))) if self.settings.use_huber else square), square.sqrt()
+        return (
+            mean(_huber(size, self._delta(1))) if self.settings.use_huber else square
+        ), square.sqrt()
 
-    def _prefactored(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> _Found:
+    def _prefactored(
+        self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted
+    ) -> _Found:
         error = self._force_error(prediction, label)
         weights, found = label.get("atom_pref"), label.get("find_atom_pref")
         if error is None or (weights is None and not self.settings.use_default_pf):
@@ -278,7 +324,9 @@ class EnergyLoss:
         shown = value if self.settings.loss_func == "mae" else value.sqrt()
         return value, shown if present is None else torch.where(present.any(), shown, torch.nan)
 
-    def _atomic(self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted) -> _Found:
+    def _atomic(
+        self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted
+    ) -> _Found:
         wanted = label.get("atom_ener")
         if wanted is None:
             return None
@@ -289,4 +337,6 @@ class EnergyLoss:
             value = mean(error.abs())
             return value, value
         square = mean(error * error)
-        return (mean(_huber(error, self._delta(0))) if self.settings.use_huber else square), square.sqrt()
+        return (
+            mean(_huber(error, self._delta(0))) if self.settings.use_huber else square
+        ), square.sqrt()

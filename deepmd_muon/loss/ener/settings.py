@@ -48,7 +48,9 @@ def _huber_without_mae(use_huber: bool, loss_func: str) -> str | None:
     return None
 
 
-def _huber_without_prefactors(use_huber: bool, start_pref_pf: float, limit_pref_pf: float) -> str | None:
+def _huber_without_prefactors(
+    use_huber: bool, start_pref_pf: float, limit_pref_pf: float
+) -> str | None:
     if use_huber and start_pref_pf and limit_pref_pf:
         return "is not defined for the term with atomic prefactors (start_pref_pf, limit_pref_pf)"
     return None
@@ -60,17 +62,23 @@ def _huber_without_relative(use_huber: bool, relative_f: float | None) -> str | 
 
 def _three_deltas(huber_delta: float | tuple[float, ...]) -> str | None:
     if isinstance(huber_delta, tuple) and len(huber_delta) != 3:
-        return f"must be one number or three, for energy, force and virial; found {len(huber_delta)}"
+        return (
+            f"must be one number or three, for energy, force and virial; found {len(huber_delta)}"
+        )
     return None
 
 
 def _some_term(*prefactors: float) -> str | None:
-    if not any(start and limit for start, limit in zip(prefactors[::2], prefactors[1::2], strict=True)):
+    if not any(
+        start and limit for start, limit in zip(prefactors[::2], prefactors[1::2], strict=True)
+    ):
         return "leaves no term: start_pref_… and limit_pref_… of at least one must both be above 0"
     return None
 
 
-_PREFACTORS = tuple(f"{end}_pref_{term}" for term in typing.get_args(Name) for end in ("start", "limit"))
+_PREFACTORS = tuple(
+    f"{end}_pref_{term}" for term in typing.get_args(Name) for end in ("start", "limit")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,22 +97,34 @@ class EnerLossSettings(LossSettings):
     limit_pref_ae: float = _limit(0.0, "atomic energy (atom_ener.npy)")
     start_pref_pf: float = _start(0.0, "force with atomic prefactors (atom_pref.npy)")
     limit_pref_pf: float = _limit(0.0, "force with atomic prefactors (atom_pref.npy)")
-    use_default_pf: bool = setting(False, doc="Take 1 for every atomic prefactor where a system has no atom_pref.npy.")
+    use_default_pf: bool = setting(
+        False, doc="Take 1 for every atomic prefactor where a system has no atom_pref.npy."
+    )
     relative_f: float | None = setting(
-        None, above=0.0, doc="Divide the force error of an atom by its labelled force plus this [eV/Å]."
+        None,
+        above=0.0,
+        doc="Divide the force error of an atom by its labelled force plus this [eV/Å].",
     )
     enable_atom_ener_coeff: bool = setting(
-        False, doc="Weight the atomic energies with atom_ener_coeff.npy when they are summed to the energy."
+        False,
+        doc="Weight the atomic energies with atom_ener_coeff.npy when they are summed to the energy.",
     )
-    loss_func: Literal["mse", "mae"] = setting("mse", doc="Mean squared ('mse') or mean absolute ('mae') errors.")
+    loss_func: Literal["mse", "mae"] = setting(
+        "mse", doc="Mean squared ('mse') or mean absolute ('mae') errors."
+    )
     f_use_norm: bool = setting(
-        False, doc="Take the length of an atom's force error instead of its components; for 'mae' and Huber."
+        False,
+        doc="Take the length of an atom's force error instead of its components; for 'mae' and Huber.",
     )
     use_huber: bool = setting(
-        False, alias=("huber",), doc="Errors count half their square up to huber_delta and grow linearly beyond it."
+        False,
+        alias=("huber",),
+        doc="Errors count half their square up to huber_delta and grow linearly beyond it.",
     )
     huber_delta: float | tuple[float, ...] = setting(
-        0.01, above=0.0, doc="Where the Huber loss turns linear: one number, or three for energy, force and virial."
+        0.01,
+        above=0.0,
+        doc="Where the Huber loss turns linear: one number, or three for energy, force and virial.",
     )
     intensive_ener_virial: bool = setting(
         False,

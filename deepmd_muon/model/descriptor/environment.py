@@ -111,7 +111,9 @@ def _pull(reach: Reach, adjoint: Tensor, factor: Tensor, edges: Tensor, *stored:
     return torch.addcmul(isotropic.unsqueeze(-1) * row_adjoint[..., 1:], scale.unsqueeze(-1), edges)
 
 
-def _push(reach: Reach, cotangent: Tensor, factor: Tensor, edges: Tensor, *stored: Tensor) -> Tensor:
+def _push(
+    reach: Reach, cotangent: Tensor, factor: Tensor, edges: Tensor, *stored: Tensor
+) -> Tensor:
     """Return the Jacobian times the cotangent."""
     if len(stored) == 1:
         from deepmd_muon.model.descriptor import environment_kernels

@@ -17,7 +17,17 @@ WARPS = 1  # of a program for the edges of an atom: one warp waits for no other
 
 @triton.jit
 def _edge_vectors_kernel(
-    out, coord, box, order, frame, neighbor, shift, count, nnei, periodic: tl.constexpr, block: tl.constexpr
+    out,
+    coord,
+    box,
+    order,
+    frame,
+    neighbor,
+    shift,
+    count,
+    nnei,
+    periodic: tl.constexpr,
+    block: tl.constexpr,
 ):
     """r_ij = coord[j] + S·box − coord[i]."""
     edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
@@ -56,7 +66,12 @@ def switched(x, y, z, rcut: tl.constexpr, rcut_smth: tl.constexpr, protection: t
     v = tl.minimum(tl.maximum((rcut - distance) / (rcut - rcut_smth), 0.0), 1.0)
     switch = v * v * v * (10.0 - (15.0 - 6.0 * v) * v)
     bump = v * (1.0 - v)
-    return distance, 1.0 / (distance + protection), switch, bump * bump * (-30.0 / (rcut - rcut_smth))
+    return (
+        distance,
+        1.0 / (distance + protection),
+        switch,
+        bump * bump * (-30.0 / (rcut - rcut_smth)),
+    )
 
 
 @triton.jit
@@ -64,7 +79,11 @@ def curvature(x, y, z, rcut: tl.constexpr, rcut_smth: tl.constexpr, protection: 
     """Return radial, isotropic and bend of the `Jacobian`."""
     distance, t, switch, slope = switched(x, y, z, rcut, rcut_smth, protection)
     per_distance, isotropic, slope_t = 1.0 / distance, switch * t * t, slope * t
-    return (slope_t - isotropic) * per_distance, isotropic, (slope_t - 2.0 * isotropic) * t * per_distance
+    return (
+        (slope_t - isotropic) * per_distance,
+        isotropic,
+        (slope_t - 2.0 * isotropic) * t * per_distance,
+    )
 
 
 @triton.jit
@@ -72,7 +91,11 @@ def store_four(out, edge, real, a, b, c, d):
     """Store four numbers of each edge side by side, in pairs."""
     first, second = tl.arange(0, 2)[None, :, None], tl.arange(0, 2)[None, None, :]
     values = tl.join(tl.join(a, c), tl.join(b, d))
-    tl.store(out + edge[:, None, None] * 4 + first * 2 + second, values.to(out.dtype.element_ty), real[:, None, None])
+    tl.store(
+        out + edge[:, None, None] * 4 + first * 2 + second,
+        values.to(out.dtype.element_ty),
+        real[:, None, None],
+    )
 
 
 @triton.jit
@@ -157,12 +180,16 @@ def _gather_kernel(slope, force, order, neighbor, count, nnei, block: tl.constex
     here = tl.load(order + edge // nnei, real, 0) * 3
     there = tl.load(neighbor + edge, real, -1)
     for k in tl.static_range(3):
-        difference = tl.load(force + here + k, real, 0.0) - tl.load(force + there * 3 + k, there >= 0, 0.0)
+        difference = tl.load(force + here + k, real, 0.0) - tl.load(
+            force + there * 3 + k, there >= 0, 0.0
+        )
         tl.store(slope + edge * 3 + k, difference, real)
 
 
 @triton.jit
-def _force_and_virial_kernel(force, virial, slope, edges, order, neighbor, nnei, natoms, block: tl.constexpr):
+def _force_and_virial_kernel(
+    force, virial, slope, edges, order, neighbor, nnei, natoms, block: tl.constexpr
+):
     """Add forces as `_scatter_kernel` does, and write the virial of one atom's edges to its column."""
     atom = tl.program_id(0).to(tl.int64)
     own = tl.load(order + atom)
@@ -203,7 +230,12 @@ def _force_and_virial_kernel(force, virial, slope, edges, order, neighbor, nnei,
 
 
 def edge_vectors(
-    coord: Tensor, box: Tensor | None, order: Tensor, frame: Tensor, neighbor: Tensor, shift: Tensor | None
+    coord: Tensor,
+    box: Tensor | None,
+    order: Tensor,
+    frame: Tensor,
+    neighbor: Tensor,
+    shift: Tensor | None,
 ) -> Tensor:
     """Return r_ij `(nreal, nnei, 3)` [Å]; arguments as in `Structures`."""
     out = coord.new_empty(*neighbor.shape, 3)
@@ -216,7 +248,9 @@ def edge_vectors(
     return out
 
 
-def environment(edges: Tensor, neighbor: Tensor, rcut: float, rcut_smth: float, protection: float) -> Tensor:
+def environment(
+    edges: Tensor, neighbor: Tensor, rcut: float, rcut_smth: float, protection: float
+) -> Tensor:
     """Return rows `(nreal, nnei, 4)`; arguments as in `environment.environment`."""
     rows = edges.new_empty(*neighbor.shape, 4)
     _environment_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
@@ -227,7 +261,13 @@ def environment(edges: Tensor, neighbor: Tensor, rcut: float, rcut_smth: float, 
 
 
 def pull(
-    adjoint: Tensor, factor: Tensor, edges: Tensor, neighbor: Tensor, rcut: float, rcut_smth: float, protection: float
+    adjoint: Tensor,
+    factor: Tensor,
+    edges: Tensor,
+    neighbor: Tensor,
+    rcut: float,
+    rcut_smth: float,
+    protection: float,
 ) -> Tensor:
     """Return dE/dr_ij `(nreal, nnei, 3)` from dE/dR `(nreal, nnei, 4)`, R = `factor` (nreal, 4) · row + constant."""
     out = torch.empty(edges.shape, dtype=edges.dtype, device=edges.device)
@@ -240,7 +280,13 @@ def pull(
 
 
 def push(
-    cotangent: Tensor, factor: Tensor, edges: Tensor, neighbor: Tensor, rcut: float, rcut_smth: float, protection: float
+    cotangent: Tensor,
+    factor: Tensor,
+    edges: Tensor,
+    neighbor: Tensor,
+    rcut: float,
+    rcut_smth: float,
+    protection: float,
 ) -> Tensor:
     """Apply the transpose of `pull` `(nreal, nnei, 4)`, in the dtype of `factor`."""
     out = factor.new_empty(*neighbor.shape, 4)
@@ -283,6 +329,12 @@ def gather(force: Tensor, order: Tensor, neighbor: Tensor) -> Tensor:
     """Apply the transpose of `scatter` `(nreal, nnei, 3)`."""
     slope = force.new_empty(*neighbor.shape, 3)
     _gather_kernel[(triton.cdiv(neighbor.numel(), BLOCK),)](
-        slope, force.contiguous(), order, neighbor.contiguous(), neighbor.numel(), neighbor.shape[1], block=BLOCK
+        slope,
+        force.contiguous(),
+        order,
+        neighbor.contiguous(),
+        neighbor.numel(),
+        neighbor.shape[1],
+        block=BLOCK,
     )
     return slope

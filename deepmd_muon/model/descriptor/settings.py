@@ -118,11 +118,16 @@ class EmbeddingSettings(DescriptorSettings):
     """Keys of the descriptors that embed the distance of every neighbour."""
 
     sel: Any = setting(
-        "auto", **SEL, forms='"auto", "auto:factor" or whole numbers', doc="Most neighbours inside rcut."
+        "auto",
+        **SEL,
+        forms='"auto", "auto:factor" or whole numbers',
+        doc="Most neighbours inside rcut.",
     )
     rcut: float = setting(6.0, **CUTOFF, doc="Cut-off radius [Å].")
     rcut_smth: float = setting(
-        0.5, minimum=0.0, doc="Radius [Å] from which the weight of a neighbour falls smoothly to 0 at rcut."
+        0.5,
+        minimum=0.0,
+        doc="Radius [Å] from which the weight of a neighbour falls smoothly to 0 at rcut.",
     )
     neuron: tuple[int, ...] = setting(
         (10, 20, 40),
@@ -139,12 +144,18 @@ class EmbeddingSettings(DescriptorSettings):
         doc="Number of columns of the embedding matrix that the descriptor multiplies the whole matrix with.",
     )
     activation_function: str = setting("tanh", **ACTIVATION)
-    resnet_dt: bool = setting(False, doc="Multiply the term that a layer adds to its input by a trainable vector.")
+    resnet_dt: bool = setting(
+        False, doc="Multiply the term that a layer adds to its input by a trainable vector."
+    )
     precision: Precision = setting("default", **PRECISION)
     trainable: bool = setting(True, doc="Train the parameters of the descriptor.")
-    seed: int | None = setting(None, minimum=0, doc="Seed of the initial parameters; left out, they are random.")
+    seed: int | None = setting(
+        None, minimum=0, doc="Seed of the initial parameters; left out, they are random."
+    )
     exclude_types: tuple[tuple[int, int], ...] = setting((), **EXCLUDE_TYPES)
-    env_protection: float = setting(0.0, minimum=0.0, doc="Length [Å] added to every distance before dividing by it.")
+    env_protection: float = setting(
+        0.0, minimum=0.0, doc="Length [Å] added to every distance before dividing by it."
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("rcut_smth", "rcut"), smoothing_inside),

@@ -41,5 +41,7 @@ class Conditioned(Protocol):
             When the batch lacks parameters that the net reads.
         """
 
-    def set_parameter_statistics(self, name: str, mean: torch.Tensor, deviation: torch.Tensor) -> None:
+    def set_parameter_statistics(
+        self, name: str, mean: torch.Tensor, deviation: torch.Tensor
+    ) -> None:
         """Standardise the parameters "fparam" or "aparam" by these values `(number of them,)`."""

@@ -43,8 +43,12 @@ class Cells(NamedTuple):
     def of(cls, box: Tensor, rcut: float) -> Cells:
         """Prepare cells `(nframes, 3, 3)` [Å], float64."""
         a, b, c = box.unbind(1)
-        inverse = torch.stack([torch.linalg.cross(b, c), torch.linalg.cross(c, a), torch.linalg.cross(a, b)], 2)
-        inverse = inverse / (a * inverse[..., 0]).sum(1)[:, None, None]  # a library's `inv` takes 0.2 s to load
+        inverse = torch.stack(
+            [torch.linalg.cross(b, c), torch.linalg.cross(c, a), torch.linalg.cross(a, b)], 2
+        )
+        inverse = (
+            inverse / (a * inverse[..., 0]).sum(1)[:, None, None]
+        )  # a library's `inv` takes 0.2 s to load
         reach = rcut * torch.linalg.vector_norm(inverse, dim=1)
         return cls(box, inverse, reach, ((2.0 * reach + 2.0 * MARGIN).floor() + 1.0).int())
 
@@ -54,8 +58,15 @@ class Cells(NamedTuple):
         periodic = box.flatten(1).any(1)[:, None]
         unit = torch.eye(3, dtype=box.dtype, device=box.device)
         cells = cls.of(torch.where(periodic.unsqueeze(2), box, unit), rcut)
-        box, inverse = (torch.where(periodic.unsqueeze(2), x, 0.0) for x in (cells.box, cells.inverse))
-        return cls(box, inverse, torch.where(periodic, cells.reach, 0.0), torch.where(periodic, cells.images, 1))
+        box, inverse = (
+            torch.where(periodic.unsqueeze(2), x, 0.0) for x in (cells.box, cells.inverse)
+        )
+        return cls(
+            box,
+            inverse,
+            torch.where(periodic, cells.reach, 0.0),
+            torch.where(periodic, cells.images, 1),
+        )
 
     def select(self, numbers: Tensor) -> Cells:
         """Return the cells of some structures."""

@@ -27,7 +27,9 @@ from deepmd_muon.model.neighbors.search import all_candidates, in_sections
 from deepmd_muon.model.nn import triton_support
 
 
-def mark_stale(stale: Tensor, needed: Tensor, coord: Tensor, reference: Tensor, limit: float) -> None:
+def mark_stale(
+    stale: Tensor, needed: Tensor, coord: Tensor, reference: Tensor, limit: float
+) -> None:
     """Mark structures that need new candidates; note in `needed` of `Candidates` whether all positions are finite.
 
     `stale` `(nframes,)`, int32, becomes 1 where an atom has moved from `reference` to `coord`, both
@@ -54,7 +56,9 @@ def refer(reference: Tensor, built: Tensor, coord: Tensor, stale: Tensor) -> Non
     reference.copy_(torch.where(stale[:, None, None] > 0, coord, reference))
 
 
-def renew(candidates: Candidates, atoms: Atoms, order: Tensor, frame: Tensor, stale: Tensor, reach: float) -> None:
+def renew(
+    candidates: Candidates, atoms: Atoms, order: Tensor, frame: Tensor, stale: Tensor, reach: float
+) -> None:
     """Find the candidates of stale structures, and write them in place.
 
     Parameters
@@ -93,7 +97,12 @@ def renew(candidates: Candidates, atoms: Atoms, order: Tensor, frame: Tensor, st
 
 
 def lay_out(
-    candidates: Candidates, atoms: Atoms, order: Tensor, frame: Tensor, sections: Sections, inner: Sequence[float] = ()
+    candidates: Candidates,
+    atoms: Atoms,
+    order: Tensor,
+    frame: Tensor,
+    sections: Sections,
+    inner: Sequence[float] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """Return neighbours and translations at the present positions, as `find_neighbors` does.
 
@@ -126,14 +135,20 @@ def lay_out(
     too_near = (square < candidates.nearest) & (square < sections.rcut**2)
     nearness = NEARNESS / square.clamp(min=SAME_PLACE**2).sqrt() + 1.0
     _note(candidates, TOO_NEAR, torch.where(too_near, nearness, 0.0).int().amax(1))
-    rank = square.masked_fill(square >= sections.rcut**2, torch.inf).argsort(dim=1, stable=True)[:, : sections.most]
+    rank = square.masked_fill(square >= sections.rcut**2, torch.inf).argsort(dim=1, stable=True)[
+        :, : sections.most
+    ]
     kept, kinds = square.gather(1, rank) < sections.rcut**2, atoms.atype[other.gather(1, rank)]
     for group, width in enumerate(sections.widths):
         total = (kept & (kinds == group) if sections.by_type else kept).sum(1)
         _note(candidates, FIRST_WIDTH + group, torch.where(total > width, total, 0))
     for number, (radius, bound) in enumerate(zip(inner, candidates.inner, strict=True)):
         total = (square < radius**2).sum(1)
-        _note(candidates, FIRST_WIDTH + len(sections.widths) + number, torch.where(total > bound, total, 0))
+        _note(
+            candidates,
+            FIRST_WIDTH + len(sections.widths) + number,
+            torch.where(total > bound, total, 0),
+        )
     return found
 
 

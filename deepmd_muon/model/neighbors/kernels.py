@@ -49,7 +49,11 @@ def _first(reach, cell, k: tl.constexpr, along):
 @triton.jit
 def _vector(coord, box, inverse, reach, images, cell, x, y, z, there, code, periodic: tl.constexpr):
     """Return the vectors from (x, y, z) to images of atoms, and their translations."""
-    dx, dy, dz = tl.load(coord + there * 3) - x, tl.load(coord + there * 3 + 1) - y, tl.load(coord + there * 3 + 2) - z
+    dx, dy, dz = (
+        tl.load(coord + there * 3) - x,
+        tl.load(coord + there * 3 + 1) - y,
+        tl.load(coord + there * 3 + 2) - z,
+    )
     if periodic:
         one, two = tl.load(images + cell * 3 + 1), tl.load(images + cell * 3 + 2)
         s0 = _first(reach, cell, 0, _dot(inverse, cell, 0, dx, dy, dz)) + code // (one * two)
@@ -68,7 +72,11 @@ def _vector(coord, box, inverse, reach, images, cell, x, y, z, there, code, peri
 def _per_atom(images, cell, periodic: tl.constexpr):
     """Return how many images of an atom are candidates."""
     if periodic:
-        return tl.load(images + cell * 3) * tl.load(images + cell * 3 + 1) * tl.load(images + cell * 3 + 2)
+        return (
+            tl.load(images + cell * 3)
+            * tl.load(images + cell * 3 + 1)
+            * tl.load(images + cell * 3 + 2)
+        )
     return 1
 
 
@@ -80,7 +88,11 @@ def _own(frame, nframes, order, coord, images, periodic: tl.constexpr):
     inside = cell < nframes
     cell = tl.where(inside, cell, 0)
     here = tl.where(inside, tl.load(order + row), 0)
-    x, y, z = tl.load(coord + here * 3), tl.load(coord + here * 3 + 1), tl.load(coord + here * 3 + 2)
+    x, y, z = (
+        tl.load(coord + here * 3),
+        tl.load(coord + here * 3 + 1),
+        tl.load(coord + here * 3 + 2),
+    )
     return row, inside, cell, here, x, y, z, _per_atom(images, cell, periodic)
 
 
@@ -93,7 +105,9 @@ def _look(
     k = begin + tl.arange(0, block)
     real = k < candidates
     there = cell * natoms + tl.where(real, k // each, 0)
-    dx, dy, dz, s0, s1, s2 = _vector(coord, box, inverse, reach, images, cell, x, y, z, there, k % each, periodic)
+    dx, dy, dz, s0, s1, s2 = _vector(
+        coord, box, inverse, reach, images, cell, x, y, z, there, k % each, periodic
+    )
     distance = dx * dx + dy * dy + dz * dz
     itself = (there == here) & (s0 == 0.0) & (s1 == 0.0) & (s2 == 0.0)
     return k, there, s0, s1, s2, distance, real & (distance < square) & (itself == 0)
@@ -114,7 +128,9 @@ def _write_empty(neighbor, shift, row, nnei, periodic: tl.constexpr, block: tl.c
     if periodic:
         for begin in range(0, nnei * 3, block):
             column = begin + tl.arange(0, block)
-            tl.store(shift + row * nnei * 3 + column, tl.zeros((block,), tl.int32), column < nnei * 3)
+            tl.store(
+                shift + row * nnei * 3 + column, tl.zeros((block,), tl.int32), column < nnei * 3
+            )
 
 
 @triton.jit
@@ -167,7 +183,9 @@ def _search_kernel(
     kept = (rank < found) & (rank < most)
     k = tl.where(kept, key & 0xFFFFFFFF, 0).to(tl.int32)
     there = cell * natoms + k // each
-    _, _, _, s0, s1, s2 = _vector(coord, box, inverse, reach, images, cell, x, y, z, there, k % each, periodic)
+    _, _, _, s0, s1, s2 = _vector(
+        coord, box, inverse, reach, images, cell, x, y, z, there, k % each, periodic
+    )
     kind = tl.load(atype + there, kept, -1)
     _write(
         neighbor, shift, neighbor, row, nnei, there, s0, s1, s2, kept, kind, starts, widths, groups,
@@ -314,7 +332,9 @@ def _count_kernel(
         k = begin + tl.arange(0, block)
         real = k < candidates
         there = cell * natoms + tl.where(real, k // each, 0)
-        dx, dy, dz, s0, s1, s2 = _vector(coord, box, inverse, reach, images, cell, x, y, z, there, k % each, periodic)
+        dx, dy, dz, s0, s1, s2 = _vector(
+            coord, box, inverse, reach, images, cell, x, y, z, there, k % each, periodic
+        )
         itself = (there == here) & (s0 == 0.0) & (s1 == 0.0) & (s2 == 0.0)
         real = real & (itself == 0)
         distance = tl.where(real, dx * dx + dy * dy + dz * dz, float("inf"))
@@ -329,11 +349,15 @@ def _count_kernel(
 
 def _geometry(atoms: Atoms) -> tuple[Tensor | int, ...]:
     """Return the arguments of both kernels that describe the structures; unused ones repeat the positions."""
-    cells = (atoms.coord,) * 4 if atoms.cells is None else tuple(x.contiguous() for x in atoms.cells)
+    cells = (
+        (atoms.coord,) * 4 if atoms.cells is None else tuple(x.contiguous() for x in atoms.cells)
+    )
     return atoms.coord, atoms.atype, atoms.counts, atoms.natoms, *cells
 
 
-def find(atoms: Atoms, order: Tensor, frame: Tensor, sections: Sections) -> tuple[Tensor, Tensor | None]:
+def find(
+    atoms: Atoms, order: Tensor, frame: Tensor, sections: Sections
+) -> tuple[Tensor, Tensor | None]:
     """Return neighbours and translations as `find_neighbors` does."""
     nnei, rows = sum(sections.widths), order.shape[0]
     capacity = max(16, triton.next_power_of_2(sections.capacity))
@@ -352,21 +376,29 @@ def find(atoms: Atoms, order: Tensor, frame: Tensor, sections: Sections) -> tupl
     return neighbor, shift
 
 
-def mark_stale(stale: Tensor, needed: Tensor, coord: Tensor, reference: Tensor, limit: float) -> None:
+def mark_stale(
+    stale: Tensor, needed: Tensor, coord: Tensor, reference: Tensor, limit: float
+) -> None:
     """Note moves as `candidates.mark_stale` does."""
     nframes, natoms, _ = coord.shape
     stale.zero_()
     grid = nframes, triton.cdiv(natoms, BLOCK)
-    _moved_kernel[grid](stale, needed, coord, reference, natoms, limit, not_finite=NOT_FINITE, block=BLOCK)
+    _moved_kernel[grid](
+        stale, needed, coord, reference, natoms, limit, not_finite=NOT_FINITE, block=BLOCK
+    )
 
 
 def refer(reference: Tensor, built: Tensor, coord: Tensor, stale: Tensor) -> None:
     """Keep positions as `candidates.refer` does."""
     nframes, natoms, _ = coord.shape
-    _refer_kernel[nframes, triton.cdiv(natoms * 3, 4 * BLOCK)](reference, built, coord, stale, natoms, block=4 * BLOCK)
+    _refer_kernel[nframes, triton.cdiv(natoms * 3, 4 * BLOCK)](
+        reference, built, coord, stale, natoms, block=4 * BLOCK
+    )
 
 
-def renew(candidates: Candidates, atoms: Atoms, order: Tensor, frame: Tensor, stale: Tensor, reach: float) -> None:
+def renew(
+    candidates: Candidates, atoms: Atoms, order: Tensor, frame: Tensor, stale: Tensor, reach: float
+) -> None:
     """Find candidates as `candidates.renew` does."""
     rows, room = candidates.place.shape
     periodic = atoms.cells is not None
@@ -381,7 +413,12 @@ def renew(candidates: Candidates, atoms: Atoms, order: Tensor, frame: Tensor, st
 
 
 def lay_out(
-    candidates: Candidates, atoms: Atoms, order: Tensor, frame: Tensor, sections: Sections, inner: Sequence[float]
+    candidates: Candidates,
+    atoms: Atoms,
+    order: Tensor,
+    frame: Tensor,
+    sections: Sections,
+    inner: Sequence[float],
 ) -> tuple[Tensor, Tensor | None]:
     """Return neighbours and translations as `candidates.lay_out` does."""
     nnei, (rows, room) = sum(sections.widths), candidates.place.shape
@@ -406,7 +443,9 @@ def lay_out(
 
 
 @cache
-def _bounds(radii: tuple[float, ...], inner: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _bounds(
+    radii: tuple[float, ...], inner: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Return squares of shorter radii and the bounds of neighbours within them; graphs may read them."""
     squares = torch.tensor(radii, dtype=torch.float64).square()
     return squares.to(device), torch.tensor(inner, dtype=torch.int64).to(device)

@@ -15,7 +15,9 @@ from deepmd_muon.model.neighbors.atoms import MARGIN, Atoms, Sections
 from deepmd_muon.model.nn import triton_support
 
 
-def find_neighbors(atoms: Atoms, order: Tensor, frame: Tensor, sections: Sections) -> tuple[Tensor, Tensor | None]:
+def find_neighbors(
+    atoms: Atoms, order: Tensor, frame: Tensor, sections: Sections
+) -> tuple[Tensor, Tensor | None]:
     """Return the neighbours of some atoms.
 
     Parameters
@@ -100,7 +102,9 @@ def in_sections(
     square: Tensor, other: Tensor, shift: Tensor, atoms: Atoms, sections: Sections
 ) -> tuple[Tensor, Tensor | None]:
     """Sort candidates, given by squared distance, place and translation, into sections, the nearest first."""
-    square, rank = square.masked_fill(square >= sections.rcut**2, torch.inf).float().sort(dim=1, stable=True)
+    square, rank = (
+        square.masked_fill(square >= sections.rcut**2, torch.inf).float().sort(dim=1, stable=True)
+    )
     other, shift = other.gather(1, rank), shift.gather(1, rank.unsqueeze(2).expand_as(shift))
     square[:, sections.most :] = torch.inf
     columns, translations = [], []

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.model.descriptor.settings import NeighborRequest
-from deepmd_muon.model.neighbors.atoms import FIRST_WIDTH, MOST_NEIGHBORS, ROOM, Atoms, Candidates, Cells, Sections
+from deepmd_muon.model.neighbors.atoms import (
+    FIRST_WIDTH,
+    MOST_NEIGHBORS,
+    ROOM,
+    Atoms,
+    Candidates,
+    Cells,
+    Sections,
+)
 from deepmd_muon.model.neighbors.candidates import lay_out, mark_stale, refer, renew
 from deepmd_muon.model.neighbors.search import count_neighbors
 from deepmd_muon.model.structures import Structures
@@ -65,7 +73,9 @@ class SkinLists:
         Lists that were built for each structure `(nframes,)`, int64.
     """
 
-    def __init__(self, request: NeighborRequest, ntypes: int, atype: Tensor, periodic: bool, skin: float) -> None:
+    def __init__(
+        self, request: NeighborRequest, ntypes: int, atype: Tensor, periodic: bool, skin: float
+    ) -> None:
         nframes, natoms = atype.shape
         device = atype.device
         self._rcut, self._skin, self._inner = request.rcut, skin, request.inner
@@ -83,7 +93,9 @@ class SkinLists:
         self.nearest = torch.zeros(1, dtype=torch.float64, device=device)
         self.cells: Cells | None = None
         if periodic:
-            self.cells = Cells.of_some(torch.zeros(nframes, 3, 3, dtype=torch.float64, device=device), self._reach)
+            self.cells = Cells.of_some(
+                torch.zeros(nframes, 3, 3, dtype=torch.float64, device=device), self._reach
+            )
         self.built = torch.zeros(nframes, dtype=torch.int64, device=device)
         self._candidates: Candidates | None = None
         self._entries = self.entries(request)
@@ -141,7 +153,9 @@ class SkinLists:
         """
         room, end = self._room, FIRST_WIDTH + len(self._limits)
         assert room is not None
-        widths = [min(x, most) for x, most in zip(needed[FIRST_WIDTH:end], self._limits, strict=True)]
+        widths = [
+            min(x, most) for x, most in zip(needed[FIRST_WIDTH:end], self._limits, strict=True)
+        ]
         inner = [min(x, self._most_inner(k)) for k, x in enumerate(needed[end:])]
         before = (room.candidates, *room.widths, *room.inner)
         if all(x <= own for x, own in zip((needed[ROOM], *widths, *inner), before, strict=True)):
@@ -161,7 +175,10 @@ class SkinLists:
 
         self._room = Room(
             roomy(candidates[0], before.candidates),
-            tuple(min(roomy(x, own), most) for x, own, most in zip(widths, before.widths, self._limits, strict=True)),
+            tuple(
+                min(roomy(x, own), most)
+                for x, own, most in zip(widths, before.widths, self._limits, strict=True)
+            ),
             tuple(
                 min(roomy(x, own), self._most_inner(k))
                 for k, (x, own) in enumerate(zip(inner, before.inner, strict=True))
@@ -171,7 +188,9 @@ class SkinLists:
         most = self._room.candidates
         self._candidates = Candidates(
             torch.zeros(nreal, most, dtype=torch.int32, device=device),
-            None if self.cells is None else torch.zeros(nreal, most, 3, dtype=torch.int32, device=device),
+            None
+            if self.cells is None
+            else torch.zeros(nreal, most, 3, dtype=torch.int32, device=device),
             torch.zeros(nreal, dtype=torch.int32, device=device),
             torch.zeros(self._entries, dtype=torch.int32, device=device),
             self.nearest,
@@ -183,12 +202,24 @@ class SkinLists:
 
     @property
     def _atoms(self) -> Atoms:
-        return Atoms(self.coord.view(-1, 3), self._atype.view(-1), self._sizes, self._atype.shape[1], self.cells)
+        return Atoms(
+            self.coord.view(-1, 3),
+            self._atype.view(-1),
+            self._sizes,
+            self._atype.shape[1],
+            self.cells,
+        )
 
     def _renewed(self) -> Candidates:
         """Return the candidates at the present positions; `needed` tells whether they had room."""
         assert self._candidates is not None
-        mark_stale(self._stale, self._candidates.needed, self.coord, self._reference, (0.5 * self._skin) ** 2)
+        mark_stale(
+            self._stale,
+            self._candidates.needed,
+            self.coord,
+            self._reference,
+            (0.5 * self._skin) ** 2,
+        )
         refer(self._reference, self.built, self.coord, self._stale)
         renew(self._candidates, self._atoms, self._order, self._frame, self._stale, self._reach)
         return self._candidates
@@ -206,7 +237,8 @@ class SkinLists:
         while self.grow(found.needed.tolist()):
             found = self._renewed()
         row, column = torch.nonzero(
-            torch.arange(found.place.shape[1], device=found.number.device) < found.number[:, None], as_tuple=True
+            torch.arange(found.place.shape[1], device=found.number.device) < found.number[:, None],
+            as_tuple=True,
         )
         shift = None if found.shift is None else found.shift[row, column]
         return self._order[row], found.place[row, column].long(), shift
@@ -216,7 +248,9 @@ class SkinLists:
         assert self._room is not None
         candidates, atoms = self._renewed(), self._atoms
         limit = sum(self._limits)
-        sections = Sections(self._rcut, self._room.widths, self._by_type, min(limit, MOST_NEIGHBORS), 0)
+        sections = Sections(
+            self._rcut, self._room.widths, self._by_type, min(limit, MOST_NEIGHBORS), 0
+        )
         radii = [radius for radius, _ in self._inner]
         neighbor, shift = lay_out(candidates, atoms, self._order, self._frame, sections, radii)
         return Structures(

@@ -16,7 +16,10 @@ import torch
 from deepmd_muon.model.errors import ModelError
 
 SOFTPLUS_LINEAR_ABOVE = 20.0  # torch.nn.functional.softplus's default threshold
-GELU_SCALE, GELU_CUBIC = math.sqrt(2.0 / math.pi), 0.044715  # Hendrycks & Gimpel, arXiv:1606.08415, eq. 2
+GELU_SCALE, GELU_CUBIC = (
+    math.sqrt(2.0 / math.pi),
+    0.044715,
+)  # Hendrycks & Gimpel, arXiv:1606.08415, eq. 2
 SILUT_THRESHOLD = 3.0  # deepmd-kit's, when the name carries none
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
@@ -87,7 +90,9 @@ class Activation:
         slope = self.slope(keep)
         return slope, self.curvature(keep, slope)
 
-    def pull_back_(self, keep: torch.Tensor, tangent: torch.Tensor | None, cotangent: torch.Tensor) -> None:
+    def pull_back_(
+        self, keep: torch.Tensor, tangent: torch.Tensor | None, cotangent: torch.Tensor
+    ) -> None:
         """Turn cotangents of (f(h), f′(h)·tangent) into those of (h, tangent), in place.
 
         Parameters
@@ -98,7 +103,11 @@ class Activation:
             Shape `(1 or 2, rows, n)`.
         """
         slope = self.slope(keep)
-        bend = None if tangent is None else self.curvature(keep, slope).mul_(tangent).mul_(cotangent[1])
+        bend = (
+            None
+            if tangent is None
+            else self.curvature(keep, slope).mul_(tangent).mul_(cotangent[1])
+        )
         cotangent *= slope
         if bend is not None:
             cotangent[0] += bend
@@ -118,11 +127,15 @@ class Tanh(Activation):
         out: torch.Tensor = torch.ops.aten.tanh_backward(x, keep)
         return out
 
-    def pull_back_(self, keep: torch.Tensor, tangent: torch.Tensor | None, cotangent: torch.Tensor) -> None:
+    def pull_back_(
+        self, keep: torch.Tensor, tangent: torch.Tensor | None, cotangent: torch.Tensor
+    ) -> None:
         """See `Activation`; with f″ = −2·f·f′ the slope is a common factor."""
         if tangent is not None:
             cotangent[0].addcmul_(keep * tangent, cotangent[1], value=-2.0)
-        torch.ops.aten.tanh_backward.grad_input(cotangent, keep.expand_as(cotangent), grad_input=cotangent)
+        torch.ops.aten.tanh_backward.grad_input(
+            cotangent, keep.expand_as(cotangent), grad_input=cotangent
+        )
 
 
 def _gelu() -> Activation:
@@ -140,7 +153,9 @@ def _gelu() -> Activation:
     def curvature(h: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         t, inner_slope = inner(h)
         inner_curvature = 6.0 * GELU_SCALE * GELU_CUBIC * h
-        return (1.0 - t * t) * (inner_slope + 0.5 * h * (inner_curvature - 2.0 * t * inner_slope * inner_slope))
+        return (1.0 - t * t) * (
+            inner_slope + 0.5 * h * (inner_curvature - 2.0 * t * inner_slope * inner_slope)
+        )
 
     return Activation(lambda h: torch.nn.functional.gelu(h, approximate="tanh"), slope, curvature)
 
@@ -219,16 +234,27 @@ def _silut(threshold: float) -> Silut:
 
     def curvature(h: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
         t = tail(h)
-        return torch.where(h >= threshold, -2.0 * rate * rate * t * (1.0 - t * t), silu.curvature(h, low))
+        return torch.where(
+            h >= threshold, -2.0 * rate * rate * t * (1.0 - t * t), silu.curvature(h, low)
+        )
 
-    return Silut(value, slope, curvature, formula=Formula("silut", threshold, rate, start), below=below)
+    return Silut(
+        value, slope, curvature, formula=Formula("silut", threshold, rate, start), below=below
+    )
 
 
 _TANH = Tanh(
-    torch.tanh, lambda t: 1.0 - t * t, lambda t, slope: -2.0 * t * slope, keeps_input=False, formula=Formula("tanh")
+    torch.tanh,
+    lambda t: 1.0 - t * t,
+    lambda t, slope: -2.0 * t * slope,
+    keeps_input=False,
+    formula=Formula("tanh"),
 )
 _SIGMOID = Activation(
-    torch.sigmoid, lambda y: y * (1.0 - y), lambda y, slope: slope * (1.0 - 2.0 * y), keeps_input=False
+    torch.sigmoid,
+    lambda y: y * (1.0 - y),
+    lambda y, slope: slope * (1.0 - 2.0 * y),
+    keeps_input=False,
 )
 _LINEAR = Activation(torch.clone, torch.ones_like, lambda h, _: torch.zeros_like(h))
 _SOFTPLUS = Activation(
@@ -240,7 +266,9 @@ _SOFTPLUS = Activation(
 
 def _relu(cap: float) -> Activation:
     return Activation(
-        lambda h: h.clamp(0.0, cap), lambda h: ((h > 0.0) & (h < cap)).to(h.dtype), lambda h, _: torch.zeros_like(h)
+        lambda h: h.clamp(0.0, cap),
+        lambda h: ((h > 0.0) & (h < cap)).to(h.dtype),
+        lambda h, _: torch.zeros_like(h),
     )
 
 
@@ -272,5 +300,7 @@ def activation(name: str) -> Activation:
     if threshold and kind in ("silut", "custom_silu"):
         return _silut(float(threshold))
     if threshold or kind not in _BY_NAME:
-        raise ModelError(f"activation_function {name!r} is not known; known are {', '.join(_BY_NAME)}, silut:T")
+        raise ModelError(
+            f"activation_function {name!r} is not known; known are {', '.join(_BY_NAME)}, silut:T"
+        )
     return _BY_NAME[kind]

@@ -128,7 +128,11 @@ class _Adjoint(torch.autograd.Function):
         left = ctx.saved_tensors
         found, moved = ctx.passes.tangent([x.contiguous() for x in tangents], left)
         ctx.record.left, ctx.record.moved = left, moved
-        return None, None, *(x if there else None for x, there in zip(found, ctx.present, strict=True))
+        return (
+            None,
+            None,
+            *(x if there else None for x, there in zip(found, ctx.present, strict=True)),
+        )
 
 
 def run(passes: FourPasses, *given: Tensor | None, force: bool) -> Any:

@@ -75,7 +75,10 @@ class Replayed:
                 self.graph = self._memory.recorded(self._launch)
             except Exception as error:  # no exception of a driver or module may end a run
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                log.warning("kernels are launched one at a time, because they cannot be captured: %s", reason)
+                log.warning(
+                    "kernels are launched one at a time, because they cannot be captured: %s",
+                    reason,
+                )
                 self._memory = None
                 self._launch()
                 return

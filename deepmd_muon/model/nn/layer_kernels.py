@@ -51,13 +51,24 @@ def _forward_kernel(
 
 @triton.jit
 def _scalar_kernel(
-    out, keep, x, w, start, count, width, curve_of: tl.constexpr, kind: tl.constexpr, block: tl.constexpr
+    out,
+    keep,
+    x,
+    w,
+    start,
+    count,
+    width,
+    curve_of: tl.constexpr,
+    kind: tl.constexpr,
+    block: tl.constexpr,
 ):
     """Store out = f(h) with h = x·w + start; then keep h, except for tanh."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = at < count
     row, column = at // width, at % width
-    h = tl.load(start + at, real, 0.0) + tl.load(x + row, real, 0.0) * tl.load(w + column, real, 0.0)
+    h = tl.load(start + at, real, 0.0) + tl.load(x + row, real, 0.0) * tl.load(
+        w + column, real, 0.0
+    )
     if kind == "tanh":
         tl.store(out + at, tanh(h), real)
     else:
@@ -137,12 +148,22 @@ def forward(
     scaled = idt is not None
     sizes = z.numel(), z.shape[1], x.shape[1]
     _forward_kernel[_grid(z)](
-        out, z, bias, idt if scaled else z, x, *sizes, scaled=scaled, residual=residual, **_form(formula)
+        out,
+        z,
+        bias,
+        idt if scaled else z,
+        x,
+        *sizes,
+        scaled=scaled,
+        residual=residual,
+        **_form(formula),
     )
     return out, z
 
 
-def forward_from_scalar(x: Tensor, w: Tensor, start: Tensor, formula: Formula) -> tuple[Tensor, Tensor]:
+def forward_from_scalar(
+    x: Tensor, w: Tensor, start: Tensor, formula: Formula
+) -> tuple[Tensor, Tensor]:
     """See `layers.forward_from_scalar`."""
     out = torch.empty(start.shape, dtype=start.dtype, device=start.device)
     keep = out if formula.kind == "tanh" else torch.empty_like(out)
@@ -164,12 +185,20 @@ def slope(keep: Tensor, idt: Tensor | None, above: Tensor, formula: Formula) -> 
     scaled = idt is not None
     above, stride = _row_stride(above)
     sizes = keep.numel(), keep.shape[1], stride
-    _slope_kernel[_grid(keep)](out, keep, idt if scaled else keep, above, *sizes, scaled=scaled, **_form(formula))
+    _slope_kernel[_grid(keep)](
+        out, keep, idt if scaled else keep, above, *sizes, scaled=scaled, **_form(formula)
+    )
     return out
 
 
 def tangent(
-    keep: Tensor, idt: Tensor | None, before: Tensor, below: Tensor, *, residual: bool, formula: Formula
+    keep: Tensor,
+    idt: Tensor | None,
+    before: Tensor,
+    below: Tensor,
+    *,
+    residual: bool,
+    formula: Formula,
 ) -> Tensor:
     """See `layers.tangent`."""
     out = torch.empty_like(keep)
@@ -177,13 +206,26 @@ def tangent(
     sizes = keep.numel(), keep.shape[1], below.shape[1]
     below = below.contiguous()
     _tangent_kernel[_grid(keep)](
-        out, keep, idt if scaled else keep, before, below, *sizes, scaled=scaled, residual=residual, **_form(formula)
+        out,
+        keep,
+        idt if scaled else keep,
+        before,
+        below,
+        *sizes,
+        scaled=scaled,
+        residual=residual,
+        **_form(formula),
     )
     return out
 
 
 def cotangents(
-    keep: Tensor, idt: Tensor | None, before: Tensor, down: Tensor, adjoint: Tensor, formula: Formula
+    keep: Tensor,
+    idt: Tensor | None,
+    before: Tensor,
+    down: Tensor,
+    adjoint: Tensor,
+    formula: Formula,
 ) -> Tensor:
     """See `layers.cotangents`."""
     scaled = idt is not None
@@ -192,6 +234,14 @@ def cotangents(
     sizes = keep.numel(), keep.shape[1], stride
     down = down.contiguous()
     _cotangent_kernel[_grid(keep)](
-        out, keep, idt if scaled else keep, before, down, adjoint, *sizes, scaled=scaled, **_form(formula)
+        out,
+        keep,
+        idt if scaled else keep,
+        before,
+        down,
+        adjoint,
+        *sizes,
+        scaled=scaled,
+        **_form(formula),
     )
     return out

@@ -51,14 +51,18 @@ def forward(f: Activation, layer: LayerTensors, x: Tensor, copies: Copies) -> tu
     if fused is not None:
         # A product of its own: cuBLAS is slower where it adds a bias in float64.
         z = torch.mm(x, layer.matrix)
-        both: tuple[Tensor, Tensor] = fused.forward(z, layer.bias, layer.idt, x, residual=copies > 0, formula=f.formula)
+        both: tuple[Tensor, Tensor] = fused.forward(
+            z, layer.bias, layer.idt, x, residual=copies > 0, formula=f.formula
+        )
         return both
     value, keep = f(torch.addmm(layer.bias, x, layer.matrix))
     out = value if layer.idt is None else value * layer.idt
     return out + repeat(x, copies) if copies else out, keep
 
 
-def forward_from_scalar(f: Activation, x: Tensor, w: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+def forward_from_scalar(
+    f: Activation, x: Tensor, w: Tensor, start: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return f(h) `(rows, n)` with h = x·w + start, and the values that the derivatives need.
 
     x is one number for each row `(rows, 1)`, w `(n,)`, start `(rows, n)`.
@@ -79,11 +83,15 @@ def slope(f: Activation, keep: Tensor, idt: Tensor | None, above: Tensor) -> Ten
     return f.times_slope(keep, above if idt is None else above * idt)
 
 
-def tangent(f: Activation, keep: Tensor, idt: Tensor | None, before: Tensor, below: Tensor, copies: Copies) -> Tensor:
+def tangent(
+    f: Activation, keep: Tensor, idt: Tensor | None, before: Tensor, below: Tensor, copies: Copies
+) -> Tensor:
     """Return the tangent of y from those of h (`before`) and x (`below`)."""
     fused = _fused(f, keep)
     if fused is not None:
-        result: Tensor = fused.tangent(keep, idt, before, below, residual=copies > 0, formula=f.formula)
+        result: Tensor = fused.tangent(
+            keep, idt, before, below, residual=copies > 0, formula=f.formula
+        )
         return result
     moved = f.times_slope(keep, before)
     out = moved if idt is None else moved * idt
@@ -116,7 +124,9 @@ def cotangents(
     return pair, pair[0].sum(0), of_idt
 
 
-def down(of_h: Tensor, layer: LayerTensors, above: Tensor, copies: Copies, out: Tensor | None = None) -> Tensor:
+def down(
+    of_h: Tensor, layer: LayerTensors, above: Tensor, copies: Copies, out: Tensor | None = None
+) -> Tensor:
     """Return the cotangent of a layer's input from those of h and of its output."""
     if not copies:
         return torch.mm(of_h, layer.matrix.t(), out=out)
@@ -125,7 +135,9 @@ def down(of_h: Tensor, layer: LayerTensors, above: Tensor, copies: Copies, out: 
     return torch.addmm(fold(above, copies), of_h, layer.matrix.t(), out=out)
 
 
-def plain_values(f: Activation, copies: Sequence[Copies], x: Tensor, layers: Sequence[LayerTensors]) -> Tensor:
+def plain_values(
+    f: Activation, copies: Sequence[Copies], x: Tensor, layers: Sequence[LayerTensors]
+) -> Tensor:
     """Return the result of `values`, differentiated by autograd."""
     for layer, kind in zip(layers, copies, strict=True):
         value = f.value(torch.addmm(layer.bias, x, layer.matrix))
@@ -141,7 +153,9 @@ class Tape(NamedTuple):
     keeps: list[Tensor]
 
 
-def values(f: Activation, copies: Sequence[Copies], x: Tensor, layers: Sequence[LayerTensors]) -> tuple[Tensor, Tape]:
+def values(
+    f: Activation, copies: Sequence[Copies], x: Tensor, layers: Sequence[LayerTensors]
+) -> tuple[Tensor, Tape]:
     """Return the features `(rows, n)` of a network without a last linear layer."""
     tape = Tape([], [])
     for layer, kind in zip(layers, copies, strict=True):
@@ -162,7 +176,11 @@ def plain_gradient(
 
 
 def pull_values(
-    f: Activation, copies: Sequence[Copies], tape: Tape, layers: Sequence[LayerTensors], cotangent: Tensor
+    f: Activation,
+    copies: Sequence[Copies],
+    tape: Tape,
+    layers: Sequence[LayerTensors],
+    cotangent: Tensor,
 ) -> list[Tensor | None]:
     """Return the gradient of every layer's matrix, bias and idt from that of the features."""
     gradients: list[Tensor | None] = []

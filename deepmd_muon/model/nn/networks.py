@@ -125,13 +125,22 @@ class Layer(torch.nn.Module):
     """
 
     def __init__(
-        self, n_in: int, n_out: int, *, timestep: bool, dtype: torch.dtype, stream: Stream | SeedPath, bias: bool = True
+        self,
+        n_in: int,
+        n_out: int,
+        *,
+        timestep: bool,
+        dtype: torch.dtype,
+        stream: Stream | SeedPath,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         generator = stream.generator()
 
         def normal(shape: tuple[int, ...], mean: float, std: float) -> torch.nn.Parameter:
-            drawn = torch.empty(shape, dtype=stream.draw_dtype or dtype).normal_(mean, std, generator=generator)
+            drawn = torch.empty(shape, dtype=stream.draw_dtype or dtype).normal_(
+                mean, std, generator=generator
+            )
             return torch.nn.Parameter(drawn.to(dtype))
 
         self.matrix = normal((n_in, n_out), 0.0, 1.0 / math.sqrt(n_in + n_out))
@@ -163,13 +172,21 @@ class Network(torch.nn.Module):
     """
 
     def __init__(
-        self, widths: Sequence[int], n_out: int | None, *, timestep: bool, dtype: torch.dtype, stream: Stream | SeedPath
+        self,
+        widths: Sequence[int],
+        n_out: int | None,
+        *,
+        timestep: bool,
+        dtype: torch.dtype,
+        stream: Stream | SeedPath,
     ) -> None:
         super().__init__()
         pairs = list(pairwise(widths))
         self.copies = tuple(_copies(n_in, n_to) for n_in, n_to in pairs)
         layers = [
-            Layer(n_in, n_to, timestep=timestep and kind > 0, dtype=dtype, stream=stream.child(index))
+            Layer(
+                n_in, n_to, timestep=timestep and kind > 0, dtype=dtype, stream=stream.child(index)
+            )
             for index, ((n_in, n_to), kind) in enumerate(zip(pairs, self.copies, strict=True))
         ]
         if n_out is not None:

@@ -22,7 +22,9 @@ def run_layer(layer: Callable[..., T], *arguments: Any, recompute: bool) -> T:
     """
     if not recompute or not torch.is_grad_enabled() or triton_support.is_tracing():
         return layer(*arguments)
-    from torch.utils.checkpoint import checkpoint  # its first call imports torch's compiler, which takes seconds
+    from torch.utils.checkpoint import (
+        checkpoint,
+    )  # its first call imports torch's compiler, which takes seconds
 
     found: T = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
     return found

@@ -46,7 +46,13 @@ def traced() -> Iterator[None]:
         _tracing = False
 
 
-def operator(name: str, function: Callable[..., Any], arguments: str, results: int, shapes: Callable[..., Any]) -> Any:
+def operator(
+    name: str,
+    function: Callable[..., Any],
+    arguments: str,
+    results: int,
+    shapes: Callable[..., Any],
+) -> Any:
     """Return a launch as an operator of torch, which its compiler can record; `shapes` makes results without values."""
     schema = f"({arguments}) -> ({', '.join(['Tensor'] * results)})"
     made = torch.library.custom_op(f"deepmd_muon::{name}", function, mutates_args=(), schema=schema)
@@ -127,8 +133,12 @@ def _works() -> bool:
         from deepmd_muon.model.descriptor import environment_kernels
 
         one = torch.ones(1, 1, 3, dtype=torch.float64, device="cuda")
-        environment_kernels.environment(one, torch.zeros(1, 1, dtype=torch.int64, device="cuda"), 6.0, 0.5, 0.0)
+        environment_kernels.environment(
+            one, torch.zeros(1, 1, dtype=torch.int64, device="cuda"), 6.0, 0.5, 0.0
+        )
     except Exception as error:  # a missing compiler fails in many ways
-        log.warning("Triton kernels do not run here (%s): the model runs torch's own operations", error)
+        log.warning(
+            "Triton kernels do not run here (%s): the model runs torch's own operations", error
+        )
         return False
     return True

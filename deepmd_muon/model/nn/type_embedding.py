@@ -39,7 +39,9 @@ class TypeEmbedding(torch.nn.Module):
         Place of the embedding in the model; the layer is its child 0.
     """
 
-    def __init__(self, ntypes: int, width: int, *, bias: bool, dtype: torch.dtype, stream: SeedPath) -> None:
+    def __init__(
+        self, ntypes: int, width: int, *, bias: bool, dtype: torch.dtype, stream: SeedPath
+    ) -> None:
         super().__init__()
         self.ntypes, self.width = ntypes, width
         layer = Layer(ntypes, width, timestep=False, bias=bias, dtype=dtype, stream=stream.child(0))

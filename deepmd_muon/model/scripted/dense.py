@@ -52,7 +52,9 @@ def act_of(name: str) -> Act:
     if kind == "relu6":
         return Act("relu", 6.0)
     kind = {"none": "linear", "gelu_tf": "gelu", "custom_silu": "silut"}.get(kind, kind)
-    return Act(kind, float(threshold) if threshold else SILUT_THRESHOLD if kind == "silut" else math.inf)
+    return Act(
+        kind, float(threshold) if threshold else SILUT_THRESHOLD if kind == "silut" else math.inf
+    )
 
 
 def dense_layers(network: Network) -> list[Dense]:
@@ -75,7 +77,9 @@ def _silut_start(threshold: float) -> tuple[float, float]:
     return threshold * sigmoid, sigmoid + threshold * sigmoid * (1.0 - sigmoid)
 
 
-def _slope_of_gelu(h: torch.Tensor, scale: float = GELU_SCALE, cubic: float = GELU_CUBIC) -> torch.Tensor:
+def _slope_of_gelu(
+    h: torch.Tensor, scale: float = GELU_SCALE, cubic: float = GELU_CUBIC
+) -> torch.Tensor:
     """Return the derivative of the tanh form of GELU; TorchScript sees constants only as defaults of arguments."""
     square = h * h
     t = torch.tanh(scale * h * (1.0 + cubic * square))
@@ -87,7 +91,11 @@ def value_of(act: Act, h: torch.Tensor) -> torch.Tensor:
     """Return f(h) in a new tensor."""
     if act.kind == "tanh":
         # On CPUs 2σ(2h) − 1 takes half the time of tanh and errs by 2e-16 at most.
-        return torch.tanh(h) if h.is_cuda or h.requires_grad else (h * 2.0).sigmoid_().mul_(2.0).sub_(1.0)
+        return (
+            torch.tanh(h)
+            if h.is_cuda or h.requires_grad
+            else (h * 2.0).sigmoid_().mul_(2.0).sub_(1.0)
+        )
     if act.kind == "sigmoid":
         return torch.sigmoid(h)
     if act.kind == "relu":
@@ -129,7 +137,9 @@ def slope_of(
         if act.kind == "silu":
             return low
         _, rate = _silut_start(act.threshold)
-        return torch.where(h >= act.threshold, rate * (1.0 - torch.tanh(rate * (h - act.threshold)).square()), low)
+        return torch.where(
+            h >= act.threshold, rate * (1.0 - torch.tanh(rate * (h - act.threshold)).square()), low
+        )
     assert act.kind == "linear"
     return torch.ones_like(h)
 
@@ -233,7 +243,9 @@ def adjoint_layer(layer: Dense, slope: torch.Tensor, above: torch.Tensor) -> tor
     return below
 
 
-def energy_and_slope(act: Act, layers: list[Dense], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def energy_and_slope(
+    act: Act, layers: list[Dense], x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return E `(rows, 1)` of a network whose last layer is linear, and dE/dx like x."""
     slopes: list[torch.Tensor] = []
     last = layers[-1]

@@ -14,7 +14,9 @@ _libraries: list[torch.library.Library] = []  # a schema goes with its library
 
 def declare_operators(*schemas: str) -> None:
     """Make schemas of the namespace `deepmd` known, except where deepmd-kit has registered the operator itself."""
-    missing = [schema for schema in schemas if not hasattr(torch.ops.deepmd, schema.partition("(")[0])]
+    missing = [
+        schema for schema in schemas if not hasattr(torch.ops.deepmd, schema.partition("(")[0])
+    ]
     if missing:
         _libraries.append(torch.library.Library("deepmd", "FRAGMENT"))
         for schema in missing:

@@ -101,7 +101,11 @@ def _nearest_columns(inside: torch.Tensor, square: torch.Tensor, most: int) -> t
 
 
 def neighbors_within(
-    coord: torch.Tensor, types: torch.Tensor, centre: torch.Tensor, listed: torch.Tensor, request: Request
+    coord: torch.Tensor,
+    types: torch.Tensor,
+    centre: torch.Tensor,
+    listed: torch.Tensor,
+    request: Request,
 ) -> tuple[torch.Tensor, list[int], torch.Tensor]:
     """Select the neighbours that a descriptor reads from a list that may hold more of them, in any order.
 
@@ -137,7 +141,9 @@ def neighbors_within(
     if request.by_type and there.numel() > 0 and int(there.sum(1).max()) > total:
         # deepmd-kit keeps the nearest of all types before it counts types.
         nearest = _nearest_columns(there, square, total)
-        kept = torch.zeros_like(there, dtype=torch.int64).scatter_add_(1, nearest.clamp(min=0), (nearest >= 0).long())
+        kept = torch.zeros_like(there, dtype=torch.int64).scatter_add_(
+            1, nearest.clamp(min=0), (nearest >= 0).long()
+        )
         there = kept > 0
     columns: list[torch.Tensor] = []
     sections: list[int] = []

@@ -50,7 +50,9 @@ def rows_pullback(adjoint: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Return dE/dr_ij `(ncentre, nnei, 3)` [eV/Å] from dE/drow `(ncentre, nnei, 4)`."""
     along = (adjoint[..., 1:] * rows.edges).sum(-1)
     scale = torch.addcmul(rows.radial * adjoint[..., 0], rows.bend, along)
-    return torch.addcmul(rows.isotropic.unsqueeze(-1) * adjoint[..., 1:], scale.unsqueeze(-1), rows.edges)
+    return torch.addcmul(
+        rows.isotropic.unsqueeze(-1) * adjoint[..., 1:], scale.unsqueeze(-1), rows.edges
+    )
 
 
 def sums_pullback(adjoint: torch.Tensor, a: torch.Tensor, axis: int, slots: int) -> torch.Tensor:

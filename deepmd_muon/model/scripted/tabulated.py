@@ -85,7 +85,9 @@ def spline_matrix() -> torch.Tensor:
     return matrix
 
 
-def spline_coefficients(features: Callable[[torch.Tensor], torch.Tensor], step: float, pieces: int) -> torch.Tensor:
+def spline_coefficients(
+    features: Callable[[torch.Tensor], torch.Tensor], step: float, pieces: int
+) -> torch.Tensor:
     """Return C `(pieces + 5, M)`, float64, of features `(n, M)` on [0, pieces·step].
 
     A spline that passes through samples on an infinite grid is their convolution with the inverse of (1, 26, 66, 26,
@@ -94,9 +96,13 @@ def spline_coefficients(features: Callable[[torch.Tensor], torch.Tensor], step: 
     size = 4 * MARGIN + 1
     system = torch.zeros(size, size, dtype=torch.float64)
     for offset, weight in ((-2, 1.0), (-1, 26.0), (0, 66.0), (1, 26.0), (2, 1.0)):
-        system += torch.diag(torch.full([size - abs(offset)], weight / 120.0, dtype=torch.float64), offset)
+        system += torch.diag(
+            torch.full([size - abs(offset)], weight / 120.0, dtype=torch.float64), offset
+        )
     inverse = torch.linalg.inv(system)[2 * MARGIN, MARGIN : size - MARGIN]
-    samples = features((torch.arange(pieces + 5 + 2 * MARGIN, dtype=torch.float64) - 2 - MARGIN) * step)
+    samples = features(
+        (torch.arange(pieces + 5 + 2 * MARGIN, dtype=torch.float64) - 2 - MARGIN) * step
+    )
     coefficients: torch.Tensor = samples.unfold(0, 2 * MARGIN + 1, 1) @ inverse
     return coefficients
 
@@ -104,7 +110,10 @@ def spline_coefficients(features: Callable[[torch.Tensor], torch.Tensor], step: 
 def double(layer: Dense) -> Dense:
     """Return a layer in float64: a float32 net is tabulated there, so that slopes have no noise."""
     return Dense(
-        layer.matrix.double(), layer.bias.double(), None if layer.idt is None else layer.idt.double(), layer.copies
+        layer.matrix.double(),
+        layer.bias.double(),
+        None if layer.idt is None else layer.idt.double(),
+        layer.copies,
     )
 
 
@@ -150,7 +159,12 @@ class Tabulated(torch.nn.Module):
 
     def __init__(self, own: Any, empty_row: torch.Tensor, *, step: float, nearest: float) -> None:
         super().__init__()
-        self.request, self.rcut, self.rcut_smth, self.protection = own.request, own.rcut, own.rcut_smth, own.protection
+        self.request, self.rcut, self.rcut_smth, self.protection = (
+            own.request,
+            own.rcut,
+            own.rcut_smth,
+            own.protection,
+        )
         self.slots, self.axis, self.width, self.told = own.slots, own.axis, own.width, False
         self.register_buffer("scale", own.scale.clone())
         self.register_buffer("empty_row", empty_row.clone())
@@ -162,14 +176,18 @@ class Tabulated(torch.nn.Module):
         self.register_buffer("type_rows", self.scale.new_zeros(ntypes, 0))
         self.step = step / float(self.scale[:, 0].max())
         self.pieces = max(1, int(-(-1.0 // ((nearest + self.protection) * self.step))))
-        size = self.channels * ntypes**2 * (self.pieces + 5) * self.width * self.scale.element_size()
+        size = (
+            self.channels * ntypes**2 * (self.pieces + 5) * self.width * self.scale.element_size()
+        )
         if size > MOST_BYTES:
             raise ModelError(
                 f"the tables of {ntypes}² pairs of types would take {size / 2**20:.0f} MiB, more than "
                 f"{MOST_BYTES / 2**20:.0f}: take a longer step or a smaller extrapolation"
             )
         pairs = [(centre, other) for centre in range(ntypes) for other in range(ntypes)]
-        self.register_buffer("table", torch.stack([self._coefficients(own, *pair) for pair in pairs]).to(dtype))
+        self.register_buffer(
+            "table", torch.stack([self._coefficients(own, *pair) for pair in pairs]).to(dtype)
+        )
         matrix = spline_matrix()
         slope = torch.zeros_like(matrix)
         slope[:, :5] = matrix[:, 1:] * torch.arange(1, 6) / self.step
@@ -193,7 +211,9 @@ class Tabulated(torch.nn.Module):
         """Return the features of a pair of types as a function `(n,)` → `(n, channels·M)` of R₀, in float64."""
         raise NotImplementedError
 
-    def embed_exactly(self, x: torch.Tensor, pair: torch.Tensor, switch: torch.Tensor) -> torch.Tensor:
+    def embed_exactly(
+        self, x: torch.Tensor, pair: torch.Tensor, switch: torch.Tensor
+    ) -> torch.Tensor:
         """Return G, dG/dR₀ and, with two channels, dG/dswitch `(2 or 3, n, M)`.
 
         Parameters
@@ -218,7 +238,9 @@ class Tabulated(torch.nn.Module):
         real = near.neighbor >= 0
         other = near.types[near.neighbor.clamp(min=0)].clamp(min=0)
         dtype = self.table.dtype
-        vectors = near.vectors.masked_fill(~real.unsqueeze(2), self.rcut).view(-1, 3).t().contiguous()
+        vectors = (
+            near.vectors.masked_fill(~real.unsqueeze(2), self.rcut).view(-1, 3).t().contiguous()
+        )
         s, geometry = self._geometry(vectors)
         used = real if not self.excludes else real & self.seen[near.kind.unsqueeze(1), other]
         scale = self.scale.t()[:, near.kind].unsqueeze(2) * used
@@ -231,12 +253,16 @@ class Tabulated(torch.nn.Module):
         square = u * u
         cube = square * u
         powers = torch.stack([torch.ones_like(u), u, square, cube, square * square, cube * square])
-        switch = geometry[3].to(dtype) if self.channels > 1 else geometry.new_zeros([0], dtype=dtype)
+        switch = (
+            geometry[3].to(dtype) if self.channels > 1 else geometry.new_zeros([0], dtype=dtype)
+        )
         outside = s > self.pieces * self.step
         both = product(self.basis, powers) * ~outside
         values, slopes = both[:6], both[6:]
 
-        present: list[int] = torch.bincount(other[real], minlength=self.request.ntypes).cpu().tolist()
+        present: list[int] = (
+            torch.bincount(other[real], minlength=self.request.ntypes).cpu().tolist()
+        )
         kinds: list[int] = []
         number = torch.zeros([self.request.ntypes], dtype=torch.int64, device=rows.device)
         for kind in range(len(present)):
@@ -250,13 +276,17 @@ class Tabulated(torch.nn.Module):
         b = self._spread(rows, values, switch, place, len(kinds) * ncentre, terms)
         a = self._contract(b, kinds, near)
         beyond = (outside & used.view(-1)).nonzero().view(-1)
-        exact = torch.zeros([1 + self.channels, beyond.shape[0], self.width], dtype=dtype, device=rows.device)
+        exact = torch.zeros(
+            [1 + self.channels, beyond.shape[0], self.width], dtype=dtype, device=rows.device
+        )
         if beyond.shape[0] > 0:
             self._tell()
             pair = near.kind.unsqueeze(1) * self.request.ntypes + other
             there = switch[beyond] if self.channels > 1 else switch
             exact = self.embed_exactly(rows[0, beyond], pair.view(-1)[beyond], there)
-            a.index_add_(0, beyond // nnei, rows[:, beyond].t().unsqueeze(2) * exact[0].unsqueeze(1))
+            a.index_add_(
+                0, beyond // nnei, rows[:, beyond].t().unsqueeze(2) * exact[0].unsqueeze(1)
+            )
         if self.fills:
             a = a + self.fill(near, other, real)
         a = a / self.slots
@@ -282,7 +312,9 @@ class Tabulated(torch.nn.Module):
         slope_t = slope * t
         isotropic = switch * t * t
         bend = (slope_t - 2.0 * isotropic) * t / distance
-        return switch * t, torch.stack([isotropic, (slope_t - isotropic) / distance, bend, switch, slope / distance])
+        return switch * t, torch.stack(
+            [isotropic, (slope_t - isotropic) / distance, bend, switch, slope / distance]
+        )
 
     def _tell(self) -> None:
         """Warn once that atoms are closer than the table reaches."""
@@ -305,14 +337,18 @@ class Tabulated(torch.nn.Module):
         terms: int,
     ) -> torch.Tensor:
         """Return B `(groups, 4, channels·terms)`: sums over edges of `rows·values`, and of them times the switch."""
-        out = torch.zeros([groups * 4 * self.channels * terms], dtype=rows.dtype, device=rows.device)
+        out = torch.zeros(
+            [groups * 4 * self.channels * terms], dtype=rows.dtype, device=rows.device
+        )
         for c in range(4):
             products = rows[c] * values
             for channel in range(self.channels):
                 if channel > 0:
                     products = products * switch
                 for k in range(6):
-                    out.index_add_(0, place + ((c * self.channels + channel) * terms + k), products[k])
+                    out.index_add_(
+                        0, place + ((c * self.channels + channel) * terms + k), products[k]
+                    )
         return out.view(groups, 4, self.channels * terms)
 
     def _contract(self, b: torch.Tensor, kinds: list[int], near: Near) -> torch.Tensor:
@@ -324,7 +360,9 @@ class Tabulated(torch.nn.Module):
             start = 0
             for centre in range(len(near.counts)):
                 stop = start + 4 * near.counts[centre]
-                a[start:stop] += product(rows[start:stop], self._rows_of(centre, kinds[index], width // self.channels))
+                a[start:stop] += product(
+                    rows[start:stop], self._rows_of(centre, kinds[index], width // self.channels)
+                )
                 start = stop
         return a.view(ncentre, 4, self.width)
 
@@ -346,7 +384,9 @@ class Tabulated(torch.nn.Module):
             for channel in range(self.channels):
                 value, slope = torch.zeros_like(of_s), torch.zeros_like(of_s)
                 for k in range(6):
-                    here = p.index_select(0, tape.place + ((c * self.channels + channel) * tape.terms + k))
+                    here = p.index_select(
+                        0, tape.place + ((c * self.channels + channel) * tape.terms + k)
+                    )
                     value.addcmul_(here, tape.values[k])
                     slope.addcmul_(here, tape.slopes[k])
                 if channel > 0:
@@ -356,12 +396,16 @@ class Tabulated(torch.nn.Module):
                 of_s.addcmul_(slope, tape.rows[c])
         if tape.beyond.shape[0] > 0:
             here = a_bar[tape.beyond // (edges // ncentre)]
-            products = torch.bmm(here, tape.exact.permute(1, 2, 0)).permute(2, 1, 0)  # (2 or 3, 4, n)
+            products = torch.bmm(here, tape.exact.permute(1, 2, 0)).permute(
+                2, 1, 0
+            )  # (2 or 3, 4, n)
             exact = products[0].contiguous()
             exact[0] += (products[1] * tape.rows[:, tape.beyond]).sum(0)
             of_rows.index_copy_(1, tape.beyond, exact)
             if self.channels > 1:
-                of_switch.index_copy_(0, tape.beyond, (products[2] * tape.rows[:, tape.beyond]).sum(0))
+                of_switch.index_copy_(
+                    0, tape.beyond, (products[2] * tape.rows[:, tape.beyond]).sum(0)
+                )
         geometry = tape.geometry
         of_rows = (of_rows * tape.scale).to(geometry.dtype)
         along = (of_rows[1:] * tape.vectors).sum(0)
@@ -375,7 +419,9 @@ class Tabulated(torch.nn.Module):
         """Return P, flat, in the order of B."""
         flat = a_bar.view(-1, self.width)
         width = self.channels * tape.terms
-        out = torch.empty([len(tape.kinds), flat.shape[0], width], dtype=flat.dtype, device=flat.device)
+        out = torch.empty(
+            [len(tape.kinds), flat.shape[0], width], dtype=flat.dtype, device=flat.device
+        )
         for index in range(len(tape.kinds)):
             start = 0
             for centre in range(len(tape.counts)):

@@ -24,7 +24,9 @@ def orthogonalize_as_deepmd_kit(matrices: Sequence[Tensor], *, gram: bool) -> li
     for x in matrices:
         tall = x.shape[1] > x.shape[2]
         wide = x.mT if tall else x
-        done = _gram(wide.float()) if gram and x.shape[1] != x.shape[2] else _standard(wide.bfloat16())
+        done = (
+            _gram(wide.float()) if gram and x.shape[1] != x.shape[2] else _standard(wide.bfloat16())
+        )
         found.append((done.mT if tall else done).float())
     return found
 

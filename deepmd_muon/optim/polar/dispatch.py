@@ -120,7 +120,9 @@ def describe() -> str:
     """Return the table as text: implementation, shapes (m ≤ n), method; then availability and use so far."""
     lines = [f"{rule.implementation:10} {rule.shapes:56} {rule.means}" for rule in TABLE]
     reason = unavailable()
-    lines.append(f"kernels: {'not used, ' + reason if reason else 'Triton on ' + torch.cuda.get_device_name()}")
+    lines.append(
+        f"kernels: {'not used, ' + reason if reason else 'Triton on ' + torch.cuda.get_device_name()}"
+    )
     lines += [f"{name} is off: {why}" for name, why in FAILED.items()]
     ran = sorted(COUNTS.items())
     lines += [f"ran: {name} for {number} matrices of {m} × {n}" for (name, m, n), number in ran]

@@ -33,7 +33,11 @@ class _SharedIteration(NamedTuple):
 
 @torch.no_grad()
 def orthogonalize_with_torch(
-    matrices: Sequence[Tensor], coefficients: Coefficients, operand: torch.dtype, *, gram: bool = True
+    matrices: Sequence[Tensor],
+    coefficients: Coefficients,
+    operand: torch.dtype,
+    *,
+    gram: bool = True,
 ) -> list[Tensor]:
     """Orthogonalize batches of matrices (b, m, n) on one device together, with one (a, b, c) per step.
 
@@ -44,14 +48,18 @@ def orthogonalize_with_torch(
     shapes = tuple((x.shape[0], x.shape[1], x.shape[2]) for x in matrices)
     results = list(matrices)
     for lot in arrange(shapes, gram and operand == master, matrices[0].is_cuda):
-        done = _orthogonalize_together([matrices[i] for i in lot.members], lot, coefficients, operand, master)
+        done = _orthogonalize_together(
+            [matrices[i] for i in lot.members], lot, coefficients, operand, master
+        )
         for i, x in zip(lot.members, done, strict=True):
             results[i] = x
     return results
 
 
 @functools.lru_cache(maxsize=256)
-def arrange(shapes: tuple[tuple[int, int, int], ...], gram: bool, on_gpu: bool) -> tuple[_SharedIteration, ...]:
+def arrange(
+    shapes: tuple[tuple[int, int, int], ...], gram: bool, on_gpu: bool
+) -> tuple[_SharedIteration, ...]:
     """Decide which matrices share an iteration, and in which form.
 
     A step takes 8 m³ operations in the Gram form, and 4 m² n + 2 m³ in the standard form. The Gram form also builds R
@@ -66,7 +74,9 @@ def arrange(shapes: tuple[tuple[int, int, int], ...], gram: bool, on_gpu: bool) 
         shared_width = in_gram_form or on_gpu or rows == 1
         lots[rows, 0 if shared_width else columns, in_gram_form].append(i)
     return tuple(
-        _SharedIteration(rows, max(max(shapes[i][1:]) for i in members), in_gram_form, tuple(members))
+        _SharedIteration(
+            rows, max(max(shapes[i][1:]) for i in members), in_gram_form, tuple(members)
+        )
         for (rows, _, in_gram_form), members in lots.items()
     )
 
@@ -95,14 +105,18 @@ def _orthogonalize_together(
     else:
         stacked = wide[0]
         if len(wide) > 1 or stacked.shape[2] != lot.columns:  # one batch (Σb, m, columns)
-            stacked = torch.cat([torch.nn.functional.pad(x, (0, lot.columns - x.shape[2])) for x in wide])
+            stacked = torch.cat(
+                [torch.nn.functional.pad(x, (0, lot.columns - x.shape[2])) for x in wide]
+            )
         stacked = _standard(stacked, coefficients, operand)
         pieces = stacked.split([x.shape[0] for x in wide])
         done = [piece[:, :, : x.shape[2]] for piece, x in zip(pieces, wide, strict=True)]
     results = [matrices[0]] * len(matrices)
     for ((rows, columns), _), members, batch in zip(alike, alike.values(), done, strict=True):
         upright = batch.mT if rows > columns else batch
-        for i, x in zip(members, upright.split([matrices[i].shape[0] for i in members]), strict=True):
+        for i, x in zip(
+            members, upright.split([matrices[i].shape[0] for i in members]), strict=True
+        ):
             results[i] = x
     return results
 
@@ -152,7 +166,9 @@ def _gram(matrices: list[Tensor], coefficients: Coefficients) -> list[Tensor]:
     growth = 1.0
     for step, (a, b, c) in enumerate(coefficients):
         if q is not None and growth * a * a > growth_limit:
-            matrices = [torch.bmm(part, x) for part, x in zip(q.split(batches), matrices, strict=True)]
+            matrices = [
+                torch.bmm(part, x) for part, x in zip(q.split(batches), matrices, strict=True)
+            ]
             q = None
         if q is None:
             r = torch.cat([torch.bmm(x, x.mT) for x in matrices])

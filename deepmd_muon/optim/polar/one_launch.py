@@ -91,7 +91,9 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _launch_all(plan: LaunchSet, start: StartLaunch, inputs: Inputs, coefficients: Coefficients) -> Tensor:
+def _launch_all(
+    plan: LaunchSet, start: StartLaunch, inputs: Inputs, coefficients: Coefficients
+) -> Tensor:
     out = torch.empty(plan.out_size, dtype=torch.float32, device=inputs.addresses.device)
     for launch in plan.launches:
         start(plan.name, launch, inputs, coefficients, out)
@@ -105,7 +107,9 @@ def _recording(
     """Record all launches of a launch set for one stream; return None if that fails."""
     plan.recordings += 1
     inputs = Inputs(plan.addresses[stream].table, None)
-    return try_record(lambda: _launch_all(plan, start, inputs, coefficients), inputs.addresses.device, plan.name)
+    return try_record(
+        lambda: _launch_all(plan, start, inputs, coefficients), inputs.addresses.device, plan.name
+    )
 
 
 def readable(x: Tensor) -> Tensor:
@@ -113,7 +117,9 @@ def readable(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 or x.stride(1) == 1 or min(x.shape[1:]) == 1 else x.contiguous()
 
 
-def start_launch(name: str, launch: Launch, inputs: Inputs, coefficients: Coefficients, out: Tensor) -> None:
+def start_launch(
+    name: str, launch: Launch, inputs: Inputs, coefficients: Coefficients, out: Tensor
+) -> None:
     """Start one launch of the implementation `name`; see `StartLaunch`."""
     steps = on_device(coefficients, out.device)
     constants = {**launch.constants, "STEPS": len(coefficients)}
@@ -128,7 +134,12 @@ def start_launch(name: str, launch: Launch, inputs: Inputs, coefficients: Coeffi
         workspace: tuple[Tensor, ...] = (half, sums, counters)
         kernel = strips
     else:
-        workspace = (torch.empty(launch.single, dtype=torch.float32, device=device), half, sums, counters)
+        workspace = (
+            torch.empty(launch.single, dtype=torch.float32, device=device),
+            half,
+            sums,
+            counters,
+        )
         kernel = tiles
     kernel[(launch.grid,)](
         launch.programs,
@@ -165,12 +176,23 @@ def launches_for(name: str, geometry: Geometry, device: torch.device) -> LaunchS
         out_row, out_column = ((columns, 1)[i] for i in order)
         pieces += [
             MatrixLocation(
-                tensor, _KINDS[dtype], i * strides[0], m, n, stride, transposed, out + i * m * n, out_row, out_column
+                tensor,
+                _KINDS[dtype],
+                i * strides[0],
+                m,
+                n,
+                stride,
+                transposed,
+                out + i * m * n,
+                out_row,
+                out_column,
             )
             for i in range(batch)
         ]
         out += -(-batch * m * n // 4) * 4  # each tensor's results start at 16 bytes
-    make = {"whole": _whole, "strips": _strips, "tiles": _tiles, "symmetric": _batches_by_shape}[name]
+    make = {"whole": _whole, "strips": _strips, "tiles": _tiles, "symmetric": _batches_by_shape}[
+        name
+    ]
     return LaunchSet(name, make(pieces, device), out, places)
 
 
@@ -185,13 +207,19 @@ def _batches_by_shape(pieces: Sequence[MatrixLocation], device: torch.device) ->
         firsts = {p.tensor: p for p in reversed(group)}
         spans = [Span(n, counts[n], firsts[n].out, firsts[n].out_row == 1) for n in counts]
         table = torch.tensor([p.row() for p in group], dtype=torch.int64, device=device)
-        launches.append(Launch(0, len(group), table, None, {"rows": rows, "columns": columns, "spans": spans}))
+        launches.append(
+            Launch(0, len(group), table, None, {"rows": rows, "columns": columns, "spans": spans})
+        )
     return launches
 
 
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors; 1 for Triton's interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )
 
 
 def _whole(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launch]:
@@ -202,15 +230,25 @@ def _whole(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launc
         numbered.append((min(fitting, key=lambda i: TILES[i][0] * TILES[i][1]), p))
     numbered.sort(key=lambda pair: -pair[0])
     several = len(pieces) > 2 * multiprocessors(device)
-    groups = [[pair for pair in numbered if pair[0] == t] for t in range(len(TILES))] if several else [numbered]
+    groups = (
+        [[pair for pair in numbered if pair[0] == t] for t in range(len(TILES))]
+        if several
+        else [numbered]
+    )
     launches = []
     for group in groups:
         if not group:
             continue
         used = {tile for tile, _ in group}
-        table = torch.tensor([piece.row(tile) for tile, piece in group], dtype=torch.int64, device=device)
+        table = torch.tensor(
+            [piece.row(tile) for tile, piece in group], dtype=torch.int64, device=device
+        )
         # The same number of warps for every tile size: results do not depend on the other matrices.
-        constants = {"MASK": sum(1 << tile for tile in used), "ONLY": _only_kind(p for _, p in group), "num_warps": 8}
+        constants = {
+            "MASK": sum(1 << tile for tile in used),
+            "ONLY": _only_kind(p for _, p in group),
+            "num_warps": 8,
+        }
         launches.append(Launch(len(group), len(group), table, None, constants))
     return launches
 
@@ -237,7 +275,13 @@ def _strips(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Laun
         numbers = [kinds[i] for i in group]
         members = [pieces[i] for i in group]
         mask = sum(1 << kind for kind in set(numbers))
-        constants = {"MASK": mask, "WIDE": wide, "ONLY": _only_kind(members), "num_warps": 8, "num_stages": 4}
+        constants = {
+            "MASK": mask,
+            "WIDE": wide,
+            "ONLY": _only_kind(members),
+            "num_warps": 8,
+            "num_stages": 4,
+        }
         sizes = [_STRIPS[kinds[i]] * (owners[i] * strips[i] + _STRIPS[kinds[i]]) for i in group]
         programs = [owners[i] for i in group]
         if device.type == "cuda":
@@ -250,7 +294,10 @@ def _with_helpers(owners: Sequence[int], kinds: Sequence[int], capacity: int) ->
     """Add programs that only compute tiles of X Xᵀ, tallest matrices first, if each tile then has its own."""
     programs = list(owners)
     for kind in sorted(set(kinds), reverse=True):
-        for tile in (64, 32):  # the kernel uses 64 × 64 tiles if it has fewer programs than 32 × 32 tiles
+        for tile in (
+            64,
+            32,
+        ):  # the kernel uses 64 × 64 tiles if it has fewer programs than 32 × 32 tiles
             side = _STRIPS[kind] // tile
             count = side * (side + 1) // 2
             members = [i for i, other in enumerate(kinds) if other == kind and programs[i] < count]
@@ -266,7 +313,10 @@ def _tiles(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launc
     capacity = _TILES_AT_ONCE * multiprocessors(device)
     for tile, symmetric in ((32, 32), (64, 32), (64, 64)):
         halves = [m // symmetric for m, _ in padded]
-        most = [max(m * n // tile**2, h * (h + 1) // 2) for (m, n), h in zip(padded, halves, strict=True)]
+        most = [
+            max(m * n // tile**2, h * (h + 1) // 2)
+            for (m, n), h in zip(padded, halves, strict=True)
+        ]
         if sum(most) <= (capacity // 2 if tile == 32 else capacity):
             break
     each = max(-(-sum(most) // capacity), *(-(-tiles // int(MAX_PROGRAMS.value)) for tiles in most))
@@ -274,7 +324,14 @@ def _tiles(pieces: Sequence[MatrixLocation], device: torch.device) -> list[Launc
         each += 1
     # Triton's interpreter runs programs one after the other, without barriers.
     programs = [-(-tiles // each) if device.type == "cuda" else 1 for tiles in most]
-    constants = {"T": tile, "G": symmetric, "K": _TILE, "ONLY": _only_kind(pieces), "num_warps": 4, "num_stages": 4}
+    constants = {
+        "T": tile,
+        "G": symmetric,
+        "K": _TILE,
+        "ONLY": _only_kind(pieces),
+        "num_warps": 4,
+        "num_stages": 4,
+    }
     launches = []
     for group in _split_into_launches(programs, capacity):
         singles = [padded[i][0] * padded[i][1] for i in group]
@@ -306,7 +363,9 @@ def _cooperative(
 ) -> Launch:
     """Create a launch whose programs share matrices; its table `programs` has (matrix, rank, count) per program."""
     kinds = numbers or [0] * len(pieces)
-    rows = [piece.row(kinds[i], sum(singles[:i]), sum(halves[:i])) for i, piece in enumerate(pieces)]
+    rows = [
+        piece.row(kinds[i], sum(singles[:i]), sum(halves[:i])) for i, piece in enumerate(pieces)
+    ]
     shared = [(i, rank, count) for i, count in enumerate(programs) for rank in range(count)]
     return Launch(
         len(shared),

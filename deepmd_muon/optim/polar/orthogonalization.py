@@ -17,7 +17,14 @@ from torch import Tensor
 from deepmd_muon.optim.config import Precision
 from deepmd_muon.optim.errors import InvalidShapeError
 from deepmd_muon.optim.polar import dispatch
-from deepmd_muon.optim.polar.dispatch import IMPLEMENTATIONS, Geometry, Implementation, MatrixBatch, choose, geometry_of
+from deepmd_muon.optim.polar.dispatch import (
+    IMPLEMENTATIONS,
+    Geometry,
+    Implementation,
+    MatrixBatch,
+    choose,
+    geometry_of,
+)
 from deepmd_muon.optim.polar.newton_schulz import orthogonalize_with_torch
 from deepmd_muon.optim.polar.schedules import AnySchedule, Coefficients, coefficients_of
 
@@ -41,7 +48,9 @@ def requested_precision() -> Iterator[None]:
             return
         try:
             word = torch.get_float32_matmul_precision()
-        except RuntimeError:  # the caller uses the newer interface, which the older one cannot express
+        except (
+            RuntimeError
+        ):  # the caller uses the newer interface, which the older one cannot express
             word = None
         torch.set_float32_matmul_precision("highest")
         try:
@@ -96,7 +105,9 @@ def orthogonalize(
     coefficients = coefficients_of(schedule)
     if x.numel() == 0:
         return x.clone()
-    (result,) = orthogonalize_matrices([x.reshape(-1, *x.shape[-2:])], coefficients, precision, gram=gram)
+    (result,) = orthogonalize_matrices(
+        [x.reshape(-1, *x.shape[-2:])], coefficients, precision, gram=gram
+    )
     return result.reshape(x.shape).to(x.dtype)
 
 
@@ -127,7 +138,9 @@ def orthogonalize_matrices(
         results = _orthogonalize_with_kernels(matrices, coefficients, operand, allowed)
     left = [i for i, done in enumerate(results) if done is None]
     if left:
-        done = orthogonalize_with_torch([matrices[i] for i in left], coefficients, operand, gram=gram)
+        done = orthogonalize_with_torch(
+            [matrices[i] for i in left], coefficients, operand, gram=gram
+        )
         for i, x in zip(left, done, strict=True):
             results[i] = x
     return [x for x in results if x is not None]
@@ -143,7 +156,10 @@ def _kernels_available() -> bool:
 
 
 def _orthogonalize_with_kernels(
-    matrices: Sequence[Tensor], coefficients: Coefficients, operand: torch.dtype, allowed: Collection[str]
+    matrices: Sequence[Tensor],
+    coefficients: Coefficients,
+    operand: torch.dtype,
+    allowed: Collection[str],
 ) -> list[Tensor | None]:
     """Return float32 results (b, m, n) of batches for which the table chooses a kernel; None for all others."""
     results: list[Tensor | None] = [None] * len(matrices)
@@ -170,7 +186,8 @@ def choose_all(
     """Choose an implementation for each tensor, and log the choice."""
     chosen = choices(geometry, capability, operand, allowed)
     lines = Counter(
-        (name, min(shape[1:]), max(shape[1:])) for name, (shape, _, _) in zip(chosen, geometry, strict=True)
+        (name, min(shape[1:]), max(shape[1:]))
+        for name, (shape, _, _) in zip(chosen, geometry, strict=True)
     )
     for (name, m, n), number in sorted(lines.items()):
         _LOG.info("%d tensors of %d × %d matrices are orthogonalized by %r", number, m, n, name)
@@ -192,7 +209,9 @@ def choices(
     return tuple(chosen)
 
 
-def try_kernels(name: str, matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor] | None:
+def try_kernels(
+    name: str, matrices: Sequence[Tensor], coefficients: Coefficients
+) -> list[Tensor] | None:
     """Run one implementation, after a check against torch on its first use; disable it and log why on failure."""
     try:
         check(name, matrices[0].device)
@@ -223,14 +242,24 @@ class KernelError(RuntimeError):
 @functools.lru_cache(maxsize=64)
 def check(name: str, device: torch.device) -> None:
     """Compare an implementation with plain torch on low-rank matrices, in each memory layout that it supports."""
-    shapes = {"whole": [(24, 40)], "strips": [(100, 400)], "tiles": [(270, 290)], "symmetric": [(150, 170), (128, 256)]}
+    shapes = {
+        "whole": [(24, 40)],
+        "strips": [(100, 400)],
+        "tiles": [(270, 290)],
+        "symmetric": [(150, 170), (128, 256)],
+    }
     coefficients = coefficients_of("8+2")
     for m, n in shapes[name]:
         i = torch.arange(2 * m * n, device=device, dtype=torch.float32).view(2, m, n)
         x = torch.cos(0.3 * i) + torch.eye(m, n, device=device)
-        (expected,) = orthogonalize_with_torch([x], coefficients, torch.float16 if x.is_cuda else torch.float32)
+        (expected,) = orthogonalize_with_torch(
+            [x], coefficients, torch.float16 if x.is_cuda else torch.float32
+        )
         for y in (x, x.mT, x.mT.contiguous().mT):
             (found,) = run_kernels(name, [y], coefficients)
-            error = float(((found if found.shape == x.shape else found.mT) - expected).norm() / expected.norm())
+            error = float(
+                ((found if found.shape == x.shape else found.mT) - expected).norm()
+                / expected.norm()
+            )
             if not error < 5e-3:
                 raise KernelError(f"the result differs from torch's by {error:.1e}")

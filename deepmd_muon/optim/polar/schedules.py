@@ -111,7 +111,9 @@ class Schedule:
 SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule
     for schedule in (
-        Schedule("8+2", (_JORDAN,) * 8 + (_POLISH,) * 2, (0.999, 1.003), 3e-5, "DeepSeek-V4 report, 2026"),
+        Schedule(
+            "8+2", (_JORDAN,) * 8 + (_POLISH,) * 2, (0.999, 1.003), 3e-5, "DeepSeek-V4 report, 2026"
+        ),
         Schedule("keller-jordan", (_JORDAN,) * 5, (0.68, 1.21), 2e-3, "K. Jordan et al., 2024"),
         Schedule(
             "polar-express",
@@ -120,9 +122,27 @@ SCHEDULES: dict[str, Schedule] = {
             1e-3,
             "N. Amsel et al., 2025",
         ),
-        Schedule("polar-express-4", _FOUR_STEPS, (0.95, 1.05), 6.82e-3, "construction of N. Amsel et al., 2025"),
-        Schedule("polar-express-5", _FIVE_STEPS, (0.95, 1.05), 1.64e-3, "construction of N. Amsel et al., 2025"),
-        Schedule("polar-express-6", _SIX_STEPS, (0.95, 1.05), 3.92e-4, "construction of N. Amsel et al., 2025"),
+        Schedule(
+            "polar-express-4",
+            _FOUR_STEPS,
+            (0.95, 1.05),
+            6.82e-3,
+            "construction of N. Amsel et al., 2025",
+        ),
+        Schedule(
+            "polar-express-5",
+            _FIVE_STEPS,
+            (0.95, 1.05),
+            1.64e-3,
+            "construction of N. Amsel et al., 2025",
+        ),
+        Schedule(
+            "polar-express-6",
+            _SIX_STEPS,
+            (0.95, 1.05),
+            3.92e-4,
+            "construction of N. Amsel et al., 2025",
+        ),
         Schedule("muon-fsdp2", _MUON_FSDP2, (0.97, 1.15), 3e-3, "J. You, 2025"),
     )
 }
@@ -143,7 +163,9 @@ def coefficients_of(schedule: AnySchedule) -> Coefficients:
         return schedule.coefficients
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
-            raise InvalidSettingError(f"unknown schedule {schedule!r}; known are {', '.join(SCHEDULES)}")
+            raise InvalidSettingError(
+                f"unknown schedule {schedule!r}; known are {', '.join(SCHEDULES)}"
+            )
         return SCHEDULES[schedule].coefficients
     steps = tuple(tuple(step) for step in schedule)
     if not steps or not all(len(step) == 3 and all(map(math.isfinite, step)) for step in steps):

@@ -79,12 +79,19 @@ _UPDATE = {
 _LAST_WARPS = 8  # the addresses of strided results take registers
 _DEPTH = 64  # columns of the left factor per iteration of a product
 _LARGE = 4096  # rows from which large tiles are faster in updates
-_MANY = 2048, 4  # rows, and wide tiles per multiprocessor, from which wide tiles are faster in updates
+_MANY = (
+    2048,
+    4,
+)  # rows, and wide tiles per multiprocessor, from which wide tiles are faster in updates
 _CHUNK = 1024  # terms that tensor cores accumulate in exact updates
 _LIFT = 500.0  # updates are exact if later steps amplify small singular values by more than this
 _KEEP = 50.0  # X is kept in fp32 if later steps amplify small singular values by more than this
 _MULTIPROCESSORS = 132
-_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}  # of parameters
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}  # of parameters
 _MOST_SPANS = 2  # with at most so many tensors in a batch, each has its own first and last update
 # Inputs in tiles: the programs that measure each, the adjacent elements that these read at a time, and the tile copied.
 _PROGRAMS, _RUN, _COPIED = 512, 4096, (64, 128)
@@ -112,7 +119,9 @@ def deep_programs(order: int, depth: int, count: int) -> int:
     return pairs * (pairs + 1) if rounds / math.ceil(rounds) >= _OCCUPIED else 0
 
 
-def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coefficients) -> list[Tensor]:
+def orthogonalize_by_products(
+    matrices: Sequence[Tensor], coefficients: Coefficients
+) -> list[Tensor]:
     """Orthogonalize batches (b, m, n) of large matrices of any strides, equal shapes together.
 
     The float32 results (b, m, n) are parts of one new tensor. The workspace is freed on return: 4 bytes per element of
@@ -121,7 +130,9 @@ def orthogonalize_by_products(matrices: Sequence[Tensor], coefficients: Coeffici
     return run_launches("symmetric", _run, matrices, coefficients)
 
 
-def apply_by_products(matrices: Sequence[Tensor], coefficients: Coefficients, application: Application) -> None:
+def apply_by_products(
+    matrices: Sequence[Tensor], coefficients: Coefficients, application: Application
+) -> None:
     """Orthogonalize contiguous fp32 batches of large matrices for which `can_apply` holds, and update parameters.
 
     The polar factors are never written: the last product of a tile updates that tile of the parameters.
@@ -168,7 +179,11 @@ class _Workspace:
         out: Tensor,
         application: Application | None,
     ) -> None:
-        rows, columns, count = launch.constants["rows"], launch.constants["columns"], launch.matrices
+        rows, columns, count = (
+            launch.constants["rows"],
+            launch.constants["columns"],
+            launch.matrices,
+        )
         self.rows, self.columns, self.count = rows, columns, count
         self.tiles = tiles_for(rows, columns, count)
         self.exact = rows >= _LARGE
@@ -192,12 +207,16 @@ class _Workspace:
             shares = 4  # Triton's interpreter runs programs one after the other
         sums = torch.empty(count, shares, 2, dtype=torch.float64, device=out.device)
         kept = keep or any(
-            amplification(products[k + 1 :]) > _KEEP for k, each in enumerate(products) if each.target == "X"
+            amplification(products[k + 1 :]) > _KEEP
+            for k, each in enumerate(products)
+            if each.target == "X"
         )
         iterates = half(2, count * order, width)
         master = single(count * order, width) if kept else iterates[1]
         if not self.inputs:
-            measure[shares, count](self.table, inputs.addresses, sums, SHARES=shares, T=64, num_warps=8)
+            measure[shares, count](
+                self.table, inputs.addresses, sums, SHARES=shares, T=64, num_warps=8
+            )
             normalize[shares, count](
                 self.table, inputs.addresses, sums, self.factors, master, iterates[0], order, width, KEEP=keep,
                 SHARES=shares, T=64,
@@ -205,7 +224,11 @@ class _Workspace:
         names = dict.fromkeys(product.target for product in products if product.target != "X")
         squares = {name: half(count * order, order) for name in names}
         self.diagonals = {name: single(count * order) for name in names}
-        t, (down, across, *_), side = self.tiles.symmetric.rows, self.tiles.update, int(SQUARE.value)
+        t, (down, across, *_), side = (
+            self.tiles.symmetric.rows,
+            self.tiles.update,
+            int(SQUARE.value),
+        )
         fine = dict.fromkeys(name for product in products for name in product.fine)
         self.rests = {name: _tiled(half(count * order, order), side, side) for name in fine}
         self.operands = {name: _tiled(x, t, _DEPTH) for name, x in squares.items()}
@@ -242,7 +265,12 @@ class _Workspace:
             if self.application is None:
                 own = sums[first:]
                 measure_contiguous[own.shape[1], span.count](
-                    tensors[span.tensor], own, self.rows * self.columns, SHARES=own.shape[1], WIDTH=_RUN, num_warps=8
+                    tensors[span.tensor],
+                    own,
+                    self.rows * self.columns,
+                    SHARES=own.shape[1],
+                    WIDTH=_RUN,
+                    num_warps=8,
                 )
             else:
                 own = self.application.squares[span.tensor]
@@ -286,7 +314,11 @@ class _Workspace:
                 tile, programs = _DEEP, deep
                 factors[1] = _tiled(factors[1].base, tile.columns, _DEPTH)
         else:
-            kind, depth, factors = 1 if left == right else 2, self.order, [self.operands[left], self.operands[right]]
+            kind, depth, factors = (
+                1 if left == right else 2,
+                self.order,
+                [self.operands[left], self.operands[right]],
+            )
         names = (left, right, target)
         squares = [self.squares[name] for name in names]
         rests = [self.rests[name] if name in fine else self.squares[name] for name in names]

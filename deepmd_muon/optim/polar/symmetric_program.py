@@ -38,7 +38,11 @@ class Product(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def program(coefficients: Coefficients, rows: int, columns: int) -> tuple[Product, ...]:
     """Return the launches of all steps, segment by segment."""
-    return tuple(product for segment in segments(coefficients, rows, columns) for product in _launches(segment))
+    return tuple(
+        product
+        for segment in segments(coefficients, rows, columns)
+        for product in _launches(segment)
+    )
 
 
 def segments(coefficients: Coefficients, rows: int, columns: int) -> list[Coefficients]:
@@ -56,7 +60,9 @@ def segments(coefficients: Coefficients, rows: int, columns: int) -> list[Coeffi
     lengths = [
         n
         for n in range(1, min(most, len(growth)) + 1)
-        if n <= 2 or max(growth[: n - 1]) <= _GROWTH or (many and math.prod(growth[: n - 1]) <= _GROWTH ** (most - 1))
+        if n <= 2
+        or max(growth[: n - 1]) <= _GROWTH
+        or (many and math.prod(growth[: n - 1]) <= _GROWTH ** (most - 1))
     ]
     return min(([coefficients[:n], *_pairs(coefficients[n:])] for n in lengths), key=len)
 
@@ -96,7 +102,15 @@ def _launches(segment: Coefficients) -> list[Product]:
             q, scale = p, a
             continue
         into = "R" if last else free.pop(0)
-        launches.append(Product(into, p, q, (scale, a, 1.0), tuple(name for name in fine if name != into or not last)))
+        launches.append(
+            Product(
+                into,
+                p,
+                q,
+                (scale, a, 1.0),
+                tuple(name for name in fine if name != into or not last),
+            )
+        )
         free += [p, q]
         q, scale = into, scale * a
     return [*launches, Product("X", q, "X", (scale, 0.0, 1.0))]

@@ -76,7 +76,15 @@ class MatrixLocation:
 
     def row(self, tile: int = 0, single: int = 0, half: int = 0) -> list[int]:
         """Return the table row that the kernels read."""
-        place = [self.tensor, self.kind, self.offset, self.rows, self.columns, self.stride, int(self.transposed)]
+        place = [
+            self.tensor,
+            self.kind,
+            self.offset,
+            self.rows,
+            self.columns,
+            self.stride,
+            int(self.transposed),
+        ]
         return [tile, *place, self.out, self.out_row, self.out_column, single, half]
 
 
@@ -118,7 +126,9 @@ class Application(NamedTuple):
 
     # For each tensor of matrices, int64 (count, 2): addresses of contiguous parameters, and numbers of their factors.
     targets: Sequence[Tensor]
-    squares: Sequence[Tensor]  # for each, float64 (count, 1, 2): 1 and the sum of the squares of each matrix
+    squares: Sequence[
+        Tensor
+    ]  # for each, float64 (count, 1, 2): 1 and the sum of the squares of each matrix
     dtype: torch.dtype  # of the parameters: float32, float16 or bfloat16
     factors: Tensor  # scale and damping, float32 (factors,)
     rate: Tensor  # learning rate, float64 ()

@@ -41,7 +41,9 @@ def checked_logits(clipper: Clipper | None, logits: Logits | None) -> dict[str, 
     if logits is None:
         return {}
     if not isinstance(logits, Mapping):
-        raise QKClipError([f"qk_logits: must be a dict of tensors by layer name; found {type(logits).__name__}"])
+        raise QKClipError(
+            [f"qk_logits: must be a dict of tensors by layer name; found {type(logits).__name__}"]
+        )
     if clipper is None and logits:
         raise QKClipError(["qk_logits: the optimizer was made without qk_clip=QKClip(...)"])
     return {} if clipper is None else clipper.checked(logits)
@@ -61,7 +63,9 @@ class Clipper:
     def __init__(self, clip: QKClip, groups: Sequence[Group], replicas: Replicas | None) -> None:
         self._clip = clip
         by_name = {entry.name: (p, entry) for group in groups for p, entry in group.routed}
-        local = {e.name for group in groups for _, e in group.routed if is_local(e.name, group.settings)}
+        local = {
+            e.name for group in groups for _, e in group.routed if is_local(e.name, group.settings)
+        }
         scaled = rows_by_parameter(clip, {name: entry for name, (_, entry) in by_name.items()})
         self._first: dict[str, int] = {}  # the number of a layer's first head
         self._groups: list[list[int]] = []  # heads that share a key
@@ -71,22 +75,30 @@ class Clipper:
             self._first[layer.name], keys[layer.name] = heads, len(self._groups)
             count = layer.key_heads or layer.heads
             each = layer.heads // count
-            self._groups += [list(range(heads + g * each, heads + (g + 1) * each)) for g in range(count)]
+            self._groups += [
+                list(range(heads + g * each, heads + (g + 1) * each)) for g in range(count)
+            ]
             heads += layer.heads
         # The table of factors: γ^α of all heads, γ^(1−α) of all keys, γ of all heads, and 1.
         self._starts = {"query": 0, "key": heads, "rotary": heads + len(self._groups)}
         self._heads, self._one = heads, 2 * heads + len(self._groups)
         self._keys = keys
         self._targets = [
-            self._target(*by_name[name], rows) for name, rows in sorted(scaled.items()) if by_name[name][0].numel()
+            self._target(*by_name[name], rows)
+            for name, rows in sorted(scaled.items())
+            if by_name[name][0].numel()
         ]
         self._reductions = _reductions(clip, scaled, by_name, self._first, replicas, local)
         self._reduced: dict[torch.device, list[Tensor]] = {}
         widest = max(map(len, self._groups))
         # Smaller groups repeat their first head.
-        self._members = torch.tensor([g + g[:1] * (widest - len(g)) for g in self._groups], device="cpu")
+        self._members = torch.tensor(
+            [g + g[:1] * (widest - len(g)) for g in self._groups], device="cpu"
+        )
 
-    def _target(self, p: Tensor, entry: RouteEntry, rows: Sequence[tuple[Layer, HeadRows]]) -> _Target:
+    def _target(
+        self, p: Tensor, entry: RouteEntry, rows: Sequence[tuple[Layer, HeadRows]]
+    ) -> _Target:
         """Return a parameter with the place of each row's factor in the table."""
         dim = 0 if len(entry.shape) == 1 or rows[0][0].axis == "rows" else 1
         places = torch.full((entry.shape[dim],), self._one, device="cpu")
@@ -99,7 +111,9 @@ class Clipper:
         if hasattr(p, "device_mesh"):
             from deepmd_muon.optim.sharded.params import local_runs  # needs torch.distributed
 
-            places = torch.cat([places[:0], *(places[start:stop] for start, stop in local_runs(p, dim))])
+            places = torch.cat(
+                [places[:0], *(places[start:stop] for start, stop in local_runs(p, dim))]
+            )
         return _Target(p, dim, places.to(local_of(p).device))
 
     def checked(self, logits: Logits) -> dict[str, Tensor]:
@@ -111,7 +125,9 @@ class Clipper:
             name = canonical_name(key) if isinstance(key, str) else key
             if name not in heads:
                 # Indices are refused: they could count the model's layers, or the declared ones.
-                problems.append(f"qk_logits: unknown layer {key!r}; known are {', '.join(map(repr, heads))}")
+                problems.append(
+                    f"qk_logits: unknown layer {key!r}; known are {', '.join(map(repr, heads))}"
+                )
             elif name in found:
                 problems.append(f"qk_logits: two entries are layer {name!r}")
             elif problem := self._problem(name, value, heads[name]):
@@ -134,15 +150,28 @@ class Clipper:
         spec = spec_of(value)
         if spec is None:
             return None
-        if any(placement.is_partial() and placement.reduce_op != "max" for placement in spec.placements):
+        if any(
+            placement.is_partial() and placement.reduce_op != "max" for placement in spec.placements
+        ):
             return f"is {spec.placements}; reduce it first, or pass its full_tensor()"
         held = sum(stop - start for start, stop in _held_heads(value))
         if held != len(local_of(value)):
-            return f"this rank holds {len(local_of(value))} logits, but its layout assigns it {held}"
+            return (
+                f"this rank holds {len(local_of(value))} logits, but its layout assigns it {held}"
+            )
         ranks = set(spec.mesh.mesh.flatten().tolist())
         first = self._first[name]
-        reduced = {rank for group, members in self._reductions if first in members.tolist() for rank in group}
-        if len(ranks) > 1 and not ranks <= reduced and not all(p.is_replicate() for p in spec.placements):
+        reduced = {
+            rank
+            for group, members in self._reductions
+            if first in members.tolist()
+            for rank in group
+        }
+        if (
+            len(ranks) > 1
+            and not ranks <= reduced
+            and not all(p.is_replicate() for p in spec.placements)
+        ):
             return (
                 f"is {spec.placements} on ranks {sorted(ranks)}, which do not share the layer's weights, so that each "
                 "would scale its own heads only; pass its full_tensor()"
@@ -162,7 +191,10 @@ class Clipper:
             local = local_of(value).detach().to(device, torch.float64, non_blocking=True)
             for start, stop in _held_heads(value):
                 first = self._first[name] + start
-                largest[first : first + stop - start], local = local[: stop - start], local[stop - start :]
+                largest[first : first + stop - start], local = (
+                    local[: stop - start],
+                    local[stop - start :],
+                )
         if device not in self._reduced:  # a captured step cannot copy from the host
             self._reduced[device] = [heads.to(device) for _, heads in self._reductions]
         if self._reductions:

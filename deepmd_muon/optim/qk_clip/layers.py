@@ -65,13 +65,17 @@ class SeparateQK:
     key_heads: int | None = None
     axis: Axis = "rows"
 
-    def rows(self, shapes: Mapping[str, tuple[int, ...]], routes: Mapping[str, RouteEntry]) -> list[HeadRows]:
+    def rows(
+        self, shapes: Mapping[str, tuple[int, ...]], routes: Mapping[str, RouteEntry]
+    ) -> list[HeadRows]:
         """Return the rows of both weights."""
         count = self.key_heads or self.heads
         size = _per_head(self, self.query, _length(self, self.query, shapes), self.heads)
         if _length(self, self.key, shapes) != count * size:
             found = _length(self, self.key, shapes)
-            raise QKClipError([f"{self.name}: {self.key!r} has {found} {self.axis}, not {count} x {size}"])
+            raise QKClipError(
+                [f"{self.name}: {self.key!r} has {found} {self.axis}, not {count} x {size}"]
+            )
         return [
             HeadRows(self.query, "query", self.heads, size, 0, size),
             HeadRows(self.key, "key", count, size, 0, size),
@@ -102,7 +106,9 @@ class FusedQKV:
     interleaved: bool = False
     axis: Axis = "rows"
 
-    def rows(self, shapes: Mapping[str, tuple[int, ...]], routes: Mapping[str, RouteEntry]) -> list[HeadRows]:
+    def rows(
+        self, shapes: Mapping[str, tuple[int, ...]], routes: Mapping[str, RouteEntry]
+    ) -> list[HeadRows]:
         """Return the rows of queries and keys."""
         count = self.key_heads or self.heads
         group = self.heads // count
@@ -119,14 +125,21 @@ class FusedQKV:
         if each * count != parts:
             sizes = "+".join(map(str, parts))
             raise QKClipError(
-                [f"{self.name}: {self.weight!r} is split into {sizes}, which does not repeat for {count} key heads"]
+                [
+                    f"{self.name}: {self.weight!r} is split into {sizes}, which does not repeat for {count} key heads"
+                ]
             )
         stride = _per_head(self, self.weight, length, count)
         query, key = self._head_sizes(stride, each, group, 1)
-        queries = [HeadRows(self.weight, "query", count, query, i * query, stride, i, group) for i in range(group)]
+        queries = [
+            HeadRows(self.weight, "query", count, query, i * query, stride, i, group)
+            for i in range(group)
+        ]
         return [*queries, HeadRows(self.weight, "key", count, key, group * query, stride)]
 
-    def _head_sizes(self, length: int, parts: tuple[int, ...], heads: int, key_heads: int) -> tuple[int, int]:
+    def _head_sizes(
+        self, length: int, parts: tuple[int, ...], heads: int, key_heads: int
+    ) -> tuple[int, int]:
         """Return the numbers of rows of a query head and of a key head in q | k | v of this length and these parts.
 
         Parts may be q, k and v, or heads, or divide equal heads further.
@@ -153,7 +166,9 @@ class FusedQKV:
                 )
         if query != key:
             raise QKClipError(
-                [f"{self.name}: {self.weight!r} has {query} {self.axis} a query head and {key} a key head"]
+                [
+                    f"{self.name}: {self.weight!r} has {query} {self.axis} a query head and {key} a key head"
+                ]
             )
         return query, key
 
@@ -191,7 +206,9 @@ class LatentQK:
         """The number of heads: each has its own key."""
         return self.heads
 
-    def rows(self, shapes: Mapping[str, tuple[int, ...]], routes: Mapping[str, RouteEntry]) -> list[HeadRows]:
+    def rows(
+        self, shapes: Mapping[str, tuple[int, ...]], routes: Mapping[str, RouteEntry]
+    ) -> list[HeadRows]:
         """Return the rows of the queries' two parts, and of the keys without position."""
         query, key = self.nope_dim + self.rope_dim, self.nope_dim + self.value_dim
         problems = [
@@ -258,7 +275,9 @@ class QKClip:
                 "weight",
                 "key_value",
             }
-            named: dict[str, Any] = {field: canonical_name(getattr(layer, field)) for field in given}
+            named: dict[str, Any] = {
+                field: canonical_name(getattr(layer, field)) for field in given
+            }
             layers.append(dataclasses.replace(layer, **named))
         object.__setattr__(self, "layers", tuple(layers))
         problems = [] if self.layers else ["layers: at least one layer is needed"]
@@ -267,16 +286,24 @@ class QKClip:
         if not 0.0 <= self.alpha <= 1.0:
             problems.append(f"alpha: must be in [0, 1]; found {self.alpha!r}")
         names = [layer.name for layer in self.layers]
-        problems += [f"layers: two are called {name!r}" for name in sorted(set(names)) if names.count(name) > 1]
+        problems += [
+            f"layers: two are called {name!r}"
+            for name in sorted(set(names))
+            if names.count(name) > 1
+        ]
         for layer in self.layers:
             heads, keys = layer.heads, layer.key_heads or layer.heads
             if heads < 1 or keys < 1 or heads % keys:
-                problems.append(f"{layer.name}: key_heads must divide heads; found {layer.key_heads} and {heads}")
+                problems.append(
+                    f"{layer.name}: key_heads must divide heads; found {layer.key_heads} and {heads}"
+                )
         if problems:
             raise QKClipError(problems)
 
 
-def rows_by_parameter(clip: QKClip, routes: Mapping[str, RouteEntry]) -> dict[str, list[tuple[Layer, HeadRows]]]:
+def rows_by_parameter(
+    clip: QKClip, routes: Mapping[str, RouteEntry]
+) -> dict[str, list[tuple[Layer, HeadRows]]]:
     """Return the rows that QK-clip scales by parameter, including those of biases.
 
     Raises QKClipError when a weight is missing or does not fit its layer, or a layer normalises queries or keys.
@@ -303,7 +330,11 @@ def rows_by_parameter(clip: QKClip, routes: Mapping[str, RouteEntry]) -> dict[st
 
 def normalizations(layer: str, names: Iterable[str]) -> list[str]:
     """Return a problem for the first name below a layer that looks like a normalization of queries or keys."""
-    below = (name for name in names if name.startswith(f"{layer}.") and _NORM.search(name[len(layer) + 1 :]))
+    below = (
+        name
+        for name in names
+        if name.startswith(f"{layer}.") and _NORM.search(name[len(layer) + 1 :])
+    )
     return [
         f"{layer}: {name!r} normalizes queries or keys, so that the scale of their weights does not reach the logits; "
         "leave this layer out"
@@ -324,5 +355,9 @@ def _length(layer: Layer, parameter: str, shapes: Mapping[str, tuple[int, ...]])
 def _per_head(layer: Layer, parameter: str, length: int, heads: int) -> int:
     """Return how many rows each head has."""
     if length % heads:
-        raise QKClipError([f"{layer.name}: {length} {layer.axis} of {parameter!r} do not divide among {heads} heads"])
+        raise QKClipError(
+            [
+                f"{layer.name}: {length} {layer.axis} of {parameter!r} do not divide among {heads} heads"
+            ]
+        )
     return length // heads

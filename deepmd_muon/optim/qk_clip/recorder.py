@@ -18,7 +18,9 @@ from deepmd_muon.optim.qk_clip.layers import QKClip, normalizations
 from deepmd_muon.optim.routing.rules import canonical_name
 
 BLOCK = 2**22  # bound on the logits in memory at a time
-_UNSEEN = "calls no scaled_dot_product_attention, or is compiled; give its maxima to step(qk_logits=...)"
+_UNSEEN = (
+    "calls no scaled_dot_product_attention, or is compiled; give its maxima to step(qk_logits=...)"
+)
 _MHA = inspect.signature(nn.MultiheadAttention.forward)
 
 
@@ -70,7 +72,9 @@ def max_logits(
         seen = key[..., :stop, :] if is_causal else key  # later keys are masked
         logits = (query[..., start:stop, :] @ seen.mT).to(wide) * scale
         if is_causal:
-            allowed = torch.ones(stop - start, seen.shape[-2], dtype=torch.bool, device=query.device).tril_(start)
+            allowed = torch.ones(
+                stop - start, seen.shape[-2], dtype=torch.bool, device=query.device
+            ).tril_(start)
             logits.masked_fill_(~allowed, -math.inf)
         if attn_mask is not None:
             mask = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., start:stop, :]
@@ -111,10 +115,16 @@ class LogitRecorder:
         call ``scaled_dot_product_attention`` or has another number of heads.
     """
 
-    def __init__(self, model: nn.Module, clip: QKClip, *, every: int = 1, block: int = BLOCK) -> None:
+    def __init__(
+        self, model: nn.Module, clip: QKClip, *, every: int = 1, block: int = BLOCK
+    ) -> None:
         modules = {canonical_name(name): module for name, module in model.named_modules()}
         layers = clip.layers
-        problems = [f"layers: the model has no module {layer.name!r}" for layer in layers if layer.name not in modules]
+        problems = [
+            f"layers: the model has no module {layer.name!r}"
+            for layer in layers
+            if layer.name not in modules
+        ]
         problems += [problem for layer in layers for problem in normalizations(layer.name, modules)]
         if every < 1:
             problems.append(f"every: must be >= 1; found {every}")
@@ -130,11 +140,17 @@ class LogitRecorder:
             if isinstance(module, nn.MultiheadAttention):
                 after: Callable[..., None] = functools.partial(self._after_mha, layer.name)
             else:
-                self._hooks.append(module.register_forward_pre_hook(functools.partial(self._before, layer.name)))
+                self._hooks.append(
+                    module.register_forward_pre_hook(functools.partial(self._before, layer.name))
+                )
                 after = functools.partial(self._after, layer.name)
             # Before FSDP's hook, which frees the whole weights.
             always = not isinstance(module, nn.MultiheadAttention)
-            self._hooks.append(module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=always))
+            self._hooks.append(
+                module.register_forward_hook(
+                    after, prepend=True, with_kwargs=True, always_call=always
+                )
+            )
 
     def take(self) -> dict[str, Tensor] | None:
         """Return the maxima recorded since the last call, (heads,) by layer, or None, and begin the next step."""
@@ -152,11 +168,15 @@ class LogitRecorder:
     def _recording(self, module: nn.Module) -> bool:
         return module.training and self._steps % self._every == 0
 
-    def _record(self, name: str, query: Tensor, key: Tensor, attn_mask: Tensor | None = None, **options: Any) -> None:
+    def _record(
+        self, name: str, query: Tensor, key: Tensor, attn_mask: Tensor | None = None, **options: Any
+    ) -> None:
         """Include one call of attention in the maxima; the arguments are those of `max_logits`."""
         found = max_logits(query, key, attn_mask, block=self._block, **options)
         if len(found) != self._heads[name]:
-            raise QKClipError([f"{name}: its attention has {len(found)} heads, declared are {self._heads[name]}"])
+            raise QKClipError(
+                [f"{name}: its attention has {len(found)} heads, declared are {self._heads[name]}"]
+            )
         known = self._largest.get(name)
         self._largest[name] = found if known is None else torch.maximum(known, found)
 
@@ -173,11 +193,15 @@ class LogitRecorder:
                 raise QKClipError([f"{name}: {type(module).__name__} {_UNSEEN}"])
 
     @torch.no_grad()
-    def _after_mha(self, name: str, module: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_mha(
+        self, name: str, module: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any
+    ) -> None:
         if not self._recording(module):
             return
         if module.bias_k is not None:
-            raise QKClipError([f"{name}: add_bias_kv adds a key that no row makes; leave this layer out"])
+            raise QKClipError(
+                [f"{name}: add_bias_kv adds a key that no row makes; leave this layer out"]
+            )
         given = _MHA.bind(module, *args, **kwargs).arguments
         # As (batch, length, features).
         query, key = (
@@ -198,7 +222,9 @@ class _SeenAttention(TorchFunctionMode):
         self._record = record
         self.calls = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
             self.calls += 1
@@ -238,7 +264,9 @@ def _mask(module: nn.MultiheadAttention, given: Mapping[str, Any], batch: int) -
     # In this module True means masked, and is_causal needs attn_mask, too.
     if (mask := given.get("attn_mask")) is not None:
         attends = ~mask if mask.dtype == torch.bool else mask != -torch.inf
-        attends = attends.view(batch, module.num_heads, *mask.shape[1:]) if mask.ndim == 3 else attends
+        attends = (
+            attends.view(batch, module.num_heads, *mask.shape[1:]) if mask.ndim == 3 else attends
+        )
     if (padding := given.get("key_padding_mask")) is not None:
         keys = ~padding if padding.dtype == torch.bool else padding != -torch.inf
         keys = keys.view(-1, 1, 1, keys.shape[-1])

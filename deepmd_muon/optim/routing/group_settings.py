@@ -38,7 +38,9 @@ class _ByPosition:
         doc="``model.named_parameters()``, or groups with their own settings. Rules on names need names."
     )
     lr: float | Tensor = setting(
-        5e-4, minimum=0.0, doc="Learning rate of the Muon route; a 0-dim tensor is read on its device."
+        5e-4,
+        minimum=0.0,
+        doc="Learning rate of the Muon route; a 0-dim tensor is read on its device.",
     )
     momentum: float = setting_like(HybridMuonConfig, "momentum")
     weight_decay: float = setting_like(HybridMuonConfig, "weight_decay")
@@ -88,19 +90,37 @@ Checked = TypeVar("Checked", bound=GroupArguments)
 OF_ALL_GROUPS = {"on_route_change", "on_nonfinite", "offload", "sharded"}
 _SCHEDULES = ("schedule", "large_schedule")
 _OTHER_FORM = {"adam_beta1", "adam_beta2", *_SCHEDULES}
-_FIELDS = [f for f in dataclasses.fields(HybridMuonConfig) if f.name not in OF_ALL_GROUPS | _OTHER_FORM]
-LISTS = tuple(field.name for field in _FIELDS if isinstance(field.default, tuple) or field.name == "conv_patterns")
+_FIELDS = [
+    f for f in dataclasses.fields(HybridMuonConfig) if f.name not in OF_ALL_GROUPS | _OTHER_FORM
+]
+LISTS = tuple(
+    field.name
+    for field in _FIELDS
+    if isinstance(field.default, tuple) or field.name == "conv_patterns"
+)
 PATTERNS = tuple(key for key in LISTS if key != "rules")
 _PLAIN_SETTINGS = tuple(field.name for field in _FIELDS if field.name not in LISTS)
 # Keys that torch's schedulers add to groups.
 SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 # Settings that a scheduler may change from step to step: the numbers among those that do not decide routes.
 SCHEDULED_SETTINGS = (
-    *("momentum", "adam_betas", "weight_decay", "adam_lr_ratio", "lr_adjust", "lr_adjust_coeff", "adam_eps"),
+    *(
+        "momentum",
+        "adam_betas",
+        "weight_decay",
+        "adam_lr_ratio",
+        "lr_adjust",
+        "lr_adjust_coeff",
+        "adam_eps",
+    ),
 )
 # Other keys that a new group may have: parameters, a label for loggers, keys of schedulers, and keys of a copied group.
 _MORE_KEYS = ("params", "param_names", "name", *SCHEDULER_KEYS, "constructed")
-_KNOWN_KEYS = {*(field.name for field in dataclasses.fields(GroupArguments)), *_MORE_KEYS, *RouteTable(()).manifest()}
+_KNOWN_KEYS = {
+    *(field.name for field in dataclasses.fields(GroupArguments)),
+    *_MORE_KEYS,
+    *RouteTable(()).manifest(),
+}
 # The settings of a group as its dict stores them; comparing these is faster than comparing dataclasses.
 raw_settings = itemgetter(*("adam_betas", *_SCHEDULES, *LISTS, *_PLAIN_SETTINGS))
 
@@ -113,13 +133,23 @@ def check_group(group: Mapping[str, Any], defaults: Collection[str]) -> None:
     names = (field.name for field in dataclasses.fields(GroupArguments))
     given = {name: group[name] for name in names if name in group}
     settings = ("params", *defaults)
-    misspelled = {key: near for key in sorted(own_keys(group)) if (near := nearest(str(key), settings))}
-    problems = [f"{key!r}: unknown in a parameter group; did you mean {near!r}?" for key, near in misspelled.items()]
-    problems += [f"{key}: holds for all groups; give it to HybridMuon" for key in sorted(OF_ALL_GROUPS & group.keys())]
+    misspelled = {
+        key: near for key in sorted(own_keys(group)) if (near := nearest(str(key), settings))
+    }
+    problems = [
+        f"{key!r}: unknown in a parameter group; did you mean {near!r}?"
+        for key, near in misspelled.items()
+    ]
+    problems += [
+        f"{key}: holds for all groups; give it to HybridMuon"
+        for key in sorted(OF_ALL_GROUPS & group.keys())
+    ]
     checked_arguments(GroupArguments, given, problems)
 
 
-def checked_arguments(kind: type[Checked], given: Mapping[str, Any], problems: Sequence[str] = ()) -> Checked:
+def checked_arguments(
+    kind: type[Checked], given: Mapping[str, Any], problems: Sequence[str] = ()
+) -> Checked:
     """Return arguments of HybridMuon as a dataclass, with lists as tuples.
 
     Raises InvalidSettingError with `problems`, and with every setting of a wrong type or out of its range.
@@ -177,7 +207,9 @@ def _problems_of_lr(lr: Any) -> list[str]:
     if not isinstance(lr, Tensor):
         return []
     if lr.numel() != 1 or not lr.is_floating_point():
-        return [f"lr: a tensor must hold one real number; found {lr.dtype} of shape {tuple(lr.shape)}"]
+        return [
+            f"lr: a tensor must hold one real number; found {lr.dtype} of shape {tuple(lr.shape)}"
+        ]
     # Reading a tensor on a GPU would wait for it.
     good = lr.device.type != "cpu" or 0 <= float(lr) < math.inf
     return [] if good else [f"lr: must be a number >= 0; found {float(lr):g}"]
@@ -195,10 +227,16 @@ def group_defaults(given: GroupArguments) -> dict[str, Any]:
     """Return the defaults of groups as plain values that a state dict may hold."""
     values = vars(given)
     return {
-        **{key: values[key] for key in ("lr", "maximize", "foreach", "capturable", *_PLAIN_SETTINGS)},
+        **{
+            key: values[key]
+            for key in ("lr", "maximize", "foreach", "capturable", *_PLAIN_SETTINGS)
+        },
         **{key: x if (x := values[key]) is None else list(x) for key in LISTS},
         "adam_betas": tuple(given.adam_betas),
-        **{key: [list(s) for s in x] if isinstance(x := values[key], tuple) else x for key in _SCHEDULES},
+        **{
+            key: [list(s) for s in x] if isinstance(x := values[key], tuple) else x
+            for key in _SCHEDULES
+        },
     }
 
 
@@ -214,11 +252,16 @@ def complete_group(group: dict[str, Any], defaults: Collection[str]) -> None:
     lr, params = group["lr"], group["params"]
     # Reading a tensor on a GPU would wait for it.
     readable = not isinstance(lr, Tensor) or lr.device.type == "cpu"
-    given = {"lr": float(lr) if readable else None, **{key: group[key] for key in SCHEDULED_SETTINGS}}
+    given = {
+        "lr": float(lr) if readable else None,
+        **{key: group[key] for key in SCHEDULED_SETTINGS},
+    }
     group["constructed"] = json.dumps(given, default=float)  # NumPy's numbers are numbers, too
     if group["capturable"] and not isinstance(lr, Tensor) and params:
         wide = any(p.dtype == torch.float64 for p in params)
-        group["lr"] = torch.tensor(lr, dtype=torch.float64 if wide else torch.float32, device=params[0].device)
+        group["lr"] = torch.tensor(
+            lr, dtype=torch.float64 if wide else torch.float32, device=params[0].device
+        )
 
 
 def as_tuple(patterns: Any) -> Any:
@@ -255,6 +298,10 @@ def group_settings(group: Mapping[str, Any]) -> HybridMuonConfig:
 def frozen_schedule(schedule: AnySchedule | None, key: str) -> str | Steps | None:
     """Return a schedule as settings hold it: a name, a tuple of triples, or None; `key` names the setting in errors."""
     try:
-        return schedule if schedule is None or isinstance(schedule, str) else coefficients_of(schedule)
+        return (
+            schedule if schedule is None or isinstance(schedule, str) else coefficients_of(schedule)
+        )
     except TypeError:
-        raise InvalidSettingError(f"{key}: must be a name or a list of triples; found {schedule!r}") from None
+        raise InvalidSettingError(
+            f"{key}: must be a name or a list of triples; found {schedule!r}"
+        ) from None

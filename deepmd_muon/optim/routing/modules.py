@@ -23,7 +23,9 @@ _NOT_LAYERS = ("torch.nn.modules.module", "torch.nn.modules.container")
 
 # Parameters from which pruning and the former spectral_norm and weight_norm compute a weight.
 _ORIGINALS = ("weight_orig", "weight_v")
-_COMPUTED_FROM = re.compile(r"(?:^|\.)(?:parametrizations\.\w+\.original\d*|" + "|".join(_ORIGINALS) + ")$")
+_COMPUTED_FROM = re.compile(
+    r"(?:^|\.)(?:parametrizations\.\w+\.original\d*|" + "|".join(_ORIGINALS) + ")$"
+)
 
 
 def tables_and_heads(model: nn.Module) -> dict[str, str]:
@@ -49,7 +51,9 @@ def tables_and_heads(model: nn.Module) -> dict[str, str]:
                 shapes.add(weight.shape)
         if isinstance(module, nn.Linear):
             last = module
-        reasons.update((p, f"added to activations by {type(module).__name__}") for p in _added(module))
+        reasons.update(
+            (p, f"added to activations by {type(module).__name__}") for p in _added(module)
+        )
     for weight in () if last is None else weights_of(last):
         if weight.shape in shapes:
             reasons.setdefault(weight, "output layer: the last Linear, with the shape of a table")
@@ -82,7 +86,11 @@ def is_computed_from(name: str) -> bool:
 
 def _added(module: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters that a module holds directly and probably adds to activations."""
-    homes = {base.__module__ for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules.")}
+    homes = {
+        base.__module__
+        for base in type(module).__mro__
+        if base.__module__.startswith("torch.nn.modules.")
+    }
     if homes.difference(_NOT_LAYERS):
         return
     for name, p in module.named_parameters(recurse=False):
@@ -126,7 +134,9 @@ def attention_splits(model: nn.Module) -> list[str]:
     """Return entries that split the weights of torch.nn.MultiheadAttention into queries, keys and values."""
     modules = (module for module in model.modules() if isinstance(module, nn.MultiheadAttention))
     # There is no such parameter where kdim or vdim differ, and where a parametrization computes it.
-    weights: Iterator[Tensor | None] = (module._parameters.get("in_proj_weight") for module in modules)
+    weights: Iterator[Tensor | None] = (
+        module._parameters.get("in_proj_weight") for module in modules
+    )
     return _entries(model, {p: ATTENTION_SPLIT for p in weights if p is not None})
 
 

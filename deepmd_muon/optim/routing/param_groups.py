@@ -68,7 +68,9 @@ def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | 
             f"params must be an iterable of parameters, found {type(params).__name__}; pass model.named_parameters()"
         )
     if isinstance(params, Tensor):  # its rows would be taken for parameters
-        raise TypeError("params must be an iterable of parameters or groups; found a single tensor: write [tensor]")
+        raise TypeError(
+            "params must be an iterable of parameters or groups; found a single tensor: write [tensor]"
+        )
     given: list[Any] = list(params)
     if named_parameters is None:
         return given
@@ -80,7 +82,9 @@ def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | 
             used.add(p[1])  # already a pair
             return p
         if p not in names:
-            raise InvalidParameterError(f"named_parameters has no name for a parameter of shape {tuple(p.shape)}")
+            raise InvalidParameterError(
+                f"named_parameters has no name for a parameter of shape {tuple(p.shape)}"
+            )
         used.add(p)
         return names[p], p
 
@@ -88,13 +92,21 @@ def with_names(params: Params, named_parameters: Iterable[tuple[str, Tensor]] | 
     for item in given:
         if isinstance(item, dict):
             params = item["params"]
-            named.append({**item, "params": [pair(p) for p in ([params] if isinstance(params, Tensor) else params)]})
+            named.append(
+                {
+                    **item,
+                    "params": [
+                        pair(p) for p in ([params] if isinstance(params, Tensor) else params)
+                    ],
+                }
+            )
         else:
             named.append(pair(item))
     omitted = [name for p, name in names.items() if p not in used and p.requires_grad]
     if omitted:
         warnings.warn(
-            f"missing from params, though named_parameters lists them: {', '.join(omitted)}", stacklevel=_CONSTRUCTOR
+            f"missing from params, though named_parameters lists them: {', '.join(omitted)}",
+            stacklevel=_CONSTRUCTOR,
         )
     return named
 
@@ -104,7 +116,9 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
     seen: dict[Tensor, str] = {}
     taken: dict[str, str] = {}
     for number, group in enumerate(groups):
-        names = group.get("param_names") or [unnamed(number, i) for i in range(len(group["params"]))]
+        names = group.get("param_names") or [
+            unnamed(number, i) for i in range(len(group["params"]))
+        ]
         if len(names) != len(group["params"]):
             raise InvalidParameterError(
                 f"param_groups[{number}] has {len(group['params'])} parameters and {len(names)} names; change params "
@@ -120,8 +134,12 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
                     "and replicas="
                 )
             if p.is_complex():
-                raise InvalidParameterError(f"HybridMuon needs real parameters; {name!r} is {p.dtype}")
-            if p.requires_grad and p.dtype not in _TRAINABLE and spec_of(p) is None:  # the sharded plan checks DTensors
+                raise InvalidParameterError(
+                    f"HybridMuon needs real parameters; {name!r} is {p.dtype}"
+                )
+            if (
+                p.requires_grad and p.dtype not in _TRAINABLE and spec_of(p) is None
+            ):  # the sharded plan checks DTensors
                 raise InvalidParameterError(
                     f"HybridMuon cannot train {name!r}, which is {p.dtype}: freeze it (requires_grad_(False)), or keep "
                     "it in 16 bits or more"
@@ -131,7 +149,9 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
                     f"{name!r} is a view that negates another tensor's numbers, such as the imaginary part of a "
                     "conjugate, and cannot be updated; make the parameter from a copy: nn.Parameter(x.resolve_neg())"
                 )
-            if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
+            if any(
+                stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)
+            ):
                 raise InvalidParameterError(
                     f"{name!r} of shape {tuple(p.shape)} and strides {p.stride()} has elements that share memory and "
                     "cannot be updated separately; make the parameter from a copy: nn.Parameter(x.clone())"
@@ -141,8 +161,14 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
                     f"{name!r} and {seen[p]!r} are the same parameter; pass it once, as model.named_parameters() does"
                 )
             if name in taken:
-                both = "" if taken[name] == given else f" without wrappers' prefixes ({taken[name]!r}, {given!r})"
-                raise InvalidParameterError(f"two parameters are named {name!r}{both}; names must be unique")
+                both = (
+                    ""
+                    if taken[name] == given
+                    else f" without wrappers' prefixes ({taken[name]!r}, {given!r})"
+                )
+                raise InvalidParameterError(
+                    f"two parameters are named {name!r}{both}; names must be unique"
+                )
             seen[p] = name
             taken[name] = given
 
@@ -165,12 +191,22 @@ def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -
         for key in PATTERNS:
             for text in as_tuple(group[key]) or () if names else ():
                 pattern = FusedSplit.parse(text).pattern if key == "splits" else text
-                these = deep if key in ("expert_patterns", "conv_patterns") and pattern != "*" else names
+                these = (
+                    deep
+                    if key in ("expert_patterns", "conv_patterns") and pattern != "*"
+                    else names
+                )
                 hit = any(fnmatchcase(name, pattern) for name in these)
                 used[key, text] = used.get((key, text), number < new) or hit
-    idle = [f"{key} {text!r}" for (key, text), hit in used.items() if not hit and text not in DEFAULT_ADAMW_PATTERNS]
+    idle = [
+        f"{key} {text!r}"
+        for (key, text), hit in used.items()
+        if not hit and text not in DEFAULT_ADAMW_PATTERNS
+    ]
     if idle:
-        example = next(canonical_name(name) for group in groups for name in group.get("param_names", ()))
+        example = next(
+            canonical_name(name) for group in groups for name in group.get("param_names", ())
+        )
         warnings.warn(
             f"no parameter matches {', '.join(idle)}; patterns must match a whole name, such as {example!r}",
             stacklevel=3 if new else _CONSTRUCTOR,
@@ -218,19 +254,29 @@ class Routing:
             rules, names = RoutingRules.of(group_settings(group)), group.get("param_names")
             self.routes.append([])
             for i, p in enumerate(group["params"]):
-                entry = choose_route(names[i] if names else None, tuple(p.shape), rules, trainable=p.requires_grad)
-                self.routes[-1].append(entry if names else dataclasses.replace(entry, name=unnamed(number, i)))
+                entry = choose_route(
+                    names[i] if names else None, tuple(p.shape), rules, trainable=p.requires_grad
+                )
+                self.routes[-1].append(
+                    entry if names else dataclasses.replace(entry, name=unnamed(number, i))
+                )
         self.table = RouteTable([entry for entries in self.routes for entry in entries])
 
     def is_current(self, param_groups: Sequence[dict[str, Any]]) -> bool:
         """Return whether parameters, their `requires_grad` and routing settings are still those of the routing."""
-        return self._params == self._identities(param_groups) and self._inputs == _routing_inputs(param_groups)
+        return self._params == self._identities(param_groups) and self._inputs == _routing_inputs(
+            param_groups
+        )
 
     def params_among(self, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
         """Return, by name, the parameters among `tensors`, all of which existed when the routing was made."""
         known = {id(p): p for p in tensors}
         numbers = [identity.number for group in self._params for identity in group]
-        return {entry.name: known[number] for entry, number in zip(self.table, numbers, strict=True) if number in known}
+        return {
+            entry.name: known[number]
+            for entry, number in zip(self.table, numbers, strict=True)
+            if number in known
+        }
 
     def converted(self, params: Iterable[Tensor]) -> set[Tensor]:
         """Return the parameters that have another dtype, shape or device than when the routing was made."""
@@ -240,11 +286,16 @@ class Routing:
     def groups(self, param_groups: Sequence[dict[str, Any]]) -> list[Group]:
         """Return the groups as a step reads them."""
         groups = zip(param_groups, self.routes, strict=True)
-        return [Group(g, group_settings(g), tuple(zip(g["params"], some, strict=True))) for g, some in groups]
+        return [
+            Group(g, group_settings(g), tuple(zip(g["params"], some, strict=True)))
+            for g, some in groups
+        ]
 
     def _identity(self, p: Tensor) -> _Identity:
         plain = spec_of(p) is None
-        return _Identity(id(p), p.shape, p.dtype, p.device if plain and self._moves else None, plain)
+        return _Identity(
+            id(p), p.shape, p.dtype, p.device if plain and self._moves else None, plain
+        )
 
     def _identities(self, param_groups: Sequence[dict[str, Any]]) -> list[list[_Identity]]:
         """Return the identity of each parameter.
@@ -267,7 +318,14 @@ def log_parameters(groups: Iterable[Group], replicas: object = None) -> None:
                 alone = replicas is None or is_local(entry.name, group.settings)
                 where = f"on {p.device}" if alone else f"replicated over {replicas}"
             shape = "x".join(map(str, entry.shape)) or "scalar"
-            log.debug("%s: %s, because %s; shape %s, %s", entry.name, entry.placement, entry.reason, shape, where)
+            log.debug(
+                "%s: %s, because %s; shape %s, %s",
+                entry.name,
+                entry.placement,
+                entry.reason,
+                shape,
+                where,
+            )
 
 
 class _Identity(NamedTuple):
@@ -286,5 +344,12 @@ def _routing_inputs(param_groups: Sequence[dict[str, Any]]) -> list[Any]:
     for group in param_groups:
         settings = group_settings(group)
         trained = [p.requires_grad for p in group["params"]]
-        found.append((matrix_rules(settings), as_tuple(group["local_patterns"]), RoutingRules.of(settings), trained))
+        found.append(
+            (
+                matrix_rules(settings),
+                as_tuple(group["local_patterns"]),
+                RoutingRules.of(settings),
+                trained,
+            )
+        )
     return found

@@ -20,7 +20,9 @@ ROUTES: tuple[Route, ...] = ("muon", "adam", "adamw", "frozen")
 MANIFEST_VERSION = 2
 
 # Segments that torch.compile, DDP, FSDP1, activation checkpointing and DeePMD's model wrapper insert into names.
-_WRAPPER_SEGMENTS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_WRAPPER_SEGMENTS = re.compile(
+    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
 _WRAPPER_PREFIXES = re.compile(r"^(?:module\.)*(?:model\.Default\.)?")
 
 
@@ -84,10 +86,14 @@ class RouteTable(tuple[RouteEntry, ...]):
 
     def __str__(self) -> str:
         header = ("name", "shape", "view", "route", "reason")
-        rows = [(e.name, "x".join(map(str, e.shape)) or "scalar", str(e.view or "-"), e.route, e.reason) for e in self]
+        rows = [
+            (e.name, "x".join(map(str, e.shape)) or "scalar", str(e.view or "-"), e.route, e.reason)
+            for e in self
+        ]
         widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
         lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            for row in [header, *rows]
         ]
         return "\n".join(line.rstrip() for line in lines)
 
@@ -123,11 +129,19 @@ class RouteTable(tuple[RouteEntry, ...]):
                     f"param_groups[{number}] has a routing manifest of version {group['routing_version']}; this "
                     f"release reads up to version {MANIFEST_VERSION}: update deepmd_muon"
                 )
-            names = group.get("param_names") or [unnamed(number, i) for i in range(len(group["routes"]))]
-            for name, shape, view, chosen in zip(names, group["shapes"], group["views"], group["routes"], strict=True):
+            names = group.get("param_names") or [
+                unnamed(number, i) for i in range(len(group["routes"]))
+            ]
+            for name, shape, view, chosen in zip(
+                names, group["shapes"], group["views"], group["routes"], strict=True
+            ):
                 # Version 1 held shapes as lists.
-                sizes = tuple(map(int, filter(None, shape.split("x")) if isinstance(shape, str) else shape))
-                entry = RouteEntry(canonical_name(name), sizes, MatrixView.parse(view), chosen, "recorded")
+                sizes = tuple(
+                    map(int, filter(None, shape.split("x")) if isinstance(shape, str) else shape)
+                )
+                entry = RouteEntry(
+                    canonical_name(name), sizes, MatrixView.parse(view), chosen, "recorded"
+                )
                 entries.append(_checked(entry))
         return cls(entries)
 
@@ -146,9 +160,15 @@ def _checked(entry: RouteEntry) -> RouteEntry:
     """Return the entry of a manifest if its parts are consistent."""
     view, numbers = entry.view and entry.view.simplified(), math.prod(entry.shape)
     if entry.route not in ROUTES:
-        raise ForeignStateError(f"{entry.name} has route {str(entry.route)[:40]!r} in the manifest; known are {ROUTES}")
-    if min(entry.shape, default=1) < 0 or (view and view.batch * view.rows * view.columns != numbers):
-        raise ForeignStateError(f"{entry.name} has shape {entry.shape} in the manifest, which does not fit view {view}")
+        raise ForeignStateError(
+            f"{entry.name} has route {str(entry.route)[:40]!r} in the manifest; known are {ROUTES}"
+        )
+    if min(entry.shape, default=1) < 0 or (
+        view and view.batch * view.rows * view.columns != numbers
+    ):
+        raise ForeignStateError(
+            f"{entry.name} has shape {entry.shape} in the manifest, which does not fit view {view}"
+        )
     if entry.route == "muon" and view is None:
         raise ForeignStateError(f"{entry.name} has route muon in the manifest, but no matrix view")
     return dataclasses.replace(entry, view=view)
@@ -195,10 +215,19 @@ def choose_route(
 
 def _matching(name: str, patterns: Sequence[str]) -> str | None:
     """Return the first shell pattern that a name matches; an empty name matches only '*'."""
-    return next((pattern for pattern in patterns if pattern == "*" or (name and fnmatchcase(name, pattern))), None)
+    return next(
+        (
+            pattern
+            for pattern in patterns
+            if pattern == "*" or (name and fnmatchcase(name, pattern))
+        ),
+        None,
+    )
 
 
-def _decide(name: str, shape: tuple[int, ...], rules: RoutingRules) -> tuple[Route, MatrixView | None, str]:
+def _decide(
+    name: str, shape: tuple[int, ...], rules: RoutingRules
+) -> tuple[Route, MatrixView | None, str]:
     """Apply the rules in DeePMD's order; the user's own patterns come first."""
     forced = _matching(name, rules.muon_patterns)
     if forced is None and (chosen := _by_name(name, rules)):
@@ -219,7 +248,11 @@ def _decide(name: str, shape: tuple[int, ...], rules: RoutingRules) -> tuple[Rou
     if view is None and forced is not None:
         view = matrix_view(each, "slice")
     if view is None:
-        return "adamw", None, f"effective rank {rank}{whose} has no matrix view in mode {rules.muon_mode!r}"
+        return (
+            "adamw",
+            None,
+            f"effective rank {rank}{whose} has no matrix view in mode {rules.muon_mode!r}",
+        )
     if expert:
         view = dataclasses.replace(view, batch=shape[0] * view.batch)
     what = f"kernel {kernel!r} as a matrix" if kernel else f"matrix in mode {rules.muon_mode!r}"

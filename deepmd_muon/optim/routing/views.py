@@ -69,7 +69,9 @@ class MatrixView:
 
     def join(self, blocks: Sequence[Tensor]) -> Tensor:
         """Undo `cut`, up to the parameter's shape: return (batch, rows, columns)."""
-        return torch.cat(list(blocks), dim=1 if self.axis == "rows" else 2) if self.axis else blocks[0]
+        return (
+            torch.cat(list(blocks), dim=1 if self.axis == "rows" else 2) if self.axis else blocks[0]
+        )
 
     def numbers(self, of: Literal["blocks", "rows", "columns"]) -> Tensor:
         """Return for each element, in storage order, the number of its block, or of its row or column within its block.
@@ -77,7 +79,9 @@ class MatrixView:
         The result is int64 (batch·rows·columns,). Numbers are indices into a flat state tensor of this extent.
         """
         count = max(1, len(self.sizes))
-        parts = [torch.full((1, *shape), i, device="cpu") for i, shape in enumerate(self.block_shapes)]
+        parts = [
+            torch.full((1, *shape), i, device="cpu") for i, shape in enumerate(self.block_shapes)
+        ]
         part = self.join(parts).expand(self.shape)
         batch, row, column = (
             torch.arange(size, device="cpu").view([-1 if d == dim else 1 for d in range(3)])
@@ -100,7 +104,11 @@ class MatrixView:
         """
         for i in range(len(shape) + 1):
             for j in range(i, len(shape) + 1):
-                if (math.prod(shape[:i]), math.prod(shape[i:j]), math.prod(shape[j:])) == self.shape:
+                if (
+                    math.prod(shape[:i]),
+                    math.prod(shape[i:j]),
+                    math.prod(shape[j:]),
+                ) == self.shape:
                     return i, j
         raise ValueError(f"view {self} does not fold whole dimensions of shape {shape}")
 
@@ -152,7 +160,10 @@ class FusedSplit:
         sizes: list[int] = []
         for term in re.findall(r"\([^)]*\)(?:\*\d+)?|[^+()]+", words):
             inner, _, times = term.partition("*")
-            numbers = [_REST if number == "rest" else int(number) for number in inner.strip("()").split("+")]
+            numbers = [
+                _REST if number == "rest" else int(number)
+                for number in inner.strip("()").split("+")
+            ]
             sizes += numbers * int(times or 1)
         return cls(found["pattern"], axis, tuple(sizes), len(sizes), words)
 
@@ -169,7 +180,9 @@ class FusedSplit:
             or (length // max(1, self.count),) * self.count
         )
         if sum(sizes) != length or min(sizes, default=0) < 1:
-            raise InvalidShapeError(f"{name}: {length} {self.axis} of view {view} cannot be split into {self.words}")
+            raise InvalidShapeError(
+                f"{name}: {length} {self.axis} of view {view} cannot be split into {self.words}"
+            )
         return dataclasses.replace(view, axis=self.axis, sizes=sizes)
 
 

@@ -67,7 +67,11 @@ class StateTensor:
         """Return the dtype of this tensor for a parameter of the given dtype."""
         if self.dtype == "float32":
             return torch.float32
-        return parameter if self.dtype == "parameter" else torch.promote_types(parameter, torch.float32)
+        return (
+            parameter
+            if self.dtype == "parameter"
+            else torch.promote_types(parameter, torch.float32)
+        )
 
     def shape_for(self, shape: tuple[int, ...], view: MatrixView | None) -> tuple[int, ...]:
         """Return the shape of this tensor for a parameter of the given shape and view."""
@@ -98,7 +102,11 @@ class StateTensor:
             return list(x.view(view.batch, -1).unbind(1)) if view.axis else [x]
         lines = view.rows if self.extent == "rows" else view.columns
         x = x.view(view.batch, lines, view.repeats(self.extent), max(self.lengths(view)))
-        parts = list(x[:, :, 0].split(view.sizes, dim=1)) if view.axis == self.extent else list(x.unbind(2))
+        parts = (
+            list(x[:, :, 0].split(view.sizes, dim=1))
+            if view.axis == self.extent
+            else list(x.unbind(2))
+        )
         if self.along is None:
             return [part[:, :, 0] for part in parts]
         return [part[:, :, :n] for part, n in zip(parts, self.lengths(view), strict=True)]
@@ -130,7 +138,9 @@ def together(step: Callable[..., Sequence[Tensor]], *lists: Sequence[Tensor]) ->
         sizes = [len(lists[0][i]) for i in members]
         several = ([x[i] for i in members] for x in lists)
         done = step(*(some[0] if len(some) == 1 else torch.cat(some) for some in several))
-        found.update(zip(members, map(list, zip(*(x.split(sizes) for x in done), strict=True)), strict=True))
+        found.update(
+            zip(members, map(list, zip(*(x.split(sizes) for x in done), strict=True)), strict=True)
+        )
     return [list(x) for x in zip(*(found[i] for i in range(len(found))), strict=True)]
 
 
@@ -178,7 +188,9 @@ class MatrixRule:
 
     def measure_whole(self, momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the statistics, (b,) each, of whole blocks that are given as vectors, (b, elements) each."""
-        pieces = [Pieces(m, g, (m.shape[0], m.shape[1])) for m, g in zip(momenta, gradients, strict=True)]
+        pieces = [
+            Pieces(m, g, (m.shape[0], m.shape[1])) for m, g in zip(momenta, gradients, strict=True)
+        ]
         together = self.combine(self.measure(pieces, momenta[0].device).unsqueeze(1))
         return list(together.split([each.shape[0] for each in pieces]))
 
@@ -192,7 +204,9 @@ class MatrixRule:
         """Return the matrices to orthogonalize, and new state; gradients are given if `inputs` has them."""
         return self.before(directions, state), {}
 
-    def advance(self, polar: Sequence[Tensor], state: BlockState, measured: Sequence[Tensor] | None) -> BlockState:
+    def advance(
+        self, polar: Sequence[Tensor], state: BlockState, measured: Sequence[Tensor] | None
+    ) -> BlockState:
         """Return the new state, from the polar factors and, with `sums`, the statistics of the blocks, (b,) each."""
         return {}
 
@@ -200,7 +214,9 @@ class MatrixRule:
         """Return factors of the updates that broadcast to (b, rows, columns), from the new state; None for 1."""
         return None
 
-    def constrain(self, updates: Sequence[Tensor], weights: Sequence[Tensor], lr: float | Tensor) -> Sequence[Tensor]:
+    def constrain(
+        self, updates: Sequence[Tensor], weights: Sequence[Tensor], lr: float | Tensor
+    ) -> Sequence[Tensor]:
         """Return the updates, to be multiplied by lr (may be 0) and subtracted; called if `inputs` has weights."""
         return updates
 

@@ -64,7 +64,11 @@ def _sums_in_range(m: Tensor, g: Tensor) -> Tensor:
     safe = ((squares > _SAFE_SQUARE) & (squares < 1.0 / _SAFE_SQUARE)).all(dim=0)
     if not m.is_cuda and safe.all():  # a GPU would synchronize
         return sums
-    m, g = (x / torch.where(top == 0, 1.0, top) for x in (m, g) for top in (x.abs().amax(1, keepdim=True),))
+    m, g = (
+        x / torch.where(top == 0, 1.0, top)
+        for x in (m, g)
+        for top in (x.abs().amax(1, keepdim=True),)
+    )
     return torch.where(safe, sums, _sums(m, g))
 
 
@@ -88,7 +92,9 @@ def piece_sums(momentum: Tensor, gradient: Tensor) -> Tensor:
     ones = torch.ones(len(m), 1, dtype=torch.float64, device=m.device)
     s = t = ones
     if momentum.dtype == torch.float64 and m.shape[1]:
-        s, t = (torch.where(x == 0, 1.0, x) for x in (y.abs().amax(dim=1, keepdim=True) for y in (m, g)))
+        s, t = (
+            torch.where(x == 0, 1.0, x) for x in (y.abs().amax(dim=1, keepdim=True) for y in (m, g))
+        )
         m, g = m / s, g / t
     sums = [torch.linalg.vecdot(a, b, dim=1).unsqueeze(1) for a, b in ((m, m), (m, g), (g, g))]
     return torch.cat([s, t, *sums], dim=1)
@@ -133,7 +139,9 @@ def piece_sums_of_many(pairs: Sequence[Pieces], *, joined: bool | None = None) -
 @functools.lru_cache(maxsize=256)
 def _lengths(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     """Return the lengths of all pieces, three times."""
-    return torch.tensor([n for pieces, n in shapes for _ in range(pieces)] * 3, dtype=torch.int64, device=device)
+    return torch.tensor(
+        [n for pieces, n in shapes for _ in range(pieces)] * 3, dtype=torch.int64, device=device
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +170,13 @@ class Magma(MatrixRule):
     def combine(self, sums: Tensor) -> Tensor:
         """Return the alignment of each block, float32 (blocks,); 0 where either vector is zero."""
         s, t = sums[..., 0], sums[..., 1]
-        s, t = (x / x.amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny) for x in (s, t))
-        mm, mg, gg = ((sums[..., 2 + i] * scale).sum(dim=1) for i, scale in enumerate((s * s, s * t, t * t)))
+        s, t = (
+            x / x.amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+            for x in (s, t)
+        )
+        mm, mg, gg = (
+            (sums[..., 2 + i] * scale).sum(dim=1) for i, scale in enumerate((s * s, s * t, t * t))
+        )
         norms = mm.sqrt() * gg.sqrt()
         return torch.where(norms > 0, mg / norms, 0.0).clamp(-1.0, 1.0).float()
 
@@ -189,7 +202,9 @@ class Magma(MatrixRule):
                 sums.append(_sums_of_one(momenta[members[0]], gradients[members[0]]))
                 continue
             blocks = sum(len(momenta[i]) for i in members)
-            pairs = momenta[0].new_empty(2, blocks, momenta[members[0]].shape[1], dtype=torch.float64)
+            pairs = momenta[0].new_empty(
+                2, blocks, momenta[members[0]].shape[1], dtype=torch.float64
+            )
             for place, several in zip(pairs, (momenta, gradients), strict=True):
                 some = [several[i] for i in members]
                 if from_float64:
@@ -203,13 +218,18 @@ class Magma(MatrixRule):
         found = dict(zip(order, cosines.split([len(momenta[i]) for i in order]), strict=True))
         return [found[i] for i in range(len(momenta))]
 
-    def advance(self, polar: Sequence[Tensor], state: BlockState, measured: Sequence[Tensor] | None) -> BlockState:
+    def advance(
+        self, polar: Sequence[Tensor], state: BlockState, measured: Sequence[Tensor] | None
+    ) -> BlockState:
         """Move the scores towards the alignments; all tensors are float32 (blocks,)."""
         assert measured is not None
         # In float64, so that a score does not depend on the number of scores: vector and scalar units round
         # differently.
         old, cosine = torch.cat(list(state[SCORE])).double(), torch.cat(list(measured)).double()
-        new = old.lerp((torch.sigmoid(cosine / TEMPERATURE) - _LOWEST) / (_HIGHEST - _LOWEST), 1.0 - SCORE_DECAY)
+        new = old.lerp(
+            (torch.sigmoid(cosine / TEMPERATURE) - _LOWEST) / (_HIGHEST - _LOWEST),
+            1.0 - SCORE_DECAY,
+        )
         return {SCORE: new.float().split([len(score) for score in state[SCORE]])}
 
     def factors(self, polar: Sequence[Tensor], state: BlockState) -> list[Tensor]:

@@ -40,13 +40,17 @@ def current_masters(masters: Sequence[Tensor], params: Sequence[Tensor]) -> list
 
     Such elements are new, or the parameter was changed outside of a step, for instance by loading weights or QK-clip.
     """
-    here = [m if m.device == p.device else m.to(p.device) for m, p in zip(masters, params, strict=True)]
+    here = [
+        m if m.device == p.device else m.to(p.device) for m, p in zip(masters, params, strict=True)
+    ]
     for m, p in zip(here, params, strict=True):
         m.copy_(torch.where(m.to(p.dtype) == p, m, p.to(m.dtype)))
     return here
 
 
-def round_masters(masters: Sequence[Tensor], here: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+def round_masters(
+    masters: Sequence[Tensor], here: Sequence[Tensor], params: Sequence[Tensor]
+) -> None:
     """Write stepped masters `here` to the parameters, and to `masters` in host memory if `here` are copies of these."""
     torch._foreach_copy_(list(params), list(here))
     for kept, m in zip(masters, here, strict=True):

@@ -36,14 +36,17 @@ class NormControl(MatrixRule):
         """Return the rule that settings switch on, or None."""
         return None if settings.norm_control == "none" else cls(settings.norm_brake)
 
-    def constrain(self, updates: Sequence[Tensor], weights: Sequence[Tensor], lr: float | Tensor) -> Sequence[Tensor]:
+    def constrain(
+        self, updates: Sequence[Tensor], weights: Sequence[Tensor], lr: float | Tensor
+    ) -> Sequence[Tensor]:
         """Return the updates that lead to weights of the norms t."""
         return together(lambda u, w: (self._constrained(u, w, lr),), updates, weights)[0]
 
     def _constrained(self, u: Tensor, w: Tensor, lr: float | Tensor) -> Tensor:
         """Return t/‖W′‖ U + (1 − t/‖W′‖)/lr W, without a division by lr, which may be 0."""
         squares, products, sizes = (
-            (a * b).sum(dim=(1, 2), keepdim=True, dtype=torch.float64) for a, b in ((w, w), (w, u), (u, u))
+            (a * b).sum(dim=(1, 2), keepdim=True, dtype=torch.float64)
+            for a, b in ((w, w), (w, u), (u, u))
         )
         # ‖W′‖² = ‖W‖² (1 + lr x)
         x = torch.where(squares > 0, (lr * sizes - 2.0 * products) / squares, 0.0)

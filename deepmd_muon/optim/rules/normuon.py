@@ -61,11 +61,18 @@ class NorMuon(MatrixRule):
         dim = 2 if self.neurons == "rows" else 1
         return [torch.linalg.vector_norm(o, dim=dim, dtype=torch.float64).square_() for o in polar]
 
-    def advance(self, polar: Sequence[Tensor], state: BlockState, measured: Sequence[Tensor] | None) -> BlockState:
+    def advance(
+        self, polar: Sequence[Tensor], state: BlockState, measured: Sequence[Tensor] | None
+    ) -> BlockState:
         """Move the second moments towards the mean squares of the neurons."""
         width = 2 if self.neurons == "rows" else 1
         pairs = zip(state[self._key], self._sums(polar), polar, strict=True)
-        return {self._key: [v.double().lerp(s / o.shape[width], 1.0 - self.beta).to(v.dtype) for v, s, o in pairs]}
+        return {
+            self._key: [
+                v.double().lerp(s / o.shape[width], 1.0 - self.beta).to(v.dtype)
+                for v, s, o in pairs
+            ]
+        }
 
     def factors(self, polar: Sequence[Tensor], state: BlockState) -> list[Tensor]:
         """Return the factor of every neuron: it divides by √v and keeps the norm of the matrix."""

@@ -46,9 +46,13 @@ def register_rule(rule: MatrixRule) -> None:
         if other.name == rule.name and same:
             continue
         if other.name == rule.name:
-            raise InvalidSettingError(f"register_rule: {rule.name!r} is the name of another rule, {other}")
+            raise InvalidSettingError(
+                f"register_rule: {rule.name!r} is the name of another rule, {other}"
+            )
         if shared := ", ".join(sorted(other.tensors().keys() & rule.tensors().keys())):
-            raise InvalidSettingError(f"register_rule: {rule.name!r} and {other.name!r} both have the state {shared}")
+            raise InvalidSettingError(
+                f"register_rule: {rule.name!r} and {other.name!r} both have the state {shared}"
+            )
     _REGISTERED[rule.name] = rule
     matrix_rules.cache_clear()
 

@@ -21,13 +21,25 @@ _MODULES = {
     "plan_from_routes": f"{__name__}.plan",
 }
 
-__all__ = ["Layout", "Plan", "PlannedParameter", "ShardPlacement", "ShardedSettings", "make_plan", "plan_from_routes"]
+__all__ = [
+    "Layout",
+    "Plan",
+    "PlannedParameter",
+    "ShardPlacement",
+    "ShardedSettings",
+    "make_plan",
+    "plan_from_routes",
+]
 
 
 def __getattr__(name: str) -> Any:
     # Lazily, so that single-process training does not import torch.distributed.
     if name == "Split":
-        warnings.warn("deepmd_muon.optim.sharded.Split is now ShardPlacement", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "deepmd_muon.optim.sharded.Split is now ShardPlacement",
+            DeprecationWarning,
+            stacklevel=2,
+        )
         name = "ShardPlacement"
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)

@@ -22,18 +22,27 @@ from deepmd_muon.optim.errors import MissingGradientError, PlanMismatchError, Re
 from deepmd_muon.optim.routing.group_settings import LISTS, OF_ALL_GROUPS
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.sharded.params import ShardedParameter
-from deepmd_muon.optim.sharded.process_groups import agreeing_groups, check_names, group_of, statements_if_different
+from deepmd_muon.optim.sharded.process_groups import (
+    agreeing_groups,
+    check_names,
+    group_of,
+    statements_if_different,
+)
 from deepmd_muon.optim.state.schema import State
 
 # Without patterns: the routes that follow from them are compared, and patterns for parameters of one rank may differ.
 _KEYS = tuple(
-    field.name for field in dataclasses.fields(HybridMuonConfig) if field.name not in OF_ALL_GROUPS.union(LISTS)
+    field.name
+    for field in dataclasses.fields(HybridMuonConfig)
+    if field.name not in OF_ALL_GROUPS.union(LISTS)
 )
 KEYS = ("lr", "maximize", *_KEYS)
 """The settings of a group that must be the same on all ranks that hold its parameters."""
 
 _NUMERIC = {"lr", "maximize", "adam_lr_ratio"}.union(
-    field.name for field in dataclasses.fields(HybridMuonConfig) if isinstance(field.default, (int, float))
+    field.name
+    for field in dataclasses.fields(HybridMuonConfig)
+    if isinstance(field.default, (int, float))
 )
 # The ranks and name of a parameter, and the number and settings of its group.
 _Statement = tuple[tuple[int, ...], str, int, dict[str, Any]]
@@ -42,25 +51,37 @@ _RARELY = 100
 _DIGEST_BITS = 24  # whole numbers that float32 holds exactly
 
 
-def check_settings(groups: Sequence[Group], params: Sequence[ShardedParameter], device: torch.device) -> None:
+def check_settings(
+    groups: Sequence[Group], params: Sequence[ShardedParameter], device: torch.device
+) -> None:
     """Compare names, routes and settings of all parameters among the ranks that hold them, on tensors of `device`.
 
     Reading a learning rate on a GPU synchronizes with it. Raises PlanMismatchError on all ranks, with the first
     parameter that differs, or with group, key and both values of the first setting.
     """
-    members = [(tuple(sorted(p.layout.ranks)), f"{p} (route {p.entry.placement})", p) for p in params]
+    members = [
+        (tuple(sorted(p.layout.ranks)), f"{p} (route {p.entry.placement})", p) for p in params
+    ]
     settings = {}
     for number in dict.fromkeys(p.group for p in params):
         group = groups[number]
         own = {key: getattr(group.settings, key) for key in _KEYS}
-        settings[number] = {"lr": float(group.values["lr"]), "maximize": group.values["maximize"], **own}
+        settings[number] = {
+            "lr": float(group.values["lr"]),
+            "maximize": group.values["maximize"],
+            **own,
+        }
     for among, process_group in agreeing_groups([ranks for ranks, _, _ in members], device):
         here = [member for member in members if set(member[0]) <= set(among)]
         check_names([(ranks, name) for ranks, name, _ in here], among, process_group, device)
-        mine: list[_Statement] = [(ranks, p.entry.name, p.group, settings[p.group]) for ranks, _, p in here]
+        mine: list[_Statement] = [
+            (ranks, p.entry.name, p.group, settings[p.group]) for ranks, _, p in here
+        ]
         everyone: list[list[_Statement]] | None
         statement = repr(mine).encode()
-        everyone = statements_if_different(statement, functools.partial(list, mine), among, process_group, device)
+        everyone = statements_if_different(
+            statement, functools.partial(list, mine), among, process_group, device
+        )
         known: dict[Any, tuple[int, dict[str, Any]]] = {}
         for rank, theirs in zip(among, everyone or (), strict=everyone is not None):
             for ranks, name, number, values in theirs:
@@ -80,7 +101,9 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
     compared before, or their values come from a checkpoint. Raises ReplicaMismatchError on all ranks, with all
     names.
     """
-    fresh = [p for p in params if not isinstance(p.p, DTensor) and not state.get(p.p) and p.p.numel()]
+    fresh = [
+        p for p in params if not isinstance(p.p, DTensor) and not state.get(p.p) and p.p.numel()
+    ]
     if not fresh:
         return
     ranks = tuple(sorted(fresh[0].layout.ranks))  # those of `replicas`
@@ -98,9 +121,15 @@ def check_replicas(state: State, params: Sequence[ShardedParameter], device: tor
     mine = torch.stack(digests)
     extremes = torch.stack([mine, -mine])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    different = [p for p, equal in zip(fresh, (extremes[0] == -extremes[1]).tolist(), strict=True) if not equal]
+    different = [
+        p
+        for p, equal in zip(fresh, (extremes[0] == -extremes[1]).tolist(), strict=True)
+        if not equal
+    ]
     if different:
-        names = ", ".join(map(repr, (p.entry.name for p in different[:10]))) + ", …" * (len(different) > 10)
+        names = ", ".join(map(repr, (p.entry.name for p in different[:10]))) + ", …" * (
+            len(different) > 10
+        )
         raise ReplicaMismatchError(
             f"the values of {names} differ between ranks {ranks}, where `replicas` declares copies; broadcast them "
             "before the first step (DistributedDataParallel does). List parameters that differ between ranks on "
@@ -130,8 +159,13 @@ class GroupColumns:
         """Read the groups; return whether a setting has changed since the last call."""
         lrs = [group.values["lr"] for group in self.groups]
         # Learning rates on a GPU are compared in the first step only.
-        on_host = [float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else 0.0 for lr in lrs]
-        read = [(lr, group.values["maximize"]) for lr, group in zip(on_host, self.groups, strict=True)]
+        on_host = [
+            float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else 0.0
+            for lr in lrs
+        ]
+        read = [
+            (lr, group.values["maximize"]) for lr, group in zip(on_host, self.groups, strict=True)
+        ]
         if read == self.read:
             return False
         self.read = read
@@ -141,7 +175,11 @@ class GroupColumns:
             own = [getattr(group.settings, key) for key in _KEYS]
             # Settings that are not numbers are compared by digests.
             numbers = [
-                float(x if isinstance(x, (bool, int, float)) else zlib.crc32(repr(x).encode()) % 2**_DIGEST_BITS)
+                float(
+                    x
+                    if isinstance(x, (bool, int, float))
+                    else zlib.crc32(repr(x).encode()) % 2**_DIGEST_BITS
+                )
                 for x in own
             ]
             self.values[number] = [lr, float(maximize), *numbers]
@@ -190,7 +228,9 @@ class GradientPresence:
         self._places: list[list[int]] = []  # the positions of their flags,
         self._names: list[list[str]] = []  # and the names of all ranks' parameters, one per flag
         self._columns, self._steps = columns, 0
-        self._entries: list[list[tuple[int, int]]] = []  # this rank's groups of parameters: number, first column
+        self._entries: list[
+            list[tuple[int, int]]
+        ] = []  # this rank's groups of parameters: number, first column
         self._labels: list[list[str]] = []  # and all ranks'
         rest = [each for each in compared if len(each.ranks) > 1]
         groups = [] if columns is None else list(enumerate(columns.entries))
@@ -205,11 +245,17 @@ class GradientPresence:
             held = [(number, entry) for number, entry in groups if set(entry[0]) <= set(among)]
             groups = [each for each in groups if each not in held]
             found = check_names([entry for _, entry in held], among, group, device)
-            self._entries.append([(number, len(known) + len(KEYS) * found[entry]) for number, entry in held])
+            self._entries.append(
+                [(number, len(known) + len(KEYS) * found[entry]) for number, entry in held]
+            )
             self._labels.append([name for _, name in found])
         # Host memory for the results; pinned, so that copies from a GPU are asynchronous.
-        self._widths = [len(a) + len(KEYS) * len(b) for a, b in zip(self._names, self._labels, strict=True)]
-        self._arrived = [torch.zeros(2, width, device="cpu", pin_memory=on_gpu) for width in self._widths]
+        self._widths = [
+            len(a) + len(KEYS) * len(b) for a, b in zip(self._names, self._labels, strict=True)
+        ]
+        self._arrived = [
+            torch.zeros(2, width, device="cpu", pin_memory=on_gpu) for width in self._widths
+        ]
         self._found: list[list[bool]] | None = None
         self._here: list[Tensor] = []
         self._pending = False
@@ -276,11 +322,15 @@ class GradientPresence:
         for known, labels, (largest, negated) in zip(self._names, self._labels, read, strict=True):
             for i, label in enumerate(labels):
                 here = slice(len(known) + i * len(KEYS), len(known) + (i + 1) * len(KEYS))
-                for key, high, low in zip(KEYS, largest[here], [-x for x in negated[here]], strict=True):
+                for key, high, low in zip(
+                    KEYS, largest[here], [-x for x in negated[here]], strict=True
+                ):
                     if high != low:
                         values = f"{low:.7g} on one rank and {high:.7g} on another"
                         values = values if key in _NUMERIC else "not the same on all ranks"
-                        raise PlanMismatchError(f"{late}{key} of {label} is {values}; give all ranks the same settings")
+                        raise PlanMismatchError(
+                            f"{late}{key} of {label} is {values}; give all ranks the same settings"
+                        )
 
     def _look(self) -> None:
         """Update the flags on the device if local gradients or settings have changed.
@@ -301,6 +351,8 @@ class GradientPresence:
             flags[:, len(self._names[k]) :] = -torch.inf  # of groups on other ranks
             for number, start in self._entries[k]:
                 assert self._columns is not None
-                values = torch.tensor(self._columns.values[self._columns.numbers[number]], device="cpu")
+                values = torch.tensor(
+                    self._columns.values[self._columns.numbers[number]], device="cpu"
+                )
                 flags[:, start : start + len(KEYS)] = torch.stack([values, -values])
             self._here.append(flags.view(-1).to(self._device))

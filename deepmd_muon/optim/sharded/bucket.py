@@ -61,7 +61,9 @@ class UpdateList:
     positions: list[int] = dataclasses.field(default_factory=list)
     targets: list[Tensor] = dataclasses.field(default_factory=list)
     updates: list[Tensor] = dataclasses.field(default_factory=list)
-    masters: list[Tensor] = dataclasses.field(default_factory=list)  # of 16-bit parameters with master weights
+    masters: list[Tensor] = dataclasses.field(
+        default_factory=list
+    )  # of 16-bit parameters with master weights
 
 
 class Bucket:
@@ -89,7 +91,13 @@ class Bucket:
     """
 
     def __init__(
-        self, plan: Plan, domain: Domain, exchange: Exchange, groups: Sequence[int], rank: int, device: torch.device
+        self,
+        plan: Plan,
+        domain: Domain,
+        exchange: Exchange,
+        groups: Sequence[int],
+        rank: int,
+        device: torch.device,
     ) -> None:
         self.exchange = exchange
         self.measuring = tuple(rule for rule in domain.rules if rule.sums)
@@ -107,7 +115,9 @@ class Bucket:
         self.applying = pieces("return", into["return"], [rank] * len(into["return"].payloads))
         self._arriving = pieces("gather", into["gather"], into["gather"].peers)
         self._leaving = pieces("return", out["return"], out["return"].peers)
-        self.parameters = tuple(dict.fromkeys(piece.parameter for piece in (*self._packing, *self.applying)))
+        self.parameters = tuple(
+            dict.fromkeys(piece.parameter for piece in (*self._packing, *self.applying))
+        )
         stacks: dict[tuple[int, tuple[int, int]], list[int]] = {}
         for j in exchange.messages.owned:
             p = plan.parameters[jobs[j].parameter]
@@ -117,9 +127,13 @@ class Bucket:
         # Elements of the matrices, and of the inputs that rules request beside them.
         sizes = [len(stack.jobs) * stack.shape[0] * stack.shape[1] for stack in self.stacks]
         self.elements = (1 + len(self.asked)) * sum(sizes)
-        self._slots = {j: (s, i) for s, stack in enumerate(self.stacks) for i, j in enumerate(stack.jobs)}
+        self._slots = {
+            j: (s, i) for s, stack in enumerate(self.stacks) for i, j in enumerate(stack.jobs)
+        }
         order = {j: i for i, j in enumerate(j for stack in self.stacks for j in stack.jobs)}
-        self._header_table = _table([order[j] for j, _, _ in into["gather"].payloads], len(order)).to(device)
+        self._header_table = _table(
+            [order[j] for j, _, _ in into["gather"].payloads], len(order)
+        ).to(device)
         self._header_of_leaving = _index([order[j] for j, _, _ in out["return"].payloads], device)
         stacked = [(stack.jobs, stack.shape) for stack in self.stacks]
         self._rule_state = RuleState(plan, domain.rules, exchange, stacked, rank, device)
@@ -160,13 +174,20 @@ class Bucket:
         self._rule_state.bind({i: own.state for i, own in local_params.items()})
 
     def _bind_packing(
-        self, local_params: Mapping[int, LocalParameter], momenta: Sequence[Tensor], rows: Mapping[int, int]
+        self,
+        local_params: Mapping[int, LocalParameter],
+        momenta: Sequence[Tensor],
+        rows: Mapping[int, int],
     ) -> None:
         """Create the views into which `pack` writes directions, inputs and sums of rules, and their state."""
         side, plan = self.exchange.outward["gather"], self._plan
         self._pack_into: list[list[Tensor]] = [[] for _ in range(side.planes)]
-        planes = [side.elements(self.exchange.sent["gather"], plane) for plane in range(side.planes)]
-        self._pack_from: list[tuple[int, tuple[int, int, int], tuple[int, slice, slice] | None]] = []
+        planes = [
+            side.elements(self.exchange.sent["gather"], plane) for plane in range(side.planes)
+        ]
+        self._pack_from: list[
+            tuple[int, tuple[int, int, int], tuple[int, slice, slice] | None]
+        ] = []
         summed, found = [], []
         for k, (piece, *flats) in enumerate(zip(self._packing, *planes, strict=True)):
             shape = local_shape(plan, piece.parameter, self._rank, "gather")
@@ -186,7 +207,9 @@ class Bucket:
                 summed.append(k)
                 found.append(rows[piece.parameter] + part * shape[0] + max(piece.batch, 0))
         fields = 1 + len(self._rule_state.keys) + sum(rule.sums for rule in self.measuring)
-        self._headers = torch.zeros(len(self._packing), fields, dtype=torch.float64, device=self._device)
+        self._headers = torch.zeros(
+            len(self._packing), fields, dtype=torch.float64, device=self._device
+        )
         self._headers[:, 0] = 1.0
         everything = len(summed) == len(self._packing)
         self._summed = slice(None) if everything else _index(summed, self._device)
@@ -206,9 +229,13 @@ class Bucket:
                 update_list.positions.append(k)
                 update_list.targets.append(mine.p.view(shape)[piece.batch, rows, columns])
                 if MASTER in mine.state:
-                    update_list.masters.append(mine.state[MASTER].view(shape)[piece.batch, rows, columns])
+                    update_list.masters.append(
+                        mine.state[MASTER].view(shape)[piece.batch, rows, columns]
+                    )
                 update_list.updates.append(flat.view(piece.rows.size, piece.columns.size))
-        self.update_lists = [(group, update_list) for (group, _), update_list in update_lists.items()]
+        self.update_lists = [
+            (group, update_list) for (group, _), update_list in update_lists.items()
+        ]
 
     def _rectangles(
         self,
@@ -229,7 +256,12 @@ class Bucket:
         return in_blocks, in_buffer
 
     @phase("gather")
-    def pack(self, planes: Sequence[Mapping[int, Tensor]], sums: Tensor | None, absent: Mapping[int, Tensor]) -> None:
+    def pack(
+        self,
+        planes: Sequence[Mapping[int, Tensor]],
+        sums: Tensor | None,
+        absent: Mapping[int, Tensor],
+    ) -> None:
         """Write directions, inputs of rules, presence, state and sums of rules into the buffer for the owners.
 
         `planes` has this rank's directions by parameter of the plan, shaped like the local momentum, and likewise each
@@ -239,14 +271,21 @@ class Bucket:
         for into, plane in zip(self._pack_into, planes, strict=True):
             if into:
                 sources = [
-                    plane[i] if where is None else plane[i].reshape(shape)[where] for i, shape, where in self._pack_from
+                    plane[i] if where is None else plane[i].reshape(shape)[where]
+                    for i, shape, where in self._pack_from
                 ]
                 torch._foreach_copy_(into, sources)
         headers = self._headers
-        gone = [k for k, piece in enumerate(self._packing) if piece.parameter in absent] if absent else []
+        gone = (
+            [k for k, piece in enumerate(self._packing) if piece.parameter in absent]
+            if absent
+            else []
+        )
         if gone:
             headers = headers.clone()
-            torch._foreach_zero_([headers[k, :1] for k in gone])  # a list as index would be copied from the host
+            torch._foreach_zero_(
+                [headers[k, :1] for k in gone]
+            )  # a list as index would be copied from the host
         self._rule_state.pack(headers)
         if sums is not None:
             headers[self._summed, 1 + len(self._rule_state.keys) :] = sums[self._sums_of_packed]
@@ -263,7 +302,9 @@ class Bucket:
         present = padded[:, :, 0].amax(dim=1).split(sizes)
         measured, column = {}, 1 + len(self._rule_state.keys)
         for rule in self.measuring:
-            measured[rule] = list(rule.combine(padded[:, :, column : column + rule.sums]).split(sizes))
+            measured[rule] = list(
+                rule.combine(padded[:, :, column : column + rule.sums]).split(sizes)
+            )
             column += rule.sums
         # All senders of pieces of a block have the same state per block.
         return OwnedBlocks(list(present), measured, self._rule_state.arrive(padded[:, 0]))
@@ -275,7 +316,9 @@ class Bucket:
             torch._foreach_copy_(self.matrices, list(updates))
         if self._leave[0]:
             torch._foreach_copy_(self._leave[1], self._leave[0])
-        columns = [torch.cat(owned.present), *self._rule_state.leave(owned.state)] if self.stacks else []
+        columns = (
+            [torch.cat(owned.present), *self._rule_state.leave(owned.state)] if self.stacks else []
+        )
         if not columns:
             return
         headers = torch.stack(columns, dim=1)[self._header_of_leaving]
@@ -284,7 +327,9 @@ class Bucket:
     def changed_by_updates(self) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield, for each piece updated here, its number and views of the parameter and, if any, the master weight."""
         for _, kind in self.update_lists:
-            masters: Iterable[list[Tensor]] = ([x] for x in kind.masters) if kind.masters else itertools.repeat([])
+            masters: Iterable[list[Tensor]] = (
+                ([x] for x in kind.masters) if kind.masters else itertools.repeat([])
+            )
             for k, target, master in zip(kind.positions, kind.targets, masters, strict=False):
                 yield k, [target, *master]
 

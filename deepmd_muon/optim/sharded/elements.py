@@ -31,12 +31,16 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class ElementwiseStep:
     """The element-wise routes of parameters that live on several ranks."""
 
-    def __init__(self, sharded_params: Sequence[ShardedParameter], collectives: CollectiveStream) -> None:
+    def __init__(
+        self, sharded_params: Sequence[ShardedParameter], collectives: CollectiveStream
+    ) -> None:
         self._sharded_params = sharded_params
         self.waves: list[Wave] = []
         self._parts = gathered_parts(sharded_params, collectives)
 
-    def compile(self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int) -> None:
+    def compile(
+        self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int
+    ) -> None:
         """Divide the parameters that have a gradient into waves; create missing state."""
         kinds: dict[tuple[int, Route], list[tuple[Tensor, StateHolder]]] = defaultdict(list)
         for param in self._sharded_params:
@@ -46,7 +50,9 @@ class ElementwiseStep:
         for (number, route), members in kinds.items():
             self.waves += waves_of(groups[number], route, members, state, memory, workspace)
 
-    def step(self, control: StepControl, moments: Iterator[list[Tensor]] | None) -> list[Callable[[], None]]:
+    def step(
+        self, control: StepControl, moments: Iterator[list[Tensor]] | None
+    ) -> list[Callable[[], None]]:
         """Step all waves; return functions that wait for the other ranks' parts and write them.
 
         `moments` yields each wave's offloaded moments on the device, in order.
@@ -64,7 +70,9 @@ def gathered_parts(
     sharded_params: Iterable[ShardedParameter], collectives: CollectiveStream, *, keep: bool = True
 ) -> list[GatheredParts]:
     """Return the gathers of those parameters whose state is sharded over several ranks; see `GatheredParts`."""
-    found: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[Tensor, StateSharding]]] = defaultdict(list)
+    found: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[Tensor, StateSharding]]] = (
+        defaultdict(list)
+    )
     for param in sharded_params:
         if param.sharding is not None and len(param.sharding.layout.ranks) > 1:
             found[param.sharding.layout.ranks, param.p.dtype].append((param.p, param.sharding))
@@ -84,7 +92,11 @@ class GatheredParts:
     """
 
     def __init__(
-        self, params: Sequence[tuple[Tensor, StateSharding]], collectives: CollectiveStream, *, keep: bool = True
+        self,
+        params: Sequence[tuple[Tensor, StateSharding]],
+        collectives: CollectiveStream,
+        *,
+        keep: bool = True,
     ) -> None:
         first = params[0]
         ranks = first[1].layout.ranks
@@ -92,14 +104,20 @@ class GatheredParts:
         self._collectives = collectives
         self._group = group_of(tuple(sorted(ranks)), first[0].device)
         places = dict(zip(ranks, first[1].layout.coordinates(), strict=True))
-        self._runs: list[list[tuple[int, int]]] = []  # for each rank and parameter: first row and number of rows
+        self._runs: list[
+            list[tuple[int, int]]
+        ] = []  # for each rank and parameter: first row and number of rows
         for rank in sorted(ranks):
             found = [
-                held_runs(p.shape[sharding.dim], sharding.dim, sharding.layout, places[rank]) for p, sharding in params
+                held_runs(p.shape[sharding.dim], sharding.dim, sharding.layout, places[rank])
+                for p, sharding in params
             ]
             self._runs.append([(runs[0][0] if runs else 0, total(runs)) for runs in found])
         self._row_sizes = [p.numel() // max(1, p.shape[sharding.dim]) for p, sharding in params]
-        lengths = [sum(n * size for (_, n), size in zip(runs, self._row_sizes, strict=True)) for runs in self._runs]
+        lengths = [
+            sum(n * size for (_, n), size in zip(runs, self._row_sizes, strict=True))
+            for runs in self._runs
+        ]
         self._longest = max(lengths)
         self._mine = torch.empty(self._longest, dtype=first[0].dtype, device=first[0].device)
         self._kept = self._buffer() if keep else None
@@ -119,14 +137,18 @@ class GatheredParts:
     def gather(self) -> Callable[[], None]:
         """Start the collective on the buffer; return the function that waits for it and writes all parameters."""
         everything = self._buffer() if self._kept is None else self._kept
-        arrived: Callable[[], Any] = self._collectives.launch(all_gather, everything, self._mine, group=self._group)
+        arrived: Callable[[], Any] = self._collectives.launch(
+            all_gather, everything, self._mine, group=self._group
+        )
 
         def take() -> None:
             arrived()
             into, out_of = [], []
             for number, runs in enumerate(self._runs):
                 at = number * self._longest
-                for (p, sharding), (start, rows), size in zip(self._params, runs, self._row_sizes, strict=True):
+                for (p, sharding), (start, rows), size in zip(
+                    self._params, runs, self._row_sizes, strict=True
+                ):
                     if rows * size:
                         target = p.detach().narrow(sharding.dim, start, rows)
                         into.append(target)

@@ -28,7 +28,9 @@ class ShardPlacement:
     stride: int = 1
 
     def __str__(self) -> str:
-        return f"Shard({self.dim})" if self.stride == 1 else f"StridedShard({self.dim}, {self.stride})"
+        return (
+            f"Shard({self.dim})" if self.stride == 1 else f"StridedShard({self.dim}, {self.stride})"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +63,9 @@ class Layout:
         """Return the ranks of each complete copy of the parameter, shards in the same order in every copy."""
         copies: dict[tuple[int, ...], list[int]] = {}
         for rank, place in zip(self.ranks, self.coordinates(), strict=True):
-            key = tuple(i for i, placement in zip(place, self.placements, strict=True) if placement is None)
+            key = tuple(
+                i for i, placement in zip(place, self.placements, strict=True) if placement is None
+            )
             copies.setdefault(key, []).append(rank)
         return tuple(tuple(copy) for copy in copies.values())
 
@@ -71,7 +75,9 @@ def replicated(ranks: Sequence[int]) -> Layout:
     return Layout((len(ranks),), tuple(ranks), (None,))
 
 
-def state_layout(shape: Sequence[int], ranks: Sequence[int], mesh: tuple[int, ...], *, matrices: bool) -> Layout:
+def state_layout(
+    shape: Sequence[int], ranks: Sequence[int], mesh: tuple[int, ...], *, matrices: bool
+) -> Layout:
     """Return the layout of the state of a replicated parameter, in equal parts (ZeRO-1).
 
     Matrices are sharded along the dimension that minimizes the largest part, other parameters along the first, so that
@@ -80,7 +86,10 @@ def state_layout(shape: Sequence[int], ranks: Sequence[int], mesh: tuple[int, ..
     size = len(ranks)
     dim = 0
     if matrices:
-        dim = min(range(len(shape)), key=lambda d: (-(-shape[d] // size) * (math.prod(shape) // max(1, shape[d])), d))
+        dim = min(
+            range(len(shape)),
+            key=lambda d: (-(-shape[d] // size) * (math.prod(shape) // max(1, shape[d])), d),
+        )
     return Layout(mesh, tuple(ranks), (ShardPlacement(dim),) * len(mesh))
 
 
@@ -162,7 +171,9 @@ def _folded(parts: Sequence[tuple[Runs, int]]) -> Runs:
             runs = tuple((start * size, stop * size) for start, stop in runs)
         else:
             outer = (i for start, stop in runs for i in range(start, stop))
-            runs = _joined([(i * size + start, i * size + stop) for i in outer for start, stop in inner])
+            runs = _joined(
+                [(i * size + start, i * size + stop) for i in outer for start, stop in inner]
+            )
     return runs
 
 
@@ -218,7 +229,9 @@ def rule_layout(shape: tuple[int, ...], view: MatrixView, layout: Layout, extent
         return score_layout(shape, view, layout)
     kept = view.dims_of(shape, extent)
     lines = lines_layout(shape, view, layout, extent)
-    axes = (None if p is None else ShardPlacement(kept.index(p.dim), p.stride) for p in lines.placements)
+    axes = (
+        None if p is None else ShardPlacement(kept.index(p.dim), p.stride) for p in lines.placements
+    )
     return Layout(layout.mesh, layout.ranks, tuple(axes))
 
 

@@ -72,7 +72,11 @@ def _held(p: PlannedParameter, block: int, region: Region) -> tuple[int, int, Ov
 def piece_of(plan: Plan, parameter: int, block: int, rank: int, leg: Leg) -> Piece:
     """Return a rank's piece of a block: of the momentum, for the gather, or of the elements that it updates."""
     p = plan.parameters[parameter]
-    return Piece(parameter, block, *_held(p, block, regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank])[1:])
+    return Piece(
+        parameter,
+        block,
+        *_held(p, block, regions_by_rank(p.shape, p.view, p.layout_of(leg))[rank])[1:],
+    )
 
 
 class Lines(NamedTuple):
@@ -99,12 +103,16 @@ def lines_of(plan: Plan, parameter: int, block: int, rank: int, tensor: StateTen
     """Return the rows or columns of a block whose values a rank keeps."""
     of = cast("Axis", tensor.extent)
     p = plan.parameters[parameter]
-    region = regions_by_rank(p.shape, p.view, lines_layout(p.shape, p.view, p.layout_of("gather"), of))[rank]
+    region = regions_by_rank(
+        p.shape, p.view, lines_layout(p.shape, p.view, p.layout_of("gather"), of)
+    )[rank]
     part, batch, rows, columns = _held(p, block, region)
     repeats, (nbatch, nrows, ncolumns) = p.view.repeats(of), region.shape
     shape = nbatch, nrows if of == "rows" else ncolumns, repeats, max(tensor.lengths(p.view))
     values = tensor.lengths(p.view)[part]
-    return Lines(shape, batch, rows if of == "rows" else columns, part if repeats > 1 else 0, values)
+    return Lines(
+        shape, batch, rows if of == "rows" else columns, part if repeats > 1 else 0, values
+    )
 
 
 def local_shape(plan: Plan, parameter: int, rank: int, leg: Leg) -> tuple[int, int, int]:
@@ -142,7 +150,9 @@ def local_messages(plan: Plan, domain: Domain, rank: int) -> list[RankMessages]:
     return [rank_messages(plan, domain, portion, (rank,), rank) for portion in portions]
 
 
-def rank_messages(plan: Plan, domain: Domain, jobs: Sequence[Job], peers: tuple[int, ...], rank: int) -> RankMessages:
+def rank_messages(
+    plan: Plan, domain: Domain, jobs: Sequence[Job], peers: tuple[int, ...], rank: int
+) -> RankMessages:
     """Sort the pieces of these jobs into messages, in the same order for sender and receiver."""
     pieces: dict[tuple[Leg, bool, int], list[tuple[int, int, int]]] = defaultdict(list)
     for i, job in enumerate(jobs):
@@ -150,23 +160,32 @@ def rank_messages(plan: Plan, domain: Domain, jobs: Sequence[Job], peers: tuple[
         for leg, holders in ends.items():
             from_holder = leg == "gather"
             if rank in holders:
-                pieces[leg, from_holder, job.owner].append((i, job.lines.get(rank, 0), holders[rank]))
+                pieces[leg, from_holder, job.owner].append(
+                    (i, job.lines.get(rank, 0), holders[rank])
+                )
             if rank == job.owner:
                 for other, elements in holders.items():
-                    pieces[leg, not from_holder, other].append((i, job.lines.get(other, 0), elements))
+                    pieces[leg, not from_holder, other].append(
+                        (i, job.lines.get(other, 0), elements)
+                    )
 
     def messages(leg: Leg, *, sending: bool) -> list[Message]:
         found = []
         for peer in peers:
             held_here = pieces.get((leg, sending, peer), [])
             lines, elements = tuple(n for _, n, _ in held_here), tuple(n for *_, n in held_here)
-            words = domain.message_bytes(leg, len(held_here), sum(lines), sum(elements), plan.settings) // WORD
+            words = (
+                domain.message_bytes(leg, len(held_here), sum(lines), sum(elements), plan.settings)
+                // WORD
+            )
             found.append(Message(tuple(i for i, *_ in held_here), lines, elements, words))
         return found
 
     out = {leg: messages(leg, sending=True) for leg in LEGS}
     into = {leg: messages(leg, sending=False) for leg in LEGS}
-    return RankMessages(peers, tuple(jobs), tuple(i for i, job in enumerate(jobs) if job.owner == rank), out, into)
+    return RankMessages(
+        peers, tuple(jobs), tuple(i for i, job in enumerate(jobs) if job.owner == rank), out, into
+    )
 
 
 def local_parts(plan: Plan, parameter: int, rank: int) -> list[tuple[slice, slice]]:

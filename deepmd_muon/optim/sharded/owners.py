@@ -45,14 +45,18 @@ class Balance:
         """Return the candidate with the least work; in a tie, the one with fewer bytes, then the one of lower ranks."""
         heap = self._heaps.get(candidates)
         if heap is None:
-            heap = self._heaps[candidates] = [(self.weight(owners), owners) for owners in candidates]
+            heap = self._heaps[candidates] = [
+                (self.weight(owners), owners) for owners in candidates
+            ]
             heapq.heapify(heap)
         while True:
             known, owners = heap[0]
             now = self.weight(owners)
             if now == known:
                 return owners
-            heapq.heapreplace(heap, (now, owners))  # weights only grow, so an old weight is a lower bound
+            heapq.heapreplace(
+                heap, (now, owners)
+            )  # weights only grow, so an old weight is a lower bound
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,11 +64,15 @@ class BlockHolders:
     """The ranks that hold the elements, and the state of rules, of blocks of one kind."""
 
     replicas: tuple[tuple[int, ...], ...]  # the ranks of each complete copy of the momentum
-    copies: tuple[Mapping[int, int], ...]  # for each copy, the ranks that hold elements of the block, and how many
+    copies: tuple[
+        Mapping[int, int], ...
+    ]  # for each copy, the ranks that hold elements of the block, and how many
     # For each complete copy of the parameter, the ranks that need the update or the rules' state, and how many
     # elements.
     destinations: tuple[Mapping[int, int], ...]
-    lines: Mapping[int, int]  # for each rank, the number of values of rules' state per row or column that it keeps
+    lines: Mapping[
+        int, int
+    ]  # for each rank, the number of values of rules' state per row or column that it keeps
 
     @property
     def whole(self) -> bool:
@@ -74,7 +82,11 @@ class BlockHolders:
     @functools.cached_property
     def _spread(self) -> tuple[tuple[OwnerSet, ...], tuple[OwnerSet, ...]]:
         holding = tuple((rank,) for copy in self.copies for rank in copy)
-        return (holding, ()) if self.whole else (tuple((r,) for copy in self.replicas for r in copy), holding)
+        return (
+            (holding, ())
+            if self.whole
+            else (tuple((r,) for copy in self.replicas for r in copy), holding)
+        )
 
     @functools.cached_property
     def _repeat(self) -> tuple[tuple[OwnerSet, ...], tuple[OwnerSet, ...]]:
@@ -91,7 +103,9 @@ class BlockHolders:
         everyone = {rank: size for copy in self.destinations for rank, size in copy.items()}
         return everyone, {rank: i for i, copy in enumerate(self.replicas) for rank in copy}
 
-    def assign(self, balance: Balance, work: int, size: int, *, spread: bool) -> Iterator[Assignment]:
+    def assign(
+        self, balance: Balance, work: int, size: int, *, spread: bool
+    ) -> Iterator[Assignment]:
         """Choose the owner, or one per replica, and yield each with its sources and destinations.
 
         A block that one rank holds whole stays there. Any rank may own another block; among equally busy ranks, one
@@ -144,14 +158,26 @@ def holders_of_blocks(
         with_scores = [layout.ranks] * view.blocks
     known: dict[tuple[object, ...], BlockHolders] = {}
     found = []
-    for (b, part), keeping in zip(itertools.product(range(view.batch), range(len(sizes))), with_scores, strict=True):
-        key = having[b], having_state[b], keeping, part, *(having_lines[b] for *_, having_lines in with_lines)
+    for (b, part), keeping in zip(
+        itertools.product(range(view.batch), range(len(sizes))), with_scores, strict=True
+    ):
+        key = (
+            having[b],
+            having_state[b],
+            keeping,
+            part,
+            *(having_lines[b] for *_, having_lines in with_lines),
+        )
         if key not in known:
             holding = {rank: n for rank in having[b] if (n := math.prod(sizes[part][rank]))}
-            state = {rank: n for rank in having_state[b] if (n := math.prod(sizes_of_state[part][rank]))}
+            state = {
+                rank: n for rank in having_state[b] if (n := math.prod(sizes_of_state[part][rank]))
+            }
             kept: Counter[int] = Counter()
             for axis, lengths, counts, having_lines in with_lines:
-                kept.update({r: n for r in having_lines[b] if (n := lengths[part] * counts[part][r][axis])})
+                kept.update(
+                    {r: n for r in having_lines[b] if (n := lengths[part] * counts[part][r][axis])}
+                )
             needing = {**dict.fromkeys((*keeping, *kept), 0), **holding}
             known[key] = BlockHolders(
                 copies_of_state,
@@ -169,10 +195,15 @@ def _overlaps(
     """Return each rank's rows and columns of each part of a matrix; and the ranks that hold some of each matrix."""
     regions = regions_by_rank(shape, view, layout)
     sizes = [
-        {rank: (overlap(x.rows, r0, r1).size, overlap(x.columns, c0, c1).size) for rank, x in regions.items()}
+        {
+            rank: (overlap(x.rows, r0, r1).size, overlap(x.columns, c0, c1).size)
+            for rank, x in regions.items()
+        }
         for r0, r1, c0, c1 in block_bounds(view)
     ]
-    return sizes, _ranks_by_index(view.batch, {rank: region.batch for rank, region in regions.items()})
+    return sizes, _ranks_by_index(
+        view.batch, {rank: region.batch for rank, region in regions.items()}
+    )
 
 
 def _ranks_by_index(count: int, runs: Mapping[int, Runs]) -> list[tuple[int, ...]]:

@@ -58,12 +58,17 @@ class StateSharding:
         """Return the DTensor of all ranks' parts, from this rank's part."""
         strides = torch.empty(shape, device="meta").stride()
         placements = [Shard(self.dim)] * self.mesh.ndim
-        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=strides)
+        return DTensor.from_local(
+            local, self.mesh, placements, run_check=False, shape=shape, stride=strides
+        )
 
     def of(self, value: Tensor) -> Tensor:
         """Convert a state tensor from any layout to this sharding; for a DTensor all ranks must call it together."""
         if isinstance(value, DTensor):
-            if value.device_mesh == self.mesh and value.placements == (Shard(self.dim),) * self.mesh.ndim:
+            if (
+                value.device_mesh == self.mesh
+                and value.placements == (Shard(self.dim),) * self.mesh.ndim
+            ):
                 return value
             value = full_tensor(value)
         return self.joined(self.part(value).contiguous(), value.shape)
@@ -73,8 +78,14 @@ def state_sharding(p: Tensor, replicas: Replicas, *, matrices: bool) -> StateSha
     """Return the sharding of the state of a replicated parameter, see `state_layout`; None for a scalar."""
     if p.ndim == 0:
         return None
-    mesh = replicas if isinstance(replicas, DeviceMesh) else DeviceMesh.from_group(replicas, p.device.type)
-    layout = state_layout(p.shape, mesh.mesh.flatten().tolist(), tuple(mesh.mesh.shape), matrices=matrices)
+    mesh = (
+        replicas
+        if isinstance(replicas, DeviceMesh)
+        else DeviceMesh.from_group(replicas, p.device.type)
+    )
+    layout = state_layout(
+        p.shape, mesh.mesh.flatten().tolist(), tuple(mesh.mesh.shape), matrices=matrices
+    )
     first = layout.placements[0]
     place = mesh.get_coordinate()
     assert first is not None
@@ -91,7 +102,9 @@ class ShardedParameter(StateHolder):
     group: int  # number of its parameter group
     layout: Layout  # of its elements
     device: torch.device  # of this rank's elements
-    sharding: StateSharding | None = None  # of its state, if the parameter is replicated and its state is sharded
+    sharding: StateSharding | None = (
+        None  # of its state, if the parameter is replicated and its state is sharded
+    )
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of the elements whose moments are on this rank."""
@@ -109,7 +122,9 @@ class ShardedParameter(StateHolder):
         """Return a new state tensor, filled with its initial value, in the layout of the parameter's state."""
         if tensor.extent == "parameter" and self.sharding is not None:
             part = self.sharding.part(self.p)
-            zeros = torch.zeros(part.shape, dtype=tensor.dtype_for(self.p.dtype), device=part.device)
+            zeros = torch.zeros(
+                part.shape, dtype=tensor.dtype_for(self.p.dtype), device=part.device
+            )
             return self.sharding.joined(zeros, self.p.shape)
         new = super().full(tensor)
         return new if tensor.extent in ("parameter", "scalar") else self.of(new, tensor.extent)
@@ -127,20 +142,33 @@ class ShardedParameter(StateHolder):
             return value if sharded else full_tensor(value)
         assert self.entry.view is not None
         # The scores of replicated parameters are replicated, even if their moments are sharded.
-        cut = self.sharding.layout if self.sharding is not None and extent != "blocks" else self.layout
+        cut = (
+            self.sharding.layout
+            if self.sharding is not None and extent != "blocks"
+            else self.layout
+        )
         layout = rule_layout(self.entry.shape, self.entry.view, cut, extent)
         if not sharded and not any(layout.placements):
             return full_tensor(value)
-        mesh: Any = self.p.device_mesh if isinstance(self.p, DTensor) else getattr(self.sharding, "mesh", None)
+        mesh: Any = (
+            self.p.device_mesh
+            if isinstance(self.p, DTensor)
+            else getattr(self.sharding, "mesh", None)
+        )
         placements = tuple(_placement(axis) for axis in layout.placements)
-        if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements):
+        if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (
+            mesh,
+            placements,
+        ):
             return value
         local = value = full_tensor(value)
         for dim, size in enumerate(value.shape):
             runs = held_runs(size, dim, layout, tuple(mesh.get_coordinate()))
             if runs != ((0, size),):
                 index = [i for start, stop in runs for i in range(start, stop)]
-                local = local.index_select(dim, torch.tensor(index, dtype=torch.int64, device=value.device))
+                local = local.index_select(
+                    dim, torch.tensor(index, dtype=torch.int64, device=value.device)
+                )
         strides = torch.empty(value.shape, device="meta").stride()
         return DTensor.from_local(
             local.contiguous(), mesh, placements, run_check=False, shape=value.shape, stride=strides
@@ -149,7 +177,11 @@ class ShardedParameter(StateHolder):
     def cut(self, key: str, whole: Tensor, *, offloaded: bool) -> Tensor:
         """Convert a tensor that every rank has whole to the layout of this parameter's state; without communication."""
         like = self.full(known_tensors()[key])
-        return local_part(whole, like) if isinstance(like, DTensor) else super().cut(key, whole, offloaded=offloaded)
+        return (
+            local_part(whole, like)
+            if isinstance(like, DTensor)
+            else super().cut(key, whole, offloaded=offloaded)
+        )
 
     def __str__(self) -> str:
         return f"{self.entry.name!r} of shape {tuple(self.p.shape)} on {self.layout}"
@@ -195,7 +227,9 @@ def _split(placement: Placement, ndim: int) -> ShardPlacement | None:
 def _placement(axis: ShardPlacement | None) -> Placement:
     if axis is None:
         return Replicate()
-    return Shard(axis.dim) if axis.stride == 1 else _StridedShard(axis.dim, split_factor=axis.stride)
+    return (
+        Shard(axis.dim) if axis.stride == 1 else _StridedShard(axis.dim, split_factor=axis.stride)
+    )
 
 
 def layout_error(
@@ -206,28 +240,49 @@ def layout_error(
     Its class is that of the first problem: `PartialPlacementError`, `GradientPlacementError` or
     `ReshardedParameterError`.
     """
-    problems = [found for param in sharded_params if (found := _layout_error_of(state.get(param.p, {}), param))]
+    problems = [
+        found
+        for param in sharded_params
+        if (found := _layout_error_of(state.get(param.p, {}), param))
+    ]
     if not problems:
         return None
     listed = "\n".join(f"  {message}" for _, message in problems)
     return problems[0][0](f"the sharded step cannot start, nothing was changed:\n{listed}")
 
 
-def _layout_error_of(state: Mapping[str, Any], param: ShardedParameter) -> tuple[type[ShardingError], str] | None:
+def _layout_error_of(
+    state: Mapping[str, Any], param: ShardedParameter
+) -> tuple[type[ShardingError], str] | None:
     p, grad = param.p, param.p.grad
     if p.device != param.device:
-        return ReshardedParameterError, f"{param}: moved from {param.device} to {p.device}; construct a new optimizer"
+        return (
+            ReshardedParameterError,
+            f"{param}: moved from {param.device} to {p.device}; construct a new optimizer",
+        )
     if not isinstance(p, DTensor):
         if isinstance(grad, DTensor):
-            return GradientPlacementError, f"{param}: its gradient is a DTensor and the parameter is not"
+            return (
+                GradientPlacementError,
+                f"{param}: its gradient is a DTensor and the parameter is not",
+            )
         if grad is not None and grad.device != p.device:
-            return GradientPlacementError, f"{param}: its gradient is on {grad.device}, the parameter on {p.device}"
+            return (
+                GradientPlacementError,
+                f"{param}: its gradient is on {grad.device}, the parameter on {p.device}",
+            )
         return None
     if any(isinstance(placement, Partial) for placement in p.placements):
-        return PartialPlacementError, f"{param} is {p.placements}; redistribute it to Shard or Replicate"
+        return (
+            PartialPlacementError,
+            f"{param} is {p.placements}; redistribute it to Shard or Replicate",
+        )
     if grad is not None:
         if not isinstance(grad, DTensor):
-            return GradientPlacementError, f"{param}: its gradient is a plain tensor of shape {tuple(grad.shape)}"
+            return (
+                GradientPlacementError,
+                f"{param}: its gradient is a plain tensor of shape {tuple(grad.shape)}",
+            )
         if any(isinstance(placement, Partial) for placement in grad.placements):
             return PartialPlacementError, (
                 f"{param}: its gradient is {grad.placements}; reduce it: "
@@ -247,7 +302,10 @@ def _layout_error_of(state: Mapping[str, Any], param: ShardedParameter) -> tuple
         if value is None:
             continue
         if not isinstance(value, DTensor):
-            return ReshardedParameterError, f"{param}: its {key} is a plain tensor; save and load the state instead"
+            return (
+                ReshardedParameterError,
+                f"{param}: its {key} is a plain tensor; save and load the state instead",
+            )
         if value.placements != p.placements or value.device_mesh != p.device_mesh:
             return ReshardedParameterError, (
                 f"{param}: its {key} is {value.placements} on {value.device_mesh}; to reshard, save and load the state"

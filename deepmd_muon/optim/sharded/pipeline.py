@@ -23,7 +23,13 @@ from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
 from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter
 from deepmd_muon.optim.sharded.elements import gathered_parts
-from deepmd_muon.optim.sharded.messages import local_messages, local_parts, local_shape, piece_of, rank_messages
+from deepmd_muon.optim.sharded.messages import (
+    local_messages,
+    local_parts,
+    local_shape,
+    piece_of,
+    rank_messages,
+)
 from deepmd_muon.optim.sharded.params import ShardedParameter
 from deepmd_muon.optim.sharded.plan import Plan, carried
 from deepmd_muon.optim.sharded.transport import CollectiveStream, Exchange
@@ -58,7 +64,9 @@ class MomentumGroup:
 class MomentumUpdate:
     """The momenta to advance before a bucket is packed."""
 
-    def __init__(self, plan: Plan, sharded_params: Sequence[ShardedParameter], bucket: Bucket, rank: int) -> None:
+    def __init__(
+        self, plan: Plan, sharded_params: Sequence[ShardedParameter], bucket: Bucket, rank: int
+    ) -> None:
         self.measuring, self.asked = bucket.measuring, bucket.asked
         kinds: dict[tuple[int, torch.dtype], list[int]] = {}
         for i in bucket.fresh:
@@ -76,7 +84,9 @@ class MomentumUpdate:
         self.rows: dict[int, int] = {}  # each parameter's first row of sums
         self.height = 0
         for momenta in self.momenta_groups:
-            for i, shape, parts in zip(momenta.parameters, momenta.shapes, momenta.parts, strict=True):
+            for i, shape, parts in zip(
+                momenta.parameters, momenta.shapes, momenta.parts, strict=True
+            ):
                 if carried(plan.parameters[i].rules).sums:
                     self.rows[i] = self.height
                     self.height += shape[0] * len(parts)
@@ -114,11 +124,15 @@ class Pipeline:
             for number in range(domain.buckets):
                 jobs = [job for job in domain.jobs if job.bucket == number]
                 mine = [
-                    j for j in jobs if self.rank == j.owner or self.rank in j.sources or self.rank in j.destinations
+                    j
+                    for j in jobs
+                    if self.rank == j.owner or self.rank in j.sources or self.rank in j.destinations
                 ]
                 messages = rank_messages(plan, domain, mine, domain.ranks, self.rank)
                 exchange = Exchange(plan, domain, messages, number, group, wide, self.device)
-                self.travelling.append(Bucket(plan, domain, exchange, numbers, self.rank, self.device))
+                self.travelling.append(
+                    Bucket(plan, domain, exchange, numbers, self.rank, self.device)
+                )
             for messages in local_messages(plan, domain, self.rank):
                 exchange = Exchange(plan, domain, messages, None, None, wide, self.device)
                 self.staying.append(Bucket(plan, domain, exchange, numbers, self.rank, self.device))
@@ -130,21 +144,31 @@ class Pipeline:
         for bucket in self.order:
             bucket.fresh = tuple(i for i in bucket.parameters if i not in seen)
             seen.update(bucket.fresh)
-        self.momentum_updates = [MomentumUpdate(plan, sharded_params, bucket, self.rank) for bucket in self.order]
+        self.momentum_updates = [
+            MomentumUpdate(plan, sharded_params, bucket, self.rank) for bucket in self.order
+        ]
         # Parameters of which this rank has neither state nor updates.
         self.idle = [param for i, param in enumerate(sharded_params) if i not in seen]
-        chosen = [param for param, planned in zip(sharded_params, plan.parameters, strict=True) if planned.masters]
+        chosen = [
+            param
+            for param, planned in zip(sharded_params, plan.parameters, strict=True)
+            if planned.masters
+        ]
         self.parts = gathered_parts(chosen, collectives, keep=False)
 
         def widest(buckets: Sequence[Bucket]) -> tuple[Tensor, Tensor]:
             words = [bucket.exchange.words for bucket in buckets]
             most = [max(side, default=0) for side in zip(*words, strict=True)]
-            holders, owners = (torch.empty(n, dtype=torch.float64, device=self.device) for n in most)
+            holders, owners = (
+                torch.empty(n, dtype=torch.float64, device=self.device) for n in most
+            )
             return holders, owners
 
         by_slot = [self.travelling[k :: self.first] for k in range(self.first)] + [self.staying]
         self._slots = [(widest(buckets), buckets) for buckets in by_slot if buckets]
-        words = max((b.elements * b.exchange.dtype.itemsize // 8 + 1 for b in self.order), default=0)
+        words = max(
+            (b.elements * b.exchange.dtype.itemsize // 8 + 1 for b in self.order), default=0
+        )
         self._workspace = torch.empty(words, dtype=torch.float64, device=self.device)
 
     def bind(self, groups: Sequence[Group], state: State, memory: HostMemory | None) -> None:
@@ -173,10 +197,15 @@ class Pipeline:
         rows: list[dict[int, int]] = []
         for bucket in self.order:
             needed = sorted({maker[i] for i in bucket.parameters})
-            heights = itertools.accumulate((self.momentum_updates[k].height for k in needed), initial=0)
+            heights = itertools.accumulate(
+                (self.momentum_updates[k].height for k in needed), initial=0
+            )
             start = dict(zip(needed, heights, strict=False))
             self.needed.append(needed)
-            where = {i: self.momentum_updates[maker[i]].rows.get(i, 0) + start[maker[i]] for i in bucket.parameters}
+            where = {
+                i: self.momentum_updates[maker[i]].rows.get(i, 0) + start[maker[i]]
+                for i in bucket.parameters
+            }
             rows.append(where)
         momenta = [local_of(state["momentum_buffer"]) for state in states]
         for slot, buckets in self._slots:
@@ -185,7 +214,9 @@ class Pipeline:
         for update in self.momentum_updates:
             update.buffers = [momenta[i] for i in update.order]
 
-    def transfer_batches(self, state: State, memory: HostMemory) -> tuple[list[TransferBatch], list[TransferBatch]]:
+    def transfer_batches(
+        self, state: State, memory: HostMemory
+    ) -> tuple[list[TransferBatch], list[TransferBatch]]:
         """Return the transfer batches of offloaded momenta, before and after those of the element-wise routes."""
         found = []
         for update in self.momentum_updates:
@@ -273,7 +304,9 @@ class PipelineStep:
         sums = None
         if bucket.measuring and tables:
             sums = tables[0] if len(tables) == 1 else torch.cat(tables)
-        bucket.pack([self._planes[kind] for kind in ("direction", *bucket.asked)], sums, self._tentative)
+        bucket.pack(
+            [self._planes[kind] for kind in ("direction", *bucket.asked)], sums, self._tentative
+        )
         for i in bucket.parameters:
             if pipeline.last_use[i] is bucket:
                 for plane in self._planes.values():
@@ -285,7 +318,10 @@ class PipelineStep:
         start = 0
         pairs: list[Pieces] = []
         for momenta_group in update.momenta_groups:
-            settings, group = self._groups[momenta_group.group].settings, self._groups[momenta_group.group].values
+            settings, group = (
+                self._groups[momenta_group.group].settings,
+                self._groups[momenta_group.group].values,
+            )
             sharded_params = [self._pipeline.sharded_params[i] for i in momenta_group.parameters]
             mine = list(buffers[start : start + len(sharded_params)])
             start += len(sharded_params)
@@ -297,14 +333,20 @@ class PipelineStep:
                     mine[k] = self._tentative[momenta_group.parameters[k]] = mine[k].clone()
                     grad = torch.zeros_like(mine[k])
                 grads.append(grad)
-            momenta, gradients = advance_momenta(grads, mine, settings, self._control, maximize=group["maximize"])
+            momenta, gradients = advance_momenta(
+                grads, mine, settings, self._control, maximize=group["maximize"]
+            )
             directions = directions_of(momenta, gradients, settings)
             if self._moments is not None and not settings.nesterov:
-                directions = [u.clone() for u in directions]  # a later transfer batch overwrites this memory
+                directions = [
+                    u.clone() for u in directions
+                ]  # a later transfer batch overwrites this memory
             self._planes["direction"].update(zip(momenta_group.parameters, directions, strict=True))
             if update.asked:
                 weights = [param.elements() for param in sharded_params]
-                self._planes["gradient"].update(zip(momenta_group.parameters, gradients, strict=True))
+                self._planes["gradient"].update(
+                    zip(momenta_group.parameters, gradients, strict=True)
+                )
                 self._planes["weight"].update(zip(momenta_group.parameters, weights, strict=True))
             if any(rule.sums for rule in matrix_rules(settings)):
                 pairs += _pairs(momenta, gradients, momenta_group)
@@ -312,7 +354,9 @@ class PipelineStep:
                 for param in sharded_params:
                     param.p.grad = None
         tables = [rule.measure(pairs, self._pipeline.device) for rule in update.measuring]
-        return torch.cat(tables, dim=1) if tables else torch.empty(0, 0, device=self._pipeline.device)
+        return (
+            torch.cat(tables, dim=1) if tables else torch.empty(0, 0, device=self._pipeline.device)
+        )
 
     def _orthogonalize(
         self, bucket: Bucket, arrived: Callable[[], Any], *, meanwhile: bool = False
@@ -329,7 +373,9 @@ class PipelineStep:
             rules = matrix_rules(settings)
             keys = tensors_of(rules).keys() - {MASTER}
             state = {key: [owned.state[k][key] for k in mine] for key in keys}
-            measured = {rule: [owned.measured[rule][k] for k in mine] for rule in rules if rule.sums}
+            measured = {
+                rule: [owned.measured[rule][k] for k in mine] for rule in rules if rule.sums
+            }
             inputs = {kind: [plane[k] for k in mine] for kind, plane in bucket.inputs.items()}
             rate = effective_lr(self._groups[number].lr, self._control)
             directions = [bucket.matrices[k] for k in mine]
@@ -340,7 +386,9 @@ class PipelineStep:
                 for k, value in zip(mine, values, strict=True):
                     # The old state stays if no rank has a gradient, and in a skipped step.
                     moves = owned.present[k] > 0
-                    moves = moves if self._control.skip is None else moves & (self._control.skip <= 0)
+                    moves = (
+                        moves if self._control.skip is None else moves & (self._control.skip <= 0)
+                    )
                     moves = moves.view(-1, *[1] * (value.ndim - 1))
                     owned.state[k][key] = torch.where(moves, value, owned.state[k][key])
         bucket.unpack(updates, owned)
@@ -350,17 +398,30 @@ class PipelineStep:
         """Wait for a bucket's updates and apply them."""
         returned()
         bucket.take_state()
-        undecided = [k for k, piece in enumerate(bucket.applying) if piece.parameter in self._tentative]
+        undecided = [
+            k for k, piece in enumerate(bucket.applying) if piece.parameter in self._tentative
+        ]
         before: dict[int, list[Tensor]] = {}
         if undecided:
             moved = bucket.returned_headers()[:, 0] > 0
             self._moved.update({bucket.applying[k][:2]: moved[k] for k in undecided})
-            before = {k: [x.clone() for x in xs] for k, xs in bucket.changed_by_updates() if k in undecided}
+            before = {
+                k: [x.clone() for x in xs]
+                for k, xs in bucket.changed_by_updates()
+                if k in undecided
+            }
         for number, kind in bucket.update_lists:
             group = self._groups[number]
             lr = effective_lr(group.lr, self._control)
             rules = matrix_rules(group.settings)
-            apply_updates(kind.targets, kind.updates, lr, group.settings.weight_decay, rules, kind.masters or None)
+            apply_updates(
+                kind.targets,
+                kind.updates,
+                lr,
+                group.settings.weight_decay,
+                rules,
+                kind.masters or None,
+            )
         for k, changed in bucket.changed_by_updates() if before else ():
             if k in before:  # undo the update of a block that has no gradient on any rank
                 keep = self._moved[bucket.applying[k][:2]]
@@ -385,10 +446,14 @@ class PipelineStep:
                     old.copy_(torch.where(self._moved[i, block], new, old.to(new.device)))
 
 
-def _pairs(momenta: Sequence[Tensor], gradients: Sequence[Tensor], momenta_group: MomentumGroup) -> list[Pieces]:
+def _pairs(
+    momenta: Sequence[Tensor], gradients: Sequence[Tensor], momenta_group: MomentumGroup
+) -> list[Pieces]:
     """Return momentum and gradient of every part of every parameter."""
     pairs = []
-    for m, g, shape, parts in zip(momenta, gradients, momenta_group.shapes, momenta_group.parts, strict=True):
+    for m, g, shape, parts in zip(
+        momenta, gradients, momenta_group.shapes, momenta_group.parts, strict=True
+    ):
         if len(parts) == 1:
             pairs.append(Pieces(m, g, (shape[0], shape[1] * shape[2])))
             continue

@@ -59,7 +59,9 @@ class Carried(NamedTuple):
 def carried(rules: tuple[MatrixRule, ...]) -> Carried:
     """Return the values that messages carry for these rules."""
     tensors = tensors_of(rules)
-    lines = tuple((key, tensor) for key, tensor in tensors.items() if tensor.extent in ("rows", "columns"))
+    lines = tuple(
+        (key, tensor) for key, tensor in tensors.items() if tensor.extent in ("rows", "columns")
+    )
     blocks = tuple(key for key, tensor in tensors.items() if tensor.extent == "blocks")
     return Carried(blocks, lines, inputs_of(rules), sum(rule.sums for rule in rules))
 
@@ -112,11 +114,26 @@ class PlannedParameter:
         rules, itemsize = matrix_rules(settings), moment_dtype(dtype).itemsize
         gram = settings.enable_gram
         masters = state_layout is not None and settings.master_weights and dtype.itemsize == NARROW
-        return cls(entry.name, entry.shape, entry.view, layout, itemsize, rules, steps, gram, state_layout, masters)
+        return cls(
+            entry.name,
+            entry.shape,
+            entry.view,
+            layout,
+            itemsize,
+            rules,
+            steps,
+            gram,
+            state_layout,
+            masters,
+        )
 
     def layout_of(self, leg: Leg) -> Layout:
         """Return the layout of a leg's pieces: momenta are gathered, and updates return to elements or masters."""
-        return self.state_layout if self.state_layout and (leg == "gather" or self.masters) else self.layout
+        return (
+            self.state_layout
+            if self.state_layout and (leg == "gather" or self.masters)
+            else self.layout
+        )
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape))
@@ -153,7 +170,9 @@ def newton_schulz_flops(rows: int, columns: int, steps: int, *, gram: bool) -> i
     if m == 1:
         return 4 * n
     if gram and n >= 2 * m:
-        return steps * 8 * m**3 + 12 * m * m * n  # products with R; and three times each, R = X Xᵀ and X ← Q X
+        return (
+            steps * 8 * m**3 + 12 * m * m * n
+        )  # products with R; and three times each, R = X Xᵀ and X ← Q X
     return steps * (4 * m * m * n + 2 * m**3)
 
 
@@ -164,7 +183,9 @@ class Domain:
     ranks: tuple[int, ...]  # global ranks, ascending
     parameters: tuple[int, ...]  # positions in the plan's parameters
     itemsize: int  # bytes of an element in full precision
-    rules: tuple[MatrixRule, ...]  # of all its parameters; headers have room for their values per block
+    rules: tuple[
+        MatrixRule, ...
+    ]  # of all its parameters; headers have room for their values per block
     spread: bool  # whether replicas share the work; see `ShardedSettings.replication`
     jobs: tuple[Job, ...]  # in global order: decreasing work, then name, then block
     buckets: int  # number of exchanges
@@ -180,7 +201,9 @@ class Domain:
         """Return the number of values per element: the direction and the inputs that rules request, or the update."""
         return 1 + len(carried(self.rules).inputs) if leg == "gather" else 1
 
-    def message_bytes(self, leg: Leg, pieces: int, lines: int, elements: int, settings: ShardedSettings) -> int:
+    def message_bytes(
+        self, leg: Leg, pieces: int, lines: int, elements: int, settings: ShardedSettings
+    ) -> int:
         """Return the length of one message: headers of all pieces, rules' lines, elements, padded to whole words."""
         dtype = settings.gather_dtype if leg == "gather" else settings.return_dtype
         payload = elements * self.planes(leg) * (self.itemsize if dtype == "full" else NARROW)
@@ -196,9 +219,14 @@ class Domain:
                 for sender, receiver, size in job.ends(leg):
                     if sender != receiver:
                         pieces[job.bucket, sender, receiver] += 1
-                        lines[job.bucket, sender, receiver] += job.lines.get(sender if leg == "gather" else receiver, 0)
+                        lines[job.bucket, sender, receiver] += job.lines.get(
+                            sender if leg == "gather" else receiver, 0
+                        )
                         elements[job.bucket, sender, receiver] += size
-        return {key: self.message_bytes(leg, n, lines[key], elements[key], settings) for key, n in pieces.items()}
+        return {
+            key: self.message_bytes(leg, n, lines[key], elements[key], settings)
+            for key, n in pieces.items()
+        }
 
     def sent(self, settings: ShardedSettings) -> dict[int, int]:
         """Return the bytes that leave each rank in one step."""
@@ -223,7 +251,11 @@ class Domain:
         collectives = sum(map(len, self.exchanges().values())) + bool(self.gathered)
         sent = max(self.sent(settings).values())
         work = max(self.work.values())
-        return work / settings.flops_per_second + sent / settings.bytes_per_second + collectives * settings.latency
+        return (
+            work / settings.flops_per_second
+            + sent / settings.bytes_per_second
+            + collectives * settings.latency
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,7 +299,9 @@ class Plan:
         return "\n".join(lines) or "no matrices to orthogonalize"
 
 
-def make_plan(parameters: Sequence[PlannedParameter], settings: ShardedSettings | None = None) -> Plan:
+def make_plan(
+    parameters: Sequence[PlannedParameter], settings: ShardedSettings | None = None
+) -> Plan:
     """Plan the step of these parameters.
 
     Parameters
@@ -290,7 +324,9 @@ def make_plan(parameters: Sequence[PlannedParameter], settings: ShardedSettings 
     return Plan(tuple(parameters), settings, tuple(domains))
 
 
-def _domains(parameters: Sequence[PlannedParameter], settings: ShardedSettings, *, gather: bool) -> list[Domain]:
+def _domains(
+    parameters: Sequence[PlannedParameter], settings: ShardedSettings, *, gather: bool
+) -> list[Domain]:
     """Plan all domains; `gather` allows replicas to gather momenta that they keep in parts."""
     members: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
     for i, parameter in enumerate(parameters):
@@ -301,14 +337,23 @@ def _domains(parameters: Sequence[PlannedParameter], settings: ShardedSettings, 
     for (ranks, itemsize), positions in order:
         before = [domain.work for domain in domains if set(ranks) <= set(domain.ranks)]
         loads = {rank: sum(work[rank] for work in before) for rank in ranks}
-        repeats = {"spread": (True,), "repeat": (False,), "auto": (True, False)}[settings.replication]
+        repeats = {"spread": (True,), "repeat": (False,), "auto": (True, False)}[
+            settings.replication
+        ]
         shared = [parameters[i] for i in positions if len(parameters[i].layout.replicas()) > 1]
         cut = any(p.state_layout for p in shared)
         may_gather = gather and len(shared) == len(positions) and _can_be_gathered(shared, settings)
         if (cut and not may_gather) or (settings.replication == "auto" and not shared):
             repeats = (True,)
-        choices = [_domain(parameters, positions, ranks, itemsize, loads, settings, spread=way) for way in repeats]
-        domains.append(min(choices, key=lambda domain: domain.seconds(settings)) if len(choices) > 1 else choices[0])
+        choices = [
+            _domain(parameters, positions, ranks, itemsize, loads, settings, spread=way)
+            for way in repeats
+        ]
+        domains.append(
+            min(choices, key=lambda domain: domain.seconds(settings))
+            if len(choices) > 1
+            else choices[0]
+        )
     return domains
 
 
@@ -321,7 +366,10 @@ def _can_be_gathered(parameters: Sequence[PlannedParameter], settings: ShardedSe
 
 
 def plan_from_routes(
-    routes: Iterable[RouteEntry], layout: Layout, settings: ShardedSettings | None = None, **options: Any
+    routes: Iterable[RouteEntry],
+    layout: Layout,
+    settings: ShardedSettings | None = None,
+    **options: Any,
 ) -> Plan:
     """Plan a model whose parameters all have one layout, for example for a cluster that is not available yet.
 
@@ -336,16 +384,24 @@ def plan_from_routes(
     **options
         `itemsize`, `rules`, `steps` and `gram` of `PlannedParameter`.
     """
-    chosen = [(entry, entry.view) for entry in routes if entry.view is not None and entry.route == "muon"]
-    planned = [PlannedParameter(entry.name, entry.shape, view, layout, **options) for entry, view in chosen]
+    chosen = [
+        (entry, entry.view) for entry in routes if entry.view is not None and entry.route == "muon"
+    ]
+    planned = [
+        PlannedParameter(entry.name, entry.shape, view, layout, **options) for entry, view in chosen
+    ]
     return make_plan(planned, settings)
 
 
 def plan_of_one_process(groups: Sequence[Group], settings: ShardedSettings) -> Plan:
     """Return the plan of a process that orthogonalizes every matrix itself; it sends nothing."""
     alone = replicated((0,))
-    routed = [(p, entry, group) for group in groups for p, entry in group.routed if entry.route == "muon"]
-    planned = [PlannedParameter.of(entry, p.dtype, group.settings, alone) for p, entry, group in routed]
+    routed = [
+        (p, entry, group) for group in groups for p, entry in group.routed if entry.route == "muon"
+    ]
+    planned = [
+        PlannedParameter.of(entry, p.dtype, group.settings, alone) for p, entry, group in routed
+    ]
     return make_plan(planned, settings)
 
 
@@ -391,13 +447,19 @@ def _domain(
             )
         ):
             part = number % len(shapes)
-            blocks.append(_PlannedBlock(work[part], p.name, number, i, size[part] * itemsize, holders))
+            blocks.append(
+                _PlannedBlock(work[part], p.name, number, i, size[part] * itemsize, holders)
+            )
     blocks.sort(key=lambda block: (-block.work, block.name, block.number))
     balance = Balance(loads)
     jobs: list[Job] = []
-    filled: dict[int, tuple[int, int]] = {}  # by owner, the bucket that it is filling and the bytes in it
+    filled: dict[
+        int, tuple[int, int]
+    ] = {}  # by owner, the bucket that it is filling and the bytes in it
     for work_of_block, _, number, i, bytes_of_block, holders in blocks:
-        for owner, sources, destinations in holders.assign(balance, work_of_block, bytes_of_block, spread=spread):
+        for owner, sources, destinations in holders.assign(
+            balance, work_of_block, bytes_of_block, spread=spread
+        ):
             bucket = None
             if any(rank != owner for rank in (*sources, *destinations)):
                 outgoing = sum(destinations.values()) * itemsize
@@ -410,7 +472,9 @@ def _domain(
     count = 1 + max((bucket for bucket, _ in filled.values()), default=-1)
     rules = tuple(dict.fromkeys(rule for i in positions for rule in parameters[i].rules))
     work_here = {rank: balance.loads[rank] - loads[rank] for rank in ranks}
-    return Domain(ranks, tuple(positions), itemsize, rules, spread, tuple(jobs), count, work_here, gathered)
+    return Domain(
+        ranks, tuple(positions), itemsize, rules, spread, tuple(jobs), count, work_here, gathered
+    )
 
 
 def _largest_part(shape: tuple[int, ...], layout: Layout) -> int:
@@ -426,9 +490,13 @@ def _describe_one_process(plan: Plan) -> str:
     for p in plan.parameters:
         for rows, columns in p.view.block_shapes:
             count[rows, columns] += p.view.batch
-            flops[rows, columns] += p.view.batch * newton_schulz_flops(rows, columns, p.steps, gram=p.gram)
+            flops[rows, columns] += p.view.batch * newton_schulz_flops(
+                rows, columns, p.steps, gram=p.gram
+            )
     lines = [f"one process: {len(plan.parameters)} parameters, {sum(count.values())} matrices"]
-    lines += [f"  {count[m, n]} of {m}x{n}: {work:.4g} FLOPs" for (m, n), work in flops.most_common()]
+    lines += [
+        f"  {count[m, n]} of {m}x{n}: {work:.4g} FLOPs" for (m, n), work in flops.most_common()
+    ]
     return "\n".join([*lines, f"a step: {sum(flops.values()):.4g} FLOPs"])
 
 

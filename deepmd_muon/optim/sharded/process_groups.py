@@ -18,7 +18,9 @@ from deepmd_muon.optim.sharded.plan import Domain, Plan
 T = TypeVar("T")
 
 # Keyed by the default group: when it is destroyed, so are all other groups.
-_KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
 
 
 def group_of(ranks: tuple[int, ...], device: torch.device) -> dist.ProcessGroup | None:
@@ -76,7 +78,9 @@ def check_names(
     PlanMismatchError
         On every rank, naming the first difference.
     """
-    everyone = statements_if_different(repr(list(mine)).encode(), lambda: list(mine), ranks, group, device)
+    everyone = statements_if_different(
+        repr(list(mine)).encode(), lambda: list(mine), ranks, group, device
+    )
     if everyone is None:
         return {each: number for number, each in enumerate(mine)}
     by_rank = dict(zip(ranks, everyone, strict=True))
@@ -94,10 +98,16 @@ def check_names(
 
 
 def statements_if_different(
-    statement: bytes, value: Callable[[], T], ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
+    statement: bytes,
+    value: Callable[[], T],
+    ranks: Sequence[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> list[T] | None:
     """Return every rank's value if their statements differ; None if all are equal."""
-    mine = torch.frombuffer(bytearray(hashlib.sha256(statement).digest()), dtype=torch.uint8).to(device)
+    mine = torch.frombuffer(bytearray(hashlib.sha256(statement).digest()), dtype=torch.uint8).to(
+        device
+    )
     digests = [torch.empty_like(mine) for _ in ranks]
     dist.all_gather(digests, mine, group=group)
     if all(torch.equal(digests[0], other) for other in digests):
@@ -127,7 +137,11 @@ def check_agreement(
         return
     found = (type(error).__name__, str(error)) if error is not None else None
     everyone = statements_if_different(
-        plan.digest(domain) + repr(found).encode(), lambda: (found, plan.lines(domain)), domain.ranks, group, device
+        plan.digest(domain) + repr(found).encode(),
+        lambda: (found, plan.lines(domain)),
+        domain.ranks,
+        group,
+        device,
     )
     if everyone is None:
         return
@@ -146,4 +160,6 @@ def check_agreement(
                     f"rank {rank}: {second}. Parameters, settings and meshes must be the same on all ranks."
                 )
     counts = ", ".join(str(len(other)) for other in lines)
-    raise PlanMismatchError(f"the plans of ranks {domain.ranks} differ in length: {counts} statements")
+    raise PlanMismatchError(
+        f"the plans of ranks {domain.ranks} differ in length: {counts} statements"
+    )

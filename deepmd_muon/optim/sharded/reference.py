@@ -40,7 +40,11 @@ def reference_step(
     there = _has_gradient_on_any_rank(plan, sharded_params, process_groups)
     for number, group in enumerate(groups):
         rules = matrix_rules(group.settings)
-        mine = [param for param, found in zip(sharded_params, there, strict=True) if param.group == number and found]
+        mine = [
+            param
+            for param, found in zip(sharded_params, there, strict=True)
+            if param.group == number and found
+        ]
         for wave in waves([(param.p, param) for param in mine], workspace):
             chosen = [param for _, param in wave]
             states = [param.complete(state[param.p], rules) for param in chosen]
@@ -53,7 +57,10 @@ def reference_step(
             # All ranks must gather in the same order.
             keys = ["momentum_buffer", *(key for key in tensors_of(rules) if key in states[0])]
             of_rules = {
-                key: [full_tensor(own[key]).clone().to(p.device) for own, p in zip(states, params, strict=True)]
+                key: [
+                    full_tensor(own[key]).clone().to(p.device)
+                    for own, p in zip(states, params, strict=True)
+                ]
                 for key in keys
             }
             momenta = of_rules.pop("momentum_buffer")
@@ -76,14 +83,18 @@ def reference_step(
 
 
 def _has_gradient_on_any_rank(
-    plan: Plan, sharded_params: Sequence[ShardedParameter], groups: Sequence[dist.ProcessGroup | None]
+    plan: Plan,
+    sharded_params: Sequence[ShardedParameter],
+    groups: Sequence[dist.ProcessGroup | None],
 ) -> list[bool]:
     """Return for each parameter whether any rank has its gradient; one small all-reduce per domain."""
     found = [param.p.grad is not None for param in sharded_params]
     for domain, group in zip(plan.domains, groups, strict=True):
         if group is None:
             continue
-        flags = torch.tensor([float(found[i]) for i in domain.parameters], device=sharded_params[0].device)
+        flags = torch.tensor(
+            [float(found[i]) for i in domain.parameters], device=sharded_params[0].device
+        )
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
         for i, flag in zip(domain.parameters, flags.tolist(), strict=True):
             found[i] = flag > 0.0
@@ -93,7 +104,9 @@ def _has_gradient_on_any_rank(
 def _write_local_part(mine: Tensor, full: Tensor) -> None:
     """Write this rank's part of a full tensor."""
     if isinstance(mine, DTensor):
-        everywhere = DTensor.from_local(full, mine.device_mesh, [Replicate()] * mine.device_mesh.ndim, run_check=False)
+        everywhere = DTensor.from_local(
+            full, mine.device_mesh, [Replicate()] * mine.device_mesh.ndim, run_check=False
+        )
         full = everywhere.redistribute(placements=mine.placements).to_local()
     with torch.no_grad():
         local_of(mine).copy_(full)  # `mine` may be in host memory

@@ -41,7 +41,9 @@ class WholeMomenta:
     The wave has all parameters, also those without a gradient, so that every rank takes part in every gather.
     """
 
-    def __init__(self, wave: Wave, shardings: Sequence[StateSharding], collectives: CollectiveStream) -> None:
+    def __init__(
+        self, wave: Wave, shardings: Sequence[StateSharding], collectives: CollectiveStream
+    ) -> None:
         self.wave = wave
         self._collectives = collectives
         ranks = sorted(shardings[0].layout.ranks)
@@ -64,9 +66,14 @@ class WholeMomenta:
         """Choose the parameters that have a gradient."""
         wave = self.wave
         chosen = [i for i, p in enumerate(wave.params) if p.grad is not None]
-        state = {key: [tensors[i] for i in chosen] for key, tensors in {**wave.state, _MOMENTUM: self.whole}.items()}
+        state = {
+            key: [tensors[i] for i in chosen]
+            for key, tensors in {**wave.state, _MOMENTUM: self.whole}.items()
+        }
         params, views = [wave.params[i] for i in chosen], [wave.views[i] for i in chosen]
-        self._stepped = dataclasses.replace(wave, params=params, views=views, state=state) if chosen else None
+        self._stepped = (
+            dataclasses.replace(wave, params=params, views=views, state=state) if chosen else None
+        )
 
     def start(self, parts: Sequence[Tensor]) -> None:
         """Start the gather of all ranks' parts, unless one has been started for this step.
@@ -97,7 +104,9 @@ class WholeMomenta:
                 self._arriving()
             self._arriving = _arrived
 
-    def step(self, parts: Sequence[Tensor], control: StepControl, step_matrices: StepMatrices) -> None:
+    def step(
+        self, parts: Sequence[Tensor], control: StepControl, step_matrices: StepMatrices
+    ) -> None:
         """Wait for the gather, take the step, and write this rank's parts of the new momenta."""
         self.start(parts)
         self.wait()
@@ -122,7 +131,9 @@ def _views(flat: Tensor, shapes: Sequence[torch.Size], alignment: int) -> list[T
     return [flat[start : start + n].view(shape) for start, n, shape in places]
 
 
-def _places(params: Sequence[Tensor], shardings: Sequence[StateSharding], ranks: Sequence[int]) -> tuple[int, Tensor]:
+def _places(
+    params: Sequence[Tensor], shardings: Sequence[StateSharding], ranks: Sequence[int]
+) -> tuple[int, Tensor]:
     """Return the most elements that a rank has, and where the whole momenta are in what a gather returns.
 
     The latter has the parts of all ranks, one behind the other, each of which takes as much space as the longest.
@@ -136,7 +147,9 @@ def _places(params: Sequence[Tensor], shardings: Sequence[StateSharding], ranks:
         for p, sharding, start in zip(params, shardings, starts, strict=False):
             runs = held_runs(p.shape[sharding.dim], sharding.dim, sharding.layout, at[rank])
             places = torch.arange(start, start + p.numel(), device="cpu").view(p.shape)
-            found.append(places.narrow(sharding.dim, runs[0][0] if runs else 0, total(runs)).reshape(-1))
+            found.append(
+                places.narrow(sharding.dim, runs[0][0] if runs else 0, total(runs)).reshape(-1)
+            )
         held.append(torch.cat(found))
     longest = max(map(len, held))
     place = torch.zeros(starts[-1], dtype=torch.int64, device="cpu")
@@ -148,18 +161,26 @@ def _places(params: Sequence[Tensor], shardings: Sequence[StateSharding], ranks:
 class RepeatedMuon:
     """Steps matrices whose momenta are in parts on the ranks that repeat the work."""
 
-    def __init__(self, sharded_params: Sequence[ShardedParameter], collectives: CollectiveStream) -> None:
+    def __init__(
+        self, sharded_params: Sequence[ShardedParameter], collectives: CollectiveStream
+    ) -> None:
         self._sharded_params = sharded_params
         self._collectives = collectives
         self._several: list[WholeMomenta] = []
         self._on_host = False
 
-    def bind(self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int) -> None:
+    def bind(
+        self, groups: Sequence[Group], state: State, memory: HostMemory | None, workspace: int
+    ) -> None:
         """Create missing state, and the memory of whole momenta."""
         members: dict[int, list[tuple[Tensor, StateHolder]]] = defaultdict(list)
-        for param in sorted(self._sharded_params, key=_matrix_shape):  # equal shapes adjacent: they share batches
+        for param in sorted(
+            self._sharded_params, key=_matrix_shape
+        ):  # equal shapes adjacent: they share batches
             members[param.group].append((param.p, param))
-        shardings = {param.p: param.sharding for param in self._sharded_params if param.sharding is not None}
+        shardings = {
+            param.p: param.sharding for param in self._sharded_params if param.sharding is not None
+        }
         self._on_host = memory is not None
         self._several = []
         for number, several in members.items():
@@ -174,7 +195,11 @@ class RepeatedMuon:
 
     def transfer_batches(self) -> list[TransferBatch]:
         """Return the transfer batches of offloaded momenta, in the order in which `step` takes them."""
-        return [momenta.wave.transfer_batch for momenta in self._several if momenta.wave.transfer_batch is not None]
+        return [
+            momenta.wave.transfer_batch
+            for momenta in self._several
+            if momenta.wave.transfer_batch is not None
+        ]
 
     def release(self) -> None:
         """Release all references to parameters and state."""
@@ -191,7 +216,12 @@ class RepeatedMuon:
         for momenta in self._several if not self._on_host else ():
             momenta.start(momenta.wave.state[_MOMENTUM])
 
-    def step(self, control: StepControl, moments: Iterator[list[Tensor]] | None, step_matrices: StepMatrices) -> None:
+    def step(
+        self,
+        control: StepControl,
+        moments: Iterator[list[Tensor]] | None,
+        step_matrices: StepMatrices,
+    ) -> None:
         """Step all matrices that have a gradient; `moments` yields each wave's offloaded momenta on the device."""
         for momenta in self._several:
             wave = momenta.wave

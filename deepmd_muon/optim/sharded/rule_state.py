@@ -43,7 +43,9 @@ class RuleState:
         self._plan, self._exchange, self._rank, self._device = plan, exchange, rank, device
         self._jobs = exchange.messages.jobs
         self.keys = carried(rules).blocks
-        self._dtypes = {key: tensor.dtype_for(exchange.dtype) for key, tensor in tensors_of(rules).items()}
+        self._dtypes = {
+            key: tensor.dtype_for(exchange.dtype) for key, tensor in tensors_of(rules).items()
+        }
         self._slots = {j: (s, i) for s, (jobs, _) in enumerate(stacks) for i, j in enumerate(jobs)}
         self._sizes = [len(jobs) for jobs, _ in stacks]
         # The rows and columns of owned matrices, from their arrival until they have left.
@@ -62,7 +64,10 @@ class RuleState:
         out, into = self._exchange.outward["gather"], self._exchange.inward["return"]
         sent, received = self._exchange.sent, self._exchange.received
         self._packed = self._numbers_of(out, state), self._lines_here(out, sent["gather"], state)
-        self._returned = self._numbers_of(into, state), self._lines_here(into, received["return"], state)
+        self._returned = (
+            self._numbers_of(into, state),
+            self._lines_here(into, received["return"], state),
+        )
         self._arrive = self._lines_owned(self._exchange.inward["gather"], received["gather"])
         self._leave = self._lines_owned(self._exchange.outward["return"], sent["return"])
 
@@ -85,7 +90,9 @@ class RuleState:
             found[key] = (slice(None) if len(positions) == len(side.payloads) else index), views
         return found
 
-    def _lines_here(self, side: Side, buffer: Tensor, state: Mapping[int, Mapping[str, Tensor]]) -> Copies:
+    def _lines_here(
+        self, side: Side, buffer: Tensor, state: Mapping[int, Mapping[str, Tensor]]
+    ) -> Copies:
         """Return the copies between a buffer of this rank's pieces and its state."""
         found: Copies = [], []
         for (j, _, _), (start, _) in zip(side.payloads, side.lines, strict=True):
@@ -95,7 +102,9 @@ class RuleState:
                 if lines.length:
                     local = state[job.parameter][key].view(lines.shape)[..., : lines.values]
                     found[0].append(buffer[start : start + lines.length].view(-1, lines.values))
-                    found[1].append(local[lines.batch, lines.inside.start : lines.inside.stop, lines.part])
+                    found[1].append(
+                        local[lines.batch, lines.inside.start : lines.inside.stop, lines.part]
+                    )
                     start += lines.length
         return found
 
@@ -129,13 +138,17 @@ class RuleState:
             torch._foreach_copy_(owned, buffer)
         found = [
             {
-                key: (x[:, :, 0] if key in self._scalar_lines else x).to(self._dtypes[key], copy=True)
+                key: (x[:, :, 0] if key in self._scalar_lines else x).to(
+                    self._dtypes[key], copy=True
+                )
                 for key, x in lines.items()
             }
             for lines in self._owned
         ]
         for column, key in enumerate(self.keys, start=1):
-            for own, x in zip(found, headers[:, column].to(self._dtypes[key]).split(self._sizes), strict=True):
+            for own, x in zip(
+                found, headers[:, column].to(self._dtypes[key]).split(self._sizes), strict=True
+            ):
                 own[key] = x
         return found
 
@@ -156,6 +169,8 @@ class RuleState:
         headers = headers_of() if any(views for _, views in numbers.values()) else None
         for column, (where, views) in enumerate(numbers.values(), start=1):
             if views and headers is not None:
-                torch._foreach_copy_(views, list(headers[where, column].to(views[0].dtype).split(1)))
+                torch._foreach_copy_(
+                    views, list(headers[where, column].to(views[0].dtype).split(1))
+                )
         if buffer:
             torch._foreach_copy_(state, buffer)

@@ -41,7 +41,9 @@ from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.waves import RoutedParams
 
 
-def sharded_step(groups: Sequence[Group], replicas: Replicas | None, settings: ShardedSettings) -> ShardedStep | None:
+def sharded_step(
+    groups: Sequence[Group], replicas: Replicas | None, settings: ShardedSettings
+) -> ShardedStep | None:
     """Return the step of the parameters that live on several ranks; None without any.
 
     Raises
@@ -55,9 +57,15 @@ def sharded_step(groups: Sequence[Group], replicas: Replicas | None, settings: S
             layout = layout_of(p, None if is_local(entry.name, group.settings) else replicas)
             if layout is not None and entry.route != "frozen":
                 sharding = None
-                if settings.state == "sharded" and replicas is not None and not isinstance(p, DTensor):
+                if (
+                    settings.state == "sharded"
+                    and replicas is not None
+                    and not isinstance(p, DTensor)
+                ):
                     sharding = state_sharding(p, replicas, matrices=entry.route == "muon")
-                sharded_params.append(ShardedParameter(p, entry, number, layout, p.device, sharding))
+                sharded_params.append(
+                    ShardedParameter(p, entry, number, layout, p.device, sharding)
+                )
                 if p.dtype not in DTYPES:
                     raise UnsupportedTransportError(
                         f"{sharded_params[-1]}: {p.dtype} cannot be stepped; freeze it, or keep it in bfloat16 or wider"
@@ -81,7 +89,10 @@ class ShardedStep:
     """
 
     def __init__(
-        self, groups: Sequence[Group], sharded_params: Sequence[ShardedParameter], settings: ShardedSettings
+        self,
+        groups: Sequence[Group],
+        sharded_params: Sequence[ShardedParameter],
+        settings: ShardedSettings,
     ) -> None:
         self._settings = settings
         self._sharded_params = list(sharded_params)
@@ -92,12 +103,16 @@ class ShardedStep:
         for param in self._muon:
             state_layout = param.sharding.layout if param.sharding else None
             own = groups[param.group].settings
-            planned.append(PlannedParameter.of(param.entry, param.p.dtype, own, param.layout, state_layout))
+            planned.append(
+                PlannedParameter.of(param.entry, param.p.dtype, own, param.layout, state_layout)
+            )
         self.plan = make_plan(planned, settings)
         # Replicas that repeat the work take the single-process step, with all its fast paths, once their plans agree.
         plain = not any(isinstance(param.p, DTensor) for param in sharded_params)
         sharding = any(param.sharding is not None for param in sharded_params)
-        self._repeating = plain and not sharding and not any(domain.buckets for domain in self.plan.domains)
+        self._repeating = (
+            plain and not sharding and not any(domain.buckets for domain in self.plan.domains)
+        )
         self.gathers = any(domain.gathered for domain in self.plan.domains)
         self._met: set[Tensor] = set()
         self.params: list[Tensor] = [] if self._repeating else [param.p for param in sharded_params]
@@ -133,7 +148,11 @@ class ShardedStep:
 
     def local_params(self, routed: RoutedParams) -> RoutedParams:
         """Return the parameters among these that each process steps by itself."""
-        return routed if self._repeating else [(p, entry) for p, entry in routed if p not in self.holders]
+        return (
+            routed
+            if self._repeating
+            else [(p, entry) for p, entry in routed if p not in self.holders]
+        )
 
     def never_met(self) -> int:
         """Return the number of matrices that have had no gradient here in any step; they have state nevertheless."""
@@ -167,8 +186,12 @@ class ShardedStep:
         """
         if is_capturing():
             if self._settings.exchange == "reference" and self._muon:
-                raise CaptureError("exchange 'reference' reads on the host which gradients exist; use 'owners'")
-            if not (self._agreed and (self._repeating or (self._bound and self._elements is not None))):
+                raise CaptureError(
+                    "exchange 'reference' reads on the host which gradients exist; use 'owners'"
+                )
+            if not (
+                self._agreed and (self._repeating or (self._bound and self._elements is not None))
+            ):
                 raise CaptureError(
                     "parameters or state have changed since the last step, or there was none; "
                     "take a step before the capture"
@@ -213,17 +236,25 @@ class ShardedStep:
         moments = None
         if memory is not None:
             before, after = self._transfer_batches(state, memory)
-            own = [wave.transfer_batch for wave in elements.waves if wave.transfer_batch is not None]
+            own = [
+                wave.transfer_batch for wave in elements.waves if wave.transfer_batch is not None
+            ]
             moments = memory.fetch_in_turn([*before, *own, *after])
         if self._repeated is not None:
             self._run_repeated(self._repeated, elements, control, moments, step_matrices)
             return
-        run = None if self._pipeline is None else PipelineStep(self._pipeline, groups, state, memory, control, moments)
+        run = (
+            None
+            if self._pipeline is None
+            else PipelineStep(self._pipeline, groups, state, memory, control, moments)
+        )
         arriving = elements.step(control, moments)
         if run is not None:
             arriving += run.finish()
         elif self._muon:
-            reference_step(self.plan, self._muon, self._groups, groups, state, memory, workspace, control)
+            reference_step(
+                self.plan, self._muon, self._groups, groups, state, memory, workspace, control
+            )
         for _ in moments or ():  # copies the last batch back to the host
             pass
         for take in arriving:
@@ -262,7 +293,10 @@ class ShardedStep:
         others = [param for param in self._sharded_params if param.entry.route != "muon"]
         if self.gathers:
             self._repeated = RepeatedMuon(self._muon, collectives)
-            if self._device.type == "cuda" and sum(param.p.numel() for param in others) <= MOST_BESIDE:
+            if (
+                self._device.type == "cuda"
+                and sum(param.p.numel() for param in others) <= MOST_BESIDE
+            ):
                 self._beside = SideStream(self._device)
         elif self._muon and self._settings.exchange != "reference":
             self._pipeline = Pipeline(self.plan, self._muon, self._groups, collectives)
@@ -288,7 +322,9 @@ class ShardedStep:
                 self._repeated.choose()
         self._bound = self._compiled = True
 
-    def _transfer_batches(self, state: State, memory: HostMemory) -> tuple[list[TransferBatch], list[TransferBatch]]:
+    def _transfer_batches(
+        self, state: State, memory: HostMemory
+    ) -> tuple[list[TransferBatch], list[TransferBatch]]:
         """Return the transfer batches of the Muon route's momenta, before and after those of the Adam routes."""
         if self._pipeline is not None:
             return self._pipeline.transfer_batches(state, memory)
@@ -298,9 +334,15 @@ class ShardedStep:
         """Return the comparison of gradients for parameters whose replicas would otherwise diverge."""
         everywhere = self._settings.exchange == "reference"
         still = self._repeating or self.gathers or everywhere
-        sharded_params = self._sharded_params if still else [m for m in self._sharded_params if m.entry.route != "muon"]
+        sharded_params = (
+            self._sharded_params
+            if still
+            else [m for m in self._sharded_params if m.entry.route != "muon"]
+        )
         compared = [
-            ComparedParameter(param.p, f"{param} (route {param.entry.route})", tuple(sorted(param.layout.ranks)))
+            ComparedParameter(
+                param.p, f"{param} (route {param.entry.route})", tuple(sorted(param.layout.ranks))
+            )
             for param in sharded_params
             if len(param.layout.replicas()) > 1
         ]

@@ -43,14 +43,22 @@ class Side:
         sending: bool,
     ) -> None:
         wire = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
-        self.dtype, self.planes, header = _DTYPES.get(wire, wide), domain.planes(leg), domain.header(leg)
+        self.dtype, self.planes, header = (
+            _DTYPES.get(wire, wide),
+            domain.planes(leg),
+            domain.header(leg),
+        )
         several = (messages.out if sending else messages.into)[leg]
         self.splits = [message.words for message in several]
         self.words = sum(self.splits)  # length of the buffer
         # For every piece: the other rank (`peers`); first and last word (exclusive) of rules' state per row or column
         # (`lines`); job, first element, and number of elements in each plane (`payloads`). Planes are directions, then
         # inputs of rules.
-        self.peers = [peer for peer, message in zip(messages.peers, several, strict=True) for _ in message.jobs]
+        self.peers = [
+            peer
+            for peer, message in zip(messages.peers, several, strict=True)
+            for _ in message.jobs
+        ]
         self.lines: list[tuple[int, int]] = []
         self.payloads: list[tuple[int, int, int]] = []
         headers: list[int] = []
@@ -61,7 +69,9 @@ class Side:
             ends = [*itertools.accumulate(message.lines, initial=body)]
             self.lines += itertools.pairwise(ends)
             first = ends[-1] * WORD // self.dtype.itemsize
-            firsts = itertools.accumulate((self.planes * n for n in message.elements), initial=first)
+            firsts = itertools.accumulate(
+                (self.planes * n for n in message.elements), initial=first
+            )
             self.payloads += zip(message.jobs, firsts, message.elements, strict=False)
             start += message.words
         # The words of every piece's header, (pieces, header words).
@@ -70,7 +80,10 @@ class Side:
     def elements(self, buffer: Tensor, plane: int = 0) -> list[Tensor]:
         """Return every piece's elements of one plane as a flat view of the buffer."""
         flat = buffer.view(self.dtype)
-        return [flat[start + plane * count : start + (plane + 1) * count] for _, start, count in self.payloads]
+        return [
+            flat[start + plane * count : start + (plane + 1) * count]
+            for _, start, count in self.payloads
+        ]
 
 
 class CollectiveStream:

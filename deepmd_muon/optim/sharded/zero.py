@@ -23,7 +23,10 @@ _Kind = TypeVar("_Kind", bound=Optimizer)
 
 
 def shard_state(
-    kind: type[_Kind], params: Iterable[tuple[str, nn.Parameter]], replicas: Replicas, **options: Any
+    kind: type[_Kind],
+    params: Iterable[tuple[str, nn.Parameter]],
+    replicas: Replicas,
+    **options: Any,
 ) -> _Kind:
     """Make an optimizer that keeps state for this rank's rows of every parameter, steps them, and gathers the others.
 
@@ -41,10 +44,16 @@ def shard_state(
     PlanMismatchError
         On all ranks, when their parameters differ.
     """
-    whole_params = [_WholeParameter(name, p, state_sharding(p, replicas, matrices=False)) for name, p in params]
+    whole_params = [
+        _WholeParameter(name, p, state_sharding(p, replicas, matrices=False)) for name, p in params
+    ]
     own: Any = kind  # mypy considers a class unhashable
-    optimizer: Any = _sharded_state_class(own)([(each.name, each.part) for each in whole_params], **options)
-    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, StateSharding]]] = defaultdict(list)
+    optimizer: Any = _sharded_state_class(own)(
+        [(each.name, each.part) for each in whole_params], **options
+    )
+    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, StateSharding]]] = defaultdict(
+        list
+    )
     for each in whole_params:
         if each.sharding is not None and len(each.sharding.layout.ranks) > 1:
             kinds[each.p.device, each.p.dtype].append((each.p, each.sharding))
@@ -74,10 +83,15 @@ def shard_state(
         finish()
         keys = [key for group in state["param_groups"] for key in group["params"]]
         found = dict(state["state"])
-        for key, each in zip(keys, whole_params, strict=False):  # torch raises if the numbers differ
+        for key, each in zip(
+            keys, whole_params, strict=False
+        ):  # torch raises if the numbers differ
             sharding, shape = each.sharding, each.p.shape
             if sharding is not None and key in found:
-                found[key] = {k: sharding.of(x).clone() if x.shape == shape else x for k, x in found[key].items()}
+                found[key] = {
+                    k: sharding.of(x).clone() if x.shape == shape else x
+                    for k, x in found[key].items()
+                }
         return {**state, "state": found}
 
     optimizer.register_state_dict_pre_hook(finish)
@@ -166,16 +180,24 @@ class _WholeParameter:
         self._memory = self.p.data_ptr()
 
 
-def _presence(whole_params: Sequence[_WholeParameter], replicas: Replicas) -> GradientPresence | None:
+def _presence(
+    whole_params: Sequence[_WholeParameter], replicas: Replicas
+) -> GradientPresence | None:
     """Return the comparison of gradients among the replicas; None without parameters."""
     compared = []
     for each in whole_params:
         layout = layout_of(each.p, replicas)
         assert layout is not None
         compared.append(
-            ComparedParameter(each.p, f"{each.name!r} of shape {tuple(each.p.shape)}", tuple(sorted(layout.ranks)))
+            ComparedParameter(
+                each.p, f"{each.name!r} of shape {tuple(each.p.shape)}", tuple(sorted(layout.ranks))
+            )
         )
-    return GradientPresence(compared, [each.ranks for each in compared], whole_params[0].p.device) if compared else None
+    return (
+        GradientPresence(compared, [each.ranks for each in compared], whole_params[0].p.device)
+        if compared
+        else None
+    )
 
 
 def _kind(p: Tensor) -> tuple[Any, ...]:

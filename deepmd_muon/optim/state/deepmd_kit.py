@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.optim.errors import ForeignStateError
-from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, RoutingRules, canonical_name, choose_route
+from deepmd_muon.optim.routing.rules import (
+    Route,
+    RouteEntry,
+    RouteTable,
+    RoutingRules,
+    canonical_name,
+    choose_route,
+)
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
 from deepmd_muon.optim.state.migrate import SavedParameter
 
@@ -57,10 +64,18 @@ def name_deepmd_kit_state(
     given = iter(names := list(names))
     count = sum(len(group["params"]) for group in state_dict["param_groups"])
     if count != len(names):
-        raise ForeignStateError(f"the state dict lists {count} parameters; found {len(names)} names")
-    groups = [{**group, "param_names": [next(given) for _ in group["params"]]} for group in state_dict["param_groups"]]
+        raise ForeignStateError(
+            f"the state dict lists {count} parameters; found {len(names)} names"
+        )
+    groups = [
+        {**group, "param_names": [next(given) for _ in group["params"]]}
+        for group in state_dict["param_groups"]
+    ]
     state = {key: {**values, "steps_taken": step} for key, values in state_dict["state"].items()}
-    return {"state": state if step is not None else dict(state_dict["state"]), "param_groups": groups}
+    return {
+        "state": state if step is not None else dict(state_dict["state"]),
+        "param_groups": groups,
+    }
 
 
 def read_deepmd_kit(
@@ -98,7 +113,9 @@ def _names(groups: Sequence[Mapping[str, Any]], present: RouteTable) -> dict[Any
     keys = [key for group in groups for key in group["params"]]
     if all("param_names" in group for group in groups):
         return {
-            key: canonical_name(name) for g in groups for key, name in zip(g["params"], g["param_names"], strict=True)
+            key: canonical_name(name)
+            for g in groups
+            for key, name in zip(g["params"], g["param_names"], strict=True)
         }
     if all(isinstance(key, str) for key in keys):
         return {key: canonical_name(key) for key in keys}
@@ -132,20 +149,34 @@ def _saved(
         shape = tuple(values["exp_avg"].shape)
         # Adam and AdamW have the same state; take the present route.
         route: Route = "adamw" if present is not None and present.route == "adamw" else "adam"
-        kept = {"exp_avg": values["exp_avg"], "exp_avg_sq": values["exp_avg_sq"], "step": _steps(values, group)}
+        kept = {
+            "exp_avg": values["exp_avg"],
+            "exp_avg_sq": values["exp_avg_sq"],
+            "step": _steps(values, group),
+        }
         entry = RouteEntry(name, shape, None, route, "inferred")
-    explained = present is not None and rules is not None and _explained(entry, present, group, rules)
+    explained = (
+        present is not None and rules is not None and _explained(entry, present, group, rules)
+    )
     return SavedParameter(entry, kept, explained)
 
 
-def _explained(saved: RouteEntry, present: RouteEntry, group: Mapping[str, Any], rules: RoutingRules) -> bool:
+def _explained(
+    saved: RouteEntry, present: RouteEntry, group: Mapping[str, Any], rules: RoutingRules
+) -> bool:
     """Return whether an older version's rules explain the saved route, and today's default rules the present one."""
-    if saved.shape != present.shape or choose_route(present.name, present.shape, rules).placement != present.placement:
+    if (
+        saved.shape != present.shape
+        or choose_route(present.name, present.shape, rules).placement != present.placement
+    ):
         return False
     mode = group.get("muon_mode")
     if mode is not None:  # an intermediate version, with today's views but without names
         same_mode = mode == rules.muon_mode
-        return same_mode and choose_route(None, saved.shape, RoutingRules(mode)).placement == saved.placement
+        return (
+            same_mode
+            and choose_route(None, saved.shape, RoutingRules(mode)).placement == saved.placement
+        )
     dims = len(saved.shape)
     matrix = dims == 2 and min(saved.shape) >= rules.min_matrix_dim
     folded = dims > 2 and not group.get("muon_2d_only", True)

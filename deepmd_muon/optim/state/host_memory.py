@@ -46,7 +46,9 @@ class TransferBatch:
         self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self.nbytes = 0
         # Slots of one dtype are adjacent, as in their slab.
-        for number, slot in sorted(enumerate(slots), key=lambda numbered: str(numbered[1].value.dtype)):
+        for number, slot in sorted(
+            enumerate(slots), key=lambda numbered: str(numbered[1].value.dtype)
+        ):
             places[number] = self.nbytes
             last = self._copies[-1] if self._copies else None
             if last and last[0] is slot.slab and last[1] + last[3] == slot.start:
@@ -54,7 +56,9 @@ class TransferBatch:
             else:
                 self._copies.append([slot.slab, slot.start, self.nbytes, slot.nbytes])
             self.nbytes += slot.nbytes
-        self._tensors = [(place, local_of(slot.value)) for place, slot in zip(places, slots, strict=True)]
+        self._tensors = [
+            (place, local_of(slot.value)) for place, slot in zip(places, slots, strict=True)
+        ]
 
     def copies(self, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return the copies as pairs (host memory, device memory); adjacent slots share one copy."""
@@ -80,7 +84,9 @@ class DeviceBuffers:
     def __init__(self, device: torch.device, count: int = 2) -> None:
         self._device = device
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(count)]
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+        self._streams = (
+            [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+        )
         self._filled: list[Any] = [None] * count  # events
         self._emptied: list[Any] = [None] * count
 
@@ -153,7 +159,9 @@ class DeviceBuffers:
 
 
 def moments_of(
-    state: Mapping[Tensor, Mapping[str, Any]], params: Iterable[Tensor], keys: Sequence[str] = ALL_MOMENTS
+    state: Mapping[Tensor, Mapping[str, Any]],
+    params: Iterable[Tensor],
+    keys: Sequence[str] = ALL_MOMENTS,
 ) -> list[tuple[Tensor, str]]:
     """Return parameter and key of every moment that these parameters have."""
     return [(p, key) for p in params for key in keys if key in state.get(p, {})]
@@ -176,16 +184,23 @@ class HostMemory:
         """Return the transfer batch of some (parameter, key) state tensors; offload them first where necessary."""
         wanted = list(wanted)
         self.offload(state, wanted)
-        return TransferBatch([self._slots[p][key] for p, key in wanted], local_of(wanted[0][0]).device)
+        return TransferBatch(
+            [self._slots[p][key] for p, key in wanted], local_of(wanted[0][0]).device
+        )
 
-    def offload(self, state: Mapping[Tensor, dict[str, Any]], wanted: Iterable[tuple[Tensor, str]]) -> None:
+    def offload(
+        self, state: Mapping[Tensor, dict[str, Any]], wanted: Iterable[tuple[Tensor, str]]
+    ) -> None:
         """Move state tensors into host memory; those of one dtype become adjacent, in the given order."""
         not_yet_offloaded = []
         for p, key in wanted:
             slot = self._slots.get(p, {}).get(key)
             if slot is None or state[p][key] is not slot.value:
                 not_yet_offloaded.append((p, key))
-        sizes = [-(-local_of(state[p][key]).nbytes // _ALIGNMENT) * _ALIGNMENT for p, key in not_yet_offloaded]
+        sizes = [
+            -(-local_of(state[p][key]).nbytes // _ALIGNMENT) * _ALIGNMENT
+            for p, key in not_yet_offloaded
+        ]
         left: Counter[torch.dtype] = Counter()
         for (p, key), nbytes in zip(not_yet_offloaded, sizes, strict=True):
             left[state[p][key].dtype] += nbytes
@@ -197,15 +212,23 @@ class HostMemory:
             slab, start = slabs.get(value.dtype, (None, 0))
             if slab is None or start + nbytes > slab.numel():
                 size, start = max(nbytes, min(left[value.dtype], self.batch_bytes)), 0
-                slab = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=local_of(p).is_cuda)
-            host = slab[start : start + local.nbytes].view(local.dtype).as_strided(local.size(), local.stride())
+                slab = torch.empty(
+                    size, dtype=torch.uint8, device="cpu", pin_memory=local_of(p).is_cuda
+                )
+            host = (
+                slab[start : start + local.nbytes]
+                .view(local.dtype)
+                .as_strided(local.size(), local.stride())
+            )
             host.copy_(local)
             state[p][key] = with_local(value, host)
             self._slots.setdefault(p, {})[key] = HostSlot(slab, start, nbytes, state[p][key])
             slabs[value.dtype] = slab, start + nbytes
             left[value.dtype] -= nbytes
 
-    def offload_all(self, state: dict[Tensor, dict[str, Any]], param_groups: Sequence[Mapping[str, Any]]) -> None:
+    def offload_all(
+        self, state: dict[Tensor, dict[str, Any]], param_groups: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Move all moments into host memory, and drop the slots of state that no longer exists."""
         params = [p for group in param_groups for p in group["params"]]
         self._slots = {

@@ -28,7 +28,14 @@ from deepmd_muon.optim.routing.group_settings import (
 )
 from deepmd_muon.optim.routing.modules import ATTENTION_SPLIT, is_computed_from
 from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.routing.rules import Route, RouteEntry, RouteTable, RoutingRules, canonical_name, choose_route
+from deepmd_muon.optim.routing.rules import (
+    Route,
+    RouteEntry,
+    RouteTable,
+    RoutingRules,
+    canonical_name,
+    choose_route,
+)
 from deepmd_muon.optim.rules.interface import MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER, NARROW
 from deepmd_muon.optim.rules.registry import known_rules, matrix_rules, tensors_of, unknown_rules
@@ -41,9 +48,22 @@ log = logging.getLogger(__name__)
 
 # Group keys that are not the user's settings.
 _NOT_SETTINGS = {
-    *("params", "param_names", "lr", "initial_lr", "constructed", "routing_version", "routes", "views", "shapes"),
+    *(
+        "params",
+        "param_names",
+        "lr",
+        "initial_lr",
+        "constructed",
+        "routing_version",
+        "routes",
+        "views",
+        "shapes",
+    ),
 }
-_POWERS = ("beta1_pow", "beta2_pow")  # of the decays; the state holds them for deepmd-kit's class only
+_POWERS = (
+    "beta1_pow",
+    "beta2_pow",
+)  # of the decays; the state holds them for deepmd-kit's class only
 
 
 _ADVICE = (
@@ -68,32 +88,54 @@ def drop_unused(state: Mapping[Tensor, dict[str, Any]], groups: Sequence[Group])
     for p, entry, group in _parameters(groups):
         own, rules = state.get(p, {}), matrix_rules(group.settings)
         off = _unused(own, rules)
-        unfit = [key for key in known.keys() & own.keys() - off.keys() if not _fits(key, own[key], entry, rules)]
+        unfit = [
+            key
+            for key in known.keys() & own.keys() - off.keys()
+            if not _fits(key, own[key], entry, rules)
+        ]
         for key in (*off, *unfit):
             del own[key]
         if off or unfit:
             why = _describe(entry) if unfit else "; ".join(sorted(set(off.values())))
-            log.warning("%s: its state %s is dropped: %s now", entry.name, ", ".join(sorted((*off, *unfit))), why)
+            log.warning(
+                "%s: its state %s is dropped: %s now",
+                entry.name,
+                ", ".join(sorted((*off, *unfit))),
+                why,
+            )
 
 
-def _unused(values: Mapping[str, Any], rules: Sequence[MatrixRule], *, narrow: bool = True) -> dict[str, str]:
+def _unused(
+    values: Mapping[str, Any], rules: Sequence[MatrixRule], *, narrow: bool = True
+) -> dict[str, str]:
     """Return the keys of state tensors that belong to known rules other than these, each with the reason.
 
     Only parameters of a `narrow` dtype (16 bits) use master weights.
     """
     used = tensors_of(rules).keys() - (set() if narrow else {MASTER})
     on = {rule.name for rule in rules}
-    owners = {key: rule.name for rule in known_rules() for key in rule.tensors() if key in values and key not in used}
-    return {key: f"{name} keeps other state" if name in on else f"{name} is off" for key, name in owners.items()}
+    owners = {
+        key: rule.name
+        for rule in known_rules()
+        for key in rule.tensors()
+        if key in values and key not in used
+    }
+    return {
+        key: f"{name} keeps other state" if name in on else f"{name} is off"
+        for key, name in owners.items()
+    }
 
 
 def _fits(key: str, value: Tensor, entry: RouteEntry, rules: Sequence[MatrixRule]) -> bool:
     """Return whether a state tensor suits a parameter of this route and view with these rules."""
     if entry.route == "frozen":
         return True
-    tensor = state_tensors(entry.route, rules).get(key)  # loading has dropped master weights of wide parameters
+    tensor = state_tensors(entry.route, rules).get(
+        key
+    )  # loading has dropped master weights of wide parameters
     return tensor is not None and (
-        tensor.extent in ("parameter", "scalar") or tuple(value.shape) == tensor.shape_for(entry.shape, entry.view)
+        tensor.extent in ("parameter", "scalar")
+        or tuple(value.shape) == tensor.shape_for(entry.shape, entry.view)
     )
 
 
@@ -113,9 +155,15 @@ def load_state(
     differences = _differences(saved, present)
     inconsistent = [problem for old in saved.values() for problem in _inconsistencies(old)]
     if inconsistent:
-        raise RoutingMismatchError(inconsistent, "The file is damaged or was edited by hand: use another checkpoint.")
-    unexplained = [line for name, line in differences.items() if name not in saved or not saved[name].explained]
-    left_out = [line for name, line in differences.items() if name in saved and saved[name].left_out]
+        raise RoutingMismatchError(
+            inconsistent, "The file is damaged or was edited by hand: use another checkpoint."
+        )
+    unexplained = [
+        line for name, line in differences.items() if name not in saved or not saved[name].explained
+    ]
+    left_out = [
+        line for name, line in differences.items() if name in saved and saved[name].left_out
+    ]
     if unexplained and on_route_change == "error":
         raise RoutingMismatchError(unexplained, f"{_ADVICE} {_FLATTENED}" if left_out else _ADVICE)
     if left_out and on_route_change == "migrate":
@@ -132,7 +180,9 @@ def load_state(
             values = {}
             log.warning("%s; it starts without state", differences[entry.name])
         else:
-            values, happened = migrate(old, entry, (group.settings.adam_beta1, group.settings.adam_beta2))
+            values, happened = migrate(
+                old, entry, (group.settings.adam_beta1, group.settings.adam_beta2)
+            )
             log.warning("%s; %s", differences[entry.name], happened)
         rules = matrix_rules(group.settings)
         off = _unused(values, rules, narrow=p.dtype in NARROW)
@@ -140,7 +190,11 @@ def load_state(
         dropped.update(off.items())
         if values:
             state[p] = {key: place(key, value, p, entry) for key, value in values.items()}
-            converted |= {(k, v.dtype, state[p][k].dtype) for k, v in values.items() if v.dtype != state[p][k].dtype}
+            converted |= {
+                (k, v.dtype, state[p][k].dtype)
+                for k, v in values.items()
+                if v.dtype != state[p][k].dtype
+            }
     for name in differences.keys() - {entry.name for entry in present}:
         log.warning("%s; its state is dropped", differences[name])
     for (key, why), count in sorted(dropped.items()):
@@ -166,16 +220,21 @@ def _parameters(groups: Sequence[Group]) -> list[tuple[Tensor, RouteEntry, Group
     return [(p, entry, group) for group in groups for p, entry in group.routed]
 
 
-def _read(state_dict: Mapping[str, Any], present: Sequence[Group], routing: RouteTable) -> dict[str, SavedParameter]:
+def _read(
+    state_dict: Mapping[str, Any], present: Sequence[Group], routing: RouteTable
+) -> dict[str, SavedParameter]:
     """Return the content of a state dict, by parameter name."""
     if not {"param_groups", "state"} <= state_dict.keys():
         flattened = any(isinstance(key, str) and key.startswith("state.") for key in state_dict)
         raise ForeignStateError(
             f"not an optimizer state dict: it must hold 'state' and 'param_groups'; found keys {list(state_dict)[:5]}"
-            + "; torch flattened it (flatten_optimizer_state_dict): load it by set_optimizer_state_dict" * flattened
+            + "; torch flattened it (flatten_optimizer_state_dict): load it by set_optimizer_state_dict"
+            * flattened
         )
     groups, state = state_dict["param_groups"], state_dict["state"]
-    if not isinstance(state, Mapping) or not all(isinstance(group, Mapping) and "params" in group for group in groups):
+    if not isinstance(state, Mapping) or not all(
+        isinstance(group, Mapping) and "params" in group for group in groups
+    ):
         raise ForeignStateError(
             "damaged optimizer state dict: 'state' must be a dictionary and every parameter group must list its "
             f"'params'; found a {type(state).__name__} and groups with keys {[list(group)[:5] for group in groups]}"
@@ -200,20 +259,30 @@ def _read(state_dict: Mapping[str, Any], present: Sequence[Group], routing: Rout
     )
 
 
-def _with_names(groups: Sequence[Mapping[str, Any]], present: Sequence[Group]) -> Sequence[Mapping[str, Any]]:
+def _with_names(
+    groups: Sequence[Mapping[str, Any]], present: Sequence[Group]
+) -> Sequence[Mapping[str, Any]]:
     """Return saved groups with the names of the present parameters, in order, if either side has no names.
 
     torch's optimizers load by position, too. Here, all groups must have as many parameters as the present ones.
     """
-    named = all("param_names" in group for group in groups) and all("param_names" in group.values for group in present)
+    named = all("param_names" in group for group in groups) and all(
+        "param_names" in group.values for group in present
+    )
     by_number = all(isinstance(key, int) for group in groups for key in group["params"])
-    if named or not by_number or [len(g["params"]) for g in groups] != [len(group.routed) for group in present]:
+    if (
+        named
+        or not by_number
+        or [len(g["params"]) for g in groups] != [len(group.routed) for group in present]
+    ):
         return groups
     names = [[entry.name for _, entry in group.routed] for group in present]
     return [{**group, "param_names": own} for group, own in zip(groups, names, strict=True)]
 
 
-def _explained_by_build(saved: RouteEntry, group: Mapping[str, Any], present: tuple[RouteEntry, Group] | None) -> bool:
+def _explained_by_build(
+    saved: RouteEntry, group: Mapping[str, Any], present: tuple[RouteEntry, Group] | None
+) -> bool:
     """Return whether a version saved this parameter that `build` did not find yet in a module.
 
     Versions without `conv_patterns` found no kernels. Later ones found no kernels and tables that modules compute from
@@ -224,23 +293,32 @@ def _explained_by_build(saved: RouteEntry, group: Mapping[str, Any], present: tu
     rules = RoutingRules.of(present[1].settings)
     fused = f"{glob.escape(saved.name)}: {ATTENTION_SPLIT}"
     if fused in rules.splits and fused not in (as_tuple(group.get("splits")) or ()):
-        others = dataclasses.replace(rules, splits=tuple(split for split in rules.splits if split != fused))
+        others = dataclasses.replace(
+            rules, splits=tuple(split for split in rules.splits if split != fused)
+        )
         return choose_route(saved.name, saved.shape, others).placement == saved.placement
     if is_computed_from(saved.name):
         keys = ("conv_patterns", "adamw_patterns")
         return any(
-            glob.escape(saved.name) in set(getattr(rules, key)) - set(as_tuple(group.get(key)) or ()) for key in keys
+            glob.escape(saved.name)
+            in set(getattr(rules, key)) - set(as_tuple(group.get(key)) or ())
+            for key in keys
         )
     if "conv_patterns" in group:
         return False
-    if choose_route(saved.name, saved.shape, dataclasses.replace(rules, splits=())).placement == saved.placement:
+    if (
+        choose_route(saved.name, saved.shape, dataclasses.replace(rules, splits=())).placement
+        == saved.placement
+    ):
         return False
     before = dataclasses.replace(rules, conv_patterns=(), splits=())
     return choose_route(saved.name, saved.shape, before).placement == saved.placement
 
 
 def _read_own(
-    groups: Sequence[Mapping[str, Any]], state: Mapping[Any, dict[str, Any]], present: Sequence[Group]
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Any, dict[str, Any]],
+    present: Sequence[Group],
 ) -> dict[str, SavedParameter]:
     """Read a state dict with a manifest; its keys of parameters are numbers, or names from torch.distributed."""
     known = {entry.name: (entry, group) for _, entry, group in _parameters(present)}
@@ -259,17 +337,25 @@ def _read_own(
         rules = _saved_rules(group)
         for entry in itertools.islice(entries, len(group["routes"])):
             values = state.get(by_name[entry.name], {})
-            missing = {key for key, value in values.items() if isinstance(value, dict)}  # see _FLATTENED
-            kept = {key: value for key, value in values.items() if key not in missing.union(_POWERS)}
+            missing = {
+                key for key, value in values.items() if isinstance(value, dict)
+            }  # see _FLATTENED
+            kept = {
+                key: value for key, value in values.items() if key not in missing.union(_POWERS)
+            }
             left_out = bool(missing) and entry.route != "frozen"
             explained = _explained_by_build(entry, group, known.get(entry.name))
-            found[entry.name] = SavedParameter(entry, kept, explained, left_out=left_out, rules=rules)
+            found[entry.name] = SavedParameter(
+                entry, kept, explained, left_out=left_out, rules=rules
+            )
     return found
 
 
 def _saved_rules(group: Mapping[str, Any]) -> tuple[MatrixRule, ...]:
     """Return the known rules that were on in a saved group; none if this release rejects its settings."""
-    if "adam_betas" not in group:  # state of replaced parameters, in this process (`replaced.move_state`)
+    if (
+        "adam_betas" not in group
+    ):  # state of replaced parameters, in this process (`replaced.move_state`)
         return ()
     names = [name for name in group.get("rules", ()) if not unknown_rules([name])]
     try:
@@ -286,7 +372,9 @@ def _read_adam(
     found = {}
     for group in groups:
         route: Route = "adamw" if group.get("decoupled_weight_decay") else "adam"
-        for name, key in zip(map(canonical_name, group["param_names"]), group["params"], strict=True):
+        for name, key in zip(
+            map(canonical_name, group["param_names"]), group["params"], strict=True
+        ):
             values = {k: v for k, v in state.get(key, {}).items() if k in STATE_OF_ROUTE[route]}
             if isinstance(values.get("exp_avg"), Tensor):
                 entry = RouteEntry(name, tuple(values["exp_avg"].shape), None, route, "recorded")
@@ -306,11 +394,15 @@ def _differences(saved: Mapping[str, SavedParameter], present: RouteTable) -> di
         if entry.name not in saved:
             if 0 in entry.shape:
                 continue
-            differences[entry.name] = f"{entry.name}: not in the saved state; present: {_describe(entry)}"
+            differences[entry.name] = (
+                f"{entry.name}: not in the saved state; present: {_describe(entry)}"
+            )
             continue
         old = saved[entry.name].entry
         if (old.shape, old.view, old.route) != (entry.shape, entry.view, entry.route):
-            differences[entry.name] = f"{entry.name}: saved: {_describe(old)}; present: {_describe(entry)}"
+            differences[entry.name] = (
+                f"{entry.name}: saved: {_describe(old)}; present: {_describe(entry)}"
+            )
     names = {entry.name for entry in present}
     for name in saved:
         old = saved[name].entry
@@ -334,20 +426,27 @@ def _inconsistencies(saved: SavedParameter) -> list[str]:
     possible = state_tensors(route, known_rules())
     needed = state_tensors(route, () if entry.route == "frozen" else saved.rules).keys() - {MASTER}
     problems = [
-        f"{entry.name}: unexpected state {key!r} on route {entry.route}" for key in sorted(values.keys() - possible)
+        f"{entry.name}: unexpected state {key!r} on route {entry.route}"
+        for key in sorted(values.keys() - possible)
     ]
     problems += [
         f"{entry.name}: state {key!r} is missing on route {entry.route}"
         for key in sorted(needed - values.keys())
         if values
     ]
-    odd = [key for key, x in values.items() if not isinstance(x, Tensor) or x.is_complex() or x.layout != torch.strided]
+    odd = [
+        key
+        for key, x in values.items()
+        if not isinstance(x, Tensor) or x.is_complex() or x.layout != torch.strided
+    ]
     problems += [f"{entry.name}: state {key!r} is not a dense real tensor" for key in odd]
     for key, tensor in possible.items():
         if key in odd:
             continue
         found = tuple(values[key].shape) if key in values else ()
-        if key not in values or (tensor.extent not in ("parameter", "scalar") and entry.view is None):
+        if key not in values or (
+            tensor.extent not in ("parameter", "scalar") and entry.view is None
+        ):
             continue
         shape = tensor.shape_for(entry.shape, entry.view)
         if tensor.extent == "scalar" and values[key].numel() != 1:
@@ -355,12 +454,18 @@ def _inconsistencies(saved: SavedParameter) -> list[str]:
         elif tensor.extent == "parameter" and found != shape:
             problems.append(f"{entry.name}: {key} has shape {found}, the parameter {entry.shape}")
         elif tensor.extent not in ("parameter", "scalar") and found != shape:
-            what = f"{entry.view.blocks} matrices" if entry.view and tensor.extent == "blocks" else f"shape {shape}"
+            what = (
+                f"{entry.view.blocks} matrices"
+                if entry.view and tensor.extent == "blocks"
+                else f"shape {shape}"
+            )
             problems.append(f"{entry.name}: {key} has shape {found}, the view has {what}")
     return problems
 
 
-def restore_groups(param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+def restore_groups(
+    param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> None:
     """Restore the values that schedulers write and the user's own keys of groups; log differences in settings.
 
     A setting constructed with the same value as the saved one takes the saved value, which a scheduler may have
@@ -382,7 +487,10 @@ def restore_groups(param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapp
             len(param_groups),
         )
         return
-    found = [_restored(number, *pair) for number, pair in enumerate(zip(param_groups, groups, strict=True))]
+    found = [
+        _restored(number, *pair)
+        for number, pair in enumerate(zip(param_groups, groups, strict=True))
+    ]
     for present, values in zip(param_groups, found, strict=True):
         group_settings({**present, **values})  # checks them
     for group, values in zip(param_groups, found, strict=True):
@@ -412,7 +520,15 @@ def _restored(number: int, present: Mapping[str, Any], saved: Mapping[str, Any])
         pair = [list(x) if isinstance(x, tuple) else x for x in (present[key], saved[key])]
         if pair[0] != pair[1]:
             if key in values:
-                log.info("param_groups[%d] %s: %r as saved; it was %r", number, key, saved[key], present[key])
+                log.info(
+                    "param_groups[%d] %s: %r as saved; it was %r",
+                    number,
+                    key,
+                    saved[key],
+                    present[key],
+                )
             else:
-                log.info("param_groups[%d] %s: now %r, saved %r", number, key, present[key], saved[key])
+                log.info(
+                    "param_groups[%d] %s: now %r, saved %r", number, key, present[key], saved[key]
+                )
     return values

@@ -34,11 +34,15 @@ class SavedParameter:
     entry: RouteEntry  # saved name, shape, view and route
     values: Mapping[str, Tensor]
     explained: bool = False  # the version that saved it, not a setting, explains a difference from the present route
-    left_out: bool = False  # torch omitted the state of the saved route; see `deepmd_muon.optim.state.load`
+    left_out: bool = (
+        False  # torch omitted the state of the saved route; see `deepmd_muon.optim.state.load`
+    )
     rules: tuple[MatrixRule, ...] = ()  # on the Muon route, its state must hold their tensors
 
 
-def migrate(saved: SavedParameter, present: RouteEntry, betas: tuple[float, float]) -> tuple[dict[str, Tensor], str]:
+def migrate(
+    saved: SavedParameter, present: RouteEntry, betas: tuple[float, float]
+) -> tuple[dict[str, Tensor], str]:
     """Return the migrated state of a parameter whose shape, view or route has changed, and a phrase for the log.
 
     `betas` are the present decays of Adam's moments.
@@ -52,7 +56,9 @@ def migrate(saved: SavedParameter, present: RouteEntry, betas: tuple[float, floa
     if present.route == "frozen":
         return values, "it is frozen now and keeps its state"
     kept = {key: values[key] for key in (MASTER,) if key in values}
-    was_muon = "momentum_buffer" in values  # only the state shows the former route of a frozen parameter
+    was_muon = (
+        "momentum_buffer" in values
+    )  # only the state shows the former route of a frozen parameter
     if was_muon and present.route == "muon":
         return _other_view(values, old.shape, old.view, present.view)
     if was_muon:
@@ -61,7 +67,10 @@ def migrate(saved: SavedParameter, present: RouteEntry, betas: tuple[float, floa
         m = m.to(wide)
         state = {"exp_avg": (1 - betas[0]) * m, "exp_avg_sq": (1 - betas[1]) * m.square()}
         state["step"] = torch.ones((), device="cpu")
-        return {**state, **kept}, "its momentum becomes the first moment after one gradient; the second moment restarts"
+        return {
+            **state,
+            **kept,
+        }, "its momentum becomes the first moment after one gradient; the second moment restarts"
     if present.route == "muon":
         seen = 1.0 - betas[0] ** float(values["step"])
         momentum = values["exp_avg"] / seen if seen > 0 else values["exp_avg"]
@@ -72,7 +81,10 @@ def migrate(saved: SavedParameter, present: RouteEntry, betas: tuple[float, floa
 
 
 def _other_view(
-    values: dict[str, Tensor], shape: tuple[int, ...], old: MatrixView | None, new: MatrixView | None
+    values: dict[str, Tensor],
+    shape: tuple[int, ...],
+    old: MatrixView | None,
+    new: MatrixView | None,
 ) -> tuple[dict[str, Tensor], str]:
     """Keep the momentum, and set each number of a rule to the mean of the old numbers of its elements."""
     assert new is not None
@@ -81,11 +93,18 @@ def _other_view(
         key: tensor for key, tensor in known.items() if key in values and key != MASTER
     }  # in the same order on all ranks, which gather together
     if old is None:  # it was frozen; its former view is not recorded
-        unfit = [key for key, x in of_rules.items() if tuple(values[key].shape) != x.shape_for(shape, new)]
+        unfit = [
+            key
+            for key, x in of_rules.items()
+            if tuple(values[key].shape) != x.shape_for(shape, new)
+        ]
         for key in unfit:
             del values[key]
         restarting = ", ".join(f"{key}s" for key in sorted(unfit))
-        return values, f"its momentum is kept; {restarting} restart" if unfit else "its state is kept"
+        return (
+            values,
+            f"its momentum is kept; {restarting} restart" if unfit else "its state is kept",
+        )
     for key, tensor in of_rules.items():
         assert tensor.extent in ("blocks", "rows", "columns")
         if tensor.along:
@@ -95,7 +114,9 @@ def _other_view(
         of_element = full_tensor(x).reshape(-1).double().cpu()[old.numbers(tensor.extent)]
         numbers, like = new.numbers(tensor.extent), tensor.shape_for(shape, new)
         size = math.prod(like)
-        total = torch.zeros(size, dtype=torch.float64, device="cpu").index_add_(0, numbers, of_element)
+        total = torch.zeros(size, dtype=torch.float64, device="cpu").index_add_(
+            0, numbers, of_element
+        )
         mean = total / torch.bincount(numbers, minlength=size)
         values[key] = mean.to(x.device, x.dtype).view(like)
     restarting = "".join(f"; {key} restarts" for key, tensor in of_rules.items() if tensor.along)

@@ -50,7 +50,9 @@ def _kind(group: Mapping[str, Any]) -> str | None:
     return "jordan" if keys - _BESIDES == _BARE else None
 
 
-def import_state(*state_dicts: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
+def import_state(
+    *state_dicts: Mapping[str, Any], names: Iterable[str] | None = None
+) -> dict[str, Any]:
     """Join the states of other optimizers of one model into a state dict that `HybridMuon.load_state_dict` takes.
 
     Parameters
@@ -74,7 +76,9 @@ def import_state(*state_dicts: Mapping[str, Any], names: Iterable[str] | None = 
     count = sum(len(group["params"]) for each in state_dicts for group in each["param_groups"])
     given = None if names is None else list(names)
     if given is not None and len(given) != count:
-        raise ForeignStateError(f"the state dicts list {count} parameters; found {len(given)} names")
+        raise ForeignStateError(
+            f"the state dicts list {count} parameters; found {len(given)} names"
+        )
     groups: list[dict[str, Any]] = []
     state: dict[int, Mapping[str, Any]] = {}
     first = 0
@@ -84,7 +88,11 @@ def import_state(*state_dicts: Mapping[str, Any], names: Iterable[str] | None = 
             if given is None and "param_names" not in group:
                 raise ForeignStateError("a state dict has no names of its parameters; give names=")
             named = list(group["param_names"]) if given is None else given[first:last]
-            state |= {first + i: each["state"][key] for i, key in enumerate(group["params"]) if key in each["state"]}
+            state |= {
+                first + i: each["state"][key]
+                for i, key in enumerate(group["params"])
+                if key in each["state"]
+            }
             groups.append({**group, "params": list(range(first, last)), "param_names": named})
             first = last
     return {"state": state, "param_groups": groups}
@@ -105,7 +113,9 @@ def read_another_muon(
                 "the state of another Muon has no names of its parameters, and its groups have other sizes than here; "
                 "attach names with deepmd_muon.optim.import_state"
             )
-        for name, key in zip(map(canonical_name, group["param_names"]), group["params"], strict=True):
+        for name, key in zip(
+            map(canonical_name, group["param_names"]), group["params"], strict=True
+        ):
             values = _values(group, state.get(key, {}))
             entry = _entry(name, values, known.get(name))
             if entry is not None:
@@ -118,17 +128,30 @@ def _values(group: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Te
     kind = _kind(group)
     if kind == "dion":
         if group["algorithm"] not in ("muon", "adamw"):
-            raise ForeignStateError(f"a state of dion's {group['algorithm']!r} has no counterpart here")
+            raise ForeignStateError(
+                f"a state of dion's {group['algorithm']!r} has no counterpart here"
+            )
         if group["algorithm"] == "adamw":
             names = {"exp_avg": "momentum", "exp_avg_sq": "variance"}
-            return _adam({**{ours: values[key] for ours, key in names.items() if key in values}, "step": group["step"]})
-        return {"momentum_buffer": values["momentum"] * (1 - group["mu"])} if "momentum" in values else {}
+            return _adam(
+                {
+                    **{ours: values[key] for ours, key in names.items() if key in values},
+                    "step": group["step"],
+                }
+            )
+        return (
+            {"momentum_buffer": values["momentum"] * (1 - group["mu"])}
+            if "momentum" in values
+            else {}
+        )
     if "momentum_buffer" in values:
         scale = 1 - group["momentum"] if kind == "moonlight" else None
         buffer = values["momentum_buffer"]
         return {"momentum_buffer": buffer if scale is None else buffer * scale}
     if "moment1" in values:
-        return _adam({"exp_avg": values["moment1"], "exp_avg_sq": values["moment2"], "step": values["step"]})
+        return _adam(
+            {"exp_avg": values["moment1"], "exp_avg_sq": values["moment2"], "step": values["step"]}
+        )
     return _adam(values)
 
 
@@ -155,5 +178,7 @@ def _entry(name: str, values: dict[str, Tensor], present: RouteEntry | None) -> 
         shape = present.shape
         if present.route == "muon":
             return present
-    view = matrix_view(shape, "slice") or MatrixView(1, shape[0] if shape else 1, math.prod(shape[1:]))
+    view = matrix_view(shape, "slice") or MatrixView(
+        1, shape[0] if shape else 1, math.prod(shape[1:])
+    )
     return RouteEntry(name, shape, view, "muon", "inferred")

@@ -55,15 +55,23 @@ def move_state(
                 "param_names in the same order"
             )
     converted = before.converted(state)
-    replaced = {name: p for name, p in earlier.items() if present.get(name) is not p or p in converted}
+    replaced = {
+        name: p for name, p in earlier.items() if present.get(name) is not p or p in converted
+    }
     if not replaced:
         return
-    table = RouteTable([entry for entry in before.table if entry.name in replaced.keys() & present.keys()])
+    table = RouteTable(
+        [entry for entry in before.table if entry.name in replaced.keys() & present.keys()]
+    )
     # In the form of a state dict, so that `load_state` compares and converts it.
     saved = {
         "state": {number: state[replaced[entry.name]] for number, entry in enumerate(table)},
         "param_groups": [
-            {"params": range(len(table)), "param_names": [entry.name for entry in table], **table.manifest()}
+            {
+                "params": range(len(table)),
+                "param_names": [entry.name for entry in table],
+                **table.manifest(),
+            }
         ],
     }
     former = {entry.name: entry for entry in table}
@@ -74,14 +82,18 @@ def move_state(
         return old if "frozen" in (old.route, entry.route) and old.shape == entry.shape else entry
 
     groups = [
-        group._replace(routed=tuple((p, compared(entry)) for p, entry in group.routed if entry.name in former))
+        group._replace(
+            routed=tuple((p, compared(entry)) for p, entry in group.routed if entry.name in former)
+        )
         for group in after
     ]
     if memory is not None:
         memory.wait()
 
     def place(key: str, value: Tensor, p: Tensor, entry: RouteEntry) -> Tensor:
-        return holders.get(p, StateHolder(p, entry)).cut(key, full_tensor(value), offloaded=memory is not None)
+        return holders.get(p, StateHolder(p, entry)).cut(
+            key, full_tensor(value), offloaded=memory is not None
+        )
 
     moved = load_state(saved, groups, on_route_change, place)
     for name, p in replaced.items():

@@ -29,7 +29,11 @@ _ADAM = {
     "exp_avg_sq": StateTensor("parameter", "moment"),
 }
 # State tensors of each route; on the Muon route, rules may add others.
-STATE_OF_ROUTE: dict[Route, Mapping[str, StateTensor]] = {"muon": _MUON, "adam": _ADAM, "adamw": _ADAM}
+STATE_OF_ROUTE: dict[Route, Mapping[str, StateTensor]] = {
+    "muon": _MUON,
+    "adam": _ADAM,
+    "adamw": _ADAM,
+}
 
 # State tensors shaped like their parameter; only these can be offloaded.
 ALL_MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", MASTER)
@@ -101,7 +105,9 @@ class StateHolder:
             device = torch.device("cpu") if offloaded else device
             if spec_of(value) is None:
                 # With the parameter's strides, like newly initialised state.
-                return torch.empty_like(self.p, dtype=dtype, device=device, requires_grad=False).copy_(value.detach())
+                return torch.empty_like(
+                    self.p, dtype=dtype, device=device, requires_grad=False
+                ).copy_(value.detach())
         value = value.detach().to(device, dtype, copy=True)
         return value.view(()) if tensor.extent == "scalar" else value
 
@@ -110,7 +116,9 @@ class StateHolder:
         return self.place(key, whole, offloaded=offloaded)
 
 
-def complete_rules(state: State, groups: Iterable[Group], holders: Mapping[Tensor, StateHolder]) -> None:
+def complete_rules(
+    state: State, groups: Iterable[Group], holders: Mapping[Tensor, StateHolder]
+) -> None:
     """Create the missing tensors of rules for parameters with a momentum, so that a checkpoint has all of them.
 
     Master weights are created by a step; before it, they would equal the parameter. `holders` are those of the
@@ -120,5 +128,9 @@ def complete_rules(state: State, groups: Iterable[Group], holders: Mapping[Tenso
         rules = matrix_rules(group.settings)
         keys = tensors_of(rules).keys() - {MASTER}
         for p, entry in group.routed:
-            if "momentum_buffer" in state.get(p, {}) and entry.route == "muon" and not keys <= state[p].keys():
+            if (
+                "momentum_buffer" in state.get(p, {})
+                and entry.route == "muon"
+                and not keys <= state[p].keys()
+            ):
                 holders.get(p, StateHolder(p, entry)).complete(state[p], rules)

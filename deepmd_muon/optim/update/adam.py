@@ -69,8 +69,15 @@ def adam_(
     lr = lr if ratio == 1.0 else lr * ratio
     if isinstance(lr, Tensor) and not (targets[0].is_cuda and lr.is_cuda):
         lr = float(lr)
-    tensors, steps = (targets, grads, list(state["exp_avg"]), list(state["exp_avg_sq"])), list(state["step"])
-    values: dict[str, Any] = {"beta1": settings.adam_beta1, "beta2": settings.adam_beta2, "eps": settings.adam_eps}
+    tensors, steps = (
+        (targets, grads, list(state["exp_avg"]), list(state["exp_avg_sq"])),
+        list(state["step"]),
+    )
+    values: dict[str, Any] = {
+        "beta1": settings.adam_beta1,
+        "beta2": settings.adam_beta2,
+        "eps": settings.adam_eps,
+    }
     values |= {"weight_decay": settings.weight_decay if decays else 0.0, "found_inf": control.skip}
     if settings.adam_implementation == "fused":
         _fused(tensors, steps, lr, values)
@@ -120,13 +127,22 @@ def _foreach(
             x.copy_(torch.where(found_inf > 0, old, x))
 
 
-def _fused(tensors: TensorLists, steps: list[Tensor], lr: float | Tensor, values: dict[str, Any]) -> None:
+def _fused(
+    tensors: TensorLists, steps: list[Tensor], lr: float | Tensor, values: dict[str, Any]
+) -> None:
     """Take the step by torch's fused kernel."""
     targets = tensors[0]
     # On a GPU the fused kernel reads a learning-rate tensor in float32 only.
     exact = lr if isinstance(lr, Tensor) and lr.dtype == targets[0].dtype == torch.float64 else None
-    before = () if exact is None else torch._foreach_mul(targets, 1.0)  # a copy of all in one launch
-    values = {**values, "lr": lr.float() if isinstance(lr, Tensor) else lr, "amsgrad": False, "maximize": False}
+    before = (
+        () if exact is None else torch._foreach_mul(targets, 1.0)
+    )  # a copy of all in one launch
+    values = {
+        **values,
+        "lr": lr.float() if isinstance(lr, Tensor) else lr,
+        "amsgrad": False,
+        "maximize": False,
+    }
     if targets[0].is_cuda:
         _fused_on_gpu(tensors, steps, **values)
     else:  # torch's kernel assumes equal strides
@@ -145,7 +161,9 @@ def correct_rounded_lr(targets: list[Tensor], before: list[Tensor], lr: Tensor) 
     torch._foreach_add_(targets, change)
 
 
-def _fused_on_gpu(tensors: TensorLists, steps: list[Tensor], *, found_inf: Tensor | None, **values: Any) -> None:
+def _fused_on_gpu(
+    tensors: TensorLists, steps: list[Tensor], *, found_inf: Tensor | None, **values: Any
+) -> None:
     """Call torch's kernel for tensors of one device and dtype, without torch's grouping by device and dtype.
 
     For 88 parameters the grouping takes longer on the host than the launches.
@@ -171,7 +189,9 @@ def _with_equal_strides(several: TensorLists) -> TensorLists:
     Tensors that comply are returned themselves; others are copied to contiguous ones. So are gradients whose signs are
     still to be changed (`Tensor.is_neg`), such as that of the imaginary part of a conjugate.
     """
-    if all(map(Tensor.is_contiguous, itertools.chain(*several))) and not any(map(Tensor.is_neg, several[1])):
+    if all(map(Tensor.is_contiguous, itertools.chain(*several))) and not any(
+        map(Tensor.is_neg, several[1])
+    ):
         return several
     rows = []
     for row in zip(*several, strict=True):
@@ -185,7 +205,9 @@ def _with_equal_strides(several: TensorLists) -> TensorLists:
 def _is_dense(x: Tensor) -> bool:
     """Return whether a tensor is contiguous under some permutation of its dimensions."""
     expected = 1
-    for stride, size in sorted(pair for pair in zip(x.stride(), x.shape, strict=True) if pair[1] != 1):
+    for stride, size in sorted(
+        pair for pair in zip(x.stride(), x.shape, strict=True) if pair[1] != 1
+    ):
         if stride != expected:
             return False
         expected *= size

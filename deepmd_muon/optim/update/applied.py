@@ -16,7 +16,11 @@ from torch import Tensor
 from deepmd_muon.optim.polar import dispatch
 from deepmd_muon.optim.polar.dispatch import MatrixBatch, choose
 from deepmd_muon.optim.polar.schedules import Coefficients, coefficients_of
-from deepmd_muon.optim.polar.symmetric_launch import apply_by_products, can_apply, orthogonalize_by_products
+from deepmd_muon.optim.polar.symmetric_launch import (
+    apply_by_products,
+    can_apply,
+    orthogonalize_by_products,
+)
 from deepmd_muon.optim.polar.tables import Application
 from deepmd_muon.optim.update.fused_kernels import sum_squares
 
@@ -53,7 +57,10 @@ def takes(rows: int, columns: int, count: int, dtype: torch.dtype, device: torch
     # Triton's interpreter, on a CPU, runs the kernels of an H200.
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     m, n = sorted((rows, columns))
-    return choose(MatrixBatch(m, n, count, torch.float32, "cuda", capability, torch.float16)) == "symmetric"
+    return (
+        choose(MatrixBatch(m, n, count, torch.float32, "cuda", capability, torch.float16))
+        == "symmetric"
+    )
 
 
 class AppliedGroups:
@@ -63,18 +70,24 @@ class AppliedGroups:
     weight decay, split by `split_float64`.
     """
 
-    def __init__(self, groups: Sequence[MatrixGroup], dtype: torch.dtype, decay: tuple[float, float]) -> None:
+    def __init__(
+        self, groups: Sequence[MatrixGroup], dtype: torch.dtype, decay: tuple[float, float]
+    ) -> None:
         device = groups[0].addresses.device
         self.groups, self._dtype, self._decay = groups, dtype, decay
         self.numbers = [group.number for group in groups]
         self._targets = [torch.stack([group.addresses, group.factors], dim=1) for group in groups]
-        self._blocks = torch.cat([torch.stack([group.first, group.chunks], dim=1) for group in groups])
+        self._blocks = torch.cat(
+            [torch.stack([group.first, group.chunks], dim=1) for group in groups]
+        )
         squares = torch.empty(len(self._blocks), 1, 2, dtype=torch.float64, device=device)
         self._all_squares = squares
         self._squares = squares.split([len(group.addresses) for group in groups])
         self._schedules = list(dict.fromkeys(group.schedule for group in groups))
 
-    def run(self, matrices: Sequence[Tensor], sums: Tensor, factors: Tensor, rate: Tensor, skip: Tensor) -> None:
+    def run(
+        self, matrices: Sequence[Tensor], sums: Tensor, factors: Tensor, rate: Tensor, skip: Tensor
+    ) -> None:
         """Orthogonalize the groups' directions, (b, m, n) each, and update the parameters unless `skip` is set.
 
         `sums` are those of `fused_kernels.advance`, `factors` scale and damping of each block.
@@ -99,10 +112,15 @@ class AppliedGroups:
             m, n = sorted((group.rows, group.columns))
             dispatch.COUNTS["symmetric", m, n] += len(group.addresses)
 
-    def usable(self, matrices: Sequence[Tensor], sums: Tensor, factors: Tensor, rate: Tensor) -> bool:
+    def usable(
+        self, matrices: Sequence[Tensor], sums: Tensor, factors: Tensor, rate: Tensor
+    ) -> bool:
         """Run all launches once without changing the parameters; return whether they worked, and log an error."""
         device = factors.device
-        shapes = tuple((group.rows, group.columns, len(group.addresses), group.schedule) for group in self.groups)
+        shapes = tuple(
+            (group.rows, group.columns, len(group.addresses), group.schedule)
+            for group in self.groups
+        )
         key = (device, self._dtype, shapes)
         if key in _TRIED:
             return True
@@ -110,10 +128,14 @@ class AppliedGroups:
             return False
         try:
             check(device, self._dtype)
-            self.run(matrices, sums, factors, rate, torch.ones((), dtype=torch.float32, device=device))
+            self.run(
+                matrices, sums, factors, rate, torch.ones((), dtype=torch.float32, device=device)
+            )
         except Exception as error:  # an error of the compiler or driver must not end a training run
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            _LOG.warning("updates after the last product of large matrices are separate launches: %s", reason)
+            _LOG.warning(
+                "updates after the last product of large matrices are separate launches: %s", reason
+            )
             return False
         _TRIED.add(key)
         return True
@@ -128,16 +150,25 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
     rate = torch.full((), 0.1, dtype=torch.float64, device=device)
     zero = torch.zeros((), dtype=torch.float32, device=device)
     for rows, columns in ((128, 256), (256, 128)):
-        i = torch.arange(2 * rows * columns, device=device, dtype=torch.float32).view(2, rows, columns)
-        x, p = torch.cos(0.3 * i) + torch.eye(rows, columns, device=device), torch.sin(0.7 * i).to(dtype)
+        i = torch.arange(2 * rows * columns, device=device, dtype=torch.float32).view(
+            2, rows, columns
+        )
+        x, p = (
+            torch.cos(0.3 * i) + torch.eye(rows, columns, device=device),
+            torch.sin(0.7 * i).to(dtype),
+        )
         (o,) = orthogonalize_by_products([x], coefficients)
         expected = p.float() * (1.0 - 0.1 * 0.01) - 0.1 * factors.view(2, 1, 1) * o
         size = rows * columns * p.element_size()
-        targets = torch.tensor([[p.data_ptr() + k * size, k] for k in range(2)], dtype=torch.int64, device=device)
+        targets = torch.tensor(
+            [[p.data_ptr() + k * size, k] for k in range(2)], dtype=torch.int64, device=device
+        )
         norms = x.double().square().sum((1, 2))
         squares = torch.stack([torch.ones_like(norms), norms], dim=1).view(2, 1, 2)
         given = Application([targets], [squares], dtype, factors, rate, (0.01, 0.0), zero)
         apply_by_products([x], coefficients, given)
         error = float((p.float() - expected).abs().max())
         if not error <= max(1e-5, 2 * torch.finfo(dtype).eps):
-            raise ApplicationError(f"parameters differ by {error:.1e} from those of separate launches")
+            raise ApplicationError(
+                f"parameters differ by {error:.1e} from those of separate launches"
+            )

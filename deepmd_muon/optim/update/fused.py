@@ -47,7 +47,12 @@ from deepmd_muon.optim.update.gradients import StepControl
 from deepmd_muon.optim.update.muon import polar_factors
 
 _LOG = logging.getLogger(__name__)
-TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+TYPES = {
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
 # Elements of a chunk: short chunks occupy all multiprocessors for small models, long ones suit large models.
 _SHORT, _LONG = 1024, 4096
 SMALL = 4 * 2**20
@@ -80,7 +85,9 @@ class StepScalars:
 
     def __init__(self, device: torch.device) -> None:
         self.rate = torch.zeros((), dtype=torch.float64, device=device)
-        self.skip, self.scale = (torch.zeros((), dtype=torch.float32, device=device) for _ in range(2))
+        self.skip, self.scale = (
+            torch.zeros((), dtype=torch.float32, device=device) for _ in range(2)
+        )
         self._rate: float | None = None
 
     def write(self, lr: float | Tensor, control: StepControl) -> None:
@@ -138,7 +145,9 @@ class FusedMuon:
         self._sums = self._scales  # a placeholder if nothing is summed
         if self._magma:
             at = [score.data_ptr() + 4 * i for score in scores for i in range(score.numel())]
-            self._blocks = torch.stack([first, count, torch.tensor(at, device="cpu")], dim=1).to(self._device)
+            self._blocks = torch.stack([first, count, torch.tensor(at, device="cpu")], dim=1).to(
+                self._device
+            )
             self._factors = torch.empty_like(self._scales)
         self._peaks = self._wide == torch.float64
         # In a graph, a side stream computes the smallest matrices, the damping factors and a table. The programs of
@@ -156,7 +165,9 @@ class FusedMuon:
         self._applied = self._make_applied(table, first, count, dtype)
         if self._magma or self._applied is not None:
             # The two peaks are written only for float64, whose squares could overflow.
-            self._sums = torch.ones(self._programs, int(SUMS.value), dtype=torch.float64, device=self._device)
+            self._sums = torch.ones(
+                self._programs, int(SUMS.value), dtype=torch.float64, device=self._device
+            )
         self._separate = self._chunks  # of the matrices that a separate launch updates
         if self._applied is not None:
             self._try_applied(self._applied)
@@ -182,14 +193,25 @@ class FusedMuon:
                     x % _ALIGNED for x in (size, block.offset, p.data_ptr(), buffer.data_ptr())
                 )
                 columns, stride = (size, size) if in_a_row else (n, block.stride)
-                rows[block] = [0, size, columns, stride, block.offset, p.data_ptr(), buffer.data_ptr(), block.tensor]
+                rows[block] = [
+                    0,
+                    size,
+                    columns,
+                    stride,
+                    block.offset,
+                    p.data_ptr(),
+                    buffer.data_ptr(),
+                    block.tensor,
+                ]
                 rows[block] += [start + i * size, group, i * size, numbers[block], int(plain)]
             self._shapes.append((start, len(members), m, n))
             start += -(-len(members) * size // _ALIGNED) * _ALIGNED
         self._length = start
         return torch.tensor([rows[block] for block in blocks], dtype=torch.int64, device="cpu")
 
-    def _make_applied(self, table: Tensor, first: Tensor, count: Tensor, dtype: torch.dtype) -> AppliedGroups | None:
+    def _make_applied(
+        self, table: Tensor, first: Tensor, count: Tensor, dtype: torch.dtype
+    ) -> AppliedGroups | None:
         """Return the groups whose last product updates the parameters; None without any."""
         settings = self._settings
         by_kernels = settings.flash_muon and settings.precision in ("auto", "float16")
@@ -199,11 +221,20 @@ class FusedMuon:
         for number, (_, b, m, n) in enumerate(self._shapes):
             blocks = (table[:, int(GROUP.value)] == number).nonzero().flatten()
             blocks = blocks[table[blocks, int(RESULT.value)].argsort()]
-            if not takes(m, n, b, dtype, self._device) or not bool(table[blocks, int(PLAIN.value)].all()):
+            if not takes(m, n, b, dtype, self._device) or not bool(
+                table[blocks, int(PLAIN.value)].all()
+            ):
                 continue
-            addresses = table[blocks, int(PARAMETER.value)] + dtype.itemsize * table[blocks, int(OFFSET.value)]
-            columns = (x.to(self._device) for x in (addresses, blocks, first[blocks], count[blocks]))
-            groups.append(MatrixGroup(number, m, n, coefficients_of(settings.schedule_of((m, n))), *columns))
+            addresses = (
+                table[blocks, int(PARAMETER.value)]
+                + dtype.itemsize * table[blocks, int(OFFSET.value)]
+            )
+            columns = (
+                x.to(self._device) for x in (addresses, blocks, first[blocks], count[blocks])
+            )
+            groups.append(
+                MatrixGroup(number, m, n, coefficients_of(settings.schedule_of((m, n))), *columns)
+            )
         return AppliedGroups(groups, dtype, self._decay) if groups else None
 
     def _try_applied(self, applied: AppliedGroups) -> None:
@@ -215,7 +246,9 @@ class FusedMuon:
             self._applied = None
             return
         self._first = [i for i in self._first if i not in applied.numbers]
-        inside = torch.isin(self._chunks[:, int(GROUP.value)], torch.tensor(applied.numbers, device=self._device))
+        inside = torch.isin(
+            self._chunks[:, int(GROUP.value)], torch.tensor(applied.numbers, device=self._device)
+        )
         self._separate = self._chunks[~inside].contiguous()
 
     def _in_one_program(self) -> list[int]:
@@ -224,22 +257,32 @@ class FusedMuon:
             return []
         capability = torch.cuda.get_device_capability(self._device)
         chosen = [
-            choose(MatrixBatch(min(m, n), max(m, n), b, self._wide, "cuda", capability, torch.float16))
+            choose(
+                MatrixBatch(min(m, n), max(m, n), b, self._wide, "cuda", capability, torch.float16)
+            )
             for _, b, m, n in self._shapes
         ]
         return [i for i, name in enumerate(chosen) if name == "whole"]
 
     def fits(
-        self, params: Sequence[Tensor], buffers: Sequence[Tensor], scores: Sequence[Tensor], settings: HybridMuonConfig
+        self,
+        params: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        scores: Sequence[Tensor],
+        settings: HybridMuonConfig,
     ) -> bool:
         """Return whether the tables are valid for these tensors and settings."""
         return settings is self._settings and _addresses(params, buffers, scores) == self._fixed
 
-    def step(self, grads: Sequence[Tensor], lr: float | Tensor, control: StepControl, *, maximize: bool) -> None:
+    def step(
+        self, grads: Sequence[Tensor], lr: float | Tensor, control: StepControl, *, maximize: bool
+    ) -> None:
         """Take one step with contiguous gradients of one dtype."""
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         table = captured_addresses(grads) if capturing else self._gradients.of(grads)
-        variant = Variant(grads[0].dtype, maximize, control.skip is not None, control.scale is not None)
+        variant = Variant(
+            grads[0].dtype, maximize, control.skip is not None, control.scale is not None
+        )
         self._scalars.write(lr, control)
         recorded = None if capturing else self._recorded.get(variant)
         if recorded is not None:
@@ -247,7 +290,9 @@ class FusedMuon:
             return
         self._launch(table, variant, capturing)
         if self._record_launches and not capturing:
-            new = try_record(lambda: self._launch(table, variant, True), self._device, "a fused step")
+            new = try_record(
+                lambda: self._launch(table, variant, True), self._device, "a fused step"
+            )
             if new is None:
                 self._record_launches = False
             else:
@@ -273,7 +318,13 @@ class FusedMuon:
             factors = self._factors if self._magma else self._scales
             if self._magma:  # advances the scores, and writes scale times damping of each block
                 damp[(factors.shape[0],)](
-                    self._blocks, self._sums, self._scales, factors, skip, PEAKS=self._peaks, WIDTH=256
+                    self._blocks,
+                    self._sums,
+                    self._scales,
+                    factors,
+                    skip,
+                    PEAKS=self._peaks,
+                    WIDTH=256,
                 )
             polar |= self._orthogonalize(matrices, self._second)
             ordered = [polar.get(i, matrix) for i, matrix in enumerate(matrices)]
@@ -292,17 +343,24 @@ class FusedMuon:
                 POLAR=TYPES[ordered[0].dtype], WIDE=self._wide_type, WIDTH=self._width, num_warps=self._warps,
             )  # fmt: skip
 
-    def _orthogonalize(self, matrices: Sequence[Tensor], chosen: Sequence[int]) -> dict[int, Tensor]:
+    def _orthogonalize(
+        self, matrices: Sequence[Tensor], chosen: Sequence[int]
+    ) -> dict[int, Tensor]:
         """Return contiguous polar factors of some of the matrices, by number."""
         found = polar_factors([matrices[i] for i in chosen], self._settings) if chosen else []
-        return {i: o if o.is_contiguous() else o.contiguous() for i, o in zip(chosen, found, strict=True)}
+        return {
+            i: o if o.is_contiguous() else o.contiguous()
+            for i, o in zip(chosen, found, strict=True)
+        }
 
     def _direction_buffers(self) -> tuple[Tensor, list[Tensor]]:
         """Return the buffer of directions, and its batches of equal shapes; a small buffer is kept."""
         if self._directions is not None:
             return self._directions[0], self._directions[1:]
         flat = torch.empty(self._length, dtype=self._wide, device=self._device)
-        matrices = [flat[start : start + b * m * n].view(b, m, n) for start, b, m, n in self._shapes]
+        matrices = [
+            flat[start : start + b * m * n].view(b, m, n) for start, b, m, n in self._shapes
+        ]
         if self._keep:
             self._directions = [flat, *matrices]
         return flat, matrices
@@ -328,7 +386,9 @@ def chunks_of(table: Tensor, width: int, device: torch.device) -> tuple[Tensor, 
     count = (table[:, 1] + width - 1) // width
     first = count.cumsum(0) - count
     chunks = table.repeat_interleave(count, dim=0)
-    chunks[:, 0] = (torch.arange(len(chunks), device="cpu") - first.repeat_interleave(count)) * width
+    chunks[:, 0] = (
+        torch.arange(len(chunks), device="cpu") - first.repeat_interleave(count)
+    ) * width
     assert chunks.shape[1] == int(ROW.value)
     return chunks.to(device), first, count
 

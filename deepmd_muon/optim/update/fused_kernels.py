@@ -21,9 +21,21 @@ from deepmd_muon.optim.rules import magma
 
 # Columns of a chunk's row, int64. Parameter, momentum and gradient share their layout, so one offset serves all.
 ROW = tl.constexpr(13)
-START, SIZE, COLUMNS, STRIDE, OFFSET, PARAMETER, MOMENTUM, TENSOR, DIRECTION, GROUP, RESULT, BLOCK, PLAIN = (
-    tl.constexpr(i) for i in range(13)
-)
+(
+    START,
+    SIZE,
+    COLUMNS,
+    STRIDE,
+    OFFSET,
+    PARAMETER,
+    MOMENTUM,
+    TENSOR,
+    DIRECTION,
+    GROUP,
+    RESULT,
+    BLOCK,
+    PLAIN,
+) = (tl.constexpr(i) for i in range(13))
 # Columns of a block's row: its first chunk, its number of chunks, and the address of its Magma score.
 BLOCK_ROW = tl.constexpr(3)
 # Sums of a chunk. For Magma: the largest |m| and |g|, and Σ m g, Σ m², Σ g² relative to them. For `sum_squares`: Σ u²
@@ -31,7 +43,9 @@ BLOCK_ROW = tl.constexpr(3)
 SUMS = tl.constexpr(6)
 
 _HIGHEST = 1.0 / (1.0 + math.exp(-1.0 / magma.TEMPERATURE))
-TEMPERATURE, LOWEST, SPAN = map(tl.constexpr, (magma.TEMPERATURE, 1.0 - _HIGHEST, 2.0 * _HIGHEST - 1.0))
+TEMPERATURE, LOWEST, SPAN = map(
+    tl.constexpr, (magma.TEMPERATURE, 1.0 - _HIGHEST, 2.0 * _HIGHEST - 1.0)
+)
 PACE, MIN_SCALE = map(tl.constexpr, (1.0 - magma.SCORE_DECAY, magma.MIN_SCALE))
 
 
@@ -56,13 +70,17 @@ def places(row, WIDTH: tl.constexpr):
     element = tl.load(row + START).to(tl.int32) + tl.arange(0, WIDTH)
     columns = tl.load(row + COLUMNS).to(tl.int32)
     r = element // columns
-    return element, (r.to(tl.int64) * tl.load(row + STRIDE) + (element - r * columns)) + tl.load(row + OFFSET)
+    return element, (r.to(tl.int64) * tl.load(row + STRIDE) + (element - r * columns)) + tl.load(
+        row + OFFSET
+    )
 
 
 @triton.jit
 def lerp(start, end, weight):
     """Return start + weight (end − start), computed from the nearer side as torch.lerp does."""
-    return tl.where(weight < 0.5, start + weight * (end - start), end - (end - start) * (1.0 - weight))
+    return tl.where(
+        weight < 0.5, start + weight * (end - start), end - (end - start) * (1.0 - weight)
+    )
 
 
 @triton.jit
@@ -167,8 +185,12 @@ def damp(blocks, sums, scales, factors, skip, PEAKS: tl.constexpr, WIDTH: tl.con
         largest_g = tl.zeros((WIDTH,), tl.float64)
         for i in range(0, count, WIDTH):
             at = i + tl.arange(0, WIDTH)
-            largest_m = tl.maximum(largest_m, tl.load(first + at * SUMS, mask=at < count, other=0.0))
-            largest_g = tl.maximum(largest_g, tl.load(first + at * SUMS + 1, mask=at < count, other=0.0))
+            largest_m = tl.maximum(
+                largest_m, tl.load(first + at * SUMS, mask=at < count, other=0.0)
+            )
+            largest_g = tl.maximum(
+                largest_g, tl.load(first + at * SUMS + 1, mask=at < count, other=0.0)
+            )
         peak_m = tl.max(largest_m)
         peak_g = tl.max(largest_g)
         peak_m = tl.where(peak_m == 0.0, 1.0, peak_m)
@@ -190,7 +212,9 @@ def damp(blocks, sums, scales, factors, skip, PEAKS: tl.constexpr, WIDTH: tl.con
         gg += g * g * tl.load(place + 4, mask=inside, other=0.0)
     norms = tl.sqrt(tl.sum(mm)) * tl.sqrt(tl.sum(gg))
     cosine = tl.where(norms > 0.0, tl.sum(dot) / norms, 0.0)
-    cosine = tl.where(cosine > 1.0, 1.0, tl.where(cosine < -1.0, -1.0, cosine)).to(tl.float32)  # keeps a NaN
+    cosine = tl.where(cosine > 1.0, 1.0, tl.where(cosine < -1.0, -1.0, cosine)).to(
+        tl.float32
+    )  # keeps a NaN
     target = (1.0 / (1.0 + tl.exp(-cosine / TEMPERATURE)) - LOWEST) / SPAN
     score_at = tl.load(row + 2).to(tl.pointer_type(tl.float32))
     score = tl.load(score_at)

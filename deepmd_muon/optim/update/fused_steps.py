@@ -72,7 +72,14 @@ class FusedStepCache:
         if params[0].is_cuda and params[0].get_device() != torch.cuda.current_device():
             with torch.cuda.device(params[0].device):  # Triton launches on the current device
                 return self.step(
-                    params, buffers, state, views, lr=lr, settings=settings, control=control, maximize=maximize
+                    params,
+                    buffers,
+                    state,
+                    views,
+                    lr=lr,
+                    settings=settings,
+                    control=control,
+                    maximize=maximize,
                 )
         if not fuses(settings, params[0].dtype):
             return False
@@ -90,12 +97,16 @@ class FusedStepCache:
         if not _works(params[0].device, params[0].dtype, variant, bool(scores), settings.nesterov):
             return False
         if known is None or not known.fits(params, buffers, scores, settings):
-            if not all(x.is_contiguous() and x.dtype == params[0].dtype for x in (*params, *buffers)):
+            if not all(
+                x.is_contiguous() and x.dtype == params[0].dtype for x in (*params, *buffers)
+            ):
                 return False
             # If tensors or lists change repeatedly, recording costs more than it saves.
             self._made[params[0]] += 1
             recording = self._made[params[0]] <= _MAX_RECORDINGS
-            known = self._known[key] = FusedMuon(params, buffers, scores, views, settings, recording=recording)
+            known = self._known[key] = FusedMuon(
+                params, buffers, scores, views, settings, recording=recording
+            )
             if len(self._known) > _MOST_LISTS:
                 del self._known[next(iter(self._known))]
         if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
@@ -112,7 +123,10 @@ def fuses(settings: HybridMuonConfig, dtype: torch.dtype) -> bool:
     known = FUSED_RULES if dtype in NARROW else (*FUSED_RULES, MasterWeights)
     others = [rule.name for rule in matrix_rules(settings) if not isinstance(rule, known)]
     if others:
-        _LOG.info("the fused kernels do not implement %s: torch's operations step the Muon route", ", ".join(others))
+        _LOG.info(
+            "the fused kernels do not implement %s: torch's operations step the Muon route",
+            ", ".join(others),
+        )
     return not others
 
 
@@ -135,21 +149,30 @@ def compile_kernels(
         if key in _COMPILED:
             return
         _COMPILED.add(key)
-        works = functools.partial(_works, device, dtype, variant, settings.magma_muon, settings.nesterov)
+        works = functools.partial(
+            _works, device, dtype, variant, settings.magma_muon, settings.nesterov
+        )
         calls: list[Callable[[], object]] = [works] if fuses(settings, dtype) else []
         if settings.flash_muon and settings.precision in ("auto", "float16"):
-            counts = Counter((block.rows, block.columns) for view in views for block in block_locations(0, view))
+            counts = Counter(
+                (block.rows, block.columns) for view in views for block in block_locations(0, view)
+            )
             schedules: dict[Coefficients, list[Tensor]] = defaultdict(list)
             for (m, n), count in counts.items():
                 schedule = coefficients_of(settings.schedule_of((count, m, n)))
-                schedules[schedule].append(torch.zeros(count, m, n, dtype=moment_dtype(dtype), device=device))
+                schedules[schedule].append(
+                    torch.zeros(count, m, n, dtype=moment_dtype(dtype), device=device)
+                )
             for schedule, matrices in schedules.items():
                 calls += compilations(matrices, schedule, torch.float16, IMPLEMENTATIONS)
         launch_in_threads(calls, device)
 
 
 def compilations(
-    matrices: Sequence[Tensor], coefficients: Coefficients, operand: torch.dtype, allowed: Collection[str]
+    matrices: Sequence[Tensor],
+    coefficients: Coefficients,
+    operand: torch.dtype,
+    allowed: Collection[str],
 ) -> list[Callable[[], object]]:
     """Return calls that compile and check the kernels for such matrices, one kernel per call.
 
@@ -157,7 +180,9 @@ def compilations(
     """
     device = matrices[0].device
     usable = tuple(name for name in allowed if name not in dispatch.FAILED)
-    chosen = choices(geometry_of(matrices), torch.cuda.get_device_capability(device), operand, usable)
+    chosen = choices(
+        geometry_of(matrices), torch.cuda.get_device_capability(device), operand, usable
+    )
     calls: list[Callable[[], object]] = [functools.partial(captured_addresses, matrices[:1])]
     for name in dict.fromkeys(chosen):
         if name == "torch":
@@ -171,12 +196,17 @@ def compilations(
         out = torch.empty(plan.out_size, dtype=torch.float32, device=device)
         # One launch for each kernel that these matrices need.
         different = {tuple(launch.constants.items()): launch for launch in plan.launches}.values()
-        calls += [functools.partial(start_launch, name, launch, inputs, coefficients, out) for launch in different]
+        calls += [
+            functools.partial(start_launch, name, launch, inputs, coefficients, out)
+            for launch in different
+        ]
     return calls
 
 
 @functools.lru_cache(maxsize=64)
-def _works(device: torch.device, dtype: torch.dtype, variant: Variant, magma: bool, nesterov: bool) -> bool:
+def _works(
+    device: torch.device, dtype: torch.dtype, variant: Variant, magma: bool, nesterov: bool
+) -> bool:
     """Compile the kernels and compare them with torch on two small matrices; log why they cannot be used."""
     try:
         _check(device, dtype, variant, magma, nesterov)
@@ -184,13 +214,21 @@ def _works(device: torch.device, dtype: torch.dtype, variant: Variant, magma: bo
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        _LOG.warning("fused steps of %s parameters are disabled, and torch is used instead: %s", dtype, reason)
+        _LOG.warning(
+            "fused steps of %s parameters are disabled, and torch is used instead: %s",
+            dtype,
+            reason,
+        )
         return False
     return True
 
 
-def _check(device: torch.device, dtype: torch.dtype, variant: Variant, magma: bool, nesterov: bool) -> None:
-    settings = HybridMuonConfig(magma_muon=magma, nesterov=nesterov, flash_muon=False, precision="float32").explicit()
+def _check(
+    device: torch.device, dtype: torch.dtype, variant: Variant, magma: bool, nesterov: bool
+) -> None:
+    settings = HybridMuonConfig(
+        magma_muon=magma, nesterov=nesterov, flash_muon=False, precision="float32"
+    ).explicit()
     # Wide random blocks have full rank; otherwise rounding would determine the polar factor.
     # Kernels are compiled for steps with these conditions or without them.
     skip = torch.zeros((), device=device) if variant.skip else None
@@ -214,10 +252,18 @@ def _check(device: torch.device, dtype: torch.dtype, variant: Variant, magma: bo
             else:
                 lists = ([p], [m], {SCORE: scores} if magma else {}, [view])
                 for _ in range(2):
-                    muon_(*lists, lr=0.1, settings=settings, control=control, maximize=variant.maximize)
+                    muon_(
+                        *lists,
+                        lr=0.1,
+                        settings=settings,
+                        control=control,
+                        maximize=variant.maximize,
+                    )
         found.append([p.detach(), m, *scores])
     tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
     for expected, got in zip(*found, strict=True):
-        error = float((got.double() - expected.double()).abs().max() / expected.double().abs().max())
+        error = float(
+            (got.double() - expected.double()).abs().max() / expected.double().abs().max()
+        )
         if not error <= tolerance:
             raise FusedError(f"the result differs from torch's by {error:.1e}")

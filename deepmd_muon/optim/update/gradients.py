@@ -26,7 +26,9 @@ class StepControl(NamedTuple):
         """Return the same conditions on another device."""
         if self.skip is None and self.scale is None:
             return self
-        moved = [None if x is None else x.to(device, non_blocking=True) for x in (self.skip, self.scale)]
+        moved = [
+            None if x is None else x.to(device, non_blocking=True) for x in (self.skip, self.scale)
+        ]
         return StepControl(*moved)
 
 

@@ -17,7 +17,12 @@ from deepmd_muon.optim.rules.interface import BlockState, Input, MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER, current_masters, round_masters
 from deepmd_muon.optim.rules.registry import inputs_of, matrix_rules, tensors_of
 from deepmd_muon.optim.update.adam import moment_dtype
-from deepmd_muon.optim.update.gradients import StepControl, gradients_of, in_dtype, prepare_gradients
+from deepmd_muon.optim.update.gradients import (
+    StepControl,
+    gradients_of,
+    in_dtype,
+    prepare_gradients,
+)
 
 
 def muon_(
@@ -51,13 +56,21 @@ def muon_(
     rules = matrix_rules(settings)
     masters = state.get(MASTER)
     measured = _measure(rules, views, momenta, grads)
-    blocks = [view.cut(u) for u, view in zip(directions_of(momenta, grads, settings), views, strict=True)]
+    blocks = [
+        view.cut(u) for u, view in zip(directions_of(momenta, grads, settings), views, strict=True)
+    ]
     inputs: dict[Input, Sequence[Tensor]] = {}
     for kind in inputs_of(rules):
         wanted = grads if kind == "gradient" else in_dtype(params, momenta[0].dtype)
-        inputs[kind] = [piece for x, view in zip(wanted, views, strict=True) for piece in view.cut(x)]
+        inputs[kind] = [
+            piece for x, view in zip(wanted, views, strict=True) for piece in view.cut(x)
+        ]
     of_blocks = {
-        key: [piece for x, view in zip(state[key], views, strict=True) for piece in tensor.cut(x, view)]
+        key: [
+            piece
+            for x, view in zip(state[key], views, strict=True)
+            for piece in tensor.cut(x, view)
+        ]
         for key, tensor in tensors_of(rules).items()
         if key != MASTER
     }
@@ -66,12 +79,18 @@ def muon_(
     done, new = update_blocks(directions, inputs, of_blocks, measured, rules, settings, rate)
     for key, values in new.items():
         if control.skip is not None:  # on the device: the old state stays
-            before, after = (torch.cat([x.reshape(-1) for x in some]) for some in (of_blocks[key], values))
-            kept = torch.where(control.skip > 0, before, after).split([x.numel() for x in of_blocks[key]])
+            before, after = (
+                torch.cat([x.reshape(-1) for x in some]) for some in (of_blocks[key], values)
+            )
+            kept = torch.where(control.skip > 0, before, after).split(
+                [x.numel() for x in of_blocks[key]]
+            )
             values = [x.view(old.shape) for x, old in zip(kept, of_blocks[key], strict=True)]
         torch._foreach_copy_(of_blocks[key], list(values))
     remaining = iter(done)
-    updates = [view.join([next(remaining) for _ in cut]) for view, cut in zip(views, blocks, strict=True)]
+    updates = [
+        view.join([next(remaining) for _ in cut]) for view, cut in zip(views, blocks, strict=True)
+    ]
     apply_updates(params, updates, rate, settings.weight_decay, rules, masters)
 
 
@@ -102,9 +121,15 @@ def advance_momenta(
 
 
 @phase("momentum")
-def directions_of(momenta: list[Tensor], grads: list[Tensor], settings: HybridMuonConfig) -> list[Tensor]:
+def directions_of(
+    momenta: list[Tensor], grads: list[Tensor], settings: HybridMuonConfig
+) -> list[Tensor]:
     """Return the matrices to orthogonalize, from the results of `advance_momenta`."""
-    return list(torch._foreach_lerp(grads, momenta, settings.momentum)) if settings.nesterov else momenta
+    return (
+        list(torch._foreach_lerp(grads, momenta, settings.momentum))
+        if settings.nesterov
+        else momenta
+    )
 
 
 def effective_lr(lr: float | Tensor, control: StepControl) -> float | Tensor:
@@ -113,15 +138,25 @@ def effective_lr(lr: float | Tensor, control: StepControl) -> float | Tensor:
 
 
 def _measure(
-    rules: Sequence[MatrixRule], views: Sequence[MatrixView], momenta: Sequence[Tensor], grads: Sequence[Tensor]
+    rules: Sequence[MatrixRule],
+    views: Sequence[MatrixView],
+    momenta: Sequence[Tensor],
+    grads: Sequence[Tensor],
 ) -> dict[MatrixRule, list[Tensor]]:
     """Return the statistics of all blocks that rules need, (batch,) each."""
     if not any(rule.sums for rule in rules):
         return {}
-    vectors: list[list[Tensor]] = [[], []]  # the blocks of momenta and gradients, each (batch, elements)
+    vectors: list[list[Tensor]] = [
+        [],
+        [],
+    ]  # the blocks of momenta and gradients, each (batch, elements)
     for found, several in zip(vectors, (momenta, grads), strict=True):
         for view, x in zip(views, several, strict=True):
-            found += [piece.flatten(1) for piece in view.cut(x)] if view.axis else [x.reshape(view.batch, -1)]
+            found += (
+                [piece.flatten(1) for piece in view.cut(x)]
+                if view.axis
+                else [x.reshape(view.batch, -1)]
+            )
     return {rule: rule.measure_whole(*vectors) for rule in rules if rule.sums}
 
 
@@ -206,15 +241,21 @@ def apply_updates(
     targets = in_dtype(params, wide) if masters is None else current_masters(masters, params)
     # On a CPU, _foreach_add_ converts them on the fly, which saves memory.
     steps = in_dtype(updates, wide) if targets[0].is_cuda or isinstance(lr, Tensor) else updates
-    steps = [u if u.shape == p.shape else u.reshape(p.shape) for u, p in zip(steps, params, strict=True)]
+    steps = [
+        u if u.shape == p.shape else u.reshape(p.shape) for u, p in zip(steps, params, strict=True)
+    ]
     if weight_decay:
         kept: Any = 1.0 - lr * weight_decay
         chosen = [where for rule in rules if (where := rule.decays(targets, steps)) is not None]
         if not chosen:
             torch._foreach_mul_(targets, kept)
         else:
-            for p, q, *masks in zip(targets, torch._foreach_mul(targets, kept), *chosen, strict=True):
-                p.copy_(torch.where(torch.stack(masks).all(dim=0) if len(masks) > 1 else masks[0], q, p))
+            for p, q, *masks in zip(
+                targets, torch._foreach_mul(targets, kept), *chosen, strict=True
+            ):
+                p.copy_(
+                    torch.where(torch.stack(masks).all(dim=0) if len(masks) > 1 else masks[0], q, p)
+                )
     if isinstance(lr, Tensor):
         torch._foreach_sub_(targets, torch._foreach_mul(steps, lr))
     else:

@@ -48,7 +48,9 @@ class TrainingBatch:
 
     def labelled_atoms(self, needed: Collection[str]) -> float:
         """Return the number of atoms in frames that have all these labels."""
-        return float(self.atoms[np.logical_and.reduce([self.present[name] for name in needed])].sum())
+        return float(
+            self.atoms[np.logical_and.reduce([self.present[name] for name in needed])].sum()
+        )
 
     def compared(self, prediction: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the predictions without those of the last frames, which only pad the batch to its shape."""
@@ -63,7 +65,9 @@ class TrainingBatch:
         """
         if types is None:
             return self.mask
-        atype = self.structures.atype if self.mask is None else self.structures.atype[: len(self.mask)]
+        atype = (
+            self.structures.atype if self.mask is None else self.structures.atype[: len(self.mask)]
+        )
         return (atype >= 0) & (types[atype.clamp(min=0)] > 0.0)
 
 
@@ -95,7 +99,9 @@ def map_tensors(content: T, function: Callable[[Tensor], Tensor]) -> T:
             return function(node)
         if dataclasses.is_dataclass(node) and not isinstance(node, type):
             fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
-            return dataclasses.replace(node, **{name: walk(value) for name, value in fields.items()})
+            return dataclasses.replace(
+                node, **{name: walk(value) for name, value in fields.items()}
+            )
         if isinstance(node, dict):
             return {key: walk(value) for key, value in node.items()}
         if isinstance(node, (list, tuple)):

@@ -58,7 +58,9 @@ class DeviceSample:
         From the methods, where neighbours cannot be found; see `neighbor_statistics`.
     """
 
-    def __init__(self, systems: Sequence[System], cache: NeighborCache, device: torch.device) -> None:
+    def __init__(
+        self, systems: Sequence[System], cache: NeighborCache, device: torch.device
+    ) -> None:
         self._systems, self._cache, self._device = systems, cache, device
 
     def count(self, numbers: Sequence[np.ndarray]) -> NeighborStatistics:
@@ -89,7 +91,9 @@ class DeviceSample:
 
     def _searched(self, frames: Frames) -> tuple[_PlacedFrames | None, _MostNeighbors | None]:
         """Return frames on the device and the most neighbours of their atoms; None for what is left to the host."""
-        usual, _ = ordinary(np.where(frames.atype[..., None] < 0, 0.0, frames.coord), frames.box, _FLAT)
+        usual, _ = ordinary(
+            np.where(frames.atype[..., None] < 0, 0.0, frames.coord), frames.box, _FLAT
+        )
         if not usual.all() or densities(frames).max() > DENSEST:
             return None, None
         places = _PlacedFrames.of(frames, self._cache.rcut, self._device)
@@ -103,19 +107,25 @@ class DeviceSample:
         chosen = dict(part)
         numbers = [chosen.get(k, none) for k in range(len(self._systems))]
         listed = [none] * len(self._systems)
-        return neighbor_statistics(self._systems, self._cache.rcut, self._cache, numbers=numbers, listed=listed)
+        return neighbor_statistics(
+            self._systems, self._cache.rcut, self._cache, numbers=numbers, listed=listed
+        )
 
     def _listed_on_host(self, part: _Part, frames: Frames) -> Structures:
         def lists_of(k: int, mine: np.ndarray) -> list[FrameNeighbors]:
             own = self._systems[k].frames(mine)
-            return [self._cache.frame(self._systems[k], int(n), own, row) for row, n in enumerate(mine)]
+            return [
+                self._cache.frame(self._systems[k], int(n), own, row) for row, n in enumerate(mine)
+            ]
 
         with ThreadPoolExecutor(worker_count(), thread_name_prefix="deepmd_muon-neighbors") as pool:
             lists = [*itertools.chain(*pool.map(lists_of, *zip(*part, strict=True)))]
         return Structures.of(frames, stack_neighbors(lists), self._cache.ntypes, self._device)
 
 
-def sample_on(device: torch.device, systems: Sequence[System], cache: NeighborCache) -> DeviceSample | None:
+def sample_on(
+    device: torch.device, systems: Sequence[System], cache: NeighborCache
+) -> DeviceSample | None:
     """Return the sample of a device that makes the batches of systems itself; None where the host makes them."""
     if device.type != "cuda" or why_not_on_device(systems) is not None:
         return None
@@ -177,11 +187,21 @@ class _PlacedFrames:
         def moved(values: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
-        cells = None if frames.box is None else Cells.of(moved(np.asarray(frames.box, dtype=np.float64)), rcut)
+        cells = (
+            None
+            if frames.box is None
+            else Cells.of(moved(np.asarray(frames.box, dtype=np.float64)), rcut)
+        )
         natoms = frames.natoms
         positions = moved(np.asarray(coord, dtype=np.float64).reshape(-1, 3))
         atoms = Atoms(positions, moved(flat), moved((atype >= 0).sum(1)), natoms, cells)
-        return cls(atoms, moved(order), moved(order // natoms), moved(flat[order]), np.bincount(flat[order]))
+        return cls(
+            atoms,
+            moved(order),
+            moved(order // natoms),
+            moved(flat[order]),
+            np.bincount(flat[order]),
+        )
 
     def count(self, cache: NeighborCache) -> _MostNeighbors | None:
         """Count the neighbours of every atom; None where two atoms lie at the same place."""
@@ -190,7 +210,9 @@ class _PlacedFrames:
             none = np.zeros(ntypes + len(cache.inner), dtype=np.int64)
             return _MostNeighbors(none[:ntypes], 0, none[ntypes:], np.inf)
         radii = [cache.rcut, *(radius for radius, _ in cache.inner)]
-        of_types, within, nearest = count_neighbors(self.atoms, self.order, self.frame, radii, ntypes)
+        of_types, within, nearest = count_neighbors(
+            self.atoms, self.order, self.frame, radii, ntypes
+        )
         most = torch.cat([of_types, of_types.sum(1, keepdim=True), within], 1).amax(0)
         *numbers, shortest = torch.cat([most.double(), nearest.amin().sqrt().view(1)]).tolist()
         if shortest < SAME_PLACE:
@@ -205,9 +227,13 @@ class _PlacedFrames:
         columns = most.of_types if cache.by_type else np.array([most.total])
         widths = np.minimum(columns, limits)
         nearest = int(min(limits.sum(dtype=np.float64), MOST_NEIGHBORS))
-        sections = Sections(cache.rcut, tuple(widths.tolist()), cache.by_type, nearest, max(1, most.total))
+        sections = Sections(
+            cache.rcut, tuple(widths.tolist()), cache.by_type, nearest, max(1, most.total)
+        )
         neighbor, shift = find_neighbors(self.atoms, self.order, self.frame, sections)
-        bounds = np.minimum(most.inner, np.array([bound for _, bound in cache.inner], dtype=np.int64))
+        bounds = np.minimum(
+            most.inner, np.array([bound for _, bound in cache.inner], dtype=np.int64)
+        )
         nreal, (nframes,) = len(self.order), self.atoms.counts.shape
         type_counts = np.zeros(cache.ntypes, dtype=np.int64)
         type_counts[: len(self.type_counts)] = self.type_counts

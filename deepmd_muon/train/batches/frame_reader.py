@@ -53,7 +53,9 @@ class Chunk:
     doubtful: np.ndarray
 
 
-def read_chunk(systems: Sequence[System], offset: np.ndarray, numbers: np.ndarray, ntypes: int) -> Chunk:
+def read_chunk(
+    systems: Sequence[System], offset: np.ndarray, numbers: np.ndarray, ntypes: int
+) -> Chunk:
     """Read frames, whose numbers rise; `offset` has the number of the first frame of each system `(nsystems + 1,)`."""
     owners = np.searchsorted(offset, numbers, side="right") - 1
     cuts = np.flatnonzero(np.diff(owners)) + 1
@@ -129,7 +131,10 @@ def _join(parts: Sequence[Chunk]) -> Chunk:
         width = LABELS[name]
         rows = [len(part.numbers) if name in FRAME_LABELS else len(part.atype) for part in parts]
         labels[name] = np.concatenate(
-            [part.labels.get(name, np.zeros((n, width))) for part, n in zip(parts, rows, strict=True)]
+            [
+                part.labels.get(name, np.zeros((n, width)))
+                for part, n in zip(parts, rows, strict=True)
+            ]
         )
         missing = [np.zeros(len(part.numbers), dtype=bool) for part in parts]
         present[name] = np.concatenate(
@@ -137,16 +142,28 @@ def _join(parts: Sequence[Chunk]) -> Chunk:
         )
     box = None
     if any(part.box is not None for part in parts):
-        box = np.concatenate([np.zeros((len(part.numbers), 3, 3)) if part.box is None else part.box for part in parts])
+        box = np.concatenate(
+            [
+                np.zeros((len(part.numbers), 3, 3)) if part.box is None else part.box
+                for part in parts
+            ]
+        )
     # All systems carry the same parameters.
-    parameters = {name: np.concatenate([part.parameters[name] for part in parts]) for name in parts[0].parameters}
+    parameters = {
+        name: np.concatenate([part.parameters[name] for part in parts])
+        for name in parts[0].parameters
+    }
     names = ("numbers", "natoms", "counts", "periodic", "coord", "atype", "doubtful")
     arrays = {name: joined(name) for name in names}
     return Chunk(**arrays, box=box, labels=labels, present=present, parameters=parameters)
 
 
-def pieces(systems: Sequence[System], offset: np.ndarray, numbers: np.ndarray) -> Iterator[np.ndarray]:
+def pieces(
+    systems: Sequence[System], offset: np.ndarray, numbers: np.ndarray
+) -> Iterator[np.ndarray]:
     """Cut frames, in rising order, into parts of about `CHUNK_ATOMS` atoms."""
-    natoms = np.array([system.natoms for system in systems])[np.searchsorted(offset, numbers, side="right") - 1]
+    natoms = np.array([system.natoms for system in systems])[
+        np.searchsorted(offset, numbers, side="right") - 1
+    ]
     turn = (natoms.cumsum() - natoms) // CHUNK_ATOMS
     yield from np.split(numbers, np.flatnonzero(np.diff(turn)) + 1)

@@ -106,8 +106,12 @@ class FrameStore:
         self.first = zeros(slots + 1, dtype=torch.int64)
         self.sizes = zeros(slots + 1, dtype=torch.int64)
         self.counts = zeros(slots + 1, ntypes, dtype=torch.int32)
-        self.of_frames = {name: zeros(slots + 1, width) for name, width in FRAME_LABELS.items() if name in labels}
-        self.of_atoms = {name: zeros(places, width) for name, width in ATOM_LABELS.items() if name in labels}
+        self.of_frames = {
+            name: zeros(slots + 1, width) for name, width in FRAME_LABELS.items() if name in labels
+        }
+        self.of_atoms = {
+            name: zeros(places, width) for name, width in ATOM_LABELS.items() if name in labels
+        }
         self.found = {name: zeros(slots + 1, dtype=torch.bool) for name in labels}
         wanted = systems[0].parameters  # those of all
         shapes = {"fparam": (slots + 1, wanted.fparam), "aparam": (places, wanted.aparam)}
@@ -115,7 +119,9 @@ class FrameStore:
         self.cells: Cells | None = None
         if any(system.pbc for system in systems):
             images = torch.ones(slots + 1, 3, dtype=torch.int32, device=device)
-            self.cells = Cells(zeros(slots + 1, 3, 3), zeros(slots + 1, 3, 3), zeros(slots + 1, 3), images)
+            self.cells = Cells(
+                zeros(slots + 1, 3, 3), zeros(slots + 1, 3, 3), zeros(slots + 1, 3), images
+            )
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def take(self, chunks: Sequence[Chunk]) -> None:
@@ -178,32 +184,49 @@ class FrameStore:
     def _place_of(self, numbers: np.ndarray) -> np.ndarray:
         """Return the first atom of frames that stay."""
         owners = np.searchsorted(self.offset, numbers, side="right") - 1
-        places: np.ndarray = self._base[owners] + (numbers - self.offset[owners]) * self._widths[owners]
+        places: np.ndarray = (
+            self._base[owners] + (numbers - self.offset[owners]) * self._widths[owners]
+        )
         return places
 
-    def _upload(self, chunk: Chunk, slots: np.ndarray, first: np.ndarray) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _upload(
+        self, chunk: Chunk, slots: np.ndarray, first: np.ndarray
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Copy a chunk to the device and count its neighbours; return targets, rows and values for `_write`."""
         moved = self._moved
         starts = chunk.natoms.cumsum() - chunk.natoms
         within = np.arange(len(chunk.atype)) - np.repeat(starts, chunk.natoms)
         rows, atoms = moved(slots), moved(np.repeat(first, chunk.natoms) + within)
-        coord, atype, sizes = moved(chunk.coord), moved(chunk.atype), moved(chunk.natoms.astype(np.int64))
+        coord, atype, sizes = (
+            moved(chunk.coord),
+            moved(chunk.atype),
+            moved(chunk.natoms.astype(np.int64)),
+        )
         values = [(self.coord, atoms, coord), (self.atype, atoms, atype), (self.sizes, rows, sizes)]
-        values += [(self.first, rows, moved(first)), (self.counts, rows, moved(chunk.counts.astype(np.int32)))]
+        values += [
+            (self.first, rows, moved(first)),
+            (self.counts, rows, moved(chunk.counts.astype(np.int32))),
+        ]
         for name, present in self.present.items():
             flags = chunk.present.get(name, np.zeros(len(slots), dtype=bool))
             present[chunk.numbers] = flags
             values.append((self.found[name], rows, moved(flags)))
-            target, where = (self.of_frames, rows) if name in FRAME_LABELS else (self.of_atoms, atoms)
+            target, where = (
+                (self.of_frames, rows) if name in FRAME_LABELS else (self.of_atoms, atoms)
+            )
             label = chunk.labels.get(name)
             found = coord.new_zeros(len(where), LABELS[name]) if label is None else moved(label)
             values.append((target[name], where, found))
         for name, given in chunk.parameters.items():
-            values.append((self.parameters[name], rows if name == "fparam" else atoms, moved(given)))
+            values.append(
+                (self.parameters[name], rows if name == "fparam" else atoms, moved(given))
+            )
         cells = None
         if self.cells is not None:
             cells = self._cells_of(chunk)
-            values += [(target, rows, source) for target, source in zip(self.cells, cells, strict=True)]
+            values += [
+                (target, rows, source) for target, source in zip(self.cells, cells, strict=True)
+            ]
         self._count(chunk, Atoms(coord, atype, sizes, 0, cells))
         return values
 
@@ -239,7 +262,9 @@ class FrameStore:
             )
         self._learn(chunk, most)
 
-    def _counted(self, chunk: Chunk, packed: Atoms, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _counted(
+        self, chunk: Chunk, packed: Atoms, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Count the neighbours of some frames of a chunk.
 
         Returns
@@ -252,8 +277,12 @@ class FrameStore:
         within = np.arange(len(frame)) - np.repeat(natoms.cumsum() - natoms, natoms)
         source = np.repeat((chunk.natoms.cumsum() - chunk.natoms)[rows], natoms) + within
         here, taken, owner = map(self._moved, (frame * width + within, source, frame))
-        coord = packed.coord.new_zeros(len(rows) * width, 3).index_copy_(0, here, packed.coord[taken])
-        atype = packed.atype.new_full((len(rows) * width,), -1).index_copy_(0, here, packed.atype[taken])
+        coord = packed.coord.new_zeros(len(rows) * width, 3).index_copy_(
+            0, here, packed.coord[taken]
+        )
+        atype = packed.atype.new_full((len(rows) * width,), -1).index_copy_(
+            0, here, packed.atype[taken]
+        )
         numbers = self._moved(rows)
         cells = None if packed.cells is None else packed.cells.select(numbers)
         atoms = Atoms(coord, atype, packed.counts[numbers], width, cells)
@@ -261,7 +290,9 @@ class FrameStore:
         of_types, shorter, nearest = count_neighbors(atoms, here, owner, radii, self._cache.ntypes)
         counted = torch.cat([of_types, of_types.sum(1, keepdim=True), shorter], 1).long()
         index = owner.unsqueeze(1).expand_as(counted)
-        most = counted.new_zeros(len(rows), counted.shape[1]).scatter_reduce(0, index, counted, "amax")
+        most = counted.new_zeros(len(rows), counted.shape[1]).scatter_reduce(
+            0, index, counted, "amax"
+        )
         least = nearest.new_full((len(rows),), torch.inf).scatter_reduce(0, owner, nearest, "amin")
         return most.cpu().numpy(), least.cpu().numpy()
 
@@ -271,12 +302,17 @@ class FrameStore:
         kinds, inverse = np.unique(rows, axis=0, return_inverse=True)
         known = len(self._kinds)
         numbers = np.array(
-            [self._kinds.setdefault((kind[:-1].tobytes(), bool(kind[-1])), len(self._kinds)) for kind in kinds]
+            [
+                self._kinds.setdefault((kind[:-1].tobytes(), bool(kind[-1])), len(self._kinds))
+                for kind in kinds
+            ]
         )
         new = kinds[numbers >= known]
         self.of_kind = np.concatenate([self.of_kind, new[:, :-1]])
         self.periodic = np.concatenate([self.periodic, new[:, -1] > 0])
-        self.most = np.concatenate([self.most, np.zeros((len(new), self.most.shape[1]), dtype=np.int64)])
+        self.most = np.concatenate(
+            [self.most, np.zeros((len(new), self.most.shape[1]), dtype=np.int64)]
+        )
         group = numbers[inverse.reshape(-1)]
         self.group[chunk.numbers] = group
         self.natoms[chunk.numbers] = chunk.natoms

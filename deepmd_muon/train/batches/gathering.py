@@ -75,10 +75,14 @@ class Gathering:
             frame = order // max(1, shape.natoms)
 
         def on_device(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(store.coord.device)
+            return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(
+                store.coord.device
+            )
 
         form = sections._replace(widths=shape.widths, capacity=shape.capacity)
-        self._places = _Places(on_device(kind), on_device(rank), on_device(order), on_device(frame), form)
+        self._places = _Places(
+            on_device(kind), on_device(rank), on_device(order), on_device(frame), form
+        )
         self._filled = np.repeat(np.array(shape.widths)[:, None], slots, axis=1)
         self._inner = np.repeat(np.array(shape.inner, dtype=np.int64)[:, None], slots, axis=1)
 
@@ -97,12 +101,18 @@ class Gathering:
         atype = store.atype.index_select(0, source).view(shape.frames, shape.natoms)
         order, frame = places.order, places.frame
         if real is not None:
-            atype = torch.nn.functional.pad(torch.where(real, atype, -1), (0, 0, 0, self._spare), value=-1)
+            atype = torch.nn.functional.pad(
+                torch.where(real, atype, -1), (0, 0, 0, self._spare), value=-1
+            )
             order, frame = self._sorted(store.counts.index_select(0, numbers).long())
         cells = store.cells.select(numbers) if shape.periodic and store.cells is not None else None
         atoms = Atoms(coord.view(-1, 3), atype.flatten(), natoms, shape.natoms, cells)
         neighbor, shift = find_neighbors(atoms, order, frame, places.sections)
-        box = None if cells is None else torch.nn.functional.pad(cells.box, (0, 0, 0, 0, 0, self._spare))
+        box = (
+            None
+            if cells is None
+            else torch.nn.functional.pad(cells.box, (0, 0, 0, 0, 0, self._spare))
+        )
         structures = Structures(
             atype=atype,
             order=order,
@@ -122,7 +132,9 @@ class Gathering:
         labels = self._labels(numbers, source, real)
         return TrainingBatch(structures, labels, real, feed.system, feed.atoms, feed.present)
 
-    def _of_atoms(self, values: Tensor, source: Tensor, real: Tensor | None, *, spare: bool = False) -> Tensor:
+    def _of_atoms(
+        self, values: Tensor, source: Tensor, real: Tensor | None, *, spare: bool = False
+    ) -> Tensor:
         """Return values of atoms `(frames, natoms, width)`, zero where there is none."""
         found = values.index_select(0, source).view(self.shape.frames, self.shape.natoms, -1)
         if real is None:
@@ -130,7 +142,9 @@ class Gathering:
         found = torch.where(real.unsqueeze(2), found, 0.0)
         return torch.nn.functional.pad(found, (0, 0, 0, 0, 0, self._spare)) if spare else found
 
-    def _parameters(self, numbers: Tensor, source: Tensor, real: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _parameters(
+        self, numbers: Tensor, source: Tensor, real: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Return `fparam` and `aparam` of `Structures`, zero where there is no atom."""
         fparam, aparam = (self._store.parameters.get(name) for name in PARAMETERS)
         if fparam is not None:
@@ -149,7 +163,9 @@ class Gathering:
         order = torch.where(inside, here * shape.natoms + first + places.rank, places.order)
         return order, torch.where(inside, here, places.frame)
 
-    def _labels(self, numbers: Tensor, source: Tensor, real: Tensor | None) -> dict[str, Tensor | None]:
+    def _labels(
+        self, numbers: Tensor, source: Tensor, real: Tensor | None
+    ) -> dict[str, Tensor | None]:
         """Return the labels as `TrainingBatch` has them; `find_` tells where one is missing."""
         store, shape = self._store, self.shape
         labels: dict[str, Tensor | None] = {}
@@ -191,7 +207,10 @@ class ResidentFeed:
     def present(self) -> dict[str, np.ndarray]:
         """Which frames have each label, on the host."""
         none = np.zeros(len(self.numbers), dtype=bool)
-        return {name: self.store.present[name][self.numbers] if name in self.store.present else none for name in LABELS}
+        return {
+            name: self.store.present[name][self.numbers] if name in self.store.present else none
+            for name in LABELS
+        }
 
     def labelled_atoms(self, needed: Collection[str]) -> float:
         """Return the number of atoms in frames that have all these labels."""

@@ -77,7 +77,9 @@ class ResidentBatches:
         self._sizes = np.array([system.natoms for system in loader.systems])
         stays = store_bytes(loader.systems, cache.ntypes) <= budget
         each = loader.batches_per_step
-        self._rows = max(1, _AHEAD // each) * each  # the table is written between steps, not within one
+        self._rows = (
+            max(1, _AHEAD // each) * each
+        )  # the table is written between steps, not within one
         largest = loader.most_frames * int(self._sizes.max())
         atoms = _WINDOW_ATOMS + each * largest
         room = None if stays else (min(atoms, self._rows * loader.most_frames), atoms)
@@ -89,7 +91,9 @@ class ResidentBatches:
         self._shapes = Shapes()
         self._gatherings: dict[Shape, Gathering] = {}
         self._numbers = SlotTable(self._rows, loader.most_frames, self._store)
-        self._readers = ThreadPoolExecutor(min(READERS, worker_count()), thread_name_prefix="deepmd_muon-frames")
+        self._readers = ThreadPoolExecutor(
+            min(READERS, worker_count()), thread_name_prefix="deepmd_muon-frames"
+        )
         self._windows: deque[_Window] = deque()
         self._begun = 0
         self._reads = False  # whether the present window had frames to read
@@ -126,7 +130,9 @@ class ResidentBatches:
         number = store.nframes
         cost = number * (int(self._sizes.max()) + _FRAME_COST) + len(self._sizes) * _SYSTEM_COST
         if not store.stays or cost > AT_ONCE:
-            number = min(number, max(1, min(_FIRST_ATOMS, len(store.coord)) // int(self._sizes.max())))
+            number = min(
+                number, max(1, min(_FIRST_ATOMS, len(store.coord)) // int(self._sizes.max()))
+            )
         numbers = np.arange(number) * store.nframes // number
         self._asked[numbers] = True
         for chunk in self._read(numbers):
@@ -137,7 +143,9 @@ class ResidentBatches:
         store, systems = self._store, self._loader.systems
         parts = pieces(systems, store.offset, numbers) if len(numbers) else ()
         ntypes = self._loader.cache.ntypes
-        return [self._readers.submit(read_chunk, systems, store.offset, part, ntypes) for part in parts]
+        return [
+            self._readers.submit(read_chunk, systems, store.offset, part, ntypes) for part in parts
+        ]
 
     def _draw(self) -> _Window:
         """Draw the batches of a window, and begin to read their frames."""
@@ -156,7 +164,9 @@ class ResidentBatches:
                 if len(new):
                     wanted.append(new)
                     self._asked[new] = True
-                    atoms += int(self._sizes[np.searchsorted(store.offset, new, side="right") - 1].sum())
+                    atoms += int(
+                        self._sizes[np.searchsorted(store.offset, new, side="right") - 1].sum()
+                    )
         frames = np.unique(np.concatenate(wanted)) if wanted else window.frames
         return _Window(window.plans, window.batches, frames, self._read(frames))
 
@@ -169,7 +179,9 @@ class ResidentBatches:
         self._note_cut_lists()
         wanted = self._shapes_of(window.batches)
         self._shapes.learn(wanted)
-        self._numbers.write([self._store.slots_of(numbers, window.frames) for numbers in window.batches])
+        self._numbers.write(
+            [self._store.slots_of(numbers, window.frames) for numbers in window.batches]
+        )
         self._plans.extend(zip(window.plans, window.batches, wanted, strict=True))
         # Drawing and reading later windows would delay the first step.
         each = self._loader.batches_per_step
@@ -182,7 +194,9 @@ class ResidentBatches:
 
     def _look_ahead(self) -> None:
         """Draw the windows after the present one, until one has nothing to read."""
-        while len(self._windows) < _READ_AHEAD and (self._windows[-1].chunks if self._windows else self._reads):
+        while len(self._windows) < _READ_AHEAD and (
+            self._windows[-1].chunks if self._windows else self._reads
+        ):
             self._windows.append(self._draw())
 
     def _tell(self, shapes: Sequence[Shape], wanted: Sequence[Shape]) -> None:
@@ -212,7 +226,9 @@ class ResidentBatches:
         least, most = np.minimum.reduceat(kinds, starts), np.maximum.reduceat(kinds, starts)
         known: dict[tuple[int, int], Shape] = {}
         found = []
-        for numbers, size, kind, last in zip(batches, sizes, least.tolist(), most.tolist(), strict=True):
+        for numbers, size, kind, last in zip(
+            batches, sizes, least.tolist(), most.tolist(), strict=True
+        ):
             if kind != last:
                 found.append(self._shape_of(numbers))
                 continue

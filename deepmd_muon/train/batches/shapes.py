@@ -119,7 +119,9 @@ class Shapes:
             for one in new
             if shape.group is not None and one.group == shape.group and one.holds(shape)
         }
-        self._shapes = merge({shape: n for shape, n in weights.items() if shape not in grown}, MOST_SHAPES)
+        self._shapes = merge(
+            {shape: n for shape, n in weights.items() if shape not in grown}, MOST_SHAPES
+        )
         self._of.clear()
 
     def of(self, wanted: Shape) -> Shape:
@@ -155,7 +157,9 @@ def merge(weights: dict[Shape, int], most: int) -> list[Shape]:
         """Return the extra cost of joining one shape with each of the others."""
         both = np.maximum(row, rows)[:, 2:]
         atoms, columns, near = np.split(both, np.cumsum(sizes)[:-1], axis=1)
-        return np.asarray(atoms.sum(1) * (1.0 + columns.sum(1) + (near.astype(np.float64) ** 2).sum(1)))
+        return np.asarray(
+            atoms.sum(1) * (1.0 + columns.sum(1) + (near.astype(np.float64) ** 2).sum(1))
+        )
 
     own = np.array([shape.cost for shape in shapes])
     added = np.full((len(shapes), len(shapes)), np.inf)

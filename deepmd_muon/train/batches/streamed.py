@@ -110,7 +110,10 @@ class StreamedBatches:
         self._loader = loader
         self._ntypes = ntypes
         self._device = device
-        self._each, self._turn = loader.batches_per_step, 0  # the batches of a step must not share tensors
+        self._each, self._turn = (
+            loader.batches_per_step,
+            0,
+        )  # the batches of a step must not share tensors
         cache = loader.cache
         self._limits = group_limits(cache.sel, cache.by_type, cache.ntypes)
         self._static: dict[Hashable, TrainingBatch] = {}
@@ -150,7 +153,9 @@ class StreamedBatches:
         widths = padded_widths(batch.neighbors.sections, self._limits)
         padded = dataclasses.replace(batch, neighbors=widen_sections(batch.neighbors, widths))
         converted = with_full_sections(to_device(padded, self._ntypes, _CPU))
-        return map_tensors(converted, Tensor.pin_memory) if self._device.type == "cuda" else converted
+        return (
+            map_tensors(converted, Tensor.pin_memory) if self._device.type == "cuda" else converted
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,12 +242,16 @@ def with_full_sections(batch: TrainingBatch) -> TrainingBatch:
     nreal = structures.filled.shape[1]
     filled = np.repeat(np.array(structures.sections)[:, None], nreal, axis=1)
     inner = np.repeat(bounds_of(structures.inner)[:, None], nreal, axis=1)
-    return dataclasses.replace(batch, structures=dataclasses.replace(structures, filled=filled, inner=inner))
+    return dataclasses.replace(
+        batch, structures=dataclasses.replace(structures, filled=filled, inner=inner)
+    )
 
 
 def bounds_of(inner: np.ndarray) -> np.ndarray:
     """Return a bound of each row of counts `(ninner, …)`, rounded up so that few bounds occur `(ninner,)`, int64."""
-    return np.array([-(-int(row.max(initial=0)) // INNER_STEP) * INNER_STEP for row in inner], dtype=np.int64)
+    return np.array(
+        [-(-int(row.max(initial=0)) // INNER_STEP) * INNER_STEP for row in inner], dtype=np.int64
+    )
 
 
 def layout_of(batch: TrainingBatch) -> Hashable:

@@ -60,7 +60,10 @@ class RunState:
             "pieces": kept({name: list(one.model.pieces) for name, one in branches}),
             "training_data": kept({name: one.data.training.state_dict() for name, one in branches}),
             "validation_data": kept(
-                {name: one.data.validation.state_dict() if one.data.validation else {} for name, one in branches}
+                {
+                    name: one.data.validation.state_dict() if one.data.validation else {}
+                    for name, one in branches
+                }
             ),
         }
         if several:
@@ -87,7 +90,9 @@ class RunState:
         }
         if self.ema:
             average = self.ema.state_dict()
-            own = {key: average["model"][f"{name}.{key}"] for key, _ in branch.model.named_parameters()}
+            own = {
+                key: average["model"][f"{name}.{key}"] for key, _ in branch.model.named_parameters()
+            }
             content["ema"] = {**average, "model": own}
         return content
 
@@ -101,7 +106,8 @@ class RunState:
         if own is None:
             step = int(content["model"]["_extra_state"]["train_infos"]["step"]) + 1
             log.warning(
-                "%s comes from deepmd-kit, which keeps neither data order nor random numbers: they start anew", source
+                "%s comes from deepmd-kit, which keeps neither data order nor random numbers: they start anew",
+                source,
             )
         else:
             step = int(own["step"])
@@ -111,7 +117,9 @@ class RunState:
             if "ema" in content:
                 self.ema.load_state_dict(content["ema"], checkpoint_path(source))
             else:
-                log.warning("%s has no averaged parameters: the average starts from its weights", source)
+                log.warning(
+                    "%s has no averaged parameters: the average starts from its weights", source
+                )
         return step
 
     def _restore_own(self, own: Mapping[str, Any], source: Path) -> None:
@@ -122,25 +130,38 @@ class RunState:
             try:
                 self.order.load_state_dict(own["tasks"])
             except SamplerStateError:
-                log.warning("branches or probabilities are not those of %s: their order starts anew", source)
-        saved = own if "tasks" in own else {key: {SINGLE: own.get(key)} for key in ("pieces", *_LOADERS)}
+                log.warning(
+                    "branches or probabilities are not those of %s: their order starts anew", source
+                )
+        saved = (
+            own
+            if "tasks" in own
+            else {key: {SINGLE: own.get(key)} for key in ("pieces", *_LOADERS)}
+        )
         for name, branch in self.branches.items():
             former = branch.continued if branch.continued in saved["training_data"] else name
-            self._restore_branch(branch, {key: saved[key].get(former) for key in ("pieces", *_LOADERS)}, source)
+            self._restore_branch(
+                branch, {key: saved[key].get(former) for key in ("pieces", *_LOADERS)}, source
+            )
 
     def _restore_branch(self, branch: RunBranch, saved: Mapping[str, Any], source: Path) -> None:
         """Restore the order of a branch's data, and how its embedding nets are interpolated."""
         if self.given.settings.training.interpolate_embedding:
             pieces = saved["pieces"] or 0
             branch.model.pieces = uniform(pieces) if isinstance(pieces, int) else tuple(pieces)
-        for key, loader in zip(_LOADERS, (branch.data.training, branch.data.validation), strict=True):
+        for key, loader in zip(
+            _LOADERS, (branch.data.training, branch.data.validation), strict=True
+        ):
             if loader is None or not saved[key]:
                 continue
             try:
                 loader.load_state_dict(saved[key])
             except SamplerStateError:
                 log.warning(
-                    "%s%s is not that of %s: its order starts anew from training/seed", branch.prefix, key, source
+                    "%s%s is not that of %s: its order starts anew from training/seed",
+                    branch.prefix,
+                    key,
+                    source,
                 )
 
 

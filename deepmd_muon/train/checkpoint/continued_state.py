@@ -33,7 +33,11 @@ def shared_names(model: EnergyModel | Branches) -> dict[str, str]:
 
 
 def state_of(
-    sources: Mapping[str, Source], model: EnergyModel | Branches, optimizer: torch.optim.Optimizer, *, alone: bool
+    sources: Mapping[str, Source],
+    model: EnergyModel | Branches,
+    optimizer: torch.optim.Optimizer,
+    *,
+    alone: bool,
 ) -> Mapping[str, Any]:
     """Return the content of the checkpoint that a run restarts from, its state arranged as the present model's.
 
@@ -45,7 +49,9 @@ def state_of(
         When the state cannot follow other branches, or the types of another type map.
     """
     source, models = next(iter(sources.values())), branches_of(model)
-    moves = {name: move for name, one in sources.items() if (move := one.move_to(models[name].type_map))}
+    moves = {
+        name: move for name, one in sources.items() if (move := one.move_to(models[name].type_map))
+    }
     fixed = not alone and is_directory(source.path)
     if moves and fixed:
         raise CheckpointError(
@@ -88,7 +94,10 @@ def for_branches(
         return content
     (group,) = groups
     places = {canonical_name(name): place for place, name in enumerate(group["param_names"])}
-    names = {canonical_name(found[0]): [*map(canonical_name, found)] for found in all_names(model).values()}
+    names = {
+        canonical_name(found[0]): [*map(canonical_name, found)]
+        for found in all_names(model).values()
+    }
     kept = {name for name, place in places.items() if group["params"][place] in saved["state"]}
     same = all(name == former for name, former in continued.items())
     if same and names.keys() <= places.keys() and kept <= names.keys():
@@ -115,7 +124,10 @@ def for_branches(
 def _describe(fresh: list[str], gone: list[str]) -> list[str]:
     """Describe which branches have parameters that start without state, and which state is dropped."""
     told = []
-    for names, what in ((fresh, "start without state"), (gone, "are gone, and their state is dropped")):
+    for names, what in (
+        (fresh, "start without state"),
+        (gone, "are gone, and their state is dropped"),
+    ):
         if names:
             branches = dict.fromkeys(name.partition(".")[0] for name in names)
             told.append(f"{len(names)} {what} (of {', '.join(branches)})")
@@ -152,7 +164,10 @@ def _moved_state(
 ) -> dict[str, Any]:
     """Return an optimizer's state dict of the present parameters, each with the state of its source."""
     (group,) = saved["param_groups"]
-    lists: dict[str, list[Any]] = {"params": list(range(len(sources))), "param_names": list(sources)}
+    lists: dict[str, list[Any]] = {
+        "params": list(range(len(sources))),
+        "param_names": list(sources),
+    }
     if isinstance(optimizer, HybridMuon):
         present = {entry.name: number for number, entry in enumerate(optimizer.routing)}
         manifest = optimizer.routing.manifest()
@@ -166,7 +181,9 @@ def _moved_state(
     for number, source in enumerate(sources.values()):
         values = {} if source is None else saved["state"].get(group["params"][places[source]], {})
         if values:  # a copy: what was shared may have become two parameters
-            state[number] = {key: x.clone() if torch.is_tensor(x) else x for key, x in values.items()}
+            state[number] = {
+                key: x.clone() if torch.is_tensor(x) else x for key, x in values.items()
+            }
     return {**saved, "state": state, "param_groups": [{**group, **lists}]}
 
 
@@ -187,24 +204,41 @@ def _move_state(
 ) -> dict[str, Any]:
     """Move rows of moments; new types have none, as before a first step."""
     axes, parameters = type_axes(model), dict(model.named_parameters())
-    routing = {entry.name: entry for entry in optimizer.routing} if isinstance(optimizer, HybridMuon) else {}
+    routing = (
+        {entry.name: entry for entry in optimizer.routing}
+        if isinstance(optimizer, HybridMuon)
+        else {}
+    )
     unnamed = iter(deepmd_kit_parameter_names(model))  # deepmd-kit's own state is by position
     groups, values = [], dict(state["state"])
     for group in state["param_groups"]:
         changed = {key: list(group[key]) for key in ("routes", "views", "shapes") if key in group}
         names = group.get("param_names") or [next(unnamed, "") for _ in group["params"]]
-        for index, (name, key) in enumerate(zip(map(canonical_name, names), group["params"], strict=True)):
+        for index, (name, key) in enumerate(
+            zip(map(canonical_name, names), group["params"], strict=True)
+        ):
             if name not in axes or name not in parameters:
                 continue
             shape, old, entry = parameters[name].shape, values.get(key, {}), routing.get(name)
-            if entry and entry.route != "frozen" and ("momentum_buffer" in old) != (entry.route == "muon"):
+            if (
+                entry
+                and entry.route != "frozen"
+                and ("momentum_buffer" in old) != (entry.route == "muon")
+            ):
                 old = {}  # with one type the table is not a matrix
-            moments = {what: x for what, x in old.items() if torch.is_tensor(x) and x.dim() == len(shape)}
-            values[key] = {**old, **{w: move.rows(x, x.new_zeros(shape), axes[name]) for w, x in moments.items()}}
+            moments = {
+                what: x for what, x in old.items() if torch.is_tensor(x) and x.dim() == len(shape)
+            }
+            values[key] = {
+                **old,
+                **{w: move.rows(x, x.new_zeros(shape), axes[name]) for w, x in moments.items()},
+            }
             if entry and changed:
                 for what, listed in RouteTable([entry]).manifest().items():
                     if what in changed:
                         changed[what][index] = listed[0]
-            log.warning("optimizer state of %s: %s", name, move.describe() if old else "starts fresh")
+            log.warning(
+                "optimizer state of %s: %s", name, move.describe() if old else "starts fresh"
+            )
         groups.append({**group, **changed})
     return {**state, "state": values, "param_groups": groups}

@@ -75,7 +75,9 @@ class DirectorySeries(Series):
             self._group = dist.new_group(backend="gloo", timeout=ranks.timeout)
             dist.barrier(self._group)
         else:
-            warnings.filterwarnings("ignore", "torch.distributed is", UserWarning, "torch.distributed.checkpoint")
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is", UserWarning, "torch.distributed.checkpoint"
+            )
 
     @property
     def under_way(self) -> bool:
@@ -99,7 +101,12 @@ class DirectorySeries(Series):
                     place.mkdir(parents=True, exist_ok=True)  # another rank may have been first
                 with files.create_stream(place / CONTENT, "wb") as file:
                     torch.save(parts, file)
-            done = async_save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+            done = async_save(
+                tensors,
+                storage_writer=writer,
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
         except BaseException:
             self._discard(place)
             raise
@@ -127,10 +134,13 @@ class DirectorySeries(Series):
         except (CheckpointException, Exception) as error:  # torch's is not a subclass of Exception
             failures = getattr(error, "failures", {self._ranks.rank: (error, None)})
             found = "; ".join(
-                f"rank {rank}: {failure_of(e) or f'{type(e).__name__}: {e}'}" for rank, (e, _) in failures.items()
+                f"rank {rank}: {failure_of(e) or f'{type(e).__name__}: {e}'}"
+                for rank, (e, _) in failures.items()
             )
             self._discard(write.place)
-            raise TrainingError(f"the checkpoint {write.name} could not be written: {found}") from error
+            raise TrainingError(
+                f"the checkpoint {write.name} could not be written: {found}"
+            ) from error
         folder = self.prefix.parent
         if self._ranks.first:
             with writing(folder / write.name):

@@ -31,7 +31,9 @@ def newest_checkpoint(save_ckpt: str) -> str | None:
     own = re.compile(rf"{re.escape(prefix.name)}-[0-9]+(\.pt|{re.escape(SUFFIX)})")
     entries = prefix.parent.iterdir() if prefix.parent.is_dir() else ()
     found = [path for path in entries if own.fullmatch(path.name) and not path.is_symlink()]
-    complete = [path for path in found if (is_directory(path) if path.suffix == SUFFIX else path.is_file())]
+    complete = [
+        path for path in found if (is_directory(path) if path.suffix == SUFFIX else path.is_file())
+    ]
     complete = [path for path in complete if linked is None or _step(path) > _step(linked)]
     complete.sort(key=lambda path: (_step(path), path.suffix == SUFFIX), reverse=True)
     for path in complete:

@@ -24,7 +24,10 @@ _EMPTY = {"routes": "frozen", "views": "", "shapes": "0"}
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, model: EnergyModel | Branches, content: Mapping[str, Any], source: Path
+    optimizer: torch.optim.Optimizer,
+    model: EnergyModel | Branches,
+    content: Mapping[str, Any],
+    source: Path,
 ) -> None:
     """Load the optimizer state of a checkpoint, ours or deepmd-kit's, after checking that it belongs to this optimizer.
 
@@ -36,13 +39,17 @@ def load_optimizer_state(
     state = content.get("optimizer")
     advice = f"to start from its weights with a fresh optimizer, use --init-model {source}"
     if not state:
-        raise CheckpointError(f"{source} holds no optimizer state, so training cannot continue from it; {advice}")
+        raise CheckpointError(
+            f"{source} holds no optimizer state, so training cannot continue from it; {advice}"
+        )
 
     def done() -> int:
         return int(content["model"]["_extra_state"]["train_infos"]["step"]) + 1
 
     if not state["state"] and done():
-        raise CheckpointError(f"{source}: its optimizer state is empty after {done()} steps; {advice}")
+        raise CheckpointError(
+            f"{source}: its optimizer state is empty after {done()} steps; {advice}"
+        )
     try:
         if not isinstance(optimizer, HybridMuon):
             if not isinstance(optimizer, torch.optim.Adam):
@@ -70,7 +77,9 @@ def _with_names(state: Mapping[str, Any], model: EnergyModel | Branches) -> dict
     return {**state, "param_groups": [{**groups[0], "param_names": names}]}
 
 
-def read_state_part(optimizer: torch.optim.Optimizer, content: Mapping[str, Any], path: Path) -> bool:
+def read_state_part(
+    optimizer: torch.optim.Optimizer, content: Mapping[str, Any], path: Path
+) -> bool:
     """Load the optimizer state of a directory on several ranks, reading only this rank's part of every tensor.
 
     Return whether that was possible: parameters, routes, views, shapes and types are those that were saved. Otherwise
@@ -79,9 +88,15 @@ def read_state_part(optimizer: torch.optim.Optimizer, content: Mapping[str, Any]
     saved = content.get("optimizer")
     if not isinstance(optimizer, HybridMuon | torch.optim.Adam):
         return False
-    if not saved or len(saved["param_groups"]) != 1 or "param_names" not in saved["param_groups"][0]:
+    if (
+        not saved
+        or len(saved["param_groups"]) != 1
+        or "param_names" not in saved["param_groups"][0]
+    ):
         return False
-    saved = in_own_order(saved, [canonical_name(n) for each in optimizer.param_groups for n in each["param_names"]])
+    saved = in_own_order(
+        saved, [canonical_name(n) for each in optimizer.param_groups for n in each["param_names"]]
+    )
     (group,) = saved["param_groups"]
     if isinstance(optimizer, HybridMuon):
         if any(group.get(key) != value for key, value in optimizer.routing.manifest().items()):
@@ -90,23 +105,42 @@ def read_state_part(optimizer: torch.optim.Optimizer, content: Mapping[str, Any]
     else:
         (present,) = optimizer.param_groups
         pairs = zip(present["param_names"], present["params"], strict=True)
-        fresh = {n: {"step": torch.zeros(()), **{k: torch.empty_like(p) for k in _MOMENTS}} for n, p in pairs}
-    names = {i: canonical_name(name) for i, name in zip(group["params"], group["param_names"], strict=True)}
+        fresh = {
+            n: {"step": torch.zeros(()), **{k: torch.empty_like(p) for k in _MOMENTS}}
+            for n, p in pairs
+        }
+    names = {
+        i: canonical_name(name)
+        for i, name in zip(group["params"], group["param_names"], strict=True)
+    }
     numbers = {names[i]: i for i in saved["state"]}
     if _kinds(fresh) != _kinds({names[i]: values for i, values in saved["state"].items()}):
         return False
-    targets = {("optimizer", "state", numbers[n], key): x for n, state in fresh.items() for key, x in state.items()}
+    targets = {
+        ("optimizer", "state", numbers[n], key): x
+        for n, state in fresh.items()
+        for key, x in state.items()
+    }
     read_into(path, {place: x for place, x in targets.items() if x.numel()})
     if isinstance(optimizer, HybridMuon):
-        optimizer.load_state_dict({"state": {numbers[name]: x for name, x in fresh.items()}, "param_groups": [group]})
+        optimizer.load_state_dict(
+            {"state": {numbers[name]: x for name, x in fresh.items()}, "param_groups": [group]}
+        )
     else:
         groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": dict(enumerate(fresh.values())), "param_groups": groups})
+        optimizer.load_state_dict(
+            {"state": dict(enumerate(fresh.values())), "param_groups": groups}
+        )
     return True
 
 
-def _kinds(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
-    return {name: {key: (x.shape, x.dtype) for key, x in values.items()} for name, values in state.items()}
+def _kinds(
+    state: Mapping[str, Mapping[str, Any]],
+) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
+    return {
+        name: {key: (x.shape, x.dtype) for key, x in values.items()}
+        for name, values in state.items()
+    }
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -119,11 +153,15 @@ def _check_kind(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> N
             )
 
 
-def _load_by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], model: EnergyModel | Branches) -> None:
+def _load_by_name(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], model: EnergyModel | Branches
+) -> None:
     """Load the state of Adam or of another package's optimizer; torch's loading is by position, so names come first."""
     groups = state["param_groups"]
     if any("routes" in group for group in groups) or is_deepmd_kit(groups):
-        raise ForeignStateError(f"the optimizer state is HybridMuon's, the input asks for {type(optimizer).__name__}")
+        raise ForeignStateError(
+            f"the optimizer state is HybridMuon's, the input asks for {type(optimizer).__name__}"
+        )
     keys = [key for group in groups for key in group["params"]]
     saved = [name for group in groups for name in group.get("param_names", [])]
     if not saved and len(keys) == len(names := deepmd_kit_parameter_names(model)):
@@ -136,10 +174,17 @@ def _load_by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], mo
             f"name, {len(present)} are here; without state: {missing[:5]}"
         )
     key_of = dict(zip(saved, keys, strict=True))
-    values = {i: state["state"][key_of[name]] for i, name in enumerate(present) if key_of[name] in state["state"]}
+    values = {
+        i: state["state"][key_of[name]]
+        for i, name in enumerate(present)
+        if key_of[name] in state["state"]
+    }
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, state_of in values.items() if isinstance(optimizer, torch.optim.Adam) else ():
-        for key, shape in (("step", torch.Size()), *((key, parameters[i].shape) for key in _MOMENTS)):
+        for key, shape in (
+            ("step", torch.Size()),
+            *((key, parameters[i].shape) for key in _MOMENTS),
+        ):
             found = torch.as_tensor(state_of.get(key, ())).shape
             if found != shape and (key != "step" or found.numel() != 1):
                 raise ForeignStateError(
@@ -175,7 +220,9 @@ def in_deepmd_kits_order(state_dict: Mapping[str, Any], order: Sequence[str]) ->
     for key, empty in _EMPTY.items():
         if key in group:
             lists[key] = [group[key][place[name]] if name in place else empty for name in order]
-    keys = {index: group["params"][place[name]] for index, name in enumerate(order) if name in place}
+    keys = {
+        index: group["params"][place[name]] for index, name in enumerate(order) if name in place
+    }
     moved = {index: _with_powers(state[key], group) for index, key in keys.items() if key in state}
     return {**state_dict, "state": moved, "param_groups": [{**group, **lists}]}
 
@@ -186,7 +233,11 @@ def in_own_order(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[st
     for group in state_dict["param_groups"]:
         place = {canonical_name(name): index for index, name in enumerate(group["param_names"])}
         kept = [place[name] for name in names if name in place]
-        lists = {key: [group[key][i] for i in kept] for key in ("params", "param_names", *_EMPTY) if key in group}
+        lists = {
+            key: [group[key][i] for i in kept]
+            for key in ("params", "param_names", *_EMPTY)
+            if key in group
+        }
         groups.append({**group, **lists})
     state = {
         key: {what: x for what, x in values.items() if not what.endswith("_pow")}
@@ -200,4 +251,7 @@ def _with_powers(values: Mapping[str, Any], group: Mapping[str, Any]) -> dict[st
     if "step" not in values or "adam_betas" not in group:
         return dict(values)
     steps = float(values["step"])
-    return {**values, **{f"beta{i}_pow": beta**steps for i, beta in enumerate(group["adam_betas"], start=1)}}
+    return {
+        **values,
+        **{f"beta{i}_pow": beta**steps for i, beta in enumerate(group["adam_betas"], start=1)},
+    }

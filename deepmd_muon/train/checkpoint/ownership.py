@@ -58,7 +58,11 @@ class RunFiles:
     def check(self, checkpoint: str | None = None) -> None:
         """Refuse to write over the input, the data, the checkpoint of a run's start, or one output over another."""
         training = self._training
-        outputs = {"the output (-o)": self._output, "-l": self._log_path, "training/jsonl_file": training.jsonl_file}
+        outputs = {
+            "the output (-o)": self._output,
+            "-l": self._log_path,
+            "training/jsonl_file": training.jsonl_file,
+        }
         for branch in self._given.branches.values():
             outputs[f"{branch.data_path}/stat_file"] = branch.data.stat_file
         outputs["training/disp_file"] = self._curve
@@ -91,7 +95,9 @@ class RunFiles:
             "training/disp_file": self._curve,
             "training/jsonl_file": self._training.jsonl_file,
             "validating/full_val_file": self._validations,
-            "validating/save_best_dir": self._given.settings.validating.best_prefix(self._training.save_ckpt),
+            "validating/save_best_dir": self._given.settings.validating.best_prefix(
+                self._training.save_ckpt
+            ),
         }
         # All runs share the names of the best checkpoints: two in one folder would delete each other's. deepmd-kit's
         # text file names the newest checkpoint of a folder, whatever `save_ckpt` is.
@@ -116,7 +122,11 @@ class RunFiles:
         # Other runs may be writing these as well: they stay while another run has locks there, for an hour at most.
         named = [self._training.jsonl_file, self._validations, self._output, self._log_path]
         named += [branch.data.stat_file for branch in self._given.branches.values()]
-        shared = [prefix.with_name("checkpoint"), prefix.with_name("try"), *(Path(name) for name in named if name)]
+        shared = [
+            prefix.with_name("checkpoint"),
+            prefix.with_name("try"),
+            *(Path(name) for name in named if name),
+        ]
         for rest in (left for path in shared for left in leftovers_of(path)):
             with contextlib.suppress(FileNotFoundError):  # its run has just renamed it
                 old = time.time() - rest.lstat().st_mtime > _LONGEST_SAVE
@@ -128,7 +138,9 @@ class RunFiles:
                     shutil.rmtree(rest)
                 else:
                     rest.unlink(missing_ok=True)
-            log.info("removed %s, which a run that was killed had begun to write or to delete", rest)
+            log.info(
+                "removed %s, which a run that was killed had begun to write or to delete", rest
+            )
 
     def keep(self, source: Source | None, step: int, keep_best: Callable[[int], None]) -> None:
         """Give files that this run would overwrite a number: ``lcurve.out`` becomes ``lcurve.out.1``.
@@ -185,7 +197,10 @@ class RunFiles:
     def _later_than(self, source: Path, step: int) -> list[Path]:
         """Return the checkpoints beyond the one that is continued; only one of `save_ckpt` has later ones."""
         prefix = self._prefix
-        if source.parent != prefix.parent.resolve() or source.name.rpartition("-")[0] != prefix.name:
+        if (
+            source.parent != prefix.parent.resolve()
+            or source.name.rpartition("-")[0] != prefix.name
+        ):
             return []
         return [path for path in _saved(prefix) if int(path.stem.rpartition("-")[2]) > step]
 
@@ -198,7 +213,10 @@ class RunFiles:
         try:
             sections = json.loads(self._earlier_input)
             theirs = sections["training"]
-            prefix, names = Path(theirs["save_ckpt"]), {theirs.get("disp_file"), theirs.get("jsonl_file")}
+            prefix, names = (
+                Path(theirs["save_ckpt"]),
+                {theirs.get("disp_file"), theirs.get("jsonl_file")},
+            )
             names.add(sections.get("validating", {}).get("full_val_file"))
         except (ValueError, LookupError, TypeError, AttributeError):
             return None
@@ -220,7 +238,9 @@ def _lock(path: Path, setting: str, input_path: str) -> Iterator[None]:
         if is_disk_failure(error):
             raise
         what = "reports" if setting.endswith("file") else "checkpoints"
-        raise TrainingError(f"{setting}: cannot write {what} to {path.parent}: {error.strerror}") from error
+        raise TrainingError(
+            f"{setting}: cannot write {what} to {path.parent}: {error.strerror}"
+        ) from error
     try:
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         who = f"process {os.getpid()} on {socket.gethostname()}, started {started} with {os.path.abspath(input_path)}"
@@ -248,7 +268,9 @@ def _open_locked(place: Path, path: Path, setting: str) -> int:
                 f"{'folder' if path.name == 'checkpoint' else 'name'}"
             ) from error
         except OSError as error:  # a file system without locks
-            log.warning("%s cannot be locked (%s): see that no other run writes it", path, error.strerror)
+            log.warning(
+                "%s cannot be locked (%s): see that no other run writes it", path, error.strerror
+            )
             return handle
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(place), os.fstat(handle)):
@@ -277,7 +299,9 @@ def _not_empty(*named: str | Path | None) -> list[Path]:
 
 def _set_aside(prefix: Path, saved: Sequence[Path], number: int) -> dict[str, str]:
     """Rename checkpoints, and links that point at them; return the new names by the old ones."""
-    renamed = {path.name: f"{prefix.name}.{number}{path.name[len(prefix.name) :]}" for path in saved}
+    renamed = {
+        path.name: f"{prefix.name}.{number}{path.name[len(prefix.name) :]}" for path in saved
+    }
     links = {suffix: prefix.with_name(prefix.name + suffix) for suffix in _SUFFIXES}
     targets = {suffix: os.readlink(link) for suffix, link in links.items() if link.is_symlink()}
     for old, new in renamed.items():
@@ -293,10 +317,16 @@ def _set_aside(prefix: Path, saved: Sequence[Path], number: int) -> dict[str, st
 def _free_number(prefix: Path, reports: Sequence[Path]) -> int:
     """Return the first number that no kept file has."""
     taken = re.compile(rf"{re.escape(prefix.name)}\.([0-9]+)[-.].*")
-    numbers = [int(found[1]) for path in _entries(prefix.parent) if (found := taken.fullmatch(path.name))]
+    numbers = [
+        int(found[1]) for path in _entries(prefix.parent) if (found := taken.fullmatch(path.name))
+    ]
     for report in reports:
         taken = re.compile(rf"{re.escape(report.name)}\.([0-9]+)")
-        numbers += [int(found[1]) for path in _entries(report.parent) if (found := taken.fullmatch(path.name))]
+        numbers += [
+            int(found[1])
+            for path in _entries(report.parent)
+            if (found := taken.fullmatch(path.name))
+        ]
     return max(numbers, default=0) + 1
 
 

@@ -35,7 +35,9 @@ class Checkpoints:
 
     def __init__(self, training: RunSettings, ranks: Ranks) -> None:
         prefix, keep = Path(training.save_ckpt), training.max_ckpt_keep
-        ranks.from_first("making the folder of checkpoints", lambda: _require_writable(prefix.parent))
+        ranks.from_first(
+            "making the folder of checkpoints", lambda: _require_writable(prefix.parent)
+        )
         self.files = FileSeries(prefix, keep)
         self.directories: DirectorySeries | None = None
         self._ranks = ranks
@@ -52,12 +54,18 @@ class Checkpoints:
                     try_to_write(prefix.parent)
                 except WriteError as error:
                     problem = f"on {socket.gethostname()}: {error.strerror}"
-                found = [f"rank {rank} {each}" for rank, each in enumerate(ranks.gather_objects(problem)) if each]
+                found = [
+                    f"rank {rank} {each}"
+                    for rank, each in enumerate(ranks.gather_objects(problem))
+                    if each
+                ]
                 if found:
                     raise TrainingError(
                         f"training/save_ckpt: cannot write checkpoints to {prefix.parent}: {'; '.join(found)}"
                     )
-                self.directories = DirectorySeries(prefix, keep, ranks, pointer=not self._always_files)
+                self.directories = DirectorySeries(
+                    prefix, keep, ranks, pointer=not self._always_files
+                )
 
     @property
     def newest(self) -> Path | None:
@@ -93,7 +101,10 @@ class Checkpoints:
         """Ensure that the last step of a run is saved, as a file too, and that no checkpoint is under way."""
         with self.being_written():
             self.finish()
-            directory, file = self.directories.newest if self.directories else None, self.files.newest
+            directory, file = (
+                self.directories.newest if self.directories else None,
+                self.files.newest,
+            )
             if self.directories and (directory is None or _step(directory) != step):
                 self.directories.save(step, self._with_names(step, content()))
             if file is None or _step(file) != step:
@@ -151,12 +162,18 @@ class Checkpoints:
             return
         self.files.written = [name for name in own["series"] if (folder / name).exists()]
         if self.directories:
-            self.directories.written = [name for name in own.get("directories", []) if (folder / name).exists()]
+            self.directories.written = [
+                name for name in own.get("directories", []) if (folder / name).exists()
+            ]
 
     def _with_names(self, step: int, content: Mapping[str, Any]) -> dict[str, Any]:
         """Add the names of the checkpoints after this save, in both forms: a run may continue from either."""
         directories = self.directories.names_with(step) if self.directories else []
-        own = {**content[OWN_KEY], "series": self.files.names_with(step), "directories": directories}
+        own = {
+            **content[OWN_KEY],
+            "series": self.files.names_with(step),
+            "directories": directories,
+        }
         return {**content, OWN_KEY: own}
 
     def _save_file(self, step: int, content: Mapping[str, Any]) -> None:
@@ -176,4 +193,6 @@ def _require_writable(folder: Path) -> None:
     except WriteError as error:
         if is_disk_failure(error):
             raise
-        raise TrainingError(f"training/save_ckpt: cannot write checkpoints to {folder}: {error.strerror}") from error
+        raise TrainingError(
+            f"training/save_ckpt: cannot write checkpoints to {folder}: {error.strerror}"
+        ) from error

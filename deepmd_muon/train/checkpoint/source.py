@@ -61,12 +61,19 @@ class Source:
 
     @classmethod
     def of(
-        cls, path: Path, content: Mapping[str, Any], way: Way, branch: str | None = None, new_fitting: bool = False
+        cls,
+        path: Path,
+        content: Mapping[str, Any],
+        way: Way,
+        branch: str | None = None,
+        new_fitting: bool = False,
     ) -> Source:
         """Take the model of a branch out of a checkpoint's content; ForeignModelError where it cannot be built here."""
         settings, weights = from_deepmd_kit(content["model"], branch)
         saved = saved_branches(content["model"])
-        return cls(path, content, settings, weights, way, new_fitting, saved.get(branch or "", SINGLE))
+        return cls(
+            path, content, settings, weights, way, new_fitting, saved.get(branch or "", SINGLE)
+        )
 
     @property
     def has_table(self) -> bool:
@@ -95,8 +102,12 @@ class Source:
         taken = {}
         for part in ("descriptor",) if self.new_fitting else ("descriptor", "fitting_net"):
             old, new = getattr(saved, part), getattr(present, part)
-            both = hasattr(old, "trainable") and hasattr(new, "trainable")  # a third party's part may lack it
-            taken[part] = changed(old, {"trainable": new.trainable} if both else {}, f"model/{part}")
+            both = hasattr(old, "trainable") and hasattr(
+                new, "trainable"
+            )  # a third party's part may lack it
+            taken[part] = changed(
+                old, {"trainable": new.trainable} if both else {}, f"model/{part}"
+            )
         return changed(present, taken)
 
     def check(self, present: ModelSettings, *, insist: bool) -> None:
@@ -128,11 +139,17 @@ class Source:
                 model.set_energy_bias([0.0] * model.ntypes)  # of new types; it is fitted afterwards
             weights = move_weights(model, weights, move)
         if self.new_fitting:
-            taken = {name: x for name, x in weights.items() if name.startswith("atomic_model.descriptor.")}
+            taken = {
+                name: x
+                for name, x in weights.items()
+                if name.startswith("atomic_model.descriptor.")
+            }
             weights = {**model.state_dict(), **taken}
         present = model.state_dict()
         problems = [f"{name}: not in the checkpoint" for name in present if name not in weights]
-        problems += [f"{name}: not in the model of this input" for name in weights if name not in present]
+        problems += [
+            f"{name}: not in the model of this input" for name in weights if name not in present
+        ]
         problems += [
             f"{name}: shape {tuple(tensor.shape)} in the checkpoint, {tuple(present[name].shape)} here"
             for name, tensor in weights.items()
@@ -141,7 +158,10 @@ class Source:
         if problems and not force:
             saved = self.model.descriptor.neighbors().sel
             if saved != model.sel:
-                problems.insert(0, f"model/descriptor/sel: {list(saved)} in the checkpoint, {list(model.sel)} here")
+                problems.insert(
+                    0,
+                    f"model/descriptor/sel: {list(saved)} in the checkpoint, {list(model.sel)} here",
+                )
             listed = "\n".join(f"  {problem}" for problem in problems)
             raise CheckpointError(
                 f"the weights of {self.path} do not fit the model of this input:\n{listed}\n"
@@ -151,7 +171,9 @@ class Source:
         for problem in problems:
             log.warning("--force-load: %s", problem)
         fitting = {
-            name: tensor for name, tensor in weights.items() if name in present and _fits(name, tensor, present[name])
+            name: tensor
+            for name, tensor in weights.items()
+            if name in present and _fits(name, tensor, present[name])
         }
         model.load_state_dict(fitting, strict=False)
 
@@ -198,7 +220,9 @@ def read_sources(
             chosen = {SINGLE: (way, branch, False)}
             if way == "finetune" and branch in (None, RANDOM):
                 branches = saved_branches(content["model"])
-                chosen = {SINGLE: (way, next(iter(branches), None), bool(branches) or branch == RANDOM)}
+                chosen = {
+                    SINGLE: (way, next(iter(branches), None), bool(branches) or branch == RANDOM)
+                }
         found = {name: Source.of(path, content, *choice) for name, choice in chosen.items()}
     for name, source in found.items():
         if source.new_fitting:
@@ -207,10 +231,14 @@ def read_sources(
     return found
 
 
-_Choice = tuple[Way, "str | None", bool]  # how a branch is used, its name in the checkpoint, whether the net is new
+_Choice = tuple[
+    Way, "str | None", bool
+]  # how a branch is used, its name in the checkpoint, whether the net is new
 
 
-def _choose(settings: MultiTaskSettings, state: Mapping[str, Any], path: Path, way: Way) -> dict[str, _Choice]:
+def _choose(
+    settings: MultiTaskSettings, state: Mapping[str, Any], path: Path, way: Way
+) -> dict[str, _Choice]:
     """Choose the saved branch of each branch of a run, for fine-tuning as deepmd-kit does."""
     saved = saved_branches(state)
     known: Mapping[str, str | None] = saved or {SINGLE: None}
@@ -226,9 +254,15 @@ def _choose(settings: MultiTaskSettings, state: Mapping[str, Any], path: Path, w
         elif way == "finetune" and (head == RANDOM or name not in known.values()):
             chosen[name] = (way, next(iter(known.values())), True)
         elif way == "finetune":
-            chosen[name] = ("init_model", name, False)  # it goes on as it is, beside those that are fine-tuned
+            chosen[name] = (
+                "init_model",
+                name,
+                False,
+            )  # it goes on as it is, beside those that are fine-tuned
         else:
-            names = [each for each in (name, *branch.model_branch_alias, head or "") if each in known]
+            names = [
+                each for each in (name, *branch.model_branch_alias, head or "") if each in known
+            ]
             if names:
                 chosen[name] = (way, known[names[0]], False)
     if not chosen and not saved:

@@ -84,4 +84,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def last_good(checkpoint: Path | None) -> str:
     """Name the checkpoint to continue from."""
-    return f"the last good checkpoint is {checkpoint}" if checkpoint else "no checkpoint has been written yet"
+    return (
+        f"the last good checkpoint is {checkpoint}"
+        if checkpoint
+        else "no checkpoint has been written yet"
+    )

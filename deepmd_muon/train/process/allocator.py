@@ -24,6 +24,8 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.gnu_get_libc_version  # noqa: B018  # only glibc has it; others may read mallopt's numbers differently
-        mapped = libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30) or libc.mallopt(_M_MMAP_THRESHOLD, _OLD_MOST)
+        mapped = libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30) or libc.mallopt(
+            _M_MMAP_THRESHOLD, _OLD_MOST
+        )
         return bool(mapped and libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))
     return False

@@ -30,7 +30,9 @@ class StopSignals:
         from torchrun.
     """
 
-    def __init__(self, request: Callable[[int], None], writing: Callable[[], bool], repeats: int = 0) -> None:
+    def __init__(
+        self, request: Callable[[int], None], writing: Callable[[], bool], repeats: int = 0
+    ) -> None:
         self.number: int | None = None
         self._request = request
         self._writing = writing

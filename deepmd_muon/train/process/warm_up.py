@@ -88,7 +88,9 @@ def _load_libraries() -> None:
 
 def _retain_context() -> None:
     """Retain the primary context by the driver's own functions; they say by a number that they failed."""
-    with contextlib.suppress(OSError, AttributeError):  # no driver, or an odd one: torch will report it
+    with contextlib.suppress(
+        OSError, AttributeError
+    ):  # no driver, or an odd one: torch will report it
         driver = ctypes.CDLL("libcuda.so.1")
         device, context = ctypes.c_int(), ctypes.c_void_p()
         if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
@@ -116,7 +118,11 @@ def _use_libraries(device: torch.device) -> None:
         triton_support.usable(device)
         # Operations that write frames to the device and read them there.
         row = torch.zeros(1, dtype=torch.int64, device=device)
-        for values in (*Cells.of_some(torch.eye(3, dtype=torch.float64, device=device)[None], 1.0), row, row > 0):
+        for values in (
+            *Cells.of_some(torch.eye(3, dtype=torch.float64, device=device)[None], 1.0),
+            row,
+            row > 0,
+        ):
             values.index_copy_(0, row, values.index_select(0, row))
 
 

@@ -85,9 +85,13 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
 def _checked(place: Place) -> Place:
     """Refuse a number that no process of the run can have."""
     if not 0 <= place.rank < place.size:
-        raise TrainingError(f"rank {place.rank} is not one of {place.size} processes, which are 0 to {place.size - 1}")
+        raise TrainingError(
+            f"rank {place.rank} is not one of {place.size} processes, which are 0 to {place.size - 1}"
+        )
     if not 0 <= place.local < place.size:
-        raise TrainingError(f"local rank {place.local} is not one of {place.size} processes, 0 to {place.size - 1}")
+        raise TrainingError(
+            f"local rank {place.local} is not one of {place.size} processes, 0 to {place.size - 1}"
+        )
     return place
 
 
@@ -95,7 +99,9 @@ def _is_task(environment: Mapping[str, str]) -> bool:
     """Whether srun has started this process: a batch script knows the job's tasks, too, but belongs to no step."""
     if "SLURM_PROCID" not in environment or "SLURM_NTASKS" not in environment:
         return False
-    return "SLURM_JOB_ID" not in environment or bool({"SLURM_STEP_ID", "SLURM_STEPID"} & environment.keys())
+    return "SLURM_JOB_ID" not in environment or bool(
+        {"SLURM_STEP_ID", "SLURM_STEPID"} & environment.keys()
+    )
 
 
 def _slurm_address(environment: Mapping[str, str]) -> str:
@@ -104,17 +110,24 @@ def _slurm_address(environment: Mapping[str, str]) -> str:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if name in environment:
             return first_node(environment[name])
-    raise TrainingError("srun has set no SLURM_STEP_NODELIST: set MASTER_ADDR to the name of the first node")
+    raise TrainingError(
+        "srun has set no SLURM_STEP_NODELIST: set MASTER_ADDR to the name of the first node"
+    )
 
 
 def _slurm_port(environment: Mapping[str, str]) -> int:
     if "MASTER_PORT" in environment:
         return _port(environment)
     if "SLURM_JOB_ID" not in environment:
-        raise TrainingError("srun has set no SLURM_JOB_ID: set MASTER_PORT to a free port of the first node")
+        raise TrainingError(
+            "srun has set no SLURM_JOB_ID: set MASTER_PORT to a free port of the first node"
+        )
     # Steps of one job that run beside each other on one node must not meet.
     step = environment.get("SLURM_STEP_ID", "0")
-    return 15000 + (_number(environment, "SLURM_JOB_ID") + 101 * int(step if step.isdigit() else 0)) % 15000
+    return (
+        15000
+        + (_number(environment, "SLURM_JOB_ID") + 101 * int(step if step.isdigit() else 0)) % 15000
+    )
 
 
 def first_node(nodes: str) -> str:
@@ -128,7 +141,9 @@ def _require(environment: Mapping[str, str], names: tuple[str, ...], advice: str
     missing = [name for name in names if name not in environment]
     if missing:
         size = environment.get("WORLD_SIZE") or environment.get("SLURM_NTASKS")
-        raise TrainingError(f"there are {size} processes, but {', '.join(missing)} is not set; {advice}")
+        raise TrainingError(
+            f"there are {size} processes, but {', '.join(missing)} is not set; {advice}"
+        )
 
 
 def _port(environment: Mapping[str, str]) -> int:

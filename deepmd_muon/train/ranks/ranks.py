@@ -19,7 +19,14 @@ from torch.distributed.distributed_c10d import PrefixStore
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.launch import Place, find_place
 from deepmd_muon.train.ranks.rendezvous import ANSWER, Meeting, describe
-from deepmd_muon.train.ranks.watchdog import GRACE, WAITING, Watch, end_process, is_lost_connection, reason
+from deepmd_muon.train.ranks.watchdog import (
+    GRACE,
+    WAITING,
+    Watch,
+    end_process,
+    is_lost_connection,
+    reason,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -285,10 +292,14 @@ def training_device() -> torch.device:
     """Return the device that the environment variable DEVICE names, as in deepmd-kit; unset, a GPU if there is one."""
     wanted = os.environ.get("DEVICE", "").lower()
     if wanted not in ("", "cpu", "cuda"):
-        raise TrainingError(f"the environment variable DEVICE must be cpu or cuda; found {os.environ['DEVICE']!r}")
+        raise TrainingError(
+            f"the environment variable DEVICE must be cpu or cuda; found {os.environ['DEVICE']!r}"
+        )
     there = torch.cuda.is_available()
     if wanted == "cuda" and not there:
-        raise TrainingError("DEVICE is cuda, but torch finds no GPU: unset it, or set DEVICE=cpu to train on the CPU")
+        raise TrainingError(
+            "DEVICE is cuda, but torch finds no GPU: unset it, or set DEVICE=cpu to train on the CPU"
+        )
     return torch.device("cuda" if there and wanted != "cpu" else "cpu")
 
 

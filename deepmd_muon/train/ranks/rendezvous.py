@@ -57,7 +57,10 @@ class Meeting:
         self.store: Store = PrefixStore(f"deepmd_muon{number}", connection)
         self.store.set_timeout(datetime.timedelta(seconds=ANSWER))
         token = secrets.token_hex(8)
-        if self._ask(lambda: self.store.compare_set(f"claim{place.rank}", "", token)) != token.encode():
+        if (
+            self._ask(lambda: self.store.compare_set(f"claim{place.rank}", "", token))
+            != token.encode()
+        ):
             raise TrainingError(
                 f"another process is rank {place.rank} at {place.meeting} already: "
                 "give each run a MASTER_PORT of its own"
@@ -90,9 +93,13 @@ class Meeting:
     def leave(self, seconds: float) -> None:
         """Ask the store nothing more after a problem; where this process keeps it, wait until the others have left."""
         if self._place.hosts:
-            self._wait([f"heard{rank}" for rank in range(1, self._place.size)], time.monotonic() + seconds)
+            self._wait(
+                [f"heard{rank}" for rank in range(1, self._place.size)], time.monotonic() + seconds
+            )
         else:
-            with contextlib.suppress(RuntimeError):  # the process with the store has ended and does not wait
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the process with the store has ended and does not wait
                 self.store.set(f"heard{self._place.rank}", "")
 
     def problem_of(self, rank: int, seconds: float = 0.0) -> str:
@@ -199,4 +206,6 @@ def describe(problems: dict[int, str]) -> str:
     ranks: dict[str, list[str]] = {}
     for rank, problem in sorted(problems.items()):
         ranks.setdefault(problem, []).append(str(rank))
-    return "; ".join(f"rank {', '.join(names)} cannot begin: {problem}" for problem, names in ranks.items())
+    return "; ".join(
+        f"rank {', '.join(names)} cannot begin: {problem}" for problem, names in ranks.items()
+    )

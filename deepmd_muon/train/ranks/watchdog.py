@@ -109,9 +109,16 @@ class Watch:
         self._rank, self._limit, self._give_up = rank, limit, give_up
         self._errors_come, self._launcher, self._agent = errors_come, launcher, agent
         self._others = [other for other in range(size) if other != rank]
-        self._watched = self._others if rank == 0 else [0]  # a rank that asked for all would load the store
-        self._seen: dict[int, tuple[_Note, float]] = {}  # the last note of a rank, and when it was new
-        self._answered, self._failed = time.monotonic(), 0.0  # when the last request began that was answered, or not
+        self._watched = (
+            self._others if rank == 0 else [0]
+        )  # a rank that asked for all would load the store
+        self._seen: dict[
+            int, tuple[_Note, float]
+        ] = {}  # the last note of a rank, and when it was new
+        self._answered, self._failed = (
+            time.monotonic(),
+            0.0,
+        )  # when the last request began that was answered, or not
         self._someone_stopped = False
         self._interval = min(1.0, limit / 8)
         self._where = f"process {os.getpid()} on {socket.gethostname()}"
@@ -125,7 +132,9 @@ class Watch:
         self._end, self._wake = threading.Event(), threading.Event()
         self._wake.set()
         self._threads = [
-            threading.Thread(target=self._repeat, args=(work,), name="deepmd_muon-watch", daemon=True)
+            threading.Thread(
+                target=self._repeat, args=(work,), name="deepmd_muon-watch", daemon=True
+            )
             for work in (self._exchange, self._judge)
         ]
         for thread in self._threads:
@@ -162,9 +171,15 @@ class Watch:
         if self._rank:
             self._met = number
         begin, pause = time.monotonic(), 0.005
-        while missing := [rank for rank in self._watched if (note := self._note_of(rank)) is None or note.met < number]:
+        while missing := [
+            rank
+            for rank in self._watched
+            if (note := self._note_of(rank)) is None or note.met < number
+        ]:
             for rank in missing:
-                if (note := self._note_of(rank)) is not None and (note.ended or note.doing == _IN_VAIN):
+                if (note := self._note_of(rank)) is not None and (
+                    note.ended or note.doing == _IN_VAIN
+                ):
                     raise LostRankError(f"rank {rank} has ended")
             waited = time.monotonic() - begin
             if self._silent(missing, begin) or waited > _LONGEST_WORK:
@@ -215,7 +230,11 @@ class Watch:
         ended = [_ended(rank, note) for rank, note in notes.items() if note.ended]
         if ended:
             return "; ".join(ended)
-        name, last = (f"rank 0 ({notes[0].where})", f", last seen {notes[0].at()}") if 0 in notes else ("rank 0", "")
+        name, last = (
+            (f"rank 0 ({notes[0].where})", f", last seen {notes[0].at()}")
+            if 0 in notes
+            else ("rank 0", "")
+        )
         return f"{name}, through which they reach each other, is dead or stopped{last}"
 
     def _say(self, rank: int, before: _Note | None, after: _Note | None) -> tuple[str, bool]:
@@ -229,8 +248,14 @@ class Watch:
             return f"{name} has given up", False
         if after.beat == before.beat:
             silent = max(0.0, time.time() - after.written)
-            return f"{name} is dead or stopped: no sign of life for {silent:.0f} s, last seen {after.at()}", True
-        return f"{name} has been {after.at()} for {after.seconds:.0f} s", after.doing not in (STEPPING, WAITING)
+            return (
+                f"{name} is dead or stopped: no sign of life for {silent:.0f} s, last seen {after.at()}",
+                True,
+            )
+        return f"{name} has been {after.at()} for {after.seconds:.0f} s", after.doing not in (
+            STEPPING,
+            WAITING,
+        )
 
     def _let_them_read(self) -> None:
         """Give the others time to read rank 0's note before the store ends with it, unless all have ended."""
@@ -252,7 +277,9 @@ class Watch:
         """Return whether one of some ranks has been silent for the limit, which begins at `since`."""
 
         def silent() -> bool:
-            heard = min(max(since, self._seen[rank][1] if rank in self._seen else since) for rank in ranks)
+            heard = min(
+                max(since, self._seen[rank][1] if rank in self._seen else since) for rank in ranks
+            )
             return time.monotonic() - heard > self._limit
 
         # This process itself may have been stopped, and not have asked.
@@ -277,7 +304,9 @@ class Watch:
             except Exception as error:  # noqa: PERF203 (others would take a healthy rank without it for dead)
                 if repr(error) not in logged:
                     logged.add(repr(error))
-                    log.warning("the watch of rank %d continues after an error:", self._rank, exc_info=True)
+                    log.warning(
+                        "the watch of rank %d continues after an error:", self._rank, exc_info=True
+                    )
 
     def _exchange(self) -> None:
         """Renew this rank's note when it is time to, and read those of the ranks that it watches."""
@@ -286,7 +315,9 @@ class Watch:
         begin = time.monotonic()
         what, step, since = self._state
         self._beat += 1
-        note = _Note(self._beat, self._where, what, step, begin - since, time.time(), self._met, self._ended)
+        note = _Note(
+            self._beat, self._where, what, step, begin - since, time.time(), self._met, self._ended
+        )
         try:
             self._store.set(f"note{self._rank}", json.dumps(dataclasses.asdict(note)))
             if note.ended:
@@ -311,7 +342,9 @@ class Watch:
         )
         if waiting is not None:
             patience = self._limit + (GRACE if self._errors_come else 0.0)
-            lost |= time.monotonic() - waiting > patience or (not self._errors_come and self._someone_stopped)
+            lost |= time.monotonic() - waiting > patience or (
+                not self._errors_come and self._someone_stopped
+            )
         if lost:
             self._give_up(self.verdict())
             self._end.set()
@@ -322,13 +355,19 @@ class Watch:
         """Send SIGTERM when the launcher has died, so that this rank does not keep running in the background."""
         reason = f"{self._launcher}, which started rank {self._rank}, has died"
         if self._orphaned is None:
-            silent = self._agent and time.monotonic() - self._answered > self._limit and not self._refresh()
+            silent = (
+                self._agent
+                and time.monotonic() - self._answered > self._limit
+                and not self._refresh()
+            )
             if silent or os.getppid() != self._parent:
                 self._orphaned = time.monotonic()
                 log.error("%s: ending this rank", reason)
                 os.kill(os.getpid(), signal.SIGTERM)
         elif time.monotonic() - self._orphaned > self._limit:
-            give_up(f"{reason}, and rank {self._rank} has not ended within {self._limit:g} s of SIGTERM")
+            give_up(
+                f"{reason}, and rank {self._rank} has not ended within {self._limit:g} s of SIGTERM"
+            )
 
 
 def _ended(rank: int, note: _Note) -> str:

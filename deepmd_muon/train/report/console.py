@@ -23,7 +23,9 @@ _LONGEST = 100 * 365.25 * 86400
 _SILENCE = 30.0
 
 
-def metrics_line(step: int, kind: str, metrics: Mapping[str, float], lr: float | None = None) -> str:
+def metrics_line(
+    step: int, kind: str, metrics: Mapping[str, float], lr: float | None = None
+) -> str:
     """Return one line such as `Batch     100: trn: rmse = 1.20e+00, rmse_f = 3.10e-02, lr = 1.00e-03`."""
     figures = [f"{name} = {value:8.2e}" for name, value in sorted(metrics.items())]
     if lr is not None:
@@ -33,11 +35,20 @@ def metrics_line(step: int, kind: str, metrics: Mapping[str, float], lr: float |
 
 def _metrics_of(branch: str, metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of one branch under their own names."""
-    return {name.partition("/")[0]: value for name, value in metrics.items() if branch_of(name) == branch}
+    return {
+        name.partition("/")[0]: value
+        for name, value in metrics.items()
+        if branch_of(name) == branch
+    }
 
 
 def timing_line(
-    step: int, total: float, each: float, remaining: float | None, now: datetime.datetime, atoms: float = 0.0
+    step: int,
+    total: float,
+    each: float,
+    remaining: float | None,
+    now: datetime.datetime,
+    atoms: float = 0.0,
 ) -> str:
     """Return the line that says how long the command has run, how long a step takes and when the run will end [s].
 
@@ -95,7 +106,9 @@ class ConsoleReport:
         self._last_line = self._last_time
         self._timed_steps, self._timed_seconds = 0, 0.0
 
-    def step(self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]) -> None:
+    def step(
+        self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]
+    ) -> None:
         """Log the metrics of the 1-based `step`, and times."""
         for branch in dict.fromkeys(map(branch_of, train)):
             prefix = f"{branch}_" if branch else ""  # deepmd-kit's words
@@ -166,7 +179,9 @@ class ProgressLine:
         )
 
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        return cls(num_steps, start_step, Progress(*columns, console=Console(stderr=True), transient=True))
+        return cls(
+            num_steps, start_step, Progress(*columns, console=Console(stderr=True), transient=True)
+        )
 
     def advance(self, step: int) -> None:
         """Show that the 1-based `step` is done; the screen itself is refreshed ten times a second."""

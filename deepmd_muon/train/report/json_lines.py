@@ -26,7 +26,9 @@ class JsonLinesFile(LinesFile):
 
     validates = True
 
-    def __init__(self, path: str | os.PathLike[str], frequency: int, *, start_step: int = 0) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], frequency: int, *, start_step: int = 0
+    ) -> None:
         self.frequency = frequency
         path = Path(path)
         make_folder_of(path)
@@ -35,9 +37,15 @@ class JsonLinesFile(LinesFile):
         self._begin = time.perf_counter() - before
         super().__init__(path, kept)
 
-    def step(self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]) -> None:
+    def step(
+        self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]
+    ) -> None:
         """Write the line of the 1-based `step` and flush it."""
-        record: dict[str, float | None] = {"step": step, "time": round(time.perf_counter() - self._begin, 3), "lr": lr}
+        record: dict[str, float | None] = {
+            "step": step,
+            "time": round(time.perf_counter() - self._begin, 3),
+            "lr": lr,
+        }
         for ending, metrics in (("trn", train), ("val", valid)):
             for name, value in metrics.items():
                 record[column(name, ending)] = value if math.isfinite(value) else None

@@ -53,7 +53,9 @@ class LearningCurveFile(LinesFile):
 
     validates = True
 
-    def __init__(self, path: str | os.PathLike[str], frequency: int, *, start_step: int = 0) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], frequency: int, *, start_step: int = 0
+    ) -> None:
         self.frequency = frequency
         path = Path(path)
         make_folder_of(path)
@@ -64,7 +66,9 @@ class LearningCurveFile(LinesFile):
         self._names: list[str] = []
         self._validated: list[str] = []
 
-    def step(self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]) -> None:
+    def step(
+        self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]
+    ) -> None:
         """Write the row of the 1-based `step` and flush it."""
         if not self._names:
             self._names = in_order(train)

@@ -60,7 +60,9 @@ class _FileHandler(_Handler):
             super().handleError(record)
             return
         self.broken = True
-        logging.getLogger(__name__).warning("%s; the log continues without this file", failure_of(error) or error)
+        logging.getLogger(__name__).warning(
+            "%s; the log continues without this file", failure_of(error) or error
+        )
 
     def close(self) -> None:
         """Close the file."""
@@ -92,7 +94,9 @@ def set_up_logging(
         handlers[0].setLevel(logging.WARNING)
     if path is not None and not rank:
         make_folder_of(Path(path))
-        file = _FileHandler(io.TextIOWrapper(fresh_file(Path(path)), encoding="utf-8", errors="backslashreplace"))
+        file = _FileHandler(
+            io.TextIOWrapper(fresh_file(Path(path)), encoding="utf-8", errors="backslashreplace")
+        )
         file.setFormatter(logging.Formatter(_FILE.format(rank=prefix)))
         handlers.append(file)
     for handler in handlers:

@@ -23,7 +23,9 @@ class RecentMetrics:
     In a stratified run a rank may have had no step of a branch that others have trained.
     """
 
-    def __init__(self, branches: Mapping[str, RunBranch], *, averaged: bool, stratified: bool = False) -> None:
+    def __init__(
+        self, branches: Mapping[str, RunBranch], *, averaged: bool, stratified: bool = False
+    ) -> None:
         self._branches = branches
         self._averaged = averaged
         self._stratified = stratified
@@ -56,5 +58,7 @@ class RecentMetrics:
 def numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     """Read all metrics from the device in one transfer."""
     device = next((value.device for value in metrics.values() if value.device.type != "cpu"), None)
-    values = torch.stack([value.double().to(device) if device else value.double() for value in metrics.values()])
+    values = torch.stack(
+        [value.double().to(device) if device else value.double() for value in metrics.values()]
+    )
     return dict(zip(metrics, values.tolist(), strict=True))

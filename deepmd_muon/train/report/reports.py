@@ -50,10 +50,14 @@ def _due(report: Report, step: int) -> bool:
 class Reports:
     """All reports of a run, none at all on ranks that stay silent; each gets the steps that its frequency asks for."""
 
-    def __init__(self, reports: Sequence[Report] = (), progress: ProgressLine | None = None) -> None:
+    def __init__(
+        self, reports: Sequence[Report] = (), progress: ProgressLine | None = None
+    ) -> None:
         self._reports = tuple(reports)
         self._progress = progress
-        self._advancing = [found for found in (*self._reports, progress) if hasattr(found, "advance")]
+        self._advancing = [
+            found for found in (*self._reports, progress) if hasattr(found, "advance")
+        ]
 
     def due(self, step: int) -> bool:
         """Return whether any report wants the training metrics of the 1-based `step`."""
@@ -128,21 +132,34 @@ def open_reports(
     if silent:
         shown = training.disp_training or training.jsonl_file is not None or training.wandb
         curve = [_Silent(training.disp_freq, validates=True)] * shown
-        return Reports([*curve, *[_Silent(training.tensorboard_freq, validates=False)] * training.tensorboard])
+        return Reports(
+            [*curve, *[_Silent(training.tensorboard_freq, validates=False)] * training.tensorboard]
+        )
     reports: list[Report] = []
     if training.tensorboard:
         reports.append(
-            TensorBoardReport(training.tensorboard_log_dir, training.tensorboard_freq, start_step=start_step)
+            TensorBoardReport(
+                training.tensorboard_log_dir, training.tensorboard_freq, start_step=start_step
+            )
         )
     if training.disp_training:
         timing = training.time_training
         console = ConsoleReport(
-            training.disp_freq, num_steps, start_step=start_step, timing=timing, begun=begun, atoms=atoms
+            training.disp_freq,
+            num_steps,
+            start_step=start_step,
+            timing=timing,
+            begun=begun,
+            atoms=atoms,
         )
         reports.append(console)
-        reports.append(LearningCurveFile(training.disp_file, training.disp_freq, start_step=start_step))
+        reports.append(
+            LearningCurveFile(training.disp_file, training.disp_freq, start_step=start_step)
+        )
     if training.jsonl_file is not None:
-        reports.append(JsonLinesFile(training.jsonl_file, training.disp_freq, start_step=start_step))
+        reports.append(
+            JsonLinesFile(training.jsonl_file, training.disp_freq, start_step=start_step)
+        )
     if training.wandb:
         reports.append(WandbReport(training.wandb_project, training.disp_freq))
     return Reports(reports, ProgressLine.on_terminal(num_steps, start_step))

@@ -40,7 +40,9 @@ class TensorBoardReport:
         with writing(self._place):
             self._writer = SummaryWriter(log_dir, purge_step=start_step + 1 if start_step else None)
 
-    def step(self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]) -> None:
+    def step(
+        self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]
+    ) -> None:
         """Write the metrics of the 1-based `step`; those of validation data as `Default/<name>_val`."""
         with writing(self._place):  # its thread's errors come with the next value
             self._writer.add_scalar("Default/lr", lr, step)

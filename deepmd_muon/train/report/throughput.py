@@ -48,7 +48,9 @@ class Throughput:
             self._places += int(sum(getattr(part.layout, "counts", part.atoms)))
         if self._ranks.size == 1:
             self.atoms = float(self._own)
-        if self._first is None:  # compiles, opens files, waits for ranks that start later: not like any other
+        if (
+            self._first is None
+        ):  # compiles, opens files, waits for ranks that start later: not like any other
             self._first = self._numbers()
 
     def share(self) -> None:

@@ -26,7 +26,12 @@ class ValidationFile(LinesFile):
         families = ("e", "f", "v" if metric.startswith("v") else "s")
         self._columns = [f"{family}:{kind}" for family in families for kind in ("mae", "rmse")]
         lines = earlier_lines(self._path, start_step, first_number)
-        if not start_step and self._path.is_file() and not is_special(self._path) and self._path.stat().st_size:
+        if (
+            not start_step
+            and self._path.is_file()
+            and not is_special(self._path)
+            and self._path.stat().st_size
+        ):
             number = 1
             while (kept := self._path.with_name(f"{self._path.name}.{number}")).exists():
                 number += 1

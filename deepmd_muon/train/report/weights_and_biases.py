@@ -45,7 +45,9 @@ class WandbReport:
                 "set WANDB_MODE=offline, or set training.wandb to false"
             ) from error
 
-    def step(self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]) -> None:
+    def step(
+        self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]
+    ) -> None:
         """Log the metrics of the 1-based `step`."""
         metrics = {column(name, "trn"): value for name, value in train.items()}
         metrics.update({column(name, "val"): value for name, value in valid.items()})

@@ -50,7 +50,9 @@ def differentiate(
     structures = batch.structures
     prediction = model(structures, force=loss.needs_force, virial=loss.needs_virial)
     mask = batch.counted(model.counted)
-    value, metrics = loss(batch.compared(prediction), batch.labels, lr_fraction, structures.natoms, mask)
+    value, metrics = loss(
+        batch.compared(prediction), batch.labels, lr_fraction, structures.natoms, mask
+    )
     if trained is None:
         trained = [p for p in model.parameters() if p.requires_grad]
     value.backward(inputs=None if sharded else trained or None)
@@ -114,11 +116,16 @@ class CompiledGradient:
         if len(self._functions) == MOST_COMPILED:
             if not self._full:
                 self._full = True
-                log.info("batches have more than %d layouts: steps of further ones are not compiled", MOST_COMPILED)
+                log.info(
+                    "batches have more than %d layouts: steps of further ones are not compiled",
+                    MOST_COMPILED,
+                )
             return False
         return True
 
-    def __call__(self, batch: TrainingBatch, lr_fraction: float | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, batch: TrainingBatch, lr_fraction: float | Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and metrics of a batch, the gradients added to the parameters' `grad`; see `differentiate`."""
         if self._compiling and self.wants(self._layout):
             self.compile(batch, lr_fraction)
@@ -162,11 +169,15 @@ class CompiledGradient:
         fraction = torch.as_tensor(lr_fraction, dtype=torch.float64)
         return [*model.parameters(), *model.buffers(), *tensors_of(batch), fraction]
 
-    def _trace(self, batch: TrainingBatch, lr_fraction: float | Tensor) -> tuple[torch.fx.GraphModule, _Function]:
+    def _trace(
+        self, batch: TrainingBatch, lr_fraction: float | Tensor
+    ) -> tuple[torch.fx.GraphModule, _Function]:
         """Record the function as a graph of torch's operations without derivatives."""
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        names = [name for name, _ in (*self._model.named_parameters(), *self._model.named_buffers())]
+        names = [
+            name for name, _ in (*self._model.named_parameters(), *self._model.named_buffers())
+        ]
         trained = [index for index, p in enumerate(self._model.parameters()) if p.requires_grad]
         function = _Function(_not_compiled)
 
@@ -178,12 +189,16 @@ class CompiledGradient:
             wanted = {"force": self._loss.needs_force, "virial": self._loss.needs_virial}
             prediction = torch.func.functional_call(self._model, state, (structures,), wanted)
             prediction, mask = given.compared(prediction), given.counted(self._model.counted)
-            value, metrics = self._loss(prediction, given.labels, next(rest), structures.natoms, mask)
+            value, metrics = self._loss(
+                prediction, given.labels, next(rest), structures.natoms, mask
+            )
             leaves = [arguments[index] for index in trained]
             gradients = torch.autograd.grad(value, leaves, allow_unused=True)
             parameters = list(self._model.parameters())
             function.metrics = tuple(metrics)
-            found = [(parameters[i], g) for i, g in zip(trained, gradients, strict=True) if g is not None]
+            found = [
+                (parameters[i], g) for i, g in zip(trained, gradients, strict=True) if g is not None
+            ]
             function.with_gradient = tuple(parameter for parameter, _ in found)
             results = [value, *metrics.values(), *(gradient for _, gradient in found)]
             return [result.detach() for result in results]

@@ -62,7 +62,12 @@ class SkipCount:
                 f"all of the last {seen} steps were skipped, because their loss or gradient was not finite"
             )
         if 2 * bad > seen:
-            log.warning("%d of the %d steps up to update %d were skipped: the model hardly trains", bad, seen, done)
+            log.warning(
+                "%d of the %d steps up to update %d were skipped: the model hardly trains",
+                bad,
+                seen,
+                done,
+            )
 
 
 class Guard(ABC):
@@ -167,7 +172,9 @@ class DeviceGuard(Guard):
         if triton_support.usable(self.skip.device):
             from deepmd_muon.train.step.guard_kernel import judge
 
-            judge(self._record, self.skip, reduced.loss, reduced.norm, freeze=self._policy == "error")
+            judge(
+                self._record, self.skip, reduced.loss, reduced.norm, freeze=self._policy == "error"
+            )
             return True
         norm, loss = reduced.norm.double(), reduced.loss.double()
         total = norm + loss
@@ -196,10 +203,16 @@ class DeviceGuard(Guard):
             self._skipped.add(round(seen), 0, done)
             return
         number = round(first)
-        where = ", ".join(self._gather(systems[number - 1] if number <= len(systems) else "an unknown system"))
+        where = ", ".join(
+            self._gather(systems[number - 1] if number <= len(systems) else "an unknown system")
+        )
         problem = _problem(loss, norm, where)
         if self._policy == "error":
             raise NonFiniteError(problem, update=begun + number)
-        steps = f"{count:.0f} steps since update {begun} are" if count > 1 else f"update {begun + number} is"
+        steps = (
+            f"{count:.0f} steps since update {begun} are"
+            if count > 1
+            else f"update {begun + number} is"
+        )
         log.warning("%s: %s skipped", problem, steps)
         self._skipped.add(round(seen), round(count), done)

@@ -37,6 +37,13 @@ def _judge_kernel(
     tl.store(skip, flag.to(tl.float32))
 
 
-def judge(record: torch.Tensor, skip: torch.Tensor, loss: torch.Tensor, norm: torch.Tensor, *, freeze: bool) -> None:
+def judge(
+    record: torch.Tensor,
+    skip: torch.Tensor,
+    loss: torch.Tensor,
+    norm: torch.Tensor,
+    *,
+    freeze: bool,
+) -> None:
     """Write record and `skip` as `DeviceGuard.admits` does; `freeze` from the first bad step on."""
     _judge_kernel[(1,)](record, skip, loss, norm, freeze=freeze)

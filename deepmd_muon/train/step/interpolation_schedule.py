@@ -29,7 +29,9 @@ class Tuning:
     run, or the one that it continues, has done so before.
     """
 
-    def __init__(self, branches: Sequence[tuple[EnergyModel, DataLoader]], device: torch.device) -> None:
+    def __init__(
+        self, branches: Sequence[tuple[EnergyModel, DataLoader]], device: torch.device
+    ) -> None:
         self._branches = branches
         self._device = device
         self._batches: list[tuple[EnergyModel, list[Structures]]] = []
@@ -43,7 +45,9 @@ class Tuning:
         if not self._batches:
             for model, loader in self._branches:
                 samples = itertools.islice(loader.sample_batches(1), _MOST_SYSTEMS)
-                found = [to_device(batch, model.ntypes, self._device).structures for batch in samples]
+                found = [
+                    to_device(batch, model.ntypes, self._device).structures for batch in samples
+                ]
                 self._batches.append((model, found))
         pieces = finest(model.wanted_pieces(batches) for model, batches in self._batches)
         model, _ = self._branches[0]  # its descriptor is that of all
@@ -51,5 +55,9 @@ class Tuning:
         if pieces != present:
             model.pieces = pieces
         if len(pieces) != len(present):
-            how = f"interpolated on {len(pieces)} pieces in training steps" if pieces else "evaluated at every edge"
+            how = (
+                f"interpolated on {len(pieces)} pieces in training steps"
+                if pieces
+                else "evaluated at every edge"
+            )
             log.info("embedding nets are %s", how)

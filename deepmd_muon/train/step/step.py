@@ -60,7 +60,10 @@ class TrainingStep:
     adam_max_norm: float = 0.0
 
     def __call__(
-        self, batch: TrainingBatch | AccumulatedFeed, lr: float | Tensor, lr_fraction: float | Tensor
+        self,
+        batch: TrainingBatch | AccumulatedFeed,
+        lr: float | Tensor,
+        lr_fraction: float | Tensor,
     ) -> dict[str, Tensor]:
         """Update the parameters and their average once.
 
@@ -90,7 +93,9 @@ class TrainingStep:
                 with self.strategy.overlapping(self.model):
                     value, metrics = self._differentiate(batch, lr_fraction)
         reduced = self.strategy.reduce(value, self.model)
-        if self.guard.admits(reduced, lambda: ", ".join(self.strategy.ranks.gather_objects(batch.system))):
+        if self.guard.admits(
+            reduced, lambda: ", ".join(self.strategy.ranks.gather_objects(batch.system))
+        ):
             self._clip(reduced)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -99,13 +104,17 @@ class TrainingStep:
             self.ema.update(self.guard.weight(self.ema.weight()))
         return metrics
 
-    def _differentiate(self, batch: TrainingBatch, lr_fraction: float | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _differentiate(
+        self, batch: TrainingBatch, lr_fraction: float | Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and metrics of a batch; add its gradients to the parameters' `grad`."""
         if self.gradient is not None:
             return self.gradient(batch, lr_fraction)
         sharded = self.strategy.cuts_parameters
         trained = None if sharded else self._trained
-        return differentiate(self._model, self.loss, batch, lr_fraction, sharded=sharded, trained=trained)
+        return differentiate(
+            self._model, self.loss, batch, lr_fraction, sharded=sharded, trained=trained
+        )
 
     @property
     def _model(self) -> EnergyModel:
@@ -118,7 +127,9 @@ class TrainingStep:
         """The parameters with gradients; a walk through the modules would take a hundredth of a small step."""
         return [p for p in self._model.parameters() if p.requires_grad]
 
-    def _accumulate(self, feed: AccumulatedFeed, lr_fraction: float | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _accumulate(
+        self, feed: AccumulatedFeed, lr_fraction: float | Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss and all metrics of several batches, the means of their gradients in `grad`."""
         values: list[Tensor] = []
         found: list[dict[str, Tensor]] = []
@@ -128,14 +139,20 @@ class TrainingStep:
             value, metrics = self._differentiate(part.read(), lr_fraction)
             values.append(value)
             found.append(metrics)
-        gradients = [local_part(p.grad) for p in self.strategy.model.parameters() if p.grad is not None]
+        gradients = [
+            local_part(p.grad) for p in self.strategy.model.parameters() if p.grad is not None
+        ]
         torch._foreach_div_(gradients, float(len(values)))
-        return torch.stack(values).mean(), {name: torch.stack([each[name] for each in found]) for name in found[0]}
+        return torch.stack(values).mean(), {
+            name: torch.stack([each[name] for each in found]) for name in found[0]
+        }
 
     def _clip(self, reduced: Reduced) -> None:
         """Scale gradients that are longer than `max_norm` or `adam_max_norm` down to it."""
         if self.max_norm > 0:
-            torch._foreach_mul_(reduced.gradients, (self.max_norm / (reduced.norm + 1e-6)).clamp(max=1.0))
+            torch._foreach_mul_(
+                reduced.gradients, (self.max_norm / (reduced.norm + 1e-6)).clamp(max=1.0)
+            )
         if self.adam_max_norm > 0:
             clip_adam_grad_norm_(self.optimizer, self.adam_max_norm)
 

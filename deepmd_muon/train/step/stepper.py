@@ -124,7 +124,12 @@ class RateTable:
     `read`.
     """
 
-    def __init__(self, scalars: Callable[[int], tuple[float, float]], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        scalars: Callable[[int], tuple[float, float]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self._scalars = scalars
         self._table = torch.zeros(_RATES, 2, dtype=torch.float64, device=device)
         self._row = torch.zeros(1, dtype=torch.int64, device=device)
@@ -215,7 +220,11 @@ class CapturedStep:
         if gradient is not None:
             gradient.expect(layout)
             # Only captured steps are compiled.
-            if met and layout is not None and any(gradient.wants(part.layout) for part in parts_of(feed)):
+            if (
+                met
+                and layout is not None
+                and any(gradient.wants(part.layout) for part in parts_of(feed))
+            ):
                 assert self._memory is not None
                 with gradient.compiling():
                     self._memory.run_aside(lambda: self._run(feed))
@@ -247,7 +256,10 @@ class CapturedStep:
         if len(self._graphs) == MOST_GRAPHS and not self._drop_unused():
             if not self._full:
                 self._full = True
-                log.info("batches have more than %d layouts: further ones are stepped without a graph", MOST_GRAPHS)
+                log.info(
+                    "batches have more than %d layouts: further ones are stepped without a graph",
+                    MOST_GRAPHS,
+                )
             return False
         if layout not in self._met:
             self._met.add(layout)
@@ -269,10 +281,15 @@ class CapturedStep:
         assert self._memory is not None
         try:
             graph = self._memory.recorded(lambda: self._run(feed))
-        except Exception as error:  # no exception of a driver, compiler or module may end a training run
+        except (
+            Exception
+        ) as error:  # no exception of a driver, compiler or module may end a training run
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             self.eager_reason = reason
-            log.warning("training steps are launched one kernel at a time, because they cannot be captured: %s", reason)
+            log.warning(
+                "training steps are launched one kernel at a time, because they cannot be captured: %s",
+                reason,
+            )
             return None
         self._graphs[feed.layout], self._used[feed.layout] = graph, self._steps
         self.recorded += 1
@@ -381,13 +398,30 @@ def build_stepper(
         guard = HostGuard(policy, training.disp_freq)
     else:
         gather = strategy.ranks.gather_objects
-        guard = parts.guard = parts.guard or DeviceGuard(policy, optimizer, device, training.disp_freq, gather)
+        guard = parts.guard = parts.guard or DeviceGuard(
+            policy, optimizer, device, training.disp_freq, gather
+        )
         if capture and training.enable_compile:
             whole = model or strategy.model
             assert isinstance(whole, EnergyModel)
             gradient = CompiledGradient(whole, loss)
-    norms = {"max_norm": training.gradient_max_norm, "adam_max_norm": training.adam_gradient_max_norm}
-    step = TrainingStep(strategy, loss, optimizer, guard, ema=ema, gradient=gradient, tf32=tf32, model=model, **norms)
+    norms = {
+        "max_norm": training.gradient_max_norm,
+        "adam_max_norm": training.adam_gradient_max_norm,
+    }
+    step = TrainingStep(
+        strategy,
+        loss,
+        optimizer,
+        guard,
+        ema=ema,
+        gradient=gradient,
+        tf32=tf32,
+        model=model,
+        **norms,
+    )
     if obstacle:
         return HostStepper(step, scalars, device)
-    return DeviceStepper(step, scalars, device, capture=capture, keep_metrics=training.disp_avg, parts=parts)
+    return DeviceStepper(
+        step, scalars, device, capture=capture, keep_metrics=training.disp_avg, parts=parts
+    )

@@ -35,11 +35,15 @@ class SeveralRanks(Strategy):
 
     def _loss_and_requests(self, loss: Tensor) -> Tensor:
         """Return the values to sum with the gradients: the loss, and one flag for each signal."""
-        return torch.stack([loss, *(loss.new_tensor(float(self._requested == number)) for number in SIGNALS)])
+        return torch.stack(
+            [loss, *(loss.new_tensor(float(self._requested == number)) for number in SIGNALS)]
+        )
 
     def _agree(self, counts: Sequence[float]) -> None:
         """Take the number of ranks that have received each signal."""
-        self.stop_signal = next((int(number) for number, count in zip(SIGNALS, counts, strict=True) if count), None)
+        self.stop_signal = next(
+            (int(number) for number, count in zip(SIGNALS, counts, strict=True) if count), None
+        )
 
     def load_optimizer_state(
         self,

@@ -25,7 +25,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Settings that are patterns on names of parameters; those of `splits` begin with one, and are taken as they are.
-_PATTERNS = ("adam_patterns", "adamw_patterns", "muon_patterns", "expert_patterns", "local_patterns")
+_PATTERNS = (
+    "adam_patterns",
+    "adamw_patterns",
+    "muon_patterns",
+    "expert_patterns",
+    "local_patterns",
+)
 
 
 class Reduced(NamedTuple):
@@ -78,7 +84,9 @@ class Strategy(ABC):
 
     def build_optimizer(self, config: Buildable, lr: float) -> torch.optim.Optimizer:
         """Make the run's optimizer, on this rank's parts where parameters are cut."""
-        return build_optimizer(config, self.model, lr, replicas=self._replicas, state_in_parts=self._state_in_parts)
+        return build_optimizer(
+            config, self.model, lr, replicas=self._replicas, state_in_parts=self._state_in_parts
+        )
 
     def load_optimizer_state(
         self,
@@ -94,7 +102,9 @@ class Strategy(ABC):
         """
         load_optimizer_state(optimizer, self.model, content, source)
 
-    def overlapping(self, branch: EnergyModel | None = None) -> contextlib.AbstractContextManager[None]:
+    def overlapping(
+        self, branch: EnergyModel | None = None
+    ) -> contextlib.AbstractContextManager[None]:
         """Return the context of the only backward pass of a `branch` before `reduce`, with which exchanges overlap."""
         return contextlib.nullcontext()
 
@@ -131,13 +141,17 @@ def build_optimizer(
     """
     if isinstance(config, HybridMuonConfig | MuonConfig):
         if isinstance(config, HybridMuonConfig) and isinstance(model, Branches):
-            found: dict[str, Any] = {key: for_any_name(getattr(config, key), model) for key in _PATTERNS}
+            found: dict[str, Any] = {
+                key: for_any_name(getattr(config, key), model) for key in _PATTERNS
+            }
             config = dataclasses.replace(config, **found)
         as_deepmd_kit = isinstance(config, HybridMuonConfig) and config.deepmd_kit_arithmetic
         if config.layout == "auto" and not as_deepmd_kit:
             config = dataclasses.replace(config, layout="in_out")
         if state_in_parts:
-            config = dataclasses.replace(config, sharded=dataclasses.replace(config.sharded, state="sharded"))
+            config = dataclasses.replace(
+                config, sharded=dataclasses.replace(config.sharded, state="sharded")
+            )
         return config.build(model, lr, replicas)
     optimizer = config.build(model, lr, replicas if state_in_parts else None)
     if not all("param_names" in group for group in optimizer.param_groups):

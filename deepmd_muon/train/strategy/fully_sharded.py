@@ -33,10 +33,14 @@ def sharding_mesh(ranks: Ranks, replicate_degree: int = 1) -> DeviceMesh:
     shape, names = (replicate_degree, size // replicate_degree), ("replicate", "shard")
     hybrid = replicate_degree > 1
     mesh = init_device_mesh(
-        ranks.device.type, shape if hybrid else (size,), mesh_dim_names=names if hybrid else names[1:]
+        ranks.device.type,
+        shape if hybrid else (size,),
+        mesh_dim_names=names if hybrid else names[1:],
     )
     for group in mesh.get_all_groups():
-        _set_pg_timeout(ranks.timeout, group)  # a mesh makes groups that wait for ten minutes and more
+        _set_pg_timeout(
+            ranks.timeout, group
+        )  # a mesh makes groups that wait for ten minutes and more
     return mesh
 
 
@@ -78,10 +82,17 @@ class FullySharded(SeveralRanks):
         super().__init__(ranks, model)
         fittings = [] if stratified else _own_fitting_nets(model)
         own = {p for net in fittings for p in net.parameters()}
-        rest = "descriptor" if isinstance(model, EnergyModel) else "parts that branches train together"
-        parts = [*(("fitting net", {*net.parameters()}) for net in fittings), (rest, {*model.parameters()} - own)]
+        rest = (
+            "descriptor" if isinstance(model, EnergyModel) else "parts that branches train together"
+        )
+        parts = [
+            *(("fitting net", {*net.parameters()}) for net in fittings),
+            (rest, {*model.parameters()} - own),
+        ]
         for unit, params in parts:
-            dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in params if p.requires_grad})
+            dtypes = sorted(
+                {str(p.dtype).removeprefix("torch.") for p in params if p.requires_grad}
+            )
             if len(dtypes) > 1:
                 raise TrainingError(
                     f"the parameters of the {unit} are {' and '.join(dtypes)}; zero_stage 2 and 3 need one precision "
@@ -91,20 +102,26 @@ class FullySharded(SeveralRanks):
         self._mesh = mesh
         self._units: list[FSDPModule] = []
         # By parameter of a stratified run: whether this rank's backward passes of the step gave it a gradient.
-        self._reached: list[bool] | None = [False for _ in model.parameters()] if stratified else None
+        self._reached: list[bool] | None = (
+            [False for _ in model.parameters()] if stratified else None
+        )
         for module in (*fittings, model):
             # FSDP2 registers hooks on outputs of the forward pass, which must not be views; this hook runs first.
             module.register_forward_hook(_without_views)
             if stratified:
                 module.register_forward_hook(self._fill_gradients)
-            self._units.append(fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward))
+            self._units.append(
+                fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+            )
         *nets, root = self._units
         if isinstance(model, Branches):
             for one in branches_of(model).values():
                 # FSDP2 gathers at calls of its root.
                 one.forward = functools.partial(model, one.forward)  # type: ignore[method-assign]
             for each in self._units:
-                each.set_modules_to_backward_prefetch([root])  # instead of nets that other branches called last
+                each.set_modules_to_backward_prefetch(
+                    [root]
+                )  # instead of nets that other branches called last
         else:
             root.set_modules_to_forward_prefetch(nets)
             root.set_modules_to_backward_prefetch(nets)
@@ -138,7 +155,9 @@ class FullySharded(SeveralRanks):
             self._average_over_those_reached(self._reached)
         grads = [local_part(p.grad) for p in self.model.parameters() if p.grad is not None]
         square = torch.nn.utils.get_total_norm(grads).double().square()
-        summed = self.ranks.sum(torch.cat([self._loss_and_requests(loss.double()), square.reshape(1)]))
+        summed = self.ranks.sum(
+            torch.cat([self._loss_and_requests(loss.double()), square.reshape(1)])
+        )
         with self.ranks.waiting():
             numbers = summed.tolist()
         self._agree(numbers[1 : 1 + len(SIGNALS)])
@@ -149,7 +168,9 @@ class FullySharded(SeveralRanks):
     def _average_over_those_reached(self, reached: list[bool]) -> None:
         """Turn means over all ranks into means over the ranks that have a gradient; remove those that none has."""
         with self.ranks.waiting():
-            counts = self.ranks.sum(torch.tensor(reached, dtype=torch.float64, device=self.ranks.device)).tolist()
+            counts = self.ranks.sum(
+                torch.tensor(reached, dtype=torch.float64, device=self.ranks.device)
+            ).tolist()
         for p, count in zip(self.model.parameters(), counts, strict=True):
             if p.grad is not None and count:
                 local_part(p.grad).mul_(self.ranks.size / count)
@@ -173,7 +194,9 @@ class FullySharded(SeveralRanks):
         # The whole state was checked when an optimizer of the whole model loaded it. Parameters without a gradient, as
         # some in the last layer of DPA-3, have none.
         options = StateDictOptions(full_state_dict=True, strict=False)
-        set_optimizer_state_dict(self.model, optimizer, {"state": state, "param_groups": groups}, options=options)
+        set_optimizer_state_dict(
+            self.model, optimizer, {"state": state, "param_groups": groups}, options=options
+        )
         # torch has made state for these by a step of length 0, which Adam counts.
         for group in optimizer.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):

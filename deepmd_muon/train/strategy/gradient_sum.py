@@ -50,7 +50,9 @@ class GradientSum:
         The parameters, in the order of the means.
     """
 
-    def __init__(self, ranks: Ranks, params: Sequence[nn.Parameter], ntail: int, early: int = 0) -> None:
+    def __init__(
+        self, ranks: Ranks, params: Sequence[nn.Parameter], ntail: int, early: int = 0
+    ) -> None:
         self._ranks = ranks
         self.params = list(params)
         early = early if ranks.size > 1 else 0
@@ -98,7 +100,9 @@ class GradientSum:
     def _empty(self) -> Tensor:
         """Return a vector for all gradients and the tail, with zeros where they complete rows."""
         vector = torch.empty(sum(self._sections), dtype=self._dtype, device=self._ranks.device)
-        for section, params in zip(vector.split(self._sections), (self._early, self._late), strict=False):
+        for section, params in zip(
+            vector.split(self._sections), (self._early, self._late), strict=False
+        ):
             section[sum(p.numel() for p in params) :].zero_()
         return vector
 
@@ -118,7 +122,9 @@ class GradientSum:
             work: dist.Work | None = dist.all_reduce(section, async_op=async_op)
             return work
 
-        self._arrive = self._collectives.launch(collect, then=lambda: section.div_(self._ranks.size))
+        self._arrive = self._collectives.launch(
+            collect, then=lambda: section.div_(self._ranks.size)
+        )
 
 
 def _gradients(params: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -36,10 +36,17 @@ class Replicated(SeveralRanks):
     """
 
     def __init__(
-        self, ranks: Ranks, model: EnergyModel | Branches, *, state_in_parts: bool = False, stratified: bool = False
+        self,
+        ranks: Ranks,
+        model: EnergyModel | Branches,
+        *,
+        state_in_parts: bool = False,
+        stratified: bool = False,
     ) -> None:
         super().__init__(ranks, model)
-        self._replicas = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("replicas",))
+        self._replicas = init_device_mesh(
+            ranks.device.type, (ranks.size,), mesh_dim_names=("replicas",)
+        )
         self._state_in_parts = state_in_parts
         self._stratified = stratified
         if stratified:
@@ -166,7 +173,9 @@ class LateRequests:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._on_gpu = ranks.device.type == "cuda"
-        self.mine, self.summed = torch.zeros(2, len(SIGNALS), dtype=torch.float64, device=ranks.device).unbind()
+        self.mine, self.summed = torch.zeros(
+            2, len(SIGNALS), dtype=torch.float64, device=ranks.device
+        ).unbind()
         self._waiting: int | None = None
         self._launched: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._spare: list[Tensor] = []

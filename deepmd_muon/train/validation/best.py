@@ -35,7 +35,9 @@ class BestCheckpoints:
         """Rank a step; return whether it is among the best."""
         new_best = not self.records or error < self.records[0][0]
         self.since_best = 0 if new_best else self.since_best + 1
-        ranked = sorted([*(record for record in self.records if record[1] != step), (error, step)])[: self.keep]
+        ranked = sorted([*(record for record in self.records if record[1] != step), (error, step)])[
+            : self.keep
+        ]
         if (error, step) not in ranked:
             return False
         self.records = ranked
@@ -57,7 +59,11 @@ class BestCheckpoints:
     def tidy(self) -> None:
         """Rename the files to their ranks and delete those that are no longer among the best."""
         steps = {step for _, step in self.records}
-        found = {path: int(name[1]) for path in self._files() if (name := self._pattern.fullmatch(path.name))}
+        found = {
+            path: int(name[1])
+            for path in self._files()
+            if (name := self._pattern.fullmatch(path.name))
+        }
         for path, step in found.items():
             with writing(path):
                 if step not in steps or (path != self.path(step) and self.path(step) in found):
@@ -72,11 +78,22 @@ class BestCheckpoints:
         if not earlier:
             return
         kept = re.compile(rf"{re.escape(self.name)}\.([0-9]+)-.*")
-        number = max((int(name[1]) for path in self._files() if (name := kept.fullmatch(path.name))), default=0) + 1
+        number = (
+            max(
+                (int(name[1]) for path in self._files() if (name := kept.fullmatch(path.name))),
+                default=0,
+            )
+            + 1
+        )
         for path in earlier:
             with writing(path):
-                path.rename(path.with_name(path.name.replace(self.name, f"{self.name}.{number}", 1)))
-        log.info("kept the best checkpoints of an earlier run as %s", self.folder / f"{self.name}.{number}-*")
+                path.rename(
+                    path.with_name(path.name.replace(self.name, f"{self.name}.{number}", 1))
+                )
+        log.info(
+            "kept the best checkpoints of an earlier run as %s",
+            self.folder / f"{self.name}.{number}-*",
+        )
 
     @property
     def _pattern(self) -> re.Pattern[str]:
@@ -97,7 +114,9 @@ class BestCheckpoints:
         """Return the records as deepmd-kit keeps them among a checkpoint's ``train_infos``, and `since_best`."""
         return {
             "full_validation_metric": self.metric,
-            "full_validation_topk_records": [{"metric": error, "step": step} for error, step in self.records],
+            "full_validation_topk_records": [
+                {"metric": error, "step": step} for error, step in self.records
+            ],
             "full_validation_since_best": self.since_best,
         }
 

@@ -48,7 +48,10 @@ def _spread_over(frames: Sequence[int], budget: int) -> list[int]:
 
 
 def error_table(
-    names: Sequence[str], frames: Sequence[int], compared: Sequence[int], sums: Sequence[Sequence[float]]
+    names: Sequence[str],
+    frames: Sequence[int],
+    compared: Sequence[int],
+    sums: Sequence[Sequence[float]],
 ) -> Iterator[str]:
     """Yield the lines of the table: root-mean-square errors of every system and of all.
 
@@ -59,13 +62,21 @@ def error_table(
     # Of many systems the worst are shown, in the order of the data; one without forces counts as good.
     by_error = sorted(rows, key=lambda k: -rows[k]["f:rmse"] if rows[k]["f:rmse"] > 0 else 0.0)
     shown = sorted(by_error[:_MOST_LINES])
-    short = {k: names[k] if len(names[k]) <= _LONGEST_NAME else f"…{names[k][1 - _LONGEST_NAME :]}" for k in shown}
+    short = {
+        k: names[k] if len(names[k]) <= _LONGEST_NAME else f"…{names[k][1 - _LONGEST_NAME :]}"
+        for k in shown
+    }
     width = max(map(len, ["system", *short.values()]))
-    columns = [(family, title) for family, title in _COLUMNS if not math.isnan(total[f"{family}:rmse"])]
+    columns = [
+        (family, title) for family, title in _COLUMNS if not math.isnan(total[f"{family}:rmse"])
+    ]
 
     def line(name: str, count: int, errors: Mapping[str, float]) -> str:
         found = [(errors[f"{family}:rmse"], len(title)) for family, title in columns]
-        cells = [f"{'-' if math.isnan(error) else format(1e3 * error, '.3g'):>{size}}" for error, size in found]
+        cells = [
+            f"{'-' if math.isnan(error) else format(1e3 * error, '.3g'):>{size}}"
+            for error, size in found
+        ]
         return "  ".join([f"{name:{width}}", f"{count:6d}", *cells])
 
     sample = "all" if sum(compared) == sum(frames) else f"a sample of {sum(compared)} of"
@@ -86,7 +97,17 @@ def parity_command(source: str, checkpoint: Path) -> str | None:
     """
     if Path(source).parent.resolve() != Path.cwd().resolve() or not Path(source).is_file():
         return None
-    words = ["dp", "--pt", "test", "-m", str(checkpoint), "--valid-data", Path(source).name, "--plot", "parity.png"]
+    words = [
+        "dp",
+        "--pt",
+        "test",
+        "-m",
+        str(checkpoint),
+        "--valid-data",
+        Path(source).name,
+        "--plot",
+        "parity.png",
+    ]
     return shlex.join(words)
 
 
@@ -94,5 +115,14 @@ def check_command(source: str, checkpoint: Path) -> str | None:
     """Return the command that checks dynamics near the training data; None as in `parity_command`."""
     if parity_command(source, checkpoint) is None:
         return None
-    words = ["dp", "--pt", "check", str(checkpoint), "--train-data", Path(source).name, "-o", "check.png"]
+    words = [
+        "dp",
+        "--pt",
+        "check",
+        str(checkpoint),
+        "--train-data",
+        Path(source).name,
+        "-o",
+        "check.png",
+    ]
     return shlex.join(words)

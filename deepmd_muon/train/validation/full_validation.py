@@ -35,7 +35,12 @@ class FullValidation:
     """
 
     def __init__(
-        self, settings: ValidatingSettings, save_ckpt: str, num_steps: int, ranks: Ranks, branch: str = SINGLE
+        self,
+        settings: ValidatingSettings,
+        save_ckpt: str,
+        num_steps: int,
+        ranks: Ranks,
+        branch: str = SINGLE,
     ) -> None:
         self._settings = settings
         self._ranks = ranks
@@ -46,7 +51,9 @@ class FullValidation:
         folder = settings.best_folder(save_ckpt)
         whose = "" if branch == SINGLE else f".{branch}"
         name = f"best{whose}.ckpt"
-        self.best = BestCheckpoints(folder, settings.max_best_ckpt, settings.validation_metric.lower(), name=name)
+        self.best = BestCheckpoints(
+            folder, settings.max_best_ckpt, settings.validation_metric.lower(), name=name
+        )
         path = Path(settings.full_val_file)
         self._path = path.with_name(f"{path.stem}{whose}{path.suffix}")
         self._file: ValidationFile | None = None
@@ -69,9 +76,16 @@ class FullValidation:
     def due(self, step: int) -> bool:
         """Return whether the 1-based `step` is to be validated, and has not been."""
         since = step - self._start
-        return self._enabled and step > self._taken and since >= 0 and since % self._settings.validation_freq == 0
+        return (
+            self._enabled
+            and step > self._taken
+            and since >= 0
+            and since % self._settings.validation_freq == 0
+        )
 
-    def take(self, step: int, errors: Mapping[str, float], content: Callable[[], Mapping[str, Any]]) -> None:
+    def take(
+        self, step: int, errors: Mapping[str, float], content: Callable[[], Mapping[str, Any]]
+    ) -> None:
         """Rank the errors of a step, equal on all ranks, save it if it is among the best, and write the row.
 
         `content` returns the checkpoint of this step, laid out over the ranks as it is. Validation data without a label
@@ -88,7 +102,8 @@ class FullValidation:
             # It stands apart from the run's other checkpoints, which a run that continues from it does not delete.
             whole[OWN_KEY] = {**whole[OWN_KEY], "series": [], "directories": []}
             self._ranks.from_first(
-                "saving a best checkpoint", lambda: log.info("saved %s", self.best.save(step, whole))
+                "saving a best checkpoint",
+                lambda: log.info("saved %s", self.best.save(step, whole)),
             )
             note = f"saved {self.best.path(step)}"
         if self._file is not None:
@@ -112,7 +127,9 @@ class FullValidation:
 
 
 def full_errors(
-    model: EnergyModel, batches: Iterable[tuple[TrainingBatch, bool]], add_up: Callable[[Tensor], Tensor]
+    model: EnergyModel,
+    batches: Iterable[tuple[TrainingBatch, bool]],
+    add_up: Callable[[Tensor], Tensor],
 ) -> dict[str, float]:
     """Return mean absolute and root-mean-square errors over all batches, by deepmd-kit's definitions.
 
@@ -170,13 +187,19 @@ def _error_sums(prediction: Mapping[str, Tensor], batch: TrainingBatch) -> Tenso
         wanted = batch.labels.get(name)
         if wanted is None:
             return None
-        error = (prediction[name].double() - wanted.reshape(prediction[name].shape).double()).reshape(nframes, -1)
+        error = (
+            prediction[name].double() - wanted.reshape(prediction[name].shape).double()
+        ).reshape(nframes, -1)
         found = batch.labels.get(f"find_{name}")
-        return error, torch.ones(nframes, dtype=torch.bool, device=error.device) if found is None else found
+        return error, torch.ones(
+            nframes, dtype=torch.bool, device=error.device
+        ) if found is None else found
 
     def sums(error: Tensor, counted: Tensor) -> Tensor:
         kept = torch.where(counted, error, 0.0)
-        return torch.stack([kept.abs().sum(), kept.square().sum(), counted.expand_as(error).sum().double()])
+        return torch.stack(
+            [kept.abs().sum(), kept.square().sum(), counted.expand_as(error).sum().double()]
+        )
 
     nothing = torch.zeros(3, dtype=torch.float64, device=natoms.device)
     energy, force, virial = errors_of("energy"), errors_of("force"), errors_of("virial")

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.train.batches.batch import to_device
 from deepmd_muon.train.report.metrics import numbers
-from deepmd_muon.train.validation.final_errors import error_table, frames_of_sample, frames_to_compare, parity_command
+from deepmd_muon.train.validation.final_errors import (
+    error_table,
+    frames_of_sample,
+    frames_to_compare,
+    parity_command,
+)
 from deepmd_muon.train.validation.full_validation import FullValidation, error_sums, full_errors
 from deepmd_muon.train.validation.validate import validate
 
@@ -45,14 +50,18 @@ class Validation:
         now: Callable[[str, int], None],
     ) -> None:
         self._given = given
-        self._branches = {name: branch for name, branch in branches.items() if branch.data.validation}
+        self._branches = {
+            name: branch for name, branch in branches.items() if branch.data.validation
+        }
         self._num_steps = num_steps
         self._strategy = strategy
         self._ranks = strategy.ranks
         self._now = now
         settings = given.settings
         self._full = {
-            name: FullValidation(settings.validating, settings.training.save_ckpt, num_steps, strategy.ranks, name)
+            name: FullValidation(
+                settings.validating, settings.training.save_ckpt, num_steps, strategy.ranks, name
+            )
             for name in self._branches
         }
 
@@ -86,10 +95,14 @@ class Validation:
                 dealt = ((batch, counts) for batch, counts, _ in loader.deal_sample(wanted))
             else:
                 dealt = loader.deal(int(section.numb_btch))
-            batches = ((self._to_device(branch, batch), counts) for batch, counts in self._announced(dealt))
+            batches = (
+                (self._to_device(branch, batch), counts) for batch, counts in self._announced(dealt)
+            )
             metrics = validate(branch.model, branch.loss, batches, lr_fraction, self._ranks.sum)
             with self._ranks.waiting():
-                found.update({branch.named(name): value for name, value in numbers(metrics).items()})
+                found.update(
+                    {branch.named(name): value for name, value in numbers(metrics).items()}
+                )
             self._strategy.reshard()
         return found or None
 
@@ -105,7 +118,10 @@ class Validation:
         return found
 
     def take(
-        self, step: int, errors: Mapping[str, Mapping[str, float]], content: Callable[[], Mapping[str, Any]]
+        self,
+        step: int,
+        errors: Mapping[str, Mapping[str, float]],
+        content: Callable[[], Mapping[str, Any]],
     ) -> None:
         """Rank the errors of a step and save it where it is among the best; see `FullValidation.take`."""
         before = self.stopped
@@ -114,7 +130,11 @@ class Validation:
         for name in sorted(self.stopped ^ before):
             which = "no" if name in self.stopped else "has a"
             log.info(
-                "%s%s new best %s at step %d", self._branches[name].prefix, which, self._full[name].best.metric, step
+                "%s%s new best %s at step %d",
+                self._branches[name].prefix,
+                which,
+                self._full[name].best.metric,
+                step,
             )
 
     @property
@@ -132,7 +152,9 @@ class Validation:
     def restore(self, infos: Mapping[str, Any]) -> None:
         """Take over the records of a checkpoint."""
         for name, full in self._full.items():
-            full.best.restore(infos if name == SINGLE else infos.get(_OF_BRANCHES, {}).get(name, {}))
+            full.best.restore(
+                infos if name == SINGLE else infos.get(_OF_BRANCHES, {}).get(name, {})
+            )
 
     def keep_earlier(self, after: int = -1) -> None:
         """Keep files of later steps, or of another run; see `BestCheckpoints.keep_earlier`."""
@@ -147,17 +169,23 @@ class Validation:
             frames = [system.nframes for system in loader.systems]
             compared = frames_to_compare(frames, self._num_steps)
             dealt = self._announced(loader.deal_sample(compared), step)
-            batches = ((self._to_device(branch, batch), counts, system) for batch, counts, system in dealt)
+            batches = (
+                (self._to_device(branch, batch), counts, system) for batch, counts, system in dealt
+            )
             # Ranks agree on signals in their steps: one that comes now is seen at once by a single process alone.
             going_on = itertools.takewhile(lambda _: self._strategy.stop_signal is None, batches)
             sums = error_sums(branch.model, going_on, len(frames), self._ranks.sum)
             self._strategy.reshard()
             if self._strategy.stop_signal is not None:
                 return
-            for line in error_table([system.name for system in loader.systems], frames, compared, sums):
+            for line in error_table(
+                [system.name for system in loader.systems], frames, compared, sums
+            ):
                 log.info("%s%s", branch.prefix, line)
         checkpoint = Path(f"{self._given.settings.training.save_ckpt}.pt")
-        if [*self._branches] == [SINGLE] and (command := parity_command(self._given.source, checkpoint)):
+        if [*self._branches] == [SINGLE] and (
+            command := parity_command(self._given.source, checkpoint)
+        ):
             log.info("draw predictions against labels with: %s", command)
 
     def _to_device(self, branch: RunBranch, batch: Batch) -> TrainingBatch:

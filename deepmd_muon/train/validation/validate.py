@@ -57,7 +57,9 @@ def mean_metrics(
         for name, value in values.items():
             weight = weights[name]
             square = value.square() if name.startswith("rmse") else value
-            term = square * weight if weight else torch.zeros_like(value)  # a missing label shows as NaN
+            term = (
+                square * weight if weight else torch.zeros_like(value)
+            )  # a missing label shows as NaN
             sums[name] = sums[name] + term if name in sums else term
             totals[name] = totals.get(name, 0.0) + weight
     names = sorted(sums)  # one order on all ranks

@@ -34,7 +34,9 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any], bool]] = {
 }
 
 
-def fine_tuning_input(new: str, replay: dict[str, Any], *, steps: int, seed: int, trainable: bool) -> dict[str, Any]:
+def fine_tuning_input(
+    new: str, replay: dict[str, Any], *, steps: int, seed: int, trainable: bool
+) -> dict[str, Any]:
     """Return the input of a fine-tuning run, whose learning rate is a tenth of the first one's."""
     content = single_input([new], steps=steps, seed=seed, start_lr=1e-4)
     content["model"]["descriptor"]["trainable"] = trainable
@@ -51,7 +53,9 @@ def check(checkpoint: Path, data: tuple[str, ...]) -> dict[str, Any]:
         subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     (model,) = json.loads(report.read_text())["models"]
     run = {key: model["dynamics"][key] for key in ("followed", "drift", "blow_ups_per_ps")}
-    return {item["name"]: f"{item['verdict']}: {item['reason']}" for item in model["items"]} | {"run": run}
+    return {item["name"]: f"{item['verdict']}: {item['reason']}" for item in model["items"]} | {
+        "run": run
+    }
 
 
 def potentials(seed: int, data: Path, work: Path, steps: int) -> Iterator[tuple[str, Path]]:
@@ -73,8 +77,12 @@ def potentials(seed: int, data: Path, work: Path, steps: int) -> Iterator[tuple[
 def main() -> None:
     """Fine-tune, measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder that make_clusters.py wrote")
-    parser.add_argument("--work", type=Path, required=True, help="folder of the runs; those that exist are kept")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder that make_clusters.py wrote"
+    )
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder of the runs; those that exist are kept"
+    )
     parser.add_argument("--json", type=Path, required=True, help="receives errors and verdicts")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150, help="steps on the new data")
@@ -86,9 +94,13 @@ def main() -> None:
     for seed in range(1, args.seeds + 1):
         for name, path in potentials(seed, data, work, args.steps):
             found = {place: errors(path, systems) for place, systems in places.items()}
-            result.setdefault(name, []).append({**found, "check": check(path, (str(data / "gfn1" / "train"),))})
+            result.setdefault(name, []).append(
+                {**found, "check": check(path, (str(data / "gfn1" / "train"),))}
+            )
     settings = {"steps": args.steps, "seeds": args.seeds}
-    args.json.write_text(json.dumps({**settings, "results": result}, indent=1, ensure_ascii=False) + "\n")
+    args.json.write_text(
+        json.dumps({**settings, "results": result}, indent=1, ensure_ascii=False) + "\n"
+    )
     print(report(result))
 
 
@@ -101,7 +113,9 @@ def report(result: dict[str, list[dict[str, Any]]]) -> str:
             verdicts = Counter(each["check"][item].partition(":")[0] for each in found)
             cells.append(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
         runs = [each["check"]["run"] for each in found]
-        cells.append(" ".join("-" if run["drift"] is None else f"{1e3 * run['drift']:.2f}" for run in runs))
+        cells.append(
+            " ".join("-" if run["drift"] is None else f"{1e3 * run['drift']:.2f}" for run in runs)
+        )
         cells.append(" ".join(f"{run['blow_ups_per_ps']:.2g}" for run in runs))
         rows.append([name, *cells])
     return table(["fine-tuning", *PLACES, *ITEMS, "drift", "blow-ups per ps"], rows)

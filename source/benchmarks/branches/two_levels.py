@@ -21,8 +21,12 @@ LEVELS, PLACES = ("gfn1", "gfn2"), ("test", "hot", "dense", "large")
 def main() -> None:
     """Train, measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder that make_clusters.py wrote")
-    parser.add_argument("--work", type=Path, required=True, help="folder of the runs; those that exist are kept")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder that make_clusters.py wrote"
+    )
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder of the runs; those that exist are kept"
+    )
     parser.add_argument("--json", type=Path, required=True, help="receives all errors")
     parser.add_argument("--steps", type=int, default=800, help="steps of a single-task run")
     parser.add_argument("--seeds", type=int, default=3)
@@ -32,14 +36,22 @@ def main() -> None:
     tests = {level: {place: (str(data / level / place),) for place in PLACES} for level in LEVELS}
     found: dict[str, dict[str, dict[str, list[dict[str, float]]]]] = {}
     for seed in range(1, args.seeds + 1):
-        both = train(args.work / f"both_{seed}", branched_input(training, steps=2 * args.steps, seed=seed))
+        both = train(
+            args.work / f"both_{seed}", branched_input(training, steps=2 * args.steps, seed=seed)
+        )
         for level, systems in training.items():
-            single = train(args.work / f"{level}_{seed}", single_input(systems, steps=args.steps, seed=seed))
+            single = train(
+                args.work / f"{level}_{seed}", single_input(systems, steps=args.steps, seed=seed)
+            )
             for run, checkpoint, head in (("single", single, None), ("both", both, level)):
                 for place, paths in tests[level].items():
                     of_run = found.setdefault(level, {}).setdefault(place, {})
                     of_run.setdefault(run, []).append(errors(checkpoint, paths, head))
-    settings = {"steps": args.steps, "seeds": args.seeds, "machine": platform.processor() or platform.machine()}
+    settings = {
+        "steps": args.steps,
+        "seeds": args.seeds,
+        "machine": platform.processor() or platform.machine(),
+    }
     args.json.write_text(json.dumps({"settings": settings, "errors": found}, indent=1) + "\n")
     print(report(found))
 

@@ -31,7 +31,13 @@ from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.statistics import set_model_statistics
 from deepmd_muon.train.step.stepper import build_stepper
 from deepmd_muon.train.strategy import choose_strategy
-from deepmd_muon.train.systems import Data, Systems, make_loaders, open_section, open_training_systems
+from deepmd_muon.train.systems import (
+    Data,
+    Systems,
+    make_loaders,
+    open_section,
+    open_training_systems,
+)
 from deepmd_muon.train.validation.full_validation import full_errors
 
 # All rates end at this fraction of where they start, so that all losses go through the same prefactors.
@@ -85,17 +91,25 @@ class Arena:
         data = self.data(given)
         set_model_statistics(make_branches(given, first, {SINGLE: data}, {}, {}))
         self.weights = first.state_dict()
-        samples = (Structures.of(x.frames, x.neighbors, first.ntypes) for x in data.training.sample_batches(1))
+        samples = (
+            Structures.of(x.frames, x.neighbors, first.ntypes)
+            for x in data.training.sample_batches(1)
+        )
         self._length = descriptor_length(first, samples)
         few = -(-TRAIN_FRAMES // len(train))
-        self.parts = {part: dict(self._batches(given, SETS[name].systems(folder, part))) for part in ("test", "out")}
+        self.parts = {
+            part: dict(self._batches(given, SETS[name].systems(folder, part)))
+            for part in ("test", "out")
+        }
         self.parts["train"] = dict(self._batches(given, train, few))
 
     def checked(self, optimizer: Mapping[str, object], start_lr: float) -> Input:
         """Return the checked input of a run, with the scales that `dp train` takes where `optimizer` omits them."""
         rate = {**DECAY, "start_lr": start_lr}
         given = normalize({**self._content, "optimizer": dict(optimizer), "learning_rate": rate})
-        return given.with_scales(given.scales.for_descriptors(self._length)) if given.scales else given
+        return (
+            given.with_scales(given.scales.for_descriptors(self._length)) if given.scales else given
+        )
 
     def data(self, given: Input) -> Data:
         """Return new loaders of the training part, which begin where all runs begin."""
@@ -108,9 +122,17 @@ class Arena:
     ) -> Iterator[tuple[str, list[TrainingBatch]]]:
         """Give the frames of each system of a part on the device, or `most` of them at equal distances."""
         for folder in folders:
-            data = dataclasses.replace(given.settings.training.training_data, systems=(str(folder),))
+            data = dataclasses.replace(
+                given.settings.training.training_data, systems=(str(folder),)
+            )
             (system,) = open_section(data, given.settings.model.type_map)
-            yield folder.name, [to_device(batch, self._ntypes, self.device) for batch in self._chunks(system, most)]
+            yield (
+                folder.name,
+                [
+                    to_device(batch, self._ntypes, self.device)
+                    for batch in self._chunks(system, most)
+                ],
+            )
 
     def _chunks(self, system: System, most: int | None) -> Iterator[Batch]:
         width = max(1, CHUNK_ATOMS // system.natoms)
@@ -142,7 +164,9 @@ class Run:
         self._arena = arena
         contestant = CONTESTANTS[key.contestant]
         start_lr = contestant.start_lr(key.rate)
-        given = arena.checked(contestant.section(key.rate) if contestant.section else {"type": "Adam"}, start_lr)
+        given = arena.checked(
+            contestant.section(key.rate) if contestant.section else {"type": "Adam"}, start_lr
+        )
         model = build_model(given.settings.model)
         model.load_state_dict(arena.weights)
         self.model = model.to(arena.device)
@@ -157,14 +181,18 @@ class Run:
             if contestant.keeps_absent:
                 keep_absent(optimizer)
         else:
-            optimizer = self._foreign = Foreign(contestant.parts(model, key.rate, key.steps), deferred=on_gpu)
+            optimizer = self._foreign = Foreign(
+                contestant.parts(model, key.rate, key.steps), deferred=on_gpu
+            )
             self._foreign.train()
         loss = build_loss(given.settings.loss)
         self._stepper = build_stepper(strategy, loss, optimizer, None, training, self._scalars)
         self._batches = self._stepper.open_batches(arena.data(given).training, model.ntypes)
         self._stream = arena.stream or torch.cuda.Stream(arena.device) if on_gpu else None
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(arena.device))  # which has written the weights
+            self._stream.wait_stream(
+                torch.cuda.current_stream(arena.device)
+            )  # which has written the weights
         self._met: Counter[Hashable] = Counter()
         self.done = 0
         self.curve: list[tuple[int, float, float]] = []

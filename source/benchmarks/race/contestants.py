@@ -60,7 +60,9 @@ def own(section: dict[str, Any], first: float) -> Contestant:
     return Contestant(doubled(first), lambda rate: rate, lambda rate: section)
 
 
-def hybrid_muon(section: dict[str, Any], *, adam_rate: float = ADAM_RATE, keeps_absent: bool = False) -> Contestant:
+def hybrid_muon(
+    section: dict[str, Any], *, adam_rate: float = ADAM_RATE, keeps_absent: bool = False
+) -> Contestant:
     """Return HybridMuon with a rate of its matrices; `adam_rate` is the learning rate of everything else."""
 
     def scaled(rate: float) -> dict[str, Any]:
@@ -107,5 +109,7 @@ CONTESTANTS = {
         parts=lambda model, rate, steps: schedule_free(model, round(WARMUP * steps)),
         decays=False,
     ),
-    "soap": Contestant(doubled(3e-3), lambda rate: rate, parts=lambda model, rate, steps: soap(model)),
+    "soap": Contestant(
+        doubled(3e-3), lambda rate: rate, parts=lambda model, rate, steps: soap(model)
+    ),
 }

@@ -29,7 +29,9 @@ Potential = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 HOTTEST = 3.0  # a run above this multiple of its first temperature has blown up
 SAMPLES = 200  # of the energy in a run
-CLOSER = 0.9  # of the shortest distance in training frames: closer atoms have left what training knows
+CLOSER = (
+    0.9  # of the shortest distance in training frames: closer atoms have left what training knows
+)
 WATCH = 4  # time steps between two looks at the shortest distances
 
 
@@ -149,7 +151,12 @@ class Ensemble:
     """
 
     def __init__(
-        self, start: Atoms, potential: Potential, temperature: float, seeds: Sequence[int], friction: float = 0.0
+        self,
+        start: Atoms,
+        potential: Potential,
+        temperature: float,
+        seeds: Sequence[int],
+        friction: float = 0.0,
     ) -> None:
         self._potential = potential
         self._friction = friction / units.fs
@@ -168,7 +175,9 @@ class Ensemble:
     def draw_velocities(self) -> None:
         """Take new velocities of the temperature, with every copy at rest as a whole."""
         drawn = self._thermal()
-        self.velocities = drawn - (self._masses * drawn).sum(axis=1, keepdims=True) / self._masses.sum()
+        self.velocities = (
+            drawn - (self._masses * drawn).sum(axis=1, keepdims=True) / self._masses.sum()
+        )
 
     def step(self, time_step: float) -> None:
         """Advance by a time step [ASE's units]."""
@@ -189,7 +198,8 @@ class Ensemble:
     def keep(self, chosen: np.ndarray) -> None:
         """Go on with some of the copies only."""
         self.positions, self.velocities, self.energies, self.forces = (
-            values[chosen] for values in (self.positions, self.velocities, self.energies, self.forces)
+            values[chosen]
+            for values in (self.positions, self.velocities, self.energies, self.forces)
         )
         self._random = [random for random, kept in zip(self._random, chosen, strict=True) if kept]
 
@@ -253,7 +263,9 @@ def report(courses: Sequence[Course]) -> dict[str, Any]:
     """Return blow-ups and departures per ps with uncertainties, and every run."""
     first = [min(course.left.values(), default=course.time) for course in courses]
     return {
-        "blow_ups_per_ps": rate([course.time for course in courses], sum(course.blew_up for course in courses)),
+        "blow_ups_per_ps": rate(
+            [course.time for course in courses], sum(course.blew_up for course in courses)
+        ),
         "departures_per_ps": rate(first, sum(bool(course.left) for course in courses)),
         "runs": [course.summary() for course in courses],
     }
@@ -270,8 +282,12 @@ def shortest(frames: Sequence[Atoms]) -> dict[str, float]:
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, nargs="+", required=True, help="files that race.py --keep wrote")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", type=Path, nargs="+", required=True, help="files that race.py --keep wrote"
+    )
     parser.add_argument("--system", type=Path, required=True, help="folder with the first frame")
     parser.add_argument(
         "--training",
@@ -284,8 +300,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--picoseconds", type=float, default=5.0)
     parser.add_argument("--time-step", type=float, default=0.5, help="fs")
     parser.add_argument("--friction", type=float, default=0.0, help="1/fs, of Langevin dynamics")
-    parser.add_argument("--hydrogen-mass", type=float, help="u; where it is heavy, time steps may be longer")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of the momenta, a run each")
+    parser.add_argument(
+        "--hydrogen-mass", type=float, help="u; where it is heavy, time steps may be longer"
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1], help="of the momenta, a run each"
+    )
     return parser.parse_args()
 
 

@@ -63,7 +63,9 @@ class Field:
         """Return a measure at the best rate divided by the baseline's; NaN without a baseline."""
         if BASELINE not in self.runs:
             return math.nan
-        ours, theirs = (mean(measure(r) for r in self.best(name)[1]) for name in (contestant, BASELINE))
+        ours, theirs = (
+            mean(measure(r) for r in self.best(name)[1]) for name in (contestant, BASELINE)
+        )
         return ours / theirs if theirs else math.nan
 
     def robust(self, contestant: str) -> tuple[int, int]:
@@ -122,7 +124,10 @@ def fields(results: Iterable[Result]) -> list[Field]:
         runs = found.setdefault((key.set, key.model, key.steps), {})
         runs.setdefault(key.contestant, {}).setdefault(key.rate, []).append(result)
     order = list(SETS)
-    return [Field(*case, found[case]) for case in sorted(found, key=lambda c: (c[2], c[1], order.index(c[0])))]
+    return [
+        Field(*case, found[case])
+        for case in sorted(found, key=lambda c: (c[2], c[1], order.index(c[0])))
+    ]
 
 
 def mean(values: Iterable[float]) -> float:
@@ -137,5 +142,9 @@ def time_of(times: Iterable[StepTime], field: Field, contestant: str) -> float:
     A variant of HybridMuon with other numbers takes the time of HybridMuon, a larger set that of the small one.
     """
     same_steps = contestant.startswith(("hybrid_muon_decay", "hybrid_muon_adam"))
-    case = (field.set.removesuffix("_large"), field.model, "hybrid_muon" if same_steps else contestant)
+    case = (
+        field.set.removesuffix("_large"),
+        field.model,
+        "hybrid_muon" if same_steps else contestant,
+    )
     return next((e.milliseconds for e in times if (e.set, e.model, e.contestant) == case), math.nan)

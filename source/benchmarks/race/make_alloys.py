@@ -50,7 +50,9 @@ class LennardJones(Calculator):
         """Compute energy [eV] and forces [eV/Å]."""
         super().calculate(atoms, properties, system_changes)
         symbols = self.atoms.get_chemical_symbols()
-        root = np.sqrt([[self.depth[s] * units.kcal / units.mol, self.distance[s]] for s in symbols])
+        root = np.sqrt(
+            [[self.depth[s] * units.kcal / units.mol, self.distance[s]] for s in symbols]
+        )
         i, j = np.triu_indices(len(symbols), k=1)
         depth, rest = (root[i] * root[j]).T
         lengths = self.atoms.cell.lengths()
@@ -73,12 +75,16 @@ class LennardJones(Calculator):
         self.results = {"energy": float(shifted[near].sum()), "forces": forces}
 
 
-def alloy(content: dict[str, int], rng: np.random.Generator, length: float = 1.0, vacuum: float = 0.0) -> Atoms:
+def alloy(
+    content: dict[str, int], rng: np.random.Generator, length: float = 1.0, vacuum: float = 0.0
+) -> Atoms:
     """Return 32 atoms on an fcc lattice in random places; with `vacuum` a slab of four layers.
 
     Atoms are sorted by element, so that all frames of a composition have the same atoms in the same order.
     """
-    lattice = sum(LATTICE_CONSTANTS[name] * count for name, count in content.items()) / sum(content.values())
+    lattice = sum(LATTICE_CONSTANTS[name] * count for name, count in content.items()) / sum(
+        content.values()
+    )
     atoms = bulk("Cu", "fcc", a=lattice * length, cubic=True).repeat(2)
     atoms.positions = rng.permutation(atoms.positions)
     atoms.symbols[:] = [name for name, count in content.items() for _ in range(count)]
@@ -101,7 +107,11 @@ def plans(times: int = 1) -> list[Trajectory]:
         rest = {"frames": frames, "spacing": SPACING, "settle": SETTLE}
         for content in compositions:
             name = "".join(f"{element}{count}" for element, count in content.items())
-            solid, hot, slab = alloy(content, rng), alloy(content, rng), alloy(content, rng, vacuum=VACUUM)
+            solid, hot, slab = (
+                alloy(content, rng),
+                alloy(content, rng),
+                alloy(content, rng, vacuum=VACUUM),
+            )
             liquid = alloy(content, rng, LIQUID_LENGTH)
             found += [
                 Trajectory(part, f"{name}_{SOLID:g}K", solid, SOLID, **rest),
@@ -121,7 +131,9 @@ def shuffled(plan: Trajectory, rng: np.random.Generator) -> Atoms:
 
 if __name__ == "__main__":
     parser = size_parser(__doc__.splitlines()[0], LARGER)
-    parser.add_argument("--emt", action="store_true", help="as many, all drawn by EMT, as the set alloys_emt")
+    parser.add_argument(
+        "--emt", action="store_true", help="as many, all drawn by EMT, as the set alloys_emt"
+    )
     args = parser.parse_args()
     make(
         args.out / ("alloys_emt" if args.emt else "alloys_large" if args.large else "alloys"),

@@ -16,7 +16,9 @@ from sets import Part
 
 MOLECULES = {"ethanol": "CH3CH2OH", "acetic_acid": "CH3COOH", "acetamide": "CH3CONH2"}
 TYPE_MAP = ("H", "C", "N", "O")
-HYDROGEN_MASS = 4.0  # u: positions of the canonical distribution know no masses, and it allows the time step
+HYDROGEN_MASS = (
+    4.0  # u: positions of the canonical distribution know no masses, and it allows the time step
+)
 SPACING, SETTLE = 20, 300
 LARGER = 6  # times the training frames
 MOVER_ACCURACY, LABEL_ACCURACY = 1.0, 0.01  # tblite's thresholds scale with them

@@ -17,19 +17,26 @@ LATTICE_CONSTANTS = {"Na": 5.64, "K": 6.29}  # Å, of the chlorides
 CATIONS = ({"Na": 32}, {"K": 32}, {"Na": 16, "K": 16})
 OTHER_CATIONS = ({"Na": 8, "K": 24}, {"Na": 24, "K": 8})
 COLD, HOT, LIQUID, HOTTEST, MELT = 300.0, 800.0, 1300.0, 2000.0, 3000.0  # K
-HOT_LENGTH, LIQUID_LENGTH = 1.02, 1.10  # of the cold crystal's: thermal expansion, and the melt's lower density
+HOT_LENGTH, LIQUID_LENGTH = (
+    1.02,
+    1.10,
+)  # of the cold crystal's: thermal expansion, and the melt's lower density
 PRESSED = 0.94  # length, of that at zero pressure
 SPACING, SETTLE = 30, 500
 
 
 def salt(cations: dict[str, int], rng: np.random.Generator, length: float = 1.0) -> Atoms:
     """Return 32 cations in random places of their lattice and 32 chloride ions, sorted by element."""
-    lattice = sum(LATTICE_CONSTANTS[name] * count for name, count in cations.items()) / sum(cations.values())
+    lattice = sum(LATTICE_CONSTANTS[name] * count for name, count in cations.items()) / sum(
+        cations.values()
+    )
     atoms = bulk("NaCl", "rocksalt", a=lattice * length, cubic=True).repeat(2)
     chlorides = atoms.symbols == "Cl"
     places = rng.permutation(atoms.positions[~chlorides])
     atoms.positions = np.concatenate([places, atoms.positions[chlorides]])
-    atoms.symbols[:] = [name for name, count in {**cations, "Cl": len(places)}.items() for _ in range(count)]
+    atoms.symbols[:] = [
+        name for name, count in {**cations, "Cl": len(places)}.items() for _ in range(count)
+    ]
     return atoms
 
 
@@ -38,8 +45,18 @@ def plans() -> list[Trajectory]:
     rng = np.random.default_rng(20261124)
     found = []
 
-    def add(part: Part, cations: dict[str, int], state: str, temperature: float, length: float, frames: int) -> None:
-        name = "".join(f"{element}{count}" for element, count in cations.items()) + f"Cl32_{state}_{temperature:g}K"
+    def add(
+        part: Part,
+        cations: dict[str, int],
+        state: str,
+        temperature: float,
+        length: float,
+        frames: int,
+    ) -> None:
+        name = (
+            "".join(f"{element}{count}" for element, count in cations.items())
+            + f"Cl32_{state}_{temperature:g}K"
+        )
         melt = MELT if "liquid" in state else 0.0
         atoms = salt(cations, rng, length)
         found.append(Trajectory(part, name, atoms, temperature, frames, SPACING, SETTLE, melt))

@@ -35,13 +35,24 @@ def plans(times: int = 1) -> list[Trajectory]:
     for part, frames in lengths:
         rest = {"frames": frames, "spacing": SPACING, "settle": SETTLE}
         found += [Trajectory(part, f"crystal_{t:g}K", crystal(), t, **rest) for t in CRYSTAL]
-        found += [Trajectory(part, f"vacancy_{t:g}K", crystal(vacancy=True), t, **rest) for t in CRYSTAL[1:]]
-        found.append(Trajectory(part, f"liquid_{LIQUID:g}K", crystal(LIQUID_LENGTH), LIQUID, melt=MELT, **rest))
+        found += [
+            Trajectory(part, f"vacancy_{t:g}K", crystal(vacancy=True), t, **rest)
+            for t in CRYSTAL[1:]
+        ]
+        found.append(
+            Trajectory(
+                part, f"liquid_{LIQUID:g}K", crystal(LIQUID_LENGTH), LIQUID, melt=MELT, **rest
+            )
+        )
     rest = {"frames": 20, "spacing": SPACING, "settle": SETTLE}
     for length in PRESSED:
-        found.append(Trajectory("out", f"crystal_pressed_{length:g}", crystal(length), 900.0, **rest))
+        found.append(
+            Trajectory("out", f"crystal_pressed_{length:g}", crystal(length), 900.0, **rest)
+        )
     pressed = crystal(LIQUID_LENGTH * PRESSED[0])
-    found.append(Trajectory("out", f"liquid_pressed_{PRESSED[0]:g}", pressed, LIQUID, melt=MELT, **rest))
+    found.append(
+        Trajectory("out", f"liquid_pressed_{PRESSED[0]:g}", pressed, LIQUID, melt=MELT, **rest)
+    )
     return found + more_training(found, times - 1, lambda plan: plan.atoms)
 
 

@@ -34,15 +34,21 @@ MOLECULES, FRAMES, SEED = 32, 20, 20261122
 def main() -> None:
     """Copy the example's frames, make the others, and write checksums."""
     parser = argument_parser(__doc__.splitlines()[0])
-    parser.add_argument("--example-only", action="store_true", help="only the frames of examples/water_xtb")
+    parser.add_argument(
+        "--example-only", action="store_true", help="only the frames of examples/water_xtb"
+    )
     args = parser.parse_args()
     out = args.out / "water"
     for part, sources in COPIED.items():
         for source in sources:
-            shutil.copytree(EXAMPLE / "data" / source, out / part / Path(source).name, dirs_exist_ok=True)
+            shutil.copytree(
+                EXAMPLE / "data" / source, out / part / Path(source).name, dirs_exist_ok=True
+            )
     for temperature, density in () if args.example_only else CONDITIONS:
         frames = sample(MOLECULES, temperature, FRAMES, SEED, density)
-        system = as_system([labelled(frame, temperature, 0, (SEED, k)) for k, frame in enumerate(frames)])
+        system = as_system(
+            [labelled(frame, temperature, 0, (SEED, k)) for k, frame in enumerate(frames)]
+        )
         name = f"{temperature:g}K_{density:g}g"
         write_npy(out / "out" / name, system)
         print(f"water/out/{name}: {summary(system)}", flush=True)

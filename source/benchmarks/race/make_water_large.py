@@ -36,7 +36,14 @@ from make_data import HYDROGEN_MASS, as_system, dynamics, labelled, set_momenta 
 from write_system import LabelledSystem, write_npy  # noqa: E402
 
 STAGES = ("draw", "label", "write")
-POTENTIAL = ("water", "se_e2_a", "hybrid_muon", 0.00864, 2, 3000)  # the race's key of the run that draws
+POTENTIAL = (
+    "water",
+    "se_e2_a",
+    "hybrid_muon",
+    0.00864,
+    2,
+    3000,
+)  # the race's key of the run that draws
 TEMPERATURES = (300.0, 350.0)  # K
 WALKERS, FRAMES = 12, 50  # walkers a temperature, frames a walker
 SPACING, CHECKED = 20, 5  # time steps between two frames, and between two looks at the geometry
@@ -97,7 +104,9 @@ class Walker:
         ended = 0
         while len(found) < frames:
             if ended > 10 * frames:
-                raise RuntimeError(f"{ended} walks left water and gave {len(found)} frames; train the potential longer")
+                raise RuntimeError(
+                    f"{ended} walks left water and gave {len(found)} frames; train the potential longer"
+                )
             atoms = self.starts[ended % len(self.starts)].copy()
             atoms.set_masses(np.where(atoms.numbers == 1, HYDROGEN_MASS, atoms.get_masses()))
             atoms.calc = calculator
@@ -107,7 +116,9 @@ class Walker:
             ended += not whole
         return found[:frames], ended
 
-    def _walk(self, atoms: Atoms, frames: int, rng: np.random.Generator) -> tuple[list[np.ndarray], bool]:
+    def _walk(
+        self, atoms: Atoms, frames: int, rng: np.random.Generator
+    ) -> tuple[list[np.ndarray], bool]:
         """Return the frames of a walk, and whether it stayed in water."""
         md = dynamics(atoms, self.temperature, rng)
         found: list[np.ndarray] = []
@@ -124,7 +135,9 @@ class Walker:
 
 def centred(atoms: Atoms) -> np.ndarray:
     """Return positions with their mean in the middle of the cell, where float32 is finest, as the example does."""
-    found: np.ndarray = atoms.positions - atoms.positions.mean(axis=0) + 0.5 * np.diagonal(atoms.cell.array)
+    found: np.ndarray = (
+        atoms.positions - atoms.positions.mean(axis=0) + 0.5 * np.diagonal(atoms.cell.array)
+    )
     return found
 
 
@@ -145,7 +158,12 @@ def draw_one(walker: Walker, potential: Path, work: Path) -> str:
         return f"{path.name} exists"
     torch.set_num_threads(1)
     found, ended = walker.draw(DeepPotCalculator(potential, device="cpu"), FRAMES)
-    save(path, coord=np.array(found, dtype=np.float32), length=walker.starts[0].cell[0, 0], ended=ended)
+    save(
+        path,
+        coord=np.array(found, dtype=np.float32),
+        length=walker.starts[0].cell[0, 0],
+        ended=ended,
+    )
     return f"{path.name}: {len(found)} frames, {ended} walks left water"
 
 
@@ -178,7 +196,10 @@ def label_block(path: Path, drawn: Path, chosen: slice, until: float) -> str:
     if path.exists() or time.time() > until:
         return f"{path.name} {'exists' if path.exists() else 'is left'}"
     system = as_system([labelled(atoms, 0.0, 0, ()) for atoms in frames_of(drawn, chosen)])
-    single = {"coord": system.coord.astype(np.float32), "force": system.force.astype(np.float32)}  # as they are stored
+    single = {
+        "coord": system.coord.astype(np.float32),
+        "force": system.force.astype(np.float32),
+    }  # as they are stored
     save(path, **single, energy=system.energy, virial=system.virial)
     return f"{path.name}: {summary(system)}"
 
@@ -220,10 +241,10 @@ def geometry(system: LabelledSystem) -> str:
     """Say how water frames look: bonds, and how near molecules come to each other."""
     bonds = np.array([bond_lengths(x) for x in system.coord])
     nearest = [contacts(x, box[0, 0]) for x, box in zip(system.coord, system.box, strict=True)]
-    shortest = ", ".join(f"{a}…{b} {min(found[a, b] for found in nearest):.2f}" for a, b in CONTACTS)
-    return (
-        f"O–H {bonds.mean():.4f} ± {bonds.std():.4f} ({bonds.min():.2f} to {bonds.max():.2f}) Å, shortest {shortest} Å"
+    shortest = ", ".join(
+        f"{a}…{b} {min(found[a, b] for found in nearest):.2f}" for a, b in CONTACTS
     )
+    return f"O–H {bonds.mean():.4f} ± {bonds.std():.4f} ({bonds.min():.2f} to {bonds.max():.2f}) Å, shortest {shortest} Å"
 
 
 def arguments() -> argparse.Namespace:
@@ -231,8 +252,12 @@ def arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
-    parser.add_argument("--potential", type=Path, help="draws; otherwise one is trained, which takes minutes")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no block of labels after these")
+    parser.add_argument(
+        "--potential", type=Path, help="draws; otherwise one is trained, which takes minutes"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no block of labels after these"
+    )
     return parser.parse_args()
 
 

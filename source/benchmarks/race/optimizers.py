@@ -149,7 +149,9 @@ class Replayed:
             self._graph = graph
         except Exception as error:  # whatever a package or a driver raises must not end the race
             self._wanted = False
-            log.warning("%s is not captured: %s", type(self._optimizer).__name__, str(error).splitlines()[0])
+            log.warning(
+                "%s is not captured: %s", type(self._optimizer).__name__, str(error).splitlines()[0]
+            )
         for group, count in zip(self.param_groups, counts, strict=True):
             if count is not None:
                 group["step"] = count
@@ -214,7 +216,9 @@ def torch_muon(model: nn.Module, ratio: float) -> list[tuple[Part, float]]:
     others = [p for p in trained if p.ndim != 2 or min(p.shape) == 1]
     muon = torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.001, adjust_lr_fn="match_rms_adamw")
     on_gpu = trained[0].is_cuda
-    adamw = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, capturable=on_gpu)
+    adamw = torch.optim.AdamW(
+        others, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, capturable=on_gpu
+    )
     return [(Replayed(muon, settled=3), ratio), (Replayed(adamw, settled=3), 1.0)]
 
 

@@ -12,7 +12,9 @@ from fields import Default
 from deepmd_muon.show.palette import OPTIMIZERS, colors_of
 
 ADAMW, HYBRID_MUON = OPTIMIZERS["AdamW"], OPTIMIZERS["HybridMuon"]
-LARGEST = 4.0  # of the ratios drawn; a larger one, and a run that failed, stands as an arrow at the edge
+LARGEST = (
+    4.0  # of the ratios drawn; a larger one, and a run that failed, stands as an arrow at the edge
+)
 
 
 class Rival(NamedTuple):
@@ -34,7 +36,12 @@ def draw(rows: Sequence[Default], rivals: Sequence[Rival], path: Path) -> None:
 
     budgets = list(dict.fromkeys(row.steps for row in rows))
     figure, panels = plt.subplots(
-        1, len(budgets), figsize=(5.5 * len(budgets), 5.0), sharex=True, squeeze=False, layout="constrained"
+        1,
+        len(budgets),
+        figsize=(5.5 * len(budgets), 5.0),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
     )
     for panel, steps in zip(panels[0], budgets, strict=True):
         some = [row for row in rows if row.steps == steps]
@@ -43,8 +50,18 @@ def draw(rows: Sequence[Default], rivals: Sequence[Rival], path: Path) -> None:
         at = {(row.set, row.model): height for height, row in zip(heights, some, strict=True)}
         _draw_rivals(panel, at, [rival for rival in rivals if rival.steps == steps])
         panel.hlines(heights, 0.1, [row.test_ratio for row in some], color=HYBRID_MUON, alpha=0.3)
-        panel.plot([row.test_ratio for row in some], heights, "o", color=HYBRID_MUON, label="HybridMuon, nothing set")
-        hollow = {"color": HYBRID_MUON, "markerfacecolor": "none", "label": "HybridMuon, out of distribution"}
+        panel.plot(
+            [row.test_ratio for row in some],
+            heights,
+            "o",
+            color=HYBRID_MUON,
+            label="HybridMuon, nothing set",
+        )
+        hollow = {
+            "color": HYBRID_MUON,
+            "markerfacecolor": "none",
+            "label": "HybridMuon, out of distribution",
+        }
         panel.plot([row.out_ratio for row in some], heights, "D", **hollow)
         panel.set_yticks(heights, [f"{row.set}, {row.model}" for row in some], fontsize="small")
         panel.invert_yaxis()
@@ -53,9 +70,13 @@ def draw(rows: Sequence[Default], rivals: Sequence[Rival], path: Path) -> None:
         panel.set_xticks((0.25, 0.5, 1, 2, 4), ("0.25", "0.5", "1", "2", "4"))
         panel.minorticks_off()
     found = {
-        label: handle for panel in panels[0] for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+        label: handle
+        for panel in panels[0]
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=4, fontsize="small")
+    figure.legend(
+        found.values(), found.keys(), loc="outside lower center", ncols=4, fontsize="small"
+    )
     figure.savefig(path, dpi=120, metadata={"Software": None})
     plt.close(figure)
 
@@ -68,5 +89,11 @@ def _draw_rivals(panel: object, at: dict[tuple[str, str], int], rivals: Sequence
         inside = [rival for rival in some if rival.ratio <= LARGEST]
         beyond = [rival for rival in some if rival.ratio > LARGEST]
         style = {"color": color, "linestyle": "none", "markersize": 5, "alpha": 0.8}
-        panel.plot([r.ratio for r in inside], [at[r.set, r.model] for r in inside], "s", label=title, **style)
+        panel.plot(
+            [r.ratio for r in inside],
+            [at[r.set, r.model] for r in inside],
+            "s",
+            label=title,
+            **style,
+        )
         panel.plot([LARGEST] * len(beyond), [at[r.set, r.model] for r in beyond], ">", **style)

@@ -91,14 +91,18 @@ class Arenas:
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self._args = args
         self._device = device
-        self._stream = torch.cuda.Stream(device) if args.one_stream and device.type == "cuda" else None
+        self._stream = (
+            torch.cuda.Stream(device) if args.one_stream and device.type == "cuda" else None
+        )
         self._made: dict[tuple[str, str, int, int], Arena] = {}
 
     def of(self, key: Key) -> Arena:
         """Return the arena of a run."""
         case = (key.set, key.model, key.seed, key.steps)
         if case not in self._made:
-            self._made[case] = Arena(*case, folder_of(key.set, self._args), self._device, self._stream)
+            self._made[case] = Arena(
+                *case, folder_of(key.set, self._args), self._device, self._stream
+            )
         return self._made[case]
 
     def keep(self, keys: Iterable[Key]) -> None:
@@ -126,7 +130,9 @@ def train(
                 run.check()
                 run.measure()
         except Exception as error:  # a contestant that fails must not end the others
-            failed.append(result_of(run, f"step {step}: {type(error).__name__}: {error}".splitlines()[0]))
+            failed.append(
+                result_of(run, f"step {step}: {type(error).__name__}: {error}".splitlines()[0])
+            )
             return False
         return True
 
@@ -154,7 +160,11 @@ def result_of(run: Run, failed: str = "") -> Result:
 
 def here() -> dict[str, str]:
     """Return machine, torch's version and the date."""
-    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    machine = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else platform.processor() or platform.machine()
+    )
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return {"machine": machine, "torch": torch.__version__, "date": date}
 
@@ -239,8 +249,12 @@ def contestant_of(text: str) -> tuple[str, tuple[float, ...]]:
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("race-data"), help="holds the sets that make_*.py wrote")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, default=Path("race-data"), help="holds the sets that make_*.py wrote"
+    )
     parser.add_argument("--water", type=Path, help="DeePMD's water example, for the set dft_water")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(USUAL))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["se_e2_a"])
@@ -254,14 +268,26 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--best-of", type=Path, help="folder of results: run each contestant at its best rate there")
-    parser.add_argument("--factors", type=float, nargs="+", default=[1.0], help="multiples of the best rate")
+    parser.add_argument(
+        "--best-of", type=Path, help="folder of results: run each contestant at its best rate there"
+    )
+    parser.add_argument(
+        "--factors", type=float, nargs="+", default=[1.0], help="multiples of the best rate"
+    )
     parser.add_argument("--wave", type=int, default=8, help="runs that take steps in turn")
-    parser.add_argument("--one-stream", action="store_true", help="let no steps of a wave overlap on the GPU")
-    parser.add_argument("--shard", type=int, nargs=2, default=(0, 1), help="I N: every N-th wave from the I-th on")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start and continue no wave after these")
+    parser.add_argument(
+        "--one-stream", action="store_true", help="let no steps of a wave overlap on the GPU"
+    )
+    parser.add_argument(
+        "--shard", type=int, nargs=2, default=(0, 1), help="I N: every N-th wave from the I-th on"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start and continue no wave after these"
+    )
     parser.add_argument("--time", action="store_true", help="measure milliseconds a step instead")
-    parser.add_argument("--keep", type=Path, help="folder that gets the trained weights, for dynamics.py")
+    parser.add_argument(
+        "--keep", type=Path, help="folder that gets the trained weights, for dynamics.py"
+    )
     parser.add_argument("--results", type=Path, required=True, help="file that gets a line a run")
     args = parser.parse_args(given)
     if "dft_water" in args.sets and args.water is None:

@@ -27,7 +27,13 @@ from pictures import Rival, draw
 from results import Errors, Result, StepTime, last, pool, read
 
 MARKS = ("<!-- table of report.py begin -->", "<!-- table of report.py end -->")
-RIVALS = ("adam", "soap", "schedule_free", "torch_muon", "deepmd_kit_muon")  # beside HybridMuon and AdamW
+RIVALS = (
+    "adam",
+    "soap",
+    "schedule_free",
+    "torch_muon",
+    "deepmd_kit_muon",
+)  # beside HybridMuon and AdamW
 Row = dict[str, object]
 
 
@@ -64,7 +70,10 @@ def defaults(found: Sequence[Field]) -> Iterator[Default]:
         if BASELINE not in field.runs or own not in field.runs.get(name, {}):
             continue
         ours, (_, theirs) = field.runs[name][own], field.best(BASELINE)
-        pairs = [tuple(mean(map(measure, runs)) for runs in (ours, theirs)) for measure in (last, force("out"))]
+        pairs = [
+            tuple(mean(map(measure, runs)) for runs in (ours, theirs))
+            for measure in (last, force("out"))
+        ]
         yield Default(field.set, field.model, field.steps, *pairs)
 
 
@@ -74,7 +83,9 @@ def rivals(found: Sequence[Field], rows: Sequence[Default]) -> Iterator[Rival]:
     for field in found:
         for name in RIVALS:
             if name in field.runs and (field.set, field.model, field.steps) in drawn:
-                yield Rival(field.set, field.model, field.steps, TITLES[name], field.ratio(name, last))
+                yield Rival(
+                    field.set, field.model, field.steps, TITLES[name], field.ratio(name, last)
+                )
 
 
 def default_table(rows: Sequence[Default]) -> str:
@@ -90,8 +101,12 @@ def default_table(rows: Sequence[Default]) -> str:
             ours, theirs = map(number, row.test)
             ratios = (number(ratio, 2) for ratio in (row.test_ratio, row.out_ratio))
             lines.append([f"{steps:,}", row.model, row.set, ours, theirs, *ratios])
-        test, out = (median(getattr(row, name) for row in some) for name in ("test_ratio", "out_ratio"))
-        lines.append([f"{steps:,}", "all", f"median of {len(some)}", "", "", number(test, 2), number(out, 2)])
+        test, out = (
+            median(getattr(row, name) for row in some) for name in ("test_ratio", "out_ratio")
+        )
+        lines.append(
+            [f"{steps:,}", "all", f"median of {len(some)}", "", "", number(test, 2), number(out, 2)]
+        )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -149,16 +164,26 @@ def system_rows(found: Sequence[Field]) -> Iterator[Row]:
         if not {BASELINE, "hybrid_muon"} <= field.runs.keys():
             continue
         for part in ("test", "out"):
-            ours, theirs = (system_errors(field.best(name)[1], part) for name in ("hybrid_muon", BASELINE))
+            ours, theirs = (
+                system_errors(field.best(name)[1], part) for name in ("hybrid_muon", BASELINE)
+            )
             for system, error in ours.items():
-                row = {"part": part, "system": system, "hybrid_muon": error, "adamw": theirs[system]}
+                row = {
+                    "part": part,
+                    "system": system,
+                    "hybrid_muon": error,
+                    "adamw": theirs[system],
+                }
                 yield {**case_of(field), **row, "ratio": error / theirs[system]}
 
 
 def system_errors(runs: Iterable[Result], part: str) -> dict[str, float]:
     """Return the mean force error over seeds of each system of a part [eV/Å], without runs that failed."""
     parts = [getattr(result, part) for result in runs if not result.failed]
-    return {name: mean(errors[name]["force"] for errors in parts) for name in (parts[0] if parts else ())}
+    return {
+        name: mean(errors[name]["force"] for errors in parts)
+        for name in (parts[0] if parts else ())
+    }
 
 
 def as_csv(rows: Iterable[Row]) -> str:
@@ -186,7 +211,9 @@ def tables(found: Sequence[Field], times: Sequence[StepTime]) -> dict[str, str]:
 def with_table(page: str, table: str) -> str:
     """Return a page with a new table between the marks."""
     begin, end = map(re.escape, MARKS)
-    new, count = re.subn(f"{begin}.*{end}", lambda _: f"{MARKS[0]}\n\n{table}\n\n{MARKS[1]}", page, flags=re.DOTALL)
+    new, count = re.subn(
+        f"{begin}.*{end}", lambda _: f"{MARKS[0]}\n\n{table}\n\n{MARKS[1]}", page, flags=re.DOTALL
+    )
     if count != 1:
         raise ValueError(f"the page must have the marks {MARKS[0]!r} and {MARKS[1]!r} once")
     return new
@@ -194,7 +221,9 @@ def with_table(page: str, table: str) -> str:
 
 def main() -> None:
     """Write the table, the picture and the CSV files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--results", type=Path, required=True, help="folder of *.jsonl")
     parser.add_argument("--page", type=Path, help="gets the table; without it the table is printed")
     parser.add_argument("--picture", type=Path, help="file of the picture")

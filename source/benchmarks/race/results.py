@@ -109,7 +109,9 @@ def read(paths: Iterable[Path]) -> tuple[dict[Key, Result], list[StepTime]]:
                 times.append(StepTime(**content))
                 continue
             content["key"] = key = Key(**content["key"])
-            content["curve"] = [(step, _number(force), _number(energy)) for step, force, energy in content["curve"]]
+            content["curve"] = [
+                (step, _number(force), _number(energy)) for step, force, energy in content["curve"]
+            ]
             for part in ("test", "out", "train"):
                 content[part] = {
                     name: {short: _number(value) for short, value in errors.items()}
@@ -130,7 +132,10 @@ def best_rates(results: Iterable[Result]) -> dict[tuple[str, str, str], float]:
         budgets = found.setdefault((key.set, key.model, key.contestant), {})
         budgets.setdefault(key.steps, {}).setdefault(key.rate, []).append(last(result))
     shortest = {case: budgets[min(budgets)] for case, budgets in found.items()}
-    return {case: min(rates, key=lambda rate: sum(rates[rate]) / len(rates[rate])) for case, rates in shortest.items()}
+    return {
+        case: min(rates, key=lambda rate: sum(rates[rate]) / len(rates[rate]))
+        for case, rates in shortest.items()
+    }
 
 
 def last(result: Result) -> float:

@@ -21,15 +21,29 @@ ROWS = (*RULES, "hyperball", "rows", "adamw")
 
 def main() -> None:
     """Print the force errors of each rule on each set, mean over seeds, with the factor of the best rate."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("results", type=Path, nargs="+")
-    found: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    for line in (json.loads(line) for path in parser.parse_args().results for line in path.read_text().splitlines()):
+    found: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for line in (
+        json.loads(line)
+        for path in parser.parse_args().results
+        for line in path.read_text().splitlines()
+    ):
         rule, _, factor = line["setting"].partition("_x")
         if rule in ROWS and "test" in line:
-            errors = [pooled(one["force"] for one in line[part].values()) for part in ("test", "out")]
+            errors = [
+                pooled(one["force"] for one in line[part].values()) for part in ("test", "out")
+            ]
             model, steps = line.get("model", "se_e2_a"), line.get("steps", 3000)
-            what = [line["set"], *[model] * (model != "se_e2_a"), *[f"{steps:,} steps"] * (steps != 3000)]
+            what = [
+                line["set"],
+                *[model] * (model != "se_e2_a"),
+                *[f"{steps:,} steps"] * (steps != 3000),
+            ]
             found[", ".join(what), rule][factor or "1"].append((errors[0], errors[1]))
     sets = list(dict.fromkeys(name for name, _ in found))
     for part, title in enumerate(("test", "out of distribution")):
@@ -47,7 +61,9 @@ def main() -> None:
                     cells.append("–")  # the set has no such part
                     continue
                 low, high = min(errors[part]), max(errors[part])
-                cells.append(f"{statistics.fmean(errors[part]):.4f} ({low:.4f} – {high:.4f}), ×{factor}")
+                cells.append(
+                    f"{statistics.fmean(errors[part]):.4f} ({low:.4f} – {high:.4f}), ×{factor}"
+                )
             print(f"| {rule} | " + " | ".join(cells) + " |")
 
 

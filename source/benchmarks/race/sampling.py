@@ -63,7 +63,9 @@ class Trajectory:
     melt: float = 0.0
 
 
-def sample(plan: Trajectory, calculator: Calculator, time_step: float, rng: np.random.Generator) -> list[Atoms]:
+def sample(
+    plan: Trajectory, calculator: Calculator, time_step: float, rng: np.random.Generator
+) -> list[Atoms]:
     """Return the frames of a trajectory; the time step is in fs."""
     atoms = plan.atoms.copy()
     atoms.calc = calculator
@@ -81,12 +83,23 @@ def sample(plan: Trajectory, calculator: Calculator, time_step: float, rng: np.r
     return frames
 
 
-def _dynamics(atoms: Atoms, temperature: float, time_step: float, rng: np.random.Generator) -> Langevin:
+def _dynamics(
+    atoms: Atoms, temperature: float, time_step: float, rng: np.random.Generator
+) -> Langevin:
     friction = FRICTION / units.fs
-    return Langevin(atoms, time_step * units.fs, temperature_K=temperature, friction=friction, fixcm=False, rng=rng)
+    return Langevin(
+        atoms,
+        time_step * units.fs,
+        temperature_K=temperature,
+        friction=friction,
+        fixcm=False,
+        rng=rng,
+    )
 
 
-def labelled(frames: Sequence[Atoms], type_map: Sequence[str], calculator: Callable[[], Calculator]) -> LabelledSystem:
+def labelled(
+    frames: Sequence[Atoms], type_map: Sequence[str], calculator: Callable[[], Calculator]
+) -> LabelledSystem:
     """Return frames with float32 positions and labels from a new calculator each; virials where there is a cell."""
     periodic = bool(frames[0].pbc.all())
     coord, energy, force, virial = [], [], [], []
@@ -143,7 +156,12 @@ def make(
         Processes.
     """
     follow = partial(
-        _labelled_trajectory, type_map=type_map, mover=mover, labeller=labeller, time_step=time_step, seed=seed
+        _labelled_trajectory,
+        type_map=type_map,
+        mover=mover,
+        labeller=labeller,
+        time_step=time_step,
+        seed=seed,
     )
     systems: dict[str, list[LabelledSystem]] = {}
     # A thread each: a few dozen atoms give more threads nothing to do.
@@ -170,7 +188,9 @@ def _labelled_trajectory(
     return labelled(frames, type_map, labeller)
 
 
-def more_training(plans: Sequence[Trajectory], times: int, start: Callable[[Trajectory], Atoms]) -> list[Trajectory]:
+def more_training(
+    plans: Sequence[Trajectory], times: int, start: Callable[[Trajectory], Atoms]
+) -> list[Trajectory]:
     """Return so many further trajectories of every training condition, from the starts that `start` gives."""
     conditions = [plan for plan in plans if plan.part == "train"]
     return [replace(plan, atoms=start(plan)) for _ in range(times) for plan in conditions]
@@ -179,7 +199,10 @@ def more_training(plans: Sequence[Trajectory], times: int, start: Callable[[Traj
 def concatenated(systems: Sequence[LabelledSystem]) -> LabelledSystem:
     """Return the frames of systems of the same atoms as one system."""
     first = systems[0]
-    if any(other.type_map != first.type_map or not np.array_equal(other.atype, first.atype) for other in systems):
+    if any(
+        other.type_map != first.type_map or not np.array_equal(other.atype, first.atype)
+        for other in systems
+    ):
         raise ValueError("systems of different atoms cannot be one system")
     periodic = first.box is not None
     gathered = {
@@ -206,7 +229,9 @@ def read_system(folder: Path) -> list[Atoms]:
     if (folder / "nopbc").exists():
         return [Atoms(symbols, positions=positions) for positions in coord]
     boxes = np.load(folder / "set.000" / "box.npy").reshape(-1, 3, 3)
-    return [Atoms(symbols, positions=x, cell=box, pbc=True) for x, box in zip(coord, boxes, strict=True)]
+    return [
+        Atoms(symbols, positions=x, cell=box, pbc=True) for x, box in zip(coord, boxes, strict=True)
+    ]
 
 
 def save(path: Path, **arrays: np.ndarray | float) -> None:
@@ -221,7 +246,10 @@ def save(path: Path, **arrays: np.ndarray | float) -> None:
 def checksums(folder: Path) -> str:
     """Return the SHA-256 sums of a set's files, one line a file, as `sha256sum` writes them."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}\n" for path in files)
+    return "".join(
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}\n"
+        for path in files
+    )
 
 
 def write_checksums(folder: Path) -> str:
@@ -244,13 +272,19 @@ def write_checksums(folder: Path) -> str:
 def argument_parser(what: str) -> argparse.ArgumentParser:
     """Return the command line of a script that makes one set."""
     parser = argparse.ArgumentParser(description=what)
-    parser.add_argument("--out", type=Path, default=Path("race-data"), help="receives a folder for this set")
+    parser.add_argument(
+        "--out", type=Path, default=Path("race-data"), help="receives a folder for this set"
+    )
     return parser
 
 
 def size_parser(what: str, times: int) -> argparse.ArgumentParser:
     """Return the command line of a set that has a large variant."""
     parser = argument_parser(what)
-    parser.add_argument("--large", action="store_true", help=f"{times} times the training frames, as a set NAME_large")
+    parser.add_argument(
+        "--large",
+        action="store_true",
+        help=f"{times} times the training frames, as a set NAME_large",
+    )
     parser.add_argument("--workers", type=int, default=1, help="processes")
     return parser

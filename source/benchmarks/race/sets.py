@@ -46,7 +46,9 @@ SETS = {
     "molecules": DataSet(("H", "C", "N", "O"), 5.0, 4, cell=False),
     "alloys": DataSet(("Cu", "Ag", "Au"), 6.0, 2),
     "silicon": DataSet(("Si",), 5.0, 1),
-    "dft_water": DataSet(("O", "H"), 6.0, 1, parts={"train": ("data_0", "data_1", "data_2"), "test": ("data_3",)}),
+    "dft_water": DataSet(
+        ("O", "H"), 6.0, 1, parts={"train": ("data_0", "data_1", "data_2"), "test": ("data_3",)}
+    ),
     "salt": DataSet(("Na", "K", "Cl"), 6.0, 1),  # made last: no setting was chosen on it
 }
 USUAL = ("water", "molecules", "alloys", "silicon")  # raced where nothing is asked for
@@ -57,7 +59,10 @@ SETS["alloys_emt"] = SETS["alloys"]  # large, and drawn by the labelling method
 
 # Whose networks and loss a model takes, among the examples of this repository.
 MODELS = {"se_e2_a": "water_xtb", "dpa1": "dpa1_water", "dpa3": "dpa3_water", "tiny": "water_xtb"}
-FIXED = {"dpa1_sel120": "dpa1", "dpa3_sel120": "dpa3"}  # models with `sel` as inputs for large systems set it
+FIXED = {
+    "dpa1_sel120": "dpa1",
+    "dpa3_sel120": "dpa3",
+}  # models with `sel` as inputs for large systems set it
 MODELS |= {name: MODELS[plain] for name, plain in FIXED.items()}
 TINY: dict[str, dict[str, Any]] = {
     "descriptor": {"neuron": [4, 8], "axis_neuron": 2},
@@ -66,7 +71,9 @@ TINY: dict[str, dict[str, Any]] = {
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
-def input_of(name: str, model: str, systems: list[Path], *, seed: int, steps: int) -> dict[str, Any]:
+def input_of(
+    name: str, model: str, systems: list[Path], *, seed: int, steps: int
+) -> dict[str, Any]:
     """Return the input of a run without its optimizer and learning rate.
 
     Parameters
@@ -84,12 +91,20 @@ def input_of(name: str, model: str, systems: list[Path], *, seed: int, steps: in
     example = json.loads((EXAMPLES / MODELS[model] / "input.json").read_text())
     descriptor, fitting_net = (example["model"][part] for part in ("descriptor", "fitting_net"))
     if model == "tiny":
-        descriptor, fitting_net = {**descriptor, **TINY["descriptor"]}, {**fitting_net, **TINY["fitting_net"]}
+        descriptor, fitting_net = (
+            {**descriptor, **TINY["descriptor"]},
+            {**fitting_net, **TINY["fitting_net"]},
+        )
     if "repflow" in descriptor:
-        slots = {"e_sel": 120, "a_sel": 40} if model in FIXED else {"e_sel": "auto", "a_sel": "auto"}
+        slots = (
+            {"e_sel": 120, "a_sel": 40} if model in FIXED else {"e_sel": "auto", "a_sel": "auto"}
+        )
         repflow = {**descriptor["repflow"], "use_dynamic_sel": False, **slots}
         repflow.pop("sel_reduce_factor")
-        descriptor = {**descriptor, "repflow": {**repflow, "e_rcut": data.rcut, "e_rcut_smth": data.rcut - 0.6}}
+        descriptor = {
+            **descriptor,
+            "repflow": {**repflow, "e_rcut": data.rcut, "e_rcut_smth": data.rcut - 0.6},
+        }
     else:
         descriptor = {**descriptor, "sel": 120 if model in FIXED else "auto", "rcut": data.rcut}
     no_virial: dict[str, float] = {} if data.cell else {"start_pref_v": 0.0, "limit_pref_v": 0.0}

@@ -61,13 +61,20 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]
     found = copy.deepcopy(dict(base))
     for key, value in change.items():
         inner = found.get(key)
-        found[key] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
+        found[key] = (
+            merged(inner, value)
+            if isinstance(inner, dict) and isinstance(value, Mapping)
+            else value
+        )
     return found
 
 
 ADAMW = {"optimizer": {"type": "AdamW", "weight_decay": 0.01}}
 SLOW_END = {"learning_rate": {"stop_lr_ratio": 0.03}}
-SMALL = {"descriptor": {"neuron": [8, 16, 32], "axis_neuron": 4}, "fitting_net": {"neuron": [48, 48, 48]}}
+SMALL = {
+    "descriptor": {"neuron": [8, 16, 32], "axis_neuron": 4},
+    "fitting_net": {"neuron": [48, 48, 48]},
+}
 SETTINGS = {
     "default": Setting(averaged=True),
     "adamw": Setting(ADAMW, ADAMW_RATES),
@@ -100,7 +107,10 @@ FACTORS = (0.5, 2.0, 4.0, 8.0)
 SHORT = {"lr_adjust_coeff": 8.64, "adam_lr_ratio": 10.0}
 SETTINGS |= {
     f"{rule}_x{factor:g}": Setting(
-        merged(SETTINGS[rule].change, {"optimizer": {**SHORT, "lr_adjust_coeff": factor * SHORT["lr_adjust_coeff"]}})
+        merged(
+            SETTINGS[rule].change,
+            {"optimizer": {**SHORT, "lr_adjust_coeff": factor * SHORT["lr_adjust_coeff"]}},
+        )
     )
     for rule in RULES
     for factor in FACTORS

@@ -29,7 +29,9 @@ class SpectralCap(MatrixRule):
     inputs = ("weight",)
     cap: float = 6.0  # c
 
-    def constrain(self, updates: Sequence[Tensor], weights: Sequence[Tensor], lr: float | Tensor) -> Sequence[Tensor]:
+    def constrain(
+        self, updates: Sequence[Tensor], weights: Sequence[Tensor], lr: float | Tensor
+    ) -> Sequence[Tensor]:
         """Return the updates that lead to capped weights; without a division by lr, which may be 0."""
         return [self._capped(u, w, lr) for u, w in zip(updates, weights, strict=True)]
 

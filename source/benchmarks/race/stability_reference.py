@@ -40,16 +40,32 @@ def labeller(name: str) -> Calculator:
 
 def main() -> None:
     """Run the dynamics."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=RUNS, help="runs at each temperature")
-    parser.add_argument("--data", type=Path, required=True, help="holds the sets that make_*.py wrote")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="holds the sets that make_*.py wrote"
+    )
     parser.add_argument("--sets", nargs="+", choices=STEPS, default=["alloys", "molecules"])
-    parser.add_argument("--heat", type=float, nargs="+", default=[1.0, HOTTER], help="temperatures over the usual one")
+    parser.add_argument(
+        "--heat",
+        type=float,
+        nargs="+",
+        default=[1.0, HOTTER],
+        help="temperatures over the usual one",
+    )
     parser.add_argument("--steps", type=int, help=f"of a run; default: {STEPS}")
     args = parser.parse_args()
     for name in args.sets:
         condition = CONDITIONS[name]
-        known = shortest([f for path in sorted((args.data / name / "train").iterdir()) for f in read_system(path)])
+        known = shortest(
+            [
+                f
+                for path in sorted((args.data / name / "train").iterdir())
+                for f in read_system(path)
+            ]
+        )
         paths = sorted((args.data / name / condition.part).glob(condition.starts))
         starts = [frame for path in paths for frame in read_system(path)[: args.runs]]
         picosecond = round(1000.0 / condition.time_step)
@@ -63,12 +79,17 @@ def main() -> None:
                 atoms.set_momenta(momenta - momenta.mean(0))
                 atoms.set_momenta(atoms.get_momenta() * np.sqrt(kelvin / atoms.get_temperature()))
                 atoms.calc, contacts, least = labeller(name), Contacts(atoms), np.inf
-                run = VelocityVerlet(atoms, condition.time_step * units.fs).irun(args.steps or STEPS[name])
+                run = VelocityVerlet(atoms, condition.time_step * units.fs).irun(
+                    args.steps or STEPS[name]
+                )
                 reached = []
                 for step, _ in enumerate(run):
                     if step % 4 == 0:
                         found = contacts(atoms.positions[None]).items()
-                        least = min(least, *(float(d[0]) / known[pair] for pair, d in found if pair in known))
+                        least = min(
+                            least,
+                            *(float(d[0]) / known[pair] for pair, d in found if pair in known),
+                        )
                     if step and step % picosecond == 0:
                         reached.append(f"{least:.3f}")
                 print(f"{name} {kelvin:g} K, run {seed}: {' '.join(reached)}", flush=True)

@@ -121,11 +121,18 @@ def pooled(errors: Mapping[str, Mapping[str, float]]) -> float:
 
 
 def dynamics_of(
-    predictor: Predictor, name: str, folder: Path, coverage: Coverage, copies: tuple[int, int], picoseconds: float
+    predictor: Predictor,
+    name: str,
+    folder: Path,
+    coverage: Coverage,
+    copies: tuple[int, int],
+    picoseconds: float,
 ) -> dict[str, Any]:
     """Run copies at the condition's temperature, and others hotter, and return what became of them."""
     condition = CONDITIONS[name]
-    paths = sorted(path.parent for path in (folder / condition.part).glob(f"{condition.starts}/type.raw"))
+    paths = sorted(
+        path.parent for path in (folder / condition.part).glob(f"{condition.starts}/type.raw")
+    )
     frames = [
         Frames(frame.atype, frame.coord, frame.box)
         for system in opened(paths, predictor.type_map)
@@ -163,7 +170,9 @@ def listed(values: np.ndarray, digits: int) -> Any:
     return rounded.tolist()
 
 
-def check_of(predictor: Predictor, systems: Sequence[System], temperature: float, copies: int | None) -> dict[str, Any]:
+def check_of(
+    predictor: Predictor, systems: Sequence[System], temperature: float, copies: int | None
+) -> dict[str, Any]:
     """Return the verdict of `dp check` at a temperature [K], and what it is made of."""
     settings = CheckSettings(temperature=temperature, copies=copies)
     check = check_models(["model"], [predictor], systems, settings)
@@ -172,7 +181,11 @@ def check_of(predictor: Predictor, systems: Sequence[System], temperature: float
     held = np.isfinite(shortest)
     ratio = float((model.dynamics.reached[held] / shortest[held]).min())
     run = model.dynamics
-    given = {"temperature": temperature, "copies": run.copies, "time": run.steps * run.time_step / 1000.0}
+    given = {
+        "temperature": temperature,
+        "copies": run.copies,
+        "time": run.steps * run.time_step / 1000.0,
+    }
     return {**given, "ratio": round(ratio, 4), **_values(model)}
 
 
@@ -183,7 +196,14 @@ def _values(model: ModelCheck) -> dict[str, Any]:
         "items": {item.name: item.verdict.name for item in model.items},
         "reasons": {item.name: item.reason for item in model.items if item.verdict.value},
         "features": [
-            [curve.kind, *curve.pair, f.kind, f.verdict.name, round(f.distance, 2), round(f.barrier, 3)]
+            [
+                curve.kind,
+                *curve.pair,
+                f.kind,
+                f.verdict.name,
+                round(f.distance, 2),
+                round(f.barrier, 3),
+            ]
             for curve in model.curves
             for f in curve.features
             if np.isfinite([f.distance, f.barrier]).all()
@@ -198,16 +218,23 @@ def trained(job: tuple[str, str, int], args: argparse.Namespace, folder: Path) -
     """Train a potential by `dp train`, and return its checkpoint."""
     name, setting, seed = job
     chosen = SETTINGS[setting]
-    content = input_for(name, setting, args.data / name, seed=seed, steps=args.steps, model=args.model)
+    content = input_for(
+        name, setting, args.data / name, seed=seed, steps=args.steps, model=args.model
+    )
     if chosen.noise:
         data = content["training"]["training_data"]
-        data["systems"] = [noisy(Path(path), folder / "noisy", chosen.noise, seed) for path in data["systems"]]
+        data["systems"] = [
+            noisy(Path(path), folder / "noisy", chosen.noise, seed) for path in data["systems"]
+        ]
     with chdir(folder):
         if not chosen.last:
             return run_train(content, [])
         # The same course of the rate: it falls by a constant factor a step.
         part = 1 - chosen.part
-        change = {"training": {"numb_steps": round(part * args.steps)}, "learning_rate": {"stop_lr_ratio": STOP**part}}
+        change = {
+            "training": {"numb_steps": round(part * args.steps)},
+            "learning_rate": {"stop_lr_ratio": STOP**part},
+        }
         earlier = run_train(merged(content, change), [])
         return run_train(merged(content, chosen.last), ["--restart", str(earlier)])
 
@@ -240,7 +267,9 @@ def noisy(system: Path, folder: Path, deviation: float, seed: int) -> str:
     return str(target)
 
 
-def lines_of(job: tuple[str, str, int], args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+def lines_of(
+    job: tuple[str, str, int], args: argparse.Namespace, folder: Path
+) -> Iterator[dict[str, Any]]:
     """Yield the results of a run: one potential, or two where weights are averaged."""
     name, setting, seed = job
     begun = time.monotonic()
@@ -254,21 +283,33 @@ def lines_of(job: tuple[str, str, int], args: argparse.Namespace, folder: Path) 
         type_map = predictor.type_map
         training = opened(SETS[name].systems(data, "train"), type_map)
         parts: tuple[Part, ...] = ("test", "out")
-        line: dict[str, Any] = {"set": name, "setting": label, "seed": seed, "steps": args.steps, "model": args.model}
-        line |= {part: errors_of(predictor, opened(SETS[name].systems(data, part), type_map)) for part in parts}
+        line: dict[str, Any] = {
+            "set": name,
+            "setting": label,
+            "seed": seed,
+            "steps": args.steps,
+            "model": args.model,
+        }
+        line |= {
+            part: errors_of(predictor, opened(SETS[name].systems(data, part), type_map))
+            for part in parts
+        }
         line["changed"] = flatness_of(predictor, opened(SETS[name].systems(data, "test"), type_map))
         times = {"train": seconds, "errors": time.monotonic() - begun}
         if args.picoseconds:
             begun = time.monotonic()
             coverage = coverage_of(training, type_map, float(predictor.model.rcut))
             long = dict(args.picoseconds)[name]
-            line["dynamics"] = dynamics_of(predictor, name, data, coverage, tuple(args.copies), long)
+            line["dynamics"] = dynamics_of(
+                predictor, name, data, coverage, tuple(args.copies), long
+            )
             times["dynamics"] = time.monotonic() - begun
         if seed <= args.check_seeds:
             begun = time.monotonic()
             heats = {str(heat): heat * CONDITIONS[name].temperature for heat in args.check_heat}
             line["check"] = {
-                heat: check_of(predictor, training, kelvin, args.check_copies) for heat, kelvin in heats.items()
+                heat: check_of(predictor, training, kelvin, args.check_copies)
+                for heat, kelvin in heats.items()
             }
             times["check"] = time.monotonic() - begun
         line["seconds"] = {key: round(value, 2) for key, value in times.items()}
@@ -287,7 +328,13 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
         file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
-def work(number: int, jobs: list[tuple[str, str, int]], taken: Any, args: argparse.Namespace, until: float) -> None:
+def work(
+    number: int,
+    jobs: list[tuple[str, str, int]],
+    taken: Any,
+    args: argparse.Namespace,
+    until: float,
+) -> None:
     """Train one potential after another until none is left or the time is over; `taken` counts those begun."""
     out = os.open(args.logs / _LOG.format(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
@@ -309,7 +356,13 @@ def work(number: int, jobs: list[tuple[str, str, int]], taken: Any, args: argpar
         except Exception as error:  # one that fails must not end the others
             traceback.print_exc()
             said = (args.logs / _LOG.format(number)).read_text()[-1000:]
-            failed = {"set": job[0], "setting": job[1], "seed": job[2], "failed": repr(error)[:300], "log": said}
+            failed = {
+                "set": job[0],
+                "setting": job[1],
+                "seed": job[2],
+                "failed": repr(error)[:300],
+                "log": said,
+            }
             append(args.results, failed)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -323,7 +376,9 @@ def wanted(args: argparse.Namespace) -> list[tuple[str, str, int]]:
     lines = map(json.loads, args.results.read_text().splitlines()) if args.results.exists() else ()
     given = {"model": args.model, "steps": args.steps}  # lines of runs that failed may lack them
     done = {
-        (line["set"], line["setting"], line["seed"]) for line in lines if {**given, **line}.items() >= given.items()
+        (line["set"], line["setting"], line["seed"])
+        for line in lines
+        if {**given, **line}.items() >= given.items()
     }
     found = [
         (name, setting, seed)
@@ -342,8 +397,12 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         name, _, value = text.partition("=")
         return name, float(value)
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="holds the sets that make_*.py wrote")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="holds the sets that make_*.py wrote"
+    )
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(USUAL))
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
@@ -354,20 +413,43 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=30000)
     parser.add_argument("--model", default="se_e2_a")
-    parser.add_argument("--copies", type=int, nargs=2, default=[16, 4], help="runs of a potential, and hotter ones")
-    parser.add_argument("--picoseconds", type=length, nargs="*", default=[], metavar="SET=PS", help="none: no dynamics")
-    parser.add_argument("--check-seeds", type=int, default=0, help="check potentials of seeds up to this one")
+    parser.add_argument(
+        "--copies", type=int, nargs=2, default=[16, 4], help="runs of a potential, and hotter ones"
+    )
+    parser.add_argument(
+        "--picoseconds",
+        type=length,
+        nargs="*",
+        default=[],
+        metavar="SET=PS",
+        help="none: no dynamics",
+    )
+    parser.add_argument(
+        "--check-seeds", type=int, default=0, help="check potentials of seeds up to this one"
+    )
     parser.add_argument("--check-copies", type=int, help="default: as many as dp check takes")
     parser.add_argument(
-        "--check-heat", type=float, nargs="+", default=[HOTTER], help="temperature over that of the dynamics"
+        "--check-heat",
+        type=float,
+        nargs="+",
+        default=[HOTTER],
+        help="temperature over that of the dynamics",
     )
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run that would end later")
-    parser.add_argument("--grace", type=float, default=30.0, help="seconds after which workers are ended")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="begin no run that would end later"
+    )
+    parser.add_argument(
+        "--grace", type=float, default=30.0, help="seconds after which workers are ended"
+    )
     parser.add_argument("--keep", type=Path, help="folder that gets weights")
-    parser.add_argument("--keep-seeds", type=int, default=1, help="keep those of seeds up to this one")
+    parser.add_argument(
+        "--keep-seeds", type=int, default=1, help="keep those of seeds up to this one"
+    )
     parser.add_argument("--logs", type=Path, default=Path("."), help="folder of the workers' logs")
-    parser.add_argument("--results", type=Path, required=True, help="file that gets a line a potential")
+    parser.add_argument(
+        "--results", type=Path, required=True, help="file that gets a line a potential"
+    )
     args = parser.parse_args(given)
     for key in ("data", "results", "logs", "keep"):  # workers change their folder
         setattr(args, key, getattr(args, key) and getattr(args, key).resolve())

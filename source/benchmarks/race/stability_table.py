@@ -91,7 +91,9 @@ class Potential:
     @classmethod
     def of(cls, line: dict[str, Any]) -> Potential:
         """Read a line."""
-        test, out = (pooled(one["force"] for one in line[part].values()) for part in ("test", "out"))
+        test, out = (
+            pooled(one["force"] for one in line[part].values()) for part in ("test", "out")
+        )
         run = line["dynamics"]
         count, end = run["copies"][0], run["picoseconds"]
         column = run["ratios"].index(CLOSER)
@@ -100,7 +102,10 @@ class Potential:
         hot = hottest(run)
         passed = [times[column] for times in run["passed"][:count]]
         ended = [end if when is None else when for when in blown]
-        left = [until if when is None else min(when, until) for when, until in zip(passed, ended, strict=True)]
+        left = [
+            until if when is None else min(when, until)
+            for when, until in zip(passed, ended, strict=True)
+        ]
         return cls(
             model=line["model"],
             set=line["set"],
@@ -180,7 +185,9 @@ def shown(value: tuple[float, float], digits: int = 4) -> str:
     return f"{value[0]:.{digits}f}" + ("" if math.isnan(value[1]) else f" ± {value[1]:.{digits}f}")
 
 
-def grouped(potentials: Iterable[Potential], key: Callable[[Potential], Any]) -> dict[Any, list[Potential]]:
+def grouped(
+    potentials: Iterable[Potential], key: Callable[[Potential], Any]
+) -> dict[Any, list[Potential]]:
     """Group potentials in the order they come."""
     found: dict[Any, list[Potential]] = defaultdict(list)
     for potential in potentials:
@@ -246,10 +253,23 @@ def settings_table(potentials: Sequence[Potential]) -> list[str]:
         "|" + "---|" * 12,
     ]
     for r in settings_rows(potentials):
-        cells = [r.model, r.set, f"{r.steps:,}", r.setting, str(r.seeds), shown((r.test, r.test_error))]
-        cells += [shown((r.out_of_distribution, r.out_of_distribution_error)), shown((r.flatness, r.flatness_error), 2)]
+        cells = [
+            r.model,
+            r.set,
+            f"{r.steps:,}",
+            r.setting,
+            str(r.seeds),
+            shown((r.test, r.test_error)),
+        ]
+        cells += [
+            shown((r.out_of_distribution, r.out_of_distribution_error)),
+            shown((r.flatness, r.flatness_error), 2),
+        ]
         cells += [f"{r.runs_blown_up} of {r.runs}", str(r.potentials_blown_up)]
-        cells += [shown((r.blow_ups_per_ps, r.blow_ups_error), 3), shown((r.departures_per_ps, r.departures_error), 3)]
+        cells += [
+            shown((r.blow_ups_per_ps, r.blow_ups_error), 3),
+            shown((r.departures_per_ps, r.departures_error), 3),
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -257,10 +277,14 @@ def settings_table(potentials: Sequence[Potential]) -> list[str]:
 def write_csv(path: Path, rows: Sequence[Potential] | Sequence[SettingRow]) -> None:
     """Write a line for each row."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(rows[0])], lineterminator="\n")
+        writer = csv.DictWriter(
+            file, [field.name for field in fields(rows[0])], lineterminator="\n"
+        )
         writer.writeheader()
         for row in rows:
-            writer.writerow({key: f"{v:.6g}" if isinstance(v, float) else v for key, v in vars(row).items()})
+            writer.writerow(
+                {key: f"{v:.6g}" if isinstance(v, float) else v for key, v in vars(row).items()}
+            )
 
 
 def verdict_table(potentials: Sequence[Potential]) -> list[str]:
@@ -270,27 +294,42 @@ def verdict_table(potentials: Sequence[Potential]) -> list[str]:
     of_sets = grouped(checked, lambda p: f"{p.model}, {p.set}, {p.steps:,} steps")
     of_checks = grouped(
         checked,
-        lambda p: f"check of {p.check_copies} copies, {p.check_time:g} ps; {p.hot_runs} hotter runs, {p.steps:,} steps",
+        lambda p: (
+            f"check of {p.check_copies} copies, {p.check_time:g} ps; {p.hot_runs} hotter runs, {p.steps:,} steps"
+        ),
     )
     for what, some in [*of_sets.items(), *of_checks.items(), ("all", checked)]:
         for outcome, chosen in sorted(grouped(some, lambda p: p.outcome).items()):
             counts = [sum(p.verdict == verdict.name for p in chosen) for verdict in Verdict]
-            lines.append(f"| {what} | {outcome} | {len(chosen)} | " + " | ".join(map(str, counts)) + " |")
+            lines.append(
+                f"| {what} | {outcome} | {len(chosen)} | " + " | ".join(map(str, counts)) + " |"
+            )
     return lines
 
 
 def limit_table(potentials: Sequence[Potential]) -> list[str]:
     """Return what other limits would do: the potentials with a blow-up that they find, and the others that pass."""
     checked = [p for p in potentials if p.verdict is not None]
-    lines = ["| check fails a potential where | of those that blew up | passes of the others |", "|---|---|---|"]
-    limits: dict[str, Callable[[Potential], bool]] = {"dp check": lambda p: p.verdict == Verdict.fails.name}
+    lines = [
+        "| check fails a potential where | of those that blew up | passes of the others |",
+        "|---|---|---|",
+    ]
+    limits: dict[str, Callable[[Potential], bool]] = {
+        "dp check": lambda p: p.verdict == Verdict.fails.name
+    }
     for least in (WRONG, 0.6, 0.4, 0.2):
         limits[f"a pair comes closer than {least:g}"] = lambda p, least=least: p.check_least < least
     for blown in (1, 2, 8):
-        limits[f"at least {blown} of its copies blow up"] = lambda p, blown=blown: p.check_blown >= blown
+        limits[f"at least {blown} of its copies blow up"] = lambda p, blown=blown: (
+            p.check_blown >= blown
+        )
     for what, fails in limits.items():
-        bad, others = ([fails(p) for p in checked if (p.blown > 0) is wanted] for wanted in (True, False))
-        lines.append(f"| {what} | {sum(bad)} of {len(bad)} | {len(others) - sum(others)} of {len(others)} |")
+        bad, others = (
+            [fails(p) for p in checked if (p.blown > 0) is wanted] for wanted in (True, False)
+        )
+        lines.append(
+            f"| {what} | {sum(bad)} of {len(bad)} | {len(others) - sum(others)} of {len(others)} |"
+        )
     return lines
 
 
@@ -301,7 +340,11 @@ def heat_table(lines: Iterable[dict[str, Any]]) -> list[str]:
     that do not fail, and that do not blow up in the check.
     """
     found = ["| temperature | fails | blows up | passes | does not blow up |", "|" + "---|" * 5]
-    several = [(Potential.of(line).blown > 0, line["check"]) for line in lines if len(line.get("check") or ()) > 1]
+    several = [
+        (Potential.of(line).blown > 0, line["check"])
+        for line in lines
+        if len(line.get("check") or ()) > 1
+    ]
     for heat in sorted({heat for _, checks in several for heat in checks}, key=float):
         results = [
             (bad, verdict_of(checks[heat], math.inf) == Verdict.fails, bool(checks[heat]["blown"]))
@@ -310,7 +353,9 @@ def heat_table(lines: Iterable[dict[str, Any]]) -> list[str]:
         ]
         cells = [heat]
         for wanted in (True, False):
-            some = [(fails is wanted, blows is wanted) for bad, fails, blows in results if bad is wanted]
+            some = [
+                (fails is wanted, blows is wanted) for bad, fails, blows in results if bad is wanted
+            ]
             cells += [f"{sum(column)} of {len(some)}" for column in zip(*some, strict=True)]
         found.append("| " + " | ".join(cells) + " |")
     return found
@@ -332,7 +377,9 @@ def potentials_of(lines: Iterable[dict[str, Any]]) -> list[Potential]:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--csv", type=Path, help="file that gets a line a potential")
     parser.add_argument("--settings", type=Path, help="file that gets a line a setting")

@@ -32,8 +32,14 @@ EIGHTH = ((0.8, 4.38, 13.9), (4.38, 24.0, 73.0), (13.9, 73.0, 241.5))  # D [1e-9
 
 def _tables() -> Tensor:
     """Return product of charges, size [eV] and length [Å] of the repulsion, C [eV·Å⁶] and D [eV·Å⁸] of each pair."""
-    charge, radius, softness = (torch.tensor(values, dtype=torch.float64) for values in (CHARGES, RADII, SOFTNESS))
-    size = STRENGTH * torch.tensor(FACTORS, dtype=torch.float64) * ((radius[:, None] + radius) / softness).exp()
+    charge, radius, softness = (
+        torch.tensor(values, dtype=torch.float64) for values in (CHARGES, RADII, SOFTNESS)
+    )
+    size = (
+        STRENGTH
+        * torch.tensor(FACTORS, dtype=torch.float64)
+        * ((radius[:, None] + radius) / softness).exp()
+    )
     sixth = torch.tensor(SIXTH, dtype=torch.float64) * 1e-79 * units.J * units.m**6
     eighth = torch.tensor(EIGHTH, dtype=torch.float64) * 1e-99 * units.J * units.m**8
     return torch.stack([charge[:, None] * charge, size, softness, sixth, eighth])
@@ -57,7 +63,10 @@ def pair_energy(r: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
     repulsion = size * torch.exp(-r / softness)
     energy = COULOMB * charge * damped + repulsion - sixth / r**6 - eighth / r**8
     slope = damped / r + 2 * DAMPING / math.sqrt(math.pi) * torch.exp(-((DAMPING * r) ** 2)) / r
-    return energy, -COULOMB * charge * slope - repulsion / softness + 6 * sixth / r**7 + 8 * eighth / r**9
+    return (
+        energy,
+        -COULOMB * charge * slope - repulsion / softness + 6 * sixth / r**7 + 8 * eighth / r**9,
+    )
 
 
 class TosiFumi(AutogradCalculator):

@@ -75,7 +75,12 @@ class WatchedRun:
     """
 
     def __init__(
-        self, model: EnergyModel, systems: Systems, shortest: np.ndarray, temperature: Tensor, time_step: float
+        self,
+        model: EnergyModel,
+        systems: Systems,
+        shortest: np.ndarray,
+        temperature: Tensor,
+        time_step: float,
     ) -> None:
         device = systems.coord.device
         self._model, self._time_step, self._device = model, time_step, device
@@ -98,7 +103,9 @@ class WatchedRun:
         self._counts = tuple(torch.bincount(self._kind, minlength=model.ntypes).tolist())
         self._filled = np.repeat(np.array(widths)[:, None], len(order), axis=1)
         # A pair that the frames do not hold is never too close.
-        self._shortest = torch.tensor(np.where(np.isfinite(shortest), shortest, 1e-9), device=device)
+        self._shortest = torch.tensor(
+            np.where(np.isfinite(shortest), shortest, 1e-9), device=device
+        )
         bounds = np.array([min(most, sum(widths)) for _, most in request.inner], dtype=np.int64)
         self._inner = np.repeat(bounds[:, None], len(order), axis=1)
         limit = HOT * (1.0 + 2.0 / (3.0 * self._natoms.double()).sqrt())
@@ -129,9 +136,15 @@ class WatchedRun:
 
     def _evaluate(self) -> None:
         atoms = Atoms(
-            self._coord.reshape(-1, 3), self._atype.reshape(-1), self._natoms, self._coord.shape[1], self._cells
+            self._coord.reshape(-1, 3),
+            self._atype.reshape(-1),
+            self._natoms,
+            self._coord.shape[1],
+            self._cells,
         )
-        neighbor, shift = self._neighbors = find_neighbors(atoms, self._order, self._frame, self._sections)
+        neighbor, shift = self._neighbors = find_neighbors(
+            atoms, self._order, self._frame, self._sections
+        )
         structures = Structures(
             coord=self._coord,
             atype=self._atype,
@@ -167,14 +180,24 @@ class WatchedRun:
         neighbor, shift = self._neighbors
         near = neighbor[:, self._columns]
         place = near.clamp(min=0)
-        flat, pair = self._coord.reshape(-1, 3), (self._kind[:, None], self._atype.reshape(-1)[place])
+        flat, pair = (
+            self._coord.reshape(-1, 3),
+            (self._kind[:, None], self._atype.reshape(-1)[place]),
+        )
         vector = flat[place] - flat[self._order][:, None]
         if shift is not None and self._box is not None:
-            vector = vector + torch.einsum("aki,aix->akx", shift[:, self._columns].double(), self._box[self._frame])
+            vector = vector + torch.einsum(
+                "aki,aix->akx", shift[:, self._columns].double(), self._box[self._frame]
+            )
         ratio = vector.square().sum(-1).sqrt() / self._shortest[pair]
         ratio = torch.where((near >= 0) & ratio.isfinite(), ratio, math.inf)
         rows = (self._frame[:, None] * self._ntypes + pair[0]) * self._ntypes + pair[1]
-        kelvin = self._mass.mul(self._velocity.square()).sum((1, 2)) / ACCELERATION / BOLTZMANN / self._degrees
+        kelvin = (
+            self._mass.mul(self._velocity.square()).sum((1, 2))
+            / ACCELERATION
+            / BOLTZMANN
+            / self._degrees
+        )
         gone = self._fast | ~(kelvin <= self._limit) | ~self._energy.isfinite()
         self._blown.copy_(torch.where(gone & self._blown.isinf(), self._time, self._blown))
         alive = self._blown.isinf()
@@ -200,7 +223,12 @@ class WatchedRun:
     def run(self, picoseconds: float, times: tuple[float, ...] = ()) -> Watched:
         """Follow the copies, and look at them at some times [ps]; the end is always one."""
         rounds = max(1, round(1e3 * picoseconds / self._time_step / WATCH))
-        stops = sorted({min(rounds, max(1, round(1e3 * t / self._time_step / WATCH))) for t in (*times, picoseconds)})
+        stops = sorted(
+            {
+                min(rounds, max(1, round(1e3 * t / self._time_step / WATCH)))
+                for t in (*times, picoseconds)
+            }
+        )
         advance = self._recorded() if self._device.type == "cuda" else self._round
         done, least, energy = 0, [], []
         for stop in stops:
@@ -240,5 +268,7 @@ class WatchedRun:
 def copies_of(systems: Systems, temperature: Tensor, seed: int) -> Systems:
     """Return the copies with velocities of exactly these temperatures `(ncopies,)` [K]."""
     heated = systems.heated(temperature, torch.Generator().manual_seed(seed))
-    scale = (temperature.to(heated.coord.device) / heated.temperature.clamp(min=1e-9)).sqrt()[:, None, None]
+    scale = (temperature.to(heated.coord.device) / heated.temperature.clamp(min=1e-9)).sqrt()[
+        :, None, None
+    ]
     return replace(heated, velocity=heated.velocity * scale)

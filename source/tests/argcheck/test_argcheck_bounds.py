@@ -7,9 +7,15 @@ import pytest
 
 from deepmd_muon.argcheck import InputError, load
 
-LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 25))
-MAPS = "a0: &a0 {x: 1}\n" + "".join(f"a{k}: &a{k} {{p: *a{k - 1}, q: *a{k - 1}}}\n" for k in range(1, 40))
-MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{k}: &a{k} {{<<: [*a{k - 1}, *a{k - 1}]}}\n" for k in range(1, 26))
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(
+    f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 25)
+)
+MAPS = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{k}: &a{k} {{p: *a{k - 1}, q: *a{k - 1}}}\n" for k in range(1, 40)
+)
+MERGES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{k}: &a{k} {{<<: [*a{k - 1}, *a{k - 1}]}}\n" for k in range(1, 26)
+)
 
 
 @pytest.mark.parametrize(

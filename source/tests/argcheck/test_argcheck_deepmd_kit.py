@@ -26,28 +26,49 @@ print("ANSWER" + json.dumps(answers))
 
 def as_deepmd_kit(inputs):
     """Return deepmd-kit's normalised forms of some inputs."""
-    return json.loads(python("-c", SCRIPT, given=json.dumps(inputs)).split("ANSWER")[1].splitlines()[0])
+    return json.loads(
+        python("-c", SCRIPT, given=json.dumps(inputs)).split("ANSWER")[1].splitlines()[0]
+    )
 
 
 def test_both_ways(water):
     plain = json.loads(json.dumps(water))
     changed = json.loads(json.dumps(water))
-    changed["model"]["descriptor"].update(sel="auto:1.2", exclude_types=[[0, 1]], precision="float32")
+    changed["model"]["descriptor"].update(
+        sel="auto:1.2", exclude_types=[[0, 1]], precision="float32"
+    )
     changed["model"]["fitting_net"].update(atom_ener=[None, 1.5], rcond=1e-3, trainable=False)
-    changed["loss"].update(start_pref_v=1, limit_pref_v=1, use_huber=True, huber_delta=[0.1, 0.2, 0.3])
-    changed["learning_rate"] = {"type": "wsd", "start_lr": 1e-3, "stop_lr_ratio": 0.01, "warmup_ratio": 0.1}
+    changed["loss"].update(
+        start_pref_v=1, limit_pref_v=1, use_huber=True, huber_delta=[0.1, 0.2, 0.3]
+    )
+    changed["learning_rate"] = {
+        "type": "wsd",
+        "start_lr": 1e-3,
+        "stop_lr_ratio": 0.01,
+        "warmup_ratio": 0.1,
+    }
     inputs = [plain, changed]
     ours = [normalize(data).normalized for data in inputs]
     # Our model section inside their input, and their input as it is.
-    theirs = as_deepmd_kit([{**data, "model": own["model"]} for data, own in zip(inputs, ours, strict=True)] + inputs)
+    theirs = as_deepmd_kit(
+        [{**data, "model": own["model"]} for data, own in zip(inputs, ours, strict=True)] + inputs
+    )
 
     for own, answer, their in zip(ours, theirs[:2], theirs[2:], strict=True):
         assert isinstance(answer, dict), answer
-        assert {key: answer["model"][key] for key in own["model"] if key not in ("descriptor", "fitting_net")} == {
-            key: value for key, value in own["model"].items() if key not in ("descriptor", "fitting_net")
+        assert {
+            key: answer["model"][key]
+            for key in own["model"]
+            if key not in ("descriptor", "fitting_net")
+        } == {
+            key: value
+            for key, value in own["model"].items()
+            if key not in ("descriptor", "fitting_net")
         }
         for section in ("descriptor", "fitting_net"):
-            assert {key: answer["model"][section][key] for key in own["model"][section]} == own["model"][section]
+            assert {key: answer["model"][section][key] for key in own["model"][section]} == own[
+                "model"
+            ][section]
         # What deepmd-kit fills in is what we fill in.
         checked = normalize(their)
         assert checked.notices == ()
@@ -66,10 +87,15 @@ def test_defaults_are_theirs():
     always = {"training/training_data/systems": (["a"], "a")}
     # 0.18 suits deepmd-kit's arithmetic, which this package uses on request (doc/learning-rate.md).
     precise = {"optimizer/lr_adjust_coeff": (8.64, 0.18)}
-    inputs = [{**least, "optimizer": {"type": kind}} for kind in ("Adam", "AdamW", "HybridMuon", "HybridMuon")]
+    inputs = [
+        {**least, "optimizer": {"type": kind}}
+        for kind in ("Adam", "AdamW", "HybridMuon", "HybridMuon")
+    ]
     further = [{}, {}, {}, {"deepmd_kit_arithmetic": True}]
     expected = [always, always, always | precise, always]
-    for data, own, theirs, different in zip(inputs, further, as_deepmd_kit(inputs), expected, strict=True):
+    for data, own, theirs, different in zip(
+        inputs, further, as_deepmd_kit(inputs), expected, strict=True
+    ):
         ours = normalize({**data, "optimizer": {**data["optimizer"], **own}}).normalized
         assert dict(compare(ours, theirs, ())) == different
 

@@ -99,7 +99,9 @@ def test_the_json_schema_accepts_what_the_check_accepts(validator, water):
         ("training", "training_data", {}),
     ],
 )
-def test_the_json_schema_refuses_what_the_check_refuses(validator, water, problems, section, key, value):
+def test_the_json_schema_refuses_what_the_check_refuses(
+    validator, water, problems, section, key, value
+):
     water["optimizer"] = {"type": "HybridMuon", "momentum": 0.9}
     water[section][key] = value
     assert problems(water)

@@ -49,7 +49,12 @@ def test_several_are_told_once_each(water):
     water["optimizer"] = {"type": "LKF"}
     error = elsewhere(water)
     assert error.elsewhere.split(" and ") == [
-        *("the descriptor 'dpa2'", "the fitting net 'dos'", "the optimizer 'LKF'", "the loss 'tensor'"),
+        *(
+            "the descriptor 'dpa2'",
+            "the fitting net 'dos'",
+            "the optimizer 'LKF'",
+            "the loss 'tensor'",
+        ),
     ]
     assert [problem.path for problem in error.problems][:2] == [
         "model/shared_dict/all/type",
@@ -69,7 +74,10 @@ def test_a_mistake_beside_such_a_key_is_a_mistake(water):
     with pytest.raises(InputError) as caught:
         normalize(water)
     assert not isinstance(caught.value, DeepmdKitOnlyError)
-    assert {problem.path for problem in caught.value.problems} == {"training/acc_freq", "training/zero_stage"}
+    assert {problem.path for problem in caught.value.problems} == {
+        "training/acc_freq",
+        "training/zero_stage",
+    }
 
 
 def test_an_unknown_name_is_a_mistake(water):
@@ -96,7 +104,9 @@ print(json.dumps({
     (line,) = [line for line in python("-c", code).splitlines() if line.startswith("{")]
     theirs = json.loads(line)
     theirs["model"].remove("standard")
-    assert {path: set(names) for path, names in TYPES.items()} == {path: set(names) for path, names in theirs.items()}
+    assert {path: set(names) for path, names in TYPES.items()} == {
+        path: set(names) for path, names in theirs.items()
+    }
 
 
 def _inputs():
@@ -104,7 +114,10 @@ def _inputs():
     found = []
     for path in sorted(Path(os.environ.get("DEEPMD_KIT_EXAMPLES", "")).rglob("*.json")):
         content = json.loads(path.read_text())
-        nameless = path.name in ("input_aparam.json", "input_v2_compat.json")  # as their data: trained nowhere
+        nameless = path.name in (
+            "input_aparam.json",
+            "input_v2_compat.json",
+        )  # as their data: trained nowhere
         if isinstance(content, dict) and "training" in content and not nameless:
             found.append(path)
     return found
@@ -112,18 +125,28 @@ def _inputs():
 
 @pytest.mark.deepmd_kit
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif("DEEPMD_KIT_EXAMPLES" not in os.environ, reason="DEEPMD_KIT_EXAMPLES names no examples")
+@pytest.mark.skipif(
+    "DEEPMD_KIT_EXAMPLES" not in os.environ, reason="DEEPMD_KIT_EXAMPLES names no examples"
+)
 def test_every_example_of_deepmd_kit_trains_here_or_is_handed_over(tmp_path, monkeypatch, capsys):
     from deepmd_muon.cli import main as cli
 
     handed_over = []
-    monkeypatch.setattr(cli, "hand_over", lambda what, words, advice="": handed_over.append((what, words)) or 0)
+    monkeypatch.setattr(
+        cli, "hand_over", lambda what, words, advice="": handed_over.append((what, words)) or 0
+    )
     trained = 0
     for path in (inputs := _inputs()):
         content = json.loads(path.read_text())
         left_out = ("stat_file", "stop_batch")
-        training = {key: x for key, x in content["training"].items() if "epoch" not in key and key not in left_out}
-        training.update(numb_steps=1, save_ckpt=str(tmp_path / "model"), disp_file=str(tmp_path / "lcurve"))
+        training = {
+            key: x
+            for key, x in content["training"].items()
+            if "epoch" not in key and key not in left_out
+        }
+        training.update(
+            numb_steps=1, save_ckpt=str(tmp_path / "model"), disp_file=str(tmp_path / "lcurve")
+        )
         content["training"] = training
         changed = tmp_path / "input.json"
         changed.write_text(json.dumps(content))

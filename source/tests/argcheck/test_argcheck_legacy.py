@@ -82,19 +82,25 @@ def test_hybrid_muon(water, where, keys, expected, translations):
     for translation in translations:
         assert sum(notice.startswith(f"{where}/{translation}") for notice in checked.notices) == 1
     silent = {key: value for key, value in FIRST.items() if key not in keys}
-    filled = [notice for notice in checked.notices if "takes the defaults of their version" in notice]
+    filled = [
+        notice for notice in checked.notices if "takes the defaults of their version" in notice
+    ]
     assert len(filled) == bool(silent)
     for key in silent:
         assert f"{key}: {json.dumps(FIRST[key])}" in filled[0]
 
 
-@pytest.mark.parametrize("keys", [{}, {"lr_adjust_coeff": 0.3}, {"lr_adjust": 0.0, "muon_momentum": 0.9}])
+@pytest.mark.parametrize(
+    "keys", [{}, {"lr_adjust_coeff": 0.3}, {"lr_adjust": 0.0, "muon_momentum": 0.9}]
+)
 def test_the_optimizer_of_an_input_in_training_alone_is_the_first_version(water, keys):
     checked = normalize(with_optimizer(water, "training", keys))
     given = {key.replace("muon_momentum", "momentum"): value for key, value in keys.items()}
     assert checked.settings.optimizer == HybridMuonConfig(**{**FIRST, "muon_mode": "2d", **given})
     assert checked.scales is None
-    (filled,) = [notice for notice in checked.notices if "takes the defaults of their version" in notice]
+    (filled,) = [
+        notice for notice in checked.notices if "takes the defaults of their version" in notice
+    ]
     assert "training/opt_type" in filled
     for key in FIRST.keys() - given.keys():
         assert f"{key}: {json.dumps(FIRST[key])}" in filled
@@ -107,7 +113,9 @@ def test_a_key_in_the_newer_section_is_of_a_newer_version(water):
 
 @pytest.mark.parametrize("layout", ["auto", "in_out"])
 def test_a_layout_that_is_given_stays(water, layout):
-    checked = normalize(with_optimizer(water, "optimizer", {"muon_2d_only": True, "layout": layout}))
+    checked = normalize(
+        with_optimizer(water, "optimizer", {"muon_2d_only": True, "layout": layout})
+    )
     assert checked.settings.optimizer.layout == layout
     assert not any("layout" in notice for notice in checked.notices)
 
@@ -150,13 +158,17 @@ def test_legacy_and_new_key_contradict(water, problems, keys, path):
 @pytest.mark.parametrize("key", ["muon_2d_only", "min_2d_dim"])
 def test_legacy_keys_need_hybrid_muon(water, problems, key):
     water["training"][key] = 1
-    assert problems(water) == {f"training/{key}": 'belongs to optimizer/type "HybridMuon"; set it or remove this'}
+    assert problems(water) == {
+        f"training/{key}": 'belongs to optimizer/type "HybridMuon"; set it or remove this'
+    }
 
 
 def test_optimizer_keys_in_training(water):
     water["training"].update(opt_type="AdamW", adam_beta1=0.8, adam_beta2=0.9, weight_decay=0.01)
     checked = normalize(water)
-    assert checked.settings.optimizer == AdamWConfig(adam_beta1=0.8, adam_beta2=0.9, weight_decay=0.01)
+    assert checked.settings.optimizer == AdamWConfig(
+        adam_beta1=0.8, adam_beta2=0.9, weight_decay=0.01
+    )
     assert checked.notices == (
         'training/opt_type is an older place; write optimizer/type: "AdamW"',
         "training/weight_decay is an older place; write optimizer/weight_decay: 0.01",
@@ -178,7 +190,9 @@ def test_optimizer_keys_in_both_places_contradict(water, problems):
 
 def test_the_kalman_filter_is_refused(water, problems):
     water["training"].update(opt_type="LKF", kf_blocksize=1024)
-    assert problems(water) == {"training/opt_type": "deepmd-kit has the optimizer 'LKF', this package does not"}
+    assert problems(water) == {
+        "training/opt_type": "deepmd-kit has the optimizer 'LKF', this package does not"
+    }
 
 
 def test_warmup_keys_in_training(water):
@@ -214,7 +228,9 @@ def test_numb_test_is_left_out(water):
 def test_the_layout_of_version_1(water):
     training = water["training"]
     del training["training_data"], training["validation_data"], training["numb_steps"]
-    training.update(systems=["../data/"], set_prefix="set", stop_batch=1000000, batch_size=1, numb_test=10)
+    training.update(
+        systems=["../data/"], set_prefix="set", stop_batch=1000000, batch_size=1, numb_test=10
+    )
     training.update(disp_training=True, time_training=True, tensorboard=False, profiling=False)
     water["model"]["descriptor"]["type"] = "se_a"
     del water["loss"]["type"]

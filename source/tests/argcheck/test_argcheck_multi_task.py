@@ -22,7 +22,10 @@ def several(water):
     water["model"] = {
         "data_stat_nbatch": 20,
         "shared_dict": {"_comment": "", "types": model["type_map"], "all": descriptor},
-        "model_dict": {"hot": branch, "cold": {**branch, "descriptor": "all:1", "data_stat_nbatch": 5}},
+        "model_dict": {
+            "hot": branch,
+            "cold": {**branch, "descriptor": "all:1", "data_stat_nbatch": 5},
+        },
     }
     water["loss_dict"] = {"hot": water["loss"], "cold": water.pop("loss")}
     training |= {"data_dict": {"hot": data, "cold": data}, "model_prob": {"hot": 3, "cold": 1}}
@@ -61,7 +64,11 @@ def test_the_schema_accepts_both_forms_and_refuses_a_misspelt_key(several):
 
 def test_every_key_of_several_models_is_in_the_reference():
     keys = tree(MultiTaskSettings).keys
-    own = [*keys["model"].keys["model_dict"].keys, *keys["training"].keys, *keys["training"].keys["data_dict"].keys]
+    own = [
+        *keys["model"].keys["model_dict"].keys,
+        *keys["training"].keys,
+        *keys["training"].keys["data_dict"].keys,
+    ]
     text = reference("md")
     assert [name for name in own if name not in text] == []
 
@@ -77,8 +84,17 @@ def test_all_problems_are_told_at_once_where_they_stand(several, problems):
     several["loss"] = {}
     found = problems(several)
     assert set(found) == {
-        *("model/model_dict/hot/descriptor", "model/model_dict/cold/descriptor", "model/shared_dict/all/rcut"),
-        *("model/data_stat_nbatch", "training/model_prob/hot", "training/model_prob/cold", "training/model_prob/warm"),
+        *(
+            "model/model_dict/hot/descriptor",
+            "model/model_dict/cold/descriptor",
+            "model/shared_dict/all/rcut",
+        ),
+        *(
+            "model/data_stat_nbatch",
+            "training/model_prob/hot",
+            "training/model_prob/cold",
+            "training/model_prob/warm",
+        ),
         *("training/data_dict/cold", "loss_dict/cold", "training/numb_epoch", "loss"),
     }
     assert "did you mean 'all'?" in found["model/model_dict/hot/descriptor"]
@@ -153,7 +169,16 @@ def replay_of_several(several):
 @pytest.mark.parametrize(
     "change",
     [
-        *(other_map, no_name, no_epochs, nothing_drawn, two_protections, too_few_cases, one_case, an_alias_twice),
+        *(
+            other_map,
+            no_name,
+            no_epochs,
+            nothing_drawn,
+            two_protections,
+            too_few_cases,
+            one_case,
+            an_alias_twice,
+        ),
         *(level_of_a_fitting_net, no_validation_data, no_such_branch_to_export, replay_of_several),
     ],
 )
@@ -169,7 +194,9 @@ def test_every_branch_and_alias_that_does_not_fit_is_named(several, problems):
     for key in ("model_prob", "data_dict"):
         several["training"][key]["warm"] = several["training"][key]["cold"]
     several["loss_dict"]["warm"] = several["loss_dict"]["cold"]
-    assert list(problems(several)) == [f"model/model_dict/{name}/type_map" for name in ("cold", "warm")]
+    assert list(problems(several)) == [
+        f"model/model_dict/{name}/type_map" for name in ("cold", "warm")
+    ]
     for name in ("cold", "warm"):
         branches[name] |= {"type_map": "types", "model_branch_alias": ["hot", "ice"]}
     ((path, message),) = problems(several).items()

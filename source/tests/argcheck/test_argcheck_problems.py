@@ -76,7 +76,11 @@ def change(data, path, value):
         ("model/descriptor/rcut", float("nan"), "must be a number; found nan"),
         ("model/descriptor/rcut", 10**400, "must be a number; found 1" + "0" * 56 + "..."),
         ("model/descriptor/rcut", 0, "must be > 0; found 0"),
-        ("model/descriptor/sel", [46], "must have one number for each of the 2 types in type_map; found 1"),
+        (
+            "model/descriptor/sel",
+            [46],
+            "must have one number for each of the 2 types in type_map; found 1",
+        ),
         ("model/descriptor/sel", [0, 0], "must select at least one neighbour; found [0, 0]"),
         (
             "model/descriptor/sel",
@@ -104,9 +108,21 @@ def change(data, path, value):
             "must be one of 'default', 'float64', 'float32', 'double', 'single'; found 'float16' "
             "(half precisions are not available)",
         ),
-        ("model/fitting_net/atom_ener", [1.0], "must have one energy for each of the 2 types in type_map; found 1"),
-        ("model/fitting_net/trainable", [True], "must have one value for each of the 4 layers; found 1"),
-        ("model/fitting_net/type", "dos", "deepmd-kit has the fitting net 'dos', this package does not"),
+        (
+            "model/fitting_net/atom_ener",
+            [1.0],
+            "must have one energy for each of the 2 types in type_map; found 1",
+        ),
+        (
+            "model/fitting_net/trainable",
+            [True],
+            "must have one value for each of the 4 layers; found 1",
+        ),
+        (
+            "model/fitting_net/type",
+            "dos",
+            "deepmd-kit has the fitting net 'dos', this package does not",
+        ),
         ("model/type", "frozen", "deepmd-kit has the model 'frozen', this package does not"),
         (
             "model/spin",
@@ -118,12 +134,24 @@ def change(data, path, value):
         ("learning_rate/stop_lr_ratio", 0.1, None),
         ("learning_rate/decay_steps", 0, "must be >= 1; found 0"),
         ("learning_rate/decay_rate", 1.5, "must be <= 1; found 1.5"),
-        ("learning_rate/warmup_steps", 100000, "must be less than training/numb_steps; found 100000 of 100000 steps"),
+        (
+            "learning_rate/warmup_steps",
+            100000,
+            "must be less than training/numb_steps; found 100000 of 100000 steps",
+        ),
         ("learning_rate/warmup_ratio", 1.0, "must be < 1; found 1"),
         ("loss/loss_func", "rmse", "must be one of 'mse', 'mae'; found 'rmse'"),
         ("loss/start_pref_e", -1, "must be >= 0; found -1"),
-        ("loss/f_use_norm", True, "needs loss_func 'mae' or use_huber; set one of them or remove it"),
-        ("loss/start_pref_h", 1, "asks for a Hessian term, which this package does not have; remove it or set 0"),
+        (
+            "loss/f_use_norm",
+            True,
+            "needs loss_func 'mae' or use_huber; set one of them or remove it",
+        ),
+        (
+            "loss/start_pref_h",
+            1,
+            "asks for a Hessian term, which this package does not have; remove it or set 0",
+        ),
         ("loss/type", "dos", "deepmd-kit has the loss 'dos', this package does not"),
         ("optimizer/type", "LKF", "deepmd-kit has the optimizer 'LKF', this package does not"),
         (
@@ -137,8 +165,16 @@ def change(data, path, value):
         ("training/numb_steps", -1, "must be >= 0; found -1"),
         ("training/numb_steps", 1.5, "must be a whole number; found 1.5"),
         ("training/save_freq", 0, "must be >= 1; found 0"),
-        ("training/data_parallel_replicate_degree", 2, "needs zero_stage 2 or 3; found 2 with zero_stage 0"),
-        ("training/checkpoint_format", "files", "must be one of 'file', 'dcp', 'both'; found 'files'"),
+        (
+            "training/data_parallel_replicate_degree",
+            2,
+            "needs zero_stage 2 or 3; found 2 with zero_stage 0",
+        ),
+        (
+            "training/checkpoint_format",
+            "files",
+            "must be one of 'file', 'dcp', 'both'; found 'files'",
+        ),
         ("training/rank_timeout", 0, "must be > 0; found 0"),
         ("training/ema_decay", 1, "must be < 1; found 1"),
         (
@@ -147,7 +183,11 @@ def change(data, path, value):
             'must be "auto", "auto:N", "max:N", "filter:N", "mixed:N", "mix:N", '
             "a whole number or one for each system; found 'auto:x'",
         ),
-        ("training/training_data/systems", [], "must name at least one system; found an empty list"),
+        (
+            "training/training_data/systems",
+            [],
+            "must name at least one system; found an empty list",
+        ),
         (
             "training/training_data/sys_probs",
             [0.5, 0.6],
@@ -158,7 +198,11 @@ def change(data, path, value):
             ["/data/*"],
             "must be patterns of folders below systems, e.g. 'fcc*'; found ['/data/*']",
         ),
-        ("training/training_data/sys_probs", [1], "must have one probability for each of the 2 systems; found 1"),
+        (
+            "training/training_data/sys_probs",
+            [1],
+            "must have one probability for each of the 2 systems; found 1",
+        ),
         (
             "training/training_data/auto_prob",
             "prob_sys_size;2:1:1",
@@ -170,7 +214,11 @@ def change(data, path, value):
             "E",
             'must be "E:MAE", "E:RMSE", "F:MAE", "F:RMSE", "S:MAE", "S:RMSE", "V:MAE" or "V:RMSE"; found \'E\'',
         ),
-        ("nvnmd", {}, "asks for training for non-von-Neumann hardware, which this package does not have; remove it"),
+        (
+            "nvnmd",
+            {},
+            "asks for training for non-von-Neumann hardware, which this package does not have; remove it",
+        ),
     ],
 )
 def test_one_problem(water, problems, path, value, message):
@@ -203,11 +251,17 @@ def test_wrong_elements_of_a_list_are_all_named(water, problems):
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
-        ("learning_rate/seed", "did you mean model/descriptor/seed or model/fitting_net/seed or training/seed?"),
+        (
+            "learning_rate/seed",
+            "did you mean model/descriptor/seed or model/fitting_net/seed or training/seed?",
+        ),
         ("training/start_lr", "did you mean learning_rate/start_lr?"),
         ("training/start_pref_f", "did you mean loss/start_pref_f?"),
         ("training/numb_btch", "did you mean training/validation_data/numb_btch?"),
-        ("learning_rate/decay_phase_ratio", "did you mean learning_rate/decay_phase_ratio with type 'wsd'?"),
+        (
+            "learning_rate/decay_phase_ratio",
+            "did you mean learning_rate/decay_phase_ratio with type 'wsd'?",
+        ),
         ("training/stop_bach", "did you mean 'stop_batch'?"),
         ("training/DISP_FREQ", "did you mean 'disp_freq'?"),
         ("model/start_learning_lr", "remove it; the nearest is 'fitting_net'"),
@@ -231,7 +285,12 @@ def test_unknown_keys_name_the_nearest(water, problems, path, hint):
         ("HybridMuon", "use_muon", True, '; write "muon_patterns": ["*"]'),
         ("Adam", "amsgrad", False, "; remove it"),
         ("Adam", "ns_steps", 5, "; remove it"),
-        ("Muon", "adamw_lr", 1e-3, ": give adam_lr_ratio = adamw_lr / lr, or a group with its own lr"),
+        (
+            "Muon",
+            "adamw_lr",
+            1e-3,
+            ": give adam_lr_ratio = adamw_lr / lr, or a group with its own lr",
+        ),
     ],
 )
 def test_words_of_other_optimizers_are_translated(water, problems, kind, key, value, hint):
@@ -248,7 +307,10 @@ def test_words_of_other_optimizers_are_translated(water, problems, kind, key, va
         ("learning_rate", "is missing; give a section"),
         ("training", "is missing; give a section"),
         ("model/descriptor", "is missing; give a section"),
-        ("model/descriptor/type", f"is missing; give one of {', '.join(map(repr, DESCRIPTORS.settings))}"),
+        (
+            "model/descriptor/type",
+            f"is missing; give one of {', '.join(map(repr, DESCRIPTORS.settings))}",
+        ),
         ("learning_rate/start_lr", "is missing; give a number"),
         ("training/training_data", "is missing; give a section"),
         ("training/numb_steps", "is missing; give numb_steps or numb_epoch"),
@@ -311,24 +373,41 @@ def test_an_input_must_be_an_object(data):
 
 
 def test_sections_of_the_wrong_kind(problems):
-    found = problems({"model": 1, "learning_rate": [], "training": "x", "optimizer": None, "loss": 2})
+    found = problems(
+        {"model": 1, "learning_rate": [], "training": "x", "optimizer": None, "loss": 2}
+    )
     assert set(found) == {"model", "learning_rate", "training", "optimizer", "loss"}
 
 
 def paths_of(data, path=()):
     """Every path into nested dicts and lists."""
     yield path
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    items = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     for key, value in items:
         yield from paths_of(value, (*path, key))
 
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9) | st.integers(), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=9) | st.integers(), inner, max_size=3)
+    ),
     max_leaves=5,
 )
-OLDER = {"muon_2d_only": True, "min_2d_dim": 2, "opt_type": "HybridMuon", "warmup_steps": 9, "numb_test": 1}
+OLDER = {
+    "muon_2d_only": True,
+    "min_2d_dim": 2,
+    "opt_type": "HybridMuon",
+    "warmup_steps": 9,
+    "numb_test": 1,
+}
 
 
 @given(data=st.data())
@@ -356,7 +435,11 @@ def test_no_input_raises_anything_but_an_input_error(pristine_water, data):
 @pytest.mark.parametrize(
     ("text", "mistake", "line"),
     [
-        ('{\n  "model": {"type_map": ["O", "H"],},\n  "loss": {}\n}', "a comma after the last entry", 2),
+        (
+            '{\n  "model": {"type_map": ["O", "H"],},\n  "loss": {}\n}',
+            "a comma after the last entry",
+            2,
+        ),
         ('{\n  "a": [1, 2, ]}', "a comma after the last entry", 2),
         ('{\n  "a": 1, // one\n  "b": 2}', "a comment", 2),
         ('{\n  # one\n  "a": 1}', "a comment", 2),

@@ -17,7 +17,9 @@ VALIDATOR = jsonschema.Draft202012Validator(json_schema())
 rates = st.floats(1e-5, 1e-2)
 prefactors = st.sampled_from([0, 1, 0.5, 1000])
 widths = st.lists(st.integers(4, 64), min_size=1, max_size=3)
-comments = st.dictionaries(st.sampled_from(["_comment", "_2"]), st.one_of(st.text(max_size=5), st.none()), max_size=1)
+comments = st.dictionaries(
+    st.sampled_from(["_comment", "_2"]), st.one_of(st.text(max_size=5), st.none()), max_size=1
+)
 
 
 def some(**optional):
@@ -28,7 +30,9 @@ def some(**optional):
 
 def merged(*parts):
     """Dicts drawn from all parts as one."""
-    return st.tuples(*parts).map(lambda drawn: {key: value for part in drawn for key, value in part.items()})
+    return st.tuples(*parts).map(
+        lambda drawn: {key: value for part in drawn for key, value in part.items()}
+    )
 
 
 def descriptors(ntypes):
@@ -36,12 +40,16 @@ def descriptors(ntypes):
         st.fixed_dictionaries({"type": st.sampled_from(["se_e2_a", "se_a"]), "neuron": widths}),
         some(
             sel=st.one_of(
-                st.just("auto"), st.just("auto:1.3"), st.lists(st.integers(1, 90), min_size=ntypes, max_size=ntypes)
+                st.just("auto"),
+                st.just("auto:1.3"),
+                st.lists(st.integers(1, 90), min_size=ntypes, max_size=ntypes),
             ),
             rcut=st.floats(3, 9) | st.integers(3, 9),
             rcut_smth=st.floats(0, 2.9),
             seed=st.none() | st.integers(0, 2**32),
-            exclude_types=st.lists(st.lists(st.integers(0, ntypes - 1), min_size=2, max_size=2), max_size=2),
+            exclude_types=st.lists(
+                st.lists(st.integers(0, ntypes - 1), min_size=2, max_size=2), max_size=2
+            ),
             activation_function=st.sampled_from(["tanh", "None", "silut:3.0", "gelu_tf"]),
             precision=st.sampled_from(["default", "float32"]),
             resnet_dt=st.booleans(),
@@ -55,22 +63,43 @@ def descriptors(ntypes):
 @st.composite
 def models(draw):
     type_map = draw(st.lists(st.sampled_from(["H", "C", "N", "O"]), min_size=1, unique=True))
-    energies = st.lists(st.none() | st.floats(-9, 9), min_size=len(type_map), max_size=len(type_map))
-    fitting = some(type=st.just("ener"), n_neuron=widths, atom_ener=energies, rcond=st.none() | st.just(1e-3))
-    rest = some(fitting_net=fitting, data_stat_nbatch=st.integers(1, 9), info=st.just({}), type=st.just("standard"))
+    energies = st.lists(
+        st.none() | st.floats(-9, 9), min_size=len(type_map), max_size=len(type_map)
+    )
+    fitting = some(
+        type=st.just("ener"), n_neuron=widths, atom_ener=energies, rcond=st.none() | st.just(1e-3)
+    )
+    rest = some(
+        fitting_net=fitting,
+        data_stat_nbatch=st.integers(1, 9),
+        info=st.just({}),
+        type=st.just("standard"),
+    )
     return {"type_map": type_map, "descriptor": draw(descriptors(len(type_map))), **draw(rest)}
 
 
 @st.composite
 def learning_rates(draw):
     kinds = {
-        "exp": some(decay_steps=st.integers(1, 9999), decay_rate=st.none() | st.just(0.9), smooth=st.booleans()),
+        "exp": some(
+            decay_steps=st.integers(1, 9999),
+            decay_rate=st.none() | st.just(0.9),
+            smooth=st.booleans(),
+        ),
         "cosine": some(),
-        "wsd": some(decay_phase_ratio=st.just(0.2), decay_type=st.sampled_from(["cosine", "linear"])),
+        "wsd": some(
+            decay_phase_ratio=st.just(0.2), decay_type=st.sampled_from(["cosine", "linear"])
+        ),
     }
     kind = draw(st.sampled_from(list(kinds)))
-    stop = draw(st.sampled_from([{}, {"stop_lr": 1e-7}, {"stop_lr_ratio": 0.01}, {"stop_lr": None}]))
-    warmup = draw(st.sampled_from([{}, {"warmup_steps": 9}, {"warmup_ratio": 0.1}, {"warmup_start_factor": 0.1}]))
+    stop = draw(
+        st.sampled_from([{}, {"stop_lr": 1e-7}, {"stop_lr_ratio": 0.01}, {"stop_lr": None}])
+    )
+    warmup = draw(
+        st.sampled_from(
+            [{}, {"warmup_steps": 9}, {"warmup_ratio": 0.1}, {"warmup_start_factor": 0.1}]
+        )
+    )
     tag = {} if kind == "exp" and draw(st.booleans()) else {"type": kind}
     return {**tag, "start_lr": draw(rates), **stop, **warmup, **draw(kinds[kind])}
 
@@ -93,9 +122,15 @@ optimizers = st.one_of(
             min_matrix_dim=st.integers(1, 9),
             adam_patterns=st.lists(st.text(max_size=5), max_size=2),
         ),
-        st.one_of(some(muon_mode=st.sampled_from(["2d", "flat", "slice"])), some(muon_2d_only=st.booleans())),
+        st.one_of(
+            some(muon_mode=st.sampled_from(["2d", "flat", "slice"])),
+            some(muon_2d_only=st.booleans()),
+        ),
     ),
-    merged(st.sampled_from([{}, {"type": "Adam"}, {"type": "AdamW"}]), some(weight_decay=st.floats(0, 0.1))),
+    merged(
+        st.sampled_from([{}, {"type": "Adam"}, {"type": "AdamW"}]),
+        some(weight_decay=st.floats(0, 0.1)),
+    ),
 )
 data = merged(
     st.fixed_dictionaries({"systems": st.sampled_from(["data", ["a", "b.hdf5#/c"]])}),
@@ -107,7 +142,9 @@ data = merged(
 )
 trainings = merged(
     st.fixed_dictionaries({"training_data": data}),
-    st.sampled_from([{"numb_steps": 100}, {"stop_batch": 1e6}, {"num_epoch": 2}, {"numb_epochs": 0.5}]),
+    st.sampled_from(
+        [{"numb_steps": 100}, {"stop_batch": 1e6}, {"num_epoch": 2}, {"numb_epochs": 0.5}]
+    ),
     some(
         validation_data=st.none() | data,
         seed=st.none() | st.integers(0, 99),
@@ -118,7 +155,9 @@ trainings = merged(
     ),
 )
 inputs = merged(
-    st.fixed_dictionaries({"model": models(), "learning_rate": learning_rates(), "training": trainings}),
+    st.fixed_dictionaries(
+        {"model": models(), "learning_rate": learning_rates(), "training": trainings}
+    ),
     some(loss=losses, optimizer=optimizers, validating=some(full_validation=st.just(False))),
 )
 
@@ -150,7 +189,9 @@ def test_through_files(tmp_path, water):
     assert again.notices == ()
 
 
-@pytest.mark.parametrize("path", ["model/descriptor/rcut", "training/seed", "learning_rate/start_lr"])
+@pytest.mark.parametrize(
+    "path", ["model/descriptor/rcut", "training/seed", "learning_rate/start_lr"]
+)
 def test_dargs_agrees_about_a_wrong_value(water, path):
     normalized = normalize(water).normalized
     *sections, key = path.split("/")

@@ -33,7 +33,13 @@ def test_water_example(water):
     assert settings.model.type_map == ("O", "H")
     assert settings.model.data_stat_nbatch == 20
     assert settings.model.descriptor == SeE2ASettings(
-        sel=(46, 92), rcut=6.0, rcut_smth=0.5, neuron=(25, 50, 100), axis_neuron=16, type_one_side=True, seed=1
+        sel=(46, 92),
+        rcut=6.0,
+        rcut_smth=0.5,
+        neuron=(25, 50, 100),
+        axis_neuron=16,
+        type_one_side=True,
+        seed=1,
     )
     assert settings.model.descriptor.type == "se_e2_a"
     assert settings.model.fitting_net.neuron == (240, 240, 240)
@@ -49,7 +55,10 @@ def test_water_example(water):
 
 
 def test_the_sharded_step_has_a_section_of_its_own(water, problems):
-    water["optimizer"] = {"type": "HybridMuon", "sharded": {"return_dtype": "float16", "_why": "slow network"}}
+    water["optimizer"] = {
+        "type": "HybridMuon",
+        "sharded": {"return_dtype": "float16", "_why": "slow network"},
+    }
     section = normalize(water).normalized["optimizer"]["sharded"]
     assert section == {**dataclasses.asdict(ShardedSettings()), "return_dtype": "float16"}
     water["optimizer"]["sharded"] = {"slots": 0, "slot": 2, "gather_dtype": "float16", "state": 1}
@@ -59,7 +68,11 @@ def test_the_sharded_step_has_a_section_of_its_own(water, problems):
         "optimizer/sharded/gather_dtype": "must be one of 'full', 'bfloat16'; found 'float16'",
         "optimizer/sharded/state": "must be a string; found 1",
     }
-    water["optimizer"] = {"type": "HybridMuon", "offload": True, "sharded": {"exchange": "reference"}}
+    water["optimizer"] = {
+        "type": "HybridMuon",
+        "offload": True,
+        "sharded": {"exchange": "reference"},
+    }
     settings = normalize(water).settings.optimizer
     assert (settings.offload, settings.sharded.exchange) == (True, "reference")
     water["optimizer"] = {"type": "Adam", "sharded": {}}
@@ -70,7 +83,14 @@ def test_the_sharded_step_has_a_section_of_its_own(water, problems):
 
 def test_normalized_has_every_default_and_no_comment(water):
     normalized = normalize(water).normalized
-    assert list(normalized) == ["model", "learning_rate", "loss", "optimizer", "training", "validating"]
+    assert list(normalized) == [
+        "model",
+        "learning_rate",
+        "loss",
+        "optimizer",
+        "training",
+        "validating",
+    ]
     assert normalized["optimizer"] == {
         "type": "Adam",
         "adam_beta1": 0.9,
@@ -95,12 +115,24 @@ def test_normalized_has_every_default_and_no_comment(water):
             HybridMuonConfig(momentum=0.9, muon_mode="2d"),
         ),
         (
-            {"type": "HybridMuon", "sharded": {"slots": 1, "bucket_bytes": 1e6, "state": "sharded"}},
-            HybridMuonConfig(sharded=ShardedSettings(slots=1, bucket_bytes=1_000_000, state="sharded")),
+            {
+                "type": "HybridMuon",
+                "sharded": {"slots": 1, "bucket_bytes": 1e6, "state": "sharded"},
+            },
+            HybridMuonConfig(
+                sharded=ShardedSettings(slots=1, bucket_bytes=1_000_000, state="sharded")
+            ),
         ),
         (
-            {"type": "Muon", "scaling": "match_rms", "adam_betas": [0.8, 0.9], "large_schedule": "polar-express-5"},
-            MuonConfig(scaling="match_rms", adam_betas=(0.8, 0.9), large_schedule="polar-express-5"),
+            {
+                "type": "Muon",
+                "scaling": "match_rms",
+                "adam_betas": [0.8, 0.9],
+                "large_schedule": "polar-express-5",
+            },
+            MuonConfig(
+                scaling="match_rms", adam_betas=(0.8, 0.9), large_schedule="polar-express-5"
+            ),
         ),
         (
             {"type": "HybridMuon", "large_schedule": [[2, -1.5, 0.5]]},
@@ -129,7 +161,9 @@ def test_strings_that_deepmd_kit_lower_cases_are_taken_in_any_case(water, proble
     assert checked.settings.optimizer == HybridMuonConfig(muon_mode="slice", lr_adjust_coeff=0.3)
     assert checked.settings.model.descriptor.activation_function == "tanh"
     assert checked.normalized["model"]["fitting_net"]["activation_function"] == "none"
-    assert HybridMuonConfig(muon_mode="2D").muon_mode == MuonConfig(muon_mode="2D").muon_mode == "2d"
+    assert (
+        HybridMuonConfig(muon_mode="2D").muon_mode == MuonConfig(muon_mode="2D").muon_mode == "2d"
+    )
     water["optimizer"]["muon_mode"], water["optimizer"]["vector_route"] = "Cube", "AdamW"
     assert problems(water) == {
         "optimizer/muon_mode": "must be one of '2d', 'flat', 'slice'; found 'Cube'",
@@ -141,7 +175,9 @@ def test_strings_that_deepmd_kit_lower_cases_are_taken_in_any_case(water, proble
 @pytest.mark.parametrize("kind", [HybridMuonConfig, MuonConfig])
 def test_a_schedule_needs_a_step(water, problems, kind, key):
     water["optimizer"] = {"type": kind.__name__.removesuffix("Config"), key: []}
-    assert problems(water) == {f"optimizer/{key}": "must have at least one element; found an empty list"}
+    assert problems(water) == {
+        f"optimizer/{key}": "must have at least one element; found an empty list"
+    }
     with pytest.raises(InvalidSettingError, match=f"{key}: must have at least one element"):
         kind(**{key: ()})
 
@@ -155,7 +191,10 @@ def test_a_schedule_needs_a_step(water, problems, kind, key):
             {"type": "exp", "start_lr": 1e-3, "decay_rate": 0.9, "smooth": True},
             ExpSettings(start_lr=1e-3, decay_rate=0.9, smooth=True),
         ),
-        ({"type": "cosine", "start_lr": 1e-3, "stop_lr": 0}, CosineSettings(start_lr=1e-3, stop_lr=0.0)),
+        (
+            {"type": "cosine", "start_lr": 1e-3, "stop_lr": 0},
+            CosineSettings(start_lr=1e-3, stop_lr=0.0),
+        ),
         (
             {"type": "wsd", "start_lr": 1e-3, "warmup_ratio": 0.1, "decay_type": "linear"},
             WSDSettings(start_lr=1e-3, warmup_ratio=0.1, decay_type="linear"),
@@ -173,7 +212,9 @@ def test_stop_lr_is_filled_in_only_without_a_ratio():
     assert ExpSettings(start_lr=1e-3, stop_lr_ratio=0.1).stop_lr is None
 
 
-@pytest.mark.parametrize("spelling", ["numb_steps", "stop_batch", "num_step", "num_steps", "numb_step"])
+@pytest.mark.parametrize(
+    "spelling", ["numb_steps", "stop_batch", "num_step", "num_steps", "numb_step"]
+)
 def test_numb_steps_and_its_aliases(water, spelling):
     del water["training"]["numb_steps"]
     water["training"][spelling] = 1e6
@@ -196,7 +237,9 @@ def test_other_aliases(water):
     water["model"]["fitting_net"]["n_neuron"] = water["model"]["fitting_net"].pop("neuron")
     water["training"]["training_data"].update(auto_prob_style="prob_sys_size;0:1:0.25;1:2:.75")
     water["training"]["validation_data"].update(sys_weights=[1])
-    water["training"]["validation_data"]["numb_batch"] = water["training"]["validation_data"].pop("numb_btch")
+    water["training"]["validation_data"]["numb_batch"] = water["training"]["validation_data"].pop(
+        "numb_btch"
+    )
     normalized = normalize(water).normalized
     assert normalized["model"]["descriptor"]["type"] == "se_e2_a"
     assert normalized["model"]["descriptor"]["axis_neuron"] == 16
@@ -211,7 +254,9 @@ def test_a_single_system_is_a_list_of_one(water):
     assert normalize(water).settings.training.training_data.systems == ("data.hdf5#/water",)
 
 
-@pytest.mark.parametrize("size", [4, [1, 2], "auto", "auto:64", "max:512", "filter:512", "mixed:8", "mix:512"])
+@pytest.mark.parametrize(
+    "size", [4, [1, 2], "auto", "auto:64", "max:512", "filter:512", "mixed:8", "mix:512"]
+)
 def test_batch_sizes(water, size):
     water["training"]["training_data"]["batch_size"] = size
     found = normalize(water).settings.training.training_data.batch_size
@@ -225,11 +270,17 @@ def test_selections(water, sel):
 
 
 def test_neutral_values_of_foreign_keys_ask_for_nothing(water):
-    water["model"].update(pair_exclude_types=[], preset_out_bias=None, srtab_add_bias=True, bridging_method="None")
-    water["model"]["fitting_net"].update(default_fparam=None, dim_case_embd=0, use_aparam_as_mask=False)
+    water["model"].update(
+        pair_exclude_types=[], preset_out_bias=None, srtab_add_bias=True, bridging_method="None"
+    )
+    water["model"]["fitting_net"].update(
+        default_fparam=None, dim_case_embd=0, use_aparam_as_mask=False
+    )
     water["learning_rate"]["scale_by_worker"] = "linear"
     water["loss"].update(start_pref_h=0.0, limit_pref_gf=0, numb_generalized_coord=0)
-    water["training"].update(acc_freq=1, enable_compile=False, save_dir=None, stat_file_mode="update")
+    water["training"].update(
+        acc_freq=1, enable_compile=False, save_dir=None, stat_file_mode="update"
+    )
     water["training"]["training_data"].update(set_prefix="set", min_pair_dist=0.0)
     water["validating"] = {"full_validation": False, "validation_freq": 5000, "save_best": True}
     checked = normalize(water)
@@ -342,8 +393,16 @@ def test_yaml_anchors(tmp_path):
         ("a.json", "[1]", "must hold an object with sections; found the list [1]"),
         ("a.json", "[" * 100000, "is nested too deeply"),
         ("a.yaml", "model: [1,\n", "is not YAML: "),
-        ("a.yaml", "model: &m {descriptor: *m}\n", "is not YAML: found unconstructable recursive node at line 1"),
-        ("a.json", '{"training": {"seed": 1, "_c": 1, "_c": 2, "seed": 2}}', "training/seed: is given more than once"),
+        (
+            "a.yaml",
+            "model: &m {descriptor: *m}\n",
+            "is not YAML: found unconstructable recursive node at line 1",
+        ),
+        (
+            "a.json",
+            '{"training": {"seed": 1, "_c": 1, "_c": 2, "seed": 2}}',
+            "training/seed: is given more than once",
+        ),
         ("a.yml", "training:\n  seed: 1\n  seed: 2\n", "training/seed: is given more than once"),
         ("a.json", b'{"model": "\xff"}', "cannot be read: it is not UTF-8 text"),
         ("a.json", None, "cannot be read: No such file or directory"),
@@ -377,13 +436,18 @@ def test_importing_the_room_does_not_import_torch():
         ({"scaling": "rectangular"}, 1e-3, 0.18, False),
     ],
 )
-def test_the_scale_of_muon_is_chosen_where_an_input_leaves_it_open(water, optimizer, start_lr, expected, chosen):
+def test_the_scale_of_muon_is_chosen_where_an_input_leaves_it_open(
+    water, optimizer, start_lr, expected, chosen
+):
     water["optimizer"] = {"type": "HybridMuon", **optimizer}
     water["learning_rate"]["start_lr"] = start_lr
     water["training"]["numb_steps"] = 10000
     checked = normalize(water)
     assert checked.settings.optimizer.lr_adjust_coeff == pytest.approx(expected)
-    assert checked.normalized["optimizer"]["lr_adjust_coeff"] == checked.settings.optimizer.lr_adjust_coeff
+    assert (
+        checked.normalized["optimizer"]["lr_adjust_coeff"]
+        == checked.settings.optimizer.lr_adjust_coeff
+    )
     assert checked.notices == ()
     assert (checked.scales is not None) == chosen
     assert not chosen or "optimizer/lr_adjust_coeff is not given" in checked.scales.notice
@@ -437,7 +501,9 @@ def test_omitted_scales_fall_with_the_length_of_descriptors(
         ({"deepmd_kit_arithmetic": True}, 1e-3, None),
     ],
 )
-def test_the_rate_of_the_adam_route_is_chosen_with_the_scale_of_muon(water, optimizer, start_lr, expected):
+def test_the_rate_of_the_adam_route_is_chosen_with_the_scale_of_muon(
+    water, optimizer, start_lr, expected
+):
     water["optimizer"] = {"type": "HybridMuon", **optimizer}
     water["learning_rate"]["start_lr"] = start_lr
     water["training"]["numb_steps"] = 10000

@@ -15,8 +15,34 @@ def value(tmp_path, text):
 @pytest.mark.parametrize(
     "word",
     [
-        *("2d", "3d", "300K", "12:30", "1:30:00", "2026-11-21", "2026-11-21T10:00:00Z", "1_000", "0b11", "1e5x", "="),
-        *("yes", "no", "Yes", "NO", "on", "off", "y", "n", "trueish", "falsehood", "true_", ".infinite", "nanny"),
+        *(
+            "2d",
+            "3d",
+            "300K",
+            "12:30",
+            "1:30:00",
+            "2026-11-21",
+            "2026-11-21T10:00:00Z",
+            "1_000",
+            "0b11",
+            "1e5x",
+            "=",
+        ),
+        *(
+            "yes",
+            "no",
+            "Yes",
+            "NO",
+            "on",
+            "off",
+            "y",
+            "n",
+            "trueish",
+            "falsehood",
+            "true_",
+            ".infinite",
+            "nanny",
+        ),
     ],
 )
 def test_words_stay_words(tmp_path, word):
@@ -26,7 +52,14 @@ def test_words_stay_words(tmp_path, word):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        *(("true", True), ("True", True), ("FALSE", False), ("null", None), ("~", None), ("", None)),
+        *(
+            ("true", True),
+            ("True", True),
+            ("FALSE", False),
+            ("null", None),
+            ("~", None),
+            ("", None),
+        ),
         *(("12", 12), ("-3", -3), ("+7", 7), ("010", 10), ("0x1F", 31), ("0o17", 15)),
         *(("1e-3", 1e-3), ("1.", 1.0), (".5", 0.5), ("-2.5E+3", -2500.0), ("-.inf", float("-inf"))),
         ("'12'", "12"),

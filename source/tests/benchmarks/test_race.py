@@ -29,7 +29,11 @@ WATER = Path(__file__).resolve().parents[3] / "examples" / "water_xtb" / "data"
 @pytest.fixture
 def sets(tmp_path):
     """A folder with a small set `water`: three training frames, two of test, one out of distribution."""
-    for part, source, frames in (("train", "train/300K", 3), ("test", "valid/300K", 2), ("out", "valid/420K", 1)):
+    for part, source, frames in (
+        ("train", "train/300K", 3),
+        ("test", "valid/300K", 2),
+        ("out", "valid/420K", 1),
+    ):
         numbers = tmp_path / "sets" / "water" / part / Path(source).name / "set.000"
         numbers.mkdir(parents=True)
         for name in ("type.raw", "type_map.raw"):
@@ -40,7 +44,18 @@ def sets(tmp_path):
 
 
 def run_race(sets, results, *more, contestants=("adam", "hybrid_muon"), steps=3):
-    given = ["--data", sets, "--sets", "water", "--models", "tiny", "--results", results, "--steps", steps]
+    given = [
+        "--data",
+        sets,
+        "--sets",
+        "water",
+        "--models",
+        "tiny",
+        "--results",
+        results,
+        "--steps",
+        steps,
+    ]
     race.race(race.arguments([*map(str, given), "--contestants", *contestants, *map(str, more)]))
     return read(results.parent.glob("*.jsonl"))
 
@@ -54,9 +69,13 @@ def train(keys, arena, until=float("inf"), keep=None):
 
 
 def test_a_race_gives_every_run_once_and_resumes(sets, tmp_path, monkeypatch):
-    monkeypatch.setitem(CONTESTANTS, "adam", contest.dataclasses.replace(CONTESTANTS["adam"], grid=(1e-3, 1e-2)))
     monkeypatch.setitem(
-        CONTESTANTS, "hybrid_muon", contest.dataclasses.replace(CONTESTANTS["hybrid_muon"], grid=(8.64e-3,))
+        CONTESTANTS, "adam", contest.dataclasses.replace(CONTESTANTS["adam"], grid=(1e-3, 1e-2))
+    )
+    monkeypatch.setitem(
+        CONTESTANTS,
+        "hybrid_muon",
+        contest.dataclasses.replace(CONTESTANTS["hybrid_muon"], grid=(8.64e-3,)),
     )
     first, second = tmp_path / "results" / "first.jsonl", tmp_path / "results" / "second.jsonl"
     results, _ = run_race(sets, first, contestants=["adam"])
@@ -83,7 +102,9 @@ def test_training_frames_are_measured_at_equal_distances(sets, monkeypatch):
     everything = arena_of(sets).parts["train"]["300K"]
     monkeypatch.setattr(contest, "TRAIN_FRAMES", 2)
     some = arena_of(sets).parts["train"]["300K"]
-    energies = [torch.cat([batch.labels["energy"] for batch in part]) for part in (everything, some)]
+    energies = [
+        torch.cat([batch.labels["energy"] for batch in part]) for part in (everything, some)
+    ]
     assert len(energies[0]) == 3
     assert torch.equal(energies[1], energies[0][::2])
 
@@ -147,19 +168,25 @@ def test_every_contestant_trains(sets, name):
 @pytest.mark.parametrize("steps", [3000, 30000])
 def test_untouched_is_what_an_input_without_settings_gets(steps):
     content = input_of("water", "tiny", [Path("system")], seed=3, steps=steps)
-    given = normalize({**content, "optimizer": {"type": "HybridMuon"}, "learning_rate": {"start_lr": ADAM_RATE}})
+    given = normalize(
+        {**content, "optimizer": {"type": "HybridMuon"}, "learning_rate": {"start_lr": ADAM_RATE}}
+    )
     optimizer, (name, rate) = given.settings.optimizer, untouched(steps)
     contestant = CONTESTANTS[name]
     assert optimizer.lr_adjust_coeff * ADAM_RATE == pytest.approx(rate)
     assert optimizer.adam_lr_ratio * ADAM_RATE == pytest.approx(contestant.start_lr(rate))
-    assert contestant.section(rate)["lr_adjust_coeff"] * contestant.start_lr(rate) == pytest.approx(rate)
+    assert contestant.section(rate)["lr_adjust_coeff"] * contestant.start_lr(rate) == pytest.approx(
+        rate
+    )
 
 
 def test_untouched_takes_less_for_long_descriptors(sets):
     arena = arena_of(sets)
     for length, coefficient in ((8.0, 8.64), (80.0, 0.864)):
         arena._length = length
-        optimizer = arena.checked(CONTESTANTS[UNTOUCHED].section(ADAM_RATE), ADAM_RATE).settings.optimizer
+        optimizer = arena.checked(
+            CONTESTANTS[UNTOUCHED].section(ADAM_RATE), ADAM_RATE
+        ).settings.optimizer
         assert optimizer.lr_adjust_coeff == pytest.approx(coefficient)
     fixed = arena.checked(CONTESTANTS["hybrid_muon"].section(0.00864), ADAM_RATE).settings.optimizer
     assert fixed.lr_adjust_coeff == pytest.approx(8.64)
@@ -190,7 +217,9 @@ def test_a_deferred_optimizer_takes_the_steps_of_an_immediate_one(sets, monkeypa
     def deferred(strategy, loss, optimizer, ema, training, scalars):
         assert isinstance(optimizer, Foreign)
         optimizer._deferred = True
-        step = TrainingStep(strategy, loss, optimizer, DeviceGuard("error", optimizer, CPU), 0.0, ema)
+        step = TrainingStep(
+            strategy, loss, optimizer, DeviceGuard("error", optimizer, CPU), 0.0, ema
+        )
         return DeviceStepper(step, scalars, CPU, capture=False)
 
     monkeypatch.setattr(contest, "build_stepper", deferred)
@@ -236,7 +265,9 @@ def test_parameters_without_gradient_stay():
     random = torch.Generator().manual_seed(0)
     moved = {}
     for kept in (False, True):
-        present, absent = (torch.nn.Parameter(torch.randn(4, 4, generator=random)) for _ in range(2))
+        present, absent = (
+            torch.nn.Parameter(torch.randn(4, 4, generator=random)) for _ in range(2)
+        )
         optimizer = torch.optim.Muon([present, absent], lr=1e-2)
         if kept:
             optimizers.keep_absent(optimizer)
@@ -244,7 +275,9 @@ def test_parameters_without_gradient_stay():
             before = [p.detach().clone() for p in (present, absent)]
             present.grad, absent.grad = torch.ones(4, 4), torch.ones(4, 4) * (step == 0)
             optimizer.step()
-        moved[kept] = [float((p - old).norm()) for p, old in zip((present, absent), before, strict=True)]
+        moved[kept] = [
+            float((p - old).norm()) for p, old in zip((present, absent), before, strict=True)
+        ]
     assert moved[False][1] > 0.5 * moved[False][0]
     assert moved[True][1] == 0
     assert moved[True][0] > 0
@@ -255,10 +288,15 @@ def test_replayed_steps_are_the_steps_of_the_optimizer(name):
     """The graph holds a step at one rate; here it is called instead of replayed, at rates that decay."""
     if name == "soap":
         pytest.importorskip("pytorch_optimizer")
-    make = {"torch_muon": lambda model: optimizers.torch_muon(model, 3.0), "soap": optimizers.soap}[name]
+    make = {"torch_muon": lambda model: optimizers.torch_muon(model, 3.0), "soap": optimizers.soap}[
+        name
+    ]
     torch.manual_seed(0)
     random = torch.Generator().manual_seed(0)
-    models = [torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)) for _ in range(2)]
+    models = [
+        torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+        for _ in range(2)
+    ]
     models[1].load_state_dict(models[0].state_dict())
     ours, theirs = ([part for part, _ in make(model)] for model in models)
     for part in (*ours, *theirs):
@@ -280,7 +318,9 @@ def test_replayed_steps_are_the_steps_of_the_optimizer(name):
     # SOAP multiplies decay and update; torch's Muon iterates in bfloat16, which turns last bits into 2⁻⁸ of an update.
     bound = 1e-3 if name == "soap" else 1e-4
     for found, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=bound * float(expected.detach().abs().max()))
+        torch.testing.assert_close(
+            found, expected, rtol=0, atol=bound * float(expected.detach().abs().max())
+        )
 
 
 def record_by_hand(part):
@@ -313,7 +353,9 @@ def test_overlapping_runs_have_the_gradients_of_a_run_alone(sets):
                 run.advance()
         torch.cuda.synchronize()
         assert all(run._stepper._captured._graphs for run in runs)
-        return [[state["exp_avg"] for state in optimizer.state.values()] for optimizer in optimizers]
+        return [
+            [state["exp_avg"] for state in optimizer.state.values()] for optimizer in optimizers
+        ]
 
     (expected,) = moments(1)
     for found in moments(8):
@@ -350,7 +392,10 @@ def result(contestant, rate, error, *, seed=1, steps=3000, failed=""):
 
 def test_results_survive_the_file(tmp_path):
     path = tmp_path / "a.jsonl"
-    expected, time = result("adam", 1e-3, 0.2), StepTime("water", "se_e2_a", "adam", 1.5, "a", "b", "c")
+    expected, time = (
+        result("adam", 1e-3, 0.2),
+        StepTime("water", "se_e2_a", "adam", 1.5, "a", "b", "c"),
+    )
     for entry in (expected, time):
         append(path, entry)
     json.loads(path.read_text().splitlines()[0], parse_constant=pytest.fail)
@@ -369,7 +414,10 @@ def test_the_best_rate_has_the_smallest_mean_error_of_its_smallest_budget():
         result("adam", 8e-3, 0.01, steps=30000),
         result("soap", 8e-3, 0.01, steps=30000),
     ]
-    assert best_rates(results) == {("water", "se_e2_a", "adam"): 1e-3, ("water", "se_e2_a", "soap"): 8e-3}
+    assert best_rates(results) == {
+        ("water", "se_e2_a", "adam"): 1e-3,
+        ("water", "se_e2_a", "soap"): 8e-3,
+    }
 
 
 def test_stillinger_weber_is_that_of_silicon():
@@ -379,10 +427,14 @@ def test_stillinger_weber_is_that_of_silicon():
 
     ideal = crystal()
     ideal.calc = StillingerWeber()
-    assert ideal.get_potential_energy() / len(ideal) == pytest.approx(-2 * EPSILON, rel=1e-6)  # published: −4.3366 eV
+    assert ideal.get_potential_energy() / len(ideal) == pytest.approx(
+        -2 * EPSILON, rel=1e-6
+    )  # published: −4.3366 eV
 
 
-@pytest.mark.parametrize(("cation", "constant", "energy"), [("Na", 5.64, -8.15), ("K", 6.29, -7.41)])
+@pytest.mark.parametrize(
+    ("cation", "constant", "energy"), [("Na", 5.64, -8.15), ("K", 6.29, -7.41)]
+)
 def test_the_potential_of_salts_is_that_of_the_chlorides(cation, constant, energy, monkeypatch):
     pytest.importorskip("ase")
     import tosi_fumi
@@ -402,7 +454,9 @@ def test_the_potential_of_salts_is_that_of_the_chlorides(cation, constant, energ
     assert min(energies) == pytest.approx(energy, rel=0.015)
     charges = tosi_fumi.TABLES * torch.tensor([1.0, 0, 1, 0, 0], dtype=torch.float64)[:, None, None]
     monkeypatch.setattr(tosi_fumi, "TABLES", charges)
-    assert of_pair(1.0) == pytest.approx(-1.747565 * 14.39964 / (constant / 2), rel=1e-3)  # Madelung
+    assert of_pair(1.0) == pytest.approx(
+        -1.747565 * 14.39964 / (constant / 2), rel=1e-3
+    )  # Madelung
 
 
 @pytest.mark.parametrize("name", ["silicon", "salt"])
@@ -432,7 +486,9 @@ def test_forces_and_stress_are_slopes_of_the_energy(name):
             changed.calc = Potential()
             energies.append(changed.get_potential_energy())
     assert forces[5, 1] == pytest.approx(-(energies[0] - energies[2]) / 2e-4, abs=1e-5)
-    assert stress[:3].sum() * atoms.get_volume() == pytest.approx((energies[1] - energies[3]) / 2e-5, abs=1e-4)
+    assert stress[:3].sum() * atoms.get_volume() == pytest.approx(
+        (energies[1] - energies[3]) / 2e-5, abs=1e-4
+    )
 
 
 def test_the_salts_have_all_parts_and_cells_beyond_the_cut_off():
@@ -441,7 +497,10 @@ def test_the_salts_have_all_parts_and_cells_beyond_the_cut_off():
     from tosi_fumi import CUT
 
     plans = make_salt.plans()
-    frames = {part: sum(plan.frames for plan in plans if plan.part == part) for part in ("train", "test", "out")}
+    frames = {
+        part: sum(plan.frames for plan in plans if plan.part == part)
+        for part in ("train", "test", "out")
+    }
     assert frames == {"train": 288, "test": 72, "out": 156}
     assert len({(plan.part, plan.name) for plan in plans}) == len(plans)
     for plan in plans:
@@ -465,7 +524,9 @@ def test_kept_weights_are_read_by_the_calculator(sets, tmp_path):
     errors = []
     for number, frame in enumerate(read_system(sets / "water" / "test" / "300K")):
         frame.calc = calculator
-        labels = np.load(sets / "water" / "test" / "300K" / "set.000" / "force.npy")[number].reshape(-1, 3)
+        labels = np.load(sets / "water" / "test" / "300K" / "set.000" / "force.npy")[
+            number
+        ].reshape(-1, 3)
         errors.append(((frame.get_forces() - labels) ** 2).mean())
     assert np.sqrt(np.mean(errors)) == pytest.approx(result.test["300K"]["force"], rel=1e-5)
 

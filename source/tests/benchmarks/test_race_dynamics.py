@@ -39,18 +39,27 @@ def test_dynamics_keep_energy_and_find_a_potential_that_blows_up():
     for each in found["runs"]:
         assert each["stable"]
         assert each["picoseconds"] == 0.02
-        assert abs(each["drift"]) < 20  # meV/atom/ps; the kinetic energy falls by some 1,000 in this time
+        assert (
+            abs(each["drift"]) < 20
+        )  # meV/atom/ps; the kinetic energy falls by some 1,000 in this time
         assert each["fluctuation"] < 0.2
         assert each["left"] == {}
     assert found["blow_ups_per_ps"] == (0.0, pytest.approx(25.0))
-    hot = run_copies(atoms, potential, temperature=3000.0, seeds=[1], picoseconds=0.2, time_step=50.0)
+    hot = run_copies(
+        atoms, potential, temperature=3000.0, seeds=[1], picoseconds=0.2, time_step=50.0
+    )
     assert report(hot)["blow_ups_per_ps"][0] == pytest.approx(1.0 / hot[0].time)
     assert hot[0].summary()["drift"] is None
 
 
 def test_dynamics_say_when_atoms_come_too_close(monkeypatch):
     monkeypatch.setattr(dynamics, "HOTTEST", np.inf)
-    atoms = Atoms("OHH", positions=[[0, 0, 0], [-7, 0, 0], [0, 9, 0]], cell=[10, 10, 10], pbc=[True, False, True])
+    atoms = Atoms(
+        "OHH",
+        positions=[[0, 0, 0], [-7, 0, 0], [0, 9, 0]],
+        cell=[10, 10, 10],
+        pbc=[True, False, True],
+    )
     assert shortest([atoms]) == pytest.approx({"H-H": 90**0.5, "H-O": 3.0})
 
     def falling(positions):  # towards an image of oxygen, alike for every copy

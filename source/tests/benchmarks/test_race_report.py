@@ -41,7 +41,8 @@ def table_rows(text):
 
 def contestants(results, times=()):
     return {
-        row["optimizer"]: row for row in table_rows(report.tables(report.fields(results), times)["contestants.csv"])
+        row["optimizer"]: row
+        for row in table_rows(report.tables(report.fields(results), times)["contestants.csv"])
     }
 
 
@@ -49,11 +50,29 @@ def test_every_contestant_stands_at_its_best_rate(results):
     times = [StepTime("water", "se_e2_a", "hybrid_muon", 2.0, "a", "b", "c")]
     rows = contestants(results, times)
     assert list(rows) == ["HybridMuon", "AdamW"]
-    wanted = {"best_rate": "0.00216", "at_edge": "True", "force_test_eV_per_A": "0.05", "to_adamw": "0.5"}
-    wanted |= {"energy_test_meV_per_atom": "2", "force_out_eV_per_A": "0.6", "out_to_adamw": "1.5", "seconds": "6"}
-    wanted |= {"rates_within_2x": "2", "rates": "3", "seeds": "1", "adamw_end_after_fraction": "0.5"}
+    wanted = {
+        "best_rate": "0.00216",
+        "at_edge": "True",
+        "force_test_eV_per_A": "0.05",
+        "to_adamw": "0.5",
+    }
+    wanted |= {
+        "energy_test_meV_per_atom": "2",
+        "force_out_eV_per_A": "0.6",
+        "out_to_adamw": "1.5",
+        "seconds": "6",
+    }
+    wanted |= {
+        "rates_within_2x": "2",
+        "rates": "3",
+        "seeds": "1",
+        "adamw_end_after_fraction": "0.5",
+    }
     assert rows["HybridMuon"].items() >= wanted.items()
-    assert rows["AdamW"].items() >= {"best_rate": "0.003", "to_adamw": "1", "out_to_adamw": "1", "seconds": ""}.items()
+    assert (
+        rows["AdamW"].items()
+        >= {"best_rate": "0.003", "to_adamw": "1", "out_to_adamw": "1", "seconds": ""}.items()
+    )
 
 
 def test_hybrid_muon_with_nothing_set_stands_beside_the_best_of_adamw(results):
@@ -75,7 +94,10 @@ def test_hybrid_muon_with_nothing_set_stands_beside_the_best_of_adamw(results):
 
 def test_the_last_row_of_a_budget_has_medians():
     rows = [Default("water", "dpa3", 3000, (0.1 * k, 1.0), (float("nan"), 1.0)) for k in (1, 2, 9)]
-    assert report.default_table(rows).splitlines()[-1] == "| 3,000 | all | median of 3 |  |  | 0.20 | – |"
+    assert (
+        report.default_table(rows).splitlines()[-1]
+        == "| 3,000 | all | median of 3 |  |  | 0.20 | – |"
+    )
 
 
 def test_systems_stand_side_by_side(results):
@@ -99,15 +121,21 @@ def test_seeds_are_averaged_with_their_spread(results):
 
 
 def test_every_run_is_listed_and_failures_say_why(results):
-    trained = dataclasses.replace(results[0], train={"300K": {"force": 0.08, "energy": 1e-3, "virial": float("nan")}})
+    trained = dataclasses.replace(
+        results[0], train={"300K": {"force": 0.08, "energy": 1e-3, "virial": float("nan")}}
+    )
     rows = table_rows(report.tables(report.fields([trained, *results[1:]]), [])["runs.csv"])
     assert len(rows) == len(results)
     assert [row["force_train_eV_per_A"] for row in rows] == ["0.08", "", "", "", ""]
-    assert [row["failed"] for row in rows if row["force_test_eV_per_A"] == "inf"] == ["step 1600: NonFiniteError"]
+    assert [row["failed"] for row in rows if row["force_test_eV_per_A"] == "inf"] == [
+        "step 1600: NonFiniteError"
+    ]
 
 
 def test_the_picture_has_a_panel_for_each_budget(tmp_path):
-    rows = [Default("water", "dpa3", steps, (0.1, 1.0), (float("nan"), 1.0)) for steps in (3000, 30000)]
+    rows = [
+        Default("water", "dpa3", steps, (0.1, 1.0), (float("nan"), 1.0)) for steps in (3000, 30000)
+    ]
     widths = []
     for some in (rows[:1], rows):
         draw(some, [Rival("water", "dpa3", 3000, "SOAP", 0.5)], tmp_path / "a.png")
@@ -119,14 +147,19 @@ def test_the_picture_has_a_panel_for_each_budget(tmp_path):
 
 def test_variants_and_larger_sets_take_the_time_of_the_same_step():
     times = [StepTime("water", "se_e2_a", "hybrid_muon", 2.0, "a", "b", "c")]
-    (field,) = report.fields([result("hybrid_muon_decay_1", 0.00432, [(3000, 0.1)], name="water_large")])
+    (field,) = report.fields(
+        [result("hybrid_muon_decay_1", 0.00432, [(3000, 0.1)], name="water_large")]
+    )
     assert report.time_of(times, field, "hybrid_muon_decay_1") == 2.0
     assert np.isnan(report.time_of(times, field, "soap"))
 
 
 def test_a_table_replaces_that_of_a_page():
     page = f"before\n{report.MARKS[0]}\nold\n{report.MARKS[1]}\nafter\n"
-    assert report.with_table(page, "new") == f"before\n{report.MARKS[0]}\n\nnew\n\n{report.MARKS[1]}\nafter\n"
+    assert (
+        report.with_table(page, "new")
+        == f"before\n{report.MARKS[0]}\n\nnew\n\n{report.MARKS[1]}\nafter\n"
+    )
     with pytest.raises(ValueError, match="marks"):
         report.with_table("no marks", "new")
 
@@ -137,4 +170,6 @@ def test_the_published_page_and_files_are_those_of_the_published_results():
     found = report.fields(results.values())
     page = (TOP / "doc" / "benchmarks" / "race.md").read_text()
     assert report.with_table(page, report.default_table(list(report.defaults(found)))) == page
-    assert {path.name: path.read_text() for path in raw.glob("*.csv")} == report.tables(found, times)
+    assert {path.name: path.read_text() for path in raw.glob("*.csv")} == report.tables(
+        found, times
+    )

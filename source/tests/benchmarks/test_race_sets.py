@@ -31,7 +31,10 @@ def test_a_large_set_begins_with_the_small_one(module):
         assert (ours.part, ours.name, ours.frames) == (theirs.part, theirs.name, theirs.frames)
     assert {plan.part for plan in more[len(small) :]} == {"train"}
     frames = [
-        {name: sum(plan.frames for plan in plans if f"{plan.part}/{plan.name}" == name) for name in names}
+        {
+            name: sum(plan.frames for plan in plans if f"{plan.part}/{plan.name}" == name)
+            for name in names
+        }
         for plans in (small, more)
         for names in [{f"{plan.part}/{plan.name}" for plan in small}]
     ]
@@ -40,7 +43,9 @@ def test_a_large_set_begins_with_the_small_one(module):
 
 
 def test_further_alloys_have_their_atoms_in_other_places():
-    plans = [plan for plan in make_alloys.plans(3) if plan.part == "train" and "surface" in plan.name]
+    plans = [
+        plan for plan in make_alloys.plans(3) if plan.part == "train" and "surface" in plan.name
+    ]
     assert len(plans) == 9
     for first, second in ((0, 3), (3, 6), (0, 6)):
         ours, theirs = plans[first].atoms, plans[second].atoms
@@ -52,7 +57,9 @@ def test_further_alloys_have_their_atoms_in_other_places():
 def test_trajectories_of_a_name_become_one_system(tmp_path, monkeypatch):
     monkeypatch.setattr(sampling, "CHECKSUMS", tmp_path / "checksums")
     atoms = make_alloys.alloy({"Cu": 16, "Ag": 16}, np.random.default_rng(1))
-    plans = [sampling.Trajectory(part, "a", atoms, 500.0, 2, 1, 1) for part in ("train", "test", "train")]
+    plans = [
+        sampling.Trajectory(part, "a", atoms, 500.0, 2, 1, 1) for part in ("train", "test", "train")
+    ]
     given = {"mover": make_alloys.LennardJones, "labeller": EMT, "time_step": 4.0, "seed": 3}
     sampling.make(tmp_path / "set", plans, ("Cu", "Ag"), **given, workers=2)
     for part, numbers in (("train", (0, 2)), ("test", (1,))):
@@ -64,11 +71,15 @@ def test_trajectories_of_a_name_become_one_system(tmp_path, monkeypatch):
         for name, array in system.arrays().items():
             found = np.load(tmp_path / "set" / part / "a" / "set.000" / f"{name}.npy")
             np.testing.assert_array_equal(found, array)
-    assert sampling.write_checksums(tmp_path / "set") == ("set: 14 files as published, 0 differ, 0 missing, 0 others")
+    assert sampling.write_checksums(tmp_path / "set") == (
+        "set: 14 files as published, 0 differ, 0 missing, 0 others"
+    )
 
 
 def test_systems_of_other_atoms_stay_apart():
-    cells = [make_alloys.alloy(content, np.random.default_rng(1)) for content in ({"Cu": 32}, {"Ag": 32})]
+    cells = [
+        make_alloys.alloy(content, np.random.default_rng(1)) for content in ({"Cu": 32}, {"Ag": 32})
+    ]
     systems = [sampling.labelled([atoms], ("Cu", "Ag"), EMT) for atoms in cells]
     with pytest.raises(ValueError, match="different atoms"):
         sampling.concatenated(systems)
@@ -145,7 +156,9 @@ def folders(tmp_path, monkeypatch):
     ):
         shutil.copytree(SMALL / source, small / part / Path(source).name)
     for temperature in large.TEMPERATURES:
-        coord = np.load(SMALL / "train" / f"{temperature:g}K" / "set.000" / "coord.npy")[:6].reshape(6, 96, 3)
+        coord = np.load(SMALL / "train" / f"{temperature:g}K" / "set.000" / "coord.npy")[
+            :6
+        ].reshape(6, 96, 3)
         box = np.load(SMALL / "train" / f"{temperature:g}K" / "set.000" / "box.npy")[0]
         large.save(work / "drawn" / f"{temperature:g}K_00.npz", coord=coord, length=box[0], ended=0)
     return small, work, tmp_path / "water_large"
@@ -164,13 +177,19 @@ def test_the_large_water_set_is_the_small_one_and_what_was_labelled(folders, mon
     small, work, out = folders
     monkeypatch.setattr(large, "labelled", spc_labels)
     blocks = large.block_files(work)
-    assert [path.name for path in blocks] == [f"{t}K_00_{first:02d}.npz" for first in (0, 3) for t in (300, 350)]
+    assert [path.name for path in blocks] == [
+        f"{t}K_00_{first:02d}.npz" for first in (0, 3) for t in (300, 350)
+    ]
     for number, (path, source) in enumerate(blocks.items()):
         late = number == 3
-        assert ("is left" in large.label_block(path, *source, until=0.0 if late else float("inf"))) == late
+        assert (
+            "is left" in large.label_block(path, *source, until=0.0 if late else float("inf"))
+        ) == late
         assert path.exists() != late
     before = next(iter(blocks)).stat().st_mtime_ns
-    assert "exists" in large.label_block(next(iter(blocks)), *blocks[next(iter(blocks))], until=float("inf"))
+    assert "exists" in large.label_block(
+        next(iter(blocks)), *blocks[next(iter(blocks))], until=float("inf")
+    )
     assert next(iter(blocks)).stat().st_mtime_ns == before
     large.write(work, small, out)
     assert "O–H 0.9" in capsys.readouterr().out
@@ -178,10 +197,14 @@ def test_the_large_water_set_is_the_small_one_and_what_was_labelled(folders, mon
         numbers = out / "train" / f"drawn_{temperature}K" / "set.000"
         source = SMALL / "train" / f"{temperature}K" / "set.000"
         for name in ("coord", "box"):
-            np.testing.assert_allclose(np.load(numbers / f"{name}.npy"), np.load(source / f"{name}.npy")[:frames])
+            np.testing.assert_allclose(
+                np.load(numbers / f"{name}.npy"), np.load(source / f"{name}.npy")[:frames]
+            )
         (expected,) = large.frames_of(work / "drawn" / f"{temperature}K_00.npz", slice(1, 2))
         expected.calc = FlexibleSPC(96)
-        np.testing.assert_allclose(np.load(numbers / "force.npy")[1], expected.get_forces().ravel(), atol=1e-5)
+        np.testing.assert_allclose(
+            np.load(numbers / "force.npy")[1], expected.get_forces().ravel(), atol=1e-5
+        )
     for path in small.rglob("*.npy"):
         assert path.read_bytes() == (out / path.relative_to(small)).read_bytes()
     given = [

@@ -60,14 +60,18 @@ def test_watched_dynamics_are_those_of_the_package(predictor, copies):
         pairs_of(last.systems.frames(), k, 5.0).distance.min() / 1.5 for k in range(2)
     ]  # bonds become shorter or longer
     assert (found.least[-1] <= np.array(closest) + 1e-6).all()
-    np.testing.assert_array_equal(np.isfinite(found.passed), found.least[-1][:, None] < np.array(RATIOS))
+    np.testing.assert_array_equal(
+        np.isfinite(found.passed), found.least[-1][:, None] < np.array(RATIOS)
+    )
     assert np.isinf(found.blown).all()
     assert np.abs(found.energy).max() < 1e-3
 
 
 def test_a_copy_that_is_too_hot_ends_and_others_go_on(predictor, copies):
     systems, kelvin = copies
-    found = WatchedRun(predictor.model, systems, np.ones((2, 2)), kelvin * torch.tensor([0.1, 1.0]), 0.5).run(0.01)
+    found = WatchedRun(
+        predictor.model, systems, np.ones((2, 2)), kelvin * torch.tensor([0.1, 1.0]), 0.5
+    ).run(0.01)
     assert found.blown[0] == pytest.approx(0.5e-3 * WATCH)
     assert math.isinf(found.blown[1])
     assert np.isinf(found.pairs[0]).all()
@@ -85,7 +89,10 @@ def test_inputs_of_settings_are_accepted(name, tmp_path):
 
 def test_noise_displaces_copies_of_frames(tmp_path):
     written = runs.noisy(DATA / "300K", tmp_path, 0.02, 1)
-    (plain,), (noisy,) = open_systems(str(DATA / "300K"), ["O", "H"]), open_systems(written, ["O", "H"])
+    (plain,), (noisy,) = (
+        open_systems(str(DATA / "300K"), ["O", "H"]),
+        open_systems(written, ["O", "H"]),
+    )
     n = plain.nframes
     before, after = plain.frames(np.arange(n)), noisy.frames(np.arange(runs.COPIES * n))
     np.testing.assert_array_equal(after.coord[:n], before.coord)
@@ -96,14 +103,27 @@ def test_noise_displaces_copies_of_frames(tmp_path):
 
 def test_the_last_tenth_restarts_on_the_same_course(monkeypatch, tmp_path):
     given = []
-    monkeypatch.setattr(runs, "run_train", lambda content, words: given.append((content, words)) or tmp_path / "m.pt")
-    args = runs.arguments(["--data", str(tmp_path), "--results", str(tmp_path / "r.jsonl"), "--steps", "100"])
+    monkeypatch.setattr(
+        runs,
+        "run_train",
+        lambda content, words: given.append((content, words)) or tmp_path / "m.pt",
+    )
+    args = runs.arguments(
+        ["--data", str(tmp_path), "--results", str(tmp_path / "r.jsonl"), "--steps", "100"]
+    )
     runs.trained(("water", "slow_last_tenth", 1), args, tmp_path)
     (first, _), (last, words) = given
     rates = []
     for content in (first, last):
-        section = normalize({**content, "training": {**content["training"], "training_data": {"systems": [str(DATA)]}}})
-        rates.append(learning_rate(section.settings.learning_rate, content["training"]["numb_steps"])(89))
+        section = normalize(
+            {
+                **content,
+                "training": {**content["training"], "training_data": {"systems": [str(DATA)]}},
+            }
+        )
+        rates.append(
+            learning_rate(section.settings.learning_rate, content["training"]["numb_steps"])(89)
+        )
     assert rates[0] == pytest.approx(rates[1], rel=2e-3)
     assert (first["training"]["numb_steps"], last["training"]["numb_steps"]) == (90, 100)
     assert "lr_adjust_coeff" not in first["optimizer"]
@@ -111,7 +131,10 @@ def test_the_last_tenth_restarts_on_the_same_course(monkeypatch, tmp_path):
     assert words == ["--restart", str(tmp_path / "m.pt")]
     given.clear()
     runs.trained(("water", "decay_3_first_half", 1), args, tmp_path)
-    seen = [(content["training"]["numb_steps"], content["optimizer"]["weight_decay"]) for content, _ in given]
+    seen = [
+        (content["training"]["numb_steps"], content["optimizer"]["weight_decay"])
+        for content, _ in given
+    ]
     assert seen == [(50, 3.0), (100, 0.001)]
 
 
@@ -121,15 +144,44 @@ def test_a_run_gives_a_line_a_potential(tmp_path, monkeypatch):
     for part, name in (("train", "300K"), ("test", "350K"), ("out", "350K")):
         (folder / part).mkdir(parents=True, exist_ok=True)
         (folder / part / name).symlink_to(DATA / ("300K" if part == "train" else "350K"))
-    words = ["--data", str(tmp_path / "data"), "--sets", "water", "--settings", "default", "--steps", "4"]
-    words += ["--model", "tiny", "--copies", "1", "1", "--picoseconds", "water=0.01", "--check-seeds", "1"]
-    words += ["--check-copies", "1", "--results", str(tmp_path / "r.jsonl"), "--logs", str(tmp_path)]
+    words = [
+        "--data",
+        str(tmp_path / "data"),
+        "--sets",
+        "water",
+        "--settings",
+        "default",
+        "--steps",
+        "4",
+    ]
+    words += [
+        "--model",
+        "tiny",
+        "--copies",
+        "1",
+        "1",
+        "--picoseconds",
+        "water=0.01",
+        "--check-seeds",
+        "1",
+    ]
+    words += [
+        "--check-copies",
+        "1",
+        "--results",
+        str(tmp_path / "r.jsonl"),
+        "--logs",
+        str(tmp_path),
+    ]
     monkeypatch.setattr(sys, "argv", ["stability_runs.py", *words])
     runs.main()
     lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert [line["setting"] for line in lines] == ["default", "default_average"]
     potentials = table.potentials_of(table.read_lines([tmp_path / "r.jsonl"]))
-    assert all(p.verdict and p.test > 0 and p.flatness > 0 and p.time == pytest.approx(0.008) for p in potentials)
+    assert all(
+        p.verdict and p.test > 0 and p.flatness > 0 and p.time == pytest.approx(0.008)
+        for p in potentials
+    )
     assert len(table.settings_table(potentials)) == 4
     assert runs.wanted(runs.arguments(words)) == []
 
@@ -155,7 +207,10 @@ def test_other_limits_of_the_check_are_compared():
     numbers = (0.1, 0.2, 1.0, 4, 8.0, 1, 1, 6.0, 0.5, 4, 1.0)
     bad = table.Potential("dpa3", "water", "default", 1, 10, *numbers, "fails", 16, 2.0, 3, 0.3)
     good = replace(bad, blown=0, verdict="doubtful", check_blown=0, check_least=0.7)
-    rows = {row.strip("| ").split(" | ")[0]: row.split(" | ")[1:] for row in table.limit_table([bad, good, good])[2:]}
+    rows = {
+        row.strip("| ").split(" | ")[0]: row.split(" | ")[1:]
+        for row in table.limit_table([bad, good, good])[2:]
+    }
     assert rows["dp check"] == ["1 of 1", "2 of 2 |"]
     assert rows["a pair comes closer than 0.75"] == ["1 of 1", "0 of 2 |"]
     assert rows["a pair comes closer than 0.2"] == ["0 of 1", "2 of 2 |"]
@@ -167,10 +222,24 @@ def test_checks_at_several_temperatures_are_compared():
     given = {"temperature": 300.0, "copies": 1, "time": 5.0, "ratio": 1.0, "features": []}
     passes = {**given, "items": {"dynamics": "doubtful"}, "blown": []}
     fails = {**given, "items": {"dynamics": "fails"}, "blown": [0.1]}
-    run = {"copies": [1, 1], "picoseconds": 1.0, "ratios": [0.9, 0.75], "passed": [[None, None]] * 2, "least": [[1, 1]]}
+    run = {
+        "copies": [1, 1],
+        "picoseconds": 1.0,
+        "ratios": [0.9, 0.75],
+        "passed": [[None, None]] * 2,
+        "least": [[1, 1]],
+    }
     line = {"model": "m", "set": "s", "setting": "d", "seed": 1, "steps": 1, "test": {}, "out": {}}
-    bad = {**line, "dynamics": {**run, "blown": [0.5, None]}, "check": {"1.0": passes, "1.5": fails}}
-    good = {**line, "dynamics": {**run, "blown": [None, None]}, "check": {"1.0": passes, "1.5": fails}}
+    bad = {
+        **line,
+        "dynamics": {**run, "blown": [0.5, None]},
+        "check": {"1.0": passes, "1.5": fails},
+    }
+    good = {
+        **line,
+        "dynamics": {**run, "blown": [None, None]},
+        "check": {"1.0": passes, "1.5": fails},
+    }
     one = {**good, "check": {"1.5": passes}}
     assert table.heat_table([bad, good, good, one])[2:] == [
         "| 1.0 | 0 of 1 | 0 of 1 | 2 of 2 | 2 of 2 |",
@@ -220,17 +289,32 @@ def test_runs_of_another_model_or_length_are_others(tmp_path, monkeypatch, capsy
     test = {"test": {"a": {"force": 0.5}}, "out": {"b": {"force": 0.25}}}
     lines = [{"set": "salt", "setting": "soap", "seed": seed, "failed": "x"} for seed in (1,)]
     lines += [{"set": "salt", "setting": "soap", "seed": 2, "model": "dpa3", "steps": 3000, **test}]
-    lines += [{"set": "salt", "setting": "adamw", "seed": 2, "model": "se_e2_a", "steps": 30000, **test}]
+    lines += [
+        {"set": "salt", "setting": "adamw", "seed": 2, "model": "se_e2_a", "steps": 30000, **test}
+    ]
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))
     plan = ["--plan", '[[["salt"], ["soap"], [1, 2, 3]]]']
     for model, left in (("dpa3", [3]), ("se_e2_a", [2, 3])):
-        words = ["--data", str(tmp_path), "--results", str(results), "--steps", "3000", "--model", model, *plan]
+        words = [
+            "--data",
+            str(tmp_path),
+            "--results",
+            str(results),
+            "--steps",
+            "3000",
+            "--model",
+            model,
+            *plan,
+        ]
         assert runs.wanted(runs.arguments(words)) == [("salt", "soap", seed) for seed in left]
     monkeypatch.setattr(sys, "argv", ["rules_table.py", str(results)])
     rules_table.main()
     found = capsys.readouterr().out.splitlines()
     assert found[1] == "| test [eV/Å] | salt, dpa3 | salt, 30,000 steps |"
-    assert found[3:5] == ["| soap | 0.5000 (0.5000 – 0.5000), ×1 | – |", "| adamw | – | 0.5000 (0.5000 – 0.5000), ×1 |"]
+    assert found[3:5] == [
+        "| soap | 0.5000 (0.5000 – 0.5000), ×1 | – |",
+        "| adamw | – | 0.5000 (0.5000 – 0.5000), ×1 |",
+    ]
 
 
 def test_dynamics_of_a_set_without_a_condition_are_refused(tmp_path, capsys):

@@ -42,7 +42,9 @@ def test_the_all_reduce_follows_its_formula(scaling):
 def test_two_gpus_take_what_was_measured_and_stage_0_grows_by_the_all_reduce_alone(scaling):
     step = make_step(scaling)
     assert [step.seconds(2, stage) for stage in (0, 1)] == pytest.approx([1.1e-3, 2e-3])
-    assert step.seconds(16, 0) - step.seconds(2, 0) == pytest.approx(step.all_reduce(16) - step.all_reduce(2))
+    assert step.seconds(16, 0) - step.seconds(2, 0) == pytest.approx(
+        step.all_reduce(16) - step.all_reduce(2)
+    )
 
 
 def test_the_plan_shares_or_repeats_the_orthogonalizations(scaling, monkeypatch):

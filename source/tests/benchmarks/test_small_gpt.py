@@ -32,24 +32,40 @@ def test_the_snippet_of_the_readme_is_measured_and_routes_the_gpt(small_gpt):
     layers = ("qkv", "proj", "fc", "out")
     assert muon == {f"h.{i}.{layer}.weight" for i in range(small_gpt.LAYERS) for layer in layers}
     config = MuonConfig()
-    assert small_gpt.train(small_gpt.from_readme, 2) == small_gpt.train(lambda model: [config.build(model)], 2)
+    assert small_gpt.train(small_gpt.from_readme, 2) == small_gpt.train(
+        lambda model: [config.build(model)], 2
+    )
 
 
 def test_every_optimizer_of_the_benchmark_takes_every_parameter_once(small_gpt):
-    assert hasattr(torch.optim, "Muon") == any("torch.optim.Muon" in name for name in small_gpt.cases())
+    assert hasattr(torch.optim, "Muon") == any(
+        "torch.optim.Muon" in name for name in small_gpt.cases()
+    )
     for make in small_gpt.cases().values():
         model = small_gpt.GPT()
-        params = [p for optimizer in make(model) for group in optimizer.param_groups for p in group["params"]]
+        params = [
+            p
+            for optimizer in make(model)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
         assert len(params) == len(set(params)) == len(list(model.parameters()))
 
 
 def test_the_page_has_the_figures_of_the_run(small_gpt):
     table = re.findall(r"^\|.*\|$", RAW.read_text(encoding="utf-8"), re.MULTILINE)
     names = [row.split("`")[1] for row in table[2:]]
-    assert names == [name for name in small_gpt.cases() if "optim.Muon" not in name or hasattr(torch.optim, "Muon")]
+    assert names == [
+        name
+        for name in small_gpt.cases()
+        if "optim.Muon" not in name or hasattr(torch.optim, "Muon")
+    ]
     page = (TOP / "doc" / "optimizer.md").read_text(encoding="utf-8")
     assert "\n".join(table) in page
-    losses = {name: float(row.split("|")[2].split("±")[0]) for name, row in zip(names, table[2:], strict=True)}
+    losses = {
+        name: float(row.split("|")[2].split("±")[0])
+        for name, row in zip(names, table[2:], strict=True)
+    }
     defaults = [name for name in names if "splits" not in name]
     assert min(defaults, key=losses.get) == "MuonConfig().build(model)"
 
@@ -66,7 +82,9 @@ def test_rates_are_tuned_until_the_best_is_not_the_last(small_gpt_race):
 
     def loss(rates):
         asked.append(rates)
-        return sum(math.log2(rate / best) ** 2 for rate, best in zip(rates, (0.16, 0.01), strict=True))
+        return sum(
+            math.log2(rate / best) ** 2 for rate, best in zip(rates, (0.16, 0.01), strict=True)
+        )
 
     assert small_gpt_race.tune((0.02, 0.02), loss) == (0.16, 0.01)
     assert len(asked) == len(set(asked))
@@ -88,14 +106,21 @@ def test_runs_of_an_earlier_race_are_not_repeated(small_gpt_race, tmp_path, monk
     assert len(trained) == len(first)
     assert small_gpt_race.race("NorMuon", 5, "cpu", small_gpt_race.read(path)) == first
     assert len(trained) == len(first)
-    assert len(small_gpt_race.race("NorMuon", 6, "cpu", small_gpt_race.read(path))) == len(trained) - len(first)
+    assert len(small_gpt_race.race("NorMuon", 6, "cpu", small_gpt_race.read(path))) == len(
+        trained
+    ) - len(first)
 
 
 def test_every_contestant_of_the_race_takes_every_parameter_once(small_gpt, small_gpt_race):
     for name, contestant in small_gpt_race.contestants().items():
         model = small_gpt.GPT()
         optimizers = contestant.make(model, *contestant.rates)
-        params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        params = [
+            p
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
         assert len(params) == len(set(params)) == len(list(model.parameters())), name
         lowest = min(group["lr"] for optimizer in optimizers for group in optimizer.param_groups)
         assert lowest == min(contestant.rates), name
@@ -104,7 +129,8 @@ def test_every_contestant_of_the_race_takes_every_parameter_once(small_gpt, smal
 def test_rates_and_batches_read_on_the_device_mean_the_same(small_gpt_race):
     contestant = small_gpt_race.contestants()["NorMuon"]
     eager, other = (
-        small_gpt_race.Run(lambda model: contestant.make(model, *contestant.rates), 1, 60, "cpu") for _ in range(2)
+        small_gpt_race.Run(lambda model: contestant.make(model, *contestant.rates), 1, 60, "cpu")
+        for _ in range(2)
     )
     other.read_on_device()
     for run in (eager, other):

@@ -24,7 +24,12 @@ def test_every_optimizer_takes_every_parameter_once(small_vision):
     for make in small_vision.cases().values():
         for kind in (small_vision.ConvNet, small_vision.ViT):
             model = kind()
-            params = [p for optimizer in make(model) for group in optimizer.param_groups for p in group["params"]]
+            params = [
+                p
+                for optimizer in make(model)
+                for group in optimizer.param_groups
+                for p in group["params"]
+            ]
             assert len(params) == len(set(params)) == len(list(model.parameters()))
 
 
@@ -39,12 +44,19 @@ def test_kernels_are_matrices_and_a_vit_routes_as_it_should(small_vision):
     }
     (optimizer,) = small_vision.muon()(small_vision.ViT())
     muon = {entry.name for entry in optimizer.routing if entry.route == "muon"}
-    layers = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
+    layers = (
+        "self_attn.in_proj_weight",
+        "self_attn.out_proj.weight",
+        "linear1.weight",
+        "linear2.weight",
+    )
     assert muon == {f"blocks.layers.{i}.{layer}" for i in range(2) for layer in layers}
 
 
 def test_images_are_the_same_every_time(small_vision):
-    (x, label), (y, again) = (small_vision.images(8, torch.Generator().manual_seed(3)) for _ in range(2))
+    (x, label), (y, again) = (
+        small_vision.images(8, torch.Generator().manual_seed(3)) for _ in range(2)
+    )
     assert torch.equal(x, y)
     assert torch.equal(label, again)
     assert x.shape == (8, 3, 16, 16)

@@ -14,7 +14,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from deepmd_muon.checkpoint_file.directory import take_apart
 from deepmd_muon.checkpoint_file.errors import CheckpointError
-from deepmd_muon.checkpoint_file.file import FORMAT_VERSION, OWN_KEY, checkpoint_path, read_checkpoint
+from deepmd_muon.checkpoint_file.file import (
+    FORMAT_VERSION,
+    OWN_KEY,
+    checkpoint_path,
+    read_checkpoint,
+)
 
 
 def refused(path):
@@ -29,7 +34,10 @@ def refused(path):
 
 def test_missing_files_and_folders(tmp_path):
     assert refused(tmp_path / "none.pt") == "there is no checkpoint FILE"
-    assert refused(tmp_path) == "there is no checkpoint FILE: it is a folder; give the checkpoint in it"
+    assert (
+        refused(tmp_path)
+        == "there is no checkpoint FILE: it is a folder; give the checkpoint in it"
+    )
 
 
 def write_text(path):
@@ -91,7 +99,11 @@ def changed_bits(tmp_path, name, tries, read):
 
 
 CONTENT = {
-    "model": {"a": torch.rand(20, 20), "b": torch.rand(300, dtype=torch.float64), "_extra_state": {"x": [1, "y"]}}
+    "model": {
+        "a": torch.rand(20, 20),
+        "b": torch.rand(300, dtype=torch.float64),
+        "_extra_state": {"x": [1, "y"]},
+    }
 }
 
 
@@ -110,7 +122,10 @@ def test_changed_bits_of_a_file_are_found_or_harmless(tmp_path):
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "content.pt"])
 def test_changed_bits_of_a_directory_are_found_or_harmless(tmp_path, file):
     write_directory(tmp_path / "a.dcp")
-    assert changed_bits(tmp_path, f"a.dcp/{file}", 100, lambda: read_checkpoint(tmp_path / "a.dcp")) > 30
+    assert (
+        changed_bits(tmp_path, f"a.dcp/{file}", 100, lambda: read_checkpoint(tmp_path / "a.dcp"))
+        > 30
+    )
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), MemoryError()])
@@ -131,7 +146,12 @@ def test_a_disk_that_fails_is_reported_with_the_checkpoint(tmp_path, monkeypatch
 def test_a_damaged_content_of_a_directory_is_named(tmp_path):
     write_directory(tmp_path / "a.dcp")
     path = tmp_path / "a.dcp/content.pt"
-    for damaged in (b"", b"PK", path.read_bytes()[:-30], pickle.dumps({"content": {}, "tensors": []})):
+    for damaged in (
+        b"",
+        b"PK",
+        path.read_bytes()[:-30],
+        pickle.dumps({"content": {}, "tensors": []}),
+    ):
         path.write_bytes(damaged)
         assert "content.pt" in refused(tmp_path / "a.dcp")
 
@@ -155,7 +175,10 @@ def test_a_member_that_is_marked_as_a_folder_is_refused(tmp_path):
 
 def test_a_member_that_is_there_twice_or_compressed_is_refused(tmp_path):
     torch.save({"model": {"a": torch.zeros(3)}}, tmp_path / "a.pt")
-    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(tmp_path / "a.pt", "a") as archive:
+    with (
+        pytest.warns(UserWarning, match="Duplicate"),
+        zipfile.ZipFile(tmp_path / "a.pt", "a") as archive,
+    ):
         archive.writestr("a/data/0", bytes(12))
     assert "there twice" in refused(tmp_path / "a.pt")
     torch.save({"model": {"a": torch.zeros(3)}}, tmp_path / "b.pt")
@@ -193,7 +216,10 @@ def test_files_that_cannot_be_read(tmp_path, write, reason):
         ([1, 2], "it holds a list"),
         ({"weights": 1}, "it has no state dict under 'model', only ['weights']"),
         ({"model": 3}, "it has no state dict under 'model', only ['model']"),
-        *(({"model": {}, OWN_KEY: own}, f"the content under {OWN_KEY!r} does not come from a run") for own in OWN),
+        *(
+            ({"model": {}, OWN_KEY: own}, f"the content under {OWN_KEY!r} does not come from a run")
+            for own in OWN
+        ),
     ],
 )
 def test_other_files_of_torch(tmp_path, content, reason):

@@ -30,7 +30,9 @@ def directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "model.dcp"
     path.mkdir()
-    parts, tensors = take_apart({"model": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(2.0)}})
+    parts, tensors = take_apart(
+        {"model": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(2.0)}}
+    )
     torch.save(parts, path / CONTENT)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -88,10 +90,19 @@ MKDIR = name("os", "mkdir") + text("executed") + b"\x85R"  # REDUCE
         name("torch.serialization", "os.mkdir") + text("executed") + b"\x85R",
         name("builtins", "eval") + text("__import__('os').mkdir('executed')") + b"\x85R",
         # Another attribute in the way that Python 3.11.0 writes enumerations.
-        name("builtins", "getattr") + name("os", "mkdir") + text("__call__") + b"\x86R" + text("executed") + b"\x85R",
+        name("builtins", "getattr")
+        + name("os", "mkdir")
+        + text("__call__")
+        + b"\x86R"
+        + text("executed")
+        + b"\x85R",
         name("builtins", "getattr") + name(CLASSES, "Metadata") + text("__init__") + b"\x86R)R",
         # BUILD on a class and on functions: a method of torch's would be another from then on.
-        name(CLASSES, "TensorProperties") + b"N}" + text("__setstate__") + name("torch", "Size") + b"s\x86b",
+        name(CLASSES, "TensorProperties")
+        + b"N}"
+        + text("__setstate__")
+        + name("torch", "Size")
+        + b"s\x86b",
         name(CLASSES, "Metadata") + b"}" + text("state_dict_metadata") + b"}sb",
         name("torch.serialization", "_get_layout") + b"}" + text("x") + b"}sb",
         # BUILD twice, with state for slots, and of attributes that are no fields.
@@ -135,7 +146,15 @@ NESTED = b"))\x86\x94" + b"".join(b"h" + bytes([i]) + b"\x86\x94" for i in range
 
 
 def fields(tensors=b"}", places=b"}"):
-    return EMPTY + b"}(" + text("state_dict_metadata") + tensors + text("storage_data") + places + b"ub"
+    return (
+        EMPTY
+        + b"}("
+        + text("state_dict_metadata")
+        + tensors
+        + text("storage_data")
+        + places
+        + b"ub"
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,7 +169,14 @@ def fields(tensors=b"}", places=b"}"):
         fields(places=NESTED),
         fields(b"}" + NESTED + b"Ns"),
         fields(places=b"}" + NESTED + b"Ns"),
-        fields(places=b"}" + name(CLASSES, "MetadataIndex") + b")\x81}" + text("fqn") + NESTED + b"sbNs"),
+        fields(
+            places=b"}"
+            + name(CLASSES, "MetadataIndex")
+            + b")\x81}"
+            + text("fqn")
+            + NESTED
+            + b"sbNs"
+        ),
         fields(b"}" + text("a") + NESTED + b"s"),
         fields(b"}" + text("a") + name("torch", "Size") + NESTED + b"Rs"),
     ],
@@ -205,7 +231,12 @@ def test_bytes_are_refused_before_they_are_read(directory):
     "value",
     [
         *(Evil(), {"a": 1}, torch.nn.Linear(2, 3), torch.zeros(2, 3).to_sparse()),
-        *(torch.zeros(2, 3, dtype=torch.float64), torch.zeros(3, 2), torch.zeros(6), torch.zeros(0)),
+        *(
+            torch.zeros(2, 3, dtype=torch.float64),
+            torch.zeros(3, 2),
+            torch.zeros(6),
+            torch.zeros(0),
+        ),
     ],
 )
 def test_a_part_that_is_no_tensor_or_another_one_is_refused(directory, value):
@@ -289,8 +320,12 @@ def replace(**fields):
         replace(state_dict_metadata={"model/a": "text"}),
         lambda found: vars(found.state_dict_metadata["model/a"]).update(properties=None),
         lambda found: vars(found.state_dict_metadata["model/a"]).update(chunks=None),
-        lambda found: vars(found.state_dict_metadata["model/a"].properties).update(dtype=torch.strided),
-        lambda found: vars(found.state_dict_metadata["model/a"].properties).update(layout=torch.sparse_coo),
+        lambda found: vars(found.state_dict_metadata["model/a"].properties).update(
+            dtype=torch.strided
+        ),
+        lambda found: vars(found.state_dict_metadata["model/a"].properties).update(
+            layout=torch.sparse_coo
+        ),
     ],
 )
 def test_descriptions_that_do_not_fit_are_refused(directory, change):
@@ -334,7 +369,13 @@ def test_enumerations_are_read_in_both_spellings(directory):
     found = described(directory)
     encoding = dcp._MEM_FORMAT_ENCODING
     old = Attribute(encoding, "TORCH_CONTIGUOUS_FORMAT")
-    others = (Attribute(encoding, "__init__"), Attribute(encoding, "TORCH_PRESERVE_FORMAT"), encoding(2), 0, None)
+    others = (
+        Attribute(encoding, "__init__"),
+        Attribute(encoding, "TORCH_PRESERVE_FORMAT"),
+        encoding(2),
+        0,
+        None,
+    )
     properties = found.state_dict_metadata["model/a"].properties
     for written in (encoding.TORCH_CONTIGUOUS_FORMAT, old, *others):
         with pytest.MonkeyPatch.context() as patch:
@@ -344,7 +385,9 @@ def test_enumerations_are_read_in_both_spellings(directory):
         if written in others:
             assert "not dense and contiguous" in refused(directory)
         else:
-            assert torch.equal(read_checkpoint(directory)["model"]["a"], torch.arange(6.0).reshape(2, 3))
+            assert torch.equal(
+                read_checkpoint(directory)["model"]["a"], torch.arange(6.0).reshape(2, 3)
+            )
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
@@ -357,7 +400,13 @@ def test_what_torch_writes_is_read_as_torch_reads_it(directory, protocol):
 
 
 @pytest.mark.parametrize(
-    "door", ["test -s none -m", "train input.json --restart", "train input.json --init-model", "show routing"]
+    "door",
+    [
+        "test -s none -m",
+        "train input.json --restart",
+        "train input.json --init-model",
+        "show routing",
+    ],
 )
 def test_every_command_refuses_a_prepared_directory(directory, door, capfd):
     Path("input.json").write_text(INPUT)
@@ -381,7 +430,9 @@ def test_values_of_exponential_size_are_refused(tmp_path, kind):
     value = kind([1, 2])
     for _ in range(60):
         value = kind([value, value])  # some hundred bytes stand for 2^60 values
-    torch.save({"model": {"_extra_state": {"model_params": {"descriptor": value}}}}, tmp_path / "model.pt")
+    torch.save(
+        {"model": {"_extra_state": {"model_params": {"descriptor": value}}}}, tmp_path / "model.pt"
+    )
     with pytest.raises(CheckpointError, match=r"model\.pt.*contain one another"):
         read_checkpoint(tmp_path / "model.pt")
     (tmp_path / METADATA).write_bytes(pickle.dumps(value, protocol=4))

@@ -24,7 +24,9 @@ def folder(tmp_path, monkeypatch):
     molecule = np.array([[0.0, 0.0, 0.0], [0.96, 0.0, 0.0], [-0.24, 0.93, 0.0]])
     for name, molecules, nframes in (("large", 3, 4), ("small", 1, 2)):
         places = 2.5 * np.arange(molecules)[:, None, None] * np.array([1.0, 0.6, 0.3])
-        coord = (places + molecule).reshape(-1, 3) + random.normal(scale=0.05, size=(nframes, 3 * molecules, 3))
+        coord = (places + molecule).reshape(-1, 3) + random.normal(
+            scale=0.05, size=(nframes, 3 * molecules, 3)
+        )
         box = np.diag([9.0, 9.5, 10.0])
         box[1, 0] = 0.7
         arrays = {
@@ -35,7 +37,14 @@ def folder(tmp_path, monkeypatch):
             "virial": random.normal(size=(nframes, 9)),
         }
         write_npy(tmp_path / name, [0, 1, 1] * molecules, [arrays], "OH")
-    descriptor = {"type": "se_e2_a", "sel": [8, 16], "rcut": 4.0, "neuron": [4, 8], "axis_neuron": 2, "seed": 1}
+    descriptor = {
+        "type": "se_e2_a",
+        "sel": [8, 16],
+        "rcut": 4.0,
+        "neuron": [4, 8],
+        "axis_neuron": 2,
+        "seed": 1,
+    }
     model = build_model(section_of(descriptor, {"neuron": [6, 6], "seed": 1}))
     state = to_deepmd_kit(model, {"lr": 1e-3, "step": 0})
     torch.save({"model": state}, tmp_path / "model.pt")
@@ -62,6 +71,7 @@ def test_tables_and_detail_files_are_the_same(folder, capsys):
         reference = np.loadtxt(folder / f"theirs.{kind}.out", encoding="utf-8")
         np.testing.assert_allclose(mine, reference, rtol=1e-9, atol=1e-12, err_msg=kind)
         first = [
-            (folder / f"{who}.{kind}.out").read_text(encoding="utf-8").splitlines()[0] for who in ("ours", "theirs")
+            (folder / f"{who}.{kind}.out").read_text(encoding="utf-8").splitlines()[0]
+            for who in ("ours", "theirs")
         ]
         assert first[0] == first[1]

@@ -52,13 +52,18 @@ CLASHES = [
 
 
 @pytest.mark.parametrize("words", CLASHES)
-def test_an_output_that_is_read_or_written_otherwise_is_refused(tmp_path, monkeypatch, capfd, words):
+def test_an_output_that_is_read_or_written_otherwise_is_refused(
+    tmp_path, monkeypatch, capfd, words
+):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(EXAMPLE, "data")
     write_hdf5(open_systems("data/valid"), Path("data.hdf5"))
     section = {"systems": [DATA], "batch_size": 1}
     training = {"training_data": section, "validation_data": section, "numb_steps": 1}
-    model = {"type_map": ["Cu"], "descriptor": {"type": "se_e2_a", "sel": [20], "rcut": 3.0, "rcut_smth": 1.0}}
+    model = {
+        "type_map": ["Cu"],
+        "descriptor": {"type": "se_e2_a", "sel": [20], "rcut": 3.0, "rcut_smth": 1.0},
+    }
     content = {
         "model": {**model, "fitting_net": {}},
         "learning_rate": {"start_lr": 1e-3},
@@ -85,7 +90,11 @@ def test_patterns_cross_circles_of_links_once(tmp_path):
     (inner / "type.raw").touch()
     other = tmp_path / "out.json"
     other.touch()
-    for pattern, output in (("data/**", "type.raw"), ("data/**/s.xyz", "s.xyz"), ("**/*.xyz", "s.xyz")):
+    for pattern, output in (
+        ("data/**", "type.raw"),
+        ("data/**/s.xyz", "s.xyz"),
+        ("**/*.xyz", "s.xyz"),
+    ):
         systems = {"the data": [str(tmp_path / pattern)]}
         with pytest.raises(ValueError, match="data"):
             refuse_clashes(ValueError, {"-o": inner / output}, {}, systems)

@@ -48,9 +48,13 @@ def input_file():
 
 @pytest.fixture
 def checkpoint(input_file):
-    model_input = input_file["model"] | {"descriptor": input_file["model"]["descriptor"] | {"sel": [8, 16]}}
+    model_input = input_file["model"] | {
+        "descriptor": input_file["model"]["descriptor"] | {"sel": [8, 16]}
+    }
     section = normalize(input_file | {"model": model_input}).normalized["model"]
-    torch.save({"model": to_deepmd_kit(build_model(section), {"lr": 1e-3, "step": 0})}, "model.ckpt.pt")
+    torch.save(
+        {"model": to_deepmd_kit(build_model(section), {"lr": 1e-3, "step": 0})}, "model.ckpt.pt"
+    )
     return "model.ckpt"
 
 
@@ -59,7 +63,9 @@ def frames(tmp_path):
     """Five frames of two molecules, whose labels are random, as an npy system and as an HDF5 group."""
     random = np.random.default_rng(1)
     molecule = np.array([[0.0, 0.0, 0.0], [0.96, 0.0, 0.0], [-0.24, 0.93, 0.0]])
-    coord = np.concatenate([molecule, molecule + 2.0]) + random.normal(scale=0.05, size=(NFRAMES, NATOMS, 3))
+    coord = np.concatenate([molecule, molecule + 2.0]) + random.normal(
+        scale=0.05, size=(NFRAMES, NATOMS, 3)
+    )
     arrays = {
         "coord": coord.reshape(NFRAMES, -1),
         "box": np.tile(9.0 * np.eye(3).ravel(), (NFRAMES, 1)),
@@ -79,7 +85,23 @@ def table(text):
 
 
 def test_errors_are_those_of_the_prediction(checkpoint, frames, capsys):
-    assert main(["--pt", "test", "-m", checkpoint, "-s", "water", "-d", "detail", "--plot", "parity.png"]) == 0
+    assert (
+        main(
+            [
+                "--pt",
+                "test",
+                "-m",
+                checkpoint,
+                "-s",
+                "water",
+                "-d",
+                "detail",
+                "--plot",
+                "parity.png",
+            ]
+        )
+        == 0
+    )
     got = table(capsys.readouterr().err)
     predicted = Predictor(checkpoint, device="cpu").predict(
         frames["coord"], 9.0 * np.eye(3), np.array([0, 1, 1, 0, 1, 1])
@@ -104,7 +126,9 @@ def test_errors_are_those_of_the_prediction(checkpoint, frames, capsys):
         },
         rel=1e-6,
     )
-    np.testing.assert_allclose(np.loadtxt("detail.e.out"), np.stack([frames["energy"], predicted.energy], axis=1))
+    np.testing.assert_allclose(
+        np.loadtxt("detail.e.out"), np.stack([frames["energy"], predicted.energy], axis=1)
+    )
     details = np.loadtxt("detail.f.out")
     np.testing.assert_allclose(details[:, :3], frames["force"].reshape(-1, 3))
     np.testing.assert_allclose(details[:, 3:], predicted.force.reshape(-1, 3))
@@ -112,7 +136,9 @@ def test_errors_are_those_of_the_prediction(checkpoint, frames, capsys):
         assert file.read(4) == b"\x89PNG"
 
 
-def test_npy_hdf5_list_and_input_file_give_the_same(checkpoint, frames, input_file, capsys, tmp_path):
+def test_npy_hdf5_list_and_input_file_give_the_same(
+    checkpoint, frames, input_file, capsys, tmp_path
+):
     (tmp_path / "systems.txt").write_text("# ours\nwater\n\n")
     outputs = []
     for source in (
@@ -167,7 +193,10 @@ def test_log_file_holds_the_table(checkpoint, frames):
         (["-m", "model.ckpt.pt", "-s", "nowhere"], "nowhere"),
         (["-m", "model.ckpt.pt", "-f", "nowhere.txt"], "there is no list of systems nowhere.txt"),
         (["-m", "model.ckpt.pt", "-s", "water", "--ema"], "has no averaged weights"),
-        (["-m", "model.ckpt.pt", "-s", "water", "--plot", "parity.doc"], "no picture can be written to parity.doc"),
+        (
+            ["-m", "model.ckpt.pt", "-s", "water", "--plot", "parity.doc"],
+            "no picture can be written to parity.doc",
+        ),
     ],
 )
 def test_mistakes_end_in_one_message(words, message, checkpoint, frames, capsys):
@@ -224,7 +253,9 @@ def test_a_model_of_deepmd_kit_that_we_do_not_have(checkpoint, frames, capsys, m
     content["model"]["_extra_state"]["model_params"]["descriptor"]["type"] = "dpa2"
     torch.save(content, "dpa2.pt")
     handed = []
-    monkeypatch.setattr("deepmd_muon.cli.main.hand_over", lambda what, words, _: handed.append((what, words)) or 7)
+    monkeypatch.setattr(
+        "deepmd_muon.cli.main.hand_over", lambda what, words, _: handed.append((what, words)) or 7
+    )
     assert main(["test", "-m", "dpa2.pt", "-s", "water"]) == 7
     [(what, words)] = handed
     assert what.startswith("this model (")
@@ -282,14 +313,18 @@ def test_routing_of_what_has_none(checkpoint, capsys):
         assert file in capsys.readouterr().err.splitlines()[-1]
     content = torch.load("model.ckpt.pt", weights_only=True)
     weight = torch.nn.Parameter(torch.zeros(2))
-    torch.save({**content, "optimizer": torch.optim.Adam([("weight", weight)]).state_dict()}, "adam.pt")
+    torch.save(
+        {**content, "optimizer": torch.optim.Adam([("weight", weight)]).state_dict()}, "adam.pt"
+    )
     assert main(["show", "routing", "adam.pt"]) == 0
     assert "no routes" in capsys.readouterr().out
 
 
 def test_learning_curve_is_drawn(capsys):
     with open("lcurve.out", "w", encoding="utf-8") as file:
-        file.write("# step rmse_trn rmse_e_trn rmse_f_trn lr\n 1 1e0 1e-1 1e-2 1e-3\n 2 9e-1 9e-2 9e-3 1e-3\n")
+        file.write(
+            "# step rmse_trn rmse_e_trn rmse_f_trn lr\n 1 1e0 1e-1 1e-2 1e-3\n 2 9e-1 9e-2 9e-3 1e-3\n"
+        )
     assert main(["show", "lcurve", "lcurve.out", "-o", "curve.png"]) == 0
     assert capsys.readouterr().out == "curve.png: drawn\n"
     with open("curve.png", "rb") as file:

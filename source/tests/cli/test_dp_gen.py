@@ -7,7 +7,13 @@ from pathlib import Path
 from deepmd_muon.cli.main import main
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt"
-FETCHED = ("frozen_model.pth", "lcurve.out", "checkpoint", "model.ckpt.pt", "frozen_model_compressed.pth")
+FETCHED = (
+    "frozen_model.pth",
+    "lcurve.out",
+    "checkpoint",
+    "model.ckpt.pt",
+    "frozen_model_compressed.pth",
+)
 
 
 def train(folder, *options):
@@ -25,7 +31,10 @@ def test_two_iterations(tmp_path, monkeypatch):
     content["training"]["training_data"]["systems"] = ["../data.init/fcc32"]
     del content["training"]["validation_data"]
     shutil.copytree(EXAMPLE / "data" / "train", tmp_path / "data.init")
-    for iteration, options in (("iter.000000", ()), ("iter.000001", ("--init-model", "old/model.ckpt"))):
+    for iteration, options in (
+        ("iter.000000", ()),
+        ("iter.000001", ("--init-model", "old/model.ckpt")),
+    ):
         folder = tmp_path / iteration
         folder.mkdir()
         (folder / "input.json").write_text(json.dumps(content))
@@ -40,5 +49,9 @@ def test_two_iterations(tmp_path, monkeypatch):
         assert main(["--pt", "freeze"]) == 0
         assert main(["--pt", "compress", "-s", "0.1"]) == 0
         assert all((folder / name).exists() for name in FETCHED)
-        steps = [line.split()[0] for line in (folder / "lcurve.out").read_text().splitlines() if line[0] != "#"]
+        steps = [
+            line.split()[0]
+            for line in (folder / "lcurve.out").read_text().splitlines()
+            if line[0] != "#"
+        ]
         assert steps[-1] == "6"

@@ -32,14 +32,20 @@ def frame(random, elements, names=("energy", "forces"), cell=True):
         f"{element} " + " ".join(f"{x:.8f}" for x in (row[0] + 1.4 * k, *row[1:]))
         for k, (element, row) in enumerate(zip(elements, vectors, strict=True))
     ]
-    head = f"{lattice}Properties=species:S:1:pos:R:3:{names[1]}:R:3 {names[0]}={random.normal():.6f}"
+    head = (
+        f"{lattice}Properties=species:S:1:pos:R:3:{names[1]}:R:3 {names[0]}={random.normal():.6f}"
+    )
     return "\n".join([str(len(elements)), head, *rows, ""])
 
 
 def write_xyz(path, contents, names=("energy", "forces"), seed=0):
     """Write frames of several compositions: a dict of element lists and their numbers of frames."""
     random = np.random.default_rng(seed)
-    frames = [frame(random, atoms.split(), names) for atoms, count in contents.items() for _ in range(count)]
+    frames = [
+        frame(random, atoms.split(), names)
+        for atoms, count in contents.items()
+        for _ in range(count)
+    ]
     Path(path).write_text("".join(frames))
     return path
 
@@ -71,20 +77,29 @@ def test_extended_xyz_with_mixed_compositions(capsys):
     given = load("input.json").settings
     assert given.model.type_map == ("H", "C", "N", "O")
     assert given.model.descriptor.needs_counts
-    assert (given.loss.start_pref_e, given.loss.start_pref_f, given.loss.start_pref_v) == (0.02, 1000, 0)
+    assert (given.loss.start_pref_e, given.loss.start_pref_f, given.loss.start_pref_v) == (
+        0.02,
+        1000,
+        0,
+    )
     content = json.loads(Path("input.json").read_text())
     assert content["optimizer"] == {"type": "HybridMuon"}
     assert "virial" in content["loss"]["_comment"]
     assert "nearly copies" in content["training"]["validation_data"]["_comment"]
     train, valid = (
-        open_systems(getattr(given.training, f"{kind}_data").systems) for kind in ("training", "validation")
+        open_systems(getattr(given.training, f"{kind}_data").systems)
+        for kind in ("training", "validation")
     )
     # The last tenth of what has ten frames or more; the rest and lone atoms stay whole.
     assert of_composition(train) == {"HHO": 36, "CHHH": 11, "NN": 3, "O": 1}
     assert of_composition(valid) == {"HHO": 4, "CHHH": 1}
     assert shared_frames(train, valid) == (0, 5)
-    original = next(system for system in open_systems("all.xyz") if system.nframes == 40).frames([35, 36])
-    before, after = (next(s for s in part if s.nframes > 3 and s.natoms == 3) for part in (train, valid))
+    original = next(system for system in open_systems("all.xyz") if system.nframes == 40).frames(
+        [35, 36]
+    )
+    before, after = (
+        next(s for s in part if s.nframes > 3 and s.natoms == 3) for part in (train, valid)
+    )
     np.testing.assert_array_equal(before.frames([35]).coord[0], original.coord[0])
     np.testing.assert_array_equal(after.frames([0]).coord[0], original.coord[1])
     np.testing.assert_array_equal(after.frames([0]).force[0], original.force[1])
@@ -109,22 +124,46 @@ def test_npy_systems_are_named_not_copied(capsys):
 
 def test_models_of_an_ensemble_differ_in_their_seeds(capsys, monkeypatch):
     shutil.copytree(EXAMPLE / "train", "data")
-    words = ["init", "data/fcc32", "data/cluster13", "--steps", "3", "--rcut", "4", "-o", "runs/input.json"]
+    words = [
+        "init",
+        "data/fcc32",
+        "data/cluster13",
+        "--steps",
+        "3",
+        "--rcut",
+        "4",
+        "-o",
+        "runs/input.json",
+    ]
     assert main([*words, "--models", "3"]) == 0
     printed = capsys.readouterr().out
     first, *others = (
-        json.loads(Path("runs", folder, "input.json").read_text()) for folder in (".", "model-2", "model-3")
+        json.loads(Path("runs", folder, "input.json").read_text())
+        for folder in (".", "model-2", "model-3")
     )
     for seed, given in enumerate((first, *others), 1):
-        seeds = [given["model"][part]["seed"] for part in ("descriptor", "fitting_net")] + [given["training"]["seed"]]
+        seeds = [given["model"][part]["seed"] for part in ("descriptor", "fitting_net")] + [
+            given["training"]["seed"]
+        ]
         assert seeds == [seed] * 3
     for given, folder in zip(others, ("model-2", "model-3"), strict=True):
         assert f"(cd runs/{folder} && dp --pt train input.json)" in printed
         for kind in ("training_data", "validation_data"):
-            there = [Path("runs", folder, system).resolve() for system in given["training"][kind]["systems"]]
-            assert there == [Path(system).resolve() for system in first["training"][kind]["systems"]]
-        given["training"] |= {kind: first["training"][kind] for kind in ("training_data", "validation_data")}
-        for section in (given["model"]["descriptor"], given["model"]["fitting_net"], given["training"]):
+            there = [
+                Path("runs", folder, system).resolve()
+                for system in given["training"][kind]["systems"]
+            ]
+            assert there == [
+                Path(system).resolve() for system in first["training"][kind]["systems"]
+            ]
+        given["training"] |= {
+            kind: first["training"][kind] for kind in ("training_data", "validation_data")
+        }
+        for section in (
+            given["model"]["descriptor"],
+            given["model"]["fitting_net"],
+            given["training"],
+        ):
             section["seed"] = 1
         assert given == first
     with monkeypatch.context() as there:
@@ -139,7 +178,19 @@ def test_models_of_an_ensemble_differ_in_their_seeds(capsys, monkeypatch):
 
 
 def test_absolute_paths_stay_in_inputs_of_other_models():
-    assert main(["init", str(EXAMPLE / "train"), "--valid-data", str(EXAMPLE / "valid"), "--models", "2"]) == 0
+    assert (
+        main(
+            [
+                "init",
+                str(EXAMPLE / "train"),
+                "--valid-data",
+                str(EXAMPLE / "valid"),
+                "--models",
+                "2",
+            ]
+        )
+        == 0
+    )
     training = json.loads(Path("model-2/input.json").read_text())["training"]
     assert training["training_data"]["systems"] == [str(EXAMPLE / "train")]
     assert training["validation_data"]["systems"] == [str(EXAMPLE / "valid")]
@@ -178,7 +229,10 @@ def test_given_validation_data_and_names_stay_as_they_are(capsys):
     assert main(words) == 0
     training = json.loads(Path("in/input.json").read_text())["training"]
     for kind in ("training", "validation"):
-        assert training[f"{kind}_data"]["label_keys"] == {"energy": "pbe_energy", "force": "pbe_forces"}
+        assert training[f"{kind}_data"]["label_keys"] == {
+            "energy": "pbe_energy",
+            "force": "pbe_forces",
+        }
     assert load("in/input.json").settings.model.type_map == ("O", "H")
     assert not Path("split").exists()
     shutil.copy("in/input.json", "input.json")
@@ -232,7 +286,9 @@ def test_a_split_keeps_elements_and_lone_atoms_in_training():
         assert held_out
         assert all(share.whole for share in shares)
         assert all(share.system.natoms > 1 for share in held_out)
-        trained = {t for s in shares if s.training for t in s.system.types(np.array([0]))[0].tolist()}
+        trained = {
+            t for s in shares if s.training for t in s.system.types(np.array([0]))[0].tolist()
+        }
         assert trained == {0, 1, 2}
         contents = dict(reversed(contents.items()))
         write_xyz("one.xyz", contents)
@@ -245,7 +301,9 @@ def test_a_part_of_a_system_is_its_frames():
     found = part.frames([0, 1])
     for name in ("coord", "box", "energy", "force", "virial"):
         np.testing.assert_array_equal(getattr(found, name), getattr(whole, name))
-    np.testing.assert_array_equal(part.projections(np.array([1])), system.projections(np.array([5])))
+    np.testing.assert_array_equal(
+        part.projections(np.array([1])), system.projections(np.array([5]))
+    )
     assert part.with_types(["H", "Cu"]).frames([0]).energy == system.frames([4]).energy
     for wrong in ((2, 2), (-1, 2), (0, system.nframes + 1)):
         with pytest.raises(IndexError):

@@ -63,7 +63,11 @@ def water(tmp_path):
         (["-b", "PyTorch", "train"], "pytorch", ["train"]),
         (["--backend=jax", "train"], "jax", ["train"]),
         (["-btf", "freeze"], "tf", ["freeze"]),
-        (["--pd", "train", "--tf"], "pd", ["train", "--tf"]),  # behind the command it is the command's affair
+        (
+            ["--pd", "train", "--tf"],
+            "pd",
+            ["train", "--tf"],
+        ),  # behind the command it is the command's affair
         (["--version"], None, ["--version"]),
     ],
 )
@@ -93,10 +97,15 @@ def test_backend_of_the_environment_is_read_when_main_runs(monkeypatch, deepmd_k
         (["train", "in.json", "-f", "base.pth"], ["--pt", "train", "in.json", "-f", "base.pth"]),
         (["--pt", "test", "-m", "frozen.pb"], ["--pt", "test", "-m", "frozen.pb"]),
         (["--pt", "change-bias", "frozen.pth"], ["--pt", "change-bias", "frozen.pth"]),
-        (["--pt", "show", "m.pt", "serialization-tree"], ["--pt", "show", "m.pt", "serialization-tree"]),
+        (
+            ["--pt", "show", "m.pt", "serialization-tree"],
+            ["--pt", "show", "m.pt", "serialization-tree"],
+        ),
     ],
 )
-def test_what_we_do_not_have_goes_to_deepmd_kit(words, handed_over, deepmd_kit, capsys, tmp_path, monkeypatch):
+def test_what_we_do_not_have_goes_to_deepmd_kit(
+    words, handed_over, deepmd_kit, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for name in ("m.pt", "x.pb", "a.pb", "b.pb", "frozen.pb", "frozen.pth"):
         Path(name).touch()
@@ -120,11 +129,16 @@ def test_no_option_is_lost_on_the_way_to_a_compiled_file(option, deepmd_kit, cap
         (["test", "-m", "frozen.pb"], "the model format .pb"),
     ],
 )
-def test_without_deepmd_kit_one_sentence_says_so(words, what, no_deepmd_kit, capsys, tmp_path, monkeypatch):
+def test_without_deepmd_kit_one_sentence_says_so(
+    words, what, no_deepmd_kit, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     Path("frozen.pb").touch()
     assert main(words) == 2
-    assert capsys.readouterr().err == f"dp: deepmd-muon does not have {what}, and deepmd-kit is not installed\n"
+    assert (
+        capsys.readouterr().err
+        == f"dp: deepmd-muon does not have {what}, and deepmd-kit is not installed\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +160,9 @@ def test_an_empty_argument_is_a_variable_that_is_not_set(words, capsys, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-MISSING = [f"missing{suffix}" for suffix in ("", ".pt", ".pth", ".pb", ".pt2", ".dp", ".dcp", ".yaml")]
+MISSING = [
+    f"missing{suffix}" for suffix in ("", ".pt", ".pth", ".pb", ".pt2", ".dp", ".dcp", ".yaml")
+]
 
 
 @pytest.mark.parametrize("name", MISSING)
@@ -164,7 +180,9 @@ MISSING = [f"missing{suffix}" for suffix in ("", ".pt", ".pth", ".pb", ".pt2", "
         "freeze -c NAME -o x.pt2",
     ],
 )
-def test_a_missing_model_is_said_to_be_missing(words, name, no_deepmd_kit, capsys, tmp_path, monkeypatch):
+def test_a_missing_model_is_said_to_be_missing(
+    words, name, no_deepmd_kit, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert main(words.replace("NAME", name).split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -177,7 +195,9 @@ def test_a_missing_model_is_said_to_be_missing(words, name, no_deepmd_kit, capsy
 def dpa4(tmp_path):
     """An input of a model that deepmd-kit alone has."""
     path = tmp_path / "dpa4.json"
-    path.write_text(json.dumps({"model": {"type": "dpa4", "descriptor": {}}, "training": {"numb_steps": 1}}))
+    path.write_text(
+        json.dumps({"model": {"type": "dpa4", "descriptor": {}}, "training": {"numb_steps": 1}})
+    )
     return path
 
 
@@ -226,7 +246,10 @@ def test_unknown_topics_and_attributes_are_answered_with_the_known_ones(tmp_path
     assert capsys.readouterr().err == f"dp show: there is no topic 'rooting'; {expected}"
     (tmp_path / "m.pt").touch()
     assert main(["show", str(tmp_path / "m.pt"), "size", "typ-map"]) == 2
-    assert "no attribute 'typ-map'; did you mean 'type-map'? There are: model-branch" in capsys.readouterr().err
+    assert (
+        "no attribute 'typ-map'; did you mean 'type-map'? There are: model-branch"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,11 +257,15 @@ def test_unknown_topics_and_attributes_are_answered_with_the_known_ones(tmp_path
     [
         importlib.metadata.PackageNotFoundError("mpich"),
         ImportError("libmpi.so.12: cannot open shared object file"),
-        RuntimeError("These two versions are incompatible and thus an error is raised when loading deepmd_op_pt."),
+        RuntimeError(
+            "These two versions are incompatible and thus an error is raised when loading deepmd_op_pt."
+        ),
     ],
     ids=["no MPI", "no library", "other torch"],
 )
-def test_a_deepmd_kit_that_lacks_libraries_is_one_message(error, dpa4, deepmd_kit, monkeypatch, capsys):
+def test_a_deepmd_kit_that_lacks_libraries_is_one_message(
+    error, dpa4, deepmd_kit, monkeypatch, capsys
+):
     """deepmd-kit imports its backend only in main: without mpich a DPA-2 input ended in a traceback there."""
 
     def fail(args):
@@ -264,7 +291,10 @@ def test_errors_of_deepmd_kit_itself_keep_their_traceback(deepmd_kit, monkeypatc
 def test_only_deepmd_kits_frozen_files_are_handed_over(tmp_path, monkeypatch, deepmd_kit, capsys):
     """deepmd-kit's compress and change-bias would end in a traceback on ours."""
     monkeypatch.chdir(tmp_path)
-    for name, member in (("frozen_model.pth", "deepmd_muon/deploy/program"), ("theirs.pth", "deepmd/pt/model/model")):
+    for name, member in (
+        ("frozen_model.pth", "deepmd_muon/deploy/program"),
+        ("theirs.pth", "deepmd/pt/model/model"),
+    ):
         with zipfile.ZipFile(name, "w") as file:
             file.writestr(f"archive/code/__torch__/{member}.py", "")
     for words in (["compress"], ["--pt", "compress", "-i", "frozen_model", "-o", "c.pth"]):
@@ -284,7 +314,9 @@ def test_status_of_deepmd_kit_is_returned(deepmd_kit, monkeypatch):
 
 def test_all_problems_of_an_input_and_no_traceback(tmp_path, capsys):
     path = tmp_path / "in.json"
-    path.write_text(json.dumps({"model": {"type_map": ["O"], "descriptor": {"type": "se_e2_a", "rcut": -1}}}))
+    path.write_text(
+        json.dumps({"model": {"type_map": ["O"], "descriptor": {"type": "se_e2_a", "rcut": -1}}})
+    )
     assert main(["--pt", "train", str(path)]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("dp train: ")
@@ -318,14 +350,19 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "dp: interrupted\n"
 
 
-@pytest.mark.parametrize("words", [["train"], ["train", "a", "-i", "b", "-r", "c"], ["-b", "pt"], ["test"]])
+@pytest.mark.parametrize(
+    "words", [["train"], ["train", "a", "-i", "b", "-r", "c"], ["-b", "pt"], ["test"]]
+)
 def test_help_or_usage_for_incomplete_lines(words, capsys):
     try:
         status = main(words)
     except SystemExit as stop:
         status = stop.code
     captured = capsys.readouterr()
-    assert (status, "usage: dp" in captured.out + captured.err) == (0 if words == ["-b", "pt"] else 2, True)
+    assert (status, "usage: dp" in captured.out + captured.err) == (
+        0 if words == ["-b", "pt"] else 2,
+        True,
+    )
 
 
 def test_version(capsys):

@@ -49,7 +49,12 @@ def forms(tmp_path):
     assert isinstance(frames[0], ase.Atoms)
     write_file(tmp_path / "train.xyz", frames)
     for form in ("data.hdf5", "data.lmdb", "npy"):
-        assert main(["convert-data", "--unlabelled", str(tmp_path / "train.xyz"), str(tmp_path / form)]) == 0
+        assert (
+            main(
+                ["convert-data", "--unlabelled", str(tmp_path / "train.xyz"), str(tmp_path / form)]
+            )
+            == 0
+        )
     names = ["N", "H", "O", "C"]
     types = [[names.index(symbol) for symbol in atoms.get_chemical_symbols()] for atoms in frames]
     coords = [atoms.positions.ravel() for atoms in frames]
@@ -75,9 +80,15 @@ def test_every_form_is_counted_with_and_without_a_type_map(form, forms, capsys):
             names = ast.literal_eval(shown.partition("type_map: ")[2].partition("\n")[0])
             assert sorted(names) == ["C", "H", "N", "O"]
         sizes = ast.literal_eval(shown.partition("max_nbor_size: ")[2].partition("\n")[0])
-        assert dict(zip(given[1:] or names, sizes, strict=True)) == {**most, **({"Si": 0} if "Si" in given else {})}
+        assert dict(zip(given[1:] or names, sizes, strict=True)) == {
+            **most,
+            **({"Si": 0} if "Si" in given else {}),
+        }
         assert "min_nbor_dist: 0.968" in shown  # O-H
-        assert main(["neighbor-stat", "-s", str(forms / form), "-r", "2.6", "--mixed-type", *given]) == 0
+        assert (
+            main(["neighbor-stat", "-s", str(forms / form), "-r", "2.6", "--mixed-type", *given])
+            == 0
+        )
         assert "max_nbor_size: [3]" in capsys.readouterr().err
     assert main(["neighbor-stat", "-s", str(forms / form), "-r", "2.6", "-t", "H", "O"]) == 2
     assert "-t of neighbor-stat" in capsys.readouterr().err

@@ -17,7 +17,13 @@ from deepmd_muon.optim import describe_kernels
 INPUT = {
     "model": {
         "type_map": ["O", "H"],
-        "descriptor": {"type": "se_e2_a", "sel": "auto", "rcut": 4.0, "neuron": [8, 16], "axis_neuron": 4},
+        "descriptor": {
+            "type": "se_e2_a",
+            "sel": "auto",
+            "rcut": 4.0,
+            "neuron": [8, 16],
+            "axis_neuron": 4,
+        },
         "fitting_net": {"neuron": [24, 24]},
     },
     "learning_rate": {"type": "exp", "start_lr": 1e-3},
@@ -54,7 +60,11 @@ def show(capsys, *words):
             "mesh 8: Replicate",
         ),
         (["--zero-stage", "1"], "8 ranks, zero_stage 1", "mesh 8: Replicate"),
-        (["--zero-stage", "2", "--hsdp", "4"], "8 ranks in 4 groups, zero_stage 2", "mesh 4x2: Replicate, Shard(0)"),
+        (
+            ["--zero-stage", "2", "--hsdp", "4"],
+            "8 ranks in 4 groups, zero_stage 2",
+            "mesh 4x2: Replicate, Shard(0)",
+        ),
         (["--hsdp", "1"], "8 ranks, zero_stage 3", "mesh 8: Shard(0)"),
     ],
 )
@@ -88,20 +98,38 @@ def test_the_plan_of_a_checkpoint_is_that_of_its_input(capsys):
     state = to_deepmd_kit(model, {"lr": 1e-3, "step": 0})
     own = {"version": 1, "step": 1, "settings": json.dumps(given.normalized)}
     torch.save({"model": state, "deepmd_muon": own}, "model.ckpt.pt")
-    plans = [show(capsys, "plan", name, "--world-size", "4") for name in ("input.json", "model.ckpt.pt", "model.ckpt")]
+    plans = [
+        show(capsys, "plan", name, "--world-size", "4")
+        for name in ("input.json", "model.ckpt.pt", "model.ckpt")
+    ]
     assert plans[0] == plans[1] == plans[2]
     torch.save({"model": state}, "theirs.pt")
     assert main(["show", "plan", "theirs.pt", "--world-size", "4"]) == 2
-    assert "comes from deepmd-kit and holds no settings; give the input file" in capsys.readouterr().err
+    assert (
+        "comes from deepmd-kit and holds no settings; give the input file"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["plan", "input.json"], "show plan needs the number of processes, --world-size N; found None"),
-        (["plan", "input.json", "--world-size", "7"], "7 processes at zero_stage 3 cannot form 2 groups"),
-        (["plan", "input.json", "--world-size", "8", "--zero-stage", "1", "--hsdp", "2"], "the stage be 2 or 3"),
-        (["plan", "adam.json", "--world-size", "2"], "Adam steps every element by itself: there is no plan"),
+        (
+            ["plan", "input.json"],
+            "show plan needs the number of processes, --world-size N; found None",
+        ),
+        (
+            ["plan", "input.json", "--world-size", "7"],
+            "7 processes at zero_stage 3 cannot form 2 groups",
+        ),
+        (
+            ["plan", "input.json", "--world-size", "8", "--zero-stage", "1", "--hsdp", "2"],
+            "the stage be 2 or 3",
+        ),
+        (
+            ["plan", "adam.json", "--world-size", "2"],
+            "Adam steps every element by itself: there is no plan",
+        ),
         (["kernels", "input.json"], "show kernels takes no file; found input.json"),
     ],
 )
@@ -119,9 +147,15 @@ def test_kernels_are_those_of_this_machine(capsys):
 
 def test_attributes_of_models_that_we_lack_go_to_deepmd_kit(monkeypatch):
     handed = []
-    monkeypatch.setattr("deepmd_muon.cli.main.hand_over", lambda what, words, _: handed.append((what, words)) or 5)
+    monkeypatch.setattr(
+        "deepmd_muon.cli.main.hand_over", lambda what, words, _: handed.append((what, words)) or 5
+    )
     models = {
-        "dpa2.pt": {"type_map": ["O"], "descriptor": {"type": "dpa2"}, "fitting_net": {"type": "ener"}},
+        "dpa2.pt": {
+            "type_map": ["O"],
+            "descriptor": {"type": "dpa2"},
+            "fitting_net": {"type": "ener"},
+        },
     }
     for name, params in models.items():
         torch.save({"model": {"_extra_state": {"model_params": params, "train_infos": {}}}}, name)

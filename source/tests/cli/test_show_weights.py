@@ -15,7 +15,14 @@ from deepmd_muon.show.weights import _parameters
 
 SECTION = {
     "type_map": ["O", "H"],
-    "descriptor": {"type": "se_e2_a", "sel": [8, 8], "rcut": 4.0, "neuron": [4, 8], "axis_neuron": 2, "seed": 1},
+    "descriptor": {
+        "type": "se_e2_a",
+        "sel": [8, 8],
+        "rcut": 4.0,
+        "neuron": [4, 8],
+        "axis_neuron": 2,
+        "seed": 1,
+    },
     "fitting_net": {"neuron": [6, 6], "seed": 1},
 }
 
@@ -33,7 +40,10 @@ def make(optimizer_of):
     grads = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in model.parameters()]
     for _ in range(3):
         step(model, optimizer, grads)
-    content = {"model": to_deepmd_kit(model, {"step": 2, "lr": 1e-3}), "optimizer": optimizer.state_dict()}
+    content = {
+        "model": to_deepmd_kit(model, {"step": 2, "lr": 1e-3}),
+        "optimizer": optimizer.state_dict(),
+    }
     torch.save(content, "model.ckpt-3.pt")
     return model, optimizer, grads
 
@@ -52,7 +62,10 @@ def rms(x):
     "settings",
     [
         *({}, {"lr_adjust": 10.0, "magma_muon": False}, {"normuon": True, "magma_muon": False}),
-        *({"soap_muon": True, "magma_muon": False}, {"norm_control": "radial_brake", "magma_muon": False}),
+        *(
+            {"soap_muon": True, "magma_muon": False},
+            {"norm_control": "radial_brake", "magma_muon": False},
+        ),
     ],
     ids=["deepmd", "rectangular", "normuon", "soap", "brake"],
 )
@@ -60,10 +73,14 @@ def test_updates_are_those_of_the_next_step_without_a_gradient(settings):
     """Without Nesterov and with a gradient equal to the momentum, the next momentum points where the last one does."""
 
     def hybrid(model):
-        return HybridMuon(model.named_parameters(), lr=1e-3, weight_decay=0.0, nesterov=False, **settings)
+        return HybridMuon(
+            model.named_parameters(), lr=1e-3, weight_decay=0.0, nesterov=False, **settings
+        )
 
     model, optimizer, grads = make(hybrid)
-    shown = {p.name: p for p in _parameters(torch.load("model.ckpt-3.pt", weights_only=True), Path("x"))}
+    shown = {
+        p.name: p for p in _parameters(torch.load("model.ckpt-3.pt", weights_only=True), Path("x"))
+    }
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     step(model, optimizer, grads)
     routes = {entry.name: entry for entry in optimizer.routing}
@@ -76,7 +93,9 @@ def test_updates_are_those_of_the_next_step_without_a_gradient(settings):
         allowed = 0.1 if found.route == "muon" and not settings else 1e-3
         assert found.update == pytest.approx(rms(p.detach() - before[name]), rel=allowed), name
         if found.route == "muon":
-            np.testing.assert_allclose(found.weights[0], np.linalg.svd(before[name].numpy())[1], rtol=1e-10)
+            np.testing.assert_allclose(
+                found.weights[0], np.linalg.svd(before[name].numpy())[1], rtol=1e-10
+            )
             momentum = optimizer.state[p]["momentum_buffer"].double().numpy()
             ratio = found.momenta[0] / np.linalg.svd(momentum)[1]
             np.testing.assert_allclose(ratio, ratio[0], rtol=1e-5)
@@ -102,8 +121,12 @@ def test_the_page_has_a_line_for_every_parameter_and_a_picture(capsys):
 
 
 def test_adams_checkpoints_are_shown_too(capsys):
-    model, optimizer, grads = make(lambda model: torch.optim.Adam(model.named_parameters(), lr=1e-3))
-    shown = {p.name: p for p in _parameters(torch.load("model.ckpt-3.pt", weights_only=True), Path("x"))}
+    model, optimizer, grads = make(
+        lambda model: torch.optim.Adam(model.named_parameters(), lr=1e-3)
+    )
+    shown = {
+        p.name: p for p in _parameters(torch.load("model.ckpt-3.pt", weights_only=True), Path("x"))
+    }
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     step(model, optimizer, grads)
     for name, p in model.named_parameters():
@@ -129,7 +152,11 @@ def test_help_behind_a_topic_is_that_topics(capsys):
         assert ended.value.code == 0
         shown[topic] = capsys.readouterr().out
     assert len(set(shown.values())) == 5
-    for word, topics in (("--world-size", {"plan"}), ("--label", {"lcurve"}), ("--output", {"lcurve", "weights"})):
+    for word, topics in (
+        ("--world-size", {"plan"}),
+        ("--label", {"lcurve"}),
+        ("--output", {"lcurve", "weights"}),
+    ):
         assert {topic for topic, text in shown.items() if word in text} == topics
     with pytest.raises(SystemExit):
         main(["show", "-h"])

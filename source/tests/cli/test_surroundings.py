@@ -40,7 +40,13 @@ def test_a_local_rank_that_no_process_has_is_refused(local):
 @pytest.mark.parametrize("kind", ["FIFO", "bytes"])
 @pytest.mark.parametrize(
     "words",
-    ["show lcurve FILE -o picture.png", "freeze -c .", "test -m none.pt -f FILE", "train FILE", "show routing FILE"],
+    [
+        "show lcurve FILE -o picture.png",
+        "freeze -c .",
+        "test -m none.pt -f FILE",
+        "train FILE",
+        "show routing FILE",
+    ],
 )
 def test_a_text_that_is_no_text_or_a_fifo_is_refused(tmp_path, monkeypatch, capfd, words, kind):
     monkeypatch.chdir(tmp_path)
@@ -61,13 +67,25 @@ def test_a_folder_whose_name_is_no_utf8(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(logging.getLogger("deepmd_muon"), "propagate", False)
     shutil.copytree(EXAMPLE / "data/valid", "data")
     content = json.loads((EXAMPLE / "input.json").read_text())
-    content["training"] |= {"training_data": {"systems": ["data/*"], "batch_size": 1}, "numb_steps": 1}
+    content["training"] |= {
+        "training_data": {"systems": ["data/*"], "batch_size": 1},
+        "numb_steps": 1,
+    }
     content["training"] |= {"stat_file": "stat.hdf5"}
     del content["training"]["validation_data"]
     Path("input.json").write_text(json.dumps(content))
     assert main(["train", str(folder / "input.json")]) == 0
     assert main(["train", "out.json", "--restart", "auto", "-o", "again.json"]) == 0
-    words = ["-m", str(folder / "model.ckpt.pt"), "-s", str(folder / "data"), "-d", "detail", "-l", "test.log"]
+    words = [
+        "-m",
+        str(folder / "model.ckpt.pt"),
+        "-s",
+        str(folder / "data"),
+        "-d",
+        "detail",
+        "-l",
+        "test.log",
+    ]
     assert main(["test", *words]) == 0
     for name in ("detail.e.out", "test.log"):
         assert "\\udcff" in Path(name).read_text(encoding="utf-8")

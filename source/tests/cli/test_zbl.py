@@ -32,7 +32,10 @@ def test_energies_fall_as_bare_nuclei_and_slopes_are_those_of_finite_differences
 
 def test_a_table_is_zbl_inside_and_ends_in_zeros(tmp_path):
     place = tmp_path / "table.txt"
-    assert main(["zbl", "O", "H", "-o", str(place), "--step", "0.01", "--begin", "1", "--end", "2"]) == 0
+    assert (
+        main(["zbl", "O", "H", "-o", str(place), "--step", "0.01", "--begin", "1", "--end", "2"])
+        == 0
+    )
     rows = np.loadtxt(place)
     assert rows.shape[1] == 4
     inner = rows[:, 0] <= 1.0
@@ -49,7 +52,10 @@ def test_a_table_is_zbl_inside_and_ends_in_zeros(tmp_path):
 def test_dimers_train_with_forces_alone(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(EXAMPLE / "data", "data")
-    assert main(["zbl", "Cu", "--dimers", name, "--begin", "0.5", "--end", "1.0", "--frames", "6"]) == 0
+    assert (
+        main(["zbl", "Cu", "--dimers", name, "--begin", "0.5", "--end", "1.0", "--frames", "6"])
+        == 0
+    )
     (system,) = open_systems(name, ["Cu"])
     frames = system.frames(range(6))
     distance = np.linalg.norm(frames.coord[:, 1] - frames.coord[:, 0], axis=1)
@@ -70,9 +76,29 @@ def test_a_calculator_labels_dimers_with_its_energies(tmp_path, monkeypatch, cap
     atoms = pytest.importorskip("ase").Atoms
     monkeypatch.chdir(tmp_path)
     words = ["--calculator", "ase.calculators.emt:EMT", "--arguments", '{"asap_cutoff": true}']
-    assert main(["zbl", "Cu", "Ag", "--dimers", "d", "--begin", "1.5", "--end", "2.5", "--frames", "3", *words]) == 0
+    assert (
+        main(
+            [
+                "zbl",
+                "Cu",
+                "Ag",
+                "--dimers",
+                "d",
+                "--begin",
+                "1.5",
+                "--end",
+                "2.5",
+                "--frames",
+                "3",
+                *words,
+            ]
+        )
+        == 0
+    )
     assert "9 dimers of 3 pairs" in capsys.readouterr().out
-    (system,) = (one for one in open_systems("d", ["Cu", "Ag"]) if len(set(one.frames([0]).atype[0])) == 2)
+    (system,) = (
+        one for one in open_systems("d", ["Cu", "Ag"]) if len(set(one.frames([0]).atype[0])) == 2
+    )
     frames = system.frames(range(3))
     assert system.labels == {"energy", "force"}
     pair = atoms("CuAg", frames.coord[1], calculator=emt(asap_cutoff=True))
@@ -92,9 +118,24 @@ def test_dimers_that_a_calculator_fails_for_are_left_out(tmp_path, monkeypatch, 
         "            raise RuntimeError('no convergence')\n"
         "        super().calculate(atoms, *words, **values)\n"
     )
-    words = ["zbl", "O", "--dimers", "d.xyz", "--begin", "1", "--frames", "5", "--calculator", "some:Some", "--end"]
+    words = [
+        "zbl",
+        "O",
+        "--dimers",
+        "d.xyz",
+        "--begin",
+        "1",
+        "--frames",
+        "5",
+        "--calculator",
+        "some:Some",
+        "--end",
+    ]
     assert main([*words, "2"]) == 0
-    assert "2 dimers without a label, the first at 1.000 Å (RuntimeError: no convergence)" in capsys.readouterr().out
+    assert (
+        "2 dimers without a label, the first at 1.000 Å (RuntimeError: no convergence)"
+        in capsys.readouterr().out
+    )
     assert open_systems("d.xyz", ["O"])[0].nframes == 3
     assert main([*words, "1.2"]) == 2
     assert "no convergence" in capsys.readouterr().err

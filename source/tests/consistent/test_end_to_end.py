@@ -32,10 +32,14 @@ def trained(tmp_path_factory):
     """The example's input with a smaller network and fewer steps, trained."""
     folder = tmp_path_factory.mktemp("water")
     content = json.loads((EXAMPLE / "input.json").read_text())
-    content["model"]["descriptor"].update(neuron=[8, 16, 32], axis_neuron=4, rcut=4.0, precision="float64")
+    content["model"]["descriptor"].update(
+        neuron=[8, 16, 32], axis_neuron=4, rcut=4.0, precision="float64"
+    )
     content["model"]["fitting_net"].update(neuron=[48, 48], precision="float64")
     for part, kind in (("training_data", "train"), ("validation_data", "valid")):
-        content["training"][part]["systems"] = [f"{EXAMPLE / 'water_xtb.hdf5'}#/{kind}/{t}K" for t in (300, 350)]
+        content["training"][part]["systems"] = [
+            f"{EXAMPLE / 'water_xtb.hdf5'}#/{kind}/{t}K" for t in (300, 350)
+        ]
     content["training"].update(numb_steps=160, disp_freq=40, save_freq=80)
     content["training"]["validation_data"].update(batch_size=1, numb_btch=2)
     content["learning_rate"]["stop_lr"] = 1e-4
@@ -59,14 +63,34 @@ def test_the_error_falls_and_dp_test_finds_it(trained):
     columns = (folder / "lcurve.out").read_text().split("\n", 1)[0].split()[1:]
     force = rows[:, columns.index("rmse_f_val")]
     assert force[-1] < 0.4 * force[0]
-    npy = dp(folder, "--pt", "test", "-m", "model.ckpt", "-s", str(EXAMPLE / "data" / "valid" / "300K"), "-d", "detail")
-    hdf5 = dp(folder, "--pt", "test", "-m", "model.ckpt.pt", "-s", f"{EXAMPLE / 'water_xtb.hdf5'}#/valid/300K")
+    npy = dp(
+        folder,
+        "--pt",
+        "test",
+        "-m",
+        "model.ckpt",
+        "-s",
+        str(EXAMPLE / "data" / "valid" / "300K"),
+        "-d",
+        "detail",
+    )
+    hdf5 = dp(
+        folder,
+        "--pt",
+        "test",
+        "-m",
+        "model.ckpt.pt",
+        "-s",
+        f"{EXAMPLE / 'water_xtb.hdf5'}#/valid/300K",
+    )
     found = [float(re.search(r"Force  RMSE +: (\S+) eV/Å", text)[1]) for text in (npy, hdf5)]
     assert found[0] == pytest.approx(found[1], rel=1e-6)
     assert found[0] == pytest.approx(force[-1], rel=0.3)
     details = np.loadtxt(folder / "detail.f.out")
     assert details.shape == (24 * 96, 6)
-    assert np.sqrt(np.mean((details[:, 3:] - details[:, :3]) ** 2)) == pytest.approx(found[0], rel=1e-4)
+    assert np.sqrt(np.mean((details[:, 3:] - details[:, :3]) ** 2)) == pytest.approx(
+        found[0], rel=1e-4
+    )
 
 
 def test_routing_is_shown_from_input_and_checkpoint(trained):
@@ -82,14 +106,27 @@ def test_restart_with_another_mode_stops_with_every_difference(trained):
     folder, content, _ = trained
     changed = {**content, "optimizer": {**content["optimizer"], "min_matrix_dim": 10}}
     (folder / "changed.json").write_text(json.dumps(changed))
-    text = dp(folder, "--pt", "train", "changed.json", "-o", "c.json", "--restart", "model.ckpt-80.pt", status=2)
+    text = dp(
+        folder,
+        "--pt",
+        "train",
+        "changed.json",
+        "-o",
+        "c.json",
+        "--restart",
+        "model.ckpt-80.pt",
+        status=2,
+    )
     assert "Traceback" not in text
     assert text.count("saved: route muon") == 2  # the two embedding matrices of 8x16
 
 
 def test_a_wrong_input_names_every_problem(trained):
     folder, content, _ = trained
-    wrong = {**content, "optimizer": {"type": "HybridMuon", "muon_mode": "3d", "momentum": -3, "momentun": 1}}
+    wrong = {
+        **content,
+        "optimizer": {"type": "HybridMuon", "muon_mode": "3d", "momentum": -3, "momentun": 1},
+    }
     (folder / "wrong.json").write_text(json.dumps(wrong))
     text = dp(folder, "--pt", "train", "wrong.json", status=2)
     assert "Traceback" not in text

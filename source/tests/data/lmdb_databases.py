@@ -42,7 +42,10 @@ def with_changed_bits(sound, chance, changes):
 def database(path, frames, **metadata):
     """Write a database as it is given, sound or not."""
     path.mkdir()
-    with lmdb.open(str(path), map_size=1 << 26) as environment, environment.begin(write=True) as transaction:
+    with (
+        lmdb.open(str(path), map_size=1 << 26) as environment,
+        environment.begin(write=True) as transaction,
+    ):
         for number, one in enumerate(frames):
             packed = one if isinstance(one, bytes) else msgpack.packb(one, use_bin_type=True)
             transaction.put(format(number, "012d").encode(), packed)

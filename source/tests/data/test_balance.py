@@ -19,7 +19,9 @@ def loader(systems, **options):
 def systems(tmp_path):
     """Cells of 2 to 40 atoms and of different density."""
     for k, natoms in enumerate((2, 40, 5, 17, 28, 9)):
-        write_npy(tmp_path / f"{k}", [0] * natoms, [make_arrays(7, natoms, k, scale=5.0 + k)], ("A",))
+        write_npy(
+            tmp_path / f"{k}", [0] * natoms, [make_arrays(7, natoms, k, scale=5.0 + k)], ("A",)
+        )
     return open_systems(str(tmp_path))
 
 
@@ -32,7 +34,10 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(systems, batch_size):
     options = {"balance": True, "batch_size": batch_size}
     alone = drawn(loader(systems, **options), 3 * WINDOW)
     for world in (2, 3):
-        each = [drawn(loader(systems, rank=r, world_size=world, **options), WINDOW) for r in range(world)]
+        each = [
+            drawn(loader(systems, rank=r, world_size=world, **options), WINDOW)
+            for r in range(world)
+        ]
         assert list(itertools.chain(*zip(*each, strict=True))) == alone[: world * WINDOW]
     plain = drawn(loader(systems, batch_size=batch_size), WINDOW)
     assert alone[:WINDOW] != plain
@@ -75,7 +80,10 @@ def test_batches_of_a_step_are_distributed_by_cost():
 def test_ranks_that_take_several_batches_in_a_step_share_their_cost(systems):
     steps, each = 10, 4
     for balance in (False, True):
-        ranks = [loader(systems, rank=r, world_size=2, batches_per_step=each, balance=balance) for r in range(2)]
+        ranks = [
+            loader(systems, rank=r, world_size=2, batches_per_step=each, balance=balance)
+            for r in range(2)
+        ]
         found = [[drawn(data, each) for _ in range(steps)] for data in ranks]
         alone = loader(systems, batches_per_step=2 * each, balance=balance)
         for step in range(steps):

@@ -16,7 +16,9 @@ NTYPES = 3
 def alone(coord, box, atype, rcut):
     """The statistics of all frames, one by one."""
     cells = [None] * len(coord) if box is None else box
-    found = [frame_statistics(*frame, rcut, NTYPES) for frame in zip(coord, cells, atype, strict=True)]
+    found = [
+        frame_statistics(*frame, rcut, NTYPES) for frame in zip(coord, cells, atype, strict=True)
+    ]
     return reduce(NeighborStatistics.merge, found)
 
 
@@ -25,7 +27,9 @@ def completed(coord, box, atype, rcut, shortest=np.inf):
     found, counted = count_together(coord, box, atype, rcut, NTYPES, shortest)
     rest = ~counted
     if rest.any():
-        found = found.merge(alone(coord[rest], None if box is None else box[rest], atype[rest], rcut))
+        found = found.merge(
+            alone(coord[rest], None if box is None else box[rest], atype[rest], rcut)
+        )
     return found, int(counted.sum())
 
 
@@ -82,12 +86,16 @@ def test_frames_with_mistakes_are_left():
 @pytest.mark.parametrize("length", [1e-60, 1e-102, 1e-160])
 def test_tiny_cells_are_left(length):
     """They have more images than any number counts."""
-    _, counted = count_together(np.zeros((1, 1, 3)), length * np.eye(3)[None], np.zeros((1, 1), dtype=int), 6.0, 1)
+    _, counted = count_together(
+        np.zeros((1, 1, 3)), length * np.eye(3)[None], np.zeros((1, 1), dtype=int), 6.0, 1
+    )
     assert not counted.any()
 
 
 def test_no_atoms():
-    found, counted = count_together(np.zeros((2, 0, 3)), None, np.zeros((2, 0), dtype=int), 6.0, NTYPES)
+    found, counted = count_together(
+        np.zeros((2, 0, 3)), None, np.zeros((2, 0), dtype=int), 6.0, NTYPES
+    )
     assert found == NeighborStatistics(np.inf, (0,) * NTYPES, 0)
     assert counted.tolist() == [False, False]
 

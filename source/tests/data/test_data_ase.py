@@ -25,7 +25,10 @@ def _messages(caplog):
 def write_xyz(path, *comments, force="forces", lattice=True):
     """Write frames of two copper atoms, one for every comment."""
     cell = 'Lattice="9 0 0 0 9 0 0 0 9" ' if lattice else ""
-    rows = [f"Cu {2.5 * k} 0 0" + ("" if force is None else " {:g} {:g} {:g}".format(*FORCES[k])) for k in range(2)]
+    rows = [
+        f"Cu {2.5 * k} 0 0" + ("" if force is None else " {:g} {:g} {:g}".format(*FORCES[k]))
+        for k in range(2)
+    ]
     columns = "species:S:1:pos:R:3" + ("" if force is None else f":{force}:R:3")
     for number, comment in enumerate(comments):
         mode = "a" if number else "w"
@@ -35,9 +38,12 @@ def write_xyz(path, *comments, force="forces", lattice=True):
 
 
 @pytest.mark.parametrize(
-    "energy", ["energy", "Energy", "REF_energy", "ref_energy", "dft_energy", "DFT_Energy", "TotEnergy"]
+    "energy",
+    ["energy", "Energy", "REF_energy", "ref_energy", "dft_energy", "DFT_Energy", "TotEnergy"],
 )
-@pytest.mark.parametrize("force", ["forces", "force", "Forces", "REF_forces", "dft_force", "forces_DFT"])
+@pytest.mark.parametrize(
+    "force", ["forces", "force", "Forces", "REF_forces", "dft_force", "forces_DFT"]
+)
 def test_usual_names_are_recognized(tmp_path, energy, force):
     (system,) = open_systems(write_xyz(tmp_path / "a.xyz", f"{energy}=-3.5", force=force))
     frames = system.frames([0])
@@ -52,11 +58,15 @@ def test_virials_and_stresses_have_their_signs(tmp_path, name):
     assert system.frames([0]).virial.tolist() == [[1, 2, 3, 2, 4, 5, 3, 5, 6]]
     stress = name.replace("virials", "stress").replace("virial", "stress")
     (system,) = open_systems(write_xyz(tmp_path / "b.xyz", f'energy=1 {stress}="{values}"'))
-    np.testing.assert_allclose(system.frames([0]).virial, -729.0 * np.array([[1, 2, 3, 2, 4, 5, 3, 5, 6]]))
+    np.testing.assert_allclose(
+        system.frames([0]).virial, -729.0 * np.array([[1, 2, 3, 2, 4, 5, 3, 5, 6]])
+    )
 
 
 def test_names_of_predictions_are_left_alone_with_a_warning(tmp_path, caplog):
-    (system,) = open_systems(write_xyz(tmp_path / "a.xyz", "REF_energy=-3.5 mace_energy=9", force="mace_forces"))
+    (system,) = open_systems(
+        write_xyz(tmp_path / "a.xyz", "REF_energy=-3.5 mace_energy=9", force="mace_forces")
+    )
     assert system.labels == {"energy"}
     (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert "mace_forces" in warning.getMessage()
@@ -65,11 +75,18 @@ def test_names_of_predictions_are_left_alone_with_a_warning(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "comments", [("energy=1 REF_energy=2",), ("energy=1", "REF_energy=2"), ("energy=1 REF_energy=1 free_energy=1",)]
+    "comments",
+    [
+        ("energy=1 REF_energy=2",),
+        ("energy=1", "REF_energy=2"),
+        ("energy=1 REF_energy=1 free_energy=1",),
+    ],
 )
 def test_two_names_of_a_label_are_ambiguous(tmp_path, comments):
     path = write_xyz(tmp_path / "a.xyz", *comments)
-    with pytest.raises(SystemFormatError, match=r"REF_energy and energy.*label_keys.*--energy-key") as error:
+    with pytest.raises(
+        SystemFormatError, match=r"REF_energy and energy.*label_keys.*--energy-key"
+    ) as error:
         open_systems(path)
     assert error.value.system == path
     systems = open_systems(path, keys=LabelKeys(energy="REF_energy"))
@@ -79,7 +96,10 @@ def test_two_names_of_a_label_are_ambiguous(tmp_path, comments):
 def test_a_virial_and_a_stress_are_no_ambiguity_unless_both_are_asked_for(tmp_path):
     nine = " ".join(map(str, range(9)))
     path = write_xyz(tmp_path / "a.xyz", f'energy=1 virial="{nine}" stress="1 0 0 0 1 0 0 0 1"')
-    virials = [open_systems(path, keys=keys)[0].frames([0]).virial[0] for keys in (None, LabelKeys(stress="stress"))]
+    virials = [
+        open_systems(path, keys=keys)[0].frames([0]).virial[0]
+        for keys in (None, LabelKeys(stress="stress"))
+    ]
     assert sorted(virials[0]) == list(range(9))
     np.testing.assert_allclose(virials[1].reshape(3, 3), -729.0 * np.eye(3))
     with pytest.raises(InvalidSettingError, match="excludes"):
@@ -104,11 +124,15 @@ def test_conversion_refuses_data_without_labels(tmp_path, capsys):
 
 @pytest.mark.parametrize("lattice", [True, False])
 def test_partial_periodicity_is_refused(tmp_path, lattice):
-    path = write_xyz(tmp_path / "slab.xyz", 'energy=1 pbc="T T T"', 'energy=1 pbc="T T F"', lattice=lattice)
+    path = write_xyz(
+        tmp_path / "slab.xyz", 'energy=1 pbc="T T T"', 'energy=1 pbc="T T F"', lattice=lattice
+    )
     with pytest.raises(SystemFormatError, match=r'"T T F".*vacuum') as error:
         open_systems(path)
     assert (error.value.system, error.value.file) == (path, "frame 1")
-    (system,) = open_systems(write_xyz(tmp_path / "none.xyz", 'energy=1 pbc="F F F"', lattice=lattice))
+    (system,) = open_systems(
+        write_xyz(tmp_path / "none.xyz", 'energy=1 pbc="F F F"', lattice=lattice)
+    )
     assert not system.pbc
 
 
@@ -154,7 +178,10 @@ def test_vasp_frames_that_did_not_converge_are_left_out(tmp_path, caplog, capsys
         good = text[text.rindex("\n", 0, start) + 1 :]
         reached = "aborting loop because EDIFF is reached"
         text = (
-            text[: len(text) - len(good)] + good + good.replace(reached, "aborting loop EDIFF was not reached") + good
+            text[: len(text) - len(good)]
+            + good
+            + good.replace(reached, "aborting loop EDIFF was not reached")
+            + good
         )
         # An older VASP says nothing at the last step of its loop.
         loops = 120 // good.count("Iteration  ") + 1
@@ -162,7 +189,10 @@ def test_vasp_frames_that_did_not_converge_are_left_out(tmp_path, caplog, capsys
         text += header * 120 * loops + good.replace(reached, "")
     else:
         text = (VASP / "vasprun_pstress.xml").read_text()
-        first, end = text.index(" <calculation>"), text.index("</calculation>\n") + len("</calculation>\n")
+        first, end = (
+            text.index(" <calculation>"),
+            text.index("</calculation>\n") + len("</calculation>\n"),
+        )
         step = text[first:end]
         loop = step[step.index("  <scstep>") : step.index("</scstep>\n") + len("</scstep>\n")]
         bad = step.replace(loop, loop * 60, 1)
@@ -170,8 +200,13 @@ def test_vasp_frames_that_did_not_converge_are_left_out(tmp_path, caplog, capsys
     (tmp_path / form).write_text(text)
     (system,) = open_systems(str(tmp_path / form))
     assert system.nframes == 2
-    assert any("2 of 4 frames" in message and "(frames 1, 3)" in message for message in caplog.messages)
+    assert any(
+        "2 of 4 frames" in message and "(frames 1, 3)" in message for message in caplog.messages
+    )
     (system,) = open_systems(str(tmp_path / form), keep_unconverged=True)
     assert system.nframes == 4
-    assert main(["convert-data", str(tmp_path / form), str(tmp_path / "out"), "--keep-unconverged"]) == 0
+    assert (
+        main(["convert-data", str(tmp_path / form), str(tmp_path / "out"), "--keep-unconverged"])
+        == 0
+    )
     assert "4 frames" in capsys.readouterr().out

@@ -75,14 +75,20 @@ def test_labels_of_other_names_and_a_virial_are_taken(frames, tmp_path):
     (recognized,) = open_systems([str(tmp_path / "train.extxyz")])
     for name in ("energy", "force", "virial"):
         np.testing.assert_array_equal(getattr(recognized.frames([0]), name), getattr(read, name))
-    with pytest.raises(SystemFormatError, match=r"no frame has .DFT_energy.*REF_energy, REF_forces, REF_virial"):
+    with pytest.raises(
+        SystemFormatError, match=r"no frame has .DFT_energy.*REF_energy, REF_forces, REF_virial"
+    ):
         open_systems([str(tmp_path / "train.extxyz")], None, LabelKeys("DFT_energy"))
     # ASE takes the names that it knows away from where they were.
     write(tmp_path / "known.xyz", frames[:1])
-    (known,) = open_systems([str(tmp_path / "known.xyz")], None, LabelKeys("energy", "forces", stress="stress"))
+    (known,) = open_systems(
+        [str(tmp_path / "known.xyz")], None, LabelKeys("energy", "forces", stress="stress")
+    )
     (plain,) = open_systems([str(tmp_path / "known.xyz")])
     for name in ("energy", "force", "virial"):
-        np.testing.assert_array_equal(getattr(known.frames([0]), name), getattr(plain.frames([0]), name))
+        np.testing.assert_array_equal(
+            getattr(known.frames([0]), name), getattr(plain.frames([0]), name)
+        )
 
 
 def test_what_ase_cannot_read_and_wrong_shapes_are_named(frames, tmp_path):
@@ -104,7 +110,9 @@ def equal(ours, theirs):
         left, right = (getattr(frames, field.name) for frames in (a, b))
         assert (left is None) == (right is None), field.name
         if left is not None:
-            np.testing.assert_allclose(left[rows[0]], right[rows[1]], rtol=0, atol=2e-6, err_msg=field.name)
+            np.testing.assert_allclose(
+                left[rows[0]], right[rows[1]], rtol=0, atol=2e-6, err_msg=field.name
+            )
 
 
 @pytest.mark.parametrize("form", ["folder", "all.hdf5", "all.xyz", "all.lmdb"])
@@ -141,11 +149,20 @@ def test_rglob_patterns_choose_folders_below_the_systems():
         return ["/".join(Path(s.name).parts[-2:]) for s in open_systems(folders, patterns=patterns)]
 
     data = str(EXAMPLES / "cu_emt" / "data")
-    assert names(data, "fcc*", "tri*8") == ["train/fcc32", "train/triclinic8", "valid/fcc32", "valid/triclinic8"]
+    assert names(data, "fcc*", "tri*8") == [
+        "train/fcc32",
+        "train/triclinic8",
+        "valid/fcc32",
+        "valid/triclinic8",
+    ]
     # Two patterns that both fit give a system once, as in deepmd-kit, but in order.
     assert names([f"{data}/valid"], "fcc*", "*32") == ["valid/fcc32"]
     assert names(str(EXAMPLES / "cu_emt"), "train/fcc*") == ["train/fcc32"]
-    for folder, pattern, word in ((data, "bcc*", "bcc"), (data, "set.*", "type.raw"), (data, "a**b", "rglob_patterns")):
+    for folder, pattern, word in (
+        (data, "bcc*", "bcc"),
+        (data, "set.*", "type.raw"),
+        (data, "a**b", "rglob_patterns"),
+    ):
         with pytest.raises(SystemNotFoundError, match=word):
             names(folder, pattern)
     with pytest.raises(SystemNotFoundError, match="folders"):
@@ -166,7 +183,10 @@ def test_wrong_units_are_suspected(frames, tmp_path, scale, force, energy, word)
     atoms = frames[0]
     other = atoms.copy()
     other.set_cell(atoms.cell * scale, scale_atoms=True)
-    results = {"energy": atoms.get_potential_energy() + energy * len(atoms), "forces": atoms.get_forces() * force}
+    results = {
+        "energy": atoms.get_potential_energy() + energy * len(atoms),
+        "forces": atoms.get_forces() * force,
+    }
     other.calc = SinglePointCalculator(other, **results)
     write(tmp_path / "units.xyz", [other])
     (system,) = open_systems(str(tmp_path / "units.xyz"))
@@ -235,9 +255,17 @@ def test_a_cell_that_is_not_finite_is_refused(tmp_path):
 
 def test_names_of_many_systems_of_one_composition():
     """The time of naming grew with the square of the number of systems: 40,000 took minutes."""
-    system = SimpleNamespace(mixed=False, type_map=("O", "H"), types=lambda _: np.array([[0, 1, 1]]))
+    system = SimpleNamespace(
+        mixed=False, type_map=("O", "H"), types=lambda _: np.array([[0, 1, 1]])
+    )
     mixed = SimpleNamespace(mixed=True)
-    assert _names([system, mixed, system, system, mixed]) == ["O1H2", "mixed", "O1H2.1", "O1H2.2", "mixed.1"]
+    assert _names([system, mixed, system, system, mixed]) == [
+        "O1H2",
+        "mixed",
+        "O1H2.1",
+        "O1H2.2",
+        "mixed.1",
+    ]
     begun = time.process_time()
     assert _names([mixed] * 40_000)[-1] == "mixed.39999"
     assert time.process_time() - begun < 5.0

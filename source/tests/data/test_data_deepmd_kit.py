@@ -26,7 +26,9 @@ def test_neighbor_statistics_agree(tmp_path, kind):
         path = write_hdf5(tmp_path / "d.hdf5", "s", [0, 1] * 4, sets)
     text = dp("neighbor-stat", "-s", path, "-r", "7.0", "-t", "A", "B")
     ours = neighbor_statistics(open_systems(path, ["A", "B"]), 7.0)
-    assert float(re.search(r"min_nbor_dist: ([\d.]+)", text)[1]) == pytest.approx(ours.min_distance, abs=1e-6)
+    assert float(re.search(r"min_nbor_dist: ([\d.]+)", text)[1]) == pytest.approx(
+        ours.min_distance, abs=1e-6
+    )
     sizes = re.search(r"max_nbor_size: \[\s*(\d+)\s+(\d+)\]", text)
     assert (int(sizes[1]), int(sizes[2])) == ours.max_neighbors
 

@@ -77,7 +77,9 @@ def write_archive(path):
 
 def write_header(path):
     """A header that describes more dimensions than can be parsed."""
-    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': " + b"(" * 3000 + b")" * 3000 + b"}"
+    header = (
+        b"{'descr': '<f8', 'fortran_order': False, 'shape': " + b"(" * 3000 + b")" * 3000 + b"}"
+    )
     path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
 
 
@@ -96,7 +98,8 @@ def write_folder(path):
 
 
 @pytest.mark.parametrize(
-    "write", [write_fifo, write_archive, write_header, write_huge, write_objects, write_folder, Path.unlink]
+    "write",
+    [write_fifo, write_archive, write_header, write_huge, write_objects, write_folder, Path.unlink],
 )
 def test_rejects_non_arrays(folder, write):
     write(folder / "coord.npy")

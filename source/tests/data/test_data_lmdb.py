@@ -13,7 +13,13 @@ from lmdb_databases import array, database, frame, lmdb, msgpack, with_changed_b
 from write_systems import make_arrays, write_npy
 
 from deepmd_muon.cli.main import main
-from deepmd_muon.data import DataError, SystemFormatError, SystemNotFoundError, TypeMapError, open_systems
+from deepmd_muon.data import (
+    DataError,
+    SystemFormatError,
+    SystemNotFoundError,
+    TypeMapError,
+    open_systems,
+)
 from deepmd_muon.data.stores import lmdb_store
 from deepmd_muon.data.stores.lmdb_file import LmdbFile
 from deepmd_muon.data.stores.storage import HandleCache
@@ -50,14 +56,24 @@ def test_frames_are_sorted_into_systems_by_source_size_and_cell(tmp_path):
         assert read.energy[row] == decoded(frames[k]["energies"])
         np.testing.assert_array_equal(read.box[row], np.eye(3) * 6.0)
     assert read.virial is None
-    assert len(open_systems(path, patterns=["fcc*"])) == 4  # as in deepmd-kit, patterns are for folders
+    assert (
+        len(open_systems(path, patterns=["fcc*"])) == 4
+    )  # as in deepmd-kit, patterns are for folders
     assert other.frames([0]).atype.tolist() == [[0, 1, 0]]
 
 
 def test_other_types_of_atoms_labels_and_names(tmp_path):
     frames = [
-        frame([0, 1, -1], 0, virials=array(np.arange(9.0).reshape(3, 3)), find_force=0.0, find_coord=0),
-        frame([1, 1, 0], 1, cells=array(np.zeros(9)), atomic_ener=array([1.0, 2.0, 3.0]), fparam=array([7.0])),
+        frame(
+            [0, 1, -1], 0, virials=array(np.arange(9.0).reshape(3, 3)), find_force=0.0, find_coord=0
+        ),
+        frame(
+            [1, 1, 0],
+            1,
+            cells=array(np.zeros(9)),
+            atomic_ener=array([1.0, 2.0, 3.0]),
+            fparam=array([7.0]),
+        ),
         frame([1, 0, 0], 2, energies=-2.5, orig="cp2k"),
     ]
     mixed, bare = open_systems(database(tmp_path / "d.lmdb", frames), ["O", "H"])
@@ -86,7 +102,10 @@ def test_a_system_travels_to_another_process_and_is_opened_twice(tmp_path):
     for other in (again, copy):
         np.testing.assert_array_equal(other.frames([4, 1]).coord, system.frames([4, 1]).coord)
     assert copy.fingerprint() == system.fingerprint()
-    with lmdb.open(path, map_size=1 << 26) as environment, environment.begin(write=True) as transaction:
+    with (
+        lmdb.open(path, map_size=1 << 26) as environment,
+        environment.begin(write=True) as transaction,
+    ):
         transaction.put(b"more", bytes(10_000))
     with pytest.raises(SystemFormatError, match="changed"):
         system.frames([0])
@@ -95,12 +114,27 @@ def test_a_system_travels_to_another_process_and_is_opened_twice(tmp_path):
 def test_files_of_dpdata_are_read(tmp_path):
     dpdata = pytest.importorskip("dpdata")
     folders = [
-        write_npy(tmp_path / "a", [0, 1] * 4, [make_arrays(3, 8, 1, ("energy", "force", "virial"))], ("O", "H")),
-        write_npy(tmp_path / "b", [1, 0, 1], [make_arrays(2, 3, 2, ("energy", "force"))], ("H", "O"), nopbc=True),
+        write_npy(
+            tmp_path / "a",
+            [0, 1] * 4,
+            [make_arrays(3, 8, 1, ("energy", "force", "virial"))],
+            ("O", "H"),
+        ),
+        write_npy(
+            tmp_path / "b",
+            [1, 0, 1],
+            [make_arrays(2, 3, 2, ("energy", "force"))],
+            ("H", "O"),
+            nopbc=True,
+        ),
     ]
-    systems = dpdata.MultiSystems(*(dpdata.LabeledSystem(folder, fmt="deepmd/npy") for folder in folders))
+    systems = dpdata.MultiSystems(
+        *(dpdata.LabeledSystem(folder, fmt="deepmd/npy") for folder in folders)
+    )
     systems.to("deepmd/lmdb", str(tmp_path / "d.lmdb"))
-    theirs = {system.natoms: system for system in open_systems(str(tmp_path / "d.lmdb"), ["H", "O"])}
+    theirs = {
+        system.natoms: system for system in open_systems(str(tmp_path / "d.lmdb"), ["H", "O"])
+    }
     for folder in folders:
         (ours,) = open_systems(folder, ["H", "O"])
         # dpdata sorts atoms by type.
@@ -142,7 +176,10 @@ FRAMES = {
     "objects": (frame([0], energies={"type": "O", "shape": [1], "data": bytes(8)}), "dtype O"),
     "text": (frame([0], energies="low"), "str"),
     "records": (frame([0], energies={"type": "f8,f8", "shape": [1], "data": bytes(16)}), "dtype"),
-    "shape": (frame([0], coords={"type": "<f8", "shape": [1 << 40, 3], "data": bytes(24)}), "shape"),
+    "shape": (
+        frame([0], coords={"type": "<f8", "shape": [1 << 40, 3], "data": bytes(24)}),
+        "shape",
+    ),
     "bytes": (frame([0], coords={"type": "<f8", "shape": [3], "data": bytes(23)}), "bytes"),
     "size": (frame([0, 1], forces=array([1.0, 2.0])), "force"),
     "fractions": (frame([0, 1], atom_types=array([0.5, 1.0])), "atom_types"),
@@ -175,7 +212,14 @@ def test_rejects_databases_without_frames(tmp_path):
 
 def test_damaged_copies_raise_errors_and_never_end_the_process(tmp_path):
     """liblmdb ends the process with SIGBUS for every file of this test that is cut."""
-    path = Path(database(tmp_path / "d.lmdb", [frame([0, 1] * (1 + 40 * (k % 2)), k) for k in range(60)])) / "data.mdb"
+    path = (
+        Path(
+            database(
+                tmp_path / "d.lmdb", [frame([0, 1] * (1 + 40 * (k % 2)), k) for k in range(60)]
+            )
+        )
+        / "data.mdb"
+    )
     sound = path.read_bytes()
     for cut in (0, 100, 4096, 9000, len(sound) // 2, len(sound) - 4096):
         path.write_bytes(sound[:cut])
@@ -217,7 +261,12 @@ merge_lmdb([sys.argv[1], sys.argv[1]], sys.argv[2])
 
 @needs_deepmd_kit
 def test_deepmd_kit_reads_what_we_write_and_we_read_what_it_merges(tmp_path):
-    write_npy(tmp_path / "in/a", [0, 1] * 4, [make_arrays(3, 8, 1, ("energy", "force", "virial"))], ("O", "H"))
+    write_npy(
+        tmp_path / "in/a",
+        [0, 1] * 4,
+        [make_arrays(3, 8, 1, ("energy", "force", "virial"))],
+        ("O", "H"),
+    )
     write_npy(tmp_path / "in/b", [1, 0, 1], [make_arrays(2, 3, 2)], ("H", "O"))
     ours, merged = str(tmp_path / "ours.lmdb"), str(tmp_path / "merged.lmdb")
     assert main(["convert-data", str(tmp_path / "in"), ours]) == 0
@@ -229,7 +278,9 @@ def test_deepmd_kit_reads_what_we_write_and_we_read_what_it_merges(tmp_path):
         for k in range(system.nframes):
             for name in ("coord", "box", "energy", "force", "virial"):
                 if (values := getattr(frames, name)) is not None:
-                    np.testing.assert_allclose(theirs[row][name], values[k].ravel(), rtol=1e-6, atol=1e-7)
+                    np.testing.assert_allclose(
+                        theirs[row][name], values[k].ravel(), rtol=1e-6, atol=1e-7
+                    )
             assert theirs[row]["atype"] == frames.atype[k].tolist()
             row += 1
     assert row == len(theirs) == 5
@@ -249,10 +300,15 @@ def test_large_databases_open_from_their_metadata(tmp_path, monkeypatch):
     kinds = [[0, 1, 1], [0, 1], [1, 0, 1]]
     frames = [frame(kinds[k % 3], k) for k in range(90)]
     ids, nlocs = [k % 2 for k in range(90)], [len(kinds[k % 3]) for k in range(90)]
-    whole = open_systems(database(tmp_path / "whole.lmdb", frames, frame_system_ids=ids, frame_nlocs=nlocs), ["O", "H"])
+    whole = open_systems(
+        database(tmp_path / "whole.lmdb", frames, frame_system_ids=ids, frame_nlocs=nlocs),
+        ["O", "H"],
+    )
     looked_at = []
     original = LmdbFile.values
-    monkeypatch.setattr(LmdbFile, "values", lambda file, keys: looked_at.extend(keys) or original(file, keys))
+    monkeypatch.setattr(
+        LmdbFile, "values", lambda file, keys: looked_at.extend(keys) or original(file, keys)
+    )
     _, systems = sampled(tmp_path, monkeypatch, frames, 8, frame_system_ids=ids, frame_nlocs=nlocs)
     assert len(looked_at) == 8
     assert [(s.nframes, s.natoms, s.pbc, s.labels) for s in systems] == [
@@ -290,10 +346,14 @@ SURPRISES = {
 
 
 @pytest.mark.parametrize("case", SURPRISES)
-def test_frames_that_contradict_the_metadata_are_named_when_they_are_read(tmp_path, monkeypatch, case):
+def test_frames_that_contradict_the_metadata_are_named_when_they_are_read(
+    tmp_path, monkeypatch, case
+):
     odd, word = SURPRISES[case]
     frames = [frame([0, 1], k) for k in range(30)]
-    _, (system,) = sampled(tmp_path, monkeypatch, [*frames[:5], odd, *frames[6:]], frame_nlocs=[2] * 30)
+    _, (system,) = sampled(
+        tmp_path, monkeypatch, [*frames[:5], odd, *frames[6:]], frame_nlocs=[2] * 30
+    )
     assert system.frames([4, 6]).nframes == 2
     with pytest.raises(SystemFormatError, match=word) as raised:
         system.frames([4, 5])
@@ -301,24 +361,36 @@ def test_frames_that_contradict_the_metadata_are_named_when_they_are_read(tmp_pa
 
 
 def test_a_label_that_was_not_foreseen_is_reported(tmp_path, monkeypatch, caplog):
-    frames = [frame([0, 1], k, **({"virials": array(np.arange(9.0))} if k == 5 else {})) for k in range(30)]
+    frames = [
+        frame([0, 1], k, **({"virials": array(np.arange(9.0))} if k == 5 else {}))
+        for k in range(30)
+    ]
     _, (system,) = sampled(tmp_path, monkeypatch, frames, frame_nlocs=[2] * 30)
     system.frames([4, 5])
     system.frames([5])
-    assert [record.levelname for record in caplog.records if "virial" in record.getMessage()] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if "virial" in record.getMessage()] == [
+        "WARNING"
+    ]
 
 
 def test_frames_are_found_in_trees_of_several_levels(tmp_path):
     """Keys of 30,000 frames fill three levels of pages."""
     path = tmp_path / "deep.lmdb"
     numbers = np.random.default_rng(1).permutation(30_000)
-    with lmdb.open(str(path), map_size=1 << 28) as environment, environment.begin(write=True) as transaction:
+    with (
+        lmdb.open(str(path), map_size=1 << 28) as environment,
+        environment.begin(write=True) as transaction,
+    ):
         for k in numbers.tolist():
             # Values of their own pages, empty ones and those beside the key.
-            transaction.put(format(k, "012d").encode(), b"%d" % k * (900 if k % 1000 == 0 else k % 3))
+            transaction.put(
+                format(k, "012d").encode(), b"%d" % k * (900 if k % 1000 == 0 else k % 3)
+            )
     file = LmdbFile("deep", str(path / "data.mdb"), HandleCache())
     assert file.entries == 30_000
     for k in [*range(0, 30_000, 371), 0, 1000, 29_999]:
-        assert file.read(file.get(format(k, "012d").encode())) == b"%d" % k * (900 if k % 1000 == 0 else k % 3)
+        assert file.read(file.get(format(k, "012d").encode())) == b"%d" % k * (
+            900 if k % 1000 == 0 else k % 3
+        )
     for key in (b"", b"0", b"000000030000", b"zzz", b"0000000000005"):
         assert file.get(key) is None

@@ -55,7 +55,9 @@ def test_neighbours_belong_to_the_frames(systems, batch_size):
         assert neighbors.index.shape == (frames.nframes, frames.natoms, sum(neighbors.sections))
         assert batch.system in {s.name for s in systems} | {"mixed"}
         for k in range(frames.nframes):
-            alone = build_neighbors(frames.coord[k], frames.box[k], frames.atype[k], RCUT, SEL, True)
+            alone = build_neighbors(
+                frames.coord[k], frames.box[k], frames.atype[k], RCUT, SEL, True
+            )
             start = own = 0
             for width, narrow in zip(neighbors.sections, alone.sections, strict=True):
                 part = neighbors.index[k, :, start : start + width]
@@ -101,7 +103,9 @@ def test_passes_leave_the_order_alone(systems):
     data = loader(systems, prefetch=True)
     first = [data.next() for _ in range(3)]
     list(data.sample_batches(1))
-    assert all(same(a, b) for a, b in zip(first + [data.next() for _ in range(3)], expected, strict=True))
+    assert all(
+        same(a, b) for a, b in zip(first + [data.next() for _ in range(3)], expected, strict=True)
+    )
     data.close()
 
 
@@ -155,7 +159,9 @@ def test_every_frame_is_dealt_once(systems, batch_size, world):
     ranks = [loader(systems, batch_size, rank=r, world_size=world) for r in range(world)]
     every = sorted(energy for s in systems for energy in s.frames(range(s.nframes)).energy)
     for _ in range(2):
-        assert sorted(e for data in ranks for part in served(data.deal_all()) for e in part) == every
+        assert (
+            sorted(e for data in ranks for part in served(data.deal_all()) for e in part) == every
+        )
     assert ranks[0].state_dict()["step"] == 0
 
 
@@ -219,7 +225,12 @@ def test_a_step_costs_a_fraction_of_a_millisecond(tmp_path):
     rng = np.random.default_rng(0)
     grid = np.stack(np.meshgrid(*[np.arange(6)] * 3), -1).reshape(-1, 3)[:192]
     coord = (grid * 2.07 + rng.uniform(-0.3, 0.3, (4, 192, 3))).reshape(4, -1)
-    arrays = {"coord": coord, "box": np.tile(np.eye(3).ravel() * 12.44, (4, 1)), "energy": np.zeros(4), "force": coord}
+    arrays = {
+        "coord": coord,
+        "box": np.tile(np.eye(3).ravel() * 12.44, (4, 1)),
+        "energy": np.zeros(4),
+        "force": coord,
+    }
     systems = open_systems(write_npy(tmp_path / "s", [0] * 64 + [1] * 128, [arrays]))
     data = DataLoader(systems, 1, seed=0, cache=NeighborCache(6.0, (46, 92), True))
     for _ in range(8):

@@ -72,7 +72,12 @@ def structures(draw):
     box = box @ np.linalg.qr(rng.standard_normal((3, 3)))[0]
     spread = draw(st.sampled_from([1.0, 3.0]))
     coord = rng.uniform(-spread, spread, (natoms, 3)) @ box
-    return coord, box if draw(st.booleans()) else None, rng.integers(0, 3, natoms), draw(st.floats(0.8, 3.5))
+    return (
+        coord,
+        box if draw(st.booleans()) else None,
+        rng.integers(0, 3, natoms),
+        draw(st.floats(0.8, 3.5)),
+    )
 
 
 @given(structures())
@@ -116,12 +121,16 @@ def check_statistics(statistics, expected, atype):
         counts[i, atype[j]] += 1
     assert statistics.max_neighbors == tuple(counts.max(axis=0))
     assert statistics.max_total == counts.sum(axis=1).max()
-    assert statistics.min_distance == pytest.approx(min(expected.values(), default=np.inf), rel=1e-12)
+    assert statistics.min_distance == pytest.approx(
+        min(expected.values(), default=np.inf), rel=1e-12
+    )
 
 
 def test_one_atom_sees_its_images():
     """A simple cubic lattice has 6, 12 and 8 neighbours at 1, √2 and √3 lattice constants."""
-    neighbors = build_neighbors(np.array([[7.3, -2.0, 0.1]]), np.eye(3) * 2.0, np.array([0]), 3.6, (40,), True)
+    neighbors = build_neighbors(
+        np.array([[7.3, -2.0, 0.1]]), np.eye(3) * 2.0, np.array([0]), 3.6, (40,), True
+    )
     assert neighbors.sections == (26,)
     assert (neighbors.index == 0).all()
     lengths = np.linalg.norm(neighbors.shift[0] * 2.0, axis=-1)
@@ -204,7 +213,13 @@ def test_stacking_keeps_every_pair():
         atype = np.arange(natoms) % 2
         frames.append(
             build_neighbors(
-                arrays["coord"].reshape(-1, 3), arrays["box"].reshape(3, 3), atype, rcut, None, True, ntypes=2
+                arrays["coord"].reshape(-1, 3),
+                arrays["box"].reshape(3, 3),
+                atype,
+                rcut,
+                None,
+                True,
+                ntypes=2,
             )
         )
     batch = stack_neighbors(frames)
@@ -215,7 +230,9 @@ def test_stacking_keeps_every_pair():
         natoms, own = frame.index.shape[0], frame.sections[0]
         for whole, part, empty in ((batch.index, frame.index, -1), (batch.shift, frame.shift, 0)):
             np.testing.assert_array_equal(whole[k, :natoms, :own], part[:, :own])
-            np.testing.assert_array_equal(whole[k, :natoms, cut : cut + frame.sections[1]], part[:, own:])
+            np.testing.assert_array_equal(
+                whole[k, :natoms, cut : cut + frame.sections[1]], part[:, own:]
+            )
             assert (whole[k, natoms:] == empty).all()
             assert (whole[k, :natoms, own:cut] == empty).all()
             assert (whole[k, :natoms, cut + frame.sections[1] :] == empty).all()
@@ -248,7 +265,9 @@ def test_the_budget_holds(system):
 def test_statistics_with_and_without_cache_are_those_of_all_frames(system):
     frames = system.frames(range(6))
     single = [
-        build_neighbors(frames.coord[k], frames.box[k], frames.atype[k], 4.0, None, True, ntypes=2).statistics
+        build_neighbors(
+            frames.coord[k], frames.box[k], frames.atype[k], 4.0, None, True, ntypes=2
+        ).statistics
         for k in range(6)
     ]
     expected = NeighborStatistics(
@@ -269,7 +288,9 @@ def test_statistics_with_and_without_cache_are_those_of_all_frames(system):
 def test_only_listed_frames_are_kept_and_the_others_counted(system, monkeypatch):
     built = []
     build = neighbor_cache.build_neighbors
-    monkeypatch.setattr(neighbor_cache, "build_neighbors", lambda *given: built.append(given) or build(*given))
+    monkeypatch.setattr(
+        neighbor_cache, "build_neighbors", lambda *given: built.append(given) or build(*given)
+    )
     whole, cache = NeighborCache(4.0, (3, 3), True), NeighborCache(4.0, (3, 3), True)
     expected = neighbor_statistics([system], 4.0, whole)
     built.clear()
@@ -283,7 +304,9 @@ def test_only_listed_frames_are_kept_and_the_others_counted(system, monkeypatch)
     # Frames that are only counted say, too, that `sel` cuts lists.
     for sel, cuts in ((3, 3), True), ((40, 40), False):
         counted = NeighborCache(4.0, sel, True)
-        assert neighbor_statistics([system], 4.0, counted, listed=[np.zeros(0, dtype=int)]) == expected
+        assert (
+            neighbor_statistics([system], 4.0, counted, listed=[np.zeros(0, dtype=int)]) == expected
+        )
         assert (len(counted), counted.dropped > 0) == (0, cuts)
     mixed = NeighborCache(4.0, (expected.max_total - 1,), False, ntypes=2)
     neighbor_statistics([system], 4.0, mixed, listed=[np.zeros(0, dtype=int)])
@@ -311,7 +334,9 @@ def by_images_and_by_vesin(coord, box, atype, rcut, sel, by_type, inner, monkeyp
 
 def assert_identical(first, second):
     for name in ("index", "shift", "inner"):
-        np.testing.assert_array_equal(getattr(first[0], name), getattr(second[0], name), strict=True)
+        np.testing.assert_array_equal(
+            getattr(first[0], name), getattr(second[0], name), strict=True
+        )
     for name in ("sections", "statistics", "dropped"):
         assert getattr(first[0], name) == getattr(second[0], name)
     assert first[1] == second[1] == first[0].statistics
@@ -336,15 +361,21 @@ def test_images_give_the_list_of_the_search_by_cells(structure, by_type, sel):
 def test_images_give_the_list_of_a_liquid(natoms, form, monkeypatch):
     rng = np.random.default_rng(natoms)
     box = np.eye(3) * (10.0 * natoms) ** (1 / 3)
-    box += {"tilted": np.tril(np.full((3, 3), 2.0), -1), "long": np.diag([-1.0, 0.0, 2.0])}.get(form, 0.0)
+    box += {"tilted": np.tril(np.full((3, 3), 2.0), -1), "long": np.diag([-1.0, 0.0, 2.0])}.get(
+        form, 0.0
+    )
     box = box[[1, 0, 2]] if form == "left-handed" else box
     places = np.stack(np.meshgrid(*[np.arange(5)] * 3), -1).reshape(-1, 3)[:natoms] / 5
-    coord = (places + rng.uniform(-0.06, 0.06, places.shape) + rng.integers(-9, 9, places.shape)) @ box
+    coord = (
+        places + rng.uniform(-0.06, 0.06, places.shape) + rng.integers(-9, 9, places.shape)
+    ) @ box
     atype = rng.integers(-1, 3, natoms)
     atype[0] = -1
     for by_type, sel in ((True, (20, 20, 20)), (True, None), (False, (60,))):
         inner = () if by_type else ((3.0, 20), (4.5, 10))
-        *found, used = by_images_and_by_vesin(coord, box, atype, 6.0, sel, by_type, inner, monkeypatch)
+        *found, used = by_images_and_by_vesin(
+            coord, box, atype, 6.0, sel, by_type, inner, monkeypatch
+        )
         assert_identical(*found)
         assert used == (natoms - (atype < 0).sum() >= 40)
 
@@ -365,7 +396,9 @@ def test_crystals_are_left_to_the_search_by_cells(moved, monkeypatch):
 def test_cells_shorter_than_the_cut_off(monkeypatch):
     """Counts come from images. In a list, an atom's own images on either side are equally near."""
     coord, box = np.random.default_rng(3).uniform(0.0, 4.5, (45, 3)), np.eye(3) * 4.5
-    *found, used = by_images_and_by_vesin(coord, box, np.arange(45) % 3, 6.0, None, True, (), monkeypatch)
+    *found, used = by_images_and_by_vesin(
+        coord, box, np.arange(45) % 3, 6.0, None, True, (), monkeypatch
+    )
     assert_identical(*found)
     assert used
 
@@ -379,11 +412,15 @@ def test_atoms_at_the_cut_off_are_left_to_the_search_by_cells(monkeypatch):
         assert found is not None
         assert found.within(rcut) is None
         assert found.within(rcut - 1e-6) is not None
-        *both, _ = by_images_and_by_vesin(coord, box, np.zeros(60, int), rcut, (200,) * 3, True, (), monkeypatch)
+        *both, _ = by_images_and_by_vesin(
+            coord, box, np.zeros(60, int), rcut, (200,) * 3, True, (), monkeypatch
+        )
         assert_identical(*both)
 
 
-@pytest.mark.parametrize(("find", "last"), [(build_neighbors, (None, True)), (frame_statistics, (1,))])
+@pytest.mark.parametrize(
+    ("find", "last"), [(build_neighbors, (None, True)), (frame_statistics, (1,))]
+)
 def test_atoms_at_the_same_place_are_named_among_images(find, last):
     coord = np.random.default_rng(2).uniform(0.0, 10.0, (60, 3))
     coord[33] = coord[12] + [10.0, 0.0, -20.0]
@@ -394,7 +431,10 @@ def test_atoms_at_the_same_place_are_named_among_images(find, last):
 LATTICES = {
     "simple": (np.eye(3), [[0, 0, 0]]),
     "face-centred": (np.eye(3), [[0, 0, 0], [0.5, 0.5, 0], [0.5, 0, 0.5], [0, 0.5, 0.5]]),
-    "hexagonal": ([[1, 0, 0], [0.5, 0.75**0.5, 0], [0, 0, (8 / 3) ** 0.5]], [[0, 0, 0], [0.5, 0.29, 0.82]]),
+    "hexagonal": (
+        [[1, 0, 0], [0.5, 0.75**0.5, 0], [0, 0, (8 / 3) ** 0.5]],
+        [[0, 0, 0], [0.5, 0.29, 0.82]],
+    ),
     "left-handed": ([[0, 1, 0], [1, 0.3, 0], [0, 0.2, 1]], [[0, 0, 0], [0.4, 0.5, 0.6]]),
 }
 
@@ -425,7 +465,9 @@ def test_errors_name_system_and_frame(tmp_path):
     arrays["coord"][2, :3] = arrays["coord"][2, 3:6]
     (system,) = open_systems(write_npy(tmp_path / "s", [0] * 4, [arrays], type_map=("A",)))
     for cache in (None, NeighborCache(4.0, (50,), True)):
-        with pytest.raises(NeighborError, match=r"/s, frame 2: atoms . and . lie at the same place"):
+        with pytest.raises(
+            NeighborError, match=r"/s, frame 2: atoms . and . lie at the same place"
+        ):
             neighbor_statistics([system], 4.0, cache)
 
 
@@ -450,7 +492,9 @@ def test_positions_in_nanometres_are_refused_before_they_are_counted(tmp_path, m
         arrays[name][1:] /= 10
     (system,) = open_systems(write_npy(tmp_path / "nm", [0] * 60, [arrays], type_map=("A",)))
     counted = []
-    monkeypatch.setattr(neighbor_cache, "frame_statistics", lambda *arguments: counted.append(arguments))
+    monkeypatch.setattr(
+        neighbor_cache, "frame_statistics", lambda *arguments: counted.append(arguments)
+    )
     with pytest.raises(NeighborError, match=r"/nm, frame [12]: \d+ atoms per Å³"):
         neighbor_statistics([system], 6.0)
     assert counted == []
@@ -458,7 +502,10 @@ def test_positions_in_nanometres_are_refused_before_they_are_counted(tmp_path, m
 
 def pairs_of(found):
     i, j, shift, distance = found
-    return {(int(a), int(b), *(int(s) for s in c)): d for a, b, c, d in zip(i, j, shift, distance, strict=True)}
+    return {
+        (int(a), int(b), *(int(s) for s in c)): d
+        for a, b, c, d in zip(i, j, shift, distance, strict=True)
+    }
 
 
 @given(structures())
@@ -466,9 +513,15 @@ def test_pairs_of_far_atoms_equal_the_sum_over_images(structure):
     """On the frames of the other search, and scattered a thousand times as far."""
     coord, box, _, rcut = structure
     for scattered in (coord, coord * 1000.0):
-        expected = brute_force(coord, box, rcut) if scattered is coord else pairs_of(_vesin_pairs(scattered, box, rcut))
+        expected = (
+            brute_force(coord, box, rcut)
+            if scattered is coord
+            else pairs_of(_vesin_pairs(scattered, box, rcut))
+        )
         found = pairs_of(far_pairs(scattered.copy(), box, rcut))
-        assert all(abs(expected.get(pair, rcut) - rcut) < 1e-7 for pair in found.keys() ^ expected.keys())
+        assert all(
+            abs(expected.get(pair, rcut) - rcut) < 1e-7 for pair in found.keys() ^ expected.keys()
+        )
         for pair in found.keys() & expected.keys():
             assert found[pair] == pytest.approx(expected[pair], rel=1e-6)
 
@@ -481,7 +534,10 @@ APART = {
     "flat along x": (SPREAD * [0, 1, 1], None),
     "line": (SPREAD * [0, 1e3, 0], None),
     "flat cell": (SPREAD * [1, 1, 0.001], np.diag([2000.0, 2000.0, 5.0])),
-    "flat and tilted": (SPREAD * [1, 1, 0.001] - 1e5, np.array([[2000.0, 300, 0], [0, 2000, 1], [500, 0, 5]])),
+    "flat and tilted": (
+        SPREAD * [1, 1, 0.001] - 1e5,
+        np.array([[2000.0, 300, 0], [0, 2000, 1], [500, 0, 5]]),
+    ),
     "long": (SPREAD * [0.001, 0.001, 1e3], np.diag([5.0, 5.0, 2e6])),
     "thin": (np.array([[0.0, 0, 0], [3, 3, 0]]), np.diag([10.0, 10.0, 0.05])),
 }
@@ -537,7 +593,11 @@ def test_geometries_that_are_mistakes_name_the_atom(coord, box, named):
 def test_a_cut_keeps_sel_of_each_type_among_the_nearest_of_all_types(sel):
     """deepmd-kit's rule, written down atom by atom."""
     rng = np.random.default_rng(3)
-    coord, box, atype = rng.uniform(0, 5, (12, 3)), np.eye(3) * 5.0 + np.tril(np.ones((3, 3)), -1), np.arange(12) % 2
+    coord, box, atype = (
+        rng.uniform(0, 5, (12, 3)),
+        np.eye(3) * 5.0 + np.tril(np.ones((3, 3)), -1),
+        np.arange(12) % 2,
+    )
     every = build_neighbors(coord, box, atype, 4.0, None, True, 2)
     cut = build_neighbors(coord, box, atype, 4.0, sel, True)
 
@@ -550,7 +610,9 @@ def test_a_cut_keeps_sel_of_each_type_among_the_nearest_of_all_types(sel):
     total = 0
     for atom in range(12):
         nearest = listed(every, atom)[: sum(sel)]
-        wanted = sorted(row for t in (0, 1) for row in [r for r in nearest if atype[r[1]] == t][: sel[t]])
+        wanted = sorted(
+            row for t in (0, 1) for row in [r for r in nearest if atype[r[1]] == t][: sel[t]]
+        )
         assert listed(cut, atom) == wanted
         total += len(listed(every, atom)) - len(wanted)
     assert cut.dropped == total > 0

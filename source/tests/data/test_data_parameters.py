@@ -23,7 +23,10 @@ WANTED = Parameters(2, 3)
 
 def arrays_of(nframes, natoms, seed, parameters=("fparam", "aparam")):
     rng = np.random.default_rng(100 + seed)
-    found = {"fparam": rng.normal(size=(nframes, 2)), "aparam": rng.normal(size=(nframes, 3 * natoms))}
+    found = {
+        "fparam": rng.normal(size=(nframes, 2)),
+        "aparam": rng.normal(size=(nframes, 3 * natoms)),
+    }
     return make_arrays(nframes, natoms, seed) | {name: found[name] for name in parameters}
 
 
@@ -38,7 +41,12 @@ def test_systems_carry_what_they_are_asked_for(tmp_path):
         read = pickle.loads(pickle.dumps(system.with_parameters(WANTED))).frames([3, 1])
         np.testing.assert_array_equal(read.fparam, arrays["fparam"][[3, 1]])
         np.testing.assert_array_equal(read.aparam, arrays["aparam"].reshape(4, 5, 3)[[3, 1]])
-        only = system.with_parameters(Parameters(aparam=3)).part(1, 3).with_types(["B", "A"]).frames([0])
+        only = (
+            system.with_parameters(Parameters(aparam=3))
+            .part(1, 3)
+            .with_types(["B", "A"])
+            .frames([0])
+        )
         assert only.fparam is None
         np.testing.assert_array_equal(only.aparam[0], arrays["aparam"].reshape(4, 5, 3)[1])
 
@@ -47,7 +55,10 @@ def test_one_value_a_frame_needs_no_axis_of_its_own(tmp_path):
     arrays = make_arrays(3, 2) | {"fparam": np.array([1.0, 2.0, 3.0])}
     alone = make_arrays(1, 2) | {"fparam": np.array([7.0, 8.0])}  # a set of one frame
     (system,) = open_systems(write_npy(tmp_path / "a", [0, 1], [arrays]))
-    assert system.with_parameters(Parameters(fparam=1)).frames([0, 2]).fparam.tolist() == [[1.0], [3.0]]
+    assert system.with_parameters(Parameters(fparam=1)).frames([0, 2]).fparam.tolist() == [
+        [1.0],
+        [3.0],
+    ]
     (system,) = open_systems(write_npy(tmp_path / "b", [0, 1], [alone]))
     assert system.with_parameters(Parameters(fparam=2)).frames([0]).fparam.tolist() == [[7.0, 8.0]]
 
@@ -78,13 +89,25 @@ def test_all_problems_are_told_at_once(tmp_path):
     wide["aparam"] = wide["aparam"][:, :-1]
     paths = [
         write_npy(tmp_path / name, [0, 1, 0], [arrays])
-        for name, arrays in {"good": good, "bare": arrays_of(2, 3, 2, ("aparam",)), "wide": wide}.items()
+        for name, arrays in {
+            "good": good,
+            "bare": arrays_of(2, 3, 2, ("aparam",)),
+            "wide": wide,
+        }.items()
     ]
     systems = open_systems(paths)
     with pytest.raises(DataError) as error:
         with_parameters(systems, WANTED)
     text = str(error.value)
-    for word in ("2 of 3 systems", "bare", "set.000/fparam.npy", "wide", "set.000/aparam.npy", "(2, 9)", "(2, 8)"):
+    for word in (
+        "2 of 3 systems",
+        "bare",
+        "set.000/fparam.npy",
+        "wide",
+        "set.000/aparam.npy",
+        "(2, 9)",
+        "(2, 8)",
+    ):
         assert word in text, text
     assert f"{tmp_path}/good" not in text
     assert [system.name for system in with_parameters(systems, Parameters())] == paths
@@ -118,7 +141,9 @@ def test_a_conversion_keeps_parameters(target, tmp_path):
         pytest.importorskip(module)
     names = ("H", "O")
     paths = [
-        write_npy(tmp_path / "in" / "a", [0, 1, 0], [arrays_of(2, 3, 1), arrays_of(1, 3, 2, ())], names),
+        write_npy(
+            tmp_path / "in" / "a", [0, 1, 0], [arrays_of(2, 3, 1), arrays_of(1, 3, 2, ())], names
+        ),
         write_npy(tmp_path / "in" / "b", [0, 1], [arrays_of(2, 2, 3, ("fparam",))], names),
     ]
     assert main(["convert-data", *paths, str(tmp_path / target), "-v", "ERROR"]) == 0
@@ -128,7 +153,9 @@ def test_a_conversion_keeps_parameters(target, tmp_path):
     for system in after:
         found = system.frames(range(system.nframes))
         expected = wanted[system.nframes]
-        rows = np.argsort(found.energy)[np.argsort(np.argsort(expected.energy))]  # sets may come in another order
+        rows = np.argsort(found.energy)[
+            np.argsort(np.argsort(expected.energy))
+        ]  # sets may come in another order
         found = system.frames(rows)
         np.testing.assert_allclose(found.fparam, expected.fparam, rtol=1e-7, equal_nan=True)
         assert found.present("fparam").tolist() == expected.present("fparam").tolist()

@@ -9,7 +9,14 @@ import pytest
 from write_systems import make_arrays, write_npy
 
 from deepmd_muon.data import DataLoader, neighbor_statistics, open_systems
-from deepmd_muon.data.sampling.samples import FRAME_COST, frame_costs, packed, read_ahead, sample_frames, sample_with
+from deepmd_muon.data.sampling.samples import (
+    FRAME_COST,
+    frame_costs,
+    packed,
+    read_ahead,
+    sample_frames,
+    sample_with,
+)
 
 
 @pytest.fixture
@@ -19,7 +26,11 @@ def systems(tmp_path):
         natoms = 4 + k % 4
         types = [2 if k == 17 else n % 2 for n in range(natoms)]
         write_npy(
-            tmp_path / f"{k:02d}", types, [make_arrays(1 + k % 20, natoms, k)], ("A", "B", "C"), nopbc=k % 10 == 3
+            tmp_path / f"{k:02d}",
+            types,
+            [make_arrays(1 + k % 20, natoms, k)],
+            ("A", "B", "C"),
+            nopbc=k % 10 == 3,
         )
     return open_systems(str(tmp_path), ["A", "B", "C"])
 
@@ -69,7 +80,9 @@ def test_larger_systems_of_a_sample_give_more_frames(tmp_path):
 @pytest.mark.parametrize("share", [0.2, 0.6])
 def test_a_sample_with_given_frames_has_them_at_the_same_cost(systems, share):
     most = share * cost(systems, sample_frames(systems, 1e9), 6.0)
-    first = sample_frames(systems, most / 2, 6.0, [np.arange(s.nframes)[::-2][::-1] for s in systems])
+    first = sample_frames(
+        systems, most / 2, 6.0, [np.arange(s.nframes)[::-2][::-1] for s in systems]
+    )
     numbers = sample_with(systems, first, most, 6.0)
     for mine, given, system in zip(numbers, first, systems, strict=True):
         assert np.isin(given, mine).all()

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepmd_muon.data import BatchRule, Sampler, SamplerStateError, SamplingError, system_probabilities
+from deepmd_muon.data import (
+    BatchRule,
+    Sampler,
+    SamplerStateError,
+    SamplingError,
+    system_probabilities,
+)
 from deepmd_muon.data.sampling.atom_budget import AtomBudgetSampler
 
 NATOMS = st.lists(st.integers(1, 500), min_size=1, max_size=8)
@@ -18,7 +24,9 @@ NATOMS = st.lists(st.integers(1, 500), min_size=1, max_size=8)
 
 @given(NATOMS, st.integers(1, 2000))
 def test_auto_is_the_smallest_with_enough_atoms(natoms, wanted):
-    for frames, n in zip(BatchRule.parse(f"auto:{wanted}").frames_per_batch(natoms), natoms, strict=True):
+    for frames, n in zip(
+        BatchRule.parse(f"auto:{wanted}").frames_per_batch(natoms), natoms, strict=True
+    ):
         assert frames >= 1
         assert frames * n >= wanted
         assert (frames - 1) * n < wanted
@@ -26,7 +34,9 @@ def test_auto_is_the_smallest_with_enough_atoms(natoms, wanted):
 
 @given(NATOMS, st.integers(1, 2000))
 def test_max_is_the_largest_within_the_atoms(natoms, allowed):
-    for frames, n in zip(BatchRule.parse(f"max:{allowed}").frames_per_batch(natoms), natoms, strict=True):
+    for frames, n in zip(
+        BatchRule.parse(f"max:{allowed}").frames_per_batch(natoms), natoms, strict=True
+    ):
         assert frames == 1 or frames * n <= allowed
         assert (frames + 1) * n > allowed
 
@@ -53,7 +63,19 @@ def test_plain_batch_sizes():
         BatchRule.parse([2, 9]).frames_per_batch([5, 7, 9])
 
 
-BAD_TEXTS = ["", "auto:", "auto:0", "auto:x", "auto:²", "max", "max:-3", "mixed", "filter:1.5", "list:3", "mix:"]
+BAD_TEXTS = [
+    "",
+    "auto:",
+    "auto:0",
+    "auto:x",
+    "auto:²",
+    "max",
+    "max:-3",
+    "mixed",
+    "filter:1.5",
+    "list:3",
+    "mix:",
+]
 
 
 @pytest.mark.parametrize("spec", [0, -1, True, [], [1, 0], [1.5], [True], *BAD_TEXTS])
@@ -82,7 +104,9 @@ def test_named_styles(nbatches):
     n = np.array(nbatches)
     np.testing.assert_allclose(system_probabilities(nbatches, "prob_uniform"), 1 / len(n))
     np.testing.assert_allclose(system_probabilities(nbatches), n / n.sum())
-    np.testing.assert_allclose(system_probabilities(nbatches, f"prob_sys_size;0:{len(n)}:7.5"), n / n.sum())
+    np.testing.assert_allclose(
+        system_probabilities(nbatches, f"prob_sys_size;0:{len(n)}:7.5"), n / n.sum()
+    )
 
 
 @given(NBATCHES, st.data())
@@ -91,7 +115,9 @@ def test_blocks_share_their_weight(nbatches, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, total), min_size=2, max_size=5)) | {0})
     blocks = list(pairwise(cuts))
     weights = [data.draw(st.floats(0.01, 10)) for _ in blocks]
-    rule = ";".join(["prob_sys_size", *(f"{a}:{b}:{w}" for (a, b), w in zip(blocks, weights, strict=True))])
+    rule = ";".join(
+        ["prob_sys_size", *(f"{a}:{b}:{w}" for (a, b), w in zip(blocks, weights, strict=True))]
+    )
     probabilities = system_probabilities(nbatches, rule)
     assert probabilities.sum() == pytest.approx(1)
     for (a, b), weight in zip(blocks, weights, strict=True):
@@ -109,11 +135,15 @@ def test_given_probabilities(nbatches, data):
     rest = 1 - sum(fixed.values())
     size = sum(nbatches[k] for k in automatic)
     for k in range(total):
-        assert probabilities[k] == pytest.approx(fixed[k] if k in fixed else rest * nbatches[k] / size)
+        assert probabilities[k] == pytest.approx(
+            fixed[k] if k in fixed else rest * nbatches[k] / size
+        )
 
 
 def test_a_block_may_end_past_the_systems():
-    np.testing.assert_allclose(system_probabilities([1, 3], "prob_sys_size;0:1:0.5;1:9:0.5"), [0.5, 0.5])
+    np.testing.assert_allclose(
+        system_probabilities([1, 3], "prob_sys_size;0:1:0.5;1:9:0.5"), [0.5, 0.5]
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,14 +185,17 @@ def test_probabilities_that_make_no_sense(given_probabilities, message):
 
 
 def plans(sampler, count):
-    return [[(system, frames.tolist()) for system, frames in sampler.next().parts] for _ in range(count)]
+    return [
+        [(system, frames.tolist()) for system, frames in sampler.next().parts] for _ in range(count)
+    ]
 
 
 SAMPLERS = st.builds(
     lambda shapes, seed, mixed, skew: (
         [n for n, _ in shapes],
         [b for _, b in shapes],
-        np.array([1.0 + skew * k for k in range(len(shapes))]) / sum(1.0 + skew * k for k in range(len(shapes))),
+        np.array([1.0 + skew * k for k in range(len(shapes))])
+        / sum(1.0 + skew * k for k in range(len(shapes))),
         seed,
         mixed,
     ),
@@ -291,7 +324,9 @@ def test_mix_weighs_systems_by_their_probability():
 def test_mix_orders_differ_by_epoch_and_seed():
     def plans_of(seed, count):
         sampler = AtomBudgetSampler([8, 9], [3, 5], np.array([8 / 17, 9 / 17]), 12, seed)
-        return [[(k, f.tolist()) for k, f in sampler.next().parts] for _ in range(count)], sampler.batches_per_epoch
+        return [
+            [(k, f.tolist()) for k, f in sampler.next().parts] for _ in range(count)
+        ], sampler.batches_per_epoch
 
     first, size = plans_of(1, 20)
     assert first == plans_of(1, 20)[0]

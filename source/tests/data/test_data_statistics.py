@@ -39,10 +39,14 @@ def test_fixed_energies_stay():
     bias = energy_bias(counts, energies, fixed=np.array([np.nan, -1.0, np.nan]))
     np.testing.assert_allclose(bias, [-4, -1, 3], rtol=1e-12)
     bias = energy_bias(counts, energies, fixed=np.array([np.nan, 5.0, np.nan]))
-    expected = np.linalg.lstsq(counts[:, [0, 2]].astype(float), energies - 5.0 * counts[:, 1], rcond=None)[0]
+    expected = np.linalg.lstsq(
+        counts[:, [0, 2]].astype(float), energies - 5.0 * counts[:, 1], rcond=None
+    )[0]
     np.testing.assert_allclose(bias, [expected[0], 5.0, expected[1]], rtol=1e-10)
     np.testing.assert_array_equal(counts, counts_before)
-    np.testing.assert_allclose(energy_bias(counts, energies, fixed=np.array([1.0, 2.0, 3.0])), [1, 2, 3])
+    np.testing.assert_allclose(
+        energy_bias(counts, energies, fixed=np.array([1.0, 2.0, 3.0])), [1, 2, 3]
+    )
 
 
 def test_rcond_cuts_small_directions():
@@ -117,7 +121,9 @@ def test_entries_of_earlier_releases_are_computed_again(tmp_path):
     file.save(KEY, {"mean": np.arange(3.0)})
     with h5py.File(file.path, "r+") as content:
         (entry,) = content["deepmd_muon"].values()
-        entry.attrs["sha256"] = entry.attrs["sha256"].decode()  # of variable length, in a heap without checksums
+        entry.attrs["sha256"] = entry.attrs[
+            "sha256"
+        ].decode()  # of variable length, in a heap without checksums
     assert file.load(KEY) is None
     file.save(KEY, {"mean": np.arange(4.0)})
     np.testing.assert_array_equal(file.load(KEY)["mean"], np.arange(4.0))
@@ -147,4 +153,6 @@ def test_frames_without_energy_are_left_out_of_the_bias():
     energies = counts @ np.array([-3.0, 1.5])
     energies[2] = np.nan
     np.testing.assert_allclose(energy_bias(counts, energies), [-3.0, 1.5], atol=1e-12)
-    np.testing.assert_allclose(energy_bias(counts, energies, np.array([-3.0, np.nan])), [-3.0, 1.5], atol=1e-12)
+    np.testing.assert_allclose(
+        energy_bias(counts, energies, np.array([-3.0, np.nan])), [-3.0, 1.5], atol=1e-12
+    )

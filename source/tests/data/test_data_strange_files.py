@@ -77,7 +77,10 @@ def _write_hdf5(path, **options):
     with h5py.File(path, "w") as file:
         file["type.raw"] = [0, 0]
         file.create_dataset("type_map.raw", data=["Cu"], dtype=h5py.string_dtype(), **options)
-        file["set.000/coord.npy"], file["set.000/box.npy"] = np.arange(6.0)[None], 9 * np.eye(3).reshape(1, 9)
+        file["set.000/coord.npy"], file["set.000/box.npy"] = (
+            np.arange(6.0)[None],
+            9 * np.eye(3).reshape(1, 9),
+        )
         file["set.000/energy.npy"] = [-1.0]
 
 

@@ -84,7 +84,11 @@ def test_float32_files_and_single_frames_without_frame_axis(tmp_path):
 
 def test_energies_as_column_and_columnwise_files(tmp_path):
     arrays = make_arrays(6, 4)
-    stored = {**arrays, "energy": arrays["energy"][:, None], "force": np.asfortranarray(arrays["force"])}
+    stored = {
+        **arrays,
+        "energy": arrays["energy"][:, None],
+        "force": np.asfortranarray(arrays["force"]),
+    }
     (system,) = open_systems(write_npy(tmp_path / "sys", TYPES, [stored]))
     check_frames(system.frames([4, 1]), [arrays], [4, 1])
 
@@ -108,7 +112,9 @@ def test_frames_may_share_an_axis_with_their_values(tmp_path, kind):
 
     def opened(folder, changed):
         folder.mkdir()
-        (system,) = open_systems([write(kind, folder, TYPES, [make_arrays(2, 4, labels=()) | small, changed])])
+        (system,) = open_systems(
+            [write(kind, folder, TYPES, [make_arrays(2, 4, labels=()) | small, changed])]
+        )
         return system.with_parameters(Parameters(2, 1)).with_types(["B", "A"])
 
     small = {"fparam": np.ones((2, 2)), "aparam": np.ones((2, 4))}
@@ -118,12 +124,20 @@ def test_frames_may_share_an_axis_with_their_values(tmp_path, kind):
             order = "F" if k == 1 else "C"  # the order in the file is not that of the axes
             values = np.asarray(arrays[name].reshape(shape), order=order)
             found = opened(tmp_path / f"{name}{k}", arrays | {name: values}).frames([6, 3, 1, 2])
-            np.testing.assert_array_equal(getattr(found, name), getattr(plain, name), err_msg=f"{name} {shape}")
+            np.testing.assert_array_equal(
+                getattr(found, name), getattr(plain, name), err_msg=f"{name} {shape}"
+            )
 
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("force", (3, 20)), ("force", (4, 15)), ("force", (10, 6)), ("energy", (1, 5, 2)), ("coord", (60,))],
+    [
+        ("force", (3, 20)),
+        ("force", (4, 15)),
+        ("force", (10, 6)),
+        ("energy", (1, 5, 2)),
+        ("coord", (60,)),
+    ],
 )
 def test_rejects_arrays_whose_axes_do_not_tell_the_frames(tmp_path, name, shape):
     arrays = make_arrays(5, 4) | {name: np.ones(shape)}
@@ -158,7 +172,11 @@ def test_a_label_of_some_sets_is_there_for_their_frames(tmp_path, kind):
 
 
 def test_runs_of_frames_with_the_same_labels(tmp_path):
-    sets = [make_arrays(3, 4), make_arrays(2, 4, labels=("energy",)), make_arrays(2, 4, labels=("energy",))]
+    sets = [
+        make_arrays(3, 4),
+        make_arrays(2, 4, labels=("energy",)),
+        make_arrays(2, 4, labels=("energy",)),
+    ]
     (system,) = open_systems(write_npy(tmp_path / "sys", TYPES, sets))
     frames = system.frames([0, 1, 3, 6, 2, 4])
     runs = list(frames.runs())
@@ -241,7 +259,9 @@ def test_types_without_names_are_taken_as_they_are(tmp_path):
     path = write_npy(tmp_path / "sys", [0, 2, 1, 0], [make_arrays(2, 4)], type_map=None)
     (system,) = open_systems(path)
     assert system.type_map is None
-    np.testing.assert_array_equal(open_systems(path, ["X", "Y", "Z"])[0].frames([0]).atype, [[0, 2, 1, 0]])
+    np.testing.assert_array_equal(
+        open_systems(path, ["X", "Y", "Z"])[0].frames([0]).atype, [[0, 2, 1, 0]]
+    )
     with pytest.raises(SystemFormatError, match=r"expected types from 0 to 1 .* found 0 to 2"):
         open_systems(path, ["X", "Y"])
 
@@ -257,7 +277,9 @@ def test_mixed_types_translate_by_frame(tmp_path):
     arrays["real_atom_types"][1, 1] = 2
     write_npy(tmp_path / "sys", [0] * 4, [arrays], type_map=("O", "H"))
     (system,) = open_systems(path, ["H", "O"])
-    with pytest.raises(SystemFormatError, match=r"real_atom_types\.npy: expected types from -1 to 1"):
+    with pytest.raises(
+        SystemFormatError, match=r"real_atom_types\.npy: expected types from -1 to 1"
+    ):
         system.frames([1])
 
 
@@ -325,7 +347,9 @@ def test_truncated_npy_names_both_sizes(tmp_path):
     path = write_broken(tmp_path, lambda a: None)
     file = tmp_path / "broken" / "set.001" / "force.npy"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(SystemFormatError, match=r"force\.npy: truncated: .*\(5, 12\) .*\(480 bytes\), 380 bytes"):
+    with pytest.raises(
+        SystemFormatError, match=r"force\.npy: truncated: .*\(5, 12\) .*\(480 bytes\), 380 bytes"
+    ):
         open_systems(path)
     file.write_bytes(b"junk")
     with pytest.raises(SystemFormatError, match=r"force\.npy: cannot be read as an npy array"):
@@ -344,7 +368,10 @@ def test_hdf5_shapes_are_checked(tmp_path):
     arrays = make_arrays(5, 4)
     arrays["force"] = arrays["force"][:3]
     path = write_hdf5(tmp_path / "d.hdf5", "one", TYPES, [arrays])
-    with pytest.raises(SystemFormatError, match=r"one: set\.000/force\.npy: expected shape \(5, 12\).*found \(3, 12\)"):
+    with pytest.raises(
+        SystemFormatError,
+        match=r"one: set\.000/force\.npy: expected shape \(5, 12\).*found \(3, 12\)",
+    ):
         open_systems(path)
 
 
@@ -352,7 +379,9 @@ def test_values_that_are_not_finite_are_refused(tmp_path):
     path = write_broken(tmp_path, lambda a: a["force"].__setitem__((3, 1), np.nan))
     (system,) = open_systems(path)
     assert system.frames([0, 4]).nframes == 2
-    with pytest.raises(SystemFormatError, match=r"set\.001/force\.npy: value that is not finite in frame 3"):
+    with pytest.raises(
+        SystemFormatError, match=r"set\.001/force\.npy: value that is not finite in frame 3"
+    ):
         system.frames([4, 5])
 
 
@@ -412,7 +441,9 @@ def test_few_handles_suffice(tmp_path, monkeypatch, kind):
     sets = [make_arrays(3, 4, seed=k) for k in range(4)]
     handles = HandleCache(maxsize=2)
     path = write(kind, tmp_path, TYPES, sets)
-    system = System(next(npy_stores(path, handles)) if kind == "npy" else HDF5Store(*path.split("#/"), handles))
+    system = System(
+        next(npy_stores(path, handles)) if kind == "npy" else HDF5Store(*path.split("#/"), handles)
+    )
     indices = [11, 0, 7, 3, 4]
     for _ in range(3):
         check_frames(system.frames(indices), sets, indices)
@@ -480,10 +511,14 @@ def test_example_data_are_the_same_in_both_formats():
 
 
 def test_concatenate_pads_atoms_and_keeps_all_labels(tmp_path):
-    small = open_systems(write_npy(tmp_path / "s", [0, 1], [make_arrays(2, 2, labels=("energy", "virial"))]))[0]
-    large = open_systems(write_npy(tmp_path / "l", TYPES, [make_arrays(3, 4, labels=("energy", "force"))], nopbc=True))[
-        0
-    ]
+    small = open_systems(
+        write_npy(tmp_path / "s", [0, 1], [make_arrays(2, 2, labels=("energy", "virial"))])
+    )[0]
+    large = open_systems(
+        write_npy(
+            tmp_path / "l", TYPES, [make_arrays(3, 4, labels=("energy", "force"))], nopbc=True
+        )
+    )[0]
     first, second = small.frames([1]), large.frames([0, 2])
     both = Frames.concatenate([first, second])
     np.testing.assert_array_equal(both.atype, [[0, 1, -1, -1], TYPES, TYPES])
@@ -506,7 +541,9 @@ def test_types_that_occur_again_are_parsed_once(tmp_path):
     from deepmd_muon.data import system as module
 
     module._types_of.cache_clear()
-    places = [write_npy(tmp_path / str(k), [0, 1], [make_arrays(1, 2)], ("A", "B")) for k in range(4)]
+    places = [
+        write_npy(tmp_path / str(k), [0, 1], [make_arrays(1, 2)], ("A", "B")) for k in range(4)
+    ]
     plain, turned = open_systems(places), open_systems(places[:1], ["B", "A"])
     assert module._types_of.cache_info().misses == 1
     for system, expected in ((plain[3], [0, 1]), (turned[0], [1, 0])):

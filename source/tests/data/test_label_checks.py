@@ -21,7 +21,10 @@ def changed(folder, source, change, only=None, remove=()):
     shutil.copytree(source, folder)
     for system in sorted(folder.iterdir()):
         if only in (None, system.name):
-            arrays = {path.stem: np.load(path).astype(float) for path in (system / "set.000").glob("*.npy")}
+            arrays = {
+                path.stem: np.load(path).astype(float)
+                for path in (system / "set.000").glob("*.npy")
+            }
             change(arrays)
             for name, values in arrays.items():
                 np.save(system / "set.000" / f"{name}.npy", values)
@@ -62,7 +65,11 @@ def test_threads_say_the_same_in_the_same_order(tmp_path, monkeypatch):
     for k in range(8):
         atoms = 20 + 5 * k
         coord = rng.uniform(0.0, 9.0, (3, atoms * 3))
-        arrays = {"coord": coord, "energy": rng.normal(size=3), "force": rng.normal(size=(3, atoms * 3))}
+        arrays = {
+            "coord": coord,
+            "energy": rng.normal(size=3),
+            "force": rng.normal(size=(3, atoms * 3)),
+        }
         arrays["box"] = np.tile(np.eye(3).ravel() * 9.0, (3, 1))
         write_npy(tmp_path / f"s{k}", rng.integers(0, 2, atoms).tolist(), [arrays], ["O", "H"])
     found = {}
@@ -93,14 +100,18 @@ def test_energies_are_compared_with_the_work_of_forces(tmp_path, factors, words,
     assert float(sentence.split("energies are ")[1].split()[0]) == pytest.approx(factor, rel=0.1)
 
 
-@pytest.mark.parametrize("factors", [{"energy": KCAL}, {"energy": -1.0}, {"force": KCAL}, {"energy": 1 / HARTREE}])
+@pytest.mark.parametrize(
+    "factors", [{"energy": KCAL}, {"energy": -1.0}, {"force": KCAL}, {"energy": 1 / HARTREE}]
+)
 def test_the_same_for_frames_of_a_liquid_far_apart(tmp_path, factors):
     found = changed(tmp_path / "data", WATER, scaled(**factors))
     sentences = [s for s in found if "energies are" in s]
     assert sentences
     factor = factors.get("energy", 1.0) / factors.get("force", 1.0)
     for sentence in sentences:
-        assert float(sentence.split("energies are ")[1].split()[0]) == pytest.approx(factor, rel=0.4)
+        assert float(sentence.split("energies are ")[1].split()[0]) == pytest.approx(
+            factor, rel=0.4
+        )
 
 
 @pytest.mark.parametrize("source", [COPPER, WATER])
@@ -125,8 +136,14 @@ def test_units_of_the_whole_set(tmp_path, source, factors, words):
     ("change", "words"),
     [
         (scaled(virial=-1.0), "virials of the opposite sign"),
-        (lambda a: a.update(virial=-a["virial"] / volume(a)) if "box" in a else None, "stress in eV/Å³"),
-        (lambda a: a.update(virial=-1602.18 * a["virial"] / volume(a)) if "box" in a else None, "stress in kbar"),
+        (
+            lambda a: a.update(virial=-a["virial"] / volume(a)) if "box" in a else None,
+            "stress in eV/Å³",
+        ),
+        (
+            lambda a: a.update(virial=-1602.18 * a["virial"] / volume(a)) if "box" in a else None,
+            "stress in kbar",
+        ),
     ],
 )
 def test_virials_are_compared_with_those_of_the_forces(tmp_path, source, change, words):
@@ -225,8 +242,15 @@ def skewed(frames=12):
         atoms.set_cell(atoms.cell.standard_form()[0], scale_atoms=True)
         atoms.rattle(0.08, seed=seed)
         atoms.calc = EMT()
-        results = (atoms.positions, atoms.cell.array, atoms.get_potential_energy(), atoms.get_forces())
-        for name, value in zip(arrays, (*results, -atoms.get_volume() * atoms.get_stress(voigt=False)), strict=True):
+        results = (
+            atoms.positions,
+            atoms.cell.array,
+            atoms.get_potential_energy(),
+            atoms.get_forces(),
+        )
+        for name, value in zip(
+            arrays, (*results, -atoms.get_volume() * atoms.get_stress(voigt=False)), strict=True
+        ):
             arrays[name].append(np.ravel(value))
     return {name: np.array(values) for name, values in arrays.items()}
 
@@ -244,12 +268,21 @@ def strained(atoms, strain, seed, frames=12):
         frame.set_cell(frame.cell.array @ change, scale_atoms=True)
         frame.positions += random.normal(0, 0.1, frame.positions.shape)
         frame.calc = EMT()
-        results = (frame.positions, frame.cell.array, frame.get_potential_energy(), frame.get_forces())
+        results = (
+            frame.positions,
+            frame.cell.array,
+            frame.get_potential_energy(),
+            frame.get_forces(),
+        )
         virial = -frame.get_volume() * frame.get_stress(voigt=False)
         for name, value in zip(arrays, (*results, virial), strict=True):
             arrays[name].append(np.ravel(value))
     names = sorted(set(frame.symbols), key=atomic_numbers.get)
-    return [names.index(s) for s in frame.symbols], {name: np.array(v) for name, v in arrays.items()}, names
+    return (
+        [names.index(s) for s in frame.symbols],
+        {name: np.array(v) for name, v in arrays.items()},
+        names,
+    )
 
 
 def alloys(kinds, *elements):
@@ -260,13 +293,20 @@ def alloys(kinds, *elements):
     for kind in kinds:
         cubic = bulk("Cu", "fcc", a=3.85, cubic=True)
         if kind == "B2":
-            cubic = Atoms("Cu2", scaled_positions=[[0, 0, 0], [0.5, 0.5, 0.5]], cell=np.eye(3) * 3.05, pbc=True)
+            cubic = Atoms(
+                "Cu2",
+                scaled_positions=[[0, 0, 0], [0.5, 0.5, 0.5]],
+                cell=np.eye(3) * 3.05,
+                pbc=True,
+            )
         first = len(cubic) // 2 if kind != "L12" else 1
         cubic.set_chemical_symbols([elements[0]] * first + [elements[1]] * (len(cubic) - first))
         yield cubic.repeat((2, 2, 2))
 
 
-@pytest.mark.parametrize(("kinds", "strains"), [(("L12", "L12"), (0.12, 0.1)), (("B2", "L12"), (0.25, 0.0))])
+@pytest.mark.parametrize(
+    ("kinds", "strains"), [(("L12", "L12"), (0.12, 0.1)), (("B2", "L12"), (0.25, 0.0))]
+)
 @pytest.mark.parametrize("elements", [("Cu", "Pd"), ("Cu", "Ag")])
 @pytest.mark.parametrize("unit", [1.0, KCAL])
 def test_strained_cells(tmp_path, kinds, strains, elements, unit):

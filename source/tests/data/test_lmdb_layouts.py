@@ -38,11 +38,21 @@ def frames(draw):
     one = frame(types, seed, cell=draw(st.integers(0, 4)) > 0)
     kind = draw(BOUNDED)
     one["coords"] = array(rng.uniform(0, 5, (natoms, 3)), kind)
-    energies = [array(rng.normal()), array([rng.normal()]), array([seed]), float(rng.normal()), seed]
+    energies = [
+        array(rng.normal()),
+        array([rng.normal()]),
+        array([seed]),
+        float(rng.normal()),
+        seed,
+    ]
     changes = {
         "energies": st.sampled_from(energies),
-        "cells": st.sampled_from([array(np.zeros((3, 3))), array(np.eye(3) * 7.0), array(np.eye(3), np.float32)]),
-        "forces": st.sampled_from([array(rng.normal(size=(natoms, 3))), array(np.full((natoms, 3), np.nan))]),
+        "cells": st.sampled_from(
+            [array(np.zeros((3, 3))), array(np.eye(3) * 7.0), array(np.eye(3), np.float32)]
+        ),
+        "forces": st.sampled_from(
+            [array(rng.normal(size=(natoms, 3))), array(np.full((natoms, 3), np.nan))]
+        ),
         "virials": st.just(array(rng.normal(size=9))),
         "find_force": st.sampled_from([0.0, 1.0, 0, array([0.0]), array([1.0])]),
         "find_box": st.sampled_from([0.0, 1.0]),
@@ -50,14 +60,18 @@ def frames(draw):
         "aparam": st.just(array(rng.normal(size=2 * natoms))),
         "fparam": st.sampled_from([array([0.5]), array([float(seed)]), array(np.zeros(0))]),
         "atom_numbs": st.sampled_from([[1, 1], [2, 0], [127, 0], [200, 0], [True, False], [-1, 3]]),
-        "orig": st.sampled_from([array(rng.normal(size=3)), array([1, 2, 3]), in_bytes(array([4.0, 5.0, 6.0]))]),
+        "orig": st.sampled_from(
+            [array(rng.normal(size=3)), array([1, 2, 3]), in_bytes(array([4.0, 5.0, 6.0]))]
+        ),
         "note": st.sampled_from(["ab", "cd", b"ef", None, {"data": "no bytes"}]),
         "energy": st.just(array([rng.normal()])),
     }
     for name in draw(st.lists(st.sampled_from(sorted(changes)), max_size=2, unique=True)):
         one[name] = draw(changes[name])
     if draw(st.integers(0, 9)) == 0:
-        one = {key: in_bytes(value) if isinstance(value, dict) else value for key, value in one.items()}
+        one = {
+            key: in_bytes(value) if isinstance(value, dict) else value for key, value in one.items()
+        }
     if draw(st.integers(0, 9)) == 0:
         one = {key.encode(): value for key, value in one.items()}
     return msgpack.packb(one, use_bin_type=True)
@@ -85,10 +99,14 @@ def test_every_frame_is_decoded_as_it_is_alone(raws):
             for k, row in enumerate(block.rows.tolist()):
                 assert row not in found
                 found[row] = as_plain({name: values[k] for name, values in block.columns.items()})
-        assert [found[row] for row in range(len(raws))] == [as_plain(decode_frame("s", "", raw)) for raw in raws]
+        assert [found[row] for row in range(len(raws))] == [
+            as_plain(decode_frame("s", "", raw)) for raw in raws
+        ]
 
 
-@given(frames(), st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 255)), min_size=1, max_size=3))
+@given(
+    frames(), st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 255)), min_size=1, max_size=3)
+)
 def test_frames_that_fit_a_layout_are_decoded_without_error(raw, changes):
     """Whatever bytes differ: a frame that fits is one that `decode_frame` takes, with the same values."""
     layout = FrameLayout.of(raw, decode_frame("s", "", raw))
@@ -115,8 +133,14 @@ PAIRS = {
     "flag": ({"find_force": 1.0}, {"find_force": 0.0}),
     "flag in an array": ({"find_force": array([1.0])}, {"find_force": array([0.0])}),
     "no flag in an array": ({"find_force": array([0.0])}, {"find_force": array([1.0])}),
-    "dtype": ({"energies": array([1.0])}, {"energies": {"type": "float32", "shape": [2], "data": bytes(8)}}),
-    "shape": ({"energies": array([1.0])}, {"energies": {"type": "float64", "shape": [2], "data": bytes(8)}}),
+    "dtype": (
+        {"energies": array([1.0])},
+        {"energies": {"type": "float32", "shape": [2], "data": bytes(8)}},
+    ),
+    "shape": (
+        {"energies": array([1.0])},
+        {"energies": {"type": "float64", "shape": [2], "data": bytes(8)}},
+    ),
     "name": ({"virials": array(np.arange(9.0))}, {"virialz": array(np.arange(9.0))}),
     "twice": ({"energy": array([2.0])}, {"energy": array([3.0])}),
     "two keys": ({"energies": two_datas(1.0, 1.0)}, {"energies": two_datas(1.0, 3.0)}),
@@ -128,12 +152,16 @@ PAIRS = {
 @pytest.mark.parametrize("case", PAIRS)
 def test_frames_of_equal_length_that_are_decoded_in_different_ways(case):
     first, second = (frame([0, 1], **changes) for changes in PAIRS[case])
-    assert_decoded_as_alone([msgpack.packb(one, use_bin_type=True) for one in (first, first, second)])
+    assert_decoded_as_alone(
+        [msgpack.packb(one, use_bin_type=True) for one in (first, first, second)]
+    )
 
 
 def test_counts_of_atoms_whose_bytes_have_another_meaning_are_refused():
     raw = msgpack.packb(frame([0, 1], atom_numbs=[1, 5]), use_bin_type=True)
-    other, damaged = (raw.replace(b"\x92\x01\x05", b"\x92" + counts) for counts in (b"\x03\x04", b"\x03\xcc"))
+    other, damaged = (
+        raw.replace(b"\x92\x01\x05", b"\x92" + counts) for counts in (b"\x03\x04", b"\x03\xcc")
+    )
     assert_decoded_as_alone([raw, raw, other])
     assert_decoded_as_alone([raw, other, damaged])
     # A program may write small numbers in two bytes; 0xCC announces one byte, 0xCD two.
@@ -145,15 +173,26 @@ def test_counts_of_atoms_whose_bytes_have_another_meaning_are_refused():
     assert_decoded_as_alone([raw, other, damaged])
 
 
-@pytest.mark.parametrize("names", [("energies", "energy"), ("energy", "energies"), ("energy", b"energies")])
+@pytest.mark.parametrize(
+    "names", [("energies", "energy"), ("energy", "energies"), ("energy", b"energies")]
+)
 def test_a_field_that_occurs_twice(names):
     """msgpack keeps a repeated key in its first place, with its last value."""
 
     def raw(values):
-        fields = [*frame([0, 1]).items(), *((name, array([value])) for name, value in zip(names, values, strict=True))]
-        fields = [(key, value) for k, (key, value) in enumerate(fields) if k >= len(fields) - 2 or key != "energies"]
+        fields = [
+            *frame([0, 1]).items(),
+            *((name, array([value])) for name, value in zip(names, values, strict=True)),
+        ]
+        fields = [
+            (key, value)
+            for k, (key, value) in enumerate(fields)
+            if k >= len(fields) - 2 or key != "energies"
+        ]
         fields.insert(1, ("energies", array([values[0]])))
-        packed = b"".join(msgpack.packb(part, use_bin_type=True) for field in fields for part in field)
+        packed = b"".join(
+            msgpack.packb(part, use_bin_type=True) for field in fields for part in field
+        )
         return bytes([0x80 | len(fields)]) + packed
 
     assert_decoded_as_alone([raw((2.0, 2.0)), raw((2.0, 2.0)), raw((2.0, 3.0))])
@@ -187,7 +226,9 @@ def read(system, numbers):
         frames = system.frames(numbers)
     except DataError as error:
         return str(error)
-    return {name: None if values is None else values.tolist() for name, values in vars(frames).items()}
+    return {
+        name: None if values is None else values.tolist() for name, values in vars(frames).items()
+    }
 
 
 def outcome(path, requests, *, together):
@@ -217,7 +258,9 @@ def test_databases_give_the_values_and_errors_of_frames_read_one_by_one(raws, re
         path = database(Path(folder) / "d.lmdb", raws, **({"frame_nlocs": nlocs} if large else {}))
         sampled = {"_READ_WHOLE": 0, "_LOOKED": 2} if large else {}
         with mock.patch.multiple(lmdb_store, **sampled) if sampled else nullcontext():
-            assert repr(outcome(path, requests, together=True)) == repr(outcome(path, requests, together=False))
+            assert repr(outcome(path, requests, together=True)) == repr(
+                outcome(path, requests, together=False)
+            )
 
 
 def decodings(path, monkeypatch):
@@ -237,7 +280,9 @@ def test_frames_of_a_writer_are_decoded_together(tmp_path, monkeypatch):
         lambda k: frame([0, 1, 1], k),
         lambda k: frame(rng.integers(0, 2, 3), k, forces=array(rng.normal(size=(3, 3)))),
         lambda k: frame([0, 1, 1], k, cells=array(np.zeros((3, 3))), energies=float(k)),
-        lambda k: frame([0, 1, 1, 1], k, atom_numbs=[k % 5, 4 - k % 5], orig=array(rng.normal(size=3))),
+        lambda k: frame(
+            [0, 1, 1, 1], k, atom_numbs=[k % 5, 4 - k % 5], orig=array(rng.normal(size=3))
+        ),
     ]
     made = [kinds[k % 4](k) for k in range(200)]
     count, read = decodings(database(tmp_path / "d.lmdb", made), monkeypatch)
@@ -278,7 +323,9 @@ def test_the_first_damaged_frame_of_a_request_is_named(tmp_path, monkeypatch):
 
 def test_frames_that_are_read_may_be_changed(tmp_path):
     """The next request for them must not see it, though frames of the last one stay decoded."""
-    (system,) = open_systems(database(tmp_path / "d.lmdb", [frame([0, 1], k) for k in range(9)]), ["O", "H"])
+    (system,) = open_systems(
+        database(tmp_path / "d.lmdb", [frame([0, 1], k) for k in range(9)]), ["O", "H"]
+    )
     first = system.frames(np.arange(9))
     kept = first.coord.copy()
     for values in (first.coord, first.force, first.energy, first.box):
@@ -298,7 +345,9 @@ def test_large_requests_are_read_in_parts(tmp_path, monkeypatch):
 
 
 def test_energies_of_all_frames_need_no_room_for_all_positions(tmp_path, monkeypatch):
-    path = database(tmp_path / "d.lmdb", [frame([0, 1] * 150, k) for k in range(200)])  # 11 kB a frame
+    path = database(
+        tmp_path / "d.lmdb", [frame([0, 1] * 150, k) for k in range(200)]
+    )  # 11 kB a frame
     (system,) = open_systems(path, ["O", "H"])
     monkeypatch.setattr(lmdb_store, "_KEPT", 3000)
     tracemalloc.start()
@@ -313,21 +362,33 @@ def test_energies_of_all_frames_need_no_room_for_all_positions(tmp_path, monkeyp
 def test_many_values_are_found_as_one_by_one(tmp_path, form):
     """Keys in any order, of three levels of pages, with values of their own pages and none at all; some are missing."""
     path = tmp_path / "deep.lmdb"
-    with lmdb.open(str(path), map_size=1 << 28) as environment, environment.begin(write=True) as transaction:
+    with (
+        lmdb.open(str(path), map_size=1 << 28) as environment,
+        environment.begin(write=True) as transaction,
+    ):
         for k in range(0, 60_000, 2):
             transaction.put(format(k, form).encode(), b"%d" % k * (900 if k % 1000 == 0 else k % 3))
     file = LmdbFile("deep", str(path / "data.mdb"), HandleCache())
     rng = np.random.default_rng(0)
-    for numbers in (np.arange(3000), np.sort(rng.integers(0, 60_100, 2000)), rng.integers(0, 60_100, 2000)):
+    for numbers in (
+        np.arange(3000),
+        np.sort(rng.integers(0, 60_100, 2000)),
+        rng.integers(0, 60_100, 2000),
+    ):
         keys = [format(k, form).encode() for k in numbers.tolist()] + [b"", b"zzz", b"0 0"]
         places = [file.get(key) for key in keys]
-        assert file.values(keys) == [None if place is None else file.read(place) for place in places]
+        assert file.values(keys) == [
+            None if place is None else file.read(place) for place in places
+        ]
 
 
 def test_values_of_damaged_files_are_those_of_their_keys(tmp_path):
     """Whatever bytes of pages change, a value is the one found alone, or an error; the process goes on."""
     keys = {format(k, "012d").encode(): b"%d" % k * (900 if k % 7 == 0 else 9) for k in range(300)}
-    with lmdb.open(str(tmp_path / "d.lmdb")) as environment, environment.begin(write=True) as transaction:
+    with (
+        lmdb.open(str(tmp_path / "d.lmdb")) as environment,
+        environment.begin(write=True) as transaction,
+    ):
         for key, value in keys.items():
             transaction.put(key, value)
     path = tmp_path / "d.lmdb" / "data.mdb"
@@ -341,7 +402,9 @@ def test_values_of_damaged_files_are_those_of_their_keys(tmp_path):
         except SystemFormatError:
             continue
         for key, value in keys.items():
-            alone, found = (value_or_error(file, key, way) for way in (LmdbFile.get, LmdbFile.values))
+            alone, found = (
+                value_or_error(file, key, way) for way in (LmdbFile.get, LmdbFile.values)
+            )
             errors += alone == "error"
             # A damaged neighbour may lead the search of one key astray; the other way finds the key in its place.
             assert found in (alone, value) or alone in ("error", None)

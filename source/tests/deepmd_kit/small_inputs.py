@@ -50,7 +50,15 @@ _DESCRIPTORS: dict[str, dict[str, Any]] = {
         },
         "concat_output_tebd": False,
     },
-    "dpa4": {"rcut": 4.0, "channels": 8, "n_radial": 4, "lmax": 1, "mmax": 1, "n_blocks": 1, "use_amp": False},
+    "dpa4": {
+        "rcut": 4.0,
+        "channels": 8,
+        "n_radial": 4,
+        "lmax": 1,
+        "mmax": 1,
+        "n_blocks": 1,
+        "use_amp": False,
+    },
 }
 
 

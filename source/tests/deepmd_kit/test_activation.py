@@ -62,7 +62,9 @@ def look(tmp_path):
     return start
 
 
-@pytest.mark.parametrize(("value", "meaning"), [(None, False), ("", False), ("0", False), ("1", True)])
+@pytest.mark.parametrize(
+    ("value", "meaning"), [(None, False), ("", False), ("0", False), ("1", True)]
+)
 def test_the_variable_decides(value, meaning):
     assert wanted({} if value is None else {"DEEPMD_MUON": value}) is meaning
 
@@ -80,7 +82,10 @@ def test_nothing_changes_unless_asked_for(look):
 def test_the_trainer_and_the_input_check_are_extended(look):
     classes, keys = look("1").stdout.splitlines()
     assert classes == "False ['Trainer', 'HybridMuonTrainer', 'Trainer', 'object']"
-    assert all(repr(key) in keys for key in ("magma_muon", "normuon_beta", "cautious_decay", "rules", "nesterov"))
+    assert all(
+        repr(key) in keys
+        for key in ("magma_muon", "normuon_beta", "cautious_decay", "rules", "nesterov")
+    )
     assert keys.count("'momentum'") == 1
 
 
@@ -106,7 +111,14 @@ def test_an_unknown_trainer_ends_in_a_clear_error():
 def test_the_metadata_names_the_entry_in_both_groups_of_deepmd_kit():
     project = configparser.ConfigParser(interpolation=None, strict=False, allow_no_value=True)
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
-    groups = [line for line in lines if line.startswith("[project.entry-points") or "deepmd_kit.entry" in line]
+    groups = [
+        line
+        for line in lines
+        if line.startswith("[project.entry-points") or "deepmd_kit.entry" in line
+    ]
     project.read_string("\n".join(groups))
     for group in ("deepmd.pt", "deepmd.pt_expt"):
-        assert project[f'project.entry-points."{group}"']["deepmd_muon"] == '"deepmd_muon.deepmd_kit.entry"'
+        assert (
+            project[f'project.entry-points."{group}"']["deepmd_muon"]
+            == '"deepmd_muon.deepmd_kit.entry"'
+        )

@@ -71,11 +71,19 @@ def run(metadata, tmp_path_factory):
         command = [os.environ["DEEPMD_KIT_PYTHON"], SCRIPT, folder / f"{name}.jobs"]
         processes = []
         for rank in range(ranks):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)} if ranks > 1 else {}
+            place = (
+                {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+                if ranks > 1
+                else {}
+            )
             with (folder / f"{name}.{rank}.log").open("w") as log:
                 processes.append(
                     subprocess.Popen(
-                        command, cwd=folder, env={**environment, **place}, stdout=log, stderr=subprocess.STDOUT
+                        command,
+                        cwd=folder,
+                        env={**environment, **place},
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
                     )
                 )
         ended = [process.wait(timeout=1500) for process in processes]
@@ -88,7 +96,12 @@ def run(metadata, tmp_path_factory):
 def job(name, family="se_e2_a", restart=None, backend="pt", training=None, steps=3, **changes):
     training = {"save_ckpt": name, "numb_steps": steps, **(training or {})}
     content = small_input(family, training=training, **changes)
-    return {"name": name, "content": content, "restart": restart and f"{restart}-3.pt", "backend": backend}
+    return {
+        "name": name,
+        "content": content,
+        "restart": restart and f"{restart}-3.pt",
+        "backend": backend,
+    }
 
 
 def train_alone(folder, job, restart=None):
@@ -98,7 +111,10 @@ def train_alone(folder, job, restart=None):
     path = folder / f"{job['name']}.json"
     path.write_text(json.dumps(job["content"]))
     restart = restart and str(folder / f"{restart}-3.pt")
-    assert train(load(path), output=str(folder / "out.json"), restart=restart, log_level="WARNING") == 0
+    assert (
+        train(load(path), output=str(folder / "out.json"), restart=restart, log_level="WARNING")
+        == 0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +136,13 @@ def trainings(run):
     folder = run("theirs", theirs, ours=False)
     train_alone(folder, job("alone"))
     train_alone(folder, job("alone-after-ours", steps=4), restart="ours-se_e2_a")
-    last = [job("ours-after-theirs", restart="theirs", steps=4), job("ours-after-alone", restart="alone", steps=4)]
-    last += [job("ours-after-theirs-float64", restart="theirs-float64", steps=4, precision="float64")]
+    last = [
+        job("ours-after-theirs", restart="theirs", steps=4),
+        job("ours-after-alone", restart="alone", steps=4),
+    ]
+    last += [
+        job("ours-after-theirs-float64", restart="theirs-float64", steps=4, precision="float64")
+    ]
     return run("ours-after", last, ours=True)
 
 
@@ -129,7 +150,10 @@ def recorded(folder, name):
     record = torch.load(folder / f"{name}.rec", weights_only=True)
     weights = [{canonical_name(key): value for key, value in w.items()} for w in record["weights"]]
     steps = [
-        {**step, "gradients": {canonical_name(key): value for key, value in step["gradients"].items()}}
+        {
+            **step,
+            "gradients": {canonical_name(key): value for key, value in step["gradients"].items()},
+        }
         for step in record["steps"]
     ]
     return steps, weights
@@ -171,7 +195,9 @@ def test_training_and_restart_equal_the_class_alone(trainings, family):
     optimizer, ours, theirs = replay(trainings, f"ours-{family}")
     assert_equal(ours, theirs)
     assert len(theirs) == 3
-    assert not torch.equal(*(torch.cat([p.flatten() for p in w.values()]) for w in (theirs[0], theirs[-1])))
+    assert not torch.equal(
+        *(torch.cat([p.flatten() for p in w.values()]) for w in (theirs[0], theirs[-1]))
+    )
     _, again, continued = replay(trainings, f"ours-again-{family}", optimizer.state_dict())
     assert_equal(again, continued)
 
@@ -180,7 +206,11 @@ def test_further_settings_reach_the_optimizer(trainings):
     optimizer, ours, theirs = replay(trainings, "ours-further", **FURTHER)
     assert_equal(ours, theirs)
     group = saved_state(trainings, "ours-further")["param_groups"][0]
-    assert (group["schedule"], group["nesterov"], group["splits"]) == ("polar-express", False, FURTHER["splits"])
+    assert (group["schedule"], group["nesterov"], group["splits"]) == (
+        "polar-express",
+        False,
+        FURTHER["splits"],
+    )
     assert group["views"] == optimizer.param_groups[0]["views"]
     state = saved_state(trainings, "ours-further")["state"]
     assert any("second_moment_of_rows" in values for values in state.values())
@@ -189,9 +219,16 @@ def test_further_settings_reach_the_optimizer(trainings):
 
 
 def test_the_compatible_arithmetic_gives_the_numbers_of_its_class(trainings):
-    (ours, weights), (theirs, others) = recorded(trainings, "ours-alike"), recorded(trainings, "theirs")
+    (ours, weights), (theirs, others) = (
+        recorded(trainings, "ours-alike"),
+        recorded(trainings, "theirs"),
+    )
     assert [step["lr"] for step in ours] == [step["lr"] for step in theirs]
-    moved = {name: (weights[1][name] - p, others[1][name] - p) for name, p in others[0].items() if p.numel()}
+    moved = {
+        name: (weights[1][name] - p, others[1][name] - p)
+        for name, p in others[0].items()
+        if p.numel()
+    }
     for name, (a, b) in moved.items():
         assert (a - b).norm() <= 2e-2 * b.norm(), name
 
@@ -208,7 +245,9 @@ def test_a_checkpoint_from_inside_deepmd_kit_continues_with_our_trainer(training
     old, new = ({canonical_name(name): i for i, name in enumerate(listed)} for listed in names)
     assert new.keys() == old.keys()
     stepped = {name: i for name, i in new.items() if i in after["state"]}
-    assert len(stepped) == 11  # its `compress_data` and `compress_info` are listed, empty and without state
+    assert (
+        len(stepped) == 11
+    )  # its `compress_data` and `compress_info` are listed, empty and without state
     for name, i in stepped.items():
         values, previous = after["state"][i], before["state"][old[name]]
         if "step" in values:
@@ -233,11 +272,15 @@ def test_its_checkpoint_continues_with_ours(trainings, name):
 
 def test_our_checkpoint_continues_with_its_class(trainings):
     steps, (start, *_) = recorded(trainings, "theirs-after-ours")
-    assert {step["optimizer"] for step in steps} == {"deepmd.pt.optimizer.hybrid_muon.HybridMuonOptimizer"}
+    assert {step["optimizer"] for step in steps} == {
+        "deepmd.pt.optimizer.hybrid_muon.HybridMuonOptimizer"
+    }
     _, weights = recorded(trainings, "ours-se_e2_a")
     for name, p in weights[-1].items():
         assert torch.equal(p, start[name])
-    state = torch.load(trainings / "theirs-after-ours-4.pt", weights_only=True)["optimizer"]["state"]
+    state = torch.load(trainings / "theirs-after-ours-4.pt", weights_only=True)["optimizer"][
+        "state"
+    ]
     before = saved_state(trainings, "ours-se_e2_a")["state"]
     for key, values in before.items():
         if "beta1_pow" in values:
@@ -249,8 +292,12 @@ def test_the_log_says_which_class_runs(metadata, tmp_path):
     (tmp_path / "input.json").write_text(json.dumps(small_input("se_e2_a")))
     command = [Path(os.environ["DEEPMD_KIT_PYTHON"]).with_name("dp"), "--pt", "train", "input.json"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{metadata}", "DEEPMD_MUON": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert re.search(r"DEEPMD INFO .*HybridMuon of deepmd-muon .* in place of deepmd-kit's", done.stderr)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert re.search(
+        r"DEEPMD INFO .*HybridMuon of deepmd-muon .* in place of deepmd-kit's", done.stderr
+    )
     assert re.search(r"DEEPMD INFO .*routing of all parameters: muon 3 parameters", done.stderr)
 
 
@@ -258,9 +305,14 @@ def test_the_log_says_which_class_runs(metadata, tmp_path):
 def on_two_ranks(run, trainings):
     jobs = [job(f"two-{stage}", training={"zero_stage": stage}) for stage in STAGES]
     jobs += [
-        job(f"two-{a}-{b}", restart=f"two-{a}", steps=4, training={"zero_stage": b}) for a in STAGES for b in STAGES
+        job(f"two-{a}-{b}", restart=f"two-{a}", steps=4, training={"zero_stage": b})
+        for a in STAGES
+        for b in STAGES
     ]
-    jobs += [job(f"two-theirs-{stage}", restart="theirs", steps=4, training={"zero_stage": stage}) for stage in STAGES]
+    jobs += [
+        job(f"two-theirs-{stage}", restart="theirs", steps=4, training={"zero_stage": stage})
+        for stage in STAGES
+    ]
     return run("two", jobs, ours=True, ranks=2)
 
 
@@ -275,7 +327,9 @@ def test_two_ranks_train_and_restart_at_every_stage(on_two_ranks, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_ranks_continue_its_checkpoint(on_two_ranks, stage):
-    _, ours, after = replay(on_two_ranks, f"two-theirs-{stage}", saved_state(on_two_ranks, "theirs"))
+    _, ours, after = replay(
+        on_two_ranks, f"two-theirs-{stage}", saved_state(on_two_ranks, "theirs")
+    )
     assert_equal(ours, after, stage)
 
 
@@ -287,9 +341,17 @@ def test_one_process_loads_what_two_ranks_saved(on_two_ranks, stage):
     loaded = HybridMuon(params.items())
     loaded.load_state_dict(saved_state(on_two_ranks, f"two-{stage}"))
     assert loaded.routing == optimizer.routing
-    mine = dict(zip([entry.name for entry in optimizer.routing], optimizer.param_groups[0]["params"], strict=True))
+    mine = dict(
+        zip(
+            [entry.name for entry in optimizer.routing],
+            optimizer.param_groups[0]["params"],
+            strict=True,
+        )
+    )
     for name, p in params.items():
         for key in STATE_KEYS:
             assert (key in loaded.state[p]) == (key in optimizer.state[mine[name]])
             if key in loaded.state[p]:
-                torch.testing.assert_close(loaded.state[p][key], optimizer.state[mine[name]][key], rtol=1e-6, atol=0)
+                torch.testing.assert_close(
+                    loaded.state[p][key], optimizer.state[mine[name]][key], rtol=1e-6, atol=0
+                )

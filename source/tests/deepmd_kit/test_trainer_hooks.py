@@ -40,7 +40,12 @@ class CallingSequence:
     """The calls of deepmd-kit's trainers, in their order; `made` holds what they make without us."""
 
     def __init__(self, config, restart=None, kind=HybridMuonOptimizer):
-        self.rank, self.sharding, self.restart_training, self.start_step = 0, SimpleNamespace(stage=0), True, 2
+        self.rank, self.sharding, self.restart_training, self.start_step = (
+            0,
+            SimpleNamespace(stage=0),
+            True,
+            2,
+        )
         parameters = {name: nn.Parameter(torch.ones(shape)) for name, shape in SHAPES.items()}
         self.parameters = parameters
         self.wrapper = SimpleNamespace(named_parameters=lambda: iter(parameters.items()))
@@ -82,7 +87,10 @@ def trained(steps=3):
 
 def test_every_setting_is_deepmd_kits_or_further():
     assert {*KEYS_OF_DEEPMD_KIT, *FURTHER_KEYS} == set(HybridMuonConfig.__dataclass_fields__)
-    assert {"adam_beta1", "adam_beta2", *PASSED} - {"adam_betas", "use_foreach"} == KEYS_OF_DEEPMD_KIT
+    assert {"adam_beta1", "adam_beta2", *PASSED} - {
+        "adam_betas",
+        "use_foreach",
+    } == KEYS_OF_DEEPMD_KIT
 
 
 def test_the_trainer_gets_our_optimizer_with_names_and_all_settings(caplog):
@@ -106,7 +114,10 @@ def test_another_optimizer_is_left_to_deepmd_kit(caplog):
 def test_settings_out_of_range_are_told_together():
     with pytest.raises(InputError) as caught:
         further_settings({"type": "HybridMuon", "momentum": -3.0, "precision": "float8"})
-    assert [problem.path for problem in caught.value.problems] == ["optimizer/momentum", "optimizer/precision"]
+    assert [problem.path for problem in caught.value.problems] == [
+        "optimizer/momentum",
+        "optimizer/precision",
+    ]
 
 
 def test_the_state_carries_routes_and_what_deepmd_kits_class_reads():
@@ -122,7 +133,10 @@ def test_the_state_carries_routes_and_what_deepmd_kits_class_reads():
 
 def assert_same_state(made, other):
     for name, p in made.parameters.items():
-        ours, theirs = made.optimizer.state.get(p, {}), other.optimizer.state.get(other.parameters[name], {})
+        ours, theirs = (
+            made.optimizer.state.get(p, {}),
+            other.optimizer.state.get(other.parameters[name], {}),
+        )
         assert ours.keys() == theirs.keys()
         for key, value in ours.items():
             assert torch.equal(value, theirs[key]), (name, key)
@@ -136,13 +150,25 @@ def test_our_state_restarts():
 def as_deepmd_kit(saved, *, powers=True):
     """Return a state dict in the form of deepmd-kit's class: no names, no routes, no count of steps."""
     (group,) = saved["param_groups"]
-    kept = {"params", "lr", "momentum", "adam_betas", "lr_adjust", "lr_adjust_coeff", "muon_mode", "magma_muon"}
+    kept = {
+        "params",
+        "lr",
+        "momentum",
+        "adam_betas",
+        "lr_adjust",
+        "lr_adjust_coeff",
+        "muon_mode",
+        "magma_muon",
+    }
     state = {}
     for key, values in saved["state"].items():
         state[key] = {k: v for k, v in values.items() if k != "step"}
         if not powers and "beta1_pow" in values:
             state[key].update(beta1_pow=0.0, beta2_pow=0.0)
-    return {"state": state, "param_groups": [{key: value for key, value in group.items() if key in kept}]}
+    return {
+        "state": state,
+        "param_groups": [{key: value for key, value in group.items() if key in kept}],
+    }
 
 
 @pytest.mark.parametrize("powers", [True, False])
@@ -171,7 +197,11 @@ def test_a_state_without_parameters_that_have_no_elements_restarts():
     made = trained()
     whole = [name for name in SHAPES if name != "empty"]
     assert_same_state(made, trainer(restart=of_parameters(made.optimizer.state_dict(), whole)))
-    params = {name: nn.Parameter(p.detach().clone()) for name, p in made.parameters.items() if name != "empty"}
+    params = {
+        name: nn.Parameter(p.detach().clone())
+        for name, p in made.parameters.items()
+        if name != "empty"
+    }
     alone = HybridMuon(params.items())
     alone.load_state_dict(made.optimizer.state_dict())
     assert torch.equal(

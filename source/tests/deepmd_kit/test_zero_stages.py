@@ -9,4 +9,6 @@ from zero_ranks import run
 
 def test_two_ranks_equal_one_process_and_take_its_state(tmp_path):
     forked.context()
-    mp.start_processes(run, (str(tmp_path / "store"),), nprocs=2, join=True, start_method="forkserver")
+    mp.start_processes(
+        run, (str(tmp_path / "store"),), nprocs=2, join=True, start_method="forkserver"
+    )

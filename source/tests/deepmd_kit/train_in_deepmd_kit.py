@@ -20,7 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 
 def main(jobs_file: str) -> None:
@@ -39,12 +42,23 @@ def _run(job: dict[str, Any], write: bool) -> None:
         from deepmd.pt_expt.entrypoints import main as entry
 
         with _recorded(entry, "deepmd.pt_expt.train.training") as record:
-            entry.train(job["input"], restart=job.get("restart"), skip_neighbor_stat=True, output=output)
+            entry.train(
+                job["input"], restart=job.get("restart"), skip_neighbor_stat=True, output=output
+            )
     else:
         from deepmd.pt.entrypoints import main as entry
 
         with _recorded(entry, "deepmd.pt.train.training") as record:
-            entry.train(job["input"], None, job.get("restart"), None, None, "", skip_neighbor_stat=True, output=output)
+            entry.train(
+                job["input"],
+                None,
+                job.get("restart"),
+                None,
+                None,
+                "",
+                skip_neighbor_stat=True,
+                output=output,
+            )
     if write:
         torch.save(record, job["record"])
 
@@ -67,7 +81,9 @@ def _recorded(entry: Any, trainers: str) -> Iterator[dict[str, Any]]:
             step = {
                 "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__name__}",
                 "lr": float(optimizer.param_groups[0]["lr"]),
-                "gradients": {name: _whole(p.grad) for name, p in named.items() if p.grad is not None},
+                "gradients": {
+                    name: _whole(p.grad) for name, p in named.items() if p.grad is not None
+                },
             }
             record["steps"].append(step)
             if not record["weights"]:
@@ -75,7 +91,9 @@ def _recorded(entry: Any, trainers: str) -> Iterator[dict[str, Any]]:
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer is trainer[0].optimizer:
-            record["weights"].append({name: _whole(p) for name, p in trainer[0].wrapper.named_parameters()})
+            record["weights"].append(
+                {name: _whole(p) for name, p in trainer[0].wrapper.named_parameters()}
+            )
 
     sys.modules[trainers].Trainer = Recorded
     hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
@@ -96,11 +114,15 @@ def _use_cpus(store: str) -> None:
     """Redirect the calls with which deepmd-kit gives each rank a GPU."""
     start = dist.distributed_c10d.init_process_group
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group = lambda **_: start("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    dist.init_process_group = lambda **_: start(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world
+    )
     torch.cuda.set_device = lambda *_: None
     import deepmd.pt.train.training as module
 
-    def replicate(wrapper: torch.nn.Module, device_ids: Any, output_device: Any, **kwargs: Any) -> torch.nn.Module:
+    def replicate(
+        wrapper: torch.nn.Module, device_ids: Any, output_device: Any, **kwargs: Any
+    ) -> torch.nn.Module:
         return DistributedDataParallel(wrapper, **kwargs)
 
     module.DDP = replicate

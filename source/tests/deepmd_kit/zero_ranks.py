@@ -14,7 +14,13 @@ from deepmd_muon.deepmd_kit.checkpoint import laid_out, with_names
 from deepmd_muon.deepmd_kit.optimizer import DeepmdKitHybridMuon
 from deepmd_muon.deepmd_kit.zero_redundancy import ZeroRedundancyHybridMuon
 
-SHAPES = {"a_matrix": (6, 4), "a_bias": (4,), "experts": (2, 3, 5), "b_matrix": (4, 8), "empty": (0,)}
+SHAPES = {
+    "a_matrix": (6, 4),
+    "a_bias": (4,),
+    "experts": (2, 3, 5),
+    "b_matrix": (4, 8),
+    "empty": (0,),
+}
 STEPS = 3
 
 
@@ -35,7 +41,11 @@ def take_steps(optimizer, model, steps):
             generator = torch.Generator().manual_seed(100 * (step + 1) + seed)
             whole = torch.randn(p.shape, generator=generator)
             cut = hasattr(p, "device_mesh")
-            p.grad = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None) if cut else whole
+            p.grad = (
+                distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+                if cut
+                else whole
+            )
         optimizer.step()
 
 

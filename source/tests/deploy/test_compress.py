@@ -21,13 +21,27 @@ from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.registry import DESCRIPTORS
 from deepmd_muon.model.scripted.tabulated import spline_coefficients, spline_matrix
 
-DPA1 = {"type": "se_atten", "sel": 30, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 2, "seed": 1}
+DPA1 = {
+    "type": "se_atten",
+    "sel": 30,
+    "rcut": 4.0,
+    "rcut_smth": 1.0,
+    "neuron": [4, 8],
+    "axis_neuron": 2,
+    "seed": 1,
+}
 SE_ATTEN_V2 = DPA1 | {"type": "se_atten_v2", "attn_layer": 0}
 MODELS = {
     "se_e2_a": (SE_E2_A, {}),
     "fewer slots than neighbours": (SE_E2_A | {"sel": [5, 9]}, {}),
     "one side, time steps, excluded pairs": (
-        SE_E2_A | {"type_one_side": True, "resnet_dt": True, "exclude_types": [[0, 1]], "neuron": [4, 4, 8]},
+        SE_E2_A
+        | {
+            "type_one_side": True,
+            "resnet_dt": True,
+            "exclude_types": [[0, 1]],
+            "neuron": [4, 4, 8],
+        },
         {"resnet_dt": True},
     ),
     "vacuum energies": (
@@ -36,8 +50,14 @@ MODELS = {
     ),
     "float32": (SE_E2_A | {"precision": "float32"}, {"precision": "float32"}),
     "dpa1": (DPA1 | {"attn_layer": 0}, {}),
-    "dpa1, fewer slots, one side": (DPA1 | {"attn_layer": 0, "sel": 9, "type_one_side": True, "resnet_dt": True}, {}),
-    "dpa1 strip": (DPA1 | {"attn_layer": 0, "tebd_input_mode": "strip", "smooth_type_embedding": False}, {}),
+    "dpa1, fewer slots, one side": (
+        DPA1 | {"attn_layer": 0, "sel": 9, "type_one_side": True, "resnet_dt": True},
+        {},
+    ),
+    "dpa1 strip": (
+        DPA1 | {"attn_layer": 0, "tebd_input_mode": "strip", "smooth_type_embedding": False},
+        {},
+    ),
     "se_atten_v2": (SE_ATTEN_V2, {}),
     "se_atten_v2, standardised, one side": (
         SE_ATTEN_V2 | {"set_davg_zero": False, "type_one_side": True, "concat_output_tebd": False},
@@ -147,7 +167,9 @@ def test_energy_and_forces_are_continuous_where_the_table_ends(close_frames, nam
             found.append(program(coord, atype, box))
     work = sum(float(out["force"][0, 7] @ direction) for out in found) / 2 * 2e-5
     assert abs(work) > 1e-7
-    assert float(found[1]["energy"] - found[0]["energy"]) == pytest.approx(work, rel=1e-4, abs=1e-10)
+    assert float(found[1]["energy"] - found[0]["energy"]) == pytest.approx(
+        work, rel=1e-4, abs=1e-10
+    )
 
 
 @pytest.fixture(scope="module")
@@ -155,24 +177,39 @@ def saved(tmp_path_factory):
     """A model, a checkpoint with the smallest distance of its data, and its frozen file."""
     folder = tmp_path_factory.mktemp("compress")
     model = build(SE_E2_A, {"atom_ener": [-1.0, None], "resnet_dt": True})
-    torch.save({"model": to_deepmd_kit(model, {"lr": 1e-3, "step": 0}, min_nbor_dist=0.8)}, folder / "model.pt")
-    assert main(["--pt", "freeze", "-c", str(folder / "model.pt"), "-o", str(folder / "model.pth")]) == 0
+    torch.save(
+        {"model": to_deepmd_kit(model, {"lr": 1e-3, "step": 0}, min_nbor_dist=0.8)},
+        folder / "model.pt",
+    )
+    assert (
+        main(["--pt", "freeze", "-c", str(folder / "model.pt"), "-o", str(folder / "model.pth")])
+        == 0
+    )
     return model, folder
 
 
 @pytest.mark.parametrize(
-    "words", ["compress -i model.pt", "compress -i model.pth -e 1.5", "freeze --interpolate -c model.pt"]
+    "words",
+    ["compress -i model.pt", "compress -i model.pth -e 1.5", "freeze --interpolate -c model.pt"],
 )
-def test_commands_write_the_same_potential(words, saved, tmp_path, monkeypatch, water_frames, caplog):
+def test_commands_write_the_same_potential(
+    words, saved, tmp_path, monkeypatch, water_frames, caplog
+):
     model, folder = saved
     monkeypatch.chdir(folder)
     with caplog.at_level(logging.INFO):
         assert main(["--pt", *words.split(), "-o", str(tmp_path / "c.pth")]) == 0
     assert re.search(r"down to 0\.(4|533) Å", caplog.text)
     assert re.search(r"energy \d\S+ eV/atom, forces \d\S+ eV/Å, virial \d\S+ eV/atom", caplog.text)
-    found, expected = (Predictor(one, device="cpu").predict(*water_frames) for one in (tmp_path / "c.pth", model))
+    found, expected = (
+        Predictor(one, device="cpu").predict(*water_frames) for one in (tmp_path / "c.pth", model)
+    )
     assert_close(found, expected, 1e-6)
-    assert_close(Predictor(restored(tmp_path / "c.pth")[0], device="cpu").predict(*water_frames), expected, 1e-12)
+    assert_close(
+        Predictor(restored(tmp_path / "c.pth")[0], device="cpu").predict(*water_frames),
+        expected,
+        1e-12,
+    )
 
 
 def test_takes_a_given_step_and_warns_of_a_coarse_one(saved, tmp_path, monkeypatch, caplog):
@@ -206,7 +243,9 @@ def test_other_descriptors_and_kinks_are_refused(tmp_path):
     with pytest.raises(FreezeError, match=r"'dpa3' cannot be compressed: .* use dp freeze"):
         compress(build(LARGER["dpa3"] | {"seed": 1}), tmp_path / "c.pth")
     with pytest.raises(FreezeError, match="kink"):
-        compress(build(SE_E2_A | {"activation_function": "relu"}), tmp_path / "c.pth", min_distance=0.7)
+        compress(
+            build(SE_E2_A | {"activation_function": "relu"}), tmp_path / "c.pth", min_distance=0.7
+        )
     assert list(tmp_path.iterdir()) == []
     freeze(build(LARGER["se_atten"] | {"seed": 1}), tmp_path / "a.pth")
     with pytest.raises(ModelError, match="attention"):

@@ -55,13 +55,20 @@ def test_deep_pot_takes_our_file_for_its_own(kind, folder, water_frames):
     dp("freeze", "-c", "model.pt", "-o", "theirs.pth")
     python("-c", EVALUATE, "ours.pth", "theirs.pth")
     found = np.load("found.npz")
-    local = kind in ("se_e2_a", "se_atten")  # the atomic virial of layers that pass messages is a matter of definition
+    local = kind in (
+        "se_e2_a",
+        "se_atten",
+    )  # the atomic virial of layers that pass messages is a matter of definition
     for key in ("energy", "force", "virial", "atom_energy", *(("atom_virial",) if local else ())):
         expected = found[f"theirs.pth native {key}"]
         for backend in ("auto", "native"):
-            np.testing.assert_allclose(found[f"ours.pth {backend} {key}"], expected, rtol=0, atol=1e-11, err_msg=key)
+            np.testing.assert_allclose(
+                found[f"ours.pth {backend} {key}"], expected, rtol=0, atol=1e-11, err_msg=key
+            )
             if key in ("force", "virial"):
-                np.testing.assert_allclose(found[f"ours.pth {backend} whole {key}"], expected, rtol=0, atol=1e-11)
+                np.testing.assert_allclose(
+                    found[f"ours.pth {backend} whole {key}"], expected, rtol=0, atol=1e-11
+                )
     expected = Predictor(model, device="cpu").predict(*water_frames)
     np.testing.assert_allclose(found["ours.pth auto force"], expected.force, rtol=0, atol=1e-12)
 
@@ -73,28 +80,48 @@ def test_deep_pot_takes_our_compressed_file(kind, folder, water_frames):
     python("-c", EVALUATE, "ours.pth")
     found, expected = np.load("found.npz"), Predictor(model, device="cpu").predict(*water_frames)
     for backend in ("auto", "native"):
-        np.testing.assert_allclose(found[f"ours.pth {backend} force"], expected.force, rtol=0, atol=1e-6)
-        np.testing.assert_allclose(found[f"ours.pth {backend} energy"][:, 0], expected.energy, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(
+            found[f"ours.pth {backend} force"], expected.force, rtol=0, atol=1e-6
+        )
+        np.testing.assert_allclose(
+            found[f"ours.pth {backend} energy"][:, 0], expected.energy, rtol=0, atol=1e-6
+        )
         for key in ("virial", "whole virial"):
-            np.testing.assert_allclose(found[f"ours.pth {backend} {key}"], expected.virial, rtol=0, atol=1e-5)
+            np.testing.assert_allclose(
+                found[f"ours.pth {backend} {key}"], expected.virial, rtol=0, atol=1e-5
+            )
 
 
 def test_its_file_is_read_here(folder, water_frames):
     model = build(LARGER["se_e2_a"] | {"seed": 3})
     save(model, "model.pt")
     dp("freeze", "-c", "model.pt", "-o", "theirs.pth")
-    expected, found = (Predictor(x, device="cpu").predict(*water_frames) for x in (model, "theirs.pth"))
+    expected, found = (
+        Predictor(x, device="cpu").predict(*water_frames) for x in (model, "theirs.pth")
+    )
     for name in ("energy", "force", "virial", "atom_energy"):
-        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-11)
+        np.testing.assert_allclose(
+            getattr(found, name), getattr(expected, name), rtol=0, atol=1e-11
+        )
 
 
-@pytest.mark.parametrize("options", [[], ["--atomic", "-f", "5"], ["--relative", "0.3"], ["--real_error"]])
+@pytest.mark.parametrize(
+    "options", [[], ["--atomic", "-f", "5"], ["--relative", "0.3"], ["--real_error"]]
+)
 def test_the_deviation_table_is_its(options, folder, water_frames):
     for seed in (1, 2, 3):
         save(build(LARGER["se_e2_a"] | {"seed": seed}, {"seed": seed}), f"{seed}.pt")
     coord, box, atype = water_frames
-    arrays = {"coord": coord, "box": box, "force": np.ones_like(coord), "energy": np.ones(3), "virial": np.ones((3, 9))}
-    write_npy(folder / "water", atype[0], [{name: x.reshape(3, -1) for name, x in arrays.items()}], "OH")
+    arrays = {
+        "coord": coord,
+        "box": box,
+        "force": np.ones_like(coord),
+        "energy": np.ones(3),
+        "virial": np.ones((3, 9)),
+    }
+    write_npy(
+        folder / "water", atype[0], [{name: x.reshape(3, -1) for name, x in arrays.items()}], "OH"
+    )
     words = ["model-devi", "-m", "1.pt", "2.pt", "3.pt", "-s", "water", *options, "-o"]
     assert main(["--pt", *words, "ours.out"]) == 0
     dp(*words, "theirs.out")

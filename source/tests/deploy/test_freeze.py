@@ -19,10 +19,18 @@ from deepmd_muon.infer import Predictor
 from deepmd_muon.model import ModelError
 from deepmd_muon.model.deepmd_kit import to_deepmd_kit
 from deepmd_muon.model.nn.activation import activation
-from deepmd_muon.model.scripted.dense import accumulate_product, act_of, add_product, product, value_of
+from deepmd_muon.model.scripted.dense import (
+    accumulate_product,
+    act_of,
+    add_product,
+    product,
+    value_of,
+)
 
 DPA1 = LARGER["se_atten"] | {"rcut": 4.0, "seed": 1}
-V2 = {key: value for key, value in DPA1.items() if key != "smooth_type_embedding"} | {"type": "se_atten_v2"}
+V2 = {key: value for key, value in DPA1.items() if key != "smooth_type_embedding"} | {
+    "type": "se_atten_v2"
+}
 DPA3 = LARGER["dpa3"] | {"seed": 1}
 
 
@@ -34,29 +42,57 @@ MODELS = {
     "se_e2_a": (SE_E2_A, {}),
     "fewer slots than neighbours": (SE_E2_A | {"sel": [5, 9]}, {}),
     "one side, time steps, excluded pairs": (
-        SE_E2_A | {"type_one_side": True, "resnet_dt": True, "exclude_types": [[0, 1]], "neuron": [4, 4, 8]},
+        SE_E2_A
+        | {
+            "type_one_side": True,
+            "resnet_dt": True,
+            "exclude_types": [[0, 1]],
+            "neuron": [4, 4, 8],
+        },
         {"resnet_dt": True},
     ),
     "vacuum energies, silut": (
-        SE_E2_A | {"activation_function": "silut:0.5", "set_davg_zero": True, "env_protection": 0.01},
+        SE_E2_A
+        | {"activation_function": "silut:0.5", "set_davg_zero": True, "env_protection": 0.01},
         {"atom_ener": [-1.0, None], "activation_function": "gelu"},
     ),
     "DPA-1": (DPA1, {}),
-    "DPA-1, few slots, not smooth": (DPA1 | {"sel": 20, "smooth_type_embedding": False, "resnet_dt": True}, {}),
-    "DPA-1 with a mean": (DPA1 | {"set_davg_zero": False, "type_one_side": True, "neuron": [5, 10]}, {}),
-    "DPA-1, stripped types": (DPA1 | {"tebd_input_mode": "strip", "attn_layer": 0, "concat_output_tebd": False}, {}),
+    "DPA-1, few slots, not smooth": (
+        DPA1 | {"sel": 20, "smooth_type_embedding": False, "resnet_dt": True},
+        {},
+    ),
+    "DPA-1 with a mean": (
+        DPA1 | {"set_davg_zero": False, "type_one_side": True, "neuron": [5, 10]},
+        {},
+    ),
+    "DPA-1, stripped types": (
+        DPA1 | {"tebd_input_mode": "strip", "attn_layer": 0, "concat_output_tebd": False},
+        {},
+    ),
     "DPA-1, wide attention": (DPA1 | {"attn": 24}, {}),
-    "DPA-1, wide attention, not smooth": (DPA1 | {"attn": 24, "sel": 25, "smooth_type_embedding": False}, {}),
-    "DPA-1 with a mean, wide attention": (DPA1 | {"attn": 24, "set_davg_zero": False, "normalize": False}, {}),
+    "DPA-1, wide attention, not smooth": (
+        DPA1 | {"attn": 24, "sel": 25, "smooth_type_embedding": False},
+        {},
+    ),
+    "DPA-1 with a mean, wide attention": (
+        DPA1 | {"attn": 24, "set_davg_zero": False, "normalize": False},
+        {},
+    ),
     "DPA-1 v2": (V2 | {"attn_dotr": False, "normalize": False, "temperature": 0.5}, {}),
     "DPA-3": (DPA3, {}),
-    "DPA-3, rough, few slots": (dpa3(smooth_edge_update=False, e_sel=12, a_sel=5, update_style="res_avg"), {}),
+    "DPA-3, rough, few slots": (
+        dpa3(smooth_edge_update=False, e_sel=12, a_sel=5, update_style="res_avg"),
+        {},
+    ),
     "DPA-3, compressed": (
         dpa3(a_compress_rate=1, a_compress_e_rate=2, a_compress_use_split=True, use_exp_switch=True)
         | {"concat_output_tebd": True, "activation_function": "silut:0.5"},
         {},
     ),
-    "DPA-3 without angles": (dpa3(update_angle=False, edge_init_use_dist=True, update_style="res_incr"), {}),
+    "DPA-3 without angles": (
+        dpa3(update_angle=False, edge_init_use_dist=True, update_style="res_incr"),
+        {},
+    ),
     "float32": (SE_E2_A | {"precision": "float32"}, {"precision": "float32"}),
 }
 
@@ -83,7 +119,9 @@ def assert_equal(found, expected, frame, tolerance):
         ("virial", found["virial"]),
     ):
         reference = getattr(expected, name)[frame]
-        np.testing.assert_allclose(value, reference, rtol=0, atol=tolerance * max(1.0, np.abs(reference).max()))
+        np.testing.assert_allclose(
+            value, reference, rtol=0, atol=tolerance * max(1.0, np.abs(reference).max())
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -96,7 +134,9 @@ def test_the_program_is_the_model(name, water_frames):
     for frame, found in enumerate(lower(water_frames, program, model.rcut, atomic=True)):
         assert_equal(found, expected, frame, tolerance)
         np.testing.assert_allclose(found["extended_virial"].sum(0), found["virial"], atol=1e-12)
-    whole = program(*(torch.from_numpy(array) for array in (water_frames[0], water_frames[2], water_frames[1])))
+    whole = program(
+        *(torch.from_numpy(array) for array in (water_frames[0], water_frames[2], water_frames[1]))
+    )
     np.testing.assert_allclose(whole["force"].numpy(), expected.force, rtol=0, atol=tolerance)
     np.testing.assert_allclose(whole["energy"][:, 0].numpy(), expected.energy, rtol=tolerance)
 
@@ -137,7 +177,9 @@ def test_atoms_without_neighbours(name, natoms):
     expected = Predictor(model, device="cpu").predict(coord, None, atype)
     found = Program(model, {}).eval()(torch.from_numpy(coord), torch.from_numpy(atype), None)
     rtol = 1e-5 if name == "float32" else 1e-13
-    np.testing.assert_allclose(found["atom_energy"][..., 0].numpy(), expected.atom_energy, rtol=rtol)
+    np.testing.assert_allclose(
+        found["atom_energy"][..., 0].numpy(), expected.atom_energy, rtol=rtol
+    )
     np.testing.assert_array_equal(found["force"].numpy(), 0.0)
 
 
@@ -157,9 +199,16 @@ def test_attention_is_folded_where_its_lengths_keep_their_digits(water_frames):
 
 @pytest.mark.parametrize("highest", [2.9, 3.0, 3.1, float("nan")])
 def test_silut_is_the_same_with_and_without_arguments_at_its_threshold(highest):
-    h = torch.cat([torch.linspace(-9, 2.5, 7, dtype=torch.float64), torch.tensor([highest], dtype=torch.float64)])
+    h = torch.cat(
+        [
+            torch.linspace(-9, 2.5, 7, dtype=torch.float64),
+            torch.tensor([highest], dtype=torch.float64),
+        ]
+    )
     expected, _ = activation("silut:3.0")(h)
-    torch.testing.assert_close(value_of(act_of("silut:3.0"), h), expected, rtol=1e-15, atol=1e-15, equal_nan=True)
+    torch.testing.assert_close(
+        value_of(act_of("silut:3.0"), h), expected, rtol=1e-15, atol=1e-15, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("name", ["se_e2_a", "DPA-1", "DPA-1 with a mean", "DPA-3"])
@@ -179,7 +228,8 @@ def test_a_program_makes_its_tensors_where_the_positions_are(name, water_frames)
 def test_a_file_computes_on_a_gpu_what_it_computes_on_the_cpu(kind, tmp_path, water_frames):
     freeze(build(LARGER[kind] | {"seed": 3}), tmp_path / "model.pth")
     expected, found = (
-        Predictor(tmp_path / "model.pth", device=device).predict(*water_frames) for device in ("cpu", "cuda")
+        Predictor(tmp_path / "model.pth", device=device).predict(*water_frames)
+        for device in ("cpu", "cuda")
     )
     for name in ("energy", "force", "virial", "atom_energy"):
         np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-9)
@@ -192,7 +242,10 @@ def test_the_list_may_be_longer_and_in_any_order(water_frames):
     (expected,) = lower(one, program, model.rcut)
     ghosted = with_ghosts(one[0][0], one[1][0], one[2][0], model.rcut + 1.5)
     shuffled = np.random.default_rng(0).permuted(ghosted.neighbor, axis=1)
-    given = [torch.from_numpy(array)[None] for array in (ghosted.coord, one[2][0][ghosted.owner], shuffled)]
+    given = [
+        torch.from_numpy(array)[None]
+        for array in (ghosted.coord, one[2][0][ghosted.owner], shuffled)
+    ]
     found = program.forward_lower(*given)
     force = np.zeros_like(one[0][0])
     np.add.at(force, ghosted.owner, found["extended_force"][0].numpy())
@@ -210,7 +263,9 @@ def test_several_frames_with_padding_at_once(water_frames):
     nlist = np.where(every == np.arange(24)[:, None], -1, every)
     found = program.forward_lower(*(torch.from_numpy(array) for array in (coord, atype, nlist)))
     np.testing.assert_allclose(found["extended_force"].numpy(), expected.force, rtol=0, atol=1e-14)
-    np.testing.assert_allclose(found["atom_energy"][..., 0].numpy(), expected.atom_energy, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(
+        found["atom_energy"][..., 0].numpy(), expected.atom_energy, rtol=0, atol=1e-13
+    )
     np.testing.assert_allclose(found["virial"].numpy(), expected.virial, rtol=0, atol=1e-13)
 
 
@@ -231,7 +286,9 @@ def test_the_file_is_the_checkpoint(frozen, water_frames):
     expected = Predictor(checkpoint, device="cpu").predict(coord, box, atype)
     found = Predictor(file, device="cpu").predict(coord, box, atype)
     for name in ("energy", "force", "virial", "atom_energy"):
-        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-13)
+        np.testing.assert_allclose(
+            getattr(found, name), getattr(expected, name), rtol=0, atol=1e-13
+        )
     assert compare(model, file).relative < 1e-12
 
 
@@ -240,16 +297,25 @@ def test_deepmd_kits_names_say_the_same(frozen, water_frames):
     one = tuple(part[:1] for part in water_frames)
     (expected,) = lower(one, program, program.get_rcut())
     ghosted = with_ghosts(one[0][0], one[1][0], one[2][0], program.get_rcut())
-    given = [torch.from_numpy(array)[None] for array in (ghosted.coord, one[2][0][ghosted.owner], ghosted.neighbor)]
+    given = [
+        torch.from_numpy(array)[None]
+        for array in (ghosted.coord, one[2][0][ghosted.owner], ghosted.neighbor)
+    ]
     found = program.forward_common_lower(*given)
     assert found["energy_redu"].item() == expected["energy"].item()
     assert np.array_equal(found["energy_derv_r"][0, :, 0].numpy(), expected["extended_force"])
     for asked in (False, True):
         of_atoms = program.forward_common_lower(*given, do_atomic_virial=asked)["energy_derv_c"]
         assert of_atoms.shape == (1, len(ghosted.coord), 1, 9)
-        np.testing.assert_allclose(of_atoms.sum(1)[0, 0].numpy(), expected["virial"].ravel(), rtol=0, atol=1e-13)
+        np.testing.assert_allclose(
+            of_atoms.sum(1)[0, 0].numpy(), expected["virial"].ravel(), rtol=0, atol=1e-13
+        )
     assert program.get_sel() == [24, 48]
-    assert (program.get_type_map(), program.get_rcut(), program.get_ntypes()) == (["O", "H"], 4.0, 2)
+    assert (program.get_type_map(), program.get_rcut(), program.get_ntypes()) == (
+        ["O", "H"],
+        4.0,
+        2,
+    )
     assert not program.has_message_passing()
     assert '"type": "se_e2_a"' in program.get_model_def_script()
 
@@ -257,7 +323,9 @@ def test_deepmd_kits_names_say_the_same(frozen, water_frames):
 def test_dp_test_reads_the_file(frozen, water_frames, tmp_path, caplog):
     coord, box, atype = water_frames
     arrays = {"coord": coord, "box": box, "force": np.ones_like(coord), "energy": np.ones(3)}
-    water = write_npy(tmp_path / "water", atype[0], [{name: x.reshape(3, -1) for name, x in arrays.items()}], "OH")
+    water = write_npy(
+        tmp_path / "water", atype[0], [{name: x.reshape(3, -1) for name, x in arrays.items()}], "OH"
+    )
     lines = []
     for path in frozen[1:]:
         caplog.clear()
@@ -275,7 +343,9 @@ def test_ase_moves_atoms_with_the_file(frozen, water_frames):
     coord, box, atype = (part[0] for part in water_frames)
     forces = []
     for path in frozen[1:]:
-        atoms = ase.Atoms(["OH"[t] for t in atype], positions=coord, cell=box, pbc=(True, True, False))
+        atoms = ase.Atoms(
+            ["OH"[t] for t in atype], positions=coord, cell=box, pbc=(True, True, False)
+        )
         atoms.calc = DeepPotCalculator(path, device="cpu")
         forces.append(atoms.get_forces())
     np.testing.assert_allclose(forces[1], forces[0], rtol=0, atol=1e-14)

@@ -62,7 +62,9 @@ def test_a_frozen_file_lists_its_parts_and_loads_elsewhere(frozen):
     extra = {MANIFEST: ""}
     torch.jit.load(str(frozen), _extra_files=extra)
     listed = json.loads(extra[MANIFEST])["sha256"]
-    assert {"data.pkl", "constants.pkl", "code/__torch__/deepmd_muon/deploy/program.py"} <= set(listed)
+    assert {"data.pkl", "constants.pkl", "code/__torch__/deepmd_muon/deploy/program.py"} <= set(
+        listed
+    )
     Predictor(frozen, device="cpu")
 
 
@@ -78,7 +80,10 @@ def touch(path):
 def test_a_program_that_writes_files_is_refused_before_it_runs(tmp_path):
     victim = tmp_path / "victim"
     bad = script(tmp_path / "bad.pth", touch(victim))
-    for load in (lambda: Predictor(bad, device="cpu"), lambda: DeepPotCalculator(bad, device="cpu")):
+    for load in (
+        lambda: Predictor(bad, device="cpu"),
+        lambda: DeepPotCalculator(bad, device="cpu"),
+    ):
         with pytest.raises(CheckpointError, match=r"from_file.*--trust"):
             load()
     assert not victim.exists()
@@ -117,7 +122,10 @@ def test_what_runs_while_torch_loads_is_refused(tmp_path):
 
         @torch.jit.export
         def __setstate__(self, state: tuple[str, bool]):
-            self.path, self.training = state[0], bool(torch.from_file(state[0], True, 4).fill_(1).sum() > 5)
+            self.path, self.training = (
+                state[0],
+                bool(torch.from_file(state[0], True, 4).fill_(1).sum() > 5),
+            )
 
         def forward(self):
             return 1
@@ -174,7 +182,8 @@ def test_flipped_bits_are_refused_or_harmless(frozen, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rcut", "types"), [("float('nan')", "['O']"), ("-1.0", "['O']"), ("1e9", "['O']"), ("float('inf')", "['O']")]
+    ("rcut", "types"),
+    [("float('nan')", "['O']"), ("-1.0", "['O']"), ("1e9", "['O']"), ("float('inf')", "['O']")],
 )
 def test_odd_programs_are_named(tmp_path, rcut, types):
     scripted = empty()

@@ -27,7 +27,9 @@ def test_energies_are_the_checkpoints_and_conserved(tmp_path):
     (tmp_path / "ipi.xml").write_text(
         (EXAMPLE / "ipi.xml").read_text().replace("<address>deepmd_muon<", f"<address>{address}<")
     )
-    with subprocess.Popen([os.environ["IPI"], "ipi.xml"], cwd=tmp_path, stdout=subprocess.DEVNULL) as server:
+    with subprocess.Popen(
+        [os.environ["IPI"], "ipi.xml"], cwd=tmp_path, stdout=subprocess.DEVNULL
+    ) as server:
         while not Path(f"/tmp/ipi_{address}").exists() and server.poll() is None:
             time.sleep(0.1)
         client = [sys.executable, EXAMPLE / "ipi_client.py", "model.pth", address]
@@ -36,7 +38,11 @@ def test_energies_are_the_checkpoints_and_conserved(tmp_path):
     step, conserved, potential = np.loadtxt(tmp_path / "water.out").T
     water = ase_io.read(tmp_path / "water.xyz")
     types = np.array(["OH".index(symbol) for symbol in water.symbols])
-    expected = Predictor(model, device="cpu").predict(water.positions, np.array(water.cell), types).energy.item()
+    expected = (
+        Predictor(model, device="cpu")
+        .predict(water.positions, np.array(water.cell), types)
+        .energy.item()
+    )
     assert step[-1] == 20
     assert potential[0] == pytest.approx(expected, rel=1e-7)
     assert np.ptp(potential) > 1e-4

@@ -18,7 +18,10 @@ from deepmd_muon.infer import DeepPotCalculator, Predictor
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "water_md"
 
-pytestmark = [pytest.mark.lammps, pytest.mark.skipif("LAMMPS_LMP" not in os.environ, reason="needs LAMMPS_LMP")]
+pytestmark = [
+    pytest.mark.lammps,
+    pytest.mark.skipif("LAMMPS_LMP" not in os.environ, reason="needs LAMMPS_LMP"),
+]
 
 
 def live_model(descriptor, seed, **section):
@@ -28,8 +31,14 @@ def live_model(descriptor, seed, **section):
     """
     model = build({**descriptor, "seed": seed}, {"neuron": [24, 24], "seed": seed}, **section)
     data = EXAMPLE.parent / "water_xtb" / "data" / "valid" / "300K"
-    coord, box = (np.load(data / "set.000" / f"{name}.npy")[0].reshape(-1, 3) for name in ("coord", "box"))
-    force = Predictor(model, device="cpu").predict(coord, box, np.loadtxt(data / "type.raw", dtype=int)).force
+    coord, box = (
+        np.load(data / "set.000" / f"{name}.npy")[0].reshape(-1, 3) for name in ("coord", "box")
+    )
+    force = (
+        Predictor(model, device="cpu")
+        .predict(coord, box, np.loadtxt(data / "type.raw", dtype=int))
+        .force
+    )
     with torch.no_grad():
         for net in model.atomic_model.fitting_net.filter_layers.networks:
             net.layers[-1].matrix.mul_(0.1 / np.abs(force).max())
@@ -40,18 +49,38 @@ def run_lammps(folder, model, ranks, *, steps=40, change=lambda text: text):
     """Run the example's input; return its thermo columns and the dumped frames."""
     ase_io = pytest.importorskip("ase.io")
     (folder / "in.lammps").write_text(change((EXAMPLE / "in.lammps").read_text()))
-    words = [os.environ["LAMMPS_LMP"], "-in", "in.lammps", "-var", "model", str(model), "-var", "steps", str(steps)]
+    words = [
+        os.environ["LAMMPS_LMP"],
+        "-in",
+        "in.lammps",
+        "-var",
+        "model",
+        str(model),
+        "-var",
+        "steps",
+        str(steps),
+    ]
     if ranks > 1:
         if "LAMMPS_MPIEXEC" not in os.environ:
             pytest.skip("needs LAMMPS_MPIEXEC")
         words = [os.environ["LAMMPS_MPIEXEC"], "-n", str(ranks), *words]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     table = re.search(r"^ *Step .*?\n(.*?)^Loop time", done.stdout, re.DOTALL | re.MULTILINE)
     assert table is not None, done.stdout
-    thermo = np.array([[float(word) for word in line.split()] for line in table.group(1).strip().splitlines()])
-    frames = ase_io.read(folder / "water.dump", index=":", format="lammps-dump-text", specorder=["O", "H"])
+    thermo = np.array(
+        [[float(word) for word in line.split()] for line in table.group(1).strip().splitlines()]
+    )
+    frames = ase_io.read(
+        folder / "water.dump", index=":", format="lammps-dump-text", specorder=["O", "H"]
+    )
     return thermo, frames
 
 
@@ -66,7 +95,12 @@ def pair_table(folder):
     distance = 0.01 * np.arange(1, 200)
     energy = 0.4 * np.clip(1.6 - distance, 0.0, None) ** 3
     np.savetxt(folder / "table.txt", np.stack([distance, energy, 1.5 * energy, 0.7 * energy], 1))
-    return {"use_srtab": str(folder / "table.txt"), "smin_alpha": 0.1, "sw_rmin": 0.8, "sw_rmax": 1.3}
+    return {
+        "use_srtab": str(folder / "table.txt"),
+        "smin_alpha": 0.1,
+        "sw_rmin": 0.8,
+        "sw_rmax": 1.3,
+    }
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -78,7 +112,9 @@ def test_forces_and_energies_are_the_checkpoints(kind, ranks, folder):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["se_atten", "dpa3"])
 def test_a_short_range_table_is_that_of_the_checkpoint(kind, ranks, folder):
-    model, table = (live_model(LARGER[kind], seed=1, **section) for section in ({}, pair_table(folder)))
+    model, table = (
+        live_model(LARGER[kind], seed=1, **section) for section in ({}, pair_table(folder))
+    )
     frames = follow(table, ranks, folder)
     frames[0].calc = DeepPotCalculator(Predictor(model, device="cpu"))
     without = frames[0].get_forces()
@@ -128,16 +164,21 @@ def test_a_committee_reports_its_deviation(folder):
     for number, model in enumerate(models):
         freeze(model, folder / f"{number}.pth")
     committee = "0.pth 1.pth 2.pth out_file deviation.out out_freq 10"
-    _, frames = run_lammps(folder, "0.pth", 1, change=lambda text: text.replace("${model}", committee))
+    _, frames = run_lammps(
+        folder, "0.pth", 1, change=lambda text: text.replace("${model}", committee)
+    )
     table = np.loadtxt(folder / "deviation.out", ndmin=2)
     assert len(table) == len(frames)
     for row, frame in zip(table, frames, strict=True):
         types = np.array(["OH".index(symbol) for symbol in frame.symbols])
         forces = [
-            Predictor(m, device="cpu").predict(frame.positions, np.array(frame.cell), types).force for m in models
+            Predictor(m, device="cpu").predict(frame.positions, np.array(frame.cell), types).force
+            for m in models
         ]
         per_atom = deviation_of_force(np.stack(forces))[0]
-        np.testing.assert_allclose(row[4:7], [per_atom.max(), per_atom.min(), per_atom.mean()], rtol=1e-5)
+        np.testing.assert_allclose(
+            row[4:7], [per_atom.max(), per_atom.min(), per_atom.mean()], rtol=1e-5
+        )
 
 
 def test_lammps_is_there():

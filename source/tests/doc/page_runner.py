@@ -61,7 +61,9 @@ def blocks_of(page: Path) -> Iterator[Block]:
             start, language = number, fence[1]
         elif fence:
             note = re.fullmatch(r"<!-- (.*) -->", lines[start - 1])
-            yield Block(start + 1, language, "\n".join(lines[start + 1 : number]), note[1] if note else "")
+            yield Block(
+                start + 1, language, "\n".join(lines[start + 1 : number]), note[1] if note else ""
+            )
             start = None
 
 
@@ -103,7 +105,9 @@ def run_command(command: str) -> None:
         variables = {}
         while re.match(r"[A-Z_]+=", words[0]):
             name, _, variables[name] = words.pop(0).partition("=")
-        words = [name for word in words for name in (sorted(glob.glob(word)) if "*" in word else [word])]
+        words = [
+            name for word in words for name in (sorted(glob.glob(word)) if "*" in word else [word])
+        ]
         with mock.patch.dict(os.environ, variables):
             _run_words(words)
 
@@ -135,7 +139,9 @@ def _run_words(words: list[str]) -> None:
         if "train" in words:
             shorten(words[words.index("train") + 1])
         folder = Path(sys.executable).parent
-        subprocess.run(words, check=True, env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"})
+        subprocess.run(
+            words, check=True, env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+        )
 
 
 def run_page(page: Path, *, slow: bool) -> int:

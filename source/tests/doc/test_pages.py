@@ -27,7 +27,11 @@ NEED_ASE = (
 
 def runs(block, *, slow):
     """Whether a block runs in a tier."""
-    return block.language in ("python", "sh") and (block.note in ("", "slow")) and (block.note == "slow") == slow
+    return (
+        block.language in ("python", "sh")
+        and (block.note in ("", "slow"))
+        and (block.note == "slow") == slow
+    )
 
 
 @pytest.fixture
@@ -35,7 +39,9 @@ def checkout(tmp_path, monkeypatch, as_alone):
     """A folder with the examples, few frames of each system; training stays on the CPU with one thread."""
     shutil.copytree(TOP / "examples", tmp_path / "examples")
     for array in tmp_path.glob("examples/*/data/*/*/set.*/*.npy"):
-        np.save(array, np.load(array)[: 10 if "cu_emt" in array.parts else 3])  # dp init splits ten in time
+        np.save(
+            array, np.load(array)[: 10 if "cu_emt" in array.parts else 3]
+        )  # dp init splits ten in time
     optimizers = {*OPTIMIZERS}
     monkeypatch.delenv("DP_BACKEND", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -45,7 +51,8 @@ def checkout(tmp_path, monkeypatch, as_alone):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, page in WALKS.items() if any(runs(b, slow=False) for b in blocks_of(page))]
+    "name",
+    [name for name, page in WALKS.items() if any(runs(b, slow=False) for b in blocks_of(page))],
 )
 def test_the_blocks_of_a_page_run(name, checkout):
     if name in NEED_ASE:
@@ -55,7 +62,8 @@ def test_the_blocks_of_a_page_run(name, checkout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [name for name, page in WALKS.items() if any(runs(b, slow=True) for b in blocks_of(page))]
+    "name",
+    [name for name, page in WALKS.items() if any(runs(b, slow=True) for b in blocks_of(page))],
 )
 def test_the_slow_blocks_of_a_page_run(name, checkout):
     assert run_page(PAGES[name], slow=True) > 0
@@ -65,12 +73,24 @@ def test_the_slow_blocks_of_a_page_run(name, checkout):
 def test_every_block_has_a_language_and_a_reason_if_it_does_not_run(name):
     for block in blocks_of(PAGES[name]):
         where = f"{name}:{block.line}"
-        assert block.language in ("sh", "python", "json", "toml", "text", "{toctree}", "{eval-rst}"), where
+        assert block.language in (
+            "sh",
+            "python",
+            "json",
+            "toml",
+            "text",
+            "{toctree}",
+            "{eval-rst}",
+        ), where
         kind, _, what = block.note.partition(": ")
         if kind == "not run":
             assert what in REASONS, f"{where}: give one of the reasons {sorted(REASONS)}"
         elif kind == "tested":
-            named = TOP / what if "/" in what else next(iter((TOP / "source" / "tests").rglob(what)), None)
+            named = (
+                TOP / what
+                if "/" in what
+                else next(iter((TOP / "source" / "tests").rglob(what)), None)
+            )
             assert named is not None, f"{where} names {what}, which does not exist"
             assert named.exists(), f"{where} names {what}, which does not exist"
         elif kind not in ("file", "slow"):
@@ -80,7 +100,9 @@ def test_every_block_has_a_language_and_a_reason_if_it_does_not_run(name):
             json.loads(text if text.startswith(("{", "[")) else f"{{{text}}}")
 
 
-@pytest.mark.parametrize("name", ["README.md", *(name for name in sorted(WALKS) if name.startswith("doc/tutorials/"))])
+@pytest.mark.parametrize(
+    "name", ["README.md", *(name for name in sorted(WALKS) if name.startswith("doc/tutorials/"))]
+)
 def test_a_first_page_recommends_no_rate_of_the_optimizer(name):
     """An explicit lr_adjust_coeff switches off the default of adam_lr_ratio."""
     assert not [block.line for block in blocks_of(PAGES[name]) if "lr_adjust_coeff" in block.code]

@@ -31,7 +31,9 @@ def site(tmp_path_factory):
         # Without the index of words and curled quotation marks, which take a quarter of the time and cannot be wrong.
         patch.setattr(StandaloneHTMLBuilder, "search", False)
         # In this process, which has imported what the pages describe. The cache of a build lies beside it.
-        status = main(["-q", "-W", "--keep-going", "-D", "smartquotes=0", "-c", "doc", ".", str(out)])
+        status = main(
+            ["-q", "-W", "--keep-going", "-D", "smartquotes=0", "-c", "doc", ".", str(out)]
+        )
     assert status == 0, told.getvalue()
     return out
 
@@ -54,8 +56,12 @@ def test_the_top_of_the_site_leads_to_its_first_page(site):
 
 def test_readers_fetch_nothing_from_elsewhere(site):
     pages = list(site.rglob("*.html"))
-    assert {"index.html", "start.html", "api.html", "training.html"} <= {page.name for page in pages}
+    assert {"index.html", "start.html", "api.html", "training.html"} <= {
+        page.name for page in pages
+    }
     for page in pages:
         loaded = re.findall(r'<(?:script|img)[^>]* src="(https?:[^"]*)"', page.read_text())
-        loaded += re.findall(r'<link[^>]* rel="(?:stylesheet|preload)"[^>]* href="(https?:[^"]*)"', page.read_text())
+        loaded += re.findall(
+            r'<link[^>]* rel="(?:stylesheet|preload)"[^>]* href="(https?:[^"]*)"', page.read_text()
+        )
         assert loaded == [], page.name

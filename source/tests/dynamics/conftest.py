@@ -28,7 +28,10 @@ DESCRIPTORS = {
 
 DESCRIPTORS["dpa1"] = {
     "type": "dpa1",
-    **{key: DESCRIPTORS["se_e2_a"][key] for key in ("rcut", "rcut_smth", "neuron", "axis_neuron", "seed")},
+    **{
+        key: DESCRIPTORS["se_e2_a"][key]
+        for key in ("rcut", "rcut_smth", "neuron", "axis_neuron", "seed")
+    },
     "sel": 120,
     "attn": 8,
     "attn_layer": 1,

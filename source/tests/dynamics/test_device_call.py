@@ -36,7 +36,9 @@ def assert_same(call, expect, frames, allowed=1e-9):
         patch.setattr(triton_support, "usable", lambda _: False)
         expected = expect(frames)
     for name in ("energy", "virial", "force", "atom_energy"):
-        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=allowed, err_msg=name)
+        np.testing.assert_allclose(
+            getattr(found, name), getattr(expected, name), atol=allowed, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("name", ["se_e2_a", "dpa1", "dpa3"])
@@ -157,7 +159,9 @@ def force_fields(device):
 def ends_of(force_fields, frames, run):
     """Return the ends of two runs from the same start."""
     device = force_fields[0].device
-    systems = Systems.from_frames(frames, ("O", "H"), device).heated(300.0, torch.Generator().manual_seed(1))
+    systems = Systems.from_frames(frames, ("O", "H"), device).heated(
+        300.0, torch.Generator().manual_seed(1)
+    )
     return [run(force_field, systems) for force_field in force_fields]
 
 
@@ -166,12 +170,16 @@ def test_dynamics_on_the_device_are_those_of_the_host(force_fields, frames, case
     thermostat = None if case == "NVE" else Langevin(torch.tensor([200.0, 300.0, 400.0]), 0.05)
     barostat = Barostat(0.1, 300.0, time=20.0, every=5) if case == "pressure" else None
     settings = {"thermostat": thermostat, "barostat": barostat, "every": 8, "seed": 4}
-    host, device = ends_of(force_fields, frames, lambda f, s: list(simulate(f, s, 24, 0.5, **settings)))
+    host, device = ends_of(
+        force_fields, frames, lambda f, s: list(simulate(f, s, 24, 0.5, **settings))
+    )
     assert [snapshot.step for snapshot in device] == [snapshot.step for snapshot in host]
     assert force_fields[1].launchable(device[-1].systems.box, device[-1].systems.atype)
     for one, other in zip(host, device, strict=True):
         torch.testing.assert_close(other.systems.coord, one.systems.coord, rtol=0.0, atol=1e-7)
-        torch.testing.assert_close(other.systems.velocity, one.systems.velocity, rtol=0.0, atol=1e-8)
+        torch.testing.assert_close(
+            other.systems.velocity, one.systems.velocity, rtol=0.0, atol=1e-8
+        )
         torch.testing.assert_close(other.forces.energy, one.forces.energy, rtol=0.0, atol=1e-7)
 
 
@@ -184,13 +192,19 @@ def test_relaxations_on_the_device_are_those_of_the_host(force_fields, frames):
 def test_lost_structures_are_those_of_the_host(force_fields, frames, monkeypatch):
     """The device stops before the step that loses a structure; the host takes only this step and names the atom."""
     by_host, advance = [], _Run.advance
-    monkeypatch.setattr(_Run, "advance", lambda run, time_step: [by_host.append(run.step), advance(run, time_step)])
+    monkeypatch.setattr(
+        _Run, "advance", lambda run, time_step: [by_host.append(run.step), advance(run, time_step)]
+    )
 
     def run(force_field, systems):
         by_host.clear()
         systems.mass[1, 2] = 4e-6  # u: small forces make it too fast after some steps
         systems.velocity[0, 3] = torch.tensor([0.3, 0.0, 0.0])
-        return [lost for snapshot in simulate(force_field, systems, 8, 0.55, every=8) for lost in snapshot.lost]
+        return [
+            lost
+            for snapshot in simulate(force_field, systems, 8, 0.55, every=8)
+            for lost in snapshot.lost
+        ]
 
     host, device = ends_of(force_fields, frames, run)
     assert host[0].step > 1
@@ -201,7 +215,9 @@ def test_lost_structures_are_those_of_the_host(force_fields, frames, monkeypatch
 def test_steps_are_repeated_where_lists_have_to_grow(force_fields, frames):
     settings = {"every": 8}
     apart = replace(frames.rows(slice(1, 2)), box=None)
-    systems = Systems.from_frames(replace(apart, coord=1.8 * apart.coord), ("O", "H"), force_fields[0].device)
+    systems = Systems.from_frames(
+        replace(apart, coord=1.8 * apart.coord), ("O", "H"), force_fields[0].device
+    )
     inwards = systems.coord.mean(1, keepdim=True) - systems.coord
     systems = replace(systems, velocity=0.06 * inwards)
     host, device = (list(simulate(f, systems, 16, 0.5, **settings))[-1] for f in force_fields)
@@ -234,6 +250,8 @@ def test_weights_of_a_frozen_file_are_compared_with_its_list(tmp_path):
     assert weights_of((tmp_path / "model.pth").read_bytes()) is not None
     held = {MANIFEST: "", WEIGHTS: ""}
     program = torch.jit.load(tmp_path / "model.pth", _extra_files=held)
-    torch.jit.save(program, tmp_path / "other.pth", _extra_files=held | {WEIGHTS: held[WEIGHTS] + b" "})
+    torch.jit.save(
+        program, tmp_path / "other.pth", _extra_files=held | {WEIGHTS: held[WEIGHTS] + b" "}
+    )
     with pytest.raises(ArchiveError, match="list"):
         weights_of((tmp_path / "other.pth").read_bytes())

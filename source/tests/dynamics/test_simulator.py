@@ -17,7 +17,9 @@ from deepmd_muon.infer import Predictor
 
 @pytest.mark.parametrize("name", ["se_e2_a", "dpa3"])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_forces_are_the_predictors_while_lists_are_reused(name, frozen, frames, generator, tmp_path):
+def test_forces_are_the_predictors_while_lists_are_reused(
+    name, frozen, frames, generator, tmp_path
+):
     model = build(name)
     if frozen:
         freeze(model, tmp_path / "model.pth")
@@ -31,16 +33,22 @@ def test_forces_are_the_predictors_while_lists_are_reused(name, frozen, frames, 
         np.testing.assert_allclose(found.force, expected.force, atol=1e-12)
         np.testing.assert_allclose(found.virial, expected.virial, atol=1e-11)
         noise = torch.randn(systems.coord.shape, generator=generator, dtype=torch.float64)
-        systems = replace(systems, coord=systems.coord + torch.where(systems.real[..., None], 0.05 * noise, 0.0))
+        systems = replace(
+            systems, coord=systems.coord + torch.where(systems.real[..., None], 0.05 * noise, 0.0)
+        )
     assert 3 <= force_field.lists_built < 12
 
 
 def test_verlet_conserves_energy_to_second_order(frames, generator):
     force_field = ForceField(Predictor(build("smooth"), device="cpu"))
-    systems = Systems.from_frames(frames.rows(slice(0, 2)), ("O", "H"), masses=(16.0, 1.0)).heated(300.0, generator)
+    systems = Systems.from_frames(frames.rows(slice(0, 2)), ("O", "H"), masses=(16.0, 1.0)).heated(
+        300.0, generator
+    )
     spread = []
     for time_step, steps in ((0.5, 16), (0.25, 32)):
-        total = torch.stack([s.total_energy for s in simulate(force_field, systems, steps, time_step, every=1)])
+        total = torch.stack(
+            [s.total_energy for s in simulate(force_field, systems, steps, time_step, every=1)]
+        )
         spread.append(np.ptp(total.numpy(), axis=0))
     np.testing.assert_allclose(spread[1] / spread[0], 0.25, rtol=0.3)
 
@@ -51,7 +59,9 @@ def test_langevin_reaches_each_copys_temperature(frames, generator):
     copies = start.rows(torch.zeros(6, dtype=torch.int64))
     wanted = torch.tensor([100.0] * 3 + [400.0] * 3)
     thermostat = Langevin(wanted, friction=0.5)
-    run = simulate(force_field, copies.heated(wanted, generator), 120, 0.5, thermostat=thermostat, every=4)
+    run = simulate(
+        force_field, copies.heated(wanted, generator), 120, 0.5, thermostat=thermostat, every=4
+    )
     found = [2.0 * snapshot.systems.kinetic / (BOLTZMANN * 3 * 24) for snapshot in run]
     mean = torch.stack(found[5:]).mean(0)
     assert mean[:3].mean() == pytest.approx(100.0, rel=0.15)
@@ -74,7 +84,9 @@ def test_a_lost_copy_is_named_and_the_others_go_on(frames, generator):
     np.testing.assert_allclose(snapshots[-1].systems.coord, alone.systems.coord, atol=1e-12)
 
 
-@pytest.mark.parametrize("wanted", [torch.tensor(200.0), torch.tensor([200.0]), torch.tensor([100.0, 200.0, 300.0])])
+@pytest.mark.parametrize(
+    "wanted", [torch.tensor(200.0), torch.tensor([200.0]), torch.tensor([100.0, 200.0, 300.0])]
+)
 @pytest.mark.parametrize("when", ["at once", "later"])
 def test_thermostat_and_barostat_go_on_without_a_lost_copy(frames, generator, wanted, when):
     force_field = ForceField(Predictor(build("smooth"), device="cpu"))
@@ -95,7 +107,11 @@ def test_temperatures_that_fit_no_structures_are_refused(frames, generator):
     with pytest.raises(DynamicsError, match="2 temperatures"):
         systems.heated(torch.tensor([100.0, 200.0]), generator)
     with pytest.raises(DynamicsError, match="2 temperatures"):
-        next(simulate(force_field, systems, 1, 0.5, thermostat=Langevin(torch.tensor([100.0, 200.0]))))
+        next(
+            simulate(
+                force_field, systems, 1, 0.5, thermostat=Langevin(torch.tensor([100.0, 200.0]))
+            )
+        )
     for wrong in (Langevin(-300.0), Langevin(float("nan")), Langevin(300.0, friction=-0.1)):
         with pytest.raises(DynamicsError, match="temperature"):
             next(simulate(force_field, systems, 1, 0.5, thermostat=wrong))
@@ -148,7 +164,9 @@ class IdealGas:
         return False
 
     def __call__(self, coord, box, atype):
-        return Forces(coord.new_zeros(len(coord)), torch.zeros_like(coord), coord.new_zeros(len(coord), 9))
+        return Forces(
+            coord.new_zeros(len(coord)), torch.zeros_like(coord), coord.new_zeros(len(coord), 9)
+        )
 
 
 def test_cells_of_an_ideal_gas_have_the_volumes_of_its_pressure(generator):
@@ -164,8 +182,12 @@ def test_cells_of_an_ideal_gas_have_the_volumes_of_its_pressure(generator):
         velocity=torch.zeros(copies, natoms, 3, dtype=torch.float64),
     ).heated(kelvin, generator)
     barostat = Barostat(pressures, kelvin, time=20.0, compressibility=1.0, every=1)
-    run = simulate(IdealGas(), start, 2500, 1.0, thermostat=Langevin(kelvin, 0.5), barostat=barostat, every=8)
-    volume = torch.stack([torch.linalg.det(snapshot.systems.box) for snapshot in run])[50:] / expected
+    run = simulate(
+        IdealGas(), start, 2500, 1.0, thermostat=Langevin(kelvin, 0.5), barostat=barostat, every=8
+    )
+    volume = (
+        torch.stack([torch.linalg.det(snapshot.systems.box) for snapshot in run])[50:] / expected
+    )
     for rows in (slice(0, copies // 2), slice(copies // 2, copies)):
         assert volume[:, rows].mean() == pytest.approx(1.0, rel=0.05)
         assert volume[:, rows].std() == pytest.approx((natoms + 1) ** -0.5, rel=0.1)
@@ -174,4 +196,12 @@ def test_cells_of_an_ideal_gas_have_the_volumes_of_its_pressure(generator):
 def test_constant_pressure_needs_a_thermostat(frames):
     force_field = ForceField(Predictor(build("smooth"), device="cpu"))
     with pytest.raises(DynamicsError, match="thermostat"):
-        next(simulate(force_field, Systems.from_frames(frames, ("O", "H")), 1, 0.5, barostat=Barostat(0.0, 300.0)))
+        next(
+            simulate(
+                force_field,
+                Systems.from_frames(frames, ("O", "H")),
+                1,
+                0.5,
+                barostat=Barostat(0.0, 300.0),
+            )
+        )

@@ -14,7 +14,9 @@ from deepmd_muon.model.registry import DESCRIPTORS
 pytestmark = [
     pytest.mark.deepmd_kit,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif("DEEPMD_KIT_EXAMPLES" not in os.environ, reason="DEEPMD_KIT_EXAMPLES names no examples"),
+    pytest.mark.skipif(
+        "DEEPMD_KIT_EXAMPLES" not in os.environ, reason="DEEPMD_KIT_EXAMPLES names no examples"
+    ),
 ]
 EXAMPLES = Path(os.environ.get("DEEPMD_KIT_EXAMPLES", "."))
 # What each of the others asks for that this package does not have.
@@ -36,7 +38,11 @@ def inputs():
         content = json.loads(path.read_text())
         model = content.get("model", {}) if isinstance(content, dict) else {}
         ours = model.get("descriptor", {}).get("type") in DESCRIPTORS.names()
-        if "training" in content and ours and model.get("fitting_net", {}).get("type", "ener") == "ener":
+        if (
+            "training" in content
+            and ours
+            and model.get("fitting_net", {}).get("type", "ener") == "ener"
+        ):
             found[path.relative_to(EXAMPLES).as_posix()] = content
     return found
 
@@ -48,8 +54,17 @@ INPUTS = inputs()
 def test_an_example_trains_two_steps(name, tmp_path, monkeypatch):
     content = INPUTS[name]
     left_out = ("stat_file", "stop_batch")
-    training = {key: x for key, x in content["training"].items() if "epoch" not in key and key not in left_out}
-    training.update(numb_steps=2, disp_freq=1, save_ckpt=str(tmp_path / "model"), disp_file=str(tmp_path / "lcurve"))
+    training = {
+        key: x
+        for key, x in content["training"].items()
+        if "epoch" not in key and key not in left_out
+    }
+    training.update(
+        numb_steps=2,
+        disp_freq=1,
+        save_ckpt=str(tmp_path / "model"),
+        disp_file=str(tmp_path / "lcurve"),
+    )
     path = tmp_path / "input.json"
     path.write_text(json.dumps({**content, "training": training}))
     monkeypatch.chdir((EXAMPLES / name).parent)  # its systems are relative to it
@@ -58,7 +73,9 @@ def test_an_example_trains_two_steps(name, tmp_path, monkeypatch):
     columns = dict(zip(names, np.loadtxt(tmp_path / "lcurve", ndmin=2).T, strict=True))
     assert columns["step"].tolist() == [1, 2]
     # Some ask for virials that their data lack.
-    assert all(np.isfinite(values).all() for name, values in columns.items() if "rmse_v" not in name)
+    assert all(
+        np.isfinite(values).all() for name, values in columns.items() if "rmse_v" not in name
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -71,9 +88,18 @@ def test_atomic_parameters_in_one_row(tmp_path, monkeypatch):
     """`aparam.npy` has shape (1, 5400) for 100 frames of 54 atoms."""
     content = INPUTS["fparam/train/input_aparam.json"]
     training = {key: x for key, x in content["training"].items() if key != "stop_batch"}
-    training.update(numb_steps=2, disp_freq=1, save_ckpt=str(tmp_path / "model"), disp_file=str(tmp_path / "lcurve"))
+    training.update(
+        numb_steps=2,
+        disp_freq=1,
+        save_ckpt=str(tmp_path / "model"),
+        disp_file=str(tmp_path / "lcurve"),
+    )
     path = tmp_path / "input.json"
-    path.write_text(json.dumps({**content, "model": {**content["model"], "type_map": ["W"]}, "training": training}))
+    path.write_text(
+        json.dumps(
+            {**content, "model": {**content["model"], "type_map": ["W"]}, "training": training}
+        )
+    )
     monkeypatch.chdir(EXAMPLES / "fparam" / "train")
     assert main(["--pt", "train", str(path), "-o", str(tmp_path / "out.json"), "-v", "ERROR"]) == 0
     assert np.isfinite(np.loadtxt(tmp_path / "lcurve")).all()
@@ -82,7 +108,10 @@ def test_atomic_parameters_in_one_row(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", [name for name in NAMELESS if name in INPUTS])
 def test_an_example_without_elements_is_refused(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir((EXAMPLES / name).parent)
-    assert main(["--pt", "train", Path(name).name, "-o", str(tmp_path / "out.json"), "-v", "ERROR"]) == 2
+    assert (
+        main(["--pt", "train", Path(name).name, "-o", str(tmp_path / "out.json"), "-v", "ERROR"])
+        == 2
+    )
     assert "type map" in capsys.readouterr().err
 
 

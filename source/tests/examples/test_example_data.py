@@ -62,11 +62,18 @@ def test_hdf5_holds_the_npy_arrays(example, system):
 def test_package_reads_both_forms_alike(example):
     folder, file = EXAMPLES / example / "data", EXAMPLES / example / f"{example}.hdf5"
     names = [system for owner, system in SYSTEMS if owner == example]
-    assert len(open_systems([str(folder)], None)) == len(open_systems([str(file)], None)) == len(names)
+    assert (
+        len(open_systems([str(folder)], None)) == len(open_systems([str(file)], None)) == len(names)
+    )
     for name in names:
         (npy,) = open_systems([str(folder / name)], None)
         (hdf5,) = open_systems([f"{file}#/{name}"], None)
-        assert (npy.natoms, npy.nframes, npy.pbc, npy.labels) == (hdf5.natoms, hdf5.nframes, hdf5.pbc, hdf5.labels)
+        assert (npy.natoms, npy.nframes, npy.pbc, npy.labels) == (
+            hdf5.natoms,
+            hdf5.nframes,
+            hdf5.pbc,
+            hdf5.labels,
+        )
         chosen = np.arange(npy.nframes)
         ours, theirs = npy.frames(chosen), hdf5.frames(chosen)
         np.testing.assert_array_equal(ours.coord, theirs.coord)
@@ -105,7 +112,11 @@ def water_blocks(name):
     train, valid = load("water_xtb", f"train/{name}"), load("water_xtb", f"valid/{name}")
     molecules = train["coord"].shape[1] // 9
     shape = (-1, molecules, 3, 3)
-    return train["coord"].astype(float).reshape(shape), valid["coord"].astype(float).reshape(shape), train["box"][0, 0]
+    return (
+        train["coord"].astype(float).reshape(shape),
+        valid["coord"].astype(float).reshape(shape),
+        train["box"][0, 0],
+    )
 
 
 def nearest_image(vector, length):
@@ -159,7 +170,9 @@ def test_copper_labels_are_emt(system):
             atoms.pbc = True
         atoms.calc = EMT()
         assert atoms.get_potential_energy() == pytest.approx(arrays["energy"][k], abs=1e-8)
-        np.testing.assert_allclose(arrays["force"][k].reshape(-1, 3), atoms.get_forces(), rtol=0, atol=1e-6)
+        np.testing.assert_allclose(
+            arrays["force"][k].reshape(-1, 3), atoms.get_forces(), rtol=0, atol=1e-6
+        )
         if "virial" in arrays:
             virial = -atoms.get_volume() * voigt_6_to_full_3x3_stress(atoms.get_stress())
             np.testing.assert_allclose(arrays["virial"][k].reshape(3, 3), virial, rtol=0, atol=1e-8)
@@ -191,7 +204,10 @@ def test_copper_virial_is_minus_the_strain_derivative(name):
 def test_committed_files_stay_small():
     for example, limit in (("water_xtb", 3_000_000), ("cu_emt", 300_000)):
         folder = EXAMPLES / example
-        files = [folder / f"{example}.hdf5", *(path for path in (folder / "data").rglob("*") if path.is_file())]
+        files = [
+            folder / f"{example}.hdf5",
+            *(path for path in (folder / "data").rglob("*") if path.is_file()),
+        ]
         assert sum(path.stat().st_size for path in files) <= limit
 
 

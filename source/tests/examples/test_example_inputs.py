@@ -25,7 +25,9 @@ def test_an_input_is_accepted_as_it_stands_and_finds_its_data(path):
     assert checked.notices == ()
     training = checked.settings.training
     for data, nsystems in ((training.training_data, 3), (training.validation_data, 3)):
-        systems = open_systems([str(path.parent / name) for name in data.systems], checked.settings.model.type_map)
+        systems = open_systems(
+            [str(path.parent / name) for name in data.systems], checked.settings.model.type_map
+        )
         assert len(systems) == nsystems
 
 
@@ -45,8 +47,12 @@ def test_an_input_leaves_the_rates_to_the_default_and_shows_errors_of_all_frames
 def test_attention_and_graph_potentials_train(name, tmp_path, monkeypatch):
     """Two steps of each, on one frame of the smallest system."""
     content = json.loads((EXAMPLES / name / "input.json").read_text())
-    content["training"]["training_data"]["systems"] = [str(EXAMPLES / "water_xtb" / "data" / "valid" / "300K")]
-    content["training"]["validation_data"]["systems"] = [str(EXAMPLES / "water_xtb" / "data" / "valid" / "300K")]
+    content["training"]["training_data"]["systems"] = [
+        str(EXAMPLES / "water_xtb" / "data" / "valid" / "300K")
+    ]
+    content["training"]["validation_data"]["systems"] = [
+        str(EXAMPLES / "water_xtb" / "data" / "valid" / "300K")
+    ]
     content["training"]["validation_data"]["numb_btch"] = 1
     content["training"].update(numb_steps=2, disp_freq=1, save_freq=2)
     content["model"]["data_stat_nbatch"] = 1
@@ -67,7 +73,9 @@ def test_the_table_of_routes_is_that_of_the_input(name, capsys):
     rows = re.findall(r"^\| `([\w.]+)` \| (\S+) \| (\w+) \|$", page, re.MULTILINE)
     assert len(rows) > 10
     for parameter, shape, route in rows:
-        assert [route.lower()] == [r for n, s, _, r in routes if n.endswith(parameter) and s == shape], parameter
+        assert [route.lower()] == [
+            r for n, s, _, r in routes if n.endswith(parameter) and s == shape
+        ], parameter
     matrices, share = re.search(r"muon (\d+) parameters .*?([\d.]+) %", summary).groups()
     assert f"Muon moves {matrices} matrices with {share} % of the weights" in page
 
@@ -76,11 +84,17 @@ def test_dpa3_starts_with_forces_of_the_right_size():
     """Forces a hundred times smaller than the data's have gradients to match: 1000 steps learn nothing."""
     section = load(EXAMPLES / "dpa3_water" / "input.json").normalized["model"]
     folder = EXAMPLES / "water_xtb" / "data" / "train" / "350K"
-    coord, box, force = (np.load(folder / "set.000" / f"{key}.npy")[:1] for key in ("coord", "box", "force"))
+    coord, box, force = (
+        np.load(folder / "set.000" / f"{key}.npy")[:1] for key in ("coord", "box", "force")
+    )
     atype = np.loadtxt(folder / "type.raw", dtype=int)
 
     def share(model):
-        started = Predictor(build_model(model)).predict(coord.reshape(1, -1, 3), box.reshape(1, 3, 3), atype).force
+        started = (
+            Predictor(build_model(model))
+            .predict(coord.reshape(1, -1, 3), box.reshape(1, 3, 3), atype)
+            .force
+        )
         return np.sqrt(np.mean(started**2) / np.mean(force**2))
 
     assert 0.2 < share(section) < 1.0
@@ -92,10 +106,19 @@ def test_dpa3_starts_with_forces_of_the_right_size():
 def test_the_readme_states_the_rates_that_a_run_takes(name):
     taken = normalize(json.loads((EXAMPLES / name / "input.json").read_text())).settings.optimizer
     page = (EXAMPLES / name / "README.md").read_text()
-    assert f"`lr_adjust_coeff` {taken.lr_adjust_coeff:g} and `adam_lr_ratio` {taken.adam_lr_ratio:g}" in page
+    assert (
+        f"`lr_adjust_coeff` {taken.lr_adjust_coeff:g} and `adam_lr_ratio` {taken.adam_lr_ratio:g}"
+        in page
+    )
 
 
-MUON = {"type": "Muon", "scaling": "match_rms", "rms_coefficient": 8.64, "schedule": "8+2", "weight_decay": 0.001}
+MUON = {
+    "type": "Muon",
+    "scaling": "match_rms",
+    "rms_coefficient": 8.64,
+    "schedule": "8+2",
+    "weight_decay": 0.001,
+}
 
 
 @pytest.mark.parametrize("optimizer", [None, MUON], ids=["as it stands", "Muon"])
@@ -117,9 +140,14 @@ def test_copper_learns_all_three_boundary_conditions(optimizer, tmp_path, monkey
     assert [row["step"] for row in rows] == [1, 30, 60]
     for quantity in "efv":
         for part in ("trn", "val"):
-            assert all(math.isfinite(row[f"rmse_{quantity}_{part}"]) for row in rows), (quantity, part)
+            assert all(math.isfinite(row[f"rmse_{quantity}_{part}"]) for row in rows), (
+                quantity,
+                part,
+            )
     assert rows[-1]["rmse_f_trn"] < 0.5 * rows[0]["rmse_f_trn"]
     (group,) = torch.load("model.ckpt-60.pt", weights_only=True)["optimizer"]["param_groups"]
-    vectors = {route for route, view in zip(group["routes"], group["views"], strict=True) if not view}
+    vectors = {
+        route for route, view in zip(group["routes"], group["views"], strict=True) if not view
+    }
     # Frozen are the empty parameters that deepmd-kit's model has.
     assert vectors - {"frozen"} == {"adamw" if optimizer else "adam"}

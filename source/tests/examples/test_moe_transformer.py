@@ -38,13 +38,23 @@ def losses(text, word):
 
 def call(*command):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], cwd=EXAMPLE, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=EXAMPLE, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
 
 def torchrun(folder, ranks, *options):
-    return call("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "train.py", *options)
+    return call(
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "train.py",
+        *options,
+    )
 
 
 def ranks_without_torchrun(folder, ranks, *options):
@@ -89,10 +99,14 @@ def test_two_ranks_train_as_one_and_one_resumes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "options"), [(4, ()), (2, ("--expert-parallel",)), (4, ("--expert-parallel",))])
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(4, ()), (2, ("--expert-parallel",)), (4, ("--expert-parallel",))]
+)
 def test_more_ranks_and_expert_parallelism(ranks, options, tmp_path):
     check(torchrun, tmp_path, ranks, 10, *options)
-    resumed = torchrun(tmp_path, 2, "--steps", "20", "--stop", "6", "--load", str(tmp_path / "checkpoint"))
+    resumed = torchrun(
+        tmp_path, 2, "--steps", "20", "--stop", "6", "--load", str(tmp_path / "checkpoint")
+    )
     assert "excess loss on fresh text" in resumed
 
 
@@ -101,6 +115,8 @@ def test_both_muons_learn_faster_than_adamw():
     rows = {
         cells[0].strip(): float(cells[-3])
         for line in call("train.py", "--compare", "--steps", "150").splitlines()
-        if line.startswith("| ") and "optimizer" not in line and len(cells := line.strip("| ").split("|")) > 4
+        if line.startswith("| ")
+        and "optimizer" not in line
+        and len(cells := line.strip("| ").split("|")) > 4
     }
     assert max(rows["HybridMuon"], rows["HybridMuon, polar-express-5"]) < rows["torch.optim.AdamW"]

@@ -15,7 +15,11 @@ EXAMPLE = TOP / "examples" / "water_md"
 
 
 def block(language, word):
-    (text,) = (t for t in re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE) if word in t)
+    (text,) = (
+        t
+        for t in re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+        if word in t
+    )
     return text
 
 
@@ -28,7 +32,13 @@ def test_its_commands_exist():
     from deepmd_muon.cli.main import build_parser
 
     commands = re.findall(r"^dp --pt (.*)$", PAGE, re.MULTILINE)
-    assert [command.split()[0] for command in commands] == ["train", "freeze", "freeze", "compress", "compress"]
+    assert [command.split()[0] for command in commands] == [
+        "train",
+        "freeze",
+        "freeze",
+        "compress",
+        "compress",
+    ]
     for command in commands:
         build_parser().parse_args(["--pt", *command.partition("#")[0].split()])
 

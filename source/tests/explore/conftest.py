@@ -12,7 +12,13 @@ QUICK = {
     "input": "input.json",
     "models": "model.ckpt.pt",
     "rounds": 2,
-    "dynamics": {"temperatures": [600, 1500], "copies": 2, "time": 0.05, "time_step": 2, "strains": [0.0, -0.04]},
+    "dynamics": {
+        "temperatures": [600, 1500],
+        "copies": 2,
+        "time": 0.05,
+        "time_step": 2,
+        "strains": [0.0, -0.04],
+    },
     "selection": {"frames": 6, "per_copy": 2, "closest": 0.85},
     "labels": {"calculator": "ase.calculators.emt:EMT"},
     "check": {"time": 0.04, "copies": 2, "temperature": 600, "enough": "never"},
@@ -53,7 +59,9 @@ def explore(copper):
     def run(**changes):
         content = json.loads(json.dumps(QUICK))
         for name, value in changes.items():
-            content[name] = {**content[name], **value} if isinstance(value, dict) and name in content else value
+            content[name] = (
+                {**content[name], **value} if isinstance(value, dict) and name in content else value
+            )
         (copper / "explore.json").write_text(json.dumps(content))
         return main(["explore", "explore.json"])
 

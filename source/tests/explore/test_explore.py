@@ -22,7 +22,10 @@ def test_two_rounds_train_on_labelled_structures_of_their_own_dynamics(copper, e
     table = (copper / "explore" / "rounds.txt").read_text().splitlines()
     assert [line.split()[0] for line in table] == ["round", "0", "1", "2"]
     assert table[-1] in capsys.readouterr().out
-    known = min(atoms.get_all_distances(mic=True)[np.triu_indices(len(atoms), 1)].min() for atoms in _data(copper))
+    known = min(
+        atoms.get_all_distances(mic=True)[np.triu_indices(len(atoms), 1)].min()
+        for atoms in _data(copper)
+    )
     for number in (1, 2):
         done = rounds(copper, number)
         assert done["labels"] == {"labelled": done["draw"]["chosen"], "failed": 0}
@@ -39,7 +42,10 @@ def test_two_rounds_train_on_labelled_structures_of_their_own_dynamics(copper, e
                 np.testing.assert_allclose(atoms.get_stress(), expected.get_stress(), atol=1e-6)
         assert done["training"]["error_after"] < done["training"]["error_before"]
     # The dynamics leave the data, and the selection takes what is closest.
-    assert min(a.get_all_distances(mic=True)[np.triu_indices(len(a), 1)].min() for a in labelled) < known
+    assert (
+        min(a.get_all_distances(mic=True)[np.triu_indices(len(a), 1)].min() for a in labelled)
+        < known
+    )
     model = copper / "explore" / "round_2" / "model_0"
     content = json.loads((model / "input.json").read_text())
     systems = content["training"]["training_data"]["systems"]
@@ -48,7 +54,12 @@ def test_two_rounds_train_on_labelled_structures_of_their_own_dynamics(copper, e
     ]
     assert content["training"]["training_data"]["auto_prob"].startswith("prob_sys_size;0:3:0.7;3:")
     # Steps of the rounds before are kept: 40, then 30 in each round; the count in the file begins at 0.
-    assert torch.load(model / "model.ckpt.pt", weights_only=True)["model"]["_extra_state"]["train_infos"]["step"] == 99
+    assert (
+        torch.load(model / "model.ckpt.pt", weights_only=True)["model"]["_extra_state"][
+            "train_infos"
+        ]["step"]
+        == 99
+    )
 
 
 def _data(folder):
@@ -60,7 +71,9 @@ def _data(folder):
     return read(folder / "data.xyz", ":")
 
 
-@pytest.mark.parametrize("stage", ["labels", "training", pytest.param("check", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "stage", ["labels", "training", pytest.param("check", marks=pytest.mark.slow)]
+)
 def test_a_command_that_was_killed_goes_on(copper, explore, monkeypatch, stage):
     from deepmd_muon.explore import labelling, loop, training
 
@@ -95,7 +108,11 @@ def test_a_command_that_was_killed_goes_on(copper, explore, monkeypatch, stage):
             patch.setattr(Checkpoints, "save", save_one)
         else:
             checked = loop.check_models
-            patch.setattr(loop, "check_models", lambda *words: kill() if calls else calls.append(1) or checked(*words))
+            patch.setattr(
+                loop,
+                "check_models",
+                lambda *words: kill() if calls else calls.append(1) or checked(*words),
+            )
         with pytest.raises(Killed):
             explore(rounds=1)
     before = {path: path.stat().st_mtime_ns for path in (copper / "explore").rglob("*.xyz")}
@@ -130,7 +147,9 @@ def test_structures_wait_for_labels_of_another_program(copper, explore, capsys, 
     lost = max(images, key=len)[:-1]
     lost.calc = EMT()
     lost.get_forces()
-    write(place / "labelled.xyz", [*images[1:], lost])  # one is missing, one has no label, one has lost an atom
+    write(
+        place / "labelled.xyz", [*images[1:], lost]
+    )  # one is missing, one has no label, one has lost an atom
     assert explore(labels=None, rounds=1) == 0
     assert rounds(copper, 1)["labels"] == {"labelled": len(images) - 1, "failed": 1}
     assert f"frames of {len(lost)} atoms" in caplog.text
@@ -149,14 +168,21 @@ def test_labels_that_were_made_outlive_a_labeller_that_fails(copper, explore, ca
         message = capsys.readouterr().err
         assert f"failed for {sizes.count(size)} of {len(sizes)}" in message
         assert word in message
-        kept = sorted(path.name for path in (copper / "explore" / "round_1" / "labels").glob("*.xyz"))
+        kept = sorted(
+            path.name for path in (copper / "explore" / "round_1" / "labels").glob("*.xyz")
+        )
         assert kept == [f"{k:04d}.xyz" for k in range(len(sizes)) if sizes[k] != size]
     # With some failures allowed the others are trained on, and the failures are listed.
-    assert explore(labels={**faulty, "arguments": {"raises": size}, "most_failed": 0.9}, **settings) == 0
+    assert (
+        explore(labels={**faulty, "arguments": {"raises": size}, "most_failed": 0.9}, **settings)
+        == 0
+    )
     done = rounds(copper, 1)["labels"]
     assert done == {"labelled": len(sizes) - sizes.count(size), "failed": sizes.count(size)}
     failed = (copper / "explore" / "round_1" / "failed.txt").read_text().splitlines()
-    assert [line[:4] for line in failed] == [f"{k:04d}" for k in range(len(sizes)) if sizes[k] == size]
+    assert [line[:4] for line in failed] == [
+        f"{k:04d}" for k in range(len(sizes)) if sizes[k] == size
+    ]
     assert all("did not converge" in line for line in failed)
 
 
@@ -185,7 +211,10 @@ def test_several_models_choose_by_deviation_and_are_all_trained(copper, explore,
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"labels": {"calculator": "no_such_package.ase:X"}}, ("labels/calculator", "no_such_package")),
+        (
+            {"labels": {"calculator": "no_such_package.ase:X"}},
+            ("labels/calculator", "no_such_package"),
+        ),
         ({"labels": {"calculator": "ase.calculators.emt:XYZ"}}, ("labels/calculator", "XYZ")),
         ({"labels": {"calculator": "ase.calculators.emt"}}, ("labels/calculator", "module:Class")),
         ({"rounds": 0}, ("rounds",)),
@@ -232,12 +261,20 @@ def test_one_command_at_a_time(copper, explore, capsys):
 
 
 def candidate(copy, *vector):
-    return Candidate(None, copy, 0.0, 300.0, None, 0.0, 0.9, None, "", np.array(vector, dtype=float))
+    return Candidate(
+        None, copy, 0.0, 300.0, None, 0.0, 0.9, None, "", np.array(vector, dtype=float)
+    )
 
 
 def test_the_farthest_are_chosen_first_and_few_of_each_trajectory():
     known = np.array([[0.0, 0.0]])
-    line = [candidate(0, 1, 0), candidate(0, 9, 0), candidate(0, 8.9, 0), candidate(1, 0, 5), candidate(1, 0, 0)]
+    line = [
+        candidate(0, 1, 0),
+        candidate(0, 9, 0),
+        candidate(0, 8.9, 0),
+        candidate(1, 0, 5),
+        candidate(1, 0, 0),
+    ]
     chosen = choose(line, known, SelectionSettings(frames=3))
     assert [c.fingerprint.tolist() for c in chosen] == [[9, 0], [0, 5], [1, 0]]
     chosen = choose(line, known, SelectionSettings(frames=5, per_copy=1))
@@ -256,11 +293,15 @@ def test_fingerprints_weigh_distances_that_no_frame_has(copper):
     frame = systems[0].frames([0])
     pairs = pairs_of(frame, 0, 4.0)
     start = prints.of(pairs)
-    np.testing.assert_allclose(start, min(prints.known, key=lambda row: np.linalg.norm(row - start)))
+    np.testing.assert_allclose(
+        start, min(prints.known, key=lambda row: np.linalg.norm(row - start))
+    )
 
     def moved(k, distance):
         changed = pairs.distance.copy()
-        same = (pairs.i == pairs.i[k]) & (pairs.j == pairs.j[k]) | (pairs.i == pairs.j[k]) & (pairs.j == pairs.i[k])
+        same = (pairs.i == pairs.i[k]) & (pairs.j == pairs.j[k]) | (pairs.i == pairs.j[k]) & (
+            pairs.j == pairs.i[k]
+        )
         same &= np.isclose(pairs.distance, pairs.distance[k])
         changed[same] = distance
         values = {name: getattr(pairs, name) for name in pairs.__dataclass_fields__}
@@ -277,7 +318,9 @@ def test_elements_that_the_data_hold_apart_may_meet():
 
     def pair(first, second, distance):
         coord = np.array([[0.0, 0.0, 0.0, distance, 0.0, 0.0]])
-        return System(MemoryStore("pair", [first, second], [{"coord": coord}], pbc=False), ["O", "H"])
+        return System(
+            MemoryStore("pair", [first, second], [{"coord": coord}], pbc=False), ["O", "H"]
+        )
 
     coverage = coverage_of([pair("O", "O", 1.2), pair("H", "H", 0.74)], ["O", "H"], 4.0)
     least = SelectionSettings().closest
@@ -310,5 +353,7 @@ def test_the_example_is_accepted_and_is_that_of_the_tutorial():
     page = (top / "doc" / "tutorials" / "stable-water.md").read_text()
     shown = json.loads(page.split("```json\n")[1].split("```")[0])
     assert shown == {
-        key: value for key, value in json.loads((place / "explore.json").read_text()).items() if key[0] != "_"
+        key: value
+        for key, value in json.loads((place / "explore.json").read_text()).items()
+        if key[0] != "_"
     }

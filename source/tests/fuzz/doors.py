@@ -32,7 +32,14 @@ from deepmd_muon.train import run
 INPUT = {
     "model": {
         "type_map": ["A", "B"],
-        "descriptor": {"type": "se_e2_a", "sel": [6, 6], "rcut": 3.0, "rcut_smth": 1.0, "neuron": [4, 8], "seed": 1},
+        "descriptor": {
+            "type": "se_e2_a",
+            "sel": [6, 6],
+            "rcut": 3.0,
+            "rcut_smth": 1.0,
+            "neuron": [4, 8],
+            "seed": 1,
+        },
         "fitting_net": {"neuron": [6, 6], "seed": 1},
     },
     "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-5, "decay_steps": 5},
@@ -114,7 +121,11 @@ class System(Door):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         write_system(folder / "sys")
-        self._originals = {path: path.read_bytes() for path in sorted((folder / "sys").rglob("*")) if path.is_file()}
+        self._originals = {
+            path: path.read_bytes()
+            for path in sorted((folder / "sys").rglob("*"))
+            if path.is_file()
+        }
 
     def change(self, draw: random.Random) -> None:
         for path, content in self._originals.items():
@@ -129,7 +140,9 @@ class System(Door):
         (system,) = open_systems(str(self.folder / self.name), ["A", "B"])
         suspicions([system])
         frames = system.frames(range(system.nframes))
-        assert all(np.isfinite(values).all() for values in (frames.coord, frames.box, frames.energy))
+        assert all(
+            np.isfinite(values).all() for values in (frames.coord, frames.box, frames.energy)
+        )
         cache = NeighborCache(3.0, (8, 8), by_type=True, ntypes=2)
         for k in range(frames.nframes):
             cache.frame(system, k, frames, k)
@@ -142,7 +155,10 @@ class HDF5System(System):
 
     def __init__(self, folder: Path) -> None:
         Door.__init__(self, folder)
-        self._arrays: dict[str, object] = {"type.raw": np.array([0, 1, 0, 1]), "type_map.raw": np.array([b"A", b"B"])}
+        self._arrays: dict[str, object] = {
+            "type.raw": np.array([0, 1, 0, 1]),
+            "type_map.raw": np.array([b"A", b"B"]),
+        }
         write_arrays(lambda name, values: self._arrays.update({f"set.000/{name}": values}))
 
     def change(self, draw: random.Random) -> None:
@@ -159,18 +175,28 @@ class HDF5System(System):
         values = np.asarray(self._arrays[name])
         kind = draw.randrange(8)
         if kind == 0:
-            file[name] = h5py.SoftLink(draw.choice(("/nowhere", f"/{name}", "/type.raw", "/set.000")))
+            file[name] = h5py.SoftLink(
+                draw.choice(("/nowhere", f"/{name}", "/type.raw", "/set.000"))
+            )
         elif kind == 1:
-            file[name] = draw.choice((h5py.Empty("f8"), h5py.ExternalLink("none.hdf5", "/x"), "text", b"\xff\xfe"))
+            file[name] = draw.choice(
+                (h5py.Empty("f8"), h5py.ExternalLink("none.hdf5", "/x"), "text", b"\xff\xfe")
+            )
         elif kind == 2:
             file.create_group(name)
         elif kind == 3:
-            file.create_dataset(name, values.shape, dtype=draw.choice((h5py.ref_dtype, h5py.string_dtype())))
+            file.create_dataset(
+                name, values.shape, dtype=draw.choice((h5py.ref_dtype, h5py.string_dtype()))
+            )
         elif values.dtype.kind == "S":
-            file[name] = draw.choice((values[:1], values[::-1], values[None], np.array([b"A", b"A"]), np.arange(3)))
+            file[name] = draw.choice(
+                (values[:1], values[::-1], values[None], np.array([b"A", b"A"]), np.arange(3))
+            )
         else:
             mutant = array_mutant(values, draw)
-            file[name] = mutant.astype("S12") if mutant.dtype.kind == "U" else _without_dates(mutant)
+            file[name] = (
+                mutant.astype("S12") if mutant.dtype.kind == "U" else _without_dates(mutant)
+            )
 
 
 def _without_dates(array: np.ndarray) -> np.ndarray:
@@ -224,7 +250,9 @@ class CheckpointBytes(Door):
         assert found["model"].keys() == expected.keys()
         assert found["deepmd_muon"] == self._expected["deepmd_muon"]
         for key, value in expected.items():
-            assert torch.equal(found["model"][key], value) if isinstance(value, torch.Tensor) else True, key
+            assert (
+                torch.equal(found["model"][key], value) if isinstance(value, torch.Tensor) else True
+            ), key
 
 
 class DirectoryBytes(CheckpointBytes):
@@ -278,7 +306,11 @@ class Restart(Door):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         write_system(folder / "sys")
-        training = {"training_data": {"systems": ["sys"], "batch_size": 1}, "seed": 1, "enable_ema": True}
+        training = {
+            "training_data": {"systems": ["sys"], "batch_size": 1},
+            "seed": 1,
+            "enable_ema": True,
+        }
         training |= {"numb_steps": 2, "save_freq": 2, "disp_freq": 2, "disp_training": False}
         (folder / "input.json").write_text(json.dumps({**INPUT, "training": training}))
         self._run()
@@ -288,7 +320,15 @@ class Restart(Door):
         before = os.getcwd()
         os.chdir(self.folder)
         try:
-            assert run(load("input.json"), log_level=logging.CRITICAL, skip_neighbor_stat=True, **options) == 0
+            assert (
+                run(
+                    load("input.json"),
+                    log_level=logging.CRITICAL,
+                    skip_neighbor_stat=True,
+                    **options,
+                )
+                == 0
+            )
         finally:
             os.chdir(before)
 
@@ -312,7 +352,11 @@ class FrozenBytes(Door):
 
     def _forces(self) -> np.ndarray:
         coord = np.arange(12.0).reshape(4, 3) ** 1.1 % 2.5
-        return Predictor(self.folder / self.name, device="cpu").predict(coord, None, np.array([0, 1, 0, 1])).force
+        return (
+            Predictor(self.folder / self.name, device="cpu")
+            .predict(coord, None, np.array([0, 1, 0, 1]))
+            .force
+        )
 
     def change(self, draw: random.Random) -> None:
         (self.folder / self.name).write_bytes(bytes_mutant(self._original, draw))

@@ -36,7 +36,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from kills import FORMS, PRELOADED, STEPS, KillError, Kind, result, same, whole_checkpoints, write_input
+from kills import (
+    FORMS,
+    PRELOADED,
+    STEPS,
+    KillError,
+    Kind,
+    result,
+    same,
+    whole_checkpoints,
+    write_input,
+)
 
 SOURCE = Path(__file__).with_name("failing_calls.c")
 #: Path of the library in the environment of a process that has loaded it.
@@ -81,7 +91,17 @@ def build_library(folder: Path) -> Path:
     if compiler is None:
         raise NoCompilerError("no C compiler (cc or gcc): system calls cannot be made to fail")
     library = folder / "failing_calls.so"
-    words = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl", "-lpthread"]
+    words = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-o",
+        str(library),
+        str(SOURCE),
+        "-ldl",
+        "-lpthread",
+    ]
     subprocess.run(words, check=True)
     return library
 
@@ -92,7 +112,10 @@ def prepare(folder: Path, kind: str) -> None:
     if kind == "best":
         path = folder / "run/input.json"
         content = json.loads(path.read_text())
-        content["training"] |= {"validation_data": {"systems": ["../data"]}, "jsonl_file": "log.jsonl"}
+        content["training"] |= {
+            "validation_data": {"systems": ["../data"]},
+            "jsonl_file": "log.jsonl",
+        }
         content["validating"] = {"full_validation": True, "full_val_start": 0, "max_best_ckpt": 2}
         content["validating"] |= {"validation_freq": 1, "validation_metric": "E:MAE"}
         path.write_text(json.dumps(content))
@@ -115,7 +138,9 @@ def train(folder: Path, restart: str, number: int = 0, fault: str = "") -> Ended
     if child == 0:
         _work(folder, restart, number, fault, said, calls)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return Ended(status, said.read_text(), tuple(_in_words(line) for line in calls.read_text().splitlines()))
+    return Ended(
+        status, said.read_text(), tuple(_in_words(line) for line in calls.read_text().splitlines())
+    )
 
 
 def _work(folder: Path, restart: str, number: int, fault: str, said: Path, calls: Path) -> None:
@@ -135,8 +160,12 @@ def _work(folder: Path, restart: str, number: int, fault: str, said: Path, calls
         error, _, lasting = fault.partition(" ")
         ended_by = -signal.SIGKILL if error == "kill" else getattr(errno, error, 0)
         library = ctypes.CDLL(os.environ[LIBRARY])
-        library.failing_calls_arm(os.fsencode(folder), ctypes.c_long(number), int(ended_by), bool(lasting), log)
-        status = dp(["train", "input.json", "--restart", restart, "--skip-neighbor-stat", "-l", "train.log"])
+        library.failing_calls_arm(
+            os.fsencode(folder), ctypes.c_long(number), int(ended_by), bool(lasting), log
+        )
+        status = dp(
+            ["train", "input.json", "--restart", restart, "--skip-neighbor-stat", "-l", "train.log"]
+        )
         library.failing_calls_disarm()
     except BaseException:
         traceback.print_exc()
@@ -157,11 +186,19 @@ def outcome(run: Path, kind: str) -> dict:
     if kind in ("dcp", "both"):
         # A run whose directory could not be written leaves a file of that step, from which the next run continues. One
         # that runs without fault keeps a directory of that step, and no file, where the form is "dcp".
-        names = [re.sub(rf"^(model[.]ckpt-)(?!{STEPS}[.])[0-9]+", r"\1older", name) for name in names]
+        names = [
+            re.sub(rf"^(model[.]ckpt-)(?!{STEPS}[.])[0-9]+", r"\1older", name) for name in names
+        ]
         names = [name for name in names if kind == "both" or name != "model.ckpt-older.pt"]
     links = {path.name: os.readlink(path) for path in run.iterdir() if path.is_symlink()}
-    texts = {name: (run / name).read_text() for name in ("checkpoint", "lcurve.out", "val.log") if name in names}
-    best = {path.name: torch.load(path, weights_only=True)["model"] for path in run.glob("best.ckpt*")}
+    texts = {
+        name: (run / name).read_text()
+        for name in ("checkpoint", "lcurve.out", "val.log")
+        if name in names
+    }
+    best = {
+        path.name: torch.load(path, weights_only=True)["model"] for path in run.glob("best.ckpt*")
+    }
     return {"result": result(run), "best": best, "names": names, "links": links, **texts}
 
 
@@ -205,7 +242,9 @@ class Sweep:
         ended = train(self.place / "undisturbed", "auto")
         if ended.status:
             raise FaultError(f"the undisturbed run ended with {ended.status}: {ended.said}")
-        _require(bool(ended.calls), "no call was counted: is the library loaded before the C library?")
+        _require(
+            bool(ended.calls), "no call was counted: is the library loaded before the C library?"
+        )
         self.calls = ended.calls
         self.undisturbed = outcome(self.place / "undisturbed/run", self.kind)
         self.checked: set[str] = set()
@@ -224,7 +263,10 @@ class Sweep:
         self.ended += ended.status != 0
         saved = whole_checkpoints(folder / "run")
         if fault == "kill":
-            _require(ended.status == -signal.SIGKILL, f"status {ended.status} instead of a kill: {ended.said}")
+            _require(
+                ended.status == -signal.SIGKILL,
+                f"status {ended.status} instead of a kill: {ended.said}",
+            )
         else:
             _check_end(ended, saved)
         key = digest(folder / "run")
@@ -249,7 +291,11 @@ class Sweep:
                 path.unlink()
         found = outcome(again / "run", self.kind)
         different = [key for key in self.undisturbed if not same(found[key], self.undisturbed[key])]
-        show = {key: (found[key], self.undisturbed[key]) for key in different if key not in ("result", "best")}
+        show = {
+            key: (found[key], self.undisturbed[key])
+            for key in different
+            if key not in ("result", "best")
+        }
         _require(not different, f"--restart {restart} gives other {different}: {show}")
 
 
@@ -258,7 +304,10 @@ def _check_end(ended: Ended, saved: dict[int, Path]) -> None:
     _require("Traceback" not in ended.said, f"a traceback: {ended.said}")
     _require(ended.status >= 0, f"signal {-ended.status}: {ended.said}")
     messages = [line for line in ended.said.splitlines() if line.startswith("dp train: ")]
-    _require(len(messages) == bool(ended.status), f"status {ended.status}, {len(messages)} messages: {ended.said}")
+    _require(
+        len(messages) == bool(ended.status),
+        f"status {ended.status}, {len(messages)} messages: {ended.said}",
+    )
     if saved and ended.status == 1:
         named = [path for path in saved.values() if f"{path.stem}." in "".join(messages)]
         _require(bool(named), f"the message names no checkpoint: {messages}")
@@ -295,7 +344,9 @@ def run_faults(place: Path, kind: str, options: argparse.Namespace) -> list[str]
 
 def _cases(calls: tuple[str, ...], options: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
     """Yield number, words and fault: all faults of each call, or the next one."""
-    chosen = [(number, call) for number, call in enumerate(calls, 1) if re.search(options.only, call)]
+    chosen = [
+        (number, call) for number, call in enumerate(calls, 1) if re.search(options.only, call)
+    ]
     turns = itertools.cycle(options.faults)
     for number, call in chosen[:: options.every]:
         for fault in options.faults if options.each else [next(turns)]:
@@ -309,9 +360,15 @@ def options_of(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=1, help="distance of the calls that fail")
     parser.add_argument("--only", default="", help="regular expression of the calls that fail")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=(*ERRORS, "kill"))
-    parser.add_argument("--each", action="store_true", help="each call with each fault, not with the next of them")
-    parser.add_argument("--list", action="store_true", help="print the calls of an undisturbed training")
-    parser.add_argument("--parts", type=int, default=1, help="take only one of so many parts of the cases")
+    parser.add_argument(
+        "--each", action="store_true", help="each call with each fault, not with the next of them"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the calls of an undisturbed training"
+    )
+    parser.add_argument(
+        "--parts", type=int, default=1, help="take only one of so many parts of the cases"
+    )
     parser.add_argument("--part", type=int, default=0, help="which part, from 0")
     parser.add_argument("--first", type=int, default=0, help="number of the first case, from 0")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="time for each kind")
@@ -324,8 +381,15 @@ def main() -> int:
     if LIBRARY not in os.environ:
         with tempfile.TemporaryDirectory() as place:
             library = str(build_library(Path(place)))
-            environment = {**os.environ, LIBRARY: library, "LD_PRELOAD": library, "OMP_NUM_THREADS": "1"}
-            return subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode
+            environment = {
+                **os.environ,
+                LIBRARY: library,
+                "LD_PRELOAD": library,
+                "OMP_NUM_THREADS": "1",
+            }
+            return subprocess.run(
+                [sys.executable, *sys.argv], env=environment, check=False
+            ).returncode
     for name in PRELOADED:
         importlib.import_module(name)
     problems = 0

@@ -103,7 +103,9 @@ def fuzz(door: Door, seed: int, numbers: Iterable[int]) -> Outcome:
                 continue
             outcome.refused += 1
             if problem := message_problem(str(error), door.name):
-                outcome.failures.append((number, f"{type(error).__name__}: {problem}: {str(error)[:500]}"))
+                outcome.failures.append(
+                    (number, f"{type(error).__name__}: {problem}: {str(error)[:500]}")
+                )
         took = time.process_time() - begin
         outcome.longest = max(outcome.longest, took)
         if took > MOST_TIME:
@@ -123,7 +125,9 @@ def message_problem(message: str, name: str) -> str | None:
 def main() -> int:
     """Fuzz the doors that the command line names, all of them without names, and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("doors", nargs="*", default=list(DOORS), metavar="door", help=", ".join(DOORS))
+    parser.add_argument(
+        "doors", nargs="*", default=list(DOORS), metavar="door", help=", ".join(DOORS)
+    )
     parser.add_argument("--tries", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, help="number of a single try")
@@ -139,7 +143,10 @@ def main() -> int:
                 found = fuzz(door, options.seed, numbers)
         failed += len(found.failures)
         done = f"{found.read} read, {found.refused} refused, {len(found.failures)} failures"
-        print(f"{name}: {len(numbers)} tries, {done}, longest {found.longest:.2f} s of CPU time", flush=True)
+        print(
+            f"{name}: {len(numbers)} tries, {done}, longest {found.longest:.2f} s of CPU time",
+            flush=True,
+        )
         for number, text in found.failures:
             print(f"--- {name}, seed {options.seed}, try {number}\n{text}", flush=True)
     return bool(failed)

@@ -32,7 +32,11 @@ from deepmd_muon.checkpoint_file.file import read_checkpoint
 
 PRELOADED = [
     "deepmd_muon.cli.main",
-    *("deepmd_muon.train.start", "deepmd_muon.train.strategy.replicated", "deepmd_muon.train.strategy.fully_sharded"),
+    *(
+        "deepmd_muon.train.start",
+        "deepmd_muon.train.strategy.replicated",
+        "deepmd_muon.train.strategy.fully_sharded",
+    ),
     *("deepmd_muon.train.checkpoint.directories", "numpy.random", "torch._dynamo"),
 ]
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -41,7 +45,9 @@ STEPS, SAVE_EVERY, KEPT = 9, 2, 2
 # A process that has not ended by then hangs [s], however busy the machine is.
 PATIENCE = 600.0
 # Changes of the file system that the interpreter reports; "open" counts when it is for writing.
-_CHANGES = frozenset(("os.rename", "os.remove", "os.symlink", "os.mkdir", "os.rmdir", "os.truncate"))
+_CHANGES = frozenset(
+    ("os.rename", "os.remove", "os.symlink", "os.mkdir", "os.rmdir", "os.truncate")
+)
 _WRITING = os.O_WRONLY | os.O_RDWR
 
 
@@ -93,7 +99,14 @@ def write_input(folder: Path, kind: Kind) -> None:
     np.save(part / "energy.npy", draw.standard_normal(6))
     np.save(part / "force.npy", draw.standard_normal((6, 12)))
     net = {"neuron": [4, 4], "seed": 1}
-    descriptor = {"type": "se_e2_a", "sel": [16, 16], "rcut": 3.0, "rcut_smth": 1.0, "axis_neuron": 2, **net}
+    descriptor = {
+        "type": "se_e2_a",
+        "sel": [16, 16],
+        "rcut": 3.0,
+        "rcut_smth": 1.0,
+        "axis_neuron": 2,
+        **net,
+    }
     content = {
         "model": {"type_map": ["A", "B"], "descriptor": descriptor, "fitting_net": net},
         "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-5, "decay_steps": 5},
@@ -234,10 +247,16 @@ def whole_checkpoints(run: Path) -> dict[int, Path]:
 def same(first: object, second: object) -> bool:
     """Compare nested values; tensors bit by bit."""
     if isinstance(first, torch.Tensor):
-        return isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
+        return (
+            isinstance(second, torch.Tensor)
+            and first.dtype == second.dtype
+            and torch.equal(first, second)
+        )
     if isinstance(first, dict):
         return (
-            isinstance(second, dict) and first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+            isinstance(second, dict)
+            and first.keys() == second.keys()
+            and all(same(first[k], second[k]) for k in first)
         )
     if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(map(same, first, second))
@@ -247,7 +266,9 @@ def same(first: object, second: object) -> bool:
 def result(run: Path) -> dict:
     """Return what the last checkpoint of a run says of its training: all but the names of the others."""
     content = read_checkpoint(run / f"model.ckpt-{STEPS}.pt")
-    content["deepmd_muon"] = {k: v for k, v in content["deepmd_muon"].items() if k not in ("series", "directories")}
+    content["deepmd_muon"] = {
+        k: v for k, v in content["deepmd_muon"].items() if k not in ("series", "directories")
+    }
     return content
 
 
@@ -257,7 +278,9 @@ def reference(folder: Path, kind: Kind) -> Reference:
     codes, changes, seconds = train(folder, kind)
     if any(codes):
         raise KillError(f"the undisturbed run ended with {codes}: {(folder / 'log0').read_text()}")
-    return Reference(result(folder / "run"), (folder / "run/lcurve.out").read_text(), changes, seconds)
+    return Reference(
+        result(folder / "run"), (folder / "run/lcurve.out").read_text(), changes, seconds
+    )
 
 
 def draw_kill(draw: random.Random, kind: Kind, undisturbed: Reference) -> Kill:
@@ -303,7 +326,9 @@ def try_chain(folder: Path, kind: Kind, kills: list[Kill], undisturbed: Referenc
     if not same(result(run), undisturbed.content):
         raise KillError("the result differs from that of the undisturbed run")
     if (run / "lcurve.out").read_text() != undisturbed.curve:
-        raise KillError(f"lcurve.out differs from that of the undisturbed run: {(run / 'lcurve.out').read_text()}")
+        raise KillError(
+            f"lcurve.out differs from that of the undisturbed run: {(run / 'lcurve.out').read_text()}"
+        )
     for suffix in ("pt", "dcp"):
         kept = sorted(path.name for path in run.glob(f"model.ckpt-*.{suffix}"))
         if len(kept) > KEPT:
@@ -314,7 +339,9 @@ def try_chain(folder: Path, kind: Kind, kills: list[Kill], undisturbed: Referenc
     return steps[:-1]
 
 
-def run_kills(place: Path, amount: int, seed: int, kinds: tuple[Kind, ...]) -> tuple[Counter, list[str]]:
+def run_kills(
+    place: Path, amount: int, seed: int, kinds: tuple[Kind, ...]
+) -> tuple[Counter, list[str]]:
     """Kill `amount` times; return the number of kills by kind, signal and what was reached, and all failures."""
     draw, counts, failures = random.Random(seed), Counter(), []
     references: dict[Kind, Reference] = {}
@@ -328,7 +355,9 @@ def run_kills(place: Path, amount: int, seed: int, kinds: tuple[Kind, ...]) -> t
         try:
             steps = try_chain(folder, kind, kills, references[kind])
         except KillError as error:
-            failures.append(f"seed {seed}, chain {counts['chains']}, {kind}, {'; '.join(map(str, kills))}: {error}")
+            failures.append(
+                f"seed {seed}, chain {counts['chains']}, {kind}, {'; '.join(map(str, kills))}: {error}"
+            )
         else:
             counts["kills before the first checkpoint"] += steps.count(0)
             counts["chains that ended alike"] += 1
@@ -353,7 +382,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         begin = time.monotonic()
         # One in four with two ranks, which take three times as long.
-        counts, failures = run_kills(Path(place), options.kills, options.seed, ALONE * 3 + TWO_RANKS)
+        counts, failures = run_kills(
+            Path(place), options.kills, options.seed, ALONE * 3 + TWO_RANKS
+        )
     for name, count in sorted(counts.items()):
         print(f"{count:6d} {name}")
     for failure in failures:

@@ -32,7 +32,18 @@ class ExtendedXYZ(Door):
     """Extended XYZ with changed bytes, or with a word of it in place of another."""
 
     name = "s.xyz"
-    _WORDS = ("forces:R:99999999", "pos:S:3", "species:I:1", "Properties=", "=", "\n\n", "é", "{", "[[1,2],[3]]", "inf")
+    _WORDS = (
+        "forces:R:99999999",
+        "pos:S:3",
+        "species:I:1",
+        "Properties=",
+        "=",
+        "\n\n",
+        "é",
+        "{",
+        "[[1,2],[3]]",
+        "inf",
+    )
     _HEAD = 'Lattice="6 0 0 0 6 0 0 0 6" Properties=species:S:1:pos:R:3:forces:R:3 energy=-1.5 pbc="T T T"'
 
     def __init__(self, folder: Path) -> None:
@@ -67,7 +78,9 @@ class CompressedXYZ(ExtendedXYZ):
     def change(self, draw: random.Random) -> None:
         super().change(draw)
         content = gzip.compress((self.folder / self.name).read_bytes())
-        (self.folder / self.name).write_bytes(bytes_mutant(content, draw) if draw.random() < 0.5 else content)
+        (self.folder / self.name).write_bytes(
+            bytes_mutant(content, draw) if draw.random() < 0.5 else content
+        )
 
 
 class HDF5Bytes(Door):
@@ -99,12 +112,18 @@ class Statistics(Door):
 
     name = "stat.hdf5"
     _KEY: ClassVar = {"rcut": 6.0}
-    _ARRAYS: ClassVar = {"mean": np.arange(8.0).reshape(2, 4), "stddev": np.ones((2, 4)), "energy_bias": np.ones(2)}
+    _ARRAYS: ClassVar = {
+        "mean": np.arange(8.0).reshape(2, 4),
+        "stddev": np.ones((2, 4)),
+        "energy_bias": np.ones(2),
+    }
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         for number in range(3):
-            StatFile(folder / self.name).save(self._KEY if number == 1 else {"rcut": number}, self._ARRAYS)
+            StatFile(folder / self.name).save(
+                self._KEY if number == 1 else {"rcut": number}, self._ARRAYS
+            )
         self._original = (folder / self.name).read_bytes()
 
     def change(self, draw: random.Random) -> None:
@@ -120,12 +139,16 @@ class Statistics(Door):
             del file[name]
             if draw.random() < 0.7:
                 links = (h5py.SoftLink("/nowhere"), h5py.SoftLink(f"/{name}"))
-                file[name] = draw.choice((*links, "x", h5py.Empty("f8"), np.arange(3), np.array(b"x")))
+                file[name] = draw.choice(
+                    (*links, "x", h5py.Empty("f8"), np.arange(3), np.array(b"x"))
+                )
 
     def enter(self) -> None:
         store = StatFile(self.folder / self.name)
         found = store.load(self._KEY)
-        assert found is None or all(np.array_equal(found[name], array) for name, array in self._ARRAYS.items())
+        assert found is None or all(
+            np.array_equal(found[name], array) for name, array in self._ARRAYS.items()
+        )
         store.save(self._KEY, self._ARRAYS)
         assert store.load(self._KEY).keys() == self._ARRAYS.keys()
 
@@ -153,7 +176,11 @@ class Reports(Door):
     def _row(self, report: object, step: int) -> None:
         errors = {"rmse_e": 1.0 / step, "rmse_f": 2.0 / step}
         if isinstance(report, ValidationFile):
-            report.row(step, {f"{x}:{y}": 1.0 / step for x in "efs" for y in ("mae", "rmse")}, f"saved {step}")
+            report.row(
+                step,
+                {f"{x}:{y}": 1.0 / step for x in "efs" for y in ("mae", "rmse")},
+                f"saved {step}",
+            )
         else:
             report.step(step, 1e-3, errors, errors)
 
@@ -173,7 +200,8 @@ class Reports(Door):
         after = self._path.read_bytes().split(b"\n")
         rows = [line for line in before if line in whole and line[:1] not in (b"#", b"")]
         steps = [
-            int(line.split()[0] if line[:1] == b" " else line.split(b'"step": ')[1].split(b",")[0]) for line in rows
+            int(line.split()[0] if line[:1] == b" " else line.split(b'"step": ')[1].split(b",")[0])
+            for line in rows
         ]
         assert all(line in after for line, step in zip(rows, steps, strict=True) if step <= 500)
         for path in ("log.out", "log.jsonl"):
@@ -186,7 +214,10 @@ class Average(CheckpointStructure):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         weights = dict(Predictor(self._written(), device="cpu").model.named_parameters())
-        self._content["ema"] = {"decay": 0.9, "model": {name: x.detach() for name, x in weights.items()}}
+        self._content["ema"] = {
+            "decay": 0.9,
+            "model": {name: x.detach() for name, x in weights.items()},
+        }
 
     def _written(self) -> Path:
         torch.save(self._content, self.folder / self.name)
@@ -198,7 +229,9 @@ class Average(CheckpointStructure):
 
     def enter(self) -> None:
         coord = np.arange(12.0).reshape(1, 4, 3) % 5.0
-        found = Predictor(self.folder / self.name, device="cpu", ema=True).predict(coord, None, [0, 1, 0, 1])
+        found = Predictor(self.folder / self.name, device="cpu", ema=True).predict(
+            coord, None, [0, 1, 0, 1]
+        )
         assert np.isfinite(found.force).all()
 
 
@@ -220,7 +253,9 @@ class Shown(Restart):
         )
         for show in shown:
             try:
-                with mock.patch("deepmd_muon.show.spectra.plot_spectra"):  # pictures take most of the time
+                with mock.patch(
+                    "deepmd_muon.show.spectra.plot_spectra"
+                ):  # pictures take most of the time
                     show()
             except Exception as error:  # noqa: PERF203 (one error must not hide those of the other topics)
                 if not type(error).__module__.startswith("deepmd_muon"):

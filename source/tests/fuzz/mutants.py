@@ -61,7 +61,13 @@ def tree_mutant(tree: Any, draw: random.Random) -> Any:
 
 def _places(tree: Any):
     """Yield every container and key of a tree."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for key, value in items:
         yield tree, key
         yield from _places(value)

@@ -58,13 +58,21 @@ class Sample:
     @classmethod
     def now(cls, run: Path, step: int) -> Sample:
         """Look at this process and the folder of its run."""
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        found = int(status["VmRSS"].split()[0]) / 1024, len(os.listdir("/proc/self/fd")), int(status["Threads"])
+        status = dict(
+            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
+        )
+        found = (
+            int(status["VmRSS"].split()[0]) / 1024,
+            len(os.listdir("/proc/self/fd")),
+            int(status["Threads"]),
+        )
         files = len(os.listdir(run))
         if not torch.cuda.is_initialized():
             return cls(step, *found, files)
         free, total = torch.cuda.mem_get_info()
-        return cls(step, *found, files, torch.cuda.memory_allocated() / 2**20, (total - free) / 2**20)
+        return cls(
+            step, *found, files, torch.cuda.memory_allocated() / 2**20, (total - free) / 2**20
+        )
 
 
 class SoakError(AssertionError):
@@ -80,7 +88,9 @@ def write_data(folder: Path) -> None:
         natoms = 4 + number % 3
         (part.parent / "type.raw").write_text("0 " * natoms)
         (part.parent / "type_map.raw").write_text("H")
-        coord = np.arange(natoms)[:, None] * np.array([1.3, 0.7, 0.4]) + draw.normal(0, 0.05, (FRAMES, natoms, 3))
+        coord = np.arange(natoms)[:, None] * np.array([1.3, 0.7, 0.4]) + draw.normal(
+            0, 0.05, (FRAMES, natoms, 3)
+        )
         np.save(part / "coord.npy", coord.reshape(FRAMES, -1))
         np.save(part / "box.npy", np.tile(8.0 * np.eye(3).ravel(), (FRAMES, 1)))
         np.save(part / "energy.npy", draw.normal(-natoms, 0.1, FRAMES))
@@ -92,11 +102,26 @@ def write_input(folder: Path, steps: int, device: str) -> None:
     write_data(folder / "data")
     run, every = folder / "run", max(50, steps // 100)
     run.mkdir()
-    net = {"neuron": [4], "seed": 1}  # a step costs its operators, whatever their size: as few layers as there can be
-    descriptor = {"type": "se_e2_a", "sel": [6], "rcut": 4.0, "rcut_smth": 1.0, "axis_neuron": 2, **net}
+    net = {
+        "neuron": [4],
+        "seed": 1,
+    }  # a step costs its operators, whatever their size: as few layers as there can be
+    descriptor = {
+        "type": "se_e2_a",
+        "sel": [6],
+        "rcut": 4.0,
+        "rcut_smth": 1.0,
+        "axis_neuron": 2,
+        **net,
+    }
     content = {
         "model": {"type_map": ["H"], "descriptor": descriptor, "fitting_net": net},
-        "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-6, "decay_steps": max(1, steps // 50)},
+        "learning_rate": {
+            "type": "exp",
+            "start_lr": 1e-3,
+            "stop_lr": 1e-6,
+            "decay_steps": max(1, steps // 50),
+        },
         "loss": {"type": "ener"},
         "optimizer": {"type": "HybridMuon", "lr_adjust": 0.0},
         "training": {
@@ -111,7 +136,12 @@ def write_input(folder: Path, steps: int, device: str) -> None:
             "jsonl_file": "log.jsonl",
             "capture": "on" if device == "cuda" else "auto",
         },
-        "validating": {"full_validation": True, "full_val_start": 0, "validation_freq": 3 * every, "max_best_ckpt": 2}
+        "validating": {
+            "full_validation": True,
+            "full_val_start": 0,
+            "validation_freq": 3 * every,
+            "max_best_ckpt": 2,
+        }
         | {"validation_metric": "F:RMSE"},
     }
     (run / "input.json").write_text(json.dumps(content))
@@ -119,7 +149,10 @@ def write_input(folder: Path, steps: int, device: str) -> None:
 
 def last_step(run: Path) -> int:
     """Return the last step in the log of JSON lines; 0 before the first."""
-    with contextlib.suppress(OSError, IndexError, ValueError), (run / "log.jsonl").open("rb") as file:
+    with (
+        contextlib.suppress(OSError, IndexError, ValueError),
+        (run / "log.jsonl").open("rb") as file,
+    ):
         file.seek(max(0, file.seek(0, os.SEEK_END) - 2000))
         return int(json.loads(file.read().rpartition(b"\n")[0].rpartition(b"\n")[2])["step"])
     return 0
@@ -146,7 +179,9 @@ def train(run: Path, until: int, deadline: float, restart: str = "auto") -> list
     try:
         os.chdir(run)
         looker.start()
-        status = dp(["train", "input.json", "--restart", restart, "--skip-neighbor-stat", "-v", "ERROR"])
+        status = dp(
+            ["train", "input.json", "--restart", restart, "--skip-neighbor-stat", "-v", "ERROR"]
+        )
     finally:
         ended.set()
         looker.join()
@@ -163,8 +198,12 @@ def check_flat(parts: list[list[Sample]]) -> list[str]:
     first, last = ([sample for sample in part if sample] for part in (parts[1], parts[-1]))
     problems = []
     for field in fields(Sample)[1:]:
-        before, after = (max(getattr(sample, field.name) for sample in part) for part in (first, last))
-        allowed = FLAT if field.type == "float" else 2  # handles and threads come and go with a report
+        before, after = (
+            max(getattr(sample, field.name) for sample in part) for part in (first, last)
+        )
+        allowed = (
+            FLAT if field.type == "float" else 2
+        )  # handles and threads come and go with a report
         if after > before + allowed:
             problems.append(f"{field.name} grew from {before:.0f} to {after:.0f}")
     return problems
@@ -178,8 +217,16 @@ def check_result(run: Path, again: Path) -> list[str]:
     first, last = steps[-2:]
     paths = {step: run / f"model.ckpt-{step}.pt" for step in (first, last)}
     content = read_checkpoint(paths[last])
-    tensors = {name: x for name, x in content["model"].items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
-    problems = [f"{name} is not finite at step {last}" for name, x in tensors.items() if not x.isfinite().all()]
+    tensors = {
+        name: x
+        for name, x in content["model"].items()
+        if isinstance(x, torch.Tensor) and x.is_floating_point()
+    }
+    problems = [
+        f"{name} is not finite at step {last}"
+        for name, x in tensors.items()
+        if not x.isfinite().all()
+    ]
     again.mkdir()
     content_of_input = json.loads((run / "input.json").read_text())
     content_of_input["training"]["save_freq"] = last  # which a signal may have chosen
@@ -187,11 +234,18 @@ def check_result(run: Path, again: Path) -> list[str]:
     shutil.copy(paths[first], again)
     train(again, last, time.monotonic() + 3600, restart=paths[first].name)
     replayed = read_checkpoint(again / paths[last].name)
-    different = [key for key in ("model", "optimizer", "ema") if not same(replayed[key], content[key])]
-    return problems + [f"{key} of step {last} differs when the run continues from step {first}" for key in different]
+    different = [
+        key for key in ("model", "optimizer", "ema") if not same(replayed[key], content[key])
+    ]
+    return problems + [
+        f"{key} of step {last} differs when the run continues from step {first}"
+        for key in different
+    ]
 
 
-def soak(folder: Path, steps: int, lives: int, device: str, seconds: float = float("inf")) -> list[str]:
+def soak(
+    folder: Path, steps: int, lives: int, device: str, seconds: float = float("inf")
+) -> list[str]:
     """Train, print what every part held, and return all problems."""
     begin = time.monotonic()
     if not (run := folder / "run").exists():
@@ -202,13 +256,22 @@ def soak(folder: Path, steps: int, lives: int, device: str, seconds: float = flo
         part_seconds = min(seconds, (len(parts) + 1) * seconds / lives)
         parts.append(train(run, goal if goal < steps else steps + 1, begin + part_seconds))
         if parts[-1]:
-            low, high = ([f(getattr(x, y.name) for x in parts[-1]) for y in fields(Sample)] for f in (min, max))
+            low, high = (
+                [f(getattr(x, y.name) for x in parts[-1]) for y in fields(Sample)]
+                for f in (min, max)
+            )
             held = ", ".join(
-                f"{y.name} {a:.0f} to {b:.0f}" for y, a, b in zip(fields(Sample), low, high, strict=True) if b
+                f"{y.name} {a:.0f} to {b:.0f}"
+                for y, a, b in zip(fields(Sample), low, high, strict=True)
+                if b
             )
             print(f"part {len(parts)}, {time.monotonic() - begin:.0f} s: {held}", flush=True)
     trained = [part for part in parts if part]
-    problems = check_flat(trained) if len(trained) > 2 else [f"only {len(trained)} parts: give more steps or seconds"]
+    problems = (
+        check_flat(trained)
+        if len(trained) > 2
+        else [f"only {len(trained)} parts: give more steps or seconds"]
+    )
     again = folder / "again"
     shutil.rmtree(again, ignore_errors=True)
     problems += check_result(run, again)
@@ -223,19 +286,27 @@ def main() -> int:
     """Soak as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--lives", type=int, default=10, help="trainings, each of which continues the last")
+    parser.add_argument(
+        "--lives", type=int, default=10, help="trainings, each of which continues the last"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after that time")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--folder", type=Path, help="keep the run here, and continue the one that is there")
+    parser.add_argument(
+        "--folder", type=Path, help="keep the run here, and continue the one that is there"
+    )
     options = parser.parse_args()
     os.environ["DEVICE"] = options.device
     if options.device == "cpu":
         torch.set_num_threads(1)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (HANDLES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (HANDLES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
     else:  # forces are otherwise added up in an order that varies, and no two runs have the same bits
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it would be a kernel more for each empty tensor
+        torch.utils.deterministic.fill_uninitialized_memory = (
+            False  # it would be a kernel more for each empty tensor
+        )
     with tempfile.TemporaryDirectory() as place:
         folder = (options.folder or Path(place)).resolve()
         return bool(soak(folder, options.steps, options.lives, options.device, options.seconds))

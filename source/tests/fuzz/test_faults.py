@@ -16,7 +16,8 @@ SCRIPT = Path(__file__).with_name("faults.py")
 CHOSEN = r"(rename|close) run/(model\.ckpt\.pt|checkpoint|val\.log|best\.ckpt-9.*)$|write run/lcurve|unlink run/model"
 
 pytestmark = pytest.mark.skipif(
-    not (shutil.which("cc") or shutil.which("gcc")), reason="a C compiler makes the library whose calls fail"
+    not (shutil.which("cc") or shutil.which("gcc")),
+    reason="a C compiler makes the library whose calls fail",
 )
 
 
@@ -26,7 +27,10 @@ def run_faults(*words: str) -> dict[str, list[int]]:
     command = [sys.executable, str(SCRIPT), *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     summary = r"(\w+): (\d+) calls, (\d+) faults, (\d+) ended the run, (\d+) states restarted, (\d+) failures"
-    found = {kind: [int(number) for number in numbers] for kind, *numbers in re.findall(summary, done.stdout)}
+    found = {
+        kind: [int(number) for number in numbers]
+        for kind, *numbers in re.findall(summary, done.stdout)
+    }
     assert done.returncode == 0, done.stdout + done.stderr
     return found
 

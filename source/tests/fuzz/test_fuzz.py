@@ -45,7 +45,11 @@ def test_the_generators_repeat_themselves():
     for mutant, value in ((bytes_mutant, b"abc" * 100), (tree_mutant, INPUT)):
         assert mutant(value, random.Random(7)) == mutant(value, random.Random(7)) != value
     first, second = (array_mutant(array, random.Random(7)) for _ in range(2))
-    assert (first.dtype, first.shape, first.tobytes()) == (second.dtype, second.shape, second.tobytes())
+    assert (first.dtype, first.shape, first.tobytes()) == (
+        second.dtype,
+        second.shape,
+        second.tobytes(),
+    )
 
 
 def test_a_door_that_fails_is_reported(tmp_path, monkeypatch):

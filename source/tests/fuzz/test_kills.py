@@ -16,7 +16,9 @@ def test_a_few_kills(tmp_path, kinds, amount):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kinds", "amount"), [(ALONE, 75), (TWO_RANKS, 25)], ids=["alone", "ranks"])
+@pytest.mark.parametrize(
+    ("kinds", "amount"), [(ALONE, 75), (TWO_RANKS, 25)], ids=["alone", "ranks"]
+)
 def test_a_hundred_kills(tmp_path, kinds, amount):
     counts, failures = run_kills(tmp_path, amount, 2, kinds)
     assert failures == []

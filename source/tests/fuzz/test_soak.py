@@ -13,6 +13,8 @@ SCRIPT = Path(__file__).with_name("soak.py")
 def test_a_short_soak():
     command = [sys.executable, str(SCRIPT), "--steps", "600", "--lives", "3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[3])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all well" in done.stdout

@@ -28,7 +28,10 @@ def committee(model_section):
     from deepmd_muon.infer import Predictor
     from deepmd_muon.model import build_model
 
-    sections = [{**model_section, "fitting_net": {**model_section["fitting_net"], "seed": seed}} for seed in (2, 3, 4)]
+    sections = [
+        {**model_section, "fitting_net": {**model_section["fitting_net"], "seed": seed}}
+        for seed in (2, 3, 4)
+    ]
     return [Predictor(build_model(section), device="cpu") for section in sections]
 
 

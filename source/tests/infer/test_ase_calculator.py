@@ -40,7 +40,9 @@ def test_stress_is_the_energys_slope_under_finite_strain(atoms):
             atoms.set_positions(positions @ (np.eye(3) + strain))
             energies.append(atoms.get_potential_energy())
         # A diagonal entry is strained twice by 5e-5, an off-diagonal pair once each.
-        assert stress[row, column] == pytest.approx((energies[0] - energies[1]) / (2e-4 * volume), abs=1e-8)
+        assert stress[row, column] == pytest.approx(
+            (energies[0] - energies[1]) / (2e-4 * volume), abs=1e-8
+        )
 
 
 def drift(atoms, start, timestep, steps):
@@ -131,7 +133,9 @@ def test_models_of_a_committee_may_order_their_types_differently(atoms, predicto
     from deepmd_muon.infer import Predictor
     from deepmd_muon.model import build_model
 
-    other = Predictor(build_model({**model_section, "type_map": ["H", "O", "Na"]} | _three_types(model_section)))
+    other = Predictor(
+        build_model({**model_section, "type_map": ["H", "O", "Na"]} | _three_types(model_section))
+    )
     swapped = DeepPotCalculator(other).get_potential_energy(atoms)
     both = DeepPotCalculator([predictor, other])
     assert both.get_property("energy_comm", atoms)[1] == swapped

@@ -10,7 +10,9 @@ from deepmd_muon.show.errors import PictureError
 from deepmd_muon.show.parity import ParityPicture
 
 
-def compared(seed, nframes=4, natoms=3, labels=("energy", "force", "virial", "atom_ener", "atom_pref")):
+def compared(
+    seed, nframes=4, natoms=3, labels=("energy", "force", "virial", "atom_ener", "atom_pref")
+):
     """Random reference frames with the last atom of the last frame a padding atom, and a random prediction."""
     random = np.random.default_rng(seed)
     shapes = {
@@ -32,7 +34,10 @@ def compared(seed, nframes=4, natoms=3, labels=("energy", "force", "virial", "at
         **values,
     )
     prediction = Prediction(
-        *(random.normal(size=shape) for shape in [(nframes,), (nframes, natoms, 3), (nframes, 9), (nframes, natoms)])
+        *(
+            random.normal(size=shape)
+            for shape in [(nframes,), (nframes, natoms, 3), (nframes, 9), (nframes, natoms)]
+        )
     )
     return reference, prediction
 
@@ -49,7 +54,9 @@ def test_errors_by_hand():
     assert errors["energy_per_atom"].rmse == pytest.approx(np.sqrt(((energy / natoms) ** 2).mean()))
     assert errors["force"].weight == 33
     assert errors["force"].rmse == pytest.approx(np.sqrt((force**2).mean()))
-    assert errors["force_weighted"].mae == pytest.approx((weight * np.abs(force)).sum() / (3 * weight.sum()))
+    assert errors["force_weighted"].mae == pytest.approx(
+        (weight * np.abs(force)).sum() / (3 * weight.sum())
+    )
     assert errors["virial_per_atom"].mae == pytest.approx(np.abs(virial / natoms[:, None]).mean())
     assert errors["stress"].rmse == pytest.approx(np.sqrt((virial**2).mean()) / 8.0)
     assert errors["atom_energy"].weight == 11
@@ -57,9 +64,14 @@ def test_errors_by_hand():
 
 def test_parts_add_up_to_the_whole():
     parts = [frame_errors(*compared(seed, nframes=seed + 1)) for seed in range(4)]
-    references, predictions = zip(*(compared(seed, nframes=seed + 1) for seed in range(4)), strict=True)
+    references, predictions = zip(
+        *(compared(seed, nframes=seed + 1) for seed in range(4)), strict=True
+    )
     joined = Prediction(
-        *(np.concatenate(values) for values in zip(*(vars(p).values() for p in predictions), strict=True))
+        *(
+            np.concatenate(values)
+            for values in zip(*(vars(p).values() for p in predictions), strict=True)
+        )
     )
     whole = frame_errors(Frames.concatenate(references), joined)
     total = {}
@@ -67,7 +79,9 @@ def test_parts_add_up_to_the_whole():
         total = add_errors(total, part)
     assert set(total) == set(whole)
     for name, error in whole.items():
-        assert (total[name].mae, total[name].rmse) == pytest.approx((error.mae, error.rmse), rel=1e-13)
+        assert (total[name].mae, total[name].rmse) == pytest.approx(
+            (error.mae, error.rmse), rel=1e-13
+        )
 
 
 def test_what_has_no_reference_has_no_error():
@@ -104,7 +118,9 @@ def test_detail_files_hold_data_then_prediction(tmp_path):
     details.add("sys/a", *first)  # a second chunk of the same system: no second header
     details.add("sys/b", *second)
     files = {path.name: path for path in (tmp_path / "out").iterdir()}
-    assert sorted(files) == [f"detail.v1.{kind}.out" for kind in ("e", "e_peratom", "f", "s", "v", "v_peratom")]
+    assert sorted(files) == [
+        f"detail.v1.{kind}.out" for kind in ("e", "e_peratom", "f", "s", "v", "v_peratom")
+    ]
     rows = {name.split(".")[2]: np.loadtxt(path, encoding="utf-8") for name, path in files.items()}
     assert {kind: table.shape for kind, table in rows.items()} == {
         "e": (10, 2),
@@ -115,15 +131,27 @@ def test_detail_files_hold_data_then_prediction(tmp_path):
         "v_peratom": (10, 18),
     }
     reference, prediction = first
-    np.testing.assert_allclose(rows["e"][:4], np.stack([reference.energy, prediction.energy], axis=1))
-    np.testing.assert_allclose(rows["e_peratom"][3], [reference.energy[3] / 2, prediction.energy[3] / 2])
+    np.testing.assert_allclose(
+        rows["e"][:4], np.stack([reference.energy, prediction.energy], axis=1)
+    )
+    np.testing.assert_allclose(
+        rows["e_peratom"][3], [reference.energy[3] / 2, prediction.energy[3] / 2]
+    )
     np.testing.assert_allclose(rows["f"][1], [*reference.force[0, 1], *prediction.force[0, 1]])
     np.testing.assert_allclose(rows["v"][2], [*reference.virial[2], *prediction.virial[2]])
-    np.testing.assert_allclose(rows["s"][2], [*(-reference.virial[2] / 8), *(-prediction.virial[2] / 8)])
-    headers = [line for line in files["detail.v1.f.out"].read_text(encoding="utf-8").splitlines() if line[0] == "#"]
+    np.testing.assert_allclose(
+        rows["s"][2], [*(-reference.virial[2] / 8), *(-prediction.virial[2] / 8)]
+    )
+    headers = [
+        line
+        for line in files["detail.v1.f.out"].read_text(encoding="utf-8").splitlines()
+        if line[0] == "#"
+    ]
     columns = "data_fx data_fy data_fz pred_fx pred_fy pred_fz"
     assert headers == [f"# sys/a: {columns}", f"# sys/b: {columns}"]
-    assert "data_vxx data_vxy data_vxz data_vyx" in files["detail.v1.v.out"].read_text(encoding="utf-8")
+    assert "data_vxx data_vxy data_vxz data_vyx" in files["detail.v1.v.out"].read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_new_test_overwrites_old_detail_files(tmp_path):
@@ -133,7 +161,9 @@ def test_a_new_test_overwrites_old_detail_files(tmp_path):
 
 
 def test_parity_picture_has_a_panel_for_each_label(tmp_path):
-    picture = ParityPicture([tmp_path / "pictures" / "parity.png", tmp_path / "parity.pdf"], max_points=10)
+    picture = ParityPicture(
+        [tmp_path / "pictures" / "parity.png", tmp_path / "parity.pdf"], max_points=10
+    )
     picture.add(*compared(5))
     picture.save()
     only_force = ParityPicture([tmp_path / "force.png"])
@@ -175,5 +205,7 @@ def test_parity_picture_shows_energies_without_the_offset_of_the_elements(tmp_pa
 def test_a_picture_that_cannot_be_drawn(tmp_path):
     with pytest.raises(PictureError, match="none of the systems has a label"):
         ParityPicture([tmp_path / "nothing.png"]).save()
-    with pytest.raises(PictureError, match=r"no picture can be written to .*parity\.doc; use one of .*\.png"):
+    with pytest.raises(
+        PictureError, match=r"no picture can be written to .*parity\.doc; use one of .*\.png"
+    ):
         ParityPicture([tmp_path / "parity.doc"])

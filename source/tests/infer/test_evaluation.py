@@ -17,7 +17,8 @@ def system(tmp_path, water_atoms):
         folder = tmp_path / f"set.{k:03d}"
         folder.mkdir()
         np.save(
-            folder / "coord.npy", (coord + random.normal(scale=0.05, size=(count, *coord.shape))).reshape(count, -1)
+            folder / "coord.npy",
+            (coord + random.normal(scale=0.05, size=(count, *coord.shape))).reshape(count, -1),
         )
         np.save(folder / "box.npy", np.tile(box.reshape(1, 9), (count, 1)))
         np.save(folder / "energy.npy", random.normal(size=count))

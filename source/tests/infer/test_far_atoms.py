@@ -33,7 +33,9 @@ def test_molecules_far_apart_have_the_energy_of_molecules(potential):
     for box in (None, np.diag([4e6, 4e6, 30.0])):
         found = potential.predict(coord, box, np.tile(TYPES, 4))
         assert found.energy[0] == pytest.approx(4 * alone.energy[0], abs=1e-6)
-        np.testing.assert_allclose(found.force[0].reshape(4, 3, 3), np.tile(alone.force, (4, 1, 1)), atol=1e-6)
+        np.testing.assert_allclose(
+            found.force[0].reshape(4, 3, 3), np.tile(alone.force, (4, 1, 1)), atol=1e-6
+        )
 
 
 def test_atoms_far_outside_of_their_cell_have_its_energy(potential):
@@ -61,7 +63,9 @@ class Two:
 
 RUNS = {
     "test": lambda potential, system: list(evaluate_system(potential, system)),
-    "model-devi": lambda potential, system: list(system_deviation([potential] * 2, system, DeviationSettings())),
+    "model-devi": lambda potential, system: list(
+        system_deviation([potential] * 2, system, DeviationSettings())
+    ),
 }
 
 
@@ -77,7 +81,10 @@ class OneWithoutCell(Two):
     """A periodic system, one frame of which has a cell of zeros."""
 
     def frames(self, numbers):
-        box = np.tile(10.0 * np.eye(3), (len(numbers), 1, 1)) * (np.asarray(numbers) != 3)[:, None, None]
+        box = (
+            np.tile(10.0 * np.eye(3), (len(numbers), 1, 1))
+            * (np.asarray(numbers) != 3)[:, None, None]
+        )
         return replace(super().frames(numbers), coord=np.tile(WATER, (len(numbers), 1, 1)), box=box)
 
 
@@ -92,4 +99,6 @@ def test_a_frozen_file_refuses_a_flat_cell():
     """Of its own images; the message must not come from a process out of memory."""
     box = torch.diag(torch.tensor([10.0, 10.0, 1e-7], dtype=torch.float64))
     with pytest.raises(ValueError, match="flat"):
-        with_images(torch.zeros(1, 3, dtype=torch.float64), torch.zeros(1, dtype=torch.int64), box, 6.0)
+        with_images(
+            torch.zeros(1, 3, dtype=torch.float64), torch.zeros(1, dtype=torch.int64), box, 6.0
+        )

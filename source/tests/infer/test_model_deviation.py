@@ -25,10 +25,14 @@ def test_deviations_are_those_of_their_definition(committee, frames):
         mean = forces.mean(axis=0)
         wanted = np.sqrt(((forces - mean) ** 2).sum(axis=-1).mean(axis=0))
         np.testing.assert_allclose(per_atom[frame], wanted, rtol=1e-10)
-        np.testing.assert_allclose(table[frame, 3:6], [wanted.max(), wanted.min(), wanted.mean()], rtol=1e-10)
+        np.testing.assert_allclose(
+            table[frame, 3:6], [wanted.max(), wanted.min(), wanted.mean()], rtol=1e-10
+        )
         virials = np.array([p.virial[frame] for p in found]) / 24
         spread = virials.std(axis=0)
-        assert table[frame, :3] == pytest.approx([spread.max(), spread.min(), np.sqrt((spread**2).mean())])
+        assert table[frame, :3] == pytest.approx(
+            [spread.max(), spread.min(), np.sqrt((spread**2).mean())]
+        )
         assert table[frame, 6] == pytest.approx(np.std([p.energy[frame] / 24 for p in found]))
 
 

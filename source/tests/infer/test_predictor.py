@@ -17,7 +17,9 @@ FIELDS = ("energy", "force", "virial", "atom_energy")
 
 def assert_same(one, other, tolerance=1e-12):
     for name in FIELDS:
-        np.testing.assert_allclose(getattr(one, name), getattr(other, name), rtol=0, atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(
+            getattr(one, name), getattr(other, name), rtol=0, atol=tolerance, err_msg=name
+        )
 
 
 @pytest.fixture
@@ -41,19 +43,26 @@ def test_batches_of_any_size_give_the_same(model, frames):
     coord, box, atype = frames
     whole = Predictor(model, device="cpu", batch_atoms=10_000).predict(coord, box, atype)
     for batch_atoms in (1, 48, 50):
-        assert_same(Predictor(model, device="cpu", batch_atoms=batch_atoms).predict(coord, box, atype), whole)
+        assert_same(
+            Predictor(model, device="cpu", batch_atoms=batch_atoms).predict(coord, box, atype),
+            whole,
+        )
 
 
 def test_one_frame_without_its_axis(predictor, frames):
     coord, box, atype = frames
-    assert_same(predictor.predict(coord[0], box[0], atype), predictor.predict(coord[:1], box[:1], atype))
+    assert_same(
+        predictor.predict(coord[0], box[0], atype), predictor.predict(coord[:1], box[:1], atype)
+    )
 
 
 def test_atoms_outside_the_cell_mean_the_same(predictor, frames):
     coord, box, atype = frames
     shifts = np.random.default_rng(5).integers(-2, 3, size=coord.shape)
     moved = coord + np.einsum("fni,fij->fnj", shifts, box)
-    assert_same(predictor.predict(moved, box, atype), predictor.predict(coord, box, atype), tolerance=1e-9)
+    assert_same(
+        predictor.predict(moved, box, atype), predictor.predict(coord, box, atype), tolerance=1e-9
+    )
 
 
 def test_without_a_cell(predictor, frames):
@@ -88,7 +97,9 @@ def test_virial_is_the_energy_under_strain(predictor, frames):
             step = np.zeros((3, 3))
             step[row, column] = 1e-4
             energies = [
-                predictor.predict(coord[0] @ (np.eye(3) + s), box[0] @ (np.eye(3) + s), atype).energy[0]
+                predictor.predict(
+                    coord[0] @ (np.eye(3) + s), box[0] @ (np.eye(3) + s), atype
+                ).energy[0]
                 for s in (step, -step)
             ]
             # −volume·stress = −dE/dε.
@@ -124,7 +135,9 @@ def test_a_checkpoint_gives_the_model_back(checkpoint, predictor, frames):
 
 def test_a_checkpoint_may_be_the_bare_state_dict(model, model_section, tmp_path, predictor, frames):
     torch.save(to_deepmd_kit(model, {"lr": 1e-3, "step": 0}), tmp_path / "bare.pt")
-    assert_same(Predictor(tmp_path / "bare.pt", device="cpu").predict(*frames), predictor.predict(*frames))
+    assert_same(
+        Predictor(tmp_path / "bare.pt", device="cpu").predict(*frames), predictor.predict(*frames)
+    )
 
 
 def test_rejects_non_checkpoints(tmp_path, model, model_section):
@@ -143,13 +156,19 @@ def test_rejects_non_checkpoints(tmp_path, model, model_section):
 
 def test_arrays_that_do_not_fit_are_refused(predictor, frames):
     coord, box, atype = frames
-    with pytest.raises(PredictionInputError, match=r"coord must be \(nframes, natoms, 3\); found shape \(5, 72\)"):
+    with pytest.raises(
+        PredictionInputError, match=r"coord must be \(nframes, natoms, 3\); found shape \(5, 72\)"
+    ):
         predictor.predict(coord.reshape(5, 72), box, atype)
-    with pytest.raises(PredictionInputError, match=r"atype .* with 24 atoms; found int\d+ of shape \(23,\)"):
+    with pytest.raises(
+        PredictionInputError, match=r"atype .* with 24 atoms; found int\d+ of shape \(23,\)"
+    ):
         predictor.predict(coord, box, atype[:-1])
     with pytest.raises(PredictionInputError, match=r"box must be .* for 5 frames; found \(5, 9\)"):
         predictor.predict(coord, box.reshape(5, 9), atype)
-    with pytest.raises(PredictionInputError, match=r"box must be .*found \(3,\)"):  # lengths of edges
+    with pytest.raises(
+        PredictionInputError, match=r"box must be .*found \(3,\)"
+    ):  # lengths of edges
         predictor.predict(coord, np.array([10.0, 10.0, 10.0]), atype)
     with pytest.raises(PredictionInputError, match=r"atype must be indices into type_map"):
         predictor.predict(coord, box, ["O"] * 24)
@@ -182,4 +201,8 @@ def test_the_model_is_built_alike_from_its_section(model_section, frames):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_gpu_gives_the_same(model_section, frames):
     expected = Predictor(build_model(model_section), device="cpu").predict(*frames)
-    assert_same(Predictor(build_model(model_section), device="cuda").predict(*frames), expected, tolerance=1e-10)
+    assert_same(
+        Predictor(build_model(model_section), device="cuda").predict(*frames),
+        expected,
+        tolerance=1e-10,
+    )

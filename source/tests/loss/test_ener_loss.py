@@ -12,7 +12,8 @@ import torch
 from deepmd_muon.loss import build_loss, check_labels
 
 FIXTURE = torch.load(
-    io.BytesIO(gzip.decompress(Path(__file__).with_name("deepmd_kit_loss.pt.gz").read_bytes())), weights_only=True
+    io.BytesIO(gzip.decompress(Path(__file__).with_name("deepmd_kit_loss.pt.gz").read_bytes())),
+    weights_only=True,
 )
 CASES = list(FIXTURE["cases"])
 
@@ -56,18 +57,31 @@ def frames_of(values, chosen):
     return {key: value[chosen] for key, value in values.items()}
 
 
-TERMS = {"e": ["energy"], "f": ["force"], "v": ["virial"], "ae": ["atom_ener"], "pf": ["force", "atom_pref"]}
+TERMS = {
+    "e": ["energy"],
+    "f": ["force"],
+    "v": ["virial"],
+    "ae": ["atom_ener"],
+    "pf": ["force", "atom_pref"],
+}
 
 
 @pytest.mark.parametrize("kind", ["whole", "padded"])
 @pytest.mark.parametrize(
     ("name", "term"),
-    [(name, t) for name in CASES for t in TERMS if FIXTURE["cases"][name]["settings"][f"start_pref_{t}"]],
+    [
+        (name, t)
+        for name in CASES
+        for t in TERMS
+        if FIXTURE["cases"][name]["settings"][f"start_pref_{t}"]
+    ],
 )
 def test_frames_without_a_label_have_no_weight(name, term, kind):
     """A term is that of the frames that have its labels; what stands in the others does not matter."""
     settings = FIXTURE["cases"][name]["settings"]
-    alone = build_loss({k: 0.0 if "_pref_" in k and not k.endswith(f"_{term}") else v for k, v in settings.items()})
+    alone = build_loss(
+        {k: 0.0 if "_pref_" in k and not k.endswith(f"_{term}") else v for k, v in settings.items()}
+    )
     assert [found.metric.split("_")[1] for found in alone.terms] == [term]
     prediction, label = given()
     mask = FIXTURE["padded_atype"] >= 0 if kind == "padded" else None
@@ -86,7 +100,11 @@ def test_frames_without_a_label_have_no_weight(name, term, kind):
     assert expected.keys() == metrics.keys()
     for key, figure in expected.items():
         torch.testing.assert_close(metrics[key], figure, rtol=1e-12, atol=0, msg=key)
-    gradients = [g for g in torch.autograd.grad(value, list(leaves.values()), allow_unused=True) if g is not None]
+    gradients = [
+        g
+        for g in torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+        if g is not None
+    ]
     assert gradients
     assert all((g[1] == 0).all() for g in gradients)
 
@@ -102,7 +120,8 @@ def test_labels_of_different_frames_do_not_mix():
     torch.testing.assert_close(metrics["rmse_f"], force[2].square().mean().sqrt())
     torch.testing.assert_close(
         value,
-        (1.0 - 0.98 * 0.3) * energy[:2].square().mean() / 5 + (1.0 + 999.0 * 0.3) * force[2].square().mean(),
+        (1.0 - 0.98 * 0.3) * energy[:2].square().mean() / 5
+        + (1.0 + 999.0 * 0.3) * force[2].square().mean(),
     )
 
 
@@ -139,18 +158,39 @@ class System(NamedTuple):
         (
             {},
             [{"energy"}, {"force", "virial"}],
-            [r"1 of 2 systems have no energy\.npy .*: s1", r"1 of 2 systems have no force\.npy .*: s0"],
+            [
+                r"1 of 2 systems have no energy\.npy .*: s1",
+                r"1 of 2 systems have no force\.npy .*: s0",
+            ],
             [],
         ),
-        ({}, [{"force"}] * 2, [], [r"no system has energy\.npy, .* set loss/start_pref_e and loss/limit_pref_e to 0"]),
+        (
+            {},
+            [{"force"}] * 2,
+            [],
+            [r"no system has energy\.npy, .* set loss/start_pref_e and loss/limit_pref_e to 0"],
+        ),
         ({"start_pref_e": 0.0}, [{"force"}] * 2, [], []),
-        ({}, [{"energy"}] + [{"energy", "force"}] * 9 + [{"energy"}] * 9, ["10 of 19 .*: s0, s10, s11, …"], []),
-        ({}, [{"energy"}], ["no system has force.npy: loss/start_pref_f and loss/limit_pref_f have no effect"], []),
+        (
+            {},
+            [{"energy"}] + [{"energy", "force"}] * 9 + [{"energy"}] * 9,
+            ["10 of 19 .*: s0, s10, s11, …"],
+            [],
+        ),
+        (
+            {},
+            [{"energy"}],
+            ["no system has force.npy: loss/start_pref_f and loss/limit_pref_f have no effect"],
+            [],
+        ),
         (
             {"start_pref_v": 1.0, "limit_pref_v": 1.0},
             [{"energy", "force"}, {"atom_ener"}, set()],
             ["2 of 3 .* energy", "2 of 3 .* force", "no system has virial.npy: loss/start_pref_v"],
-            ["system s1 .* need energy or force or virial, it has atom_ener;", "system s2 .* it has none;"],
+            [
+                "system s1 .* need energy or force or virial, it has atom_ener;",
+                "system s2 .* it has none;",
+            ],
         ),
         (
             {"start_pref_pf": 1.0, "limit_pref_pf": 1.0, "start_pref_f": 0.0},
@@ -158,7 +198,12 @@ class System(NamedTuple):
             [r"no system has atom_pref\.npy and force\.npy"],
             [],
         ),
-        ({"start_pref_pf": 1.0, "limit_pref_pf": 1.0, "use_default_pf": True}, [{"energy", "force"}], [], []),
+        (
+            {"start_pref_pf": 1.0, "limit_pref_pf": 1.0, "use_default_pf": True},
+            [{"energy", "force"}],
+            [],
+            [],
+        ),
     ],
 )
 def test_labels_are_compared_with_the_terms(settings, labels, warnings, errors):
@@ -166,12 +211,19 @@ def test_labels_are_compared_with_the_terms(settings, labels, warnings, errors):
     check = check_labels(build_loss(settings), systems)
     for found, wanted in ((check.warnings, warnings), (check.errors, errors)):
         assert len(found) == len(wanted), found
-        assert all(re.match(pattern, text) for pattern, text in zip(wanted, found, strict=True)), found
+        assert all(re.match(pattern, text) for pattern, text in zip(wanted, found, strict=True)), (
+            found
+        )
 
 
 def test_default_prefactors_of_atoms_are_one():
     prediction, label = given()
-    settings = {"start_pref_pf": 1.0, "limit_pref_pf": 1.0, "start_pref_e": 0.0, "start_pref_f": 0.0}
+    settings = {
+        "start_pref_pf": 1.0,
+        "limit_pref_pf": 1.0,
+        "start_pref_e": 0.0,
+        "start_pref_f": 0.0,
+    }
     del label["atom_pref"]
     value, _ = build_loss({**settings, "use_default_pf": True})(prediction, label, 1.0, 5)
     torch.testing.assert_close(value, (prediction["force"] - label["force"]).square().mean())

@@ -16,14 +16,34 @@ UNEVEN = finest([uniform(8), (0, 8, 16, 32, 64, 96, 128, 512, 768, 960, 992, 101
 
 TYPES = ["Ni", "Pd", "Al"]
 _RADIAL = {"rcut": 4.0, "rcut_smth": 1.5, "neuron": [4, 8], "axis_neuron": 2}
-_REPFLOW = {"n_dim": 8, "e_dim": 6, "a_dim": 4, "nlayers": 2, "axis_neuron": 2, "smooth_edge_update": True}
-_REPFLOW |= {"e_rcut": 4.0, "e_rcut_smth": 2.0, "e_sel": 5, "a_rcut": 3.0, "a_rcut_smth": 1.5, "a_sel": 5}
+_REPFLOW = {
+    "n_dim": 8,
+    "e_dim": 6,
+    "a_dim": 4,
+    "nlayers": 2,
+    "axis_neuron": 2,
+    "smooth_edge_update": True,
+}
+_REPFLOW |= {
+    "e_rcut": 4.0,
+    "e_rcut_smth": 2.0,
+    "e_sel": 5,
+    "a_rcut": 3.0,
+    "a_rcut_smth": 1.5,
+    "a_sel": 5,
+}
 _DYNAMIC = {"use_dynamic_sel": True, "e_sel": 40, "a_sel": 40}
 DESCRIPTORS = {
     "se_e2_a": {"type": "se_e2_a", "sel": [3, 3, 3], "type_one_side": True, **_RADIAL},
     "se_e2_a_pairs": {"type": "se_e2_a", "sel": [3, 3, 3], "type_one_side": False, **_RADIAL},
     "dpa1": {"type": "se_atten", **_RADIAL, "sel": 5, "attn": 6},
-    "dpa1_smooth": {"type": "se_atten", **_RADIAL, "sel": 5, "attn": 6, "smooth_type_embedding": True},
+    "dpa1_smooth": {
+        "type": "se_atten",
+        **_RADIAL,
+        "sel": 5,
+        "attn": 6,
+        "smooth_type_embedding": True,
+    },
     "dpa1_v2": {"type": "se_atten_v2", **_RADIAL, "sel": 5, "attn_layer": 0},
     "dpa3": {"type": "dpa3", "repflow": _REPFLOW},
     "dpa3_dynamic": {"type": "dpa3", "repflow": {**_REPFLOW, **_DYNAMIC}},
@@ -64,12 +84,19 @@ def corner_batch(model, corner, device="cpu"):
     coord, atype = CORNERS[corner]
     coord, atype = np.stack([coord, 1.01 * coord]), np.stack([atype, atype])
     sections = {} if model.by_type else {"ntypes": 3, "inner": model.neighbors.inner}
-    batch = make_batch(coord, atype, None, model.rcut, model.neighbors.sel, device=device, **sections)
+    batch = make_batch(
+        coord, atype, None, model.rcut, model.neighbors.sel, device=device, **sections
+    )
     if not model.settings.fitting_net.numb_fparam:
         return batch
-    fparam, aparam = np.array([[0.3], [-0.4]]), np.linspace(-1.0, 1.0, 2 * coord.shape[0] * coord.shape[1])
+    fparam, aparam = (
+        np.array([[0.3], [-0.4]]),
+        np.linspace(-1.0, 1.0, 2 * coord.shape[0] * coord.shape[1]),
+    )
     given = {"fparam": fparam, "aparam": aparam.reshape(*atype.shape, 2)}
-    return dataclasses.replace(batch, **{name: torch.from_numpy(x).to(device) for name, x in given.items()})
+    return dataclasses.replace(
+        batch, **{name: torch.from_numpy(x).to(device) for name, x in given.items()}
+    )
 
 
 def corner_results(name, corner, precision, monkeypatch, *, fused, device="cpu"):
@@ -83,11 +110,20 @@ def corner_results(name, corner, precision, monkeypatch, *, fused, device="cpu")
     with torch.no_grad():
         predicted = model(batch)
     out = model(batch)
-    weights = torch.linspace(0.5, 1.5, out["force"].numel(), dtype=torch.float64).view(out["force"].shape)
-    loss = out["energy"].sum() + (out["force"] * weights.to(device)).square().sum() + out["virial"].square().sum()
+    weights = torch.linspace(0.5, 1.5, out["force"].numel(), dtype=torch.float64).view(
+        out["force"].shape
+    )
+    loss = (
+        out["energy"].sum()
+        + (out["force"] * weights.to(device)).square().sum()
+        + out["virial"].square().sum()
+    )
     loss.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    found = [*(part[name] for part in (out, predicted) for name in ("energy", "force", "virial")), gradient]
+    found = [
+        *(part[name] for part in (out, predicted) for name in ("energy", "force", "virial")),
+        gradient,
+    ]
     return [x.detach().double().cpu() for x in found]
 
 

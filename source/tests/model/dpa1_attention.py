@@ -15,19 +15,33 @@ OPTIONS = {
 }
 
 
-def attention_of(columns, precision="float64", width=5, dotr=True, layers=2, alone=True, device="cpu", **settings):
+def attention_of(
+    columns, precision="float64", width=5, dotr=True, layers=2, alone=True, device="cpu", **settings
+):
     """Return layers of attention, features and gates of three atoms; one slot is empty.
 
     `alone`: whether an atom has no neighbour at all; rounding hides its scores, so that differences do not see them.
     """
-    given = {"rcut": 6.0, "rcut_smth": 0.5, "sel": 9, "neuron": [width], "attn": 3, "attn_layer": layers, **settings}
-    attention = NeighborAttention(DPA1Settings(**given, precision=precision), SeedPath(3)).to(device)
+    given = {
+        "rcut": 6.0,
+        "rcut_smth": 0.5,
+        "sel": 9,
+        "neuron": [width],
+        "attn": 3,
+        "attn_layer": layers,
+        **settings,
+    }
+    attention = NeighborAttention(DPA1Settings(**given, precision=precision), SeedPath(3)).to(
+        device
+    )
     generator, dtype = torch.Generator().manual_seed(2), getattr(torch, precision)
     for layer in attention.attention_layers:
         factor = layer.attn_layer_norm.matrix.data
         factor.copy_(1.0 + 0.3 * torch.randn(factor.shape, generator=generator, dtype=factor.dtype))
     features, gate = (
-        torch.randn(3, columns, n, dtype=torch.float64, generator=generator).to(device, dtype).requires_grad_()
+        torch.randn(3, columns, n, dtype=torch.float64, generator=generator)
+        .to(device, dtype)
+        .requires_grad_()
         for n in (width, columns if dotr else 1)
     )
     mask = torch.zeros(3, 1, columns, dtype=dtype, device=device)
@@ -48,4 +62,10 @@ def attention_results(attention, features, gates, monkeypatch, *, written, force
     attached = torch.autograd.grad(out.pow(3).sum(), inputs[:2], create_graph=True)
     along = sum(slope.sin().sum() for slope in attached)
     of_slopes = torch.autograd.grad(along, inputs, retain_graph=True, materialize_grads=True)
-    return [out, *slopes, *attached, *of_slopes, *torch.autograd.grad(out.sin().sum() + along, inputs)]
+    return [
+        out,
+        *slopes,
+        *attached,
+        *of_slopes,
+        *torch.autograd.grad(out.sin().sum() + along, inputs),
+    ]

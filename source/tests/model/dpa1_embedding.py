@@ -24,7 +24,9 @@ def embedding_results(name, precision="float64", device="cpu", *, written, force
     network = Network(widths, None, timestep=timestep, dtype=dtype, stream=SeedPath(3)).to(device)
     generator = torch.Generator().manual_seed(2)
     s, start, w = (
-        torch.randn(*shape, dtype=torch.float64, generator=generator).to(device, dtype).requires_grad_()
+        torch.randn(*shape, dtype=torch.float64, generator=generator)
+        .to(device, dtype)
+        .requires_grad_()
         for shape in ((ROWS, 1), (ROWS, widths[0]), (widths[0],))
     )
     inputs = (start, w, *network.parameters())
@@ -41,11 +43,19 @@ def embedding_results(name, precision="float64", device="cpu", *, written, force
     out = features()
     (attached,) = torch.autograd.grad(out.pow(3).sum(), s, create_graph=True)
     of_slope = torch.autograd.grad(attached.sin().sum(), inputs, retain_graph=True)
-    return [out, slope, attached, *of_slope, *torch.autograd.grad(out.sin().sum() + attached.sin().sum(), inputs)]
+    return [
+        out,
+        slope,
+        attached,
+        *of_slope,
+        *torch.autograd.grad(out.sin().sum() + attached.sin().sum(), inputs),
+    ]
 
 
 def assert_same_embedding(found, wanted, precision):
     """Compare two results."""
     tolerance = 1e-12 if precision == "float64" else 1e-4
     for value, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(value, other, rtol=0, atol=tolerance * max(1.0, other.abs().max().item()))
+        torch.testing.assert_close(
+            value, other, rtol=0, atol=tolerance * max(1.0, other.abs().max().item())
+        )

@@ -63,9 +63,16 @@ def angle_results(
     """
     draw, features = Draw(dtype, device), n_m + n_a if tail else n_m
     slots = torch.arange(atoms * width, device=device)
-    inside = torch.arange(width, device=device) < torch.tensor(reach or [width] * atoms, device=device)[:, None]
-    plan = AnglePlan((AngleBlock(atoms, width),), slots, slots // width, padded=True).within(inside.flatten())
-    a, u, t = (draw.leaf(atoms * width**power, n) for power, n in ((2, n_a), (1, features), (1, features)))
+    inside = (
+        torch.arange(width, device=device)
+        < torch.tensor(reach or [width] * atoms, device=device)[:, None]
+    )
+    plan = AnglePlan((AngleBlock(atoms, width),), slots, slots // width, padded=True).within(
+        inside.flatten()
+    )
+    a, u, t = (
+        draw.leaf(atoms * width**power, n) for power, n in ((2, n_a), (1, features), (1, features))
+    )
     s, weight = draw.leaf(atoms * width), draw.leaf(n_a, features, scale=0.3)
     residual = draw.leaf(n_a) if tail else None
     passes = angles.Angles(plan, activation(curve), n_m, 0.7)
@@ -100,42 +107,85 @@ def edge_results(
     weight, e = draw.leaf(n_e, features, scale=0.3), draw.leaf(atoms, width, n_e)
     p, table = draw.leaf(atoms, features), draw.leaf(atoms, features + n_v)
     w, h = draw.leaf(atoms, width), draw.leaf(atoms, width, 3)
-    inside = torch.arange(width, device=device) < torch.tensor(reach or [width] * atoms, device=device)[:, None]
+    inside = (
+        torch.arange(width, device=device)
+        < torch.tensor(reach or [width] * atoms, device=device)[:, None]
+    )
     neighbor = torch.where(inside, neighbor, 0)
     given = e, p, table, w * inside, h * inside.unsqueeze(-1), weight
     passes = edges.Edges(neighbor, activation(curve), n_m, incoming(neighbor, ~inside))
     message, update, moment = run(passes, *given, force=force)
-    outputs = [message, moment] if update is None else [message, moment, update * inside.unsqueeze(-1)]
-    return with_gradients(draw, outputs, [e, p, table, w, h], [weight, e, p, table], force=force, derive=derive)
+    outputs = (
+        [message, moment] if update is None else [message, moment, update * inside.unsqueeze(-1)]
+    )
+    return with_gradients(
+        draw, outputs, [e, p, table, w, h], [weight, e, p, table], force=force, derive=derive
+    )
 
 
 def small_layer(dtype, device, style, curve):
     """Return a layer for nodes of 9, edges of 6 and angles of 4 features."""
-    sizes = {"n_dim": 9, "e_dim": 6, "a_dim": 4, "e_sel": 5, "a_sel": 3, "axis_neuron": 3, "update_style": style}
+    sizes = {
+        "n_dim": 9,
+        "e_dim": 6,
+        "a_dim": 4,
+        "e_sel": 5,
+        "a_sel": 3,
+        "axis_neuron": 3,
+        "update_style": style,
+    }
     cutoffs = {"e_rcut": 6.0, "e_rcut_smth": 5.0, "a_rcut": 4.0, "a_rcut_smth": 3.0}
     repflow = RepflowSettings(**sizes, **cutoffs, smooth_edge_update=True)
     return RepflowLayer(repflow, activation(curve), dtype=dtype, stream=Stream(1)).to(device)
 
 
 def node_results(
-    dtype, device="cpu", *, style="res_residual", atoms=3, force=True, curve=CURVE, derive=derivative, terms=1
+    dtype,
+    device="cpu",
+    *,
+    style="res_residual",
+    atoms=3,
+    force=True,
+    curve=CURVE,
+    derive=derivative,
+    terms=1,
 ):
     """Return what `with_gradients` does, of the nodes of a layer with so many terms that are added as they are."""
     draw, layer = Draw(dtype, device), small_layer(dtype, device, style, curve)
-    x, plain, moment = draw.leaf(atoms, 9), [draw.leaf(atoms, 9) for _ in range(terms)], draw.leaf(atoms, 3, 15)
+    x, plain, moment = (
+        draw.leaf(atoms, 9),
+        [draw.leaf(atoms, 9) for _ in range(terms)],
+        draw.leaf(atoms, 3, 15),
+    )
     layer.n_residual.extend(draw.leaf(9) for _ in plain[1:])
     out = layer._nodes(x, plain, moment, force=force)
     used = [layer.node_self_mlp, layer.node_sym_linear]
-    weights = [x, *plain, moment, *(p for part in used for p in part.parameters()), *layer.n_residual]
+    weights = [
+        x,
+        *plain,
+        moment,
+        *(p for part in used for p in part.parameters()),
+        *layer.n_residual,
+    ]
     return with_gradients(draw, [out], [x, *plain, moment], weights, force=force, derive=derive)
 
 
 def edge_sum_results(
-    dtype, device="cpu", *, style="res_residual", atoms=3, near=2, force=True, curve=CURVE, derive=derivative
+    dtype,
+    device="cpu",
+    *,
+    style="res_residual",
+    atoms=3,
+    near=2,
+    force=True,
+    curve=CURVE,
+    derive=derivative,
 ):
     """Return what `with_gradients` does, of the update of a layer's edges, `near` of 5 with messages from angles."""
     draw, layer = Draw(dtype, device), small_layer(dtype, device, style, curve)
-    slot = (torch.arange(atoms, device=device)[:, None] * 5 + torch.arange(near, device=device)).flatten()
+    slot = (
+        torch.arange(atoms, device=device)[:, None] * 5 + torch.arange(near, device=device)
+    ).flatten()
     plan = AnglePlan((AngleBlock(atoms, near),), slot, slot // 5, padded=True)
     nothing = torch.zeros(0, device=device)
     graph = Graph(nothing, None, nothing, nothing, plan, nothing, nothing)

@@ -29,7 +29,10 @@ RCUT = 4.0
 CASES: dict[str, dict] = {
     "one_side": {"descriptor": {"type_one_side": True}},
     "pair_nets": {"descriptor": {"type_one_side": False}},
-    "time_steps": {"descriptor": {"resnet_dt": True, "neuron": [4, 8, 8, 16]}, "fitting_net": {"neuron": [12, 12, 24]}},
+    "time_steps": {
+        "descriptor": {"resnet_dt": True, "neuron": [4, 8, 8, 16]},
+        "fitting_net": {"neuron": [12, 12, 24]},
+    },
     "no_time_steps": {"fitting_net": {"resnet_dt": False, "neuron": [12, 10]}},
     "exclude_one_side": {"descriptor": {"type_one_side": True, "exclude_types": [[0, 0]]}},
     "exclude_pair_nets": {"descriptor": {"type_one_side": False, "exclude_types": [[0, 1]]}},
@@ -38,9 +41,18 @@ CASES: dict[str, dict] = {
         "descriptor": {"set_davg_zero": True, "env_protection": 0.05},
         "fitting_net": {"atom_ener": [-1.5, None]},
     },
-    "gelu": {"descriptor": {"activation_function": "gelu"}, "fitting_net": {"activation_function": "silu"}},
-    "softplus": {"descriptor": {"activation_function": "softplus"}, "fitting_net": {"activation_function": "sigmoid"}},
-    "silut": {"descriptor": {"activation_function": "silut:1.0"}, "fitting_net": {"activation_function": "relu6"}},
+    "gelu": {
+        "descriptor": {"activation_function": "gelu"},
+        "fitting_net": {"activation_function": "silu"},
+    },
+    "softplus": {
+        "descriptor": {"activation_function": "softplus"},
+        "fitting_net": {"activation_function": "sigmoid"},
+    },
+    "silut": {
+        "descriptor": {"activation_function": "silut:1.0"},
+        "fitting_net": {"activation_function": "relu6"},
+    },
     "truncated": {"descriptor": {"sel": [5, 9]}},
 }
 WITH_GRADIENT = ("one_side", "time_steps")
@@ -108,7 +120,10 @@ def model_section(changes: dict) -> dict:
 
 
 def run(model: torch.nn.Module, batch: dict, **more: bool) -> dict:
-    box, parameters = batch["box"], {name: batch[name] for name in ("fparam", "aparam") if name in batch}
+    box, parameters = (
+        batch["box"],
+        {name: batch[name] for name in ("fparam", "aparam") if name in batch},
+    )
     box = None if box is None else box.reshape(-1, 9)
     return model(batch["coord"], batch["atype"], box=box, **parameters, **more)
 
@@ -116,7 +131,10 @@ def run(model: torch.nn.Module, batch: dict, **more: bool) -> dict:
 def sample_of(batches: dict[str, dict]) -> list[dict]:
     """Return structures as deepmd-kit's statistics take them: cells as rows of nine."""
     return [
-        {key: value if key != "box" or value is None else value.reshape(-1, 9) for key, value in batch.items()}
+        {
+            key: value if key != "box" or value is None else value.reshape(-1, 9)
+            for key, value in batch.items()
+        }
         for batch in batches.values()
     ]
 
@@ -127,16 +145,24 @@ def one_case(name: str, changes: dict, batches: dict[str, dict]) -> dict:
     model = get_model(section)
     model.get_descriptor().compute_input_stats(sample_of(batches))
     model.set_out_bias(torch.tensor([[[-3.5], [1.25]]], dtype=torch.float64))
-    return values_of(model, section, batches, gradient=name in WITH_GRADIENT, followed=name == FOLLOWED)
+    return values_of(
+        model, section, batches, gradient=name in WITH_GRADIENT, followed=name == FOLLOWED
+    )
 
 
 def values_of(
-    model: torch.nn.Module, section: dict, batches: dict[str, dict], *, gradient: bool, followed: bool
+    model: torch.nn.Module,
+    section: dict,
+    batches: dict[str, dict],
+    *,
+    gradient: bool,
+    followed: bool,
 ) -> dict:
     """Return the checkpoint state of a model, what it predicts, a gradient of the loss, and steps of Adam."""
     wrapper = ModelWrapper(model, model_params=section)
     state = {
-        key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in wrapper.state_dict().items()
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in wrapper.state_dict().items()
     }
     # one storage for both names of a network, as in a checkpoint
     for key in state:
@@ -167,7 +193,10 @@ def gradients(model: torch.nn.Module, batch: dict) -> dict:
     rng = np.random.default_rng(5)
     nframes, natoms = batch["atype"].shape
     shapes = {"energy": (nframes, 1), "force": (nframes, natoms, 3), "virial": (nframes, 9)}
-    label = {key: torch.from_numpy(rng.normal(0, LABEL_SCALE[key], shape)) for key, shape in shapes.items()}
+    label = {
+        key: torch.from_numpy(rng.normal(0, LABEL_SCALE[key], shape))
+        for key, shape in shapes.items()
+    }
     settings = {
         "start_pref_e": 0.5,
         "limit_pref_e": 1.0,
@@ -193,7 +222,11 @@ def gradients(model: torch.nn.Module, batch: dict) -> dict:
         "settings": settings,
         "lr_fraction": 0.25,
         "loss": value.detach(),
-        "parameters": {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None and p.numel()},
+        "parameters": {
+            key: p.grad.clone()
+            for key, p in model.named_parameters()
+            if p.grad is not None and p.numel()
+        },
         "order": [key for key, _ in model.named_parameters()],
     }
 
@@ -211,7 +244,13 @@ LOSS_CASES: dict[str, dict] = {
 }
 ALL_TERMS = {
     f"{end}_pref_{term}": value
-    for term, start, limit in (("e", 0.5, 1.0), ("f", 10.0, 2.0), ("v", 0.3, 0.7), ("ae", 0.2, 0.4), ("pf", 0.6, 0.9))
+    for term, start, limit in (
+        ("e", 0.5, 1.0),
+        ("f", 10.0, 2.0),
+        ("v", 0.3, 0.7),
+        ("ae", 0.2, 0.4),
+        ("pf", 0.6, 0.9),
+    )
     for end, value in (("start", start), ("limit", limit))
 }
 
@@ -237,12 +276,18 @@ def loss_values() -> dict:
     for name, changes in LOSS_CASES.items():
         settings = {**ALL_TERMS, **changes}
         loss = EnergyStdLoss(starter_learning_rate=1.0, **settings)
-        found = {f"find_{key}": 1.0 for key in ("energy", "force", "virial", "atom_ener", "atom_pref")}
+        found = {
+            f"find_{key}": 1.0 for key in ("energy", "force", "virial", "atom_ener", "atom_pref")
+        }
         case: dict = {"settings": settings}
         for kind, inputs in (("whole", {}), ("padded", {"atype": padded})):
-            _, value, more = loss(inputs, lambda **_: dict(prediction), {**label, **found}, natoms, 0.3)
+            _, value, more = loss(
+                inputs, lambda **_: dict(prediction), {**label, **found}, natoms, 0.3
+            )
             metrics = {
-                key: number.detach().reshape(()) for key, number in more.items() if key.startswith(("rmse", "mae"))
+                key: number.detach().reshape(())
+                for key, number in more.items()
+                if key.startswith(("rmse", "mae"))
             }
             case[kind] = {"loss": value, "metrics": metrics}
         out["cases"][name] = case

@@ -50,7 +50,10 @@ CASES: dict[str, dict] = {
     "not_normalised": {"descriptor": {"normalize": False, "scaling_factor": 2.0, "attn_layer": 1}},
     "without_angles": {"descriptor": {"attn_dotr": False, "attn_layer": 3}},
     "without_types_behind": {"descriptor": {"concat_output_tebd": False, "use_tebd_bias": True}},
-    "time_steps": {"descriptor": {"resnet_dt": True, "neuron": [4, 8, 8]}, "fitting_net": {"neuron": [8, 8, 16]}},
+    "time_steps": {
+        "descriptor": {"resnet_dt": True, "neuron": [4, 8, 8]},
+        "fitting_net": {"neuron": [8, 8, 16]},
+    },
     # first layers as wide as their input, and twice as wide, have a residual
     "first_residual": {"descriptor": {"neuron": [11, 22], "resnet_dt": True}},
     "first_residual_twice": {"descriptor": {"neuron": [12], "type_one_side": True}},
@@ -78,7 +81,9 @@ def inputs() -> dict[str, dict]:
         "box": None,
     }
     made["rim"] = {
-        "coord": torch.tensor([[[0.0, 0.0, 0.0], [1.1, 0.2, 0.1], [0.0, 0.0, DESCRIPTOR["rcut"] - RIM]]]).double(),
+        "coord": torch.tensor(
+            [[[0.0, 0.0, 0.0], [1.1, 0.2, 0.1], [0.0, 0.0, DESCRIPTOR["rcut"] - RIM]]]
+        ).double(),
         "atype": torch.tensor([[0, 1, 1]]),
         "box": None,
     }
@@ -102,9 +107,13 @@ def one_case(name: str, changes: dict, batches: dict[str, dict]) -> dict:
     model.get_descriptor().compute_input_stats(sample_of(structures()))
     if "dim_case_embd" in changes.get("fitting_net", {}):
         model.set_case_embd(1)
-    bias = torch.tensor([-3.5, 1.25, 0.5, 0.25, -1.0][: len(section["type_map"])], dtype=torch.float64)
+    bias = torch.tensor(
+        [-3.5, 1.25, 0.5, 0.25, -1.0][: len(section["type_map"])], dtype=torch.float64
+    )
     model.set_out_bias(bias.reshape(1, -1, 1))
-    return values_of(model, section, batches, gradient=name in WITH_GRADIENT, followed=name == FOLLOWED)
+    return values_of(
+        model, section, batches, gradient=name in WITH_GRADIENT, followed=name == FOLLOWED
+    )
 
 
 ROUTED = ("one_side", "strip_smooth")
@@ -116,11 +125,15 @@ def routes(name: str) -> dict[str, dict[str, int]]:
     for mode in ("2d", "flat", "slice"):
         model = get_model(model_section(CASES[name]))
         named = [(key, p) for key, p in model.named_parameters() if p.numel()]
-        optimizer = HybridMuonOptimizer([p for _, p in named], named_parameters=named, lr=1e-3, muon_mode=mode)
+        optimizer = HybridMuonOptimizer(
+            [p for _, p in named], named_parameters=named, lr=1e-3, muon_mode=mode
+        )
         for _, p in named:
             p.grad = torch.ones_like(p)
         optimizer.step()
-        found[mode] = {key: optimizer.state[p].get("magma_score", torch.zeros(0)).numel() for key, p in named}
+        found[mode] = {
+            key: optimizer.state[p].get("magma_score", torch.zeros(0)).numel() for key, p in named
+        }
     return found
 
 
@@ -130,7 +143,10 @@ def main() -> None:
     batches = inputs()
     cases = {name: one_case(name, changes, batches) for name, changes in CASES.items()}
     for name, case in cases.items():
-        print(name, *(f"{kind} {out['force'].abs().max():.3g}" for kind, out in case["outputs"].items()))
+        print(
+            name,
+            *(f"{kind} {out['force'].abs().max():.3g}" for kind, out in case["outputs"].items()),
+        )
     save({"structures": batches, "cases": cases}, HERE / "dpa1.pt.gz")
 
 

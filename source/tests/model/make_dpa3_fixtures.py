@@ -37,7 +37,9 @@ CASES: dict[str, dict] = {
     "exponential": {"repflow": {"use_exp_switch": True, "e_rcut_smth": 3.5, "a_rcut_smth": 2.5}},
     "split": {"repflow": {**SPLIT, "smooth_edge_update": True, "edge_init_use_dist": True}},
     "split_more": {"repflow": {**SPLIT, "a_compress_rate": 2}},
-    "dynamic": {"repflow": {"use_dynamic_sel": True, "smooth_edge_update": True, "e_sel": 300, "a_sel": 200}},
+    "dynamic": {
+        "repflow": {"use_dynamic_sel": True, "smooth_edge_update": True, "e_sel": 300, "a_sel": 200}
+    },
     "no_angles": {"repflow": {"update_angle": False}},
     "average": {"repflow": {"update_style": "res_avg"}},
     "increment": {"repflow": {"update_style": "res_incr"}},
@@ -46,8 +48,17 @@ CASES: dict[str, dict] = {
     "truncated_smooth": {"repflow": {"e_sel": 20, "a_sel": 6, "smooth_edge_update": True}},
     "one_layer": {"repflow": {"nlayers": 1}},
     "statistics": {"repflow": {"fix_stat_std": 0.0, "use_exp_switch": True, "e_rcut_smth": 3.5}},
-    "silut": {"descriptor": {"activation_function": "silut:0.5"}, "fitting_net": {"activation_function": "silut:0.2"}},
-    "tanh": {"descriptor": {"activation_function": "tanh", "concat_output_tebd": True, "use_tebd_bias": True}},
+    "silut": {
+        "descriptor": {"activation_function": "silut:0.5"},
+        "fitting_net": {"activation_function": "silut:0.2"},
+    },
+    "tanh": {
+        "descriptor": {
+            "activation_function": "tanh",
+            "concat_output_tebd": True,
+            "use_tebd_bias": True,
+        }
+    },
     "float32": {"descriptor": {"precision": "float32"}, "fitting_net": {"precision": "float32"}},
     "case_embedding": {"fitting_net": {"dim_case_embd": 3}},
     "three_types": {"type_map": ["H", "C", "O"]},
@@ -81,7 +92,12 @@ def model_section(changes: dict) -> dict:
     repflow = {**REPFLOW, **changes.get("repflow", {})}
     section = {
         "type_map": changes.get("type_map", ["O", "H"]),
-        "descriptor": {"type": "dpa3", "seed": 7, "repflow": repflow, **changes.get("descriptor", {})},
+        "descriptor": {
+            "type": "dpa3",
+            "seed": 7,
+            "repflow": repflow,
+            **changes.get("descriptor", {}),
+        },
         "fitting_net": {"neuron": [8, 8], "seed": 8, **changes.get("fitting_net", {})},
     }
     return model_args().normalize_value(section, trim_pattern="_*")
@@ -96,14 +112,19 @@ def one_case(name: str, changes: dict, batches: dict[str, dict]) -> dict:
         model.set_case_embd(1)
     bias = [-3.5, 1.25, 0.5, 0.25, -1.0, 2.0][: len(section["type_map"])]
     model.set_out_bias(torch.tensor(bias, dtype=torch.float64).reshape(1, -1, 1))
-    return values_of(model, section, batches, gradient=name in WITH_GRADIENT, followed=name == FOLLOWED)
+    return values_of(
+        model, section, batches, gradient=name in WITH_GRADIENT, followed=name == FOLLOWED
+    )
 
 
 def main() -> None:
     batches = inputs()
     cases = {name: one_case(name, changes, batches) for name, changes in CASES.items()}
     for name, case in cases.items():
-        print(name, *(f"{kind} {out['force'].abs().max():.3g}" for kind, out in case["outputs"].items()))
+        print(
+            name,
+            *(f"{kind} {out['force'].abs().max():.3g}" for kind, out in case["outputs"].items()),
+        )
     save({"structures": batches, "cases": cases}, HERE / "dpa3.pt.gz")
 
 

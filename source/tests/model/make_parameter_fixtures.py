@@ -36,12 +36,20 @@ FITTING = {"numb_fparam": 2, "numb_aparam": 1}
 CASES: dict[str, dict] = {
     "fparam": {"fitting_net": {"numb_fparam": 2}},
     "aparam": {"fitting_net": {"numb_aparam": 2}},
-    "vacuum": {"fitting_net": {**FITTING, "default_fparam": [0.4, -1.0], "atom_ener": [-1.5, None]}},
+    "vacuum": {
+        "fitting_net": {**FITTING, "default_fparam": [0.4, -1.0], "atom_ener": [-1.5, None]}
+    },
     "mask": {"fitting_net": {**FITTING, "use_aparam_as_mask": True}},
-    "mask-vacuum": {"fitting_net": {"numb_aparam": 2, "use_aparam_as_mask": True, "atom_ener": [-1.5, None]}},
+    "mask-vacuum": {
+        "fitting_net": {"numb_aparam": 2, "use_aparam_as_mask": True, "atom_ener": [-1.5, None]}
+    },
     "pairs": {"pair_exclude_types": [[0, 1]]},
     "atoms": {"atom_exclude_types": [1]},
-    "everything": {"fitting_net": FITTING, "pair_exclude_types": [[0, 0]], "atom_exclude_types": [1]},
+    "everything": {
+        "fitting_net": FITTING,
+        "pair_exclude_types": [[0, 0]],
+        "atom_exclude_types": [1],
+    },
     # Excluded neighbours take slots of a list that is too short, and of those for angles.
     "truncated": {
         "pair_exclude_types": [[1, 1]],
@@ -50,7 +58,10 @@ CASES: dict[str, dict] = {
         "dpa3": {"repflow": {**REPFLOW, "nlayers": 2, "e_sel": 20, "a_sel": 6}},
     },
     # Pairs that the descriptor excludes, beside one that the model excludes; DPA-1 without attention can be compressed.
-    "own": {"pair_exclude_types": [[1, 1]], **{kind: {"exclude_types": [[0, 1]]} for kind in DESCRIPTORS}},
+    "own": {
+        "pair_exclude_types": [[1, 1]],
+        **{kind: {"exclude_types": [[0, 1]]} for kind in DESCRIPTORS},
+    },
     "own-plain": {
         **{kind: {"exclude_types": [[0, 0]]} for kind in DESCRIPTORS},
         "dpa1": {"exclude_types": [[0, 0]], "attn_layer": 0},
@@ -110,18 +121,26 @@ def one_case(name: str, kind: str, batches: dict[str, dict]) -> dict:
     """Build a model, give it statistics and bias, and evaluate it."""
     section = model_section(name, kind)
     model = get_model(section)
-    model.atomic_model.compute_or_load_stat(lambda: [sample_of(section, batch) for batch in batches.values()])
+    model.atomic_model.compute_or_load_stat(
+        lambda: [sample_of(section, batch) for batch in batches.values()]
+    )
     asked = {key: given_to(section, batch) for key, batch in batches.items()}
     if section["fitting_net"].get("default_fparam") is not None:
-        asked["default"] = {key: value for key, value in asked["triclinic"].items() if key != "fparam"}
+        asked["default"] = {
+            key: value for key, value in asked["triclinic"].items() if key != "fparam"
+        }
     return values_of(model, section, asked, gradient=False, followed=name == FOLLOWED)
 
 
 def main() -> None:
     batches = inputs()
-    cases = {f"{kind}-{name}": one_case(name, kind, batches) for kind in DESCRIPTORS for name in CASES}
+    cases = {
+        f"{kind}-{name}": one_case(name, kind, batches) for kind in DESCRIPTORS for name in CASES
+    }
     for name, case in cases.items():
-        print(name, *(f"{key} {out['force'].abs().max():.3g}" for key, out in case["outputs"].items()))
+        print(
+            name, *(f"{key} {out['force'].abs().max():.3g}" for key, out in case["outputs"].items())
+        )
     save({"structures": batches, "cases": cases}, HERE / "parameters.pt.gz")
 
 

@@ -76,9 +76,16 @@ def main() -> None:
             found = run(model.eval(), batch)
             weight = model.atomic_model.zbl_weight
             print(
-                name, kind, [int(((weight > a) & (weight < b)).sum()) for a, b in ((-1, 1e-9), (1e-9, 1), (0.999, 2))]
+                name,
+                kind,
+                [
+                    int(((weight > a) & (weight < b)).sum())
+                    for a, b in ((-1, 1e-9), (1e-9, 1), (0.999, 2))
+                ],
             )
-            outputs[kind] = {key: found[key].detach() for key in ("energy", "atom_energy", "force", "virial")}
+            outputs[kind] = {
+                key: found[key].detach() for key in ("energy", "atom_energy", "force", "virial")
+            }
         for key in state:
             if "._networks." in key:
                 state[key] = state[key.replace("._networks.", ".networks.")]

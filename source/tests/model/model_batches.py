@@ -66,7 +66,9 @@ def neighbors_of_frame(coord, box, atype, rcut, sel):
     return out
 
 
-def make_batch(coord, atype, box, rcut, sel, *, widths=None, ntypes=None, inner=(), device="cpu") -> Structures:
+def make_batch(
+    coord, atype, box, rcut, sel, *, widths=None, ntypes=None, inner=(), device="cpu"
+) -> Structures:
     """Batch of frames; columns as wide as the fullest atom needs, or `widths`.
 
     With `ntypes`, `sel` is one number for all types: the columns are not grouped. `inner` names shorter cut-offs and
@@ -76,11 +78,19 @@ def make_batch(coord, atype, box, rcut, sel, *, widths=None, ntypes=None, inner=
     group = atype if ntypes is None else np.minimum(atype, 0)
     box = None if box is None else np.asarray(box)
     frames = [
-        neighbors_of_frame(coord[f][atype[f] >= 0], None if box is None else box[f], group[f][atype[f] >= 0], rcut, sel)
+        neighbors_of_frame(
+            coord[f][atype[f] >= 0],
+            None if box is None else box[f],
+            group[f][atype[f] >= 0],
+            rcut,
+            sel,
+        )
         for f in range(len(coord))
     ]
     if widths is None:
-        widths = tuple(max(len(atom[t]) for frame in frames for atom in frame) for t in range(len(sel)))
+        widths = tuple(
+            max(len(atom[t]) for frame in frames for atom in frame) for t in range(len(sel))
+        )
     starts = np.concatenate([[0], np.cumsum(widths)])
     neighbor = np.full((*atype.shape, starts[-1]), -1, dtype=np.int32)
     shift = np.zeros((*neighbor.shape, 3), dtype=np.int16)
@@ -127,9 +137,17 @@ def batch_of(model, data, **more) -> Structures:
         inner=request.inner,
         **more,
     )
-    numbers = {name: getattr(model.settings.fitting_net, f"numb_{name}") for name in ("fparam", "aparam")}
-    given = {name: data[name] for name, number in numbers.items() if number and data.get(name) is not None}
-    return dataclasses.replace(batch, **{name: x[..., : numbers[name]].contiguous() for name, x in given.items()})
+    numbers = {
+        name: getattr(model.settings.fitting_net, f"numb_{name}") for name in ("fparam", "aparam")
+    }
+    given = {
+        name: data[name]
+        for name, number in numbers.items()
+        if number and data.get(name) is not None
+    }
+    return dataclasses.replace(
+        batch, **{name: x[..., : numbers[name]].contiguous() for name, x in given.items()}
+    )
 
 
 def section(**changes) -> dict:

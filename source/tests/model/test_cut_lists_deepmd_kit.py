@@ -48,7 +48,9 @@ def structure(name, seed):
         apart = drawn[:, None] - places
         apart = np.linalg.norm((apart - np.round(apart) * (box is not None)) @ cell, axis=2).min(1)
         places = np.concatenate([places, drawn[apart.argmax()][None]])
-    return (places + rng.integers(-2, 3, places.shape) * (box is not None)) @ cell, rng.integers(0, 3, natoms)
+    return (places + rng.integers(-2, 3, places.shape) * (box is not None)) @ cell, rng.integers(
+        0, 3, natoms
+    )
 
 
 def cut_lists(coord, box, atype, model):
@@ -75,7 +77,10 @@ def cut_lists(coord, box, atype, model):
 def test_cut_lists_are_those_of_deepmd_kit(tmp_path, name):
     """Each lattice is given as a right-handed and as a left-handed cell; deepmd-kit 3.2.0 takes both."""
     model = corner_model(name, "float64")
-    torch.save({"model": to_deepmd_kit(model, {"lr": 1e-3, "step": 0}), "optimizer": {}}, tmp_path / "model.ckpt.pt")
+    torch.save(
+        {"model": to_deepmd_kit(model, {"lr": 1e-3, "step": 0}), "optimizer": {}},
+        tmp_path / "model.ckpt.pt",
+    )
     given, arrays, cut = {}, {}, 0
     for cell, box in DENSE.items():
         found = (structure(cell, seed) for seed in itertools.count())
@@ -84,7 +89,10 @@ def test_cut_lists_are_those_of_deepmd_kit(tmp_path, name):
         for number, (coord, atype, (cuts, _)) in enumerate(itertools.islice(clear, 2)):
             cut += cuts
             for order in ["given"] if box is None else ["given", "swapped"]:
-                label, placed = f"{cell} {number} {order}", box if order == "given" else box[SWAPPED]
+                label, placed = (
+                    f"{cell} {number} {order}",
+                    box if order == "given" else box[SWAPPED],
+                )
                 given[label] = coord, placed, atype
                 arrays |= {f"coord:{label}": coord.reshape(1, -1), f"atype:{label}": atype}
                 arrays |= {} if box is None else {f"box:{label}": placed.reshape(1, 9)}

@@ -9,9 +9,13 @@ from deepmd_muon.loss import build_loss
 from deepmd_muon.model import ForeignModelError, build_model, environment_statistics
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
 
-FIXTURES = {kind: read_fixture(HERE / f"{kind}.pt.gz") for kind in ("se_e2_a", "dpa1", "dpa3", "parameters")}
+FIXTURES = {
+    kind: read_fixture(HERE / f"{kind}.pt.gz") for kind in ("se_e2_a", "dpa1", "dpa3", "parameters")
+}
 CASES = [(kind, name) for kind, fixture in FIXTURES.items() for name in fixture["cases"]]
-WITH_GRADIENT = [(kind, name) for kind, name in CASES if "gradients" in FIXTURES[kind]["cases"][name]]
+WITH_GRADIENT = [
+    (kind, name) for kind, name in CASES if "gradients" in FIXTURES[kind]["cases"][name]
+]
 FOLLOWED = [(kind, name) for kind, name in CASES if "followed" in FIXTURES[kind]["cases"][name]]
 # Relative tolerances of energies, absolute ones of forces and virials, and both for float32.
 # deepmd-kit's float32 models take differences of float32 coordinates, ours of float64 ones.
@@ -49,12 +53,16 @@ def test_same_numbers(kind, name, structure):
     relative, absolute = TOLERANCES[kind][2:] if name == "float32" else TOLERANCES[kind][:2]
     for key, value in expected.items():
         rtol, atol = (relative, 0) if "energy" in key else (0, absolute)
-        torch.testing.assert_close(out[key], value, rtol=rtol, atol=atol, msg=lambda words, key=key: f"{key}: {words}")
+        torch.testing.assert_close(
+            out[key], value, rtol=rtol, atol=atol, msg=lambda words, key=key: f"{key}: {words}"
+        )
     few = kind == "dpa3" and structure in ("atom", "tiny")
     assert few or expected["force"].abs().max() > 1e-3  # so that the comparison says something
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, name in CASES if kind in ("dpa1", "dpa3")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, name in CASES if kind in ("dpa1", "dpa3")]
+)
 def test_same_start_from_the_same_seed(kind, name):
     settings, state = from_deepmd_kit(FIXTURES[kind]["cases"][name]["state"])
     drawn = dict(build_model(settings).named_parameters())
@@ -62,7 +70,9 @@ def test_same_start_from_the_same_seed(kind, name):
     for key, value in drawn.items():
         assert value.dtype == state[key].dtype
         # on another processor torch's vectorised normal numbers may differ in the last bits
-        torch.testing.assert_close(value.detach(), state[key], rtol=1e-6 if name == "float32" else 1e-14, atol=0)
+        torch.testing.assert_close(
+            value.detach(), state[key], rtol=1e-6 if name == "float32" else 1e-14, atol=0
+        )
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
@@ -82,14 +92,20 @@ def test_same_gradient_of_the_loss(kind, name):
     wanted = FIXTURES[kind]["cases"][name]["gradients"]
     prediction = model(batch_for(model, kind, "orthorhombic"))
     natoms = prediction["atom_energy"].shape[1]
-    value, _ = build_loss(wanted["settings"])(prediction, wanted["label"], wanted["lr_fraction"], natoms)
+    value, _ = build_loss(wanted["settings"])(
+        prediction, wanted["label"], wanted["lr_fraction"], natoms
+    )
     torch.testing.assert_close(value, wanted["loss"], rtol=1e-11, atol=0)
     value.backward()
     ours = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-    assert set(ours) == set(wanted["parameters"])  # the edges and angles of DPA-3's last layer get none
+    assert set(ours) == set(
+        wanted["parameters"]
+    )  # the edges and angles of DPA-3's last layer get none
     for key, gradient in wanted["parameters"].items():
         atol = 1e-10 * gradient.abs().max().item()
-        torch.testing.assert_close(ours[key], gradient, rtol=1e-8 if kind == "parameters" else 1e-9, atol=atol, msg=key)
+        torch.testing.assert_close(
+            ours[key], gradient, rtol=1e-8 if kind == "parameters" else 1e-9, atol=atol, msg=key
+        )
     assert deepmd_kit_parameter_names(model) == wanted["order"]
 
 
@@ -104,7 +120,9 @@ def test_twenty_steps_of_adam_follow_deepmd_kit(kind, name):
     for expected in followed:
         adam.zero_grad()
         value, _ = loss(model(batch), given["label"], given["lr_fraction"], batch.natoms)
-        assert value.item() == pytest.approx(expected, rel=1e-6 if kind in ("dpa1", "parameters") else 1e-9)
+        assert value.item() == pytest.approx(
+            expected, rel=1e-6 if kind in ("dpa1", "parameters") else 1e-9
+        )
         value.backward()
         adam.step()
 
@@ -119,10 +137,14 @@ def test_twenty_steps_of_adam_follow_deepmd_kit(kind, name):
 )
 def test_same_statistics(kind, name):
     model = load(kind, name)
-    (block,) = (part for part in model.atomic_model.descriptor.children() if hasattr(part, "stddev"))
+    (block,) = (
+        part for part in model.atomic_model.descriptor.children() if hasattr(part, "stddev")
+    )
     mean, stddev = block.mean.clone(), block.stddev.clone()
     block.stddev.fill_(torch.nan)
-    model.set_statistics(*environment_statistics(model, [batch_for(model, kind, one) for one in SAMPLED]))
+    model.set_statistics(
+        *environment_statistics(model, [batch_for(model, kind, one) for one in SAMPLED])
+    )
     tolerance = 1e-6 if name == "float32" else 1e-12
     torch.testing.assert_close(block.mean, mean, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(block.stddev, stddev, rtol=tolerance, atol=tolerance)
@@ -155,7 +177,9 @@ def test_state_dict_round_trip(kind, name):
     assert all(params[key] == wanted[key] for key in ("pair_exclude_types", "atom_exclude_types"))
     for part in ("descriptor", "fitting_net"):
         more = set(params[part]) - set(wanted[part])
-        assert more <= (WITHOUT_DEFAULT if params["descriptor"]["type"].startswith("se_atten") else set())
+        assert more <= (
+            WITHOUT_DEFAULT if params["descriptor"]["type"].startswith("se_atten") else set()
+        )
         assert {key: value for key, value in params[part].items() if key not in more} == restricted(
             wanted[part], params[part]
         )
@@ -176,13 +200,17 @@ def test_columns_without_neighbours_change_nothing(kind, name):
         torch.testing.assert_close(value, full[key], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("se_e2_a", "one_side"), ("dpa1", "mean"), ("dpa3", "split")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("se_e2_a", "one_side"), ("dpa1", "mean"), ("dpa3", "split")]
+)
 def test_frames_of_a_batch_do_not_mix(kind, name):
     model = load(kind, name)
     data = FIXTURES[kind]["structures"]["orthorhombic"]
     both = model(batch_of(model, data))
     for f in range(2):
-        for key, value in model(batch_of(model, {name: x[f : f + 1] for name, x in data.items()})).items():
+        for key, value in model(
+            batch_of(model, {name: x[f : f + 1] for name, x in data.items()})
+        ).items():
             torch.testing.assert_close(value[0], both[key][f], rtol=1e-12, atol=1e-12)
 
 
@@ -210,11 +238,15 @@ def test_what_only_deepmd_kit_has_is_refused_by_name(kind, section, key, value, 
     }
     with pytest.raises(InputError) as error:
         normalize(content)
-    (problem,) = (one for one in error.value.problems if one.path == f"model/descriptor{section}/{key}")
+    (problem,) = (
+        one for one in error.value.problems if one.path == f"model/descriptor{section}/{key}"
+    )
     assert words in problem.message
     if kind == "dpa1":
         state = dict(FIXTURES[kind]["cases"]["two_sides"]["state"])
         params = state["_extra_state"]["model_params"]
-        state["_extra_state"] = {"model_params": {**params, "descriptor": {**params["descriptor"], key: value}}}
+        state["_extra_state"] = {
+            "model_params": {**params, "descriptor": {**params["descriptor"], key: value}}
+        }
         with pytest.raises(ForeignModelError, match=f"descriptor.{key} is"):
             from_deepmd_kit(state)

@@ -25,7 +25,10 @@ ROUTES = json.loads((HERE / "dpa1_routes.json").read_text())
 def test_same_numbers_just_within_the_cut_off(name):
     """The switch is 5e-14 there; deepmd-kit computes it from numbers near 1, so its forces are rounded to 1e-3."""
     model = stored_model(FIXTURE, name)
-    out, expected = model(batch_of(model, FIXTURE["structures"]["rim"])), FIXTURE["cases"][name]["outputs"]["rim"]
+    out, expected = (
+        model(batch_of(model, FIXTURE["structures"]["rim"])),
+        FIXTURE["cases"][name]["outputs"]["rim"],
+    )
     torch.testing.assert_close(out["energy"], expected["energy"], rtol=1e-6, atol=0)
     scale = expected["force"].abs().max().item()
     torch.testing.assert_close(out["force"], expected["force"], rtol=0, atol=0.02 * scale)
@@ -33,9 +36,14 @@ def test_same_numbers_just_within_the_cut_off(name):
 
 def test_the_length_of_descriptors_is_that_of_the_fitting_nets_input():
     model = stored_model(FIXTURE, "two_sides")
-    batches = [batch_of(model, FIXTURE["structures"][kind]) for kind in ("orthorhombic", "triclinic", "tiny", "open")]
+    batches = [
+        batch_of(model, FIXTURE["structures"][kind])
+        for kind in ("orthorhombic", "triclinic", "tiny", "open")
+    ]
     taken = []
-    handle = model.atomic_model.fitting_net.register_forward_pre_hook(lambda _, given: taken.append(given[0].detach()))
+    handle = model.atomic_model.fitting_net.register_forward_pre_hook(
+        lambda _, given: taken.append(given[0].detach())
+    )
     for batch in batches:
         model(batch)
     handle.remove()
@@ -49,7 +57,9 @@ def test_the_length_of_descriptors_is_that_of_the_fitting_nets_input():
 def test_same_routes(name, mode):
     model = stored_model(FIXTURE, name)
     optimizer = HybridMuon(model.named_parameters(), lr=1e-3, muon_mode=mode)
-    ours = {entry.name: entry.view.batch if entry.route == "muon" else 0 for entry in optimizer.routing}
+    ours = {
+        entry.name: entry.view.batch if entry.route == "muon" else 0 for entry in optimizer.routing
+    }
     assert ours == ROUTES[name][mode]
     in_proj = "atomic_model.descriptor.se_atten.dpa1_attention.attention_layers.0.attention_layer.in_proj.matrix"
     assert ours[in_proj] == 1
@@ -81,9 +91,17 @@ def test_a_list_of_slots_counts_by_its_sum():
 
 @pytest.mark.parametrize("centred", [False, True])
 def test_rescaling_is_torchs_own_and_its_gradients_are_right(centred):
-    x = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    own = torch.nn.functional.layer_norm(x, (5,)) if centred else torch.nn.functional.normalize(x, dim=-1)
-    torch.testing.assert_close(_Rescaled.apply(x, 1e-5 if centred else 1e-12, centred)[0], own, rtol=1e-14, atol=1e-14)
+    x = torch.randn(
+        3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True
+    )
+    own = (
+        torch.nn.functional.layer_norm(x, (5,))
+        if centred
+        else torch.nn.functional.normalize(x, dim=-1)
+    )
+    torch.testing.assert_close(
+        _Rescaled.apply(x, 1e-5 if centred else 1e-12, centred)[0], own, rtol=1e-14, atol=1e-14
+    )
     torch.autograd.gradcheck(lambda x: _Rescaled.apply(x, 1e-5, centred), (x,))
     torch.autograd.gradgradcheck(lambda x: _Rescaled.apply(x, 1e-5, centred), (x,))
 
@@ -95,7 +113,10 @@ def test_written_derivatives_of_attention_are_autograds(columns, options, precis
     made = attention_of(columns, precision, **options)
     tolerance = 1e-11 if precision == "float64" else 2e-4
     for force in (True, False):
-        ours, plain = (attention_results(*made, monkeypatch, written=written, force=force) for written in (True, False))
+        ours, plain = (
+            attention_results(*made, monkeypatch, written=written, force=force)
+            for written in (True, False)
+        )
         for value, wanted in zip(ours, plain, strict=True):
             scale = max(1.0, wanted.abs().max().item() if wanted.numel() else 0.0)
             torch.testing.assert_close(value, wanted, rtol=0, atol=tolerance * scale)
@@ -108,17 +129,25 @@ def test_written_derivatives_of_attention_are_slopes_of_differences():
 
     def value(x, gate, *given):
         named = dict(zip(dict(attention.named_parameters()), given, strict=True))
-        return torch.func.functional_call(attention, named, (x, gates._replace(after=gate)), {"force": False})
+        return torch.func.functional_call(
+            attention, named, (x, gates._replace(after=gate)), {"force": False}
+        )
 
     def adjoints(x, gate, mix, *given):
         named = dict(zip(dict(attention.named_parameters()), given, strict=True))
-        out = torch.func.functional_call(attention, named, (x, gates._replace(after=gate)), {"force": True})
+        out = torch.func.functional_call(
+            attention, named, (x, gates._replace(after=gate)), {"force": True}
+        )
         return torch.autograd.grad((out * mix).sum(), (x, gate), create_graph=True)
 
-    mix = torch.randn(features.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    mix = torch.randn(
+        features.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4)
+    )
     torch.autograd.gradcheck(value, (features, gates.after, *weights), check_undefined_grad=False)
     torch.autograd.gradcheck(
-        adjoints, (features, gates.after, mix.requires_grad_(), *weights), check_undefined_grad=False
+        adjoints,
+        (features, gates.after, mix.requires_grad_(), *weights),
+        check_undefined_grad=False,
     )
 
 
@@ -134,7 +163,10 @@ def test_written_derivatives_of_attention_have_no_third():
 @pytest.mark.parametrize("force", [True, False])
 @pytest.mark.parametrize("name", NETS)
 def test_written_derivatives_of_the_embedding_are_autograds(name, force, precision):
-    ours, plain = (embedding_results(name, precision, written=written, force=force) for written in (True, False))
+    ours, plain = (
+        embedding_results(name, precision, written=written, force=force)
+        for written in (True, False)
+    )
     assert_same_embedding(ours, plain, precision)
 
 
@@ -151,7 +183,9 @@ def test_forces_and_gradients_of_a_model_with_written_attention(name, recompute,
             monkeypatch.setattr(attention_module, "run", None)
             monkeypatch.setattr(attention_module.triton_support, "is_tracing", lambda: True)
         out = model(batch)
-        (out["energy"].sum() + out["force"].square().sum() + out["virial"].square().sum()).backward()
+        (
+            out["energy"].sum() + out["force"].square().sum() + out["virial"].square().sum()
+        ).backward()
         found.append([*out.values(), *(p.grad for p in model.parameters())])
     for value, wanted in zip(*found, strict=True):
         scale = 0.0 if wanted is None else wanted.abs().max().item()
@@ -165,7 +199,9 @@ def test_groups_of_atoms_change_nothing(name, monkeypatch):
         monkeypatch.setattr(module, "GROUP", size)
         model = stored_model(FIXTURE, name)
         out = model(batch_of(model, FIXTURE["structures"]["orthorhombic"]))
-        (out["energy"].sum() + out["force"].square().sum() + out["virial"].square().sum()).backward()
+        (
+            out["energy"].sum() + out["force"].square().sum() + out["virial"].square().sum()
+        ).backward()
         found.append([*out.values(), *(p.grad for p in model.parameters())])
     for other in found[:2]:
         for value, wanted in zip(other, found[2], strict=True):

@@ -30,7 +30,9 @@ def gradients(model, data, energy=0.3):
     generator = torch.Generator().manual_seed(3)
     mixture = energy * out["energy"].sum()
     for key in ("force", "virial"):
-        mixture = mixture + (out[key] * torch.randn(out[key].shape, generator=generator).double()).sum()
+        mixture = (
+            mixture + (out[key] * torch.randn(out[key].shape, generator=generator).double()).sum()
+        )
     model.zero_grad()
     mixture.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -48,13 +50,19 @@ def test_every_order_of_evaluation_gives_the_same(name, way, monkeypatch):
         monkeypatch.setattr(edges, "EDGE_BLOCK_ROWS", 10**9)
     elif way == "bounds":
         exact = geometry.exact_angles
-        monkeypatch.setattr(module, "plan_angles", lambda counts, *more: exact(np.full_like(counts, 44), *more))
+        monkeypatch.setattr(
+            module, "plan_angles", lambda counts, *more: exact(np.full_like(counts, 44), *more)
+        )
     else:
         monkeypatch.setattr(geometry, "ANGLE_BLOCK_ROWS", 1)
         monkeypatch.setattr(edges, "EDGE_BLOCK_ROWS", 1)
-    torch.testing.assert_close(model(batch_of(model, data))["atom_energy"], energy, rtol=1e-13, atol=0)
+    torch.testing.assert_close(
+        model(batch_of(model, data))["atom_energy"], energy, rtol=1e-13, atol=0
+    )
     for key, value in gradients(model, data).items():
-        torch.testing.assert_close(value, wanted[key], rtol=1e-9, atol=1e-12 * wanted[key].abs().max().item(), msg=key)
+        torch.testing.assert_close(
+            value, wanted[key], rtol=1e-9, atol=1e-12 * wanted[key].abs().max().item(), msg=key
+        )
 
 
 def test_angles_beside_edges_borrow_all_that_they_read(monkeypatch):
@@ -69,7 +77,11 @@ def test_angles_beside_edges_borrow_all_that_they_read(monkeypatch):
 
     def watched(self, features, graph, wanted, *, force):
         read.append(
-            [*features, graph.angle_weight, *(getattr(graph.plan, f.name) for f in dataclasses.fields(graph.plan))]
+            [
+                *features,
+                graph.angle_weight,
+                *(getattr(graph.plan, f.name) for f in dataclasses.fields(graph.plan)),
+            ]
         )
         return angles(self, features, graph, wanted, force=force)
 
@@ -87,15 +99,22 @@ def test_angles_beside_edges_borrow_all_that_they_read(monkeypatch):
 
 def test_dynamic_selection_differs_from_static_in_scale_alone():
     model = stored_model(FIXTURE, "dynamic")
-    repflow = dataclasses.replace(model.settings.descriptor.repflow, use_dynamic_sel=False, e_sel=30, a_sel=20)
+    repflow = dataclasses.replace(
+        model.settings.descriptor.repflow, use_dynamic_sel=False, e_sel=30, a_sel=20
+    )
     descriptor = dataclasses.replace(model.settings.descriptor, repflow=repflow)
     other = build_model(dataclasses.replace(model.settings, descriptor=descriptor))
     state = model.state_dict()
-    short = {key: value[:, :30] if key.endswith((".mean", ".stddev")) else value for key, value in state.items()}
+    short = {
+        key: value[:, :30] if key.endswith((".mean", ".stddev")) else value
+        for key, value in state.items()
+    }
     other.load_state_dict(short)
     data = FIXTURE["structures"]["open"]
     assert batch_of(model, data).neighbor.shape[1] <= 30
-    torch.testing.assert_close(model(batch_of(model, data)), other(batch_of(other, data)), rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(
+        model(batch_of(model, data)), other(batch_of(other, data)), rtol=1e-13, atol=1e-15
+    )
 
 
 def test_a_step_frees_its_graph():
@@ -122,7 +141,14 @@ def test_a_step_frees_its_graph():
         gc.enable()
 
 
-REPFLOW = {"e_rcut": 6.0, "e_rcut_smth": 5.3, "e_sel": 120, "a_rcut": 4.0, "a_rcut_smth": 3.5, "a_sel": 30}
+REPFLOW = {
+    "e_rcut": 6.0,
+    "e_rcut_smth": 5.3,
+    "e_sel": 120,
+    "a_rcut": 4.0,
+    "a_rcut_smth": 3.5,
+    "a_sel": 30,
+}
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,16 @@ def test_we_go_on_from_deepmd_kits_checkpoint(system, optimizer):
     (system / "input.json").write_text(json.dumps(given(section, optimizer)))
     dp("train", "input.json", "--skip-neighbor-stat")
     (system / "more.json").write_text(json.dumps(given(section, optimizer, steps=4)))
-    words = ["--pt", "train", "more.json", "--restart", "model.ckpt-2.pt", "--skip-neighbor-stat", "-v", "ERROR"]
+    words = [
+        "--pt",
+        "train",
+        "more.json",
+        "--restart",
+        "model.ckpt-2.pt",
+        "--skip-neighbor-stat",
+        "-v",
+        "ERROR",
+    ]
     assert main(words) == 0
     saved = torch.load(system / "model.ckpt-4.pt", weights_only=True)
     assert saved["deepmd_muon"]["step"] == 4
@@ -108,7 +117,11 @@ def test_routes_and_shapes_of_state_are_deepmd_kits(tmp_path):
         optimizer.step()
         assert set(states) == {name for name, _ in model.named_parameters()}
         for name, p in model.named_parameters():
-            own = {key: list(value.shape) for key, value in optimizer.state[p].items() if torch.is_tensor(value)}
+            own = {
+                key: list(value.shape)
+                for key, value in optimizer.state[p].items()
+                if torch.is_tensor(value)
+            }
             own.pop("step", None)
             wanted = {key: shape for key, shape in states[name].items() if not key.endswith("_pow")}
             assert own == wanted, (mode, name)

@@ -24,10 +24,18 @@ ATTENTION = {**RADIAL, "sel": 60, "attn": 6, "smooth_type_embedding": True}
 DESCRIPTORS = {
     "se_e2_a": {"type": "se_e2_a", "sel": [40, 40], **RADIAL},
     "dpa1": {"type": "se_atten", **ATTENTION},
-    "dpa1_temperature": {"type": "se_atten", **ATTENTION, "temperature": 1.0, "type_one_side": True},
+    "dpa1_temperature": {
+        "type": "se_atten",
+        **ATTENTION,
+        "temperature": 1.0,
+        "type_one_side": True,
+    },
     "dpa1_v2": {"type": "se_atten_v2", **RADIAL, "sel": 60, "attn_layer": 0, "set_davg_zero": True},
     "dpa3": {"type": "dpa3", "repflow": REPFLOW},
-    "dpa3_dynamic": {"type": "dpa3", "repflow": {**REPFLOW, "use_dynamic_sel": True, "e_sel": 600, "a_sel": 200}},
+    "dpa3_dynamic": {
+        "type": "dpa3",
+        "repflow": {**REPFLOW, "use_dynamic_sel": True, "e_sel": 600, "a_sel": 200},
+    },
 }
 
 

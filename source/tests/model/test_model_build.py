@@ -23,7 +23,12 @@ from deepmd_muon.model import (
     register_descriptor,
     register_fitting,
 )
-from deepmd_muon.model.deepmd_kit import OURS_ONLY, deepmd_kit_parameter_names, from_deepmd_kit, to_deepmd_kit
+from deepmd_muon.model.deepmd_kit import (
+    OURS_ONLY,
+    deepmd_kit_parameter_names,
+    from_deepmd_kit,
+    to_deepmd_kit,
+)
 from deepmd_muon.model.errors import BranchError
 from deepmd_muon.model.nn.networks import Layer, Network, Stream
 from deepmd_muon.model.registry import DESCRIPTORS
@@ -41,7 +46,9 @@ def test_a_checkpoint_says_what_deepmd_kit_cannot_read(monkeypatch):
     model = build_model(section())
     assert OURS_ONLY not in to_deepmd_kit(model, {"step": 1})["_extra_state"]
     usual = DESCRIPTORS.translation(model.settings.descriptor)
-    ours = dataclasses.replace(usual, ours_only=lambda own: [f"axis_neuron {own.axis_neuron} is ours"])
+    ours = dataclasses.replace(
+        usual, ours_only=lambda own: [f"axis_neuron {own.axis_neuron} is ours"]
+    )
     monkeypatch.setattr(DESCRIPTORS, "translation", lambda _: ours)
     stored = to_deepmd_kit(model, {"step": 1})
     assert stored["_extra_state"][OURS_ONLY] == ["descriptor: axis_neuron 4 is ours"]
@@ -51,14 +58,19 @@ def test_a_checkpoint_says_what_deepmd_kit_cannot_read(monkeypatch):
 
 
 def test_parameter_names_and_order():
-    model = build_model(section(descriptor={"neuron": [4, 8], "resnet_dt": True}, fitting_net={"neuron": [6, 6]}))
+    model = build_model(
+        section(descriptor={"neuron": [4, 8], "resnet_dt": True}, fitting_net={"neuron": [6, 6]})
+    )
     sea, fitting = (
         "atomic_model.descriptor.sea.filter_layers.networks",
         "atomic_model.fitting_net.filter_layers.networks",
     )
     wanted = []
     for i in range(2):
-        wanted += [f"{sea}.{i}.layers.{part}" for part in ("0.matrix", "0.bias", "1.matrix", "1.bias", "1.idt")]
+        wanted += [
+            f"{sea}.{i}.layers.{part}"
+            for part in ("0.matrix", "0.bias", "1.matrix", "1.bias", "1.idt")
+        ]
     for i in range(2):
         parts = ("0.matrix", "0.bias", "1.matrix", "1.bias", "1.idt", "2.matrix", "2.bias")
         wanted += [f"{fitting}.{i}.layers.{part}" for part in parts]
@@ -70,7 +82,13 @@ def test_parameter_names_and_order():
         "atomic_model.descriptor.sea.stddev",
         "atomic_model.fitting_net.bias_atom_e",
     }
-    assert (model.type_map, model.rcut, model.sel, model.by_type, model.ntypes) == (("O", "H"), 4.0, (40, 30), True, 2)
+    assert (model.type_map, model.rcut, model.sel, model.by_type, model.ntypes) == (
+        ("O", "H"),
+        4.0,
+        (40, 30),
+        True,
+        2,
+    )
 
 
 def weights(model):
@@ -93,7 +111,9 @@ def test_seeds_make_weights_and_leave_the_global_stream_alone():
 
 def test_no_two_layers_start_alike():
     model = build_model(
-        section(descriptor={"neuron": [8, 8, 8], "type_one_side": False}, fitting_net={"neuron": [8, 8]})
+        section(
+            descriptor={"neuron": [8, 8, 8], "type_one_side": False}, fitting_net={"neuron": [8, 8]}
+        )
     )
     squares = [p.flatten() for p in model.parameters() if p.shape == (8, 8)]
     assert len(squares) == 4 * 2 + 2
@@ -117,7 +137,9 @@ def test_residuals_follow_the_widths():
     assert [layer.idt is not None for layer in network.layers] == [True, True, True, False]
 
 
-@pytest.mark.parametrize(("part", "prefix"), [("descriptor", "descriptor"), ("fitting_net", "fitting_net")])
+@pytest.mark.parametrize(
+    ("part", "prefix"), [("descriptor", "descriptor"), ("fitting_net", "fitting_net")]
+)
 def test_trainable_false_stops_gradients_of_that_part(part, prefix):
     model = build_model(section(**{part: {"trainable": False}}))
     for name, parameter in model.named_parameters():
@@ -125,8 +147,13 @@ def test_trainable_false_stops_gradients_of_that_part(part, prefix):
     model(batch())["force"].square().sum().backward()
     for parameter in model.parameters():
         assert (parameter.grad is not None) == parameter.requires_grad
-    assert all(p.requires_grad for p in build_model(section(fitting_net={"trainable": [True] * 3})).parameters())
-    fixed = build_model(section(fitting_net={"trainable": [True, False, True]})).atomic_model.fitting_net
+    assert all(
+        p.requires_grad
+        for p in build_model(section(fitting_net={"trainable": [True] * 3})).parameters()
+    )
+    fixed = build_model(
+        section(fitting_net={"trainable": [True, False, True]})
+    ).atomic_model.fitting_net
     assert not any(p.requires_grad for p in fixed.parameters())
 
 
@@ -143,11 +170,17 @@ def test_every_parameter_gets_a_gradient_even_of_an_absent_type():
     for one_side in (True, False):
         model = build_model(section(descriptor={"type_one_side": one_side}))
         only_oxygen = make_batch(
-            np.random.default_rng(0).random((1, 4, 3)) * 3, np.zeros((1, 4), int), None, 4.0, (40, 30)
+            np.random.default_rng(0).random((1, 4, 3)) * 3,
+            np.zeros((1, 4), int),
+            None,
+            4.0,
+            (40, 30),
         )
         out = model(only_oxygen)
         (out["energy"].sum() + out["force"].square().sum()).backward()
-        hydrogen = [p for n, p in model.named_parameters() if "fitting_net.filter_layers.networks.1." in n]
+        hydrogen = [
+            p for n, p in model.named_parameters() if "fitting_net.filter_layers.networks.1." in n
+        ]
         assert all(p.grad is not None for p in model.parameters())
         assert all((p.grad == 0).all() for p in hydrogen)
 
@@ -164,7 +197,9 @@ def test_a_type_may_have_no_slots(one_side):
 @pytest.mark.parametrize("neuron", [[4, 8], [4, 4]])
 def test_a_type_may_be_absent_from_a_batch(neuron):
     model = build_model(section(fitting_net={"neuron": neuron}))
-    oxygen = make_batch(np.random.default_rng(0).random((1, 4, 3)) * 3, np.zeros((1, 4), int), None, 4.0, (40, 30))
+    oxygen = make_batch(
+        np.random.default_rng(0).random((1, 4, 3)) * 3, np.zeros((1, 4), int), None, 4.0, (40, 30)
+    )
     out = model(oxygen)
     out["force"].square().sum().backward()
     assert out["force"].abs().max() > 1e-6
@@ -177,12 +212,16 @@ def test_a_gpu_gives_the_same(one_side):
     """Also with an absent type, without a synchronisation, and from a captured graph."""
     model = build_model(section(descriptor={"type_one_side": one_side, "resnet_dt": True}))
     on_gpu = copy.deepcopy(model).cuda()
-    lone = make_batch(np.random.default_rng(0).random((1, 4, 3)) * 3, np.zeros((1, 4), int), None, 4.0, (40, 30))
+    lone = make_batch(
+        np.random.default_rng(0).random((1, 4, 3)) * 3, np.zeros((1, 4), int), None, 4.0, (40, 30)
+    )
 
     def run(which, given):
         which.zero_grad(set_to_none=True)
         out = which(given)
-        (out["energy"].sum() + out["force"].square().sum() + out["virial"].square().sum()).backward()
+        (
+            out["energy"].sum() + out["force"].square().sum() + out["virial"].square().sum()
+        ).backward()
         return {key: value.detach() for key, value in out.items()}
 
     for given in (batch(), lone):
@@ -211,7 +250,9 @@ def test_a_gpu_gives_the_same(one_side):
 
 
 def test_precision_of_parameters_and_outputs():
-    model = build_model(section(descriptor={"precision": "float32"}, fitting_net={"precision": "float64"}))
+    model = build_model(
+        section(descriptor={"precision": "float32"}, fitting_net={"precision": "float64"})
+    )
     dtypes = {n.split(".")[1]: p.dtype for n, p in model.named_parameters()}
     assert dtypes == {"descriptor": torch.float32, "fitting_net": torch.float64}
     out = model(batch())
@@ -226,7 +267,16 @@ def test_precision_of_parameters_and_outputs():
 def test_statistics_of_a_type_without_atoms():
     model = build_model(section())
     mean, stddev = environment_statistics(
-        model, [make_batch(np.random.default_rng(0).random((1, 4, 3)) * 3, np.zeros((1, 4), int), None, 4.0, (40, 30))]
+        model,
+        [
+            make_batch(
+                np.random.default_rng(0).random((1, 4, 3)) * 3,
+                np.zeros((1, 4), int),
+                None,
+                4.0,
+                (40, 30),
+            )
+        ],
     )
     assert mean[1].tolist() == [0, 0, 0, 0]
     assert stddev[1].tolist() == [0.1] * 4
@@ -266,7 +316,9 @@ def test_statistics_in_parts_are_those_of_whole_batches(monkeypatch, excluded):
     monkeypatch.setattr(
         model.atomic_model.descriptor,
         "environment",
-        lambda part, edges: seen.append(sum(part.type_counts) - len(part.neighbor)) or environment(part, edges),
+        lambda part, edges: (
+            seen.append(sum(part.type_counts) - len(part.neighbor)) or environment(part, edges)
+        ),
     )
     whole = environment_statistics(model, made)
     assert len(seen) == 2
@@ -295,8 +347,12 @@ def test_structures_sort_atoms_by_type_and_count_them():
 def test_empty_slots_may_come_anywhere():
     full = batch(widths=(40, 30))
     model = build_model(section())
-    shuffled = np.random.default_rng(1).permuted(np.tile(np.arange(40), (len(full.neighbor), 1)), axis=1)
-    columns = torch.cat([torch.from_numpy(shuffled), torch.arange(40, 70).expand(len(shuffled), -1)], 1)
+    shuffled = np.random.default_rng(1).permuted(
+        np.tile(np.arange(40), (len(full.neighbor), 1)), axis=1
+    )
+    columns = torch.cat(
+        [torch.from_numpy(shuffled), torch.arange(40, 70).expand(len(shuffled), -1)], 1
+    )
     neighbor = full.neighbor.gather(1, columns)
     filled = full.filled.copy()
     filled[0] = [1 + max(np.flatnonzero(row[:40] >= 0), default=-1) for row in neighbor.numpy()]
@@ -305,7 +361,13 @@ def test_empty_slots_may_come_anywhere():
     for key, value in model(full).items():
         torch.testing.assert_close(model(moved)[key], value, rtol=1e-12, atol=1e-12)
     holes = Structures.from_numpy(
-        np.zeros((1, 2, 3)), np.array([[0, 1]]), None, np.array([[[-1, 1, -1, -1], [-1, -1, 0, 0]]]), None, (2, 2), 2
+        np.zeros((1, 2, 3)),
+        np.array([[0, 1]]),
+        None,
+        np.array([[[-1, 1, -1, -1], [-1, -1, 0, 0]]]),
+        None,
+        (2, 2),
+        2,
     )
     assert holes.filled.tolist() == [[2, 0], [0, 2]]
 
@@ -317,14 +379,18 @@ def test_impossible_batches_are_refused():
     with pytest.raises(ModelError, match="do not add up to 1"):
         Structures.from_numpy(zeros, np.array([[0, 1]]), None, -np.ones((1, 2, 1)), None, (1, 1), 2)
     with pytest.raises(ModelError, match="cell translations"):
-        Structures.from_numpy(zeros, np.array([[0, 1]]), np.eye(3)[None], -np.ones((1, 2, 1)), None, (1, 0), 2)
+        Structures.from_numpy(
+            zeros, np.array([[0, 1]]), np.eye(3)[None], -np.ones((1, 2, 1)), None, (1, 0), 2
+        )
     model = build_model(section(descriptor={"sel": [2, 2]}))
     with pytest.raises(ModelError, match="more than sel 2"):
         model(batch())
     one = Structures.from_numpy(zeros, np.array([[0, 1]]), None, -np.ones((1, 2, 1)), None, (1,), 2)
     with pytest.raises(ModelError, match="2 neighbour sections, found 1"):
         model(one)
-    three = Structures.from_numpy(zeros, np.array([[0, 1]]), None, -np.ones((1, 2, 2)), None, (1, 1), 3)
+    three = Structures.from_numpy(
+        zeros, np.array([[0, 1]]), None, -np.ones((1, 2, 2)), None, (1, 1), 3
+    )
     with pytest.raises(ModelError, match="2 types, the batch 3"):
         model(three)
     with pytest.raises(ModelError, match="2 values, found 3"):
@@ -381,7 +447,9 @@ class MeanDistance(torch.nn.Module):
 
 @pytest.fixture
 def mean_distance():
-    register_descriptor("mean_distance", settings=MeanDistanceSettings, module=MeanDistance, aliases=("mean",))
+    register_descriptor(
+        "mean_distance", settings=MeanDistanceSettings, module=MeanDistance, aliases=("mean",)
+    )
     yield
     del DESCRIPTORS._parts["mean_distance"], DESCRIPTORS.aliases["mean"]
 
@@ -397,7 +465,9 @@ def test_a_third_party_descriptor_runs_and_trains():
     def energy(shift):
         moved = coord.copy()
         moved[0, 1, 1] += shift
-        return made(Structures.from_numpy(moved, np.array([[0, 1, 1]]), None, neighbor, None, (2,), 2))
+        return made(
+            Structures.from_numpy(moved, np.array([[0, 1, 1]]), None, neighbor, None, (2,), 2)
+        )
 
     out = energy(0.0)
     mean, stddev = environment_statistics(made, [])
@@ -409,7 +479,9 @@ def test_a_third_party_descriptor_runs_and_trains():
     with pytest.raises(CheckpointError, match="mean_distance"):
         deepmd_kit_parameter_names(made)
     stored = to_deepmd_kit(made, {"step": 1})
-    assert stored["_extra_state"][OURS_ONLY] == ["descriptor: deepmd-kit has no descriptor like 'mean_distance'"]
+    assert stored["_extra_state"][OURS_ONLY] == [
+        "descriptor: deepmd-kit has no descriptor like 'mean_distance'"
+    ]
     again, weights = from_deepmd_kit(stored)
     assert again.descriptor == MeanDistanceSettings(rcut=2.5)
     build_model(again).load_state_dict(weights)
@@ -453,7 +525,10 @@ def test_odd_tensors_of_a_checkpoint_are_named():
     uneven[0, 3, 0] += 1e-9
     for change, words in (
         ({mean: uneven}, "mean differs between"),
-        ({"model.Default.atomic_model.descriptor.sea.compress_data.0": torch.ones(2)}, "compressed"),
+        (
+            {"model.Default.atomic_model.descriptor.sea.compress_data.0": torch.ones(2)},
+            "compressed",
+        ),
         ({"model.Branch.atomic_model.out_bias": torch.ones(2)}, "must begin with"),
     ):
         with pytest.raises(ForeignModelError, match=words):

@@ -18,12 +18,28 @@ pytestmark = MARKS
 SETTINGS = {
     "one_side": {},
     "pair_nets": {
-        "descriptor": {"type_one_side": False, "resnet_dt": True, "exclude_types": [[0, 0]], "neuron": [4, 8, 8, 16]},
+        "descriptor": {
+            "type_one_side": False,
+            "resnet_dt": True,
+            "exclude_types": [[0, 0]],
+            "neuron": [4, 8, 8, 16],
+        },
         "fitting_net": {"atom_ener": [-3.0, None]},
     },
     "float32": {"descriptor": {"precision": "float32"}, "fitting_net": {"precision": "float32"}},
-    "dpa1": {"descriptor": {"type": "se_atten", "sel": 70, "rcut": 4.0, "type_one_side": True, "attn": 8, "seed": 3}},
-    "dpa1_v2": {"descriptor": {"type": "se_atten_v2", "sel": 70, "rcut": 4.0, "attn": 8, "seed": 3}},
+    "dpa1": {
+        "descriptor": {
+            "type": "se_atten",
+            "sel": 70,
+            "rcut": 4.0,
+            "type_one_side": True,
+            "attn": 8,
+            "seed": 3,
+        }
+    },
+    "dpa1_v2": {
+        "descriptor": {"type": "se_atten_v2", "sel": 70, "rcut": 4.0, "attn": 8, "seed": 3}
+    },
 }
 
 
@@ -34,7 +50,9 @@ def case(request, tmp_path_factory):
     data = read_fixture()["structures"]["orthorhombic"]
     labels = write_system(folder / "system", data)
     model = build_model(section(**SETTINGS[request.param]))
-    built = thaw(model.settings)  # with every default: deepmd-kit's classes have others than its input check
+    built = thaw(
+        model.settings
+    )  # with every default: deepmd-kit's classes have others than its input check
     angular = [0.12] * 3
     model.set_statistics(
         torch.tensor([[0.11, 0, 0, 0], [0.09, 0, 0, 0]]).double(),
@@ -46,7 +64,11 @@ def case(request, tmp_path_factory):
     torch.save(content, folder / "model.ckpt.pt")
     with torch.no_grad():
         types = None if model.by_type else model.ntypes
-        prediction = model(make_batch(data["coord"], data["atype"], data["box"], model.rcut, model.sel, ntypes=types))
+        prediction = model(
+            make_batch(
+                data["coord"], data["atype"], data["box"], model.rcut, model.sel, ntypes=types
+            )
+        )
     tolerance = 2e-4 if request.param == "float32" else 1e-8
     return folder, built, labels, prediction, tolerance
 
@@ -54,7 +76,9 @@ def case(request, tmp_path_factory):
 def compare(folder, model_file, prediction, tolerance):
     dp("test", "-m", model_file, "-s", "system", "-d", "detail", folder=folder)
     energy, force, virial = (np.loadtxt(folder / f"detail.{kind}.out") for kind in ("e", "f", "v"))
-    np.testing.assert_allclose(energy[:, 1], prediction["energy"], rtol=2e-6 if tolerance > 1e-6 else 1e-10)
+    np.testing.assert_allclose(
+        energy[:, 1], prediction["energy"], rtol=2e-6 if tolerance > 1e-6 else 1e-10
+    )
     np.testing.assert_allclose(force[:, 3:], prediction["force"].reshape(-1, 3), atol=tolerance)
     np.testing.assert_allclose(virial[:, 9:], prediction["virial"], atol=tolerance)
 
@@ -98,7 +122,14 @@ def test_dp_train_goes_on_from_our_checkpoint(case):
         "training": training,
     }
     (folder / "input.json").write_text(json.dumps(given))
-    dp("train", "input.json", "--init-model", "model.ckpt.pt", "--skip-neighbor-stat", folder=folder)
+    dp(
+        "train",
+        "input.json",
+        "--init-model",
+        "model.ckpt.pt",
+        "--skip-neighbor-stat",
+        folder=folder,
+    )
     columns = (folder / "lcurve.out").read_text().splitlines()[0].split()[1:]
     first = dict(zip(columns, np.atleast_2d(np.loadtxt(folder / "lcurve.out"))[0], strict=True))
     label = {key: torch.from_numpy(np.asarray(value)) for key, value in labels.items()}

@@ -45,23 +45,31 @@ REFERENCE = {
 @pytest.mark.parametrize("name", NAMES)
 def test_activation_and_its_derivatives(name):
     f = activation(name)
-    h = torch.cat([torch.linspace(-9, 9, 401, dtype=torch.float64) + 1e-3, torch.tensor([25.0]).double()])
+    h = torch.cat(
+        [torch.linspace(-9, 9, 401, dtype=torch.float64) + 1e-3, torch.tensor([25.0]).double()]
+    )
     h.requires_grad_()
     value = f.value(h)
     if name in REFERENCE:
         torch.testing.assert_close(value, REFERENCE[name](h))
     (slope,) = torch.autograd.grad(value.sum(), h, create_graph=True)
-    curvature = torch.autograd.grad(slope.sum(), h)[0] if slope.requires_grad else torch.zeros_like(h)
+    curvature = (
+        torch.autograd.grad(slope.sum(), h)[0] if slope.requires_grad else torch.zeros_like(h)
+    )
     with torch.no_grad():
         ours, keep = f(h.detach().clone())
         torch.testing.assert_close(ours, value, rtol=1e-12, atol=4e-16)
         torch.testing.assert_close(f.value_of(keep), value, rtol=1e-12, atol=4e-16)
         torch.testing.assert_close(f.slope(keep), slope, rtol=1e-10, atol=1e-13)
-        torch.testing.assert_close(f.curvature(keep, f.slope(keep)), curvature, rtol=1e-8, atol=1e-12)
+        torch.testing.assert_close(
+            f.curvature(keep, f.slope(keep)), curvature, rtol=1e-8, atol=1e-12
+        )
         tangent, x = torch.randn_like(h), torch.randn_like(h)
         torch.testing.assert_close(f.times_slope(keep, x), slope * x, rtol=1e-10, atol=1e-12)
         cotangent = torch.randn(2, 1, h.numel(), dtype=torch.float64)
-        wanted = torch.stack([slope * cotangent[0] + curvature * tangent * cotangent[1], slope * cotangent[1]])
+        wanted = torch.stack(
+            [slope * cotangent[0] + curvature * tangent * cotangent[1], slope * cotangent[1]]
+        )
         f.pull_back_(keep[None], tangent[None], cotangent)
         torch.testing.assert_close(cotangent, wanted, rtol=1e-8, atol=1e-12)
 
@@ -78,7 +86,9 @@ def plain_network(x, layers, copies, f):
 @pytest.mark.parametrize("name", ["tanh", "gelu", "sigmoid"])
 @pytest.mark.parametrize("widths", [(1, 3, 6, 6), (1, 1, 2, 5), (1, 4)])
 @pytest.mark.parametrize("timestep", [False, True])
-@pytest.mark.parametrize("device", ["cpu", "meta"])  # how to split the work; it is done on the CPU in both cases
+@pytest.mark.parametrize(
+    "device", ["cpu", "meta"]
+)  # how to split the work; it is done on the CPU in both cases
 def test_sums_over_edges(name, widths, timestep, device, monkeypatch):
     monkeypatch.setattr(embedding, "CPU_BLOCK_ROWS", 10)  # several blocks, the last one shorter
     f = activation(name)
@@ -98,7 +108,9 @@ def test_sums_over_edges(name, widths, timestep, device, monkeypatch):
 
     def plain():
         every = torch.cat([rows, empty[:, None].expand(atoms, sel - edges, 4)], 1)
-        a = torch.einsum("nec,nem->ncm", every, plain_network(every[..., :1], network.tensors, network.copies, f))
+        a = torch.einsum(
+            "nec,nem->ncm", every, plain_network(every[..., :1], network.tensors, network.copies, f)
+        )
         s = rows[..., 0].clone().requires_grad_()
         g = plain_network(s.unsqueeze(-1), network.tensors, network.copies, f)
         a_bar = mix * a.square()  # any function of A that depends on it again
@@ -107,25 +119,32 @@ def test_sums_over_edges(name, widths, timestep, device, monkeypatch):
         )[0]
         # by_s must depend on Ā too: linear in it, so repeat the derivative with Ā attached
         unit = torch.stack(
-            [torch.autograd.grad(g[..., m].sum(), s, create_graph=True)[0] for m in range(width)], dim=-1
+            [torch.autograd.grad(g[..., m].sum(), s, create_graph=True)[0] for m in range(width)],
+            dim=-1,
         )
         by_s_attached = torch.einsum("nec,ncm,nem->ne", rows, a_bar, unit)
         torch.testing.assert_close(by_s_attached, by_s)
         spread_rows = torch.einsum("nem,ncm->nec", g, a_bar)
-        spread_rows = torch.cat([spread_rows[..., :1] + by_s_attached.unsqueeze(-1), spread_rows[..., 1:]], dim=-1)
+        spread_rows = torch.cat(
+            [spread_rows[..., :1] + by_s_attached.unsqueeze(-1), spread_rows[..., 1:]], dim=-1
+        )
         return a, spread_rows * real[..., None]
 
     def ours():
         plans = plan_blocks(counts, edges, torch.device(device))
         assert (len(plans) > 1) == (device == "cpu")
         sums = Sums(plans, sel, f, network.copies, force=True, trace=True)
-        (a,), pull = run_with_pullback(sums, rows, empty, *[t for layer in network.tensors for t in layer])
+        (a,), pull = run_with_pullback(
+            sums, rows, empty, *[t for layer in network.tensors for t in layer]
+        )
         return a, pull(mix * a.square())[0] * real[..., None]
 
     results = [plain(), ours()]
     for value, wanted in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
-    gradients = [torch.autograd.grad((a * mix).sum() + (e * weight).sum(), parameters) for a, e in results]
+    gradients = [
+        torch.autograd.grad((a * mix).sum() + (e * weight).sum(), parameters) for a, e in results
+    ]
     for value, wanted in zip(gradients[1], gradients[0], strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10)
 
@@ -137,28 +156,37 @@ def test_sums_over_edges(name, widths, timestep, device, monkeypatch):
 def test_energy_and_slope(name, widths, timestep):
     f = activation(name)
     network = Network(widths, 1, timestep=timestep, dtype=torch.float64, stream=Stream(6))
-    x = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    x = torch.randn(
+        3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2), requires_grad=True
+    )
     flat = [t for layer in network.tensors for t in layer if t is not None]
     holes = [t is not None for layer in network.tensors for t in layer]
 
     def function(x, *given):
         tensors = iter(given)
-        return energy_and_slope(f, network.copies, (3,), x, *[next(tensors) if there else None for there in holes])
+        return energy_and_slope(
+            f, network.copies, (3,), x, *[next(tensors) if there else None for there in holes]
+        )
 
     energy, slope = function(x, *flat)
     hidden = plain_network(x, network.tensors[:-1], network.copies, f)
     wanted = hidden @ network.tensors[-1].matrix + network.tensors[-1].bias
     torch.testing.assert_close(energy, wanted)
-    torch.testing.assert_close(slope, torch.autograd.grad(wanted.sum(), x)[0], rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        slope, torch.autograd.grad(wanted.sum(), x)[0], rtol=1e-12, atol=1e-13
+    )
     assert torch.autograd.gradcheck(function, (x, *flat), atol=1e-7)
 
 
 def test_energy_and_slope_of_several_networks():
     f, widths, counts = activation("tanh"), (5, 6, 6), (2, 0, 3)
     networks = [
-        Network(widths, 1, timestep=True, dtype=torch.float64, stream=Stream(6).child(number)) for number in range(3)
+        Network(widths, 1, timestep=True, dtype=torch.float64, stream=Stream(6).child(number))
+        for number in range(3)
     ]
-    x = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    x = torch.randn(
+        5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2), requires_grad=True
+    )
     flat = [[t for layer in network.tensors for t in layer] for network in networks]
     mix = torch.randn(2, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
@@ -190,7 +218,9 @@ def test_contraction():
 
 
 def test_edge_derivative_is_the_transposed_jacobian():
-    edges = torch.randn(2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).mul_(2.0)
+    edges = torch.randn(
+        2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+    ).mul_(2.0)
     edges.requires_grad_()
     neighbor = torch.zeros(2, 3, dtype=torch.int64)
     neighbor[1, 2] = -1
@@ -199,7 +229,9 @@ def test_edge_derivative_is_the_transposed_jacobian():
     factor = torch.rand(2, 4, dtype=torch.float64)
     wanted = torch.autograd.grad((env.rows * factor[:, None] * adjoint).sum(), edges)[0]
     jacobian = env.jacobian._replace(stored=tuple(part.detach() for part in env.jacobian.stored))
-    torch.testing.assert_close(edge_derivative(adjoint, factor, jacobian), wanted, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(
+        edge_derivative(adjoint, factor, jacobian), wanted, rtol=1e-11, atol=1e-12
+    )
     assert (wanted[1, 2] == 0).all()
     assert torch.autograd.gradcheck(lambda a: edge_derivative(a, factor, jacobian), (adjoint,))
 

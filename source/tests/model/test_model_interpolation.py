@@ -23,7 +23,9 @@ def batch(nframes=2, natoms=12):
 
 def model(**descriptor):
     built = build_model(
-        section(descriptor=descriptor, fitting_net={"precision": descriptor.get("precision", "default")})
+        section(
+            descriptor=descriptor, fitting_net={"precision": descriptor.get("precision", "default")}
+        )
     )
     mean = torch.tensor([[0.05, 0, 0, 0], [0.07, 0, 0, 0]], dtype=torch.float64)
     built.set_statistics(mean, torch.full((2, 4), 0.15, dtype=torch.float64))
@@ -39,8 +41,12 @@ def results(built, structures, pieces):
     built.pieces = pieces
     built.zero_grad()
     out = built(structures)
-    weights = torch.linspace(0.5, 1.5, out["force"].numel(), dtype=torch.float64).view(out["force"].shape)
-    (out["energy"].sum() + (out["force"] * weights).square().sum() + out["virial"].square().sum()).backward()
+    weights = torch.linspace(0.5, 1.5, out["force"].numel(), dtype=torch.float64).view(
+        out["force"].shape
+    )
+    (
+        out["energy"].sum() + (out["force"] * weights).square().sum() + out["virial"].square().sum()
+    ).backward()
     gradient = torch.cat([p.grad.flatten().double() for p in built.parameters()])
     return out["energy"].detach(), out["force"].detach(), out["virial"].detach(), gradient
 
@@ -100,7 +106,9 @@ def test_evaluate_and_spread_are_transposes():
     generator = torch.Generator().manual_seed(6)
     rows = torch.randn(2, 9, 4, dtype=torch.float64, generator=generator)
     edges = interpolation.cut(rows, rows[:, 0], UNEVEN, (4, 5), (4, 6))
-    product = torch.randn(2, 4, edges.terms, dtype=torch.float64, generator=generator, requires_grad=True)
+    product = torch.randn(
+        2, 4, edges.terms, dtype=torch.float64, generator=generator, requires_grad=True
+    )
     moved = torch.randn(rows.shape, dtype=torch.float64, generator=generator)
     slope = interpolation.evaluate(edges, product)
     (back,) = torch.autograd.grad(slope, product, moved)
@@ -120,17 +128,28 @@ def test_the_tail_tells_the_error():
         edges = interpolation.cut(rows, empty, uniform(16), structures.sections, descriptor.sel)
         found = interpolation.coefficients(nets, descriptor.activation, edges)
         s = rows[:, : structures.sections[0], 0].flatten()
-        exact, _ = interpolation.layers.values(descriptor.activation, nets[0].copies, s[:, None], nets[0].tensors)
+        exact, _ = interpolation.layers.values(
+            descriptor.activation, nets[0].copies, s[:, None], nets[0].tensors
+        )
         cell, basis, _ = interpolation._edge_basis(edges)
         terms = found.unflatten(0, (-1, interpolation.ORDERS))[cell.view(rows.shape[:2]) % (2 * 16)]
-        features = torch.einsum("aem,aemf->aef", basis, terms)[:, : structures.sections[0]].flatten(0, 1)
+        features = torch.einsum("aem,aemf->aef", basis, terms)[:, : structures.sections[0]].flatten(
+            0, 1
+        )
         error = float((features - exact).abs().max() / exact.abs().max())
         assert error <= max(10.0 * float(interpolation.tails(found, 16).max()), 1e-13)
 
 
 @pytest.mark.parametrize(
     ("scale", "activation", "wanted"),
-    [(1.0, "tanh", 16), (2.0, "tanh", 32), (3.0, "tanh", 32), (6.0, "tanh", 64), (1.0, "relu", 0), (1e3, "tanh", 0)],
+    [
+        (1.0, "tanh", 16),
+        (2.0, "tanh", 32),
+        (3.0, "tanh", 32),
+        (6.0, "tanh", 64),
+        (1.0, "relu", 0),
+        (1e3, "tanh", 0),
+    ],
 )
 def test_tuning_takes_as_many_pieces_as_the_networks_need(scale, activation, wanted):
     built = model(activation_function=activation)
@@ -155,7 +174,9 @@ def test_pieces_are_short_where_the_networks_bend():
     sizes = lengths(built.pieces)
     assert min(sizes) < 16 <= 64 <= max(sizes)
     exact = results(built, structures, ())
-    for wanted, found in zip(exact, results(built, structures, built.wanted_pieces([structures])), strict=True):
+    for wanted, found in zip(
+        exact, results(built, structures, built.wanted_pieces([structures])), strict=True
+    ):
         assert float((found - wanted).norm() / wanted.norm()) < 1e-7
 
 

@@ -35,7 +35,10 @@ from deepmd_muon.train.step.guard_kernel import judge
 from deepmd_muon.train.strategy.base import Reduced
 
 PASSES = {"angles": angle_results, "edges": edge_results}
-SIZES = {"angles": {"width": 30, "atoms": 192, "n_a": 32, "n_m": 64}, "edges": {"width": 120, "atoms": 192, "n_e": 64}}
+SIZES = {
+    "angles": {"width": 30, "atoms": 192, "n_a": 32, "n_m": 64},
+    "edges": {"width": 120, "atoms": 192, "n_e": 64},
+}
 DTYPES = [torch.float64, torch.float32]
 
 
@@ -82,9 +85,15 @@ def test_interpolation_kernels(dtype, pieces):
     factor = 15**2 * 64 / min(lengths(pieces)) if DEVICE.type == "cuda" else 1
     close(se_e2_a_kernels.expand(edges), interpolation.expand_reference(edges), factor)
     product = normal(3, 4, edges.terms)
-    close(se_e2_a_kernels.evaluate(edges, product), interpolation.evaluate_reference(edges, product), factor)
+    close(
+        se_e2_a_kernels.evaluate(edges, product),
+        interpolation.evaluate_reference(edges, product),
+        factor,
+    )
     moved = normal(*rows.shape)
-    close(se_e2_a_kernels.spread(edges, moved), interpolation.spread_reference(edges, moved), factor)
+    close(
+        se_e2_a_kernels.spread(edges, moved), interpolation.spread_reference(edges, moved), factor
+    )
 
 
 @on_each_backend
@@ -93,7 +102,9 @@ def test_interpolation_kernels_with_sorted_edges_and_pieces_without_any():
     draw = Draw(2)
     rows, empty = draw.normal(2, 20 + 100, 4), draw.normal(2, 4)
     for first, last in ((0, 20), (20, 120)):
-        rows[:, first:last, 0] = 9.0 * draw.uniform(2, last - first, dtype=torch.float64).sort(1, True).values ** 6
+        rows[:, first:last, 0] = (
+            9.0 * draw.uniform(2, last - first, dtype=torch.float64).sort(1, True).values ** 6
+        )
         rows[:, last - 4 : last] = empty[:, None] = rows[:, last - 1 : last].amin() - 0.1
     edges = interpolation.cut(rows, empty, uniform(16), (20, 100), (20, 130))
     close(se_e2_a_kernels.expand(edges), interpolation.expand_reference(edges), 100)
@@ -128,25 +139,36 @@ def test_geometry_kernels(monkeypatch, dtype):
     moved, found = draw.normal(3, 300, 3), []
     for fused in (True, False):
         monkeypatch.setattr(triton_support, "usable", lambda _, fused=fused: fused)
-        leaf, weights = vectors.clone().requires_grad_(), [x.clone().requires_grad_() for x in mixed]
+        leaf, weights = (
+            vectors.clone().requires_grad_(),
+            [x.clone().requires_grad_() for x in mixed],
+        )
         rows, direction, _ = dpa1_geometry(leaf, neighbor, mean, inverse, reach, False)
         total = (rows * weights[0]).sum() + (direction * weights[1]).sum()
         (slope,) = torch.autograd.grad(total, leaf, create_graph=True)
         found.append([rows, direction, slope, *torch.autograd.grad((slope * moved).sum(), weights)])
     for one, other in zip(*found, strict=True):
         assert one.isfinite().all()
-        torch.testing.assert_close(one, other, rtol=1e-9 if dtype == torch.float64 else 2e-5, atol=1e-12)
+        torch.testing.assert_close(
+            one, other, rtol=1e-9 if dtype == torch.float64 else 2e-5, atol=1e-12
+        )
 
 
 @on_each_backend
 @triton_support.traced()
 def test_force_and_virial_kernel():
     """Two frames of three atoms, one of which is padding; more edges than are looked at together."""
-    draw, order, frame = Draw(4), torch.tensor([3, 0, 4, 1, 5], device=DEVICE), torch.tensor([1, 0, 1, 0, 1])
+    draw, order, frame = (
+        Draw(4),
+        torch.tensor([3, 0, 4, 1, 5], device=DEVICE),
+        torch.tensor([1, 0, 1, 0, 1]),
+    )
     neighbor, edges = draw.integers(-1, 6, (5, 300)), draw.normal(5, 300, 3)
     slope = draw.normal(5, 300, 3) * (neighbor >= 0)[..., None]
     wanted = slope.new_zeros(2, 9)
-    wanted.index_add_(0, frame.to(DEVICE), torch.bmm(slope.transpose(1, 2), edges).reshape(-1, 9), alpha=-1)
+    wanted.index_add_(
+        0, frame.to(DEVICE), torch.bmm(slope.transpose(1, 2), edges).reshape(-1, 9), alpha=-1
+    )
     force, virial = environment_kernels.force_and_virial(slope, edges, order, neighbor, 2, 3)
     close(virial, wanted)
     close(force, energy_model.forces_of(slope, order, neighbor, 6))
@@ -156,7 +178,11 @@ def test_force_and_virial_kernel():
 @triton_support.traced()  # torch's operations define the results
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_kernels(dtype):
-    draw, kinds, reach = Draw(8), torch.tensor([0, 1, 1], device=DEVICE), environment.Reach(6.0, 0.5, 0.01)
+    draw, kinds, reach = (
+        Draw(8),
+        torch.tensor([0, 1, 1], device=DEVICE),
+        environment.Reach(6.0, 0.5, 0.01),
+    )
     vectors, neighbor = 3.0 * draw.normal(3, 7 + 200, 3), draw.integers(-1, 3, (3, 7 + 200))
     mean, stddev = draw.uniform(2, 2, 1, 4, dtype=dtype).expand(2, 2, 9, 4).contiguous().unbind()
     found = se_e2_a_kernels.standard_rows(vectors, neighbor, reach, mean, stddev, kinds)
@@ -180,7 +206,10 @@ def test_environment_kernels(protection):
     env = environment.environment(vectors, neighbor, reach)
     close(environment_kernels.environment(vectors, neighbor, *reach), env.rows)
     for dtype in DTYPES:
-        adjoint, factor = draw.normal(5, 60, 4, dtype=dtype).requires_grad_(), draw.normal(5, 4, dtype=dtype)
+        adjoint, factor = (
+            draw.normal(5, 60, 4, dtype=dtype).requires_grad_(),
+            draw.normal(5, 4, dtype=dtype),
+        )
         slope = environment.edge_derivative(adjoint, factor, env.jacobian)
         limit = {} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
         found = environment_kernels.pull(adjoint.detach(), factor, vectors, neighbor, *reach)
@@ -225,7 +254,9 @@ def test_edge_vectors_kernel(periodic):
 @on_each_backend
 @triton_support.traced()  # `layers` defines the results without kernels
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("copies", "n_in", "name"), [(0, 7, "tanh"), (1, 6, "silut:1.0"), (2, 3, "tanh")])
+@pytest.mark.parametrize(
+    ("copies", "n_in", "name"), [(0, 7, "tanh"), (1, 6, "silut:1.0"), (2, 3, "tanh")]
+)
 def test_layer_kernels(dtype, copies, n_in, name):
     normal, f, n = functools.partial(Draw(4).normal, dtype=dtype), activation(name), 6
     for idt in (None, normal(n)):
@@ -237,7 +268,9 @@ def test_layer_kernels(dtype, copies, n_in, name):
         close(found[0], wanted)
         close(found[1], keep)
         for above in (normal(5, n), normal(1, n).expand(5, n), normal(n, 5).t()):
-            close(layer_kernels.slope(keep, idt, above, f.formula), layers.slope(f, keep, idt, above))
+            close(
+                layer_kernels.slope(keep, idt, above, f.formula), layers.slope(f, keep, idt, above)
+            )
             pair, of_bias, of_idt = layers.cotangents(f, keep, idt, before, down, above)
             stacked = layer_kernels.cotangents(keep, idt, before, down, above, f.formula)
             close(stacked[-2:], pair)
@@ -245,7 +278,10 @@ def test_layer_kernels(dtype, copies, n_in, name):
             if idt is not None:
                 close(stacked[0].sum(0), of_idt)
         wanted = layers.tangent(f, keep, idt, before, x, copies)
-        close(layer_kernels.tangent(keep, idt, before, x, residual=copies > 0, formula=f.formula), wanted)
+        close(
+            layer_kernels.tangent(keep, idt, before, x, residual=copies > 0, formula=f.formula),
+            wanted,
+        )
 
 
 @on_each_backend
@@ -281,10 +317,16 @@ def test_attention_kernels(columns, options, precision, monkeypatch):
 @pytest.mark.parametrize("policy", ["error", "skip"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_judge_kernel(policy, dtype):
-    plain, fused = (DeviceGuard(policy, torch.optim.SGD([torch.zeros(1, device=DEVICE)]), DEVICE) for _ in range(2))
+    plain, fused = (
+        DeviceGuard(policy, torch.optim.SGD([torch.zeros(1, device=DEVICE)]), DEVICE)
+        for _ in range(2)
+    )
     numbers = [(1.0, 2.0), (3.0, float("inf")), (4.0, 5.0), (float("nan"), 6.0), (7.0, 8.0)]
     for loss, norm in numbers:
-        given = torch.tensor(norm, dtype=dtype, device=DEVICE), torch.tensor(loss, dtype=torch.float64, device=DEVICE)
+        given = (
+            torch.tensor(norm, dtype=dtype, device=DEVICE),
+            torch.tensor(loss, dtype=torch.float64, device=DEVICE),
+        )
         reduced = Reduced([], *given)
         plain.admits(reduced, lambda: "")
         judge(fused._record, fused.skip, reduced.loss, reduced.norm, freeze=policy == "error")
@@ -297,19 +339,37 @@ def test_judge_kernel(policy, dtype):
 @pytest.mark.parametrize("padding", ["none", "atoms", "frames", "atoms and frames", "everything"])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"start_pref_v": 2.0, "limit_pref_v": 3.0, "intensive_ener_virial": True}, {"start_pref_e": 0.0}],
+    [
+        {},
+        {"start_pref_v": 2.0, "limit_pref_v": 3.0, "intensive_ener_virial": True},
+        {"start_pref_e": 0.0},
+    ],
 )
 def test_loss_kernels(monkeypatch, settings, padding):
     """Errors over several blocks, labels that are parts of wider rows, and a loss that is not the last node."""
     draw, (frames, atoms), loss = Draw(8).normal, (5, 150), build_loss(settings)
     energy, force, virial = draw(frames, 17), draw(frames, atoms * 3 + 7), draw(frames, 9)
-    labels = {"energy": energy[:, 3], "force": force[:, 2:-5].view(frames, atoms, 3), "virial": virial}
+    labels = {
+        "energy": energy[:, 3],
+        "force": force[:, 2:-5].view(frames, atoms, 3),
+        "virial": virial,
+    }
     values = {"energy": draw(frames), "force": draw(frames, atoms, 3), "virial": draw(frames, 9)}
     fraction, results = torch.tensor(0.3, dtype=torch.float64, device=DEVICE), []
-    sizes = torch.tensor([150, 7, 149, 80, 0] if padding != "everything" else [0] * 5, device=DEVICE)
-    mask = torch.arange(atoms, device=DEVICE) < sizes.unsqueeze(1) if padding not in ("none", "frames") else None
+    sizes = torch.tensor(
+        [150, 7, 149, 80, 0] if padding != "everything" else [0] * 5, device=DEVICE
+    )
+    mask = (
+        torch.arange(atoms, device=DEVICE) < sizes.unsqueeze(1)
+        if padding not in ("none", "frames")
+        else None
+    )
     if padding in ("frames", "atoms and frames"):
-        for name, found in {"energy": [1, 1, 0, 1, 0], "force": [1, 0, 1, 1, 0], "virial": [0] * 5}.items():
+        for name, found in {
+            "energy": [1, 1, 0, 1, 0],
+            "force": [1, 0, 1, 1, 0],
+            "virial": [0] * 5,
+        }.items():
             labels[f"find_{name}"] = torch.tensor(found, dtype=torch.bool, device=DEVICE)
     for fused in (False, True):
         monkeypatch.setattr(triton_support, "usable", lambda _, fused=fused: fused)
@@ -317,7 +377,9 @@ def test_loss_kernels(monkeypatch, settings, padding):
         assert fits_kernels(loss.settings, prediction, labels)
         value, metrics = loss(prediction, labels, fraction, atoms, mask)
         (0.7 * value).backward()
-        results.append([value.detach(), *metrics.values(), *(prediction[name].grad for name in prediction)])
+        results.append(
+            [value.detach(), *metrics.values(), *(prediction[name].grad for name in prediction)]
+        )
         assert list(metrics) == [*(term.metric for term in loss.terms), "rmse"]
         assert not any(x.requires_grad for x in metrics.values())
     assert type(value.grad_fn).__name__ == "FusedLossBackward"
@@ -332,21 +394,29 @@ def test_gradients_of_the_loss_kernels(monkeypatch):
     monkeypatch.setattr(triton_support, "usable", lambda _: True)
     draw, loss = Draw(9), build_loss({"start_pref_v": 1.0, "limit_pref_v": 1.0})
     names = {"energy": (2,), "force": (2, 3, 3), "virial": (2, 9)}
-    labels, values = ({name: draw.normal(*shape) for name, shape in names.items()} for _ in range(2))
+    labels, values = (
+        {name: draw.normal(*shape) for name, shape in names.items()} for _ in range(2)
+    )
 
     def value(*predicted):
         fraction = torch.tensor(0.6, dtype=torch.float64, device=DEVICE)
         return loss(dict(zip(names, predicted, strict=True)), labels, fraction, 3)[0]
 
-    assert torch.autograd.gradcheck(value, tuple(x.requires_grad_() for x in values.values()), fast_mode=True)
+    assert torch.autograd.gradcheck(
+        value, tuple(x.requires_grad_() for x in values.values()), fast_mode=True
+    )
 
 
 @in_interpreter_alone
-@pytest.mark.parametrize(("tail", "force", "width"), [(True, True, 17), (False, True, 3), (True, False, 3)])
+@pytest.mark.parametrize(
+    ("tail", "force", "width"), [(True, True, 17), (False, True, 3), (True, False, 3)]
+)
 @pytest.mark.parametrize("name", ["angles", "edges"])
 def test_kernels_of_dpa3(monkeypatch, name, tail, force, width):
     compute = PASSES[name]
-    wanted = [x.detach() for x in compute(torch.float64, tail=tail, force=force, width=width, atoms=2)]
+    wanted = [
+        x.detach() for x in compute(torch.float64, tail=tail, force=force, width=width, atoms=2)
+    ]
     module, launches = {"angles": (angles, angle_kernels), "edges": (edges, edge_kernels)}[name]
     monkeypatch.setattr(module, "_kernels", lambda *_: launches)
     found = compute(torch.float32, tail=tail, force=force, width=width, atoms=2)
@@ -365,7 +435,9 @@ def test_kernels_keep_single_precision(name, force, tail, large):
     compute = functools.partial(PASSES[name], device="cuda", tail=tail, force=force, **sizes)
     assert triton_support.usable(torch.device("cuda"))
     found = compute(torch.float32)
-    wanted = [x.detach().cpu() for x in compute(torch.float64)]  # in double precision torch's operations do the work
+    wanted = [
+        x.detach().cpu() for x in compute(torch.float64)
+    ]  # in double precision torch's operations do the work
     assert distance(found, wanted) < 1e-6
     with triton_support.traced():
         assert distance(compute(torch.float32), wanted) < 1e-6
@@ -381,13 +453,20 @@ def test_kernels_of_dpa3_within_reach(monkeypatch, name, reach):
     compute = PASSES[name]
     module, launches = {"angles": (angles, angle_kernels), "edges": (edges, edge_kernels)}[name]
     reach = reach if name == "angles" else [2 * n for n in reach]
-    sizes = {"tail": True, "width": 2 * reach[0] + 1 if name == "edges" else 17, "atoms": 2, "reach": reach}
+    sizes = {
+        "tail": True,
+        "width": 2 * reach[0] + 1 if name == "edges" else 17,
+        "atoms": 2,
+        "reach": reach,
+    }
     wanted = [x.detach() for x in compute(torch.float64, **sizes)]
     monkeypatch.setattr(angle_kernels, "ROWS", 16)
     monkeypatch.setattr(module, "_kernels", lambda *_: launches)
     new_empty = torch.Tensor.new_empty
     # What no kernel writes must not pass for a zero.
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **kw: fill_with_nan(new_empty(x, *size, **kw)))
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda x, *size, **kw: fill_with_nan(new_empty(x, *size, **kw))
+    )
     assert distance(compute(torch.float32, **sizes), wanted) < 1e-6
 
 

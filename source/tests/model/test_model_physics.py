@@ -13,7 +13,13 @@ SETTINGS = {
     "pair_nets": {"descriptor": {"type_one_side": False, "resnet_dt": True}},
     # With a mean, energies of excluded pairs jump at the cutoff, as deepmd-kit's do: a neighbour there counts as
     # zero, but the empty slot it leaves behind as the standardised zero row.
-    "excluded": {"descriptor": {"exclude_types": [[0, 1]], "activation_function": "gelu", "set_davg_zero": True}},
+    "excluded": {
+        "descriptor": {
+            "exclude_types": [[0, 1]],
+            "activation_function": "gelu",
+            "set_davg_zero": True,
+        }
+    },
     "protected": {
         "descriptor": {"env_protection": 0.1, "set_davg_zero": True},
         "fitting_net": {"atom_ener": [-1.0, -2.0]},
@@ -51,4 +57,6 @@ def test_a_lone_atom_in_vacuum_has_its_set_energy():
     model.set_energy_bias([-1.0, -2.0])
     out = predict(model, np.zeros((1, 1, 3)), np.array([[0]]), None)
     assert out["energy"].item() == pytest.approx(-1.0, abs=1e-14)
-    assert predict(model, np.zeros((1, 1, 3)), np.array([[1]]), None)["energy"].item() != pytest.approx(-2.0, abs=1e-3)
+    assert predict(model, np.zeros((1, 1, 3)), np.array([[1]]), None)[
+        "energy"
+    ].item() != pytest.approx(-2.0, abs=1e-3)

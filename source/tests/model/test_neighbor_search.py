@@ -27,8 +27,14 @@ def structure(cell, natoms, seed):
     rng = np.random.default_rng(seed)
     grid = np.array(list(itertools.product(range(3), repeat=3)))[:natoms] / 3.0
     box = CELLS[cell]
-    fraction = grid + rng.uniform(-0.08, 0.08, grid.shape) + rng.integers(-2, 3, grid.shape) * (box is not None)
-    return fraction @ (np.diag([6.0, 6.0, 6.0]) if box is None else box), np.sort(rng.integers(0, NTYPES, natoms))
+    fraction = (
+        grid
+        + rng.uniform(-0.08, 0.08, grid.shape)
+        + rng.integers(-2, 3, grid.shape) * (box is not None)
+    )
+    return fraction @ (np.diag([6.0, 6.0, 6.0]) if box is None else box), np.sort(
+        rng.integers(0, NTYPES, natoms)
+    )
 
 
 def on_device(structures, cell, rcut, device):
@@ -38,21 +44,34 @@ def on_device(structures, cell, rcut, device):
     atype = torch.full((len(structures), natoms), -1)
     order, frame = [], []
     for k, (places, kinds) in enumerate(structures):
-        coord[k, : len(kinds)], atype[k, : len(kinds)] = torch.from_numpy(places), torch.from_numpy(kinds)
+        coord[k, : len(kinds)], atype[k, : len(kinds)] = (
+            torch.from_numpy(places),
+            torch.from_numpy(kinds),
+        )
         order += [k * natoms + a for a in range(len(kinds))]
         frame += [k] * len(kinds)
     counts = torch.tensor([len(kinds) for _, kinds in structures])
     box = CELLS[cell]
-    cells = None if box is None else Cells.of(torch.from_numpy(box).repeat(len(structures), 1, 1).to(device), rcut)
-    atoms = Atoms(coord.flatten(0, 1).to(device), atype.flatten().to(device), counts.to(device), natoms, cells)
-    numbers = torch.tensor([[*order, len(structures) * natoms + 3], [*frame, len(structures)]], device=device)
+    cells = (
+        None
+        if box is None
+        else Cells.of(torch.from_numpy(box).repeat(len(structures), 1, 1).to(device), rcut)
+    )
+    atoms = Atoms(
+        coord.flatten(0, 1).to(device), atype.flatten().to(device), counts.to(device), natoms, cells
+    )
+    numbers = torch.tensor(
+        [[*order, len(structures) * natoms + 3], [*frame, len(structures)]], device=device
+    )
     return atoms, numbers[0].contiguous(), numbers[1].contiguous()
 
 
 @pytest.mark.parametrize("cell", [name for name, box in CELLS.items() if box is not None])
 def test_inverse_of_a_cell(cell):
     box = torch.from_numpy(CELLS[cell])
-    torch.testing.assert_close(Cells.of(box[None], 6.0).inverse[0], torch.linalg.inv(box), rtol=1e-14, atol=1e-16)
+    torch.testing.assert_close(
+        Cells.of(box[None], 6.0).inverse[0], torch.linalg.inv(box), rtol=1e-14, atol=1e-16
+    )
 
 
 def neighbors_as_sets(index, shift, sections):
@@ -60,7 +79,14 @@ def neighbors_as_sets(index, shift, sections):
     ends = np.cumsum([0, *sections])
     shift = np.zeros((*index.shape, 3), int) if shift is None else shift
     return [
-        [{(int(j), *map(int, s)) for j, s in zip(index[a, b:e], shift[a, b:e], strict=True) if j >= 0} for b, e in ends]
+        [
+            {
+                (int(j), *map(int, s))
+                for j, s in zip(index[a, b:e], shift[a, b:e], strict=True)
+                if j >= 0
+            }
+            for b, e in ends
+        ]
         for ends in [list(itertools.pairwise(ends))]
         for a in range(len(index))
     ]
@@ -71,7 +97,9 @@ def through_candidates(atoms, order, frame, form, cell, short):
     skin, nframes, nreal = 0.3, len(atoms.counts), len(order)
     cells = None if cell == "none" else Cells.of(atoms.cells.box, form.rcut + skin)
     generator = torch.Generator().manual_seed(2)
-    moves = 0.08 * (2.0 * torch.rand(atoms.coord.shape, generator=generator, dtype=torch.float64) - 1.0)
+    moves = 0.08 * (
+        2.0 * torch.rand(atoms.coord.shape, generator=generator, dtype=torch.float64) - 1.0
+    )
     before = atoms._replace(coord=atoms.coord + moves.to(order.device), cells=cells)
     reach = form.rcut + skin
     room = max(8, int(count_neighbors(before, order, frame, [reach], NTYPES)[0].sum(1).max()))
@@ -79,13 +107,18 @@ def through_candidates(atoms, order, frame, form, cell, short):
     for size in (4, room) if cell == "skewed" else (room,):  # the first has no room
         candidates = Candidates(
             place=torch.zeros(nreal, size, dtype=torch.int32, device=order.device),
-            shift=None if cells is None else torch.zeros(nreal, size, 3, dtype=torch.int32, device=order.device),
+            shift=None
+            if cells is None
+            else torch.zeros(nreal, size, 3, dtype=torch.int32, device=order.device),
             number=torch.zeros(nreal, dtype=torch.int32, device=order.device),
             needed=torch.zeros(entries, dtype=torch.int32, device=order.device),
             nearest=torch.full((1,), 1e-4, dtype=torch.float64, device=order.device),
             inner=(0,),
         )
-        reference, built = torch.full((nframes, atoms.natoms, 3), torch.inf, dtype=torch.float64), torch.zeros(nframes)
+        reference, built = (
+            torch.full((nframes, atoms.natoms, 3), torch.inf, dtype=torch.float64),
+            torch.zeros(nframes),
+        )
         reference, built = reference.to(order.device), built.long().to(order.device)
         stale = torch.zeros(nframes, dtype=torch.int32, device=order.device)
         for now, expected in ((before, 1), (atoms, 0)):
@@ -105,10 +138,15 @@ def through_candidates(atoms, order, frame, form, cell, short):
 
 
 def compare(cell, by_type, sel, rcut, device):
-    structures = [structure(cell, natoms, seed) for seed, natoms in enumerate([5, 1, 9 if cell == "tiny" else 20])]
+    structures = [
+        structure(cell, natoms, seed)
+        for seed, natoms in enumerate([5, 1, 9 if cell == "tiny" else 20])
+    ]
     atoms, order, frame = on_device(structures, cell, rcut, device)
     box = CELLS[cell]
-    expected = [build_neighbors(x, box, kinds, rcut, sel, by_type, NTYPES) for x, kinds in structures]
+    expected = [
+        build_neighbors(x, box, kinds, rcut, sel, by_type, NTYPES) for x, kinds in structures
+    ]
     widths = tuple(max(part) + 1 for part in zip(*(e.sections for e in expected), strict=True))
     if sel is not None:
         widths = tuple(sel) if by_type else (sum(sel),)
@@ -117,7 +155,10 @@ def compare(cell, by_type, sel, rcut, device):
     form = Sections(rcut, widths, by_type, most if sel is None else sum(sel), most)
     neighbor, shift = find_neighbors(atoms, order, frame, form)
     found = through_candidates(atoms, order, frame, form, cell, 0.7 * rcut)
-    assert all(one is other is None or one.equal(other) for one, other in zip(found, (neighbor, shift), strict=True))
+    assert all(
+        one is other is None or one.equal(other)
+        for one, other in zip(found, (neighbor, shift), strict=True)
+    )
     first = 0
     for k, ((_, kinds), one) in enumerate(zip(structures, expected, strict=True)):
         here = slice(first, first + len(kinds))
@@ -129,7 +170,9 @@ def compare(cell, by_type, sel, rcut, device):
             one.index, None if box is None else one.shift, one.sections
         )
         assert counts[here].amax(0).tolist() == list(one.statistics.max_neighbors)
-        inner = build_neighbors(*structures[k][:1], box, kinds, 0.7 * rcut, None, False, NTYPES).statistics
+        inner = build_neighbors(
+            *structures[k][:1], box, kinds, 0.7 * rcut, None, False, NTYPES
+        ).statistics
         assert int(shorter[here, 0].max()) == inner.max_total
         assert not shorter[here, 1].any()
         closest = one.statistics.min_distance
@@ -139,7 +182,8 @@ def compare(cell, by_type, sel, rcut, device):
 
 
 @pytest.mark.parametrize(
-    ("cell", "by_type"), [*zip(CELLS, itertools.cycle([True, False]), strict=False), ("skewed", True)]
+    ("cell", "by_type"),
+    [*zip(CELLS, itertools.cycle([True, False]), strict=False), ("skewed", True)],
 )
 def test_neighbors_are_those_of_the_data_room(device, cell, by_type):
     compare(cell, by_type, None, 3.1, device)

@@ -36,7 +36,9 @@ def predict(predictor, data):
     return predictor.predict(coord, None if box is None else box.numpy(), atype, fparam, aparam)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "default" in FIXTURE["cases"][name]["outputs"]])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if "default" in FIXTURE["cases"][name]["outputs"]]
+)
 def test_default_parameters_give_deepmd_kits_numbers(name):
     model = load(name)
     out = model(batch_of(model, data_for(model, "default")))
@@ -51,7 +53,9 @@ def test_forces_are_finite_differences_and_virials_strains(kind):
     out = {key: value.detach().numpy() for key, value in model(batch_of(model, data)).items()}
 
     def energy(coord, box):
-        return model(batch_of(model, data | {"coord": coord, "box": box}), force=False)["energy"].item()
+        return model(batch_of(model, data | {"coord": coord, "box": box}), force=False)[
+            "energy"
+        ].item()
 
     def slope(change):
         ends = [energy(*change(factor * 1e-4)) for factor in (-2, -1, 1, 2)]
@@ -83,10 +87,14 @@ def test_parameters_follow_their_atoms(kind):
     data = data_for(model, "orthorhombic")
     out = model(batch_of(model, data))
     # The first atom stays: its type is that of DPA-1's empty slots, as in deepmd-kit.
-    others = torch.randperm(data["coord"].shape[1] - 1, generator=torch.Generator().manual_seed(2)) + 1
+    others = (
+        torch.randperm(data["coord"].shape[1] - 1, generator=torch.Generator().manual_seed(2)) + 1
+    )
     order = torch.cat([torch.zeros(1, dtype=torch.int64), others])
     shuffled = data | {key: data[key][:, order] for key in ("coord", "atype", "aparam")}
-    rotation = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))[0]
+    rotation = torch.linalg.qr(
+        torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    )[0]
     turned = shuffled | {"coord": shuffled["coord"] @ rotation, "box": shuffled["box"] @ rotation}
     same = model(batch_of(model, turned))
     torch.testing.assert_close(same["energy"], out["energy"], rtol=1e-12, atol=0)
@@ -122,7 +130,8 @@ FROZEN = (
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FROZEN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "name",
+    [name if name in FROZEN else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
 )
 def test_frozen_files_give_the_models_numbers(name, tmp_path):
     model = load(name)
@@ -132,7 +141,9 @@ def test_frozen_files_give_the_models_numbers(name, tmp_path):
     for kind in FIXTURE["cases"][name]["outputs"]:
         found, expected = (predict(predictor, data_for(model, kind)) for predictor in (frozen, own))
         for key in ("energy", "atom_energy", "force", "virial"):
-            np.testing.assert_allclose(getattr(found, key), getattr(expected, key), rtol=1e-11, atol=1e-11, err_msg=key)
+            np.testing.assert_allclose(
+                getattr(found, key), getattr(expected, key), rtol=1e-11, atol=1e-11, err_msg=key
+            )
 
 
 @pytest.mark.parametrize("name", ["se_e2_a-everything", "se_e2_a-vacuum"])
@@ -143,13 +154,20 @@ def test_compressed_files_keep_parameters_and_exclusions(name, tmp_path):
     assert distance == 1.0
     net = "atomic_model.fitting_net."
     kept = {key: value for key, value in model.state_dict().items() if key.startswith(net)}
-    assert {f"{net}fparam_avg", f"{net}fparam_inv_std", f"{net}aparam_avg", f"{net}aparam_inv_std"} < set(kept)
+    assert {
+        f"{net}fparam_avg",
+        f"{net}fparam_inv_std",
+        f"{net}aparam_avg",
+        f"{net}aparam_inv_std",
+    } < set(kept)
     for key, value in kept.items():
         torch.testing.assert_close(again.state_dict()[key], value, rtol=0, atol=1e-15, msg=key)
     compress(again, tmp_path / "small.pth", min_distance=distance)
     for kind in FIXTURE["cases"][name]["outputs"]:
         data = data_for(model, kind)
-        found, expected = (predict(Predictor(x, device="cpu"), data) for x in (tmp_path / "small.pth", model))
+        found, expected = (
+            predict(Predictor(x, device="cpu"), data) for x in (tmp_path / "small.pth", model)
+        )
         np.testing.assert_allclose(found.force, expected.force, rtol=0, atol=1e-6)
         np.testing.assert_allclose(found.energy, expected.energy, rtol=0, atol=1e-6)
 
@@ -158,7 +176,9 @@ def test_compressed_dpa1_excludes_pairs(tmp_path):
     model = load("dpa1-own-plain")
     compress(model, tmp_path / "small.pth", min_distance=1.0)
     data = data_for(model, "triclinic")
-    found, expected = (predict(Predictor(x, device="cpu"), data) for x in (tmp_path / "small.pth", model))
+    found, expected = (
+        predict(Predictor(x, device="cpu"), data) for x in (tmp_path / "small.pth", model)
+    )
     np.testing.assert_allclose(found.force, expected.force, rtol=0, atol=1e-6)
     np.testing.assert_allclose(found.energy, expected.energy, rtol=0, atol=1e-6)
 
@@ -179,17 +199,25 @@ def test_missing_and_wrong_parameters_are_named(kind, tmp_path):
         with pytest.raises(PredictionInputError, match=word):
             predict(predictor, data | changes)
     with pytest.raises(PredictionInputError, match="no fparam"):
-        predict(Predictor(load("se_e2_a-aparam"), device="cpu"), data | {"aparam": torch.ones(1, 15, 2)})
+        predict(
+            Predictor(load("se_e2_a-aparam"), device="cpu"), data | {"aparam": torch.ones(1, 15, 2)}
+        )
     with pytest.raises(ModelError, match="numb_aparam"):
         model(batch_of(model, data | {"aparam": None}))
-    one_for_all = predictor.predict(data["coord"].numpy(), None, data["atype"].numpy(), [300.0, 2.0], [-2.0])
+    one_for_all = predictor.predict(
+        data["coord"].numpy(), None, data["atype"].numpy(), [300.0, 2.0], [-2.0]
+    )
     spread = {"fparam": torch.tensor([[300.0, 2.0]]), "aparam": torch.full((1, 15, 1), -2.0)}
     assert one_for_all.energy == predict(predictor, data | spread).energy
 
 
 def test_a_default_needs_a_value_for_each_parameter():
     fitting = {"numb_fparam": 2, "default_fparam": [1.0]}
-    section = {"type_map": ["O", "H"], "descriptor": {"type": "se_e2_a", "sel": [4, 4]}, "fitting_net": fitting}
+    section = {
+        "type_map": ["O", "H"],
+        "descriptor": {"type": "se_e2_a", "sel": [4, 4]},
+        "fitting_net": fitting,
+    }
     with pytest.raises(ModelError, match="each of the 2 frame parameters"):
         build_model(section)
     with pytest.raises(ModelError, match=r"pair_exclude_types.*type 2"):

@@ -5,7 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepmd_muon.model.descriptor.pieces import GRID, MOST, finest, halved, lengths, padded, places, refined, uniform
+from deepmd_muon.model.descriptor.pieces import (
+    GRID,
+    MOST,
+    finest,
+    halved,
+    lengths,
+    padded,
+    places,
+    refined,
+    uniform,
+)
 
 
 @st.composite
@@ -23,7 +33,10 @@ def assert_valid(pieces):
     assert len(pieces) in range(16, MOST + 1, 16)
     assert pieces[0] == 0
     assert sum(sizes) == GRID
-    assert all(size & (size - 1) == 0 and start % size == 0 for start, size in zip(pieces, sizes, strict=True))
+    assert all(
+        size & (size - 1) == 0 and start % size == 0
+        for start, size in zip(pieces, sizes, strict=True)
+    )
 
 
 @given(st.lists(cuts(), min_size=1, max_size=4))
@@ -43,7 +56,9 @@ def test_the_finest_lie_within_all(several):
 def test_pieces_are_refined_where_the_error_is_large(where):
     def errors(pieces):
         each = zip(pieces, lengths(pieces), strict=True)
-        return torch.tensor([size if start <= where < start + size else 0.01 for start, size in each])
+        return torch.tensor(
+            [size if start <= where < start + size else 0.01 for start, size in each]
+        )
 
     found = refined(errors, 4.0)
     assert_valid(found)

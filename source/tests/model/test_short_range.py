@@ -41,9 +41,13 @@ def batch_for(model, kind, name):
 def test_same_numbers(name, kind):
     model = load(name)
     out = model(batch_for(model, kind, name))
-    expected = {key: value.reshape(out[key].shape) for key, value in FIXTURE[name]["outputs"][kind].items()}
+    expected = {
+        key: value.reshape(out[key].shape) for key, value in FIXTURE[name]["outputs"][kind].items()
+    }
     for key, value in expected.items():
-        torch.testing.assert_close(out[key], value, rtol=1e-10, atol=1e-10 * float(value.abs().max()))
+        torch.testing.assert_close(
+            out[key], value, rtol=1e-10, atol=1e-10 * float(value.abs().max())
+        )
 
 
 @pytest.mark.parametrize("name", ["dpa1", "dpa3"])
@@ -60,7 +64,9 @@ def test_same_names(name):
     assert {key: ours[key] for key in ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")} == {
         key: theirs[key] for key in ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")
     }
-    assert all(key.startswith("atomic_model.models.0.") for key in deepmd_kit_parameter_names(model))
+    assert all(
+        key.startswith("atomic_model.models.0.") for key in deepmd_kit_parameter_names(model)
+    )
 
 
 @pytest.mark.parametrize("name", ["dpa1", "dpa3"])
@@ -69,11 +75,17 @@ def test_a_frozen_file_computes_the_same(name, tmp_path):
     freeze(model, tmp_path / "model.pth")
     frozen = Predictor(tmp_path / "model.pth", device="cpu")
     data = FIXTURE[name]["structures"]["periodic"]
-    found = frozen.predict(data["coord"][0].numpy(), data["box"][0].numpy(), data["atype"][0].numpy())
+    found = frozen.predict(
+        data["coord"][0].numpy(), data["box"][0].numpy(), data["atype"][0].numpy()
+    )
     expected = FIXTURE[name]["outputs"]["periodic"]
     scale = float(expected["force"].abs().max())
-    np.testing.assert_allclose(found.force.reshape(12, 3), expected["force"][0].numpy(), rtol=0, atol=1e-10 * scale)
-    np.testing.assert_allclose(found.virial.reshape(9), expected["virial"][0].numpy(), rtol=0, atol=1e-9 * scale)
+    np.testing.assert_allclose(
+        found.force.reshape(12, 3), expected["force"][0].numpy(), rtol=0, atol=1e-10 * scale
+    )
+    np.testing.assert_allclose(
+        found.virial.reshape(9), expected["virial"][0].numpy(), rtol=0, atol=1e-9 * scale
+    )
 
 
 @pytest.mark.parametrize("name", ["dpa1", "dpa3"])
@@ -134,7 +146,9 @@ def test_slopes_are_those_of_finite_differences():
         for name in ("weight", "energy"):
             numeric = (getattr(moved[0], name) - getattr(moved[1], name)) / 2e-6
             numeric = torch.where(other[:, k] >= 0, numeric, 0.0)
-            torch.testing.assert_close(getattr(found, f"{name}_slope")[:, k], numeric, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                getattr(found, f"{name}_slope")[:, k], numeric, rtol=1e-5, atol=1e-5
+            )
 
 
 def test_atoms_that_are_far_from_all_others_keep_the_networks_energy():
@@ -146,8 +160,16 @@ def test_atoms_that_are_far_from_all_others_keep_the_networks_energy():
 
 
 def test_atoms_closer_than_the_table_are_pushed_apart():
-    near = table()(torch.tensor([[[0.01, 0.0, 0.0]]], dtype=torch.float64), torch.tensor([0]), torch.tensor([[0]]))
-    first = table()(torch.tensor([[[0.02, 0.0, 0.0]]], dtype=torch.float64), torch.tensor([0]), torch.tensor([[0]]))
+    near = table()(
+        torch.tensor([[[0.01, 0.0, 0.0]]], dtype=torch.float64),
+        torch.tensor([0]),
+        torch.tensor([[0]]),
+    )
+    first = table()(
+        torch.tensor([[[0.02, 0.0, 0.0]]], dtype=torch.float64),
+        torch.tensor([0]),
+        torch.tensor([[0]]),
+    )
     assert near.weight.item() == 1.0
     # Clamped splines are flat at the first distance.
     assert near.energy.item() == pytest.approx(first.energy.item())
@@ -178,14 +200,22 @@ def test_tables_that_cannot_be_used_are_refused(tmp_path, rows, word):
 )
 def test_settings_that_exclude_each_other_are_named(changes, word):
     content = json.loads((EXAMPLE / "input.json").read_text())
-    content["model"] |= {"descriptor": {"type": "dpa1", "sel": 20}, "use_srtab": "t", "sw_rmin": 0.5, "sw_rmax": 1.0}
+    content["model"] |= {
+        "descriptor": {"type": "dpa1", "sel": 20},
+        "use_srtab": "t",
+        "sw_rmin": 0.5,
+        "sw_rmax": 1.0,
+    }
     content["model"] |= changes
     with pytest.raises(InputError, match=word):
         normalize(content)
 
 
 def test_models_without_a_table_do_not_name_it():
-    assert "use_srtab" not in normalize(json.loads((EXAMPLE / "input.json").read_text())).normalized["model"]
+    assert (
+        "use_srtab"
+        not in normalize(json.loads((EXAMPLE / "input.json").read_text())).normalized["model"]
+    )
 
 
 def test_training_restart_and_test_with_a_table(tmp_path, monkeypatch, capsys):
@@ -196,7 +226,14 @@ def test_training_restart_and_test_with_a_table(tmp_path, monkeypatch, capsys):
     np.savetxt("table.txt", rows)
     content = json.loads((EXAMPLE / "input.json").read_text())
     content["model"] |= {
-        "descriptor": {"type": "dpa1", "sel": 60, "rcut": 4.0, "neuron": [4, 8], "axis_neuron": 2, "attn_layer": 0},
+        "descriptor": {
+            "type": "dpa1",
+            "sel": 60,
+            "rcut": 4.0,
+            "neuron": [4, 8],
+            "axis_neuron": 2,
+            "attn_layer": 0,
+        },
         "fitting_net": {"neuron": [8]},
         "use_srtab": "table.txt",
         "sw_rmin": 1.8,

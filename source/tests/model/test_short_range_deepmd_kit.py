@@ -43,13 +43,21 @@ def test_deepmd_kit_computes_the_same_from_our_files(name, tmp_path):
     freeze(model, tmp_path / "model.pth")
     data = FIXTURE[name]["structures"]["periodic"]
     coord, box, atype = (data[key][:1].numpy() for key in ("coord", "box", "atype"))
-    np.savez(tmp_path / "given.npz", coord=coord.reshape(1, -1), box=box.reshape(1, 9), atype=atype[0])
+    np.savez(
+        tmp_path / "given.npz", coord=coord.reshape(1, -1), box=box.reshape(1, 9), atype=atype[0]
+    )
     files = ["model.pt"] + ["model.pth"] * (name == "dpa1")  # DPA-3's needs deepmd-kit's operators
     python("-c", EVALUATE, *files, folder=tmp_path)
     own = Predictor(model, device="cpu").predict(coord[0], box[0], atype[0])
     for file in files:
         theirs = np.load(tmp_path / f"{file}.npz")
         scale = float(np.abs(own.force).max())
-        np.testing.assert_allclose(theirs["energy"].item(), float(np.asarray(own.energy).item()), rtol=1e-10)
-        np.testing.assert_allclose(theirs["force"].reshape(-1), own.force.reshape(-1), atol=1e-10 * scale)
-        np.testing.assert_allclose(theirs["virial"].reshape(-1), own.virial.reshape(-1), atol=1e-9 * scale)
+        np.testing.assert_allclose(
+            theirs["energy"].item(), float(np.asarray(own.energy).item()), rtol=1e-10
+        )
+        np.testing.assert_allclose(
+            theirs["force"].reshape(-1), own.force.reshape(-1), atol=1e-10 * scale
+        )
+        np.testing.assert_allclose(
+            theirs["virial"].reshape(-1), own.virial.reshape(-1), atol=1e-9 * scale
+        )

@@ -26,11 +26,33 @@ from deepmd_muon.optim.polar import SCHEDULES, dispatch, orthogonalize_matrices
 from deepmd_muon.optim.polar.orthogonalization import choose_all, run_kernels
 
 SHAPES = (
-    *((1, 1), (1, 8), (2, 1), (5, 7), (16, 16), (17, 33), (25, 50), (63, 65), (65, 64), (127, 129), (128, 384)),
+    *(
+        (1, 1),
+        (1, 8),
+        (2, 1),
+        (5, 7),
+        (16, 16),
+        (17, 33),
+        (25, 50),
+        (63, 65),
+        (65, 64),
+        (127, 129),
+        (128, 384),
+    ),
     *((240, 240), (241, 1607)),
 )
 BATCHES = (0, 1, 3, 133)
-SPECTRA = ("gaussian", "rank1", "rank8", "rank-deficient", "log3", "log5", "log8", "constant", "one-hot")
+SPECTRA = (
+    "gaussian",
+    "rank1",
+    "rank8",
+    "rank-deficient",
+    "log3",
+    "log5",
+    "log8",
+    "constant",
+    "one-hot",
+)
 SCALES = (1e-30, 1e-20, 1e-7, 2.0**-90, 2.0**90, 1e7, 1e20, 1e30)
 # The gates: relative error along every singular pair that a float32 input resolves, share of energy outside of these.
 INSIDE, OUTSIDE = 3e-3, 0.02
@@ -77,12 +99,16 @@ class Way:
 def default_choice(shape: tuple[int, int], batch: int) -> str:
     """Return what the table chooses for a batch of float32 matrices on an H200."""
     m, n = min(shape), max(shape)
-    return dispatch.choose(dispatch.MatrixBatch(m, n, batch, torch.float32, "cuda", (9, 0), torch.float16))
+    return dispatch.choose(
+        dispatch.MatrixBatch(m, n, batch, torch.float32, "cuda", (9, 0), torch.float16)
+    )
 
 
 def fits(name: str, shape: tuple[int, int]) -> bool:
     """Say whether the table would give an implementation three float32 matrices of a shape, were it the only one."""
-    batch = dispatch.MatrixBatch(min(shape), max(shape), 3, torch.float32, "cuda", (9, 0), torch.float16)
+    batch = dispatch.MatrixBatch(
+        min(shape), max(shape), 3, torch.float32, "cuda", (9, 0), torch.float16
+    )
     return dispatch.choose(batch, (name,)) == name
 
 
@@ -94,14 +120,25 @@ def bits(x: Tensor) -> Tensor:
 def difference(a: Tensor, b: Tensor) -> float:
     """Return ‖a − b‖ / ‖b‖, the largest of a batch; NaN counts as infinite."""
     norm = torch.linalg.matrix_norm(b.double()).clamp_min(1e-300)
-    return (torch.linalg.matrix_norm(a.double() - b.double()) / norm).nan_to_num(torch.inf).max().item()
+    return (
+        (torch.linalg.matrix_norm(a.double() - b.double()) / norm)
+        .nan_to_num(torch.inf)
+        .max()
+        .item()
+    )
 
 
-def check_schedules(way: Way, shape: tuple[int, int], kinds: tuple[str, ...] = ("rank1", "log5")) -> None:
+def check_schedules(
+    way: Way, shape: tuple[int, int], kinds: tuple[str, ...] = ("rank1", "log5")
+) -> None:
     """What is kept in fp32 follows the schedule: noise stays below its gate wherever later steps enlarge or shrink."""
     eight = SCHEDULES["8+2"].coefficients
     flipped = (tuple(-c for c in eight[0]), *eight[1:])
-    changed = {"shrunk": (*eight, (1e-3, 0.0, 0.0)), "odd": (*eight, (0.0, 2.0, -1.0)), "flipped": flipped}
+    changed = {
+        "shrunk": (*eight, (1e-3, 0.0, 0.0)),
+        "odd": (*eight, (0.0, 2.0, -1.0)),
+        "flipped": flipped,
+    }
     x, oracle = judged(shape, kinds, 1)
     for name in (*SCHEDULES, *changed):
         coefficients = changed[name] if name in changed else SCHEDULES[name].coefficients
@@ -117,7 +154,9 @@ def judged(shape: tuple[int, int], kinds: tuple[str, ...], each: int) -> tuple[T
     return x, Oracle(x)
 
 
-def check_quality(way: Way, shape: tuple[int, int], kinds: tuple[str, ...] = SPECTRA, each: int = 1) -> None:
+def check_quality(
+    way: Way, shape: tuple[int, int], kinds: tuple[str, ...] = SPECTRA, each: int = 1
+) -> None:
     """Gate error and noise on every spectrum, tall and wide; NaN, which compares as false, fails."""
     x, oracle = judged(shape, kinds, each)
     for o in (way(x)[0], way(x.mT)[0].mT):
@@ -161,7 +200,11 @@ def check_views(way: Way, shape: tuple[int, int], batch: int = 2) -> None:
     for kind, o in zip(hulls, way(*(view for _, view in hulls.values())), strict=True):
         assert difference(o, expected) <= LIKE, kind
         assert torch.equal(bits(hulls[kind][0]), bits(before[kind])), kind
-    expanded = [base[:1].expand(3, m, n), base[:, :1].expand(batch, m, n), base[:, :, :1].expand(batch, m, n)]
+    expanded = [
+        base[:1].expand(3, m, n),
+        base[:, :1].expand(batch, m, n),
+        base[:, :, :1].expand(batch, m, n),
+    ]
     copies = [x.contiguous() for x in expanded]
     for x, o, copied in zip(expanded, way(*expanded), way(*copies), strict=True):
         assert difference(o, copied) <= LIKE, x.stride()
@@ -180,7 +223,9 @@ def check_tiles(way: Way, shape: tuple[int, int], batch: int, scales: tuple[floa
         for other in (*others, one, (two if square else two.mT).flip(0)):
             assert torch.equal(bits(expected), bits(other))
         for x in (base, base.mT.contiguous().mT):
-            for _ in range(3 if way.device == "cuda" else 1):  # the second call is recorded, and the third replayed
+            for _ in range(
+                3 if way.device == "cuda" else 1
+            ):  # the second call is recorded, and the third replayed
                 assert torch.equal(bits(way(x)[0]), bits(expected))
             if not square:
                 assert torch.equal(bits(way(x.mT)[0].mT), bits(expected))
@@ -255,7 +300,13 @@ class Poison(TorchDispatchMode):
 
     BAND = 4096  # bytes before and after
     FILL = 0xFF  # a NaN in every floating-point kind, −1 in integers
-    EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
+    EMPTY = (
+        "aten::empty",
+        "aten::empty_strided",
+        "aten::empty_like",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+    )
     ZEROS = ("aten::zeros", "aten::zeros_like", "aten::new_zeros")
 
     @classmethod
@@ -272,12 +323,21 @@ class Poison(TorchDispatchMode):
         name = func._schema.name
         if name not in self.EMPTY + self.ZEROS or result.numel() == 0:
             return result
-        size = 1 + sum(stride * (length - 1) for stride, length in zip(result.stride(), result.shape, strict=True))
+        size = 1 + sum(
+            stride * (length - 1)
+            for stride, length in zip(result.stride(), result.shape, strict=True)
+        )
         size *= result.element_size()
         room = -(-size // 16) * 16
-        memory = torch.full((room + 2 * self.BAND,), self.FILL, dtype=torch.uint8, device=result.device)
+        memory = torch.full(
+            (room + 2 * self.BAND,), self.FILL, dtype=torch.uint8, device=result.device
+        )
         self.kept.append((memory, size))
-        inner = memory[self.BAND : self.BAND + room].view(result.dtype).as_strided(result.shape, result.stride())
+        inner = (
+            memory[self.BAND : self.BAND + room]
+            .view(result.dtype)
+            .as_strided(result.shape, result.stride())
+        )
         return inner.zero_() if name in self.ZEROS else inner
 
     def check(self, *results: Tensor) -> None:
@@ -314,7 +374,13 @@ def check_memory(way: Way, shapes: tuple[tuple[int, int, int], ...]) -> None:
 
 FORCED = tuple(name for name in dispatch.IMPLEMENTATIONS if name != "torch")
 # A shape of every implementation's own for the gates that do not depend much on it.
-OWN = {"whole": (17, 33), "strips": (65, 300), "tiles": (200, 170), "symmetric": (200, 450), "default": (65, 64)}
+OWN = {
+    "whole": (17, 33),
+    "strips": (65, 300),
+    "tiles": (200, 170),
+    "symmetric": (200, 450),
+    "default": (65, 64),
+}
 # Shapes at the borders of tiles and of the table's rules.
 EVERY = (*SHAPES, (1, 256), (60, 250), (128, 128), (320, 64), (768, 128), (500, 700))
 LARGE = ((1030, 520), (2050, 1024))
@@ -333,20 +399,31 @@ class Case:
 
     def run(self) -> None:
         """Raise AssertionError unless the implementation passes the gate."""
-        self.check(Way(self.name, DEVICE.type, FEW_COEFFICIENTS if self.few else COEFFICIENTS), *self.arguments)
+        self.check(
+            Way(self.name, DEVICE.type, FEW_COEFFICIENTS if self.few else COEFFICIENTS),
+            *self.arguments,
+        )
 
     def param(self, index: int) -> Any:
         """Return the case under a name for pytest."""
         words = re.findall(r"[\w.+-]+", str(self.arguments[:1]))
-        name = "-".join([self.check.__name__.removeprefix("check_"), self.name, "x".join(words), str(index)])
+        name = "-".join(
+            [self.check.__name__.removeprefix("check_"), self.name, "x".join(words), str(index)]
+        )
         return pytest.param(self, id=name, marks=[pytest.mark.slow] * self.slow)
 
 
 def of_interpreter() -> Iterator[Case]:
     """Yield the cases that the interpreter has time for."""
 
-    def rows(check: Callable[..., None], table: dict[str, list[tuple]], **options: bool) -> Iterator[Case]:
-        return (Case(check, name, arguments, **options) for name, some in table.items() for arguments in some)
+    def rows(
+        check: Callable[..., None], table: dict[str, list[tuple]], **options: bool
+    ) -> Iterator[Case]:
+        return (
+            Case(check, name, arguments, **options)
+            for name, some in table.items()
+            for arguments in some
+        )
 
     few = {"few": True}
     quality = {
@@ -373,17 +450,29 @@ def of_interpreter() -> Iterator[Case]:
     yield Case(check_schedules, "symmetric", ((25, 50), ("rank1",)))
     yield Case(check_schedules, "symmetric", ((25, 50), ("log5",)), slow=True)
     whole = [(1, 1), (1, 8), (2, 1), (17, 33), (65, 64), (5, 7)]
-    small = {"strips": [((17, 33), (1, 3))], "tiles": [((5, 7), (1, 3))], "symmetric": [((5, 7), (1, 3))]}
-    some = {"whole": [(shape, (1, 3)) for shape in whole], **small, "default": [((5, 7), (0, 1, 3))]}
+    small = {
+        "strips": [((17, 33), (1, 3))],
+        "tiles": [((5, 7), (1, 3))],
+        "symmetric": [((5, 7), (1, 3))],
+    }
+    some = {
+        "whole": [(shape, (1, 3)) for shape in whole],
+        **small,
+        "default": [((5, 7), (0, 1, 3))],
+    }
     yield from rows(check_batches, some, **few)
     yield Case(check_batches, "whole", ((5, 7), (133,)), few=True, slow=True)
     for name in FORCED:
         yield Case(check_views, name, ((6, 9), 1), few=True, slow=name == "tiles")
-        yield Case(check_scales, name, ((6, 9), SCALES if name == "whole" else (1e-30, 2.0**90)), **few)
+        yield Case(
+            check_scales, name, ((6, 9), SCALES if name == "whole" else (1e-30, 2.0**90)), **few
+        )
         yield Case(check_special_values, name, ((6, 9) if name != "symmetric" else (9, 6),), **few)
         yield Case(check_signs, name, ((20, 30), 2 if name in ("whole", "strips") else 1))
     yield Case(check_views, "whole", ((33, 20),), **few)
-    yield from rows(check_tiles, {"symmetric": [((64, 64), 2, (1e30,)), ((64, 140), 1, (1.0,))]}, **few)
+    yield from rows(
+        check_tiles, {"symmetric": [((64, 64), 2, (1e30,)), ((64, 140), 1, (1.0,))]}, **few
+    )
     yield Case(check_tiles, "symmetric", ((128, 64), 2, (1.0,)), few=True, slow=True)
     memory = {
         "whole": [(((2, 5, 7), (1, 9, 4), (1, 1, 8), (1, 64, 65), (1, 60, 250)),)],
@@ -423,13 +512,23 @@ def of_gpu() -> Iterator[Case]:
         yield Case(check_repeats, name, (several,))
         yield Case(check_memory, name, (((1, m, n), (3, n, m)),))
         yield Case(check_memory, name, (several,))
-    for batch, *shape in ((2, 128, 128), (2, 256, 768), (8, 1024, 4096), (1, 4096, 4096), (3, 2048, 8192)):
+    for batch, *shape in (
+        (2, 128, 128),
+        (2, 256, 768),
+        (8, 1024, 4096),
+        (1, 4096, 4096),
+        (3, 2048, 8192),
+    ):
         yield Case(check_tiles, "symmetric", (tuple(shape), batch, (1.0, 2.0**-100, 1e30)))
     for shape in ((128, 128), (256, 768), (300, 1000), (1024, 2048)):
         yield Case(check_schedules, "symmetric", (shape,))
-    yield Case(check_company, "whole", (((133, 5, 7), (1, 30, 9), (3, 1, 8), (2, 100, 120), (1, 64, 250)),))
+    yield Case(
+        check_company, "whole", (((133, 5, 7), (1, 30, 9), (3, 1, 8), (2, 100, 120), (1, 64, 250)),)
+    )
     # A step gives the same on any number of GPUs: what shares a launch decides on strips and tiles.
-    yield Case(check_company, "strips", (((6, 768, 128), (6, 320, 128), (6, 320, 64), (2, 240, 240)),))
+    yield Case(
+        check_company, "strips", (((6, 768, 128), (6, 320, 128), (6, 320, 64), (2, 240, 240)),)
+    )
     yield Case(check_company, "strips", (((4, 240, 240), (2, 1600, 240), (2, 100, 384)),))
 
 

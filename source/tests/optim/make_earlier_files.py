@@ -34,7 +34,9 @@ def make_parameters() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(11)
 
     def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        return (
+            torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        )
 
     return {
         "net.first.weight": normal(6, 9),
@@ -78,7 +80,14 @@ def make_groups(parameters: dict[str, Tensor]) -> list[dict[str, object]]:
 
 def training_input() -> dict[str, object]:
     """Return the input of the small training run; its data are TRAINING_DATA, copied to the folder `train`."""
-    descriptor = {"type": "se_e2_a", "sel": [48], "rcut": 4.5, "rcut_smth": 2.0, "neuron": [4, 8], "axis_neuron": 3}
+    descriptor = {
+        "type": "se_e2_a",
+        "sel": [48],
+        "rcut": 4.5,
+        "rcut_smth": 2.0,
+        "neuron": [4, 8],
+        "axis_neuron": 3,
+    }
     return {
         "model": {
             "type_map": ["Cu"],
@@ -124,7 +133,10 @@ def main() -> None:
     run(load("input.json"), log_level="WARNING")
     shutil.copyfile("model.ckpt-4.pt", HERE / "earlier_checkpoint.pt")
     last = torch.load("model.ckpt-8.pt", weights_only=True)
-    kept |= {"after_one_more_step": after, "training_state_after_8_steps": last["optimizer"]["state"]}
+    kept |= {
+        "after_one_more_step": after,
+        "training_state_after_8_steps": last["optimizer"]["state"],
+    }
     torch.save(kept, HERE / "earlier_state.pt")
 
 

@@ -25,7 +25,13 @@ KEPT = (
 
 def main(systems: list[str]) -> None:
     """Train and keep the momenta."""
-    descriptor = {"type": "se_e2_a", "sel": [46, 92], "rcut": 6.0, "rcut_smth": 0.5, "neuron": [25, 50, 100]}
+    descriptor = {
+        "type": "se_e2_a",
+        "sel": [46, 92],
+        "rcut": 6.0,
+        "rcut_smth": 0.5,
+        "neuron": [25, 50, 100],
+    }
     content = {
         "model": {
             "type_map": ["O", "H"],
@@ -53,7 +59,11 @@ def main(systems: list[str]) -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "input.json").write_text(json.dumps(content))
-        subprocess.run([sys.executable, "-m", "deepmd_muon", "--pt", "train", "input.json"], cwd=folder, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "deepmd_muon", "--pt", "train", "input.json"],
+            cwd=folder,
+            check=True,
+        )
         saved = torch.load(Path(folder, "model.ckpt-400.pt"), weights_only=True)["optimizer"]
     names = saved["param_groups"][0]["param_names"]
     momenta = {

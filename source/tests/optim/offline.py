@@ -109,7 +109,9 @@ class Recorder:
                 signature.append((parameter.name, kind or "constexpr"))
                 if kind is None:
                     constants.append((parameter.name, value))
-                elif kind.startswith("*") or (isinstance(value, int) and not parameter.do_not_specialize):
+                elif kind.startswith("*") or (
+                    isinstance(value, int) and not parameter.do_not_specialize
+                ):
                     aligned += [i] if kind.startswith("*") or value % 16 == 0 else []
             parts = (tuple(signature), tuple(constants), tuple(aligned), options)
             self.launches.append(Recorded(self.kernel, *parts, cooperative, grid[0]))
@@ -121,7 +123,9 @@ class Recorder:
 def recorded_launches():
     """Yield a list that fills with the launches of what is run inside with the package's own code."""
     launches: list[Recorded] = []
-    modules = [module for name, module in sys.modules.items() if name.startswith("deepmd_muon.optim")]
+    modules = [
+        module for name, module in sys.modules.items() if name.startswith("deepmd_muon.optim")
+    ]
     with ExitStack() as stack:
         for module in modules:
             for name, value in list(vars(module).items()):
@@ -134,7 +138,9 @@ def recorded_launches():
             "Event": mock.Mock(),
             "stream": mock.MagicMock(),
             "get_device_capability": lambda device=None: (9, 0),
-            "get_device_properties": lambda device=None: mock.Mock(multi_processor_count=MULTIPROCESSORS),
+            "get_device_properties": lambda device=None: mock.Mock(
+                multi_processor_count=MULTIPROCESSORS
+            ),
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(OnGpu())
@@ -163,10 +169,14 @@ def resources(launch: Recorded, folder: Path) -> Resources:
         constexprs=dict(launch.constants),
         attrs=attributes,
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(launch.options))
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options=dict(launch.options)
+    )
     binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        [tool, "-res-usage", binary], capture_output=True, text=True, check=True
+    ).stdout
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", text).groups())
     return Resources(registers, stack, compiled.metadata.shared, 32 * compiled.metadata.num_warps)

@@ -73,7 +73,10 @@ class Oracle:
         inside = self.above(threshold).double()
         difference = self.u.mT @ o.double() @ self.vh.mT - torch.diag_embed(self.values)
         difference = difference * inside[..., :, None] * inside[..., None, :]
-        return difference.square().sum(dim=(-2, -1)).sqrt() / (self.values * inside).square().sum(-1).sqrt()
+        return (
+            difference.square().sum(dim=(-2, -1)).sqrt()
+            / (self.values * inside).square().sum(-1).sqrt()
+        )
 
     def noise(self, o: Tensor) -> Tensor:
         """Return, per matrix, the share of ‖O‖² that is not along the singular pairs of X."""

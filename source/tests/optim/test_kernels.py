@@ -11,7 +11,12 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed (pip install deepmd-muon[gpu])", allow_module_level=True)
 
-from kernel_backends import INTERPRETING, in_interpreter_alone, on_each_backend, passed_in_interpreter
+from kernel_backends import (
+    INTERPRETING,
+    in_interpreter_alone,
+    on_each_backend,
+    passed_in_interpreter,
+)
 from kernel_cases import (
     CASES,
     FORCED,
@@ -47,7 +52,12 @@ def test_kernels_in_the_interpreter(files, tier, count):
 
 
 def test_no_implementation_is_left_out():
-    gates = {case.values[0].check for case in CASES} - {check_schedules, check_tiles, check_company, check_repeats}
+    gates = {case.values[0].check for case in CASES} - {
+        check_schedules,
+        check_tiles,
+        check_company,
+        check_repeats,
+    }
     for gate in gates:
         assert {case.values[0].name for case in CASES if case.values[0].check is gate} >= {*FORCED}
 
@@ -88,10 +98,17 @@ def test_symmetric_products_in_large_tiles_are_those_in_small_ones(kind, fine, t
     left, right = ((m + m.mT).half() for m in (left, right))
     x = torch.randn(order, depth, generator=random).half() / 8
     diagonals = [torch.randn(order, generator=random) for _ in range(2)]
-    weights, rest = torch.tensor([[0.5, -0.25, 2.0]]), torch.randn(order, order, generator=random).half()
+    weights, rest = (
+        torch.tensor([[0.5, -0.25, 2.0]]),
+        torch.randn(order, order, generator=random).half(),
+    )
     found = []
     for rows, columns in ((64, 64), tile):
-        target, own_rest, diagonal = torch.full_like(left, 7.0), torch.zeros_like(left), torch.zeros(order)
+        target, own_rest, diagonal = (
+            torch.full_like(left, 7.0),
+            torch.zeros_like(left),
+            torch.zeros(order),
+        )
         squares = [_tiled(m, 64, 64) for m in (left, right, target, rest, rest, own_rest)]
         strips = [
             _tiled(target, rows, 64),
@@ -128,7 +145,15 @@ def test_every_implementation_is_chosen_and_none_was_switched_off():
 
 @on_gpu
 def test_dispatch_takes_a_whole_model_and_a_captured_call_equals_the_eager_one():
-    shapes = [(1, 25, 50), (1, 50, 100), (1, 1600, 240), (2, 240, 240), (1, 1, 25), (3, 32, 576), (1, 520, 2100)]
+    shapes = [
+        (1, 25, 50),
+        (1, 50, 100),
+        (1, 1600, 240),
+        (2, 240, 240),
+        (1, 1, 25),
+        (3, 32, 576),
+        (1, 520, 2100),
+    ]
     xs = [matrices("gaussian", *shape, seed=i).cuda() for i, shape in enumerate(shapes)]
     before = sum(counts().values())
     eager = orthogonalize_matrices(xs, "8+2")

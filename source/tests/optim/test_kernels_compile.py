@@ -30,7 +30,10 @@ from deepmd_muon.optim.update import fused, fused_steps
 from deepmd_muon.optim.update.fused import FusedMuon
 from deepmd_muon.optim.update.gradients import StepControl
 
-REGISTERS, SHARED = 65536, 228 * 1024  # of a multiprocessor; a program has 1 KiB of shared memory less
+REGISTERS, SHARED = (
+    65536,
+    228 * 1024,
+)  # of a multiprocessor; a program has 1 KiB of shared memory less
 # Spills that are known, all outside of the loops [bytes]: the two largest tiles of whole matrices (with 16 warps the
 # second spilled more), the last step of the largest products, one launch of 30, exact updates, faster so than with half
 # the tile, and the tallest strips, faster so than narrower ones where these do not all run at once.
@@ -50,7 +53,15 @@ SPILLED = {
 # Shapes and batches that reach every tile of every implementation.
 CASES = {
     "whole": [(1, 17, 33), (1, 30, 200), (1, 40, 60), (1, 60, 128), (1, 64, 250), (1, 127, 127)],
-    "strips": [(1, 20, 400), (1, 60, 400), (1, 128, 384), (9, 32, 576), (6, 128, 768), (2, 240, 240), (2, 240, 1600)],
+    "strips": [
+        (1, 20, 400),
+        (1, 60, 400),
+        (1, 128, 384),
+        (9, 32, 576),
+        (6, 128, 768),
+        (2, 240, 240),
+        (2, 240, 1600),
+    ],
     "tiles": [(1, 240, 240), (1, 500, 700), (1, 1024, 1024)],
     "symmetric": [
         *[(1, 500, 700), (1, 500, 2000), (40, 768, 768), (40, 768, 2048), (40, 2048, 768)],
@@ -92,7 +103,9 @@ def check(found, folder, listing):
         at_once = -(-grid // MULTIPROCESSORS) if launch.cooperative else 1
         assert at_once * need.registers * need.threads <= REGISTERS, line
         assert at_once * (need.shared + 1024) <= SHARED, line
-        assert need.spilled <= max([most for name, most in SPILLED.items() if line.startswith(name)], default=0), line
+        assert need.spilled <= max(
+            [most for name, most in SPILLED.items() if line.startswith(name)], default=0
+        ), line
 
 
 @pytest.mark.parametrize(("name", "shapes"), ORTHOGONALIZATION)
@@ -104,7 +117,9 @@ def test_orthogonalization(name, shapes, tmp_path, listing):
             run_kernels(name, [torch.empty(shape)], COEFFICIENTS)
     forget_workspaces()
     check(found, tmp_path, listing)
-    if name == "symmetric" and len(shapes) > 1:  # inputs and results were in tiles, turned or not, and elsewhere
+    if (
+        name == "symmetric" and len(shapes) > 1
+    ):  # inputs and results were in tiles, turned or not, and elsewhere
         assert all(f"READ={i}" in "".join(map(str, found)) for i in range(3))
         assert all(f"WRITE={i}" in "".join(map(str, found)) for i in range(4))
 
@@ -143,7 +158,9 @@ def test_streams_have_their_own_addresses_and_recordings_come_to_an_end(monkeypa
     with recorded_launches() as found, monkeypatch.context() as patch:
         patch.setattr(one_launch, "try_record", try_record)
         for stream in (1, 2):
-            patch.setattr(torch.cuda, "current_stream", lambda device=None, s=stream: mock.Mock(cuda_stream=s))
+            patch.setattr(
+                torch.cuda, "current_stream", lambda device=None, s=stream: mock.Mock(cuda_stream=s)
+            )
             for calls, x in enumerate((xs[0], xs[0], xs[1])):
                 before = len(found)
                 run_kernels("whole", [x], COEFFICIENTS)
@@ -151,7 +168,9 @@ def test_streams_have_their_own_addresses_and_recordings_come_to_an_end(monkeypa
                 # The first call launches, the second records, the third replays, from other addresses.
                 assert names == [["small_matrices"], ["small_matrices"], []][calls]
         assert len(made) == 2
-        plan = one_launch.launches_for("whole", ((tuple(xs[0].shape), xs[0].stride(), xs[0].dtype),), made[0])
+        plan = one_launch.launches_for(
+            "whole", ((tuple(xs[0].shape), xs[0].stride(), xs[0].dtype),), made[0]
+        )
         assert plan.addresses[1] is not plan.addresses[2]
         assert plan.addresses[1].table[0] == plan.addresses[2].table[0] == xs[1].data_ptr()
         for i in range(20):  # as many schedules take turns as are not kept
@@ -165,11 +184,20 @@ def test_streams_have_their_own_addresses_and_recordings_come_to_an_end(monkeypa
 @pytest.mark.parametrize("shape", [(3, 2048, 8192), (3, 8192, 2048), (1, 4096, 4096)])
 def test_updates_by_the_last_product(shape, tmp_path, listing):
     with recorded_launches() as found:
-        targets, squares = torch.zeros(shape[0], 2, dtype=torch.int64), torch.zeros(shape[0], 1, 2, dtype=torch.float64)
+        targets, squares = (
+            torch.zeros(shape[0], 2, dtype=torch.int64),
+            torch.zeros(shape[0], 1, 2, dtype=torch.float64),
+        )
         rate, skip = torch.zeros((), dtype=torch.float64), torch.zeros(())
-        given = Application([targets], [squares], torch.float32, torch.zeros(3), rate, (0.1, 0.0), skip)
-        symmetric_launch.apply_by_products([torch.empty(shape)], SCHEDULES["polar-express-5"].coefficients, given)
-    found = [launch for launch in found if f"WRITE={5 if shape[1] > shape[2] else 4}" in str(launch)]
+        given = Application(
+            [targets], [squares], torch.float32, torch.zeros(3), rate, (0.1, 0.0), skip
+        )
+        symmetric_launch.apply_by_products(
+            [torch.empty(shape)], SCHEDULES["polar-express-5"].coefficients, given
+        )
+    found = [
+        launch for launch in found if f"WRITE={5 if shape[1] > shape[2] else 4}" in str(launch)
+    ]
     check(found, tmp_path, listing)
 
 
@@ -177,7 +205,9 @@ def test_updates_by_the_last_product(shape, tmp_path, listing):
 def test_only_matrices_of_whole_tiles_are_fetched_ahead(columns, ahead):
     """Rows of 500 columns are read in tiles, too, but lie closer than tiles do."""
     with recorded_launches() as found:
-        run_kernels("symmetric", [torch.empty(1, 256, columns)], SCHEDULES["polar-express-5"].coefficients)
+        run_kernels(
+            "symmetric", [torch.empty(1, 256, columns)], SCHEDULES["polar-express-5"].coefficients
+        )
     updates = [launch for launch in found if launch.kernel.__name__ == "update"]
     assert [launch for launch in updates if "READ=1" in str(launch)]
     assert {f"PREFETCH={ahead}" in str(launch) for launch in updates} == {True}
@@ -187,18 +217,35 @@ def test_only_matrices_of_whole_tiles_are_fetched_ahead(columns, ahead):
 def test_kernels_are_compiled_ahead_of_the_launches_that_need_them(monkeypatch):
     """The shapes are those of DPA-3 and se_e2_a, whose strips need several launches."""
     checked = []
-    monkeypatch.setattr(fused_steps, "check", lambda name, device: checked.append(name))  # compares numbers
-    shapes = [(12, 64, 320), (6, 128, 240), (6, 320, 128), (6, 128, 768), (2, 240, 240), (1, 240, 1600)]
+    monkeypatch.setattr(
+        fused_steps, "check", lambda name, device: checked.append(name)
+    )  # compares numbers
+    shapes = [
+        (12, 64, 320),
+        (6, 128, 240),
+        (6, 320, 128),
+        (6, 128, 768),
+        (2, 240, 240),
+        (1, 240, 1600),
+    ]
     shapes += [(2, 25, 50), (2, 50, 100), (1, 128, 128), (6, 2, 128), (6, 32, 128)]
     matrices = [torch.empty(shape) for shape in shapes]
     with recorded_launches() as found:
-        for call in fused_steps.compilations(matrices, COEFFICIENTS, torch.float16, dispatch.IMPLEMENTATIONS):
+        for call in fused_steps.compilations(
+            matrices, COEFFICIENTS, torch.float16, dispatch.IMPLEMENTATIONS
+        ):
             call()
         count = len(found)
         for name in ("whole", "strips"):
-            run_kernels(name, [x for x in matrices if default_choice(x.shape[1:], x.shape[0]) == name], COEFFICIENTS)
+            run_kernels(
+                name,
+                [x for x in matrices if default_choice(x.shape[1:], x.shape[0]) == name],
+                COEFFICIENTS,
+            )
     forget_workspaces()
-    ahead, needed = ({launch.compiled_for for launch in some} for some in (found[:count], found[count:]))
+    ahead, needed = (
+        {launch.compiled_for for launch in some} for some in (found[:count], found[count:])
+    )
     assert sorted(checked) == ["strips", "whole"]
     assert len({launch.kernel for launch in needed}) == 2
     assert needed <= ahead
@@ -223,7 +270,14 @@ def test_fused_steps(dtype, tmp_path, listing):
     view = MatrixView(2, 8, 36, "columns", (20, 16))
     with recorded_launches() as found, torch.no_grad():
         p, m = torch.ones(2, 8, 36, dtype=dtype), torch.ones(2, 8, 36, dtype=dtype)
-        fused = FusedMuon([p], [m], [torch.full((4,), SCORE_START, device=p.device)], [view], settings, recording=False)
+        fused = FusedMuon(
+            [p],
+            [m],
+            [torch.full((4,), SCORE_START, device=p.device)],
+            [view],
+            settings,
+            recording=False,
+        )
         fused.step([torch.ones_like(p)], 0.1, StepControl(), maximize=False)
     check(found, tmp_path, listing)
 

@@ -13,7 +13,12 @@ from deepmd_muon.optim.polar.dispatch import TABLE, MatrixBatch, choose
 
 
 def batch(rows, columns, count=1, **other):
-    defaults = {"dtype": torch.float32, "device": "cuda", "capability": (9, 0), "operand": torch.float16}
+    defaults = {
+        "dtype": torch.float32,
+        "device": "cuda",
+        "capability": (9, 0),
+        "operand": torch.float16,
+    }
     return MatrixBatch(rows, columns, count, **{**defaults, **other})
 
 
@@ -88,8 +93,12 @@ def test_without_a_gpu_one_line_is_logged_and_torch_runs(monkeypatch, caplog):
     x = torch.eye(3).expand(2, 3, 3)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            assert torch.allclose(orthogonalize_matrices([x], "8+2")[0], torch.eye(3).expand(2, 3, 3), atol=2e-3)
-    assert [record.message for record in caplog.records] == ["matrices are orthogonalized by torch: torch finds no GPU"]
+            assert torch.allclose(
+                orthogonalize_matrices([x], "8+2")[0], torch.eye(3).expand(2, 3, 3), atol=2e-3
+            )
+    assert [record.message for record in caplog.records] == [
+        "matrices are orthogonalized by torch: torch finds no GPU"
+    ]
     orthogonalization._kernels_available.cache_clear()
 
 
@@ -102,7 +111,10 @@ def test_a_failing_kernel_is_switched_off_with_one_line(monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "FAILED", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with caplog.at_level(logging.WARNING):
-        assert orthogonalization.try_kernels("whole", [torch.zeros(1, 2, 2)], ((1.0, 0.0, 0.0),)) is None
+        assert (
+            orthogonalization.try_kernels("whole", [torch.zeros(1, 2, 2)], ((1.0, 0.0, 0.0),))
+            is None
+        )
     assert [r.message for r in caplog.records] == [
         "'whole' is disabled, and torch is used instead: RuntimeError: no compiler"
     ]

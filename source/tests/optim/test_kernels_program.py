@@ -100,13 +100,17 @@ def test_products_are_the_steps(name, shape):
             held["X"] = w0 * held["X"] + held[left] @ held["X"]
             continue
         assert target not in (left, right)  # its tiles are written while others are read
-        assert fine >= {side for side in (left, right) if side in rests}  # a rest that is read was written
+        assert fine >= {
+            side for side in (left, right) if side in rests
+        }  # a rest that is read was written
         fine = (fine - {target}) | ({target} & set(rests))
         if left == "X":
             held[target] = held["X"] @ held["X"].mT
         else:
             held[target] = w0 * held[left] + w1 * held[right] + w2 * held[left] @ held[right]
-    assert torch.linalg.matrix_norm(held["X"] - expected) <= 1e-11 * torch.linalg.matrix_norm(expected)
+    assert torch.linalg.matrix_norm(held["X"] - expected) <= 1e-11 * torch.linalg.matrix_norm(
+        expected
+    )
     assert math.isfinite(float(expected.sum()))
 
 
@@ -140,7 +144,13 @@ def test_a_power_of_two_of_programs_measures_a_matrix(count):
 
 @pytest.mark.parametrize(
     ("later", "lift"),
-    [([], 1.0), ([3.0, 2.0], 6.0), ([3.0, 1e-3], 3.0), ([-3.0, 0.0, 5.0], 3.0), ([0.1, 100.0], 10.0)],
+    [
+        ([], 1.0),
+        ([3.0, 2.0], 6.0),
+        ([3.0, 1e-3], 3.0),
+        ([-3.0, 0.0, 5.0], 3.0),
+        ([0.1, 100.0], 10.0),
+    ],
 )
 def test_the_lift_is_the_largest_on_the_way(later, lift):
     launched = [Product(target, "A", "X", (a, 0.0, 1.0)) for a in later for target in ("R", "X")]
@@ -152,7 +162,9 @@ def test_what_graphs_read_outlives_the_caches(monkeypatch):
     read = []
 
     def start(name, launch, inputs, coefficients, out):
-        read.extend(weakref.ref(x) for x in (launch.table, one_launch.on_device(coefficients, out.device)))
+        read.extend(
+            weakref.ref(x) for x in (launch.table, one_launch.on_device(coefficients, out.device))
+        )
 
     def run(shape, coefficients, *, capturing):
         monkeypatch.setattr(one_launch, "_capturing", lambda _: capturing)

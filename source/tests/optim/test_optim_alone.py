@@ -50,7 +50,12 @@ def run(folder):
     program = f"BLOCKED = {dependencies()!r}\n{PROGRAM}"
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -65,10 +70,19 @@ def test_it_runs_where_only_torch_is_installed():
 def test_the_package_installed_without_dependencies_has_the_optimizer(tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
-    shutil.copytree(TOP / "deepmd_muon", source / "deepmd_muon", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        TOP / "deepmd_muon", source / "deepmd_muon", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(TOP / name, source)
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", str(target)]
+    options = [
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--quiet",
+        "--target",
+        str(target),
+    ]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True)
     assert not (target / "h5py").exists()
     done = run(target)

@@ -45,7 +45,10 @@ def view_of(name, shape, **rules):
     ],
 )
 def test_the_first_dimension_of_an_expert_weight_counts_experts(shape, mode, expected):
-    assert view_of("moe.experts.w", shape, muon_mode=mode, expert_patterns=("*.experts.*",)) == expected
+    assert (
+        view_of("moe.experts.w", shape, muon_mode=mode, expert_patterns=("*.experts.*",))
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,9 @@ def test_modules_declare_their_splits(config):
     assert str(own.routing[0].view) == "1x18x8 rows 6+6+6"
     wrong = nn.Linear(3, 3)
     wrong.muon_splits = {"wieght": "rows 3"}
-    with pytest.raises(InvalidShapeError, match="0: muon_splits names 'wieght', no parameter of it"):
+    with pytest.raises(
+        InvalidShapeError, match="0: muon_splits names 'wieght', no parameter of it"
+    ):
         config().build(nn.Sequential(wrong))
 
 
@@ -128,7 +133,9 @@ def test_attention_modules_have_three_matrices_in_one_weight():
     attention = nn.MultiheadAttention(8, 2)
     assert view(attention) == "1x24x8 rows 8+8+8"
     assert view(attention, splits=["*.in_proj_weight: rows 1"]) == "1x24x8"
-    assert view(attention, splits=["*.in_proj_weight: rows 4*6"]) == "1x24x8 rows " + "+".join(["4"] * 6)
+    assert view(attention, splits=["*.in_proj_weight: rows 4*6"]) == "1x24x8 rows " + "+".join(
+        ["4"] * 6
+    )
     assert view(OwnAttention(8, 2)) == "1x24x8 rows " + "+".join(["4"] * 6)
     assert view(nn.MultiheadAttention(8, 2, kdim=4, vdim=4)) == "1x8x8"  # three parameters
     # The score of Magma for each matrix would make directories of earlier checkpoints unreadable for torch.
@@ -165,7 +172,12 @@ def test_states_of_before_attention_was_split_load(caplog):
 
 def test_a_split_into_one_part_is_no_split():
     assert view_of("layer.qkv", (64, 96), splits=("*.qkv: rows 1",)) == ("muon", "1x64x96")
-    earlier = {"routing_version": 2, "routes": ["muon"], "views": ["1x64x96 rows 64"], "shapes": ["64x96"]}
+    earlier = {
+        "routing_version": 2,
+        "routes": ["muon"],
+        "views": ["1x64x96 rows 64"],
+        "shapes": ["64x96"],
+    }
     (entry,) = RouteTable.from_manifest([{**earlier, "param_names": ["layer.qkv"]}])
     assert str(entry.view) == "1x64x96"
 
@@ -199,7 +211,9 @@ views = st.builds(
 def test_cutting_and_joining_are_inverse(view):
     x = random(*view.shape)
     blocks = view.cut(x)
-    assert [tuple(block.shape) for block in blocks] == [(view.batch, *shape) for shape in view.block_shapes]
+    assert [tuple(block.shape) for block in blocks] == [
+        (view.batch, *shape) for shape in view.block_shapes
+    ]
     assert torch.equal(view.join(blocks), x)
     assert MatrixView.parse(str(view)) == view
     numbers = view.numbers("blocks").reshape(view.shape)
@@ -217,7 +231,12 @@ def test_equal_parts_are_sizes(count, size):
 
 def test_single_columns_are_blocks_where_a_split_asks_for_them():
     """Alone, a column is a vector and takes Adam."""
-    assert HybridMuon([("w", nn.Parameter(random(24, 32)))], splits=["w: columns 32"]).routing[0].view.blocks == 32
+    assert (
+        HybridMuon([("w", nn.Parameter(random(24, 32)))], splits=["w: columns 32"])
+        .routing[0]
+        .view.blocks
+        == 32
+    )
 
 
 @pytest.mark.parametrize(
@@ -247,11 +266,15 @@ def test_blocks_are_weights_of_their_own(shape, splits, dim, sizes):
 def test_experts_with_fused_weights():
     p = nn.Parameter(random(2, 6, 10))
     before = p.detach().double()
-    optimizer = HybridMuon([("moe.w", p)], 0.1, 0.0, 0.0, expert_patterns=["moe.*"], splits=["moe.w: columns 6+4"])
+    optimizer = HybridMuon(
+        [("moe.w", p)], 0.1, 0.0, 0.0, expert_patterns=["moe.*"], splits=["moe.w: columns 6+4"]
+    )
     p.grad = random(2, 6, 10, seed=1)
     optimizer.step()
     g = p.grad.double()
-    o = torch.cat([oracle(part) * 0.18 * max(part.shape[1:]) ** 0.5 for part in g.split([6, 4], dim=2)], dim=2)
+    o = torch.cat(
+        [oracle(part) * 0.18 * max(part.shape[1:]) ** 0.5 for part in g.split([6, 4], dim=2)], dim=2
+    )
     assert torch.allclose(p.double(), before - 0.1 * (0.1 + 0.9 * 0.55) * o, atol=1e-5)
     assert optimizer.state[p]["magma_score"].shape == (4,)
 

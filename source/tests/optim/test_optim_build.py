@@ -14,7 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from deepmd_muon.optim import AdamConfig, AdamWConfig, HybridMuon, HybridMuonConfig, InvalidSettingError, MuonConfig
+from deepmd_muon.optim import (
+    AdamConfig,
+    AdamWConfig,
+    HybridMuon,
+    HybridMuonConfig,
+    InvalidSettingError,
+    MuonConfig,
+)
 from deepmd_muon.optim.buildable import OptimizerSettings
 from deepmd_muon.optim.sharded import ShardedSettings
 from deepmd_muon.setting import setting_of
@@ -23,7 +30,11 @@ from deepmd_muon.setting import setting_of
 def make_model():
     torch.manual_seed(0)
     model = nn.ModuleDict(
-        {"embed": nn.Embedding(7, 4), "body": nn.Linear(4, 6), "lm_head": nn.Linear(6, 7, bias=False)}
+        {
+            "embed": nn.Embedding(7, 4),
+            "body": nn.Linear(4, 6),
+            "lm_head": nn.Linear(6, 7, bias=False),
+        }
     )
     model["body"].bias.requires_grad_(False)
     return model
@@ -56,7 +67,9 @@ def test_build_of_parameters_asks_for_the_model(config):
 
 @pytest.mark.parametrize("given", [nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2))])
 def test_constructor_asks_for_named_parameters(given):
-    with pytest.raises(TypeError, match=rf"found {type(given).__name__}; pass model\.named_parameters\(\)"):
+    with pytest.raises(
+        TypeError, match=rf"found {type(given).__name__}; pass model\.named_parameters\(\)"
+    ):
         HybridMuon(given)
 
 
@@ -88,13 +101,19 @@ def test_a_plain_muon_is_what_the_literature_means():
     ]
     (group,) = optimizer.param_groups
     assert (group["lr"], group["schedule"], group["magma_muon"]) == (0.03, "keller-jordan", False)
-    assert (group["vector_route"], group["adam_eps"], group["adam_lr_ratio"]) == ("adamw", 1e-8, 0.01)
+    assert (group["vector_route"], group["adam_eps"], group["adam_lr_ratio"]) == (
+        "adamw",
+        1e-8,
+        0.01,
+    )
     everything = MuonConfig(adamw_patterns=()).build(make_model())
     assert [e.route for e in everything.routing] == ["muon", "muon", "frozen", "muon"]
 
 
 def test_under_a_plain_muon_everything_else_decays_and_a_head_is_the_output_layer():
-    model = nn.ModuleDict({"body": nn.Linear(4, 6), "norm": nn.LayerNorm(6), "head": nn.Linear(6, 3)})
+    model = nn.ModuleDict(
+        {"body": nn.Linear(4, 6), "norm": nn.LayerNorm(6), "head": nn.Linear(6, 3)}
+    )
     optimizer = MuonConfig(weight_decay=0.5).build(model, 0.1)
     assert {entry.name: entry.route for entry in optimizer.routing} == {
         "body.weight": "muon",
@@ -139,19 +158,28 @@ def test_every_setting_reaches_the_optimizer():
     assert group["momentum"] == 0.8
     assert group["adam_betas"] == (0.7, 0.95)
     assert group["schedule"] == [[2.0, -1.5, 0.5]]
-    assert (optimizer.on_route_change, optimizer.on_nonfinite, group["layout"]) == ("migrate", "skip", "in_out")
+    assert (optimizer.on_route_change, optimizer.on_nonfinite, group["layout"]) == (
+        "migrate",
+        "skip",
+        "in_out",
+    )
     assert optimizer.sharded == config.sharded
     assert str(optimizer.routing[1].view) == "1x6x4 rows 3+3"
 
 
 def test_a_single_pattern_stands_for_a_list_of_one():
-    optimizer = HybridMuon(make_model().named_parameters(), adam_patterns="body.*", splits="embed.weight: columns 2")
+    optimizer = HybridMuon(
+        make_model().named_parameters(), adam_patterns="body.*", splits="embed.weight: columns 2"
+    )
     assert [e.route for e in optimizer.routing] == ["muon", "adam", "frozen", "muon"]
     assert str(optimizer.routing[0].view) == "1x7x4 columns 2+2"
 
 
 def test_patterns_that_match_nothing_are_named_once():
-    params = [("embed.weight", nn.Parameter(torch.ones(4, 5))), ("body.weight", nn.Parameter(torch.ones(3, 3)))]
+    params = [
+        ("embed.weight", nn.Parameter(torch.ones(4, 5))),
+        ("body.weight", nn.Parameter(torch.ones(3, 3))),
+    ]
     with pytest.warns(UserWarning, match="no parameter matches") as caught:
         optimizer = HybridMuon(
             [{"params": params[:1]}, {"params": params[1:], "adam_patterns": ["*.wieght"]}],
@@ -167,20 +195,36 @@ def test_patterns_that_match_nothing_are_named_once():
     late = {"params": [("late", nn.Parameter(torch.ones(3, 3)))], "adam_patterns": ["latest"]}
     with pytest.warns(UserWarning, match="no parameter matches") as caught:
         optimizer.add_param_group(late)
-    assert [str(warning.message)[:46] for warning in caught] == ["no parameter matches adam_patterns 'latest'; p"]
+    assert [str(warning.message)[:46] for warning in caught] == [
+        "no parameter matches adam_patterns 'latest'; p"
+    ]
 
 
 def test_patterns_that_match_or_are_only_usual_say_nothing():
-    params = [("module.body.weight", nn.Parameter(torch.ones(3, 3))), ("w", nn.Parameter(torch.ones(2, 3, 3)))]
+    params = [
+        ("module.body.weight", nn.Parameter(torch.ones(3, 3))),
+        ("w", nn.Parameter(torch.ones(2, 3, 3))),
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         MuonConfig().build(nn.Linear(3, 4))
         HybridMuon(params, adam_patterns=["body.*"], expert_patterns=["w"], splits=["w: rows 3"])
-        HybridMuon([{"params": params[:1], "adam_patterns": ["w"]}, {"params": params[1:], "adam_patterns": ["w"]}])
+        HybridMuon(
+            [
+                {"params": params[:1], "adam_patterns": ["w"]},
+                {"params": params[1:], "adam_patterns": ["w"]},
+            ]
+        )
 
 
 def test_the_constructor_and_groups_name_all_bad_settings_together():
-    bad = {"lr": torch.ones(2), "momentum": -3, "muon_mode": "3d", "adam_betas": (0.9, None), "schedule": 5}
+    bad = {
+        "lr": torch.ones(2),
+        "momentum": -3,
+        "muon_mode": "3d",
+        "adam_betas": (0.9, None),
+        "schedule": 5,
+    }
     named = ["adam_betas", "lr", "momentum", "muon_mode", "schedule"]
     optimizer = HybridMuon([("w", nn.Parameter(torch.ones(3, 3)))])
     with pytest.raises(InvalidSettingError) as error:
@@ -210,7 +254,9 @@ def test_an_older_name_is_answered_with_todays(kind):
     assert "muon_mode" in inspect.signature(kind).parameters
 
 
-@pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig, AdamConfig, AdamWConfig, ShardedSettings])
+@pytest.mark.parametrize(
+    "config", [HybridMuonConfig, MuonConfig, AdamConfig, AdamWConfig, ShardedSettings]
+)
 def test_every_setting_is_explained(config):
     for field in dataclasses.fields(config):
         assert len(setting_of(field).doc) > 5, field.name
@@ -221,7 +267,9 @@ def test_reading_settings_does_not_import_torch():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_importing_changes_no_global_setting_and_adam_steps_as_torchs_without_the_compiler(tmp_path):
+def test_importing_changes_no_global_setting_and_adam_steps_as_torchs_without_the_compiler(
+    tmp_path,
+):
     """In a process of its own, where nothing else imports the compiler, which takes seconds."""
     program = """
 import itertools, sys, torch

@@ -12,7 +12,9 @@ from deepmd_muon.optim import HybridMuon, MuonConfig, clip_adam_grad_norm_
 
 
 def make():
-    model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "body": nn.Linear(3, 5), "norm": nn.LayerNorm(5)})
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(4, 3), "body": nn.Linear(3, 5), "norm": nn.LayerNorm(5)}
+    )
     for i, p in enumerate(model.parameters()):
         p.grad = torch.full_like(p, float(i + 1))
     return model, MuonConfig().build(model)
@@ -20,7 +22,9 @@ def make():
 
 def test_only_the_adam_routes_count_and_are_scaled():
     model, optimizer = make()
-    expected = math.sqrt(12 * 1**2 + 5 * 3**2 + 5 * 4**2 + 5 * 5**2)  # embedding, bias, and both of the norm
+    expected = math.sqrt(
+        12 * 1**2 + 5 * 3**2 + 5 * 4**2 + 5 * 5**2
+    )  # embedding, bias, and both of the norm
     norm = clip_adam_grad_norm_(optimizer, 2.0)
     assert norm.item() == pytest.approx(expected)
     assert model["body"].weight.grad.unique().tolist() == [2.0]
@@ -39,7 +43,9 @@ def test_parameters_without_gradients_and_other_optimizers():
         p.grad = torch.full_like(p, 2.0)
     whole = torch.nn.utils.get_total_norm([p.grad for p in sgd.param_groups[0]["params"]])
     assert torch.equal(clip_adam_grad_norm_(sgd, 1.0), whole)
-    assert sgd.param_groups[0]["params"][1].grad[0, 0].item() == pytest.approx(2.0 / whole.item(), rel=1e-5)
+    assert sgd.param_groups[0]["params"][1].grad[0, 0].item() == pytest.approx(
+        2.0 / whole.item(), rel=1e-5
+    )
 
 
 def test_parameters_of_one_rank_are_scaled_by_themselves():

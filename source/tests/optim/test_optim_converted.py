@@ -51,7 +51,11 @@ def test_a_converted_model_goes_on_with_its_state(settings, part):
     for p, q in zip(model.parameters(), straight.parameters(), strict=True):
         torch.testing.assert_close(p.float(), q, atol=1e-5, rtol=0)
     for p in model[2].parameters():
-        moments = {key: x.dtype for key, x in optimizer.state[p].items() if key in ("momentum_buffer", "exp_avg")}
+        moments = {
+            key: x.dtype
+            for key, x in optimizer.state[p].items()
+            if key in ("momentum_buffer", "exp_avg")
+        }
         assert set(moments.values()) == {torch.float64}
 
 
@@ -65,7 +69,9 @@ def elsewhere(request):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"adam_patterns": ["*"]}, {"normuon": True, "soap_muon": True}], ids=["muon", "adam", "rules"]
+    "settings",
+    [{}, {"adam_patterns": ["*"]}, {"normuon": True, "soap_muon": True}],
+    ids=["muon", "adam", "rules"],
 )
 def test_the_state_follows_a_model_to_another_device(settings, elsewhere):
     model, optimizer = make(**settings)
@@ -118,11 +124,15 @@ def test_a_new_shape_is_a_change_of_route(shape):
 
 def replace(model, optimizer):
     for module in (model[0], model[2]):
-        module.weight, module.bias = (nn.Parameter(p.detach().double(), p.requires_grad) for p in module.parameters())
+        module.weight, module.bias = (
+            nn.Parameter(p.detach().double(), p.requires_grad) for p in module.parameters()
+        )
     optimizer.param_groups[0]["params"] = list(model.parameters())
 
 
-@pytest.mark.parametrize("convert", [lambda model, _: model.double(), replace], ids=["in place", "replaced"])
+@pytest.mark.parametrize(
+    "convert", [lambda model, _: model.double(), replace], ids=["in place", "replaced"]
+)
 @pytest.mark.parametrize("seen", [True, False])
 def test_frozen_parameters_keep_their_state_when_they_are_converted(convert, seen):
     model, optimizer = make()

@@ -49,7 +49,11 @@ def make(seed=0):
 @pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig])
 def test_build_finds_the_convolutions_of_a_model(config):
     routing = config().build(make()).routing
-    weights = {entry.name.split(".")[0]: entry.placement for entry in routing if entry.name.endswith("weight")}
+    weights = {
+        entry.name.split(".")[0]: entry.placement
+        for entry in routing
+        if entry.name.endswith("weight")
+    }
     assert weights == {
         "stem": "muon 1x8x27",
         "grouped": "muon 1x8x36 rows 4+4",
@@ -64,7 +68,9 @@ def test_build_finds_the_convolutions_of_a_model(config):
 
 def test_a_kernel_steps_along_the_polar_factor_of_its_matrix():
     model = make()
-    optimizer = HybridMuonConfig(**PLAIN, precision="float64", schedule=[(1.875, -1.25, 0.375)] * 40).build(model, 0.1)
+    optimizer = HybridMuonConfig(
+        **PLAIN, precision="float64", schedule=[(1.875, -1.25, 0.375)] * 40
+    ).build(model, 0.1)
     before = copy.deepcopy(model)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
@@ -84,7 +90,9 @@ def test_the_view_can_be_declined_or_chosen_by_name():
     model = make()
     found = {e.name: e.placement for e in HybridMuonConfig(conv_patterns=[]).build(model).routing}
     assert (found["stem.weight"], found["line.weight"]) == ("muon 24x3x3", "muon 5x4x3")
-    assert {e.route for e in MuonConfig(conv_patterns=[]).build(model).routing if "stem" in e.name} == {"adamw"}
+    assert {
+        e.route for e in MuonConfig(conv_patterns=[]).build(model).routing if "stem" in e.name
+    } == {"adamw"}
     named = HybridMuon(model.named_parameters(), conv_patterns=["*"]).routing
     assert {e.name: str(e.view) for e in named if e.name in ("stem.weight", "fc.weight")} == {
         "stem.weight": "1x8x27",
@@ -94,7 +102,9 @@ def test_the_view_can_be_declined_or_chosen_by_name():
 
 def test_kernels_that_become_many_small_matrices_are_warned_about():
     model = nn.Conv2d(16, 16, 3)
-    with pytest.warns(UserWarning, match=r"'weight' of shape \(16, 16, 3, 3\) is seen as 256 matrices of 3x3"):
+    with pytest.warns(
+        UserWarning, match=r"'weight' of shape \(16, 16, 3, 3\) is seen as 256 matrices of 3x3"
+    ):
         HybridMuon(model.named_parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -123,7 +133,9 @@ def test_states_of_before_the_view_are_migrated_under_every_policy(config, caplo
     if config is HybridMuonConfig:
         assert torch.equal(then.state[p]["momentum_buffer"], first.state[p]["momentum_buffer"])
         score = first.state[p]["magma_score"].double().mean()
-        torch.testing.assert_close(then.state[p]["magma_score"].double(), score.view(1), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            then.state[p]["magma_score"].double(), score.view(1), atol=1e-6, rtol=0
+        )
     else:  # three dimensions in mode '2d' took AdamW
         expected = first.state[p]["exp_avg"] / (1 - 0.9**2)
         assert torch.equal(then.state[p]["momentum_buffer"], expected)

@@ -28,7 +28,13 @@ CASES = [
     {"lr": 0.01},
     {"lr": 0.01, "enable_gram": False, "magma_muon": False, "weight_decay": 0.1},
     {"lr": 0.01, "lr_adjust": 10.0, "muon_mode": "flat"},
-    {"lr": 0.01, "muon_mode": "2d", "lr_adjust_coeff": 0.2, "momentum": 0.9, "adam_betas": (0.8, 0.9)},
+    {
+        "lr": 0.01,
+        "muon_mode": "2d",
+        "lr_adjust_coeff": 0.2,
+        "momentum": 0.9,
+        "adam_betas": (0.8, 0.9),
+    },
 ]
 
 
@@ -42,13 +48,18 @@ def results(tmp_path_factory):
     job = {
         "weights": {name: random(shape, i) for i, (name, shape) in enumerate(SHAPES.items())},
         "gradients": [
-            {name: random(shape, 100 * (step + 1) + i) for i, (name, shape) in enumerate(SHAPES.items())}
+            {
+                name: random(shape, 100 * (step + 1) + i)
+                for i, (name, shape) in enumerate(SHAPES.items())
+            }
             for step in range(STEPS)
         ],
         "cases": CASES,
     }
     torch.save(job, folder / "job.pt")
-    python(Path(__file__).with_name("run_deepmd_kit_steps.py"), "job.pt", "result.pt", folder=folder)
+    python(
+        Path(__file__).with_name("run_deepmd_kit_steps.py"), "job.pt", "result.pt", folder=folder
+    )
     return job, torch.load(folder / "result.pt")
 
 

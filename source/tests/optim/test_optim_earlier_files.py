@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from make_earlier_files import SETTINGS, TRAINING_DATA, make_groups, make_parameters, set_gradients, training_input
+from make_earlier_files import (
+    SETTINGS,
+    TRAINING_DATA,
+    make_groups,
+    make_parameters,
+    set_gradients,
+    training_input,
+)
 
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.rules_config import RuleSettings
@@ -21,8 +28,14 @@ pytestmark = pytest.mark.usefixtures("as_alone")
 def named_state(state_dict):
     """Return the state tensors of a state dict by (parameter name, key)."""
     groups = state_dict["param_groups"]
-    names = {i: name for group in groups for i, name in zip(group["params"], group["param_names"], strict=True)}
-    return {(names[i], key): x for i, values in state_dict["state"].items() for key, x in values.items()}
+    names = {
+        i: name
+        for group in groups
+        for i, name in zip(group["params"], group["param_names"], strict=True)
+    }
+    return {
+        (names[i], key): x for i, values in state_dict["state"].items() for key, x in values.items()
+    }
 
 
 def assert_bitwise(found, expected):
@@ -43,10 +56,19 @@ def test_an_earlier_state_loads_bitwise_and_steps_on():
     optimizer.load_state_dict(saved["optimizer"])
     assert_bitwise(named_state(optimizer.state_dict()), named_state(saved["optimizer"]))
     manifest = ("routing_version", "routes", "views", "shapes", "param_names")
-    for here, there in zip(optimizer.state_dict()["param_groups"], saved["optimizer"]["param_groups"], strict=True):
+    for here, there in zip(
+        optimizer.state_dict()["param_groups"], saved["optimizer"]["param_groups"], strict=True
+    ):
         assert [here[key] for key in manifest] == [there[key] for key in manifest]
         added = {
-            *("adam_eps", "adam_implementation", "vector_route", "large_schedule", "large_matrix_dim", "constructed"),
+            *(
+                "adam_eps",
+                "adam_implementation",
+                "vector_route",
+                "large_schedule",
+                "large_matrix_dim",
+                "constructed",
+            ),
             *("local_patterns", "muon_patterns", "conv_patterns"),
             *(field.name for field in dataclasses.fields(RuleSettings)),
         }
@@ -54,7 +76,9 @@ def test_an_earlier_state_loads_bitwise_and_steps_on():
     set_gradients(parameters, 3)
     optimizer.step()
     for name, p in parameters.items():
-        torch.testing.assert_close(p.detach(), saved["after_one_more_step"][name], rtol=2e-6, atol=1e-7)
+        torch.testing.assert_close(
+            p.detach(), saved["after_one_more_step"][name], rtol=2e-6, atol=1e-7
+        )
 
 
 def test_training_goes_on_from_an_earlier_checkpoint(tmp_path, monkeypatch):
@@ -72,10 +96,19 @@ def test_training_goes_on_from_an_earlier_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(HybridMuon, "load_state_dict", recording)
     shutil.copytree(TRAINING_DATA, "train")
     Path("input.json").write_text(json.dumps(training_input()))
-    assert run(argcheck.load("input.json"), log_level="WARNING", restart=str(HERE / "earlier_checkpoint.pt")) == 0
+    assert (
+        run(
+            argcheck.load("input.json"),
+            log_level="WARNING",
+            restart=str(HERE / "earlier_checkpoint.pt"),
+        )
+        == 0
+    )
     checkpoint = torch.load(HERE / "earlier_checkpoint.pt", weights_only=True)
     assert_bitwise(loaded[0], named_state(checkpoint["optimizer"]))
-    expected = torch.load(HERE / "earlier_state.pt", weights_only=True)["training_state_after_8_steps"]
+    expected = torch.load(HERE / "earlier_state.pt", weights_only=True)[
+        "training_state_after_8_steps"
+    ]
     then = named_state({**checkpoint["optimizer"], "state": expected})
     # By name: models now have parameters without elements, and checkpoints the powers of the decays for deepmd-kit.
     last = named_state(torch.load("model.ckpt-8.pt", weights_only=True)["optimizer"])

@@ -42,14 +42,18 @@ def trained(**settings):
 def test_state_of_the_same_routes_comes_back():
     model, optimizer = trained()
     other, loaded = made()
-    set_optimizer_state_dict(other, loaded, get_optimizer_state_dict(model, optimizer, options=FLAT), options=FLAT)
+    set_optimizer_state_dict(
+        other, loaded, get_optimizer_state_dict(model, optimizer, options=FLAT), options=FLAT
+    )
     other.load_state_dict(model.state_dict())
     assert_same((model, optimizer), (other, loaded))
 
 
 @pytest.mark.parametrize("policy", ["error", "migrate"])
 @pytest.mark.parametrize(
-    ("before", "after"), [({}, {"muon_mode": "2d"}), ({"muon_mode": "2d"}, {})], ids=["to adamw", "to muon"]
+    ("before", "after"),
+    [({}, {"muon_mode": "2d"}), ({"muon_mode": "2d"}, {})],
+    ids=["to adamw", "to muon"],
 )
 def test_a_changed_route_is_named_with_the_way_that_keeps_its_state(policy, before, after):
     flat = get_optimizer_state_dict(*trained(**before), options=FLAT)

@@ -51,7 +51,11 @@ class Job:
 
         self.params = [draw(shape).requires_grad_() for shape, _ in CASES]
         self.buffers = [draw(shape) for shape, _ in CASES]
-        self.scores = [torch.full((view.blocks,), SCORE_START, device=DEVICE) for view in VIEWS] if damped else []
+        self.scores = (
+            [torch.full((view.blocks,), SCORE_START, device=DEVICE) for view in VIEWS]
+            if damped
+            else []
+        )
         self.give(0)
 
     def give(self, seed):
@@ -68,9 +72,20 @@ class Job:
         return [x.detach() for x in (*self.params, *self.buffers, *self.scores)]
 
 
-def run_both(prepare=lambda job: None, *, steps=2, dtype=torch.float32, lr=0.1, maximize=False, scale=None, **settings):
+def run_both(
+    prepare=lambda job: None,
+    *,
+    steps=2,
+    dtype=torch.float32,
+    lr=0.1,
+    maximize=False,
+    scale=None,
+    **settings,
+):
     """Step both ways; return the tensors after it, defined and found."""
-    settings = HybridMuonConfig(flash_muon=False, precision="float32", weight_decay=0.01, **settings).explicit()
+    settings = HybridMuonConfig(
+        flash_muon=False, precision="float32", weight_decay=0.01, **settings
+    ).explicit()
     scale = None if scale is None else torch.tensor(scale, device=DEVICE)
     results = []
     for step in (muon_, FusedStepCache().step):
@@ -79,7 +94,13 @@ def run_both(prepare=lambda job: None, *, steps=2, dtype=torch.float32, lr=0.1, 
             job.give(k)
             prepare(job)
             with torch.no_grad():
-                done = step(*job.lists, lr=lr, settings=settings, control=StepControl(None, scale), maximize=maximize)
+                done = step(
+                    *job.lists,
+                    lr=lr,
+                    settings=settings,
+                    control=StepControl(None, scale),
+                    maximize=maximize,
+                )
             assert done is not False
         results.append(job.tensors)
     return results
@@ -88,7 +109,8 @@ def run_both(prepare=lambda job: None, *, steps=2, dtype=torch.float32, lr=0.1, 
 def differences(results):
     """Return the largest difference of each tensor over its largest entry."""
     return [
-        float((a.double() - b.double()).abs().max() / a.double().abs().max()) for a, b in zip(*results, strict=True)
+        float((a.double() - b.double()).abs().max() / a.double().abs().max())
+        for a, b in zip(*results, strict=True)
     ]
 
 
@@ -174,7 +196,10 @@ def test_a_skipped_step_changes_no_bit():
     settings = HybridMuonConfig(flash_muon=False, precision="float32").explicit()
     with torch.no_grad():
         assert FusedStepCache().step(
-            *job.lists, lr=0.1, settings=settings, control=StepControl(torch.ones((), device=DEVICE))
+            *job.lists,
+            lr=0.1,
+            settings=settings,
+            control=StepControl(torch.ones((), device=DEVICE)),
         )
     assert all(torch.equal(a, b) for a, b in zip(before, job.tensors, strict=True))
 
@@ -185,7 +210,9 @@ def test_gradients_may_lie_anywhere_and_move():
             if i % 2:
                 p.grad = p.grad.mT.contiguous().mT  # not contiguous
             else:
-                p.grad = torch.cat([p.grad.new_zeros(1), p.grad.flatten()])[1:].view_as(p)  # not aligned
+                p.grad = torch.cat([p.grad.new_zeros(1), p.grad.flatten()])[1:].view_as(
+                    p
+                )  # not aligned
 
     plain, moved = run_both(steps=3)[1], run_both(move, steps=3)[1]
     assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
@@ -200,7 +227,9 @@ def test_tables_are_made_anew_when_state_moves():
             other.give(k)
             assert steps.step(*job.lists, lr=0.1, settings=settings, control=StepControl())
             job.buffers = [m.clone() for m in job.buffers]
-            assert FusedStepCache().step(*other.lists, lr=0.1, settings=settings, control=StepControl())
+            assert FusedStepCache().step(
+                *other.lists, lr=0.1, settings=settings, control=StepControl()
+            )
     assert all(torch.equal(a, b) for a, b in zip(job.tensors, other.tensors, strict=True))
 
 
@@ -212,7 +241,12 @@ def test_steps_of_few_lists_of_parameters_are_kept(monkeypatch):
     params, buffers, state, views = job.lists
     with torch.no_grad():
         for last in (1, 2, 3, 1):
-            lists = params[:last], buffers[:last], {key: x[:last] for key, x in state.items()}, views[:last]
+            lists = (
+                params[:last],
+                buffers[:last],
+                {key: x[:last] for key, x in state.items()},
+                views[:last],
+            )
             assert steps.step(*lists, lr=0.1, settings=settings, control=StepControl())
             assert len(steps._known) == min(last, 2) or last == 1
     assert len(steps._known) == 2
@@ -248,21 +282,36 @@ def test_large_matrices_are_cut_into_chunks():
     p, m, g = (torch.randn(64, 2500, generator=generator).to(DEVICE) for _ in range(3))
     results = []
     for step in (muon_, None):
-        q, n, score = p.clone().requires_grad_(), m.clone(), torch.full((1,), SCORE_START, device=DEVICE)
+        q, n, score = (
+            p.clone().requires_grad_(),
+            m.clone(),
+            torch.full((1,), SCORE_START, device=DEVICE),
+        )
         q.grad = g
         with torch.no_grad():
             if step is None:
                 fused = FusedMuon([q], [n], [score], [view], settings)
                 fused.step([g], 0.1, StepControl(), maximize=False)
             else:
-                step([q], [n], {"magma_score": [score]}, [view], lr=0.1, settings=settings, control=StepControl())
+                step(
+                    [q],
+                    [n],
+                    {"magma_score": [score]},
+                    [view],
+                    lr=0.1,
+                    settings=settings,
+                    control=StepControl(),
+                )
         results.append([q.detach(), n, score])
     assert max(differences(results)) <= 1e-5
 
 
 @pytest.mark.parametrize(
     "dtype",
-    [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16, torch.bfloat16)],
+    [
+        pytest.param(dtype, marks=pytest.mark.slow)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    ],
 )
 def test_the_last_product_applies_what_it_would_write(dtype):
     applied.check.__wrapped__(DEVICE, dtype)
@@ -274,10 +323,15 @@ def test_the_last_product_updates_large_matrices(monkeypatch):
     settings = HybridMuonConfig(schedule=schedule, weight_decay=0.1).explicit()
     views = [MatrixView(1, 128, 256), MatrixView(1, 256, 128), MatrixView(1, 7, 40)]
     generator = torch.Generator().manual_seed(0)
-    start = [[torch.randn(v.rows, v.columns, generator=generator).to(DEVICE) for v in views] for _ in range(3)]
+    start = [
+        [torch.randn(v.rows, v.columns, generator=generator).to(DEVICE) for v in views]
+        for _ in range(3)
+    ]
     monkeypatch.setattr(fused, "SMALL", 0)
     monkeypatch.setattr(applied, "check", lambda *_: None)
-    monkeypatch.setattr(applied, "choose", lambda _: "symmetric")  # rather than kernels for such small ones
+    monkeypatch.setattr(
+        applied, "choose", lambda _: "symmetric"
+    )  # rather than kernels for such small ones
     found = []
     for separately in (True, False):
         params, buffers, grads = ([x.clone() for x in some] for some in start)

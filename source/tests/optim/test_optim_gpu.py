@@ -9,14 +9,25 @@ from torch import nn
 
 from deepmd_muon.optim import CaptureError, HybridMuon, orthogonalize
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
-SHAPES = {"a.matrix": (25, 50), "b.matrix": (240, 240), "c.matrix": (3, 20, 64), "a.bias": (50,), "adamw_g": (50,)}
+SHAPES = {
+    "a.matrix": (25, 50),
+    "b.matrix": (240, 240),
+    "c.matrix": (3, 20, 64),
+    "a.bias": (50,),
+    "adamw_g": (50,),
+}
 
 
 def make(device, **settings):
     params = {
-        name: nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(device))
+        name: nn.Parameter(
+            torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(device)
+        )
         for i, (name, shape) in enumerate(SHAPES.items())
     }
     return params, HybridMuon(params.items(), **{"lr": 0.02, **settings})
@@ -24,11 +35,15 @@ def make(device, **settings):
 
 def give_gradients(params, step):
     for i, (name, p) in enumerate(params.items()):
-        g = torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(100 * step + i)).to(p.device)
+        g = torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(100 * step + i)).to(
+            p.device
+        )
         p.grad = g if p.grad is None else p.grad.copy_(g)
 
 
-@pytest.mark.parametrize("shape", [(1, 8), (5, 7), (64, 64), (127, 129), (240, 240), (128, 384), (241, 1607)])
+@pytest.mark.parametrize(
+    "shape", [(1, 8), (5, 7), (64, 64), (127, 129), (240, 240), (128, 384), (241, 1607)]
+)
 def test_default_path_keeps_its_promise(shape):
     for kind in ("gaussian", "rank1", "rank-deficient", "log3", "log6", "constant", "one-hot"):
         for scale in (1e-30, 1.0, 1e30):
@@ -52,7 +67,12 @@ def test_steps_equal_those_of_the_cpu():
 @pytest.mark.parametrize(
     "settings",
     [
-        *({}, {"on_nonfinite": "skip"}, {"workspace": 1000}, {"normuon": True, "cautious_decay": True}),
+        *(
+            {},
+            {"on_nonfinite": "skip"},
+            {"workspace": 1000},
+            {"normuon": True, "cautious_decay": True},
+        ),
         {"normuon": True, "layout": "in_out", "magma_muon": False, "on_nonfinite": "skip"},
         {"soap_muon": True},
         {"norm_control": "radial_brake"},
@@ -84,10 +104,14 @@ def test_a_captured_step_equals_the_eager_one_bitwise_and_follows_the_learning_r
             assert torch.equal(x, graphed.state[captured[name]][key]), (name, key)
 
 
-@pytest.mark.parametrize("settings", [{}, {"soap_muon": True, "normuon": True, "norm_control": "radial_brake"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"soap_muon": True, "normuon": True, "norm_control": "radial_brake"}]
+)
 def test_captured_steps_of_several_optimizers_run_beside_each_other(settings):
     """On streams of their own, begun while others run: no memory of one is another's."""
-    eager, captured = ([make("cuda", capturable=True, **settings) for _ in range(3)] for _ in range(2))
+    eager, captured = (
+        [make("cuda", capturable=True, **settings) for _ in range(3)] for _ in range(2)
+    )
     streams, graphs = [torch.cuda.Stream() for _ in captured], []
     torch.cuda.synchronize()
     for number, (params, optimizer) in enumerate(captured):
@@ -136,7 +160,13 @@ def make_fresh():
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"normuon": True, "cautious_decay": True}, {"soap_muon": True}, {"norm_control": "radial_brake"}]
+    "settings",
+    [
+        {},
+        {"normuon": True, "cautious_decay": True},
+        {"soap_muon": True},
+        {"norm_control": "radial_brake"},
+    ],
 )
 def test_no_step_waits_for_the_device(settings):
     params, optimizer = make("cuda", on_nonfinite="skip", **settings)
@@ -177,7 +207,10 @@ def test_restarts_are_bitwise_on_the_device():
 
 @pytest.mark.parametrize("settings", [{}, {"on_nonfinite": "skip"}, {"adam_lr_ratio": 0.5}])
 def test_adam_beside_muon_takes_what_the_step_was_given(settings):
-    later = [{name: torch.randn(shape, device="cuda") for name, shape in SHAPES.items()} for _ in range(6)]
+    later = [
+        {name: torch.randn(shape, device="cuda") for name, shape in SHAPES.items()}
+        for _ in range(6)
+    ]
     results = []
     for beside in (True, False):
         params, optimizer = make("cuda", capturable=True, **settings)
@@ -187,7 +220,9 @@ def test_adam_beside_muon_takes_what_the_step_was_given(settings):
         if not beside:
             optimizer._compiled.side_stream = None
         for k, grads in enumerate(later):
-            torch.cuda._sleep(2_000_000)  # gradients and the learning rate are there long after the step is launched
+            torch.cuda._sleep(
+                2_000_000
+            )  # gradients and the learning rate are there long after the step is launched
             for name, p in params.items():
                 p.grad.copy_(grads[name])
             optimizer.param_groups[0]["lr"].fill_(0.02 / (1 + k))
@@ -195,7 +230,9 @@ def test_adam_beside_muon_takes_what_the_step_was_given(settings):
             for p in params.values():
                 p.grad.fill_(7.0)  # must not be seen by the step
         assert (optimizer._compiled.side_stream is not None) == beside
-        results.append([*params.values(), *(x for s in optimizer.state.values() for x in s.values())])
+        results.append(
+            [*params.values(), *(x for s in optimizer.state.values() for x in s.values())]
+        )
     assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
 
 
@@ -260,14 +297,18 @@ def test_strides_do_not_matter_and_a_float64_learning_rate_is_read_exactly(setti
         optimizer = HybridMuon([("w", p)], lr, precision="float64", **settings)
         for step in range(3):
             p.data = p.data.contiguous(memory_format=layout)
-            grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            grad = torch.randn(
+                p.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+            )
             p.grad = grad.to("cuda", dtype)
             optimizer.step()
         found.append(p.detach().cpu())
     q = nn.Parameter(torch.linspace(-1, 1, 144, dtype=dtype).view(4, 6, 3, 2))
     on_cpu = HybridMuon([("w", q)], 0.1, precision="float64", **settings)
     for step in range(3):
-        q.grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(dtype)
+        q.grad = torch.randn(
+            q.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+        ).to(dtype)
         on_cpu.step()
     # Matrices of 3 × 2 have small singular values, whose rounding the iteration enlarges.
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12 if settings else 1e-8

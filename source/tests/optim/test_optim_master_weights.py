@@ -15,7 +15,10 @@ SETTINGS = {"lr": 1e-4, "adam_patterns": ["embed"], "precision": "float32", "wei
 
 def make(dtype, **settings):
     draw = torch.Generator().manual_seed(0)
-    params = {name: nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for name, shape in SHAPES.items()}
+    params = {
+        name: nn.Parameter(torch.randn(shape, generator=draw).to(dtype))
+        for name, shape in SHAPES.items()
+    }
     return params, HybridMuon(params.items(), **{**SETTINGS, "master_weights": True, **settings})
 
 
@@ -49,10 +52,14 @@ def test_small_steps_move_the_weights_as_in_float32(dtype):
         assert "master_weight" not in other.state[twins[name]]
         if dtype == torch.bfloat16:
             large = first[name].abs() > 0.1
-            assert torch.equal(lost[name][large], first[name][large])  # their last bit is larger than a step
+            assert torch.equal(
+                lost[name][large], first[name][large]
+            )  # their last bit is larger than a step
 
 
-@pytest.mark.parametrize("settings", [{"offload": True}, {"foreach": False}, {"offload": True, "offload_bytes": 64}])
+@pytest.mark.parametrize(
+    "settings", [{"offload": True}, {"foreach": False}, {"offload": True, "offload_bytes": 64}]
+)
 def test_masters_are_the_same_in_host_memory_and_one_by_one(settings):
     params, optimizer = make(torch.bfloat16)
     twins, other = make(torch.bfloat16, **settings)
@@ -71,7 +78,11 @@ def test_a_restart_is_bitwise(offload):
             step(params, optimizer, number)
 
     resumed = assert_restart_is_bitwise(
-        lambda: make(torch.bfloat16, offload=offload), train, 3, 6, resume=lambda: make(torch.bfloat16)
+        lambda: make(torch.bfloat16, offload=offload),
+        train,
+        3,
+        6,
+        resume=lambda: make(torch.bfloat16),
     )
     assert all("master_weight" in values for values in resumed[1].state.values())
 
@@ -82,7 +93,10 @@ def test_states_with_and_without_masters_load_into_each_other(caplog):
     _, without = make(torch.bfloat16, master_weights=False)
     without.load_state_dict(optimizer.state_dict())
     assert not any("master_weight" in values for values in without.state.values())
-    assert "master_weights is off now: the saved master_weight of 5 parameters is dropped" in caplog.text
+    assert (
+        "master_weights is off now: the saved master_weight of 5 parameters is dropped"
+        in caplog.text
+    )
     step(params, HybridMuon(params.items(), **SETTINGS), 1)
     plain, late = make(torch.bfloat16, master_weights=False)
     step(plain, late, 0)
@@ -118,7 +132,9 @@ def test_weights_that_something_else_changes_start_anew():
 def test_masters_stay_when_the_route_changes(route):
     params, optimizer = make(torch.bfloat16)
     step(params, optimizer, 0)
-    _, other = make(torch.bfloat16, on_route_change="migrate", **{f"{route}_patterns": ["w", "embed"]})
+    _, other = make(
+        torch.bfloat16, on_route_change="migrate", **{f"{route}_patterns": ["w", "embed"]}
+    )
     other.load_state_dict(optimizer.state_dict())
     found = {entry.name: other.state[p] for group in other._groups() for p, entry in group.routed}
     for name, p in params.items():

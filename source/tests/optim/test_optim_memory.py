@@ -71,7 +71,16 @@ def test_the_workspace_bounds_a_step(shape, settings):
 
 
 def test_the_workspace_bounds_a_step_of_many_shapes():
-    shapes = [(64, 64), (16, 100), (100, 16), (1, 90), (3, 8, 24), (40, 41), (7, 64, 9), (128, 130)] * 6
+    shapes = [
+        (64, 64),
+        (16, 100),
+        (100, 16),
+        (1, 90),
+        (3, 8, 24),
+        (40, 41),
+        (7, 64, 9),
+        (128, 130),
+    ] * 6
     workspace = max(math.prod(shape) for shape in shapes)
     assert peak_bytes(shapes, workspace=workspace) <= 25 * workspace
 

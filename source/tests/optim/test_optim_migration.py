@@ -41,7 +41,9 @@ def test_momentum_becomes_the_one_gradient_adam_has_seen(caplog):
     assert torch.allclose(state["exp_avg"] / (1 - BETAS[0]), m, rtol=1e-6)
     assert torch.allclose((state["exp_avg_sq"] / (1 - BETAS[1])).sqrt(), m.abs(), rtol=1e-5)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warning.startswith("w: saved: route muon as 1x4x6, shape 4x6; present: route adam, shape 4x6; ")
+    assert warning.startswith(
+        "w: saved: route muon as 1x4x6, shape 4x6; present: route adam, shape 4x6; "
+    )
     assert "second moment restarts" in warning
     before = w.detach().clone()
     w.grad = torch.zeros(4, 6)
@@ -108,8 +110,15 @@ def test_what_is_gone_new_frozen_or_of_another_shape_is_said(caplog):
     assert set(loaded.state) == {present["kept"], present["frozen"]}
     for name in ("kept", "frozen"):
         assert_same_state(saved.state[params[name]], loaded.state[present[name]])
-    lines = sorted(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    expected = (("frozen", "keeps"), ("gone", "dropped"), ("grown", "shape changed"), ("new", "without state"))
+    lines = sorted(
+        record.getMessage() for record in caplog.records if record.levelname == "WARNING"
+    )
+    expected = (
+        ("frozen", "keeps"),
+        ("gone", "dropped"),
+        ("grown", "shape changed"),
+        ("new", "without state"),
+    )
     for line, (name, key_word) in zip(lines, expected, strict=True):
         assert line.startswith(f"{name}: ")
         assert key_word in line.rpartition("; ")[2]
@@ -139,7 +148,9 @@ def test_what_is_gone_new_frozen_or_of_another_shape_is_said(caplog):
         ),
     ],
 )
-def test_what_a_frozen_parameter_kept_migrates_when_it_is_trained_again(before, now, kept, key_word, caplog):
+def test_what_a_frozen_parameter_kept_migrates_when_it_is_trained_again(
+    before, now, kept, key_word, caplog
+):
     w = nn.Parameter(random(3, 4, 5))
     saved = stepped([("w", w)], **before)
     w.requires_grad_(False)
@@ -182,10 +193,16 @@ def test_unfreezing_without_saved_state_needs_a_policy_too():
     assert not loaded.state
 
 
-@pytest.mark.parametrize(("kind", "route"), [(torch.optim.Adam, "adam"), (torch.optim.AdamW, "adamw")])
+@pytest.mark.parametrize(
+    ("kind", "route"), [(torch.optim.Adam, "adam"), (torch.optim.AdamW, "adamw")]
+)
 def test_torchs_adam_migrates_by_name(kind, route, caplog):
     def make():
-        return [("w", nn.Parameter(random(4, 6))), ("b", nn.Parameter(random(6))), ("v", nn.Parameter(random(3, 3)))]
+        return [
+            ("w", nn.Parameter(random(4, 6))),
+            ("b", nn.Parameter(random(6))),
+            ("v", nn.Parameter(random(3, 3))),
+        ]
 
     old = make()
     saved = kind(old, lr=0.02)
@@ -195,7 +212,9 @@ def test_torchs_adam_migrates_by_name(kind, route, caplog):
         saved.step()
     new = make()
     patterns = {"adamw_patterns": ["b"]} if route == "adamw" else {}
-    with pytest.raises(RoutingMismatchError, match=f"w: saved: route {route}, shape 4x6; present: route muon"):
+    with pytest.raises(
+        RoutingMismatchError, match=f"w: saved: route {route}, shape 4x6; present: route muon"
+    ):
         HybridMuon(new[::-1], 0.02, **patterns).load_state_dict(saved.state_dict())
     loaded = HybridMuon(new[::-1], 0.02, on_route_change="migrate", **patterns)
     loaded.load_state_dict(saved.state_dict())
@@ -244,15 +263,25 @@ def adam_values(shape, steps, seed):
 def first_version_state(steps=100):
     state = {}
     for i, shape in enumerate(SHAPES.values()):
-        state[i] = {"momentum_buffer": random(*shape, seed=i)} if len(shape) == 2 else adam_values(shape, steps, i)
-    return {"state": state, "param_groups": [deepmd_kit_group(len(SHAPES), muon_2d_only=True, min_2d_dim=1)]}
+        state[i] = (
+            {"momentum_buffer": random(*shape, seed=i)}
+            if len(shape) == 2
+            else adam_values(shape, steps, i)
+        )
+    return {
+        "state": state,
+        "param_groups": [deepmd_kit_group(len(SHAPES), muon_2d_only=True, min_2d_dim=1)],
+    }
 
 
 def latest_state(steps=100):
     state = {}
     for i, (name, shape) in enumerate(SHAPES.items()):
         if name == "descriptor.layers.1.matrix":
-            state[i] = {"momentum_buffer": random(*shape, seed=i), "magma_score": torch.tensor([0.7])}
+            state[i] = {
+                "momentum_buffer": random(*shape, seed=i),
+                "magma_score": torch.tensor([0.7]),
+            }
         else:
             state[i] = adam_values(shape, steps, i)
     settings = {"muon_mode": "slice", "enable_gram": True, "magma_muon": True}
@@ -288,12 +317,20 @@ def test_the_first_version_loads_under_the_default_policy(caplog):
     optimizer = HybridMuon(params)
     saved = first_version_state()
     optimizer.load_state_dict(saved)
-    assert torch.equal(optimizer.state[params[1][1]]["momentum_buffer"], saved["state"][1]["momentum_buffer"])
+    assert torch.equal(
+        optimizer.state[params[1][1]]["momentum_buffer"], saved["state"][1]["momentum_buffer"]
+    )
     for i in (0, 2, 3):
         state = optimizer.state[params[i][1]]
-        assert torch.allclose(state["exp_avg"] / (1 - BETAS[0]), saved["state"][i]["momentum_buffer"], rtol=1e-5)
+        assert torch.allclose(
+            state["exp_avg"] / (1 - BETAS[0]), saved["state"][i]["momentum_buffer"], rtol=1e-5
+        )
     assert optimizer.state[params[4][1]]["step"].item() == 100
-    warned = [record.getMessage().split(":")[0] for record in caplog.records if record.levelname == "WARNING"]
+    warned = [
+        record.getMessage().split(":")[0]
+        for record in caplog.records
+        if record.levelname == "WARNING"
+    ]
     assert warned == [list(SHAPES)[i] for i in (0, 2, 3)]
 
 
@@ -303,7 +340,9 @@ def test_the_first_version_folded_trailing_dimensions_or_took_adam():
     momentum["param_groups"] = [deepmd_kit_group(1, muon_2d_only=False, min_2d_dim=1)]
     optimizer = HybridMuon([("w", w)])
     optimizer.load_state_dict(momentum)
-    assert torch.equal(optimizer.state[w]["momentum_buffer"], momentum["state"][0]["momentum_buffer"])
+    assert torch.equal(
+        optimizer.state[w]["momentum_buffer"], momentum["state"][0]["momentum_buffer"]
+    )
 
     moments = {"state": {0: adam_values((3, 4, 5), 7, 0)}}
     moments["param_groups"] = [deepmd_kit_group(1, muon_2d_only=True, min_2d_dim=1)]
@@ -329,7 +368,9 @@ def test_a_difference_that_a_setting_made_is_not_the_versions():
     for saved in (first_version_state(), latest_state()):
         with pytest.raises(RoutingMismatchError) as caught:
             HybridMuon(params, adam_patterns=["descriptor.layers.1.matrix"]).load_state_dict(saved)
-        assert [line.split(":")[0] for line in caught.value.differences] == ["descriptor.layers.1.matrix"]
+        assert [line.split(":")[0] for line in caught.value.differences] == [
+            "descriptor.layers.1.matrix"
+        ]
 
 
 @pytest.mark.parametrize("keyed", ["names", "attached"])
@@ -377,7 +418,10 @@ def test_step_counts_beyond_what_powers_tell(taken):
 
 
 def test_moments_widen_for_float64_models():
-    params = [(name, nn.Parameter(torch.zeros(shape, dtype=torch.float64))) for name, shape in SHAPES.items()]
+    params = [
+        (name, nn.Parameter(torch.zeros(shape, dtype=torch.float64)))
+        for name, shape in SHAPES.items()
+    ]
     optimizer = HybridMuon(params)
     saved = latest_state()
     optimizer.load_state_dict(saved)

@@ -25,7 +25,9 @@ class GPT(nn.Module):
                 "wte": nn.Embedding(11, 8),
                 "wpe": nn.Embedding(16, 8),
                 "h": nn.ModuleList(
-                    nn.ModuleDict({"attn": nn.Linear(8, 24), "fc": nn.Linear(8, 32), "proj": nn.Linear(32, 8)})
+                    nn.ModuleDict(
+                        {"attn": nn.Linear(8, 24), "fc": nn.Linear(8, 32), "proj": nn.Linear(32, 8)}
+                    )
                     for _ in range(2)
                 ),
             }
@@ -78,7 +80,9 @@ def test_a_gpt_orthogonalizes_its_blocks_only(tied, prefix):
     model = GPT(tied=tied)
     for name in filter(None, prefix.split(".")):
         model = nn.ModuleDict({name: model})
-    blocks = {f"transformer.h.{i}.{layer}.weight" for i in range(2) for layer in ("attn", "fc", "proj")}
+    blocks = {
+        f"transformer.h.{i}.{layer}.weight" for i in range(2) for layer in ("attn", "fc", "proj")
+    }
     assert muon(model) == blocks  # `unembed_rows` goes by its name, `out` by its shape
 
 
@@ -88,7 +92,9 @@ def test_the_tables_of_a_module_of_another_kind_count():
             super().__init__()
             self.num_embeddings, self.weight = 7, nn.Parameter(torch.ones(7, 4))
 
-    model = nn.ModuleDict({"words": VocabParallelEmbedding(), "bag": nn.EmbeddingBag(5, 4), "body": nn.Linear(4, 4)})
+    model = nn.ModuleDict(
+        {"words": VocabParallelEmbedding(), "bag": nn.EmbeddingBag(5, 4), "body": nn.Linear(4, 4)}
+    )
     assert tables_and_heads(model) == {
         "words.weight": "table of VocabParallelEmbedding",
         "bag.weight": "table of EmbeddingBag",
@@ -96,7 +102,9 @@ def test_the_tables_of_a_module_of_another_kind_count():
 
 
 def test_a_last_linear_of_another_shape_than_the_tables_is_hidden():
-    body = nn.ModuleDict({"words": nn.Embedding(32, 8), "up": nn.Linear(8, 32), "down": nn.Linear(32, 8)})
+    body = nn.ModuleDict(
+        {"words": nn.Embedding(32, 8), "up": nn.Linear(8, 32), "down": nn.Linear(32, 8)}
+    )
     assert muon(body) == {"up.weight", "down.weight"}
     assert muon(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))) == {"0.weight", "1.weight"}
 
@@ -105,7 +113,13 @@ def test_positions_and_tokens_are_added_and_not_multiplied():
     model = ViT()
     assert set(tables_and_heads(model)) == {"pos", "positions", "register_tokens", "queries"}
     assert muon(model) == {
-        *("block.in_proj", "block.posterior", "patch.weight", "mha.in_proj_weight", "mha.out_proj.weight"),
+        *(
+            "block.in_proj",
+            "block.posterior",
+            "patch.weight",
+            "mha.in_proj_weight",
+            "mha.out_proj.weight",
+        ),
         *("rnn.weight_ih_l0", "rnn.weight_hh_l0", "list.0", "pos_proj.weight", "last.weight"),
     }
     assert {route for name, route in routes(model).items() if name == "cls_token"} == {"adamw"}
@@ -143,7 +157,13 @@ COMPUTED = {
 
 def computed(wrap):
     torch.manual_seed(0)
-    layers = nn.Embedding(11, 8), nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, groups=2), nn.Linear(8, 8), nn.Linear(8, 11)
+    layers = (
+        nn.Embedding(11, 8),
+        nn.Conv2d(4, 8, 3),
+        nn.Conv2d(8, 8, 3, groups=2),
+        nn.Linear(8, 8),
+        nn.Linear(8, 11),
+    )
     return nn.ModuleList(map(wrap, layers))
 
 
@@ -153,22 +173,35 @@ def test_weights_that_modules_compute_are_found(wrap):
     model = computed(wrap)
     before = copy.deepcopy(model.state_dict())
     for config, table in ((HybridMuonConfig, "muon 1x11x8"), (MuonConfig, "adamw")):
-        placements = [entry.placement for entry in config().build(model).routing if math.prod(entry.shape) > 16]
+        placements = [
+            entry.placement
+            for entry in config().build(model).routing
+            if math.prod(entry.shape) > 16
+        ]
         assert placements == [table, "muon 1x8x36", "muon 1x8x36 rows 4+4", "muon 1x8x8", table]
-    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())  # power iterations, too
+    assert all(
+        torch.equal(x, before[key]) for key, x in model.state_dict().items()
+    )  # power iterations, too
 
 
 def test_states_of_before_these_weights_were_found_are_migrated():
     model = computed(parametrizations.weight_norm)
-    found = [entry.name for entry in MuonConfig().build(model).routing if entry.name.endswith("original1")]
-    first = MuonConfig(conv_patterns=[], muon_mode="slice", muon_patterns=found[:1] + found[-1:]).build(model)
+    found = [
+        entry.name
+        for entry in MuonConfig().build(model).routing
+        if entry.name.endswith("original1")
+    ]
+    first = MuonConfig(
+        conv_patterns=[], muon_mode="slice", muon_patterns=found[:1] + found[-1:]
+    ).build(model)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     first.step()
     then = MuonConfig(muon_mode="slice").build(model)
     then.load_state_dict(first.state_dict())
     momenta = [
-        optimizer.state[dict(model.named_parameters())[found[1]]]["momentum_buffer"] for optimizer in (first, then)
+        optimizer.state[dict(model.named_parameters())[found[1]]]["momentum_buffer"]
+        for optimizer in (first, then)
     ]
     assert torch.equal(*momenta)
     then.step()

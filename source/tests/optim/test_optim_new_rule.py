@@ -46,7 +46,11 @@ def test_a_rule_of_this_package_needs_its_own_file_and_its_settings(tmp_path):
     config = copy / "optim" / "rules_config.py"
     text = config.read_text()
     assert text.count("RULES = (\n") == 1
-    config.write_text(text.replace("RULES = (\n", 'RULES = (\n    "shorter_steps:ShorterSteps",\n') + settings)
+    config.write_text(
+        text.replace("RULES = (\n", 'RULES = (\n    "shorter_steps:ShorterSteps",\n') + settings
+    )
     command = [sys.executable, "-c", USE]
-    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr

@@ -35,7 +35,9 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         for name, shape in SHAPES.items():
-            self.register_parameter(name.replace(".", "_"), nn.Parameter(torch.randn(shape, dtype=dtype)))
+            self.register_parameter(
+                name.replace(".", "_"), nn.Parameter(torch.randn(shape, dtype=dtype))
+            )
 
 
 def train(model, optimizer, steps, start=0, without=()):
@@ -49,10 +51,14 @@ def train(model, optimizer, steps, start=0, without=()):
 
 def make(dtype=torch.float32, **settings):
     model = Net(dtype)
-    return model, HybridMuon(model.named_parameters(), **{"lr": 0.02, "weight_decay": 0.1, **settings})
+    return model, HybridMuon(
+        model.named_parameters(), **{"lr": 0.02, "weight_decay": 0.1, **settings}
+    )
 
 
-@pytest.mark.parametrize("settings", [{}, {"foreach": False}, {"magma_muon": False, "on_nonfinite": "skip"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"foreach": False}, {"magma_muon": False, "on_nonfinite": "skip"}]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_steps_are_bitwise_the_same_on_and_off_at_any_time(dtype, settings):
     plain, other = make(dtype, **settings), make(dtype, **settings)
@@ -80,7 +86,9 @@ def test_batches_of_any_size_equal_a_workspace_of_that_size(size):
     (buffers,) = other[1]._host_memory._buffers.values()
     largest = max(x.numel() * 4 * (1 if x.ndim > 1 else 2) for x in other[0].parameters())
     for buffer in buffers._buffers:
-        assert buffer.numel() <= max(size + 10 * 256, 2 * -(-largest // 256) * 256)  # tensors start at multiples of 256
+        assert buffer.numel() <= max(
+            size + 10 * 256, 2 * -(-largest // 256) * 256
+        )  # tensors start at multiples of 256
 
 
 def test_moments_are_in_few_slabs_side_by_side():
@@ -93,7 +101,9 @@ def test_moments_are_in_few_slabs_side_by_side():
         assert len({x.untyped_storage().data_ptr() for x in found}) == number
         assert all(x.data_ptr() % 64 == 0 for x in found)
     batches = [wave.transfer_batch for wave in optimizer._compiled._waves]
-    assert [len(batch.copies(torch.empty(batch.nbytes, dtype=torch.uint8))) for batch in batches] == [1, 1, 1]
+    assert [
+        len(batch.copies(torch.empty(batch.nbytes, dtype=torch.uint8))) for batch in batches
+    ] == [1, 1, 1]
 
 
 class LoggedBuffers(DeviceBuffers):
@@ -120,7 +130,9 @@ def test_the_next_batch_is_fetched_before_a_batch_is_stepped_and_buffers_take_tu
     batches = [offload.transfer_batch(state, [(p, "momentum_buffer")]) for p in params]
     buffers = LoggedBuffers(cpu, log)
     for step in range(2):
-        for i, (batch, (moment,)) in enumerate(zip(batches, buffers.fetch_in_turn(batches), strict=True)):
+        for i, (batch, (moment,)) in enumerate(
+            zip(batches, buffers.fetch_in_turn(batches), strict=True)
+        ):
             log.append(("step", batch, None))
             assert torch.equal(moment, torch.full((4, 4), float(i + step)))
             moment += 1
@@ -128,8 +140,22 @@ def test_the_next_batch_is_fetched_before_a_batch_is_stepped_and_buffers_take_tu
             assert moment.data_ptr() != home.data_ptr()
             assert torch.equal(home, moment - 1)  # until it is copied back
     a, b, c, d = batches
-    order = [("fetch", a, 0), ("fetch", b, 1), ("step", a, None), ("evict", a, 0), ("fetch", c, 0), ("step", b, None)]
-    order += [("evict", b, 1), ("fetch", d, 1), ("step", c, None), ("evict", c, 0), ("step", d, None), ("evict", d, 1)]
+    order = [
+        ("fetch", a, 0),
+        ("fetch", b, 1),
+        ("step", a, None),
+        ("evict", a, 0),
+        ("fetch", c, 0),
+        ("step", b, None),
+    ]
+    order += [
+        ("evict", b, 1),
+        ("fetch", d, 1),
+        ("step", c, None),
+        ("evict", c, 0),
+        ("step", d, None),
+        ("evict", d, 1),
+    ]
     assert log == 2 * order
     assert [state[p]["momentum_buffer"][0, 0].item() for p in params] == [2.0, 3.0, 4.0, 5.0]
     assert [buffer.numel() for buffer in buffers._buffers] == [256, 256]
@@ -147,7 +173,9 @@ class FakeStream:
         return dict(self.done)
 
     def wait_event(self, event):
-        self.done = {name: max(self.done.get(name, 0), event.get(name, 0)) for name in {*self.done, *event}}
+        self.done = {
+            name: max(self.done.get(name, 0), event.get(name, 0)) for name in {*self.done, *event}
+        }
 
     def wait_stream(self, other):
         self.wait_event(other.record_event())
@@ -163,11 +191,15 @@ class Races:
         stream = FakeStream.now
         stream.done[stream.name] = stream.done.get(stream.name, 0) + 1
         for name, count, wrote in self.seen.setdefault(x.data_ptr(), []):
-            assert not (write or wrote) or stream.done.get(name, 0) >= count, f"{stream.name} does not wait for {name}"
+            assert not (write or wrote) or stream.done.get(name, 0) >= count, (
+                f"{stream.name} does not wait for {name}"
+            )
         self.seen[x.data_ptr()].append((stream.name, stream.done[stream.name], write))
 
 
-@pytest.mark.parametrize("forgotten", [None, "fetch before step", "step before evict", "evict before fetch", "steps"])
+@pytest.mark.parametrize(
+    "forgotten", [None, "fetch before step", "step before evict", "evict before fetch", "steps"]
+)
 def test_streams_wait_for_each_other_wherever_they_share_memory(monkeypatch, forgotten):
     """Streams of a fake device, all of whose accesses are checked; leaving out any kind of wait is noticed."""
     races, main = Races(), FakeStream("main")
@@ -217,7 +249,11 @@ def test_streams_wait_for_each_other_wherever_they_share_memory(monkeypatch, for
 
 def test_a_transfer_batch_keeps_layouts_and_empty_tensors():
     offload = HostMemory(batch_bytes=2**20)
-    params = [torch.randn(3, 4, dtype=torch.float64).T, torch.randn(0, 5), torch.randn(5).bfloat16()]
+    params = [
+        torch.randn(3, 4, dtype=torch.float64).T,
+        torch.randn(0, 5),
+        torch.randn(5).bfloat16(),
+    ]
     state = {p: {"exp_avg": p.clone()} for p in params}
     batch = offload.transfer_batch(state, [(p, "exp_avg") for p in params])
     assert isinstance(batch, TransferBatch)
@@ -232,15 +268,21 @@ def test_states_copies_and_files():
     for optimizer in (plain, other):
         train(*optimizer, 2)
     saved = through_file(other[1].state_dict())
-    for values, expected in zip(saved["state"].values(), plain[1].state_dict()["state"].values(), strict=True):
+    for values, expected in zip(
+        saved["state"].values(), plain[1].state_dict()["state"].values(), strict=True
+    ):
         for key, x in expected.items():
             assert torch.equal(values[key], x)
     fresh = make(offload=True)
     fresh[0].load_state_dict(plain[0].state_dict())
     fresh[1].load_state_dict(saved)
     assert_same(plain, fresh)
-    offloaded = {id(slot.value) for slots in fresh[1]._host_memory._slots.values() for slot in slots.values()}
-    moments = [x for s in fresh[1].state.values() for k, x in s.items() if k not in ("step", "magma_score")]
+    offloaded = {
+        id(slot.value) for slots in fresh[1]._host_memory._slots.values() for slot in slots.values()
+    }
+    moments = [
+        x for s in fresh[1].state.values() for k, x in s.items() if k not in ("step", "magma_score")
+    ]
     assert offloaded == {id(x) for x in moments}
     copied = copy.deepcopy(other)
     train(*plain, 2, start=2)
@@ -260,7 +302,9 @@ def test_distributed_checkpoint_functions(full):
     set_optimizer_state_dict(*other, state, options=options)
     other[0].load_state_dict(plain[0].state_dict())
     back = make()
-    set_optimizer_state_dict(*back, get_optimizer_state_dict(*other, options=options), options=options)
+    set_optimizer_state_dict(
+        *back, get_optimizer_state_dict(*other, options=options), options=options
+    )
     back[0].load_state_dict(plain[0].state_dict())
     for optimizer in (plain, other, back):
         train(*optimizer, 2, start=2)
@@ -271,12 +315,18 @@ def test_distributed_checkpoint_functions(full):
 def test_memory_is_released_when_moments_are_offloaded_and_restored():
     model, optimizer = make()
     train(model, optimizer, 2)
-    moments = [weakref.ref(x) for s in optimizer.state.values() for k, x in s.items() if k in ALL_MOMENTS]
+    moments = [
+        weakref.ref(x) for s in optimizer.state.values() for k, x in s.items() if k in ALL_MOMENTS
+    ]
     optimizer.offload()
     assert len(moments) == 9
     assert not any(moment() is not None for moment in moments)
     train(model, optimizer, 1, start=2)
-    slabs = [weakref.ref(slot.slab) for slots in optimizer._host_memory._slots.values() for slot in slots.values()]
+    slabs = [
+        weakref.ref(slot.slab)
+        for slots in optimizer._host_memory._slots.values()
+        for slot in slots.values()
+    ]
     optimizer.offload(False)
     assert not any(slab() is not None for slab in slabs)
 
@@ -327,10 +377,15 @@ class TestOnAGPU:
             self.train(*pair, 5)
             made.append((pair, torch.cuda.memory_allocated() - before))
         (plain, held), (other, held_with_offload) = made
-        moments, rooms = 12 * 2**20 + 8 * 2**20, 3 * 2**20 + 8 * 2**20  # Adam's large parameter travels whole
+        moments, rooms = (
+            12 * 2**20 + 8 * 2**20,
+            3 * 2**20 + 8 * 2**20,
+        )  # Adam's large parameter travels whole
         assert held_with_offload < held - moments + rooms + 2**21
         state = other[1].state_dict()["state"]
-        for values, p, q in zip(state.values(), other[0].parameters(), plain[0].parameters(), strict=True):
+        for values, p, q in zip(
+            state.values(), other[0].parameters(), plain[0].parameters(), strict=True
+        ):
             assert torch.equal(p, q)
             for key, x in values.items():
                 assert torch.equal(x.cpu(), plain[1].state[q][key].cpu())
@@ -338,7 +393,10 @@ class TestOnAGPU:
         other[1].offload(False)
         self.train(*plain, 2, start=5)
         self.train(*other, 2, start=5)
-        assert all(torch.equal(p, q) for p, q in zip(other[0].parameters(), plain[0].parameters(), strict=True))
+        assert all(
+            torch.equal(p, q)
+            for p, q in zip(other[0].parameters(), plain[0].parameters(), strict=True)
+        )
         assert all(x.is_cuda for values in other[1].state.values() for x in values.values())
 
     def test_a_capture_is_refused(self):
@@ -363,6 +421,8 @@ def test_tensors_of_several_dtypes_are_few_copies():
     assert len(copies) == 2
     for host, device in copies:
         device.copy_(host)
-    torch.testing.assert_close(batch.views(0, buffer), [x for values in before for x in values], rtol=0, atol=0)
+    torch.testing.assert_close(
+        batch.views(0, buffer), [x for values in before for x in values], rtol=0, atol=0
+    )
     storages = {x.untyped_storage().data_ptr(): x.dtype for p in params for x in state[p].values()}
     assert sorted(map(str, storages.values())) == ["torch.bfloat16", "torch.float32"]

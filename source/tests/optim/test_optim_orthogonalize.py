@@ -14,10 +14,33 @@ from deepmd_muon.optim.polar.deepmd_kit import orthogonalize_as_deepmd_kit
 from deepmd_muon.optim.polar.newton_schulz import arrange
 
 SHAPES = [
-    *[(1, 1), (1, 8), (2, 1), (5, 7), (16, 16), (17, 33), (25, 50), (63, 65), (65, 64), (127, 129), (128, 384)],
+    *[
+        (1, 1),
+        (1, 8),
+        (2, 1),
+        (5, 7),
+        (16, 16),
+        (17, 33),
+        (25, 50),
+        (63, 65),
+        (65, 64),
+        (127, 129),
+        (128, 384),
+    ],
     *[(240, 240), (241, 1607)],
 ]
-SPECTRA = ["gaussian", "rank1", "rank8", "rank-deficient", "log3", "log5", "log6", "log8", "constant", "one-hot"]
+SPECTRA = [
+    "gaussian",
+    "rank1",
+    "rank8",
+    "rank-deficient",
+    "log3",
+    "log5",
+    "log6",
+    "log8",
+    "constant",
+    "one-hot",
+]
 
 
 def identify(shape):
@@ -67,22 +90,34 @@ def test_momenta_of_a_force_field_come_out_without_noise():
             for schedule in SCHEDULES:
                 o = orthogonalize(m[None], schedule, precision)
                 assert noise_fraction(m[None], o).item() <= 1e-3, (name, precision, schedule)
-            assert error_inside(m[None], orthogonalize(m[None], precision=precision), "8+2", 1e-3).item() <= 3e-3
+            assert (
+                error_inside(
+                    m[None], orthogonalize(m[None], precision=precision), "8+2", 1e-3
+                ).item()
+                <= 3e-3
+            )
         stored = orthogonalize_as_deepmd_kit([m[None]], gram=False)[0]
         assert noise_fraction(m[None], stored).item() > 0.5, "the promise is about something"
 
 
 def test_rank_four_has_energy_four():
     x = matrices("rank4", 1, 64, 64)
-    assert orthogonalize(x, precision="float16").square().sum().item() == pytest.approx(4.0, rel=5e-3)
-    assert orthogonalize(x, precision="float32").square().sum().item() == pytest.approx(4.0, rel=5e-3)
+    assert orthogonalize(x, precision="float16").square().sum().item() == pytest.approx(
+        4.0, rel=5e-3
+    )
+    assert orthogonalize(x, precision="float32").square().sum().item() == pytest.approx(
+        4.0, rel=5e-3
+    )
     stored = orthogonalize_as_deepmd_kit([x], gram=False)[0]
     assert stored.square().sum().item() > 50.0, "ten steps in bfloat16 lift noise to full strength"
 
 
 def test_storing_operands_in_bfloat16_is_noisier_and_that_is_why_auto_is_not():
     x = matrices("rank1", 1, 64, 64)
-    noise = {p: noise_fraction(x, orthogonalize(x, precision=p)).item() for p in ("float32", "float16", "bfloat16")}
+    noise = {
+        p: noise_fraction(x, orthogonalize(x, precision=p)).item()
+        for p in ("float32", "float16", "bfloat16")
+    }
     assert noise["float32"] < 2e-4
     assert noise["float16"] < 2e-4
     assert 1e-3 < noise["bfloat16"] < 0.1
@@ -92,7 +127,10 @@ def test_the_bound_on_noise_holds_for_float16_and_not_for_bfloat16():
     """Rank 1, where the page's table has its largest figure; many seeds, of which few are the worst."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40, 16, 1, generator=generator) @ torch.randn(40, 1, 16, generator=generator)
-    largest = {p: noise_fraction(x, orthogonalize(x, precision=p)).max().item() for p in ("float16", "bfloat16")}
+    largest = {
+        p: noise_fraction(x, orthogonalize(x, precision=p)).max().item()
+        for p in ("float16", "bfloat16")
+    }
     assert largest["float16"] < 1e-3
     assert 0.03 < largest["bfloat16"] < 0.3
 
@@ -171,7 +209,9 @@ def test_dtypes(dtype):
     x = matrices("gaussian", 1, 10, 30).to(dtype)
     o = orthogonalize(x)
     assert o.dtype == dtype
-    assert torch.allclose(o.double(), oracle(x), atol=torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-5)
+    assert torch.allclose(
+        o.double(), oracle(x), atol=torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-5
+    )
 
 
 def test_results_carry_no_gradient():
@@ -230,7 +270,9 @@ def test_what_cannot_be_orthogonalized_is_refused(x, schedule, message):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedule_bands_hold_from_the_cutoff_to_one(name):
     schedule = SCHEDULES[name]
-    sigma = torch.logspace(torch.log10(torch.tensor(schedule.cutoff)).item(), 0, 20001, dtype=torch.float64)
+    sigma = torch.logspace(
+        torch.log10(torch.tensor(schedule.cutoff)).item(), 0, 20001, dtype=torch.float64
+    )
     reached = schedule(sigma.clamp(schedule.cutoff, 1.0).tolist())
     low, high = schedule.band
     assert low <= min(reached)
@@ -245,8 +287,12 @@ def test_the_short_schedules_are_the_best_composition_with_headroom(name, steps)
     low, high = schedule.cutoff, 1.0
     assert len(schedule.coefficients) == steps
     for a, b, c in schedule.coefficients:
-        turning = torch.tensor([-3 * b - s * (9 * b * b - 20 * a * c) ** 0.5 for s in (1.0, -1.0)]) / (10 * c)
-        sigma = torch.cat([torch.tensor([low]), turning.sqrt(), torch.tensor([1.02 * high])]).double()
+        turning = torch.tensor(
+            [-3 * b - s * (9 * b * b - 20 * a * c) ** 0.5 for s in (1.0, -1.0)]
+        ) / (10 * c)
+        sigma = torch.cat(
+            [torch.tensor([low]), turning.sqrt(), torch.tensor([1.02 * high])]
+        ).double()
         errors = sigma * (a + sigma**2 * (b + sigma**2 * c)) - 1.0
         largest = errors.abs().max().item()
         assert errors.tolist() == pytest.approx([-largest, largest, -largest, largest], abs=5e-3)

@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from deepmd_muon.optim import ForeignStateError, HybridMuon, MuonConfig, RoutingMismatchError, import_state
+from deepmd_muon.optim import (
+    ForeignStateError,
+    HybridMuon,
+    MuonConfig,
+    RoutingMismatchError,
+    import_state,
+)
 
 BETA, BETAS, EPS, RATE, DECAY = 0.9, (0.8, 0.9), 1e-8, 0.02, 0.1
 EXACT = [[1.875, -1.25, 0.375]] * 30  # the polar factor of a matrix of full rank
@@ -69,7 +75,14 @@ class Sums:
         return {"state": state, "param_groups": [group]}
 
     def dion(self):
-        more = {"lr": RATE, "mu": BETA, "beta1": BETAS[0], "beta2": BETAS[1], "weight_decay": DECAY, "step": self.steps}
+        more = {
+            "lr": RATE,
+            "mu": BETA,
+            "beta1": BETAS[0],
+            "beta2": BETAS[1],
+            "weight_decay": DECAY,
+            "step": self.steps,
+        }
         more |= {"epsilon": EPS, "nesterov": True, "flatten": False, "adjust_lr": "rms_norm"}
         groups = [
             {**more, "algorithm": "muon", "params": [0, 1]},
@@ -82,8 +95,21 @@ class Sums:
         return {"state": state, "param_groups": groups}
 
     def jordan(self):
-        muon = {"lr": RATE, "momentum": BETA, "weight_decay": DECAY, "use_muon": True, "params": [0, 1]}
-        adam = {"lr": RATE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "use_muon": False, "params": [2, 3]}
+        muon = {
+            "lr": RATE,
+            "momentum": BETA,
+            "weight_decay": DECAY,
+            "use_muon": True,
+            "params": [0, 1],
+        }
+        adam = {
+            "lr": RATE,
+            "betas": BETAS,
+            "eps": EPS,
+            "weight_decay": DECAY,
+            "use_muon": False,
+            "params": [2, 3],
+        }
         state = {
             i: {"exp_avg": s["m"], "exp_avg_sq": s["v"], "step": self.steps}
             if "v" in s
@@ -95,7 +121,9 @@ class Sums:
 
 def ours(model):
     words = {"momentum": BETA, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
-    return MuonConfig(**words, scaling="match_rms", schedule=EXACT, precision="float64").build(model, RATE)
+    return MuonConfig(**words, scaling="match_rms", schedule=EXACT, precision="float64").build(
+        model, RATE
+    )
 
 
 SORTED = ["0.weight", "2.weight", "0.bias", "2.bias"]
@@ -140,7 +168,9 @@ def test_torchs_muon_and_the_adamw_beside_it(named):
         for each in pair:
             each.step()
     optimizer = MuonConfig(momentum=BETA, betas=BETAS).build(model, 0.02)
-    optimizer.load_state_dict(import_state(*(each.state_dict() for each in pair), names=None if named else SORTED))
+    optimizer.load_state_dict(
+        import_state(*(each.state_dict() for each in pair), names=None if named else SORTED)
+    )
     for each in pair:
         for p, values in each.state.items():
             assert optimizer.state[p].keys() == values.keys()

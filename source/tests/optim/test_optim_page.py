@@ -12,7 +12,9 @@ PAGE = Path(__file__).parents[3] / "doc" / "optimizer.md"
 
 def test_the_first_snippet_runs_and_prints_what_the_page_shows(capsys):
     text = PAGE.read_text(encoding="utf-8")
-    program, printed = re.search(r"```python\n(.*?)```\n\nprints\n\n```text\n(.*?)```", text, re.DOTALL).groups()
+    program, printed = re.search(
+        r"```python\n(.*?)```\n\nprints\n\n```text\n(.*?)```", text, re.DOTALL
+    ).groups()
     exec(compile(program, "doc/optimizer.md", "exec"), {})
     assert capsys.readouterr().out == printed
 

@@ -28,7 +28,12 @@ def test_a_profiler_sees_the_phases_of_a_step():
     with profile(activities=[ProfilerActivity.CPU]) as record:
         optimizer.step()
     names = [event.name for event in record.events() if event.name.startswith("HybridMuon.")]
-    assert set(names) == {"HybridMuon.momentum", "HybridMuon.orthogonalize", "HybridMuon.update", "HybridMuon.adam"}
+    assert set(names) == {
+        "HybridMuon.momentum",
+        "HybridMuon.orthogonalize",
+        "HybridMuon.update",
+        "HybridMuon.adam",
+    }
 
 
 def test_without_a_profiler_no_range_is_made(monkeypatch):
@@ -37,7 +42,10 @@ def test_without_a_profiler_no_range_is_made(monkeypatch):
 
     monkeypatch.setattr(phases, "record_function", fail)
     make().step()
-    with pytest.raises(AssertionError, match="HybridMuon"), profile(activities=[ProfilerActivity.CPU]):
+    with (
+        pytest.raises(AssertionError, match="HybridMuon"),
+        profile(activities=[ProfilerActivity.CPU]),
+    ):
         make().step()
 
 

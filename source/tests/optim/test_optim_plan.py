@@ -8,17 +8,30 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.profiler import ProfilerActivity, profile
 
 from deepmd_muon.optim import HybridMuon, InvalidGradientError, InvalidSettingError
 from deepmd_muon.optim.step import CompiledStep
 
-SHAPES = {"a.matrix": (6, 10), "b.matrix": (12, 12), "c.matrix": (3, 5, 8), "a.bias": (10,), "adamw_g": (7,)}
+SHAPES = {
+    "a.matrix": (6, 10),
+    "b.matrix": (12, 12),
+    "c.matrix": (3, 5, 8),
+    "a.bias": (10,),
+    "adamw_g": (7,),
+}
 DEVICES = [
     "cpu",
     pytest.param(
-        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        ],
     ),
 ]
 
@@ -28,7 +41,9 @@ def draw(shape, seed, device):
 
 
 def make(device="cpu", **settings):
-    params = {name: nn.Parameter(draw(shape, i, device)) for i, (name, shape) in enumerate(SHAPES.items())}
+    params = {
+        name: nn.Parameter(draw(shape, i, device)) for i, (name, shape) in enumerate(SHAPES.items())
+    }
     return params, HybridMuon(params.items(), **{"lr": 0.02, **settings})
 
 
@@ -137,7 +152,12 @@ TURNS = [
         replace_a_parameter,
         replace_the_group,
     ),
-    *(set_group(lr=0.5), set_group(momentum=0.5), set_group(weight_decay=0.3), set_group(adam_betas=(0.5, 0.6))),
+    *(
+        set_group(lr=0.5),
+        set_group(momentum=0.5),
+        set_group(weight_decay=0.3),
+        set_group(adam_betas=(0.5, 0.6)),
+    ),
     *(set_group(magma_muon=False), set_group(maximize=True), set_group(lr_adjust=10.0)),
 ]
 MOVES = [move_parameters, move_state, load, move_gradients, widen_gradients, add_a_group]
@@ -250,7 +270,9 @@ def test_profilers_and_hooks_see_each_step_once(kind):
 def test_a_hook_may_change_what_the_step_is_given():
     params, optimizer = make()
     calls = []
-    optimizer.register_step_pre_hook(lambda *_: ((optimizer, lambda: calls.append("closure") or 3.0), {}))
+    optimizer.register_step_pre_hook(
+        lambda *_: ((optimizer, lambda: calls.append("closure") or 3.0), {})
+    )
     give_gradients(params, 0)
     assert optimizer.step() == 3.0
     assert calls == ["closure"]

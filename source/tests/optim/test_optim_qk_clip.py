@@ -12,7 +12,14 @@ from optim_builders import random as normal
 from torch import nn
 
 from deepmd_muon.optim import HybridMuon, QKClipError
-from deepmd_muon.optim.qk_clip import FusedQKV, LatentQK, LogitRecorder, QKClip, SeparateQK, max_logits
+from deepmd_muon.optim.qk_clip import (
+    FusedQKV,
+    LatentQK,
+    LogitRecorder,
+    QKClip,
+    SeparateQK,
+    max_logits,
+)
 
 HEADS, KEY_HEADS, DIM, WIDTH = 6, 2, 4, 10
 TAU = 3.0
@@ -23,13 +30,19 @@ def random(*shape, seed=0, scale=1.0):
 
 
 def parameters(**shapes):
-    return {name: nn.Parameter(random(*shape, seed=i)) for i, (name, shape) in enumerate(shapes.items())}
+    return {
+        name: nn.Parameter(random(*shape, seed=i)) for i, (name, shape) in enumerate(shapes.items())
+    }
 
 
 def clipped(params, layer, logits, alpha=0.5, **settings):
     """Clip at learning rate 0, where nothing else changes the parameters."""
     optimizer = HybridMuon(
-        params.items(), 0.0, qk_clip=QKClip((layer,), threshold=TAU, alpha=alpha), adam_patterns=["*"], **settings
+        params.items(),
+        0.0,
+        qk_clip=QKClip((layer,), threshold=TAU, alpha=alpha),
+        adam_patterns=["*"],
+        **settings,
     )
     for p in params.values():
         p.grad = torch.ones_like(p)
@@ -48,12 +61,23 @@ LOGITS = torch.tensor([1.0, 3.5, 6.0, 2.0, -9.0, 30.0], dtype=torch.float64)
 @pytest.mark.parametrize("alpha", [0.5, 0.3, 1.0])
 def test_multi_head_attention(alpha):
     rows = HEADS * DIM
-    params = parameters(**{"q.weight": (rows, WIDTH), "q.bias": (rows,), "k.weight": (rows, WIDTH), "v.weight": (9, 9)})
-    before, after = clipped(params, SeparateQK("attn", "q.weight", "k.weight", HEADS), LOGITS, alpha)
+    params = parameters(
+        **{
+            "q.weight": (rows, WIDTH),
+            "q.bias": (rows,),
+            "k.weight": (rows, WIDTH),
+            "v.weight": (9, 9),
+        }
+    )
+    before, after = clipped(
+        params, SeparateQK("attn", "q.weight", "k.weight", HEADS), LOGITS, alpha
+    )
     for h in range(HEADS):
         g, mine = factor(LOGITS[h].item()), slice(h * DIM, (h + 1) * DIM)
         for name, power in (("q.weight", alpha), ("q.bias", alpha), ("k.weight", 1 - alpha)):
-            assert torch.allclose(after[name][mine], before[name][mine] * g**power, rtol=1e-12, atol=0)
+            assert torch.allclose(
+                after[name][mine], before[name][mine] * g**power, rtol=1e-12, atol=0
+            )
             assert g < 1 or torch.equal(after[name][mine], before[name][mine])
     assert torch.equal(after["v.weight"], before["v.weight"])
 
@@ -61,14 +85,21 @@ def test_multi_head_attention(alpha):
 def test_grouped_queries_share_the_smallest_factor_of_their_group():
     group = HEADS // KEY_HEADS
     params = parameters(**{"q.weight": (HEADS * DIM, WIDTH), "k.weight": (KEY_HEADS * DIM, WIDTH)})
-    before, after = clipped(params, SeparateQK("attn", "q.weight", "k.weight", HEADS, KEY_HEADS), LOGITS)
+    before, after = clipped(
+        params, SeparateQK("attn", "q.weight", "k.weight", HEADS, KEY_HEADS), LOGITS
+    )
     for h in range(HEADS):
         mine = slice(h * DIM, (h + 1) * DIM)
         scaled = before["q.weight"][mine] * factor(LOGITS[h].item()) ** 0.5
         assert torch.allclose(after["q.weight"][mine], scaled, rtol=1e-12, atol=0)
     for g in range(KEY_HEADS):
-        mine, smallest = slice(g * DIM, (g + 1) * DIM), min(factor(x) for x in LOGITS[g * group :][:group].tolist())
-        assert torch.allclose(after["k.weight"][mine], before["k.weight"][mine] * smallest**0.5, rtol=1e-12, atol=0)
+        mine, smallest = (
+            slice(g * DIM, (g + 1) * DIM),
+            min(factor(x) for x in LOGITS[g * group :][:group].tolist()),
+        )
+        assert torch.allclose(
+            after["k.weight"][mine], before["k.weight"][mine] * smallest**0.5, rtol=1e-12, atol=0
+        )
 
 
 def test_latent_attention():
@@ -80,7 +111,9 @@ def test_latent_attention():
             "kv_a.weight": (8 + rope, WIDTH),  # the shared rotary key
         }
     )
-    before, after = clipped(params, LatentQK("attn", "q.weight", "kv.weight", HEADS, nope, rope, value), LOGITS)
+    before, after = clipped(
+        params, LatentQK("attn", "q.weight", "kv.weight", HEADS, nope, rope, value), LOGITS
+    )
     for h in range(HEADS):
         g, q, kv = factor(LOGITS[h].item()), h * (nope + rope), h * (nope + value)
         expected = before["q.weight"][q : q + nope + rope].clone()
@@ -89,7 +122,9 @@ def test_latent_attention():
         assert torch.allclose(after["q.weight"][q : q + nope + rope], expected, rtol=1e-12, atol=0)
         expected = before["kv.weight"][kv : kv + nope + value].clone()
         expected[:nope] *= math.sqrt(g)
-        assert torch.allclose(after["kv.weight"][kv : kv + nope + value], expected, rtol=1e-12, atol=0)
+        assert torch.allclose(
+            after["kv.weight"][kv : kv + nope + value], expected, rtol=1e-12, atol=0
+        )
     assert torch.equal(after["kv_a.weight"], before["kv_a.weight"])
 
 
@@ -107,11 +142,18 @@ def test_latent_attention():
 def test_fused_weights_are_scaled_in_their_parts(splits):
     layer = FusedQKV("attn", "qkv.weight", HEADS, KEY_HEADS)
     params = parameters(**{"qkv.weight": (40, WIDTH), "qkv.bias": (40,)})
-    optimizer = HybridMuon(params.items(), 0.0, qk_clip=QKClip((layer,), TAU), splits=splits, weight_decay=0.0)
+    optimizer = HybridMuon(
+        params.items(), 0.0, qk_clip=QKClip((layer,), TAU), splits=splits, weight_decay=0.0
+    )
     before = params["qkv.weight"].detach().clone()
     optimizer.step(qk_logits={"attn": LOGITS})
-    separate = {"q.weight": nn.Parameter(before[:24].clone()), "k.weight": nn.Parameter(before[24:32].clone())}
-    _, expected = clipped(separate, SeparateQK("attn", "q.weight", "k.weight", HEADS, KEY_HEADS), LOGITS)
+    separate = {
+        "q.weight": nn.Parameter(before[:24].clone()),
+        "k.weight": nn.Parameter(before[24:32].clone()),
+    }
+    _, expected = clipped(
+        separate, SeparateQK("attn", "q.weight", "k.weight", HEADS, KEY_HEADS), LOGITS
+    )
     after = params["qkv.weight"].detach()
     assert torch.equal(after[:24], expected["q.weight"])
     assert torch.equal(after[24:32], expected["k.weight"])
@@ -124,7 +166,8 @@ EACH = "+".join(["4+4+4+4+7"] * KEY_HEADS)
 
 
 @pytest.mark.parametrize(
-    ("value", "split"), [(DIM, None), (DIM, "2"), (DIM, "10"), (DIM, "12+4+4+12+4+4"), (7, WIDE), (7, EACH)]
+    ("value", "split"),
+    [(DIM, None), (DIM, "2"), (DIM, "10"), (DIM, "12+4+4+12+4+4"), (7, WIDE), (7, EACH)],
 )
 def test_interleaved_rows_and_weights_stored_as_columns(value, split):
     size = KEY_HEADS * ((HEADS // KEY_HEADS + 1) * DIM + value)
@@ -132,7 +175,11 @@ def test_interleaved_rows_and_weights_stored_as_columns(value, split):
     splits = [f"qkv.matrix: columns {split}"] if split else []
     matrix = nn.Parameter(random(WIDTH, size))
     optimizer = HybridMuon(
-        [("qkv.matrix", matrix)], 0.0, weight_decay=0.0, qk_clip=QKClip((layer,), TAU), splits=splits
+        [("qkv.matrix", matrix)],
+        0.0,
+        weight_decay=0.0,
+        qk_clip=QKClip((layer,), TAU),
+        splits=splits,
     )
     first = matrix.detach().clone().view(WIDTH, KEY_HEADS, -1)
     optimizer.step(qk_logits={"attn": LOGITS})
@@ -141,7 +188,9 @@ def test_interleaved_rows_and_weights_stored_as_columns(value, split):
         mine = [factor(x) for x in LOGITS.view(KEY_HEADS, -1)[g].tolist()]
         for i, scale in enumerate([*mine, min(mine)]):
             rows = slice(i * DIM, (i + 1) * DIM)
-            assert torch.allclose(second[:, g, rows], first[:, g, rows] * scale**0.5, rtol=1e-12, atol=0)
+            assert torch.allclose(
+                second[:, g, rows], first[:, g, rows] * scale**0.5, rtol=1e-12, atol=0
+            )
     assert torch.equal(second[..., -value:], first[..., -value:])
 
 
@@ -151,7 +200,11 @@ def test_values_may_have_heads_of_another_size():
         weight = nn.Parameter(random(22, WIDTH))
         before = weight.detach().clone()
         optimizer = HybridMuon(
-            [("qkv.weight", weight)], 0.0, weight_decay=0.0, qk_clip=QKClip((layer,), TAU), splits=splits
+            [("qkv.weight", weight)],
+            0.0,
+            weight_decay=0.0,
+            qk_clip=QKClip((layer,), TAU),
+            splits=splits,
         )
         optimizer.step(qk_logits={"attn": torch.tensor([1.0, 12.0])})
         expected = before.clone()
@@ -187,7 +240,9 @@ def test_queries_and_keys_of_other_sizes_are_refused():
 def test_nothing_is_clipped_by_nan_by_infinity_or_in_a_step_that_is_left_out():
     params = parameters(**{"q.weight": (24, WIDTH), "k.weight": (24, WIDTH)})
     layer = SeparateQK("attn", "q.weight", "k.weight", HEADS)
-    before, after = clipped(params, layer, torch.tensor([math.nan, math.inf, -math.inf, 1.0, TAU, 0.0]))
+    before, after = clipped(
+        params, layer, torch.tensor([math.nan, math.inf, -math.inf, 1.0, TAU, 0.0])
+    )
     assert all(torch.equal(before[name], after[name]) for name in params)
     optimizer = HybridMuon(params.items(), 0.1, qk_clip=QKClip((layer,), TAU), on_nonfinite="skip")
     for p in params.values():
@@ -199,19 +254,37 @@ def test_nothing_is_clipped_by_nan_by_infinity_or_in_a_step_that_is_left_out():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_weights_are_rounded_once(dtype):
     params = {
-        name: nn.Parameter(random(24, WIDTH, seed=i).to(dtype)) for i, name in enumerate(("q.weight", "k.weight"))
+        name: nn.Parameter(random(24, WIDTH, seed=i).to(dtype))
+        for i, name in enumerate(("q.weight", "k.weight"))
     }
     before, after = clipped(params, SeparateQK("attn", "q.weight", "k.weight", HEADS), LOGITS)
-    scale = (TAU / LOGITS).where(LOGITS > TAU, torch.ones(())).sqrt().float().repeat_interleave(DIM)[:, None]
+    scale = (
+        (TAU / LOGITS)
+        .where(LOGITS > TAU, torch.ones(()))
+        .sqrt()
+        .float()
+        .repeat_interleave(DIM)[:, None]
+    )
     for name in params:
         assert torch.equal(after[name], (before[name].float() * scale).to(dtype))
 
 
 def test_wrong_declarations_and_logits_are_named_together():
-    params = parameters(**{"q.weight": (24, 8), "k.weight": (25, 8), "b.q_norm.weight": (8,), "b.q.weight": (24, 8)})
+    params = parameters(
+        **{"q.weight": (24, 8), "k.weight": (25, 8), "b.q_norm.weight": (8,), "b.q.weight": (24, 8)}
+    )
     with pytest.raises(QKClipError) as error:
-        QKClip((SeparateQK("a", "q", "k", 6, 4), SeparateQK("a", "q", "k", 6)), threshold=0.0, alpha=2.0)
-    assert [problem.split(":")[0] for problem in error.value.problems] == ["threshold", "alpha", "layers", "a"]
+        QKClip(
+            (SeparateQK("a", "q", "k", 6, 4), SeparateQK("a", "q", "k", 6)),
+            threshold=0.0,
+            alpha=2.0,
+        )
+    assert [problem.split(":")[0] for problem in error.value.problems] == [
+        "threshold",
+        "alpha",
+        "layers",
+        "a",
+    ]
     layers = (
         SeparateQK("a", "q.weight", "k.weight", 6),
         SeparateQK("b", "b.q.weight", "b.q.weight", 6),
@@ -227,10 +300,15 @@ def test_wrong_declarations_and_logits_are_named_together():
     assert "no parameter 'missing.weight'" in problems["c"]
     assert "24 rows of 'q.weight' do not divide" in problems["d"]
     assert set(problems) == set("abcde")
-    good = HybridMuon(params.items(), qk_clip=QKClip((SeparateQK("a", "q.weight", "b.q.weight", 6),)))
+    good = HybridMuon(
+        params.items(), qk_clip=QKClip((SeparateQK("a", "q.weight", "b.q.weight", 6),))
+    )
     with pytest.raises(QKClipError) as error:
         good.step(qk_logits={"a": torch.ones(5), "z": torch.ones(6)})
-    assert [problem[:22] for problem in error.value.problems] == ["qk_logits: unknown lay", "qk_logits['a']: must b"]
+    assert [problem[:22] for problem in error.value.problems] == [
+        "qk_logits: unknown lay",
+        "qk_logits['a']: must b",
+    ]
     before = {name: p.detach().clone() for name, p in params.items()}
     for p in params.values():
         p.grad = torch.ones_like(p)
@@ -261,15 +339,26 @@ class Attention(nn.Module):
     def forward(self, x):
         q, k, v = (f(x).unflatten(-1, (-1, DIM)).transpose(1, 2) for f in (self.q, self.k, self.v))
         return (
-            F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True).transpose(1, 2).flatten(2)
+            F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True)
+            .transpose(1, 2)
+            .flatten(2)
         )
 
     def direct(self, x):
         """Logits (batch, heads, L, L)."""
         q = self.q(x).unflatten(-1, (-1, DIM)).transpose(1, 2)
-        k = self.k(x).unflatten(-1, (-1, DIM)).transpose(1, 2).repeat_interleave(HEADS // KEY_HEADS, 1)
+        k = (
+            self.k(x)
+            .unflatten(-1, (-1, DIM))
+            .transpose(1, 2)
+            .repeat_interleave(HEADS // KEY_HEADS, 1)
+        )
         logits = q @ k.mT / math.sqrt(DIM)
-        return logits.masked_fill(torch.ones_like(logits).triu(1) > 0, -math.inf) if self.causal else logits
+        return (
+            logits.masked_fill(torch.ones_like(logits).triu(1) > 0, -math.inf)
+            if self.causal
+            else logits
+        )
 
 
 def model_of(attention):
@@ -278,7 +367,9 @@ def model_of(attention):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("block", [1, 100, 2**22])
-def test_recorded_logits_are_those_of_the_module_and_the_clip_keeps_them_below_the_threshold(causal, block):
+def test_recorded_logits_are_those_of_the_module_and_the_clip_keeps_them_below_the_threshold(
+    causal, block
+):
     torch.manual_seed(0)
     attention = Attention(causal)
     model, x = model_of(attention), random(3, 7, WIDTH, scale=2.0)
@@ -329,13 +420,17 @@ def test_torch_multi_head_attention_is_recorded(batch_first, masked):
     if masked in ("bool", "float"):
         hidden[:] = torch.ones(5, 5).triu(1) > 0
         mask = hidden[0, 0]
-        options["attn_mask"] = mask if masked == "bool" else torch.zeros(5, 5).double().masked_fill(mask, -math.inf)
+        options["attn_mask"] = (
+            mask if masked == "bool" else torch.zeros(5, 5).double().masked_fill(mask, -math.inf)
+        )
     elif masked == "3d":
         hidden = random(2, 3, 5, 5, seed=5) > 0.5
         hidden[..., 0] = False
         options["attn_mask"] = hidden.view(6, 5, 5)
     elif masked == "padding":
-        options["key_padding_mask"] = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 1]], dtype=torch.bool)
+        options["key_padding_mask"] = torch.tensor(
+            [[0, 0, 0, 1, 1], [0, 0, 0, 0, 1]], dtype=torch.bool
+        )
         hidden |= options["key_padding_mask"][:, None, None]
     clip = QKClip((FusedQKV("attn", "attn.in_proj_weight", 3),), TAU)
     model = model_of(mha)
@@ -370,7 +465,11 @@ def test_what_cannot_be_recorded_is_named():
     normal["attn"].k_norm = nn.LayerNorm(4)
     with pytest.raises(QKClipError) as error:
         LogitRecorder(normal, QKClip((layer, SeparateQK("other", "q", "k", 2))), every=0)
-    assert [problem.split(":")[0] for problem in error.value.problems] == ["layers", "attn", "every"]
+    assert [problem.split(":")[0] for problem in error.value.problems] == [
+        "layers",
+        "attn",
+        "every",
+    ]
 
 
 def test_masks_of_the_function_are_those_of_torch():

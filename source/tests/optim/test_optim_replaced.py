@@ -27,7 +27,9 @@ class Net(nn.Module):
 def train(model, optimizer, steps, start=0):
     for step in range(start, start + steps):
         optimizer.zero_grad()
-        model(torch.randn(5, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        model(
+            torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+        ).square().mean().backward()
         optimizer.step()
 
 

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from deepmd_muon.optim import HybridMuon, InvalidSettingError, InvalidShapeError, RouteTable, RoutingRules
+from deepmd_muon.optim import (
+    HybridMuon,
+    InvalidSettingError,
+    InvalidShapeError,
+    RouteTable,
+    RoutingRules,
+)
 from deepmd_muon.optim.errors import ForeignStateError
 from deepmd_muon.optim.routing.rules import canonical_name, choose_route, leaf_name
 from deepmd_muon.optim.routing.views import MatrixView, effective_shape, matrix_view
@@ -212,7 +218,9 @@ def test_tables_print():
 
 
 @settings(max_examples=50)
-@given(st.lists(st.tuples(names, shapes), max_size=6, unique_by=lambda item: canonical_name(item[0])))
+@given(
+    st.lists(st.tuples(names, shapes), max_size=6, unique_by=lambda item: canonical_name(item[0]))
+)
 def test_manifests_survive(parameters):
     routing = table(*parameters)
     group = {"params": list(range(len(routing))), "param_names": [name for name, _ in parameters]}
@@ -280,7 +288,13 @@ def test_routing_settings_of_a_group_changed_later_are_honoured(caplog):
 
 def test_unknown_keys_of_a_group_are_refused_with_the_known_ones():
     w, v = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(4))
-    bad = {"params": [("w", w)], "muon_2d_only": True, "use_muon": 2, "adamw_params": [], "momentum": 2.0}
+    bad = {
+        "params": [("w", w)],
+        "muon_2d_only": True,
+        "use_muon": 2,
+        "adamw_params": [],
+        "momentum": 2.0,
+    }
     with pytest.raises(InvalidSettingError) as error:
         HybridMuon([bad])
     assert [problem[:30] for problem in error.value.problems] == [
@@ -290,12 +304,15 @@ def test_unknown_keys_of_a_group_are_refused_with_the_known_ones():
         "momentum: must be < 1; found 2",
     ]
     with pytest.raises(
-        InvalidSettingError, match="'weight_decy': unknown in a parameter group; did you mean 'weight_decay'"
+        InvalidSettingError,
+        match="'weight_decy': unknown in a parameter group; did you mean 'weight_decay'",
     ):
         HybridMuon([{"params": [("w", w)], "weight_decy": 0.1}])
     with pytest.raises(InvalidSettingError, match="on_nonfinite: holds for all groups"):
         HybridMuon([{"params": [("w", w)], "on_nonfinite": "skip"}])
     optimizer = HybridMuon([{"params": [("w", w)], "name": "body"}], 0.1)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 6, cycle_momentum=False)
-    optimizer.add_param_group({**optimizer.param_groups[0], "params": [("v", v)], "param_names": ["v"]})
+    optimizer.add_param_group(
+        {**optimizer.param_groups[0], "params": [("v", v)], "param_names": ["v"]}
+    )
     assert [entry.route for entry in optimizer.routing] == ["muon", "adam"]

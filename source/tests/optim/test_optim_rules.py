@@ -16,7 +16,13 @@ from test_optim_step import magma_factor
 from torch import nn
 
 from deepmd_muon.argcheck.check import check
-from deepmd_muon.optim import HybridMuon, HybridMuonConfig, InvalidSettingError, MuonConfig, RoutingMismatchError
+from deepmd_muon.optim import (
+    HybridMuon,
+    HybridMuonConfig,
+    InvalidSettingError,
+    MuonConfig,
+    RoutingMismatchError,
+)
 from deepmd_muon.optim.config import update_scale
 from deepmd_muon.optim.routing.views import MatrixView
 from deepmd_muon.optim.rules import registry
@@ -40,7 +46,9 @@ RULES = [
 
 
 def random(shape, seed, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def make(shapes=SHAPES, dtype=torch.float64, **settings):
@@ -90,7 +98,11 @@ class Definition:
     """One parameter of the Muon route, block by block, with an SVD for the polar factor."""
 
     def __init__(self, p, view, given):
-        self.p, self.view, self.settings = p.detach().double().clone(), view, HybridMuonConfig(**given).explicit()
+        self.p, self.view, self.settings = (
+            p.detach().double().clone(),
+            view,
+            HybridMuonConfig(**given).explicit(),
+        )
         self.m = torch.zeros_like(self.p)
         self.moments, self.scores, self.soaps = {}, {}, {}
 
@@ -101,22 +113,33 @@ class Definition:
         for b in range(self.view.batch):
             for part in range(max(1, len(self.view.sizes))):
                 inside = slice(ends[part], ends[part + 1]) if self.view.axis else slice(None)
-                yield (b, part), (whole[b][inside] if self.view.axis != "columns" else whole[b][:, inside])
+                yield (
+                    (b, part),
+                    (whole[b][inside] if self.view.axis != "columns" else whole[b][:, inside]),
+                )
 
     def step(self, g):
         own = self.settings
         self.m = BETA * self.m + (1 - BETA) * g
         u = BETA * self.m + (1 - BETA) * g
         update = torch.zeros(self.view.shape, dtype=torch.float64)
-        everything = zip(self.blocks(u), self.blocks(self.m), self.blocks(g), self.blocks(update), strict=True)
+        everything = zip(
+            self.blocks(u), self.blocks(self.m), self.blocks(g), self.blocks(update), strict=True
+        )
         for (number, block), (_, m), (_, gradient), (_, into) in everything:
             if own.soap_muon:
                 block = self.soaps.setdefault(number, Soap(*block.shape)).divided(block, gradient)
             o = oracle(block[None])[0]
             if own.normuon:
-                o = self.normalised(number, o.T).T if own.layout == "in_out" else self.normalised(number, o)
+                o = (
+                    self.normalised(number, o.T).T
+                    if own.layout == "in_out"
+                    else self.normalised(number, o)
+                )
             if own.magma_muon:
-                self.scores[number], factor = magma_factor(self.scores.get(number, 0.5), m, gradient)
+                self.scores[number], factor = magma_factor(
+                    self.scores.get(number, 0.5), m, gradient
+                )
                 o = factor * o
             into.copy_(update_scale(tuple(o.shape), own) * o)
         update = update.reshape(self.p.shape)
@@ -140,12 +163,16 @@ class Definition:
         return changed * (o.norm() / changed.norm())
 
 
-@pytest.mark.parametrize("more", [{}, {"maximize": True}, {"splits": ["w0: rows 2+3", "w1: columns 1+4"]}])
+@pytest.mark.parametrize(
+    "more", [{}, {"maximize": True}, {"splits": ["w0: rows 2+3", "w1: columns 1+4"]}]
+)
 @pytest.mark.parametrize("mode", ["2d", "flat", "slice"])
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_follow_their_definition(rule, mode, more):
     params, optimizer = make(muon_mode=mode, **rule, **more)
-    routed = [(params[entry.name], entry.view) for entry in optimizer.routing if entry.route == "muon"]
+    routed = [
+        (params[entry.name], entry.view) for entry in optimizer.routing if entry.route == "muon"
+    ]
     assert len(routed) == {"2d": 3}.get(mode, 5)
     given = {"normuon_beta": BETA2, **rule}
     defined = [Definition(p, view, given) for p, view in routed]
@@ -155,7 +182,9 @@ def test_rules_follow_their_definition(rule, mode, more):
             each.step(-p.grad if more.get("maximize") else p.grad)
         optimizer.step()
     for each, (p, _) in zip(defined, routed, strict=True):
-        torch.testing.assert_close(p.detach(), each.p, rtol=0, atol=1e-4 if rule.get("soap_muon") else 2e-5)
+        torch.testing.assert_close(
+            p.detach(), each.p, rtol=0, atol=1e-4 if rule.get("soap_muon") else 2e-5
+        )
 
 
 @pytest.mark.parametrize("shapes", [[(2, 5, 9), (1, 9, 5), (3, 5, 9)], [(1, 1, 3), (1, 3, 1)]])
@@ -171,13 +200,21 @@ def test_soap_divides_as_its_definition(shapes):
     }
     defined = [[Soap(*shape[1:]) for _ in range(shape[0])] for shape in shapes]
     for step in range(30):
-        u, g = ([random(shape, 100 * step + 10 * i + k) for i, shape in enumerate(shapes)] for k in (1, 2))
-        cut = {key: [rule.tensors()[key].cut(x, v)[0] for x, v in zip(state[key], views, strict=True)] for key in state}
+        u, g = (
+            [random(shape, 100 * step + 10 * i + k) for i, shape in enumerate(shapes)]
+            for k in (1, 2)
+        )
+        cut = {
+            key: [rule.tensors()[key].cut(x, v)[0] for x, v in zip(state[key], views, strict=True)]
+            for key in state
+        }
         found, new = rule.prepare(u, g, cut)
         for key, values in new.items():
             state[key] = [x.reshape(old.shape) for x, old in zip(values, state[key], strict=True)]
         for own, x, y, z in zip(defined, found, u, g, strict=True):
-            expected = torch.stack([each.divided(a, b) for each, a, b in zip(own, y, z, strict=True)])
+            expected = torch.stack(
+                [each.divided(a, b) for each, a, b in zip(own, y, z, strict=True)]
+            )
             torch.testing.assert_close(x, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
 
 
@@ -188,11 +225,16 @@ def test_soap_finds_the_eigenvectors():
     for _ in range(200):
         basis = next_basis(covariance, basis)
     p = basis + torch.eye(30, dtype=torch.float64)
-    torch.testing.assert_close(p.mT @ p, torch.eye(30, dtype=torch.float64).unsqueeze(0), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        p.mT @ p, torch.eye(30, dtype=torch.float64).unsqueeze(0), rtol=0, atol=1e-6
+    )
     rotated = p.mT @ covariance @ p
     d = rotated.diagonal(dim1=1, dim2=2)
     torch.testing.assert_close(
-        d.sort(descending=True).values[0], torch.logspace(0, -3, 30, dtype=torch.float64), rtol=1e-4, atol=0
+        d.sort(descending=True).values[0],
+        torch.logspace(0, -3, 30, dtype=torch.float64),
+        rtol=1e-4,
+        atol=0,
     )
 
 
@@ -211,11 +253,19 @@ def test_long_sides_are_not_rotated():
     assert p.isfinite().all()
 
 
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3), st.sampled_from(RULES), st.integers(0, 99))
+@given(
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.sampled_from(RULES),
+    st.integers(0, 99),
+)
 @settings(max_examples=20, deadline=None)
 def test_rules_follow_their_definition_in_any_shape(rows, columns, batch, rule, seed):
     p = nn.Parameter(random((batch, rows, columns), seed))
-    optimizer = HybridMuon([("w", p)], LR, BETA, DECAY, precision="float64", normuon_beta=BETA2, **rule)
+    optimizer = HybridMuon(
+        [("w", p)], LR, BETA, DECAY, precision="float64", normuon_beta=BETA2, **rule
+    )
     (entry,) = optimizer.routing
     if entry.route != "muon":
         return
@@ -230,7 +280,9 @@ def test_rules_follow_their_definition_in_any_shape(rows, columns, batch, rule, 
 
 def test_the_norm_of_an_update_is_kept_and_neurons_become_alike():
     p = nn.Parameter(torch.zeros(30, 4, dtype=torch.float64))
-    optimizer = HybridMuon([("w", p)], 1.0, weight_decay=0.0, scaling="none", magma_muon=False, **ON)
+    optimizer = HybridMuon(
+        [("w", p)], 1.0, weight_decay=0.0, scaling="none", magma_muon=False, **ON
+    )
     p.grad = random(p.shape, 3) * torch.logspace(-3, 0, 30, dtype=torch.float64).unsqueeze(1)
     optimizer.step()
     assert p.norm().item() == pytest.approx(2.0, rel=1e-3)  # of four singular values 1
@@ -251,7 +303,9 @@ def test_zeros_leave_numbers(rule, weights):
 
 def test_norms_do_not_grow_under_a_whole_brake():
     p = nn.Parameter(random((20, 12), 1, torch.float32))
-    optimizer = HybridMuon([("w", p)], 0.1, weight_decay=0.0, norm_control="radial_brake", norm_brake=0.0)
+    optimizer = HybridMuon(
+        [("w", p)], 0.1, weight_decay=0.0, norm_control="radial_brake", norm_brake=0.0
+    )
     before = p.detach().norm()
     for step in range(50):
         p.grad = random(p.shape, step, torch.float32)
@@ -289,9 +343,14 @@ def test_state_is_one_number_per_neuron(dtype):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("more", [{"offload": True}, {"offload": True, "offload_bytes": 200}, {"workspace": 30}])
+@pytest.mark.parametrize(
+    "more", [{"offload": True}, {"offload": True, "offload_bytes": 200}, {"workspace": 30}]
+)
 def test_host_memory_and_waves_do_not_change_results(rule, more):
-    (first, plain), (second, other) = make(dtype=torch.float32, **rule), make(dtype=torch.float32, **rule, **more)
+    (first, plain), (second, other) = (
+        make(dtype=torch.float32, **rule),
+        make(dtype=torch.float32, **rule, **more),
+    )
     for step in range(3):
         for params, optimizer in ((first, plain), (second, other)):
             give(params, step, torch.float32)
@@ -322,12 +381,18 @@ def test_a_scaled_loss_gives_the_same_step_and_an_overflow_changes_nothing(rule)
         for p in second.values():
             p.grad *= scaler.scale(torch.ones(())).item()
         if step == 1:
-            kept = copy.deepcopy(([p.detach() for p in second.values()], list(scaled.state.values())))
+            kept = copy.deepcopy(
+                ([p.detach() for p in second.values()], list(scaled.state.values()))
+            )
             next(iter(second.values())).grad[0, 0] = torch.inf
             scaler.step(scaled)
             now = [p.detach() for p in second.values()], list(scaled.state.values())
             assert all(map(torch.equal, kept[0], now[0]))
-            assert all(torch.equal(a[key], b[key]) for a, b in zip(kept[1], now[1], strict=True) for key in a)
+            assert all(
+                torch.equal(a[key], b[key])
+                for a, b in zip(kept[1], now[1], strict=True)
+                for key in a
+            )
             scaler.update(2.0**10)
             give(second, step)
             for p in second.values():
@@ -339,7 +404,9 @@ def test_a_scaled_loss_gives_the_same_step_and_an_overflow_changes_nothing(rule)
 
 
 def reloaded(params, saved, **settings):
-    optimizer = HybridMuon(params.items(), LR, BETA, DECAY, on_route_change="migrate", **{**ON, **settings})
+    optimizer = HybridMuon(
+        params.items(), LR, BETA, DECAY, on_route_change="migrate", **{**ON, **settings}
+    )
     optimizer.load_state_dict(saved.state_dict())
     return optimizer
 
@@ -352,14 +419,19 @@ def test_moments_restart_after_another_route_and_follow_views(caplog):
     before = saved.state[p]["second_moment_of_rows"]
     assert before.shape == (3, 4, 1)
     flat = reloaded(params, saved, muon_mode="flat")
-    assert torch.equal(flat.state[p]["second_moment_of_rows"], before)  # twelve rows are twelve rows
+    assert torch.equal(
+        flat.state[p]["second_moment_of_rows"], before
+    )  # twelve rows are twelve rows
     parted = reloaded(params, saved, splits=["w0: columns 2+3"])
     assert torch.equal(parted.state[p]["second_moment_of_rows"], before.expand(3, 4, 2))
     back = reloaded(params, parted)
     torch.testing.assert_close(back.state[p]["second_moment_of_rows"], before, rtol=1e-15, atol=0)
     other = reloaded(params, saved, layout="in_out")
     assert "second_moment_of_rows" not in other.state[p]
-    assert any(text.startswith("normuon keeps other state now: the saved second_moment") for text in caplog.messages)
+    assert any(
+        text.startswith("normuon keeps other state now: the saved second_moment")
+        for text in caplog.messages
+    )
     adam = reloaded(params, saved, adam_patterns=["w0"])
     assert set(adam.state[p]) == {"step", "exp_avg", "exp_avg_sq"}
     muon = reloaded(params, adam)
@@ -416,9 +488,14 @@ def test_missing_renamed_and_misshapen_tensors_are_errors_that_name_the_paramete
             make([(4, 6), (3, 2)], **ON)[1].load_state_dict(saved)
         return caught.value.differences
 
-    assert damaged(lambda values: values.pop(key)) == (f"w1: state '{key}' is missing on route muon",)
+    assert damaged(lambda values: values.pop(key)) == (
+        f"w1: state '{key}' is missing on route muon",
+    )
     lines = damaged(lambda values: values.update({f"{key}s": values.pop(key)}))
-    assert lines == (f"w1: unexpected state '{key}s' on route muon", f"w1: state '{key}' is missing on route muon")
+    assert lines == (
+        f"w1: unexpected state '{key}s' on route muon",
+        f"w1: state '{key}' is missing on route muon",
+    )
     (line,) = damaged(lambda values: values.update({key: torch.zeros(5)}))
     assert line.startswith(f"w1: {key} has shape (5,)")
 
@@ -433,7 +510,10 @@ def test_a_rule_switched_off_drops_its_state(caplog):
     assert set(optimizer.state[params["w0"]]) == {"momentum_buffer", "magma_score"}
     assert caplog.messages == ["w0: its state second_moment_of_rows is dropped: normuon is off now"]
     make([(4, 6)])[1].load_state_dict(saved)
-    assert "normuon is off now: the saved second_moment_of_rows of 1 parameters is dropped" in caplog.messages[1:]
+    assert (
+        "normuon is off now: the saved second_moment_of_rows of 1 parameters is dropped"
+        in caplog.messages[1:]
+    )
     optimizer.param_groups[0]["normuon"] = True
     optimizer.step()
     assert optimizer.state[params["w0"]]["second_moment_of_rows"].shape == (4, 1)
@@ -462,7 +542,11 @@ def test_configurations_and_inputs_choose_rules():
         (group,) = config.build(model).param_groups
         assert [group[key] for key in ON] == list(ON.values())
     found = check(HybridMuonConfig, {"normuon": True, "normuon_beta": 0.9, "cautious_decay": True})
-    assert [rule.name for rule in matrix_rules(found.settings)] == ["magma_muon", "normuon", "cautious_decay"]
+    assert [rule.name for rule in matrix_rules(found.settings)] == [
+        "magma_muon",
+        "normuon",
+        "cautious_decay",
+    ]
     bad = check(HybridMuonConfig, {"normuon": 1, "normuon_beta": 1.0})
     assert sorted(problem.path for problem in bad.problems) == ["normuon", "normuon_beta"]
     with pytest.raises(InvalidSettingError, match="normuon_beta: must be < 1"):
@@ -481,7 +565,9 @@ def test_fused_steps_say_which_rules_they_do_not_know(caplog):
     assert not fuses(masters, torch.bfloat16)
     given = HybridMuonConfig(**ON, momentum=0.7).explicit()
     with caplog.at_level("INFO", logger="deepmd_muon"):
-        done = FusedStepCache().step([torch.zeros(2, 2)], [], {}, [], lr=0.1, settings=given, control=StepControl())
+        done = FusedStepCache().step(
+            [torch.zeros(2, 2)], [], {}, [], lr=0.1, settings=given, control=StepControl()
+        )
     assert done is False
     assert any("normuon, cautious_decay" in text for text in caplog.messages)
 
@@ -497,7 +583,10 @@ class Signs(MatrixRule):
         return {"sign_count": StateTensor("blocks", "float32", 1.0)}
 
     def measure(self, pieces, device):
-        rows = [(g.reshape(shape).double().square().sum(1), torch.ones(shape[0])) for _, g, shape in pieces]
+        rows = [
+            (g.reshape(shape).double().square().sum(1), torch.ones(shape[0]))
+            for _, g, shape in pieces
+        ]
         return torch.cat([torch.stack(row, dim=1) for row in rows])
 
     def combine(self, sums):
@@ -507,7 +596,11 @@ class Signs(MatrixRule):
         return [torch.sign(u) for u in directions]
 
     def advance(self, polar, state, measured):
-        return {"sign_count": [x + y.float() for x, y in zip(state["sign_count"], measured, strict=True)]}
+        return {
+            "sign_count": [
+                x + y.float() for x, y in zip(state["sign_count"], measured, strict=True)
+            ]
+        }
 
     def factors(self, polar, state):
         return [x.view(-1, 1, 1) for x in state["sign_count"]]
@@ -525,7 +618,9 @@ def _registered(monkeypatch):
 def test_rules_of_other_packages_are_chosen_by_name():
     p = nn.Parameter(random((2, 4, 6), 1))
     before = p.detach().clone()
-    optimizer = HybridMuon([("w", p)], 0.1, weight_decay=0.0, scaling="none", magma_muon=False, rules=["signs"])
+    optimizer = HybridMuon(
+        [("w", p)], 0.1, weight_decay=0.0, scaling="none", magma_muon=False, rules=["signs"]
+    )
     g = p.grad = random((2, 4, 6), 2)
     optimizer.step()
     norms = g.flatten(1).norm(dim=1)
@@ -541,7 +636,9 @@ def test_rules_of_other_packages_are_chosen_by_name():
 
 @pytest.mark.usefixtures("_registered")
 def test_names_and_keys_belong_to_one_rule():
-    with pytest.raises(InvalidSettingError, match=r"no rule is registered as 'sings'; registered are 'signs'"):
+    with pytest.raises(
+        InvalidSettingError, match=r"no rule is registered as 'sings'; registered are 'signs'"
+    ):
         HybridMuon([("w", nn.Parameter(random((2, 2), 1)))], rules=["sings"])
     with pytest.raises(InvalidSettingError, match="no rule is registered as 'sings'"):
         matrix_rules(HybridMuonConfig(rules=("sings",)))
@@ -550,7 +647,9 @@ def test_names_and_keys_belong_to_one_rule():
     class Other(Signs):
         name = "other"
 
-    with pytest.raises(InvalidSettingError, match="'other' and 'signs' both have the state sign_count"):
+    with pytest.raises(
+        InvalidSettingError, match="'other' and 'signs' both have the state sign_count"
+    ):
         register_rule(Other())
 
     class Whole(MatrixRule):

@@ -32,7 +32,9 @@ SCHEDULERS = {
     "CyclicLR": lambda o, **k: lr_scheduler.CyclicLR(
         o, 0.01, 0.05, step_size_up=3, base_momentum=0.95, max_momentum=0.98, **k
     ),
-    "CosineAnnealingWarmRestarts": lambda o, **k: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, **k),
+    "CosineAnnealingWarmRestarts": lambda o, **k: lr_scheduler.CosineAnnealingWarmRestarts(
+        o, 3, **k
+    ),
     "LambdaLR": lambda o, **k: lr_scheduler.LambdaLR(o, lambda t: 0.8**t, **k),
     "SequentialLR": lambda o, **k: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 5)], [3], **k
@@ -63,14 +65,19 @@ def make_model():
 def train(model, optimizer, scheduler, steps, start=0):
     for step in range(start, start + steps):
         optimizer.zero_grad()
-        loss = model(torch.randn(5, 6, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss = (
+            model(torch.randn(5, 6, generator=torch.Generator().manual_seed(step))).square().mean()
+        )
         loss.backward()
         optimizer.step()
         scheduler.step(*[loss.item()] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
 
 
 def values(optimizer):
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
@@ -83,7 +90,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, made):
     for step in range(8):
         if step in (0, 3, 5):
             saved = through_file({"model": whole.state_dict(), "optimizer": optimizer.state_dict()})
-            stops[step] = saved, copy.deepcopy(scheduler.state_dict()), copy.deepcopy(values(optimizer))
+            stops[step] = (
+                saved,
+                copy.deepcopy(scheduler.state_dict()),
+                copy.deepcopy(values(optimizer)),
+            )
         train(whole, optimizer, scheduler, 1, start=step)
     for stop, (saved, schedule, present) in stops.items():
         resumed = make_model()
@@ -98,7 +109,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, made):
         assert_same((whole, optimizer), (resumed, second))
 
 
-@pytest.mark.parametrize("kind", ["OneCycleLR", "CyclicLR", "CosineAnnealingWarmRestarts", "LambdaLR"])
+@pytest.mark.parametrize(
+    "kind", ["OneCycleLR", "CyclicLR", "CosineAnnealingWarmRestarts", "LambdaLR"]
+)
 def test_a_scheduler_made_after_the_load_goes_on(kind):
     whole = make_model()
     optimizer = HybridMuon(whole.named_parameters(), 0.02)
@@ -130,7 +143,10 @@ def test_what_the_constructor_changes_on_purpose_stays_and_is_logged(caplog):
 
     def loaded(**settings):
         caplog.clear()
-        second = HybridMuon(model.named_parameters(), **{"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, **settings})
+        second = HybridMuon(
+            model.named_parameters(),
+            **{"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, **settings},
+        )
         with caplog.at_level("INFO", logger="deepmd_muon"):
             second.load_state_dict(saved)
         return second.param_groups[0], [record.getMessage() for record in caplog.records]

@@ -9,14 +9,24 @@ import torch
 from optim_builders import random
 from torch import nn
 
-from deepmd_muon.optim import AdamConfig, AdamWConfig, HybridMuon, HybridMuonConfig, InvalidSettingError, MuonConfig
+from deepmd_muon.optim import (
+    AdamConfig,
+    AdamWConfig,
+    HybridMuon,
+    HybridMuonConfig,
+    InvalidSettingError,
+    MuonConfig,
+)
 
 SHAPES = (("a.bias", (7,)), ("b.weight", (5, 4)), ("c.scale", ()))
 IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
 
 
 def parameters():
-    return {name: nn.Parameter(random(*shape, seed=i, dtype=torch.float64)) for i, (name, shape) in enumerate(SHAPES)}
+    return {
+        name: nn.Parameter(random(*shape, seed=i, dtype=torch.float64))
+        for i, (name, shape) in enumerate(SHAPES)
+    }
 
 
 def stepped(params, optimizer):
@@ -29,7 +39,9 @@ def stepped(params, optimizer):
 
 def test_the_mode_of_a_group_is_taken_in_any_case():
     w, v, x = (nn.Parameter(torch.ones(2, 3, 4)) for _ in range(3))
-    optimizer = HybridMuon([{"params": [("w", w)]}, {"params": [("v", v)], "muon_mode": "FLAT"}], muon_mode="2D")
+    optimizer = HybridMuon(
+        [{"params": [("w", w)]}, {"params": [("v", v)], "muon_mode": "FLAT"}], muon_mode="2D"
+    )
     optimizer.add_param_group({"params": [("x", x)]})
     assert [group["muon_mode"] for group in optimizer.param_groups] == ["2d", "flat", "2d"]
     assert [entry.route for entry in optimizer.routing] == ["adamw", "muon", "adamw"]
@@ -68,9 +80,16 @@ def test_every_implementation_of_the_adam_routes_is_torchs_with_its_epsilon(impl
 @pytest.mark.parametrize("config", [AdamConfig, AdamWConfig])
 def test_adam_configurations_hand_epsilon_and_implementation_to_torch(config):
     model = nn.Linear(3, 2)
-    options = [config(adam_eps=1e-5, adam_implementation=name).build(model).defaults for name in IMPLEMENTATIONS]
+    options = [
+        config(adam_eps=1e-5, adam_implementation=name).build(model).defaults
+        for name in IMPLEMENTATIONS
+    ]
     assert [each["eps"] for each in options] == [1e-5] * 3
-    assert [(each["fused"], each["foreach"]) for each in options] == [(True, None), (None, True), (False, False)]
+    assert [(each["fused"], each["foreach"]) for each in options] == [
+        (True, None),
+        (None, True),
+        (False, False),
+    ]
     with pytest.raises(InvalidSettingError, match="adam_eps: must be > 0"):
         config(adam_eps=0.0)
 
@@ -80,11 +99,19 @@ def test_vectors_take_the_route_of_the_setting(config):
     model = nn.ModuleDict({"body": nn.Linear(4, 6), "norm": nn.LayerNorm(6)})
     routes = {entry.name: entry.route for entry in config().build(model).routing}
     expected = "adam" if config is HybridMuonConfig else "adamw"
-    assert routes == {"body.weight": "muon", **dict.fromkeys(("body.bias", "norm.weight", "norm.bias"), expected)}
+    assert routes == {
+        "body.weight": "muon",
+        **dict.fromkeys(("body.bias", "norm.weight", "norm.bias"), expected),
+    }
 
 
 def test_large_matrices_take_their_own_schedule():
-    shapes = {"small.weight": (5, 40), "large.weight": (8, 9), "stack.weight": (2, 12, 8), "fused.weight": (16, 30)}
+    shapes = {
+        "small.weight": (5, 40),
+        "large.weight": (8, 9),
+        "stack.weight": (2, 12, 8),
+        "fused.weight": (16, 30),
+    }
     split = ["fused.*: rows 10+6"]
     generator = torch.Generator().manual_seed(0)
     values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}

@@ -27,7 +27,9 @@ class Net(nn.Module):
         self.adamw_scale = nn.Parameter(torch.ones(5, dtype=dtype))
 
     def forward(self, x):
-        return torch.einsum("bi,eij->bj", torch.tanh(self.first(x)), self.experts) * self.adamw_scale
+        return (
+            torch.einsum("bi,eij->bj", torch.tanh(self.first(x)), self.experts) * self.adamw_scale
+        )
 
 
 def train(model, optimizer, steps, start=0):
@@ -64,7 +66,11 @@ def test_a_parameter_frozen_on_the_way_keeps_its_state_through_a_file(name, betw
         freeze(model, trainable=False)
         train(model, each, steps, start=3)
     saved = through_file({"model": stopped.state_dict(), "optimizer": first.state_dict()})
-    frozen = [entry.name for entry in RouteTable.from_manifest(saved["optimizer"]["param_groups"]) if not entry.view]
+    frozen = [
+        entry.name
+        for entry in RouteTable.from_manifest(saved["optimizer"]["param_groups"])
+        if not entry.view
+    ]
     assert name in frozen
 
     resumed, second = made(seed=7)
@@ -113,14 +119,21 @@ def test_magma_scores_do_not_outlive_the_setting(caplog):
 
     plain = HybridMuon(model.named_parameters(), 0.02, magma_muon=False)
     plain.load_state_dict(damped.state_dict())
-    assert "magma_muon is off now: the saved magma_score of 2 parameters is dropped" in caplog.messages
+    assert (
+        "magma_muon is off now: the saved magma_score of 2 parameters is dropped" in caplog.messages
+    )
     assert not any("magma_score" in values for values in plain.state_dict()["state"].values())
     train(model, plain, 1, start=3)
     again = HybridMuon(model.named_parameters(), 0.02)
     again.load_state_dict(plain.state_dict())
     train(model, again, 1, start=4)
-    for scores in (again.state[model.first.weight]["magma_score"], again.state[model.experts]["magma_score"]):
-        assert (scores >= 0.45).all()  # one step after the start at 0.5, which the decay 0.9 cannot leave further
+    for scores in (
+        again.state[model.first.weight]["magma_score"],
+        again.state[model.experts]["magma_score"],
+    ):
+        assert (
+            scores >= 0.45
+        ).all()  # one step after the start at 0.5, which the decay 0.9 cannot leave further
         assert (scores <= 0.55).all()
 
 
@@ -192,7 +205,10 @@ def test_a_mismatch_lists_every_parameter_and_changes_nothing():
 def test_shapes_are_checked():
     saved = HybridMuon([("w", nn.Parameter(torch.zeros(4, 5)))]).state_dict()
     other = HybridMuon([("w", nn.Parameter(torch.zeros(5, 4)))])
-    with pytest.raises(RoutingMismatchError, match="saved: route muon as 1x4x5, shape 4x5; present: route muon as 1x5"):
+    with pytest.raises(
+        RoutingMismatchError,
+        match="saved: route muon as 1x4x5, shape 4x5; present: route muon as 1x5",
+    ):
         other.load_state_dict(saved)
 
 
@@ -216,7 +232,11 @@ def test_damaged_states_are_refused():
     optimizer = HybridMuon(model.named_parameters())
     train(model, optimizer, 1)
     for key, value, message in (
-        ("momentum_buffer", torch.zeros(3, 3), r"momentum_buffer has shape \(3, 3\), the parameter \(3, 9, 5\)"),
+        (
+            "momentum_buffer",
+            torch.zeros(3, 3),
+            r"momentum_buffer has shape \(3, 3\), the parameter \(3, 9, 5\)",
+        ),
         ("magma_score", torch.zeros(2), r"magma_score has shape \(2,\), the view has 3 matrices"),
         ("exp_avg", torch.zeros(3, 9, 5), "unexpected state 'exp_avg' on route muon"),
     ):
@@ -226,12 +246,15 @@ def test_damaged_states_are_refused():
             optimizer.load_state_dict(saved)
     saved = copy.deepcopy(optimizer.state_dict())
     del saved["state"][0]["momentum_buffer"]
-    with pytest.raises(RoutingMismatchError, match="experts: state 'momentum_buffer' is missing on route muon"):
+    with pytest.raises(
+        RoutingMismatchError, match="experts: state 'momentum_buffer' is missing on route muon"
+    ):
         optimizer.load_state_dict(saved)
 
 
 @pytest.mark.parametrize(
-    "value", [None, 3.0, torch.ones(3, 9, 5, dtype=torch.complex64), torch.ones(3, 9, 5).to_sparse()]
+    "value",
+    [None, 3.0, torch.ones(3, 9, 5, dtype=torch.complex64), torch.ones(3, 9, 5).to_sparse()],
 )
 def test_state_that_is_not_a_dense_real_tensor_is_named(value):
     model, optimizer = made()
@@ -286,7 +309,9 @@ def test_a_count_of_steps_is_one_number():
     assert all(state["step"].shape == () for state in optimizer.state.values() if "step" in state)
     for value in (torch.zeros(3), torch.zeros(0)):
         stepped[-1]["step"] = value
-        with pytest.raises(RoutingMismatchError, match=rf"step has shape \({len(value)},\), it must be one number"):
+        with pytest.raises(
+            RoutingMismatchError, match=rf"step has shape \({len(value)},\), it must be one number"
+        ):
             optimizer.load_state_dict(saved)
 
 
@@ -318,7 +343,9 @@ def test_present_settings_win_and_differences_are_logged(caplog):
     (group,) = optimizer.param_groups
     assert group["weight_decay"] == 0.2
     assert group["lr"] == 0.1
-    assert [record.getMessage() for record in caplog.records] == ["param_groups[0] weight_decay: now 0.2, saved 0.3"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "param_groups[0] weight_decay: now 0.2, saved 0.3"
+    ]
 
 
 def test_deepcopy_and_pickle_go_on_bitwise():
@@ -375,17 +402,24 @@ def test_the_manifest_of_a_checkpoint_is_the_routing():
 
 @settings(max_examples=15, deadline=None)
 @given(
-    st.lists(st.lists(st.integers(1, 4), min_size=0, max_size=4).map(tuple), min_size=1, max_size=5),
+    st.lists(
+        st.lists(st.integers(1, 4), min_size=0, max_size=4).map(tuple), min_size=1, max_size=5
+    ),
     st.sampled_from(["2d", "flat", "slice"]),
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
 )
 def test_any_state_survives_a_round_trip(shapes, mode, dtype):
-    params = [(f"layer.{i}.weight", nn.Parameter(torch.ones(shape, dtype=dtype))) for i, shape in enumerate(shapes)]
+    params = [
+        (f"layer.{i}.weight", nn.Parameter(torch.ones(shape, dtype=dtype)))
+        for i, shape in enumerate(shapes)
+    ]
     optimizer = HybridMuon(params, muon_mode=mode)
     for i, (_, p) in enumerate(params):
         p.grad = torch.full_like(p, i + 1.0)
     optimizer.step()
-    other = HybridMuon([(name, nn.Parameter(p.detach().clone())) for name, p in params], muon_mode=mode)
+    other = HybridMuon(
+        [(name, nn.Parameter(p.detach().clone())) for name, p in params], muon_mode=mode
+    )
     other.load_state_dict(through_file(optimizer.state_dict()))
     assert other.routing == optimizer.routing
     for (_, p), q in zip(params, other.param_groups[0]["params"], strict=True):

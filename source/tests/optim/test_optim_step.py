@@ -26,7 +26,10 @@ def parameter(*shape, seed=0, dtype=torch.float32):
 
 def gradients(shape, count, seed=1, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
+    return [
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        for _ in range(count)
+    ]
 
 
 def magma_factor(score, m, g):
@@ -96,7 +99,9 @@ def test_adam_routes_equal_torch(dtype, decay, lr_adjust):
     plain, decayed = parameter(7, dtype=dtype), parameter(7, seed=3, dtype=dtype)
     twins = [nn.Parameter(p.detach().clone()) for p in (plain, decayed)]
     lr = 1e-2
-    ours = HybridMuon([("bias", plain), ("adamw_x", decayed)], lr, weight_decay=decay, lr_adjust=lr_adjust)
+    ours = HybridMuon(
+        [("bias", plain), ("adamw_x", decayed)], lr, weight_decay=decay, lr_adjust=lr_adjust
+    )
     rate = lr if lr_adjust <= 0 else lr / lr_adjust
     adam = torch.optim.Adam(twins[:1], rate, (0.9, 0.95), 1e-20)
     adamw = torch.optim.AdamW(twins[1:], rate, (0.9, 0.95), 1e-20, weight_decay=decay)
@@ -125,12 +130,16 @@ def test_sixteen_bit_parameters_keep_wide_moments_and_are_rounded_once(dtype):
         optimizer.step()
         m = 0.9 * m + 0.1 * g.float()
         v = 0.95 * v + 0.05 * g.float() ** 2
-        expected = (expected - 1e-2 * (m / (1 - 0.9**t)) / (v / (1 - 0.95**t)).sqrt()).to(dtype).float()
+        expected = (
+            (expected - 1e-2 * (m / (1 - 0.9**t)) / (v / (1 - 0.95**t)).sqrt()).to(dtype).float()
+        )
     assert optimizer.state[p]["exp_avg"].dtype == torch.float32
     assert (p.float() - expected).abs().max() <= 4 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize(("scaling", "adjust"), [("rectangular", "original"), ("match_rms", "match_rms_adamw")])
+@pytest.mark.parametrize(
+    ("scaling", "adjust"), [("rectangular", "original"), ("match_rms", "match_rms_adamw")]
+)
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("shape", [(12, 30), (30, 12), (16, 16)])
 def test_plain_settings_equal_torch_muon(scaling, adjust, nesterov, shape):
@@ -186,7 +195,12 @@ def test_complex_parameters_are_refused():
 
 @pytest.mark.parametrize(
     ("dtype", "scale"),
-    [(torch.float32, 1e-30), (torch.float32, 1e30), (torch.float64, 1e-200), (torch.float64, 1e200)],
+    [
+        (torch.float32, 1e-30),
+        (torch.float32, 1e30),
+        (torch.float64, 1e-200),
+        (torch.float64, 1e200),
+    ],
 )
 def test_the_scale_of_gradients_does_not_matter(dtype, scale):
     p, q = parameter(6, 9, dtype=dtype), parameter(6, 9, dtype=dtype)
@@ -219,7 +233,10 @@ def test_the_workspace_does_not_change_results(workspace):
         g = gradients((8, 12), 1, seed=i)[0].double()
         score, factor = magma_factor(0.5, g, g)
         assert score == pytest.approx(0.55)
-        expected = parameter(8, 12, seed=i).double() * (1 - 1e-4) - 0.1 * 0.18 * 12**0.5 * factor * oracle(g[None])[0]
+        expected = (
+            parameter(8, 12, seed=i).double() * (1 - 1e-4)
+            - 0.1 * 0.18 * 12**0.5 * factor * oracle(g[None])[0]
+        )
         assert torch.allclose(p.double(), expected, atol=1e-5)
 
 
@@ -235,7 +252,10 @@ def test_the_workspace_does_not_change_results(workspace):
         ({"lr": "a"}, "lr: must be a number or Tensor; found the string 'a'"),
         ({"lr": torch.tensor(-0.5)}, "lr: must be a number >= 0; found -0.5"),
         ({"lr": torch.tensor(float("nan"))}, "lr: must be a number >= 0; found nan"),
-        ({"lr": torch.ones(2)}, r"lr: a tensor must hold one real number; found torch.float32 of shape \(2,\)"),
+        (
+            {"lr": torch.ones(2)},
+            r"lr: a tensor must hold one real number; found torch.float32 of shape \(2,\)",
+        ),
         ({"lr_adjust": float("nan")}, "lr_adjust: must be a number; found nan"),
         ({"momentum": "a"}, "momentum: must be a number; found the string 'a'"),
         ({"momentum": [0.9]}, r"momentum: must be a number; found the list \[0.9\]"),
@@ -244,19 +264,31 @@ def test_the_workspace_does_not_change_results(workspace):
         ({"workspace": 0}, "workspace: must be >= 1; found 0"),
         ({"workspace": -5}, "workspace: must be >= 1; found -5"),
         ({"workspace": 1e6}, "workspace: must be a whole number; found 1000000.0"),
-        ({"adam_betas": (0.9,)}, r"adam_betas: must be a list of 2 numbers; found the list \(0.9,\)"),
+        (
+            {"adam_betas": (0.9,)},
+            r"adam_betas: must be a list of 2 numbers; found the list \(0.9,\)",
+        ),
         ({"adam_betas": 0.9}, "adam_betas: must be a list of 2 numbers; found 0.9"),
         ({"adam_betas": (0.9, None)}, r"adam_betas: element 1 must be a number; found null"),
         ({"adam_lr_ratio": "b"}, "adam_lr_ratio: must be a number; found the string 'b'"),
-        ({"scaling": 3}, "scaling: must be one of 'none', 'match_rms', 'rectangular', 'spectral'; found 3"),
-        ({"muon_mode": ["2d"]}, r"muon_mode: must be one of '2d', 'flat', 'slice'; found the list \['2d'\]"),
+        (
+            {"scaling": 3},
+            "scaling: must be one of 'none', 'match_rms', 'rectangular', 'spectral'; found 3",
+        ),
+        (
+            {"muon_mode": ["2d"]},
+            r"muon_mode: must be one of '2d', 'flat', 'slice'; found the list \['2d'\]",
+        ),
         ({"enable_gram": 1}, "enable_gram: must be true or false; found 1"),
         ({"foreach": "no"}, "foreach: must be true or false; found the string 'no'"),
         ({"min_matrix_dim": 2.5}, "min_matrix_dim: must be a whole number; found 2.5"),
         ({"adam_patterns": 3}, "adam_patterns: must be a list of strings; found 3"),
         ({"splits": [("w", 3)]}, r"splits: element 0 must be a string; found the list"),
         ({"schedule": 5}, "schedule: must be a name or a list of triples; found 5"),
-        ({"on_route_change": None}, "on_route_change: must be one of 'error', 'migrate', 'reset'; found null"),
+        (
+            {"on_route_change": None},
+            "on_route_change: must be one of 'error', 'migrate', 'reset'; found null",
+        ),
         ({"adam_betas": (0.9, 1.5)}, "adam_betas: must be < 1; found 1.5"),
         ({"weight_decay": -0.1}, "weight_decay: must be >= 0"),
         ({"precision": "int8"}, "precision: must be one of"),
@@ -267,7 +299,11 @@ def test_the_workspace_does_not_change_results(workspace):
 def test_settings_out_of_range_are_named(settings, message):
     with pytest.raises(InvalidSettingError, match=message):
         HybridMuon([("w", parameter(3, 3))], **settings)
-    if not settings.keys() & {"workspace", "on_route_change", "differentiable"}:  # all others may stand in a group
+    if not settings.keys() & {
+        "workspace",
+        "on_route_change",
+        "differentiable",
+    }:  # all others may stand in a group
         optimizer = HybridMuon([("w", parameter(3, 3))])
         with pytest.raises(InvalidSettingError, match=message):
             optimizer.add_param_group({"params": [("v", parameter(3, 3))], **settings})
@@ -276,7 +312,12 @@ def test_settings_out_of_range_are_named(settings, message):
 
 
 def test_numbers_of_other_kinds_are_numbers():
-    given = {"momentum": np.float64(0.9), "weight_decay": np.float32(0.5), "lr": 1, "min_matrix_dim": np.int64(2)}
+    given = {
+        "momentum": np.float64(0.9),
+        "weight_decay": np.float32(0.5),
+        "lr": 1,
+        "min_matrix_dim": np.int64(2),
+    }
     optimizer = HybridMuon([("w", parameter(3, 3))], adam_betas=[0, 0.5], **given)
     assert {key: optimizer.param_groups[0][key] for key in given} == given
     assert optimizer.param_groups[0]["adam_betas"] == (0, 0.5)
@@ -285,15 +326,31 @@ def test_numbers_of_other_kinds_are_numbers():
 @pytest.mark.parametrize(
     ("config", "settings", "message"),
     [
-        (AdamConfig, {"weight_decay": float("inf")}, "AdamConfig: weight_decay: must be a number; found inf"),
-        (MuonConfig, {"schedule": [(1.0, 2.0)]}, "schedule: element 0 must be a list of 3 numbers; found"),
-        (HybridMuonConfig, {"nesterov": "yes", "momentum": None}, "momentum: must be .*; nesterov: must be true or"),
+        (
+            AdamConfig,
+            {"weight_decay": float("inf")},
+            "AdamConfig: weight_decay: must be a number; found inf",
+        ),
+        (
+            MuonConfig,
+            {"schedule": [(1.0, 2.0)]},
+            "schedule: element 0 must be a list of 3 numbers; found",
+        ),
+        (
+            HybridMuonConfig,
+            {"nesterov": "yes", "momentum": None},
+            "momentum: must be .*; nesterov: must be true or",
+        ),
         (
             HybridMuonConfig,
             {"sharded": {"slots": 1}},
             "HybridMuonConfig: sharded: must be ShardedSettings; found an object",
         ),
-        (ShardedSettings, {"slots": 0.5}, "ShardedSettings: slots: must be a whole number; found 0.5"),
+        (
+            ShardedSettings,
+            {"slots": 0.5},
+            "ShardedSettings: slots: must be a whole number; found 0.5",
+        ),
     ],
 )
 def test_configurations_check_types_too(config, settings, message):
@@ -320,11 +377,18 @@ def test_large_muon_waves_take_turns_on_two_streams(monkeypatch):
 
     names = []
     monkeypatch.setattr(step_module, "SideStream", Stream)
-    monkeypatch.setattr(CompiledStep, "_step_matrices", lambda self, wave, state, control: notes.append(wave.views[0]))
+    monkeypatch.setattr(
+        CompiledStep,
+        "_step_matrices",
+        lambda self, wave, state, control: notes.append(wave.views[0]),
+    )
     small, large = (torch.empty(n, device="meta") for n in (2**22, 2**22 + 1))
 
     def waves_of(*sizes, device="cuda", route="muon"):
-        return [Wave(None, route, torch.device(device), [p], [f"wave {i}"], {}, None) for i, p in enumerate(sizes)]
+        return [
+            Wave(None, route, torch.device(device), [p], [f"wave {i}"], {}, None)
+            for i, p in enumerate(sizes)
+        ]
 
     compiled = CompiledStep()
     for too_few in (
@@ -338,9 +402,20 @@ def test_large_muon_waves_take_turns_on_two_streams(monkeypatch):
     found = waves_of(large, large, small, large)
     compiled.wave_streams = compiled._wave_streams_for(found)
     assert compiled._wave_streams_for(waves_of(large)) == ()
-    assert compiled._wave_streams_for(found) is compiled.wave_streams  # kept when the step is compiled anew
+    assert (
+        compiled._wave_streams_for(found) is compiled.wave_streams
+    )  # kept when the step is compiled anew
     compiled._step_waves(found, None, StepControl())
     assert notes == [
-        *("fork stream 0", "fork stream 1", "stream 0", "wave 0", "joined", "stream 1", "wave 1", "joined"),
+        *(
+            "fork stream 0",
+            "fork stream 1",
+            "stream 0",
+            "wave 0",
+            "joined",
+            "stream 1",
+            "wave 1",
+            "joined",
+        ),
         *("wave 2", "stream 0", "wave 3", "joined"),
     ]

@@ -56,9 +56,15 @@ def stepped(route, dtype, layout, grad_layout, state_layout=None, **settings):
 @pytest.mark.parametrize("route", list(ROUTES))
 def test_layouts_do_not_matter(route, dtype):
     expected, state = stepped(route, dtype, "contiguous", "contiguous")
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    )
     for layout in LAYOUTS:
-        for grad_layout, state_layout in [*((g, None) for g in LAYOUTS), ("contiguous", "columns"), (layout, layout)]:
+        for grad_layout, state_layout in [
+            *((g, None) for g in LAYOUTS),
+            ("contiguous", "columns"),
+            (layout, layout),
+        ]:
             p, found = stepped(route, dtype, layout, grad_layout, state_layout)
             case = (layout, grad_layout, state_layout)
             assert torch.allclose(p, expected, **tolerance), case
@@ -126,7 +132,10 @@ def test_a_tensor_with_one_element_is_a_learning_rate(route, shape):
 
 def test_a_step_with_a_rounded_rate_becomes_one_with_the_exact_rate():
     lr = torch.tensor(0.1, dtype=torch.float64)
-    before, update = torch.linspace(1, 2, 9, dtype=torch.float64), torch.linspace(-3, 5, 9, dtype=torch.float64)
+    before, update = (
+        torch.linspace(1, 2, 9, dtype=torch.float64),
+        torch.linspace(-3, 5, 9, dtype=torch.float64),
+    )
     p = before - lr.float().double() * update
     assert not torch.allclose(p, before - lr * update, rtol=1e-10, atol=0)
     correct_rounded_lr([p], [before], lr)

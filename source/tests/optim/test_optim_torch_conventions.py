@@ -10,12 +10,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 from torch.overrides import TorchFunctionMode
 
-from deepmd_muon.optim import HybridMuon, InvalidParameterError, InvalidSettingError, NonFiniteGradientError
+from deepmd_muon.optim import (
+    HybridMuon,
+    InvalidParameterError,
+    InvalidSettingError,
+    NonFiniteGradientError,
+)
 
 SETTINGS = {"lr": 0.02, "weight_decay": 0.01}
 WIDTHS = (torch.float32, torch.bfloat16)
@@ -24,7 +32,9 @@ ADAM, LISTS = {"adam_patterns": ["*"]}, ("foreach", "for-loop")
 
 def make_model(seed=0, dtype=torch.float32):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)
+    ).to(dtype)
 
 
 def loss_of(model, step=0):
@@ -76,7 +86,9 @@ def test_groups_have_their_own_settings():
     model = make_model()
     named = list(model.named_parameters())
     optimizer = HybridMuon(
-        [{"params": named[:2], "lr": 0.0}, {"params": named[2:4], "adam_patterns": ["*"]}], 0.02, weight_decay=0.0
+        [{"params": named[:2], "lr": 0.0}, {"params": named[2:4], "adam_patterns": ["*"]}],
+        0.02,
+        weight_decay=0.0,
     )
     optimizer.add_param_group({"params": named[4:], "muon_mode": "flat"})
     assert [e.route for e in optimizer.routing] == ["muon", "adam", "adam", "adam", "muon", "adam"]
@@ -118,7 +130,9 @@ def test_a_setting_of_a_group_is_checked_when_it_changes():
 
 
 def test_names_that_differ_by_a_prefix_of_wrappers_are_both_shown():
-    model = nn.ModuleDict({"module": nn.ModuleDict({"layer": nn.Linear(3, 3)}), "layer": nn.Linear(3, 3)})
+    model = nn.ModuleDict(
+        {"module": nn.ModuleDict({"layer": nn.Linear(3, 3)}), "layer": nn.Linear(3, 3)}
+    )
     with pytest.raises(InvalidParameterError, match=r"'module\.layer\.weight'.*'layer\.weight'"):
         HybridMuon(model.named_parameters())
 
@@ -217,7 +231,9 @@ def schedulers(optimizer):
         "one cycle": lambda: lr_scheduler.OneCycleLR(optimizer, 0.1, 6, cycle_momentum=False),
         "cyclic": lambda: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, cycle_momentum=True),
         "sequential": lambda: lr_scheduler.SequentialLR(
-            optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)], [2]
+            optimizer,
+            [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+            [2],
         ),
         "chained": lambda: lr_scheduler.ChainedScheduler(
             [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
@@ -228,8 +244,14 @@ def schedulers(optimizer):
 
 def test_no_scheduler_of_torch_is_left_out():
     known = {name for name in vars(lr_scheduler) if name.endswith(("LR", "Scheduler", "Restarts"))}
-    tested = {type(make()).__name__ for make in schedulers(HybridMuon(make_model().named_parameters(), 0.02)).values()}
-    assert known - tested <= {"LRScheduler", "_LRScheduler"}  # the base; ReduceLROnPlateau has a test of its own
+    tested = {
+        type(make()).__name__
+        for make in schedulers(HybridMuon(make_model().named_parameters(), 0.02)).values()
+    }
+    assert known - tested <= {
+        "LRScheduler",
+        "_LRScheduler",
+    }  # the base; ReduceLROnPlateau has a test of its own
 
 
 @pytest.mark.parametrize("kind", list(schedulers(None)))
@@ -327,7 +349,9 @@ def test_only_the_gradient_scaler_leaves_unscaling_to_the_step():
     scaler.scale(loss_of(model)).backward()
     scaled = model[0].weight.grad.clone()
     scaler.step(optimizer)
-    assert torch.equal(model[0].weight.grad, scaled)  # unscaled inside of the step alone, without waiting for it
+    assert torch.equal(
+        model[0].weight.grad, scaled
+    )  # unscaled inside of the step alone, without waiting for it
     assert not hasattr(optimizer, "grad_scale")
 
 
@@ -337,12 +361,20 @@ def overflow(model, value):
 
 
 def states(optimizer):
-    return {key: {k: v.clone() for k, v in values.items()} for key, values in optimizer.state_dict()["state"].items()}
+    return {
+        key: {k: v.clone() for k, v in values.items()}
+        for key, values in optimizer.state_dict()["state"].items()
+    }
 
 
 NAN, INF = float("nan"), float("inf")
 SKIPS = [
-    *((value, how, dtype, {}) for value in (NAN, INF, -INF) for how in ("scaler", "skip") for dtype in WIDTHS),
+    *(
+        (value, how, dtype, {})
+        for value in (NAN, INF, -INF)
+        for how in ("scaler", "skip")
+        for dtype in WIDTHS
+    ),
     *(
         (NAN, "scaler", dtype, {"adam_patterns": ["*"], "adam_implementation": name})
         for dtype in WIDTHS
@@ -405,7 +437,9 @@ def test_an_error_names_the_parameters_and_changes_nothing():
     before = weights(model)
     overflow(model, float("nan"))
     model[4].bias.grad[0] = float("inf")
-    with pytest.raises(NonFiniteGradientError, match=r"2 gradients with NaN or infinity: '2\.weight', '4\.bias'") as e:
+    with pytest.raises(
+        NonFiniteGradientError, match=r"2 gradients with NaN or infinity: '2\.weight', '4\.bias'"
+    ) as e:
         optimizer.step()
     assert e.value.names == ("2.weight", "4.bias")
     assert_equal(before, weights(model))
@@ -455,7 +489,9 @@ def process_group(tmp_path_factory):
 def test_copies_with_replicas_need_a_mesh():
     model = make_model()
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    model, optimizer = copy.deepcopy((model, HybridMuon(model.named_parameters(), **SETTINGS, replicas=mesh)))
+    model, optimizer = copy.deepcopy(
+        (model, HybridMuon(model.named_parameters(), **SETTINGS, replicas=mesh))
+    )
     train(model, optimizer, 1)
     optimizer = HybridMuon(model.named_parameters(), **SETTINGS, replicas=dist.group.WORLD)
     with pytest.raises(TypeError, match=r"state_dict.*mesh"):
@@ -467,7 +503,8 @@ def test_distributed_checkpoints_go_on_bitwise(process_group, tmp_path):
     optimizer = HybridMuon(model.named_parameters(), **SETTINGS)
     train(model, optimizer, 3)
     dcp.save(
-        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path
+        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)},
+        checkpoint_id=tmp_path,
     )
     expected = copy.deepcopy((model, optimizer))
     train(*expected, 2, start=3)
@@ -499,7 +536,13 @@ def test_name_keyed_states_load_into_a_reordered_optimizer():
 @pytest.mark.parametrize(
     "settings",
     [
-        *({}, {"magma_muon": False, "foreach": False}, {"offload": True}, {"workspace": 64}, {"muon_mode": "flat"}),
+        *(
+            {},
+            {"magma_muon": False, "foreach": False},
+            {"offload": True},
+            {"workspace": 64},
+            {"muon_mode": "flat"},
+        ),
         *({"splits": ["e: rows 2"]}, {"on_nonfinite": "skip"}, {"deepmd_kit_arithmetic": True}),
     ],
     ids=str,
@@ -537,7 +580,10 @@ def test_torch_function_modes_see_the_closure_and_not_the_step():
             seen.append(func.__name__)
             return func(*args, **(kwargs or {}))
 
-    params = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in {"a": (8, 16), "b": (16,)}.items()}
+    params = {
+        name: torch.nn.Parameter(torch.ones(shape))
+        for name, shape in {"a": (8, 16), "b": (16,)}.items()
+    }
     for p in params.values():
         p.grad = torch.ones_like(p)
     optimizer = HybridMuon(params.items(), lr=0.1)
@@ -551,7 +597,10 @@ def test_the_default_device_does_not_matter_to_a_state_that_changes_route_or_vie
     named = {"a": (8, 16), "b": (16,), "e": (3, 4, 6)}
 
     def made(**settings):
-        return HybridMuon([(k, torch.nn.Parameter(torch.ones(s, device="cpu"))) for k, s in named.items()], **settings)
+        return HybridMuon(
+            [(k, torch.nn.Parameter(torch.ones(s, device="cpu"))) for k, s in named.items()],
+            **settings,
+        )
 
     first = made(muon_mode="slice")
     for p in first.param_groups[0]["params"]:
@@ -560,11 +609,21 @@ def test_the_default_device_does_not_matter_to_a_state_that_changes_route_or_vie
     loaded = []
     for default in ("cpu", "meta"):
         with torch.device(default):
-            for settings in ({"muon_mode": "2d"}, {"muon_mode": "flat"}, {"splits": ["a: columns 4"]}):
+            for settings in (
+                {"muon_mode": "2d"},
+                {"muon_mode": "flat"},
+                {"splits": ["a: columns 4"]},
+            ):
                 second = made(**settings, on_route_change="migrate")
                 second.load_state_dict(copy.deepcopy(first.state_dict()))
                 state = second.state_dict()["state"]
-                loaded.append({(i, key): value for i, values in state.items() for key, value in values.items()})
+                loaded.append(
+                    {
+                        (i, key): value
+                        for i, values in state.items()
+                        for key, value in values.items()
+                    }
+                )
     for one, other in zip(loaded[:3], loaded[3:], strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)

@@ -10,10 +10,25 @@ import pytest
 import torch
 from torch import nn
 
-from deepmd_muon.optim import AdamConfig, AdamWConfig, HybridMuon, HybridMuonConfig, InvalidSettingError, MuonConfig
+from deepmd_muon.optim import (
+    AdamConfig,
+    AdamWConfig,
+    HybridMuon,
+    HybridMuonConfig,
+    InvalidSettingError,
+    MuonConfig,
+)
 from deepmd_muon.optim.words import WORDS, translated
 
-KNOWN = ("adam_betas", "adam_eps", "schedule", "lr_adjust_coeff", "scaling", "weight_decay", "foreach")
+KNOWN = (
+    "adam_betas",
+    "adam_eps",
+    "schedule",
+    "lr_adjust_coeff",
+    "scaling",
+    "weight_decay",
+    "foreach",
+)
 PAGE = Path(__file__).parents[3] / "doc" / "from-other-optimizers.md"
 JORDAN = (3.4445, -4.7750, 2.0315)
 
@@ -44,7 +59,10 @@ def train(model, optimizer, steps=3):
         ({"fused": False, "amsgrad": False}, {"adam_implementation": "foreach"}),
         ({"fused": None, "foreach": None, "decoupled_weight_decay": True}, {"foreach": None}),
         ({"ns_steps": 5}, {"schedule": "keller-jordan"}),
-        ({"ns_steps": 6, "ns_coefficients": [2.0, -1.5, 0.5]}, {"schedule": ((2.0, -1.5, 0.5),) * 6}),
+        (
+            {"ns_steps": 6, "ns_coefficients": [2.0, -1.5, 0.5]},
+            {"schedule": ((2.0, -1.5, 0.5),) * 6},
+        ),
         ({"ns_steps": 3}, {"schedule": (JORDAN,) * 3}),
         ({"adjust_lr_fn": None}, {"scaling": "rectangular"}),
         ({"adjust_lr_fn": "match_rms_adamw"}, {"scaling": "match_rms", "lr_adjust_coeff": 0.2}),
@@ -59,11 +77,24 @@ def test_words_become_settings(words, settings):
 
 
 def test_all_words_that_have_no_counterpart_are_named_at_once():
-    bad = {"adamw_params": [], "amsgrad": True, "algorithm": "lion", "ns_steps": 0, "wd": 0.1, "weight_decay": 0.2}
+    bad = {
+        "adamw_params": [],
+        "amsgrad": True,
+        "algorithm": "lion",
+        "ns_steps": 0,
+        "wd": 0.1,
+        "weight_decay": 0.2,
+    }
     with pytest.raises(InvalidSettingError) as error:
         HybridMuon(make_model().named_parameters(), **bad)
     assert [problem.split(":")[0] for problem in error.value.problems] == [
-        *("adamw_params", "amsgrad", "algorithm", "ns_steps", "wd stands for weight_decay, which is given, too"),
+        *(
+            "adamw_params",
+            "amsgrad",
+            "algorithm",
+            "ns_steps",
+            "wd stands for weight_decay, which is given, too",
+        ),
     ]
     with pytest.raises(TypeError, match="'momentun'; did you mean 'momentum'"):
         HybridMuon(make_model().named_parameters(), momentun=0.9)
@@ -86,7 +117,11 @@ def test_a_word_with_one_value_says_what_to_write(word, value):
 
 def test_configurations_take_words_under_their_own_names():
     config = MuonConfig(betas=(0.8, 0.99), eps=1e-9, ns_steps=5, adjust_lr_fn="match_rms_adamw")
-    assert (config.adam_betas, config.adam_eps, config.schedule) == ((0.8, 0.99), 1e-9, "keller-jordan")
+    assert (config.adam_betas, config.adam_eps, config.schedule) == (
+        (0.8, 0.99),
+        1e-9,
+        "keller-jordan",
+    )
     assert (config.scaling, config.rms_coefficient) == ("match_rms", 0.2)
     hybrid = HybridMuonConfig(betas=(0.8, 0.99), adjust_lr_fn="match_rms_adamw")
     assert (hybrid.adam_beta1, hybrid.adam_beta2, hybrid.lr_adjust_coeff) == (0.8, 0.99, 0.2)
@@ -105,7 +140,13 @@ def test_groups_of_muon_with_auxiliary_adam():
         optimizer = HybridMuon(
             [
                 {"params": hidden[:1], "use_muon": True, "lr": 0.02, "momentum": 0.9},
-                {"params": [*rest, hidden[1]], "use_muon": False, "lr": 3e-4, "betas": (0.9, 0.99), "eps": 1e-10},
+                {
+                    "params": [*rest, hidden[1]],
+                    "use_muon": False,
+                    "lr": 3e-4,
+                    "betas": (0.9, 0.99),
+                    "eps": 1e-10,
+                },
             ]
         )
     assert [entry.route for entry in optimizer.routing] == ["muon", "adamw", "adamw", "adamw"]
@@ -116,11 +157,23 @@ def test_groups_of_muon_with_auxiliary_adam():
 
 
 def test_patterns_force_muon_before_every_other_rule():
-    shapes = {"embed.weight": (9, 4), "a.bias": (4, 6), "adam_x": (3, 3), "kernel": (2, 4, 5), "norm": (7,)}
+    shapes = {
+        "embed.weight": (9, 4),
+        "a.bias": (4, 6),
+        "adam_x": (3, 3),
+        "kernel": (2, 4, 5),
+        "norm": (7,),
+    }
     params = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
     settings = {"muon_mode": "2d", "min_matrix_dim": 4, "adamw_patterns": ["*embed*"]}
     forced = HybridMuon(params.items(), muon_patterns=["*"], **settings).routing
-    assert [entry.placement for entry in forced] == ["muon 1x9x4", "muon 1x4x6", "muon 1x3x3", "muon 2x4x5", "adam"]
+    assert [entry.placement for entry in forced] == [
+        "muon 1x9x4",
+        "muon 1x4x6",
+        "muon 1x3x3",
+        "muon 2x4x5",
+        "adam",
+    ]
     assert forced[0].reason == "matches muon_patterns '*', matrix in mode '2d'"
     plain = HybridMuon(params.items(), **settings).routing
     assert [entry.route for entry in plain] == ["adamw", "adam", "adam", "adamw", "adam"]
@@ -187,7 +240,9 @@ def test_adam_states_without_names_load_by_position(kind):
     model = make_model()
     peer = kind(model.parameters(), 0.01)
     train(model, peer)
-    optimizer = HybridMuon(model.named_parameters(), on_route_change="migrate", vector_route="adamw")
+    optimizer = HybridMuon(
+        model.named_parameters(), on_route_change="migrate", vector_route="adamw"
+    )
     optimizer.load_state_dict(peer.state_dict())
     (weight, bias, *_) = model.parameters()
     assert torch.equal(optimizer.state[bias]["exp_avg"], peer.state[bias]["exp_avg"])
@@ -206,7 +261,10 @@ def test_the_plan_of_one_process_has_its_flops():
         f"  1 of 3x8: {three} FLOPs",
         f"a step: {five + three:.4g} FLOPs",
     ]
-    assert HybridMuon([("b", nn.Parameter(torch.zeros(3)))]).plan.describe() == "no matrices to orthogonalize"
+    assert (
+        HybridMuon([("b", nn.Parameter(torch.zeros(3)))]).plan.describe()
+        == "no matrices to orthogonalize"
+    )
 
 
 @pytest.mark.parametrize("config", [HybridMuonConfig, MuonConfig])
@@ -217,7 +275,9 @@ def test_qk_clip_splits_and_experts_are_reachable_from_build(config):
     model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
     model.experts = nn.Parameter(torch.randn(3, 4, 5))
     clip = QKClip((FusedQKV("attn", "attn.in_proj_weight", heads=2),), threshold=1.0)
-    optimizer = config(splits=["*.in_proj_weight: rows 3"], expert_patterns=["experts"]).build(model, qk_clip=clip)
+    optimizer = config(splits=["*.in_proj_weight: rows 3"], expert_patterns=["experts"]).build(
+        model, qk_clip=clip
+    )
     views = {entry.name: str(entry.view) for entry in optimizer.routing if entry.view}
     assert views == {
         "experts": "3x4x5", "attn.in_proj_weight": "1x24x8 rows 8+8+8", "attn.out_proj.weight": "1x8x8"
@@ -231,12 +291,27 @@ def test_qk_clip_splits_and_experts_are_reachable_from_build(config):
 
 def test_the_lines_of_the_page_make_optimizers():
     text = PAGE.read_text(encoding="utf-8")
-    (block,) = re.findall(r"<!-- tested: test_optim_words.py -->\n```python\n(.*?)```", text, re.DOTALL)
+    (block,) = re.findall(
+        r"<!-- tested: test_optim_words.py -->\n```python\n(.*?)```", text, re.DOTALL
+    )
     model = make_model()
-    hidden, others = ([p for p in model.parameters() if (p.ndim == 2) == is_hidden] for is_hidden in (True, False))
-    names = {"model": model, "hidden": hidden, "others": others, "MuonConfig": MuonConfig, "HybridMuon": HybridMuon}
+    hidden, others = (
+        [p for p in model.parameters() if (p.ndim == 2) == is_hidden] for is_hidden in (True, False)
+    )
+    names = {
+        "model": model,
+        "hidden": hidden,
+        "others": others,
+        "MuonConfig": MuonConfig,
+        "HybridMuon": HybridMuon,
+    }
     exec(compile(block, PAGE.name, "exec"), names)
-    assert [entry.route for entry in names["optimizer"].routing] == ["muon", "muon", "adamw", "adamw"]
+    assert [entry.route for entry in names["optimizer"].routing] == [
+        "muon",
+        "muon",
+        "adamw",
+        "adamw",
+    ]
     names["groups"] = [{"params": hidden, "use_muon": True}, {"params": others, "use_muon": False}]
     rows = re.findall(r"^\| [^|]* \| `((?:MuonConfig|HybridMuon)\(.*?)` \|$", text, re.MULTILINE)
     assert len(rows) == 6
@@ -248,6 +323,10 @@ def test_the_lines_of_the_page_make_optimizers():
 
 def test_the_words_of_the_page_are_those_of_the_code():
     table = PAGE.read_text(encoding="utf-8").split("| word |")[1].split("\n\n")[0]
-    listed = {w for row in table.splitlines()[2:] for w in re.findall(r"`(\w+)(?:=\w+)?`", row.split("|")[1])}
+    listed = {
+        w
+        for row in table.splitlines()[2:]
+        for w in re.findall(r"`(\w+)(?:=\w+)?`", row.split("|")[1])
+    }
     silent = {"amsgrad", "decoupled_weight_decay"}  # understood where they ask for nothing
     assert listed - {"foreach"} == WORDS - silent

@@ -49,7 +49,9 @@ def refused(optimizer, params, error, match):
 def fsdp1():
     for original in (True, False):
         device = torch.device(torch.get_default_device())
-        model = FullyShardedDataParallel(nn.Linear(6, 8), use_orig_params=original, device_id=device)
+        model = FullyShardedDataParallel(
+            nn.Linear(6, 8), use_orig_params=original, device_id=device
+        )
         name = "weight" if original else "_flat_param"
         with pytest.raises(InvalidParameterError, match=rf"'{name}'.*fully_shard"):
             HybridMuon(model.named_parameters())
@@ -58,9 +60,14 @@ def fsdp1():
 def routes():
     """Vectors in parts take part in no comparison of gradients, and no plan names them."""
     mesh, rank = mesh_of((dist.get_world_size(),)), dist.get_rank()
-    params = [nn.Parameter(place(random(8), mesh, [Shard(0)])), nn.Parameter(place(random(8, 6), mesh, [Shard(0)]))]
+    params = [
+        nn.Parameter(place(random(8), mesh, [Shard(0)])),
+        nn.Parameter(place(random(8, 6), mesh, [Shard(0)])),
+    ]
     pattern = ["a"] if rank == 0 else []
-    optimizer = HybridMuon(zip("ab", params, strict=True), adamw_patterns=pattern, vector_route="adam")
+    optimizer = HybridMuon(
+        zip("ab", params, strict=True), adamw_patterns=pattern, vector_route="adam"
+    )
     gradients(params)
     match = r"rank 0: 'a' of shape .*\(route adamw\); rank 1: 'a' of shape .*\(route adam\)"
     refused(optimizer, params, PlanMismatchError, match)
@@ -83,17 +90,26 @@ def settings():
             ids = iter("xyz")
             groups = [
                 {"params": [(next(ids), params[0])]},
-                {"params": [(next(ids), p) for p in params[1:]], key: theirs if rank == 1 else ours},
+                {
+                    "params": [(next(ids), p) for p in params[1:]],
+                    key: theirs if rank == 1 else ours,
+                },
             ]
             optimizer = HybridMuon(groups, lr=0.3, replicas=mesh if layout is None else None)
             gradients(params)
             if key == "vector_route":
                 match = r"rank 0: 'z' of shape .*\(route adam\); rank 1: 'z' .*\(route adamw\)"
             elif key == "adam_betas":
-                match = r"adam_beta2 of param_groups\[1\], .*'y'.*0\.95 on rank 0 and 0\.99 on rank 1"
+                match = (
+                    r"adam_beta2 of param_groups\[1\], .*'y'.*0\.95 on rank 0 and 0\.99 on rank 1"
+                )
             else:
-                first, second = (re.escape(repr(x.item() if hasattr(x, "item") else x)) for x in (ours, theirs))
-                match = rf"{key} of param_groups\[1\], .*'y'.* {first} on rank 0 and {second} on rank 1"
+                first, second = (
+                    re.escape(repr(x.item() if hasattr(x, "item") else x)) for x in (ours, theirs)
+                )
+                match = (
+                    rf"{key} of param_groups\[1\], .*'y'.* {first} on rank 0 and {second} on rank 1"
+                )
             refused(optimizer, params, PlanMismatchError, match)
 
 
@@ -102,9 +118,14 @@ def settings_later():
     mesh, rank = mesh_of((dist.get_world_size(),)), dist.get_rank()
     for kind, sharded in [*WAYS.items(), ("shards", ShardedSettings())]:
         values = [random(8, 6), random(8)]
-        params = [nn.Parameter(place(x, mesh, [Shard(0)]) if kind == "shards" else x) for x in values]
+        params = [
+            nn.Parameter(place(x, mesh, [Shard(0)]) if kind == "shards" else x) for x in values
+        ]
         optimizer = HybridMuon(
-            zip("xy", params, strict=True), lr=0.1, replicas=None if kind == "shards" else mesh, sharded=sharded
+            zip("xy", params, strict=True),
+            lr=0.1,
+            replicas=None if kind == "shards" else mesh,
+            sharded=sharded,
         )
         group = optimizer.param_groups[0]
         gradients(params)
@@ -115,7 +136,8 @@ def settings_later():
                     group[key] = after
                 low, high = sorted((before, after))
                 with pytest.raises(
-                    PlanMismatchError, match=f"{key} of the group of 'x' is {low:g} on one rank and {high:g} on another"
+                    PlanMismatchError,
+                    match=f"{key} of the group of 'x' is {low:g} on one rank and {high:g} on another",
                 ):
                     finished_step(optimizer)
                 group[key] = before
@@ -156,7 +178,9 @@ def settings_compared_late():
         if dist.get_rank() == 0:
             optimizer.param_groups[0]["lr"] = 0.3
         optimizer.step()  # nobody knows yet
-        with pytest.raises(PlanMismatchError, match=r"last step.* lr of the group of 'weight' is 0.1 .* 0.3 on"):
+        with pytest.raises(
+            PlanMismatchError, match=r"last step.* lr of the group of 'weight' is 0.1 .* 0.3 on"
+        ):
             optimizer.state_dict()
         optimizer.param_groups[0]["lr"] = 0.3
         optimizer.step()
@@ -181,14 +205,18 @@ def settings_on_other_ranks():
     if rank == 0:
         next(g for g in optimizer.param_groups if g["lr"] == 0.5)["lr"] = 0.25
     if not shared.is_cuda:
-        with pytest.raises(PlanMismatchError, match=r"lr of the group of 'w' is 0\.25 on one rank and 0\.5 on"):
+        with pytest.raises(
+            PlanMismatchError, match=r"lr of the group of 'w' is 0\.25 on one rank and 0\.5 on"
+        ):
             optimizer.step()
 
 
 def local_parameters():
     """What each rank has for itself takes this rank's step; its copies elsewhere are the replicas' step."""
     mesh, rank = mesh_of((dist.get_world_size(),)), dist.get_rank()
-    clip = QKClip((SeparateQK("attention", "experts.q.weight", "experts.k.weight", 2),), threshold=1.0)
+    clip = QKClip(
+        (SeparateQK("attention", "experts.q.weight", "experts.k.weight", 2),), threshold=1.0
+    )
     logits = {"attention": torch.tensor([2.0 + rank, 0.5])}
     for sharded in WAYS.values():
         values = {"w": random(8, 6), "b": random(6)}
@@ -197,32 +225,57 @@ def local_parameters():
         found = []
         for together in (True, False):
             params = {name: nn.Parameter(x.clone()) for name, x in values.items()}
-            options = {"replicas": mesh, "sharded": sharded, "local_patterns": ["experts.*"]} if together else {}
+            options = (
+                {"replicas": mesh, "sharded": sharded, "local_patterns": ["experts.*"]}
+                if together
+                else {}
+            )
             optimizer = HybridMuon(params.items(), lr=0.1, qk_clip=clip, **options)
             for i in range(2):
                 for j, (name, p) in enumerate(params.items()):
-                    p.grad = random(*p.shape, seed=10 * i + j + (1000 * rank if "experts" in name else 0))
+                    p.grad = random(
+                        *p.shape, seed=10 * i + j + (1000 * rank if "experts" in name else 0)
+                    )
                 optimizer.step(qk_logits=logits)
             found.append(params)
         for name in values:
-            torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-6, atol=1e-7, msg=name)
+            torch.testing.assert_close(
+                found[0][name], found[1][name], rtol=1e-6, atol=1e-7, msg=name
+            )
 
 
 def replicas_that_differ():
     """The first step names parameters whose copies differ; one that has been stepped is not compared again."""
     mesh, rank = mesh_of((dist.get_world_size(),)), dist.get_rank()
-    same = {"w": random(8, 6), "scale": torch.tensor(2.0), "wide": random(3, 4, dtype=torch.float64).t()}
+    same = {
+        "w": random(8, 6),
+        "scale": torch.tensor(2.0),
+        "wide": random(3, 4, dtype=torch.float64).t(),
+    }
     for sharded in WAYS.values():
         for changed in ("w", "scale", "wide", "half"):
             values = {**same, "half": random(5, 3).to(torch.bfloat16)}
             params = {name: nn.Parameter(x.clone()) for name, x in values.items()}
             if rank == 1:
                 with torch.no_grad():  # one bit of one element
-                    flat = params[changed].view(()) if params[changed].ndim == 0 else params[changed][-1:, -1:]
-                    flat.copy_(torch.nextafter(flat.float(), torch.tensor(9.0)) if changed != "half" else flat * 1.01)
+                    flat = (
+                        params[changed].view(())
+                        if params[changed].ndim == 0
+                        else params[changed][-1:, -1:]
+                    )
+                    flat.copy_(
+                        torch.nextafter(flat.float(), torch.tensor(9.0))
+                        if changed != "half"
+                        else flat * 1.01
+                    )
             optimizer = HybridMuon(params.items(), replicas=mesh, sharded=sharded)
             gradients(params.values())
-            refused(optimizer, params.values(), ReplicaMismatchError, rf"values of '{changed}' differ.*local_patterns")
+            refused(
+                optimizer,
+                params.values(),
+                ReplicaMismatchError,
+                rf"values of '{changed}' differ.*local_patterns",
+            )
     w = nn.Parameter(same["w"].clone())
     optimizer = HybridMuon([("w", w)], replicas=mesh)
     gradients([w])

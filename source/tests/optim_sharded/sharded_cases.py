@@ -27,7 +27,9 @@ SHAPES = {
     "experts": [(6, 8, 16), (5, 4, 12), (1, 3, 3)],
     "mixed": [(7,), (3, 4), (), (5, 2, 3)],
 }
-SHAPES["rest"] = SHAPES["uneven"] + SHAPES["experts"] + SHAPES["mixed"]  # in one optimizer, which costs a third
+SHAPES["rest"] = (
+    SHAPES["uneven"] + SHAPES["experts"] + SHAPES["mixed"]
+)  # in one optimizer, which costs a third
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1}
 # Rules whose products round otherwise in other batches, by the first of their settings.
 ROUNDED = {"deepmd_kit_arithmetic": 1e-3, "soap_muon": 1e-5, "norm_control": 1e-5}
@@ -51,7 +53,9 @@ def named_mesh(shape, names):
 
 def drawn(random, shape, dtype=torch.float32):
     """Draw the same numbers on all devices."""
-    x = torch.randn(shape, generator=random, dtype=torch.promote_types(dtype, torch.float32), device="cpu")
+    x = torch.randn(
+        shape, generator=random, dtype=torch.promote_types(dtype, torch.float32), device="cpu"
+    )
     return x.to(torch.get_default_device(), dtype)
 
 
@@ -92,10 +96,16 @@ def place(x, mesh, placements):
 @functools.cache
 def _held_indices(shape, mesh, placements):
     """Return for each dimension the indices of a full tensor that this rank holds."""
-    options = {"run_check": False, "shape": shape, "stride": torch.empty(shape, device="meta").stride()}
+    options = {
+        "run_check": False,
+        "shape": shape,
+        "stride": torch.empty(shape, device="meta").stride(),
+    }
     layout = layout_of(DTensor.from_local(torch.empty(0), mesh, placements, **options), None)
     runs = [held_runs(size, dim, layout, mesh.get_coordinate()) for dim, size in enumerate(shape)]
-    return [torch.tensor([i for run in held for i in range(*run)], dtype=torch.long) for held in runs]
+    return [
+        torch.tensor([i for run in held for i in range(*run)], dtype=torch.long) for held in runs
+    ]
 
 
 def fits(shape, placements):
@@ -105,7 +115,9 @@ def fits(shape, placements):
 class Twins:
     """The same parameters in one process and on all ranks, stepped with the same gradients."""
 
-    def __init__(self, shapes, mesh, placements, dtype=torch.float32, sharded=None, many=None, **settings):
+    def __init__(
+        self, shapes, mesh, placements, dtype=torch.float32, sharded=None, many=None, **settings
+    ):
         self.random = torch.Generator("cpu").manual_seed(5)
         settings = {**SETTINGS, **settings}
         self.one = [nn.Parameter(drawn(self.random, s, dtype)) for s in shapes]
@@ -125,8 +137,12 @@ class Twins:
                 p.grad = q.grad = None
                 continue
             if i in without:
-                held_by_0 = place(torch.ones_like(grad), *self.places[i]).to_local() * (dist.get_rank() == 0)
-                mask = DTensor.from_local(held_by_0, *self.places[i], run_check=False, shape=p.shape, stride=p.stride())
+                held_by_0 = place(torch.ones_like(grad), *self.places[i]).to_local() * (
+                    dist.get_rank() == 0
+                )
+                mask = DTensor.from_local(
+                    held_by_0, *self.places[i], run_check=False, shape=p.shape, stride=p.stride()
+                )
                 grad = grad * (1 - mask.full_tensor())
             p.grad = grad
             q.grad = None if i in without and dist.get_rank() == 0 else mine
@@ -147,10 +163,16 @@ class Twins:
 
     def assert_equal(self, tolerance=None):
         tolerance = (0.0 if self.exact else 1e-6) if tolerance is None else tolerance
-        tolerance = max(tolerance, slack_of(self.optimizers[0])) if self.one[0].is_cuda else tolerance
+        tolerance = (
+            max(tolerance, slack_of(self.optimizers[0])) if self.one[0].is_cuda else tolerance
+        )
         one, many = self.optimizers
         # Ranks that gather state one tensor after the other need the same order.
-        muon = {id(p): entry.name for p, entry in zip(self.many, many.routing, strict=True) if entry.route == "muon"}
+        muon = {
+            id(p): entry.name
+            for p, entry in zip(self.many, many.routing, strict=True)
+            if entry.route == "muon"
+        }
         assert [muon[id(p)] for p in many.state if id(p) in muon] == list(muon.values())
         scores = [
             (one.state[p][key], x.full_tensor())
@@ -247,9 +269,16 @@ def small_buckets():
 
 def repeated_work():
     names = ("Replicate", "HSDP", "HSDP, replicas inside")
-    kinds = ("even",) if dist.get_world_size() == 4 else ("even", "rest")  # the first is compared bitwise
+    kinds = (
+        ("even",) if dist.get_world_size() == 4 else ("even", "rest")
+    )  # the first is compared bitwise
     for replication in ("spread", "repeat"):
-        every_layout(names=names, kinds=kinds, options=({},), sharded=ShardedSettings(replication=replication))
+        every_layout(
+            names=names,
+            kinds=kinds,
+            options=({},),
+            sharded=ShardedSettings(replication=replication),
+        )
 
 
 def reference():
@@ -270,7 +299,10 @@ def views_and_settings():
         {"lr": torch.tensor(0.02)},
         {"foreach": False},
     )
-    for names, options in ((("Shard(0)", "HSDP", "strided"), views), (("Shard(0)", "HSDP"), elementwise)):
+    for names, options in (
+        (("Shard(0)", "HSDP", "strided"), views),
+        (("Shard(0)", "HSDP"), elementwise),
+    ):
         for settings in options:
             every_layout(names=names, kinds=("experts",), options=(settings,))
 
@@ -296,7 +328,10 @@ def groups_dtypes_and_meshes():
     for params in (one, many):
         named = [(f"w{i}", p) for i, p in enumerate(params)]
         params[3].requires_grad_(False)
-        groups = [{"params": named[:2], "lr": 0.1, "magma_muon": False}, {"params": named[2:], "momentum": 0.5}]
+        groups = [
+            {"params": named[:2], "lr": 0.1, "magma_muon": False},
+            {"params": named[2:], "momentum": 0.5},
+        ]
         optimizers.append(HybridMuon(groups, **SETTINGS))
     assert sorted(p.name for p in optimizers[1].plan.parameters) == ["w0", "w1", "w2"]
     for step in range(3):
@@ -313,12 +348,16 @@ def groups_dtypes_and_meshes():
     for p, q, placements in zip(one, many, places, strict=True):
         expected = place(p.detach(), mesh, placements).to_local() if placements else p
         tolerance = ON_GPUS if p.is_cuda else 1e-6 if p.dtype == torch.float32 else 1e-7
-        torch.testing.assert_close(q.to_local() if placements else q, expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            q.to_local() if placements else q, expected, rtol=tolerance, atol=tolerance
+        )
 
 
 def bfloat16():
     """16-bit parameters: momenta are advanced, exchanged and applied in float32, and rounded once."""
-    twins = Twins(SHAPES["even"], mesh_of((dist.get_world_size(),)), [Shard(0)], dtype=torch.bfloat16)
+    twins = Twins(
+        SHAPES["even"], mesh_of((dist.get_world_size(),)), [Shard(0)], dtype=torch.bfloat16
+    )
     for _ in range(3):
         twins.step()
     twins.assert_equal()
@@ -333,7 +372,9 @@ def narrow_wires():
         (ShardedSettings(return_dtype="float16"), 2**-11),
         (ShardedSettings(gather_dtype="bfloat16"), 2**-4),
     ):
-        twins = Twins(SHAPES["even"], mesh, [Shard(0)], sharded=sharded, weight_decay=0.0, magma_muon=False)
+        twins = Twins(
+            SHAPES["even"], mesh, [Shard(0)], sharded=sharded, weight_decay=0.0, magma_muon=False
+        )
         before = [p.detach().clone() for p in twins.one]
         twins.step()
         for p, q, start in zip(twins.one, twins.many, before, strict=True):
@@ -345,14 +386,18 @@ def narrow_wires():
 def replicas():
     """Plain parameters under DDP: shared or repeated work equals one process on every rank."""
     world = dist.get_world_size()
-    for told, replication in itertools.product((mesh_of((world,)), dist.group.WORLD), ("spread", "repeat")):
+    for told, replication in itertools.product(
+        (mesh_of((world,)), dist.group.WORLD), ("spread", "repeat")
+    ):
         random = torch.Generator("cpu").manual_seed(2)
         shapes = SHAPES["uneven"] + SHAPES["mixed"]
         pairs = []
         for extra in ({}, {"replicas": told, "sharded": ShardedSettings(replication=replication)}):
             random.manual_seed(2)
             params = [nn.Parameter(drawn(random, s)) for s in shapes]
-            optimizer = HybridMuon([(f"w{i}", p) for i, p in enumerate(params)], **SETTINGS, **extra)
+            optimizer = HybridMuon(
+                [(f"w{i}", p) for i, p in enumerate(params)], **SETTINGS, **extra
+            )
             for _ in range(3):
                 for p in params:
                     p.grad = drawn(random, p.shape)
@@ -366,7 +411,9 @@ def freed_gradients():
     """Gradients are dropped on the way, also where one was missing; the Adam routes keep theirs."""
     for slots in (1, 3):
         sharded = ShardedSettings(free_gradients=True, bucket_bytes=1, slots=slots)
-        twins = Twins([*SHAPES["even"], (7,)], mesh_of((dist.get_world_size(),)), [Shard(0)], sharded=sharded)
+        twins = Twins(
+            [*SHAPES["even"], (7,)], mesh_of((dist.get_world_size(),)), [Shard(0)], sharded=sharded
+        )
         twins.step()
         twins.step(without=(1,))
         assert [p.grad is None for p in twins.many] == [True] * 5 + [False]
@@ -389,13 +436,17 @@ def counted_collectives():
     for (name, mesh, placements), magma in itertools.product(layouts(), (True, False)):
         for replication in ("spread", "repeat")[: 1 + (magma and Replicate() in placements)]:
             sharded = ShardedSettings(bucket_bytes=1000, replication=replication)
-            twins = Twins(2 * SHAPES["even"], mesh_of(mesh), placements, sharded=sharded, magma_muon=magma)
+            twins = Twins(
+                2 * SHAPES["even"], mesh_of(mesh), placements, sharded=sharded, magma_muon=magma
+            )
             twins.step()  # compares the plans
             calls.clear()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(dist, "all_to_all_single", counting)
                 for other in others:
-                    patch.setattr(dist, other, lambda *_, other=other, **__: pytest.fail(f"{other} in a step"))
+                    patch.setattr(
+                        dist, other, lambda *_, other=other, **__: pytest.fail(f"{other} in a step")
+                    )
                 params, optimizer = twins.many, twins.optimizers[1]
                 for p in params:
                     p.grad = p.detach().clone()

@@ -44,7 +44,10 @@ WAYS = {
     "repeated": (ShardedSettings(replication="repeat"), ("weight", "bias")),
     "spread": (ShardedSettings(replication="spread"), ("bias",)),
     "cut state": (ShardedSettings(state="sharded", replication="spread"), ("bias",)),
-    "gathered momenta": (ShardedSettings(state="sharded", replication="repeat"), ("weight", "bias")),
+    "gathered momenta": (
+        ShardedSettings(state="sharded", replication="repeat"),
+        ("weight", "bias"),
+    ),
 }
 
 
@@ -76,7 +79,9 @@ def gradients_that_do_not_agree():
             with pytest.raises(MissingGradientError, match=f"{missing}' of shape"):
                 finished_step(optimizer)
             if not model.weight.is_cuda:
-                assert all(torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True))
+                assert all(
+                    torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True)
+                )
             getattr(model, missing).grad = None
             finished_step(optimizer)  # on no rank: it is left alone
 
@@ -90,7 +95,9 @@ def gradients_compared_late():
         model = nn.Linear(8, 8)
         optimizer = HybridMuon(model.named_parameters(), lr=0.1, replicas=mesh, sharded=sharded)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step, "GradientPresence", lambda *args, **_: GradientPresence(*args, late=True))
+            patch.setattr(
+                step, "GradientPresence", lambda *args, **_: GradientPresence(*args, late=True)
+            )
             ones(model)
             optimizer.step()
         state = optimizer.state_dict()
@@ -180,7 +187,9 @@ def nonfinite_gradients():
         twins = Twins(SHAPES["even"] + [(7,)], mesh, [Shard(0)], on_nonfinite=policy)
         twins.step()
         optimizer, before = twins.optimizers[1], [p.to_local().clone() for p in twins.many]
-        state = [x.to_local().clone() for p in twins.many for x in optimizer.state[p].values() if x.ndim]
+        state = [
+            x.to_local().clone() for p in twins.many for x in optimizer.state[p].values() if x.ndim
+        ]
         for p in twins.many:
             p.grad = p.detach().clone()
         if dist.get_rank() == 0:
@@ -236,7 +245,11 @@ def preflight():
     twins = fresh()
     p, _ = gradients(twins)
     p.grad = DTensor.from_local(torch.ones(8, 6), mesh, [Partial()], run_check=False)
-    refused(PartialPlacementError, r"'w0' of shape \(8, 6\) on mesh \d: Shard\(0\): its gradient is \(Partial", twins)
+    refused(
+        PartialPlacementError,
+        r"'w0' of shape \(8, 6\) on mesh \d: Shard\(0\): its gradient is \(Partial",
+        twins,
+    )
     p.grad = place(torch.ones(8, 6), mesh, [Shard(1)])
     refused(GradientPlacementError, r"'w0'.*its gradient is \(Shard\(dim=1\),\)", twins)
     gradients(twins)
@@ -246,9 +259,13 @@ def preflight():
     torch.utils.swap_tensors(p, moved)
     p.grad = place(torch.ones(8, 6), mesh, [Shard(1)])
     refused(ReshardedParameterError, r"'w0'.*Shard\(0\): it is \(Shard\(dim=1\),\) now", twins)
-    twins.optimizers[1].add_param_group({"params": [("v", nn.Parameter(torch.ones(2)))]})  # plans anew
+    twins.optimizers[1].add_param_group(
+        {"params": [("v", nn.Parameter(torch.ones(2)))]}
+    )  # plans anew
     refused(
-        ReshardedParameterError, r"'w0'.*Shard\(1\): its momentum_buffer is \(Shard\(dim=0\),\).*save and load", twins
+        ReshardedParameterError,
+        r"'w0'.*Shard\(1\): its momentum_buffer is \(Shard\(dim=0\),\).*save and load",
+        twins,
     )
 
     uneven = fresh()
@@ -257,18 +274,24 @@ def preflight():
         p.grad = place(torch.ones(8, 6), mesh, [Shard(1)])
     expected = r"'w0'.*its gradient is \(Shard\(dim=1\),\)"
     refused(
-        GradientPlacementError, expected if dist.get_rank() == 1 else f"rank 1 cannot step: .*\n.*{expected}", uneven
+        GradientPlacementError,
+        expected if dist.get_rank() == 1 else f"rank 1 cannot step: .*\n.*{expected}",
+        uneven,
     )
     gradients(uneven)
     uneven.optimizers[1].step()
 
-    small = nn.Parameter(DTensor.from_local(torch.zeros(4, 6).to(torch.float8_e4m3fn), mesh, [Shard(0)]))
+    small = nn.Parameter(
+        DTensor.from_local(torch.zeros(4, 6).to(torch.float8_e4m3fn), mesh, [Shard(0)])
+    )
     with pytest.raises(UnsupportedTransportError, match=r"'w8'.*float8_e4m3fn cannot be stepped"):
         HybridMuon([("w8", small)])
 
     different = fresh(momentum=0.9, schedule="8+2" if dist.get_rank() else "keller-jordan")
     gradients(different)
-    expected = r"ranks 0 and 1 plan different steps; rank 0: w0: .*5 steps.*; rank 1: w0: .*10 steps"
+    expected = (
+        r"ranks 0 and 1 plan different steps; rank 0: w0: .*5 steps.*; rank 1: w0: .*10 steps"
+    )
     refused(PlanMismatchError, expected, different)
 
 
@@ -284,11 +307,19 @@ def process_groups():
     made = []
     with pytest.MonkeyPatch.context() as patch:
         original = dist.new_group
-        patch.setattr(dist, "new_group", lambda *args, **options: made.append(args) or original(*args, **options))
+        patch.setattr(
+            dist,
+            "new_group",
+            lambda *args, **options: made.append(args) or original(*args, **options),
+        )
         for sharded in (ShardedSettings(), ShardedSettings(state="sharded")):
             model = nn.Linear(8, 8)
             optimizer = HybridMuon(
-                model.named_parameters(), replicas=sub, sharded=sharded, on_nonfinite="skip", magma_muon=False
+                model.named_parameters(),
+                replicas=sub,
+                sharded=sharded,
+                on_nonfinite="skip",
+                magma_muon=False,
             )
             for trained in (True, False, True):
                 model.bias.requires_grad_(trained)

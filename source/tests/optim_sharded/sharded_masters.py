@@ -14,14 +14,28 @@ from deepmd_muon.optim.dtensors import full_tensor, local_of
 from deepmd_muon.optim.qk_clip import QKClip, SeparateQK
 from deepmd_muon.optim.sharded import ShardedSettings, elements
 
-SHAPES = [(16, 16), (16, 48), (48, 16), (7, 5), (2, 3), (6, 8, 16), (3, 5, 4), (13,), (9, 4), (), (2, 2)]
+SHAPES = [
+    (16, 16),
+    (16, 48),
+    (48, 16),
+    (7, 5),
+    (2, 3),
+    (6, 8, 16),
+    (3, 5, 4),
+    (13,),
+    (9, 4),
+    (),
+    (2, 2),
+]
 SETTINGS = {"lr": 1e-3, "precision": "float32", "adam_patterns": ["w8"], "master_weights": True}
 REFERENCE = {"exchange": "reference"}
 SMALL = {"bucket_bytes": 1, "slots": 1, "free_gradients": True}
 
 
 def make(sharded=None, many=None, dtype=torch.bfloat16, shapes=SHAPES, **settings):
-    return Replicas(shapes, dist.group.WORLD, sharded, dtype=dtype, many=many, **{**SETTINGS, **settings})
+    return Replicas(
+        shapes, dist.group.WORLD, sharded, dtype=dtype, many=many, **{**SETTINGS, **settings}
+    )
 
 
 def masters(replicas, number):
@@ -33,7 +47,9 @@ def masters(replicas, number):
 def assert_equal(replicas, tolerance=3e-5):
     """Masters agree with those of one process; on every rank, weights are the rounded masters, bit for bit."""
     tolerance = max(tolerance, 1e-4) if replicas.many[0].is_cuda else tolerance
-    for i, (one, several) in enumerate(zip(masters(replicas, 0), masters(replicas, 1), strict=True)):
+    for i, (one, several) in enumerate(
+        zip(masters(replicas, 0), masters(replicas, 1), strict=True)
+    ):
         assert several.dtype == torch.float32
         torch.testing.assert_close(
             several.cpu(), one.cpu(), rtol=0, atol=tolerance, msg=lambda text, i=i: f"w{i}: {text}"
@@ -54,7 +70,9 @@ def bits(replicas):
 
 def assert_same_bits(some, others):
     assert len(some) == len(others)
-    assert all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(some, others, strict=True))  # offloaded or not
+    assert all(
+        torch.equal(x.cpu(), y.cpu()) for x, y in zip(some, others, strict=True)
+    )  # offloaded or not
 
 
 def masters_of_replicas():
@@ -64,7 +82,14 @@ def masters_of_replicas():
         ({"normuon": True, "cautious_decay": True, "magma_muon": False}, SMALL, {"offload": True}),
         ({"soap_muon": True, "magma_muon": False, "nesterov": False}, {}, {}),
         ({"muon_mode": "flat"}, {}, {}),
-        ({"muon_mode": "2d", "splits": ["w0: rows 1", "w1: columns rest+16", "w2: columns 1*2+rest"]}, SMALL, {}),
+        (
+            {
+                "muon_mode": "2d",
+                "splits": ["w0: rows 1", "w1: columns rest+16", "w2: columns 1*2+rest"],
+            },
+            SMALL,
+            {},
+        ),
         ({"normuon": True}, REFERENCE, {"offload": True}),
     )
     for settings, sharded, many in cases:
@@ -127,7 +152,12 @@ def masters_of_replicas_in_collectives():
 
     sent = {}
     for on in (True, False):
-        replicas = make({"bucket_bytes": 5000}, shapes=[*(3 * [(16, 48)]), (11,)], master_weights=on, adam_patterns=[])
+        replicas = make(
+            {"bucket_bytes": 5000},
+            shapes=[*(3 * [(16, 48)]), (11,)],
+            master_weights=on,
+            adam_patterns=[],
+        )
         replicas.step()
         calls.clear()
         gathers.clear()
@@ -156,7 +186,9 @@ def masters_of_replicas_without_some_gradients():
         assert_same_bits(bits(replicas), before)
         assert_equal(replicas)
         before = bits(replicas)
-        replicas.many[1].grad = torch.full_like(replicas.many[1], torch.nan if dist.get_rank() else 1.0)
+        replicas.many[1].grad = torch.full_like(
+            replicas.many[1], torch.nan if dist.get_rank() else 1.0
+        )
         replicas.optimizers[1].step()
         assert_same_bits(bits(replicas), before)
 
@@ -183,7 +215,9 @@ def masters_of_replicas_that_are_clipped():
     found = []
     for extra in ({}, {"replicas": dist.group.WORLD, "sharded": ShardedSettings(state="sharded")}):
         draw = torch.Generator("cpu").manual_seed(4)
-        params = {name: torch.nn.Parameter(drawn(draw, (12, 10), torch.bfloat16)) for name in ("q", "k")}
+        params = {
+            name: torch.nn.Parameter(drawn(draw, (12, 10), torch.bfloat16)) for name in ("q", "k")
+        }
         settings = {**SETTINGS, "adam_patterns": []}
         optimizer = HybridMuon(params.items(), qk_clip=clip, **settings, **extra)
         for _ in range(3):
@@ -243,9 +277,14 @@ def masters_of_replicas_restart():
 def masters_of_replicas_move_small_steps():
     """Two hundred steps at 1e-4 move bfloat16 weights as one process does; without masters none of them moves."""
     for on in (True, False):
-        replicas = make(shapes=[(16, 16), (32,)], lr=1e-4, weight_decay=0.0, master_weights=on, adam_patterns=[])
+        replicas = make(
+            shapes=[(16, 16), (32,)], lr=1e-4, weight_decay=0.0, master_weights=on, adam_patterns=[]
+        )
         for p, q in zip(replicas.one, replicas.many, strict=True):
-            for x in (p, q):  # half of the last bit is larger than a step, and 200 steps are larger than the last bit
+            for x in (
+                p,
+                q,
+            ):  # half of the last bit is larger than a step, and 200 steps are larger than the last bit
                 x.data = torch.linspace(0.08, 0.25, p.numel()).view(p.shape).to(p.dtype)
         replicas.step()
         first = [q.detach().clone() for q in replicas.many]
@@ -296,7 +335,9 @@ def masters_beside_wide_parameters():
             optimizer.step()
     for p, q in zip(*both, strict=True):
         assert ("master_weight" in optimizers[1].state[q]) == (q.dtype == torch.bfloat16)
-        torch.testing.assert_close(q, p, rtol=1e-5 if p.dtype == torch.float32 else 2**-8, atol=1e-5)
+        torch.testing.assert_close(
+            q, p, rtol=1e-5 if p.dtype == torch.float32 else 2**-8, atol=1e-5
+        )
 
 
 CASES = [

@@ -80,7 +80,9 @@ def fsdp2_models(**more):
     for way, accumulate in [(fsdp, 1)] * (world == 2) + [(way, 2) for way in ways]:
         one, many = Net().double(), way(Net().double())
         first = HybridMuon(one.named_parameters(), **settings)
-        second = HybridMuon(many.named_parameters(), **settings, replicas=dist.group.WORLD if way is ddp else None)
+        second = HybridMuon(
+            many.named_parameters(), **settings, replicas=dist.group.WORLD if way is ddp else None
+        )
         assert [e.name for e in second.routing] == [e.name for e in first.routing]
         clip = 0 if way is over_tp else 0.5  # torch clips parameters of one mesh only
         train(one, first, 3, accumulate=accumulate, clip=clip)
@@ -88,7 +90,9 @@ def fsdp2_models(**more):
         assert len(second.plan.domains) == (2 if way is over_tp else 1)
         for p, q in zip(one.parameters(), many.parameters(), strict=True):
             full = q.full_tensor() if isinstance(q, DTensor) else q
-            bound = 1e-8 if p.is_cuda else 1e-10  # Magma scores are float32, and sums are added in another order there
+            bound = (
+                1e-8 if p.is_cuda else 1e-10
+            )  # Magma scores are float32, and sums are added in another order there
             torch.testing.assert_close(full, p, rtol=0, atol=bound)
 
 
@@ -98,7 +102,9 @@ def full_state(model, optimizer):
     for name, p in model.named_parameters():
         values = {"weight": p.detach(), **optimizer.state[p]}
         for key, x in values.items():
-            found[name.removeprefix("module."), key] = (x.full_tensor() if isinstance(x, DTensor) else x).clone()
+            found[name.removeprefix("module."), key] = (
+                x.full_tensor() if isinstance(x, DTensor) else x
+            ).clone()
     return found
 
 
@@ -119,8 +125,16 @@ def wrapped(way):
     told = {"replicas": dist.group.WORLD} if way in ("ddp", "zero") else {}
     sharded = ShardedSettings(state="sharded" if way == "zero" else "replicated")
     # Rules with one number per matrix, with one per row, and without state.
-    settings = {**SETTINGS, **told, "normuon": True, "cautious_decay": True, "master_weights": narrow}
-    return model, HybridMuon(model.named_parameters(), **settings, sharded=sharded, offload=way == "offload")
+    settings = {
+        **SETTINGS,
+        **told,
+        "normuon": True,
+        "cautious_decay": True,
+        "master_weights": narrow,
+    }
+    return model, HybridMuon(
+        model.named_parameters(), **settings, sharded=sharded, offload=way == "offload"
+    )
 
 
 def save(folder, way):
@@ -129,7 +143,9 @@ def save(folder, way):
     train(model, optimizer, 3)
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "sharded")
-    whole = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    whole = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True)
+    )
     held_by_all = full_state(model, optimizer)
     if dist.get_rank() == 0:
         torch.save({"held": held_by_all, "whole": whole}, folder / "full.pt")
@@ -204,7 +220,12 @@ def replaced_parameters():
             assert torch.allclose(p.full_tensor(), q, rtol=0, atol=1e-8), (before, kind, name)
             for key, value in one.state[q].items():
                 found = full_tensor(optimizer.state[p][key])
-                assert torch.allclose(found.cpu(), value.cpu(), rtol=1e-5, atol=1e-8), (before, kind, name, key)
+                assert torch.allclose(found.cpu(), value.cpu(), rtol=1e-5, atol=1e-8), (
+                    before,
+                    kind,
+                    name,
+                    key,
+                )
 
     model = Net().double()
     shard(model)

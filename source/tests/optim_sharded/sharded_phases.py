@@ -32,7 +32,9 @@ def profiled_step():
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    assert lines[0].startswith("a.weight: muon 1x8x12, because matrix in mode 'slice'; shape 8x12, placements (")
+    assert lines[0].startswith(
+        "a.weight: muon 1x8x12, because matrix in mode 'slice'; shape 8x12, placements ("
+    )
     assert "S" in lines[0]
     assert "DeviceMesh" in lines[0]
     assert "FLOPs" in lines[-1].splitlines()[-1]

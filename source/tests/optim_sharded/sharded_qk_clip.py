@@ -50,7 +50,10 @@ def all_logits():
 
 
 def named(shapes, make):
-    return {name if "." in name else f"{name}.weight": nn.Parameter(make(shape)) for name, shape in shapes.items()}
+    return {
+        name if "." in name else f"{name}.weight": nn.Parameter(make(shape))
+        for name, shape in shapes.items()
+    }
 
 
 def mine(logits):
@@ -74,7 +77,10 @@ def clipped(params, logits, **settings):
             grad = drawn(random, p.shape, p.dtype)
             p.grad = place(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
         optimizer.step(qk_logits=logits)
-    return {name: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in params.items()}
+    return {
+        name: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+        for name, p in params.items()
+    }
 
 
 def sharded_qk_clip():
@@ -83,7 +89,11 @@ def sharded_qk_clip():
     logits = all_logits()
     own = {name: mine(x) for name, x in logits.items()}
     expected = clipped(named(SHAPES, lambda shape: values[shape].clone()), logits)
-    plain = clipped(named(SHAPES, lambda shape: values[shape].clone()), own, replicas=mesh_of((dist.get_world_size(),)))
+    plain = clipped(
+        named(SHAPES, lambda shape: values[shape].clone()),
+        own,
+        replicas=mesh_of((dist.get_world_size(),)),
+    )
     offloaded = named(SHAPES, lambda shape: values[shape].clone())
     results = {"replicas": plain, "offloaded": clipped(offloaded, logits, offload=True)}
     for name, mesh, placements in layouts():
@@ -91,7 +101,9 @@ def sharded_qk_clip():
             there = mesh_of(mesh)
 
             def make(shape, there=there, placements=placements):
-                fitting = [p if getattr(p, "dim", 0) < len(shape) else type(p)(0) for p in placements]
+                fitting = [
+                    p if getattr(p, "dim", 0) < len(shape) else type(p)(0) for p in placements
+                ]
                 return place(values[shape].clone(), there, fitting)
 
             results[name] = clipped(named(SHAPES, make), own, offload=name == "Shard(0)")
@@ -112,11 +124,16 @@ def logits_as_dtensors():
     as_dtensors = {
         "heads": {name: place(x.clone(), mesh, [Shard(0)]) for name, x in everything.items()},
         "whole": {name: place(x.clone(), mesh, [Replicate()]) for name, x in everything.items()},
-        "maxima": {name: DTensor.from_local(mine(x), mesh, [Partial("max")]) for name, x in everything.items()},
+        "maxima": {
+            name: DTensor.from_local(mine(x), mesh, [Partial("max")])
+            for name, x in everything.items()
+        },
     }
     if world == 4:
         grid = mesh_of((2, 2))
-        as_dtensors["grid"] = {name: place(x.clone(), grid, [Replicate(), Shard(0)]) for name, x in everything.items()}
+        as_dtensors["grid"] = {
+            name: place(x.clone(), grid, [Replicate(), Shard(0)]) for name, x in everything.items()
+        }
     for kind, logits in as_dtensors.items():
         sharded = named(SHAPES, lambda shape: place(values[shape].clone(), mesh, [Shard(0)]))
         copies = named(SHAPES, lambda shape: values[shape].clone())

@@ -43,11 +43,17 @@ def rules_of_views():
             (COLUMNS, ("Shard(1)", "FSDP × TP")),
             (SOAP, ("strided", "FSDP × TP")),
         ):
-            every_layout(names=names, kinds=("experts",), options=({**settings, **view},), sharded=small)
+            every_layout(
+                names=names, kinds=("experts",), options=({**settings, **view},), sharded=small
+            )
 
 
 def rules_in_the_reference():
-    every_layout(kinds=("experts",), options=(BOTH, SOAP, NORMS), sharded=ShardedSettings(exchange="reference"))
+    every_layout(
+        kinds=("experts",),
+        options=(BOTH, SOAP, NORMS),
+        sharded=ShardedSettings(exchange="reference"),
+    )
 
 
 def rules_of_replicas():
@@ -59,13 +65,18 @@ def rules_of_replicas():
             ({"bucket_bytes": 1, "slots": 1}, {"offload": True}),
             ({"replication": "repeat"}, {}),
         ):
-            replicas = Replicas(shapes, dist.group.WORLD, sharded, many=more, on_nonfinite="skip", **settings)
+            replicas = Replicas(
+                shapes, dist.group.WORLD, sharded, many=more, on_nonfinite="skip", **settings
+            )
             replicas.step()
             replicas.step(nowhere=(0, 5))
             replicas.step(without=() if "repeat" in sharded.values() else (2, 6))
             replicas.assert_equal(1e-5)
             before = [q.detach().clone() for q in replicas.many]
-            state = [{k: local_of(x).clone() for k, x in s.items()} for s in replicas.optimizers[1].state.values()]
+            state = [
+                {k: local_of(x).clone() for k, x in s.items()}
+                for s in replicas.optimizers[1].state.values()
+            ]
             replicas.many[1].grad[0] = torch.nan
             replicas.optimizers[1].step()
             assert all(torch.equal(p, q) for p, q in zip(before, replicas.many, strict=True))
@@ -90,7 +101,9 @@ def rules_without_some_gradients():
 
 
 def rules_of_bfloat16():
-    twins = Twins(SHAPES["even"], mesh_of((dist.get_world_size(),)), [Shard(0)], dtype=torch.bfloat16, **BOTH)
+    twins = Twins(
+        SHAPES["even"], mesh_of((dist.get_world_size(),)), [Shard(0)], dtype=torch.bfloat16, **BOTH
+    )
     twins.step()
     twins.step()
     twins.assert_equal()
@@ -98,27 +111,40 @@ def rules_of_bfloat16():
 
 def master_weights():
     """Masters of one process, in the layout of the parameters: exchanged, gathered, offloaded; gradients missing."""
-    mesh, settings = mesh_of((dist.get_world_size(),)), {"master_weights": True, "lr": 1e-3, "adam_patterns": ["w4"]}
+    mesh, settings = (
+        mesh_of((dist.get_world_size(),)),
+        {"master_weights": True, "lr": 1e-3, "adam_patterns": ["w4"]},
+    )
     reference = {"sharded": ShardedSettings(exchange="reference")}
-    for placements, many in (([Shard(0)], {}), ([Shard(1)], {"offload": True}), ([Shard(0)], reference)):
+    for placements, many in (
+        ([Shard(0)], {}),
+        ([Shard(1)], {"offload": True}),
+        ([Shard(0)], reference),
+    ):
         twins = Twins(SHAPES["even"], mesh, placements, dtype=torch.bfloat16, many=many, **settings)
         twins.step()
         twins.step(without=() if many is reference else (1,), nowhere=(2,))
         twins.step()
         twins.assert_equal()
         for p, q in zip(twins.one, twins.many, strict=True):
-            one, several = (o.state[x]["master_weight"] for o, x in zip(twins.optimizers, (p, q), strict=True))
+            one, several = (
+                o.state[x]["master_weight"] for o, x in zip(twins.optimizers, (p, q), strict=True)
+            )
             assert several.to_local().shape == q.to_local().shape
             torch.testing.assert_close(full_tensor(several), one, rtol=0, atol=3e-5)
             assert torch.equal(full_tensor(several).bfloat16(), full_tensor(q.detach()))
             if many.get("offload"):
                 assert "master_weight" in twins.optimizers[1]._host_memory._slots[q]
     spread = {"sharded": ShardedSettings(replication="spread")}
-    replicas = Replicas(SHAPES["even"], dist.group.WORLD, dtype=torch.bfloat16, many=spread, **settings)
+    replicas = Replicas(
+        SHAPES["even"], dist.group.WORLD, dtype=torch.bfloat16, many=spread, **settings
+    )
     replicas.step()
     replicas.step()
     for p, q in zip(replicas.one, replicas.many, strict=True):
-        one, several = (o.state[x]["master_weight"] for o, x in zip(replicas.optimizers, (p, q), strict=True))
+        one, several = (
+            o.state[x]["master_weight"] for o, x in zip(replicas.optimizers, (p, q), strict=True)
+        )
         torch.testing.assert_close(several, one, rtol=0, atol=3e-5)
 
 
@@ -143,7 +169,9 @@ def rules_migrate():
             twins = Twins([(6, 8, 16), (16, 16)], mesh_of((world,)), placements, **settings)
             twins.step()
             for i, params in enumerate((twins.one, twins.many)):
-                again = HybridMuon([(f"w{k}", p) for k, p in enumerate(params)], **{**SETTINGS, **settings, **now})
+                again = HybridMuon(
+                    [(f"w{k}", p) for k, p in enumerate(params)], **{**SETTINGS, **settings, **now}
+                )
                 again.load_state_dict(twins.optimizers[i].state_dict())
                 twins.optimizers[i] = again
             twins.step()

@@ -35,13 +35,20 @@ def offloaded():
     kinds = ("even", "rest") if dist.get_world_size() < 4 else ("even",)
     for (name, mesh, placements), kind in itertools.product(layouts(), kinds):
         shapes = [shape for shape in SHAPES[kind] if fits(shape, placements)]
-        twins = Twins(shapes, mesh_of(mesh), placements, many={"offload": True, "offload_bytes": 600})
+        twins = Twins(
+            shapes, mesh_of(mesh), placements, many={"offload": True, "offload_bytes": 600}
+        )
         twins.step()
         twins.step()
         twins.optimizers[1].offload(False)
         twins.step()
         states = twins.optimizers[1].state.values()
-        on_device = [weakref.ref(local_of(x)) for state in states for k, x in state.items() if k in ALL_MOMENTS]
+        on_device = [
+            weakref.ref(local_of(x))
+            for state in states
+            for k, x in state.items()
+            if k in ALL_MOMENTS
+        ]
         twins.optimizers[1].offload()
         assert on_device
         assert all(moment() is None for moment in on_device)
@@ -54,7 +61,12 @@ def offloaded():
     for settings in ({}, {"nesterov": False}):
         sharded = ShardedSettings(bucket_bytes=1, slots=2)
         twins = Twins(
-            SHAPES["even"] + [(6, 8, 16)], mesh, [Shard(0)], sharded=sharded, many={"offload": True}, **settings
+            SHAPES["even"] + [(6, 8, 16)],
+            mesh,
+            [Shard(0)],
+            sharded=sharded,
+            many={"offload": True},
+            **settings,
         )
         twins.step()
         twins.step(without=(1, 3))
@@ -91,7 +103,9 @@ class Replicas:
         self.many = [nn.Parameter(p.detach().clone()) for p in self.one]
         ways = (self.one, {}), (self.many, {"replicas": told, "sharded": sharded, **(many or {})})
         self.optimizers = [
-            HybridMuon([(f"w{i}", p) for i, p in enumerate(ps)], **{**SETTINGS, **settings}, **extra)
+            HybridMuon(
+                [(f"w{i}", p) for i, p in enumerate(ps)], **{**SETTINGS, **settings}, **extra
+            )
             for ps, extra in ways
         ]
 
@@ -101,7 +115,9 @@ class Replicas:
             p.grad = None if i in nowhere else drawn(self.random, p.shape, p.dtype)
             if i in without:
                 p.grad.zero_()
-            q.grad = None if i in nowhere or (i in without and dist.get_rank() == 0) else p.grad.clone()
+            q.grad = (
+                None if i in nowhere or (i in without and dist.get_rank() == 0) else p.grad.clone()
+            )
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -109,13 +125,19 @@ class Replicas:
         one, many = self.optimizers
         tolerance = max(tolerance, slack_of(one)) if self.one[0].is_cuda else tolerance
         for i, (p, q) in enumerate(zip(self.one, self.many, strict=True)):
-            torch.testing.assert_close(q, p, rtol=tolerance, atol=tolerance, msg=lambda text, i=i: f"w{i}: {text}")
+            torch.testing.assert_close(
+                q, p, rtol=tolerance, atol=tolerance, msg=lambda text, i=i: f"w{i}: {text}"
+            )
             state, cut = one.state[p], many.state[q]
             assert state.keys() == cut.keys()
             for key, x in state.items():
                 y = cut[key]
-                if not key.startswith(("second_moment", "soap")):  # in parts where the rows or columns are
-                    assert isinstance(y, DTensor) == (key not in ("step", "magma_score") and p.ndim > 0)
+                if not key.startswith(
+                    ("second_moment", "soap")
+                ):  # in parts where the rows or columns are
+                    assert isinstance(y, DTensor) == (
+                        key not in ("step", "magma_score") and p.ndim > 0
+                    )
                 assert (y.shape, y.dtype) == (x.shape, x.dtype)
                 y = y.full_tensor() if isinstance(y, DTensor) else y
                 torch.testing.assert_close(y.to(x.device), x, rtol=tolerance, atol=tolerance)
@@ -131,7 +153,9 @@ def cut_state():
         exact = tolerance == 0.0 and world != 3
         for replication in ("spread", "repeat"):
             replicas = Replicas(shapes, mesh_of((world,)), {"replication": replication}, **settings)
-            assert bool(replicas.optimizers[1].plan.domains[0].gathered) == (replication == "repeat")
+            assert bool(replicas.optimizers[1].plan.domains[0].gathered) == (
+                replication == "repeat"
+            )
             for _ in range(3):
                 replicas.step()
             replicas.assert_equal(tolerance if exact else 1e-6)
@@ -140,7 +164,10 @@ def cut_state():
         ({"bucket_bytes": 1}, {}),
         ({"slots": 1, "free_gradients": True, "replication": "spread"}, {"offload": True}),
         ({"replication": "repeat"}, {}),
-        ({"replication": "repeat", "free_gradients": True}, {"offload": True, "offload_bytes": 2000}),
+        (
+            {"replication": "repeat", "free_gradients": True},
+            {"offload": True, "offload_bytes": 2000},
+        ),
     ):
         replicas = Replicas(both, dist.group.WORLD, sharded, many=many)
         replicas.step()
@@ -177,7 +204,10 @@ def momenta_gathered_early():
         for p, q in zip(early.many, late.many, strict=True):
             assert torch.equal(p, q)
             states = (each.optimizers[1].state[x] for each, x in ((early, p), (late, q)))
-            assert all(torch.equal(local_of(x), local_of(y)) for x, y in zip(*map(dict.values, states), strict=True))
+            assert all(
+                torch.equal(local_of(x), local_of(y))
+                for x, y in zip(*map(dict.values, states), strict=True)
+            )
 
     def between(what):
         optimizer = early.optimizers[1]
@@ -229,7 +259,8 @@ def cut_state_takes_a_part_of_the_memory():
     fresh = many.fresh_state()
     assert list(many.state.items()) == list(before.items())
     assert (
-        fresh["w0"]["momentum_buffer"].to_local().shape == before[replicas.many[0]]["momentum_buffer"].to_local().shape
+        fresh["w0"]["momentum_buffer"].to_local().shape
+        == before[replicas.many[0]]["momentum_buffer"].to_local().shape
     )
 
 
@@ -247,7 +278,11 @@ def cut_state_collectives():
         gathers.append(mine.numel())
         return gather(everything, mine, **options)
 
-    replicas = Replicas([*(3 * SHAPES["even"]), (11,), (5,)], mesh_of((dist.get_world_size(),)), {"bucket_bytes": 5000})
+    replicas = Replicas(
+        [*(3 * SHAPES["even"]), (11,), (5,)],
+        mesh_of((dist.get_world_size(),)),
+        {"bucket_bytes": 5000},
+    )
     replicas.step()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counting)
@@ -261,7 +296,9 @@ def cut_state_collectives():
     assert sum(calls) == domain.sent(plan.settings)[rank]
     assert gathers == [sum(-(-n // dist.get_world_size()) for n in (11, 5))]
     repeat = {"replication": "repeat"}
-    replicas = Replicas([*(3 * SHAPES["even"]), (11,), (5,)], mesh_of((dist.get_world_size(),)), repeat)
+    replicas = Replicas(
+        [*(3 * SHAPES["even"]), (11,), (5,)], mesh_of((dist.get_world_size(),)), repeat
+    )
     replicas.step()
     calls.clear()
     with pytest.MonkeyPatch.context() as patch:
@@ -318,14 +355,18 @@ def cut_state_preflight():
     # There is no backend for this device.
     p = nn.Parameter(torch.empty(4, 4, device="meta"))
     p.grad = torch.empty_like(p)
-    spread = HybridMuon([("w", p)], replicas=dist.group.WORLD, sharded=ShardedSettings(replication="spread"))
+    spread = HybridMuon(
+        [("w", p)], replicas=dist.group.WORLD, sharded=ShardedSettings(replication="spread")
+    )
     refused(UnsupportedTransportError, r"no backend for meta tensors.*initialise it with", spread)
     # A parameter, or its gradient, moves to another device between steps.
     for sharded in (False, True):
         if sharded:
             p = nn.Parameter(DTensor.from_local(torch.ones(2, 4), mesh_of((world,)), [Shard(0)]))
             optimizer = HybridMuon([("w", p)])
-            moved = DTensor.from_local(torch.ones(2, 4, device="meta"), mesh_of((world,)), [Shard(0)])
+            moved = DTensor.from_local(
+                torch.ones(2, 4, device="meta"), mesh_of((world,)), [Shard(0)]
+            )
         else:
             p = nn.Parameter(torch.ones(2 * world, 4))
             told = ShardedSettings(state="sharded")
@@ -337,11 +378,19 @@ def cut_state_preflight():
         torch.utils.swap_tensors(p, nn.Parameter(moved))
         p.grad = p.detach().clone()
         here = torch.get_default_device()
-        refused(ReshardedParameterError, rf"'w' of shape \(\d+, 4\).*moved from {here} to meta", optimizer)
+        refused(
+            ReshardedParameterError,
+            rf"'w' of shape \(\d+, 4\).*moved from {here} to meta",
+            optimizer,
+        )
     p = nn.Parameter(torch.ones(4 * world, 4))
-    optimizer = HybridMuon([("w", p)], replicas=dist.group.WORLD, sharded=ShardedSettings(state="sharded"))
+    optimizer = HybridMuon(
+        [("w", p)], replicas=dist.group.WORLD, sharded=ShardedSettings(state="sharded")
+    )
     p.grad = DTensor.from_local(torch.ones(4, 4), mesh_of((world,)), [Shard(0)])
-    refused(GradientPlacementError, "'w'.*its gradient is a DTensor and the parameter is not", optimizer)
+    refused(
+        GradientPlacementError, "'w'.*its gradient is a DTensor and the parameter is not", optimizer
+    )
 
 
 def order_of_a_step():
@@ -394,7 +443,10 @@ def adam_in_parts():
     shapes = {"a": (8 * world, 4), "b": (7, 3), "c": (world + 1,), "d": (1,), "e": ()}
     random = torch.Generator("cpu").manual_seed(5)
     for config in (AdamConfig(weight_decay=0.1), AdamWConfig(weight_decay=0.1)):
-        models = [nn.ParameterDict({k: torch.ones(shape) for k, shape in shapes.items()}) for _ in range(2)]
+        models = [
+            nn.ParameterDict({k: torch.ones(shape) for k, shape in shapes.items()})
+            for _ in range(2)
+        ]
         optimizers = [config.build(models[0], 0.1), config.build(models[1], 0.1, mesh_of((world,)))]
 
         def step(nowhere=(), models=models, optimizers=optimizers):
@@ -412,18 +464,26 @@ def adam_in_parts():
         step(nowhere=("b",))
         step()
         whole, cut = (optimizer.state_dict() for optimizer in optimizers)
-        assert [g["param_names"] for g in whole["param_groups"]] == [g["param_names"] for g in cut["param_groups"]]
+        assert [g["param_names"] for g in whole["param_groups"]] == [
+            g["param_names"] for g in cut["param_groups"]
+        ]
         for i, (key, p) in enumerate(models[0].items()):
             for name in ("exp_avg", "exp_avg_sq"):
                 x, y = whole["state"][i][name], cut["state"][i][name]
                 assert isinstance(y, DTensor) == (p.ndim > 0)
-                torch.testing.assert_close(y.full_tensor() if p.ndim else y, x, rtol=1e-6, atol=1e-6)
+                torch.testing.assert_close(
+                    y.full_tensor() if p.ndim else y, x, rtol=1e-6, atol=1e-6
+                )
                 if p.ndim:
                     rows = -(-p.shape[0] // world)
-                    assert len(y.to_local()) == max(0, min(rows, p.shape[0] - dist.get_rank() * rows)), key
+                    assert len(y.to_local()) == max(
+                        0, min(rows, p.shape[0] - dist.get_rank() * rows)
+                    ), key
         for source in optimizers:
             found = source.state_dict()
-            found["state"] = {i: {k: x.clone() for k, x in values.items()} for i, values in found["state"].items()}
+            found["state"] = {
+                i: {k: x.clone() for k, x in values.items()} for i, values in found["state"].items()
+            }
             optimizers[1].load_state_dict(found)
             moments = optimizers[1].state_dict()["state"][0]
             assert moments["exp_avg"].to_local().untyped_storage().nbytes() == 8 * 4 * 4
@@ -434,7 +494,10 @@ def adam_in_parts_as_users_call_it():
     """Replaced memory is followed or refused; zero_grad, closures and missing gradients are as with whole state."""
     world = dist.get_world_size()
     random = torch.Generator("cpu").manual_seed(6)
-    models = [nn.ParameterDict({"a": torch.ones(2 * world, 4), "b": torch.ones(3), "c": torch.ones(())}) for _ in "12"]
+    models = [
+        nn.ParameterDict({"a": torch.ones(2 * world, 4), "b": torch.ones(3), "c": torch.ones(())})
+        for _ in "12"
+    ]
     cut = AdamConfig().build(models[1], 0.1, mesh_of((world,)))
     optimizers = [AdamConfig().build(models[0], 0.1), cut]
 
@@ -494,11 +557,15 @@ def adam_in_parts_as_users_call_it():
     backward()
     models[1]["b"].data = models[1]["b"].data.double()
     models[1]["b"].grad = None
-    with pytest.raises(ReshardedParameterError, match=r"'b' was torch.float32 of .*, and is torch.float64 of shape"):
+    with pytest.raises(
+        ReshardedParameterError, match=r"'b' was torch.float32 of .*, and is torch.float64 of shape"
+    ):
         cut.step()
     if dist.get_rank() == 0:
         models[1]["d"] = torch.ones(2)
-    with pytest.raises(PlanMismatchError, match=r"rank 0: 'd' of shape \(2,\); rank 1: nothing more"):
+    with pytest.raises(
+        PlanMismatchError, match=r"rank 0: 'd' of shape \(2,\); rank 1: nothing more"
+    ):
         AdamWConfig().build(models[1], 0.1, mesh_of((world,)))
 
 

@@ -24,9 +24,13 @@ def free_port():
 
 
 def _begin(rank, world, port, device="cpu"):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world)
+    )
     torch.set_num_threads(1)
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # about its own all-gathers
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
+        logging.ERROR
+    )  # about its own all-gathers
     if device == "cuda":
         torch.cuda.set_device(rank)
         torch.set_default_device(f"cuda:{rank}")
@@ -53,7 +57,9 @@ def _run(rank, world, port, cases, results, device):
         except Exception:
             outcome = traceback.format_exc()
         results.put((rank, name, outcome, time.perf_counter() - start))
-        if outcome:  # the collectives of the others may be out of step: leaving ends them with an error
+        if (
+            outcome
+        ):  # the collectives of the others may be out of step: leaving ends them with an error
             break
     dist.destroy_process_group()
 

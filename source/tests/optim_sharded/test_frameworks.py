@@ -60,7 +60,10 @@ def test_hugging_face_trainer(tmp_path, monkeypatch):
     torch.manual_seed(1)
     model = found["GPT2LMHeadModel"](trainer.model.config)
     again = found["Trainer"](
-        model, found["arguments"], train_dataset=found["rows"], optimizer_cls_and_kwargs=(found["Muon"], {"lr": 0.02})
+        model,
+        found["arguments"],
+        train_dataset=found["rows"],
+        optimizer_cls_and_kwargs=(found["Muon"], {"lr": 0.02}),
     )
     again.train(resume_from_checkpoint="out/checkpoint-10")
     assert again.state.global_step == 20
@@ -79,7 +82,12 @@ def test_lightning(tmp_path, monkeypatch):
     expected = [p.clone() for p in net.parameters()]
     lightning.seed_everything(0)
     half = found["Net"]()
-    options = {"accelerator": "cpu", "precision": "bf16-mixed", "logger": False, "enable_checkpointing": False}
+    options = {
+        "accelerator": "cpu",
+        "precision": "bf16-mixed",
+        "logger": False,
+        "enable_checkpointing": False,
+    }
     first = lightning.Trainer(max_epochs=1, **options)
     first.fit(half, batches)
     first.save_checkpoint("half.ckpt")
@@ -162,7 +170,9 @@ def load_by_torchtitan(folder):
 def test_torchtitan_saves_and_any_number_of_ranks_reads(tmp_path):
     pytest.importorskip("torchtitan", exc_type=ImportError)
     for world, case in ((2, save_by_torchtitan), (4, load_by_torchtitan), (1, load_by_torchtitan)):
-        failures, _ = run_cases(world, [("torchtitan", functools.partial(case, tmp_path / "checkpoint"))])
+        failures, _ = run_cases(
+            world, [("torchtitan", functools.partial(case, tmp_path / "checkpoint"))]
+        )
         assert not failures, failures
 
 
@@ -176,7 +186,9 @@ def test_timm():
     assert views(optimizer)["blocks.0.attn.qkv.weight"] == "1x576x192 rows 192+192+192"
     assert kinds["patch_embed.proj.weight"] == "adamw"
     assert found["loss"] < 0.1
-    found = run("### Groups of layers", model=found["model"], CosineLRScheduler=found["CosineLRScheduler"])
+    found = run(
+        "### Groups of layers", model=found["model"], CosineLRScheduler=found["CosineLRScheduler"]
+    )
     grouped = found["optimizer"]
     assert routes(grouped) == kinds
     rates = {group["lr"] / group["lr_scale"] for group in grouped.param_groups}
@@ -190,11 +202,18 @@ class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attn = nn.ModuleDict({"c_attn": nn.Linear(width, 3 * width), "c_proj": nn.Linear(width, width)})
-        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(width, 4 * width), "c_proj": nn.Linear(4 * width, width)})
+        self.attn = nn.ModuleDict(
+            {"c_attn": nn.Linear(width, 3 * width), "c_proj": nn.Linear(width, width)}
+        )
+        self.mlp = nn.ModuleDict(
+            {"c_fc": nn.Linear(width, 4 * width), "c_proj": nn.Linear(4 * width, width)}
+        )
 
     def forward(self, x):
-        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.attn["c_attn"](self.ln_1(x)).chunk(3, -1))
+        q, k, v = (
+            y.unflatten(-1, (2, -1)).transpose(1, 2)
+            for y in self.attn["c_attn"](self.ln_1(x)).chunk(3, -1)
+        )
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attn["c_proj"](y.transpose(1, 2).flatten(2))
         return x + self.mlp["c_proj"](nn.functional.gelu(self.mlp["c_fc"](self.ln_2(x))))
@@ -222,7 +241,9 @@ class GPT(nn.Module):
         x = self.transformer["wte"](tokens) + self.transformer["wpe"](torch.arange(tokens.shape[1]))
         for block in self.transformer["h"]:
             x = block(x)
-        return nn.functional.cross_entropy(self.lm_head(self.transformer["ln_f"](x)).flatten(0, 1), targets.flatten())
+        return nn.functional.cross_entropy(
+            self.lm_head(self.transformer["ln_f"](x)).flatten(0, 1), targets.flatten()
+        )
 
 
 def nano_steps(model, optimizer, steps):
@@ -232,7 +253,9 @@ def nano_steps(model, optimizer, steps):
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * (1 + math.cos(math.pi * step / 20))
         for part in range(2):
-            start = torch.randint(61, (8, 1), generator=torch.Generator().manual_seed(2 * step + part))
+            start = torch.randint(
+                61, (8, 1), generator=torch.Generator().manual_seed(2 * step + part)
+            )
             rows = (start + torch.arange(33)) % 61
             loss = model(rows[:, :-1], rows[:, 1:])
             scaler.scale(loss / 2).backward()
@@ -247,7 +270,11 @@ def test_nanogpt():
     torch.manual_seed(0)
     model, resumed = GPT(), GPT()
     optimizer = model.configure_optimizers(0.1, 0.02, (0.9, 0.95), "cpu")
-    assert routes(optimizer)["transformer.wte.weight"] == routes(optimizer)["transformer.wpe.weight"] == "adamw"
+    assert (
+        routes(optimizer)["transformer.wte.weight"]
+        == routes(optimizer)["transformer.wpe.weight"]
+        == "adamw"
+    )
     assert views(optimizer)["transformer.h.0.attn.c_attn.weight"] == "1x96x32 rows 32+32+32"
     nano_steps(model, optimizer, range(10))
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -268,7 +295,9 @@ def in_groups(model):
     """Two groups without names, as HF's Trainer makes them."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim < 2]
-    return HybridMuon([{"params": decayed}, {"params": rest, "weight_decay": 0.0}], 0.02, precision="float64")
+    return HybridMuon(
+        [{"params": decayed}, {"params": rest, "weight_decay": 0.0}], 0.02, precision="float64"
+    )
 
 
 OPTIMIZERS = [
@@ -296,7 +325,9 @@ def trained_by_accelerate():
     # Accelerate shards models on accelerators only; FSDP2 itself, and all that accelerate does for it, run on a CPU.
     for state in (PartialState, AcceleratorState):
         state._shared_state["distributed_type"] = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, cpu_ram_efficient_loading=False
+    )
     for make in OPTIMIZERS:
         expected = make_model()
         train(expected, make(expected), torch.Tensor.backward)

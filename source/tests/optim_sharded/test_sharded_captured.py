@@ -17,7 +17,10 @@ from deepmd_muon.optim.sharded import ShardedSettings
 # Kernels are compiled for few kinds of shapes, which takes the time of these tests.
 KINDS = {
     "even": (SHAPES["even"], {}),
-    "mixed": ([*SHAPES["mixed"], (5, 7), (9, 1, 2)], {"normuon": True, "cautious_decay": True, "on_nonfinite": "skip"}),
+    "mixed": (
+        [*SHAPES["mixed"], (5, 7), (9, 1, 2)],
+        {"normuon": True, "cautious_decay": True, "on_nonfinite": "skip"},
+    ),
 }
 
 
@@ -30,7 +33,11 @@ class Side:
         self.params = [nn.Parameter(cut(drawn(self.random, shape))) for shape in shapes]
         for p in self.params:
             p.grad = torch.zeros_like(p)
-        settings = {**SETTINGS, "lr": torch.tensor(0.02, dtype=torch.float64, device=device), **settings}
+        settings = {
+            **SETTINGS,
+            "lr": torch.tensor(0.02, dtype=torch.float64, device=device),
+            **settings,
+        }
         named = [(f"w{i}", p) for i, p in enumerate(self.params)]
         self.optimizer = HybridMuon(named, capturable=device == "cuda", **settings)
 
@@ -69,7 +76,10 @@ def cases(device):
             told = {"replicas": dist.group.WORLD, "sharded": sharded, **settings}
             sides = [Side(shapes, torch.clone, device, **told) for _ in range(2)]
             for side in sides:
-                side.optimizer.found_inf, side.optimizer.agreed_skip = torch.zeros((), device=device), agreed
+                side.optimizer.found_inf, side.optimizer.agreed_skip = (
+                    torch.zeros((), device=device),
+                    agreed,
+                )
             yield f"replicas of {world}, {sharded}, {kind}", *sides
 
 
@@ -100,7 +110,9 @@ def compare(world, device, record):
 
         ranks.together(make)
         ranks.together(lambda rank: eager(rank, 0, (1, 2)))
-        replay = record(ranks, stream, lambda rank: [case[2].optimizer.step() for case in found[rank]])
+        replay = record(
+            ranks, stream, lambda rank: [case[2].optimizer.step() for case in found[rank]]
+        )
         for step in range(1, 4):
             ranks.together(lambda rank, step=step: eager(rank, step))
             ranks.together(lambda rank, step=step: gradients(rank, step))
@@ -146,7 +158,10 @@ def test_captures_of_several_ranks_that_would_go_wrong_are_refused():
 
         def make(rank):
             with torch.device("cuda"):
-                replicas = {"replicas": dist.group.WORLD, "sharded": ShardedSettings(state="sharded")}
+                replicas = {
+                    "replicas": dist.group.WORLD,
+                    "sharded": ShardedSettings(state="sharded"),
+                }
                 sides[rank] = Side(SHAPES["even"], torch.clone, "cuda", **replicas)
 
         def step(rank):
@@ -159,7 +174,9 @@ def test_captures_of_several_ranks_that_would_go_wrong_are_refused():
             torch.cuda.synchronize()
             with (
                 pytest.raises(CaptureError, match=message),
-                torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(
+                    torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"
+                ),
             ):
                 ranks.together(step, stream)
             torch.cuda.synchronize()

@@ -23,8 +23,16 @@ def start_directly(folder, ranks):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "CUDA_VISIBLE_DEVICES": ""}
-    commands = [(("train.py",), {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(ranks),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    commands = [
+        (("train.py",), {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(ranks)
+    ]
     return run_scripts(commands, folder)
 
 
@@ -40,12 +48,20 @@ def start_by_torchrun(folder, ranks):
         "train.py",
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return [subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)]
+    return [
+        subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+    ]
 
 
-@pytest.mark.parametrize("start", [start_directly, pytest.param(start_by_torchrun, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "start", [start_directly, pytest.param(start_by_torchrun, marks=pytest.mark.slow)]
+)
 def test_the_script_of_the_page_trains_saves_and_resumes(start, tmp_path):
-    script = re.search(r"```python\n(# train\.py: torchrun.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    script = re.search(
+        r"```python\n(# train\.py: torchrun.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
     (tmp_path / "train.py").write_text(script[1], encoding="utf-8")
     found = []
     for ranks in (2, 1):

@@ -17,7 +17,13 @@ from deepmd_muon.optim.routing.views import MatrixView, matrix_view
 from deepmd_muon.optim.rules.magma import Magma
 from deepmd_muon.optim.rules.normuon import NorMuon
 from deepmd_muon.optim.rules.soap import SoapMuon
-from deepmd_muon.optim.sharded import Layout, PlannedParameter, ShardedSettings, ShardPlacement, make_plan
+from deepmd_muon.optim.sharded import (
+    Layout,
+    PlannedParameter,
+    ShardedSettings,
+    ShardPlacement,
+    make_plan,
+)
 from deepmd_muon.optim.sharded.layout import (
     block_bounds,
     held_runs,
@@ -45,7 +51,10 @@ def layouts(draw, dims, most=64):
     while torch.tensor(mesh).prod() > most:
         mesh[mesh.index(max(mesh))] //= 2
     placements = [
-        draw(st.none() | st.builds(ShardPlacement, st.integers(0, dims - 1), st.sampled_from([1, 1, 2, 3])))
+        draw(
+            st.none()
+            | st.builds(ShardPlacement, st.integers(0, dims - 1), st.sampled_from([1, 1, 2, 3]))
+        )
         for _ in mesh
     ]
     size = int(torch.tensor(mesh).prod())
@@ -69,10 +78,18 @@ def parameters(draw):
         layout = draw(layouts(len(shape)))
         rules = draw(
             st.sampled_from(
-                [(), (Magma(),), (Magma(), NorMuon()), (NorMuon(neurons="columns"),), (SoapMuon(), Magma())]
+                [
+                    (),
+                    (Magma(),),
+                    (Magma(), NorMuon()),
+                    (NorMuon(neurons="columns"),),
+                    (SoapMuon(), Magma()),
+                ]
             )
         )
-        found.append(PlannedParameter(f"p{i}", shape, view, layout, draw(st.sampled_from([4, 8])), rules))
+        found.append(
+            PlannedParameter(f"p{i}", shape, view, layout, draw(st.sampled_from([4, 8])), rules)
+        )
     return found
 
 
@@ -97,14 +114,29 @@ def chunks(x, count, dim):
 
 def cut(name, shape, ranks, itemsize=4, rules=(), **options):
     state = state_layout(shape, ranks, (len(ranks),), matrices=True)
-    return parameter(name, shape, replicated(ranks), itemsize=itemsize, rules=rules, state_layout=state, **options)
+    return parameter(
+        name,
+        shape,
+        replicated(ranks),
+        itemsize=itemsize,
+        rules=rules,
+        state_layout=state,
+        **options,
+    )
 
 
 def test_replicas_gather_small_momenta_and_share_the_work_of_large_ones():
-    small = [cut("a", (24, 16), range(4), rules=(Magma(),)), cut("b", (10, 7), range(4), rules=(Magma(),))]
+    small = [
+        cut("a", (24, 16), range(4), rules=(Magma(),)),
+        cut("b", (10, 7), range(4), rules=(Magma(),)),
+    ]
     told = ShardedSettings(state="sharded")
     (domain,) = make_plan(small, told).domains
-    assert (domain.spread, domain.buckets, domain.gathered) == (False, 0, 4 * (6 * 16 + 10 * 2))  # ceil(7 / 4) = 2
+    assert (domain.spread, domain.buckets, domain.gathered) == (
+        False,
+        0,
+        4 * (6 * 16 + 10 * 2),
+    )  # ceil(7 / 4) = 2
     assert {job.owner for job in domain.jobs} == {0, 1, 2, 3}
     assert all(job.sources == {job.owner: n} for job in domain.jobs for n in job.sources.values())
     assert domain.sent(told) == dict.fromkeys(range(4), 3 * domain.gathered)
@@ -134,18 +166,26 @@ def test_regions_are_what_chunking_gives(drawn):
         full = torch.arange(torch.Size(p.shape).numel()).view(p.shape)
         for rank, region in regions_by_rank(p.shape, p.view, p.layout).items():
             local = local_of(full, p.layout, rank)
-            b, r, c = (torch.tensor([i for a, z in runs for i in range(a, z)], dtype=torch.long) for runs in region)
+            b, r, c = (
+                torch.tensor([i for a, z in runs for i in range(a, z)], dtype=torch.long)
+                for runs in region
+            )
             expected = full.reshape(p.view.shape)[b][:, r][:, :, c]
             assert torch.equal(local.reshape(region.shape), expected)
 
 
 @given(parameters(), st.sampled_from(["spread", "repeat"]), st.sampled_from([1, 64, 2**26]))
-def test_every_element_is_gathered_once_and_returned_to_every_holder(drawn, replication, bucket_bytes):
+def test_every_element_is_gathered_once_and_returned_to_every_holder(
+    drawn, replication, bucket_bytes
+):
     plan = make_plan(drawn, ShardedSettings(replication=replication, bucket_bytes=bucket_bytes))
     planned = [i for domain in plan.domains for i in domain.parameters]
     assert sorted(planned) == list(range(len(drawn)))
     for domain in plan.domains:
-        served = {i: {rank: torch.zeros(drawn[i].shape) for rank in domain.ranks} for i in domain.parameters}
+        served = {
+            i: {rank: torch.zeros(drawn[i].shape) for rank in domain.ranks}
+            for i in domain.parameters
+        }
         for job in domain.jobs:
             p = drawn[job.parameter]
             parts = block_bounds(p.view)
@@ -155,10 +195,17 @@ def test_every_element_is_gathered_once_and_returned_to_every_holder(drawn, repl
             of = regions_by_rank(p.shape, p.view, p.layout)
             for leg, ends in (("gather", job.sources), ("return", job.destinations)):
                 for rank, elements in ends.items():
-                    rows, columns = overlap(of[rank].rows, r0, r1), overlap(of[rank].columns, c0, c1)
+                    rows, columns = (
+                        overlap(of[rank].rows, r0, r1),
+                        overlap(of[rank].columns, c0, c1),
+                    )
                     present = any(a <= batch < z for a, z in of[rank].batch)
                     assert elements == present * rows.size * columns.size
-                    target = gathered if leg == "gather" else served[job.parameter][rank].view(p.view.shape)
+                    target = (
+                        gathered
+                        if leg == "gather"
+                        else served[job.parameter][rank].view(p.view.shape)
+                    )
                     if elements:
                         for (a, z), (y, x) in itertools.product(rows.runs, columns.runs):
                             target[batch, r0 + a : r0 + z, c0 + y : c0 + x] += 1
@@ -169,7 +216,10 @@ def test_every_element_is_gathered_once_and_returned_to_every_holder(drawn, repl
             p = drawn[i]
             for rank, region in regions_by_rank(p.shape, p.view, p.layout).items():
                 expected = torch.zeros(p.view.shape)
-                b, r, c = (torch.tensor([i for a, z in runs for i in range(a, z)], dtype=torch.long) for runs in region)
+                b, r, c = (
+                    torch.tensor([i for a, z in runs for i in range(a, z)], dtype=torch.long)
+                    for runs in region
+                )
                 if len(b) and len(r) and len(c):
                     expected[torch.meshgrid(b, r, c, indexing="ij")] = 1
                 assert torch.equal(per_rank[rank].view(p.view.shape), expected)
@@ -177,7 +227,9 @@ def test_every_element_is_gathered_once_and_returned_to_every_holder(drawn, repl
 
 @given(
     st.integers(2, 16),
-    st.lists(st.sampled_from([(5, 7), (16, 16), (2, 9), (6, 8, 16), (33, 2)]), min_size=1, max_size=6),
+    st.lists(
+        st.sampled_from([(5, 7), (16, 16), (2, 9), (6, 8, 16), (33, 2)]), min_size=1, max_size=6
+    ),
     st.sampled_from([(), (Magma(),), (NorMuon(),)]),
 )
 def test_updates_return_to_the_parts_of_master_weights(ranks, shapes, rules):
@@ -225,25 +277,42 @@ def test_work_bytes_and_digest_agree_with_the_jobs(drawn, shuffle):
         for leg in LEGS:
             planes = 1 + any(rule.inputs for rule in domain.rules) if leg == "gather" else 1
             for (bucket, sender, receiver), size in domain.messages(leg, plan.settings).items():
-                ends = [(job, e) for job in domain.jobs if job.bucket == bucket for e in job.ends(leg)]
+                ends = [
+                    (job, e) for job in domain.jobs if job.bucket == bucket for e in job.ends(leg)
+                ]
                 mine = [n for _, (a, b, n) in ends if (a, b) == (sender, receiver)]
                 holder = sender if leg == "gather" else receiver
-                lines = sum(job.lines.get(holder, 0) for job, (a, b, _) in ends if (a, b) == (sender, receiver))
-                words = len(mine) * domain.header(leg) + lines + -(-sum(mine) * planes * domain.itemsize // 8)
+                lines = sum(
+                    job.lines.get(holder, 0)
+                    for job, (a, b, _) in ends
+                    if (a, b) == (sender, receiver)
+                )
+                words = (
+                    len(mine) * domain.header(leg)
+                    + lines
+                    + -(-sum(mine) * planes * domain.itemsize // 8)
+                )
                 assert size == 8 * words
                 sent[sender] += size
         assert sent == domain.sent(plan.settings)
-        assert all(0 <= job.bucket < domain.buckets for job in domain.jobs if job.bucket is not None)
+        assert all(
+            0 <= job.bucket < domain.buckets for job in domain.jobs if job.bucket is not None
+        )
         # Jobs come in one global order whatever the order in which parameters were given.
         mixed = list(drawn)
         shuffle.shuffle(mixed)
         if len(plan.domains) == 1:
             other = make_plan(mixed).domains[0]
             named = [(drawn[j.parameter].name, j.block, j.owner, j.bucket) for j in domain.jobs]
-            assert named == [(mixed[j.parameter].name, j.block, j.owner, j.bucket) for j in other.jobs]
+            assert named == [
+                (mixed[j.parameter].name, j.block, j.owner, j.bucket) for j in other.jobs
+            ]
 
 
-@given(st.integers(2, 64), st.lists(st.tuples(st.integers(2, 300), st.integers(2, 300)), min_size=1, max_size=80))
+@given(
+    st.integers(2, 64),
+    st.lists(st.tuples(st.integers(2, 300), st.integers(2, 300)), min_size=1, max_size=80),
+)
 def test_balance_keeps_the_bound_of_list_scheduling(ranks, shapes):
     """No rank has more than the mean plus (1 − 1/W) of the largest block that travels."""
     drawn = [parameter(f"p{i:02}", shape, fsdp(ranks)) for i, shape in enumerate(shapes)]
@@ -276,7 +345,9 @@ def test_whole_matrices_stay_where_they_are():
 def test_experts_split_inside_their_group_are_owned_there():
     """Expert parallelism over 4, each expert's rows over 2 ranks more: owners hold a part of what they own."""
     mesh = Layout((2, 4), tuple(range(8)), (ShardPlacement(1), ShardPlacement(0)))
-    (domain,) = make_plan([PlannedParameter("experts", (8, 6, 6), MatrixView(8, 6, 6), mesh)]).domains
+    (domain,) = make_plan(
+        [PlannedParameter("experts", (8, 6, 6), MatrixView(8, 6, 6), mesh)]
+    ).domains
     assert all(job.owner in job.sources for job in domain.jobs)
     assert len(set(domain.work.values())) == 1
 
@@ -311,7 +382,11 @@ def test_replicas_repeat_small_work_and_share_large_work():
 
 def test_domains_are_apart_and_know_the_load_before():
     world, pair = fsdp(4), Layout((2,), (0, 1), (ShardPlacement(0),))
-    drawn = [parameter("a", (8, 8), pair), parameter("b", (64, 64), world), parameter("c", (8, 8), world, itemsize=8)]
+    drawn = [
+        parameter("a", (8, 8), pair),
+        parameter("b", (64, 64), world),
+        parameter("c", (8, 8), world, itemsize=8),
+    ]
     plan = make_plan(drawn)
     assert [(d.ranks, d.parameters) for d in plan.domains] == [
         ((0, 1, 2, 3), (1,)),
@@ -334,7 +409,9 @@ def test_scores_live_with_their_blocks(drawn):
     for p in drawn:
         scores = score_layout(p.shape, p.view, p.layout)
         everywhere = all(x is None for x in scores.placements)
-        places = zip(p.layout.coordinates(), regions_by_rank(p.shape, p.view, p.layout).values(), strict=True)
+        places = zip(
+            p.layout.coordinates(), regions_by_rank(p.shape, p.view, p.layout).values(), strict=True
+        )
         for place, region in places:
             kept = {i for a, z in held_runs(p.view.blocks, 0, scores, place) for i in range(a, z)}
             parts = max(1, len(p.view.sizes))
@@ -349,7 +426,8 @@ def test_a_large_plan_takes_seconds():
     dense = [parameter(f"dense{i:03}", random.choice(shapes), fsdp(1024)) for i in range(70)]
     mesh = Layout((16, 64), tuple(range(1024)), (ShardPlacement(1), ShardPlacement(0)))
     experts = [
-        PlannedParameter(f"experts{i:03}", (64, 2048, 7168), MatrixView(64, 2048, 7168), mesh) for i in range(20)
+        PlannedParameter(f"experts{i:03}", (64, 2048, 7168), MatrixView(64, 2048, 7168), mesh)
+        for i in range(20)
     ]
     (domain,) = make_plan(dense + experts).domains
     assert len(domain.jobs) == 70 + 64 * 20
@@ -361,10 +439,14 @@ def test_a_large_plan_takes_seconds():
 def test_describe_says_who_and_how_much():
     mesh = Layout((2, 2), (0, 1, 2, 3), (None, ShardPlacement(0)))
     plan = make_plan(
-        [parameter("w", (8, 6), mesh), parameter("v", (4, 4), mesh)], ShardedSettings(replication="spread")
+        [parameter("w", (8, 6), mesh), parameter("v", (4, 4), mesh)],
+        ShardedSettings(replication="spread"),
     )
     text = plan.describe(owners=True)
-    assert "4 ranks; 2 parameters, 2 matrices on mesh 2x2: Replicate, Shard(0), replicas share the work" in text
+    assert (
+        "4 ranks; 2 parameters, 2 matrices on mesh 2x2: Replicate, Shard(0), replicas share the work"
+        in text
+    )
     assert "collectives a step: 1 to the owners, 1 back" in text
     assert "rank 0: w block 0 (8x6), bucket 0" in text
     assert "rank 1: v block 0 (4x4), bucket 0" in text

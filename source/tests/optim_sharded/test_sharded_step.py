@@ -52,12 +52,30 @@ FOR_THREE = (
     ),
     *("offloaded", "cut state", "collectives of cut state", "Adam in parts", "process groups"),
     *("rules in every layout", "rules of replicas"),
-    *("masters of replicas", "memory of masters", "collectives of masters", "masters without some gradients"),
+    *(
+        "masters of replicas",
+        "memory of masters",
+        "collectives of masters",
+        "masters without some gradients",
+    ),
     "restart of masters",
 )
 NOT_FOR_FOUR = (
-    *("bfloat16", "narrow wires", "replicas", "freed gradients", "missing gradients", "gradients that do not agree"),
-    *("gradients compared late", "non-finite gradients", "gradient scaler", "order of a step", "offloaded reference"),
+    *(
+        "bfloat16",
+        "narrow wires",
+        "replicas",
+        "freed gradients",
+        "missing gradients",
+        "gradients that do not agree",
+    ),
+    *(
+        "gradients compared late",
+        "non-finite gradients",
+        "gradient scaler",
+        "order of a step",
+        "offloaded reference",
+    ),
     *(
         "cut state",
         "momenta gathered early",
@@ -67,11 +85,33 @@ NOT_FOR_FOUR = (
         "preflight of cut state",
     ),
     *("Adam in parts", "Adam in parts, as users call it", "profiled step"),
-    *("FSDP1", "routes", "settings", "settings later", "settings in rare steps", "settings compared late"),
+    *(
+        "FSDP1",
+        "routes",
+        "settings",
+        "settings later",
+        "settings in rare steps",
+        "settings compared late",
+    ),
     "replicas that differ",
-    *("rules of replicas", "rules without some gradients", "rules of bfloat16", "rules in the reference"),
-    *("masters of replicas", "norm control of masters", "memory of masters", "collectives of masters"),
-    *("masters without some gradients", "masters with a gradient scaler", "clipped masters", "restart of masters"),
+    *(
+        "rules of replicas",
+        "rules without some gradients",
+        "rules of bfloat16",
+        "rules in the reference",
+    ),
+    *(
+        "masters of replicas",
+        "norm control of masters",
+        "memory of masters",
+        "collectives of masters",
+    ),
+    *(
+        "masters without some gradients",
+        "masters with a gradient scaler",
+        "clipped masters",
+        "restart of masters",
+    ),
     *("small steps of masters", "captured masters"),
 )
 
@@ -90,14 +130,21 @@ def cases_of(world, folder):
             path = folder / f"{a[1]}{a[0]}_{b[1]}{b[0]}"
             path.mkdir(exist_ok=True)
             way = a[1] if kind == "save" else b[1]
-            cases.append((f"{kind} {path.name}", functools.partial(getattr(sharded_models, kind), path, way=way)))
+            cases.append(
+                (
+                    f"{kind} {path.name}",
+                    functools.partial(getattr(sharded_models, kind), path, way=way),
+                )
+            )
     return cases
 
 
 def run(world, cases, device="cpu"):
     failures, seconds = run_cases(world, cases, device)
     print({name: round(took, 1) for name, took in seconds.items()})
-    assert not failures, "\n\n".join(f"{name}, rank {rank}: {text}" for (name, rank), text in failures.items())
+    assert not failures, "\n\n".join(
+        f"{name}, rank {rank}: {text}" for (name, rank), text in failures.items()
+    )
     assert list(seconds) == [name for name, _ in cases]
 
 
@@ -179,7 +226,9 @@ def test_a_dead_rank_ends_the_others_with_an_error():
     queue = context.SimpleQueue()
     port = free_port()
     ranks = [
-        context.Process(target=join, args=(rank, 2, port, sharded_failures.die_in_the_middle, queue))
+        context.Process(
+            target=join, args=(rank, 2, port, sharded_failures.die_in_the_middle, queue)
+        )
         for rank in range(2)
     ]
     for process in ranks:

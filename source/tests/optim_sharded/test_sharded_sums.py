@@ -18,25 +18,38 @@ def test_pieces_together_have_the_blocks_cosine(dtype, scale):
     g[:, :20] *= 1e-3
     pieces = [(m[:, a:b], g[:, a:b]) for a, b in ((0, 20), (20, 21), (21, 21), (21, 60))]
     sums = torch.stack([piece_sums(*piece) for piece in pieces], dim=1)
-    torch.testing.assert_close(Magma().combine(sums), Magma().measure_whole([m], [g])[0], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        Magma().combine(sums), Magma().measure_whole([m], [g])[0], rtol=1e-6, atol=1e-7
+    )
     assert Magma().combine(sums)[2] == 0
 
 
 def test_huge_float64_blocks_stay_in_range():
-    m, g = torch.full((1, 8), 1e200, dtype=torch.float64), torch.full((1, 8), -1e250, dtype=torch.float64)
-    sums = torch.stack([piece_sums(m[:, :3], g[:, :3]), piece_sums(m[:, 3:], g[:, 3:] / 1e100)], dim=1)
+    m, g = (
+        torch.full((1, 8), 1e200, dtype=torch.float64),
+        torch.full((1, 8), -1e250, dtype=torch.float64),
+    )
+    sums = torch.stack(
+        [piece_sums(m[:, :3], g[:, :3]), piece_sums(m[:, 3:], g[:, 3:] / 1e100)], dim=1
+    )
     assert Magma().combine(sums).item() == pytest.approx(-((3 / 8) ** 0.5))
 
 
 @pytest.mark.parametrize("joined", [True, False])
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1.0), (torch.float64, 1.0), (torch.float64, 1e200)])
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float32, 1.0), (torch.float64, 1.0), (torch.float64, 1e200)]
+)
 def test_many_are_summed_as_each(joined, dtype, scale):
     torch.manual_seed(1)
     shapes = [(3, 40), (1, 7), (0, 5), (2, 0), (1, 70000), (5, 1)]
-    pairs = [(torch.randn(s, dtype=dtype) * scale, torch.randn(s, dtype=dtype) / scale) for s in shapes]
+    pairs = [
+        (torch.randn(s, dtype=dtype) * scale, torch.randn(s, dtype=dtype) / scale) for s in shapes
+    ]
     pairs[0][1][1] = 0.0
     expected = torch.cat([piece_sums(*pair) for pair in pairs])
     for some in (pairs, pairs[:4]):
-        found = torch.cat(piece_sums_of_many([Pieces(m, g, m.shape) for m, g in some], joined=joined))
+        found = torch.cat(
+            piece_sums_of_many([Pieces(m, g, m.shape) for m, g in some], joined=joined)
+        )
         torch.testing.assert_close(found, expected[: len(found)], rtol=1e-13, atol=1e-13)
     assert Magma().measure([], torch.device("cpu")).shape == (0, 5)

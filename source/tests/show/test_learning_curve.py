@@ -50,7 +50,8 @@ def drawn_lines(monkeypatch, *arguments, **options):
     panels = [axes for axes in figures[0].axes if axes.get_title()]
     lines = {
         axes.get_title(): {
-            line.get_label(): (line.get_xdata().tolist(), line.get_ydata().tolist()) for line in axes.lines
+            line.get_label(): (line.get_xdata().tolist(), line.get_ydata().tolist())
+            for line in axes.lines
         }
         for axes in panels
     }
@@ -60,11 +61,22 @@ def drawn_lines(monkeypatch, *arguments, **options):
 def test_absolute_errors_are_drawn_as_such(tmp_path, monkeypatch):
     file = LearningCurveFile(tmp_path / "lcurve.out", 100)
     for step in (1, 2):
-        file.step(step, 1e-3, {"rmse": 2.0, "mae_e": 0.5, "mae_f": 0.25}, {"rmse": 3.0, "mae_e": 0.75, "mae_f": 0.5})
+        file.step(
+            step,
+            1e-3,
+            {"rmse": 2.0, "mae_e": 0.5, "mae_f": 0.25},
+            {"rmse": 3.0, "mae_e": 0.75, "mae_f": 0.5},
+        )
     file.close()
     figure, lines = drawn_lines(monkeypatch, [tmp_path / "lcurve.out"], tmp_path / "lcurve.png")
-    assert [axes.get_ylabel() for axes in figure.axes if axes.get_title()] == ["MAE [eV/atom]", "MAE [eV/Å]"]
-    assert lines["Force"] == {"training": ([1, 2], [0.25, 0.25]), "validation": ([1, 2], [0.5, 0.5])}
+    assert [axes.get_ylabel() for axes in figure.axes if axes.get_title()] == [
+        "MAE [eV/atom]",
+        "MAE [eV/Å]",
+    ]
+    assert lines["Force"] == {
+        "training": ([1, 2], [0.25, 0.25]),
+        "validation": ([1, 2], [0.5, 0.5]),
+    }
 
 
 @pytest.mark.parametrize("against", ["step", "time"])
@@ -75,7 +87,9 @@ def test_several_runs_share_a_picture(tmp_path, monkeypatch, against):
         file.step(100, 1e-4, {"rmse_f": error}, {"rmse_f": float("nan")})
         file.close()
     files = [tmp_path / "adam.jsonl", tmp_path / "muon.jsonl"]
-    _, lines = drawn_lines(monkeypatch, files, tmp_path / "both.pdf", ["Adam", "HybridMuon"], against)
+    _, lines = drawn_lines(
+        monkeypatch, files, tmp_path / "both.pdf", ["Adam", "HybridMuon"], against
+    )
     assert list(lines["Force"]) == [
         "Adam, validation",
         "Adam, training",

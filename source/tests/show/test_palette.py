@@ -9,7 +9,9 @@ from deepmd_muon.show.palette import OPTIMIZERS, SERIES, colors_of
 TOP = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("labels", [["Adam", "HybridMuon"], ["HybridMuon", "first", "Adam"], ["HYBRIDMUON, lr 1e-3"]])
+@pytest.mark.parametrize(
+    "labels", [["Adam", "HybridMuon"], ["HybridMuon", "first", "Adam"], ["HYBRIDMUON, lr 1e-3"]]
+)
 def test_an_optimizer_has_its_color_wherever_it_stands(labels):
     found = dict(zip(labels, colors_of(labels), strict=True))
     assert len({*found.values()}) == len(labels)
@@ -21,7 +23,10 @@ def test_an_optimizer_has_its_color_wherever_it_stands(labels):
 
 def test_names_that_begin_alike_differ():
     assert colors_of(["AdamW", "Adam"]) == [OPTIMIZERS["AdamW"], OPTIMIZERS["Adam"]]
-    assert colors_of(["Adamantane", "deepmd-kit's HybridMuon"]) == [SERIES[0], OPTIMIZERS["deepmd-kit's HybridMuon"]]
+    assert colors_of(["Adamantane", "deepmd-kit's HybridMuon"]) == [
+        SERIES[0],
+        OPTIMIZERS["deepmd-kit's HybridMuon"],
+    ]
 
 
 def test_a_second_run_of_an_optimizer_has_another_color():

@@ -46,7 +46,9 @@ class Pairwise(torch.nn.Module):
         gauss = -self.well * torch.exp(-((r - self.at) / 0.2).square())
         d_gauss = gauss * (-2.0 * (r - self.at) / 0.04)
         u = (base + gauss) * cut.pow(2) * self.scale
-        d = ((d_base + d_gauss) * cut.pow(2) - (base + gauss) * 2.0 * cut * 2.0 * r / 36.0) * self.scale
+        d = (
+            (d_base + d_gauss) * cut.pow(2) - (base + gauss) * 2.0 * cut * 2.0 * r / 36.0
+        ) * self.scale
         zero = torch.zeros_like(u)
         energy = 0.5 * torch.where(inside, u, zero)
         pull = 0.5 * torch.where(inside, d / r, zero)[..., None] * vector
@@ -68,7 +70,18 @@ POTENTIALS = {
     "collapses": (3.0, 3.2, 0.0, 1.0),
     "nan": (0.0, 2.0, 0.0, float("nan")),
 }
-FAST = ["--time", "0.2", "--time-step", "4", "--copies", "3", "--probes", "2", "--temperature", "80"]
+FAST = [
+    "--time",
+    "0.2",
+    "--time-step",
+    "4",
+    "--copies",
+    "3",
+    "--probes",
+    "2",
+    "--temperature",
+    "80",
+]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +113,9 @@ def test_a_sound_potential_holds(argon, tmp_path, capsys):
     status, found = check(argon, tmp_path, ["holds"], "--strict", "-o", str(tmp_path / "check.png"))
     assert status == 0
     (model,) = found["models"]
-    assert verdicts(model) == dict.fromkeys(("coverage", "angles", "scans", "dimers", "dynamics"), "holds")
+    assert verdicts(model) == dict.fromkeys(
+        ("coverage", "angles", "scans", "dimers", "dynamics"), "holds"
+    )
     assert model["dynamics"]["followed"] == pytest.approx(0.6)
     assert abs(model["dynamics"]["drift"]) < 1e-3
     assert (tmp_path / "check.png").read_bytes().startswith(b"\x89PNG")
@@ -145,7 +160,9 @@ def test_molecules_move_as_a_whole_and_atoms_within_them_alone(tmp_path):
 
     molecule = np.array([[0.0, 0.0, 0.0], [0.96, 0.0, 0.0], [-0.24, 0.93, 0.0]])
     coord = np.concatenate([molecule, molecule + np.array([0.0, 0.0, 2.9])])
-    water = write_npy(tmp_path / "w", [0, 1, 1] * 2, [{"coord": coord.reshape(1, -1)}], "OH", nopbc=True)
+    water = write_npy(
+        tmp_path / "w", [0, 1, 1] * 2, [{"coord": coord.reshape(1, -1)}], "OH", nopbc=True
+    )
     systems = open_systems(water, ["O", "H"])
     coverage = coverage_of(systems, ["O", "H"], 4.0)
     moved = []
@@ -159,9 +176,19 @@ def test_molecules_move_as_a_whole_and_atoms_within_them_alone(tmp_path):
     curves = scan_in_place(Still(), coverage, systems, 0.03, probes=1, seed=0)
     kinds = {(coverage.name(curve.pair), curve.kind) for curve in curves}
     between, within = "between molecules", "within a molecule"
-    assert kinds == {("O-O", between), ("O-H", between), ("H-H", between), ("O-H", within), ("H-H", within)}
-    assert {count for count, curve in zip(moved, curves, strict=True) if curve.kind == between} == {3}
-    assert {count for count, curve in zip(moved, curves, strict=True) if curve.kind == within} == {1}
+    assert kinds == {
+        ("O-O", between),
+        ("O-H", between),
+        ("H-H", between),
+        ("O-H", within),
+        ("H-H", within),
+    }
+    assert {count for count, curve in zip(moved, curves, strict=True) if curve.kind == between} == {
+        3
+    }
+    assert {count for count, curve in zip(moved, curves, strict=True) if curve.kind == within} == {
+        1
+    }
     inwards = [curve for curve in curves if curve.distance[-1] < curve.distance[0]]
     assert len(inwards) == 5
     assert all(0.5 <= curve.distance[-1] < 0.55 for curve in inwards)
@@ -178,7 +205,13 @@ def test_spoiled_weights_are_an_error(argon, tmp_path, capsys):
         (lambda d: (d / "type_map.raw").write_text("Xe\n"), "Xe"),
         (lambda d: np.save(d / "set.000" / "coord.npy", np.full((12, 81), np.nan)), "finite"),
         (lambda d: np.save(d / "set.000" / "coord.npy", np.zeros((12, 81))), "same place"),
-        (lambda d: [np.save(d / "set.000" / f"{n}.npy", np.zeros((0, k))) for n, k in (("coord", 81), ("box", 9))], ""),
+        (
+            lambda d: [
+                np.save(d / "set.000" / f"{n}.npy", np.zeros((0, k)))
+                for n, k in (("coord", 81), ("box", 9))
+            ],
+            "",
+        ),
     ],
 )
 def test_data_that_cannot_be_checked_are_an_error(argon, tmp_path, capsys, change, word):
@@ -225,9 +258,13 @@ def test_forces_of_thermal_data_tell_their_temperature(argon):
             pass
 
         def __call__(self, coord, box, atype):
-            return Forces(coord.new_zeros(len(coord)), -2.0 * (coord - sites), coord.new_zeros(len(coord), 9))
+            return Forces(
+                coord.new_zeros(len(coord)), -2.0 * (coord - sites), coord.new_zeros(len(coord), 9)
+            )
 
-    assert estimate_temperature(Wells(), systems) == pytest.approx(2.0 * spread / BOLTZMANN, rel=0.1)
+    assert estimate_temperature(Wells(), systems) == pytest.approx(
+        2.0 * spread / BOLTZMANN, rel=0.1
+    )
 
 
 def curve(energy, slope, outside_below, kt=0.03):
@@ -254,7 +291,11 @@ def test_features_of_simple_curves():
 )
 def test_a_hole_counts_by_the_barrier_before_it(height, verdict):
     def energy(d):
-        return height * np.exp(-(((d - 1.8) / 0.2) ** 2)) - 6.0 * np.exp(-(((d - 1.0) / 0.2) ** 2)) + 1e-3 * d**-10
+        return (
+            height * np.exp(-(((d - 1.8) / 0.2) ** 2))
+            - 6.0 * np.exp(-(((d - 1.0) / 0.2) ** 2))
+            + 1e-3 * d**-10
+        )
 
     def slope(d):
         return (energy(d + 1e-5) - energy(d - 1e-5)) / 2e-5

@@ -35,7 +35,9 @@ def frames():
     atype = np.tile(atype, (5, 1)).astype(np.int32)
     atype[3, 12:] = -1
     atype[3, :2] = 2
-    return Frames(atype=atype, coord=coord, box=np.stack([box, box, np.zeros((3, 3)), 1.02 * box, box]))
+    return Frames(
+        atype=atype, coord=coord, box=np.stack([box, box, np.zeros((3, 3)), 1.02 * box, box])
+    )
 
 
 def found_by(device, data, systems, chosen):
@@ -89,8 +91,12 @@ def test_lists_follow_atoms_cells_and_lost_structures(device, data, frames, most
     kept = Snapshots(*data, systems.coord.device)
     kept._on_device = True
     for step in range(6):
-        moved = 0.2 * torch.randn(systems.coord.shape, generator=random, dtype=torch.float64).to(systems.coord.device)
-        systems = replace(systems, coord=systems.coord + torch.where(systems.real[..., None], moved, 0.0))
+        moved = 0.2 * torch.randn(systems.coord.shape, generator=random, dtype=torch.float64).to(
+            systems.coord.device
+        )
+        systems = replace(
+            systems, coord=systems.coord + torch.where(systems.real[..., None], moved, 0.0)
+        )
         if step == 2:
             systems = replace(systems, box=0.9 * systems.box, coord=0.9 * systems.coord)
         if step == 4:

@@ -46,9 +46,16 @@ def statements_of(path: Path, package: str) -> Iterator[Statement]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno} imports relatively"
             yield Statement(
-                node.module or "", tuple(alias.name for alias in node.names), node.lineno, _is_lazy(node, parents)
+                node.module or "",
+                tuple(alias.name for alias in node.names),
+                node.lineno,
+                _is_lazy(node, parents),
             )
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{package}."):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.startswith(f"{package}.")
+        ):
             name = node.value.replace(":", ".")
             if all(part.isidentifier() for part in name.split(".")):
                 yield Statement(name, (), node.lineno, lazy=True)
@@ -133,7 +140,9 @@ def circles_of(edges: Mapping[tuple[str, str], int]) -> list[list[str]]:
 
 def layer_of(module: str, layers: Sequence[str]) -> int:
     """Return the number of the layer of a module: the longest entry that is it or contains it."""
-    fitting = [(len(layer), i) for i, layer in enumerate(layers) if f"{module}.".startswith(f"{layer}.")]
+    fitting = [
+        (len(layer), i) for i, layer in enumerate(layers) if f"{module}.".startswith(f"{layer}.")
+    ]
     assert fitting, f"{module} is in no layer: name it in test_imports.py"
     return max(fitting)[1]
 

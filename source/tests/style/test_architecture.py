@@ -35,7 +35,18 @@ ARROWS = {
     "argcheck": {"checkpoint_file", "loss", "model", "optim"},
     "checkpoint_file": set(),
     "cli": {
-        *("argcheck", "checkpoint_file", "data", "deploy", "explore", "infer", "model", "optim", "show", "stability"),
+        *(
+            "argcheck",
+            "checkpoint_file",
+            "data",
+            "deploy",
+            "explore",
+            "infer",
+            "model",
+            "optim",
+            "show",
+            "stability",
+        ),
         *("replay", "train"),
     },
     "data": set(),
@@ -48,23 +59,47 @@ ARROWS = {
     "model": {"checkpoint_file"},
     "optim": set(),
     "replay": {"argcheck", "checkpoint_file", "data", "dynamics", "infer", "model"},
-    "show": {"argcheck", "checkpoint_file", "data", "infer", "model", "optim", "stability", "train"},
+    "show": {
+        "argcheck",
+        "checkpoint_file",
+        "data",
+        "infer",
+        "model",
+        "optim",
+        "stability",
+        "train",
+    },
     "stability": {"data", "dynamics", "infer"},
     "testing": {"argcheck", "checkpoint_file", "data", "deploy", "infer", "loss", "model", "train"},
     "train": {"argcheck", "checkpoint_file", "data", "loss", "model", "optim"},
 }
 # Of other rooms, the input check may read only settings and errors, which do not import torch.
 TORCH_FREE = {
-    *("deepmd_muon.optim.config", "deepmd_muon.optim.other_configs", "deepmd_muon.optim.omitted_scales"),
+    *(
+        "deepmd_muon.optim.config",
+        "deepmd_muon.optim.other_configs",
+        "deepmd_muon.optim.omitted_scales",
+    ),
     *("deepmd_muon.optim.buildable", "deepmd_muon.optim.words"),
     *("deepmd_muon.loss.settings", "deepmd_muon.loss.registry", "deepmd_muon.loss.ener.settings"),
-    *("deepmd_muon.model.branch_settings", "deepmd_muon.model.settings", "deepmd_muon.checkpoint_file.errors"),
+    *(
+        "deepmd_muon.model.branch_settings",
+        "deepmd_muon.model.settings",
+        "deepmd_muon.checkpoint_file.errors",
+    ),
 }
 # Every room may import these, in this order; they import nothing else of the package.
 GROUND = ("setting", "section")
 THIRD_PARTY = {
     "argcheck": {"dargs", "yaml"},
-    "data": {"numpy", "h5py", "vesin", "ase", "lmdb", "msgpack"},  # ase, lmdb, msgpack for the files that need them
+    "data": {
+        "numpy",
+        "h5py",
+        "vesin",
+        "ase",
+        "lmdb",
+        "msgpack",
+    },  # ase, lmdb, msgpack for the files that need them
     "deepmd_kit": {"dargs", "deepmd", "torch"},
     "loss": {"torch", "triton"},
     "model": {"torch", "numpy", "triton"},
@@ -96,7 +131,12 @@ def test_arrows_run_one_way(room):
         for module, line in imports(path):
             parts = module.split(".")
             where = f"{path.relative_to(PACKAGE.parent)}:{line} imports {module}"
-            if parts[0] == "deepmd_muon" and len(parts) > 1 and parts[1] in ROOMS and parts[1] != room:
+            if (
+                parts[0] == "deepmd_muon"
+                and len(parts) > 1
+                and parts[1] in ROOMS
+                and parts[1] != room
+            ):
                 assert parts[1] in ARROWS[room], where
                 if room == "argcheck":
                     assert module in TORCH_FREE, where
@@ -109,7 +149,9 @@ def test_no_line_of_a_docstring_continues_another():
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.Module):
-                assert "\\\n" not in (ast.get_docstring(node) or ""), f"{path}: {getattr(node, 'name', 'the file')}"
+                assert "\\\n" not in (ast.get_docstring(node) or ""), (
+                    f"{path}: {getattr(node, 'name', 'the file')}"
+                )
 
 
 @pytest.mark.parametrize("number", range(len(GROUND)))
@@ -120,7 +162,9 @@ def test_the_ground_imports_only_the_standard_library_and_what_lies_below(number
 
 
 def test_every_room_is_known():
-    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and not path.name.startswith("__")}
+    folders = {
+        path.name for path in PACKAGE.iterdir() if path.is_dir() and not path.name.startswith("__")
+    }
     assert folders == set(ROOMS)
 
 

@@ -48,7 +48,11 @@ def test_the_picture_of_a_step_has_the_order_of_the_code():
     tree = ast.parse((PACKAGE / "train/step/step.py").read_text())
     (step,) = [node for node in tree.body if getattr(node, "name", None) == "TrainingStep"]
     (call,) = [node for node in step.body if getattr(node, "name", None) == "__call__"]
-    called = [node.func.attr for node in ast.walk(call) if isinstance(node, ast.Call) and hasattr(node.func, "attr")]
+    called = [
+        node.func.attr
+        for node in ast.walk(call)
+        if isinstance(node, ast.Call) and hasattr(node.func, "attr")
+    ]
     where = {name: ast.unparse(call).index(f".{name}(") for name in called}
     drawn = [name.rpartition(".")[2] for _, name in DRAWN]
     drawn[drawn.index("differentiate")] = "_differentiate"

@@ -14,7 +14,17 @@ from deepmd_muon import __version__
 
 TOP = Path(__file__).parents[3]
 WORK = shutil.ignore_patterns(
-    *(".git", ".venv", "dist", "build", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "runs"),
+    *(
+        ".git",
+        ".venv",
+        "dist",
+        "build",
+        "*.egg-info",
+        "__pycache__",
+        ".*_cache",
+        ".hypothesis",
+        "runs",
+    ),
     *("*.ckpt*", "lcurve.out*", "lcurve.png", "out.json", "parity.png"),
 )
 
@@ -41,7 +51,9 @@ def sdist(tmp_path_factory):
     code = "from setuptools.build_meta import build_sdist; print(build_sdist('..'))"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, "-W", "error::DeprecationWarning:setuptools", "-c", code]
-    done = subprocess.run(command, cwd=place / "checkout", env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=place / "checkout", env=environment, capture_output=True, text=True, check=True
+    )
     shutil.unpack_archive(place / done.stdout.split()[-1], place)
     (folder,) = place.glob("deepmd_muon-*/")
     return files_below(folder), folder
@@ -61,11 +73,18 @@ def test_a_wheel_from_the_source_distribution_holds_every_module(sdist, tmp_path
     code = f"from setuptools.build_meta import build_wheel; print(build_wheel({str(tmp_path)!r}))"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=sdist[1], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=sdist[1],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
         packed = {name for name in wheel.namelist() if name.startswith("deepmd_muon/")}
-    here = {str(path.relative_to(TOP)) for path in (TOP / "deepmd_muon").rglob("*.py")} | {"deepmd_muon/py.typed"}
+    here = {str(path.relative_to(TOP)) for path in (TOP / "deepmd_muon").rglob("*.py")} | {
+        "deepmd_muon/py.typed"
+    }
     assert packed == here
 
 
@@ -88,15 +107,22 @@ def test_the_metadata_are_complete(sdist):
 def test_every_pattern_of_a_tier_finds_tests(request):
     tests = TOP / "source" / "tests"
     (conftest,) = (p for p in request.config.pluginmanager.get_plugins() if hasattr(p, "LONGEST"))
-    assert [pattern for pattern in (*conftest.QUICK, *conftest.LONGEST) if not list(tests.glob(pattern))] == []
+    assert [
+        pattern for pattern in (*conftest.QUICK, *conftest.LONGEST) if not list(tests.glob(pattern))
+    ] == []
 
 
 def test_every_dependency_is_pinned():
     text = (TOP / "pyproject.toml").read_text()
     parts = re.findall(
-        r"^(?:dependencies|gpu|examples|tensorboard|docs|test) = (\[.*?\]$)", text, re.DOTALL | re.MULTILINE
+        r"^(?:dependencies|gpu|examples|tensorboard|docs|test) = (\[.*?\]$)",
+        text,
+        re.DOTALL | re.MULTILINE,
     )
     named = {name.lower() for part in parts for name in re.findall(r'"([\w-]+)>=', part)}
-    pinned = {name.lower() for name in re.findall(r"^([\w-]+)==", (TOP / "constraints.txt").read_text(), re.MULTILINE)}
+    pinned = {
+        name.lower()
+        for name in re.findall(r"^([\w-]+)==", (TOP / "constraints.txt").read_text(), re.MULTILINE)
+    }
     assert "torch" in named
     assert named <= pinned, sorted(named - pinned)

@@ -41,7 +41,11 @@ def small_input():
             "optimizer": {"type": "HybridMuon"},
             "training": {
                 "training_data": {"systems": [str(EXAMPLE / "train")], "batch_size": 2},
-                "validation_data": {"systems": [str(EXAMPLE / "valid")], "batch_size": 2, "numb_btch": 1},
+                "validation_data": {
+                    "systems": [str(EXAMPLE / "valid")],
+                    "batch_size": 2,
+                    "numb_btch": 1,
+                },
                 "numb_steps": 10,
                 "seed": 3,
                 "disp_freq": 2,
@@ -73,7 +77,14 @@ def model():
     """A small model of copper."""
     from deepmd_muon.model import build_model
 
-    descriptor = {"type": "se_e2_a", "sel": [20], "rcut": 3.5, "neuron": [4, 8], "axis_neuron": 2, "seed": 1}
+    descriptor = {
+        "type": "se_e2_a",
+        "sel": [20],
+        "rcut": 3.5,
+        "neuron": [4, 8],
+        "axis_neuron": 2,
+        "seed": 1,
+    }
     return build_model(section_of(descriptor, {"neuron": [6, 6], "seed": 1}, ["Cu"]))
 
 
@@ -132,14 +143,23 @@ def on_device(monkeypatch):
 
     def switch(*, streamed=False):
         def build(strategy, loss, optimizer, ema, training, scalars, model=None, parts=None):
-            guard = parts.guard = parts.guard or DeviceGuard(on_nonfinite(optimizer), optimizer, cpu)
-            norms = {"max_norm": training.gradient_max_norm, "adam_max_norm": training.adam_gradient_max_norm}
+            guard = parts.guard = parts.guard or DeviceGuard(
+                on_nonfinite(optimizer), optimizer, cpu
+            )
+            norms = {
+                "max_norm": training.gradient_max_norm,
+                "adam_max_norm": training.adam_gradient_max_norm,
+            }
             step = TrainingStep(strategy, loss, optimizer, guard, ema=ema, model=model, **norms)
-            return DeviceStepper(step, scalars, cpu, capture=False, keep_metrics=training.disp_avg, parts=parts)
+            return DeviceStepper(
+                step, scalars, cpu, capture=False, keep_metrics=training.disp_avg, parts=parts
+            )
 
         monkeypatch.setattr(trainer, "build_stepper", build)
         if streamed:
-            monkeypatch.setattr("deepmd_muon.train.step.stepper.why_not_on_device", lambda *args: "a test wants it")
+            monkeypatch.setattr(
+                "deepmd_muon.train.step.stepper.why_not_on_device", lambda *args: "a test wants it"
+            )
 
     return switch
 
@@ -163,7 +183,10 @@ def two_branches(small_input):
                 "cold": {"type_map": "types", "descriptor": f"all{level}", "fitting_net": nets[1]},
             },
         }
-        content["loss_dict"] = {"hot": loss, "cold": {**loss, "start_pref_e": 1.0, "limit_pref_e": 1.0}}
+        content["loss_dict"] = {
+            "hot": loss,
+            "cold": {**loss, "start_pref_e": 1.0, "limit_pref_e": 1.0},
+        }
         kept = {key: x for key, x in content["training"].items() if not key.endswith("_data")}
         hot, cold = (str(EXAMPLE / "train" / name) for name in ("fcc32", "triclinic8"))
         valid = {"systems": [str(EXAMPLE / "valid" / "fcc32")], "batch_size": 2}
@@ -171,7 +194,12 @@ def two_branches(small_input):
             "hot": {"training_data": {"systems": hot, "batch_size": 2}, "validation_data": valid},
             "cold": {"training_data": {"systems": cold, "batch_size": 1}},
         }
-        content["training"] = {**kept, "data_dict": data, "model_prob": {"hot": 2, "cold": 1}, **training}
+        content["training"] = {
+            **kept,
+            "data_dict": data,
+            "model_prob": {"hot": 2, "cold": 1},
+            **training,
+        }
         return content
 
     return make

@@ -9,7 +9,8 @@ import torch
 from write_systems import write_npy
 
 FIXTURE = torch.load(
-    io.BytesIO(gzip.decompress(Path(__file__).with_name("finetune.pt.gz").read_bytes())), weights_only=True
+    io.BytesIO(gzip.decompress(Path(__file__).with_name("finetune.pt.gz").read_bytes())),
+    weights_only=True,
 )
 PREFIX = "model.Default.atomic_model."
 TABLE = f"{PREFIX}descriptor.type_embedding.embedding.embedding_net.layers.0.matrix"
@@ -26,10 +27,19 @@ def write_files(folder):
 
 def an_input(type_map, *, lr=1e-14, optimizer="Adam", **training):
     """Return an input of a fine-tuning; the checkpoint says which model it is."""
-    repflow = FIXTURE["branches"]["_extra_state"]["model_params"]["model_dict"]["water"]["descriptor"]["repflow"]
-    cuts = {key: repflow[key] for key in ("e_rcut", "e_rcut_smth", "e_sel", "a_rcut", "a_rcut_smth", "a_sel")}
+    repflow = FIXTURE["branches"]["_extra_state"]["model_params"]["model_dict"]["water"][
+        "descriptor"
+    ]["repflow"]
+    cuts = {
+        key: repflow[key]
+        for key in ("e_rcut", "e_rcut_smth", "e_sel", "a_rcut", "a_rcut_smth", "a_sel")
+    }
     return {
-        "model": {"type_map": type_map, "descriptor": {"type": "dpa3", "repflow": cuts, "seed": 7}, "fitting_net": {}},
+        "model": {
+            "type_map": type_map,
+            "descriptor": {"type": "dpa3", "repflow": cuts, "seed": 7},
+            "fitting_net": {},
+        },
         "learning_rate": {"type": "exp", "start_lr": lr, "stop_lr": lr / 10, "decay_steps": 10},
         "optimizer": {"type": optimizer},
         "loss": {"start_pref_e": 0.02, "limit_pref_e": 1, "start_pref_f": 10, "limit_pref_f": 1},

@@ -102,7 +102,11 @@ def given(model: dict, training: dict, lr: float) -> dict:
         "model": model,
         "learning_rate": {"type": "exp", "start_lr": lr, "stop_lr": lr / 10, "decay_steps": 10},
         "optimizer": {"type": "Adam"},
-        **({"loss_dict": {name: {"type": "ener", **pref} for name in PRETRAINING}} if "model_dict" in model else {}),
+        **(
+            {"loss_dict": {name: {"type": "ener", **pref} for name in PRETRAINING}}
+            if "model_dict" in model
+            else {}
+        ),
         **({} if "model_dict" in model else {"loss": {"type": "ener", **pref}}),
         "training": {"seed": 1, "disp_freq": 1, **training},
     }
@@ -119,19 +123,33 @@ def multi_task() -> dict:
     model = {
         "shared_dict": {
             "elements": ELEMENTS,
-            "dpa3": {"type": "dpa3", "seed": 7, "repflow": REPFLOW, "activation_function": "silut:3.0"},
+            "dpa3": {
+                "type": "dpa3",
+                "seed": 7,
+                "repflow": REPFLOW,
+                "activation_function": "silut:3.0",
+            },
             "fit": fitting,
         },
         "model_dict": {name: {**shared, **more} for name, more in branches.items()},
     }
     data = {name: {"training_data": {"systems": [name], "batch_size": 2}} for name in PRETRAINING}
-    training = {"data_dict": data, "model_prob": {"water": 0.5, "metal": 0.5}, "numb_steps": 2, "save_freq": 2}
+    training = {
+        "data_dict": data,
+        "model_prob": {"water": 0.5, "metal": 0.5},
+        "numb_steps": 2,
+        "save_freq": 2,
+    }
     return given(model, training, 1e-2)
 
 
 def finetuning(type_map: list[str]) -> dict:
     """Return the input of a fine-tuning on the target systems; the model section is the checkpoint's."""
-    model = {"type_map": type_map, "descriptor": {"type": "dpa3", "repflow": REPFLOW, "seed": 7}, "fitting_net": {}}
+    model = {
+        "type_map": type_map,
+        "descriptor": {"type": "dpa3", "repflow": REPFLOW, "seed": 7},
+        "fitting_net": {},
+    }
     data = {"systems": [f"target/{name}" for name in TARGET], "batch_size": 4}
     return given(model, {"training_data": data, "numb_steps": 1, "save_freq": 1}, 1e-14)
 
@@ -153,7 +171,14 @@ def dp(folder: Path, *words: str) -> None:
 def finetune(folder: Path, source: str, type_map: list[str], branch: str | None) -> dict:
     """Return the model that deepmd-kit fine-tunes from a checkpoint."""
     (folder / "finetune.json").write_text(json.dumps(finetuning(type_map)))
-    words = ["train", "finetune.json", "--finetune", source, "--use-pretrain-script", "--skip-neighbor-stat"]
+    words = [
+        "train",
+        "finetune.json",
+        "--finetune",
+        source,
+        "--use-pretrain-script",
+        "--skip-neighbor-stat",
+    ]
     dp(folder, *words, *(["--model-branch", branch] if branch else []))
     return torch.load(folder / "model.ckpt-1.pt", weights_only=True)["model"]
 
@@ -164,8 +189,16 @@ def changes(before: dict, after: dict) -> dict:
     def same(old: torch.Tensor, new: torch.Tensor) -> bool:
         return old.shape == new.shape and torch.allclose(old, new, rtol=1e-12, atol=1e-12)
 
-    tensors = {key: value for key, value in after.items() if key != "_extra_state" and "._networks." not in key}
-    return {key: value for key, value in tensors.items() if key not in before or not same(before[key], value)}
+    tensors = {
+        key: value
+        for key, value in after.items()
+        if key != "_extra_state" and "._networks." not in key
+    }
+    return {
+        key: value
+        for key, value in tensors.items()
+        if key not in before or not same(before[key], value)
+    }
 
 
 def main() -> None:

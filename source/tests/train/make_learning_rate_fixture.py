@@ -11,19 +11,46 @@ CASES = [
     (1000000, {"type": "exp", "start_lr": 1e-3, "stop_lr": 3.51e-8, "decay_steps": 5000}),
     (3000, {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-6, "decay_steps": 5000}),
     (150, {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-6, "decay_steps": 5000}),
-    (20000, {"type": "exp", "start_lr": 2e-3, "stop_lr_ratio": 1e-3, "decay_steps": 700, "smooth": True}),
-    (20000, {"type": "exp", "start_lr": 2e-3, "stop_lr": 1e-5, "decay_steps": 1000, "decay_rate": 0.5}),
+    (
+        20000,
+        {
+            "type": "exp",
+            "start_lr": 2e-3,
+            "stop_lr_ratio": 1e-3,
+            "decay_steps": 700,
+            "smooth": True,
+        },
+    ),
+    (
+        20000,
+        {"type": "exp", "start_lr": 2e-3, "stop_lr": 1e-5, "decay_steps": 1000, "decay_rate": 0.5},
+    ),
     (
         5000,
-        {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-6, "warmup_steps": 300, "warmup_start_factor": 0.1},
+        {
+            "type": "exp",
+            "start_lr": 1e-3,
+            "stop_lr": 1e-6,
+            "warmup_steps": 300,
+            "warmup_start_factor": 0.1,
+        },
     ),
-    (5000, {"type": "exp", "start_lr": 1e-3, "stop_lr": 0.0, "decay_steps": 50, "warmup_ratio": 0.05}),
+    (
+        5000,
+        {"type": "exp", "start_lr": 1e-3, "stop_lr": 0.0, "decay_steps": 50, "warmup_ratio": 0.05},
+    ),
     (5000, {"type": "cosine", "start_lr": 1e-3, "stop_lr": 1e-6}),
     (5000, {"type": "cosine", "start_lr": 1e-3, "stop_lr_ratio": 0.01, "warmup_ratio": 0.1}),
     (5000, {"type": "wsd", "start_lr": 1e-3, "stop_lr": 1e-6}),
     (
         5000,
-        {"type": "wsd", "start_lr": 1e-3, "stop_lr": 1e-5, "decay_phase_ratio": 0.3, "decay_type": "cosine"},
+        {
+            "type": "wsd",
+            "start_lr": 1e-3,
+            "stop_lr": 1e-5,
+            "decay_phase_ratio": 0.3,
+            "decay_type": "cosine",
+        },
     ),
     (
         5000,
@@ -43,7 +70,18 @@ CASES = [
 def steps_of(num_steps: int) -> list[int]:
     """Return early, middle, last and later steps of a run."""
     fractions = (0.02, 0.0601, 0.2, 0.5, 0.7, 0.81, 0.95, 0.999)
-    return sorted({0, 1, 99, 100, *(int(f * num_steps) for f in fractions), num_steps - 1, num_steps, num_steps + 10})
+    return sorted(
+        {
+            0,
+            1,
+            99,
+            100,
+            *(int(f * num_steps) for f in fractions),
+            num_steps - 1,
+            num_steps,
+            num_steps + 10,
+        }
+    )
 
 
 def main() -> None:

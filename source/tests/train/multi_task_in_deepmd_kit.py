@@ -23,7 +23,10 @@ class Random:
 
 class Recorded(training.Trainer):
     def print_on_training(self, fout, step_id, cur_lr, train_results, valid_results):
-        errors = {name: {key: float(x) for key, x in found.items()} for name, found in train_results.items()}
+        errors = {
+            name: {key: float(x) for key, x in found.items()}
+            for name, found in train_results.items()
+        }
         recorded.append({"lr": cur_lr, **errors})
 
 

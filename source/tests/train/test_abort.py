@@ -20,9 +20,7 @@ from deepmd_muon.train import RunError
 from deepmd_muon.train.process.abort import Moment, explained
 from deepmd_muon.train.step.step import TrainingStep
 
-CUDA = (
-    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.00 GiB is free."
-)
+CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.00 GiB is free."
 CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 
 
@@ -61,7 +59,10 @@ def ends(small_input, monkeypatch, capfd):
     ("error", "words"),
     [
         (torch.OutOfMemoryError(CUDA), ("step 4", "GPU", "2.50 GiB", "batch_size")),
-        (RuntimeError(f"{CPU} 8000 bytes. Error code 12 (Cannot allocate memory)"), ("step 4", "8000 bytes", "batch")),
+        (
+            RuntimeError(f"{CPU} 8000 bytes. Error code 12 (Cannot allocate memory)"),
+            ("step 4", "8000 bytes", "batch"),
+        ),
         (MemoryError("std::bad_alloc"), ("step 4", "memory", "batch_size")),
     ],
     ids=["gpu", "cpu", "host"],
@@ -73,7 +74,12 @@ def test_no_memory_in_a_step(ends, error, words):
 
 @pytest.mark.parametrize(
     "error",
-    [ValueError("broken"), MemoryError(), DataError("water is broken"), RuntimeError("can't start new thread")],
+    [
+        ValueError("broken"),
+        MemoryError(),
+        DataError("water is broken"),
+        RuntimeError("can't start new thread"),
+    ],
     ids=lambda error: type(error).__name__,
 )
 def test_the_thread_that_reads_ahead_dies(ends, error):
@@ -95,7 +101,10 @@ def test_no_memory_on_the_gpu_itself(ends, monkeypatch):
         return original(self, *args) if len(calls) < 4 else torch.empty(1 << 50, device="cuda")
 
     message = ends(TrainingStep, "__call__", large, capture="off")
-    assert all(word in message for word in ("step 4", "the GPU has no memory left", "batch_size", "model.ckpt-2.pt"))
+    assert all(
+        word in message
+        for word in ("step 4", "the GPU has no memory left", "batch_size", "model.ckpt-2.pt")
+    )
 
 
 def test_what_hides_a_lack_of_memory_does_not_count(ends):
@@ -111,7 +120,9 @@ def test_what_hides_a_lack_of_memory_does_not_count(ends):
 
 def test_a_directory_under_way_is_kept(ends):
     error = MemoryError()
-    message = ends(TrainingStep, "__call__", failing(TrainingStep.__call__, 3, error), checkpoint_format="dcp")
+    message = ends(
+        TrainingStep, "__call__", failing(TrainingStep.__call__, 3, error), checkpoint_format="dcp"
+    )
     assert "step 3" in message
     assert "the last good checkpoint is model.ckpt-2.dcp" in message
     assert read_checkpoint("model.ckpt.dcp")["deepmd_muon"]["step"] == 2
@@ -140,7 +151,9 @@ def test_a_place_that_cannot_be_written_is_a_mistake_of_the_input(small_input, c
     Path("file").write_text("")
     Path("input.json").write_text(json.dumps(small_input(training={"save_ckpt": "file/model"})))
     assert main(["train", "input.json", "-v", "ERROR"]) == 2
-    assert "dp train: training/save_ckpt: cannot write checkpoints to file: " in capfd.readouterr().err
+    assert (
+        "dp train: training/save_ckpt: cannot write checkpoints to file: " in capfd.readouterr().err
+    )
 
 
 def test_failures_are_known_by_what_libraries_raise():
@@ -151,8 +164,12 @@ def test_failures_are_known_by_what_libraries_raise():
 
     assert "this machine has no memory" in failure_of(raised(lambda: np.empty(1 << 55)))
     assert "this machine has no memory" in failure_of(raised(lambda: torch.empty(1 << 58)))
-    assert "the GPU has no memory" in failure_of(RuntimeError("CUDA error: out of memory\nCompile with"))
-    assert "illegal memory access" in failure_of(RuntimeError("CUDA error: an illegal memory access\nCUDA kernel"))
+    assert "the GPU has no memory" in failure_of(
+        RuntimeError("CUDA error: out of memory\nCompile with")
+    )
+    assert "illegal memory access" in failure_of(
+        RuntimeError("CUDA error: an illegal memory access\nCUDA kernel")
+    )
     assert "free space" in failure_of(WriteError(28, "No space left on device", "a.pt"))
     for other in (ValueError("memory"), OSError(2, "No such file", "a"), KeyError("allocate")):
         assert failure_of(other) is None

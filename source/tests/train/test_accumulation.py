@@ -49,14 +49,20 @@ def prepare(small_input):
     model = build_model(given.settings.model)
     systems = open_systems([str(SYSTEM)], model.type_map)
     loader = DataLoader(systems, 1, seed=3, cache=NeighborCache.of(model.neighbors, 1))
-    batches = [to_device(loader.build(Plan(((0, np.array(each)),))), 1, CPU) for each in ([1], [4], [1, 4])]
+    batches = [
+        to_device(loader.build(Plan(((0, np.array(each)),))), 1, CPU) for each in ([1], [4], [1, 4])
+    ]
     return model, build_loss(given.settings.loss), *batches
 
 
 def gradients(model, loss, batch, gradient=None):
     """Return loss, metrics and gradients of a step, whose update has no length."""
     step = TrainingStep(
-        Alone(Ranks(CPU), model), loss, torch.optim.SGD(model.parameters()), HostGuard("error"), gradient=gradient
+        Alone(Ranks(CPU), model),
+        loss,
+        torch.optim.SGD(model.parameters()),
+        HostGuard("error"),
+        gradient=gradient,
     )
     metrics = step(batch, 0.0, 0.5)
     return metrics, {name: p.grad for name, p in model.named_parameters()}
@@ -69,7 +75,9 @@ def test_the_gradient_is_that_of_one_batch_with_all_frames(small_input, compiled
     feeds = AccumulatedFeed((BatchFeed("a", first, first), BatchFeed("b", second, second)))
     if compiled:
         calls = []
-        gradient = CompiledGradient(model, loss, lambda graph, _: lambda *x: calls.append(0) or graph(*x))
+        gradient = CompiledGradient(
+            model, loss, lambda graph, _: lambda *x: calls.append(0) or graph(*x)
+        )
         with gradient.compiling():
             each, found = gradients(model, loss, feeds, gradient)
         assert gradient.failed is None
@@ -77,7 +85,9 @@ def test_the_gradient_is_that_of_one_batch_with_all_frames(small_input, compiled
     else:
         each, found = gradients(model, loss, feeds)
     for name, expected in wanted.items():
-        torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            found[name], expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max())
+        )
     for name, expected in metrics.items():
         assert each[name].shape == (2,)
         # The error of energies is an average of magnitudes of frames, as squares; so are the others.
@@ -91,7 +101,9 @@ def test_a_run_is_that_of_larger_batches(small_input, train, load, monkeypatch, 
     wanted, curve = load(), np.loadtxt("lcurve.out")
     if way != "host":
         on_device(streamed=way == "streamed")
-    monkeypatch.setattr("deepmd_muon.train.batches.resident._AHEAD", 6)  # no multiple of what a step takes
+    monkeypatch.setattr(
+        "deepmd_muon.train.batches.resident._AHEAD", 6
+    )  # no multiple of what a step takes
     train(exact(small_input, 2, 2, disp_avg=True, save_ckpt="parts"))
     found = load("parts.pt")
     assert_same(wanted, found, 1e-10, ("model", "ema"))
@@ -130,7 +142,9 @@ def test_epochs_count_all_batches(small_input, train, load):
 
 @pytest.mark.parametrize("policy", ["error", "skip"])
 @pytest.mark.parametrize("device", [False, True])
-def test_one_bad_batch_leaves_the_step_out(small_input, train, load, monkeypatch, on_device, policy, device):
+def test_one_bad_batch_leaves_the_step_out(
+    small_input, train, load, monkeypatch, on_device, policy, device
+):
     if device:
         on_device(streamed=True)
     original, count = BatchFeed.read, 0
@@ -154,7 +168,9 @@ def test_one_bad_batch_leaves_the_step_out(small_input, train, load, monkeypatch
         assert load()["deepmd_muon"]["step"] == 4
 
 
-def test_data_that_fail_within_a_step_leave_the_position_before_it(small_input, train, load, monkeypatch):
+def test_data_that_fail_within_a_step_leave_the_position_before_it(
+    small_input, train, load, monkeypatch
+):
     original, count = DataLoader.next, 0
 
     def next_batch(self):

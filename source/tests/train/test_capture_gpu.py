@@ -19,7 +19,10 @@ from deepmd_muon.train import NonFiniteError, trainer
 from deepmd_muon.train.batches.frame_store import FrameStore
 from deepmd_muon.train.step.stepper import MOST_GRAPHS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 STEPS = 12
 
@@ -64,7 +67,9 @@ def write_system(folder: Path, natoms: int, nframes: int, seed: int) -> str:
 
 def assert_equal_weights(first, second):
     for part in ("model", "ema"):
-        one, other = (content.get(part, {}).get("model", content.get(part, {})) for content in (first, second))
+        one, other = (
+            content.get(part, {}).get("model", content.get(part, {})) for content in (first, second)
+        )
         assert one.keys() == other.keys()
         for name, value in one.items():
             if isinstance(value, torch.Tensor):
@@ -79,13 +84,25 @@ def assert_equal_weights(first, second):
         {"type": "HybridMuon", "soap_muon": True, "norm_control": "radial_brake"},
     ],
 )
-def test_captured_steps_give_the_weights_of_eager_ones(small_input, train, load, steppers, optimizer, precision):
+def test_captured_steps_give_the_weights_of_eager_ones(
+    small_input, train, load, steppers, optimizer, precision
+):
     content = small_input(
         optimizer=optimizer,
-        training={"numb_steps": STEPS, "enable_ema": True, "ema_decay": 0.9, "gradient_max_norm": 5.0},
+        training={
+            "numb_steps": STEPS,
+            "enable_ema": True,
+            "ema_decay": 0.9,
+            "gradient_max_norm": 5.0,
+        },
     )
-    content["training"] |= {"adam_gradient_max_norm": 1.0, "ema_tail": 0.5 if optimizer["type"] == "Adam" else 0.0}
-    content["model"]["descriptor"]["precision"] = content["model"]["fitting_net"]["precision"] = precision
+    content["training"] |= {
+        "adam_gradient_max_norm": 1.0,
+        "ema_tail": 0.5 if optimizer["type"] == "Adam" else 0.0,
+    }
+    content["model"]["descriptor"]["precision"] = content["model"]["fitting_net"]["precision"] = (
+        precision
+    )
     content["optimizer"] = optimizer
     found = []
     for capture in ("off", "off", "auto"):
@@ -102,13 +119,27 @@ def test_captured_steps_give_the_weights_of_eager_ones(small_input, train, load,
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_captured_steps_of_a_graph_descriptor_give_the_same_weights(small_input, train, load, steppers, dynamic):
+def test_captured_steps_of_a_graph_descriptor_give_the_same_weights(
+    small_input, train, load, steppers, dynamic
+):
     """Angles are computed beside edges there, on another stream."""
     content = small_input(training={"numb_steps": STEPS})
-    repflow = {"e_rcut": 4.5, "e_rcut_smth": 3.0, "e_sel": "auto", "a_rcut": 3.2, "a_rcut_smth": 2.0, "a_sel": "auto"}
+    repflow = {
+        "e_rcut": 4.5,
+        "e_rcut_smth": 3.0,
+        "e_sel": "auto",
+        "a_rcut": 3.2,
+        "a_rcut_smth": 2.0,
+        "a_sel": "auto",
+    }
     repflow |= {"n_dim": 32, "e_dim": 24, "a_dim": 16, "nlayers": 3, "smooth_edge_update": True}
     repflow |= {"use_dynamic_sel": dynamic}
-    content["model"]["descriptor"] = {"type": "dpa3", "repflow": repflow, "seed": 1, "precision": "float32"}
+    content["model"]["descriptor"] = {
+        "type": "dpa3",
+        "repflow": repflow,
+        "seed": 1,
+        "precision": "float32",
+    }
     found = []
     for capture in ("off", "off", "auto"):
         content["training"]["capture"] = capture
@@ -123,7 +154,9 @@ def test_captured_steps_of_a_graph_descriptor_give_the_same_weights(small_input,
 def way(request, monkeypatch):
     """How training data reach the device."""
     if request.param == "host":
-        monkeypatch.setattr("deepmd_muon.train.step.stepper.why_not_on_device", lambda *args: "a test wants it")
+        monkeypatch.setattr(
+            "deepmd_muon.train.step.stepper.why_not_on_device", lambda *args: "a test wants it"
+        )
     elif request.param != "at once":
         for name, atoms in (("AT_ONCE", 0), ("_FIRST_ATOMS", 40), ("_WINDOW_ATOMS", 60)):
             monkeypatch.setattr(f"deepmd_muon.train.batches.resident.{name}", atoms)
@@ -136,7 +169,10 @@ def test_restart_is_bitwise(small_input, train, load, way):
     content = small_input(training={"enable_ema": True})
     train(content)
     whole = load("model.ckpt-10.pt")
-    train({**content, "training": {**content["training"], "save_ckpt": "again"}}, restart="model.ckpt-5.pt")
+    train(
+        {**content, "training": {**content["training"], "save_ckpt": "again"}},
+        restart="model.ckpt-5.pt",
+    )
     assert_equal_weights(whole, load("again-10.pt"))
 
 
@@ -148,7 +184,9 @@ def test_the_weights_are_those_of_the_cpu(small_input, train, load, monkeypatch)
     train(content)
     for name, value in load()["model"].items():
         if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(on_gpu["model"][name].cpu(), value.cpu(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                on_gpu["model"][name].cpu(), value.cpu(), rtol=1e-5, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("batch_size", [1, "auto:40", "max:40", "mixed:3", "mix:60"])
@@ -171,7 +209,9 @@ def test_systems_of_several_sizes(small_input, train, load, steppers, tmp_path, 
 def test_from_the_first_bad_step_on_nothing_changes_and_that_step_is_named(
     small_input, train, load, monkeypatch, optimizer
 ):
-    content = small_input(optimizer={"type": optimizer}, training={"disp_freq": 1000, "save_freq": 1000})
+    content = small_input(
+        optimizer={"type": optimizer}, training={"disp_freq": 1000, "save_freq": 1000}
+    )
     content["training"]["numb_steps"] = 300
     original = FrameStore.take
 
@@ -193,7 +233,9 @@ def test_from_the_first_bad_step_on_nothing_changes_and_that_step_is_named(
 
 
 def test_skip_leaves_bad_steps_out(small_input, train, load, monkeypatch, caplog):
-    content = small_input(optimizer={"on_nonfinite": "skip"}, training={"disp_freq": 1000, "numb_steps": 300})
+    content = small_input(
+        optimizer={"on_nonfinite": "skip"}, training={"disp_freq": 1000, "numb_steps": 300}
+    )
     original = FrameStore.take
 
     def poisoned(self, chunks):
@@ -210,7 +252,9 @@ def test_skip_leaves_bad_steps_out(small_input, train, load, monkeypatch, caplog
 
 
 @pytest.mark.parametrize("passing", [False, True])
-def test_all_ways_of_data_give_nearly_the_same_weights(small_input, train, load, monkeypatch, passing):
+def test_all_ways_of_data_give_nearly_the_same_weights(
+    small_input, train, load, monkeypatch, passing
+):
     content = small_input()
     train(content)
     expected = load()
@@ -236,7 +280,9 @@ def test_an_unused_graph_makes_room(small_input, train, monkeypatch, steppers, t
     assert len(steppers[-1]._captured._graphs) <= 2
 
 
-def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(small_input, train, monkeypatch, caplog, steppers):
+def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(
+    small_input, train, monkeypatch, caplog, steppers
+):
     from deepmd_muon.train.step.step import TrainingStep
 
     original = TrainingStep.__call__
@@ -261,7 +307,9 @@ def test_a_step_launches_without_waiting(small_input, train, monkeypatch):
     original, replayed = CapturedStep.__call__, []
 
     def watched(self, feed, done):
-        replayed.append(feed.layout in self._graphs and self._pieces == self._step.strategy.model.pieces)
+        replayed.append(
+            feed.layout in self._graphs and self._pieces == self._step.strategy.model.pieces
+        )
         torch.cuda.set_sync_debug_mode("error" if replayed[-1] else "default")
         try:
             return original(self, feed, done)
@@ -277,36 +325,70 @@ def write_alloy(folder: Path, kinds: list[int], seed: int) -> str:
     """Write four frames of a strained cubic crystal of 32 atoms with the given kinds in turn."""
     random = np.random.default_rng(seed)
     cell = np.stack(np.meshgrid(*[np.arange(2)] * 3, indexing="ij"), -1).reshape(-1, 1, 3)
-    grid = (cell + np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])).reshape(-1, 3)
+    grid = (cell + np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])).reshape(
+        -1, 3
+    )
     coord = 3.8 * grid + random.normal(0, 0.1, (4, 32, 3))
     arrays = {"coord": coord.reshape(4, -1), "box": np.tile(7.6 * np.eye(3).ravel(), (4, 1))}
     arrays |= {"energy": random.normal(-100, 0.5, 4), "force": random.normal(0, 0.5, (4, 96))}
-    return write_npy(folder, [kinds[i % len(kinds)] for i in range(32)], [arrays], ["Ni", "Pd", "Al"])
+    return write_npy(
+        folder, [kinds[i % len(kinds)] for i in range(32)], [arrays], ["Ni", "Pd", "Al"]
+    )
 
 
 CUTS = {"e_rcut": 6.0, "e_rcut_smth": 5.3, "a_rcut": 4.0, "a_rcut_smth": 3.5}
 DESCRIPTORS = {
     "se_e2_a": {"type": "se_e2_a", "sel": "auto"},
     "se_e2_a one side": {"type": "se_e2_a", "sel": "auto", "type_one_side": True},
-    "se_e2_a one side, float32": {"type": "se_e2_a", "sel": "auto", "type_one_side": True, "precision": "float32"},
+    "se_e2_a one side, float32": {
+        "type": "se_e2_a",
+        "sel": "auto",
+        "type_one_side": True,
+        "precision": "float32",
+    },
     "dpa1": {"type": "se_atten", "sel": "auto"},
     "dpa1 v2": {"type": "se_atten_v2", "sel": "auto", "attn_layer": 0},
-    "dpa3": {"type": "dpa3", "repflow": {**CUTS, "e_sel": "auto", "a_sel": "auto"}, "precision": "float32"},
+    "dpa3": {
+        "type": "dpa3",
+        "repflow": {**CUTS, "e_sel": "auto", "a_sel": "auto"},
+        "precision": "float32",
+    },
     "dpa3 dynamic": {
         "type": "dpa3",
-        "repflow": {**CUTS, "e_sel": 200, "a_sel": 40, "use_dynamic_sel": True, "smooth_edge_update": True},
+        "repflow": {
+            **CUTS,
+            "e_sel": 200,
+            "a_sel": 40,
+            "use_dynamic_sel": True,
+            "smooth_edge_update": True,
+        },
     },
 }
 
 
 @pytest.mark.parametrize("batch_size", [1, "auto:64"])
 @pytest.mark.parametrize("descriptor", DESCRIPTORS)
-def test_many_compositions_train_with_default_settings(train, load, tmp_path, descriptor, batch_size):
+def test_many_compositions_train_with_default_settings(
+    train, load, tmp_path, descriptor, batch_size
+):
     """Most systems lack an element of the type map, and their empty slots have nearly equal rows."""
-    kinds = {"NiPd": [0, 1], "NiAl": [0, 2], "PdAl": [1, 2], "Pd": [1], "NiNiAl": [0, 0, 2], "all": [0, 1, 2]}
-    systems = [write_alloy(tmp_path / name, kind, seed) for seed, (name, kind) in enumerate(kinds.items())]
+    kinds = {
+        "NiPd": [0, 1],
+        "NiAl": [0, 2],
+        "PdAl": [1, 2],
+        "Pd": [1],
+        "NiNiAl": [0, 0, 2],
+        "all": [0, 1, 2],
+    }
+    systems = [
+        write_alloy(tmp_path / name, kind, seed) for seed, (name, kind) in enumerate(kinds.items())
+    ]
     content = {
-        "model": {"type_map": ["Ni", "Pd", "Al"], "descriptor": DESCRIPTORS[descriptor], "fitting_net": {}},
+        "model": {
+            "type_map": ["Ni", "Pd", "Al"],
+            "descriptor": DESCRIPTORS[descriptor],
+            "fitting_net": {},
+        },
         "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-5},
         "loss": {"type": "ener"},
         "optimizer": {"type": "HybridMuon"},
@@ -318,7 +400,11 @@ def test_many_compositions_train_with_default_settings(train, load, tmp_path, de
         },
     }
     assert train(content) == 0
-    assert all(value.isfinite().all() for value in load()["model"].values() if isinstance(value, torch.Tensor))
+    assert all(
+        value.isfinite().all()
+        for value in load()["model"].values()
+        if isinstance(value, torch.Tensor)
+    )
     errors = np.loadtxt("lcurve.out")[:, 1]
     assert np.isfinite(errors).all()
 
@@ -330,13 +416,18 @@ def in_branches(content):
     parts = {"type_map": "types", "descriptor": "all"}
     content["model"] = {
         "shared_dict": {"types": ["Cu"], "all": {**model["descriptor"], "sel": [60]}},
-        "model_dict": {name: {**parts, "fitting_net": net} for name, net in zip("ab", nets, strict=True)},
+        "model_dict": {
+            name: {**parts, "fitting_net": net} for name, net in zip("ab", nets, strict=True)
+        },
     }
     content["loss_dict"] = {"a": loss, "b": {**loss, "start_pref_e": 1.0}}
     (whole,) = training.pop("training_data")["systems"]
     del training["validation_data"]
     systems = {"a": f"{whole}/fcc32", "b": f"{whole}/triclinic8"}
-    data = {name: {"training_data": {"systems": path, "batch_size": 2}} for name, path in systems.items()}
+    data = {
+        name: {"training_data": {"systems": path, "batch_size": 2}}
+        for name, path in systems.items()
+    }
     content["training"] = {**training, "data_dict": data, "model_prob": {"a": 2, "b": 1}}
     return content
 
@@ -347,9 +438,13 @@ def test_captured_steps_of_branches_give_the_weights_of_eager_ones(
     small_input, train, load, steppers, optimizer, precision
 ):
     """Graphs of branches share memory; each updates the shared descriptor and its own head alone."""
-    content = small_input(training={"numb_steps": 40, "enable_ema": True, "ema_decay": 0.9, "gradient_max_norm": 5.0})
+    content = small_input(
+        training={"numb_steps": 40, "enable_ema": True, "ema_decay": 0.9, "gradient_max_norm": 5.0}
+    )
     content["optimizer"] = {"type": optimizer}
-    content["model"]["descriptor"]["precision"] = content["model"]["fitting_net"]["precision"] = precision
+    content["model"]["descriptor"]["precision"] = content["model"]["fitting_net"]["precision"] = (
+        precision
+    )
     content = in_branches(content)
     found = []
     for capture in ("off", "off", "auto"):
@@ -362,7 +457,9 @@ def test_captured_steps_of_branches_give_the_weights_of_eager_ones(
     assert captured_curve == curve
     for name, values in first["optimizer"]["state"].items():
         for key, value in values.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(captured["optimizer"]["state"][name][key]))
+            assert torch.equal(
+                torch.as_tensor(value), torch.as_tensor(captured["optimizer"]["state"][name][key])
+            )
     assert all(graphs(stepper) >= 1 for stepper in steppers[-2:])
     assert all(stepper._captured.eager_reason is None for stepper in steppers[-2:])
 
@@ -384,4 +481,7 @@ def test_restart_of_branches_is_bitwise_and_an_idle_head_keeps_still(small_input
     for number, values in whole["optimizer"]["state"].items():
         if names[number].startswith("b."):
             after = alone["optimizer"]["state"][number]
-            assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(after[key])) for key, x in values.items())
+            assert all(
+                torch.equal(torch.as_tensor(x), torch.as_tensor(after[key]))
+                for key, x in values.items()
+            )

@@ -30,7 +30,11 @@ from deepmd_muon.train.ranks.ranks import Ranks
 
 def names(folder="."):
     """Checkpoints in a folder; hidden ones without the part of their names that cannot be guessed."""
-    found = (path.name for path in Path(folder).iterdir() if "ckpt" in path.name and path.suffix != ".lock")
+    found = (
+        path.name
+        for path in Path(folder).iterdir()
+        if "ckpt" in path.name and path.suffix != ".lock"
+    )
     return sorted(re.sub(r"\.[0-9a-f]{16}\.dcp$", ".dcp", name) for name in found)
 
 
@@ -53,23 +57,39 @@ def assert_same(first, second):
 def test_a_run_restarts_from_a_directory_as_if_in_one_go(small_input, train):
     averaged = {"enable_ema": True, "ema_decay": 0.9}
     train(small_input(training={**averaged, "save_ckpt": "whole"}))
-    parted = small_input(training={**averaged, "checkpoint_format": "dcp", "save_freq": 4, "max_ckpt_keep": 2})
+    parted = small_input(
+        training={**averaged, "checkpoint_format": "dcp", "save_freq": 4, "max_ckpt_keep": 2}
+    )
     train(parted)
     assert names() == [
-        *("model.ckpt-10.dcp", "model.ckpt-10.pt", "model.ckpt-8.dcp", "model.ckpt.dcp", "model.ckpt.pt"),
+        *(
+            "model.ckpt-10.dcp",
+            "model.ckpt-10.pt",
+            "model.ckpt-8.dcp",
+            "model.ckpt.dcp",
+            "model.ckpt.pt",
+        ),
     ]
     assert Path("model.ckpt.dcp").readlink() == Path("model.ckpt-10.dcp")
     assert Path("checkpoint").read_text() == "model.ckpt-10.dcp\n"
     assert_same(read_checkpoint("whole-10.pt"), read_checkpoint("model.ckpt-10.dcp"))
     train(parted, restart="model.ckpt-8.dcp")
     assert_same(read_checkpoint("whole-10.pt"), read_checkpoint("model.ckpt"))
-    kept = [name for name in names() if name.startswith("model.ckpt.2")]  # later than the one that is continued
+    kept = [
+        name for name in names() if name.startswith("model.ckpt.2")
+    ]  # later than the one that is continued
     assert kept == [f"model.ckpt.2{end}" for end in ("-10.dcp", "-10.pt", ".dcp", ".pt")]
     for name in kept:
         path = Path(name)
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     assert names() == [
-        *("model.ckpt-10.dcp", "model.ckpt-10.pt", "model.ckpt-8.dcp", "model.ckpt.dcp", "model.ckpt.pt"),
+        *(
+            "model.ckpt-10.dcp",
+            "model.ckpt-10.pt",
+            "model.ckpt-8.dcp",
+            "model.ckpt.dcp",
+            "model.ckpt.pt",
+        ),
     ]
     # The retention goes on where it was.
     parted["training"].update(numb_steps=14, max_ckpt_keep=3)
@@ -77,7 +97,10 @@ def test_a_run_restarts_from_a_directory_as_if_in_one_go(small_input, train):
     assert names()[:3] == ["model.ckpt-10.dcp", "model.ckpt-10.pt", "model.ckpt-12.dcp"]
     assert not Path("model.ckpt-8.dcp").exists()
     coord, box = torch.rand(1, 32, 3).numpy() * 7, (torch.eye(3) * 7.2).numpy()[None]
-    energies = [Predictor(path).predict(coord, box, [0] * 32).energy for path in ("model.ckpt-14.dcp", "model.ckpt.pt")]
+    energies = [
+        Predictor(path).predict(coord, box, [0] * 32).energy
+        for path in ("model.ckpt-14.dcp", "model.ckpt.pt")
+    ]
     assert energies[0] == energies[1]
 
 
@@ -86,15 +109,23 @@ def test_a_damaged_part_is_an_error_that_names_the_directory(small_input, train)
     train(given)
     (part,) = Path("model.ckpt-10.dcp").glob("*.distcp")
     os.truncate(part, part.stat().st_size // 2)
-    with pytest.raises(CheckpointError, match=r"model.ckpt-10.dcp cannot be read as a checkpoint: .*__0_0.distcp"):
+    with pytest.raises(
+        CheckpointError, match=r"model.ckpt-10.dcp cannot be read as a checkpoint: .*__0_0.distcp"
+    ):
         train(given, restart="model.ckpt-10.dcp")
     places = read_checkpoint("model.ckpt-5.dcp", leave=("ema",))["ema"]["model"]
     assert all(x.is_meta for x in places.values() if x.numel())
-    targets = {("ema", "model", name): torch.empty(x.shape, dtype=x.dtype) for name, x in places.items() if x.numel()}
+    targets = {
+        ("ema", "model", name): torch.empty(x.shape, dtype=x.dtype)
+        for name, x in places.items()
+        if x.numel()
+    }
     read_into(Path("model.ckpt-5.dcp"), targets)
     for (*_, name), x in targets.items():
         assert torch.equal(x, read_checkpoint("model.ckpt-5.dcp")["ema"]["model"][name])
-    with pytest.raises(CheckpointError, match=r"model.ckpt-10.dcp cannot be read as a checkpoint: .*__0_0.distcp"):
+    with pytest.raises(
+        CheckpointError, match=r"model.ckpt-10.dcp cannot be read as a checkpoint: .*__0_0.distcp"
+    ):
         read_into(Path("model.ckpt-10.dcp"), targets)
 
 
@@ -200,8 +231,16 @@ def test_a_crash_while_writing_leaves_the_one_before(small_input, train, tmp_pat
 def test_tensors_are_taken_out_and_put_back():
     shared = torch.rand(3)
     content = {
-        "model": {"a": shared, "b": shared, "empty": torch.zeros(0), "_extra_state": {"sel": [1, 2]}},
-        "optimizer": {"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"lr": torch.tensor(0.5)}]},
+        "model": {
+            "a": shared,
+            "b": shared,
+            "empty": torch.zeros(0),
+            "_extra_state": {"sel": [1, 2]},
+        },
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(2.0)}},
+            "param_groups": [{"lr": torch.tensor(0.5)}],
+        },
     }
     parts, tensors = take_apart(content)
     assert list(tensors) == ["model/a", "optimizer/state/0/step", "optimizer/param_groups/0/lr"]
@@ -237,8 +276,12 @@ def test_a_directory_without_its_end_is_no_checkpoint(small_input, train):
 @pytest.mark.parametrize("form", ["file", "dcp", "both"])
 def test_a_place_that_cannot_be_written_is_an_error_before_the_run(tmp_path, form):
     (tmp_path / "file").write_text("")
-    training = SimpleNamespace(save_ckpt=str(tmp_path / "file/model"), max_ckpt_keep=5, checkpoint_format=form)
-    with pytest.raises(TrainingError, match=r"training/save_ckpt: cannot write checkpoints to .*file"):
+    training = SimpleNamespace(
+        save_ckpt=str(tmp_path / "file/model"), max_ckpt_keep=5, checkpoint_format=form
+    )
+    with pytest.raises(
+        TrainingError, match=r"training/save_ckpt: cannot write checkpoints to .*file"
+    ):
         Checkpoints(training, Ranks(torch.device("cpu")))
 
 
@@ -247,7 +290,13 @@ def test_what_a_killed_run_left_goes_and_that_of_other_runs_stays(small_input, t
     mine = [f".{prefix}-{kind}.dcp" for kind in ("10", "removed")]
     mine += [f".{prefix}-{kind}.0123456789abcdef.dcp" for kind in ("10", "removed")]
     others = [f".{prefix}-{kind}.dcp" for kind in ("2-100", "300K-50", "a-10", "2-removed", "1e3")]
-    others += [f"{prefix}-10.dcp", ".n-10.dcp", ".modelxckpt-10.dcp", ".model3-10.dcp", f".{prefix}-10.dcp.old"]
+    others += [
+        f"{prefix}-10.dcp",
+        ".n-10.dcp",
+        ".modelxckpt-10.dcp",
+        ".model3-10.dcp",
+        f".{prefix}-10.dcp.old",
+    ]
     for name in (*mine, *others):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_text("half")
@@ -258,7 +307,9 @@ def test_what_a_killed_run_left_goes_and_that_of_other_runs_stays(small_input, t
 
 
 def test_a_run_killed_while_it_deletes_leaves_no_half_checkpoint(small_input, train, monkeypatch):
-    content = small_input(training={"checkpoint_format": "dcp", "save_freq": 2, "max_ckpt_keep": 1, "numb_steps": 4})
+    content = small_input(
+        training={"checkpoint_format": "dcp", "save_freq": 2, "max_ckpt_keep": 1, "numb_steps": 4}
+    )
     with monkeypatch.context() as patched:
         patched.setattr("shutil.rmtree", lambda *args, **kwargs: None)
         train(content)
@@ -268,5 +319,8 @@ def test_a_run_killed_while_it_deletes_leaves_no_half_checkpoint(small_input, tr
         ".model.ckpt-removed.dcp",
         *("model.ckpt-4.dcp", "model.ckpt-4.pt", "model.ckpt.dcp", "model.ckpt.pt"),
     ]
-    train({**content, "training": {**content["training"], "checkpoint_format": "file"}}, restart="model.ckpt.dcp")
+    train(
+        {**content, "training": {**content["training"], "checkpoint_format": "file"}},
+        restart="model.ckpt.dcp",
+    )
     assert names()[0] == "model.ckpt-4.dcp"

@@ -12,16 +12,35 @@ from deepmd_muon.cli.main import main
 from deepmd_muon.infer.frozen import is_frozen
 
 VALID = str(Path(__file__).parents[3] / "examples" / "cu_emt" / "data" / "valid")
-EDGES = {"n_dim": 8, "e_dim": 4, "nlayers": 1, "axis_neuron": 2, "e_rcut": 4.5, "e_rcut_smth": 2.0, "e_sel": 60}
+EDGES = {
+    "n_dim": 8,
+    "e_dim": 4,
+    "nlayers": 1,
+    "axis_neuron": 2,
+    "e_rcut": 4.5,
+    "e_rcut_smth": 2.0,
+    "e_sel": 60,
+}
 REPFLOW = {**EDGES, "a_dim": 4, "a_rcut": 3.0, "a_rcut_smth": 2.0, "a_sel": 14}
-ATTENTION = {"attn": 8, "attn_layer": 1, "tebd_dim": 4, "rcut": 4.5, "rcut_smth": 2.0, "neuron": [4, 8]}
+ATTENTION = {
+    "attn": 8,
+    "attn_layer": 1,
+    "tebd_dim": 4,
+    "rcut": 4.5,
+    "rcut_smth": 2.0,
+    "neuron": [4, 8],
+}
 DESCRIPTORS = {
     "se_e2_a": {},
     "dpa1": {"type": "se_atten", "sel": "auto", "axis_neuron": 3, "seed": 1, **ATTENTION},
     "dpa3": {"type": "dpa3", "repflow": REPFLOW, "seed": 1},
 }
 FILES = ("model.ckpt", "model.ckpt.dcp", "best.ckpt-2.t-1.pt", "frozen.pth", ".", "input.json")
-NO_CHECKPOINT = {"frozen.pth": "frozen model", ".": "folder", "input.json": "cannot be read as a checkpoint"}
+NO_CHECKPOINT = {
+    "frozen.pth": "frozen model",
+    ".": "folder",
+    "input.json": "cannot be read as a checkpoint",
+}
 AN_INPUT = {**NO_CHECKPOINT, ".": "not a regular file", "input.json": None}
 NO_DATA = dict.fromkeys(FILES, "system")
 # The words of a command, and for each file that it refuses, a word of the message.
@@ -34,11 +53,20 @@ COMMANDS = {
         "show FILE type-map descriptor fitting-net size observed-type",
         {**NO_CHECKPOINT, "frozen.pth": None},
     ),
-    "show model-branch": ("show FILE model-branch", {**dict.fromkeys(FILES, "single model"), ".": "folder"}),
+    "show model-branch": (
+        "show FILE model-branch",
+        {**dict.fromkeys(FILES, "single model"), ".": "folder"},
+    ),
     "test": (f"test -m FILE -s {VALID} -n 1", {**NO_CHECKPOINT, "frozen.pth": None}),
     "test --ema": (f"test -m FILE -s {VALID} -n 1 --ema", {**NO_CHECKPOINT, "frozen.pth": "--ema"}),
-    "model-devi": (f"model-devi -m FILE frozen.pth -s {VALID}", {**NO_CHECKPOINT, "frozen.pth": None}),
-    "check": (f"check FILE -s {VALID} --time 0.001 --copies 1 --probes 1", {**NO_CHECKPOINT, "frozen.pth": None}),
+    "model-devi": (
+        f"model-devi -m FILE frozen.pth -s {VALID}",
+        {**NO_CHECKPOINT, "frozen.pth": None},
+    ),
+    "check": (
+        f"check FILE -s {VALID} --time 0.001 --copies 1 --probes 1",
+        {**NO_CHECKPOINT, "frozen.pth": None},
+    ),
     "freeze": ("freeze -c FILE -o other.pth", {**NO_CHECKPOINT, ".": None}),
     "change-bias": ("change-bias FILE -b 0.5 -o changed.pt", NO_CHECKPOINT),
     "neighbor-stat": ("neighbor-stat -s FILE -r 3", NO_DATA),
@@ -61,7 +89,13 @@ def run(descriptor, runs, small_input, train):
     kept = runs / descriptor
     if not kept.exists():
         content = small_input(
-            training={"numb_steps": 2, "save_freq": 1, "checkpoint_format": "both", "enable_ema": True, "seed": 1}
+            training={
+                "numb_steps": 2,
+                "save_freq": 1,
+                "checkpoint_format": "both",
+                "enable_ema": True,
+                "seed": 1,
+            }
         )
         content["model"]["descriptor"] = DESCRIPTORS[descriptor] or content["model"]["descriptor"]
         content["validating"] = {"full_validation": True, "validation_freq": 2, "full_val_start": 0}
@@ -80,13 +114,17 @@ def run(descriptor, runs, small_input, train):
 def _alone_and_without_pictures(monkeypatch):
     """deepmd-kit is not installed; drawing, which has its own tests, would take half the time."""
     monkeypatch.delenv("DP_BACKEND", raising=False)
-    monkeypatch.setattr("deepmd_muon.show.spectra.plot_spectra", lambda parameters, path, title="": None)
+    monkeypatch.setattr(
+        "deepmd_muon.show.spectra.plot_spectra", lambda parameters, path, title="": None
+    )
     monkeypatch.setattr("deepmd_muon.cli.handover.importlib.util.find_spec", lambda name: None)
 
 
 def shown(text):
     """What a command says, without times and the names of files."""
-    return re.sub(r"\[[^]]*\] DEEPMD ", "", re.sub(r"(model|best)\.ckpt\S*|frozen\.pth", "FILE", text))
+    return re.sub(
+        r"\[[^]]*\] DEEPMD ", "", re.sub(r"(model|best)\.ckpt\S*|frozen\.pth", "FILE", text)
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +159,9 @@ def test_what_is_shown_does_not_hang_on_the_kind_of_file(run, capsys):
                 capsys.readouterr()
                 assert main([file if word == "FILE" else word for word in words.split()]) == 0
                 said = capsys.readouterr()
-                texts.add(shown(said.out if command in ("show routing", "show weights") else said.err))
+                texts.add(
+                    shown(said.out if command in ("show routing", "show weights") else said.err)
+                )
         assert len(texts) == 1, command
     parameters = int(re.search(r"Parameters in total: (\d+)", _attributes(capsys)).group(1))
     assert main(["show", "routing", "model.ckpt.pt"]) == 0
@@ -137,7 +177,10 @@ def _attributes(capsys):
 def test_attributes_are_deepmd_kits_lines(finished, capsys):
     """The words are those that deepmd-kit 3.2.0 printed for this run's checkpoint."""
     capsys.readouterr()
-    assert main(["--pt", "show", "model.ckpt.pt", "size", "type-map", "observed-type", "fitting-net"]) == 0
+    assert (
+        main(["--pt", "show", "model.ckpt.pt", "size", "type-map", "observed-type", "fitting-net"])
+        == 0
+    )
     fitting_net = {
         "type": "ener",
         "neuron": [6, 6],
@@ -250,6 +293,10 @@ def test_a_picture_and_a_table_show_every_branch(several, capsys, monkeypatch):
     capsys.readouterr()
     assert main(["show", "weights", "model.ckpt.pt"]) == 0
     table = capsys.readouterr().out
-    for part in ("hot.atomic_model.descriptor", "hot.atomic_model.fitting_net", "cold.atomic_model.fitting_net"):
+    for part in (
+        "hot.atomic_model.descriptor",
+        "hot.atomic_model.fitting_net",
+        "cold.atomic_model.fitting_net",
+    ):
         assert f"{part}.filter_layers" in table or f"{part}.sea.filter_layers" in table
     assert "cold.atomic_model.descriptor" not in table  # the shared one stands there once

@@ -13,8 +13,24 @@ from deepmd_muon.train.batches.streamed import with_full_sections
 from deepmd_muon.train.step import compiled
 from deepmd_muon.train.step.compiled import CompiledGradient, differentiate
 
-ATTENTION = {"rcut": 4.5, "rcut_smth": 2.0, "sel": 60, "neuron": [4, 8], "axis_neuron": 3, "attn": 6, "attn_layer": 2}
-EDGES = {"n_dim": 6, "e_dim": 5, "nlayers": 2, "e_rcut": 4.5, "e_rcut_smth": 2.0, "e_sel": 60, "axis_neuron": 2}
+ATTENTION = {
+    "rcut": 4.5,
+    "rcut_smth": 2.0,
+    "sel": 60,
+    "neuron": [4, 8],
+    "axis_neuron": 3,
+    "attn": 6,
+    "attn_layer": 2,
+}
+EDGES = {
+    "n_dim": 6,
+    "e_dim": 5,
+    "nlayers": 2,
+    "e_rcut": 4.5,
+    "e_rcut_smth": 2.0,
+    "e_sel": 60,
+    "axis_neuron": 2,
+}
 ANGLES = {"a_dim": 4, "a_rcut": 3.2, "a_rcut_smth": 2.0, "a_sel": 20, "smooth_edge_update": True}
 REPFLOW = {**EDGES, **ANGLES}
 DESCRIPTORS = {
@@ -23,7 +39,10 @@ DESCRIPTORS = {
     "se_atten": {"type": "se_atten", **ATTENTION},
     "se_atten_v2": {"type": "se_atten_v2", **ATTENTION},
     "dpa3": {"type": "dpa3", "repflow": REPFLOW},
-    "dpa3-dynamic": {"type": "dpa3", "repflow": {**REPFLOW, "use_dynamic_sel": True, "sel_reduce_factor": 1.0}},
+    "dpa3-dynamic": {
+        "type": "dpa3",
+        "repflow": {**REPFLOW, "use_dynamic_sel": True, "sel_reduce_factor": 1.0},
+    },
 }
 
 
@@ -104,7 +123,9 @@ def test_the_traced_function_is_the_plain_one(small_input, name):
         if wanted[key] is None:
             assert mine is None or not mine.any(), key
         else:
-            torch.testing.assert_close(mine, wanted[key], rtol=1e-9, atol=1e-11 * float(wanted[key].abs().max()))
+            torch.testing.assert_close(
+                mine, wanted[key], rtol=1e-9, atol=1e-11 * float(wanted[key].abs().max())
+            )
 
 
 def test_what_cannot_be_compiled_stays_plain_and_says_so_once(small_input, caplog):
@@ -124,7 +145,9 @@ def test_what_cannot_be_compiled_stays_plain_and_says_so_once(small_input, caplo
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
 
 
-def test_a_bounded_number_of_layouts_is_compiled_until_the_model_computes_otherwise(small_input, monkeypatch):
+def test_a_bounded_number_of_layouts_is_compiled_until_the_model_computes_otherwise(
+    small_input, monkeypatch
+):
     monkeypatch.setattr(compiled, "MOST_COMPILED", 2)
     model, loss, first = prepare(small_input, "se_e2_a")
     fraction = torch.tensor(1.0, dtype=torch.float64)
@@ -143,7 +166,12 @@ def test_a_bounded_number_of_layouts_is_compiled_until_the_model_computes_otherw
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.xfail(reason="torch 2.11's compiler fails on it", raises=AssertionError))
+        pytest.param(
+            name,
+            marks=pytest.mark.xfail(
+                reason="torch 2.11's compiler fails on it", raises=AssertionError
+            ),
+        )
         if name.startswith("dpa3")
         else name
         for name in DESCRIPTORS
@@ -165,4 +193,6 @@ def test_the_compiled_function_is_the_plain_one(small_input, name):
     torch.testing.assert_close(value, expected, rtol=1e-11, atol=0)
     for key, mine in gradients(model).items():
         if wanted[key] is not None:
-            torch.testing.assert_close(mine, wanted[key], rtol=1e-8, atol=1e-10 * float(wanted[key].abs().max()))
+            torch.testing.assert_close(
+                mine, wanted[key], rtol=1e-8, atol=1e-10 * float(wanted[key].abs().max())
+            )

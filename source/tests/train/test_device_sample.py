@@ -30,7 +30,9 @@ from write_systems import make_arrays, write_npy
 CPU = torch.device("cpu")
 #: Changes of arrays, and what is said of them.
 MISTAKES = {
-    lambda arrays: arrays["coord"].__setitem__((2, slice(0, 3)), arrays["coord"][2, 3:6]): "lie at the same place",
+    lambda arrays: arrays["coord"].__setitem__(
+        (2, slice(0, 3)), arrays["coord"][2, 3:6]
+    ): "lie at the same place",
     lambda arrays: arrays["box"].__imul__(0.05): "atoms per Å",
 }
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -70,7 +72,14 @@ def host_batches(systems, numbers, cache):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rcut", [2.5, 6.0])
 def test_counts_are_those_of_the_host(systems, rcut, device):
-    numbers = [np.array([0, 1, 4]), np.arange(5), np.array([2]), np.arange(5), np.arange(5), np.zeros(0, dtype=int)]
+    numbers = [
+        np.array([0, 1, 4]),
+        np.arange(5),
+        np.array([2]),
+        np.arange(5),
+        np.arange(5),
+        np.zeros(0, dtype=int),
+    ]
     cache = NeighborCache(rcut, [3, 3, 3], by_type=True)
     found = DeviceSample(systems, cache, torch.device(device)).count(numbers)
     expected = neighbor_statistics(systems, rcut, numbers=numbers)
@@ -105,12 +114,16 @@ def test_statistics_and_lengths_are_those_of_the_host(systems, kind, device):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
     again = environment_statistics(model, searched)
     assert all(map(torch.equal, found, again))
-    assert descriptor_length(model, searched) == pytest.approx(descriptor_length(model, host), rel=1e-12)
+    assert descriptor_length(model, searched) == pytest.approx(
+        descriptor_length(model, host), rel=1e-12
+    )
 
 
 def test_frames_of_a_batch_give_the_energies_and_forces_of_the_host(systems):
     model = corner_model("dpa3", "float64")
-    for frames, structures in DeviceSample(systems, cache_of(model), CPU).batches([np.arange(5)] * 6):
+    for frames, structures in DeviceSample(systems, cache_of(model), CPU).batches(
+        [np.arange(5)] * 6
+    ):
         found = model(structures)
         for row in range(frames.nframes):
             lone = frames.rows([row])
@@ -118,7 +131,9 @@ def test_frames_of_a_batch_give_the_energies_and_forces_of_the_host(systems):
             natoms = int(real.sum())
             whole = model(Structures.of(*listed(lone, model), 3))
             torch.testing.assert_close(found["energy"][row], whole["energy"][0])
-            torch.testing.assert_close(found["force"][row, :natoms], whole["force"][0][torch.from_numpy(real)])
+            torch.testing.assert_close(
+                found["force"][row, :natoms], whole["force"][0][torch.from_numpy(real)]
+            )
 
 
 def listed(frames, model):
@@ -126,7 +141,14 @@ def listed(frames, model):
     request = model.neighbors
     box = None if frames.box is None else frames.box[0]
     found = build_neighbors(
-        frames.coord[0], box, frames.atype[0], request.rcut, request.sel, request.by_type, 3, request.inner
+        frames.coord[0],
+        box,
+        frames.atype[0],
+        request.rcut,
+        request.sel,
+        request.by_type,
+        3,
+        request.inner,
     )
     return frames, stack_neighbors([found])
 
@@ -137,7 +159,9 @@ def test_parts_that_the_device_does_not_take_are_left_to_the_host(systems, monke
     model = corner_model("se_e2_a", "float64")
     searches = []
     find = device_sample.find_neighbors
-    monkeypatch.setattr(device_sample, "find_neighbors", lambda *given: searches.append(given) or find(*given))
+    monkeypatch.setattr(
+        device_sample, "find_neighbors", lambda *given: searches.append(given) or find(*given)
+    )
     if limit == "ordinary":
         unusual = lambda coord, box, flat: (np.full(len(coord), box is None), None)  # noqa: E731
         monkeypatch.setattr(device_sample, "ordinary", unusual)
@@ -146,12 +170,16 @@ def test_parts_that_the_device_does_not_take_are_left_to_the_host(systems, monke
     numbers = [np.arange(5)] * 6
     sample = DeviceSample(systems, cache_of(model), CPU)
     counted, expected = sample.count(numbers), neighbor_statistics(systems, model.rcut)
-    assert (counted.max_neighbors, counted.max_total) == (expected.max_neighbors, expected.max_total)
+    assert (counted.max_neighbors, counted.max_total) == (
+        expected.max_neighbors,
+        expected.max_total,
+    )
     assert counted.min_distance == pytest.approx(expected.min_distance, rel=1e-13)
     made = [structures for _, structures in sample.batches(numbers)]
     assert len(searches) == (1 if limit == "ordinary" else 0)
     host = [
-        Structures.of(batch.frames, batch.neighbors, 3) for batch in host_batches(systems, numbers, cache_of(model))
+        Structures.of(batch.frames, batch.neighbors, 3)
+        for batch in host_batches(systems, numbers, cache_of(model))
     ]
     found, wanted = environment_statistics(model, made), environment_statistics(model, host)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
@@ -177,7 +205,9 @@ def test_mistakes_are_named(tmp_path):
         arrays = make_arrays(4, 5, 1)
         change(arrays)
         paths = [write_npy(tmp_path / f"broken{k}", [0] * 5, [arrays], NAMES)]
-        paths.append(write_npy(tmp_path / f"other{k}", [3] * 5, [make_arrays(4, 5, 1)], [*NAMES, "Cu"]))
+        paths.append(
+            write_npy(tmp_path / f"other{k}", [3] * 5, [make_arrays(4, 5, 1)], [*NAMES, "Cu"])
+        )
         systems = [open_systems([path])[0] for path in paths]
         sample = DeviceSample(systems, NeighborCache(4.0, [9] * 4, by_type=True), CPU)
         numbers = [np.arange(4), np.zeros(0, dtype=int)]

@@ -35,7 +35,9 @@ def poison(monkeypatch, *numbers):
 
 @pytest.mark.parametrize("optimizer", ["HybridMuon", "Adam"])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_weights_are_those_of_steps_that_read_on_the_host(small_input, train, load, on_device, optimizer, streamed):
+def test_weights_are_those_of_steps_that_read_on_the_host(
+    small_input, train, load, on_device, optimizer, streamed
+):
     content = small_input(
         optimizer={"type": optimizer},
         training={"enable_ema": True, "ema_decay": 0.9, "gradient_max_norm": 5.0, "disp_avg": True},
@@ -56,10 +58,19 @@ def test_weights_are_those_of_steps_that_read_on_the_host(small_input, train, lo
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_graph_descriptor_steps_alike_from_bounds_and_counts(small_input, train, load, on_device, streamed):
+def test_a_graph_descriptor_steps_alike_from_bounds_and_counts(
+    small_input, train, load, on_device, streamed
+):
     """Batches of fixed shapes bound the neighbours in angles; on the host they are counted."""
     content = small_input()
-    repflow = {"e_rcut": 4.5, "e_rcut_smth": 3.0, "e_sel": "auto", "a_rcut": 3.2, "a_rcut_smth": 2.0, "a_sel": "auto"}
+    repflow = {
+        "e_rcut": 4.5,
+        "e_rcut_smth": 3.0,
+        "e_sel": "auto",
+        "a_rcut": 3.2,
+        "a_rcut_smth": 2.0,
+        "a_sel": "auto",
+    }
     repflow |= {"n_dim": 6, "e_dim": 4, "a_dim": 4, "nlayers": 2, "axis_neuron": 2}
     content["model"]["descriptor"] = {"type": "dpa3", "repflow": repflow, "seed": 1}
     content["training"] |= {"numb_steps": 3, "disp_freq": 3}
@@ -82,7 +93,9 @@ def test_from_the_first_bad_step_on_everything_is_frozen_and_that_step_is_named(
     small_input, train, load, on_device, monkeypatch
 ):
     on_device()
-    content = small_input(training={"enable_ema": True, "disp_freq": 100, "save_freq": 6, "numb_steps": 20})
+    content = small_input(
+        training={"enable_ema": True, "disp_freq": 100, "save_freq": 6, "numb_steps": 20}
+    )
     states = []
     original = DeviceStepper.check
 
@@ -96,7 +109,9 @@ def test_from_the_first_bad_step_on_everything_is_frozen_and_that_step_is_named(
 
     monkeypatch.setattr(DeviceStepper, "check", check)
     poison(monkeypatch, 7)
-    with pytest.raises(NonFiniteError, match=r"before update 7: the loss is inf .*cu_emt.*model\.ckpt-6\.pt") as caught:
+    with pytest.raises(
+        NonFiniteError, match=r"before update 7: the loss is inf .*cu_emt.*model\.ckpt-6\.pt"
+    ) as caught:
         train(content)
     assert caught.value.update == 7
     at_six, at_twelve = states[-2:]
@@ -106,8 +121,12 @@ def test_from_the_first_bad_step_on_everything_is_frozen_and_that_step_is_named(
     assert not Path("model.ckpt-12.pt").exists()
 
 
-def test_skip_leaves_bad_steps_out_and_counts_them(small_input, train, load, on_device, monkeypatch, caplog):
-    content = small_input(optimizer={"on_nonfinite": "skip"}, training={"numb_steps": 6, "disp_freq": 100})
+def test_skip_leaves_bad_steps_out_and_counts_them(
+    small_input, train, load, on_device, monkeypatch, caplog
+):
+    content = small_input(
+        optimizer={"on_nonfinite": "skip"}, training={"numb_steps": 6, "disp_freq": 100}
+    )
     with monkeypatch.context() as patched:
         poison(patched, 3, 4)
         train(content)
@@ -185,7 +204,9 @@ def test_tf32_ends_with_the_gradient(small_input, train, monkeypatch):
     def call(self, *batch):
         precisions = []
         optimizer_step = self.optimizer.step
-        monkeypatch.setattr(self.optimizer, "step", lambda: precisions.append(torch.get_float32_matmul_precision()))
+        monkeypatch.setattr(
+            self.optimizer, "step", lambda: precisions.append(torch.get_float32_matmul_precision())
+        )
         hook = next(self.strategy.model.parameters()).register_hook(
             lambda _: precisions.append(torch.get_float32_matmul_precision())
         )
@@ -201,7 +222,9 @@ def test_tf32_ends_with_the_gradient(small_input, train, monkeypatch):
 
 
 @pytest.mark.parametrize("optimizer", ["HybridMuon", "Adam"])
-def test_branches_step_alike_without_reading_on_the_host(two_branches, train, load, on_device, optimizer):
+def test_branches_step_alike_without_reading_on_the_host(
+    two_branches, train, load, on_device, optimizer
+):
     """Branches share guard and schedule; a head that is not drawn keeps its momentum."""
     content = two_branches(numb_steps=9, enable_ema=True)
     content["optimizer"] = {"type": optimizer}
@@ -214,6 +237,10 @@ def test_branches_step_alike_without_reading_on_the_host(two_branches, train, lo
     for index, expected in host["optimizer"]["state"].items():
         for key, value in expected.items():
             found = torch.as_tensor(device["optimizer"]["state"][index][key])
-            torch.testing.assert_close(found, torch.as_tensor(value), rtol=1e-5, atol=1e-5, check_dtype=False)
-    np.testing.assert_allclose(np.loadtxt("lcurve.out", comments="#"), curve, rtol=0.02, equal_nan=True)
+            torch.testing.assert_close(
+                found, torch.as_tensor(value), rtol=1e-5, atol=1e-5, check_dtype=False
+            )
+    np.testing.assert_allclose(
+        np.loadtxt("lcurve.out", comments="#"), curve, rtol=0.02, equal_nan=True
+    )
     assert host["deepmd_muon"]["tasks"] == device["deepmd_muon"]["tasks"]

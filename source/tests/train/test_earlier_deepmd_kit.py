@@ -15,14 +15,42 @@ from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
 FITTING = {"type": "ener", "neuron": [6, 6], "seed": 2}
 REPFLOW = {
     **dict(
-        zip(("n_dim", "e_dim", "a_dim", "nlayers", "axis_neuron", "e_sel", "a_sel"), (6, 4, 4, 2, 2, 9, 5), strict=True)
+        zip(
+            ("n_dim", "e_dim", "a_dim", "nlayers", "axis_neuron", "e_sel", "a_sel"),
+            (6, 4, 4, 2, 2, 9, 5),
+            strict=True,
+        )
     ),
-    **dict(zip(("e_rcut", "e_rcut_smth", "a_rcut", "a_rcut_smth"), (4.0, 3.0, 3.0, 2.0), strict=True)),
+    **dict(
+        zip(("e_rcut", "e_rcut_smth", "a_rcut", "a_rcut_smth"), (4.0, 3.0, 3.0, 2.0), strict=True)
+    ),
 }
 DESCRIPTORS = {
-    "se_e2_a": {"sel": [9, 9], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 2, "resnet_dt": True},
-    "se_atten": {"sel": 9, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 2, "tebd_dim": 3, "attn": 6},
-    "se_atten_v2": {"sel": 9, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 2, "attn_layer": 0},
+    "se_e2_a": {
+        "sel": [9, 9],
+        "rcut": 4.0,
+        "rcut_smth": 1.0,
+        "neuron": [4, 8],
+        "axis_neuron": 2,
+        "resnet_dt": True,
+    },
+    "se_atten": {
+        "sel": 9,
+        "rcut": 4.0,
+        "rcut_smth": 1.0,
+        "neuron": [4, 8],
+        "axis_neuron": 2,
+        "tebd_dim": 3,
+        "attn": 6,
+    },
+    "se_atten_v2": {
+        "sel": 9,
+        "rcut": 4.0,
+        "rcut_smth": 1.0,
+        "neuron": [4, 8],
+        "axis_neuron": 2,
+        "attn_layer": 0,
+    },
     "dpa3": {"repflow": REPFLOW},
 }
 BETAS = (0.9, 0.95)
@@ -41,7 +69,11 @@ VERSIONS = {
 def model_of(kind):
     descriptor = {"type": kind, "precision": "float32", "seed": 1, **DESCRIPTORS[kind]}
     return build_model(
-        {"type_map": ["O", "H"], "descriptor": descriptor, "fitting_net": {**FITTING, "precision": "float32"}}
+        {
+            "type_map": ["O", "H"],
+            "descriptor": descriptor,
+            "fitting_net": {**FITTING, "precision": "float32"},
+        }
     )
 
 
@@ -67,10 +99,20 @@ def saved_state(model, group, least):
         else:
             state[key] = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
             state[key] |= {f"beta{i + 1}_pow": beta**STEPS for i, beta in enumerate(BETAS)}
-    settings = {"lr": 1e-3, "momentum": 0.95, "adam_betas": BETAS, "lr_adjust": 10.0, "lr_adjust_coeff": 0.2, **group}
+    settings = {
+        "lr": 1e-3,
+        "momentum": 0.95,
+        "adam_betas": BETAS,
+        "lr_adjust": 10.0,
+        "lr_adjust_coeff": 0.2,
+        **group,
+    }
     groups = [{**settings, "weight_decay": 0.001, "params": list(range(len(names)))}]
     extra = {"train_infos": {"lr": 1e-3, "step": STEPS - 1}}
-    return {"model": {"_extra_state": extra}, "optimizer": {"state": state, "param_groups": groups}}, names
+    return {
+        "model": {"_extra_state": extra},
+        "optimizer": {"state": state, "param_groups": groups},
+    }, names
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -82,8 +124,15 @@ def test_states_of_every_version_continue(kind, version, caplog):
     content, names = saved_state(model, group, least)
     with caplog.at_level(logging.WARNING):
         load_optimizer_state(optimizer, model, content, Path("model.ckpt.pt"))
-    warned = {record.getMessage().split(":")[0] for record in caplog.records if record.levelname == "WARNING"}
-    parameters, routes = dict(model.named_parameters()), {entry.name: entry.route for entry in optimizer.routing}
+    warned = {
+        record.getMessage().split(":")[0]
+        for record in caplog.records
+        if record.levelname == "WARNING"
+    }
+    parameters, routes = (
+        dict(model.named_parameters()),
+        {entry.name: entry.route for entry in optimizer.routing},
+    )
     changed = set()
     for key, old in content["optimizer"]["state"].items():
         name = names[key]
@@ -91,7 +140,9 @@ def test_states_of_every_version_continue(kind, version, caplog):
         if was_muon and routes[name] != "muon":
             changed.add(name)
             torch.testing.assert_close(new["exp_avg"], (1 - BETAS[0]) * old["momentum_buffer"])
-            torch.testing.assert_close(new["exp_avg_sq"], (1 - BETAS[1]) * old["momentum_buffer"].square())
+            torch.testing.assert_close(
+                new["exp_avg_sq"], (1 - BETAS[1]) * old["momentum_buffer"].square()
+            )
             assert new["step"].item() == 1
         elif was_muon:
             assert torch.equal(new["momentum_buffer"], old["momentum_buffer"]), name
@@ -117,4 +168,6 @@ def test_a_state_of_another_model_is_refused(kind):
     content, _ = saved_state(model, *VERSIONS["latest"])
     content["optimizer"]["param_groups"][0]["params"].append(10**6)
     with pytest.raises(CheckpointError, match="parameters"):
-        load_optimizer_state(HybridMuonConfig().build(model, 1e-3), model, content, Path("model.ckpt.pt"))
+        load_optimizer_state(
+            HybridMuonConfig().build(model, 1e-3), model, content, Path("model.ckpt.pt")
+        )

@@ -7,7 +7,12 @@ from test_multi_task import EXAMPLE
 from deepmd_muon.argcheck import InputError, normalize
 from deepmd_muon.train.validation import run_validation
 
-PATIENT = {"full_validation": True, "full_val_start": 0, "validation_freq": 1, "early_stop_patience": 2}
+PATIENT = {
+    "full_validation": True,
+    "full_val_start": 0,
+    "validation_freq": 1,
+    "early_stop_patience": 2,
+}
 
 
 @pytest.fixture
@@ -48,12 +53,24 @@ def test_a_run_without_a_new_best_ends_with_its_checkpoint(small_input, train, l
 
 
 def test_a_branch_without_a_new_best_is_not_drawn(two_branches, train, load, scripted):
-    hot = [5.0, 6.0, 6.0, 6.0, 6.0, 6.0, 6.0, 4.0, *[5.0] * 12]  # waits after steps 3 to 7, and from step 10 on
+    hot = [
+        5.0,
+        6.0,
+        6.0,
+        6.0,
+        6.0,
+        6.0,
+        6.0,
+        4.0,
+        *[5.0] * 12,
+    ]  # waits after steps 3 to 7, and from step 10 on
     cold = [20.0 - k for k in range(14)] + [30.0] * 6  # waits from step 16 on
     scripted(hot=hot, cold=cold)
     content = two_branches(numb_steps=20, save_freq=1)
     content["training"] |= {"max_ckpt_keep": 20, "model_prob": {"hot": 3, "cold": 1}}
-    content["training"]["data_dict"]["cold"]["validation_data"] = {"systems": str(EXAMPLE / "valid" / "triclinic8")}
+    content["training"]["data_dict"]["cold"]["validation_data"] = {
+        "systems": str(EXAMPLE / "valid" / "triclinic8")
+    }
     content["validating"] = PATIENT
     assert train(content) == 0
     seen = {step: positions(load(f"model.ckpt-{step}.pt")) for step in range(1, 17)}
@@ -66,7 +83,9 @@ def test_a_branch_without_a_new_best_is_not_drawn(two_branches, train, load, scr
     assert positions(load("again.pt")) == seen[16]
 
 
-def test_a_branch_that_is_never_drawn_does_not_keep_a_run_alive(two_branches, train, load, scripted):
+def test_a_branch_that_is_never_drawn_does_not_keep_a_run_alive(
+    two_branches, train, load, scripted
+):
     scripted(hot=[1.0] * 10)
     content = two_branches(numb_steps=10, model_prob={"hot": 1, "cold": 0})
     content["validating"] = PATIENT

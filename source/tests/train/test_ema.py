@@ -10,7 +10,14 @@ FIRST = "atomic_model.descriptor.sea.filter_layers.networks.0.layers.0.matrix"
 
 @pytest.fixture
 def model():
-    descriptor = {"type": "se_e2_a", "sel": [2, 4], "rcut": 3.0, "neuron": [2, 4], "axis_neuron": 2, "seed": 1}
+    descriptor = {
+        "type": "se_e2_a",
+        "sel": [2, 4],
+        "rcut": 3.0,
+        "neuron": [2, 4],
+        "axis_neuron": 2,
+        "seed": 1,
+    }
     return build_model(section_of(descriptor, {"neuron": [3], "seed": 1}))
 
 
@@ -44,7 +51,9 @@ def test_the_last_parameters_have_equal_weights(model):
         ema.update()
         expected = sum(values[4:done]) / (done - 4) if done > 4 else value
         for name, average in ema.averages().items():
-            torch.testing.assert_close(average, torch.full_like(average, expected), msg=f"{name} {done}")
+            torch.testing.assert_close(
+                average, torch.full_like(average, expected), msg=f"{name} {done}"
+            )
 
 
 def test_state_has_deepmd_kits_form_and_survives_weights_only_loading(model, tmp_path):
@@ -58,7 +67,11 @@ def test_state_has_deepmd_kits_form_and_survives_weights_only_loading(model, tmp
     filled = {name for name, tensor in state["model"].items() if tensor.numel()}
     assert filled == {name for name, _ in model.named_parameters()}
     empty = set(state["model"]) - filled
-    assert empty == {f"atomic_model.descriptor.sea.compress_{kind}.{i}" for kind in ("info", "data") for i in range(4)}
+    assert empty == {
+        f"atomic_model.descriptor.sea.compress_{kind}.{i}"
+        for kind in ("info", "data")
+        for i in range(4)
+    }
 
     restarted = Ema(model, decay=0.75)
     restarted.load_state_dict(state)
@@ -89,7 +102,9 @@ def test_another_models_state_is_refused(model):
         Ema(model, decay=0.9).load_state_dict(state)
     state = Ema(model, decay=0.9).state_dict()
     state["model"][FIRST] = torch.zeros(3, 3)
-    with pytest.raises(EmaError, match=r"layers\.0\.matrix has shape \(3, 3\); the model's is \(1, 2\)"):
+    with pytest.raises(
+        EmaError, match=r"layers\.0\.matrix has shape \(3, 3\); the model's is \(1, 2\)"
+    ):
         Ema(model, decay=0.9).load_state_dict(state)
 
 

@@ -16,7 +16,12 @@ from deepmd_muon.infer.evaluation import evaluate_system
 from deepmd_muon.infer.metrics import add_errors
 from deepmd_muon.train.batches.batch import to_device
 from deepmd_muon.train.step.step import TrainingStep
-from deepmd_muon.train.validation.final_errors import error_table, frames_of_sample, frames_to_compare, parity_command
+from deepmd_muon.train.validation.final_errors import (
+    error_table,
+    frames_of_sample,
+    frames_to_compare,
+    parity_command,
+)
 from deepmd_muon.train.validation.full_validation import error_sums
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
@@ -36,7 +41,16 @@ def test_the_table_has_the_errors_of_dp_test_and_its_command_draws_it(
     assert train(small_input(), log_level="INFO", restart="model.ckpt-10.pt") == 0
     title, head, *rows, command, done, check = table(caplog)
     assert "all 30 frames" in title
-    assert head.split() == ["system", "frames", "energy", "[meV/atom]", "force", "[meV/Å]", "virial", "[meV/atom]"]
+    assert head.split() == [
+        "system",
+        "frames",
+        "energy",
+        "[meV/atom]",
+        "force",
+        "[meV/Å]",
+        "virial",
+        "[meV/atom]",
+    ]
     predictor, total, expected = Predictor("model.ckpt.pt"), {}, []
     for system in open_systems(str(EXAMPLE / "valid"), ["Cu"]):
         errors = {}
@@ -48,7 +62,9 @@ def test_the_table_has_the_errors_of_dp_test_and_its_command_draws_it(
         cells = row.split()
         assert name.endswith(cells[0].lstrip("…"))
         assert int(cells[1]) == count
-        for cell, quantity in zip(cells[2:], ("energy_per_atom", "force", "virial_per_atom"), strict=True):
+        for cell, quantity in zip(
+            cells[2:], ("energy_per_atom", "force", "virial_per_atom"), strict=True
+        ):
             if quantity in errors:
                 assert float(cell) == pytest.approx(1e3 * errors[quantity].rmse, rel=6e-3)
             else:
@@ -64,7 +80,9 @@ def test_the_table_has_the_errors_of_dp_test_and_its_command_draws_it(
     assert Path("check.png").stat().st_size > 1000
 
 
-def test_no_table_without_validation_data_or_after_a_signal(small_input, train, caplog, monkeypatch):
+def test_no_table_without_validation_data_or_after_a_signal(
+    small_input, train, caplog, monkeypatch
+):
     given = small_input()
     del given["training"]["validation_data"]
     assert train(given, log_level="INFO") == 0
@@ -144,7 +162,9 @@ def test_a_row_of_the_learning_curve_has_the_errors_of_its_sample(small_input, t
     title, head, *rows = table(caplog)[:6]
     assert "a sample of 9 of 30 frames" in title
     assert head.split()[4] == "force"
-    names, *values = (line.split() for line in Path("lcurve.out").read_text().splitlines() if line[:6] != "# If t")
+    names, *values = (
+        line.split() for line in Path("lcurve.out").read_text().splitlines() if line[:6] != "# If t"
+    )
     last = dict(zip(names[1:], values[-1], strict=True))
     assert int(last["step"]) == 10
     assert 1e3 * float(last["rmse_f_val"]) == pytest.approx(float(rows[-1].split()[3]), rel=1e-2)
@@ -172,7 +192,9 @@ def test_of_many_systems_the_worst_are_shown():
 
     errors = [0.001 * (k + 1) for k in range(30)]
     names = [f"{'long/' * 10}{k}" for k in range(30)]
-    title, head, *rows = error_table(names, [2] * 30, [1] * 29 + [0], [*map(sums, errors[:29]), [0.0] * 12])
+    title, head, *rows = error_table(
+        names, [2] * 30, [1] * 29 + [0], [*map(sums, errors[:29]), [0.0] * 12]
+    )
     assert "sample of 29 of 60" in title
     assert head.split() == ["system", "frames", "force", "[meV/Å]"]
     assert [row.split()[0][-3:] for row in rows[:20]] == [

@@ -49,7 +49,9 @@ def assert_same(ours, theirs, but=()):
     names = [name for name in theirs if name != "_extra_state" and name not in skipped]
     assert len(names) > 0
     for name in names:
-        torch.testing.assert_close(ours[name], theirs[name], **TINY, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours[name], theirs[name], **TINY, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_one_branch_is_fine_tuned_as_deepmd_kit_does():
@@ -64,10 +66,20 @@ def test_one_branch_is_fine_tuned_as_deepmd_kit_does():
 
 def test_the_command_line_fine_tunes(capsys):
     path = write_input(an_input(["O", "H"]))
-    words = ["--pt", "train", path, "--model-branch", "water", "--use-pretrain-script", "--skip-neighbor-stat"]
+    words = [
+        "--pt",
+        "train",
+        path,
+        "--model-branch",
+        "water",
+        "--use-pretrain-script",
+        "--skip-neighbor-stat",
+    ]
     assert main([*words, "-t", "branches"]) == 0  # .pt may be left out
     ours = torch.load("model.ckpt.pt", weights_only=True)["model"]
-    torch.testing.assert_close(ours[f"{PREFIX}out_bias"], FIXTURE["finetuned"]["named"][f"{PREFIX}out_bias"], **TINY)
+    torch.testing.assert_close(
+        ours[f"{PREFIX}out_bias"], FIXTURE["finetuned"]["named"][f"{PREFIX}out_bias"], **TINY
+    )
     capsys.readouterr()
     assert main(words) == 2
     assert "--model-branch" in capsys.readouterr().err
@@ -98,20 +110,30 @@ def test_a_type_map_grows_and_is_reordered(caplog):
     theirs, before = FIXTURE["finetuned"]["grown"], FIXTURE["finetuned"]["named"]
     torch.testing.assert_close(ours[f"{PREFIX}out_bias"], theirs[f"{PREFIX}out_bias"], **TINY)
     assert ours[f"{PREFIX}out_bias"][0, 1, 0] == 0.0  # there are no such atoms
-    assert torch.equal(ours[f"{PREFIX}descriptor.repflows.stddev"], theirs[f"{PREFIX}descriptor.repflows.stddev"])
+    assert torch.equal(
+        ours[f"{PREFIX}descriptor.repflows.stddev"], theirs[f"{PREFIX}descriptor.repflows.stddev"]
+    )
     rows = ours[TABLE]  # three types and six features: two identities belong to the table
     torch.testing.assert_close(rows[[2, 0]], theirs[TABLE][[2, 0]], **TINY)
-    torch.testing.assert_close((rows + identity(rows))[[2, 0]], before[TABLE] + identity(before[TABLE]), **TINY)
-    table = build_model(from_deepmd_kit(ours)[0]).get_parameter(TABLE.removeprefix("model.Default."))
+    torch.testing.assert_close(
+        (rows + identity(rows))[[2, 0]], before[TABLE] + identity(before[TABLE]), **TINY
+    )
+    table = build_model(from_deepmd_kit(ours)[0]).get_parameter(
+        TABLE.removeprefix("model.Default.")
+    )
     torch.testing.assert_close(rows[1], table[1].detach(), **TINY)
     assert "those of Xx start fresh" in caplog.text
 
 
 def test_init_model_takes_a_branch_and_leaves_the_bias():
     ours = finetune(["O", "H"], "branches.pt", "H2O", way="init_model")
-    elements = FIXTURE["branches"]["_extra_state"]["model_params"]["model_dict"]["water"]["type_map"]
+    elements = FIXTURE["branches"]["_extra_state"]["model_params"]["model_dict"]["water"][
+        "type_map"
+    ]
     assert ours["_extra_state"]["model_params"]["type_map"] == elements  # --use-pretrain-script
-    assert torch.equal(ours[f"{PREFIX}out_bias"], FIXTURE["branches"]["model.water.atomic_model.out_bias"])
+    assert torch.equal(
+        ours[f"{PREFIX}out_bias"], FIXTURE["branches"]["model.water.atomic_model.out_bias"]
+    )
 
 
 def test_init_model_fits_the_bias_of_new_types_alone():
@@ -124,7 +146,15 @@ def test_init_model_fits_the_bias_of_new_types_alone():
     torch.save({"model": to_deepmd_kit(model, {"lr": 1e-3, "step": 0}), "optimizer": {}}, "one.pt")
     content = an_input(["O", "H"])
     content["model"] = {**section, "type_map": ["O", "H"]}
-    assert run(load(write_input(content)), init_model="one.pt", log_level="WARNING", skip_neighbor_stat=True) == 0
+    assert (
+        run(
+            load(write_input(content)),
+            init_model="one.pt",
+            log_level="WARNING",
+            skip_neighbor_stat=True,
+        )
+        == 0
+    )
     ours = torch.load("model.ckpt.pt", weights_only=True)["model"]
     bias = ours[f"{PREFIX}out_bias"][0, :, 0]
     assert bias[1] == state["atomic_model.out_bias"][0, 1, 0]
@@ -156,12 +186,19 @@ def test_change_bias_sets_values_and_keeps_the_optimizer():
     content["model"], _ = named()
     assert run(load(write_input(content)), log_level="WARNING", skip_neighbor_stat=True) == 0
     assert main(["--pt", "change-bias", "model.ckpt.pt", "-b", "-4.5", "-1.25"]) == 0
-    before, after = (torch.load(name, weights_only=True) for name in ("model.ckpt.pt", "model.ckpt_updated.pt"))
+    before, after = (
+        torch.load(name, weights_only=True) for name in ("model.ckpt.pt", "model.ckpt_updated.pt")
+    )
     assert after["model"][f"{PREFIX}out_bias"].flatten().tolist() == [-4.5, -1.25]
     assert after["optimizer"]["param_groups"] == before["optimizer"]["param_groups"]
     content["training"]["numb_steps"] = 2
     assert (
-        run(load(write_input(content)), restart="model.ckpt_updated.pt", log_level="WARNING", skip_neighbor_stat=True)
+        run(
+            load(write_input(content)),
+            restart="model.ckpt_updated.pt",
+            log_level="WARNING",
+            skip_neighbor_stat=True,
+        )
         == 0
     )
 
@@ -189,11 +226,15 @@ def test_some_frames_are_enough_for_a_bias():
     assert main(["--pt", "change-bias", "named.pt", "-s", "target", "-n", "2", "-m", "set"]) == 0
     bias = torch.load("named_updated.pt", weights_only=True)["model"][f"{PREFIX}out_bias"].flatten()
     systems = FIXTURE["target"].values()
-    counts = torch.tensor([[(x["type"] == x["type_map"].index(name)).sum() for name in "OH"] for x in systems]).double()
+    counts = torch.tensor(
+        [[(x["type"] == x["type_map"].index(name)).sum() for name in "OH"] for x in systems]
+    ).double()
     pairs = [list(pair) for pair in itertools.combinations(range(4), 2)]
     energies = [[x["energy"][pair] for pair in pairs] for x in systems]
     fits = [
-        torch.linalg.lstsq(counts.repeat_interleave(2, 0), torch.cat(chosen)[:, None]).solution.flatten()
+        torch.linalg.lstsq(
+            counts.repeat_interleave(2, 0), torch.cat(chosen)[:, None]
+        ).solution.flatten()
         for chosen in itertools.product(*energies)
     ]
     assert min((fit - bias).abs().max() for fit in fits) < 1e-9
@@ -211,7 +252,10 @@ def test_branches_and_their_refusals():
 
 def test_a_branch_is_tested():
     for head, differs in (("water", False), ("metal", True)):
-        assert main(["--pt", "test", "-m", "branches.pt", "--head", head, "-s", "target", "-d", head]) == 0
+        assert (
+            main(["--pt", "test", "-m", "branches.pt", "--head", head, "-s", "target", "-d", head])
+            == 0
+        )
         assert Path(f"{head}.e.out").exists()
         assert (Path("water.e.out").read_text() != Path(f"{head}.e.out").read_text()) == differs
 
@@ -227,14 +271,26 @@ def test_another_model_or_a_fixed_type_map_is_refused(small_input):
     with pytest.raises(CheckpointError, match="type_map"):
         run(load(write_input(content)), finetune="model.ckpt.pt", log_level="WARNING")
     with pytest.raises(ModelError, match=r"^model/descriptor/sel: .* for each of the 2 types"):
-        run(load(write_input(content)), finetune="model.ckpt.pt", use_pretrain_script=True, log_level="WARNING")
+        run(
+            load(write_input(content)),
+            finetune="model.ckpt.pt",
+            use_pretrain_script=True,
+            log_level="WARNING",
+        )
 
 
 def test_trainable_parts_of_the_input_must_fit_the_net_of_the_checkpoint():
     content = an_input(["O", "H"])
     content["model"]["fitting_net"] = {"neuron": [4] * 6, "trainable": [True] * 7}
-    with pytest.raises(ModelError, match=r"^model/fitting_net/trainable: must have one value for each"):
-        run(load(write_input(content)), finetune="named.pt", use_pretrain_script=True, log_level="WARNING")
+    with pytest.raises(
+        ModelError, match=r"^model/fitting_net/trainable: must have one value for each"
+    ):
+        run(
+            load(write_input(content)),
+            finetune="named.pt",
+            use_pretrain_script=True,
+            log_level="WARNING",
+        )
 
 
 def test_data_without_energies_stop_a_fine_tuning():
@@ -257,28 +313,49 @@ def test_a_restart_moves_the_rows_of_the_optimizers_state(optimizer, ema, caplog
     started = []
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(Trainer, "run", lambda self, begun: started.append(self) or 0)
-        run(load(write_input(content)), restart="model.ckpt-2.pt", log_level="WARNING", skip_neighbor_stat=True)
+        run(
+            load(write_input(content)),
+            restart="model.ckpt-2.pt",
+            log_level="WARNING",
+            skip_neighbor_stat=True,
+        )
     after = started[0].optimizer.state_dict()
     table = TABLE.removeprefix("model.Default.")
     weights = started[0].model.state_dict()[table]
-    torch.testing.assert_close((weights + identity(weights))[[2, 0]], before["model"][TABLE], **TINY)
+    torch.testing.assert_close(
+        (weights + identity(weights))[[2, 0]], before["model"][TABLE], **TINY
+    )
     assert f"optimizer state of {table}: rows of H, O move, those of Xx start fresh" in caplog.text
     names = before["optimizer"]["param_groups"][0]["param_names"]
     assert after["param_groups"][0]["param_names"] == names
     assert after["state"].keys() == before["optimizer"]["state"].keys()
     for key, old in before["optimizer"]["state"].items():
         name, new = names[key], after["state"][key]
-        old = {what: x for what, x in old.items() if torch.is_tensor(x)}  # the powers of decays are deepmd-kit's
+        old = {
+            what: x for what, x in old.items() if torch.is_tensor(x)
+        }  # the powers of decays are deepmd-kit's
         assert old.keys() == new.keys()
         for what, value in old.items():
             rows = name == table and value.dim() == 2
-            expected = torch.stack([value[1], torch.zeros_like(value[0]), value[0]]) if rows else value
+            expected = (
+                torch.stack([value[1], torch.zeros_like(value[0]), value[0]]) if rows else value
+            )
             assert torch.equal(new[what], expected), (name, what)
     if ema:
         average = started[0].ema.averages()[table]
-        torch.testing.assert_close((average + identity(average))[[2, 0]], before["ema"]["model"][table], **TINY)
+        torch.testing.assert_close(
+            (average + identity(average))[[2, 0]], before["ema"]["model"][table], **TINY
+        )
         assert torch.equal(average[1], weights[1])
-    assert run(load(write_input(content)), restart="model.ckpt-2.pt", log_level="WARNING", skip_neighbor_stat=True) == 0
+    assert (
+        run(
+            load(write_input(content)),
+            restart="model.ckpt-2.pt",
+            log_level="WARNING",
+            skip_neighbor_stat=True,
+        )
+        == 0
+    )
 
 
 def test_one_type_grows_to_two():
@@ -292,7 +369,15 @@ def test_one_type_grows_to_two():
     assert run(load(write_input(content)), log_level="WARNING", skip_neighbor_stat=True) == 0
     content["model"] = {**section, "type_map": ["O", "H"]}
     content["training"]["numb_steps"] = 2
-    assert run(load(write_input(content)), restart="model.ckpt.pt", log_level="WARNING", skip_neighbor_stat=True) == 0
+    assert (
+        run(
+            load(write_input(content)),
+            restart="model.ckpt.pt",
+            log_level="WARNING",
+            skip_neighbor_stat=True,
+        )
+        == 0
+    )
     assert torch.load("model.ckpt.pt", weights_only=True)["deepmd_muon"]["step"] == 2
 
 

@@ -26,7 +26,9 @@ def test_a_file_lists_deepmd_kits_parameters(optimizer, small_input, train, load
             assert key not in state
             continue
         weight = saved["model"][f"model.Default.{name}"]
-        moments = [x for x in state[key].values() if torch.is_tensor(x) and x.dim() == weight.dim() > 0]
+        moments = [
+            x for x in state[key].values() if torch.is_tensor(x) and x.dim() == weight.dim() > 0
+        ]
         assert moments
         assert all(x.shape == weight.shape for x in moments)
         if optimizer == "HybridMuon" and "exp_avg" in state[key]:
@@ -52,5 +54,11 @@ def test_states_of_other_parameters_stay_as_they_are():
     state = {"state": {}, "param_groups": [{"params": [0], "param_names": ["mine"]}]}
     assert in_deepmd_kits_order(state, ["theirs"]) == state
     assert in_deepmd_kits_order(state, ()) == state
-    two = {"state": {}, "param_groups": [{"params": [0], "param_names": ["a"]}, {"params": [1], "param_names": ["b"]}]}
+    two = {
+        "state": {},
+        "param_groups": [
+            {"params": [0], "param_names": ["a"]},
+            {"params": [1], "param_names": ["b"]},
+        ],
+    }
     assert in_deepmd_kits_order(two, ["a", "b"]) == two

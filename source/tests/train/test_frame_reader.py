@@ -17,7 +17,8 @@ TYPES = {
 
 
 @pytest.mark.parametrize(
-    ("case", "mixed"), [*((case, True) for case in TYPES), ("equal", False), ("equal and sorted", False)]
+    ("case", "mixed"),
+    [*((case, True) for case in TYPES), ("equal", False), ("equal and sorted", False)],
 )
 def test_atoms_are_packed_in_order_of_their_types(tmp_path, case, mixed):
     types = np.array(TYPES[case])
@@ -41,7 +42,9 @@ def test_atoms_are_packed_in_order_of_their_types(tmp_path, case, mixed):
     np.testing.assert_array_equal(chunk.labels["atom_ener"][:, 0], own)
     np.testing.assert_array_equal(chunk.labels["energy"][:, 0], arrays["energy"][numbers])
     assert chunk.natoms.tolist() == [(types[k] >= 0).sum() for k in numbers]
-    assert chunk.counts.tolist() == [[(types[k] == kind).sum() for kind in range(3)] for k in numbers]
+    assert chunk.counts.tolist() == [
+        [(types[k] == kind).sum() for kind in range(3)] for k in numbers
+    ]
 
 
 def test_equal_types_that_are_none_are_refused(tmp_path):

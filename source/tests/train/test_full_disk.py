@@ -99,7 +99,9 @@ def test_a_file_is_whole_or_the_old_one(break_disk, operation, error):
 
 def details(path):
     frames = Frames(np.zeros((2, 1), int), np.zeros((2, 1, 3)), None, energy=np.array([1.0, 2.0]))
-    prediction = Prediction(np.array([1.5, 2.5]), np.zeros((2, 1, 3)), np.zeros((2, 9)), np.zeros((2, 1)))
+    prediction = Prediction(
+        np.array([1.5, 2.5]), np.zeros((2, 1, 3)), np.zeros((2, 9)), np.zeros((2, 1))
+    )
     DetailFiles(str(path).removesuffix(".e.out")).add("a", frames, prediction)
 
 
@@ -123,14 +125,21 @@ WRITERS = {
 
 
 # Of a folder, the files are written and the whole is put in its place.
-CASES = [(o, n) for o in ("open", "write", "replace") for n in WRITERS if (n[:4] == "npy/") <= (o != "replace")]
+CASES = [
+    (o, n)
+    for o in ("open", "write", "replace")
+    for n in WRITERS
+    if (n[:4] == "npy/") <= (o != "replace")
+]
 WRITERS["npy"] = lambda path: write_npy(systems(), path)
 
 
 @pytest.mark.parametrize(("operation", "name"), [*CASES, ("replace", "npy")])
 def test_commands_name_what_they_cannot_write(break_disk, name, operation):
     suffix = "".join(Path(name).suffixes)
-    disk = break_disk(operation, "ENOSPC", rf"(^|/)\.?{Path(name).name.removesuffix(suffix)}\b[^/]*$")
+    disk = break_disk(
+        operation, "ENOSPC", rf"(^|/)\.?{Path(name).name.removesuffix(suffix)}\b[^/]*$"
+    )
     with pytest.raises(WriteError) as caught:
         WRITERS[name](Path(name))
     assert caught.value.filename == name
@@ -188,7 +197,9 @@ def short_input(small_input):
     """A function that gives an input which saves at steps 2 and 4, without validation."""
 
     def make(**training):
-        content = small_input(training={"numb_steps": 4, "save_freq": 2, "disp_freq": 1, **training})
+        content = small_input(
+            training={"numb_steps": 4, "save_freq": 2, "disp_freq": 1, **training}
+        )
         content["training"].pop("validation_data")
         return content
 
@@ -207,10 +218,18 @@ def test_a_save_that_fails_names_itself_and_the_one_before(
     assert not [path for path in Path().iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize(("name", "operation"), [("best.ckpt-2.t-1.pt", "write"), ("val.log", "write")])
-def test_full_validation_names_what_it_cannot_write(short_input, break_disk, capfd, name, operation):
+@pytest.mark.parametrize(
+    ("name", "operation"), [("best.ckpt-2.t-1.pt", "write"), ("val.log", "write")]
+)
+def test_full_validation_names_what_it_cannot_write(
+    short_input, break_disk, capfd, name, operation
+):
     content = short_input()
-    content["training"]["validation_data"] = {"systems": [str(EXAMPLE / "valid")], "batch_size": 2, "numb_btch": 2}
+    content["training"]["validation_data"] = {
+        "systems": [str(EXAMPLE / "valid")],
+        "batch_size": 2,
+        "numb_btch": 2,
+    }
     content["validating"] = {"full_validation": True, "full_val_start": 0, "validation_freq": 2}
     break_disk(operation, "EDQUOT", f"^{re.escape(name)}$")
     message = trained(content, capfd)
@@ -231,9 +250,15 @@ def test_freezing_names_what_it_cannot_write(small_input, train, break_disk, cap
 @pytest.mark.parametrize(
     ("name", "operation", "matching"),
     [
-        *[(name, "write", rf"^{name}$") for name in ("out.json", "stat.hdf5", "lcurve.out", "log.jsonl")],
+        *[
+            (name, "write", rf"^{name}$")
+            for name in ("out.json", "stat.hdf5", "lcurve.out", "log.jsonl")
+        ],
         *[("train.log", "open", r"\.train"), ("lcurve.out", "open", r"\.lcurve\.\w+\.out")],
-        *[(".model.ckpt.lock", "open", "lock"), (".lcurve.out.lock", "pwrite", r"lcurve\.out\.lock")],
+        *[
+            (".model.ckpt.lock", "open", "lock"),
+            (".lcurve.out.lock", "pwrite", r"lcurve\.out\.lock"),
+        ],
     ],
 )
 def test_what_cannot_be_begun_names_the_checkpoint_to_continue(
@@ -263,8 +288,14 @@ def test_reports_a_full_disk_twice_for_reports_and_checkpoints(short_input, brea
     break_disk("write", "EDQUOT", r"^model\.ckpt-1\.pt$")
     assert main(["train", "input.json", "-v", "WARNING"]) == 1
     said = capfd.readouterr().err
-    assert "step 1 could not be saved either: cannot write model.ckpt-1.pt: Disk quota exceeded" in said
-    assert "cannot write /dev/full: No space left on device; free space there; no checkpoint has been" in said
+    assert (
+        "step 1 could not be saved either: cannot write model.ckpt-1.pt: Disk quota exceeded"
+        in said
+    )
+    assert (
+        "cannot write /dev/full: No space left on device; free space there; no checkpoint has been"
+        in said
+    )
 
 
 def test_a_full_log_file_ends_nothing(short_input, capfd):
@@ -279,7 +310,9 @@ def test_a_full_log_file_ends_nothing(short_input, capfd):
 def test_a_full_disk_behind_stderr_ends_nothing(short_input, monkeypatch):
     Path("input.json").write_text(json.dumps(short_input(numb_steps=1)))
     with monkeypatch.context() as patched:
-        patched.setattr(sys, "stderr", os.fdopen(os.open("/dev/full", os.O_WRONLY), "w", buffering=1))
+        patched.setattr(
+            sys, "stderr", os.fdopen(os.open("/dev/full", os.O_WRONLY), "w", buffering=1)
+        )
         assert main(["train", "input.json"]) == 0
         with contextlib.suppress(OSError):
             sys.stderr.close()

@@ -14,11 +14,20 @@ from deepmd_muon.infer.metrics import add_errors
 from deepmd_muon.train.validation.best import BestCheckpoints
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
-FULL = {"full_validation": True, "full_val_start": 0, "validation_freq": 2, "validation_metric": "F:RMSE"}
+FULL = {
+    "full_validation": True,
+    "full_val_start": 0,
+    "validation_freq": 2,
+    "validation_metric": "F:RMSE",
+}
 
 
 def rows(path="val.log"):
-    return {int(line.split()[0]): [float(x) for x in line.split()[1:]] for line in lines(path) if line[0] != "#"}
+    return {
+        int(line.split()[0]): [float(x) for x in line.split()[1:]]
+        for line in lines(path)
+        if line[0] != "#"
+    }
 
 
 def lines(path="val.log"):
@@ -52,11 +61,15 @@ def test_the_best_checkpoint_has_the_errors_of_dp_test(validated, train):
     for system in open_systems(str(EXAMPLE / "valid"), ["Cu"]):
         for part in evaluate_system(predictor, system):
             errors = add_errors(errors, part.errors)
-    expected = [(errors[name].mae, errors[name].rmse) for name in ("energy_per_atom", "force", "stress")]
+    expected = [
+        (errors[name].mae, errors[name].rmse) for name in ("energy_per_atom", "force", "stress")
+    ]
     np.testing.assert_allclose(np.ravel(expected) * 1e3, found[ranked[0]], rtol=1e-4)
 
 
-def test_a_restart_goes_on_as_if_nothing_had_happened(validated, train, load, tmp_path, monkeypatch):
+def test_a_restart_goes_on_as_if_nothing_had_happened(
+    validated, train, load, tmp_path, monkeypatch
+):
     whole = validated(10, max_best_ckpt=3, save_best_dir="best", validation_metric="v:mae")
     assert train(whole) == 0
     expected = {path.name for path in Path("best").iterdir()}
@@ -87,7 +100,9 @@ def test_a_run_continues_from_a_best_checkpoint_and_a_fresh_one_keeps_it(validat
     assert train(validated(6, full_val_start=0.5, validation_freq=1, save_best=False)) == 0
     assert list(rows()) == [3, 4, 5, 6]
     assert list(rows("val.log.1")) == [2, 4, 6]
-    assert [path.name for path in Path().glob("best*")] == [best.name.replace("best.ckpt", "best.ckpt.1")]
+    assert [path.name for path in Path().glob("best*")] == [
+        best.name.replace("best.ckpt", "best.ckpt.1")
+    ]
 
 
 def test_ranks_are_those_of_the_errors(tmp_path):

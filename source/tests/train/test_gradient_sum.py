@@ -25,7 +25,9 @@ TAIL = torch.tensor([2.5, 0.0, 1.0], dtype=torch.float64)
 def with_gradients(shapes, seed=0):
     params = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in shapes]
     for number, p in enumerate(params):
-        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed + number), dtype=torch.float64)
+        p.grad = torch.randn(
+            p.shape, generator=torch.Generator().manual_seed(seed + number), dtype=torch.float64
+        )
     return params
 
 
@@ -36,7 +38,9 @@ def test_gradients_and_their_norm_are_those_of_the_parameters(case, monkeypatch)
     ranks = Ranks(torch.device("cpu"))
     mean = GradientSum(ranks, params, len(TAIL)).finish(TAIL)
     assert torch.equal(mean.tail, TAIL)
-    assert all(torch.equal(mine.view_as(p), p.grad) for mine, p in zip(mean.gradients, params, strict=True))
+    assert all(
+        torch.equal(mine.view_as(p), p.grad) for mine, p in zip(mean.gradients, params, strict=True)
+    )
     assert mean.rows.shape[1] == ROW
     strategy = Replicated.__new__(Replicated)
     strategy.ranks, strategy.model = ranks, nn.ParameterList(params)
@@ -47,7 +51,10 @@ def test_gradients_and_their_norm_are_those_of_the_parameters(case, monkeypatch)
 
 
 def test_gradients_of_several_dtypes_and_strides_are_packed_in_the_widest():
-    narrow, turned = nn.Parameter(torch.zeros(3, 5)), nn.Parameter(torch.zeros(6, 4, dtype=torch.float64))
+    narrow, turned = (
+        nn.Parameter(torch.zeros(3, 5)),
+        nn.Parameter(torch.zeros(6, 4, dtype=torch.float64)),
+    )
     narrow.grad, turned.grad = torch.randn(3, 5), torch.randn(4, 6, dtype=torch.float64).T
     mean = GradientSum(Ranks(torch.device("cpu")), [narrow, turned], 2).finish(torch.ones(2))
     assert {x.dtype for x in (mean.rows, *mean.gradients, mean.tail)} == {torch.float64}
@@ -68,7 +75,10 @@ def test_early_gradients_are_summed_in_the_backward_pass(begun, missing, monkeyp
     monkeypatch.setattr(dist, "all_reduce", counted)
 
     def work(rank):
-        params = [nn.Parameter(torch.full((n,), 0.5 + n + rank, dtype=torch.float64)) for n in (600, 500, 3)]
+        params = [
+            nn.Parameter(torch.full((n,), 0.5 + n + rank, dtype=torch.float64))
+            for n in (600, 500, 3)
+        ]
         summed = GradientSum(Ranks(torch.device("cpu"), rank, 2), params, 1, early)
         steps = found[rank] = []
         for step in range(2):
@@ -77,7 +87,9 @@ def test_early_gradients_are_summed_in_the_backward_pass(begun, missing, monkeyp
             if begun:
                 summed.begin()
             first = params[0].detach() if rank == missing else params[0]
-            value = (1.0 + step) * params[2].prod() * (first.square().sum() + params[1].square().sum())
+            value = (
+                (1.0 + step) * params[2].prod() * (first.square().sum() + params[1].square().sum())
+            )
             value.backward()
             launched, sums = summed._arrive is not None, len(calls[rank])
             mine = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params]
@@ -90,7 +102,10 @@ def test_early_gradients_are_summed_in_the_backward_pass(begun, missing, monkeyp
         ranks.together(work)
     for step in range(2):
         both = [found[rank][step] for rank in range(2)]
-        gradients = [torch.stack(each).mean(0) for each in zip(*(mine for _, _, mine, _ in both), strict=True)]
+        gradients = [
+            torch.stack(each).mean(0)
+            for each in zip(*(mine for _, _, mine, _ in both), strict=True)
+        ]
         for rank, (launched, _, _, mean) in enumerate(both):
             assert launched == (begun and rank != missing)
             assert all(map(torch.equal, mean.gradients, gradients))
@@ -154,4 +169,6 @@ def test_the_larger_fitting_nets_are_summed_early(neuron, first):
         early, late = ([names[p] for p in some] for some in (summed._early, summed._late))
         assert {"fitting_net" in name for name in early} == ({True} if first else set())
         assert {"fitting_net" in name for name in late} == ({False} if first else {True, False})
-        assert sorted(early + late) == sorted(name for name in names.values() if not name.endswith("bias"))
+        assert sorted(early + late) == sorted(
+            name for name in names.values() if not name.endswith("bias")
+        )

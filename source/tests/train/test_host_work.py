@@ -38,7 +38,9 @@ class FreeGraphs:
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_a_replayed_step_needs_few_calls_on_the_host(on_device, train, small_input, monkeypatch, batch_size):
+def test_a_replayed_step_needs_few_calls_on_the_host(
+    on_device, train, small_input, monkeypatch, batch_size
+):
     """The time must stay far below that of the smallest step: 145 calls take 39 µs where 310 took 125 µs."""
     on_device()
     build = trainer.build_stepper
@@ -66,7 +68,11 @@ def test_a_replayed_step_needs_few_calls_on_the_host(on_device, train, small_inp
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(CapturedStep, "__call__", watched)
     content = small_input()
-    content["training"] |= {"numb_steps": BEGIN + WINDOW + 1, "disp_freq": 10**6, "save_freq": 10**6}
+    content["training"] |= {
+        "numb_steps": BEGIN + WINDOW + 1,
+        "disp_freq": 10**6,
+        "save_freq": 10**6,
+    }
     content["training"]["training_data"]["batch_size"] = batch_size
     try:
         assert train(content) == 0
@@ -98,7 +104,9 @@ def file_calls(monkeypatch):
 
 @pytest.mark.parametrize("sets", [1, 2])
 @pytest.mark.parametrize("small", [True, False])
-def test_a_system_is_opened_and_read_with_few_calls_of_the_system(tmp_path, monkeypatch, file_calls, sets, small):
+def test_a_system_is_opened_and_read_with_few_calls_of_the_system(
+    tmp_path, monkeypatch, file_calls, sets, small
+):
     if not small:
         monkeypatch.setattr(npy_store, "_FEW_BYTES", 0)
     places = [write_npy(tmp_path / str(k), [0, 1], [make_arrays(3, 2)] * sets) for k in range(8)]
@@ -121,7 +129,9 @@ def test_a_system_is_opened_and_read_with_few_calls_of_the_system(tmp_path, monk
 def test_no_garbage_is_collected_while_systems_are_opened(tmp_path, monkeypatch):
     places = [write_npy(tmp_path / str(k), [0, 1], [make_arrays(1, 2)]) for k in range(3)]
     collects = []
-    monkeypatch.setattr(opening, "System", lambda *given: collects.append(gc.isenabled()) or System(*given))
+    monkeypatch.setattr(
+        opening, "System", lambda *given: collects.append(gc.isenabled()) or System(*given)
+    )
     assert [system.nframes for system in open_systems(places)] == [1, 1, 1]
     assert collects == [False] * 3
     assert gc.isenabled()
@@ -163,7 +173,9 @@ def test_lists_before_the_first_step_are_those_that_are_read(small_input, train,
 
     def counted(name):
         function = getattr(cache, name)
-        monkeypatch.setattr(cache, name, lambda *arguments: lists.update([name]) or function(*arguments))
+        monkeypatch.setattr(
+            cache, name, lambda *arguments: lists.update([name]) or function(*arguments)
+        )
 
     listed = omitted_settings.frames_to_list
     monkeypatch.setattr(omitted_settings, "frames_to_list", listed_there)
@@ -178,10 +190,15 @@ def test_lists_before_the_first_step_are_those_that_are_read(small_input, train,
     together = cache.count_together
     monkeypatch.setattr(cache, "count_together", counted_together)
     content = small_input(training={"numb_steps": 0})
-    content["model"] |= {"data_stat_nbatch": 2, "descriptor": {**content["model"]["descriptor"], "sel": [60]}}
+    content["model"] |= {
+        "data_stat_nbatch": 2,
+        "descriptor": {**content["model"]["descriptor"], "sel": [60]},
+    }
     content["training"].pop("validation_data", None)
     assert train(content) == 0
-    frames = sum(system.nframes for system in open_systems(content["training"]["training_data"]["systems"]))
+    frames = sum(
+        system.nframes for system in open_systems(content["training"]["training_data"]["systems"])
+    )
     if given[0] is None:
         assert lists == {"build_neighbors": frames}
         return
@@ -192,7 +209,9 @@ def test_lists_before_the_first_step_are_those_that_are_read(small_input, train,
 
 
 @pytest.mark.parametrize("sel", ["auto", [60]])
-def test_a_device_that_searches_leaves_no_neighbours_to_the_host(small_input, train, monkeypatch, sel):
+def test_a_device_that_searches_leaves_no_neighbours_to_the_host(
+    small_input, train, monkeypatch, sel
+):
     content = small_input(training={"numb_steps": 0})
     content["model"]["descriptor"]["sel"] = sel
     content["training"].pop("validation_data", None)
@@ -200,12 +219,18 @@ def test_a_device_that_searches_leaves_no_neighbours_to_the_host(small_input, tr
     for place in ("host", "device"):
         if place == "device":
             for module in (start, omitted_settings):
-                monkeypatch.setattr(module, "sample_on", lambda device, *given: DeviceSample(*given, device))
+                monkeypatch.setattr(
+                    module, "sample_on", lambda device, *given: DeviceSample(*given, device)
+                )
             for name in ("build_neighbors", "frame_statistics", "count_together"):
-                monkeypatch.setattr(cache, name, lambda *given: pytest.fail("the host looked for neighbours"))
+                monkeypatch.setattr(
+                    cache, name, lambda *given: pytest.fail("the host looked for neighbours")
+                )
         content["training"]["save_ckpt"] = place
         assert train(content) == 0
         written.append(torch.load(f"{place}-0.pt", weights_only=False)["model"])
-    weights = [{name: x for name, x in one.items() if isinstance(x, torch.Tensor)} for one in written]
+    weights = [
+        {name: x for name, x in one.items() if isinstance(x, torch.Tensor)} for one in written
+    ]
     torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-14)
     assert len(weights[0]) > 8

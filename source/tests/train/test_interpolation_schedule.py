@@ -18,7 +18,11 @@ def _small_batches_count(monkeypatch):
 def test_interpolated_training_follows_the_exact_one(small_input, train, load):
     content = small_input(training={"save_ckpt": "interpolated"})
     assert train(content) == 0
-    content["training"] |= {"interpolate_embedding": False, "save_ckpt": "exact", "disp_file": "exact.out"}
+    content["training"] |= {
+        "interpolate_embedding": False,
+        "save_ckpt": "exact",
+        "disp_file": "exact.out",
+    }
     assert train(content) == 0
     first, second = load("interpolated.pt"), load("exact.pt")
     assert (len(first["deepmd_muon"]["pieces"]), second["deepmd_muon"]["pieces"]) == (16, [])

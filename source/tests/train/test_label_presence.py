@@ -61,7 +61,10 @@ def test_sets_with_and_without_forces_in_one_batch(tmp_path, model):
 
 def test_mixed_batches_keep_every_label(tmp_path, model):
     """A periodic system with virials and a cluster without them share batches: the virials still count."""
-    paths = [write(tmp_path / "a", [("energy", "virial")], 8), write(tmp_path / "b", [("energy", "force")], 5, True)]
+    paths = [
+        write(tmp_path / "a", [("energy", "virial")], 8),
+        write(tmp_path / "b", [("energy", "force")], 5, True),
+    ]
     systems = open_systems(paths, ["Cu"])
     data = loader(systems, "mixed:6")
     batch = data.next()
@@ -79,7 +82,9 @@ def test_mixed_batches_keep_every_label(tmp_path, model):
 
 
 def test_whole_labels_are_handed_on_as_they_are(tmp_path):
-    systems = open_systems(write(tmp_path / "s", [("energy", "force"), ("energy", "force")], 6), ["Cu"])
+    systems = open_systems(
+        write(tmp_path / "s", [("energy", "force"), ("energy", "force")], 6), ["Cu"]
+    )
     labels = to_device(loader(systems, 6).next(), 1, CPU).labels
     assert not [name for name in labels if name.startswith("find_")]
     assert labels["virial"] is None

@@ -15,7 +15,13 @@ from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks import ranks, rendezvous
 from deepmd_muon.train.ranks.launch import Place, find_place, first_node
 
-TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+}
 SRUN = {
     "SLURM_PROCID": "3",
     "SLURM_LOCALID": "1",
@@ -36,7 +42,9 @@ def test_torchrun():
 
 def test_srun_finds_the_first_node_and_a_port_of_the_job():
     assert find_place(SRUN) == Place(3, 1, 4, "gpu07", 15000 + (123456 + 202) % 15000, srun=True)
-    assert find_place({**SRUN, "MASTER_ADDR": "head", "MASTER_PORT": "77"}) == Place(3, 1, 4, "head", 77, srun=True)
+    assert find_place({**SRUN, "MASTER_ADDR": "head", "MASTER_PORT": "77"}) == Place(
+        3, 1, 4, "head", 77, srun=True
+    )
     other_step = find_place({**SRUN, "SLURM_STEP_ID": "3"})
     assert other_step.meeting != find_place(SRUN).meeting
 
@@ -60,12 +68,21 @@ def test_a_process_that_is_alone(environment):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "2 processes, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0"},
+            "2 processes, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set",
+        ),
         ({**TORCHRUN, "RANK": "one"}, "RANK must be a whole number; found 'one'"),
         ({**TORCHRUN, "RANK": "4"}, "rank 4 is not one of 4 processes, which are 0 to 3"),
         ({**TORCHRUN, "MASTER_PORT": "65536"}, "MASTER_PORT must be from 1 to 65535; found 65536"),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "SLURM_LOCALID is not set; start with srun or torchrun"),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, "set MASTER_ADDR to the name"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+            "SLURM_LOCALID is not set; start with srun or torchrun",
+        ),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"},
+            "set MASTER_ADDR to the name",
+        ),
         (
             {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "MASTER_ADDR": "a"},
             "set MASTER_PORT to a free port",
@@ -100,7 +117,13 @@ def free_port():
 def become_one_of_two(monkeypatch, rank):
     """Set what torchrun would tell this process, where the other one never comes."""
     port = free_port()
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     for name, value in {**place, "DEVICE": "cpu"}.items():
         monkeypatch.setenv(name, value)
 
@@ -135,7 +158,9 @@ def test_rank_0_keeps_the_store_until_the_others_have_asked_all():
     places = [Place(rank, rank, 2, "127.0.0.1", free_port()) for rank in range(2)]
     places[1] = dataclasses.replace(places[1], port=places[0].port)
     keeper, other = (rendezvous.Meeting(place, 60.0) for place in places)
-    assert other.report("wrong") == {1: "wrong"}  # it comes first and does not know yet what rank 0 will say
+    assert other.report("wrong") == {
+        1: "wrong"
+    }  # it comes first and does not know yet what rank 0 will say
     assert keeper.report("wrong too") == {0: "wrong too", 1: "wrong"}
     ending = threading.Thread(target=keeper.leave, args=(60.0,))
     ending.start()
@@ -174,9 +199,14 @@ def test_another_program_at_the_port_is_an_error_of_every_rank(monkeypatch, answ
     monkeypatch.setattr(rendezvous, "ANSWER", 1.0)
     with listen(answer) as server:
         port = server.getsockname()[1]
-        with pytest.raises(TrainingError, match=r"rank 0 cannot listen.*choose another MASTER_PORT"):
+        with pytest.raises(
+            TrainingError, match=r"rank 0 cannot listen.*choose another MASTER_PORT"
+        ):
             rendezvous.Meeting(Place(0, 0, 2, "127.0.0.1", port))
-        with pytest.raises(TrainingError, match=r"rank 1 finds something else than rank 0.*choose another MASTER_PORT"):
+        with pytest.raises(
+            TrainingError,
+            match=r"rank 1 finds something else than rank 0.*choose another MASTER_PORT",
+        ):
             rendezvous.Meeting(Place(1, 1, 2, "127.0.0.1", port))
 
 
@@ -186,7 +216,9 @@ def test_two_runs_at_one_port_are_told_apart(monkeypatch):
     rendezvous.Meeting(Place(1, 1, 2, "127.0.0.1", port))
     with pytest.raises(TrainingError, match="another process is rank 1 at"):
         rendezvous.Meeting(Place(1, 1, 2, "127.0.0.1", port))
-    with pytest.raises(TrainingError, match=r"rank 2 is one of 3 processes, those that it meets at .* are 2"):
+    with pytest.raises(
+        TrainingError, match=r"rank 2 is one of 3 processes, those that it meets at .* are 2"
+    ):
         rendezvous.Meeting(Place(2, 2, 3, "127.0.0.1", port))
     assert first.store.get("size") == b"2"
 
@@ -196,7 +228,10 @@ def test_a_problem_reaches_all_before_all_have_come():
     first, second = (rendezvous.Meeting(Place(rank, rank, 3, "127.0.0.1", port)) for rank in (0, 1))
     assert second.report("no data") == {1: "no data"}
     assert first.report() == {1: "no data"}
-    assert rendezvous.describe({1: "a", 0: "b", 2: "a"}) == "rank 0 cannot begin: b; rank 1, 2 cannot begin: a"
+    assert (
+        rendezvous.describe({1: "a", 0: "b", 2: "a"})
+        == "rank 0 cannot begin: b; rank 1, 2 cannot begin: a"
+    )
 
 
 def test_a_rank_without_its_gpu_ends_the_others(monkeypatch):

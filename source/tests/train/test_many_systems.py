@@ -33,7 +33,10 @@ def systems(kind, count):
             Path("data").mkdir(exist_ok=True)
             write_hdf5(Path(f"data/{number}.hdf5"), "", TYPES, arrays)
         else:
-            write_lmdb(open_systems(write_npy(Path(f"folders/{number}"), TYPES, arrays)), Path(f"data/{number}.lmdb"))
+            write_lmdb(
+                open_systems(write_npy(Path(f"folders/{number}"), TYPES, arrays)),
+                Path(f"data/{number}.lmdb"),
+            )
     return ["data"] if kind == "npy" else ["data/*"]
 
 
@@ -41,13 +44,19 @@ def input_of(small_input, places, **training):
     data = {"systems": places, "batch_size": 1}
     content = small_input(model={"type_map": ["A", "B"]})
     content["model"]["descriptor"]["sel"] = [40, 40]
-    content["training"] = {**content["training"], "training_data": data, "validation_data": data, **training}
+    content["training"] = {
+        **content["training"],
+        "training_data": data,
+        "validation_data": data,
+        **training,
+    }
     Path("input.json").write_text(json.dumps(content))
     return content
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "limit"), [("npy", 400, 1024), ("npy", 100, 64), ("hdf5", 100, 64), ("lmdb", 100, 64)]
+    ("kind", "count", "limit"),
+    [("npy", 400, 1024), ("npy", 100, 64), ("hdf5", 100, 64), ("lmdb", 100, 64)],
 )
 def test_training_stays_within_the_limit_on_open_files(tmp_path, small_input, kind, count, limit):
     if kind == "lmdb":

@@ -20,7 +20,15 @@ _EDGES = {"n_dim": 6, "nlayers": 1, "e_rcut": 4.0, "e_rcut_smth": 3.5, "e_sel": 
 _NET = {"rcut_smth": 2.0, "neuron": [4, 8], "seed": 1}
 DESCRIPTORS = {
     "se_e2_a": {"type": "se_e2_a", "sel": [44], "rcut": 4.5, "axis_neuron": 3, **_NET},
-    "dpa1": {"type": "dpa1", "sel": 30, "rcut": 4.0, "axis_neuron": 2, "attn": 6, "attn_layer": 1, **_NET},
+    "dpa1": {
+        "type": "dpa1",
+        "sel": 30,
+        "rcut": 4.0,
+        "axis_neuron": 2,
+        "attn": 6,
+        "attn_layer": 1,
+        **_NET,
+    },
     "dpa3": {"type": "dpa3", "repflow": {**_EDGES, **_ANGLES}, "seed": 1},
 }
 HOT, COLD = (str(EXAMPLE / "train" / name) for name in ("fcc32", "triclinic8"))
@@ -30,7 +38,9 @@ DESCRIPTOR, FITTING = "atomic_model.descriptor.", "atomic_model.fitting_net."
 def branch(content, name):
     """Return weights and statistics of a branch in a checkpoint, by their names in a single model."""
     prefix = f"model.{name}."
-    found = {key.removeprefix(prefix): x for key, x in content["model"].items() if key.startswith(prefix)}
+    found = {
+        key.removeprefix(prefix): x for key, x in content["model"].items() if key.startswith(prefix)
+    }
     return {key: x for key, x in found.items() if x.numel() and key != "min_nbor_dist"}
 
 
@@ -51,7 +61,11 @@ def test_branches_share_the_descriptor_and_have_heads_of_their_own(two_branches,
     assert not same(below(hot, FITTING), below(cold, FITTING))
     assert not torch.equal(hot["atomic_model.out_bias"], cold["atomic_model.out_bias"])
     names = content["optimizer"]["param_groups"][0]["param_names"]
-    assert sum(DESCRIPTOR in name for name in names) == sum(name.startswith(f"hot.{DESCRIPTOR}") for name in names) > 0
+    assert (
+        sum(DESCRIPTOR in name for name in names)
+        == sum(name.startswith(f"hot.{DESCRIPTOR}") for name in names)
+        > 0
+    )
 
 
 def test_level_1_shares_the_type_embedding_alone(two_branches, train, load):
@@ -81,18 +95,26 @@ def test_shared_statistics_are_those_of_all_data_together(two_branches, small_in
     single["model"]["data_stat_nbatch"] = 2
     single["training"]["training_data"] = {"systems": [HOT, COLD], "batch_size": [2, 1]}
     assert train(single) == 0
-    torch.testing.assert_close(both, branch(load("one.pt"), "Default")[f"{DESCRIPTOR}sea.stddev"], rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        both, branch(load("one.pt"), "Default")[f"{DESCRIPTOR}sea.stddev"], rtol=0, atol=1e-14
+    )
 
 
 def test_a_head_that_is_not_drawn_keeps_weights_and_momentum(two_branches, train, load):
     content = two_branches(numb_steps=6, save_freq=3)
     assert train(content) == 0
-    content["training"] |= {"model_prob": {"hot": 1, "cold": 0}, "save_ckpt": "hot", "numb_steps": 9}
+    content["training"] |= {
+        "model_prob": {"hot": 1, "cold": 0},
+        "save_ckpt": "hot",
+        "numb_steps": 9,
+    }
     assert train(content, restart="model.ckpt-6.pt") == 0
     before, after = load("model.ckpt-6.pt"), load("hot-9.pt")
     assert same(below(branch(before, "cold"), FITTING), below(branch(after, "cold"), FITTING))
     assert not same(below(branch(before, "hot"), FITTING), below(branch(after, "hot"), FITTING))
-    assert not same(below(branch(before, "cold"), DESCRIPTOR), below(branch(after, "cold"), DESCRIPTOR))
+    assert not same(
+        below(branch(before, "cold"), DESCRIPTOR), below(branch(after, "cold"), DESCRIPTOR)
+    )
     states = []
     for found in (before, after):
         optimizer = found["optimizer"]
@@ -102,10 +124,14 @@ def test_a_head_that_is_not_drawn_keeps_weights_and_momentum(two_branches, train
     assert states[0]
     for name, values in states[0].items():
         present = states[1][name]
-        assert same(*({key: torch.as_tensor(x) for key, x in one.items()} for one in (values, present))), name
+        assert same(
+            *({key: torch.as_tensor(x) for key, x in one.items()} for one in (values, present))
+        ), name
 
 
-def test_only_runs_with_branches_may_lack_gradients_in_a_captured_step(two_branches, small_input, train, monkeypatch):
+def test_only_runs_with_branches_may_lack_gradients_in_a_captured_step(
+    two_branches, small_input, train, monkeypatch
+):
     """In a run of one model, a gradient that is missing when a step is captured is an error."""
     found, original = [], trainer.build_stepper
 
@@ -167,7 +193,11 @@ def test_reports_name_the_branches(two_branches, train):
     assert rows.shape == (3, len(names))
     assert np.isfinite(rows[:, names.index("rmse_f_val_hot")]).all()
     # Each row has the errors of the branches that were trained since the last one.
-    assert np.isfinite(rows[1:, [names.index("rmse_f_trn_hot"), names.index("rmse_f_trn_cold")]]).any(0).all()
+    assert (
+        np.isfinite(rows[1:, [names.index("rmse_f_trn_hot"), names.index("rmse_f_trn_cold")]])
+        .any(0)
+        .all()
+    )
     record = json.loads(Path("run.jsonl").read_text().splitlines()[-1])
     assert {"rmse_f_trn_hot", "rmse_f_val_hot", "rmse_f_trn_cold"} <= record.keys()
 
@@ -191,16 +221,61 @@ def test_commands_take_a_branch(two_branches, train, caplog, kind):
     assert train(two_branches(DESCRIPTORS[kind], numb_steps=3, enable_ema=True)) == 0
     (system,) = open_systems(COLD, ["Cu"])
     frames = system.frames(np.arange(2))
-    found = {name: Predictor("model.ckpt.pt", head=name).evaluate(frames).energy for name in ("hot", "cold")}
+    found = {
+        name: Predictor("model.ckpt.pt", head=name).evaluate(frames).energy
+        for name in ("hot", "cold")
+    }
     assert not np.allclose(found["hot"], found["cold"])
-    assert not np.allclose(Predictor("model.ckpt.pt", head="hot", ema=True).evaluate(frames).energy, found["hot"])
+    assert not np.allclose(
+        Predictor("model.ckpt.pt", head="hot", ema=True).evaluate(frames).energy, found["hot"]
+    )
     for name, energy in found.items():
-        assert main(["--pt", "freeze", "-c", "model.ckpt.pt", "-o", name, "--head", name, "-v", "ERROR"]) == 0
-        np.testing.assert_allclose(Predictor(f"{name}.pth").evaluate(frames).energy, energy, rtol=1e-12)
-    assert main(["--pt", "test", "-m", "model.ckpt.pt", "-s", COLD, "--head", "cold", "-n", "2", "-d", "of"]) == 0
+        assert (
+            main(
+                ["--pt", "freeze", "-c", "model.ckpt.pt", "-o", name, "--head", name, "-v", "ERROR"]
+            )
+            == 0
+        )
+        np.testing.assert_allclose(
+            Predictor(f"{name}.pth").evaluate(frames).energy, energy, rtol=1e-12
+        )
+    assert (
+        main(
+            [
+                "--pt",
+                "test",
+                "-m",
+                "model.ckpt.pt",
+                "-s",
+                COLD,
+                "--head",
+                "cold",
+                "-n",
+                "2",
+                "-d",
+                "of",
+            ]
+        )
+        == 0
+    )
     np.testing.assert_allclose(np.loadtxt("of.e.out")[:, 1], found["cold"], rtol=1e-9)
     for option in ("--head", "--model-branch"):
-        assert main(["--pt", "change-bias", "model.ckpt.pt", "-b", "-1", "-o", "moved.pt", option, "hot"]) == 0
+        assert (
+            main(
+                [
+                    "--pt",
+                    "change-bias",
+                    "model.ckpt.pt",
+                    "-b",
+                    "-1",
+                    "-o",
+                    "moved.pt",
+                    option,
+                    "hot",
+                ]
+            )
+            == 0
+        )
     assert float(load_model("moved.pt", head="hot").atomic_model.out_bias) == -1.0
     assert float(load_model("moved.pt", head="cold").atomic_model.out_bias) != -1.0
     devi = ["--pt", "model-devi", "-m", "model.ckpt.pt", "moved.pt", "-s", COLD, "-o", "devi"]
@@ -212,7 +287,11 @@ def test_commands_take_a_branch(two_branches, train, caplog, kind):
 def test_epochs_of_branches_give_length_and_probabilities(two_branches, train, monkeypatch):
     seen = []
     original = trainer.length_and_probabilities
-    monkeypatch.setattr(trainer, "length_and_probabilities", lambda *parts: seen.append(original(*parts)) or seen[-1])
+    monkeypatch.setattr(
+        trainer,
+        "length_and_probabilities",
+        lambda *parts: seen.append(original(*parts)) or seen[-1],
+    )
     content = two_branches()
     for key in ("numb_steps", "model_prob"):
         del content["training"][key]
@@ -243,7 +322,10 @@ def test_show_lists_the_branches(two_branches, train, capsys):
     content = two_branches(numb_steps=1)
     content["model"]["model_dict"]["cold"]["model_branch_alias"] = ["ice", "snow"]
     assert train(content) == 0
-    assert main(["--pt", "show", "model.ckpt.pt", "model-branch", "type-map", "size", "observed-type"]) == 0
+    assert (
+        main(["--pt", "show", "model.ckpt.pt", "model-branch", "type-map", "size", "observed-type"])
+        == 0
+    )
     told = capsys.readouterr().err
     assert "['hot', 'cold', 'RANDOM']" in told
     assert "| cold         | ice, snow |" in told
@@ -258,7 +340,11 @@ def states(content):
     optimizer = content["optimizer"]
     names = optimizer["param_groups"][0]["param_names"]
     found = {name: optimizer["state"].get(index, {}) for index, name in enumerate(names)}
-    return {name: {key: torch.as_tensor(x) for key, x in values.items()} for name, values in found.items() if values}
+    return {
+        name: {key: torch.as_tensor(x) for key, x in values.items()}
+        for name, values in found.items()
+        if values
+    }
 
 
 def without_steps(content, **training):
@@ -272,7 +358,11 @@ def test_a_renamed_branch_keeps_its_state_and_place(two_branches, train, load, o
     content["optimizer"] = {"type": optimizer}
     assert train(content) == 0
     before = load()
-    for section in (content["model"]["model_dict"], content["loss_dict"], content["training"]["data_dict"]):
+    for section in (
+        content["model"]["model_dict"],
+        content["loss_dict"],
+        content["training"]["data_dict"],
+    ):
         section["warm"] = section.pop("hot")
     content["training"]["model_prob"] = {"warm": 2, "cold": 1}
     content["model"]["model_dict"]["warm"]["model_branch_alias"] = ["hot"]
@@ -280,11 +370,15 @@ def test_a_renamed_branch_keeps_its_state_and_place(two_branches, train, load, o
     after = load("next/model.pt")
     assert same(branch(before, "hot"), branch(after, "warm"))
     known = states(before)
-    for name, values in states(after).items():  # the shared descriptor is named after the first branch, now cold
+    for name, values in states(
+        after
+    ).items():  # the shared descriptor is named after the first branch, now cold
         former = name.replace("warm.", "hot.").replace(f"cold.{DESCRIPTOR}", f"hot.{DESCRIPTOR}")
         assert same(known.pop(former), values), name
     assert not known
-    average = {name.replace("warm.", "hot."): x for name, x in after["ema"]["model"].items() if x.numel()}
+    average = {
+        name.replace("warm.", "hot."): x for name, x in after["ema"]["model"].items() if x.numel()
+    }
     assert same({name: x for name, x in before["ema"]["model"].items() if x.numel()}, average)
     positions = [content["deepmd_muon"]["training_data"] for content in (before, after)]
     assert positions[0]["hot"]["step"] == positions[1]["warm"]["step"] > 0
@@ -325,7 +419,9 @@ def test_from_one_model_to_several_and_back(two_branches, small_input, train, lo
     one = load("one.pt")
     content = two_branches(numb_steps=6)
     content["optimizer"] = {"type": optimizer}
-    content["model"]["model_dict"]["cold"]["finetune_head"] = "Default"  # cold continues it, hot is new
+    content["model"]["model_dict"]["cold"]["finetune_head"] = (
+        "Default"  # cold continues it, hot is new
+    )
     assert train(without_steps(content), restart="one-6.pt") == 0
     both = load("next/model.pt")
     assert same(branch(one, "Default"), branch(both, "cold"))
@@ -345,10 +441,16 @@ def test_from_one_model_to_several_and_back(two_branches, small_input, train, lo
 def test_a_checkpoint_without_these_branches_is_refused(two_branches, train):
     content = two_branches(numb_steps=2, save_freq=2)
     assert train(content) == 0
-    for section in (content["model"]["model_dict"], content["loss_dict"], content["training"]["data_dict"]):
+    for section in (
+        content["model"]["model_dict"],
+        content["loss_dict"],
+        content["training"]["data_dict"],
+    ):
         section["a"], section["b"] = section.pop("hot"), section.pop("cold")
     content["training"]["model_prob"] = {"a": 1, "b": 1}
-    with pytest.raises(CheckpointError, match="has the branches hot, cold, and this input none of them"):
+    with pytest.raises(
+        CheckpointError, match="has the branches hot, cold, and this input none of them"
+    ):
         train(content, restart="model.ckpt-2.pt")
 
 
@@ -366,7 +468,10 @@ def test_the_routing_table_says_what_is_shared(two_branches, train, capsys):
 
 def test_a_pattern_on_any_branch_finds_a_shared_parameter(two_branches, train, load):
     content = two_branches(numb_steps=1)
-    content["optimizer"]["adam_patterns"] = ["cold.*descriptor*.layers.1.matrix", "cold.*fitting*.layers.0.*"]
+    content["optimizer"]["adam_patterns"] = [
+        "cold.*descriptor*.layers.1.matrix",
+        "cold.*fitting*.layers.0.*",
+    ]
     assert train(content) == 0
     (group,) = load()["optimizer"]["param_groups"]
     routes = dict(zip(group["param_names"], group["routes"], strict=True))
@@ -385,7 +490,11 @@ def test_a_new_branch_shares_what_the_script_of_another_says(two_branches, train
     content["loss_dict"]["new"] = content["loss_dict"].pop("cold")
     data = content["training"]["data_dict"]
     data["new"] = data.pop("cold")
-    content["training"] |= {"model_prob": {"hot": 1, "new": 1}, "numb_steps": 0, "save_ckpt": "next"}
+    content["training"] |= {
+        "model_prob": {"hot": 1, "new": 1},
+        "numb_steps": 0,
+        "save_ckpt": "next",
+    }
     assert train(content, init_model="model.ckpt.pt", use_pretrain_script=True) == 0
     out = json.loads(Path("out.json").read_text())
     assert out["model"]["shared_dict"]["all"]["neuron"] == DESCRIPTORS["dpa1"]["neuron"]

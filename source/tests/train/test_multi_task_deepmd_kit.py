@@ -36,16 +36,26 @@ def one_frame(place, system, number):
 
 
 # The structures of deepmd-kit's examples water_multi_task/pytorch_example/*.json.
-STRUCTURES = ("input_torch", "input_torch_sharefit", "input_torch_with_alias", "input_torch_num_epoch_dict")
+STRUCTURES = (
+    "input_torch",
+    "input_torch_sharefit",
+    "input_torch_with_alias",
+    "input_torch_num_epoch_dict",
+)
 
 
 def structured(two_branches, structure, kind):
     """Return an input as one of the examples is built, with one of our descriptors; data have one batch a branch."""
     shared = structure in ("input_torch_sharefit", "input_torch_with_alias")
-    content = two_branches(DESCRIPTORS[kind], net={"dim_case_embd": 2} if shared else None, disp_freq=1)
+    content = two_branches(
+        DESCRIPTORS[kind], net={"dim_case_embd": 2} if shared else None, disp_freq=1
+    )
     branches, training = content["model"]["model_dict"], content["training"]
     if structure == "input_torch_with_alias":
-        branches["hot"] |= {"model_branch_alias": ["Default", "Metal"], "info": {"observed_type": ["Cu"]}}
+        branches["hot"] |= {
+            "model_branch_alias": ["Default", "Metal"],
+            "info": {"observed_type": ["Cu"]},
+        }
         branches["cold"]["model_branch_alias"] = ["Metal2"]
     if structure == "input_torch_num_epoch_dict":
         del training["model_prob"], training["numb_steps"]
@@ -63,9 +73,16 @@ def test_losses_are_equal_for_equal_weights_and_tasks(two_branches, train, load,
     training = content["training"]
     for number, data in enumerate(training["data_dict"].values()):
         data.pop("validation_data", None)
-        data["training_data"] = {"systems": [one_frame(f"frame_{number}", COLD, number)], "batch_size": 1}
+        data["training_data"] = {
+            "systems": [one_frame(f"frame_{number}", COLD, number)],
+            "batch_size": 1,
+        }
     start = json.loads(json.dumps(content))
-    start["training"] |= {"numb_steps": 0, "save_ckpt": "start", "model_prob": {"hot": 1, "cold": 1}}
+    start["training"] |= {
+        "numb_steps": 0,
+        "save_ckpt": "start",
+        "model_prob": {"hot": 1, "cold": 1},
+    }
     start["training"].pop("num_epoch_dict", None)
     assert train(start, skip_neighbor_stat=True) == 0
     ours = json.loads(json.dumps(content))
@@ -74,7 +91,14 @@ def test_losses_are_equal_for_equal_weights_and_tasks(two_branches, train, load,
     rows = [json.loads(line) for line in Path("ours.jsonl").read_text().splitlines()]
     tasks = [0 if row["rmse_f_trn_hot"] is not None else 1 for row in rows]
     assert 0 < sum(tasks) < STEPS == len(tasks)
-    words = ["order.json", "theirs.json", "train", write(content, "kit.json"), "--init-model", "start.pt"]
+    words = [
+        "order.json",
+        "theirs.json",
+        "train",
+        write(content, "kit.json"),
+        "--init-model",
+        "start.pt",
+    ]
     write(tasks, "order.json")
     python(Path(__file__).with_name("multi_task_in_deepmd_kit.py"), *words, "--skip-neighbor-stat")
     theirs = json.loads(Path("theirs.json").read_text())
@@ -83,7 +107,10 @@ def test_losses_are_equal_for_equal_weights_and_tasks(two_branches, train, load,
         name = ("hot", "cold")[task]
         assert row["lr"] == pytest.approx(found["lr"], rel=1e-12)
         for error in ("rmse", "rmse_e", "rmse_f"):
-            assert row[f"{error}_trn_{name}"] == pytest.approx(found[name][error], rel=1e-6), (error, row["step"])
+            assert row[f"{error}_trn_{name}"] == pytest.approx(found[name][error], rel=1e-6), (
+                error,
+                row["step"],
+            )
 
 
 @pytest.mark.parametrize(
@@ -91,9 +118,14 @@ def test_losses_are_equal_for_equal_weights_and_tasks(two_branches, train, load,
     [("se_e2_a", "", "HybridMuon"), ("dpa1", ":1", "Adam"), ("dpa3", "", "HybridMuon")],
 )
 def test_both_continue_what_the_other_saved(two_branches, train, load, kind, level, optimizer):
-    precision = "float32" if optimizer == "HybridMuon" else "float64"  # its HybridMuon restarts no float64 models
+    precision = (
+        "float32" if optimizer == "HybridMuon" else "float64"
+    )  # its HybridMuon restarts no float64 models
     content = two_branches(DESCRIPTORS[kind], level=level, numb_steps=3, save_freq=3)
-    content["optimizer"] = {"type": optimizer, **({"lr_adjust_coeff": 0.18} if optimizer == "HybridMuon" else {})}
+    content["optimizer"] = {
+        "type": optimizer,
+        **({"lr_adjust_coeff": 0.18} if optimizer == "HybridMuon" else {}),
+    }
     content["model"]["shared_dict"]["all"]["precision"] = precision
     for model in content["model"]["model_dict"].values():
         model["fitting_net"]["precision"] = precision
@@ -123,7 +155,11 @@ def test_both_continue_what_the_other_saved(two_branches, train, load, kind, lev
     before, after = load("fine-2.pt"), load("from_theirs.pt")
     layers = "atomic_model.fitting_net.filter_layers"
     taken = {name: x for name, x in branch(before, "cold").items() if name.startswith(layers)}
-    assert all(torch.equal(branch(after, name)[key], x) for name in ("hot", "cold") for key, x in taken.items())
+    assert all(
+        torch.equal(branch(after, name)[key], x)
+        for name in ("hot", "cold")
+        for key, x in taken.items()
+    )
 
 
 def test_one_model_takes_a_branch_as_deepmd_kit_does(two_branches, small_input, train, load):
@@ -137,7 +173,13 @@ def test_one_model_takes_a_branch_as_deepmd_kit_does(two_branches, small_input, 
     found = []
     for name in ("ours", "theirs"):
         single["training"]["save_ckpt"] = name
-        words = [write(single, f"{name}.json"), "--finetune", "model.ckpt-2.pt", "--model-branch", "cold"]
+        words = [
+            write(single, f"{name}.json"),
+            "--finetune",
+            "model.ckpt-2.pt",
+            "--model-branch",
+            "cold",
+        ]
         if name == "ours":
             assert main(["--pt", "train", *words, "--skip-neighbor-stat", "-v", "ERROR"]) == 0
         else:

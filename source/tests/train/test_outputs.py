@@ -58,13 +58,17 @@ def test_an_output_that_is_an_input_is_refused(small_input, train, name):
 
 def test_outputs_beside_the_data_are_written(small_input, train):
     shutil.copytree(EXAMPLE / "train", "data")
-    content = small_input(training={"numb_steps": 1, "disp_file": "data/lcurve.out", "save_ckpt": "data/model"})
+    content = small_input(
+        training={"numb_steps": 1, "disp_file": "data/lcurve.out", "save_ckpt": "data/model"}
+    )
     content["training"]["training_data"]["systems"] = ["data"]
     for _ in range(2):
         assert train(content, output="data/out.json") == 0
 
 
-def test_a_checkpoint_is_not_replaced_by_the_link_of_the_run_that_starts_from_it(small_input, train):
+def test_a_checkpoint_is_not_replaced_by_the_link_of_the_run_that_starts_from_it(
+    small_input, train
+):
     assert train(small_input(training={"numb_steps": 1})) == 0
     shutil.copy("model.ckpt-1.pt", "mine.pt")
     with pytest.raises(TrainingError, match=r"mine\.pt"):
@@ -77,7 +81,9 @@ def test_a_fresh_run_keeps_all_reports_of_an_earlier_one(small_input, train):
     for run in range(3):
         content["training"]["seed"] = run
         assert train(content) == 0
-        kept.append({name: Path(name).read_bytes() for name in ("lcurve.out", "log.jsonl", "out.json")})
+        kept.append(
+            {name: Path(name).read_bytes() for name in ("lcurve.out", "log.jsonl", "out.json")}
+        )
     for number in (1, 2):
         for name, was in kept[number - 1].items():
             assert Path(f"{name}.{number}").read_bytes() == was
@@ -87,11 +93,20 @@ def test_a_fresh_run_keeps_all_reports_of_an_earlier_one(small_input, train):
 def test_going_back_keeps_later_files(small_input, train, caplog):
     """A restart from an older checkpoint would overwrite later ones, and cut the reports."""
     training = {"numb_steps": 6, "save_freq": 2, "disp_freq": 1, "jsonl_file": "log.jsonl"}
-    content = {**small_input(training=training), "validating": {"full_validation": True, "full_val_start": 0}}
-    content["validating"] |= {"validation_freq": 1, "max_best_ckpt": 6, "full_val_file": "./val.log"}
+    content = {
+        **small_input(training=training),
+        "validating": {"full_validation": True, "full_val_start": 0},
+    }
+    content["validating"] |= {
+        "validation_freq": 1,
+        "max_best_ckpt": 6,
+        "full_val_file": "./val.log",
+    }
     assert train(content) == 0
     reports = ("lcurve.out", "log.jsonl", "val.log")
-    before = {name: Path(name).read_bytes() for name in (*reports, "model.ckpt-4.pt", "model.ckpt-6.pt")}
+    before = {
+        name: Path(name).read_bytes() for name in (*reports, "model.ckpt-4.pt", "model.ckpt-6.pt")
+    }
     content["learning_rate"]["start_lr"] = 1e-2
     assert train(content, restart="model.ckpt-2.pt") == 0
     assert caplog.text.count("goes back to step 2") == 1
@@ -103,7 +118,9 @@ def test_going_back_keeps_later_files(small_input, train, caplog):
         assert Path(f"model.ckpt-{step}.pt").read_bytes() != before[f"model.ckpt-{step}.pt"]
     assert os.readlink("model.ckpt.1.pt") == "model.ckpt.1-6.pt"
     assert os.readlink("model.ckpt.pt") == "model.ckpt-6.pt"
-    assert {int(path.name.split("-")[1].split(".")[0]) for path in Path().glob("best.ckpt.1-*")} == {3, 4, 5, 6}
+    assert {
+        int(path.name.split("-")[1].split(".")[0]) for path in Path().glob("best.ckpt.1-*")
+    } == {3, 4, 5, 6}
     assert Path("checkpoint").read_text() == "model.ckpt-6.pt\n"
     assert train(content, restart="model.ckpt.pt") == 0  # at its end: nothing is later
     assert not Path("model.ckpt.2.pt").exists()
@@ -113,7 +130,15 @@ def test_a_restart_does_not_add_to_the_reports_of_another_run(small_input, train
     """Two runs with different save_ckpt and one disp_file, one after the other."""
     contents = {
         name: {
-            **small_input(training={"numb_steps": 4, "save_freq": 2, "disp_freq": 1, "save_ckpt": name, "seed": seed}),
+            **small_input(
+                training={
+                    "numb_steps": 4,
+                    "save_freq": 2,
+                    "disp_freq": 1,
+                    "save_ckpt": name,
+                    "seed": seed,
+                }
+            ),
             "validating": {"full_validation": True, "full_val_start": 0, "validation_freq": 1},
         }
         for seed, name in enumerate("ab")
@@ -127,7 +152,11 @@ def test_a_restart_does_not_add_to_the_reports_of_another_run(small_input, train
     assert "save_ckpt b" in caplog.text
     for name, was in theirs.items():
         assert was in [path.read_bytes() for path in Path().glob(f"{name}.*")]
-        steps = [int(line.split()[0]) for line in Path(name).read_text().splitlines() if not line.startswith("#")]
+        steps = [
+            int(line.split()[0])
+            for line in Path(name).read_text().splitlines()
+            if not line.startswith("#")
+        ]
         assert steps == [5, 6]
     assert set(best) <= {path.read_bytes() for path in Path().glob("best.ckpt.*")}
 
@@ -201,7 +230,9 @@ def test_a_restart_without_the_optimizers_state_is_refused(small_input, train):
 def test_a_fifo_that_nobody_reads_is_an_error(small_input, train, monkeypatch, name):
     monkeypatch.setattr(files, "FIFO_PATIENCE", 0.1)
     os.mkfifo("fifo")
-    content = small_input(training={"numb_steps": 1, **({"disp_file": "fifo"} if name == "curve" else {})})
+    content = small_input(
+        training={"numb_steps": 1, **({"disp_file": "fifo"} if name == "curve" else {})}
+    )
     options = {"log": {"log_path": "fifo"}, "output": {"output": "fifo"}}.get(name, {})
     with pytest.raises(RunError, match="FIFO that nobody reads"):
         train(content, **options)

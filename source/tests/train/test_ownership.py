@@ -44,7 +44,9 @@ def holder(small_input):
     process.join()
 
 
-def test_a_second_run_ends_and_names_the_first_and_a_killed_one_holds_nothing(holder, small_input, train, capfd):
+def test_a_second_run_ends_and_names_the_first_and_a_killed_one_holds_nothing(
+    holder, small_input, train, capfd
+):
     before = sorted(os.listdir())
     assert main(["train", "input.json"]) == 2
     message = capfd.readouterr().err
@@ -58,7 +60,9 @@ def test_a_second_run_ends_and_names_the_first_and_a_killed_one_holds_nothing(ho
         (others, "checkpoint"),
         ({"save_ckpt": "new/other"}, "lcurve.out"),
     ]:
-        with pytest.raises(TrainingError, match=rf"{file} is being written by process {holder.pid}"):
+        with pytest.raises(
+            TrainingError, match=rf"{file} is being written by process {holder.pid}"
+        ):
             train(small_input(training=changed))
     in_a_folder = {name: f"new/{path}" for name, path in others.items()}
     assert train(small_input(training={**in_a_folder, "numb_steps": 1})) == 0
@@ -78,15 +82,24 @@ def test_locks_are_not_taken_through_links(small_input):
 
 
 def test_a_fresh_run_keeps_the_files_of_an_earlier_one(small_input, train):
-    content = small_input(training={"checkpoint_format": "both", "max_ckpt_keep": 1, "numb_steps": 5})
+    content = small_input(
+        training={"checkpoint_format": "both", "max_ckpt_keep": 1, "numb_steps": 5}
+    )
     for run in range(3):
         content["training"]["seed"] = run
         train(content)
-    names = sorted(path.name for path in Path().iterdir() if path.name.startswith(("model", "lcurve", "checkpoint")))
+    names = sorted(
+        path.name
+        for path in Path().iterdir()
+        if path.name.startswith(("model", "lcurve", "checkpoint"))
+    )
     numbered = [f"model.ckpt{number}" for number in ("", ".1", ".2")]
     expected = [f"{name}{end}" for name in numbered for end in ("-5.dcp", "-5.pt", ".dcp", ".pt")]
     assert names == sorted([*expected, "checkpoint", "lcurve.out", "lcurve.out.1", "lcurve.out.2"])
-    seeds = [json.loads(read_checkpoint(name)["deepmd_muon"]["settings"])["training"]["seed"] for name in numbered]
+    seeds = [
+        json.loads(read_checkpoint(name)["deepmd_muon"]["settings"])["training"]["seed"]
+        for name in numbered
+    ]
     assert seeds == [2, 0, 1]
     # A kept checkpoint continues as another run: the files of the last one are not its own.
     content["training"].update(numb_steps=6, save_ckpt="model.ckpt", seed=1)
@@ -135,7 +148,10 @@ def test_what_a_killed_save_left_is_removed(small_input, train):
     [
         ({"descriptor": {"rcut": 4.0}}, ["model/descriptor/rcut was 4.5, is 4.0"]),
         (
-            {"descriptor": {"activation_function": "gelu"}, "fitting_net": {"activation_function": "relu"}},
+            {
+                "descriptor": {"activation_function": "gelu"},
+                "fitting_net": {"activation_function": "relu"},
+            },
             [
                 "model/descriptor/activation_function was 'tanh'",
                 "model/fitting_net/activation_function was 'tanh', is 'relu'",
@@ -143,7 +159,9 @@ def test_what_a_killed_save_left_is_removed(small_input, train):
         ),
     ],
 )
-def test_a_changed_model_is_an_error_that_lists_the_settings(small_input, train, caplog, way, changed, listed):
+def test_a_changed_model_is_an_error_that_lists_the_settings(
+    small_input, train, caplog, way, changed, listed
+):
     train(small_input(training={"numb_steps": 1}))
     content = small_input(training={"numb_steps": 2})
     for section, values in changed.items():
@@ -175,14 +193,21 @@ def test_changed_training_is_a_warning_that_lists_it(small_input, train, caplog)
     assert "loss/start_pref_f was 1000.0, is 7.0" in caplog.text
     assert "learning_rate/start_lr was 0.001, is 0.01" in caplog.text
     assert "training/numb_steps was 5, is 6" in caplog.text
-    assert "the learning rate was 2.51e-05 when model.ckpt-5.pt was written and goes on from" in caplog.text
+    assert (
+        "the learning rate was 2.51e-05 when model.ckpt-5.pt was written and goes on from"
+        in caplog.text
+    )
     assert "disp_freq" not in caplog.text
 
 
 @pytest.mark.parametrize(
     ("reports", "validating", "message"),
     [
-        ({}, {"full_val_file": "other.log", "save_best_dir": "."}, r"save_best_dir: best\.ckpt .*other\.json"),
+        (
+            {},
+            {"full_val_file": "other.log", "save_best_dir": "."},
+            r"save_best_dir: best\.ckpt .*other\.json",
+        ),
         ({}, {"save_best": False}, r"full_val_file: val\.log .*other\.json"),
         ({"jsonl_file": "log.jsonl"}, {}, r"jsonl_file: log\.jsonl .*other\.json"),
     ],
@@ -192,8 +217,13 @@ def test_runs_with_other_names_share_no_file(small_input, train, reports, valida
     content = small_input(training={"numb_steps": 1, **reports})
     content |= {"validating": {"full_validation": True, "full_val_start": 0}}
     elsewhere = {"save_ckpt": "other/model", "disp_file": "other.out", **reports}
-    other = small_input(training=elsewhere) | {"validating": {"full_validation": bool(validating), **validating}}
-    with RunFiles(normalize(other, "other.json")).held(), pytest.raises(TrainingError, match=message):
+    other = small_input(training=elsewhere) | {
+        "validating": {"full_validation": bool(validating), **validating}
+    }
+    with (
+        RunFiles(normalize(other, "other.json")).held(),
+        pytest.raises(TrainingError, match=message),
+    ):
         train(content)
     assert train(content) == 0
     assert not list(Path().glob(".*.lock"))

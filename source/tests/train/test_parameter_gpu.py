@@ -5,12 +5,22 @@ import torch
 from test_capture_gpu import _on_gpu, assert_equal_weights  # noqa: F401 (a fixture)
 from test_parameter_runs import DESCRIPTORS, an_input, systems  # noqa: F401 (a fixture)
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 @pytest.mark.parametrize("batch_size", [1, "mixed:3"])
 @pytest.mark.parametrize("kind", DESCRIPTORS)
-def test_captured_steps_give_the_weights_of_eager_ones(kind, batch_size, systems, train, load, monkeypatch):  # noqa: F811
+def test_captured_steps_give_the_weights_of_eager_ones(
+    kind,
+    batch_size,
+    systems,  # noqa: F811
+    train,
+    load,
+    monkeypatch,
+):
     content = an_input(f"{kind}-everything", systems, numb_steps=8)
     content["training"]["training_data"]["batch_size"] = batch_size
     # Rounding, which differs between devices, does not grow.

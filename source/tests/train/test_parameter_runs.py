@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from deepmd_muon.cli.main import main
-from deepmd_muon.data import DataError, DataLoader, NeighborCache, Parameters, open_systems, with_parameters
+from deepmd_muon.data import (
+    DataError,
+    DataLoader,
+    NeighborCache,
+    Parameters,
+    open_systems,
+    with_parameters,
+)
 from deepmd_muon.infer import Predictor
 from deepmd_muon.infer.predictor import load_model
 from deepmd_muon.loss import build_loss
@@ -38,13 +45,20 @@ def systems(tmp_path):
     random, paths = np.random.default_rng(8), []
     for name, data in FIXTURE["structures"].items():
         nframes = len(data["coord"])
-        arrays = {key: data[key].numpy().reshape(nframes, -1) for key in ("coord", "energy", "fparam", "aparam")}
+        arrays = {
+            key: data[key].numpy().reshape(nframes, -1)
+            for key in ("coord", "energy", "fparam", "aparam")
+        }
         arrays["aparam"] = data["aparam"][..., :1].numpy().reshape(nframes, -1)
         arrays["force"] = random.normal(size=arrays["coord"].shape)
         if data["box"] is not None:
             arrays["box"] = data["box"].numpy().reshape(nframes, 9)
         folder = tmp_path / "systems" / name
-        paths.append(write_npy(folder, data["atype"][0].tolist(), [arrays], ("O", "H"), nopbc=data["box"] is None))
+        paths.append(
+            write_npy(
+                folder, data["atype"][0].tolist(), [arrays], ("O", "H"), nopbc=data["box"] is None
+            )
+        )
     return paths
 
 
@@ -85,7 +99,11 @@ def test_statistics_and_energy_bias_are_deepmd_kits(kind, systems, train, load):
     content["training"]["stat_file"] = "stat.hdf5"
     assert train(content, skip_neighbor_stat=True) == 0
     found, expected = load()["model"], FIXTURE["cases"][f"{kind}-everything"]["state"]
-    names = [key for key in expected if key.endswith(("_avg", "_inv_std", "out_bias", ".mean", ".stddev"))]
+    names = [
+        key
+        for key in expected
+        if key.endswith(("_avg", "_inv_std", "out_bias", ".mean", ".stddev"))
+    ]
     assert len(names) == 7
     for key in names:
         torch.testing.assert_close(
@@ -93,7 +111,13 @@ def test_statistics_and_energy_bias_are_deepmd_kits(kind, systems, train, load):
         )
     excluded = found["model.Default.atomic_model.out_bias"][0, 1]
     assert excluded.abs() < 1e-12
-    assert train(content | {"training": content["training"] | {"save_ckpt": "again"}}, skip_neighbor_stat=True) == 0
+    assert (
+        train(
+            content | {"training": content["training"] | {"save_ckpt": "again"}},
+            skip_neighbor_stat=True,
+        )
+        == 0
+    )
     for key in names:  # from the file
         assert torch.equal(load("again-1.pt")["model"][key], found[key])
 
@@ -102,11 +126,15 @@ def test_statistics_and_energy_bias_are_deepmd_kits(kind, systems, train, load):
 @pytest.mark.parametrize("kind", DESCRIPTORS)
 def test_resident_and_streamed_batches_have_the_outputs_of_plain_ones(kind, batch_size, systems):
     model = build_model(settings_of(params_of(f"{kind}-everything")), seed=1)
-    opened = with_parameters(open_systems(systems, model.type_map), Parameters.of(model.settings.fitting_net))
+    opened = with_parameters(
+        open_systems(systems, model.type_map), Parameters.of(model.settings.fitting_net)
+    )
 
     def loader():
         request = model.neighbors
-        cache = NeighborCache(request.rcut, request.sel, request.by_type, ntypes=2, inner=request.inner)
+        cache = NeighborCache(
+            request.rcut, request.sel, request.by_type, ntypes=2, inner=request.inner
+        )
         return DataLoader(opened, batch_size, seed=5, cache=cache)
 
     plain, streamed = loader(), StreamedBatches(loader(), 2, CPU)
@@ -129,12 +157,16 @@ def test_resident_and_streamed_batches_have_the_outputs_of_plain_ones(kind, batc
 def test_the_loss_counts_atoms_of_types_with_energy(systems):
     """deepmd-kit divides energies by their number, and forces of the others do not count."""
     model = build_model(settings_of(params_of("se_e2_a-everything")), seed=1)
-    opened = with_parameters(open_systems(systems[1:2], ("O", "H")), Parameters.of(model.settings.fitting_net))
+    opened = with_parameters(
+        open_systems(systems[1:2], ("O", "H")), Parameters.of(model.settings.fitting_net)
+    )
     loader = DataLoader(opened, 1, seed=1, rcut=model.rcut, sel=model.sel)
     batch = to_device(loader.next(), 2, CPU)
     mask = batch.counted(model.counted)
     assert torch.equal(mask, batch.structures.atype == 0)
-    _, metrics = differentiate(model, build_loss({"start_pref_e": 1.0, "start_pref_f": 1.0}), batch, 1.0)
+    _, metrics = differentiate(
+        model, build_loss({"start_pref_e": 1.0, "start_pref_f": 1.0}), batch, 1.0
+    )
     found = model(batch.structures)
     error = (found["force"] - batch.labels["force"])[mask]
     assert float(metrics["rmse_f"]) == pytest.approx(float(error.square().mean().sqrt()), rel=1e-12)
@@ -160,7 +192,13 @@ def test_bad_data_are_told_before_the_first_step(systems, train):
     content = an_input("se_e2_a-everything", systems)
     with pytest.raises(DataError) as error:
         train(content, skip_neighbor_stat=True)
-    for word in ("3 of 3 systems", systems[0], systems[1], f"{systems[2]}: set.000/aparam.npy", "fparam.npy: missing"):
+    for word in (
+        "3 of 3 systems",
+        systems[0],
+        systems[1],
+        f"{systems[2]}: set.000/aparam.npy",
+        "fparam.npy: missing",
+    ):
         assert word in str(error.value)
     assert not Path("lcurve.out").exists()
     np.save(Path(systems[2], "set.000", "aparam.npy"), np.zeros((1, 15)))
@@ -176,16 +214,41 @@ def test_commands_use_the_parameters_of_the_data(systems, train, capsys):
     predictor = Predictor("model.ckpt.pt", device="cpu")
     (system,) = with_parameters(open_systems(systems[0], predictor.type_map), predictor.parameters)
     expected = predictor.evaluate(system.frames([0, 1]))
-    other = predictor.evaluate(dataclasses.replace(system.frames([0, 1]), fparam=system.frames([1, 0]).fparam))
+    other = predictor.evaluate(
+        dataclasses.replace(system.frames([0, 1]), fparam=system.frames([1, 0]).fparam)
+    )
     assert np.abs(other.energy - expected.energy).min() > 1e-6
     for model in ("model.ckpt.pt", "frozen.pth"):
-        assert main(["--pt", "test", "-m", model, "-s", systems[0], "-d", f"of-{model}", "-v", "ERROR"]) == 0
+        assert (
+            main(
+                ["--pt", "test", "-m", model, "-s", systems[0], "-d", f"of-{model}", "-v", "ERROR"]
+            )
+            == 0
+        )
         table = np.loadtxt(f"of-{model}.e.out")
         np.testing.assert_allclose(table[:, 1], expected.energy, rtol=1e-9)
-    assert main(["--pt", "model-devi", "-m", "model.ckpt.pt", "frozen.pth", "-s", systems[0], "-o", "devi.out"]) == 0
+    assert (
+        main(
+            [
+                "--pt",
+                "model-devi",
+                "-m",
+                "model.ckpt.pt",
+                "frozen.pth",
+                "-s",
+                systems[0],
+                "-o",
+                "devi.out",
+            ]
+        )
+        == 0
+    )
     assert np.abs(np.loadtxt("devi.out")[:, 1:]).max() < 1e-6
     every = str(Path(systems[0]).parent)
-    assert main(["--pt", "change-bias", "model.ckpt.pt", "-s", every, "-o", "moved.pt", "-v", "ERROR"]) == 0
+    assert (
+        main(["--pt", "change-bias", "model.ckpt.pt", "-s", every, "-o", "moved.pt", "-v", "ERROR"])
+        == 0
+    )
     moved = Predictor("moved.pt", device="cpu").model.atomic_model.out_bias[0, :, 0]
     before = predictor.model.atomic_model.out_bias[0, :, 0]
     assert (moved - before)[0].abs() > 1e-3
@@ -204,13 +267,17 @@ def test_ase_takes_parameters_from_atoms_and_arguments():
     model = build_model(settings_of(params_of("se_e2_a-everything")), seed=1)
     data = FIXTURE["structures"]["triclinic"]
     symbols = ["OH"[kind] for kind in data["atype"][0].tolist()]
-    atoms = ase.Atoms(symbols, positions=data["coord"][0].numpy(), cell=data["box"][0].numpy(), pbc=True)
+    atoms = ase.Atoms(
+        symbols, positions=data["coord"][0].numpy(), cell=data["box"][0].numpy(), pbc=True
+    )
     predictor = Predictor(model, device="cpu")
     atoms.calc = DeepPotCalculator(predictor, fparam=[310.0, 2.5], aparam=[-1.5])
 
     def expected(fparam, aparam):
         cell, types = np.array(atoms.cell), data["atype"][0].numpy()
-        return predictor.predict(atoms.positions, cell, types, np.array(fparam), np.array(aparam)).energy[0]
+        return predictor.predict(
+            atoms.positions, cell, types, np.array(fparam), np.array(aparam)
+        ).energy[0]
 
     assert atoms.get_potential_energy() == expected([310.0, 2.5], [-1.5])
     atoms.info["fparam"] = [250.0, 4.0]  # ASE itself would return the energy of before
@@ -220,7 +287,16 @@ def test_ase_takes_parameters_from_atoms_and_arguments():
     assert atoms.get_potential_energy() == expected([250.0, 4.0], own)
     atoms.info["aparam"] = own[::-1]
     assert atoms.get_potential_energy() == expected([250.0, 4.0], own[::-1])
-    assert len({expected([250.0, 4.0], own[::-1]), expected([250.0, 4.0], own), expected([310.0, 2.5], [-1.5])}) == 3
+    assert (
+        len(
+            {
+                expected([250.0, 4.0], own[::-1]),
+                expected([250.0, 4.0], own),
+                expected([310.0, 2.5], [-1.5]),
+            }
+        )
+        == 3
+    )
 
 
 def test_exclusions_follow_their_elements_to_another_type_map():
@@ -233,7 +309,10 @@ def test_exclusions_follow_their_elements_to_another_type_map():
     saved = settings(("O", "H", "C"), ((0, 1), (1, 2)), (1,))
     present = settings(("H", "N", "O"), ((1, 1), (2, 0)), (0, 1))
     moved = TypeMove(saved.type_map, present.type_map).settings(saved, present)
-    assert moved.pair_exclude_types == ((1, 1), (2, 0))  # in the order of the input: they are the same
+    assert moved.pair_exclude_types == (
+        (1, 1),
+        (2, 0),
+    )  # in the order of the input: they are the same
     assert moved.atom_exclude_types == (0, 1)
     bare = settings(("H", "O"))
     moved = TypeMove(saved.type_map, bare.type_map).settings(saved, bare)
@@ -247,16 +326,28 @@ def test_runs_on_another_type_map_exclude_the_same_elements(systems, train, kind
     content = an_input(f"{kind}-own", systems, numb_steps=1, save_freq=1)
     content["model"]["atom_exclude_types"] = [1]
     assert train(content, skip_neighbor_stat=True) == 0
-    content["model"] |= {"type_map": ["H", "C", "O"], "atom_exclude_types": [0], "pair_exclude_types": [[0, 0], [1, 2]]}
-    content["model"]["descriptor"] = {**content["model"]["descriptor"], "exclude_types": [[2, 0], [1, 1]]}
-    content["training"] |= {"save_ckpt": "moved", "numb_steps": 2 * (option == "restart")}  # the second moves nothing
+    content["model"] |= {
+        "type_map": ["H", "C", "O"],
+        "atom_exclude_types": [0],
+        "pair_exclude_types": [[0, 0], [1, 2]],
+    }
+    content["model"]["descriptor"] = {
+        **content["model"]["descriptor"],
+        "exclude_types": [[2, 0], [1, 1]],
+    }
+    content["training"] |= {
+        "save_ckpt": "moved",
+        "numb_steps": 2 * (option == "restart"),
+    }  # the second moves nothing
     content["learning_rate"] = {"start_lr": 1e-14, "stop_lr": 1e-14}
     assert train(content, **{option: "model.ckpt.pt"}, skip_neighbor_stat=True) == 0
     before, after = Predictor("model.ckpt.pt", device="cpu"), Predictor("moved.pt", device="cpu")
     for path in systems:
         (then,), (now,) = (open_systems([path], each.type_map) for each in (before, after))
         force = before.evaluate(then.frames(np.arange(1))).force
-        np.testing.assert_allclose(after.evaluate(now.frames(np.arange(1))).force, force, rtol=0, atol=1e-10)
+        np.testing.assert_allclose(
+            after.evaluate(now.frames(np.arange(1))).force, force, rtol=0, atol=1e-10
+        )
     settings = load_model("moved.pt").settings
     assert settings.type_map == ("H", "C", "O")
     assert settings.descriptor.exclude_types == ((2, 0), (1, 1))

@@ -56,7 +56,9 @@ def compare(model, system, prediction):
 @pytest.mark.parametrize("kind", DESCRIPTORS)
 def test_deepmd_kit_takes_our_files(kind, systems, train):  # noqa: F811
     """It tests, freezes and evaluates a checkpoint, and takes our frozen file for its own."""
-    assert train(an_input(f"{kind}-everything", systems, numb_steps=3), skip_neighbor_stat=True) == 0
+    assert (
+        train(an_input(f"{kind}-everything", systems, numb_steps=3), skip_neighbor_stat=True) == 0
+    )
     frames, prediction = expected_of("model.ckpt.pt", systems[0])
     # Labels that the data lack make its table empty; virials are compared all the same.
     np.save(Path(systems[0], "set.000", "virial.npy"), np.zeros((2, 9)))
@@ -73,7 +75,9 @@ def test_deepmd_kit_takes_our_files(kind, systems, train):  # noqa: F811
         assert found[f"{name} numbers"].tolist() == [2, 1]
         for key in ("energy", "force", "virial"):
             values, own = found[f"{name} {key}"], getattr(prediction, key)
-            np.testing.assert_allclose(values.reshape(own.shape), own, rtol=1e-10, atol=1e-10, err_msg=f"{name} {key}")
+            np.testing.assert_allclose(
+                values.reshape(own.shape), own, rtol=1e-10, atol=1e-10, err_msg=f"{name} {key}"
+            )
         np.testing.assert_allclose(found[f"{name} ase"], prediction.energy[0], rtol=1e-10)
     _, ours = expected_of("theirs.pth", systems[0])  # its frozen file here
     np.testing.assert_allclose(ours.energy, prediction.energy, rtol=1e-10)
@@ -86,9 +90,19 @@ def test_twenty_steps_from_the_same_weights_end_at_the_same_weights(kind, system
     content = an_input(f"{kind}-everything", systems[1:2], numb_steps=20, save_freq=20, disp_freq=1)
     content["training"]["training_data"]["batch_size"] = 1
     content["optimizer"] = {"type": "Adam"}
-    content["loss"] = {"start_pref_e": 0.02, "limit_pref_e": 1, "start_pref_f": 100, "limit_pref_f": 1}
-    torch.save({"model": FIXTURE["cases"][f"{kind}-everything"]["state"], "optimizer": {}}, "start.pt")
-    theirs = {**content, "training": {**content["training"], "save_ckpt": "theirs", "disp_file": "theirs.out"}}
+    content["loss"] = {
+        "start_pref_e": 0.02,
+        "limit_pref_e": 1,
+        "start_pref_f": 100,
+        "limit_pref_f": 1,
+    }
+    torch.save(
+        {"model": FIXTURE["cases"][f"{kind}-everything"]["state"], "optimizer": {}}, "start.pt"
+    )
+    theirs = {
+        **content,
+        "training": {**content["training"], "save_ckpt": "theirs", "disp_file": "theirs.out"},
+    }
     Path("theirs.json").write_text(json.dumps(theirs))
     dp("train", "theirs.json", "--init-model", "start.pt", "--skip-neighbor-stat")
     assert train(content, init_model="start.pt", skip_neighbor_stat=True) == 0
@@ -96,7 +110,9 @@ def test_twenty_steps_from_the_same_weights_end_at_the_same_weights(kind, system
     moved = 0.0
     for name, value in wanted.items():
         if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(
+                ours[name], value, rtol=1e-6, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}"
+            )
             before = FIXTURE["cases"][f"{kind}-everything"]["state"][name]
             moved = max(moved, float((value - before).abs().max())) if value.numel() else moved
     assert moved > 1e-4
@@ -114,15 +130,24 @@ def test_its_own_run_with_a_default_has_our_statistics(systems, train, load):  #
         Path(system, "set.000", "fparam.npy").unlink()
     content = an_input("se_e2_a-everything", systems, numb_steps=1, save_freq=1)
     content["model"]["fitting_net"]["default_fparam"] = [290.0, 2.0]
-    content["learning_rate"] = {"type": "exp", "start_lr": 1e-14, "stop_lr": 1e-15, "decay_steps": 5}
+    content["learning_rate"] = {
+        "type": "exp",
+        "start_lr": 1e-14,
+        "stop_lr": 1e-15,
+        "decay_steps": 5,
+    }
     content["optimizer"] = {"type": "Adam"}
-    Path("theirs.json").write_text(json.dumps({**content, "training": {**content["training"], "save_ckpt": "theirs"}}))
+    Path("theirs.json").write_text(
+        json.dumps({**content, "training": {**content["training"], "save_ckpt": "theirs"}})
+    )
     dp("train", "theirs.json", "--skip-neighbor-stat")
     assert train(content, skip_neighbor_stat=True) == 0
     ours, wanted = load()["model"], load("theirs-1.pt")["model"]
     assert set(ours) == set(wanted)
     for name in wanted:
-        if name.endswith(("_avg", "_inv_std", "out_bias", "default_fparam_tensor", ".mean", ".stddev")):
+        if name.endswith(
+            ("_avg", "_inv_std", "out_bias", "default_fparam_tensor", ".mean", ".stddev")
+        ):
             torch.testing.assert_close(ours[name], wanted[name], rtol=1e-9, atol=1e-11, msg=name)
     name = "model.Default.atomic_model.fitting_net.fparam_inv_std"
     assert ours[name].tolist() == [100.0, 100.0]

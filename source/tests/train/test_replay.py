@@ -47,7 +47,21 @@ def finetuning(small_input, train, kept):
 def finetune(content, *options, replay=("pseudo",), output="out.json"):
     Path("input.json").write_text(json.dumps(content))
     named = ["--replay", *replay] if replay else []
-    return main(["--pt", "train", "input.json", "--finetune", "old.pt", *named, "-o", output, "-v", "ERROR", *options])
+    return main(
+        [
+            "--pt",
+            "train",
+            "input.json",
+            "--finetune",
+            "old.pt",
+            *named,
+            "-o",
+            output,
+            "-v",
+            "ERROR",
+            *options,
+        ]
+    )
 
 
 def state_of(path, head):
@@ -71,7 +85,10 @@ def test_a_run_with_replay_has_two_branches(finetuning, one_net):
     assert (out["model"]["model_dict"]["replay"]["fitting_net"] == "fitting_net") is one_net
     assert shared("model.ckpt.pt", DESCRIPTOR)
     assert shared("model.ckpt.pt", f"{FITTING}filter_layers") is one_net
-    energies = [float(state_of("model.ckpt.pt", head)["atomic_model.out_bias"]) for head in ("finetuned", "replay")]
+    energies = [
+        float(state_of("model.ckpt.pt", head)["atomic_model.out_bias"])
+        for head in ("finetuned", "replay")
+    ]
     assert energies[0] != energies[1]  # of atoms, fitted to the data of each
 
 
@@ -95,7 +112,9 @@ def test_drawn_structures_have_the_checkpoints_labels(finetuning):
     assert finetune(finetuning) == 0
     places = sorted(Path().glob("model.ckpt.replay-*.hdf5"))
     assert [place.name.count("valid") for place in places] == [0, 1]
-    counts = [sum(system.nframes for system in open_systems(str(place), ["Cu"])) for place in places]
+    counts = [
+        sum(system.nframes for system in open_systems(str(place), ["Cu"])) for place in places
+    ]
     assert counts == [36, 4]  # 10 walkers of four structures, one held out
     predictor = Predictor("old.pt")
     for place in places:
@@ -145,12 +164,22 @@ def test_the_model_alone_is_that_of_the_branch(finetuning):
     frames = system.frames(np.arange(2))
     for ema in (False, True):
         branch = Predictor("model.ckpt.pt", head="finetuned", ema=ema).evaluate(frames).energy
-        np.testing.assert_array_equal(Predictor("model.ckpt.finetuned.pt", ema=ema).evaluate(frames).energy, branch)
+        np.testing.assert_array_equal(
+            Predictor("model.ckpt.finetuned.pt", ema=ema).evaluate(frames).energy, branch
+        )
     plain = Predictor("model.ckpt.pt", head="finetuned").evaluate(frames).energy
-    for source, options in (("model.ckpt.finetuned.pt", []), ("model.ckpt.pt", ["--head", "finetuned"])):
+    for source, options in (
+        ("model.ckpt.finetuned.pt", []),
+        ("model.ckpt.pt", ["--head", "finetuned"]),
+    ):
         assert main(["--pt", "freeze", "-c", source, "-o", "frozen", *options, "-v", "ERROR"]) == 0
-        np.testing.assert_allclose(Predictor("frozen.pth").evaluate(frames).energy, plain, rtol=1e-12)
-    assert main(["--pt", "test", "-m", "model.ckpt.finetuned.pt", "-s", NEW, "-n", "2", "-v", "ERROR"]) == 0
+        np.testing.assert_allclose(
+            Predictor("frozen.pth").evaluate(frames).energy, plain, rtol=1e-12
+        )
+    assert (
+        main(["--pt", "test", "-m", "model.ckpt.finetuned.pt", "-s", NEW, "-n", "2", "-v", "ERROR"])
+        == 0
+    )
     # It can be fine-tuned again, and an earlier one is kept.
     assert finetune(finetuning, replay=(OLD,)) == 0
     assert len(list(Path().glob("model.ckpt.finetuned.pt.[0-9]"))) == 1
@@ -159,7 +188,11 @@ def test_the_model_alone_is_that_of_the_branch(finetuning):
 
 
 def test_old_data_are_replayed_in_their_proportion(finetuning):
-    finetuning["replay"] = {"proportion": 0.25, "batch_size": 1, "validation_data": {"systems": OLD, "batch_size": 1}}
+    finetuning["replay"] = {
+        "proportion": 0.25,
+        "batch_size": 1,
+        "validation_data": {"systems": OLD, "batch_size": 1},
+    }
     finetuning["training"]["numb_steps"] = 200
     assert finetune(finetuning, replay=(OLD,)) == 0
     own = torch.load("model.ckpt.pt", weights_only=True)["deepmd_muon"]
@@ -199,11 +232,26 @@ def test_a_branch_of_several_is_fine_tuned(finetuning):
     Path("model.ckpt-6.pt").rename("old-several.pt")
     finetuning["training"]["save_ckpt"] = "second"
     Path("input.json").write_text(json.dumps(finetuning))
-    command = ["--pt", "train", "input.json", "--finetune", "old-several.pt", "--replay", OLD, "-v", "ERROR"]
+    command = [
+        "--pt",
+        "train",
+        "input.json",
+        "--finetune",
+        "old-several.pt",
+        "--replay",
+        OLD,
+        "-v",
+        "ERROR",
+    ]
     with pytest.raises(ReplayError, match="finetuned, replay: name it with --model-branch"):
         prepare(load("input.json"), "old-several.pt", None, [OLD])
     assert main([*command, "--model-branch", "replay"]) == 0
-    assert json.loads(Path("out.json").read_text())["model"]["model_dict"]["finetuned"]["finetune_head"] == "replay"
+    assert (
+        json.loads(Path("out.json").read_text())["model"]["model_dict"]["finetuned"][
+            "finetune_head"
+        ]
+        == "replay"
+    )
 
 
 def test_plain_fine_tuning_warns(finetuning, train, caplog):
@@ -232,7 +280,13 @@ def test_obstacles_are_reported_together(finetuning):
 
 
 def test_settings_of_replay_are_checked(finetuning):
-    finetuning["replay"] = {"proportion": 1.0, "frames": 1, "temperatures": [], "batch_size": "many", "share": True}
+    finetuning["replay"] = {
+        "proportion": 1.0,
+        "frames": 1,
+        "temperatures": [],
+        "batch_size": "many",
+        "share": True,
+    }
     Path("input.json").write_text(json.dumps(finetuning))
     with pytest.raises(InputError) as found:
         load("input.json")
@@ -255,7 +309,9 @@ def test_starts_come_from_all_systems_and_strain_keeps_fractions():
     assert set(sizes.tolist()) == {8, 32}
     moved = strained(starts, 0.02, seed=3)
     assert 0.01 < np.abs(np.linalg.det(moved.box) / np.linalg.det(starts.box) - 1).mean() < 0.1
-    fractions = [frames.coord[k] @ np.linalg.inv(frames.box[k]) for frames in (starts, moved) for k in (0, 7)]
+    fractions = [
+        frames.coord[k] @ np.linalg.inv(frames.box[k]) for frames in (starts, moved) for k in (0, 7)
+    ]
     np.testing.assert_allclose(fractions[0], fractions[2], atol=1e-10)
     np.testing.assert_allclose(fractions[1], fractions[3], atol=1e-10)
 

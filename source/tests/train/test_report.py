@@ -125,7 +125,10 @@ def test_a_new_run_begins_a_new_file():
 
 def test_log_lines():
     line = metrics_line(100, "trn", TRAIN, 1e-3)
-    assert line == "Batch     100: trn: rmse = 2.01e+01, rmse_e = 1.12e-02, rmse_f = 6.35e-01, lr = 1.00e-03"
+    assert (
+        line
+        == "Batch     100: trn: rmse = 2.01e+01, rmse_e = 1.12e-02, rmse_f = 6.35e-01, lr = 1.00e-03"
+    )
     assert metrics_line(1, "val", {"rmse": 1.0}) == "Batch       1: val: rmse = 1.00e+00"
     now = datetime.datetime(2026, 1, 2, 3, 4)
     assert timing_line(200, 12.34, 0.0567, 3700.9, now) == (
@@ -134,10 +137,14 @@ def test_log_lines():
     for unknown in (None, float("inf"), float("nan"), 1e20):  # the last ends after the calendar
         shown = timing_line(200, 12.34, 0.0567, unknown, now)
         assert shown == "Batch     200: total wall time = 12.34 s, 0.0567 s/batch"
-    assert timing_line(200, 12.34, 0.0567, None, now, 33862.4).endswith(" 0.0567 s/batch, 3.386e+04 atoms/s")
+    assert timing_line(200, 12.34, 0.0567, None, now, 33862.4).endswith(
+        " 0.0567 s/batch, 3.386e+04 atoms/s"
+    )
 
 
-@pytest.mark.parametrize(("start_step", "lines"), [(0, [1, 7, 13, 19, 25]), (500, [506, 512, 518, 524])])
+@pytest.mark.parametrize(
+    ("start_step", "lines"), [(0, [1, 7, 13, 19, 25]), (500, [506, 512, 518, 524])]
+)
 def test_a_slow_run_shows_its_progress_every_half_minute(start_step, lines, caplog):
     """Steps of 5 s, metrics every 1000 steps: the wall time counts from the start of the command, 100 s earlier."""
     caplog.set_level("INFO")
@@ -153,9 +160,13 @@ def test_a_slow_run_shows_its_progress_every_half_minute(start_step, lines, capl
     for message, step in zip(shown, lines, strict=True):
         assert f"total wall time = {100 + 5 * (step - start_step):.2f} s, 5.0000 s/batch" in message
         left = str(datetime.timedelta(seconds=5 * (2000 - step)))
-        assert (f"eta = {left}" in message) == (step != lines[0])  # the first interval predicts nothing
+        assert (f"eta = {left}" in message) == (
+            step != lines[0]
+        )  # the first interval predicts nothing
     console.close()
-    assert len(caplog.messages) == len(lines) + (start_step == 0)  # no interval of metrics has ended
+    assert len(caplog.messages) == len(lines) + (
+        start_step == 0
+    )  # no interval of metrics has ended
 
 
 def test_atoms_a_second_are_those_of_the_interval(caplog):
@@ -168,7 +179,11 @@ def test_atoms_a_second_are_those_of_the_interval(caplog):
         if step % 10 == 0:
             console.step(step, 1e-3, TRAIN, {})
         console.advance(step)
-    shown = [message.partition("s/batch")[2].partition(", eta")[0] for message in caplog.messages if "wall" in message]
+    shown = [
+        message.partition("s/batch")[2].partition(", eta")[0]
+        for message in caplog.messages
+        if "wall" in message
+    ]
     assert shown == [", 100 atoms/s", "", ", 10 atoms/s"]
 
 
@@ -214,7 +229,12 @@ def test_display_can_be_switched_off():
 def test_each_report_gets_its_own_steps():
     class Recorder:
         def __init__(self, frequency, validates):
-            self.frequency, self.validates, self.steps, self.closed = frequency, validates, [], False
+            self.frequency, self.validates, self.steps, self.closed = (
+                frequency,
+                validates,
+                [],
+                False,
+            )
 
         def step(self, step, lr, train, valid):
             self.steps.append(step)
@@ -277,7 +297,9 @@ def test_other_ranks_show_warnings_only_and_write_no_file(tmp_path, capsys):
 
 def test_missing_tensorboard_is_said_at_the_start(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(TensorBoardError, match=r"install tensorboard or set training\.tensorboard to false"):
+    with pytest.raises(
+        TensorBoardError, match=r"install tensorboard or set training\.tensorboard to false"
+    ):
         open_reports(training(tensorboard=True), num_steps=10)
 
 
@@ -332,16 +354,24 @@ def test_wandb_gets_the_rows_of_the_learning_curve(monkeypatch):
 
     def init(**options):
         calls.append(options)
-        return SimpleNamespace(log=lambda row, step: logged.append((step, row)), finish=lambda: calls.append("finish"))
+        return SimpleNamespace(
+            log=lambda row, step: logged.append((step, row)), finish=lambda: calls.append("finish")
+        )
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    reports = open_reports(training(wandb=True, wandb_project="water", disp_training=False), num_steps=200)
+    reports = open_reports(
+        training(wandb=True, wandb_project="water", disp_training=False), num_steps=200
+    )
     for step in (1, 50, 100):
         if reports.due(step):
             assert reports.due_validation(step)
             reports.step(step, 1e-3, TRAIN, VALID)
     reports.close()
-    row = {"lr": 1e-3, **{f"{k}_trn": v for k, v in TRAIN.items()}, **{f"{k}_val": v for k, v in VALID.items()}}
+    row = {
+        "lr": 1e-3,
+        **{f"{k}_trn": v for k, v in TRAIN.items()},
+        **{f"{k}_val": v for k, v in VALID.items()},
+    }
     assert logged == [(1, row), (100, row)]
     assert calls == [{"project": "water"}, "finish"]
 

@@ -79,11 +79,22 @@ def way(request, monkeypatch):
 
 # The number of shapes and the way of frames are no business of the descriptor.
 PADDED = [
-    *(("se_e2_a", batch_size, most) for batch_size in (2, "mixed:3", "mix:30") for most in (1, 3, 16)),
-    *((name, batch_size, 3) for name in DESCRIPTORS if name != "se_e2_a" for batch_size in (2, "mixed:3", "mix:30")),
+    *(
+        ("se_e2_a", batch_size, most)
+        for batch_size in (2, "mixed:3", "mix:30")
+        for most in (1, 3, 16)
+    ),
+    *(
+        (name, batch_size, 3)
+        for name in DESCRIPTORS
+        if name != "se_e2_a"
+        for batch_size in (2, "mixed:3", "mix:30")
+    ),
 ]
 WAYS = [
-    (case, way) for case in PADDED for way in (*["when needed", "passing"][: 2 * (case[0] == "se_e2_a")], "at once")
+    (case, way)
+    for case in PADDED
+    for way in (*["when needed", "passing"][: 2 * (case[0] == "se_e2_a")], "at once")
 ]
 
 
@@ -131,7 +142,10 @@ def test_shapes_grow_when_later_batches_need_more(systems, monkeypatch):
     monkeypatch.setattr(resident_module, "_AHEAD", 3)
     monkeypatch.setattr(shapes, "MOST_SHAPES", 2)
     model = corner_model("se_e2_a", "float64")
-    plain, batches = loader(systems, model, "mixed:2"), ResidentBatches(loader(systems, model, "mixed:2"), CPU)
+    plain, batches = (
+        loader(systems, model, "mixed:2"),
+        ResidentBatches(loader(systems, model, "mixed:2"), CPU),
+    )
     for _ in range(20):
         expected, found = plain.next(), batches.next().read()
         here = np.sort(found.labels["energy"].numpy())
@@ -181,7 +195,9 @@ def test_the_first_step_does_not_wait_for_later_windows(systems, monkeypatch):
 
 
 @pytest.mark.parametrize("cost", ["_FRAME_COST", "_SYSTEM_COST"])
-def test_many_small_frames_or_systems_are_not_all_read_before_the_first_step(systems, monkeypatch, cost):
+def test_many_small_frames_or_systems_are_not_all_read_before_the_first_step(
+    systems, monkeypatch, cost
+):
     """They have few atoms, and reading them takes long."""
     model = corner_model("se_e2_a", "float64")
     counts = []
@@ -195,7 +211,8 @@ def test_many_small_frames_or_systems_are_not_all_read_before_the_first_step(sys
 def test_memory_of_frames_that_pass_through_does_not_grow_with_the_data(systems, monkeypatch):
     monkeypatch.setattr(resident_module, "_WINDOW_ATOMS", 10)
     small, large = (
-        ResidentBatches(loader(systems * n, corner_model("se_e2_a", "float64"), 1), CPU, 0)._store for n in (1, 20)
+        ResidentBatches(loader(systems * n, corner_model("se_e2_a", "float64"), 1), CPU, 0)._store
+        for n in (1, 20)
     )
     assert small.coord.shape == large.coord.shape == (10 + 14, 3)
     assert small.first.shape == large.first.shape
@@ -229,7 +246,9 @@ def test_later_frames_with_more_neighbours_widen_the_shape_of_their_composition(
 
 def test_dense_frames_are_refused_by_system_and_frame(systems, monkeypatch):
     monkeypatch.setattr(frame_store, "MOST_NEIGHBORS", 3)
-    with pytest.raises(NeighborError, match=r"system0: frame \d: an atom has \d+ neighbours within"):
+    with pytest.raises(
+        NeighborError, match=r"system0: frame \d: an atom has \d+ neighbours within"
+    ):
         ResidentBatches(loader(systems, corner_model("se_e2_a", "float64"), 1), CPU)
 
 
@@ -241,7 +260,9 @@ def test_merging_keeps_what_occurs_often_tight():
     wanted = dict([shape(10), shape(11), shape(100, often=50), shape(101), shape(12)])
     left = merge(wanted, 2)
     assert sorted(one.natoms for one in left) == [12, 101]
-    assert [one.natoms for one in merge(dict([shape(10, 1000), shape(20), shape(40, 1000)]), 2)] == [10, 40]
+    assert [
+        one.natoms for one in merge(dict([shape(10, 1000), shape(20), shape(40, 1000)]), 2)
+    ] == [10, 40]
 
 
 def test_a_uniform_shape_holds_its_own_composition_only():
@@ -258,7 +279,9 @@ def test_atoms_at_the_same_place_are_refused_by_system_and_frame(tmp_path):
     arrays = make_arrays(4, 5, 1)
     arrays["coord"][2, :3] = arrays["coord"][2, 3:6]
     systems = open_systems([write_npy(tmp_path / "broken", [0] * 5, [arrays], NAMES)], NAMES)
-    with pytest.raises(NeighborError, match=r"broken.*frame 2.*atoms 0 and 1 lie at the same place"):
+    with pytest.raises(
+        NeighborError, match=r"broken.*frame 2.*atoms 0 and 1 lie at the same place"
+    ):
         ResidentBatches(loader(systems, corner_model("se_e2_a", "float64"), 1), CPU)
 
 

@@ -53,11 +53,22 @@ CASES = [
 def test_a_checkpoint_that_is_being_written_outlives_signals(small_input):
     for number, (form, final, _) in enumerate(CASES):
         steps = {"numb_steps": 2, "save_freq": 100} if final else {"numb_steps": 4, "save_freq": 2}
-        names = {"save_ckpt": f"{number}/model", "disp_file": f"{number}/lcurve.out", "checkpoint_format": form}
+        names = {
+            "save_ckpt": f"{number}/model",
+            "disp_file": f"{number}/lcurve.out",
+            "checkpoint_format": form,
+        }
         Path(f"{number}.json").write_text(json.dumps(small_input(training={**steps, **names})))
-    words = [sys.executable, "-c", CHILD, *(f"{form}:{number}.json" for number, (form, *_) in enumerate(CASES))]
+    words = [
+        sys.executable,
+        "-c",
+        CHILD,
+        *(f"{form}:{number}.json" for number, (form, *_) in enumerate(CASES)),
+    ]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(words, **pipes, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) as child:
+    with subprocess.Popen(
+        words, **pipes, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    ) as child:
         for number, (form, _, names) in enumerate(CASES):
             assert child.stdout.readline() == "writing\n"
             for name in names:

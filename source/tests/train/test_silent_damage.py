@@ -155,7 +155,9 @@ class Ranks(SimpleNamespace):
 def test_ranks_with_other_data_or_inputs_are_named(small_input):
     given = normalize(small_input())
     other = normalize(
-        small_input(optimizer={"weight_decay": 0.5}, training={"numb_steps": 9, "stat_file": "elsewhere"})
+        small_input(
+            optimizer={"weight_decay": 0.5}, training={"numb_steps": 9, "stat_file": "elsewhere"}
+        )
     )
     a, b = (open_systems(str(EXAMPLE / part), ["Cu"]) for part in ("train", "valid"))
     first, second = content_digest(a), content_digest(b)
@@ -166,14 +168,19 @@ def test_ranks_with_other_data_or_inputs_are_named(small_input):
     mine = (thaw(given.settings), digests(first, second))
 
     def check(*others):
-        check_same_run(given, {"Default": Systems(a, b)}, Ranks(size=1 + len(others), others=others))
+        check_same_run(
+            given, {"Default": Systems(a, b)}, Ranks(size=1 + len(others), others=others)
+        )
 
     check(mine, mine)
     with pytest.raises(TrainingError, match="training data of rank 2 are not those of rank 0"):
         check(mine, (mine[0], digests(second, second)))
     with pytest.raises(TrainingError, match="validation data of rank 1 are not those of rank 0"):
         check((mine[0], digests(first, first)))
-    with pytest.raises(TrainingError, match=r"rank 1 differs .* in optimizer/weight_decay, training/numb_steps: all"):
+    with pytest.raises(
+        TrainingError,
+        match=r"rank 1 differs .* in optimizer/weight_decay, training/numb_steps: all",
+    ):
         check((thaw(other.settings), mine[1]))
 
 
@@ -189,7 +196,9 @@ def change_a_position(folder):
     np.save(folder / "set.000/coord.npy", values)
 
 
-@pytest.mark.parametrize("change", [change_a_force, change_a_position, lambda f: (f / "set.000/virial.npy").unlink()])
+@pytest.mark.parametrize(
+    "change", [change_a_force, change_a_position, lambda f: (f / "set.000/virial.npy").unlink()]
+)
 def test_data_that_differ_inside_a_system_are_seen(tmp_path, change):
     (name,) = [s.name for s in open_systems(str(EXAMPLE / "train")) if "virial" in s.labels][:1]
     shutil.copytree(name, tmp_path / "copy")
@@ -214,11 +223,16 @@ def test_large_data_are_sampled_and_a_change_is_seen_with_the_chance_stated(tmp_
         changed = force.copy()
         changed[frame, 0] += 1.0
         np.save(tmp_path / "copy/set.000/force.npy", changed)
-        seen += content_digest(open_systems(str(tmp_path / "copy")), size // 3).systems != before.systems
+        seen += (
+            content_digest(open_systems(str(tmp_path / "copy")), size // 3).systems
+            != before.systems
+        )
     assert len(force) / 3 <= seen <= len(force) / 3 + 3
 
 
-@pytest.mark.parametrize(("key", "shape"), [("step", (3,)), ("step", (0,)), ("exp_avg", (2,)), ("exp_avg_sq", (1, 3))])
+@pytest.mark.parametrize(
+    ("key", "shape"), [("step", (3,)), ("step", (0,)), ("exp_avg", (2,)), ("exp_avg_sq", (1, 3))]
+)
 def test_adam_states_of_other_shapes_are_refused(key, shape):
     layer = torch.nn.Linear(3, 1)
     optimizer = torch.optim.Adam(layer.named_parameters())

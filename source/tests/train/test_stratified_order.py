@@ -61,7 +61,12 @@ class Numbered:
         self._balance = False
         self._step = self._taken = 0
 
-    draw, advance, seat, begin_step = DataLoader.draw, DataLoader.advance, DataLoader.seat, DataLoader.begin_step
+    draw, advance, seat, begin_step = (
+        DataLoader.draw,
+        DataLoader.advance,
+        DataLoader.seat,
+        DataLoader.begin_step,
+    )
 
 
 @pytest.mark.parametrize("each", [1, 3])
@@ -83,7 +88,9 @@ def test_every_batch_is_taken_once_and_positions_agree(each, ahead):
                     queue.append(loader.draw())
                 taken[name].append(queue.pop(0))
                 loader.advance()
-        positions = [{name: loader._step for name, loader in of_rank.items()} for of_rank in loaders]
+        positions = [
+            {name: loader._step for name, loader in of_rank.items()} for of_rank in loaders
+        ]
         assert all(each_rank == positions[0] for each_rank in positions)
         assert {name: len(numbers) for name, numbers in taken.items()} == positions[0]
     for numbers in taken.values():

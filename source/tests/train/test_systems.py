@@ -16,7 +16,15 @@ from deepmd_muon.model import ModelError, build_model
 from deepmd_muon.train import run
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
-DPA1 = {"type": "dpa1", "sel": 20, "rcut": 4.5, "rcut_smth": 2.0, "neuron": [4, 8], "axis_neuron": 3, "tebd_dim": 2}
+DPA1 = {
+    "type": "dpa1",
+    "sel": 20,
+    "rcut": 4.5,
+    "rcut_smth": 2.0,
+    "neuron": [4, 8],
+    "axis_neuron": 3,
+    "tebd_dim": 2,
+}
 DPA1 |= {"attn_layer": 0, "seed": 1}
 
 
@@ -63,8 +71,13 @@ def test_a_type_map_comes_from_the_data_by_atomic_number(small_input, train, mes
     assert any("['H', 'O', 'Cu', 'Xx']" in message for message in messages.messages)
 
 
-def test_a_restart_and_a_finetuning_take_the_type_map_of_the_checkpoint(small_input, train, messages):
-    long = {"model": {"descriptor": DPA1, "type_map": ["Cu", "O"]}, "training": {"numb_steps": 2, "save_freq": 2}}
+def test_a_restart_and_a_finetuning_take_the_type_map_of_the_checkpoint(
+    small_input, train, messages
+):
+    long = {
+        "model": {"descriptor": DPA1, "type_map": ["Cu", "O"]},
+        "training": {"numb_steps": 2, "save_freq": 2},
+    }
     assert train(small_input(**long)) == 0
     for way in ("restart", "finetune", "init_model"):
         content = without_type_map(small_input(**long))
@@ -97,23 +110,37 @@ def extxyz(path, key, count=3, seed=0):
     with Path(path).open("w") as file:
         for _ in range(count):
             rows = [f"Cu {2.4 * k:.3f} {random.random():.3f} 0 0 0 0" for k in range(4)]
-            head = (
-                f'Lattice="10 0 0 0 10 0 0 0 10" Properties=species:S:1:pos:R:3:REF_forces:R:3 {key}={random.random()}'
-            )
+            head = f'Lattice="10 0 0 0 10 0 0 0 10" Properties=species:S:1:pos:R:3:REF_forces:R:3 {key}={random.random()}'
             file.write("\n".join(["4", head, *rows, ""]))
 
 
-def test_label_keys_of_the_input_hold_in_training_and_in_dp_test(small_input, train, messages, capsys):
+def test_label_keys_of_the_input_hold_in_training_and_in_dp_test(
+    small_input, train, messages, capsys
+):
     pytest.importorskip("ase")
     extxyz("train.xyz", "pbe_e")
     extxyz("valid.xyz", "REF_energy", seed=1)
     content = small_input(training={"numb_steps": 1})
-    content["training"]["training_data"] = {"systems": ["train.xyz"], "label_keys": {"energy": "pbe_e"}}
+    content["training"]["training_data"] = {
+        "systems": ["train.xyz"],
+        "label_keys": {"energy": "pbe_e"},
+    }
     content["training"]["validation_data"] = {"systems": ["valid.xyz"]}
     content["loss"] = {"type": "ener"}
     assert train(content) == 0
-    assert sum("1 system, 3 frames of 4 atoms, 1 periodic, labels energy, force" in m for m in messages.messages) == 2
-    assert json.loads(Path("out.json").read_text())["training"]["training_data"]["label_keys"]["energy"] == "pbe_e"
+    assert (
+        sum(
+            "1 system, 3 frames of 4 atoms, 1 periodic, labels energy, force" in m
+            for m in messages.messages
+        )
+        == 2
+    )
+    assert (
+        json.loads(Path("out.json").read_text())["training"]["training_data"]["label_keys"][
+            "energy"
+        ]
+        == "pbe_e"
+    )
     Path("input.json").write_text(json.dumps(content))
     messages.clear()
     assert main(["test", "-m", "model.ckpt.pt", "--train-data", "input.json"]) == 0
@@ -128,7 +155,9 @@ def test_label_keys_of_the_input_hold_in_training_and_in_dp_test(small_input, tr
         normalize(content)
 
 
-def test_slabs_are_refused_in_training_and_in_dp_test(small_input, train, capsys, finished_checkpoint):
+def test_slabs_are_refused_in_training_and_in_dp_test(
+    small_input, train, capsys, finished_checkpoint
+):
     pytest.importorskip("ase")
     extxyz("slab.xyz", "energy")
     text = Path("slab.xyz").read_text()

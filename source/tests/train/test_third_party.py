@@ -51,7 +51,11 @@ class Coordination(torch.nn.Module):
         described = (x.unsqueeze(-1) ** self.powers).sum(1) @ self.mix
 
         def pullback(adjoint):
-            slope = (adjoint @ self.mix.T).unsqueeze(1) * self.powers * x.unsqueeze(-1) ** (self.powers - 1)
+            slope = (
+                (adjoint @ self.mix.T).unsqueeze(1)
+                * self.powers
+                * x.unsqueeze(-1) ** (self.powers - 1)
+            )
             return (-slope.sum(-1) / (self.rcut * r)).unsqueeze(-1) * edges
 
         return Described(described, pullback if force else None)
@@ -86,7 +90,9 @@ class LogCosh:
 class SignSettings(Buildable):
     """Steps by the sign of the momentum."""
 
-    decay: float = setting(0.9, minimum=0.0, below=1.0, doc="Decay of the momentum, β of the average.")
+    decay: float = setting(
+        0.9, minimum=0.0, below=1.0, doc="Decay of the momentum, β of the average."
+    )
 
     def build(self, model, lr=None, replicas=None):
         return SignedMomentum(model.named_parameters(), {"lr": lr or 1e-3, "decay": self.decay})
@@ -110,7 +116,9 @@ def _registered():
     register_optimizer("SignedMomentum", SignSettings)
     yield
     del OPTIMIZERS["SignedMomentum"]
-    del DESCRIPTORS._parts["coordination"]  # other tests of this process look at the package as it comes
+    del DESCRIPTORS._parts[
+        "coordination"
+    ]  # other tests of this process look at the package as it comes
     del LOSSES._parts["log_cosh"]
 
 
@@ -130,7 +138,9 @@ def test_it_trains_restarts_and_predicts(small_input, check_restart):
     content = small_input()
     content["model"]["descriptor"] = {"type": "coordination"}
     whole, _ = check_restart(content, 5, skip_neighbor_stat=True)
-    moved = whole["model"]["model.Default.atomic_model.descriptor.mix"] - torch.eye(3, dtype=torch.float64)
+    moved = whole["model"]["model.Default.atomic_model.descriptor.mix"] - torch.eye(
+        3, dtype=torch.float64
+    )
     assert moved.abs().max() > 1e-3
     predictor = Predictor("model.ckpt.pt")
     coord = np.array([[0.0, 0, 0], [2.5, 0, 0], [0, 2.5, 0]])
@@ -142,7 +152,9 @@ def test_it_trains_restarts_and_predicts(small_input, check_restart):
 
 
 def test_a_loss_trains_validates_and_restarts(small_input, check_restart):
-    content = small_input(validating={"full_validation": True, "validation_freq": 5, "validation_metric": "F:MAE"})
+    content = small_input(
+        validating={"full_validation": True, "validation_freq": 5, "validation_metric": "F:MAE"}
+    )
     content["loss"] = {"type": "log_cosh", "scale": 0.2}
     check_restart(content, 5)
     header = Path("lcurve.out").read_text().splitlines()[0].split()
@@ -155,12 +167,17 @@ def test_an_optimizer_trains_and_restarts(small_input, train, check_restart):
     content = small_input()
     content["optimizer"] = {"type": "SignedMomentum", "decay": 0.8}
     whole, _ = check_restart(content, 5)
-    assert json.loads(Path("out.json").read_text())["optimizer"] == {"type": "SignedMomentum", "decay": 0.8}
+    assert json.loads(Path("out.json").read_text())["optimizer"] == {
+        "type": "SignedMomentum",
+        "decay": 0.8,
+    }
     assert {key for state in whole["optimizer"]["state"].values() for key in state} == {"momentum"}
     content["optimizer"] = {"type": "Adam"}
     assert train(content) == 0
     content["optimizer"] = {"type": "SignedMomentum"}
-    with pytest.raises(CheckpointError, match="is not that of SignedMomentum: its groups lack decay"):
+    with pytest.raises(
+        CheckpointError, match="is not that of SignedMomentum: its groups lack decay"
+    ):
         train(content, restart="model.ckpt-5.pt")
 
 
@@ -169,7 +186,10 @@ def test_an_optimizer_is_checked_and_documented_like_the_others(small_input):
     content["optimizer"] = {"type": "SignedMomentum", "decay": 1.0, "dekay": 1}
     with pytest.raises(InputError) as caught:
         normalize(content)
-    assert {problem.path for problem in caught.value.problems} == {"optimizer/decay", "optimizer/dekay"}
+    assert {problem.path for problem in caught.value.problems} == {
+        "optimizer/decay",
+        "optimizer/dekay",
+    }
     assert "Decay of the momentum, β of the average." in reference("text")
     assert "SignedMomentum" in json.dumps(json_schema())
     for name, settings in (("Adam", SignSettings), ("mine", SignedMomentum)):
@@ -195,7 +215,9 @@ def test_installed_extensions_are_imported(monkeypatch):
         "entry_points",
         lambda group: [EntryPoint("mine", "json:loads", group), EntryPoint("x", "nowhere", group)],
     )
-    monkeypatch.setattr(EntryPoint, "load", lambda self: loaded.append(self.name) or __import__(self.module))
+    monkeypatch.setattr(
+        EntryPoint, "load", lambda self: loaded.append(self.name) or __import__(self.module)
+    )
     with pytest.raises(plugins.PluginError, match=r"extension 'x' \(nowhere\) cannot be loaded"):
         plugins.load_plugins()
     assert loaded == ["mine", "x"]

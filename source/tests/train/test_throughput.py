@@ -47,7 +47,9 @@ def test_the_share_of_padding_and_data_since_the_first_step():
     second = AccumulatedFeed((feed(6, 6, places=(10, 6)), feed(4)))
     throughput = two_steps(Ranks(torch.device("cpu")), [feed(1000, places=(10000,)), second])
     assert throughput.atoms == 1016.0
-    expected = "8 atoms/s since the first step; lost: 25.0% waiting for data, 20.0% of atoms padding"
+    expected = (
+        "8 atoms/s since the first step; lost: 25.0% waiting for data, 20.0% of atoms padding"
+    )
     assert throughput.describe() == expected
 
 
@@ -59,8 +61,14 @@ def test_a_run_of_one_step_has_nothing_to_tell():
 @pytest.mark.parametrize(
     ("device", "lost"),
     [
-        ("cpu", "25.0% waiting for data, 10.0% in sums over ranks, most of it waiting, 0.0% of atoms padding"),
-        ("cuda", "at most 25.0% waiting for data, waiting for other ranks unknown to the host, 0.0% of atoms padding"),
+        (
+            "cpu",
+            "25.0% waiting for data, 10.0% in sums over ranks, most of it waiting, 0.0% of atoms padding",
+        ),
+        (
+            "cuda",
+            "at most 25.0% waiting for data, waiting for other ranks unknown to the host, 0.0% of atoms padding",
+        ),
     ],
 )
 def test_ranks_add_up_their_atoms(monkeypatch, device, lost):
@@ -81,7 +89,8 @@ def test_the_log_of_a_run_has_atoms_a_second(small_input, train, caplog):
     assert all(re.search(r" s/batch, [\d.e+]+ atoms/s", line) for line in lines)
     (told,) = [message for message in caplog.messages if "since the first step" in message]
     assert re.fullmatch(
-        r"[\d.e+]+ atoms/s since the first step; lost: \d+\.\d% waiting for data, 0\.0% of atoms padding", told
+        r"[\d.e+]+ atoms/s since the first step; lost: \d+\.\d% waiting for data, 0\.0% of atoms padding",
+        told,
     )
 
 

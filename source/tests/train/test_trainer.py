@@ -30,8 +30,16 @@ from deepmd_muon.train.step.step import TrainingStep
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
     [
-        *(("HybridMuon", "float64"), ("HybridMuon", "float32"), ("Adam", "float32"), ("AdamW", "float64")),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("Adam", "float64"), ("AdamW", "float32"))),
+        *(
+            ("HybridMuon", "float64"),
+            ("HybridMuon", "float32"),
+            ("Adam", "float32"),
+            ("AdamW", "float64"),
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("Adam", "float64"), ("AdamW", "float32"))
+        ),
     ],
 )
 def test_restart_is_bitwise(small_input, check_restart, optimizer, precision):
@@ -40,12 +48,16 @@ def test_restart_is_bitwise(small_input, check_restart, optimizer, precision):
         "training": {"enable_ema": True, "ema_decay": 0.9, "gradient_max_norm": 5.0},
     }
     content = small_input(**changes)
-    content["model"]["descriptor"]["precision"] = content["model"]["fitting_net"]["precision"] = precision
+    content["model"]["descriptor"]["precision"] = content["model"]["fitting_net"]["precision"] = (
+        precision
+    )
     whole, _ = check_restart(content, 5)
     assert whole.keys() >= {"model", "optimizer", "ema"}
 
 
-def test_restart_after_interruption_equals_a_run_in_one_go(small_input, train, finished, load, monkeypatch):
+def test_restart_after_interruption_equals_a_run_in_one_go(
+    small_input, train, finished, load, monkeypatch
+):
     whole = load()
     half = small_input(training={"numb_steps": 5, "save_ckpt": "half"})
     # The schedule depends on the length of the run; the first half is cut out of the whole by a signal instead.
@@ -115,7 +127,10 @@ def test_a_checkpoint_of_another_optimizer_is_recognised(small_input, train, loa
     with pytest.raises(CheckpointError, match="saved: route adam, shape 4x8; present: route muon"):
         train(small_input(), restart="model.ckpt.pt")
     longer = {"numb_steps": 11, "save_ckpt": "migrated"}
-    train(small_input(optimizer={"on_route_change": "migrate"}, training=longer), restart="model.ckpt.pt")
+    train(
+        small_input(optimizer={"on_route_change": "migrate"}, training=longer),
+        restart="model.ckpt.pt",
+    )
     saved, migrated = load()["optimizer"]["state"], load("migrated.pt")["optimizer"]["state"]
     assert {key for state in saved.values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
     assert any("momentum_buffer" in state for state in migrated.values())
@@ -147,7 +162,9 @@ def test_init_model_takes_weights_and_starts_at_zero(small_input, train, finishe
 def test_init_model_of_another_shape_lists_every_tensor(small_input, train, finished, load, caplog):
     wider = small_input(training={"numb_steps": 0, "save_ckpt": "wide"})
     wider["model"] = {**wider["model"], "fitting_net": {"neuron": [6, 7], "seed": 2}}
-    with pytest.raises(CheckpointError, match=r"model/fitting_net/neuron was \[6, 6\], is \[6, 7\]"):
+    with pytest.raises(
+        CheckpointError, match=r"model/fitting_net/neuron was \[6, 6\], is \[6, 7\]"
+    ):
         train(wider, init_model="model.ckpt.pt")
     assert train(wider, init_model="model.ckpt.pt", force_load=True) == 0
     assert "layers.1.matrix: shape (6, 6) in the checkpoint, (6, 7) here" in caplog.text
@@ -155,7 +172,10 @@ def test_init_model_of_another_shape_lists_every_tensor(small_input, train, fini
     name = "model.Default.atomic_model.fitting_net.filter_layers.networks.0.layers.0.matrix"
     assert torch.equal(load()["model"][name], load("wide.pt")["model"][name])
     assert train(wider, init_model="model.ckpt.pt", use_pretrain_script=True) == 0
-    assert load("wide.pt")["model"]["_extra_state"]["model_params"]["fitting_net"]["neuron"] == [6, 6]
+    assert load("wide.pt")["model"]["_extra_state"]["model_params"]["fitting_net"]["neuron"] == [
+        6,
+        6,
+    ]
 
 
 def test_only_own_checkpoints_are_deleted(small_input, train, load):
@@ -163,7 +183,10 @@ def test_only_own_checkpoints_are_deleted(small_input, train, load):
     content = small_input(training={"save_freq": 2, "max_ckpt_keep": 2})
     train(content)
     assert Path("model.ckpt.1-7000.pt").read_text() == "somebody else's"
-    assert sorted(p.name for p in Path().glob("model.ckpt-*.pt")) == ["model.ckpt-10.pt", "model.ckpt-8.pt"]
+    assert sorted(p.name for p in Path().glob("model.ckpt-*.pt")) == [
+        "model.ckpt-10.pt",
+        "model.ckpt-8.pt",
+    ]
     Path("model.ckpt-7000.pt").write_text("somebody else's")
     longer = small_input(training={"save_freq": 2, "max_ckpt_keep": 2, "numb_steps": 12})
     longer["learning_rate"] = content["learning_rate"]
@@ -190,14 +213,30 @@ def test_a_non_finite_gradient_stops_before_the_update(small_input, train, load,
 
     monkeypatch.setattr(DataLoader, "next", poisoned)
     content["training"].pop("validation_data")
-    with pytest.raises(NonFiniteError, match=r"before update 8: .*the last good checkpoint is model\.ckpt-5\.pt"):
+    with pytest.raises(
+        NonFiniteError, match=r"before update 8: .*the last good checkpoint is model\.ckpt-5\.pt"
+    ):
         train(content)
     assert sorted(p.name for p in Path().glob("model.ckpt-*.pt")) == ["model.ckpt-5.pt"]
 
 
 def test_the_energy_bias_is_set_where_the_descriptor_standardises_nothing(small_input, train, load):
-    repflow = {"n_dim": 4, "e_dim": 4, "a_dim": 4, "nlayers": 1, "axis_neuron": 2, "smooth_edge_update": True}
-    repflow |= {"e_rcut": 4.5, "e_rcut_smth": 2.0, "e_sel": 60, "a_rcut": 3.0, "a_rcut_smth": 2.0, "a_sel": 20}
+    repflow = {
+        "n_dim": 4,
+        "e_dim": 4,
+        "a_dim": 4,
+        "nlayers": 1,
+        "axis_neuron": 2,
+        "smooth_edge_update": True,
+    }
+    repflow |= {
+        "e_rcut": 4.5,
+        "e_rcut_smth": 2.0,
+        "e_sel": 60,
+        "a_rcut": 3.0,
+        "a_rcut_smth": 2.0,
+        "a_sel": 20,
+    }
     found = []
     for descriptor in ({"type": "dpa3", "repflow": repflow, "seed": 1}, None):
         content = small_input(training={"numb_steps": 1, "save_freq": 1})
@@ -227,7 +266,9 @@ def test_an_input_is_read_and_checked_once(small_input, monkeypatch):
     original = module.check
     monkeypatch.setattr(module, "check", lambda *args: checked.append(args) or original(*args))
     Path("input.json").write_text(json.dumps(small_input(training={"numb_steps": 1})))
-    for number, more in enumerate([[], ["--finetune", "model.ckpt.pt", "--use-pretrain-script"]], start=1):
+    for number, more in enumerate(
+        [[], ["--finetune", "model.ckpt.pt", "--use-pretrain-script"]], start=1
+    ):
         assert main(["--pt", "train", "input.json", "--log-level", "WARNING", *more]) == 0
         assert len(checked) == number
 
@@ -275,7 +316,9 @@ def test_a_save_leaves_no_half_written_file(small_input, train, load, monkeypatc
 
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", failing)
-        with pytest.raises(RunError, match=r"cannot write model\.ckpt-5\.pt: disk full; no checkpoint"):
+        with pytest.raises(
+            RunError, match=r"cannot write model\.ckpt-5\.pt: disk full; no checkpoint"
+        ):
             train(small_input(training={"numb_steps": 5}))
     assert_same(good, load("model.ckpt.1.pt"))
     assert [p.name for p in Path().glob(".model*")] == []
@@ -308,7 +351,9 @@ def test_skipping_a_non_finite_step_is_a_setting(small_input, train, load, monke
     with caplog.at_level(logging.WARNING, "deepmd_muon"):
         assert train(content) == 0
     assert caplog.text.count("the step is skipped") == 1
-    steps = [int(value["step"]) for value in load()["optimizer"]["state"].values() if "step" in value]
+    steps = [
+        int(value["step"]) for value in load()["optimizer"]["state"].values() if "step" in value
+    ]
     assert set(steps) == {5}
 
 
@@ -323,13 +368,17 @@ def test_a_run_that_skips_all_its_steps_ends(small_input, train, monkeypatch):
         return batch
 
     monkeypatch.setattr(DataLoader, "next", poisoned)
-    content = small_input(optimizer={"on_nonfinite": "skip"}, training={"numb_steps": 30, "disp_freq": 5})
+    content = small_input(
+        optimizer={"on_nonfinite": "skip"}, training={"numb_steps": 30, "disp_freq": 5}
+    )
     content["training"].pop("validation_data")
     with pytest.raises(NonFiniteError, match="all of the last 10 steps were skipped"):
         train(content)
 
 
-def test_a_restart_with_other_data_keeps_all_but_the_order(small_input, train, finished, load, caplog):
+def test_a_restart_with_other_data_keeps_all_but_the_order(
+    small_input, train, finished, load, caplog
+):
     before = load("model.ckpt-5.pt")["optimizer"]["state"]
     content = small_input(training={"save_ckpt": "more", "seed": 77, "save_freq": 100})
     content["training"]["training_data"] = {**content["training"]["training_data"], "batch_size": 3}
@@ -351,7 +400,9 @@ def test_a_restart_beyond_the_end_is_an_error(small_input, train, finished):
         train(small_input(training={"numb_steps": 7}), restart="model.ckpt-10.pt")
 
 
-def test_the_last_good_checkpoint_may_be_the_restarts_source(small_input, train, finished, load, monkeypatch):
+def test_the_last_good_checkpoint_may_be_the_restarts_source(
+    small_input, train, finished, load, monkeypatch
+):
     from deepmd_muon.data import DataLoader
 
     original = DataLoader.next
@@ -369,7 +420,9 @@ def test_the_last_good_checkpoint_may_be_the_restarts_source(small_input, train,
 
 def test_nothing_to_train_is_an_error(small_input, train):
     content = small_input()
-    content["model"]["descriptor"]["trainable"] = content["model"]["fitting_net"]["trainable"] = False
+    content["model"]["descriptor"]["trainable"] = content["model"]["fitting_net"]["trainable"] = (
+        False
+    )
     with pytest.raises(TrainingError, match="nothing is trainable"):
         train(content)
 
@@ -382,14 +435,18 @@ def test_a_folder_as_stat_file_is_refused_at_once(small_input, train):
 
 
 def test_terms_without_labels_are_told_and_useless_systems_refused(small_input, train, caplog):
-    content = small_input(loss={"start_pref_ae": 1.0, "limit_pref_ae": 1.0}, training={"numb_steps": 1})
+    content = small_input(
+        loss={"start_pref_ae": 1.0, "limit_pref_ae": 1.0}, training={"numb_steps": 1}
+    )
     Path("input.json").write_text(json.dumps(content))
     from deepmd_muon.train import run
 
     with caplog.at_level(logging.WARNING, "deepmd_muon"):
         assert run(argcheck.load("input.json"), log_level="WARNING") == 0
     assert any("ae" in record.message for record in caplog.records)
-    only_virial = small_input(loss={"start_pref_e": 0.0, "limit_pref_e": 0.0, "start_pref_f": 0.0, "limit_pref_f": 0.0})
+    only_virial = small_input(
+        loss={"start_pref_e": 0.0, "limit_pref_e": 0.0, "start_pref_f": 0.0, "limit_pref_f": 0.0}
+    )
     with pytest.raises(TrainingError, match="cluster13"):
         train(only_virial)
 
@@ -416,7 +473,9 @@ def test_reading_what_all_ranks_have_shown_is_marked_as_waiting(small_input, tra
     assert set(seen) == {1}
 
 
-def test_restart_says_where_an_automatic_sel_comes_from_and_names_another_one(small_input, train, finished, caplog):
+def test_restart_says_where_an_automatic_sel_comes_from_and_names_another_one(
+    small_input, train, finished, caplog
+):
     saved = json.loads(Path("out.json").read_text())["model"]["descriptor"]["sel"]
     content = small_input()
     with caplog.at_level(logging.INFO, "deepmd_muon"):
@@ -425,7 +484,9 @@ def test_restart_says_where_an_automatic_sel_comes_from_and_names_another_one(sm
         assert run(argcheck.load("input.json"), restart="model.ckpt-5.pt", log_level="INFO") == 0
     assert f"sel of model/descriptor becomes {saved}, as in model.ckpt-5.pt" in caplog.text
     content["model"]["descriptor"]["sel"] = [saved[0] + 4]
-    with pytest.raises(CheckpointError, match=rf"model/descriptor/sel was \[{saved[0]}\], is \[{saved[0] + 4}\]"):
+    with pytest.raises(
+        CheckpointError, match=rf"model/descriptor/sel was \[{saved[0]}\], is \[{saved[0] + 4}\]"
+    ):
         train(content, restart="model.ckpt-5.pt")
 
 
@@ -459,7 +520,9 @@ def test_an_open_scale_of_muon_is_said_once(small_input, train, caplog):
         ({}, (8.64, 10.0), "8.64 and adam_lr_ratio 10"),
     ],
 )
-def test_a_restart_keeps_the_scales_that_its_input_omits(small_input, train, load, caplog, given, kept, shown):
+def test_a_restart_keeps_the_scales_that_its_input_omits(
+    small_input, train, load, caplog, given, kept, shown
+):
     content = small_input(training={"numb_steps": 1}, optimizer=given)
     assert train(content) == 0
     longer = small_input(training={"numb_steps": 2}, optimizer={})
@@ -468,14 +531,21 @@ def test_a_restart_keeps_the_scales_that_its_input_omits(small_input, train, loa
     assert train(longer, log_level="INFO", restart="model.ckpt-1.pt") == 0
     (group,) = load("model.ckpt-2.pt")["optimizer"]["param_groups"]
     assert (group["lr_adjust_coeff"], group["adam_lr_ratio"]) == kept
-    (said,) = (record for record in caplog.records if "lr_adjust_coeff is not given" in record.message)
-    assert said.message == f"optimizer/lr_adjust_coeff is not given and stays {shown}, as in model.ckpt-1.pt"
+    (said,) = (
+        record for record in caplog.records if "lr_adjust_coeff is not given" in record.message
+    )
+    assert (
+        said.message
+        == f"optimizer/lr_adjust_coeff is not given and stays {shown}, as in model.ckpt-1.pt"
+    )
     assert said.levelname == "INFO"
     section = json.loads(Path("out.json").read_text())["optimizer"]
     assert (section["lr_adjust_coeff"], section.get("adam_lr_ratio")) == kept
 
 
-def test_omitted_scales_suit_the_descriptors_of_the_run(small_input, train, load, caplog, monkeypatch):
+def test_omitted_scales_suit_the_descriptors_of_the_run(
+    small_input, train, load, caplog, monkeypatch
+):
     """Descriptors of this small run count as long here; a restart that keeps its scales does not measure again."""
     lengths = []
 
@@ -488,12 +558,17 @@ def test_omitted_scales_suit_the_descriptors_of_the_run(small_input, train, load
     monkeypatch.setattr(omitted_scales, "_LONG_FOR_ADAM", 0.04)
     assert train(small_input(training={"numb_steps": 1}), log_level="INFO") == 0
     (length,) = lengths
-    expected = (pytest.approx(0.0864 / length, rel=5e-3), pytest.approx(max(1.0, 0.4 / length), rel=5e-3))
+    expected = (
+        pytest.approx(0.0864 / length, rel=5e-3),
+        pytest.approx(max(1.0, 0.4 / length), rel=5e-3),
+    )
     section = json.loads(Path("out.json").read_text())["optimizer"]
     (group,) = load("model.ckpt-1.pt")["optimizer"]["param_groups"]
     for found in (section, group):
         assert (found["lr_adjust_coeff"], found["adam_lr_ratio"]) == expected
-    (said,) = (record for record in caplog.records if "lr_adjust_coeff is not given" in record.message)
+    (said,) = (
+        record for record in caplog.records if "lr_adjust_coeff is not given" in record.message
+    )
     assert f"{length:.3g} long" in said.message
     assert said.levelname == "INFO"
     assert train(small_input(training={"numb_steps": 2}), restart="model.ckpt-1.pt") == 0
@@ -502,13 +577,20 @@ def test_omitted_scales_suit_the_descriptors_of_the_run(small_input, train, load
     assert lengths == [length]
     adam = small_input(training={"numb_steps": 1, "save_ckpt": "adam"}, optimizer={"type": "Adam"})
     assert train(adam) == 0  # a checkpoint without scales
-    other = small_input(training={"numb_steps": 2, "save_ckpt": "adam"}, optimizer={"on_route_change": "reset"})
+    other = small_input(
+        training={"numb_steps": 2, "save_ckpt": "adam"}, optimizer={"on_route_change": "reset"}
+    )
     assert train(other, restart="adam-1.pt") == 0
     assert len(lengths) == 2
-    assert json.loads(Path("out.json").read_text())["optimizer"]["lr_adjust_coeff"] < 0.0865 / lengths[1]
+    assert (
+        json.loads(Path("out.json").read_text())["optimizer"]["lr_adjust_coeff"]
+        < 0.0865 / lengths[1]
+    )
 
 
-def test_an_input_without_an_optimizer_says_once_what_hybrid_muon_would_do(small_input, train, load, caplog):
+def test_an_input_without_an_optimizer_says_once_what_hybrid_muon_would_do(
+    small_input, train, load, caplog
+):
     content = small_input(training={"numb_steps": 1})
     del content["optimizer"]
     assert train(content, log_level="INFO") == 0
@@ -522,17 +604,25 @@ def test_an_input_without_an_optimizer_says_once_what_hybrid_muon_would_do(small
 def test_scales_of_a_run_are_kept_only_where_an_input_omits_them(small_input):
     """A group of deepmd-kit's has no `adam_lr_ratio`; an input that gives the coefficient has a ratio of 1."""
     theirs, ours = {"lr_adjust_coeff": 0.18}, {"lr_adjust_coeff": 4.32, "adam_lr_ratio": 10.0}
-    for optimizer, group, expected in (({}, theirs, (0.18, None)), ({"adam_lr_ratio": 2.0}, ours, (4.32, 2.0))):
+    for optimizer, group, expected in (
+        ({}, theirs, (0.18, None)),
+        ({"adam_lr_ratio": 2.0}, ours, (4.32, 2.0)),
+    ):
         given = normalize(small_input(optimizer=optimizer))
         kept = given.with_scales(given.scales.kept_from(group, "model.ckpt-1.pt"))
-        assert (kept.settings.optimizer.lr_adjust_coeff, kept.settings.optimizer.adam_lr_ratio) == expected
+        assert (
+            kept.settings.optimizer.lr_adjust_coeff,
+            kept.settings.optimizer.adam_lr_ratio,
+        ) == expected
         assert kept.scales.for_descriptors(1e4) is kept.scales
     assert normalize(small_input(optimizer={"lr_adjust_coeff": 8.64})).scales is None
 
 
 def test_restart_auto_starts_afresh_and_then_continues(small_input, train, load, caplog):
     for steps in (4, 10):
-        assert train(small_input(training={"numb_steps": steps, "save_freq": 2}), restart="auto") == 0
+        assert (
+            train(small_input(training={"numb_steps": steps, "save_freq": 2}), restart="auto") == 0
+        )
     assert "starting afresh" not in caplog.text  # that is no warning
     assert load()["deepmd_muon"]["step"] == 10
     ours = load()
@@ -541,7 +631,10 @@ def test_restart_auto_starts_afresh_and_then_continues(small_input, train, load,
     Path("whole").mkdir()
     os.chdir("whole")
     assert train(small_input(training={"numb_steps": 4, "save_freq": 2})) == 0
-    assert train(small_input(training={"numb_steps": 10, "save_freq": 2}), restart="model.ckpt.pt") == 0
+    assert (
+        train(small_input(training={"numb_steps": 10, "save_freq": 2}), restart="model.ckpt.pt")
+        == 0
+    )
     assert_same(ours, load())
 
 
@@ -560,7 +653,9 @@ def link(name, target):
     Path(name).symlink_to(target)
 
 
-def test_restart_latest_finds_what_a_kill_has_left_without_its_link(small_input, train, load, caplog):
+def test_restart_latest_finds_what_a_kill_has_left_without_its_link(
+    small_input, train, load, caplog
+):
     settings = {"numb_steps": 6, "save_freq": 2, "checkpoint_format": "both", "max_ckpt_keep": 2}
     assert train(small_input(training=settings)) == 0
     for suffix in ("pt", "dcp"):
@@ -588,7 +683,9 @@ def test_a_sel_that_is_too_small_is_answered_with_one_that_is_not(small_input, t
     content = small_input(training={"numb_steps": 1})
     content["model"]["descriptor"]["sel"] = [8]
     assert train(content) == 0
-    (warning,) = [r.getMessage() for r in caplog.records if "most neighbours found" in r.getMessage()]
+    (warning,) = [
+        r.getMessage() for r in caplog.records if "most neighbours found" in r.getMessage()
+    ]
     enough = json.loads(re.search(r"at least (\[\d+\])", warning)[1])
     assert enough[0] % 4 == 0
     caplog.clear()
@@ -598,7 +695,9 @@ def test_a_sel_that_is_too_small_is_answered_with_one_that_is_not(small_input, t
 
 
 def test_the_gradients_of_the_adam_routes_are_clipped_alone(small_input, train, monkeypatch):
-    content = small_input(optimizer={"type": "HybridMuon"}, training={"adam_gradient_max_norm": 1e-3})
+    content = small_input(
+        optimizer={"type": "HybridMuon"}, training={"adam_gradient_max_norm": 1e-3}
+    )
     norms = {"muon": [], "adam": []}
     step = HybridMuon.step
 

@@ -34,28 +34,52 @@ def test_a_checkpoint_of_deepmd_kit_continues_here(small_input, train, load):
 
 DESCRIPTORS = {
     "se_e2_a": {"sel": [30, 30], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 2},
-    "dpa1": {"sel": 30, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 2, "attn": 6, "attn_layer": 1},
+    "dpa1": {
+        "sel": 30,
+        "rcut": 4.0,
+        "rcut_smth": 1.0,
+        "neuron": [4, 8],
+        "axis_neuron": 2,
+        "attn": 6,
+        "attn_layer": 1,
+    },
     "dpa3": {},
 }
 
 
-@pytest.mark.parametrize(("kind", "optimizer"), [("se_e2_a", "HybridMuon"), ("dpa1", "Adam"), ("dpa3", "HybridMuon")])
+@pytest.mark.parametrize(
+    ("kind", "optimizer"), [("se_e2_a", "HybridMuon"), ("dpa1", "Adam"), ("dpa3", "HybridMuon")]
+)
 def test_deepmd_kit_continues_our_checkpoint(kind, optimizer, tmp_path, train):
     """Three steps of ours and four of its own, which takes the last one again."""
     write_files(tmp_path)
-    precision = "float32" if optimizer == "HybridMuon" else "float64"  # its HybridMuon restarts no float64 models
+    precision = (
+        "float32" if optimizer == "HybridMuon" else "float64"
+    )  # its HybridMuon restarts no float64 models
     content = an_input(["O", "H"], lr=1e-3, optimizer=optimizer, numb_steps=3, save_freq=3)
-    given = {**content["model"]["descriptor"], "type": kind} if kind == "dpa3" else {"type": kind, **DESCRIPTORS[kind]}
+    given = (
+        {**content["model"]["descriptor"], "type": kind}
+        if kind == "dpa3"
+        else {"type": kind, **DESCRIPTORS[kind]}
+    )
     content["model"]["descriptor"] = {**given, "seed": 1, "precision": precision}
     content["model"]["fitting_net"] = {"neuron": [6, 6], "seed": 1, "precision": precision}
     assert train(content, skip_neighbor_stat=True) == 0
     content["training"]["numb_steps"] = 6
-    dp("train", write_input(content, "more.json"), "--restart", "model.ckpt-3.pt", "--skip-neighbor-stat")
+    dp(
+        "train",
+        write_input(content, "more.json"),
+        "--restart",
+        "model.ckpt-3.pt",
+        "--skip-neighbor-stat",
+    )
     states = torch.load("model.ckpt-6.pt", weights_only=True)["optimizer"]["state"].values()
     if optimizer == "Adam":
         assert {int(state["step"]) for state in states if state} == {7}
     else:
-        assert {round(state["beta1_pow"] / 0.9**7, 9) for state in states if "beta1_pow" in state} == {1.0}
+        assert {
+            round(state["beta1_pow"] / 0.9**7, 9) for state in states if "beta1_pow" in state
+        } == {1.0}
     content["training"]["numb_steps"] = 7
     assert train(content, restart="model.ckpt-6.pt", skip_neighbor_stat=True) == 0
 
@@ -76,7 +100,11 @@ def test_a_run_learns_what_deepmd_kits_learns(kind, tmp_path, train):
         np.save(file, np.load(file)[:1])
     content = an_input(["O", "H"], lr=1e-2, numb_steps=60, save_freq=60, disp_freq=10)
     content["training"]["training_data"] = {"systems": [str(system)], "batch_size": 1}
-    given = {**content["model"]["descriptor"], "type": kind} if kind == "dpa3" else {"type": kind, **DESCRIPTORS[kind]}
+    given = (
+        {**content["model"]["descriptor"], "type": kind}
+        if kind == "dpa3"
+        else {"type": kind, **DESCRIPTORS[kind]}
+    )
     content["model"]["descriptor"] = {**given, "seed": 1}
     if kind == "dpa3":
         given["repflow"].update(n_dim=8, e_dim=6, a_dim=4, nlayers=2)
@@ -87,7 +115,9 @@ def test_a_run_learns_what_deepmd_kits_learns(kind, tmp_path, train):
     ours, wanted = read_curve("lcurve.out"), read_curve("theirs.out")
     assert ours["step"].tolist() == [1, 10, 20, 30, 40, 50, 60]
     for key in ("rmse_trn", "rmse_e_trn", "rmse_f_trn"):
-        np.testing.assert_allclose(ours[key], wanted[key], rtol=1e-2, err_msg=key)  # three digits are printed
+        np.testing.assert_allclose(
+            ours[key], wanted[key], rtol=1e-2, err_msg=key
+        )  # three digits are printed
     assert ours["rmse_f_trn"][-1] < 0.98 * ours["rmse_f_trn"][0]
 
 
@@ -96,7 +126,9 @@ def test_fine_tuning_gives_deepmd_kits_numbers(branch, tmp_path, train, load):
     """Both programs, one checkpoint and input, data of which all frames count; the rate is too small to matter."""
     write_files(tmp_path)
     content = an_input(["H", "O"])
-    write_input({**content, "training": {**content["training"], "save_ckpt": "theirs"}}, "theirs.json")
+    write_input(
+        {**content, "training": {**content["training"], "save_ckpt": "theirs"}}, "theirs.json"
+    )
     words = ["--model-branch", branch] if branch else []
     words += ["--use-pretrain-script", "--skip-neighbor-stat", "--finetune", "branches.pt"]
     dp("train", "theirs.json", *words)
@@ -104,7 +136,9 @@ def test_fine_tuning_gives_deepmd_kits_numbers(branch, tmp_path, train, load):
     assert train(content, skip_neighbor_stat=True, **options) == 0
     ours, theirs = load()["model"], load("theirs-1.pt")["model"]
     for name, value in theirs.items():
-        if name.endswith("out_bias") or (branch and name not in ("_extra_state",) and "out_std" not in name):
+        if name.endswith("out_bias") or (
+            branch and name not in ("_extra_state",) and "out_std" not in name
+        ):
             torch.testing.assert_close(ours[name], value, rtol=1e-9, atol=1e-11, msg=name)
     if branch:
         dp("test", "-m", "model.ckpt.pt", "-s", "target", "-d", "detail")

@@ -27,7 +27,9 @@ def systems(tmp_path):
 
 
 def loader(systems, batch_size=2, **settings):
-    return DataLoader(systems, batch_size, seed=3, cache=NeighborCache(3.5, (20,), True), **settings)
+    return DataLoader(
+        systems, batch_size, seed=3, cache=NeighborCache(3.5, (20,), True), **settings
+    )
 
 
 def on_ranks(world, model, deal):
@@ -44,11 +46,15 @@ def on_ranks(world, model, deal):
     for rank in range(world):
         validate(model, LOSS, batches(rank), 0.5, collect)
     together = torch.stack(parts).sum(0)
-    return [validate(model, LOSS, batches(rank), 0.5, lambda values: together) for rank in range(world)]
+    return [
+        validate(model, LOSS, batches(rank), 0.5, lambda values: together) for rank in range(world)
+    ]
 
 
 @pytest.mark.parametrize("batch_size", [2, "mixed:4"])
-def test_all_frames_give_the_errors_of_one_large_batch_on_any_number_of_ranks(systems, model, batch_size):
+def test_all_frames_give_the_errors_of_one_large_batch_on_any_number_of_ranks(
+    systems, model, batch_size
+):
     """Against the definition: squares averaged over what has the label, each frame weighted with its atoms."""
     sums = {"rmse_e": [0.0, 0.0], "rmse_f": [0.0, 0.0], "rmse_v": [0.0, 0.0]}
     for system in systems:
@@ -69,13 +75,19 @@ def test_all_frames_give_the_errors_of_one_large_batch_on_any_number_of_ranks(sy
         ranks = [loader(systems, batch_size, rank=r, world_size=world) for r in range(world)]
         for found in on_ranks(world, model, lambda rank, ranks=ranks: ranks[rank].deal_all()):
             for name, (total, weight) in sums.items():
-                assert float(found[name]) == pytest.approx((total / weight) ** 0.5, rel=1e-12), (world, name)
+                assert float(found[name]) == pytest.approx((total / weight) ** 0.5, rel=1e-12), (
+                    world,
+                    name,
+                )
 
 
 def test_random_batches_give_the_errors_of_one_process_on_any_number_of_ranks(systems, model):
     (alone,) = on_ranks(1, model, lambda rank: loader(systems).deal(7))
     for world in (2, 3, 8):
-        ranks = [lambda r=r, world=world: loader(systems, rank=r, world_size=world).deal(7) for r in range(world)]
+        ranks = [
+            lambda r=r, world=world: loader(systems, rank=r, world_size=world).deal(7)
+            for r in range(world)
+        ]
         for found in on_ranks(world, model, lambda rank, ranks=ranks: ranks[rank]()):
             assert found.keys() == alone.keys()
             for name, value in found.items():
@@ -88,7 +100,11 @@ def test_a_metric_weighs_the_atoms_that_it_compares(systems):
     weights = {"rmse_e": 6 * 8.0, "rmse_f": 3 * 8.0, "rmse_v": 3 * 8.0, "rmse": 9 * 8.0}
     assert metric_weights(LOSS, batch) == weights
     mae = build_loss({"loss_func": "mae"})
-    assert metric_weights(mae, to_device(loader([b], 3).next(), 1, CPU)) == {"mae_e": 15.0, "mae_f": 15.0, "rmse": 15.0}
+    assert metric_weights(mae, to_device(loader([b], 3).next(), 1, CPU)) == {
+        "mae_e": 15.0,
+        "mae_f": 15.0,
+        "rmse": 15.0,
+    }
 
 
 def test_a_mean_is_nan_where_nothing_counts_and_where_an_error_is_no_number():
@@ -96,7 +112,9 @@ def test_a_mean_is_nan_where_nothing_counts_and_where_an_error_is_no_number():
     means = mean_metrics([({"rmse_f": nan, "mae_e": one}, {"rmse_f": 0.0, "mae_e": 2.0})])
     assert means["rmse_f"].isnan()
     assert means["mae_e"] == 1.0
-    assert mean_metrics([({"mae_e": nan}, {"mae_e": 1.0}), ({"mae_e": one}, {"mae_e": 1.0})])["mae_e"].isnan()
+    assert mean_metrics([({"mae_e": nan}, {"mae_e": 1.0}), ({"mae_e": one}, {"mae_e": 1.0})])[
+        "mae_e"
+    ].isnan()
 
 
 def test_epochs_count_the_batches_of_all_ranks(systems):

@@ -39,12 +39,16 @@ def test_a_process_that_has_torch_loads_nothing(monkeypatch):
 
 @pytest.mark.parametrize("origin", [None, "/nowhere/torch/__init__.py"])
 def test_a_library_that_is_not_found_is_no_error(monkeypatch, origin):
-    found = None if origin is None else warm_up.importlib.util.spec_from_file_location("torch", origin)
+    found = (
+        None if origin is None else warm_up.importlib.util.spec_from_file_location("torch", origin)
+    )
     monkeypatch.setattr(warm_up.importlib.util, "find_spec", lambda name: found)
     warm_up._load_libraries()
 
 
-@pytest.mark.parametrize(("name", "value"), [("DEVICE", "cpu"), ("WORLD_SIZE", "2"), ("SLURM_PROCID", "0")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("DEVICE", "cpu"), ("WORLD_SIZE", "2"), ("SLURM_PROCID", "0")]
+)
 def test_no_device_is_opened_that_the_run_may_not_use(monkeypatch, name, value):
     monkeypatch.setattr(threading, "Thread", pytest.fail)
     monkeypatch.setenv(name, value)

@@ -14,7 +14,13 @@ import pytest
 from torch.distributed import TCPStore
 
 from deepmd_muon.train.ranks import watchdog
-from deepmd_muon.train.ranks.watchdog import STEPPING, LostRankError, Watch, is_lost_connection, reason
+from deepmd_muon.train.ranks.watchdog import (
+    STEPPING,
+    LostRankError,
+    Watch,
+    is_lost_connection,
+    reason,
+)
 
 LIMIT = 0.4
 HANG = 300.0  # seconds; no slow machine takes as long
@@ -28,7 +34,10 @@ def ranks():
     made = []
 
     def make(size, **options):
-        made.extend(Watch(store, rank, size, LIMIT, **(options if rank == 0 else {})) for rank in range(size))
+        made.extend(
+            Watch(store, rank, size, LIMIT, **(options if rank == 0 else {}))
+            for rank in range(size)
+        )
         return made
 
     yield make
@@ -181,7 +190,9 @@ def signals(monkeypatch):
     return sent
 
 
-def test_a_rank_whose_launcher_dies_gets_sigterm_and_ends_if_that_does_not_help(ranks, monkeypatch, signals, caplog):
+def test_a_rank_whose_launcher_dies_gets_sigterm_and_ends_if_that_does_not_help(
+    ranks, monkeypatch, signals, caplog
+):
     found = queue.SimpleQueue()
     ranks(2, give_up=found.put, launcher="mpirun")
     time.sleep(2 * LIMIT)
@@ -191,7 +202,9 @@ def test_a_rank_whose_launcher_dies_gets_sigterm_and_ends_if_that_does_not_help(
     start = time.monotonic()
     story = found.get(timeout=HANG)
     assert time.monotonic() - start > LIMIT / 2
-    assert story.startswith("mpirun, which started rank 0, has died, and rank 0 has not ended within")
+    assert story.startswith(
+        "mpirun, which started rank 0, has died, and rank 0 has not ended within"
+    )
     assert signals.empty()
     assert "mpirun, which started rank 0, has died" in caplog.text
 
@@ -239,7 +252,9 @@ def follower():
     made = [Watch(kept[0], 0, 2, LIMIT)]
 
     def make(**options):
-        store = TCPStore("127.0.0.1", kept[0].port, 1, False, timeout=datetime.timedelta(seconds=60))
+        store = TCPStore(
+            "127.0.0.1", kept[0].port, 1, False, timeout=datetime.timedelta(seconds=60)
+        )
         made.append(Watch(store, 1, 2, LIMIT, **options))
         return made[-1]
 
@@ -269,7 +284,9 @@ def test_rank_0_that_dies_with_the_store_is_given_up(follower):
         story = found.get(timeout=HANG)
     assert LIMIT < time.monotonic() - start < HANG
     assert story.startswith("rank 1 has lost the others at step 4: rank 0 (process ")
-    assert story.endswith("through which they reach each other, is dead or stopped, last seen in its step (step 4)")
+    assert story.endswith(
+        "through which they reach each other, is dead or stopped, last seen in its step (step 4)"
+    )
 
 
 @pytest.mark.parametrize("errors_come", [False, True])

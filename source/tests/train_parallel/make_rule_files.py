@@ -32,7 +32,11 @@ def content(name: str, steps: int = STEPS) -> dict[str, object]:
 
     world, optimizer, training = RUNS[name]
     given = common(ARCHIVE.parent, world)
-    training_data = {**given["training"]["training_data"], "systems": ["../train"], "batch_size": 2 // world}
+    training_data = {
+        **given["training"]["training_data"],
+        "systems": ["../train"],
+        "batch_size": 2 // world,
+    }
     kept = {key: given["training"][key] for key in ("numb_steps", "seed", "disp_freq", "save_freq")}
     given["optimizer"] |= optimizer
     given["training"] = {**kept, **training, "training_data": training_data, "numb_steps": steps}
@@ -47,13 +51,20 @@ def main() -> None:
     place = Path.cwd()
     write_system(place / "train", 24)
     for world in (1, 2):
-        jobs = [Job(place / name, content(name)) for name, (ranks, *_) in RUNS.items() if ranks == world]
+        jobs = [
+            Job(place / name, content(name)) for name, (ranks, *_) in RUNS.items() if ranks == world
+        ]
         ends = run_jobs(world, jobs)
         assert ends == [["0"] * world] * len(jobs), ends
     with tarfile.open(ARCHIVE, "w:xz") as archive:
-        for name in ["train", *(f"{name}/model.ckpt-{step}" for name in RUNS for step in (HALF, STEPS))]:
+        for name in [
+            "train",
+            *(f"{name}/model.ckpt-{step}" for name in RUNS for step in (HALF, STEPS)),
+        ]:
             for path in sorted(place.glob(f"{name}*")):
-                if path.suffix != ".dcp" or f"-{HALF}." in path.name:  # the last one is in a file, too
+                if (
+                    path.suffix != ".dcp" or f"-{HALF}." in path.name
+                ):  # the last one is in a file, too
                     archive.add(path, str(path.relative_to(place)))
 
 

@@ -28,7 +28,11 @@ def two_branches(place, batch, stage=0, net=None, **training):
     model, loss = given["model"], given.pop("loss")
     given["model"] = {
         "data_stat_nbatch": model["data_stat_nbatch"],
-        "shared_dict": {"types": model["type_map"], "all": model["descriptor"], "net": model["fitting_net"]},
+        "shared_dict": {
+            "types": model["type_map"],
+            "all": model["descriptor"],
+            "net": model["fitting_net"],
+        },
         "model_dict": {
             name: {
                 "type_map": "types",
@@ -60,7 +64,10 @@ def test_ranks_train_as_one_process_and_continue_what_others_saved(place):
     stopped["validating"]["early_stop_patience"] = 1
     jobs.append(Job(place / "two_stopped", stopped))
     # Without reading on the host, as on GPUs.
-    jobs += [Job(place / f"device_{stage}", two_branches(place, 1, stage), accident="on_device") for stage in (0, 1)]
+    jobs += [
+        Job(place / f"device_{stage}", two_branches(place, 1, stage), accident="on_device")
+        for stage in (0, 1)
+    ]
     assert run_jobs(2, jobs) == [["0", "0"]] * 6
     assert (place / "two_stopped" / "model.ckpt-2.pt").exists()
     assert not (place / "two_stopped" / f"model.ckpt-{HALF}.pt").exists()
@@ -70,7 +77,9 @@ def test_ranks_train_as_one_process_and_continue_what_others_saved(place):
     for job in jobs:
         found = model_of(job.folder)
         for name, values in whole.items():
-            torch.testing.assert_close(found[name], values, rtol=0, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(
+                found[name], values, rtol=0, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}"
+            )
     # From the half of each: one process, and two ranks with another way of keeping the state.
     halves = [str(job.folder / f"model.ckpt-{HALF}.pt") for job in jobs]
     again = Job(place / "again", two_branches(place, 1, 1), {"restart": halves[0]})
@@ -80,12 +89,15 @@ def test_ranks_train_as_one_process_and_continue_what_others_saved(place):
     single = Job(place / "single", two_branches(place, 1), {"restart": halves[1]})
     assert run_jobs(1, [single]) == [["0"]]
     seen, positions = (
-        read_checkpoint(place / folder / f"model.ckpt-{STEPS}.pt")["deepmd_muon"] for folder in ("two_1", "single")
+        read_checkpoint(place / folder / f"model.ckpt-{STEPS}.pt")["deepmd_muon"]
+        for folder in ("two_1", "single")
     )
     assert seen["tasks"] == positions["tasks"]
     before = read_checkpoint(Path(halves[1]))["deepmd_muon"]["training_data"]
     for name in ("hot", "cold"):  # one process takes one batch a step where two ranks take two
-        steps = [each["training_data"][name]["step"] - before[name]["step"] for each in (seen, positions)]
+        steps = [
+            each["training_data"][name]["step"] - before[name]["step"] for each in (seen, positions)
+        ]
         assert steps[0] == 2 * steps[1]
 
 
@@ -104,7 +116,10 @@ def test_stratified_ranks_train_branches_side_by_side(place):
         for name, values in whole.items():
             torch.testing.assert_close(other[name], values, rtol=0, atol=1e-10)
     own = read_checkpoint(folders[0] / f"model.ckpt-{STEPS}.pt")["deepmd_muon"]
-    assert {name: state["step"] for name, state in own["training_data"].items()} == {"hot": STEPS, "cold": STEPS}
+    assert {name: state["step"] for name, state in own["training_data"].items()} == {
+        "hot": STEPS,
+        "cold": STEPS,
+    }
     assert own["tasks"]["step"] == STEPS
     # From the half: the same run on two ranks, and its continuation on one.
     half = str(folders[0] / f"model.ckpt-{HALF}.pt")
@@ -115,20 +130,26 @@ def test_stratified_ranks_train_branches_side_by_side(place):
     single = Job(place / "stratified_single", given, {"restart": half})
     assert run_jobs(1, [single]) == [["0"]]
     own = read_checkpoint(single.folder / f"model.ckpt-{STEPS}.pt")["deepmd_muon"]
-    assert sum(state["step"] for state in own["training_data"].values()) == 2 * HALF + (STEPS - HALF)
+    assert sum(state["step"] for state in own["training_data"].values()) == 2 * HALF + (
+        STEPS - HALF
+    )
 
 
 @pytest.mark.slow
 def test_three_ranks_go_on_as_one_process_from_what_two_saved(place):
     """Stages 1 to 3, with fitting nets of their own and a shared one."""
     nets = {(2, 3): None, (3, 1): "net"}  # by the stages on two and on three ranks
-    folders = {(size, net): place / f"on_{size}_{net}" for size in (1, 2, 3) for net in nets.values()}
+    folders = {
+        (size, net): place / f"on_{size}_{net}" for size in (1, 2, 3) for net in nets.values()
+    }
     for size in (2, 3, 1):
         jobs = []
         for (first, last), net in nets.items():
             half = str(folders[2, net] / f"model.ckpt-{HALF}.{'dcp' if size == 3 else 'pt'}")
             # Another seed lets the order of the data begin anew, as another size of batches does.
-            given = two_branches(place, 6 // size, {1: 0, 2: first, 3: last}[size], net, seed=3 if size == 2 else 5)
+            given = two_branches(
+                place, 6 // size, {1: 0, 2: first, 3: last}[size], net, seed=3 if size == 2 else 5
+            )
             given["training"]["checkpoint_format"] = "both" if size == 2 else "file"
             jobs.append(Job(folders[size, net], given, {} if size == 2 else {"restart": half}))
         assert run_jobs(size, jobs) == [["0"] * size] * 2
@@ -152,19 +173,25 @@ def test_a_head_of_some_ranks_gets_its_own_gradient(place, size, stage):
         # Without memory, the first moment is the gradient itself.
         each["optimizer"] = {"type": "Adam", "adam_beta1": 0.0}
         each["training"]["gradient_max_norm"] = 0.0
-    jobs = {name: Job(place / f"step_{size}_{stage}_{name}", given) for name, given in inputs.items()}
+    jobs = {
+        name: Job(place / f"step_{size}_{stage}_{name}", given) for name, given in inputs.items()
+    }
     assert run_jobs(size, [jobs["both"]]) == [["0"] * size]
     assert run_jobs(1, [jobs[name] for name in ("hot", "cold")]) == [["0"]] * 2
     moments = {}
     for name in ("both", "hot", "cold"):
         optimizer = read_checkpoint(jobs[name].folder / "model.ckpt-1.pt")["optimizer"]
         names = optimizer["param_groups"][0]["param_names"]
-        moments[name] = {names[k]: each["exp_avg"] for k, each in optimizer["state"].items() if "exp_avg" in each}
+        moments[name] = {
+            names[k]: each["exp_avg"] for k, each in optimizer["state"].items() if "exp_avg" in each
+        }
     assert moments["both"].keys() == moments["hot"].keys() | moments["cold"].keys()
     heads = 0
     for name, gradient in moments["both"].items():
         there = [branch for branch in shares if name in moments[branch]]
         heads += len(there) == 1
-        mean = sum(shares[branch] * moments[branch][name] for branch in there) / sum(shares[b] for b in there)
+        mean = sum(shares[branch] * moments[branch][name] for branch in there) / sum(
+            shares[b] for b in there
+        )
         torch.testing.assert_close(gradient, mean, rtol=1e-9, atol=1e-12)
     assert 0 < heads < len(moments["both"])

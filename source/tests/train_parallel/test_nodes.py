@@ -60,10 +60,18 @@ def submit(script, folder, programs, *, tasks_per_node=1, port=0, **environment)
     commands = folder / "bin"
     commands.mkdir()
     nodes = f"#!{sys.executable}\nprint('127.0.0.1')\nprint('unknown.invalid')\n"
-    for name, text in {"srun": SRUN.format(python=sys.executable), "scontrol": nodes, **programs}.items():
+    for name, text in {
+        "srun": SRUN.format(python=sys.executable),
+        "scontrol": nodes,
+        **programs,
+    }.items():
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": str((port or 15001) - 15000), "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_CPUS_PER_TASK": "6"}
+    job = {
+        "SLURM_JOB_ID": str((port or 15001) - 15000),
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_CPUS_PER_TASK": "6",
+    }
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     done = subprocess.run(
         ["bash", SCRIPTS / script, "input.json"],
@@ -85,7 +93,12 @@ def submit(script, folder, programs, *, tasks_per_node=1, port=0, **environment)
 
 
 def test_one_torchrun_a_node_starts_a_process_for_each_gpu(tmp_path):
-    submit("torchrun.sbatch", tmp_path, {"torchrun": NOTE.format(python=sys.executable)}, SLURM_GPUS_ON_NODE="4")
+    submit(
+        "torchrun.sbatch",
+        tmp_path,
+        {"torchrun": NOTE.format(python=sys.executable)},
+        SLURM_GPUS_ON_NODE="4",
+    )
     for node in range(NODES):
         words, environment = json.loads((tmp_path / f"task{node}.json").read_text())
         given = get_args_parser().parse_args(words)
@@ -97,7 +110,9 @@ def test_one_torchrun_a_node_starts_a_process_for_each_gpu(tmp_path):
 
 
 def test_tasks_of_srun_know_their_place(tmp_path):
-    submit("srun.sbatch", tmp_path, {"python": NOTE.format(python=sys.executable)}, tasks_per_node=2)
+    submit(
+        "srun.sbatch", tmp_path, {"python": NOTE.format(python=sys.executable)}, tasks_per_node=2
+    )
     for rank in range(4):
         words, environment = json.loads((tmp_path / f"task{rank}.json").read_text())
         assert words == ["-m", "deepmd_muon", "--pt", "train", "input.json", "--restart", "auto"]
@@ -139,16 +154,29 @@ def test_the_scripts_train_on_two_nodes(place, script):
     python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
     path = f"{TOP}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     settings = {"PROCESSES_PER_NODE": "1", "DEVICE": "cpu", "PYTHONPATH": path}
-    log = submit(script, folder, {"torchrun": torchrun, "python": python}, port=free_ports(1)[0], **settings)
+    log = submit(
+        script, folder, {"torchrun": torchrun, "python": python}, port=free_ports(1)[0], **settings
+    )
     assert log.count("training done; the model is model.ckpt-6.pt") == 1
     assert log.count("% in sums over ranks") == 1
 
     def on_three(folder, given, source):
         folder.mkdir()
         (folder / "input.json").write_text(json.dumps(given))
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "deepmd_muon", "--pt"]
+        command = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "3",
+            "-m",
+            "deepmd_muon",
+            "--pt",
+        ]
         command += ["train", "input.json", "--restart", source]
         environment = {**os.environ, "DEVICE": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        subprocess.run([sys.executable, *command], cwd=folder, env=environment, check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, *command], cwd=folder, env=environment, check=True, capture_output=True
+        )
 
     check_restarts(place, folder, on_three)

@@ -30,7 +30,11 @@ def place(tmp_path, monkeypatch):
 def given(place, batch, stage=0):
     found = content(place, batch, stage)
     found["model"]["fitting_net"] |= {"numb_fparam": 2, "numb_aparam": 1}
-    found["model"] |= {"type_map": ["Cu", "Ni"], "pair_exclude_types": [[0, 1]], "atom_exclude_types": [1]}
+    found["model"] |= {
+        "type_map": ["Cu", "Ni"],
+        "pair_exclude_types": [[0, 1]],
+        "atom_exclude_types": [1],
+    }
     return found
 
 
@@ -51,4 +55,6 @@ def test_two_ranks_equal_one_process_with_the_larger_batch(place):
         found = weights(job.folder)
         assert found.keys() == whole.keys()
         for name, values in whole.items():
-            torch.testing.assert_close(found[name], values, rtol=0, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(
+                found[name], values, rtol=0, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}"
+            )

@@ -47,30 +47,47 @@ def test_earlier_checkpoints_load_bitwise_and_go_on(place, world):
     again = []
     for name in names:
         (path,) = (place / name).glob(f"model.ckpt-{HALF}.*")
-        again.append((name, path, Job(place / f"{name}_again", content(name, HALF), {"restart": str(path)})))
-        again.append((name, path, Job(place / f"{name}_further", content(name), {"restart": str(path)})))
+        again.append(
+            (name, path, Job(place / f"{name}_again", content(name, HALF), {"restart": str(path)}))
+        )
+        again.append(
+            (name, path, Job(place / f"{name}_further", content(name), {"restart": str(path)}))
+        )
     ends = run_jobs(world, [job for *_, job in again])
     assert ends == [["0"] * world] * len(again)
     for name, path, job in again:
         if job.folder.name.endswith("_again"):
-            loaded, saved = optimizer_state(job.folder / f"model.ckpt-{HALF}.pt"), optimizer_state(path)
+            loaded, saved = (
+                optimizer_state(job.folder / f"model.ckpt-{HALF}.pt"),
+                optimizer_state(path),
+            )
             assert loaded.keys() == saved.keys()
-            assert all(torch.equal(loaded[key], x) and loaded[key].dtype == x.dtype for key, x in saved.items()), name
+            assert all(
+                torch.equal(loaded[key], x) and loaded[key].dtype == x.dtype
+                for key, x in saved.items()
+            ), name
             assert any(kind == "magma_score" for _, kind in saved) == (name != "no_magma")
             continue
-        last, then = (read_checkpoint(folder / f"model.ckpt-{STEPS}.pt") for folder in (job.folder, place / name))
+        last, then = (
+            read_checkpoint(folder / f"model.ckpt-{STEPS}.pt")
+            for folder in (job.folder, place / name)
+        )
         for part in ("model", "ema", "optimizer"):
             if part in then:
                 found, expected = tensors(last[part]), tensors(then[part])
                 assert found.keys() == expected.keys()
                 for key, x in expected.items():
-                    torch.testing.assert_close(found[key], x, rtol=TOLERANCE, atol=TOLERANCE, msg=f"{name}: {key}")
+                    torch.testing.assert_close(
+                        found[key], x, rtol=TOLERANCE, atol=TOLERANCE, msg=f"{name}: {key}"
+                    )
 
 
 def test_runs_with_later_rules_restart_on_other_ranks(place):
     """Two ranks at stages 1 and 2 equal one process; whole files and directories load bitwise on one and on two."""
     chosen = {"normuon": True, "cautious_decay": True}  # neurons are columns under `dp train`
-    jobs = {name: Job(place / f"{name}_rules", content(name)) for name in ("magma", "zero_1", "zero_2")}
+    jobs = {
+        name: Job(place / f"{name}_rules", content(name)) for name in ("magma", "zero_1", "zero_2")
+    }
     for job in jobs.values():
         job.content["optimizer"] |= chosen
     assert run_jobs(1, [jobs["magma"]]) == [["0"]]
@@ -82,12 +99,21 @@ def test_runs_with_later_rules_restart_on_other_ranks(place):
         for key, x in expected.items():
             torch.testing.assert_close(found[key], x, rtol=1e-7, atol=1e-9, msg=f"{name}: {key}")
     moves = []
-    for name, world, suffix in (("zero_1", 1, "dcp"), ("zero_2", 1, "dcp"), ("magma", 2, "pt"), ("zero_1", 2, "dcp")):
+    for name, world, suffix in (
+        ("zero_1", 1, "dcp"),
+        ("zero_2", 1, "dcp"),
+        ("magma", 2, "pt"),
+        ("zero_1", 2, "dcp"),
+    ):
         path = jobs[name].folder / f"model.ckpt-{HALF}.{suffix}"
         given = content("zero_2", HALF) if world == 2 else content("magma", HALF)
         given["optimizer"] |= chosen
-        given["training"] = {key: x for key, x in given["training"].items() if not key.startswith("e")}  # no average
-        moves.append((world, path, Job(place / f"{name}_rules_on_{world}", given, {"restart": str(path)})))
+        given["training"] = {
+            key: x for key, x in given["training"].items() if not key.startswith("e")
+        }  # no average
+        moves.append(
+            (world, path, Job(place / f"{name}_rules_on_{world}", given, {"restart": str(path)}))
+        )
     for world in (1, 2):
         some = [job for ranks, _, job in moves if ranks == world]
         assert run_jobs(world, some) == [["0"] * world] * len(some)

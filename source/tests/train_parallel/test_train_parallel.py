@@ -64,9 +64,20 @@ def content(place, batch, stage=0, optimizer="HybridMuon", groups=1, **training)
     # At small steps, so that rounding, which differs from layout to layout, does not grow over the steps.
     exact = {"precision": "float64", "lr_adjust_coeff": 0.18} if optimizer == "HybridMuon" else {}
     net = {"precision": "float64", "seed": 1}
-    descriptor = {"type": "se_e2_a", "sel": "auto", "rcut": 4.5, "rcut_smth": 2.0, "neuron": [4, 8], "axis_neuron": 3}
+    descriptor = {
+        "type": "se_e2_a",
+        "sel": "auto",
+        "rcut": 4.5,
+        "rcut_smth": 2.0,
+        "neuron": [4, 8],
+        "axis_neuron": 3,
+    }
     # Three batches do not divide evenly among two or four ranks.
-    seen = {"batch_size": 2, "numb_btch": 3} if optimizer == "HybridMuon" else {"batch_size": 1, "numb_btch": "all"}
+    seen = (
+        {"batch_size": 2, "numb_btch": 3}
+        if optimizer == "HybridMuon"
+        else {"batch_size": 1, "numb_btch": "all"}
+    )
     return {
         "model": {
             "type_map": ["Cu"],
@@ -96,9 +107,15 @@ def content(place, batch, stage=0, optimizer="HybridMuon", groups=1, **training)
 
 def balanced(place, batches):
     """An input with systems of 2 to 8 atoms, whose batches ranks take by their cost; `batches` of each in a step."""
-    given = content(place, 1, accumulate_grad_batches=batches, balance_batches=True, numb_steps=HALF)
+    given = content(
+        place, 1, accumulate_grad_batches=batches, balance_batches=True, numb_steps=HALF
+    )
     systems = [str(place / name) for name in ("of_2", "train", "of_5", "of_7")]
-    given["training"]["training_data"] = {"systems": systems, "batch_size": 1, "auto_prob": "prob_uniform"}
+    given["training"]["training_data"] = {
+        "systems": systems,
+        "batch_size": 1,
+        "auto_prob": "prob_uniform",
+    }
     return given
 
 
@@ -106,7 +123,10 @@ def check_balanced(place, job, ends):
     """The ranks took the batches of one process."""
     assert set(ends) == {"0"}
     alone(place / "balanced_1", balanced(place, 6))
-    one, many = (read_checkpoint(each / f"model.ckpt-{HALF}.pt") for each in (place / "balanced_1", job.folder))
+    one, many = (
+        read_checkpoint(each / f"model.ckpt-{HALF}.pt")
+        for each in (place / "balanced_1", job.folder)
+    )
     assert_same(one, many, 1e-10)
     assert one["deepmd_muon"]["training_data"] == many["deepmd_muon"]["training_data"]
 
@@ -117,7 +137,9 @@ def alone(folder, given, **options):
     from deepmd_muon.train import run
 
     if "restart" not in options:
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier test, whose files would be kept beside the new ones
+        shutil.rmtree(
+            folder, ignore_errors=True
+        )  # of an earlier test, whose files would be kept beside the new ones
     folder.mkdir(parents=True, exist_ok=True)
     before, threads = os.getcwd(), torch.get_num_threads()
     os.chdir(folder)
@@ -137,7 +159,10 @@ def check_equal(place, world, ends, jobs, kind="HybridMuon", tolerance=1e-10):
     for job, end in zip(jobs, ends, strict=True):
         assert end == ["0"] * world, end
         for step in (HALF, STEPS):
-            one, many = (read_checkpoint(folder / f"model.ckpt-{step}.pt") for folder in (reference, job.folder))
+            one, many = (
+                read_checkpoint(folder / f"model.ckpt-{step}.pt")
+                for folder in (reference, job.folder)
+            )
             assert one.keys() == many.keys()
             assert one["deepmd_muon"].keys() == many["deepmd_muon"].keys()
             assert_same(one, many, tolerance)
@@ -161,7 +186,10 @@ def again(place, source, *, world, stage, groups=1, form="file"):
 def check_again(jobs):
     """Every tensor came back bit by bit, and so did the positions in the data and the random numbers."""
     for job in jobs:
-        first, second = read_checkpoint(job.options["restart"]), read_checkpoint(job.folder / f"again-{STEPS}.pt")
+        first, second = (
+            read_checkpoint(job.options["restart"]),
+            read_checkpoint(job.folder / f"again-{STEPS}.pt"),
+        )
         assert_same(first, second)
         for key in ("training_data", "validation_data", "torch_rng", "step"):
             assert str(first["deepmd_muon"][key]) == str(second["deepmd_muon"][key])
@@ -171,7 +199,9 @@ def check_again(jobs):
 
 def check_reading(job):
     """All ranks have read the model, and each its part of the optimizer's state and the average."""
-    model, optimizer, ema = zip(*(json.loads((job.folder / f"read{r}.txt").read_text()) for r in range(4)), strict=True)
+    model, optimizer, ema = zip(
+        *(json.loads((job.folder / f"read{r}.txt").read_text()) for r in range(4)), strict=True
+    )
     saved = read_checkpoint(job.options["restart"])
     state = tensors(saved["optimizer"]["state"])
     moments = sum(x.numel() for key, x in state.items() if key.rpartition("/")[2] in ALL_MOMENTS)
@@ -194,8 +224,13 @@ def last(place, name, suffix="pt"):
 def test_four_ranks_equal_one_process_with_the_larger_batch(place):
     """HSDP among them; the last three write directories as well, each rank its part."""
     jobs = [
-        Job(place / f"4_{stage}_{groups}", content(place, 1, stage, groups=groups, checkpoint_format=form))
-        for (stage, groups), form in zip(LAYOUTS_OF_FOUR, ("file", "both", "both", "both"), strict=True)
+        Job(
+            place / f"4_{stage}_{groups}",
+            content(place, 1, stage, groups=groups, checkpoint_format=form),
+        )
+        for (stage, groups), form in zip(
+            LAYOUTS_OF_FOUR, ("file", "both", "both", "both"), strict=True
+        )
     ]
     wrong = Job(place / "groups", content(place, 1, 2, groups=3))
     for job in jobs:
@@ -205,7 +240,10 @@ def test_four_ranks_equal_one_process_with_the_larger_batch(place):
     for job, (stage, groups) in zip(jobs, LAYOUTS_OF_FOUR, strict=True):
         plan = (job.folder / "plan.txt").read_text()
         # What is computed for a cluster that one does not have is what the ranks had.
-        assert plan_page(job.folder / "input.json", 4, stage, groups, owners=True).partition("\n")[2] == plan
+        assert (
+            plan_page(job.folder / "input.json", 4, stage, groups, owners=True).partition("\n")[2]
+            == plan
+        )
         (job.folder / "plan.txt").unlink()
     check_equal(place, 4, ends[:-2], jobs)
     check_equal(place, 4, ends[-2:-1], [adam], "AdamW")
@@ -215,13 +253,19 @@ def test_four_ranks_equal_one_process_with_the_larger_batch(place):
         for step in (HALF, STEPS):
             path = job.folder / f"model.ckpt-{step}"
             assert_same(read_checkpoint(f"{path}.pt"), read_checkpoint(f"{path}.dcp"))
-            assert {part.name for part in Path(f"{path}.dcp").glob("*.distcp")} >= {"__0_0.distcp", "__1_0.distcp"}
+            assert {part.name for part in Path(f"{path}.dcp").glob("*.distcp")} >= {
+                "__0_0.distcp",
+                "__1_0.distcp",
+            }
 
 
 @pytest.mark.slow
 def test_eight_ranks_equal_one_process_with_the_larger_batch(place):
     layouts = ((0, 1), (1, 1), (2, 4), (3, 2))
-    jobs = [Job(place / f"8_{stage}", content(place, 1, stage, groups=groups)) for stage, groups in layouts]
+    jobs = [
+        Job(place / f"8_{stage}", content(place, 1, stage, groups=groups))
+        for stage, groups in layouts
+    ]
     check_equal(place, 8, run_jobs(8, jobs), jobs)
 
 
@@ -245,7 +289,10 @@ def test_three_ranks_equal_one_process_and_continue_what_one_and_four_saved(plac
 def test_the_sharded_section_of_an_input_reaches_the_step(place):
     """Every matrix has one owner and travels in two buckets, or all are gathered; the results are the same."""
     spread = {"replication": "spread", "bucket_bytes": 1, "slots": 1}
-    jobs = [Job(place / "spread", content(place, 1)), Job(place / "reference", content(place, 1, 3))]
+    jobs = [
+        Job(place / "spread", content(place, 1)),
+        Job(place / "reference", content(place, 1, 3)),
+    ]
     for job, way in zip(jobs, (spread, {"exchange": "reference"}), strict=True):
         job.content["optimizer"]["sharded"] = way
         job.accident = "tell_plan"
@@ -276,8 +323,12 @@ def test_two_ranks_equal_one_process_and_continue_what_others_saved(place):
         held = [int((path := job.folder / f"state{rank}.txt").read_text()) for rank in range(2)]
         path.with_name("state0.txt").unlink()
         path.unlink()
-        saved = tensors(read_checkpoint(job.folder / f"model.ckpt-{STEPS}.pt")["optimizer"]["state"])
-        assert sum(held) == sum(x.numel() for key, x in saved.items() if key.rpartition("/")[2] in ALL_MOMENTS)
+        saved = tensors(
+            read_checkpoint(job.folder / f"model.ckpt-{STEPS}.pt")["optimizer"]["state"]
+        )
+        assert sum(held) == sum(
+            x.numel() for key, x in saved.items() if key.rpartition("/")[2] in ALL_MOMENTS
+        )
         assert max(held) < 0.6 * sum(held)
     check_equal(place, 2, ends[:4], jobs)
     check_equal(place, 2, ends[4:8], adam, "AdamW")
@@ -307,7 +358,9 @@ def test_one_process_and_three_and_four_ranks_continue_what_others_saved(place):
         again(place, last(place, "adam_1"), world=3, stage=2),
     ]
     # Where routes have changed, the state of a directory is read whole and migrated, as that of a file.
-    migrated = [again(place, last(place, "4_2_2", suffix), world=3, stage=3) for suffix in ("pt", "dcp")]
+    migrated = [
+        again(place, last(place, "4_2_2", suffix), world=3, stage=3) for suffix in ("pt", "dcp")
+    ]
     for job in migrated:
         job.content["optimizer"] |= {"min_matrix_dim": 5, "on_route_change": "migrate"}
     assert run_jobs(3, [*three, *migrated]) == [["0"] * 3] * 4
@@ -320,27 +373,50 @@ def test_one_process_and_three_and_four_ranks_continue_what_others_saved(place):
 def dpa3(place, stage, kind="HybridMuon"):
     """An input whose model has parameters that no step gives a gradient: those of edges in the last layer."""
     given = content(place, 1, stage, kind, checkpoint_format="both")
-    edges = {"n_dim": 6, "e_dim": 4, "nlayers": 2, "e_rcut": 4.5, "e_rcut_smth": 2.0, "e_sel": 20, "axis_neuron": 2}
+    edges = {
+        "n_dim": 6,
+        "e_dim": 4,
+        "nlayers": 2,
+        "e_rcut": 4.5,
+        "e_rcut_smth": 2.0,
+        "e_sel": 20,
+        "axis_neuron": 2,
+    }
     angles = {"a_dim": 4, "a_rcut": 4.0, "a_rcut_smth": 2.0, "a_sel": 10}
-    given["model"]["descriptor"] = {"type": "dpa3", "repflow": edges | angles, "precision": "float64", "seed": 1}
+    given["model"]["descriptor"] = {
+        "type": "dpa3",
+        "repflow": edges | angles,
+        "precision": "float64",
+        "seed": 1,
+    }
     return given
 
 
 def test_parameters_without_a_gradient_restart_without_state(place):
-    whole = {kind: Job(place / f"dpa3_{kind}", dpa3(place, 0, kind)) for kind in ("HybridMuon", "AdamW")}
+    whole = {
+        kind: Job(place / f"dpa3_{kind}", dpa3(place, 0, kind)) for kind in ("HybridMuon", "AdamW")
+    }
     assert run_jobs(2, list(whole.values())) == [["0", "0"]] * 2
     halves = {}
     for case in (("HybridMuon", 2, "pt"), ("HybridMuon", 3, "dcp"), ("AdamW", 3, "pt")):
         kind, stage, form = case
         source = whole[kind].folder / f"model.ckpt-{HALF}.{form}"
-        halves[case] = Job(place / f"dpa3_{kind}_{stage}", dpa3(place, stage, kind), {"restart": str(source)})
+        halves[case] = Job(
+            place / f"dpa3_{kind}_{stage}", dpa3(place, stage, kind), {"restart": str(source)}
+        )
     assert run_jobs(2, list(halves.values())) == [["0", "0"]] * len(halves)
     for (kind, _, _), job in halves.items():
-        in_one_go, continued = (read_checkpoint(each.folder / f"model.ckpt-{STEPS}.pt") for each in (whole[kind], job))
-        assert len(in_one_go["optimizer"]["state"]) < len(in_one_go["optimizer"]["param_groups"][0]["params"])
+        in_one_go, continued = (
+            read_checkpoint(each.folder / f"model.ckpt-{STEPS}.pt") for each in (whole[kind], job)
+        )
+        assert len(in_one_go["optimizer"]["state"]) < len(
+            in_one_go["optimizer"]["param_groups"][0]["params"]
+        )
         if kind == "HybridMuon":  # where matrices are sharded, it makes zeros for all of them
             made = continued["optimizer"]["state"]
-            further = [made.pop(key) for key in made.keys() - in_one_go["optimizer"]["state"].keys()]
+            further = [
+                made.pop(key) for key in made.keys() - in_one_go["optimizer"]["state"].keys()
+            ]
             assert not any(one["momentum_buffer"].any() for one in further)
         assert_same(in_one_go, continued, 1e-10)
 
@@ -348,16 +424,26 @@ def test_parameters_without_a_gradient_restart_without_state(place):
 def test_restarts_and_accidents_on_two_ranks(place):
     """A half is continued at another stage as if in one go; a NaN, a signal, an error on one rank end all."""
     source = last(place, "2_0").with_name(f"model.ckpt-{HALF}.pt")
-    halves = [Job(place / f"half_{s}", content(place, 1, s), {"restart": str(source)}) for s in STAGES]
-    poisoned = [Job(place / f"poisoned_{s}", content(place, 1, s, save_freq=1), accident="poison") for s in (0, 2)]
+    halves = [
+        Job(place / f"half_{s}", content(place, 1, s), {"restart": str(source)}) for s in STAGES
+    ]
+    poisoned = [
+        Job(place / f"poisoned_{s}", content(place, 1, s, save_freq=1), accident="poison")
+        for s in (0, 2)
+    ]
     poisoned[1].content["training"]["checkpoint_format"] = "dcp"
-    stopped = [Job(place / f"stopped_{s}", content(place, 1, s, save_freq=100), accident="interrupt") for s in (1, 3)]
+    stopped = [
+        Job(place / f"stopped_{s}", content(place, 1, s, save_freq=100), accident="interrupt")
+        for s in (1, 3)
+    ]
     skipping = content(place, 1)
     skipping["optimizer"]["on_nonfinite"] = "skip"
     skipped = Job(place / "skipped", skipping, accident="poison")
     cannot_write = [
         Job(place / "file_in_the_way", content(place, 1, save_ckpt="input.json/saved")),
-        Job(place / "elsewhere", content(place, 1, save_ckpt="saved/model", checkpoint_format="dcp")),
+        Job(
+            place / "elsewhere", content(place, 1, save_ckpt="saved/model", checkpoint_format="dcp")
+        ),
     ]
     cannot_write[1].accident = "other_folder"
     # The last one: the store ends with the process of rank 0.
@@ -369,7 +455,9 @@ def test_restarts_and_accidents_on_two_ranks(place):
         assert_same(whole, read_checkpoint(job.folder / f"model.ckpt-{STEPS}.pt"), 1e-10)
     for job, end, form in zip(poisoned, ends[4:6], ("pt", "dcp"), strict=True):
         assert end[0] == end[1]
-        assert end[0].startswith("NonFiniteError: training stopped before update 3: the loss is nan")
+        assert end[0].startswith(
+            "NonFiniteError: training stopped before update 3: the loss is nan"
+        )
         assert end[0].endswith(f"the last good checkpoint is model.ckpt-2.{form}")
         assert not (job.folder / f"model.ckpt-3.{form}").exists()
         assert read_checkpoint(job.folder / "model.ckpt")["deepmd_muon"]["step"] == 2
@@ -384,8 +472,12 @@ def test_restarts_and_accidents_on_two_ranks(place):
     assert ends[10][0].startswith(f"TrainingError: {message}saved: rank 1 on ")
     assert "No such file or directory" in ends[10][0]
     assert ends[10][1] == ends[10][0]
-    assert ends[11][0].startswith("RunError: training stopped at step 3 (in its step): this machine has no memory")
-    assert ends[11][1].startswith("TrainingError: rank 1 has lost the others at step 3: rank 0 (process ")
+    assert ends[11][0].startswith(
+        "RunError: training stopped at step 3 (in its step): this machine has no memory"
+    )
+    assert ends[11][1].startswith(
+        "TrainingError: rank 1 has lost the others at step 3: rank 0 (process "
+    )
     assert f"stopped with {ends[11][0]}" in ends[11][1]
 
 
@@ -404,15 +496,23 @@ def test_ranks_that_read_nothing_on_the_host_do_the_same(place):
     skipping["optimizer"]["on_nonfinite"] = "skip"
     others = [
         Job(place / "device_poisoned", content(place, 1, save_freq=1), accident="poison_on_device"),
-        Job(place / "device_stopped", content(place, 1, save_freq=100, numb_steps=20), accident="interrupt_on_device"),
+        Job(
+            place / "device_stopped",
+            content(place, 1, save_freq=100, numb_steps=20),
+            accident="interrupt_on_device",
+        ),
         Job(place / "device_skipped", skipping, accident="poison_on_device"),
     ]
     first = run_jobs(2, [*jobs, *others])
     check_equal(place, 2, first[:3], jobs[:3])
-    check_equal(place, 2, first[3:5], jobs[3:], "AdamW", 1e-6)  # torch's fused AdamW reads the rate in float32
+    check_equal(
+        place, 2, first[3:5], jobs[3:], "AdamW", 1e-6
+    )  # torch's fused AdamW reads the rate in float32
     poisoned, stopped, skipped = first[5:]
     assert poisoned[0] == poisoned[1]
-    assert poisoned[0].startswith("NonFiniteError: training stopped before update 3: the loss is nan")
+    assert poisoned[0].startswith(
+        "NonFiniteError: training stopped before update 3: the loss is nan"
+    )
     assert f"{place / 'train'}, {place / 'train'}" in poisoned[0]
     assert stopped == [str(128 + signal.SIGTERM)] * 2
     # Sent in the fourth step, summed in the fifth, read after the seventh.
@@ -420,17 +520,25 @@ def test_ranks_that_read_nothing_on_the_host_do_the_same(place):
     assert skipped == ["0", "0"]
     assert read_checkpoint(others[2].folder / "model.ckpt.pt")["deepmd_muon"]["step"] == STEPS
     halves = [
-        Job(place / "device_half", content(place, 1), {"restart": str(jobs[0].folder / f"model.ckpt-{HALF}.pt")}),
+        Job(
+            place / "device_half",
+            content(place, 1),
+            {"restart": str(jobs[0].folder / f"model.ckpt-{HALF}.pt")},
+        ),
         again(place, last(place, "device"), world=2, stage=1),
         Job(place / "device_die", content(place, 1, rank_timeout=2.5), accident="die_on_device"),
     ]
     halves[0].accident = "on_device"
     second = run_jobs(2, halves)
     assert second[:2] == [["0"] * 2] * 2
-    wanted, found = (read_checkpoint(job.folder / f"model.ckpt-{STEPS}.pt") for job in (jobs[0], halves[0]))
+    wanted, found = (
+        read_checkpoint(job.folder / f"model.ckpt-{STEPS}.pt") for job in (jobs[0], halves[0])
+    )
     assert_same(wanted, found)
     check_again(halves[1:2])
-    assert second[2][0].startswith("TrainingError: rank 0 has lost the others at step 3: rank 1 (process ")
+    assert second[2][0].startswith(
+        "TrainingError: rank 0 has lost the others at step 3: rank 1 (process "
+    )
 
 
 def test_two_ranks_that_accumulate_two_batches_equal_one_process_with_four(place):
@@ -445,7 +553,10 @@ def test_two_ranks_that_accumulate_two_batches_equal_one_process_with_four(place
     check_equal(place, 4, [["0"] * 4] * 4, jobs)
     half = str(jobs[0].folder / f"model.ckpt-{HALF}.pt")
     alone(place / "parts_alone", content(place, 1, **four), restart=half)
-    found, wanted = (read_checkpoint(place / name / f"model.ckpt-{STEPS}.pt") for name in ("parts_alone", "parts_0"))
+    found, wanted = (
+        read_checkpoint(place / name / f"model.ckpt-{STEPS}.pt")
+        for name in ("parts_alone", "parts_0")
+    )
     assert_same(found, wanted, 1e-10)
     assert found["deepmd_muon"]["training_data"] == wanted["deepmd_muon"]["training_data"]
 
@@ -468,7 +579,10 @@ def test_two_precisions_and_a_frozen_descriptor_at_stages_2_and_3(place):
     for job, end in zip(jobs, ends, strict=True):
         assert end == ["0"] * 2, end
         kind = job.folder.name.partition("_")[0]
-        one, many = (read_checkpoint(f / f"model.ckpt-{STEPS}.pt") for f in (place / f"{kind}_alone", job.folder))
+        one, many = (
+            read_checkpoint(f / f"model.ckpt-{STEPS}.pt")
+            for f in (place / f"{kind}_alone", job.folder)
+        )
         assert_same(one, many, kinds[kind][1])
 
 
@@ -477,7 +591,9 @@ def test_a_unit_of_two_precisions_is_refused(place):
     given["model"]["descriptor"]["sel"] = [8]
     model = build_model(normalize(given).normalized["model"])
     model.atomic_model.descriptor.extra = torch.nn.Parameter(torch.ones(2, dtype=torch.float32))
-    with pytest.raises(TrainingError, match=r"parameters of the descriptor are float32 and float64.*one precision"):
+    with pytest.raises(
+        TrainingError, match=r"parameters of the descriptor are float32 and float64.*one precision"
+    ):
         FullySharded(Ranks(torch.device("cpu")), model, mesh=None, reshard_after_forward=True)
 
 
@@ -492,7 +608,9 @@ def test_a_rank_that_fails_is_stuck_or_dies_ends_the_others_with_its_story(place
     failed, asleep, stopped, dead = run_jobs(2, jobs)
     lost = "TrainingError: rank 0 has lost the others at step 3: rank 1 (process "
     assert all(ends[0].startswith(lost) for ends in (failed, asleep, stopped, dead))
-    assert failed[1].startswith("RunError: training stopped at step 3 (in its step): this machine has no")
+    assert failed[1].startswith(
+        "RunError: training stopped at step 3 (in its step): this machine has no"
+    )
     assert "rank 1 has had enough" in failed[1]
     assert f"stopped with {failed[1]}" in failed[0]
     assert "has been reading its batch (step 3) for" in asleep[0]
@@ -506,7 +624,8 @@ def test_a_rank_that_fails_is_stuck_or_dies_ends_the_others_with_its_story(place
 def test_a_rank_that_is_stopped_before_the_first_step_ends_the_others(place):
     """Work of rank 0 may take longer than ranks wait for each other, as long as it lives."""
     jobs = [
-        Job(place / name, content(place, 1, rank_timeout=1.0), accident=name) for name in ("count_long", "stop_second")
+        Job(place / name, content(place, 1, rank_timeout=1.0), accident=name)
+        for name in ("count_long", "stop_second")
     ]
     start = time.monotonic()
     slow, stopped = run_jobs(3, jobs)
@@ -522,12 +641,18 @@ def test_a_rank_that_is_stopped_before_the_first_step_ends_the_others(place):
     ("accident", "opening", "seen"),
     [
         ("stop_first", "has lost the others: rank 0 (process ", "last seen counting neighbours"),
-        ("stop_first_stepping", "has lost the others at step 3: rank 0 (process ", "last seen in its step (step 3)"),
+        (
+            "stop_first_stepping",
+            "has lost the others at step 3: rank 0 (process ",
+            "last seen in its step (step 3)",
+        ),
     ],
 )
 def test_rank_0_that_is_stopped_ends_the_others(place, accident, opening, seen):
     """It keeps the store of notes, which does not answer then."""
-    (ends,) = run_jobs(3, [Job(place / accident, content(place, 1, rank_timeout=1.0), accident=accident)])
+    (ends,) = run_jobs(
+        3, [Job(place / accident, content(place, 1, rank_timeout=1.0), accident=accident)]
+    )
     assert ends[0] == "no answer"
     for rank in (1, 2):
         assert ends[rank].startswith(f"TrainingError: rank {rank} {opening}")
@@ -542,12 +667,23 @@ def test_all_ranks_report_an_error_of_one_rank(place):
         ("no_folder", {"validation_data": {"systems": [str(place / "nowhere")]}}),
         ("no_validation", {"validation_data": None}),
         ("other_steps", {"numb_steps": 9}),
-        ("other_validation", {"validation_data": {"systems": [str(place / "train")], "batch_size": 2, "numb_btch": 3}}),
+        (
+            "other_validation",
+            {
+                "validation_data": {
+                    "systems": [str(place / "train")],
+                    "batch_size": 2,
+                    "numb_btch": 3,
+                }
+            },
+        ),
     ):
         jobs[name] = Job(place / name, {}, accident="own_folder")
         for rank, changes in enumerate(({}, training)):
             own = content(place, 1)
-            own["training"] = {key: x for key, x in {**own["training"], **changes}.items() if x is not None}
+            own["training"] = {
+                key: x for key, x in {**own["training"], **changes}.items() if x is not None
+            }
             (jobs[name].folder / str(rank)).mkdir(parents=True)
             (jobs[name].folder / str(rank) / "input.json").write_text(json.dumps(own))
     shutil.copytree(place / "train", place / "damaged", dirs_exist_ok=True)
@@ -558,11 +694,16 @@ def test_all_ranks_report_an_error_of_one_rank(place):
         ("bad_data", ("SystemFormatError: ", "damaged", "set.000/force.npy")),
         ("no_folder", ("SystemNotFoundError: ", str(place / "nowhere"))),
     ):
-        assert ends[name][0].startswith("TrainingError: rank 0 has lost the others: rank 1 (process ")
+        assert ends[name][0].startswith(
+            "TrainingError: rank 0 has lost the others: rank 1 (process "
+        )
         for text in ends[name]:
             assert all(part in text for part in parts)
     for name, part in (
-        ("no_validation", "input of rank 1 differs from that of rank 0 in training/validation_data: "),
+        (
+            "no_validation",
+            "input of rank 1 differs from that of rank 0 in training/validation_data: ",
+        ),
         ("other_steps", "input of rank 1 differs from that of rank 0 in training/numb_steps: "),
         ("other_validation", "validation data of rank 1 are not those of rank 0"),
         ("port", "choose another MASTER_PORT"),
@@ -574,11 +715,20 @@ def test_all_ranks_report_an_error_of_one_rank(place):
 
 @pytest.mark.parametrize("number", [1, "all"])
 def test_fewer_validation_frames_than_ranks(place, number):
-    seen = {"validation_data": {"systems": [str(place / "one_frame")], "batch_size": 1, "numb_btch": number}}
+    seen = {
+        "validation_data": {
+            "systems": [str(place / "one_frame")],
+            "batch_size": 1,
+            "numb_btch": number,
+        }
+    }
     alone(place / f"one_frame_alone_{number}", content(place, 3, **seen))
     job = Job(place / f"one_frame_{number}", content(place, 1, **seen))
     assert run_jobs(3, [job]) == [["0"] * 3]
-    curves = [np.loadtxt(place / name / "lcurve.out") for name in (f"one_frame_alone_{number}", job.folder.name)]
+    curves = [
+        np.loadtxt(place / name / "lcurve.out")
+        for name in (f"one_frame_alone_{number}", job.folder.name)
+    ]
     np.testing.assert_allclose(curves[1], curves[0], rtol=2e-3)
 
 
@@ -610,7 +760,9 @@ def test_ranks_end_when_torchrun_is_killed(place, tmp_path):
     ranks = []
     try:
         curve = tmp_path / "lcurve.out"
-        wait_until(lambda: launcher.poll() is not None or (curve.exists() and curve.stat().st_size > 1000))
+        wait_until(
+            lambda: launcher.poll() is not None or (curve.exists() and curve.stat().st_size > 1000)
+        )
         ranks = children(launcher.pid)
         assert len(ranks) == 2
         launcher.kill()
@@ -633,7 +785,15 @@ def test_ranks_end_when_torchrun_is_killed(place, tmp_path):
 def torchrun_command(folder):
     """Return how two ranks are started in a folder."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", str(free_ports(1)[0]), "-m", "deepmd_muon", "--pt", "train", "input.json"]
+    command += [
+        "--master-port",
+        str(free_ports(1)[0]),
+        "-m",
+        "deepmd_muon",
+        "--pt",
+        "train",
+        "input.json",
+    ]
     environment = {**os.environ, "DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     return {"args": command, "cwd": folder, "env": environment}
 
@@ -660,12 +820,21 @@ def test_reports_a_wrong_input_once(place, tmp_path):
         pairs.append([tmp_path / f"{name}{rank}" for rank in range(2)])
         for folder, number in zip(pairs[-1], numbers, strict=True):
             folder.mkdir()
-            (folder / "input.json").write_text(json.dumps(content(place, 1, numb_steps=number, rank_timeout=1.0)))
+            (folder / "input.json").write_text(
+                json.dumps(content(place, 1, numb_steps=number, rank_timeout=1.0))
+            )
     statuses, told = zip(*run_commands(pairs), strict=True)
     assert statuses == (2,) * 6
     message = "dp train: 1 problem in input.json:\n  training/numb_steps: must be >= 0; found {}\n"
     other = message.format(-2).replace("dp train: ", "dp train: rank 1 cannot begin: ")
-    expected = [message.format(-1), "", message.format(-1), message.format(-2), other, message.format(-2)]
+    expected = [
+        message.format(-1),
+        "",
+        message.format(-1),
+        message.format(-2),
+        other,
+        message.format(-2),
+    ]
     for text, part in zip(told, expected, strict=True):
         assert part in text
         assert text.count("dp train:") == bool(part)

@@ -68,7 +68,9 @@ def run_jobs(world, jobs):
         job.port = port
     context = forked.context()
     ends = context.SimpleQueue()
-    processes = [context.Process(target=_work, args=(rank, world, jobs, ends)) for rank in range(world)]
+    processes = [
+        context.Process(target=_work, args=(rank, world, jobs, ends)) for rank in range(world)
+    ]
     for process in processes:
         process.start()
     found = [{} for _ in jobs]
@@ -93,7 +95,11 @@ def run_commands(pairs):
     processes = []
     for folders, port in zip(pairs, free_ports(len(pairs)), strict=True):
         for rank, folder in enumerate(folders):
-            processes.append(context.Process(target=_command, args=(folder, _environment("torchrun", rank, 2, port))))
+            processes.append(
+                context.Process(
+                    target=_command, args=(folder, _environment("torchrun", rank, 2, port))
+                )
+            )
             processes[-1].start()
     for process in processes:
         process.join(PATIENCE)
@@ -115,8 +121,17 @@ def _environment(launcher, rank, world, port):
     """Return what a launcher sets."""
     if launcher == "srun":
         # The meeting point is made of the step's nodes and the job's number.
-        job = {"SLURM_JOB_ID": str(port - 15000), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
-        return {**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": str(world)}
+        job = {
+            "SLURM_JOB_ID": str(port - 15000),
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NODELIST": "localhost",
+        }
+        return {
+            **job,
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NTASKS": str(world),
+        }
     local = 0 if launcher == "nodes" else rank  # one process on each node
     place = {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world)}
     return {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -138,7 +153,11 @@ def _work(rank, world, jobs, ends):
             end = str(run(load("input.json"), log_level="WARNING", **job.options))
         except Exception as error:
             expected = type(error).__module__.startswith("deepmd_muon")
-            end = f"{type(error).__name__}: {error}" if expected or job.accident else traceback.format_exc()
+            end = (
+                f"{type(error).__name__}: {error}"
+                if expected or job.accident
+                else traceback.format_exc()
+            )
         if undo:
             undo()
         for name in environment:
@@ -225,7 +244,9 @@ def busy_port(rank):
     from deepmd_muon.train.ranks import rendezvous
 
     patience, rendezvous.ANSWER = rendezvous.ANSWER, 2.0
-    server = socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))) if rank == 0 else None
+    server = (
+        socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))) if rank == 0 else None
+    )
 
     def undo():
         rendezvous.ANSWER = patience
@@ -323,7 +344,12 @@ def tell_state(rank):
     """Every rank writes down how many elements of momenta and moments it holds."""
 
     def write(optimizer):
-        moments = [x for state in optimizer.state.values() for key, x in state.items() if key in ALL_MOMENTS]
+        moments = [
+            x
+            for state in optimizer.state.values()
+            for key, x in state.items()
+            if key in ALL_MOMENTS
+        ]
         Path(f"state{rank}.txt").write_text(str(sum(local_part(x).numel() for x in moments)))
 
     return _after_steps(write)
@@ -354,9 +380,15 @@ def on_device(rank):
     def build(strategy, loss, optimizer, ema, training, scalars, model, parts):
         cpu = torch.device("cpu")
         gather = strategy.ranks.gather_objects
-        guard = parts.guard = parts.guard or DeviceGuard(on_nonfinite(optimizer), optimizer, cpu, 1, gather)
-        step = TrainingStep(strategy, loss, optimizer, guard, training.gradient_max_norm, ema, model=model)
-        return DeviceStepper(step, scalars, cpu, capture=False, keep_metrics=training.disp_avg, parts=parts)
+        guard = parts.guard = parts.guard or DeviceGuard(
+            on_nonfinite(optimizer), optimizer, cpu, 1, gather
+        )
+        step = TrainingStep(
+            strategy, loss, optimizer, guard, training.gradient_max_norm, ema, model=model
+        )
+        return DeviceStepper(
+            step, scalars, cpu, capture=False, keep_metrics=training.disp_avg, parts=parts
+        )
 
     trainer.build_stepper, Replicated._on_host, LateRequests.STEPS = build, False, 2
 
@@ -374,4 +406,6 @@ def _both(first, second):
     return prepare
 
 
-poison_on_device, interrupt_on_device, die_on_device = (_both(on_device, each) for each in (poison, interrupt, die))
+poison_on_device, interrupt_on_device, die_on_device = (
+    _both(on_device, each) for each in (poison, interrupt, die)
+)

@@ -26,7 +26,9 @@ class _Rescaled(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, eps: float, centred: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, x: torch.Tensor, eps: float, centred: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return y like x `(…, width)`, and r `(…, 1)`."""
         if centred:
             variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
@@ -94,7 +96,9 @@ class GatedAttention(torch.nn.Module):
     def forward(self, features: torch.Tensor, gates: Gates) -> torch.Tensor:
         """Return the attention of every neighbour to the others `(nreal, ncolumns, width)`."""
         inner, outer = self.in_proj.tensors, self.out_proj.tensors
-        parts = torch.nn.functional.linear(features, inner.matrix.t(), inner.bias).unflatten(-1, (3, -1))
+        parts = torch.nn.functional.linear(features, inner.matrix.t(), inner.bias).unflatten(
+            -1, (3, -1)
+        )
         if self.normalize:
             parts = _Rescaled.apply(parts, NORMALIZE_EPS, False)[0]
         query, key, value = parts.unbind(-2)
@@ -106,7 +110,9 @@ class GatedAttention(torch.nn.Module):
             scores = (scores + SHIFT) * gates.switch + (gates.mask - SHIFT)
         # An atom without any column that is not masked gets finite, unused numbers.
         plain = not gates.beyond or not scores.shape[-1]
-        weights = (scores.softmax(-1) if plain else _Softmax.apply(scores, gates.beyond)) * gates.after
+        weights = (
+            scores.softmax(-1) if plain else _Softmax.apply(scores, gates.beyond)
+        ) * gates.after
         return torch.nn.functional.linear(torch.bmm(weights, value), outer.matrix.t(), outer.bias)
 
 
@@ -162,11 +168,18 @@ class AttentionLayer(torch.nn.Module):
         if gates.switch is None and not triton_support.is_tracing():
             inside, norm = self.attention_layer, self.attn_layer_norm
             passes = Attention(inside.scale, NORMALIZE_EPS if inside.normalize else None, norm.eps)
-            weights = *inside.in_proj.tensors[:2], *inside.out_proj.tensors[:2], norm.matrix, norm.bias
+            weights = (
+                *inside.in_proj.tensors[:2],
+                *inside.out_proj.tensors[:2],
+                norm.matrix,
+                norm.bias,
+            )
             out: torch.Tensor
             (out,) = run(passes, features, gates.after, gates.mask, *weights, force=force)
             return out
-        normed: torch.Tensor = self.attn_layer_norm(features + self.attention_layer(features, gates))
+        normed: torch.Tensor = self.attn_layer_norm(
+            features + self.attention_layer(features, gates)
+        )
         return normed
 
 
@@ -175,10 +188,14 @@ class NeighborAttention(torch.nn.Module):
 
     def __init__(self, settings: AttentionSettings, stream: SeedPath) -> None:
         super().__init__()
-        layers = [AttentionLayer(settings, stream.child(index)) for index in range(settings.attn_layer)]
+        layers = [
+            AttentionLayer(settings, stream.child(index)) for index in range(settings.attn_layer)
+        ]
         self.attention_layers = torch.nn.ModuleList(layers)
 
-    def forward(self, features: torch.Tensor, gates: Gates, *, force: bool, recompute: bool = False) -> torch.Tensor:
+    def forward(
+        self, features: torch.Tensor, gates: Gates, *, force: bool, recompute: bool = False
+    ) -> torch.Tensor:
         """Return features like those given `(nreal, ncolumns, width)`.
 
         See `four_passes.run` for `force` and `run_layer` for `recompute`.

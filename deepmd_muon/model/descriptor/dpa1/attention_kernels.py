@@ -23,14 +23,23 @@ def _places(count, width, rows: tl.constexpr, block: tl.constexpr):
     """Return the rows of a program, their columns, the places of their elements, and which of these exist."""
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, block)
-    return row, column, row[:, None] * width + column[None, :], (row < count)[:, None] & (column < width)[None, :]
+    return (
+        row,
+        column,
+        row[:, None] * width + column[None, :],
+        (row < count)[:, None] & (column < width)[None, :],
+    )
 
 
 @triton.jit
-def _rescale_kernel(x, inverse, bias, count, width, shortest: tl.constexpr, rows: tl.constexpr, block: tl.constexpr):
+def _rescale_kernel(
+    x, inverse, bias, count, width, shortest: tl.constexpr, rows: tl.constexpr, block: tl.constexpr
+):
     """Add the bias to rows, of which Q, K and V take turns, divide them by their length, and write the factors."""
     row, column, at, real = _places(count, width, rows, block)
-    value = tl.load(x + at, real, 0.0) + tl.load(bias + (row % 3)[:, None] * width + column[None, :], real, 0.0)
+    value = tl.load(x + at, real, 0.0) + tl.load(
+        bias + (row % 3)[:, None] * width + column[None, :], real, 0.0
+    )
     factor = 1.0 / tl.maximum(tl.sqrt(tl.sum(value * value, 1)), shortest)
     tl.store(inverse + row, factor, row < count)
     tl.store(x + at, value * factor[:, None], real)
@@ -43,12 +52,26 @@ def _unscale_kernel(x, turn, y, inverse, count, width, rows: tl.constexpr, block
     value, unit = tl.load(x + at, real, 0.0), tl.load(y + at, real, 0.0)
     along = tl.sum(value * unit, 1)
     tl.store(turn + row, along, row < count)
-    tl.store(x + at, (value - unit * along[:, None]) * tl.load(inverse + row, row < count, 0.0)[:, None], real)
+    tl.store(
+        x + at,
+        (value - unit * along[:, None]) * tl.load(inverse + row, row < count, 0.0)[:, None],
+        real,
+    )
 
 
 @triton.jit
 def _bend_scaling_kernel(
-    x, y, inverse, y_dot, x_bar, bar_turn, dot_turn, count, width, rows: tl.constexpr, block: tl.constexpr
+    x,
+    y,
+    inverse,
+    y_dot,
+    x_bar,
+    bar_turn,
+    dot_turn,
+    count,
+    width,
+    rows: tl.constexpr,
+    block: tl.constexpr,
 ):
     """Unscale x, and add the derivative of that along `y_dot`, applied to `x_bar`."""
     row, _, at, real = _places(count, width, rows, block)
@@ -58,7 +81,12 @@ def _bend_scaling_kernel(
     of_unit = tl.sum(value * unit, 1) * factor + tl.sum(moved * bar, 1)
     of_moved = tl.load(bar_turn + row, row < count, 0.0) * factor
     of_bar = tl.load(dot_turn + row, row < count, 0.0) * factor
-    result = value * factor[:, None] - unit * of_unit[:, None] - moved * of_moved[:, None] - bar * of_bar[:, None]
+    result = (
+        value * factor[:, None]
+        - unit * of_unit[:, None]
+        - moved * of_moved[:, None]
+        - bar * of_bar[:, None]
+    )
     tl.store(x + at, result, real)
 
 
@@ -71,7 +99,9 @@ def _attend_kernel(
     row, column, at, real = _places(count, width, rows, block)
     atom = row // width
     hidden = tl.load(mask + atom[:, None] * width + column[None, :], real, 0.0)
-    score = tl.where((column < width)[None, :], tl.load(soft + at, real, 0.0) * scale + hidden, float("-inf"))
+    score = tl.where(
+        (column < width)[None, :], tl.load(soft + at, real, 0.0) * scale + hidden, float("-inf")
+    )
     power = tl.exp(score - tl.max(score, 1)[:, None])
     weight = power / tl.sum(power, 1)[:, None]
     here = gate + (atom * of_atom + row % width * of_row)[:, None] + (column * of_column)[None, :]
@@ -81,7 +111,17 @@ def _attend_kernel(
 
 @triton.jit
 def _pull_attention_kernel(
-    scores, turn, of_gate, bar, gated, soft, count, width, scale: tl.constexpr, rows: tl.constexpr, block: tl.constexpr
+    scores,
+    turn,
+    of_gate,
+    bar,
+    gated,
+    soft,
+    count,
+    width,
+    scale: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
 ):
     """Write the cotangents of scores and gate from that of A, `bar`."""
     row, _, at, real = _places(count, width, rows, block)
@@ -106,7 +146,9 @@ def _push_attention_kernel(
     here = gate + (atom * of_atom + inner * of_row)[:, None] + (column * of_column)[None, :]
     along = dot + (atom * dot_atom + inner * dot_row)[:, None] + (column * dot_column)[None, :]
     tl.store(scores + at, moved, real)
-    tl.store(gated + at, moved * tl.load(here, real, 0.0) + weight * tl.load(along, real, 0.0), real)
+    tl.store(
+        gated + at, moved * tl.load(here, real, 0.0) + weight * tl.load(along, real, 0.0), real
+    )
 
 
 @triton.jit
@@ -133,7 +175,11 @@ def _normalise_kernel(
     """Replace products in `normed` by N, and write 1/deviation and Z."""
     row, column, at, real = _places(count, width, rows, block)
     inside = column < width
-    summed = tl.load(normed + at, real, 0.0) + tl.load(x + at, real, 0.0) + tl.load(bias + column, inside, 0.0)[None, :]
+    summed = (
+        tl.load(normed + at, real, 0.0)
+        + tl.load(x + at, real, 0.0)
+        + tl.load(bias + column, inside, 0.0)[None, :]
+    )
     centred = tl.where(inside[None, :], summed - (tl.sum(summed, 1) / width)[:, None], 0.0)
     factors = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / width + eps)
     result = centred * factors[:, None]
@@ -145,7 +191,17 @@ def _normalise_kernel(
 
 @triton.jit
 def _unnormalise_kernel(
-    out, turn, x, factor, normed, spread, count, width, scaled: tl.constexpr, rows: tl.constexpr, block: tl.constexpr
+    out,
+    turn,
+    x,
+    factor,
+    normed,
+    spread,
+    count,
+    width,
+    scaled: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
 ):
     """Write the derivative of the normalisation applied to x, times the factor if `scaled`."""
     row, column, at, real = _places(count, width, rows, block)
@@ -166,13 +222,21 @@ def _bend_normalisation_kernel(
     """Write the derivative of `_unnormalise_kernel` along `dot`, applied to `bar`; with `attached` add its result."""
     row, column, at, real = _places(count, width, rows, block)
     exists = row < count
-    unit, moved, below = tl.load(normed + at, real, 0.0), tl.load(dot + at, real, 0.0), tl.load(bar + at, real, 0.0)
+    unit, moved, below = (
+        tl.load(normed + at, real, 0.0),
+        tl.load(dot + at, real, 0.0),
+        tl.load(bar + at, real, 0.0),
+    )
     r = tl.load(spread + row, exists, 0.0)
     turns = tl.load(bar_turn + row, exists, 0.0), tl.load(dot_turn + row, exists, 0.0)
     first = tl.sum(moved * below, 1) / width + turns[0] * turns[1] * (r * r * r * r) * eps
-    result = -unit * first[:, None] - moved * (turns[0] * r)[:, None] - below * (turns[1] * r)[:, None]
+    result = (
+        -unit * first[:, None] - moved * (turns[0] * r)[:, None] - below * (turns[1] * r)[:, None]
+    )
     if attached:
-        value = tl.load(above + at, real, 0.0) * tl.load(factor + column, column < width, 0.0)[None, :]
+        value = (
+            tl.load(above + at, real, 0.0) * tl.load(factor + column, column < width, 0.0)[None, :]
+        )
         along, mean = tl.sum(value * unit, 1) / width, tl.sum(value, 1) / width
         result += (value - unit * along[:, None] - mean[:, None]) * r[:, None]
     tl.store(out + at, result, real)
@@ -244,17 +308,28 @@ def bend_scaling_(v: Values, a: Adjoints, t: Tangents, raw: Tensor) -> Tensor:
     """See `attention_rows`."""
     if v.inverse is not None:
         grid, sizes, form = _form(raw)
-        _bend_scaling_kernel[grid](raw, v.parts, v.inverse, t.parts, a.raw, a.part_turn, t.part_turn, *sizes, **form)
+        _bend_scaling_kernel[grid](
+            raw, v.parts, v.inverse, t.parts, a.raw, a.part_turn, t.part_turn, *sizes, **form
+        )
     return raw
 
 
-def attend(query: Tensor, key: Tensor, mask: Tensor, gate: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor, key: Tensor, mask: Tensor, gate: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """See `attention_rows`."""
     soft = torch.bmm(query, key.mT)
     gated = torch.empty_like(soft)
     grid, sizes, form = _form(soft)
     _attend_kernel[grid](
-        gated, soft, mask.contiguous(), gate, *gate.expand_as(soft).stride(), *sizes, scale=scale, **form
+        gated,
+        soft,
+        mask.contiguous(),
+        gate,
+        *gate.expand_as(soft).stride(),
+        *sizes,
+        scale=scale,
+        **form,
     )
     return soft, gated
 
@@ -264,11 +339,15 @@ def pull_attention(v: Values, gated: Tensor, scale: float) -> tuple[Tensor, Tens
     scores, of_gate = torch.empty_like(gated), torch.empty_like(gated)
     turn = gated.new_empty(*gated.shape[:2], 1)
     grid, sizes, form = _form(gated)
-    _pull_attention_kernel[grid](scores, turn, of_gate, gated, v.gated, v.soft, *sizes, scale=scale, **form)
+    _pull_attention_kernel[grid](
+        scores, turn, of_gate, gated, v.gated, v.soft, *sizes, scale=scale, **form
+    )
     return scores, turn, of_gate
 
 
-def push_attention(v: Values, scores: Tensor, gate: Tensor, of_gate: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def push_attention(
+    v: Values, scores: Tensor, gate: Tensor, of_gate: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """See `attention_rows`."""
     gated = torch.empty_like(scores)
     grid, sizes, form = _form(scores)
@@ -279,24 +358,44 @@ def push_attention(v: Values, scores: Tensor, gate: Tensor, of_gate: Tensor, sca
     return scores, gated
 
 
-def bend_attention(v: Values, a: Adjoints, t: Tangents, gated: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def bend_attention(
+    v: Values, a: Adjoints, t: Tangents, gated: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """See `attention_rows`; `gated` is overwritten."""
     of_gate = torch.empty_like(gated)
     grid, sizes, form = _form(gated)
     _bend_attention_kernel[grid](
-        of_gate, gated, v.gated, v.soft, a.gated, a.soft_turn, t.gated, t.soft, *sizes, scale=scale, **form
+        of_gate,
+        gated,
+        v.gated,
+        v.soft,
+        a.gated,
+        a.soft_turn,
+        t.gated,
+        t.soft,
+        *sizes,
+        scale=scale,
+        **form,
     )
     return gated, of_gate
 
 
 def normalise(
-    mixed: Tensor, outer: Tensor, outer_bias: Tensor, x: Tensor, factor: Tensor, shift: Tensor, eps: float
+    mixed: Tensor,
+    outer: Tensor,
+    outer_bias: Tensor,
+    x: Tensor,
+    factor: Tensor,
+    shift: Tensor,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `attention_rows`."""
     normed = torch.mm(mixed.flatten(0, 1), outer).view_as(x)
     z, spread = torch.empty_like(normed), normed.new_empty(*x.shape[:2], 1)
     grid, sizes, form = _form(normed)
-    _normalise_kernel[grid](z, normed, spread, x.contiguous(), outer_bias, factor, shift, *sizes, eps=eps, **form)
+    _normalise_kernel[grid](
+        z, normed, spread, x.contiguous(), outer_bias, factor, shift, *sizes, eps=eps, **form
+    )
     return z, normed, spread
 
 
@@ -306,12 +405,22 @@ def unnormalise(v: Values, x: Tensor, factor: Tensor | None = None) -> tuple[Ten
     grid, sizes, form = _form(out)
     scaled = factor is not None
     _unnormalise_kernel[grid](
-        out, turn, x.contiguous(), factor if scaled else x, v.normed, v.spread, *sizes, scaled=scaled, **form
+        out,
+        turn,
+        x.contiguous(),
+        factor if scaled else x,
+        v.normed,
+        v.spread,
+        *sizes,
+        scaled=scaled,
+        **form,
     )
     return out, turn
 
 
-def bend_normalisation(eps: float, v: Values, a: Adjoints, t: Tangents, above: Tensor | None, factor: Tensor) -> Tensor:
+def bend_normalisation(
+    eps: float, v: Values, a: Adjoints, t: Tangents, above: Tensor | None, factor: Tensor
+) -> Tensor:
     """See `attention_rows`."""
     out = torch.empty_like(v.normed)
     grid, sizes, form = _form(out)

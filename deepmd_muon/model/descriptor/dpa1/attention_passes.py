@@ -75,7 +75,9 @@ class Attention(FourPasses):
         query, key, value = parts
         soft, gated = rows.attend(query, key, i.mask, i.gate, self.scale)
         mixed = torch.bmm(gated, value)
-        z, normed, spread = rows.normalise(mixed, i.outer, i.outer_bias, i.x, i.factor, i.shift, self.eps)
+        z, normed, spread = rows.normalise(
+            mixed, i.outer, i.outer_bias, i.x, i.factor, i.shift, self.eps
+        )
         return (z,), Values(parts, inverse, soft, gated, mixed, normed, spread)
 
     def adjoint(self, cotangents: Any, given: Any, kept: Any) -> tuple[Tensors, Perhaps]:
@@ -94,7 +96,9 @@ class Attention(FourPasses):
         mixed = torch.bmm(gated, value).baddbmm_(v.gated, parts[2])
         summed = torch.addmm(x.flatten(0, 1), mixed.flatten(0, 1), outer).view_as(x)
         normed, norm_turn = rows.unnormalise(v, summed)
-        return (normed * factor,), Tangents(x, parts, part_turn, soft, gated, mixed, normed, norm_turn)
+        return (normed * factor,), Tangents(
+            x, parts, part_turn, soft, gated, mixed, normed, norm_turn
+        )
 
     def gradient(self, cotangents: Any, given: Any, kept: Any, left: Any, moved: Any) -> Perhaps:
         """See `FourPasses`."""
@@ -129,7 +133,9 @@ class Attention(FourPasses):
         torch.bmm(scores.mT, query, out=parts[1])
         torch.bmm(v.gated.mT, mixed, out=parts[2])
         raw, part_turn = rows.unscale_(v, parts)
-        adjoints = Adjoints(above, summed, norm_turn, mixed, gated, scores, soft_turn, raw, part_turn)
+        adjoints = Adjoints(
+            above, summed, norm_turn, mixed, gated, scores, soft_turn, raw, part_turn
+        )
         return rows.unproject(raw, i.matrix, summed), of_gate.sum_to_size(i.gate.shape), adjoints
 
     def _pull_along(

@@ -89,7 +89,9 @@ def project_and_rescale(
     parts = project(x, matrix, bias)
     if shortest is None:
         return parts, None
-    inverse: Tensor = torch.linalg.vector_norm(parts, dim=-1, keepdim=True).clamp_min_(shortest).reciprocal_()
+    inverse: Tensor = (
+        torch.linalg.vector_norm(parts, dim=-1, keepdim=True).clamp_min_(shortest).reciprocal_()
+    )
     parts *= inverse
     return parts, inverse
 
@@ -130,7 +132,9 @@ def bend_scaling_(v: Values, a: Adjoints, t: Tangents, raw: Tensor) -> Tensor:
     return raw.addcmul_(a.raw, t.part_turn * v.inverse, value=-1.0)
 
 
-def attend(query: Tensor, key: Tensor, mask: Tensor, gate: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor, key: Tensor, mask: Tensor, gate: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Return P and A."""
     soft = torch.baddbmm(mask, query, key.mT, alpha=scale).softmax(-1)
     return soft, soft * gate
@@ -143,14 +147,18 @@ def pull_attention(v: Values, gated: Tensor, scale: float) -> tuple[Tensor, Tens
     return _scaled_(scores.addcmul_(v.soft, turn, value=-1.0), scale), turn, v.soft * gated
 
 
-def push_attention(v: Values, scores: Tensor, gate: Tensor, of_gate: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def push_attention(
+    v: Values, scores: Tensor, gate: Tensor, of_gate: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Return the tangents of P and A from those of the scores, without `scale`, and of E; `scores` is overwritten."""
     scores = _scaled_(scores, scale)
     soft = scores.sub_((v.soft * scores).sum(-1, keepdim=True)).mul_(v.soft)
     return soft, (soft * gate).addcmul_(v.soft, of_gate)
 
 
-def bend_attention(v: Values, a: Adjoints, t: Tangents, gated: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def bend_attention(
+    v: Values, a: Adjoints, t: Tangents, gated: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Return the cotangents of the scores and of E from that of A, with the derivatives of their adjoints."""
     scores = (t.gated * a.gated).addcmul_(v.gated, gated)
     turn = scores.sum(-1, keepdim=True)
@@ -159,7 +167,13 @@ def bend_attention(v: Values, a: Adjoints, t: Tangents, gated: Tensor, scale: fl
 
 
 def normalise(
-    mixed: Tensor, outer: Tensor, outer_bias: Tensor, x: Tensor, factor: Tensor, shift: Tensor, eps: float
+    mixed: Tensor,
+    outer: Tensor,
+    outer_bias: Tensor,
+    x: Tensor,
+    factor: Tensor,
+    shift: Tensor,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return Z, N and 1/deviation from A·V."""
     summed = torch.addmm(outer_bias, mixed.flatten(0, 1), outer).view_as(x).add_(x)
@@ -175,7 +189,9 @@ def unnormalise(v: Values, x: Tensor, factor: Tensor | None = None) -> tuple[Ten
     return out.sub_(x.mean(-1, keepdim=True)).mul_(v.spread), turn
 
 
-def bend_normalisation(eps: float, v: Values, a: Adjoints, t: Tangents, above: Tensor | None, factor: Tensor) -> Tensor:
+def bend_normalisation(
+    eps: float, v: Values, a: Adjoints, t: Tangents, above: Tensor | None, factor: Tensor
+) -> Tensor:
     """Return `unnormalise` of `above`, and the derivative of `unnormalise` along the tangents, applied to the adjoints.
 
     Like `bend_scaling_` with means, and eps·r⁴·turn(a)·turn(t) more in the first factor: the mean of y² is

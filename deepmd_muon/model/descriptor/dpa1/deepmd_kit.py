@@ -24,10 +24,17 @@ def _check(state: Mapping[str, torch.Tensor]) -> None:
     check_slots(state, "se_atten", "mean", "stddev")
     for what in ("mean", "stddev"):
         angular = state[f"se_atten.{what}"][:, 0, 1:]
-        if not torch.equal(angular, angular[:, :1].expand_as(angular)) or (what == "mean" and angular.any()):
-            raise ForeignModelError(f"the descriptor's {what} differs between the directions of space")
+        if not torch.equal(angular, angular[:, :1].expand_as(angular)) or (
+            what == "mean" and angular.any()
+        ):
+            raise ForeignModelError(
+                f"the descriptor's {what} differs between the directions of space"
+            )
 
 
 TRANSLATION = Translation(
-    empty=lambda part: _EMPTY, is_empty=lambda name: name in _EMPTY, parameters=_parameters, check=_check
+    empty=lambda part: _EMPTY,
+    is_empty=lambda name: name in _EMPTY,
+    parameters=_parameters,
+    check=_check,
 )

@@ -49,7 +49,9 @@ class Embedding(FourPasses):
         """Return the adjoint of s; and w, the layers, `kept`, and the adjoint of every layer's output."""
         (above,), (_, _, w, *flat), f = cotangents, given, self.activation
         first, keeps, adjoints = kept[0], kept[1 + len(self.copies) :], [above]
-        for layer, kind, keep in reversed(list(zip(_behind(flat), self.copies, keeps, strict=True))):
+        for layer, kind, keep in reversed(
+            list(zip(_behind(flat), self.copies, keeps, strict=True))
+        ):
             above = layers.down(layers.slope(f, keep, layer.idt, above), layer, above, kind)
             adjoints.append(above)
         of_s = torch.mm(layers.slope(f, first, None, above), w.unsqueeze(1))
@@ -82,8 +84,12 @@ class Embedding(FourPasses):
                 gradients += found
             else:
                 before, above = forces.before[1 + index], forces.adjoints[depth - 1 - index]
-                (of_h, of_moved), of_bias, of_idt = layers.cotangents(f, keep, layer.idt, before, down, above)
-                of_matrix = torch.mm(inputs[index].t(), of_h).addmm_(forces.tangents[index].t(), of_moved)
+                (of_h, of_moved), of_bias, of_idt = layers.cotangents(
+                    f, keep, layer.idt, before, down, above
+                )
+                of_matrix = torch.mm(inputs[index].t(), of_h).addmm_(
+                    forces.tangents[index].t(), of_moved
+                )
                 gradients += [of_idt, of_bias, of_matrix]
             down = layers.down(of_h, layer, down, self.copies[index])
         if forces is None:

@@ -43,7 +43,11 @@ def geometry(
         return rows, direction, None
     rows, switch, unit = smooth_rows(edges, neighbor >= 0, *reach)
     rows = (rows.to(mean.dtype) - mean.unsqueeze(1)) * inverse.unsqueeze(1)
-    return rows, shortened(unit.to(mean.dtype), rows), switch.to(mean.dtype) if with_switch else None
+    return (
+        rows,
+        shortened(unit.to(mean.dtype), rows),
+        switch.to(mean.dtype) if with_switch else None,
+    )
 
 
 def smooth_rows(
@@ -56,7 +60,9 @@ def smooth_rows(
     edges = torch.where(real.unsqueeze(-1), edges, rcut)
     distance = (edges * edges).sum(-1).sqrt()
     v = ((rcut - distance) / (rcut - rcut_smth)).clamp(0.0, 1.0)
-    switch = -quintic(v) * real  # without cancellation at the cut-off, which `shortened` would magnify
+    switch = (
+        -quintic(v) * real
+    )  # without cancellation at the cut-off, which `shortened` would magnify
     t = 1.0 / (distance + protection)
     rows = torch.cat([(switch * t).unsqueeze(-1), (switch * t * t).unsqueeze(-1) * edges], dim=-1)
     return rows, switch, edges / distance.unsqueeze(-1)
@@ -72,7 +78,9 @@ class _Geometry(torch.autograd.Function):
     """R and D by a kernel."""
 
     @staticmethod
-    def forward(ctx: Any, edges: Tensor, neighbor: Tensor, mean: Tensor, inverse: Tensor, reach: Reach) -> Any:
+    def forward(
+        ctx: Any, edges: Tensor, neighbor: Tensor, mean: Tensor, inverse: Tensor, reach: Reach
+    ) -> Any:
         from deepmd_muon.model.descriptor.dpa1 import geometry_kernels
 
         ctx.reach = reach
@@ -81,7 +89,13 @@ class _Geometry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_rows: Tensor, of_direction: Tensor) -> Any:
-        return _Pull.apply(of_rows, of_direction, *ctx.saved_tensors, ctx.reach), None, None, None, None
+        return (
+            _Pull.apply(of_rows, of_direction, *ctx.saved_tensors, ctx.reach),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _Pull(torch.autograd.Function):

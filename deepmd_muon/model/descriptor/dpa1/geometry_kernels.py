@@ -24,7 +24,9 @@ _LEAST = tl.constexpr(NORMALIZE_EPS)
 def _standard(mean, inverse, edge, nnei, real, k: tl.constexpr):
     """Return mean and inverse deviation of component k."""
     at = edge // nnei * 4 + k
-    return tl.load(mean + at, real, 0.0).to(tl.float64), tl.load(inverse + at, real, 0.0).to(tl.float64)
+    return tl.load(mean + at, real, 0.0).to(tl.float64), tl.load(inverse + at, real, 0.0).to(
+        tl.float64
+    )
 
 
 @triton.jit
@@ -44,7 +46,24 @@ def _rows(
     r2, r3 = (isotropic * y - mean2) * inverse2, (isotropic * z - mean3) * inverse3
     e1, e2, e3 = x * per_distance, y * per_distance, z * per_distance
     length = (r1 * e1 + r2 * e2 + r3 * e3) / _LEAST
-    return x, y, z, r0, r1, r2, r3, e1, e2, e3, per_distance, length, inverse0, inverse1, inverse2, inverse3
+    return (
+        x,
+        y,
+        z,
+        r0,
+        r1,
+        r2,
+        r3,
+        e1,
+        e2,
+        e3,
+        per_distance,
+        length,
+        inverse0,
+        inverse1,
+        inverse2,
+        inverse3,
+    )
 
 
 @triton.jit
@@ -74,9 +93,24 @@ def _pull_kernel(
     """Write the cotangents of some edges."""
     edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = edge < count
-    x, y, z, _, r1, r2, r3, e1, e2, e3, per_distance, length, inverse0, inverse1, inverse2, inverse3 = _rows(
-        edges, neighbor, mean, inverse, edge, nnei, real, rcut, rcut_smth, protection
-    )
+    (
+        x,
+        y,
+        z,
+        _,
+        r1,
+        r2,
+        r3,
+        e1,
+        e2,
+        e3,
+        per_distance,
+        length,
+        inverse0,
+        inverse1,
+        inverse2,
+        inverse3,
+    ) = _rows(edges, neighbor, mean, inverse, edge, nnei, real, rcut, rcut_smth, protection)
     d1 = tl.load(of_direction + edge * 3, real, 0.0).to(tl.float64)
     d2 = tl.load(of_direction + edge * 3 + 1, real, 0.0).to(tl.float64)
     d3 = tl.load(of_direction + edge * 3 + 2, real, 0.0).to(tl.float64)
@@ -86,17 +120,29 @@ def _pull_kernel(
     a1 = (tl.load(of_rows + edge * 4 + 1, real, 0.0).to(tl.float64) + of_length * e1) * inverse1
     a2 = (tl.load(of_rows + edge * 4 + 2, real, 0.0).to(tl.float64) + of_length * e2) * inverse2
     a3 = (tl.load(of_rows + edge * 4 + 3, real, 0.0).to(tl.float64) + of_length * e3) * inverse3
-    u1, u2, u3 = d1 * short + of_length * r1, d2 * short + of_length * r2, d3 * short + of_length * r3
+    u1, u2, u3 = (
+        d1 * short + of_length * r1,
+        d2 * short + of_length * r2,
+        d3 * short + of_length * r3,
+    )
     inward = u1 * e1 + u2 * e2 + u3 * e3
     radial, isotropic, bend = curvature(x, y, z, rcut, rcut_smth, protection)
     scale = radial * a0 + bend * (a1 * x + a2 * y + a3 * z)
     held = real & (tl.load(neighbor + edge, real, -1) >= 0)
-    tl.store(out + edge * 3, tl.where(held, isotropic * a1 + scale * x + (u1 - inward * e1) * per_distance, 0.0), real)
     tl.store(
-        out + edge * 3 + 1, tl.where(held, isotropic * a2 + scale * y + (u2 - inward * e2) * per_distance, 0.0), real
+        out + edge * 3,
+        tl.where(held, isotropic * a1 + scale * x + (u1 - inward * e1) * per_distance, 0.0),
+        real,
     )
     tl.store(
-        out + edge * 3 + 2, tl.where(held, isotropic * a3 + scale * z + (u3 - inward * e3) * per_distance, 0.0), real
+        out + edge * 3 + 1,
+        tl.where(held, isotropic * a2 + scale * y + (u2 - inward * e2) * per_distance, 0.0),
+        real,
+    )
+    tl.store(
+        out + edge * 3 + 2,
+        tl.where(held, isotropic * a3 + scale * z + (u3 - inward * e3) * per_distance, 0.0),
+        real,
     )
 
 
@@ -108,9 +154,24 @@ def _push_kernel(
     """Apply the transpose of `_pull_kernel`: write the derivatives of R and D along a change of the edges."""
     edge = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     real = edge < count
-    x, y, z, _, r1, r2, r3, e1, e2, e3, per_distance, length, inverse0, inverse1, inverse2, inverse3 = _rows(
-        edges, neighbor, mean, inverse, edge, nnei, real, rcut, rcut_smth, protection
-    )
+    (
+        x,
+        y,
+        z,
+        _,
+        r1,
+        r2,
+        r3,
+        e1,
+        e2,
+        e3,
+        per_distance,
+        length,
+        inverse0,
+        inverse1,
+        inverse2,
+        inverse3,
+    ) = _rows(edges, neighbor, mean, inverse, edge, nnei, real, rcut, rcut_smth, protection)
     held = real & (tl.load(neighbor + edge, real, -1) >= 0)
     c1, c2 = tl.load(along + edge * 3, held, 0.0), tl.load(along + edge * 3 + 1, held, 0.0)
     c3 = tl.load(along + edge * 3 + 2, held, 0.0)
@@ -132,7 +193,9 @@ def _push_kernel(
     tl.store(direction + edge * 3 + 2, (u3 * short + e3 * longer).to(dtype), real)
 
 
-def _launch(kernel: triton.JITFunction, written: tuple[Tensor, ...], read: tuple[Tensor, ...], reach: Reach) -> None:
+def _launch(
+    kernel: triton.JITFunction, written: tuple[Tensor, ...], read: tuple[Tensor, ...], reach: Reach
+) -> None:
     """Launch a kernel on all edges; `read` ends with edges, neighbours, mean and inverse."""
     neighbor = read[-3]
     count = neighbor.numel()
@@ -148,7 +211,9 @@ def _empty(neighbor: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     return mean.new_empty(*neighbor.shape, 4), mean.new_empty(*neighbor.shape, 3)
 
 
-def geometry(edges: Tensor, neighbor: Tensor, mean: Tensor, inverse: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
+def geometry(
+    edges: Tensor, neighbor: Tensor, mean: Tensor, inverse: Tensor, reach: Reach
+) -> tuple[Tensor, Tensor]:
     """Return R and D; see `geometry.geometry`."""
     out = _empty(neighbor, mean)
     _launch(_geometry_kernel, out, (edges, neighbor, mean, inverse), reach)
@@ -156,7 +221,13 @@ def geometry(edges: Tensor, neighbor: Tensor, mean: Tensor, inverse: Tensor, rea
 
 
 def pull(
-    of_rows: Tensor, of_direction: Tensor, edges: Tensor, neighbor: Tensor, mean: Tensor, inverse: Tensor, reach: Reach
+    of_rows: Tensor,
+    of_direction: Tensor,
+    edges: Tensor,
+    neighbor: Tensor,
+    mean: Tensor,
+    inverse: Tensor,
+    reach: Reach,
 ) -> Tensor:
     """Return the cotangent of the edges `(nreal, nnei, 3)` from those of R and D."""
     out = edges.new_empty(*neighbor.shape, 3)

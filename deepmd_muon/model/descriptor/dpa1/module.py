@@ -60,7 +60,9 @@ class AttentionBlock(torch.nn.Module):
     mean: torch.Tensor
     stddev: torch.Tensor
 
-    def __init__(self, settings: DPA1Settings | SeAttenV2Settings, ntypes: int, slots: int, stream: SeedPath) -> None:
+    def __init__(
+        self, settings: DPA1Settings | SeAttenV2Settings, ntypes: int, slots: int, stream: SeedPath
+    ) -> None:
         super().__init__()
         dtype = dtype_of(settings.precision)
         types = settings.tebd_dim * (1 if settings.type_one_side else 2)
@@ -71,7 +73,9 @@ class AttentionBlock(torch.nn.Module):
 
         def network(n_in: int, place: int) -> NetworkCollection:
             widths, start = (n_in, *settings.neuron), stream.child(place)
-            return NetworkCollection([Network(widths, None, timestep=settings.resnet_dt, dtype=dtype, stream=start)])
+            return NetworkCollection(
+                [Network(widths, None, timestep=settings.resnet_dt, dtype=dtype, stream=start)]
+            )
 
         self.filter_layers = network(1 if strip else 1 + types, 1)
         self.filter_layers_strip = network(types, 2) if strip else None
@@ -86,7 +90,11 @@ class DPA1(torch.nn.Module):
 
     needs_statistics = True
     recompute = False
-    type_axes: ClassVar[Mapping[str, int]] = {"se_atten.mean": 0, "se_atten.stddev": 0, f"type_embedding.{TABLE}": 0}
+    type_axes: ClassVar[Mapping[str, int]] = {
+        "se_atten.mean": 0,
+        "se_atten.stddev": 0,
+        f"type_embedding.{TABLE}": 0,
+    }
 
     def __init__(
         self,
@@ -99,13 +107,17 @@ class DPA1(torch.nn.Module):
         (self.slots,) = settings.neighbors().sel
         self.reach = Reach(settings.rcut, settings.rcut_smth, settings.env_protection)
         self.axis, self.width = settings.axis_neuron, settings.neuron[-1]
-        self.dim_out = self.width * self.axis + (settings.tebd_dim if settings.concat_output_tebd else 0)
+        self.dim_out = self.width * self.axis + (
+            settings.tebd_dim if settings.concat_output_tebd else 0
+        )
         self.activation = activation(settings.activation_function)
         ntypes, dtype = len(type_map), dtype_of(settings.precision)
         stream = SeedPath(seed if settings.seed is None else settings.seed)
         self.se_atten = AttentionBlock(settings, ntypes, self.slots, stream.child(1))
         bias, width = settings.use_tebd_bias, settings.tebd_dim
-        self.type_embedding = TypeEmbedding(ntypes, width, bias=bias, dtype=dtype, stream=stream.child(2))
+        self.type_embedding = TypeEmbedding(
+            ntypes, width, bias=bias, dtype=dtype, stream=stream.child(2)
+        )
         self.requires_grad_(settings.trainable)
         if not settings.trainable_ln:
             for layer in self.se_atten.dpa1_attention.attention_layers:
@@ -125,31 +137,46 @@ class DPA1(torch.nn.Module):
     def used_slots(self, structures: Structures) -> None:
         """Every slot counts."""
 
-    def forward(self, structures: Structures, edges: torch.Tensor, *, force: bool = True) -> Described:
+    def forward(
+        self, structures: Structures, edges: torch.Tensor, *, force: bool = True
+    ) -> Described:
         """Describe every atom; see `Descriptor`."""
         if edges.device.type != "cpu" or triton_support.is_tracing():
-            return describe_by_autograd(lambda leaf: self._describe(structures, leaf, force=force), edges, force=force)
+            return describe_by_autograd(
+                lambda leaf: self._describe(structures, leaf, force=force), edges, force=force
+            )
         groups = group_atoms(structures)
         back = torch.argsort(torch.cat([rows for rows, _ in groups]))
 
         def describe(leaf: torch.Tensor) -> torch.Tensor:
             """Describe the atoms group by group: the tensors of few atoms stay in the processor's cache."""
-            parts = [self._describe(part, leaf[rows, : part.neighbor.shape[1]], force=force) for rows, part in groups]
+            parts = [
+                self._describe(part, leaf[rows, : part.neighbor.shape[1]], force=force)
+                for rows, part in groups
+            ]
             return torch.cat(parts)[back]
 
         return describe_by_autograd(describe, edges, force=force)
 
-    def _describe(self, structures: Structures, edges: torch.Tensor, *, force: bool) -> torch.Tensor:
+    def _describe(
+        self, structures: Structures, edges: torch.Tensor, *, force: bool
+    ) -> torch.Tensor:
         near = self._neighborhood(structures, edges)
         table = self.type_embedding()
         features = self._embed(near, structures.sorted_type, table, force=force)
         if self.settings.attn_layer:
             gates = self._gates(near, structures)
-            features = self.se_atten.dpa1_attention(features, gates, force=force, recompute=self.recompute)
+            features = self.se_atten.dpa1_attention(
+                features, gates, force=force, recompute=self.recompute
+            )
         weighted = near.rows * near.weight.unsqueeze(-1)
         a = torch.bmm(weighted.transpose(1, 2), features) / self.slots
         d = torch.bmm(a.transpose(1, 2), a[:, :, : self.axis]).flatten(1)
-        return torch.cat([d, rows_of(table, structures.sorted_type)], dim=1) if self.settings.concat_output_tebd else d
+        return (
+            torch.cat([d, rows_of(table, structures.sorted_type)], dim=1)
+            if self.settings.concat_output_tebd
+            else d
+        )
 
     def _neighborhood(self, structures: Structures, edges: torch.Tensor) -> Neighborhood:
         """Return the environment in the precision of the parameters."""
@@ -172,7 +199,9 @@ class DPA1(torch.nn.Module):
             torch.nn.functional.pad(direction, (0, 0, 0, 1)),
         )
 
-    def _embed(self, near: Neighborhood, centre: torch.Tensor, table: torch.Tensor, *, force: bool) -> torch.Tensor:
+    def _embed(
+        self, near: Neighborhood, centre: torch.Tensor, table: torch.Tensor, *, force: bool
+    ) -> torch.Tensor:
         """Return the features of every column `(nreal, ncolumns, width)` before attention.
 
         In the first layer, the products with type vectors are made once for each type. See `four_passes.run` for
@@ -180,7 +209,11 @@ class DPA1(torch.nn.Module):
         """
         first, *others = self.se_atten.filter_layers[0].tensors
         copies, f = self.se_atten.filter_layers[0].copies, self.activation
-        radial, strip, width = near.rows[..., :1], self.settings.tebd_input_mode == "strip", self.settings.tebd_dim
+        radial, strip, width = (
+            near.rows[..., :1],
+            self.settings.tebd_input_mode == "strip",
+            self.settings.tebd_dim,
+        )
         inputs = [radial]  # what a residual first layer adds
         if strip:
             start = first.bias.expand(*near.kind.shape, -1)
@@ -191,7 +224,9 @@ class DPA1(torch.nn.Module):
             if not self.settings.type_one_side:
                 start = start + rows_of(table @ first.matrix[1 + width :], centre).unsqueeze(1)
                 if copies[0]:
-                    inputs.append(rows_of(table, centre).unsqueeze(1).expand(-1, near.kind.shape[1], -1))
+                    inputs.append(
+                        rows_of(table, centre).unsqueeze(1).expand(-1, near.kind.shape[1], -1)
+                    )
         if copies[0] or triton_support.is_tracing():
             value = f.value(start + radial * first.matrix[0])
             x = value if first.idt is None else value * first.idt
@@ -200,7 +235,14 @@ class DPA1(torch.nn.Module):
             found = layers.plain_values(f, copies[1:], x.flatten(0, 1), others)
         else:
             passes, weights = Embedding(f, copies[1:]), self.se_atten.filter_layers[0].flat[3:]
-            (found,) = run(passes, radial.flatten(0, 1), start.flatten(0, 1), first.matrix[0], *weights, force=force)
+            (found,) = run(
+                passes,
+                radial.flatten(0, 1),
+                start.flatten(0, 1),
+                first.matrix[0],
+                *weights,
+                force=force,
+            )
         features = found.view(*near.kind.shape, self.width)
         if not strip:
             return features
@@ -209,15 +251,21 @@ class DPA1(torch.nn.Module):
             gate = gate * near.switch.unsqueeze(-1)
         return features * (1.0 + gate)
 
-    def _type_gate(self, kind: torch.Tensor, centre: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def _type_gate(
+        self, kind: torch.Tensor, centre: torch.Tensor, table: torch.Tensor
+    ) -> torch.Tensor:
         """Return the output of the net of the types `(nreal, ncolumns, width)`, computed once for each pair."""
         assert self.se_atten.filter_layers_strip is not None
         network, ntypes = self.se_atten.filter_layers_strip[0], len(table)
         place, given = kind, table
         if not self.settings.type_one_side:
             place = centre.unsqueeze(1) * ntypes + kind
-            given = torch.cat([table.repeat(ntypes, 1), table.repeat_interleave(ntypes, dim=0)], dim=1)
-        return rows_of(layers.plain_values(self.activation, network.copies, given, network.tensors), place)
+            given = torch.cat(
+                [table.repeat(ntypes, 1), table.repeat_interleave(ntypes, dim=0)], dim=1
+            )
+        return rows_of(
+            layers.plain_values(self.activation, network.copies, given, network.tensors), place
+        )
 
     def _gates(self, near: Neighborhood, structures: Structures) -> Gates:
         """Return the mask and factors of the attention weights."""
@@ -227,13 +275,23 @@ class DPA1(torch.nn.Module):
         if near.switch is not None:
             switch = after = near.switch.unsqueeze(2) * near.switch.unsqueeze(1)
         if self.settings.attn_dotr and switch is None:
-            after = torch.bmm(after * direction, direction.transpose(1, 2))  # less work than a factor of the product
+            after = torch.bmm(
+                after * direction, direction.transpose(1, 2)
+            )  # less work than a factor of the product
         elif self.settings.attn_dotr:
             after = after * torch.bmm(direction, direction.transpose(1, 2))
         # In smooth attention an empty slot has a score, too; only the column that stands for all of them is hidden.
-        hidden = ~real if switch is None else torch.arange(real.shape[1], device=real.device).expand_as(real) >= columns
+        hidden = (
+            ~real
+            if switch is None
+            else torch.arange(real.shape[1], device=real.device).expand_as(real) >= columns
+        )
         # Half of the least number, so that adding a score cannot reach minus infinity.
-        mask = torch.zeros_like(near.weight).masked_fill(hidden, torch.finfo(dtype).min / 2).unsqueeze(1)
+        mask = (
+            torch.zeros_like(near.weight)
+            .masked_fill(hidden, torch.finfo(dtype).min / 2)
+            .unsqueeze(1)
+        )
         return Gates(mask, after, switch, 0 if switch is None else self.slots - columns)
 
 

@@ -176,7 +176,9 @@ def embed_edges(
     return torch.cat([both, (found[0] * factor).unsqueeze(0)])
 
 
-def attend(layer: Attention, x: torch.Tensor, gates: Gates, normalize: bool, shift: float) -> Attended:
+def attend(
+    layer: Attention, x: torch.Tensor, gates: Gates, normalize: bool, shift: float
+) -> Attended:
     """Return one attention layer's values for features `(ncentre, ncolumns, width)`."""
     ncentre, ncolumns, width = x.shape
     flat = x.view(-1, width)
@@ -204,7 +206,9 @@ def attend(layer: Attention, x: torch.Tensor, gates: Gates, normalize: bool, shi
     if gates.beyond > 0 and ncolumns > 0:
         top = scores.amax(-1, keepdim=True).clamp_(min=-shift)
         powers = (scores - top).exp()
-        weights = powers.div_(powers.sum(-1, keepdim=True) + float(gates.beyond) * (-shift - top).exp())
+        weights = powers.div_(
+            powers.sum(-1, keepdim=True) + float(gates.beyond) * (-shift - top).exp()
+        )
     else:
         weights = scores.softmax(-1)
     factors = weights * gates.after
@@ -231,7 +235,9 @@ def _scale_pairs(pairs: torch.Tensor, inverse: list[torch.Tensor]) -> None:
     pairs.mul_(inverse[0].view(ncentre, ncolumns, 1)).mul_(inverse[1].view(ncentre, 1, ncolumns))
 
 
-def _fold(layer: Attention, x: torch.Tensor, normalize: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _fold(
+    layer: Attention, x: torch.Tensor, normalize: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return `Attended.parts` and `Attended.inverse` of a folded layer for features `(ncentre, ncolumns, width)`."""
     ncentre, ncolumns, width = x.shape
     wide = width + 1
@@ -265,7 +271,11 @@ def attend_pullback(
     normalize = len(tape.inverse) > 0
     scaled = above * layer.scale
     along = (scaled * tape.normed).mean(-1, keepdim=True)
-    below = scaled.sub_(scaled.mean(-1, keepdim=True)).addcmul_(tape.normed, along, value=-1.0).mul_(tape.deviation)
+    below = (
+        scaled.sub_(scaled.mean(-1, keepdim=True))
+        .addcmul_(tape.normed, along, value=-1.0)
+        .mul_(tape.deviation)
+    )
     of_mixed = (below if folded else product(below, layer.outer.matrix.t())).view(value.shape)
     of_value = torch.bmm(tape.factors.transpose(1, 2), of_mixed)
     # The softmax: dE/dscore = w·(dE/dw − Σ w·dE/dw), also with a constant in its denominator.
@@ -274,7 +284,9 @@ def attend_pullback(
         of_scores.mul_(tape.inverse[2].view(value.shape[0], 1, value.shape[1]))
     of_after.add_(of_scores)
     of_scores.mul_(gates.after)
-    of_lengths = torch.jit.annotate(list[torch.Tensor], [])  # −dE/dlog(length) of query, key and value
+    of_lengths = torch.jit.annotate(
+        list[torch.Tensor], []
+    )  # −dE/dlog(length) of query, key and value
     if folded and normalize:
         of_lengths.append(of_scores.sum(1))
     of_scores.addcmul_(tape.weights, of_scores.sum(-1, keepdim=True), value=-1.0)
@@ -322,7 +334,10 @@ def _unfold(
     for index in range(len(of_lengths)):
         rate = tape.inverse[index].square().mul_(of_lengths[index].view(-1, 1))
         below.addcmul_(tape.parts[index + 3][:, :width], rate, value=-1.0)
-    first, last = layer.folded[:width, : width + 1], layer.folded[:width, layer.folded.shape[1] - width :]
+    first, last = (
+        layer.folded[:width, : width + 1],
+        layer.folded[:width, layer.folded.shape[1] - width :],
+    )
     accumulate_product(below, torch.bmm(of_scores, extended).view(-1, width + 1), first.t())
     accumulate_product(below, of_value.view(-1, width), last.t())
     return below
@@ -331,7 +346,8 @@ def _unfold(
 def _attention_of(layer: AttentionLayer, normalize: bool) -> Attention:
     own, norm = layer.attention_layer, layer.attn_layer_norm
     inner, outer = (
-        (part.matrix.detach().clone(), part.tensors.bias.detach().clone()) for part in (own.in_proj, own.out_proj)
+        (part.matrix.detach().clone(), part.tensors.bias.detach().clone())
+        for part in (own.in_proj, own.out_proj)
     )
     parts = [
         Dense(matrix.contiguous(), bias.clone(), None, 0)
@@ -420,7 +436,14 @@ class ScriptedDPA1(torch.nn.Module):
         pair = near.kind.unsqueeze(1) * self.table.shape[0] + columns.kind
         fade = columns.switch.detach().view(-1) if self.strip and self.smooth else none
         embedded = embed_edges(
-            self.act, self.layers, rows[..., 0].reshape(-1), pair.view(-1), self.table, self.gate, fade, self.one_side
+            self.act,
+            self.layers,
+            rows[..., 0].reshape(-1),
+            pair.view(-1),
+            self.table,
+            self.gate,
+            fade,
+            self.one_side,
         )
         features = embedded[0].view(ncentre, ncolumns, self.width)
         gates, layers = Gates(none, none, none, 0), torch.jit.annotate(list[Attended], [])
@@ -429,7 +452,9 @@ class ScriptedDPA1(torch.nn.Module):
             plain = Gates(gates.hidden, gates.after.detach(), gates.switch.detach(), gates.beyond)
             for layer in self.attention:
                 layers.append(attend(layer, features, plain, self.normalize, self.shift))
-                features = torch.addcmul(layer.shift, layers[-1].normed, layer.scale).view(features.shape)
+                features = torch.addcmul(layer.shift, layers[-1].normed, layer.scale).view(
+                    features.shape
+                )
         weighted = rows * columns.weight.unsqueeze(-1)
         a = torch.bmm(weighted.transpose(1, 2), features) / self.slots
         descriptor = torch.bmm(a.transpose(1, 2), a[:, :, : self.axis]).flatten(1)
@@ -440,15 +465,23 @@ class ScriptedDPA1(torch.nn.Module):
     def _columns(self, near: Near, vectors: torch.Tensor) -> Columns:
         """Return the environment in the precision of the weights."""
         real = near.neighbor >= 0
-        rows, switch, direction = smooth_rows(vectors, real, self.rcut, self.rcut_smth, self.protection)
+        rows, switch, direction = smooth_rows(
+            vectors, real, self.rcut, self.rcut_smth, self.protection
+        )
         dtype = self.mean.dtype
         mean, scale = self.mean[near.kind], self.scale[near.kind]
         rows = (rows.to(dtype) - mean.unsqueeze(1)) * scale.unsqueeze(1)
         kind = near.types[near.neighbor.clamp(min=0)].clamp(min=0)
-        weight, switch, direction = real.to(dtype), switch.to(dtype), shortened(direction.to(dtype), rows)
+        weight, switch, direction = (
+            real.to(dtype),
+            switch.to(dtype),
+            shortened(direction.to(dtype), rows),
+        )
         if self.plain:
             return Columns(rows, weight, real, kind, switch, direction)
-        empty = (self.slots - (near.neighbor != -1).sum(1, keepdim=True)).to(dtype)  # hidden ones are -2
+        empty = (self.slots - (near.neighbor != -1).sum(1, keepdim=True)).to(
+            dtype
+        )  # hidden ones are -2
         return Columns(
             torch.cat([rows, (-mean * scale).unsqueeze(1)], dim=1),
             torch.cat([weight, empty], dim=1),
@@ -485,7 +518,9 @@ class ScriptedDPA1(torch.nn.Module):
         plain = Gates(gates.hidden, gates.after.detach(), gates.switch.detach(), gates.beyond)
         for index in range(len(tape.layers) - 1, -1, -1):
             layer, values = self.attention[index], tape.layers[index]
-            of_features = attend_pullback(layer, of_features, values, plain, of_after, of_switch, self.shift)
+            of_features = attend_pullback(
+                layer, of_features, values, plain, of_after, of_switch, self.shift
+            )
         of_rows[..., 0] += (of_features * tape.embedded[1]).sum(-1).view(columns.kind.shape)
         results, adjoints = [columns.rows], torch.jit.annotate(list[torch.Tensor | None], [of_rows])
         if tape.embedded.shape[0] > 2:

@@ -38,18 +38,30 @@ class AttentionSettings(EmbeddingSettings):
         ),
     )
     tebd_dim: int = setting(8, **WIDTH, doc="Length of the trained vector of each type.")
-    type_one_side: bool = setting(False, doc="Embed the neighbour's type only, not that of the centre.")
+    type_one_side: bool = setting(
+        False, doc="Embed the neighbour's type only, not that of the centre."
+    )
     attn: int = setting(128, minimum=1, doc="Width of queries, keys and values of the attention.")
     attn_layer: int = setting(2, minimum=0, doc="Number of attention layers.")
-    attn_dotr: bool = setting(True, doc="Multiply attention weights by the cosine of the angle between neighbours.")
+    attn_dotr: bool = setting(
+        True, doc="Multiply attention weights by the cosine of the angle between neighbours."
+    )
     normalize: bool = setting(True, doc="Scale queries, keys and values to length 1.")
     scaling_factor: float = setting(
-        1.0, above=0.0, doc="Without temperature, attention scores are divided by sqrt(attn · scaling_factor)."
+        1.0,
+        above=0.0,
+        doc="Without temperature, attention scores are divided by sqrt(attn · scaling_factor).",
     )
-    temperature: float | None = setting(None, doc="Factor of the attention scores in place of the one above.")
-    concat_output_tebd: bool = setting(True, doc="Append the vector of the atom's type to the descriptor.")
+    temperature: float | None = setting(
+        None, doc="Factor of the attention scores in place of the one above."
+    )
+    concat_output_tebd: bool = setting(
+        True, doc="Append the vector of the atom's type to the descriptor."
+    )
     trainable_ln: bool = setting(True, doc="Train scale and shift of the layer normalisation.")
-    ln_eps: float | None = setting(None, above=0.0, doc="ε of the layer normalisation; 1e-5 when left out.")
+    ln_eps: float | None = setting(
+        None, above=0.0, doc="ε of the layer normalisation; 1e-5 when left out."
+    )
     use_tebd_bias: bool = setting(False, doc="Add a trained vector to those of the types.")
     seed: int | None = setting(
         None,
@@ -58,16 +70,22 @@ class AttentionSettings(EmbeddingSettings):
     )
     foreign: ClassVar[dict[str, Foreign]] = {
         "lmax": Foreign("angular moments beyond vectors, which deepmd-kit has", (1,)),
-        "use_econf_tebd": Foreign("type vectors from electron configurations, which deepmd-kit has", (False,)),
+        "use_econf_tebd": Foreign(
+            "type vectors from electron configurations, which deepmd-kit has", (False,)
+        ),
         "attn_mask": Foreign("a masked diagonal of the attention", (False,)),
-        "stripped_type_embedding": Foreign('the older spelling of tebd_input_mode ("strip" for true)'),
+        "stripped_type_embedding": Foreign(
+            'the older spelling of tebd_input_mode ("strip" for true)'
+        ),
         "spin": Foreign("atomic spins"),
     }
 
     def neighbors(self) -> NeighborRequest:
         """Return one list of the neighbours of all types."""
         if isinstance(self.sel, str):
-            raise InvalidSettingError(f"sel must be numbers by now; found {self.sel!r}: count the neighbours first")
+            raise InvalidSettingError(
+                f"sel must be numbers by now; found {self.sel!r}: count the neighbours first"
+            )
         slots = self.sel if isinstance(self.sel, int) else sum(self.sel)
         return NeighborRequest(self.rcut, (slots,), by_type=False)
 
@@ -106,7 +124,9 @@ class DPA1Settings(AttentionSettings):
         alias=("smooth_type_embdding",),
         doc="Let attention, and the net of the types in 'strip' mode, vanish smoothly at rcut.",
     )
-    set_davg_zero: bool = setting(True, doc="Keep the mean of the environment at 0 instead of taking it from the data.")
+    set_davg_zero: bool = setting(
+        True, doc="Keep the mean of the environment at 0 instead of taking it from the data."
+    )
 
 
 @dataclasses.dataclass(frozen=True)

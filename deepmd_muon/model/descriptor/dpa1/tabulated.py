@@ -50,7 +50,9 @@ class TabulatedDPA1(Tabulated):
         with torch.no_grad():
             pairs = torch.arange(self.request.ntypes**2, device=self.scale.device)
             inputs = self.empty_row[:, 0].repeat_interleave(self.request.ntypes)
-            features = self.embed_exactly(inputs, pairs, torch.zeros_like(inputs[: len(inputs) * (self.channels - 1)]))
+            features = self.embed_exactly(
+                inputs, pairs, torch.zeros_like(inputs[: len(inputs) * (self.channels - 1)])
+            )
         self.register_buffer("empty_features", features[0])
 
     @staticmethod
@@ -59,7 +61,9 @@ class TabulatedDPA1(Tabulated):
         return 2 if own.strip and own.smooth else 1
 
     @staticmethod
-    def features_of(own: ScriptedDPA1, centre: int, other: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def features_of(
+        own: ScriptedDPA1, centre: int, other: int
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the net, with the types and their net's factor as constants; see `Tabulated`."""
         layers = [double(layer) for layer in own.layers]
         types = [] if own.strip else [own.table[other].double()]
@@ -76,12 +80,18 @@ class TabulatedDPA1(Tabulated):
 
         return features
 
-    def embed_exactly(self, x: torch.Tensor, pair: torch.Tensor, switch: torch.Tensor) -> torch.Tensor:
+    def embed_exactly(
+        self, x: torch.Tensor, pair: torch.Tensor, switch: torch.Tensor
+    ) -> torch.Tensor:
         """Return G and its derivatives; see `Tabulated`."""
-        return embed_edges(self.act, self.layers, x, pair, self.types, self.gate, switch, self.one_side)
+        return embed_edges(
+            self.act, self.layers, x, pair, self.types, self.gate, switch, self.one_side
+        )
 
     def fill(self, near: Near, other: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """Return the contribution of empty slots: deepmd-kit gives them the type of the first atom; see `Tabulated`."""
-        empty = (self.slots - (near.neighbor != -1).sum(1)).to(self.scale.dtype)  # hidden ones are -2
+        empty = (self.slots - (near.neighbor != -1).sum(1)).to(
+            self.scale.dtype
+        )  # hidden ones are -2
         features = self.empty_features[near.kind * self.request.ntypes + near.first_type]
         return (self.empty_row[near.kind] * empty.unsqueeze(1)).unsqueeze(2) * features.unsqueeze(1)

@@ -126,7 +126,9 @@ class Angles(FourPasses):
         to_message = None if message is None else torch.empty_like(message)
         to_updated = None if updated is None else torch.empty_like(updated)
         for block, slots, angles in self.blocks():
-            value, keep = self.activation(_sum_of_terms(block, a[angles], weight, u[slots], t[slots]))
+            value, keep = self.activation(
+                _sum_of_terms(block, a[angles], weight, u[slots], t[slots])
+            )
             z_dot = _sum_of_terms(block, a_dot[angles], weight, u_dot[slots], t_dot[slots])
             y_dot = self.activation.times_slope(keep, z_dot)
             if to_message is not None:
@@ -149,7 +151,9 @@ class Angles(FourPasses):
             old = [] if moved is None else _pair(self, old_message, old_updated, a, u, residual)
             now = _pair(self, message, updated, a, u, residual)
             layer = _layer(self, weight, residual)
-            *hats, weight_hat, residual_hat = fast.gradient(now, old, [a, u, t, s], moved or [], *layer)
+            *hats, weight_hat, residual_hat = fast.gradient(
+                now, old, [a, u, t, s], moved or [], *layer
+            )
             return *hats, None, weight_hat, None if residual is None else residual_hat
         f, width = self.activation, self.width
         a_hat, u_hat, t_hat = (torch.empty_like(x) for x in (a, u, t))
@@ -218,7 +222,12 @@ def _layer(angles: Angles, weight: Tensor, residual: Tensor | None) -> tuple[Any
 
 
 def _pair(
-    angles: Angles, message: Tensor | None, updated: Tensor | None, a: Tensor, u: Tensor, residual: Tensor | None
+    angles: Angles,
+    message: Tensor | None,
+    updated: Tensor | None,
+    a: Tensor,
+    u: Tensor,
+    residual: Tensor | None,
 ) -> list[Tensor]:
     """Return the cotangents of m and a′ as kernels take them: zeros where none arrived."""
     if updated is None:

@@ -23,7 +23,9 @@ from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
 
-EDGE_BLOCK_ROWS = 1024  # edges of a block on a CPU: with 512 numbers each 2 MB in float32, about a core's cache
+EDGE_BLOCK_ROWS = (
+    1024  # edges of a block on a CPU: with 512 numbers each 2 MB in float32, about a core's cache
+)
 
 
 class EdgeTerms(NamedTuple):
@@ -134,7 +136,11 @@ class Edges(FourPasses):
     def blocks(self) -> Iterator[slice]:
         """Yield runs of atoms: as many as a CPU's cache takes, elsewhere all."""
         atoms, slots = self.neighbor.shape
-        step = max(1, EDGE_BLOCK_ROWS // max(slots, 1)) if self.neighbor.device.type == "cpu" else max(atoms, 1)
+        step = (
+            max(1, EDGE_BLOCK_ROWS // max(slots, 1))
+            if self.neighbor.device.type == "cpu"
+            else max(atoms, 1)
+        )
         for first in range(0, atoms, step):
             yield slice(first, first + step)
 
@@ -149,7 +155,9 @@ class Edges(FourPasses):
         nreal, nnei = self.neighbor.shape
         n_dim = terms.table.shape[1] - features
         message = terms.p.new_empty(nreal, self.width)
-        update = terms.p.new_empty(nreal, nnei, features - self.width) if features > self.width else None
+        update = (
+            terms.p.new_empty(nreal, nnei, features - self.width) if features > self.width else None
+        )
         moment = terms.p.new_empty(nreal, 3, e_dim + n_dim)
         for atoms in self.blocks():
             block = terms.block(atoms, self.neighbor)
@@ -166,7 +174,9 @@ class Edges(FourPasses):
         left = *cotangents, *given
         fast = _kernels(self, weight)
         if fast is not None:
-            return fast.adjoint(_dense(old, self, weight, terms), list(terms), *_layer(self, weight)), left
+            return fast.adjoint(
+                _dense(old, self, weight, terms), list(terms), *_layer(self, weight)
+            ), left
         f, width, features, e_dim = self.activation, self.width, weight.shape[1], weight.shape[0]
         out = EdgeTerms(*(torch.zeros_like(x) for x in terms))
         for atoms in self.blocks():
@@ -178,13 +188,17 @@ class Edges(FourPasses):
             to_neighbor = torch.zeros_like(block.gathered)
             to_neighbor[..., :features] = z_bar
             if old.message is not None:
-                out.w[atoms] = torch.bmm(value[..., :width], old.message[atoms].unsqueeze(-1)).squeeze(-1)
+                out.w[atoms] = torch.bmm(
+                    value[..., :width], old.message[atoms].unsqueeze(-1)
+                ).squeeze(-1)
             if old.moment is not None:
                 here = old.moment[atoms]
                 e_bar = e_bar.baddbmm_(block.h, here[..., :e_dim])
                 to_neighbor[..., features:] = torch.bmm(block.h, here[..., e_dim:])
                 both = torch.bmm(block.e, here[..., :e_dim].transpose(1, 2))
-                out.h[atoms] = both.baddbmm_(block.gathered[..., features:], here[..., e_dim:].transpose(1, 2))
+                out.h[atoms] = both.baddbmm_(
+                    block.gathered[..., features:], here[..., e_dim:].transpose(1, 2)
+                )
             out.e[atoms] = e_bar
             _add_to_neighbors(out.table, self.neighbor[atoms], to_neighbor)
         return out, left
@@ -204,7 +218,9 @@ class Edges(FourPasses):
             y_dot = self.activation.times_slope(keep, dot.z(weight))
             if out.message is not None:
                 moved = torch.bmm(block.w.unsqueeze(1), y_dot[..., :width])
-                out.message[atoms] = moved.baddbmm_(dot.w.unsqueeze(1), value[..., :width]).squeeze(1)
+                out.message[atoms] = moved.baddbmm_(dot.w.unsqueeze(1), value[..., :width]).squeeze(
+                    1
+                )
             if out.update is not None:
                 out.update[atoms] = y_dot[..., width:]
             if out.moment is not None:
@@ -221,12 +237,18 @@ class Edges(FourPasses):
         if fast is not None:
             earlier = [] if moved is None else _dense(old, self, weight, terms)
             arrived = _dense(now, self, weight, terms)
-            weight_hat, *hats = fast.gradient(arrived, earlier, list(terms), moved or [], *_layer(self, weight))
+            weight_hat, *hats = fast.gradient(
+                arrived, earlier, list(terms), moved or [], *_layer(self, weight)
+            )
             return *hats, None, None, weight_hat
         moving = None if moved is None else EdgeTerms(*moved)
         f, width, features, e_dim = self.activation, self.width, weight.shape[1], weight.shape[0]
         weight_hat = torch.zeros_like(weight)
-        e_hat, p_hat, table_hat = torch.empty_like(terms.e), torch.empty_like(terms.p), torch.zeros_like(terms.table)
+        e_hat, p_hat, table_hat = (
+            torch.empty_like(terms.e),
+            torch.empty_like(terms.p),
+            torch.zeros_like(terms.table),
+        )
         for atoms in self.blocks():
             block = terms.block(atoms, self.neighbor)
             value, keep = f(block.z(weight))
@@ -237,7 +259,9 @@ class Edges(FourPasses):
             else:
                 dot = moving.block(atoms, self.neighbor)
                 if old.message is not None:
-                    y_hat[..., :width].addcmul_(dot.w.unsqueeze(-1), old.message[atoms].unsqueeze(1))
+                    y_hat[..., :width].addcmul_(
+                        dot.w.unsqueeze(-1), old.message[atoms].unsqueeze(1)
+                    )
                 if old.moment is not None:
                     parts.append((dot.h, old.moment[atoms]))
                 y_bar = old.of_y(atoms, block.w, value, width)
@@ -274,10 +298,19 @@ def _layer(edges: Edges, weight: torch.Tensor) -> tuple[Any, ...]:
     formula = edges.activation.formula
     assert formula is not None
     kind, *curve_of = formula
-    return edges.neighbor, *(edges.incoming or incoming(edges.neighbor)), weight, edges.width, kind, curve_of
+    return (
+        edges.neighbor,
+        *(edges.incoming or incoming(edges.neighbor)),
+        weight,
+        edges.width,
+        kind,
+        curve_of,
+    )
 
 
-def _dense(cotangents: EdgeCotangents, edges: Edges, weight: torch.Tensor, terms: EdgeTerms) -> list[torch.Tensor]:
+def _dense(
+    cotangents: EdgeCotangents, edges: Edges, weight: torch.Tensor, terms: EdgeTerms
+) -> list[torch.Tensor]:
     """Return cotangents as kernels take them: zeros where none arrived."""
     nreal, nnei = edges.neighbor.shape
     rest = weight.shape[1] - edges.width
@@ -286,7 +319,10 @@ def _dense(cotangents: EdgeCotangents, edges: Edges, weight: torch.Tensor, terms
         (nreal, nnei, rest) if rest else (0,),
         (nreal, 3, weight.shape[0] + terms.table.shape[1] - weight.shape[1]),
     )
-    return [weight.new_zeros(*shape) if x is None else x for x, shape in zip(cotangents, shapes, strict=True)]
+    return [
+        weight.new_zeros(*shape) if x is None else x
+        for x, shape in zip(cotangents, shapes, strict=True)
+    ]
 
 
 def _add_to_neighbors(table: torch.Tensor, neighbor: torch.Tensor, rows: torch.Tensor) -> None:

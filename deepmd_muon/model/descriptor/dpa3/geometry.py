@@ -15,13 +15,17 @@ import torch
 from deepmd_muon.model.descriptor.environment import quintic
 
 EXPONENT = 20.0  # steepness of the exponential switch, deepmd-kit's
-COSINE_SCALE = (1.0 - 1e-6) / math.sqrt(math.pi)  # deepmd-kit's guard of the arc cosine, and its normalisation
+COSINE_SCALE = (1.0 - 1e-6) / math.sqrt(
+    math.pi
+)  # deepmd-kit's guard of the arc cosine, and its normalisation
 DISTANCE_GUARD = 1e-6  # added to a distance before a vector is divided by it [Å]
 EDGE_TILE = 32  # slots that a kernel's program takes at a time
 ANGLE_BLOCK_ROWS = 4096  # angles of a block on a CPU: with 96 features 1.5 MB, about a core's cache
 
 
-def weigh(r: torch.Tensor, start: float, end: float, exponential: bool, exponent: float = EXPONENT) -> torch.Tensor:
+def weigh(
+    r: torch.Tensor, start: float, end: float, exponential: bool, exponent: float = EXPONENT
+) -> torch.Tensor:
     """Return the weight of neighbours at distances r [Å], 1 up to about `start`, then falling; also in TorchScript.
 
     The quintic polynomial ends at 0 at `end`; the exponential form exp(−exp(20·(r − start)/start)) is not 0 there, but
@@ -126,7 +130,9 @@ def incoming(neighbor: torch.Tensor, empty: torch.Tensor | None = None) -> Incom
     first = torch.arange(0, neighbor.shape[1], EDGE_TILE, device=neighbor.device)
     beyond = (first[:, None] >= leading(used)).flatten().to(torch.uint8)
     sorted_beyond, tiles = beyond.sort(stable=True)
-    count = torch.searchsorted(sorted_beyond, torch.ones(1, dtype=torch.uint8, device=neighbor.device))
+    count = torch.searchsorted(
+        sorted_beyond, torch.ones(1, dtype=torch.uint8, device=neighbor.device)
+    )
     return Incoming(order, torch.searchsorted(ends, atoms), tiles.int(), count)
 
 
@@ -135,7 +141,11 @@ def plan_angles(counts: np.ndarray, nnei: int, device: torch.device) -> AnglePla
 
     The first `counts` of the `nnei` neighbours of each atom may take part in angles `(nreal,)`, on the host.
     """
-    return exact_angles(counts, nnei, device) if device.type == "cpu" else padded_angles(counts, nnei, device)
+    return (
+        exact_angles(counts, nnei, device)
+        if device.type == "cpu"
+        else padded_angles(counts, nnei, device)
+    )
 
 
 def exact_angles(counts: np.ndarray, nnei: int, device: torch.device) -> AnglePlan:
@@ -147,7 +157,9 @@ def exact_angles(counts: np.ndarray, nnei: int, device: torch.device) -> AnglePl
         atoms = np.flatnonzero(counts == count)
         slots.append((atoms[:, None] * nnei + np.arange(count)).reshape(-1))
         room = max(1, ANGLE_BLOCK_ROWS // count**2)
-        blocks += [AngleBlock(min(room, len(atoms) - first), count) for first in range(0, len(atoms), room)]
+        blocks += [
+            AngleBlock(min(room, len(atoms) - first), count) for first in range(0, len(atoms), room)
+        ]
     slot = torch.from_numpy(np.concatenate(slots)).to(device)
     return AnglePlan(tuple(blocks), slot, slot // max(nnei, 1))
 

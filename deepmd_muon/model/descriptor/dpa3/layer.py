@@ -74,7 +74,12 @@ class RepflowLayer(torch.nn.Module):
     """
 
     def __init__(
-        self, repflow: RepflowSettings, activation: Activation, *, dtype: torch.dtype, stream: SeedPath
+        self,
+        repflow: RepflowSettings,
+        activation: Activation,
+        *,
+        dtype: torch.dtype,
+        stream: SeedPath,
     ) -> None:
         super().__init__()
         self.repflow, self.activation = repflow, activation
@@ -86,9 +91,13 @@ class RepflowLayer(torch.nn.Module):
 
         def residual(width: int, *place: int) -> torch.nn.Parameter:
             if repflow.update_residual_init == "const":
-                return torch.nn.Parameter(torch.full((width,), repflow.update_residual, dtype=dtype))
+                return torch.nn.Parameter(
+                    torch.full((width,), repflow.update_residual, dtype=dtype)
+                )
             generator = stream.child(*place).generator()
-            drawn = torch.empty(width, dtype=dtype).normal_(0.0, repflow.update_residual, generator=generator)
+            drawn = torch.empty(width, dtype=dtype).normal_(
+                0.0, repflow.update_residual, generator=generator
+            )
             return torch.nn.Parameter(drawn)
 
         trained = repflow.update_style == "res_residual"
@@ -129,19 +138,27 @@ class RepflowLayer(torch.nn.Module):
             node = self._nodes(features.node, [message], moment, force=force)
         if update is None:
             return Features(node, features.edge, features.angle)
-        return Features(node, self._edge_features(features.edge, graph, update, reduced, force=force), angle)
+        return Features(
+            node, self._edge_features(features.edge, graph, update, reduced, force=force), angle
+        )
 
     def _edges(
         self, features: Features, graph: Graph, wanted: Wanted, *, force: bool
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return the message of all edges to their centre, the update of the edges, and H (see `edges`)."""
         n, e = self.repflow.n_dim, self.repflow.e_dim
-        layers = [self.node_edge_linear, self.edge_self_linear] if wanted.edge else [self.node_edge_linear]
+        layers = (
+            [self.node_edge_linear, self.edge_self_linear]
+            if wanted.edge
+            else [self.node_edge_linear]
+        )
         centre, other, own = torch.cat([layer.matrix for layer in layers], 1).split([n, n, e])
         p = torch.addmm(torch.cat([layer.tensors.bias for layer in layers]), features.node, centre)
         table = torch.cat([torch.mm(features.node, other), features.node], 1)
         given = features.edge, p, table, graph.edge_weight, graph.direction, own
-        message, update, moment = run(Edges(graph.neighbor, self.activation, n, graph.incoming), *given, force=force)
+        message, update, moment = run(
+            Edges(graph.neighbor, self.activation, n, graph.incoming), *given, force=force
+        )
         return message, update, moment
 
     def _nodes(self, node: Tensor, plain: list[Tensor], moment: Tensor, *, force: bool) -> Tensor:
@@ -151,7 +168,9 @@ class RepflowLayer(torch.nn.Module):
         if kernels_fit(node, self.activation):
             from deepmd_muon.model.descriptor.dpa3.kernels.nodes import Nodes
 
-            carry, rho = _residual_weights(repflow.update_style, self.n_residual, node, 2 + len(plain))
+            carry, rho = _residual_weights(
+                repflow.update_style, self.n_residual, node, 2 + len(plain)
+            )
             passes = Nodes(self.activation, carry, repflow.axis_neuron, repflow.e_dim)
             weights = (*self.node_self_mlp.tensors[:2], *self.node_sym_linear.tensors[:2])
             out: Tensor
@@ -168,11 +187,17 @@ class RepflowLayer(torch.nn.Module):
         ]
         return _residual_sum(repflow.update_style, node, updates, self.n_residual)
 
-    def _angles(self, features: Features, graph: Graph, wanted: Wanted, *, force: bool) -> tuple[Tensor, Tensor | None]:
+    def _angles(
+        self, features: Features, graph: Graph, wanted: Wanted, *, force: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the message of all angles to their first edge `(nslots, e_dim)`, and the angles after the layer."""
         repflow = self.repflow
         of_node, edges = repflow.angle_node, repflow.angle_edge
-        layers = [self.edge_angle_linear1, self.angle_self_linear] if wanted.angle else [self.edge_angle_linear1]
+        layers = (
+            [self.edge_angle_linear1, self.angle_self_linear]
+            if wanted.angle
+            else [self.edge_angle_linear1]
+        )
         matrix = torch.cat([layer.matrix for layer in layers], 1)
         own, centre, second, first = matrix.split([repflow.a_dim, of_node, edges, edges])
         bias = torch.cat([layer.tensors.bias for layer in layers])
@@ -181,13 +206,17 @@ class RepflowLayer(torch.nn.Module):
             slots, width = graph.plan.blocks[0].width, features.edge.shape[1:]
             cut = torch.nn.functional.pad(features.edge, (0, edges - width[1], 0, slots - width[0]))
             edge = cut.flatten(0, 1)
-            u = (torch.mm(edge, first).view(-1, slots, matrix.shape[1]) + per_atom.unsqueeze(1)).flatten(0, 1)
+            u = (
+                torch.mm(edge, first).view(-1, slots, matrix.shape[1]) + per_atom.unsqueeze(1)
+            ).flatten(0, 1)
         else:
             edge = features.edge.flatten(0, 1)[:, :edges].index_select(0, graph.plan.slot)
             u = torch.addmm(per_atom.index_select(0, graph.plan.atom), edge, first)
         t = torch.mm(edge, second)
         assert features.angle is not None
-        carry, (residual,) = _residual_weights(repflow.update_style, self.a_residual, features.angle)
+        carry, (residual,) = _residual_weights(
+            repflow.update_style, self.a_residual, features.angle
+        )
         passes = Angles(graph.plan, self.activation, repflow.e_dim, carry)
         given = features.angle, u, t, graph.angle_weight, own, residual if wanted.angle else None
         reduced, angle = run(passes, *given, force=force)
@@ -200,13 +229,25 @@ class RepflowLayer(torch.nn.Module):
         style, residuals, f = self.repflow.update_style, self.e_residual, self.activation.value
         if reduced is None:
             return _residual_sum(style, edge, [update], residuals)
-        if self.repflow.smooth_edge_update and graph.plan.padded and kernels_fit(edge, self.activation):
+        if (
+            self.repflow.smooth_edge_update
+            and graph.plan.padded
+            and kernels_fit(edge, self.activation)
+        ):
             from deepmd_muon.model.descriptor.dpa3.kernels.edge_sums import EdgeSum
 
             carry, rho = _residual_weights(style, residuals, edge, 2)
             passes = EdgeSum(self.activation, carry, graph.plan.blocks[0].width)
             out: Tensor
-            (out,) = run(passes, edge, update, reduced, *self.edge_angle_linear2.tensors[:2], *rho, force=force)
+            (out,) = run(
+                passes,
+                edge,
+                update,
+                reduced,
+                *self.edge_angle_linear2.tensors[:2],
+                *rho,
+                force=force,
+            )
             return out
         rows, linear, slot = edge.flatten(0, 1), self.edge_angle_linear2, graph.plan.slot
         if self.repflow.smooth_edge_update:  # an edge without angles takes zero as message
@@ -227,7 +268,9 @@ def _apply(layer: Layer, x: Tensor) -> Tensor:
     return torch.addmm(layer.tensors.bias, x, layer.matrix)
 
 
-def _residual_sum(style: str, x: Tensor, updates: list[Tensor], residuals: torch.nn.ParameterList) -> Tensor:
+def _residual_sum(
+    style: str, x: Tensor, updates: list[Tensor], residuals: torch.nn.ParameterList
+) -> Tensor:
     """Return x with its updates added: weighted by trained vectors, averaged, or incremented."""
     if style == "res_residual":
         for weight, update in zip(residuals, updates, strict=True):

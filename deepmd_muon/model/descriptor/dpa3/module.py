@@ -33,12 +33,17 @@ class Repflows(torch.nn.Module):
         shape = (ntypes, repflow.slots[0], 4)
         self.register_buffer("mean", torch.zeros(shape, dtype=dtype))
         self.register_buffer("stddev", torch.full(shape, repflow.fix_stat_std or 1.0, dtype=dtype))
-        self.edge_embd = Layer(1, repflow.e_dim, timestep=False, dtype=dtype, stream=stream.child(0))
-        self.angle_embd = Layer(1, repflow.a_dim, timestep=False, bias=False, dtype=dtype, stream=stream.child(1))
+        self.edge_embd = Layer(
+            1, repflow.e_dim, timestep=False, dtype=dtype, stream=stream.child(0)
+        )
+        self.angle_embd = Layer(
+            1, repflow.a_dim, timestep=False, bias=False, dtype=dtype, stream=stream.child(1)
+        )
         f = activation(settings.activation_function)
         layers = stream.child(1)
         self.layers = torch.nn.ModuleList(
-            RepflowLayer(repflow, f, dtype=dtype, stream=layers.child(index)) for index in range(repflow.nlayers)
+            RepflowLayer(repflow, f, dtype=dtype, stream=layers.child(index))
+            for index in range(repflow.nlayers)
         )
 
 
@@ -50,10 +55,17 @@ class DPA3(torch.nn.Module):
     """
 
     recompute = False
-    type_axes: ClassVar[Mapping[str, int]] = {"repflows.mean": 0, "repflows.stddev": 0, f"type_embedding.{TABLE}": 0}
+    type_axes: ClassVar[Mapping[str, int]] = {
+        "repflows.mean": 0,
+        "repflows.stddev": 0,
+        f"type_embedding.{TABLE}": 0,
+    }
 
     def __init__(
-        self, settings: DPA3Settings, type_map: Sequence[str], seed: int | Sequence[int] | None = None
+        self,
+        settings: DPA3Settings,
+        type_map: Sequence[str],
+        seed: int | Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.settings = settings
@@ -62,7 +74,11 @@ class DPA3(torch.nn.Module):
         stream = SeedPath(seed if settings.seed is None else settings.seed)
         self.repflows = Repflows(settings, len(type_map), stream.child(1))
         self.type_embedding = TypeEmbedding(
-            len(type_map), repflow.n_dim, bias=settings.use_tebd_bias, dtype=dtype, stream=stream.child(2)
+            len(type_map),
+            repflow.n_dim,
+            bias=settings.use_tebd_bias,
+            dtype=dtype,
+            stream=stream.child(2),
         )
         self.dim_out = repflow.n_dim * (2 if settings.concat_output_tebd else 1)
         self.activation = activation(settings.activation_function)
@@ -82,16 +98,24 @@ class DPA3(torch.nn.Module):
         """Divide environment rows by these deviations `(ntypes, 4)`; their mean stays 0."""
         self.repflows.stddev.copy_(stddev[:, None, :].expand_as(self.repflows.stddev))
 
-    def forward(self, structures: Structures, edges: torch.Tensor, *, force: bool = True) -> Described:
+    def forward(
+        self, structures: Structures, edges: torch.Tensor, *, force: bool = True
+    ) -> Described:
         """Describe every atom; see `Descriptor`."""
-        return describe_by_autograd(lambda leaf: self._describe(structures, leaf, force=force), edges, force=force)
+        return describe_by_autograd(
+            lambda leaf: self._describe(structures, leaf, force=force), edges, force=force
+        )
 
-    def _describe(self, structures: Structures, edges: torch.Tensor, *, force: bool) -> torch.Tensor:
+    def _describe(
+        self, structures: Structures, edges: torch.Tensor, *, force: bool
+    ) -> torch.Tensor:
         repflow, f = self.settings.repflow, self.activation.value
         empty = structures.neighbor < 0
         edges = torch.where(empty.unsqueeze(-1), repflow.e_rcut, edges)
         distance = edges.square().sum(-1).sqrt()
-        weight = weigh(distance, repflow.e_rcut_smth, repflow.e_rcut, repflow.use_exp_switch).masked_fill(empty, 0.0)
+        weight = weigh(
+            distance, repflow.e_rcut_smth, repflow.e_rcut, repflow.use_exp_switch
+        ).masked_fill(empty, 0.0)
         graph, cosine, radial = self._graph(structures, edges, distance, weight)
         types = rows_of(self.type_embedding(), structures.sorted_type)
         start = self.repflows.edge_embd
@@ -104,13 +128,26 @@ class DPA3(torch.nn.Module):
         last = repflow.nlayers - 1
         for index, layer in enumerate(self.repflows.layers):
             wanted = Wanted(edge=index < last, angle=index < last - 1)
-            given = {"graph": graph, "wanted": wanted, "force": force, "overlap": not self.recompute}
+            given = {
+                "graph": graph,
+                "wanted": wanted,
+                "force": force,
+                "overlap": not self.recompute,
+            }
             whole = functools.partial(layer, **given)
             features = run_layer(whole, features, recompute=self.recompute)
-        return torch.cat([features.node, types], 1) if self.settings.concat_output_tebd else features.node
+        return (
+            torch.cat([features.node, types], 1)
+            if self.settings.concat_output_tebd
+            else features.node
+        )
 
     def _graph(
-        self, structures: Structures, edges: torch.Tensor, distance: torch.Tensor, weight: torch.Tensor
+        self,
+        structures: Structures,
+        edges: torch.Tensor,
+        distance: torch.Tensor,
+        weight: torch.Tensor,
     ) -> tuple[Graph, torch.Tensor, torch.Tensor]:
         """Return the graph, the cosine of every angle and the number that every edge starts from."""
         repflow, dtype = self.settings.repflow, self.repflows.mean.dtype
@@ -125,11 +162,15 @@ class DPA3(torch.nn.Module):
         rank = plan.slot % max(edges.shape[1], 1)
         in_angle = (near < repflow.a_rcut) & (rank < repflow.slots[1])
         in_angle &= structures.neighbor.flatten().index_select(0, plan.slot) >= 0
-        angle_weight = weigh(near, repflow.a_rcut_smth, repflow.a_rcut, repflow.use_exp_switch).masked_fill(
-            ~in_angle, 0.0
+        angle_weight = weigh(
+            near, repflow.a_rcut_smth, repflow.a_rcut, repflow.use_exp_switch
+        ).masked_fill(~in_angle, 0.0)
+        unit = edges.flatten(0, 1).index_select(0, plan.slot) / (near + DISTANCE_GUARD).unsqueeze(
+            -1
         )
-        unit = edges.flatten(0, 1).index_select(0, plan.slot) / (near + DISTANCE_GUARD).unsqueeze(-1)
-        place = structures.order.new_zeros(structures.atype.numel())  # of each atom among the sorted ones
+        place = structures.order.new_zeros(
+            structures.atype.numel()
+        )  # of each atom among the sorted ones
         place[structures.order] = torch.arange(len(structures.order), device=place.device)
         neighbor = place[structures.neighbor.clamp(min=0)]
         graph = Graph(

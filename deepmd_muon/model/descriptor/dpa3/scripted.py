@@ -86,7 +86,9 @@ def add_updates(residual: Residual, x: torch.Tensor, updates: list[torch.Tensor]
 
 def rows_product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return x·matrix, from x `(…, n)`."""
-    rows: torch.Tensor = product(x.reshape([-1, matrix.shape[0]]), matrix).unflatten(0, list(x.shape[:-1]))
+    rows: torch.Tensor = product(x.reshape([-1, matrix.shape[0]]), matrix).unflatten(
+        0, list(x.shape[:-1])
+    )
     return rows
 
 
@@ -107,7 +109,9 @@ def update_nodes(
 
     `plain` holds the terms that are added as they are, `moments` H of edges and neighbours `(ncentre, 3, width)`.
     """
-    symmetric = [torch.bmm(part[..., :axis].transpose(1, 2), part).flatten(1) / 3.0 for part in moments]
+    symmetric = [
+        torch.bmm(part[..., :axis].transpose(1, 2), part).flatten(1) / 3.0 for part in moments
+    ]
     updates = [
         value_of(act, apply_dense(weights.node_self, node)),
         value_of(act, apply_dense(weights.node_symmetric, torch.cat(symmetric, 1))),
@@ -117,7 +121,12 @@ def update_nodes(
 
 
 def update_angles(
-    act: Act, weights: LayerWeights, node: torch.Tensor, edge: torch.Tensor, angle: torch.Tensor, graph: Graph
+    act: Act,
+    weights: LayerWeights,
+    node: torch.Tensor,
+    edge: torch.Tensor,
+    angle: torch.Tensor,
+    graph: Graph,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the message of angles to their first edge `(ncentre, nslots, e_dim)`, and the angles after the layer."""
     own, centre, second, first = weights.angle.parts
@@ -135,13 +144,20 @@ def update_angles(
 
 
 def edge_from_angles(
-    act: Act, linear: Dense, edge: torch.Tensor, reduced: torch.Tensor, in_angle: torch.Tensor, smooth: bool
+    act: Act,
+    linear: Dense,
+    edge: torch.Tensor,
+    reduced: torch.Tensor,
+    in_angle: torch.Tensor,
+    smooth: bool,
 ) -> torch.Tensor:
     """Return the update of every edge by its angles; see `RepflowLayer._edge_features`."""
     slots = reduced.shape[1]
     rest = edge.shape[1] - slots
     if smooth:
-        others = value_of(act, linear.bias.unsqueeze(0)).unsqueeze(0).expand(edge.shape[0], rest, -1)
+        others = (
+            value_of(act, linear.bias.unsqueeze(0)).unsqueeze(0).expand(edge.shape[0], rest, -1)
+        )
         return torch.cat([value_of(act, apply_dense(linear, reduced)), others], 1)
     reduced = torch.where(in_angle.unsqueeze(2), reduced, edge[:, :slots])
     return value_of(act, apply_dense(linear, torch.cat([reduced, edge[:, slots:]], 1)))
@@ -206,7 +222,9 @@ class ScriptedDPA3(torch.nn.Module):
             p = add_product(weights.edge.bias, node, centre)
             gathered = neighbor_rows(torch.cat([product(node, other), node], 1), near)
             features = own.shape[1]
-            y = value_of(self.act, rows_product(edge, own) + p.unsqueeze(1) + gathered[..., :features])
+            y = value_of(
+                self.act, rows_product(edge, own) + p.unsqueeze(1) + gathered[..., :features]
+            )
             message = torch.bmm(graph.edge_weight.unsqueeze(1), y[..., : self.n_dim]).squeeze(1)
             across = graph.direction.transpose(1, 2)
             moments = [torch.bmm(across, edge), torch.bmm(across, gathered[..., features:])]
@@ -217,7 +235,11 @@ class ScriptedDPA3(torch.nn.Module):
                 if self.with_angles:
                     reduced, angle = update_angles(self.act, weights, old, edge, angle, graph)
                     linear = weights.edge_from_angle
-                    updates.append(edge_from_angles(self.act, linear, edge, reduced, graph.in_angle, self.smooth))
+                    updates.append(
+                        edge_from_angles(
+                            self.act, linear, edge, reduced, graph.in_angle, self.smooth
+                        )
+                    )
                 edge = add_updates(weights.edge_residual, edge, updates)
         descriptor = torch.cat([node, types], 1) if self.append_types else node
         return descriptor.detach(), Tape(vectors, descriptor)
@@ -271,7 +293,11 @@ def layer_weights(layer: RepflowLayer, *, edge: bool, angle: bool) -> LayerWeigh
     of_edge = [layer.node_edge_linear, layer.edge_self_linear] if edge else [layer.node_edge_linear]
     angles = empty
     if with_angles:
-        of_angle = [layer.edge_angle_linear1, layer.angle_self_linear] if angle else [layer.edge_angle_linear1]
+        of_angle = (
+            [layer.edge_angle_linear1, layer.angle_self_linear]
+            if angle
+            else [layer.edge_angle_linear1]
+        )
         edges = repflow.angle_edge
         angles = split(of_angle, [repflow.a_dim, repflow.angle_node, edges, edges])
     return LayerWeights(
@@ -298,10 +324,14 @@ def split(layers: list[Layer], rows: list[int]) -> Split:
     return Split([part.contiguous() for part in matrix.split(rows)], bias)
 
 
-def residual(style: str, weights: torch.nn.ParameterList, count: int, width: int, like: torch.Tensor) -> Residual:
+def residual(
+    style: str, weights: torch.nn.ParameterList, count: int, width: int, like: torch.Tensor
+) -> Residual:
     """Return how features and `count` updates are added: by trained vectors, averaged, or incremented."""
     if style == "res_residual":
         trained = [weight.detach().clone() for weight in weights]
         return Residual(1.0, torch.stack(trained) if trained else like)
-    carry, factor = (1 / math.sqrt(count + 1),) * 2 if style == "res_avg" else (1.0, 1 / math.sqrt(count))
+    carry, factor = (
+        (1 / math.sqrt(count + 1),) * 2 if style == "res_avg" else (1.0, 1 / math.sqrt(count))
+    )
     return Residual(carry, like.new_full((count, width), factor))

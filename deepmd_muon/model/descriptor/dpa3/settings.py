@@ -6,7 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
-from deepmd_muon.model.descriptor.settings import DescriptorSettings, NeighborCounts, NeighborRequest
+from deepmd_muon.model.descriptor.settings import (
+    DescriptorSettings,
+    NeighborCounts,
+    NeighborRequest,
+)
 from deepmd_muon.model.shared_settings import (
     ACTIVATION,
     AUTO_SEL,
@@ -26,7 +30,12 @@ from deepmd_muon.setting import InvalidSettingError, setting
 UpdateStyle = Literal["res_residual", "res_avg", "res_incr"]
 OLD_FIXED_DEVIATION = 0.3  # the value that deepmd-kit's `skip_stat` implies
 
-_SEL: dict[str, Any] = {"minimum": 1, **SLOTS, "pattern": AUTO_SEL, "forms": '"auto", "auto:factor" or a whole number'}
+_SEL: dict[str, Any] = {
+    "minimum": 1,
+    **SLOTS,
+    "pattern": AUTO_SEL,
+    "forms": '"auto", "auto:factor" or a whole number',
+}
 
 
 def _not_above(key: str, *limits: str) -> Rule:
@@ -73,7 +82,9 @@ class RepflowSettings(Section):
     """Layers that update nodes, edges and angles."""
 
     e_rcut: float = setting(**CUTOFF, doc="Cut-off radius of edges [Å].")
-    e_rcut_smth: float = setting(above=0.0, doc="Radius [Å] from which the weight of an edge falls smoothly.")
+    e_rcut_smth: float = setting(
+        above=0.0, doc="Radius [Å] from which the weight of an edge falls smoothly."
+    )
     e_sel: int | str = setting(
         **_SEL,
         doc=(
@@ -86,7 +97,9 @@ class RepflowSettings(Section):
     a_rcut_smth: float = setting(
         above=0.0, doc="Radius [Å] from which the weight of an edge in its angles falls smoothly."
     )
-    a_sel: int | str = setting(**_SEL, doc="As e_sel, for the neighbours inside a_rcut and the sums over angles.")
+    a_sel: int | str = setting(
+        **_SEL, doc="As e_sel, for the neighbours inside a_rcut and the sums over angles."
+    )
     n_dim: int = setting(128, **WIDTH, doc="Features of a node (atom).")
     e_dim: int = setting(64, **WIDTH, doc="Features of an edge.")
     a_dim: int = setting(64, **WIDTH, doc="Features of an angle.")
@@ -96,12 +109,16 @@ class RepflowSettings(Section):
         minimum=0,
         doc="Angles see a_dim/c features of their node and a_dim/(2c)·a_compress_e_rate of their edges; 0: all.",
     )
-    a_compress_e_rate: int = setting(1, minimum=1, doc="Factor on the features of an edge that angles see.")
+    a_compress_e_rate: int = setting(
+        1, minimum=1, doc="Factor on the features of an edge that angles see."
+    )
     a_compress_use_split: bool = setting(
         False, doc="Angles see the first features of node and edges, not a linear map of all."
     )
     axis_neuron: int = setting(
-        4, **WIDTH, doc="Number of columns of the directional sums that the symmetric update multiplies them with."
+        4,
+        **WIDTH,
+        doc="Number of columns of the directional sums that the symmetric update multiplies them with.",
     )
     fix_stat_std: float = setting(
         OLD_FIXED_DEVIATION,
@@ -109,7 +126,9 @@ class RepflowSettings(Section):
         doc="Deviation that the environment of an atom is divided by; 0 takes it from the training data.",
     )
     skip_stat: bool = setting(False, doc=f"Older way to say fix_stat_std {OLD_FIXED_DEVIATION}.")
-    update_angle: bool = setting(True, doc="Have angles; without them, only nodes and edges are updated.")
+    update_angle: bool = setting(
+        True, doc="Have angles; without them, only nodes and edges are updated."
+    )
     update_style: UpdateStyle = setting(
         "res_residual",
         doc=(
@@ -117,12 +136,16 @@ class RepflowSettings(Section):
             "'res_avg' (x + Σ u_k)/√(n + 1), 'res_incr' x + Σ u_k/√n."
         ),
     )
-    update_residual: float = setting(0.1, minimum=0.0, doc="Start of the trained r_k: their value or deviation.")
+    update_residual: float = setting(
+        0.1, minimum=0.0, doc="Start of the trained r_k: their value or deviation."
+    )
     update_residual_init: Literal["const", "norm"] = setting(
-        "const", doc="Start the r_k at update_residual ('const') or at random around 0 with this deviation ('norm')."
+        "const",
+        doc="Start the r_k at update_residual ('const') or at random around 0 with this deviation ('norm').",
     )
     smooth_edge_update: bool = setting(
-        False, doc="Edges without angles take no message from angles; else they take their own features as message."
+        False,
+        doc="Edges without angles take no message from angles; else they take their own features as message.",
     )
     edge_init_use_dist: bool = setting(
         False,
@@ -135,7 +158,8 @@ class RepflowSettings(Section):
         doc="Weights fall as exp(−exp(20·(r − rcut_smth)/rcut_smth)) instead of the quintic polynomial.",
     )
     use_dynamic_sel: bool = setting(
-        False, doc="Divide e_sel and a_sel by sel_reduce_factor in the scales of sums, so that they may be generous."
+        False,
+        doc="Divide e_sel and a_sel by sel_reduce_factor in the scales of sums, so that they may be generous.",
     )
     sel_reduce_factor: float = setting(10.0, above=0.0, doc="See use_dynamic_sel.")
 
@@ -155,7 +179,9 @@ class RepflowSettings(Section):
     foreign: ClassVar[dict[str, Foreign]] = {
         "n_multi_edge_message": Foreign("several heads of the message from edges to nodes", (1,)),
         "sequential_update": Foreign("updates one after another within a layer", (False,)),
-        "optim_update": Foreign("an order of evaluation, always the fast one here", (True,), inert=True),
+        "optim_update": Foreign(
+            "an order of evaluation, always the fast one here", (True,), inert=True
+        ),
     }
 
     @property
@@ -186,7 +212,9 @@ class RepflowSettings(Section):
         """
         if isinstance(self.e_sel, str) or isinstance(self.a_sel, str):
             found = f"{self.e_sel!r} and {self.a_sel!r}"
-            raise InvalidSettingError(f"e_sel and a_sel must be numbers; found {found}: count the neighbours first")
+            raise InvalidSettingError(
+                f"e_sel and a_sel must be numbers; found {found}: count the neighbours first"
+            )
         return self.e_sel, self.a_sel
 
     @property
@@ -206,11 +234,15 @@ class DPA3Settings(DescriptorSettings):
     one_fitting_net: ClassVar[bool] = True
 
     repflow: RepflowSettings = section(doc="The layers of the graph.")
-    concat_output_tebd: bool = setting(False, doc="Append the vector of an atom's type to its descriptor.")
+    concat_output_tebd: bool = setting(
+        False, doc="Append the vector of an atom's type to its descriptor."
+    )
     activation_function: str = setting("silu", **ACTIVATION)
     precision: Precision = setting("default", **PRECISION)
     trainable: bool = setting(True, doc="Train the parameters of the descriptor.")
-    seed: int | None = setting(None, minimum=0, doc="Seed of the initial parameters; left out, they are random.")
+    seed: int | None = setting(
+        None, minimum=0, doc="Seed of the initial parameters; left out, they are random."
+    )
     use_tebd_bias: bool = setting(False, doc="Add a trained bias to the vectors of types.")
     exclude_types: tuple[tuple[int, int], ...] = setting((), **EXCLUDE_TYPES)
 
@@ -226,7 +258,9 @@ class DPA3Settings(DescriptorSettings):
         """Return one mixed list, with the counts inside `a_rcut`."""
         repflow = self.repflow
         edges, angles = repflow.slots
-        return NeighborRequest(repflow.e_rcut, (edges,), by_type=False, inner=((repflow.a_rcut, angles),))
+        return NeighborRequest(
+            repflow.e_rcut, (edges,), by_type=False, inner=((repflow.a_rcut, angles),)
+        )
 
     @property
     def needs_counts(self) -> bool:
@@ -241,7 +275,9 @@ class DPA3Settings(DescriptorSettings):
             edges = slots_for(edges, count(repflow.e_rcut).max_total)
         if isinstance(angles, str):
             angles = slots_for(angles, count(repflow.a_rcut).max_total)
-        return dataclasses.replace(self, repflow=dataclasses.replace(repflow, e_sel=edges, a_sel=angles))
+        return dataclasses.replace(
+            self, repflow=dataclasses.replace(repflow, e_sel=edges, a_sel=angles)
+        )
 
     def with_counts_of(self, saved: DescriptorSettings) -> DPA3Settings:
         """Return the settings with the numbers of a saved descriptor in place of "auto"."""
@@ -250,7 +286,9 @@ class DPA3Settings(DescriptorSettings):
         own = self.repflow
         edges = saved.repflow.e_sel if isinstance(own.e_sel, str) else own.e_sel
         angles = saved.repflow.a_sel if isinstance(own.a_sel, str) else own.a_sel
-        return dataclasses.replace(self, repflow=dataclasses.replace(own, e_sel=edges, a_sel=angles))
+        return dataclasses.replace(
+            self, repflow=dataclasses.replace(own, e_sel=edges, a_sel=angles)
+        )
 
     def statistics_key(self) -> dict[str, Any]:
         """Return the settings behind the environment rows."""

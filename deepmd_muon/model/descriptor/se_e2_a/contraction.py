@@ -68,5 +68,7 @@ class PullContraction(torch.autograd.Function):
         return pull(moved, d_bar), of_d_bar
 
 
-contract: Callable[[torch.Tensor, int], torch.Tensor] = Contract.apply  # torch leaves `apply` untyped
+contract: Callable[[torch.Tensor, int], torch.Tensor] = (
+    Contract.apply
+)  # torch leaves `apply` untyped
 pull_contraction: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = PullContraction.apply

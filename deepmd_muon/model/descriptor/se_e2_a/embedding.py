@@ -99,11 +99,17 @@ class _Block:
 
 
 def _forward_layer(
-    stack: torch.Tensor, layer: LayerTensors, copies: Copies, f: Activation, trace: list[_LayerTrace] | None
+    stack: torch.Tensor,
+    layer: LayerTensors,
+    copies: Copies,
+    f: Activation,
+    trace: list[_LayerTrace] | None,
 ) -> torch.Tensor:
     """Map stacked (values, derivatives) `(1 or 2, rows, n_in)` to `(1 or 2, rows, n_out)`."""
     parts, rows, n_in = stack.shape
-    z = torch.mm(stack.view(parts * rows, n_in), layer.matrix).view(parts, rows, layer.matrix.shape[1])
+    z = torch.mm(stack.view(parts * rows, n_in), layer.matrix).view(
+        parts, rows, layer.matrix.shape[1]
+    )
     value, keep = f(z[0].add_(layer.bias))
     tangent = z[1] if parts == 2 else None
     if trace is not None:
@@ -140,7 +146,11 @@ def _backward_layer(
     n_in = layer.matrix.shape[0]
     skipped = None
     if not first and copies:
-        skipped = torch.add(cotangent[..., :n_in], cotangent[..., n_in:]) if copies == 2 else cotangent.clone()
+        skipped = (
+            torch.add(cotangent[..., :n_in], cotangent[..., n_in:])
+            if copies == 2
+            else cotangent.clone()
+        )
     if layer.idt is not None and gradient.idt is not None:
         gradient.idt.add_((f.value_of(trace.keep) * cotangent[0]).sum(0))
         if trace.tangent is not None:
@@ -158,7 +168,9 @@ def _backward_layer(
     return skipped
 
 
-def _inputs(sums: Sums, plan: BlockPlan, rows: torch.Tensor, empty: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _inputs(
+    sums: Sums, plan: BlockPlan, rows: torch.Tensor, empty: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return s `(atoms, edges)` and R `(atoms, edges, 4)` of a block, the stand-in for missing slots first."""
     r = rows[plan.atoms, : plan.width]
     missing = sums.sel - plan.width
@@ -210,7 +222,9 @@ class Sums(FourPasses):
             stack = torch.cat([values, torch.ones_like(values)]) if self.force else values
             trace: list[_LayerTrace] = []
             for layer, copies in zip(layers, self.copies, strict=True):
-                stack = _forward_layer(stack, layer, copies, self.activation, trace if self.trace else None)
+                stack = _forward_layer(
+                    stack, layer, copies, self.activation, trace if self.trace else None
+                )
             features = stack.unflatten(1, s.shape)
             out[plan.atoms] = torch.bmm(r.transpose(1, 2), features[0])
             if self.trace or self.force:
@@ -236,7 +250,9 @@ class Sums(FourPasses):
             atoms, width = block.plan
             moved = tangents[0][atoms, :width]
             sums = torch.bmm(moved.transpose(1, 2), block.real_features(0))
-            out[atoms] = sums.baddbmm_((block.real * moved[..., :1]).transpose(1, 2), block.real_features(1))
+            out[atoms] = sums.baddbmm_(
+                (block.real * moved[..., :1]).transpose(1, 2), block.real_features(1)
+            )
         return (out,), tangents
 
     def gradient(self, cotangents: Any, given: Any, kept: Any, left: Any, moved: Any) -> Perhaps:
@@ -249,7 +265,13 @@ class Sums(FourPasses):
             below: torch.Tensor | None = _feature_cotangent(block, above, left, moved)
             for index in reversed(range(len(layers))):
                 assert below is not None
-                args = layers[index], self.copies[index], self.activation, block.layers[index], gradients[index]
+                args = (
+                    layers[index],
+                    self.copies[index],
+                    self.activation,
+                    block.layers[index],
+                    gradients[index],
+                )
                 below = _backward_layer(below, *args, first=index == 0)
         return None, None, *found
 
@@ -268,6 +290,8 @@ def _feature_cotangent(
         if block.missing:
             along = torch.nn.functional.pad(along, (0, 0, 1, 0))
         adjoint = left[0][atoms]
-        torch.bmm(torch.cat([block.rows, along], 2), torch.cat([cotangent[atoms], adjoint], 1), out=out[0])
+        torch.bmm(
+            torch.cat([block.rows, along], 2), torch.cat([cotangent[atoms], adjoint], 1), out=out[0]
+        )
         torch.bmm(block.rows * along[..., :1], adjoint, out=out[1])
     return out.flatten(1, 2)

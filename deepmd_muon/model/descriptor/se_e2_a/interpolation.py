@@ -57,7 +57,9 @@ EDGES_PER_NODE = 4
 """With fewer edges, evaluating the networks at every edge is as fast."""
 
 
-def cut(rows: Tensor, empty: Tensor, pieces: Pieces, widths: Sequence[int], sel: Sequence[int]) -> Edges:
+def cut(
+    rows: Tensor, empty: Tensor, pieces: Pieces, widths: Sequence[int], sel: Sequence[int]
+) -> Edges:
     """Cut the interval of the s of each neighbour type.
 
     `rows` and `empty` are those of `Edges`; `widths` are the columns, and `sel` the slots, of each neighbour type.
@@ -68,7 +70,9 @@ def cut(rows: Tensor, empty: Tensor, pieces: Pieces, widths: Sequence[int], sel:
 
         start = interval_starts(rows, empty, widths, SHORTEST)
         return Edges(rows, empty, start, pieces, tuple(widths), missing)
-    columns = [torch.cat([empty[:, :1], part], dim=1) for part in rows[..., 0].split(list(widths), dim=1)]
+    columns = [
+        torch.cat([empty[:, :1], part], dim=1) for part in rows[..., 0].split(list(widths), dim=1)
+    ]
     low = torch.stack([s.amin() for s in columns])
     span = torch.stack([s.amax() for s in columns]) - low
     start = torch.stack([low, GRID / span.clamp_min(SHORTEST)], dim=1)
@@ -79,7 +83,10 @@ def cut(rows: Tensor, empty: Tensor, pieces: Pieces, widths: Sequence[int], sel:
 def _nodes(pieces: Pieces, device: torch.device) -> Tensor:
     """Return the Chebyshev nodes of all pieces, in cells `(pieces·16,)`."""
     inside = (torch.cos(_angles()) + 1.0) / 2.0
-    first, size = (torch.tensor(values, dtype=torch.float64, device="cpu") for values in (pieces, lengths(pieces)))
+    first, size = (
+        torch.tensor(values, dtype=torch.float64, device="cpu")
+        for values in (pieces, lengths(pieces))
+    )
     return torch.addcmul(first[:, None], size[:, None], inside).view(-1).to(device)
 
 
@@ -118,7 +125,12 @@ class Coefficients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, f: Activation, copies: tuple[Copies, ...], s: Tensor, matrix: Tensor, *flat: Tensor | None
+        ctx: Any,
+        f: Activation,
+        copies: tuple[Copies, ...],
+        s: Tensor,
+        matrix: Tensor,
+        *flat: Tensor | None,
     ) -> Tensor:
         """Return C `(networks·nodes, M)`, float64."""
         ctx.activation, ctx.copies, ctx.networks = f, copies, s.shape[0]
@@ -130,7 +142,9 @@ class Coefficients(torch.autograd.Function):
                 with branches.chain(number):
                     features, tape = layers.values(f, copies, s[number, :, None], tensors)
                     by_piece = features.view(-1, ORDERS, features.shape[1])
-                    found.append(torch.bmm(matrix.expand(by_piece.shape[0], -1, -1), by_piece).flatten(0, 1))
+                    found.append(
+                        torch.bmm(matrix.expand(by_piece.shape[0], -1, -1), by_piece).flatten(0, 1)
+                    )
                     saved += [*tape.inputs, *tape.keeps]
         ctx.save_for_backward(matrix, *wide, *saved)
         return torch.cat(found)
@@ -148,7 +162,9 @@ class Coefficients(torch.autograd.Function):
             for number, tensors in enumerate(unflatten(wide, networks)):
                 with branches.chain(number):
                     mine = by_network[number]
-                    of_features = torch.bmm(matrix.t().expand(mine.shape[0], -1, -1), mine).flatten(0, 1)
+                    of_features = torch.bmm(matrix.t().expand(mine.shape[0], -1, -1), mine).flatten(
+                        0, 1
+                    )
                     at = 2 * depth * number
                     tape = layers.Tape(saved[at : at + depth], saved[at + depth : at + 2 * depth])
                     gradients += layers.pull_values(f, copies, tape, tensors, of_features)
@@ -158,7 +174,9 @@ class Coefficients(torch.autograd.Function):
 _coefficients: Callable[..., Tensor] = Coefficients.apply  # torch leaves `apply` untyped
 
 
-def coefficients(networks: Sequence[Network], f: Activation, edges: Edges, scale: float = 1.0) -> Tensor:
+def coefficients(
+    networks: Sequence[Network], f: Activation, edges: Edges, scale: float = 1.0
+) -> Tensor:
     """Return `scale` times the coefficients C of every neighbour type's network `(terms, M)`, differentiable."""
     device = edges.rows.device
     low, rate = edges.start.double().unsqueeze(-1).unbind(1)
@@ -192,7 +210,9 @@ class Table(NamedTuple):
     coefficients: tuple[Tensor, ...]
     nearest: float
 
-    def edges(self, rows: Tensor, empty: Tensor, widths: Sequence[int], sel: Sequence[int]) -> Edges:
+    def edges(
+        self, rows: Tensor, empty: Tensor, widths: Sequence[int], sel: Sequence[int]
+    ) -> Edges:
         """Return the edges of a batch on this interval; arguments as in `cut`."""
         return Edges(rows, empty, self.start, self.pieces, tuple(widths), _missing(widths, sel))
 
@@ -216,10 +236,14 @@ def tabulate(
     if not pieces:
         return None
     edges = edges._replace(pieces=pieces)
-    return Table(start, pieces, tuple(coefficients(nets, f, edges, scale) for nets in blocks), nearest)
+    return Table(
+        start, pieces, tuple(coefficients(nets, f, edges, scale) for nets in blocks), nearest
+    )
 
 
-def _errors(blocks: Sequence[Sequence[Network]], f: Activation, edges: Edges, pieces: Pieces) -> Tensor:
+def _errors(
+    blocks: Sequence[Sequence[Network]], f: Activation, edges: Edges, pieces: Pieces
+) -> Tensor:
     """Return the largest error of any network on every piece, see `tails`."""
     own = edges._replace(pieces=pieces)
     return torch.stack([tails(coefficients(nets, f, own), len(pieces)) for nets in blocks]).amax(0)
@@ -265,13 +289,21 @@ def _basis(edges: Edges, s: Tensor, kind: Tensor) -> tuple[Tensor, Tensor, Tenso
     for _ in range(2, ORDERS):
         slopes.append(2.0 * (values[-1] + u * slopes[-1]) - slopes[-2])
         values.append(2.0 * u * values[-1] - values[-2])
-    return piece, torch.stack(values, -1), torch.stack(slopes, -1) * (2.0 * rate * inverse).unsqueeze(-1)
+    return (
+        piece,
+        torch.stack(values, -1),
+        torch.stack(slopes, -1) * (2.0 * rate * inverse).unsqueeze(-1),
+    )
 
 
 @lru_cache
 def _kinds(widths: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the neighbour type of every column."""
-    return torch.arange(len(widths), device="cpu").repeat_interleave(torch.tensor(widths, device="cpu")).to(device)
+    return (
+        torch.arange(len(widths), device="cpu")
+        .repeat_interleave(torch.tensor(widths, device="cpu"))
+        .to(device)
+    )
 
 
 def _edge_basis(edges: Edges) -> tuple[Tensor, Tensor, Tensor]:
@@ -298,7 +330,9 @@ def expand_reference(edges: Edges) -> Tensor:
     piece, values, _ = _basis(edges, edges.empty[:, :1], types)
     atom = torch.arange(piece.shape[0], device=piece.device).unsqueeze(1)
     stand_in = edges.empty[:, None] * edges.empty.new_tensor(edges.missing)[:, None]
-    by_type = out.unflatten(2, (len(edges.widths), len(edges.pieces), ORDERS)).permute(0, 2, 3, 1, 4)
+    by_type = out.unflatten(2, (len(edges.widths), len(edges.pieces), ORDERS)).permute(
+        0, 2, 3, 1, 4
+    )
     by_type[atom, types, piece] += stand_in.unsqueeze(-1) * values.unsqueeze(-2)
     return out
 
@@ -341,5 +375,7 @@ def expand(edges: Edges) -> Tensor:
 def evaluate(edges: Edges, product: Tensor) -> Tensor:
     """Return the result of `evaluate_reference`, by the kernel on a GPU; differentiable by P, in which it is linear."""
     fast = _kernels(product)
-    forward, transpose = (evaluate_reference, spread_reference) if fast is None else (fast.evaluate, fast.spread)
+    forward, transpose = (
+        (evaluate_reference, spread_reference) if fast is None else (fast.evaluate, fast.spread)
+    )
     return linear(partial(forward, edges), partial(transpose, edges), product)

@@ -80,7 +80,9 @@ def _extremes_kernel(extremes, rows, empty, table, atoms, nnei, block: tl.conste
 
 
 @triton.jit
-def _start_kernel(start, extremes, atoms, least: tl.constexpr, cells: tl.constexpr, block: tl.constexpr):
+def _start_kernel(
+    start, extremes, atoms, least: tl.constexpr, cells: tl.constexpr, block: tl.constexpr
+):
     """Write the least s of a type and cells per unit of s."""
     kind = tl.program_id(0)
     low_at, high_at = extremes + kind * atoms, extremes + (tl.num_programs(0) + kind) * atoms
@@ -123,7 +125,9 @@ def interval_starts(rows: Tensor, empty: Tensor, widths: Sequence[int], least: f
     types = len(widths)
     extremes = rows.new_empty(2, types, atoms)
     table = type_table(tuple(widths), (0,) * types, rows.device)
-    _extremes_kernel[(atoms, types)](extremes, rows.contiguous(), empty.contiguous(), table, atoms, nnei, block=ROWS)
+    _extremes_kernel[(atoms, types)](
+        extremes, rows.contiguous(), empty.contiguous(), table, atoms, nnei, block=ROWS
+    )
     start = rows.new_empty(types, 2)
     _start_kernel[(types,)](start, extremes, atoms, least=least, cells=GRID, block=1024)
     return start
@@ -138,13 +142,17 @@ def _contract_kernel(out, a, width, axis, features: tl.constexpr, columns: tl.co
     total = tl.zeros((features, columns), a.dtype.element_ty)
     for c in tl.static_range(4):
         row = a + (atom * 4 + c) * width
-        total += tl.load(row + m, m < width, 0.0)[:, None] * tl.load(row + k, k < axis, 0.0)[None, :]
+        total += (
+            tl.load(row + m, m < width, 0.0)[:, None] * tl.load(row + k, k < axis, 0.0)[None, :]
+        )
     inside = (m < width)[:, None] & (k < axis)[None, :]
     tl.store(out + (atom * width + m[:, None]) * axis + k[None, :], total, inside)
 
 
 @triton.jit
-def _pull_contraction_kernel(out, a, d_bar, width, axis, features: tl.constexpr, columns: tl.constexpr):
+def _pull_contraction_kernel(
+    out, a, d_bar, width, axis, features: tl.constexpr, columns: tl.constexpr
+):
     """Write dE/dA of one atom."""
     atom = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, columns)
@@ -191,7 +199,9 @@ def contract(a: Tensor, axis: int) -> Tensor:
     out = a.new_empty(natoms, width, axis)
     if natoms:
         grid = natoms, triton.cdiv(width, FEATURES)
-        _contract_kernel[grid](out, a.contiguous(), width, axis, features=FEATURES, columns=_columns(axis))
+        _contract_kernel[grid](
+            out, a.contiguous(), width, axis, features=FEATURES, columns=_columns(axis)
+        )
     return out
 
 
@@ -241,7 +251,11 @@ def _spread_kernel(
     by distance, so that few pieces have edges in a block.
     """
     atom, kind = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first, width, missing = tl.load(table + 3 * kind), tl.load(table + 3 * kind + 1), tl.load(table + 3 * kind + 2)
+    first, width, missing = (
+        tl.load(table + 3 * kind),
+        tl.load(table + 3 * kind + 1),
+        tl.load(table + 3 * kind + 2),
+    )
     low, rate = tl.load(start + 2 * kind), tl.load(start + 2 * kind + 1)
     dtype: tl.constexpr = rows.dtype.element_ty
     kinds = tl.num_programs(1)
@@ -249,7 +263,9 @@ def _spread_kernel(
     target = out + (atom * 4 * kinds + kind) * size
     for c in tl.static_range(4):
         for begin in range(0, size, block):
-            tl.store(target + c * kinds * size + begin + tl.arange(0, block), tl.zeros((block,), dtype))
+            tl.store(
+                target + c * kinds * size + begin + tl.arange(0, block), tl.zeros((block,), dtype)
+            )
     last = width if transpose else width + 1
     for begin in range(0, last, edges):
         e = begin + tl.arange(0, edges)
@@ -277,7 +293,9 @@ def _spread_kernel(
                     x = tl.load(rows + at + c, mine & real, 0.0)
                     if transpose:
                         y = tl.load(moved + at + c, mine, 0.0)
-                        terms = y[:, None] * values + (x * tl.where(mine, bend, 0.0))[:, None] * slopes
+                        terms = (
+                            y[:, None] * values + (x * tl.where(mine, bend, 0.0))[:, None] * slopes
+                        )
                     else:
                         stand_in = tl.load(empty + atom * 4 + c) * missing.to(dtype)
                         terms = tl.where(mine & is_empty, stand_in, x)[:, None] * values
@@ -364,7 +382,9 @@ def evaluate(edges: Edges, product: Tensor) -> Tensor:
 _EDGES = "Tensor rows, Tensor empty, Tensor start, int[] pieces, int[] widths, int[] missing"
 
 
-def _operator(name: str, launch: Callable[..., Tensor], more: str, like: Callable[..., Tensor]) -> Any:
+def _operator(
+    name: str, launch: Callable[..., Tensor], more: str, like: Callable[..., Tensor]
+) -> Any:
     """Return a launch on `Edges`, and what `more` declares, as an operator of torch that takes their members."""
 
     def edges_of(rows: Any, empty: Any, start: Any, *several: list[int]) -> Edges:

@@ -7,7 +7,13 @@ from itertools import pairwise
 
 import torch
 
-from deepmd_muon.model.descriptor.environment import Environment, Jacobian, Reach, edge_derivative, environment
+from deepmd_muon.model.descriptor.environment import (
+    Environment,
+    Jacobian,
+    Reach,
+    edge_derivative,
+    environment,
+)
 from deepmd_muon.model.descriptor.interface import Described, Pullback
 from deepmd_muon.model.descriptor.pieces import Pieces
 from deepmd_muon.model.descriptor.se_e2_a import interpolation
@@ -39,7 +45,11 @@ class EmbeddingBlock(torch.nn.Module):
         self.filter_layers = NetworkCollection(
             [
                 Network(
-                    (1, *settings.neuron), None, timestep=settings.resnet_dt, dtype=dtype, stream=stream.child(index)
+                    (1, *settings.neuron),
+                    None,
+                    timestep=settings.resnet_dt,
+                    dtype=dtype,
+                    stream=stream.child(index),
                 )
                 for index in range(nets)
             ]
@@ -59,7 +69,10 @@ class SeE2A(torch.nn.Module):
     table: interpolation.Table | None = None
 
     def __init__(
-        self, settings: SeE2ASettings, type_map: Sequence[str], seed: int | Sequence[int] | None = None
+        self,
+        settings: SeE2ASettings,
+        type_map: Sequence[str],
+        seed: int | Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.settings = settings
@@ -70,7 +83,9 @@ class SeE2A(torch.nn.Module):
         self.width = settings.neuron[-1]
         self.dim_out = self.width * self.axis
         self.one_side = settings.type_one_side
-        self.excluded = frozenset(pair for a, b in settings.exclude_types for pair in ((a, b), (b, a)))
+        self.excluded = frozenset(
+            pair for a, b in settings.exclude_types for pair in ((a, b), (b, a))
+        )
         self.activation = activation(settings.activation_function)
         stream = Stream(seed if settings.seed is None else settings.seed).child(0)
         self.sea = EmbeddingBlock(settings, self.sel, stream)
@@ -86,11 +101,15 @@ class SeE2A(torch.nn.Module):
         """Environment of every edge, not standardised; rows of excluded pairs are not removed."""
         return environment(edges, structures.neighbor, self.reach)
 
-    def forward(self, structures: Structures, edges: torch.Tensor, *, force: bool = True) -> Described:
+    def forward(
+        self, structures: Structures, edges: torch.Tensor, *, force: bool = True
+    ) -> Described:
         """Describe every atom; see `Descriptor`."""
         for width, sel, name in zip(structures.sections, self.sel, self.type_map, strict=True):
             if width > sel:
-                raise ModelError(f"the batch has {width} columns for neighbours of type {name}, more than sel {sel}")
+                raise ModelError(
+                    f"the batch has {width} columns for neighbours of type {name}, more than sel {sel}"
+                )
         used = self.used_slots(structures)
         rows, empty_row, scale, jacobian = self._standardised(structures, edges, used)
         given, training = (self, structures, rows, empty_row), torch.is_grad_enabled()
@@ -138,7 +157,9 @@ class SeE2A(torch.nn.Module):
         ntypes, nets = len(self.sel), self.sea.filter_layers
         if self.one_side:
             return [[nets[other] for other in range(ntypes)]]
-        return [[nets[other * ntypes + centre] for other in range(ntypes)] for centre in range(ntypes)]
+        return [
+            [nets[other * ntypes + centre] for other in range(ntypes)] for centre in range(ntypes)
+        ]
 
     @torch.no_grad()
     def pieces_for(self, structures: Structures, edges: torch.Tensor) -> Pieces:
@@ -149,20 +170,29 @@ class SeE2A(torch.nn.Module):
         return interpolation.choose_pieces(*given, self.pieces)
 
     @torch.no_grad()
-    def tabulate(self, structures: Structures, edges: torch.Tensor, nearest: float) -> interpolation.Table | None:
+    def tabulate(
+        self, structures: Structures, edges: torch.Tensor, nearest: float
+    ) -> interpolation.Table | None:
         """Return a table that stands for the present weights on batches like this one; see `Tabulated`."""
         real, own = structures.neighbor >= 0, self.settings
         distance = torch.where(real, edges.square().sum(-1), own.rcut**2).flatten()
-        nearest = interpolation.CLOSER * min(nearest, float(distance.amin().sqrt() if len(distance) else own.rcut))
+        nearest = interpolation.CLOSER * min(
+            nearest, float(distance.amin().sqrt() if len(distance) else own.rcut)
+        )
         point = edges.new_tensor([[[nearest, 0.0, 0.0]]])
         neighbor = torch.zeros(1, 1, dtype=torch.int64, device=edges.device)
         largest = environment(point, neighbor, self.reach).rows[0, 0, 0]
         mean, deviation = self.sea.mean[:, 0, 0], self.sea.stddev[:, 0, 0]
         # The s of an empty slot is the least, or 0 where a pair of types is excluded.
         ends = torch.stack(
-            [(-mean / deviation).amin().clamp(max=0.0), ((largest.to(mean.dtype) - mean) / deviation).amax()]
+            [
+                (-mean / deviation).amin().clamp(max=0.0),
+                ((largest.to(mean.dtype) - mean) / deviation).amax(),
+            ]
         )
-        return interpolation.tabulate(self.networks(), self.activation, ends, 1.0 / sum(self.sel), nearest)
+        return interpolation.tabulate(
+            self.networks(), self.activation, ends, 1.0 / sum(self.sel), nearest
+        )
 
     def used_slots(self, structures: Structures) -> torch.Tensor | None:
         """Return which slots count: all but neighbours of an excluded pair of types `(nreal, nnei)`."""
@@ -187,7 +217,13 @@ class _Contractions:
     """
 
     def __init__(
-        self, model: SeE2A, structures: Structures, rows: torch.Tensor, empty_row: torch.Tensor, *, force: bool
+        self,
+        model: SeE2A,
+        structures: Structures,
+        rows: torch.Tensor,
+        empty_row: torch.Tensor,
+        *,
+        force: bool,
     ) -> None:
         self.parts: list[list[tuple[slice, Pullback]]] = []
         atoms = [slice(None)] if model.one_side else _ranges(structures.type_counts)
@@ -197,14 +233,19 @@ class _Contractions:
             for other, columns in enumerate(_ranges(structures.sections)):
                 network = networks[other]
                 sums = Sums(
-                    plan_blocks(structures.filled[other, here], structures.sections[other], rows.device),
+                    plan_blocks(
+                        structures.filled[other, here], structures.sections[other], rows.device
+                    ),
                     model.sel[other],
                     model.activation,
                     network.copies,
                     force=force,
-                    trace=torch.is_grad_enabled() and any(p.requires_grad for p in network.parameters()),
+                    trace=torch.is_grad_enabled()
+                    and any(p.requires_grad for p in network.parameters()),
                 )
-                (out,), pull = run_with_pullback(sums, rows[here, columns], empty_row[here], *network.flat)
+                (out,), pull = run_with_pullback(
+                    sums, rows[here, columns], empty_row[here], *network.flat
+                )
                 gathered.append(out)
                 parts.append((here, pull))
             totals.append(sum(gathered[1:], start=gathered[0]))
@@ -215,7 +256,9 @@ class _Contractions:
     def spread(self, adjoint: torch.Tensor) -> torch.Tensor:
         """Return dE/drow `(nreal, nnei, 4)` from dE/dA `(nreal, 4, M)`."""
         adjoint = adjoint / self.slots
-        blocks = [torch.cat([pull(adjoint[here])[0] for here, pull in row], 1) for row in self.parts]
+        blocks = [
+            torch.cat([pull(adjoint[here])[0] for here, pull in row], 1) for row in self.parts
+        ]
         return joined(blocks)
 
 
@@ -235,9 +278,13 @@ class _Interpolated:
             self.edges = table.edges(rows, empty_row, structures.sections, model.sel)
             coefficients = list(table.coefficients)
         else:
-            self.edges = interpolation.cut(rows, empty_row, model.pieces, structures.sections, model.sel)
+            self.edges = interpolation.cut(
+                rows, empty_row, model.pieces, structures.sections, model.sel
+            )
             scale, f = 1.0 / sum(model.sel), model.activation
-            coefficients = [interpolation.coefficients(nets, f, self.edges, scale) for nets in model.networks()]
+            coefficients = [
+                interpolation.coefficients(nets, f, self.edges, scale) for nets in model.networks()
+            ]
         self.blocks = list(zip(atoms, coefficients, strict=True))
         expanded = interpolation.expand(self.edges)
         self.gathered = joined([torch.matmul(expanded[here], c) for here, c in self.blocks])

@@ -87,7 +87,9 @@ class ScriptedSeE2A(torch.nn.Module):
         ntypes = self.request.ntypes
         rows = [
             [
-                embed(self.act, self.nets[self._net(centre, other)], self.empty_row[centre, :1])[0, 0]
+                embed(self.act, self.nets[self._net(centre, other)], self.empty_row[centre, :1])[
+                    0, 0
+                ]
                 for other in range(ntypes)
             ]
             for centre in range(ntypes)
@@ -102,9 +104,13 @@ class ScriptedSeE2A(torch.nn.Module):
     def describe(self, near: Near) -> tuple[torch.Tensor, Tape]:
         """Return D `(ncentre, dim_out)` and the tape."""
         empty = near.neighbor < 0
-        environment = environment_rows(near.vectors, empty, self.rcut, self.rcut_smth, self.protection)
+        environment = environment_rows(
+            near.vectors, empty, self.rcut, self.rcut_smth, self.protection
+        )
         scale, empty_row = self.scale[near.kind], self.empty_row[near.kind]
-        rows = torch.addcmul(empty_row.unsqueeze(1), environment.rows.to(scale.dtype), scale.unsqueeze(1))
+        rows = torch.addcmul(
+            empty_row.unsqueeze(1), environment.rows.to(scale.dtype), scale.unsqueeze(1)
+        )
         used = torch.ones_like(empty)
         if self.excludes:
             other = near.types[near.neighbor.clamp(min=0)].clamp(min=0)
@@ -144,10 +150,16 @@ class ScriptedSeE2A(torch.nn.Module):
         first = 0
         while first < len(widths):
             width = widths[first]
-            last = len(widths) if rows.is_cuda else min(len(widths), first + max(1, self.block_rows // max(1, width)))
+            last = (
+                len(widths)
+                if rows.is_cuda
+                else min(len(widths), first + max(1, self.block_rows // max(1, width)))
+            )
             atoms = order[first:last] + start
             r = rows[atoms, column : column + width]
-            features = embed(self.act, layers, r[..., 0].reshape(-1)).view(2, last - first, width, self.width)
+            features = embed(self.act, layers, r[..., 0].reshape(-1)).view(
+                2, last - first, width, self.width
+            )
             sums = torch.bmm(r.transpose(1, 2), features[0])
             if sel > width:
                 missing = self.empty_row[centre] * float(sel - width)

@@ -35,16 +35,20 @@ class SeE2ASettings(EmbeddingSettings):
         ),
     )
     type_one_side: bool = setting(
-        False, doc="One embedding net for each type of neighbour instead of one for each pair of types."
+        False,
+        doc="One embedding net for each type of neighbour instead of one for each pair of types.",
     )
     set_davg_zero: bool = setting(
-        False, doc="Keep the mean of the environment at 0 instead of taking it from the data; meant for atom_ener."
+        False,
+        doc="Keep the mean of the environment at 0 instead of taking it from the data; meant for atom_ener.",
     )
 
     def neighbors(self) -> NeighborRequest:
         """Return the list of neighbours grouped by type."""
         if isinstance(self.sel, str):
-            raise InvalidSettingError(f"sel must be numbers by now; found {self.sel!r}: count the neighbours first")
+            raise InvalidSettingError(
+                f"sel must be numbers by now; found {self.sel!r}: count the neighbours first"
+            )
         return NeighborRequest(self.rcut, self.sel, by_type=True)
 
     def with_counts(self, count: Callable[[float], NeighborCounts]) -> SeE2ASettings:
@@ -61,5 +65,13 @@ class SeE2ASettings(EmbeddingSettings):
 
     def statistics_key(self) -> dict[str, Any]:
         """Return the settings behind the environment rows."""
-        keys = ("sel", "rcut", "rcut_smth", "type_one_side", "exclude_types", "set_davg_zero", "env_protection")
+        keys = (
+            "sel",
+            "rcut",
+            "rcut_smth",
+            "type_one_side",
+            "exclude_types",
+            "set_davg_zero",
+            "env_protection",
+        )
         return {"type": self.type, **{key: thaw(getattr(self, key)) for key in keys}}

@@ -24,7 +24,12 @@ class TabulatedSeE2A(Tabulated):
 
     def __init__(self, own: ScriptedSeE2A, *, step: float, nearest: float) -> None:
         super().__init__(own, own.empty_row, step=step, nearest=nearest)
-        self.act, self.nets, self.one_side, self.excludes = own.act, own.nets, own.one_side, own.excludes
+        self.act, self.nets, self.one_side, self.excludes = (
+            own.act,
+            own.nets,
+            own.one_side,
+            own.excludes,
+        )
         self.seen.copy_(own.seen)
         self.register_buffer("empty_features", own.empty_features.clone())
         self.register_buffer("sel", torch.tensor(self.request.sel, dtype=self.scale.dtype))
@@ -35,12 +40,16 @@ class TabulatedSeE2A(Tabulated):
         return 1
 
     @staticmethod
-    def features_of(own: ScriptedSeE2A, centre: int, other: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def features_of(
+        own: ScriptedSeE2A, centre: int, other: int
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the net of a pair of types; see `Tabulated`."""
         layers = [double(layer) for layer in own.nets[own._net(centre, other)]]
         return lambda x: embed(own.act, layers, x)[0]
 
-    def embed_exactly(self, x: torch.Tensor, pair: torch.Tensor, switch: torch.Tensor) -> torch.Tensor:
+    def embed_exactly(
+        self, x: torch.Tensor, pair: torch.Tensor, switch: torch.Tensor
+    ) -> torch.Tensor:
         """Return G and G′; see `Tabulated`."""
         ntypes = self.request.ntypes
         out = torch.zeros([2, x.shape[0], self.width], dtype=x.dtype, device=x.device)
@@ -54,7 +63,9 @@ class TabulatedSeE2A(Tabulated):
 
     def fill(self, near: Near, other: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """Return the contribution of empty slots; see `Tabulated`."""
-        filled = torch.zeros([other.shape[0], self.request.ntypes], dtype=self.sel.dtype, device=other.device)
+        filled = torch.zeros(
+            [other.shape[0], self.request.ntypes], dtype=self.sel.dtype, device=other.device
+        )
         filled.scatter_add_(1, other, real.to(filled.dtype))
         features = torch.bmm((self.sel - filled).unsqueeze(1), self.empty_features[near.kind])
         return self.empty_row[near.kind].unsqueeze(2) * features

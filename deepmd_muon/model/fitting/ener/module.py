@@ -34,7 +34,11 @@ class _Tape(NamedTuple):
 
 
 def _up_and_down(
-    f: Activation, copies: Sequence[Copies], x: Tensor, layers_of: Sequence[LayerTensors], out: Tensor | None = None
+    f: Activation,
+    copies: Sequence[Copies],
+    x: Tensor,
+    layers_of: Sequence[LayerTensors],
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, _Tape]:
     """Return E `(n, 1)` and dE/dx `(n, dim)`: values go up the layers, the adjoint of E comes down to `out`."""
     *hidden, last = layers_of
@@ -96,7 +100,12 @@ class EnergyAndSlope(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, f: Activation, copies: tuple[Copies, ...], counts: tuple[int, ...], x: Tensor, *flat: Tensor | None
+        ctx: Any,
+        f: Activation,
+        copies: tuple[Copies, ...],
+        counts: tuple[int, ...],
+        x: Tensor,
+        *flat: Tensor | None,
     ) -> Any:
         """Return E `(n, 1)` and dE/dx `(n, dim)`."""
         energies, slopes, saved = [], [], []
@@ -104,7 +113,9 @@ class EnergyAndSlope(torch.autograd.Function):
         whole = None if triton_support.is_tracing() else x.new_empty(x.shape)
         rows = [None] * len(counts) if whole is None else whole.split(counts)
         with triton_support.Branches(x.device, len(counts)) as branches:
-            for number, (part, own) in enumerate(zip(x.split(counts), unflatten(flat, len(counts)), strict=True)):
+            for number, (part, own) in enumerate(
+                zip(x.split(counts), unflatten(flat, len(counts)), strict=True)
+            ):
                 with branches.chain(number):
                     energy, slope, tape = _up_and_down(f, copies, part, own, rows[number])
                     energies.append(energy)
@@ -121,7 +132,10 @@ class EnergyAndSlope(torch.autograd.Function):
         f, copies, counts, depth = ctx.activation, ctx.copies, ctx.counts, len(ctx.copies)
         each = 3 * (depth + 1)
         x, *others = ctx.saved_tensors
-        networks, saved = unflatten(others[: each * len(counts)], len(counts)), iter(others[each * len(counts) :])
+        networks, saved = (
+            unflatten(others[: each * len(counts)], len(counts)),
+            iter(others[each * len(counts) :]),
+        )
         cotangents = energy_cotangent.split(counts), slope_cotangent.split(counts)
         parts = zip(x.split(counts), networks, *cotangents, strict=True)
         downs: list[Tensor] = []
@@ -129,7 +143,9 @@ class EnergyAndSlope(torch.autograd.Function):
         with triton_support.Branches(x.device, len(counts)) as branches:
             for number, (part, own, of_energy, of_slope) in enumerate(parts):
                 with branches.chain(number):
-                    inputs, keeps, adjoints = ([next(saved) for _ in range(depth)] for _ in range(3))
+                    inputs, keeps, adjoints = (
+                        [next(saved) for _ in range(depth)] for _ in range(3)
+                    )
                     tape = _Tape([part, *inputs], keeps, adjoints)
                     down, mine = _pull(f, copies, tape, own, of_energy, of_slope)
                     downs.append(down)
@@ -137,7 +153,9 @@ class EnergyAndSlope(torch.autograd.Function):
         return (None, None, None, layers.joined(downs), *gradients)
 
 
-energy_and_slope: Callable[..., tuple[Tensor, Tensor]] = EnergyAndSlope.apply  # torch leaves it untyped
+energy_and_slope: Callable[..., tuple[Tensor, Tensor]] = (
+    EnergyAndSlope.apply
+)  # torch leaves it untyped
 
 
 class EnergyFitting(torch.nn.Module):
@@ -183,11 +201,21 @@ class EnergyFitting(torch.nn.Module):
         stream: Stream | SeedPath = SeedPath(own) if mixed_types else Stream(own).child(1)
         self.register_buffer("bias_atom_e", torch.zeros(ntypes, 1, dtype=torch.float64))
         branches = settings.dim_case_embd
-        self.register_buffer("case_embd", torch.zeros(branches, dtype=self.dtype) if branches else None)
+        self.register_buffer(
+            "case_embd", torch.zeros(branches, dtype=self.dtype) if branches else None
+        )
         for name, number in (("fparam", settings.numb_fparam), ("aparam", settings.numb_aparam)):
-            self.register_buffer(f"{name}_avg", torch.zeros(number, dtype=self.dtype) if number else None)
-            self.register_buffer(f"{name}_inv_std", torch.ones(number, dtype=self.dtype) if number else None)
-        default = None if settings.default_fparam is None else torch.tensor(settings.default_fparam, dtype=self.dtype)
+            self.register_buffer(
+                f"{name}_avg", torch.zeros(number, dtype=self.dtype) if number else None
+            )
+            self.register_buffer(
+                f"{name}_inv_std", torch.ones(number, dtype=self.dtype) if number else None
+            )
+        default = (
+            None
+            if settings.default_fparam is None
+            else torch.tensor(settings.default_fparam, dtype=self.dtype)
+        )
         self.register_buffer("default_fparam_tensor", default)
         self.dim_in = dim_in
         self.numb_parameters = sum(settings.net_parameters.values())
@@ -229,27 +257,42 @@ class EnergyFitting(torch.nn.Module):
         getattr(self, f"{name}_inv_std").copy_(1.0 / deviation)
 
     def forward(
-        self, descriptor: Tensor, type_counts: tuple[int, ...], *, force: bool = True, parameters: Tensor | None = None
+        self,
+        descriptor: Tensor,
+        type_counts: tuple[int, ...],
+        *,
+        force: bool = True,
+        parameters: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return atomic energies `(nreal,)` [eV] and dE/dD `(nreal, dim_in)`; see `Fitting` and `Conditioned`."""
         x = descriptor.to(self.dtype)
         if parameters is not None:
             means, scales = self.scaling()
-            x = torch.cat([x, (parameters.to(self.dtype) - torch.cat(means)) * torch.cat(scales)], dim=1)
+            x = torch.cat(
+                [x, (parameters.to(self.dtype) - torch.cat(means)) * torch.cat(scales)], dim=1
+            )
         energy, slope = self._evaluate_all(self._with_branch(x), type_counts, force=force)
-        energy = energy + torch.cat([bias.expand(n) for bias, n in zip(self.bias_atom_e, type_counts, strict=True)])
+        energy = energy + torch.cat(
+            [bias.expand(n) for bias, n in zip(self.bias_atom_e, type_counts, strict=True)]
+        )
         if slope is None:
             return energy, None
         return energy, slope[:, : descriptor.shape[1]].to(descriptor.dtype)
 
     def _with_branch(self, x: Tensor) -> Tensor:
         """Append the row that says which branch of a multi-task model this is."""
-        return x if self.case_embd is None else torch.cat([x, self.case_embd.expand(len(x), -1)], dim=1)
+        return (
+            x
+            if self.case_embd is None
+            else torch.cat([x, self.case_embd.expand(len(x), -1)], dim=1)
+        )
 
     def scaling(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return means and inverse deviations of the parameters that the net reads."""
         names = self.settings.net_parameters
-        return [getattr(self, f"{name}_avg") for name in names], [getattr(self, f"{name}_inv_std") for name in names]
+        return [getattr(self, f"{name}_avg") for name in names], [
+            getattr(self, f"{name}_inv_std") for name in names
+        ]
 
     def _vacuum_rows(self, x: Tensor) -> Tensor:
         """Return the network's input of atoms without descriptor: one row, or one of each atom with its parameters."""
@@ -257,7 +300,9 @@ class EnergyFitting(torch.nn.Module):
             return self._with_branch(x.new_zeros(1, self.dim_in))
         return torch.cat([x.new_zeros(len(x), self.dim_in), x[:, self.dim_in :]], dim=1)
 
-    def _evaluate_all(self, x: Tensor, type_counts: tuple[int, ...], *, force: bool) -> tuple[Tensor, Tensor | None]:
+    def _evaluate_all(
+        self, x: Tensor, type_counts: tuple[int, ...], *, force: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Return energies and slopes of all atoms, the networks' values in vacuum removed where they are given."""
         networks, in_vacuum = self.filter_layers, [value is not None for value in self.vacuum]
         if self.mixed_types:
@@ -267,7 +312,9 @@ class EnergyFitting(torch.nn.Module):
             return energy.double().squeeze(1), slope
         if force and not any(in_vacuum):
             flat = [part for index in range(len(type_counts)) for part in networks[index].flat]
-            energy, slope = energy_and_slope(self.activation, networks[0].copies, type_counts, x, *flat)
+            energy, slope = energy_and_slope(
+                self.activation, networks[0].copies, type_counts, x, *flat
+            )
             return energy.double().squeeze(1), slope
         energies, slopes = [], []
         for index, part in enumerate(torch.split(x, list(type_counts))):
@@ -280,10 +327,14 @@ class EnergyFitting(torch.nn.Module):
             slopes.append(slope)
         return torch.cat(energies).squeeze(1), torch.cat(slopes) if force else None  # type: ignore[arg-type]  # no None
 
-    def _evaluate(self, network: Network, rows: Tensor, *, force: bool) -> tuple[Tensor, Tensor | None]:
+    def _evaluate(
+        self, network: Network, rows: Tensor, *, force: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Return a network's output `(nrows, 1)` and, with `force`, its slope like `rows`."""
         if force:
-            return energy_and_slope(self.activation, network.copies, (rows.shape[0],), rows, *network.flat)
+            return energy_and_slope(
+                self.activation, network.copies, (rows.shape[0],), rows, *network.flat
+            )
         *hidden, last = network.tensors
         features = layers.plain_values(self.activation, network.copies, rows, hidden)
         return torch.addmm(last.bias, features, last.matrix), None

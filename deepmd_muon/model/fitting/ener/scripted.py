@@ -25,19 +25,31 @@ class ScriptedEnergyFitting(torch.nn.Module):
         self.nets = [dense_layers(net) for net in module.filter_layers.networks]  # type: ignore[arg-type]
         branch = module.case_embd
         self.register_buffer(
-            "branch", torch.zeros(0, dtype=module.dtype) if branch is None else branch.detach().clone()
+            "branch",
+            torch.zeros(0, dtype=module.dtype) if branch is None else branch.detach().clone(),
         )
-        self.numb_fparam, self.numb_aparam = module.settings.numb_fparam, module.settings.numb_aparam
-        for name, buffers in zip(("parameter_mean", "parameter_scale"), module.scaling(), strict=True):
-            self.register_buffer(name, torch.cat([self.branch.new_zeros(0), *(each.detach() for each in buffers)]))
+        self.numb_fparam, self.numb_aparam = (
+            module.settings.numb_fparam,
+            module.settings.numb_aparam,
+        )
+        for name, buffers in zip(
+            ("parameter_mean", "parameter_scale"), module.scaling(), strict=True
+        ):
+            self.register_buffer(
+                name, torch.cat([self.branch.new_zeros(0), *(each.detach() for each in buffers)])
+            )
         default = module.default_fparam_tensor
-        self.register_buffer("default_fparam", self.branch.new_zeros(0) if default is None else default.clone())
+        self.register_buffer(
+            "default_fparam", self.branch.new_zeros(0) if default is None else default.clone()
+        )
         wanted = [energy is not None for energy in module.vacuum]
         self.vacuum = [any(wanted)] * len(wanted) if self.mixed_types else wanted
         bias = module.bias_atom_e.detach()[:, 0]
         # With parameters, the value in vacuum is another for every atom.
         constant = module.numb_parameters == 0
-        self.register_buffer("bias", bias - self._in_vacuum(module.dim_in) if constant else bias.clone())
+        self.register_buffer(
+            "bias", bias - self._in_vacuum(module.dim_in) if constant else bias.clone()
+        )
 
     @torch.no_grad()
     def _in_vacuum(self, width: int) -> torch.Tensor:
@@ -58,7 +70,9 @@ class ScriptedEnergyFitting(torch.nn.Module):
         x = descriptor.to(self.branch.dtype)
         with_parameters = self.parameter_mean.shape[0] > 0
         if with_parameters:
-            read = parameters[:, : self.parameter_mean.shape[0]]  # frame parameters alone with use_aparam_as_mask
+            read = parameters[
+                :, : self.parameter_mean.shape[0]
+            ]  # frame parameters alone with use_aparam_as_mask
             scaled = (read.to(self.branch.dtype) - self.parameter_mean) * self.parameter_scale
             x = torch.cat([x, scaled], dim=1)
         if self.branch.shape[0] > 0:

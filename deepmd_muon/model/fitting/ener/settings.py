@@ -12,7 +12,9 @@ from deepmd_muon.setting import setting
 
 def _one_flag_a_layer(trainable: bool | tuple[bool, ...], neuron: tuple[int, ...]) -> str | None:
     if isinstance(trainable, tuple) and len(trainable) != len(neuron) + 1:
-        return f"must have one value for each of the {len(neuron) + 1} layers; found {len(trainable)}"
+        return (
+            f"must have one value for each of the {len(neuron) + 1} layers; found {len(trainable)}"
+        )
     return None
 
 
@@ -37,18 +39,26 @@ class EnerSettings(Section):
         alias=("n_neuron",),
         doc="Widths of the hidden layers. A layer as wide as the one before it adds its input to its output.",
     )
-    resnet_dt: bool = setting(True, doc="Multiply the term that a layer adds to its input by a trainable vector.")
+    resnet_dt: bool = setting(
+        True, doc="Multiply the term that a layer adds to its input by a trainable vector."
+    )
     activation_function: str = setting("tanh", **ACTIVATION)
     precision: Precision = setting("default", **PRECISION)
     trainable: bool | tuple[bool, ...] = setting(
-        True, doc="Train the parameters; a list, one value a layer, trains the net only when all are true."
+        True,
+        doc="Train the parameters; a list, one value a layer, trains the net only when all are true.",
     )
-    seed: int | None = setting(None, minimum=0, doc="Seed of the initial parameters; left out, they are random.")
+    seed: int | None = setting(
+        None, minimum=0, doc="Seed of the initial parameters; left out, they are random."
+    )
     atom_ener: tuple[float | None, ...] = setting(
-        (), doc="Energy [eV] of a free atom of each type; null leaves a type to the statistics of the data."
+        (),
+        doc="Energy [eV] of a free atom of each type; null leaves a type to the statistics of the data.",
     )
     rcond: float | None = setting(
-        None, minimum=0.0, doc="Relative cut-off of singular values in the least squares fit of the energy biases."
+        None,
+        minimum=0.0,
+        doc="Relative cut-off of singular values in the least squares fit of the energy biases.",
     )
     numb_fparam: int = setting(
         0,
@@ -74,16 +84,22 @@ class EnerSettings(Section):
         ),
     )
     default_fparam: tuple[float, ...] | None = setting(
-        None, doc="Frame parameters of frames without fparam.npy, and of predictions that give none."
+        None,
+        doc="Frame parameters of frames without fparam.npy, and of predictions that give none.",
     )
     dim_case_embd: int = setting(
-        0, minimum=0, doc="Branches of the multi-task model that these parameters come from; 0 without branches."
+        0,
+        minimum=0,
+        doc="Branches of the multi-task model that these parameters come from; 0 without branches.",
     )
 
     @property
     def net_parameters(self) -> dict[str, int]:
         """The parameters that the net reads, by kind, in the order of its input, and how many there are."""
-        found = {"fparam": self.numb_fparam, "aparam": 0 if self.use_aparam_as_mask else self.numb_aparam}
+        found = {
+            "fparam": self.numb_fparam,
+            "aparam": 0 if self.use_aparam_as_mask else self.numb_aparam,
+        }
         return {name: number for name, number in found.items() if number}
 
     rules: ClassVar[tuple[Rule, ...]] = (

@@ -54,7 +54,14 @@ def apply_tile(
 @triton.jit
 def prefetch_lines(pointers, rows, stride, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Fetch a tile of fp32 numbers into the L2 cache without waiting; each address fetches a line of 128 bytes."""
-    place = (rows + tl.arange(0, ROWS))[:, None] * stride + (columns + tl.arange(0, COLUMNS // 32) * 32)[None, :]
+    place = (rows + tl.arange(0, ROWS))[:, None] * stride + (
+        columns + tl.arange(0, COLUMNS // 32) * 32
+    )[None, :]
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers + place], dtype=tl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers + place],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )

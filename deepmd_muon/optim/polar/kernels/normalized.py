@@ -10,7 +10,15 @@ import triton
 import triton.language as tl
 
 from deepmd_muon.optim.polar.kernels.shared import merge, norm_of_all
-from deepmd_muon.optim.polar.kernels.whole import COLUMNS, KIND, ROW, ROWS, load_matrix, load_single, load_upright
+from deepmd_muon.optim.polar.kernels.whole import (
+    COLUMNS,
+    KIND,
+    ROW,
+    ROWS,
+    load_matrix,
+    load_single,
+    load_upright,
+)
 
 # Input of an update: the present X, or the input, or the transposed input, in tiles.
 PRESENT, INPUT, TRANSPOSED_INPUT = (tl.constexpr(i) for i in range(3))
@@ -36,7 +44,9 @@ def measure(table, addresses, sums, SHARES: tl.constexpr, T: tl.constexpr):
     else:
         total = tl.zeros((T, T), tl.float64)
         for number in range(tl.program_id(0), down * along, SHARES):
-            wide = load_single(row, addresses, number % down * T + t, number // down * T + t).to(tl.float64)
+            wide = load_single(row, addresses, number % down * T + t, number // down * T + t).to(
+                tl.float64
+            )
             total += wide * wide
         tl.store(sums + place, 1.0)
         tl.store(sums + place + 1, tl.sum(total))

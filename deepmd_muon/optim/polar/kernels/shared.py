@@ -34,7 +34,12 @@ MAX_PROGRAMS = tl.constexpr(128)
 def read_counter(counter):
     """Read a counter with acquire semantics."""
     return tl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [counter], dtype=tl.int32, is_pure=False, pack=1
+        "ld.acquire.gpu.global.u32 $0, [$1];",
+        "=r,l",
+        [counter],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -77,7 +82,17 @@ def norm_of_all(sums, first, count, LIMIT: tl.constexpr):
 
 @triton.jit
 def symmetric_tiles(
-    target, source, depth, tiles, rank, count, b, d, ADD: tl.constexpr, T: tl.constexpr, K: tl.constexpr
+    target,
+    source,
+    depth,
+    tiles,
+    rank,
+    count,
+    b,
+    d,
+    ADD: tl.constexpr,
+    T: tl.constexpr,
+    K: tl.constexpr,
 ):
     """Compute this program's tiles of S Sᵀ, or of b S + d S Sᵀ for a symmetric S, and of their mirror images.
 
@@ -106,7 +121,9 @@ def symmetric_tiles(
 
 
 @triton.jit
-def store_share(row, addresses, sums, rank, count, down, along, T: tl.constexpr, ONLY: tl.constexpr):
+def store_share(
+    row, addresses, sums, rank, count, down, along, T: tl.constexpr, ONLY: tl.constexpr
+):
     """Store this program's share of a matrix's norm: the largest magnitude, and the sum of squares relative to it."""
     t = tl.arange(0, T)
     largest = tl.zeros((), tl.float64)
@@ -188,7 +205,9 @@ def tiles(
     polynomial = gram + tl.multiple_of(order * order, T)
     store_share(row, addresses, sums + 2 * (first + rank), rank, count, down, along, T, ONLY)
     barrier(counter, count)
-    normalize_tiles(row, addresses, sums, first, master, iterate, rank, count, down, along, width, T, ONLY)
+    normalize_tiles(
+        row, addresses, sums, first, master, iterate, rank, count, down, along, width, T, ONLY
+    )
     barrier(counter, 2 * count)
     arrivals = 2 * count
     for k in range(STEPS):
@@ -278,12 +297,55 @@ def strips(
     height = tl.load(row + TILE)
     if MASK & 1:
         if height == 0:
-            strip(row, addresses, coefficients, out, half, sums, counter, first, rank, count, 64, WIDE, ONLY, STEPS)
+            strip(
+                row,
+                addresses,
+                coefficients,
+                out,
+                half,
+                sums,
+                counter,
+                first,
+                rank,
+                count,
+                64,
+                WIDE,
+                ONLY,
+                STEPS,
+            )
     if MASK & 2:
         if height == 1:
-            strip(row, addresses, coefficients, out, half, sums, counter, first, rank, count, 128, WIDE, ONLY, STEPS)
+            strip(
+                row,
+                addresses,
+                coefficients,
+                out,
+                half,
+                sums,
+                counter,
+                first,
+                rank,
+                count,
+                128,
+                WIDE,
+                ONLY,
+                STEPS,
+            )
     if MASK & 4:
         if height == 2:
             strip(
-                row, addresses, coefficients, out, half, sums, counter, first, rank, count, 256, WIDE // 2, ONLY, STEPS
+                row,
+                addresses,
+                coefficients,
+                out,
+                half,
+                sums,
+                counter,
+                first,
+                rank,
+                count,
+                256,
+                WIDE // 2,
+                ONLY,
+                STEPS,
             )

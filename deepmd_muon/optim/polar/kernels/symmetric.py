@@ -13,7 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deepmd_muon.optim.polar.kernels.application import TARGET_ROW, aligned, apply_tile, prefetch_lines
+from deepmd_muon.optim.polar.kernels.application import (
+    TARGET_ROW,
+    aligned,
+    apply_tile,
+    prefetch_lines,
+)
 from deepmd_muon.optim.polar.kernels.normalized import INPUT, PRESENT, TRANSPOSED_INPUT
 from deepmd_muon.optim.polar.kernels.whole import ROW, store_result
 
@@ -125,7 +130,9 @@ def finish_strip(
             product = tl.fma(w0 + w2 * (down + across), x, w2 * product)
         else:
             product = tl.fma(w0 + w2 * across, x, w2 * product)
-            product = tl.fma(w1 + w2 * down, precise(right, right_rest, top + r, c, RIGHT_FINE), product)
+            product = tl.fma(
+                w1 + w2 * down, precise(right, right_rest, top + r, c, RIGHT_FINE), product
+            )
     narrow = product.to(tl.float16)
     strips.store([top + r, c], narrow)
     turned_strips.store([top + c, r], narrow.T)
@@ -179,7 +186,9 @@ def precise(squares, rest, r, c, FINE: tl.constexpr):
 
 # Output of an update: the next X; the result with any strides, in tiles, or in transposed tiles; or the parameters that
 # the result updates, or updates transposed.
-NEXT, ANYWHERE, IN_TILES, IN_TRANSPOSED_TILES, APPLIED, APPLIED_TRANSPOSED = (tl.constexpr(i) for i in range(6))
+NEXT, ANYWHERE, IN_TILES, IN_TRANSPOSED_TILES, APPLIED, APPLIED_TRANSPOSED = (
+    tl.constexpr(i) for i in range(6)
+)
 
 
 @triton.jit(do_not_specialize=["step", "first"])
@@ -235,11 +244,15 @@ def update(
         for start in range(0, order, CHUNK):
             part = tl.zeros((T, N), tl.float32)
             for k in range(start, tl.minimum(start + CHUNK, order), K):
-                part = tl.dot(polynomial.load([top + i * T, k]), current.load([top + k, j * N]), part)
+                part = tl.dot(
+                    polynomial.load([top + i * T, k]), current.load([top + k, j * N]), part
+                )
             product += part
     else:
         for k in range(0, order, K):
-            product = tl.dot(polynomial.load([top + i * T, k]), current.load([top + k, j * N]), product)
+            product = tl.dot(
+                polynomial.load([top + i * T, k]), current.load([top + k, j * N]), product
+            )
     # a X is added last: tensor cores truncate partial sums, and it would lose a bit in each.
     a = tl.load(weights + 3 * step)
     d = tl.load(diagonal + top + i * T + tl.arange(0, T))[:, None]
@@ -293,8 +306,12 @@ def finish(
         down = r + tl.arange(0, product.shape[0])
         across = c + tl.arange(0, product.shape[1])
         if WRITE == APPLIED:
-            apply_tile(x, targets, damping, rate, decay_high, decay_low, skip, down * width, across, TYPE)
+            apply_tile(
+                x, targets, damping, rate, decay_high, decay_low, skip, down * width, across, TYPE
+            )
         elif WRITE == APPLIED_TRANSPOSED:
-            apply_tile(x.T, targets, damping, rate, decay_high, decay_low, skip, across * order, down, TYPE)
+            apply_tile(
+                x.T, targets, damping, rate, decay_high, decay_low, skip, across * order, down, TYPE
+            )
         else:
             store_result(table + matrix.to(tl.int64) * ROW, out, x, down, across)

@@ -32,9 +32,13 @@ def load_as_single(address, kind, offset, inside):
     if kind == 0:
         single = tl.load(address.to(tl.pointer_type(tl.float32)) + offset, mask=inside, other=0.0)
     elif kind == 2:
-        single = tl.load(address.to(tl.pointer_type(tl.float16)) + offset, mask=inside, other=0.0).to(tl.float32)
+        single = tl.load(
+            address.to(tl.pointer_type(tl.float16)) + offset, mask=inside, other=0.0
+        ).to(tl.float32)
     else:
-        single = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + offset, mask=inside, other=0.0).to(tl.float32)
+        single = tl.load(
+            address.to(tl.pointer_type(tl.bfloat16)) + offset, mask=inside, other=0.0
+        ).to(tl.float32)
     return single
 
 
@@ -108,11 +112,17 @@ def load_single(row, addresses, r, c):
     stride = tl.load(row + STRIDE)
     if tl.load(row + TRANSPOSED) != 0:
         tile = load_as_single(
-            address, kind, offset + (c * stride)[:, None] + r[None, :], (c[:, None] < n) & (r[None, :] < m)
+            address,
+            kind,
+            offset + (c * stride)[:, None] + r[None, :],
+            (c[:, None] < n) & (r[None, :] < m),
         )
     else:
         tile = load_as_single(
-            address, kind, offset + (r * stride)[:, None] + c[None, :], (r[:, None] < m) & (c[None, :] < n)
+            address,
+            kind,
+            offset + (r * stride)[:, None] + c[None, :],
+            (r[:, None] < m) & (c[None, :] < n),
         )
     return tile
 
@@ -154,7 +164,9 @@ def load_double(row, addresses, r, c, ONLY: tl.constexpr):
             (r[:, None] < m) & (c[None, :] < n),
         )
     largest = tl.maximum(tl.max(tl.abs(tile)), 2.2250738585072014e-308)
-    return tile, (largest.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
+    return tile, (largest.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(
+        tl.float64, bitcast=True
+    )
 
 
 @triton.jit
@@ -166,9 +178,15 @@ def store_result(row, out, x, r, c):
     across = tl.load(row + OUT_COLUMN)
     out += tl.load(row + OUT)
     if down == 1:
-        tl.store(out + (c * across)[:, None] + r[None, :], tl.trans(x), mask=(c[:, None] < n) & (r[None, :] < m))
+        tl.store(
+            out + (c * across)[:, None] + r[None, :],
+            tl.trans(x),
+            mask=(c[:, None] < n) & (r[None, :] < m),
+        )
     else:
-        tl.store(out + (r * down)[:, None] + c[None, :], x, mask=(r[:, None] < m) & (c[None, :] < n))
+        tl.store(
+            out + (r * down)[:, None] + c[None, :], x, mask=(r[:, None] < m) & (c[None, :] < n)
+        )
 
 
 @triton.jit
@@ -224,7 +242,9 @@ def small_matrices(
 
 
 @triton.jit(do_not_specialize=[f"a{i}" for i in range(16)])
-def write_addresses(addresses, first, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15):
+def write_addresses(
+    addresses, first, a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15
+):
     """Write 16 addresses passed as kernel arguments: no copy from the host, and a captured graph contains them."""
     p = addresses + first
     tl.store(p, a0)

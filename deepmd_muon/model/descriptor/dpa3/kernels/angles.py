@@ -102,7 +102,9 @@ def _columns(chunk, form):
 @triton.jit
 def _matrix(weight, i, c, form):
     """Load a chunk of W."""
-    return load_tile(weight, i, c, (i < form.angle)[:, None] & (c < form.features)[None, :], form.features)
+    return load_tile(
+        weight, i, c, (i < form.angle)[:, None] & (c < form.features)[None, :], form.features
+    )
 
 
 @triton.jit
@@ -141,7 +143,9 @@ def _clear(rows, angles, first, rest, width, k, in_x, c, columns: tl.constexpr, 
         tl.store(rows + slot * columns + c, tl.zeros([form.columns], tl.float32), c < columns)
         if angles is not None:
             angle = slot * width + k
-            tl.store(angles + angle[:, None] * form.angle + i[None, :], nothing, in_x & (chunk == 0))
+            tl.store(
+                angles + angle[:, None] * form.angle + i[None, :], nothing, in_x & (chunk == 0)
+            )
 
 
 @triton.jit
@@ -164,7 +168,13 @@ def update_kernel(
             first = atom * tl.full([], width, tl.int64)
             start, end, rest = _range(reach, atom, block, width, form)
             s_k = tl.load(terms.s + first + k, in_k, 0.0)[:, None]
-            t = load_tile(terms.t, first + k, c, (in_k & (start < end))[:, None] & in_y[None, :], form.features)
+            t = load_tile(
+                terms.t,
+                first + k,
+                c,
+                (in_k & (start < end))[:, None] & in_y[None, :],
+                form.features,
+            )
             for j in range(start, end, tl.num_programs(1)):
                 slot = first + j
                 angle = slot * width + k
@@ -253,7 +263,10 @@ def tangent_kernel(
         for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
             first = atom * tl.full([], width, tl.int64)
             start, end, rest = _range(reach, atom, block, width, form)
-            s_k, s_dot_k = tl.load(terms.s + first + k, in_k, 0.0), tl.load(dots.s + first + k, in_k, 0.0)
+            s_k, s_dot_k = (
+                tl.load(terms.s + first + k, in_k, 0.0),
+                tl.load(dots.s + first + k, in_k, 0.0),
+            )
             t = load_tile(terms.t, first + k, c, in_z & (start < end), form.features)
             t_dot = load_tile(dots.t, first + k, c, in_z & (start < end), form.features)
             for j in range(start, end, tl.num_programs(1)):
@@ -264,7 +277,9 @@ def tangent_kernel(
                 x_dot = load_tile(dots.a, angle, i, in_x, form.angle)
                 y_dot = slope * _sum(dots, x_dot, matrix, t_dot, slot, c, form)
                 s_j, s_dot_j = tl.load(terms.s + slot), tl.load(dots.s + slot)
-                m = tl.sum(y_dot * (s_j * s_k)[:, None] + y * (s_dot_j * s_k + s_j * s_dot_k)[:, None], 0)
+                m = tl.sum(
+                    y_dot * (s_j * s_k)[:, None] + y * (s_dot_j * s_k + s_j * s_dot_k)[:, None], 0
+                )
                 tl.store(message + slot * form.message + c, m, c < form.message)
                 if form.features > form.message:
                     after = carry * load_tile(dots.a, angle, to_a, in_a, form.angle) + rho * y_dot
@@ -320,7 +335,10 @@ def gradient_kernel(
         for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
             first = atom * tl.full([], width, tl.int64)
             start, end, rest = _range(reach, atom, block, width, form)
-            s_k, s_dot_k = tl.load(terms.s + first + k, in_k, 0.0), tl.load(dots.s + first + k, in_k, 0.0)
+            s_k, s_dot_k = (
+                tl.load(terms.s + first + k, in_k, 0.0),
+                tl.load(dots.s + first + k, in_k, 0.0),
+            )
             t, t_dot = (
                 load_tile(terms.t, first + k, c, in_z & (start < end), form.features),
                 load_tile(dots.t, first + k, c, in_z & (start < end), form.features),
@@ -336,7 +354,9 @@ def gradient_kernel(
                 x_dot = load_tile(dots.a, angle, i, in_x, form.angle)
                 z_dot = _sum(dots, x_dot, matrix, t_dot, slot, c, form)
                 at, pairs = (slot, angle, c, to_a, in_a), ((s_j * s_k)[:, None], moved)
-                z_hat, z_bar, of_rho = _cotangent(given, earlier, z_dot, bends, rho, pairs, at, form, moving)
+                z_hat, z_bar, of_rho = _cotangent(
+                    given, earlier, z_dot, bends, rho, pairs, at, form, moving
+                )
                 sum_rho += tl.sum(of_rho, 0)
                 sum_t += z_hat
                 tl.store(of_u + slot * form.features + c, tl.sum(z_hat, 0), in_y)
@@ -392,7 +412,9 @@ class Launch:
             return int(triton.cdiv(atoms, sharing) * triton.cdiv(width, groups))
 
         fewest = min(map(turns, range(1, width + 1)))
-        self.groups = next(groups for groups in range(1, width + 1) if turns(groups) <= SLACK * fewest)
+        self.groups = next(
+            groups for groups in range(1, width + 1) if turns(groups) <= SLACK * fewest
+        )
         sizes = (weight.shape[0], message, weight.shape[1])
         rows = min(ROWS, holding(width))
         self.blocks, self.chunks = triton.cdiv(width, rows), triton.cdiv(weight.shape[1], columns)
@@ -408,11 +430,15 @@ def update(terms: Tensors, *layer: Any) -> Tensors:
     """Pass 1; return m and a′."""
     launch = Launch(terms, *layer, columns=UPDATE_COLUMNS, each=UPDATE_EACH)
     message, updated = _parts(launch, terms, *layer)
-    update_kernel[launch.grid](message, updated, _dense(terms), *launch.layer, num_warps=launch.warps)
+    update_kernel[launch.grid](
+        message, updated, _dense(terms), *launch.layer, num_warps=launch.warps
+    )
     return add_parts(message)[0], updated
 
 
-def adjoint(message_bar: torch.Tensor, updated_bar: torch.Tensor, terms: Tensors, *layer: Any) -> Tensors:
+def adjoint(
+    message_bar: torch.Tensor, updated_bar: torch.Tensor, terms: Tensors, *layer: Any
+) -> Tensors:
     """Pass 2; return the adjoints of a, u, t, s."""
     launch = Launch(terms, *layer)
     a, u, t, s = terms
@@ -421,7 +447,13 @@ def adjoint(message_bar: torch.Tensor, updated_bar: torch.Tensor, terms: Tensors
     of_u, of_t = (x.new_empty(n, *x.shape) for x, n in ((u, launch.blocks), (t, launch.groups)))
     out = Terms(a.new_empty(a.shape), of_u, of_t, of_first)
     adjoint_kernel[launch.grid](
-        out, of_second, message_bar, updated_bar, _dense(terms), *launch.layer, num_warps=launch.warps
+        out,
+        of_second,
+        message_bar,
+        updated_bar,
+        _dense(terms),
+        *launch.layer,
+        num_warps=launch.warps,
     )
     return out.a, *add_parts(out.u, out.t, of_s)
 
@@ -430,11 +462,15 @@ def tangent(terms: Tensors, dots: Tensors, *layer: Any) -> Tensors:
     """Pass 3; return the tangents of m and a′, which are the cotangents of their adjoints."""
     launch = Launch(terms, *layer)
     message, updated = _parts(launch, terms, *layer)
-    tangent_kernel[launch.grid](message, updated, _dense(terms), _dense(dots), *launch.layer, num_warps=launch.warps)
+    tangent_kernel[launch.grid](
+        message, updated, _dense(terms), _dense(dots), *launch.layer, num_warps=launch.warps
+    )
     return add_parts(message)[0], updated
 
 
-def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *layer: Any) -> Tensors:
+def gradient(
+    given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *layer: Any
+) -> Tensors:
     """Pass 4; return the gradients of a, u, t, W, ρ.
 
     `given` are the cotangents of m and a′; `earlier` those of pass 2, and `dots`, are empty when there was none.
@@ -444,7 +480,10 @@ def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *l
     weight, residual = layer[:2]
     of_u, of_t = (x.new_empty(n, *x.shape) for x, n in ((u, launch.blocks), (t, launch.groups)))
     out = Terms(a.new_empty(a.shape), of_u, of_t, None)
-    sums = weight.new_empty(*launch.grid, *weight.shape), residual.new_empty(*launch.grid, *residual.shape)
+    sums = (
+        weight.new_empty(*launch.grid, *weight.shape),
+        residual.new_empty(*launch.grid, *residual.shape),
+    )
     moving = len(dots) > 0
     gradient_kernel[launch.grid](
         Terms(*out[:3], out.a), sums, tuple(given), tuple(earlier if moving else given), _dense(terms),
@@ -467,7 +506,9 @@ def _parts(launch: Launch, terms: Tensors, *layer: Any) -> tuple[torch.Tensor, t
 def outputs(terms: Tensors, *layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate m and a′."""
     (a, u), weight, message = terms[:2], layer[0], layer[4]
-    return u.new_empty(u.shape[0], message), a.new_empty(a.shape) if weight.shape[1] > message else a.new_empty(0)
+    return u.new_empty(u.shape[0], message), a.new_empty(a.shape) if weight.shape[
+        1
+    ] > message else a.new_empty(0)
 
 
 _LAYER = "Tensor weight, Tensor residual, Tensor reach, int width, int message, float carry, str kind, float[] curve_of"

@@ -31,16 +31,28 @@ def _tile(h, rest, sizes, rows: tl.constexpr, columns: tl.constexpr):
     count, width, slots, near = sizes[0], sizes[1], sizes[2], sizes[3]
     row, c = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows), tl.arange(0, columns)
     in_c, k = c < width, row % slots
-    real, has_h = (row < count)[:, None] & in_c[None, :], ((row < count) & (k < near))[:, None] & in_c[None, :]
+    real, has_h = (
+        (row < count)[:, None] & in_c[None, :],
+        ((row < count) & (k < near))[:, None] & in_c[None, :],
+    )
     at = row[:, None] * width + c[None, :]
     at_h = ((row // slots) * near + k)[:, None] * width + c[None, :]
     other = tl.load(rest + c, in_c, 0.0)[None, :]
-    return at, real, at_h, has_h, c, tl.where((k < near)[:, None], tl.load(h + at_h, has_h, 0.0), other)
+    return (
+        at,
+        real,
+        at_h,
+        has_h,
+        c,
+        tl.where((k < near)[:, None], tl.load(h + at_h, has_h, 0.0), other),
+    )
 
 
 @triton.jit
 def _weights(rho, c, width):
-    return tl.load(rho[0] + c, c < width, 0.0)[None, :], tl.load(rho[1] + c, c < width, 0.0)[None, :]
+    return tl.load(rho[0] + c, c < width, 0.0)[None, :], tl.load(rho[1] + c, c < width, 0.0)[
+        None, :
+    ]
 
 
 @triton.jit
@@ -136,7 +148,9 @@ class EdgeSum(FourPasses):
         e, u, m, weight, bias, *rho = given
         h, out = torch.addmm(bias, m, weight), torch.empty_like(e)
         grid, sizes, form = self._launch(h, e.shape[1])
-        value_kernel[grid](out, e.contiguous(), u.contiguous(), h, bias, tuple(rho), sizes, self.carry, **form)
+        value_kernel[grid](
+            out, e.contiguous(), u.contiguous(), h, bias, tuple(rho), sizes, self.carry, **form
+        )
         return (out,), (h,)
 
     def adjoint(self, cotangents: Any, given: Any, kept: Any) -> tuple[Tensors, Perhaps]:
@@ -145,14 +159,23 @@ class EdgeSum(FourPasses):
         u_bar, h_bar = torch.empty_like(y_bar), torch.empty_like(h)
         grid, sizes, form = self._launch(h, y_bar.shape[1])
         adjoint_kernel[grid](u_bar, h_bar, y_bar, h, bias, tuple(rho), sizes, **form)
-        return (y_bar * self.carry, u_bar, torch.mm(h_bar, weight.t())), (y_bar, h_bar, h, weight, bias, *rho)
+        return (y_bar * self.carry, u_bar, torch.mm(h_bar, weight.t())), (
+            y_bar,
+            h_bar,
+            h,
+            weight,
+            bias,
+            *rho,
+        )
 
     def tangent(self, tangents: Any, left: Any) -> tuple[Perhaps, Perhaps]:
         """Return the derivative of e′; and u̇, ṁ and that of h."""
         (e_dot, u_dot, m_dot), (_, _, h, weight, bias, *rho) = tangents, left
         h_dot, out = torch.mm(m_dot, weight), torch.empty_like(e_dot)
         grid, sizes, form = self._launch(h, e_dot.shape[1])
-        tangent_kernel[grid](out, e_dot, u_dot, h_dot, h, bias, tuple(rho), sizes, self.carry, **form)
+        tangent_kernel[grid](
+            out, e_dot, u_dot, h_dot, h, bias, tuple(rho), sizes, self.carry, **form
+        )
         return (out,), (u_dot, m_dot, h_dot)
 
     def gradient(self, cotangents: Any, given: Any, kept: Any, left: Any, moved: Any) -> Perhaps:
@@ -164,14 +187,18 @@ class EdgeSum(FourPasses):
         earlier = (left[0], moved[0], moved[2]) if moving else (y, y, h)
         terms = y, u.contiguous(), h, bias, tuple(rho), earlier
         gradient_kernel[grid](u_hat, h_hat, parts, *terms, sizes, **form, moving=moving)
-        (sums,) = add_parts(parts)  # of ĥ with what the other edges' h gets, and the gradients of both ρ
+        (sums,) = add_parts(
+            parts
+        )  # of ĥ with what the other edges' h gets, and the gradients of both ρ
         weight_hat = torch.mm(m.t(), h_hat)
         if moving:
             weight_hat.addmm_(moved[1].t(), left[1])
         e_hat = y if self.carry == 1.0 else y * self.carry
         return e_hat, u_hat, torch.mm(h_hat, weight.t()), weight_hat, *sums
 
-    def _launch(self, h: torch.Tensor, slots: int) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
+    def _launch(
+        self, h: torch.Tensor, slots: int
+    ) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
         """Return grid, sizes, and what is known when a kernel is compiled, for so many `slots` an atom."""
         assert self.activation.formula is not None
         columns = triton.next_power_of_2(h.shape[1])

@@ -82,7 +82,9 @@ class Form(NamedTuple):
 @triton.jit
 def _matrix(weight, i, c, form):
     """Load a chunk of W."""
-    return load_tile(weight, i, c, (i < form.edge)[:, None] & (c < form.features)[None, :], form.features)
+    return load_tile(
+        weight, i, c, (i < form.edge)[:, None] & (c < form.features)[None, :], form.features
+    )
 
 
 @triton.jit
@@ -97,11 +99,17 @@ def _tile(index, tiles, atoms, width, form):
 @triton.jit
 def _clear_sums(sums, rest, tile, atom, atoms, edge, c, in_k, columns, form):
     """Store zeros in place of a tile's sums over edges, and of its update unless None."""
-    tl.store(sums + (tile * atoms + atom) * columns + c, tl.zeros([form.columns], tl.float32), c < columns)
+    tl.store(
+        sums + (tile * atoms + atom) * columns + c,
+        tl.zeros([form.columns], tl.float32),
+        c < columns,
+    )
     if rest is not None:
         to, present = c - form.message, (c >= form.message) & (c < form.features)
         at = rest + edge[:, None] * (form.features - form.message) + to[None, :]
-        tl.store(at, tl.zeros([form.rows, form.columns], tl.float32), in_k[:, None] & present[None, :])
+        tl.store(
+            at, tl.zeros([form.rows, form.columns], tl.float32), in_k[:, None] & present[None, :]
+        )
 
 
 @triton.jit
@@ -109,7 +117,11 @@ def _clear_edges(e, w, h, edge, in_k, chunk, form):
     """Store zeros in place of what a tile's edges get."""
     i, zero = tl.arange(0, form.inner), tl.zeros([form.rows], tl.float32)
     in_x = in_k[:, None] & (i < form.edge)[None, :] & (chunk == 0)
-    tl.store(e + edge[:, None] * form.edge + i[None, :], tl.zeros([form.rows, form.inner], tl.float32), in_x)
+    tl.store(
+        e + edge[:, None] * form.edge + i[None, :],
+        tl.zeros([form.rows, form.inner], tl.float32),
+        in_x,
+    )
     if w is not None:
         tl.store(w + edge, zero, in_k)
         for axis in tl.static_range(3):
@@ -137,7 +149,9 @@ def _beside(terms, edge, other, c, in_k, form):
     in_e, in_v = c < form.edge, (c >= form.edge) & (c < form.edge + form.node)
     e = load_tile(terms.e, edge, c, in_k[:, None] & in_e[None, :], form.edge)
     at = form.features + c - form.edge
-    return e + load_tile(terms.table, other, at, in_k[:, None] & in_v[None, :], form.features + form.node)
+    return e + load_tile(
+        terms.table, other, at, in_k[:, None] & in_v[None, :], form.features + form.node
+    )
 
 
 @triton.jit
@@ -147,12 +161,17 @@ def _spread(moment, h, atom, edge, c, in_k, form):
     here = moment + atom * 3 * width + c
     out = tl.zeros([form.rows, form.columns], tl.float32)
     for axis in tl.static_range(3):
-        out += tl.load(h + edge * 3 + axis, in_k, 0.0)[:, None] * tl.load(here + axis * width, c < width, 0.0)[None, :]
+        out += (
+            tl.load(h + edge * 3 + axis, in_k, 0.0)[:, None]
+            * tl.load(here + axis * width, c < width, 0.0)[None, :]
+        )
     return out
 
 
 @triton.jit
-def _collect(terms, neighbor, moment, h, x_of, tiles, used, items, atoms, width, more: tl.constexpr, form):
+def _collect(
+    terms, neighbor, moment, h, x_of, tiles, used, items, atoms, width, more: tl.constexpr, form
+):
     """Write Σ_j h ⊗ [e, v] of a program's tiles of neighbours, one part a tile; with `more`, add to it."""
     columns: tl.constexpr = form.edge + form.node
     for index in range(tl.program_id(0), used, tl.num_programs(0)):
@@ -166,7 +185,9 @@ def _collect(terms, neighbor, moment, h, x_of, tiles, used, items, atoms, width,
                 total = tl.sum(tl.load(h + edge * 3 + axis, in_k, 0.0)[:, None] * x, 0)
                 if more:
                     x_dot = _beside(x_of, edge, other, c, in_k, form)
-                    total += tl.sum(tl.load(terms.h + edge * 3 + axis, in_k, 0.0)[:, None] * x_dot, 0)
+                    total += tl.sum(
+                        tl.load(terms.h + edge * 3 + axis, in_k, 0.0)[:, None] * x_dot, 0
+                    )
                 tl.store(moment + (part + axis) * columns + c, total, c < columns)
     for index in range(used + tl.program_id(0), items, tl.num_programs(0)):
         atom, tile, _, _ = _tile(index, tiles, atoms, width, form)
@@ -192,7 +213,11 @@ def update_kernel(
     curve_of: tl.constexpr, form, kind: tl.constexpr,
 ) -> None:  # fmt: skip
     """Pass 1: parts of m and of H, and y[width:]."""
-    i, items, used = tl.arange(0, form.inner), atoms * ((width + form.rows - 1) // form.rows), tl.load(tiles.used)
+    i, items, used = (
+        tl.arange(0, form.inner),
+        atoms * ((width + form.rows - 1) // form.rows),
+        tl.load(tiles.used),
+    )
     for chunk in range(form.chunks):
         c = chunk * form.columns + tl.arange(0, form.columns)
         matrix, rest = _matrix(weight, i, c, form), c - form.message
@@ -223,7 +248,11 @@ def adjoint_kernel(
 
     Those of p come in parts by tile, those of w by chunk, and those of the table by edge.
     """
-    i, items, used = tl.arange(0, form.inner), atoms * ((width + form.rows - 1) // form.rows), tl.load(tiles.used)
+    i, items, used = (
+        tl.arange(0, form.inner),
+        atoms * ((width + form.rows - 1) // form.rows),
+        tl.load(tiles.used),
+    )
     for chunk in range(form.chunks):
         c = chunk * form.columns + tl.arange(0, form.columns)
         in_y, rest, matrix = c < form.features, c - form.message, _matrix(weight, i, c, form)
@@ -263,7 +292,15 @@ def adjoint_kernel(
             h_0 += tl.sum(x * tl.load(here, c < columns, 0.0)[None, :], 1)
             h_1 += tl.sum(x * tl.load(here + columns, c < columns, 0.0)[None, :], 1)
             h_2 += tl.sum(x * tl.load(here + 2 * columns, c < columns, 0.0)[None, :], 1)
-            _add_spread(out.e, out.table, _spread(moment, terms.h, atom, edge, c, in_k, form), edge, c, in_k, form)
+            _add_spread(
+                out.e,
+                out.table,
+                _spread(moment, terms.h, atom, edge, c, in_k, form),
+                edge,
+                c,
+                in_k,
+                form,
+            )
         tl.store(out.h + edge * 3, h_0, in_k)
         tl.store(out.h + edge * 3 + 1, h_1, in_k)
         tl.store(out.h + edge * 3 + 2, h_2, in_k)
@@ -275,7 +312,11 @@ def tangent_kernel(
     curve_of: tl.constexpr, form, kind: tl.constexpr,
 ) -> None:  # fmt: skip
     """Pass 3: the tangents of the terms give those of m and H, in parts, and of y[width:]."""
-    i, items, used = tl.arange(0, form.inner), atoms * ((width + form.rows - 1) // form.rows), tl.load(tiles.used)
+    i, items, used = (
+        tl.arange(0, form.inner),
+        atoms * ((width + form.rows - 1) // form.rows),
+        tl.load(tiles.used),
+    )
     for chunk in range(form.chunks):
         c = chunk * form.columns + tl.arange(0, form.columns)
         matrix, rest = _matrix(weight, i, c, form), c - form.message
@@ -284,7 +325,10 @@ def tangent_kernel(
             in_rest = in_k[:, None] & ((rest >= 0) & (c < form.features))[None, :]
             in_x = in_k[:, None] & (i < form.edge)[None, :]
             other = tl.load(neighbor + edge, in_k, 0)
-            x, x_dot = load_tile(terms.e, edge, i, in_x, form.edge), load_tile(dots.e, edge, i, in_x, form.edge)
+            x, x_dot = (
+                load_tile(terms.e, edge, i, in_x, form.edge),
+                load_tile(dots.e, edge, i, in_x, form.edge),
+            )
             y, slope, _ = curve(_sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of)
             y_dot = slope * _sum(dots, x_dot, matrix, atom, other, c, in_k, form)
             w, w_dot = tl.load(terms.w + edge, in_k, 0.0), tl.load(dots.w + edge, in_k, 0.0)
@@ -329,7 +373,11 @@ def gradient_kernel(
 
     Those of p come in parts by tile, those of the table by edge; w and h get none.
     """
-    i, items, used = tl.arange(0, form.inner), atoms * ((width + form.rows - 1) // form.rows), tl.load(tiles.used)
+    i, items, used = (
+        tl.arange(0, form.inner),
+        atoms * ((width + form.rows - 1) // form.rows),
+        tl.load(tiles.used),
+    )
     for chunk in range(form.chunks):
         c = chunk * form.columns + tl.arange(0, form.columns)
         in_y, matrix = c < form.features, _matrix(weight, i, c, form)
@@ -338,11 +386,24 @@ def gradient_kernel(
             atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
             in_x = in_k[:, None] & (i < form.edge)[None, :]
             other = tl.load(neighbor + edge, in_k, 0)
-            x, x_dot = load_tile(terms.e, edge, i, in_x, form.edge), load_tile(dots.e, edge, i, in_x, form.edge)
-            _, slope, bend = curve(_sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of)
+            x, x_dot = (
+                load_tile(terms.e, edge, i, in_x, form.edge),
+                load_tile(dots.e, edge, i, in_x, form.edge),
+            )
+            _, slope, bend = curve(
+                _sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of
+            )
             z_dot = _sum(dots, x_dot, matrix, atom, other, c, in_k, form)
             z_hat, z_bar = _cotangent(
-                given, earlier, terms, dots, z_dot, (slope, bend), (atom, edge, c, in_k), form, moving
+                given,
+                earlier,
+                terms,
+                dots,
+                z_dot,
+                (slope, bend),
+                (atom, edge, c, in_k),
+                form,
+                moving,
             )
             tl.store(out.p + (tile * atoms + atom) * form.features + c, tl.sum(z_hat, 0), in_y)
             at = edge[:, None] * (form.features + form.node) + c[None, :]
@@ -402,7 +463,16 @@ class Launch:
         programs = at_once(weight.device, each)
         self.grid = (min(atoms * self.tiles, programs),)
         self.chunks = triton.cdiv(features, columns)
-        sizes = (edge, terms[2].shape[1] - features, message, features, EDGE_TILE, holding(edge), columns, self.chunks)
+        sizes = (
+            edge,
+            terms[2].shape[1] - features,
+            message,
+            features,
+            EDGE_TILE,
+            holding(edge),
+            columns,
+            self.chunks,
+        )
         form = Form(*map(tl.constexpr, (*sizes, precision())))
         self.layer = (neighbor.contiguous(), Tiles(tiles, used), weight.contiguous())
         self.sizes = (atoms, width, tuple(curve_of), form, kind)
@@ -412,7 +482,9 @@ def update(terms: Tensors, *layer: Any) -> Tensors:
     """Pass 1; return m, y[width:] and H."""
     launch = Launch(terms, *layer, columns=UPDATE_COLUMNS, each=UPDATE_EACH)
     message, rest, moment = _parts(launch, terms, *layer)
-    update_kernel[launch.grid](message, rest, moment, *launch.layer, _dense(terms), *launch.sizes, **UPDATE_WARPS)
+    update_kernel[launch.grid](
+        message, rest, moment, *launch.layer, _dense(terms), *launch.sizes, **UPDATE_WARPS
+    )
     message, moment = add_parts(message, moment)
     return message, rest, moment
 
@@ -421,7 +493,9 @@ def adjoint(cotangents: Tensors, terms: Tensors, *layer: Any) -> Tensors:
     """Pass 2; return the adjoints of the terms."""
     launch = Launch(terms, *layer)
     out = _outputs(launch, terms, layer[0])
-    adjoint_kernel[launch.grid](out, *cotangents, *launch.layer, _dense(terms), *launch.sizes, **WARPS)
+    adjoint_kernel[launch.grid](
+        out, *cotangents, *launch.layer, _dense(terms), *launch.sizes, **WARPS
+    )
     p, w = add_parts(out.p, out.w)
     return out.e, p, add_to_neighbors(out.table, *launch.incoming), w, out.h
 
@@ -437,7 +511,9 @@ def tangent(terms: Tensors, dots: Tensors, *layer: Any) -> Tensors:
     return message, rest, moment
 
 
-def gradient(given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *layer: Any) -> Tensors:
+def gradient(
+    given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *layer: Any
+) -> Tensors:
     """Pass 4; return the gradients of W, e, p and the table.
 
     `given` are the cotangents; `earlier`, those of pass 2, and `dots` are empty when there was no such pass.
@@ -460,11 +536,17 @@ def _dense(terms: Tensors) -> Terms:
     return Terms(*(x.contiguous() for x in terms))
 
 
-def _parts(launch: Launch, terms: Tensors, *layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _parts(
+    launch: Launch, terms: Tensors, *layer: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Allocate m and H, one part per tile, and y[width:]."""
     of_message, rest, moment = outputs(terms, *layer)
     weight = layer[5]
-    return weight.new_empty(launch.tiles, *of_message.shape), rest, weight.new_empty(launch.tiles, *moment.shape)
+    return (
+        weight.new_empty(launch.tiles, *of_message.shape),
+        rest,
+        weight.new_empty(launch.tiles, *moment.shape),
+    )
 
 
 def _outputs(launch: Launch, terms: Tensors, neighbor: torch.Tensor) -> Terms:
@@ -506,11 +588,18 @@ _LAYER = (
 def _like_incoming(neighbor: torch.Tensor, empty: torch.Tensor) -> Tensors:
     atoms, width = neighbor.shape
     tiles = neighbor.new_empty(-(-width // EDGE_TILE) * atoms, dtype=torch.int32)
-    return neighbor.new_empty(neighbor.numel()), neighbor.new_empty(atoms + 1), tiles, neighbor.new_empty(1)
+    return (
+        neighbor.new_empty(neighbor.numel()),
+        neighbor.new_empty(atoms + 1),
+        tiles,
+        neighbor.new_empty(1),
+    )
 
 
 OPERATORS = SimpleNamespace(
-    incoming=operator("edge_incoming", incoming, "Tensor neighbor, Tensor empty", 4, _like_incoming),
+    incoming=operator(
+        "edge_incoming", incoming, "Tensor neighbor, Tensor empty", 4, _like_incoming
+    ),
     update=operator("edge_update", update, f"Tensor[] terms, {_LAYER}", 3, outputs),
     adjoint=operator(
         "edge_adjoint",

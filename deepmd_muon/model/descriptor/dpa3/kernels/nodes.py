@@ -40,15 +40,29 @@ def value_kernel(
     at, real, column = _place(count, width, block)
     total = carry * tl.load(x + at, real, 0.0)
     for number in tl.static_range(len(plain)):
-        total += tl.load(rho[2 + number] + column, real, 0.0) * tl.load(plain[number] + at, real, 0.0)
+        total += tl.load(rho[2 + number] + column, real, 0.0) * tl.load(
+            plain[number] + at, real, 0.0
+        )
     for number in tl.static_range(2):
-        total += tl.load(rho[number] + column, real, 0.0) * curve(tl.load(h[number] + at, real, 0.0), kind, curve_of)[0]
+        total += (
+            tl.load(rho[number] + column, real, 0.0)
+            * curve(tl.load(h[number] + at, real, 0.0), kind, curve_of)[0]
+        )
     tl.store(out + at, total, real)
 
 
 @triton.jit
 def adjoint_kernel(
-    h_bar, plain_bar, y_bar, h, rho, count, width, curve_of: tl.constexpr, kind: tl.constexpr, block: tl.constexpr
+    h_bar,
+    plain_bar,
+    y_bar,
+    h,
+    rho,
+    count,
+    width,
+    curve_of: tl.constexpr,
+    kind: tl.constexpr,
+    block: tl.constexpr,
 ) -> None:
     """Store ρ∘f′(h)·ȳ for both h, and ρ∘ȳ for plain terms."""
     at, real, column = _place(count, width, block)
@@ -69,10 +83,16 @@ def tangent_kernel(
     at, real, column = _place(count, width, block)
     total = carry * tl.load(x_dot + at, real, 0.0)
     for number in tl.static_range(len(plain_dot)):
-        total += tl.load(rho[2 + number] + column, real, 0.0) * tl.load(plain_dot[number] + at, real, 0.0)
+        total += tl.load(rho[2 + number] + column, real, 0.0) * tl.load(
+            plain_dot[number] + at, real, 0.0
+        )
     for number in tl.static_range(2):
         slope = curve(tl.load(h[number] + at, real, 0.0), kind, curve_of)[1]
-        total += tl.load(rho[number] + column, real, 0.0) * slope * tl.load(h_dot[number] + at, real, 0.0)
+        total += (
+            tl.load(rho[number] + column, real, 0.0)
+            * slope
+            * tl.load(h_dot[number] + at, real, 0.0)
+        )
     tl.store(out + at, total, real)
 
 
@@ -129,7 +149,10 @@ def symmetric_kernel(
         total = tl.zeros([tall, wide], moment.dtype.element_ty)
         for axis_of_space in tl.static_range(3):
             row = (atom * 3 + axis_of_space) * width
-            left, right = tl.load(moment + row + first + a, a < axis, 0.0), tl.load(moment + row + d, in_d, 0.0)
+            left, right = (
+                tl.load(moment + row + first + a, a < axis, 0.0),
+                tl.load(moment + row + d, in_d, 0.0),
+            )
             if moving:
                 left_dot = tl.load(moment_dot + row + first + a, a < axis, 0.0)
                 right_dot = tl.load(moment_dot + row + d, in_d, 0.0)
@@ -197,10 +220,19 @@ class Nodes(FourPasses):
 
     def adjoint(self, cotangents: Any, given: Any, kept: Any) -> tuple[Tensors, Perhaps]:
         """Return the adjoints of x, H, m and further terms."""
-        (y_bar,), (_, moment, plain, (w_0, _, w_1, _), rho), (_, *h) = cotangents, _sorted(given), kept
-        h_bar, plain_bar = y_bar.new_empty(2, *y_bar.shape), tuple(torch.empty_like(y_bar) for _ in plain)
+        (y_bar,), (_, moment, plain, (w_0, _, w_1, _), rho), (_, *h) = (
+            cotangents,
+            _sorted(given),
+            kept,
+        )
+        h_bar, plain_bar = (
+            y_bar.new_empty(2, *y_bar.shape),
+            tuple(torch.empty_like(y_bar) for _ in plain),
+        )
         grid, form = self._rows(y_bar)
-        adjoint_kernel[grid](tuple(h_bar), plain_bar, y_bar, tuple(h), rho, y_bar.numel(), y_bar.shape[1], **form)
+        adjoint_kernel[grid](
+            tuple(h_bar), plain_bar, y_bar, tuple(h), rho, y_bar.numel(), y_bar.shape[1], **form
+        )
         squares_bar = torch.mm(h_bar[1], w_1.t())
         x_bar = torch.addmm(y_bar, h_bar[0], w_0.t(), beta=self.carry)
         left = y_bar, *h_bar, squares_bar, *h, moment, w_0, w_1, *rho
@@ -208,7 +240,10 @@ class Nodes(FourPasses):
 
     def tangent(self, tangents: Any, left: Any) -> tuple[Perhaps, Perhaps]:
         """Return the derivative of x′; and those of both h and of G, ẋ, Ḣ, ṁ, …."""
-        (x_dot, moment_dot, *plain_dot), (_, _, _, _, h_0, h_1, moment, w_0, w_1, *rho) = tangents, left
+        (x_dot, moment_dot, *plain_dot), (_, _, _, _, h_0, h_1, moment, w_0, w_1, *rho) = (
+            tangents,
+            left,
+        )
         squares_dot, out = self._squares(moment, moment_dot), torch.empty_like(x_dot)
         h_dot = torch.mm(x_dot, w_0), torch.mm(squares_dot, w_1)
         grid, form = self._rows(x_dot)
@@ -218,13 +253,22 @@ class Nodes(FourPasses):
 
     def gradient(self, cotangents: Any, given: Any, kept: Any, left: Any, moved: Any) -> Perhaps:
         """See `FourPasses`."""
-        (y,), (x, moment, plain, (w_0, _, w_1, _), rho), (squares, *h) = cotangents, _sorted(given), kept
-        terms, plain_hat = y.new_empty(4 + len(plain), *y.shape), tuple(map(torch.empty_like, plain))
+        (y,), (x, moment, plain, (w_0, _, w_1, _), rho), (squares, *h) = (
+            cotangents,
+            _sorted(given),
+            kept,
+        )
+        terms, plain_hat = (
+            y.new_empty(4 + len(plain), *y.shape),
+            tuple(map(torch.empty_like, plain)),
+        )
         moving = moved is not None
         earlier = (left[0], *moved[:2], *moved[5:]) if moving else (y,) * (3 + len(plain))
         grid, form = self._rows(y)
         given_terms = y, plain, tuple(h), earlier, rho
-        gradient_kernel[grid](terms, plain_hat, *given_terms, y.numel(), y.shape[1], **form, moving=moving)
+        gradient_kernel[grid](
+            terms, plain_hat, *given_terms, y.numel(), y.shape[1], **form, moving=moving
+        )
         (h_0_hat, h_1_hat), sums = terms[:2], terms.sum(1)
         squares_hat = torch.mm(h_1_hat, w_1.t())
         w_0_hat, w_1_hat = torch.mm(x.t(), h_0_hat), torch.mm(squares.t(), h_1_hat)
@@ -241,14 +285,19 @@ class Nodes(FourPasses):
     def _rows(self, x: torch.Tensor) -> tuple[tuple[int], dict[str, Any]]:
         """Return the grid of a kernel on matrices like x, and what is known when it is compiled."""
         assert self.activation.formula is not None
-        return (triton.cdiv(x.numel(), BLOCK),), {**self.activation.formula.constants, "block": BLOCK}
+        return (triton.cdiv(x.numel(), BLOCK),), {
+            **self.activation.formula.constants,
+            "block": BLOCK,
+        }
 
     def _sizes(self, moment: torch.Tensor) -> dict[str, int]:
         node = moment.shape[2] - self.edge
         tall, wide = triton.next_power_of_2(self.axis), triton.next_power_of_2(max(self.edge, node))
         return {"axis": self.axis, "edge": self.edge, "node": node, "tall": tall, "wide": wide}
 
-    def _squares(self, moment: torch.Tensor, moment_dot: torch.Tensor | None = None) -> torch.Tensor:
+    def _squares(
+        self, moment: torch.Tensor, moment_dot: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return G `(atoms, axis·columns)` from H, or its tangent."""
         out = moment.new_empty(len(moment), self.axis * moment.shape[2])
         moving = moment_dot is not None

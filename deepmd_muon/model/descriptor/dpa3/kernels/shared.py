@@ -91,7 +91,9 @@ def many_kernel(outs, parts, sizes, counts, rows: tl.constexpr, columns: tl.cons
             for first in range(0, count, rows):
                 part = first + r
                 real = (part < count)[:, None] & (at < size)[None, :]
-                total += tl.load(parts[number] + part[:, None].to(tl.int64) * size + at[None, :], real, 0.0)
+                total += tl.load(
+                    parts[number] + part[:, None].to(tl.int64) * size + at[None, :], real, 0.0
+                )
             tl.store(outs[number] + at, tl.sum(total, 0), at < size)
         program -= tl.cdiv(size, columns)
 
@@ -100,21 +102,27 @@ def add_parts(*parts: torch.Tensor) -> list[torch.Tensor]:
     """Return the sums of dense tensors over their first axis."""
     outs = [x[0] if len(x) == 1 else x.new_empty(x.shape[1:]) for x in parts]
     work = [(out, x) for out, x in zip(outs, parts, strict=True) if len(x) > 1 and out.numel()]
-    few, many = ([(out, x) for out, x in work if (len(x) <= FEW) == is_few] for is_few in (True, False))
+    few, many = (
+        [(out, x) for out, x in work if (len(x) <= FEW) == is_few] for is_few in (True, False)
+    )
     for pairs, kernel, width in ((few, few_kernel, BLOCK), (many, many_kernel, COLUMNS)):
         if pairs:
             totals, given = zip(*pairs, strict=True)
             sizes, counts = tuple(out.numel() for out in totals), tuple(len(x) for x in given)
             grid = (sum(triton.cdiv(size, width) for size in sizes),)
             if kernel is few_kernel:
-                few_kernel[grid](totals, given, sizes, tuple(map(tl.constexpr, counts)), block=BLOCK)
+                few_kernel[grid](
+                    totals, given, sizes, tuple(map(tl.constexpr, counts)), block=BLOCK
+                )
             else:
                 many_kernel[grid](totals, given, sizes, counts, rows=ROWS, columns=COLUMNS)
     return outs
 
 
 @triton.jit
-def neighbor_kernel(out, values, order, start, width, rows: tl.constexpr, columns: tl.constexpr) -> None:
+def neighbor_kernel(
+    out, values, order, start, width, rows: tl.constexpr, columns: tl.constexpr
+) -> None:
     """Add up the rows of `values` that belong to an atom: those that `order` lists from its `start` on."""
     atom = tl.program_id(0)
     c, r = tl.program_id(1) * columns + tl.arange(0, columns), tl.arange(0, rows)
@@ -123,11 +131,15 @@ def neighbor_kernel(out, values, order, start, width, rows: tl.constexpr, column
     for first in range(tl.load(start + atom), end, rows):
         real = first + r < end
         row = tl.load(order + first + r, real, 0)
-        total += tl.load(values + row[:, None] * width + c[None, :], real[:, None] & (c < width)[None, :], 0.0)
+        total += tl.load(
+            values + row[:, None] * width + c[None, :], real[:, None] & (c < width)[None, :], 0.0
+        )
     tl.store(out + atom * width + c, tl.sum(total, 0), c < width)
 
 
-def add_to_neighbors(values: torch.Tensor, order: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+def add_to_neighbors(
+    values: torch.Tensor, order: torch.Tensor, start: torch.Tensor
+) -> torch.Tensor:
     """Return, for each atom, the sum of the rows of `values` `(edges, width)` that belong to it.
 
     `order` and `start` are those of `geometry.Incoming`.
@@ -135,5 +147,7 @@ def add_to_neighbors(values: torch.Tensor, order: torch.Tensor, start: torch.Ten
     atoms, width = len(start) - 1, values.shape[1]
     out = values.new_empty(atoms, width)
     grid = (atoms, triton.cdiv(width, NEIGHBOR_COLUMNS))
-    neighbor_kernel[grid](out, values, order, start, width, rows=NEIGHBOR_ROWS, columns=NEIGHBOR_COLUMNS)
+    neighbor_kernel[grid](
+        out, values, order, start, width, rows=NEIGHBOR_ROWS, columns=NEIGHBOR_COLUMNS
+    )
     return out
