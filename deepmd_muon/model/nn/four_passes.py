@@ -1,17 +1,18 @@
-"""Operations whose derivatives are written out: values, forces, and the gradient of a loss on forces.
+"""Operations with written-out derivatives: values, forces, and the gradient of a loss on forces.
 
-Take outputs y = F(x, θ), where x depends on positions and θ are parameters. A bar marks derivatives of the energy, a
-dot tangents, a hat derivatives of the loss:
+An operation returns outputs y = F(x, θ). The inputs x depend on positions, θ are parameters. A bar marks derivatives
+of the energy, a dot tangents, a hat derivatives of the loss:
 
-| pass | method     | from          | to                                                     | when              |
-|------|------------|---------------|--------------------------------------------------------|-------------------|
-| 1    | `value`    | x, θ          | y                                                      | forward           |
-| 2    | `adjoint`  | ȳ             | x̄ = ȳ·F′                                               | forces            |
-| 3    | `tangent`  | ẋ = dloss/dx̄  | dloss/dȳ = F′·ẋ                                        | gradient of loss  |
-| 4    | `gradient` | ŷ = dloss/dy  | dloss/d(x, θ) = ŷ·F′ + the derivative of x̄·ẋ by (x, θ) | gradient of loss  |
+| pass | method     | from          | to                                                     | when             |
+|------|------------|---------------|--------------------------------------------------------|------------------|
+| 1    | `value`    | x, θ          | y                                                      | forward          |
+| 2    | `adjoint`  | ȳ             | x̄ = ȳ·F′                                               | forces           |
+| 3    | `tangent`  | ẋ = dloss/dx̄  | dloss/dȳ = F′·ẋ                                        | gradient of loss |
+| 4    | `gradient` | ŷ = dloss/dy  | dloss/d(x, θ) = ŷ·F′ + the derivative of x̄·ẋ by (x, θ) | gradient of loss |
 
-Autograd knows neither that pass 4 needs results of passes 2 and 3, nor that it must wait for pass 3. So pass 1 has one
-output more, an empty tensor that pass 2 takes, and a `_Record` hands the results over.
+Autograd cannot know that pass 4 needs results of passes 2 and 3, or that it must wait for pass 3. Therefore pass 1
+returns one more output, an empty tensor that pass 2 takes as an input: the edge from pass 2 to pass 1 orders them. A
+`_Record` carries the results from passes 2 and 3 to pass 4.
 """
 
 from __future__ import annotations
@@ -31,135 +32,163 @@ Perhaps = Sequence[Tensor | None]
 class FourPasses(ABC):
     """An operation and its passes.
 
-    Inputs that depend on positions come before all others. Tensors arrive contiguous; cotangents may be None, tangents
-    are zeros where none arrived.
+    Inputs that depend on positions come before all others. Tensors arrive contiguous. A cotangent may be None; a
+    tangent that autograd does not have arrives as zeros.
     """
 
     @abstractmethod
-    def value(self, given: Any) -> tuple[Perhaps, Perhaps]:
-        """Return the outputs, and further tensors that other passes need (`kept`)."""
+    def value(self, inputs: Any) -> tuple[Perhaps, Perhaps]:
+        """Pass 1: return the outputs, and the tensors to save for later passes (`value_saved`)."""
 
     @abstractmethod
-    def adjoint(self, cotangents: Any, given: Any, kept: Any) -> tuple[Tensors, Perhaps]:
-        """Return the adjoints of the first inputs, and all tensors that passes 3 and 4 need from here (`left`).
+    def adjoint(self, cotangents: Any, inputs: Any, value_saved: Any) -> tuple[Tensors, Perhaps]:
+        """Pass 2: return the adjoints of the first inputs, and the tensors to save (`adjoint_saved`).
 
-        `cotangents` belong to the outputs. Pass 3 sees no other tensors than `left`.
+        There is one cotangent for each output. Pass 3 sees no other tensors than `adjoint_saved`.
         """
 
     @abstractmethod
-    def tangent(self, tangents: Any, left: Any) -> tuple[Perhaps, Perhaps]:
-        """Return the derivatives of the outputs, and the tensors that pass 4 needs from here (`moved`).
+    def tangent(self, tangents: Any, adjoint_saved: Any) -> tuple[Perhaps, Perhaps]:
+        """Pass 3: return the tangents of the outputs, and the tensors to save (`tangent_saved`).
 
-        `tangents` belong to the inputs that have adjoints. A derivative whose output had no cotangent is ignored.
+        There is one tangent for each input that has an adjoint. The tangent of an output without a cotangent is
+        ignored.
         """
 
     @abstractmethod
-    def gradient(self, cotangents: Any, given: Any, kept: Any, left: Any, moved: Any) -> Perhaps:
-        """Return the gradients of the first inputs; `left` and `moved` are None if forces have no part in the loss."""
+    def gradient(
+        self, cotangents: Any, inputs: Any, value_saved: Any, adjoint_saved: Any, tangent_saved: Any
+    ) -> Perhaps:
+        """Pass 4: return the gradients of the first inputs; autograd takes the others as None.
+
+        `adjoint_saved` and `tangent_saved` are None if the loss does not depend on forces.
+        """
 
 
 @dataclass
 class _Record:
-    """The tensors of passes 2 and 3 that pass 4 of the same call needs, and whether pass 2 has run."""
+    """What one call of the operation must remember between its passes."""
 
-    pulled: bool
-    left: Perhaps | None = None
-    moved: Perhaps | None = None
+    adjoint_has_run: bool
+    adjoint_saved: Perhaps | None = None
+    tangent_saved: Perhaps | None = None
 
 
-class _Pull(NamedTuple):
-    """The arguments of pass 2 without derivatives."""
+class _AdjointArguments(NamedTuple):
+    """The arguments of pass 2 that have no derivatives."""
 
     passes: FourPasses
     record: _Record
-    given: Perhaps
-    kept: Perhaps
+    inputs: Perhaps
+    value_saved: Perhaps
 
 
 class _Value(torch.autograd.Function):
     """Passes 1 and 4, and the way into pass 2."""
 
     @staticmethod
-    def forward(ctx: Any, passes: FourPasses, record: _Record, *given: Tensor | None) -> Any:
-        outputs, kept = passes.value(given)
+    def forward(ctx: Any, passes: FourPasses, record: _Record, *inputs: Tensor | None) -> Any:
+        outputs, value_saved = passes.value(inputs)
         order = next(x for x in outputs if x is not None).new_empty(0)
-        ctx.passes, ctx.record, ctx.count = passes, record, len(given)
+        ctx.passes = passes
+        ctx.record = record
+        ctx.n_inputs = len(inputs)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(order, *given, *kept)
+        ctx.save_for_backward(order, *inputs, *value_saved)
         return *outputs, order
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        passes, record = ctx.passes, ctx.record
+    def backward(ctx: Any, *output_cotangents: Tensor | None) -> Any:
+        passes = ctx.passes
+        record = ctx.record
         order, *saved = ctx.saved_tensors
-        given, kept = saved[: ctx.count], saved[ctx.count :]
-        arrived = [None if x is None else x.contiguous() for x in cotangents[:-1]]
-        again = torch.is_grad_enabled()
-        if not record.pulled:
-            record.pulled = again
-            found: Perhaps = _Adjoint.apply(_Pull(passes, record, given, kept), order, *arrived)
-        elif again:
+        inputs = saved[: ctx.n_inputs]
+        value_saved = saved[ctx.n_inputs :]
+        cotangents = [None if x is None else x.contiguous() for x in output_cotangents[:-1]]
+        # Autograd records this backward pass only under create_graph, which is how forces are asked for.
+        create_graph = torch.is_grad_enabled()
+        input_gradients: Perhaps
+        if not record.adjoint_has_run:
+            record.adjoint_has_run = create_graph
+            arguments = _AdjointArguments(passes, record, inputs, value_saved)
+            input_gradients = _Adjoint.apply(arguments, order, *cotangents)
+        elif create_graph:
             raise RuntimeError(
-                f"{type(passes).__name__} was differentiated twice with create_graph: its forces can be differentiated "
-                "once, and there is no third derivative"
+                f"{type(passes).__name__} was differentiated twice with create_graph: its forces "
+                "can be differentiated once, and there is no third derivative"
             )
         else:
-            left, moved, record.left, record.moved = record.left, record.moved, None, None
-            found = passes.gradient(arrived, given, kept, left, moved)
-        return None, None, *found, *[None] * (len(given) - len(found))
+            input_gradients = passes.gradient(
+                cotangents, inputs, value_saved, record.adjoint_saved, record.tangent_saved
+            )
+            record.adjoint_saved = None  # frees the memory
+            record.tangent_saved = None
+        without_gradient = [None] * (len(inputs) - len(input_gradients))
+        return None, None, *input_gradients, *without_gradient
 
 
 class _Adjoint(torch.autograd.Function):
     """Passes 2 and 3."""
 
     @staticmethod
-    def forward(ctx: Any, pull: _Pull, order: Tensor, *cotangents: Tensor | None) -> Any:
-        # detached: the record keeps `left`, whose graph holds the record; that cycle would never be freed
-        arrived = [None if x is None else x.detach() for x in cotangents]
-        found, left = pull.passes.adjoint(arrived, pull.given, pull.kept)
-        ctx.passes, ctx.record = pull.passes, pull.record
-        ctx.present = [x is not None for x in cotangents]
-        ctx.save_for_backward(*left)
-        return tuple(found)
+    def forward(
+        ctx: Any, arguments: _AdjointArguments, order: Tensor, *output_cotangents: Tensor | None
+    ) -> Any:
+        # Detached, because the record keeps what pass 2 saves: with a graph, which holds the record,
+        # this would be a cycle that is never freed.
+        cotangents = [None if x is None else x.detach() for x in output_cotangents]
+        adjoints, adjoint_saved = arguments.passes.adjoint(
+            cotangents, arguments.inputs, arguments.value_saved
+        )
+        ctx.passes = arguments.passes
+        ctx.record = arguments.record
+        ctx.has_cotangent = [x is not None for x in output_cotangents]
+        ctx.save_for_backward(*adjoint_saved)
+        return tuple(adjoints)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *tangents: Tensor) -> Any:
-        left = ctx.saved_tensors
-        found, moved = ctx.passes.tangent([x.contiguous() for x in tangents], left)
-        ctx.record.left, ctx.record.moved = left, moved
-        return (
-            None,
-            None,
-            *(x if there else None for x, there in zip(found, ctx.present, strict=True)),
+        adjoint_saved = ctx.saved_tensors
+        output_tangents, tangent_saved = ctx.passes.tangent(
+            [x.contiguous() for x in tangents], adjoint_saved
         )
+        ctx.record.adjoint_saved = adjoint_saved
+        ctx.record.tangent_saved = tangent_saved
+        wanted = [
+            tangent if has_cotangent else None
+            for tangent, has_cotangent in zip(output_tangents, ctx.has_cotangent, strict=True)
+        ]
+        return None, None, *wanted
 
 
-def run(passes: FourPasses, *given: Tensor | None, force: bool) -> Any:
+def run(passes: FourPasses, *inputs: Tensor | None, force: bool) -> Any:
     """Return the outputs of an operation, differentiable.
 
     Parameters
     ----------
     passes
         The operation.
-    given
+    inputs
         Its inputs.
     force
-        Whether the first derivative that autograd takes is that of the energy; else there is only that of the loss.
+        Whether autograd first takes the derivative of the energy. Otherwise it takes only the gradient of the loss.
     """
-    *outputs, _ = _Value.apply(passes, _Record(pulled=not force), *given)
+    record = _Record(adjoint_has_run=not force)
+    *outputs, _order = _Value.apply(passes, record, *inputs)
     return outputs
 
 
-def run_with_pullback(passes: FourPasses, *given: Tensor | None) -> tuple[Any, Callable[..., Any]]:
-    """Return the outputs, and pass 2 as a function of cotangents, for a caller that does not leave it to autograd.
+def run_with_pullback(passes: FourPasses, *inputs: Tensor | None) -> tuple[Any, Callable[..., Any]]:
+    """Return the outputs, and pass 2 as a function of cotangents, for a caller that calls it itself.
 
-    Pass 2 gets no `kept`: such an operation remembers those tensors itself.
+    Pass 2 gets an empty `value_saved`: such an operation remembers these tensors itself.
     """
-    record = _Record(pulled=True)
-    *outputs, order = _Value.apply(passes, record, *given)
+    record = _Record(adjoint_has_run=True)
+    *outputs, order = _Value.apply(passes, record, *inputs)
 
-    def pull(*cotangents: Tensor | None) -> Any:
-        return _Adjoint.apply(_Pull(passes, record, given, ()), order, *cotangents)
+    def pullback(*cotangents: Tensor | None) -> Any:
+        arguments = _AdjointArguments(passes, record, inputs, value_saved=())
+        return _Adjoint.apply(arguments, order, *cotangents)
 
-    return outputs, pull
+    return outputs, pullback

@@ -168,13 +168,18 @@ class RepflowLayer(torch.nn.Module):
         if kernels_fit(node, self.activation):
             from deepmd_muon.model.descriptor.dpa3.kernels.nodes import Nodes
 
-            carry, rho = _residual_weights(
+            alpha, step_sizes = _residual_weights(
                 repflow.update_style, self.n_residual, node, 2 + len(plain)
             )
-            passes = Nodes(self.activation, carry, repflow.axis_neuron, repflow.e_dim)
+            passes = Nodes(
+                activation=self.activation,
+                alpha=alpha,
+                axis=repflow.axis_neuron,
+                edge_columns=repflow.e_dim,
+            )
             weights = (*self.node_self_mlp.tensors[:2], *self.node_sym_linear.tensors[:2])
             out: Tensor
-            (out,) = run(passes, node, moment, *plain, *weights, *rho, force=force)
+            (out,) = run(passes, node, moment, *plain, *weights, *step_sizes, force=force)
             return out
         symmetric = [
             torch.bmm(part[..., : repflow.axis_neuron].transpose(1, 2), part).flatten(1) / 3.0

@@ -1,320 +1,610 @@
-"""The node part of a DPA-3 layer on a GPU: a few kernels in place of autograd's many.
+"""The node update of a DPA-3 layer on a GPU: four passes of a few kernels each.
 
-From node features x, the message m of the edges and their moments H (see `edges`),
+The update
+----------
+    x′ = α·x + ρ₀∘f(h₀) + ρ₁∘f(h₁) + Σ_k ρ_{2+k}∘m_k
+    h₀ = x·W₀ + b₀                        the node itself ("self")
+    h₁ = G·W₁ + b₁                        its environment ("symmetric")
+    G_ad = Σ_c H_ca·H_cd / 3              symmetrization of the moment H over the axes c of space
 
-    G_ad = Σ_c H_ca·H_cd/3,   h₀ = x·W₀ + b₀,   h₁ = G·W₁ + b₁,   x′ = α·x + ρ₀∘f(h₀) + ρ₁∘f(h₁) + ρ₂∘m,
+| symbol | name         | shape                 | meaning                                       |
+|--------|--------------|-----------------------|-----------------------------------------------|
+| x, x′  | `x`, `x_new` | (atoms, n)            | node features before and after the layer      |
+| m_k    | `messages`   | (atoms, n) each       | terms without activation; first: from edges   |
+| H      | `moment`     | (atoms, 3, E + N)     | from `edges`: columns of edges, then of nodes |
+| G      | `squares`    | (atoms, axis·(E + N)) | E and N columns are symmetrized apart         |
+| W₀, b₀ | `self_*`     | (n, n), (n,)          | first linear layer                            |
+| W₁, b₁ | `symmetric_*`| (axis·(E + N), n), (n,) | second linear layer                         |
+| ρ      | `step_sizes` | (n,) each             | two, and one for each message                 |
+| α      | `alpha`      | number                | weight of the old features                    |
 
-G of H's columns from edges and from nodes apart. Further terms ρ₃∘v, … are treated as ρ₂∘m.
-`layer` defines the result by torch's operations.
+`four_passes` explains the passes and the accents: a bar (`_bar`) is a derivative of the energy, a dot (`_dot`) a
+tangent, a hat (`_hat`) a derivative of the loss.
+
+Reference: `RepflowLayer._nodes` computes the same from torch's operations when kernels cannot run, and
+`test_nodes_and_edge_features_of_dpa3` compares all four passes with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.activation_kernels import curve
 from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
 
-BLOCK = 256
+BLOCK = 256  # elements of (atoms, n) that one program computes
+
+# ----- what the passes exchange ------------------------------------------------------------------
 
 
-@triton.jit
-def _place(count, width, block: tl.constexpr):
-    """Return the elements of a program, which are present, and their columns."""
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    return at, at < count, at % width
+class NodeInputs(NamedTuple):
+    """The inputs of the operation; shapes are in the table above."""
 
+    x: Tensor
+    moment: Tensor
+    messages: tuple[Tensor, ...]
+    self_weight: Tensor
+    self_bias: Tensor
+    symmetric_weight: Tensor
+    symmetric_bias: Tensor
+    step_sizes: tuple[Tensor, ...]
 
-@triton.jit
-def value_kernel(
-    out, x, plain, h, rho, count, width,
-    carry: tl.constexpr, curve_of: tl.constexpr, kind: tl.constexpr, block: tl.constexpr,
-) -> None:  # fmt: skip
-    """Store α·x + ρ₀∘f(h₀) + ρ₁∘f(h₁) and ρ∘m of each plain term m."""
-    at, real, column = _place(count, width, block)
-    total = carry * tl.load(x + at, real, 0.0)
-    for number in tl.static_range(len(plain)):
-        total += tl.load(rho[2 + number] + column, real, 0.0) * tl.load(
-            plain[number] + at, real, 0.0
+    @classmethod
+    def of(cls, inputs: Perhaps) -> NodeInputs:
+        """Name the flat inputs: x, H, k messages, W₀, b₀, W₁, b₁, and 2 + k step sizes."""
+        x, moment, *rest = _all_present(inputs)
+        n_messages = (len(rest) - 6) // 2  # 6: two weights, two biases, ρ₀ and ρ₁
+        self_weight, self_bias, symmetric_weight, symmetric_bias, *step_sizes = rest[n_messages:]
+        return cls(
+            x=x,
+            moment=moment,
+            messages=tuple(rest[:n_messages]),
+            self_weight=self_weight,
+            self_bias=self_bias,
+            symmetric_weight=symmetric_weight,
+            symmetric_bias=symmetric_bias,
+            step_sizes=tuple(step_sizes),
         )
-    for number in tl.static_range(2):
-        total += (
-            tl.load(rho[number] + column, real, 0.0)
-            * curve(tl.load(h[number] + at, real, 0.0), kind, curve_of)[0]
+
+
+class ValueSaved(NamedTuple):
+    """What pass 1 computes and passes 2 to 4 read again."""
+
+    squares: Tensor
+    h_self: Tensor
+    h_symmetric: Tensor
+
+    @property
+    def h(self) -> tuple[Tensor, Tensor]:
+        """h₀ and h₁."""
+        return self.h_self, self.h_symmetric
+
+
+class AdjointSaved(NamedTuple):
+    """What pass 2 hands over: cotangents for pass 4, and all that pass 3 reads."""
+
+    y_bar: Tensor
+    h_self_bar: Tensor
+    h_symmetric_bar: Tensor
+    squares_bar: Tensor
+    h_self: Tensor
+    h_symmetric: Tensor
+    moment: Tensor
+    self_weight: Tensor
+    symmetric_weight: Tensor
+    step_sizes: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, tensors: Perhaps) -> AdjointSaved:
+        """Name the tensors that `flat` returned."""
+        y_bar, h_self_bar, h_symmetric_bar, squares_bar, *later = _all_present(tensors)
+        h_self, h_symmetric, moment, self_weight, symmetric_weight, *step_sizes = later
+        return cls(
+            y_bar=y_bar,
+            h_self_bar=h_self_bar,
+            h_symmetric_bar=h_symmetric_bar,
+            squares_bar=squares_bar,
+            h_self=h_self,
+            h_symmetric=h_symmetric,
+            moment=moment,
+            self_weight=self_weight,
+            symmetric_weight=symmetric_weight,
+            step_sizes=tuple(step_sizes),
         )
-    tl.store(out + at, total, real)
+
+    @property
+    def flat(self) -> tuple[Tensor, ...]:
+        """All tensors in a row, as autograd saves them."""
+        *single, step_sizes = self
+        return *single, *step_sizes
 
 
-@triton.jit
-def adjoint_kernel(
-    h_bar,
-    plain_bar,
-    y_bar,
-    h,
-    rho,
-    count,
-    width,
-    curve_of: tl.constexpr,
-    kind: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
-    """Store ρ∘f′(h)·ȳ for both h, and ρ∘ȳ for plain terms."""
-    at, real, column = _place(count, width, block)
-    y = tl.load(y_bar + at, real, 0.0)
-    for number in tl.static_range(len(plain_bar)):
-        tl.store(plain_bar[number] + at, tl.load(rho[2 + number] + column, real, 0.0) * y, real)
-    for number in tl.static_range(2):
-        slope = curve(tl.load(h[number] + at, real, 0.0), kind, curve_of)[1]
-        tl.store(h_bar[number] + at, tl.load(rho[number] + column, real, 0.0) * slope * y, real)
+class TangentSaved(NamedTuple):
+    """What pass 3 hands over to pass 4."""
 
+    h_self_dot: Tensor
+    h_symmetric_dot: Tensor
+    squares_dot: Tensor
+    x_dot: Tensor
+    moment_dot: Tensor
+    message_dots: tuple[Tensor, ...]
 
-@triton.jit
-def tangent_kernel(
-    out, x_dot, plain_dot, h_dot, h, rho, count, width,
-    carry: tl.constexpr, curve_of: tl.constexpr, kind: tl.constexpr, block: tl.constexpr,
-) -> None:  # fmt: skip
-    """Store the tangent of what `value_kernel` stores."""
-    at, real, column = _place(count, width, block)
-    total = carry * tl.load(x_dot + at, real, 0.0)
-    for number in tl.static_range(len(plain_dot)):
-        total += tl.load(rho[2 + number] + column, real, 0.0) * tl.load(
-            plain_dot[number] + at, real, 0.0
+    @classmethod
+    def of(cls, tensors: Perhaps) -> TangentSaved:
+        """Name the tensors that `flat` returned."""
+        h_self_dot, h_symmetric_dot, squares_dot, *inputs = _all_present(tensors)
+        x_dot, moment_dot, *message_dots = inputs
+        return cls(
+            h_self_dot=h_self_dot,
+            h_symmetric_dot=h_symmetric_dot,
+            squares_dot=squares_dot,
+            x_dot=x_dot,
+            moment_dot=moment_dot,
+            message_dots=tuple(message_dots),
         )
-    for number in tl.static_range(2):
-        slope = curve(tl.load(h[number] + at, real, 0.0), kind, curve_of)[1]
-        total += (
-            tl.load(rho[number] + column, real, 0.0)
-            * slope
-            * tl.load(h_dot[number] + at, real, 0.0)
-        )
-    tl.store(out + at, total, real)
+
+    @property
+    def flat(self) -> tuple[Tensor, ...]:
+        """All tensors in a row, as `FourPasses` passes them on."""
+        *single, message_dots = self
+        return *single, *message_dots
 
 
-@triton.jit
-def gradient_kernel(
-    out, plain_hat, y_hat, plain, h, earlier, rho, count, width,
-    curve_of: tl.constexpr, kind: tl.constexpr, moving: tl.constexpr, block: tl.constexpr,
-) -> None:  # fmt: skip
-    """Store ĥ of both h, the terms of the gradients of every ρ, and the gradients of plain terms.
-
-    `earlier` holds ȳ, both ḣ and the tangents of plain terms where `moving`.
-    """
-    at, real, column = _place(count, width, block)
-    y = tl.load(y_hat + at, real, 0.0)
-    if moving:
-        y_bar = tl.load(earlier[0] + at, real, 0.0)
-    for number in tl.static_range(len(plain)):
-        tl.store(plain_hat[number] + at, tl.load(rho[2 + number] + column, real, 0.0) * y, real)
-        of_rho = tl.load(plain[number] + at, real, 0.0) * y
-        if moving:
-            of_rho += tl.load(earlier[3 + number] + at, real, 0.0) * y_bar
-        tl.store(out + (4 + number) * count + at, of_rho, real)
-    for number in tl.static_range(2):
-        value, slope, bend = curve(tl.load(h[number] + at, real, 0.0), kind, curve_of)
-        of_h, of_rho = slope * y, value * y
-        if moving:
-            moved = tl.load(earlier[1 + number] + at, real, 0.0) * y_bar
-            of_h += bend * moved
-            of_rho += slope * moved
-        tl.store(out + number * count + at, tl.load(rho[number] + column, real, 0.0) * of_h, real)
-        tl.store(out + (2 + number) * count + at, of_rho, real)
+def _all_present(tensors: Perhaps) -> list[Tensor]:
+    """Return the tensors as a list; this operation has no optional ones."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    assert len(present) == len(tensors)
+    return present
 
 
-@triton.jit
-def _part(part: tl.constexpr, edge: tl.constexpr, node: tl.constexpr, wide: tl.constexpr):
-    """Return the first column of a part of H, how many it has, their numbers, and which are present."""
-    d = tl.arange(0, wide)
-    if part == 0:
-        return 0, edge, d, d < edge
-    return edge, node, edge + d, d < node
-
-
-@triton.jit
-def symmetric_kernel(
-    out, moment, moment_dot,
-    moving: tl.constexpr, axis: tl.constexpr, edge: tl.constexpr, node: tl.constexpr, tall: tl.constexpr,
-    wide: tl.constexpr,
-) -> None:  # fmt: skip
-    """Store Σ_c H_ca·H_cd/3 of each part of an atom's H, or where `moving` the tangent."""
-    width: tl.constexpr = edge + node
-    atom, a = tl.program_id(0).to(tl.int64), tl.arange(0, tall)
-    for part in tl.static_range(2):
-        first, columns, d, in_d = _part(part, edge, node, wide)
-        total = tl.zeros([tall, wide], moment.dtype.element_ty)
-        for axis_of_space in tl.static_range(3):
-            row = (atom * 3 + axis_of_space) * width
-            left, right = (
-                tl.load(moment + row + first + a, a < axis, 0.0),
-                tl.load(moment + row + d, in_d, 0.0),
-            )
-            if moving:
-                left_dot = tl.load(moment_dot + row + first + a, a < axis, 0.0)
-                right_dot = tl.load(moment_dot + row + d, in_d, 0.0)
-                total += left_dot[:, None] * right[None, :] + left[:, None] * right_dot[None, :]
-            else:
-                total += left[:, None] * right[None, :]
-        at = atom * axis * width + axis * first + a[:, None] * columns + (d - first)[None, :]
-        tl.store(out + at, total / 3.0, (a < axis)[:, None] & in_d[None, :])
-
-
-@triton.jit
-def pull_kernel(
-    out, moments, bars,
-    axis: tl.constexpr, edge: tl.constexpr, node: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
-) -> None:  # fmt: skip
-    """Store the adjoint of an atom's H from that of what `symmetric_kernel` stores; add up those of several pairs."""
-    width: tl.constexpr = edge + node
-    atom, a = tl.program_id(0).to(tl.int64), tl.arange(0, tall)
-    for part in tl.static_range(2):
-        first, columns, d, in_d = _part(part, edge, node, wide)
-        at = atom * axis * width + axis * first + a[:, None] * columns + (d - first)[None, :]
-        same = a[:, None] == (d - first)[None, :]
-        for axis_of_space in tl.static_range(3):
-            row = (atom * 3 + axis_of_space) * width
-            total = tl.zeros([wide], out.dtype.element_ty)
-            for number in tl.static_range(len(moments)):
-                bar = tl.load(bars[number] + at, (a < axis)[:, None] & in_d[None, :], 0.0)
-                left = tl.load(moments[number] + row + first + a, a < axis, 0.0)
-                right = tl.load(moments[number] + row + d, in_d, 0.0)
-                across = tl.sum(bar * right[None, :], 1)
-                total += tl.sum(left[:, None] * bar + tl.where(same, across[:, None], 0.0), 0)
-            tl.store(out + row + d, total / 3.0, in_d)
+# ----- the operation -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Nodes(FourPasses):
-    """The operation of one layer.
-
-    Inputs: x `(atoms, n)`, H `(atoms, 3, columns)`, m and further terms `(atoms, n)`, W₀, b₀, W₁, b₁, and all ρ.
-    Output: x′. Kept: G, h₀, h₁.
+    """The node update of one layer; inputs are those of `NodeInputs`, the output is x′.
 
     Attributes
     ----------
     activation
-        f.
-    carry
+        f; it has a formula that kernels know.
+    alpha
         α.
-    axis, edge
-        Columns a of G, and columns of H that come from edges.
+    axis
+        Columns a of G: H's first columns that are multiplied with all columns.
+    edge_columns
+        E, the columns of H from edge features.
     """
 
     activation: Activation
-    carry: float
+    alpha: float
     axis: int
-    edge: int
+    edge_columns: int
 
-    def value(self, given: Any) -> tuple[Perhaps, Perhaps]:
-        """See `FourPasses`."""
-        x, moment, plain, (w_0, b_0, w_1, b_1), rho = _sorted(given)
-        squares, out = self._squares(moment), torch.empty_like(x)
-        h = torch.addmm(b_0, x, w_0), torch.addmm(b_1, squares, w_1)
-        grid, form = self._rows(x)
-        value_kernel[grid](out, x, plain, h, rho, x.numel(), x.shape[1], self.carry, **form)
-        return (out,), (squares, *h)
+    def value(self, inputs: Any) -> tuple[Perhaps, Perhaps]:
+        """Pass 1: return x′."""
+        nodes = NodeInputs.of(inputs)
+        squares = self._symmetrize(nodes.moment)
+        saved = ValueSaved(
+            squares=squares,
+            h_self=torch.addmm(nodes.self_bias, nodes.x, nodes.self_weight),
+            h_symmetric=torch.addmm(nodes.symmetric_bias, squares, nodes.symmetric_weight),
+        )
+        x_new = torch.empty_like(nodes.x)
+        value_kernel[self._grid(x_new)](
+            x_new=x_new,
+            x=nodes.x,
+            messages=nodes.messages,
+            h=saved.h,
+            step_sizes=nodes.step_sizes,
+            alpha=self.alpha,
+            **self._common(x_new),
+        )
+        return (x_new,), saved
 
-    def adjoint(self, cotangents: Any, given: Any, kept: Any) -> tuple[Tensors, Perhaps]:
-        """Return the adjoints of x, H, m and further terms."""
-        (y_bar,), (_, moment, plain, (w_0, _, w_1, _), rho), (_, *h) = (
-            cotangents,
-            _sorted(given),
-            kept,
-        )
-        h_bar, plain_bar = (
-            y_bar.new_empty(2, *y_bar.shape),
-            tuple(torch.empty_like(y_bar) for _ in plain),
-        )
-        grid, form = self._rows(y_bar)
-        adjoint_kernel[grid](
-            tuple(h_bar), plain_bar, y_bar, tuple(h), rho, y_bar.numel(), y_bar.shape[1], **form
-        )
-        squares_bar = torch.mm(h_bar[1], w_1.t())
-        x_bar = torch.addmm(y_bar, h_bar[0], w_0.t(), beta=self.carry)
-        left = y_bar, *h_bar, squares_bar, *h, moment, w_0, w_1, *rho
-        return (x_bar, self._pull((moment, squares_bar)), *plain_bar), left
+    def adjoint(self, cotangents: Any, inputs: Any, value_saved: Any) -> tuple[Tensors, Perhaps]:
+        """Pass 2: return x̄, H̄ and the adjoint of each message, from ȳ = x̄′."""
+        (y_bar,) = cotangents
+        nodes = NodeInputs.of(inputs)
+        value = ValueSaved(*value_saved)
 
-    def tangent(self, tangents: Any, left: Any) -> tuple[Perhaps, Perhaps]:
-        """Return the derivative of x′; and those of both h and of G, ẋ, Ḣ, ṁ, …."""
-        (x_dot, moment_dot, *plain_dot), (_, _, _, _, h_0, h_1, moment, w_0, w_1, *rho) = (
-            tangents,
-            left,
+        message_bars = tuple(torch.empty_like(y_bar) for _ in nodes.messages)
+        h_bar = y_bar.new_empty(2, *y_bar.shape)
+        adjoint_kernel[self._grid(y_bar)](
+            h_bar=tuple(h_bar),
+            message_bars=message_bars,
+            y_bar=y_bar,
+            h=value.h,
+            step_sizes=nodes.step_sizes,
+            **self._common(y_bar),
         )
-        squares_dot, out = self._squares(moment, moment_dot), torch.empty_like(x_dot)
-        h_dot = torch.mm(x_dot, w_0), torch.mm(squares_dot, w_1)
-        grid, form = self._rows(x_dot)
-        terms = tuple(plain_dot), h_dot, (h_0, h_1), tuple(rho)
-        tangent_kernel[grid](out, x_dot, *terms, x_dot.numel(), x_dot.shape[1], self.carry, **form)
-        return (out,), (*h_dot, squares_dot, *tangents)
+        h_self_bar, h_symmetric_bar = h_bar
+        squares_bar = torch.mm(h_symmetric_bar, nodes.symmetric_weight.t())
+        x_bar = torch.addmm(y_bar, h_self_bar, nodes.self_weight.t(), beta=self.alpha)
+        moment_bar = self._symmetrize_adjoint([(nodes.moment, squares_bar)])
 
-    def gradient(self, cotangents: Any, given: Any, kept: Any, left: Any, moved: Any) -> Perhaps:
-        """See `FourPasses`."""
-        (y,), (x, moment, plain, (w_0, _, w_1, _), rho), (squares, *h) = (
-            cotangents,
-            _sorted(given),
-            kept,
+        saved = AdjointSaved(
+            y_bar=y_bar,
+            h_self_bar=h_self_bar,
+            h_symmetric_bar=h_symmetric_bar,
+            squares_bar=squares_bar,
+            h_self=value.h_self,
+            h_symmetric=value.h_symmetric,
+            moment=nodes.moment,
+            self_weight=nodes.self_weight,
+            symmetric_weight=nodes.symmetric_weight,
+            step_sizes=nodes.step_sizes,
         )
-        terms, plain_hat = (
-            y.new_empty(4 + len(plain), *y.shape),
-            tuple(map(torch.empty_like, plain)),
-        )
-        moving = moved is not None
-        earlier = (left[0], *moved[:2], *moved[5:]) if moving else (y,) * (3 + len(plain))
-        grid, form = self._rows(y)
-        given_terms = y, plain, tuple(h), earlier, rho
-        gradient_kernel[grid](
-            terms, plain_hat, *given_terms, y.numel(), y.shape[1], **form, moving=moving
-        )
-        (h_0_hat, h_1_hat), sums = terms[:2], terms.sum(1)
-        squares_hat = torch.mm(h_1_hat, w_1.t())
-        w_0_hat, w_1_hat = torch.mm(x.t(), h_0_hat), torch.mm(squares.t(), h_1_hat)
-        pairs = [(moment, squares_hat)]
-        if moving:
-            _, _, squares_dot, x_dot, moment_dot, *_ = moved
-            _, h_0_bar, h_1_bar, squares_bar, *_ = left
-            w_0_hat.addmm_(x_dot.t(), h_0_bar)
-            w_1_hat.addmm_(squares_dot.t(), h_1_bar)
-            pairs.append((moment_dot, squares_bar))
-        x_hat = torch.addmm(y, h_0_hat, w_0.t(), beta=self.carry)
-        return x_hat, self._pull(*pairs), *plain_hat, w_0_hat, sums[0], w_1_hat, sums[1], *sums[2:]
+        return (x_bar, moment_bar, *message_bars), saved.flat
 
-    def _rows(self, x: torch.Tensor) -> tuple[tuple[int], dict[str, Any]]:
-        """Return the grid of a kernel on matrices like x, and what is known when it is compiled."""
+    def tangent(self, tangents: Any, adjoint_saved: Any) -> tuple[Perhaps, Perhaps]:
+        """Pass 3: return ẋ′ from ẋ, Ḣ and the tangent of each message."""
+        x_dot, moment_dot, *message_dots = tangents
+        at = AdjointSaved.of(adjoint_saved)
+
+        squares_dot = self._symmetrize(at.moment, moment_dot)
+        saved = TangentSaved(
+            h_self_dot=torch.mm(x_dot, at.self_weight),
+            h_symmetric_dot=torch.mm(squares_dot, at.symmetric_weight),
+            squares_dot=squares_dot,
+            x_dot=x_dot,
+            moment_dot=moment_dot,
+            message_dots=tuple(message_dots),
+        )
+        x_new_dot = torch.empty_like(x_dot)
+        tangent_kernel[self._grid(x_dot)](
+            x_new_dot=x_new_dot,
+            x_dot=x_dot,
+            message_dots=saved.message_dots,
+            h_dot=(saved.h_self_dot, saved.h_symmetric_dot),
+            h=(at.h_self, at.h_symmetric),
+            step_sizes=at.step_sizes,
+            alpha=self.alpha,
+            **self._common(x_dot),
+        )
+        return (x_new_dot,), saved.flat
+
+    def gradient(
+        self, cotangents: Any, inputs: Any, value_saved: Any, adjoint_saved: Any, tangent_saved: Any
+    ) -> Perhaps:
+        """Pass 4: return the gradients of all inputs in the order of `NodeInputs`.
+
+        Each is the gradient of ⟨ŷ, x′⟩ + ⟨ȳ, ẋ′⟩. The second term, from the loss on forces, is there only if
+        passes 2 and 3 have run with tangents.
+        """
+        (y_hat,) = cotangents
+        nodes = NodeInputs.of(inputs)
+        value = ValueSaved(*value_saved)
+        adjoint = None if tangent_saved is None else AdjointSaved.of(adjoint_saved)
+        tangent = None if tangent_saved is None else TangentSaved.of(tangent_saved)
+
+        n_messages = len(nodes.messages)
+        message_hats = tuple(torch.empty_like(message) for message in nodes.messages)
+        # ĥ₀, ĥ₁, then for each ρ its gradient's terms, one for each atom, summed below.
+        terms = y_hat.new_empty(2 + len(nodes.step_sizes), *y_hat.shape)
+        if adjoint is None or tangent is None:
+            # The kernel reads none of these; Triton wants pointers all the same.
+            y_bar, h_dot, message_dots = y_hat, (y_hat, y_hat), (y_hat,) * n_messages
+        else:
+            y_bar = adjoint.y_bar
+            h_dot = tangent.h_self_dot, tangent.h_symmetric_dot
+            message_dots = tangent.message_dots
+        gradient_kernel[self._grid(y_hat)](
+            terms=terms,
+            message_hats=message_hats,
+            y_hat=y_hat,
+            y_bar=y_bar,
+            messages=nodes.messages,
+            message_dots=message_dots,
+            h=value.h,
+            h_dot=h_dot,
+            step_sizes=nodes.step_sizes,
+            with_forces=tangent is not None,
+            **self._common(y_hat),
+        )
+        h_self_hat, h_symmetric_hat = terms[:2]
+        squares_hat = torch.mm(h_symmetric_hat, nodes.symmetric_weight.t())
+
+        self_weight_hat = torch.mm(nodes.x.t(), h_self_hat)
+        symmetric_weight_hat = torch.mm(value.squares.t(), h_symmetric_hat)
+        moment_terms = [(nodes.moment, squares_hat)]
+        if adjoint is not None and tangent is not None:
+            self_weight_hat.addmm_(tangent.x_dot.t(), adjoint.h_self_bar)
+            symmetric_weight_hat.addmm_(tangent.squares_dot.t(), adjoint.h_symmetric_bar)
+            moment_terms.append((tangent.moment_dot, adjoint.squares_bar))
+
+        sums = terms.sum(1)  # (2 + number of ρ, n): a bias has the gradient Σ_atoms ĥ
+        return (
+            torch.addmm(y_hat, h_self_hat, nodes.self_weight.t(), beta=self.alpha),
+            self._symmetrize_adjoint(moment_terms),
+            *message_hats,
+            self_weight_hat,
+            sums[0],
+            symmetric_weight_hat,
+            sums[1],
+            *sums[2:],
+        )
+
+    # ----- launches ------------------------------------------------------------------------------
+
+    def _grid(self, x: Tensor) -> tuple[int]:
+        """Return the grid of the element-wise kernels on a matrix like x."""
+        return (triton.cdiv(x.numel(), BLOCK),)
+
+    def _common(self, x: Tensor) -> dict[str, Any]:
+        """Return the arguments that all element-wise kernels on matrices like x share."""
         assert self.activation.formula is not None
-        return (triton.cdiv(x.numel(), BLOCK),), {
-            **self.activation.formula.constants,
-            "block": BLOCK,
+        constants = self.activation.formula.constants
+        return {"count": x.numel(), "width": x.shape[1], "block": BLOCK, **constants}
+
+    def _tile(self, moment: Tensor) -> dict[str, int]:
+        """Return the sizes of the symmetrization, which are known when its kernels are compiled."""
+        node_columns = moment.shape[2] - self.edge_columns
+        return {
+            "axis": self.axis,
+            "edge_columns": self.edge_columns,
+            "node_columns": node_columns,
+            "tile_rows": triton.next_power_of_2(self.axis),
+            "tile_columns": triton.next_power_of_2(max(self.edge_columns, node_columns)),
         }
 
-    def _sizes(self, moment: torch.Tensor) -> dict[str, int]:
-        node = moment.shape[2] - self.edge
-        tall, wide = triton.next_power_of_2(self.axis), triton.next_power_of_2(max(self.edge, node))
-        return {"axis": self.axis, "edge": self.edge, "node": node, "tall": tall, "wide": wide}
+    def _symmetrize(self, moment: Tensor, moment_dot: Tensor | None = None) -> Tensor:
+        """Return G from H, or with Ḣ the tangent of G."""
+        squares = moment.new_empty(len(moment), self.axis * moment.shape[2])
+        symmetrize_kernel[(len(moment),)](
+            squares=squares,
+            moment=moment,
+            # A dummy where there is no tangent: the kernel does not read it.
+            moment_dot=moment if moment_dot is None else moment_dot,
+            with_tangent=moment_dot is not None,
+            **self._tile(moment),
+        )
+        return squares
 
-    def _squares(
-        self, moment: torch.Tensor, moment_dot: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return G `(atoms, axis·columns)` from H, or its tangent."""
-        out = moment.new_empty(len(moment), self.axis * moment.shape[2])
-        moving = moment_dot is not None
-        given = moment, moment_dot if moving else moment
-        symmetric_kernel[(len(moment),)](out, *given, moving=moving, **self._sizes(moment))
-        return out
-
-    def _pull(self, *pairs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Return the adjoint of H from H and the adjoint of G; the sum over several pairs."""
-        moments, bars = zip(*pairs, strict=True)
-        out = torch.empty_like(moments[0])
-        pull_kernel[(len(out),)](out, moments, bars, **self._sizes(out))
-        return out
+    def _symmetrize_adjoint(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return the adjoint of H: the sum over pairs of H (or Ḣ) and an adjoint of G."""
+        moments, squares_bars = zip(*pairs, strict=True)
+        moment_bar = torch.empty_like(moments[0])
+        symmetrize_adjoint_kernel[(len(moment_bar),)](
+            moment_bar=moment_bar,
+            moments=moments,
+            squares_bars=squares_bars,
+            **self._tile(moment_bar),
+        )
+        return moment_bar
 
 
-def _sorted(given: Any) -> tuple[Any, ...]:
-    """Return x, H, m and further terms, weights and biases, and ρ: two more than there are terms."""
-    x, moment, *rest = given
-    terms = (len(rest) - 6) // 2
-    return x, moment, tuple(rest[:terms]), rest[terms : terms + 4], tuple(rest[terms + 4 :])
+# ----- element-wise kernels: a program computes `block` elements of (atoms, n) ---------------------
+# Tuples hold pointers; their lengths are known when a kernel is compiled, so `static_range` unrolls.
+
+
+@triton.jit
+def _elements(count, width, block: tl.constexpr):
+    """Return the flat indices of this program's elements, the mask of those that exist, and columns."""
+    index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    return index, index < count, index % width
+
+
+@triton.jit
+def value_kernel(
+    x_new,  # (atoms, n), written
+    x,  # (atoms, n)
+    messages,  # k × (atoms, n)
+    h,  # 2 × (atoms, n)
+    step_sizes,  # (2 + k) × (n,)
+    count,  # atoms·n
+    width,  # n
+    alpha: tl.constexpr,
+    curve_of: tl.constexpr,
+    kind: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """x′ = α·x + ρ₀∘f(h₀) + ρ₁∘f(h₁) + Σ_k ρ_{2+k}∘m_k."""
+    index, mask, column = _elements(count, width, block)
+    total = alpha * tl.load(x + index, mask, 0.0)
+    for k in tl.static_range(len(messages)):
+        rho = tl.load(step_sizes[2 + k] + column, mask, 0.0)
+        total += rho * tl.load(messages[k] + index, mask, 0.0)
+    for k in tl.static_range(2):
+        rho = tl.load(step_sizes[k] + column, mask, 0.0)
+        f, _, _ = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_of)
+        total += rho * f
+    tl.store(x_new + index, total, mask)
+
+
+@triton.jit
+def adjoint_kernel(
+    h_bar,  # 2 × (atoms, n), written
+    message_bars,  # k × (atoms, n), written
+    y_bar,  # (atoms, n)
+    h,  # 2 × (atoms, n)
+    step_sizes,  # (2 + k) × (n,)
+    count,  # atoms·n
+    width,  # n
+    curve_of: tl.constexpr,
+    kind: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """h̄ = ρ∘f′(h)∘ȳ, and m̄ = ρ∘ȳ."""
+    index, mask, column = _elements(count, width, block)
+    y_bar_value = tl.load(y_bar + index, mask, 0.0)
+    for k in tl.static_range(len(message_bars)):
+        rho = tl.load(step_sizes[2 + k] + column, mask, 0.0)
+        tl.store(message_bars[k] + index, rho * y_bar_value, mask)
+    for k in tl.static_range(2):
+        rho = tl.load(step_sizes[k] + column, mask, 0.0)
+        _, slope, _ = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_of)
+        tl.store(h_bar[k] + index, rho * slope * y_bar_value, mask)
+
+
+@triton.jit
+def tangent_kernel(
+    x_new_dot,  # (atoms, n), written
+    x_dot,  # (atoms, n)
+    message_dots,  # k × (atoms, n)
+    h_dot,  # 2 × (atoms, n)
+    h,  # 2 × (atoms, n)
+    step_sizes,  # (2 + k) × (n,)
+    count,  # atoms·n
+    width,  # n
+    alpha: tl.constexpr,
+    curve_of: tl.constexpr,
+    kind: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """ẋ′ = α·ẋ + ρ₀∘f′(h₀)∘ḣ₀ + ρ₁∘f′(h₁)∘ḣ₁ + Σ_k ρ_{2+k}∘ṁ_k."""
+    index, mask, column = _elements(count, width, block)
+    total = alpha * tl.load(x_dot + index, mask, 0.0)
+    for k in tl.static_range(len(message_dots)):
+        rho = tl.load(step_sizes[2 + k] + column, mask, 0.0)
+        total += rho * tl.load(message_dots[k] + index, mask, 0.0)
+    for k in tl.static_range(2):
+        rho = tl.load(step_sizes[k] + column, mask, 0.0)
+        _, slope, _ = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_of)
+        total += rho * slope * tl.load(h_dot[k] + index, mask, 0.0)
+    tl.store(x_new_dot + index, total, mask)
+
+
+@triton.jit
+def gradient_kernel(
+    terms,  # (4 + k, atoms, n), written: ĥ₀, ĥ₁, and the terms of the gradient of each ρ
+    message_hats,  # k × (atoms, n), written
+    y_hat,  # (atoms, n)
+    y_bar,  # (atoms, n); read only with forces, as are all dots
+    messages,  # k × (atoms, n)
+    message_dots,  # k × (atoms, n)
+    h,  # 2 × (atoms, n)
+    h_dot,  # 2 × (atoms, n)
+    step_sizes,  # (2 + k) × (n,)
+    count,  # atoms·n
+    width,  # n
+    curve_of: tl.constexpr,
+    kind: tl.constexpr,
+    with_forces: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Differentiate ⟨ŷ, x′⟩ + ⟨ȳ, ẋ′⟩ by h, ρ and m.
+
+    ĥ = ρ∘(f′(h)∘ŷ + f″(h)∘ḣ∘ȳ), m̂ = ρ∘ŷ; the gradient of ρ is the sum over atoms of f(h)∘ŷ + f′(h)∘ḣ∘ȳ, or for
+    a message of m∘ŷ + ṁ∘ȳ.
+    """
+    index, mask, column = _elements(count, width, block)
+    y_hat_value = tl.load(y_hat + index, mask, 0.0)
+    if with_forces:
+        y_bar_value = tl.load(y_bar + index, mask, 0.0)
+    for k in tl.static_range(len(messages)):
+        rho = tl.load(step_sizes[2 + k] + column, mask, 0.0)
+        tl.store(message_hats[k] + index, rho * y_hat_value, mask)
+        rho_term = tl.load(messages[k] + index, mask, 0.0) * y_hat_value
+        if with_forces:
+            rho_term += tl.load(message_dots[k] + index, mask, 0.0) * y_bar_value
+        tl.store(terms + (4 + k) * count + index, rho_term, mask)
+    for k in tl.static_range(2):
+        rho = tl.load(step_sizes[k] + column, mask, 0.0)
+        f, slope, bend = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_of)
+        h_term = slope * y_hat_value
+        rho_term = f * y_hat_value
+        if with_forces:
+            h_dot_y_bar = tl.load(h_dot[k] + index, mask, 0.0) * y_bar_value
+            h_term += bend * h_dot_y_bar
+            rho_term += slope * h_dot_y_bar
+        tl.store(terms + k * count + index, rho * h_term, mask)
+        tl.store(terms + (2 + k) * count + index, rho_term, mask)
+
+
+# ----- symmetrization: a program computes one atom -----------------------------------------------
+# H of an atom is (3, E + N). G is stored as an (axis, E) block and behind it an (axis, N) block, so
+# that its flat row is the input of the linear layer.
+
+
+@triton.jit
+def _block_columns(
+    part: tl.constexpr, edge_columns: tl.constexpr, node_columns: tl.constexpr, tile: tl.constexpr
+):
+    """Return the first column of H in a part (0: edges, 1: nodes), their number, all, and their mask."""
+    d = tl.arange(0, tile)
+    if part == 0:
+        return 0, edge_columns, d, d < edge_columns
+    return edge_columns, node_columns, edge_columns + d, d < node_columns
+
+
+@triton.jit
+def symmetrize_kernel(
+    squares,  # (atoms, axis·(E + N)), written
+    moment,  # (atoms, 3, E + N)
+    moment_dot,  # (atoms, 3, E + N); read only with a tangent
+    with_tangent: tl.constexpr,
+    axis: tl.constexpr,
+    edge_columns: tl.constexpr,
+    node_columns: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+) -> None:
+    """G_ad = Σ_c H_ca·H_cd / 3 in each part, or Ġ_ad = Σ_c (Ḣ_ca·H_cd + H_ca·Ḣ_cd) / 3."""
+    width: tl.constexpr = edge_columns + node_columns
+    atom = tl.program_id(0).to(tl.int64)
+    a = tl.arange(0, tile_rows)
+    a_mask = a < axis
+    for part in tl.static_range(2):
+        first, n_columns, d, d_mask = _block_columns(part, edge_columns, node_columns, tile_columns)
+        total = tl.zeros([tile_rows, tile_columns], moment.dtype.element_ty)
+        for c in tl.static_range(3):
+            row = (atom * 3 + c) * width
+            h_a = tl.load(moment + row + first + a, a_mask, 0.0)
+            h_d = tl.load(moment + row + d, d_mask, 0.0)
+            if with_tangent:
+                h_a_dot = tl.load(moment_dot + row + first + a, a_mask, 0.0)
+                h_d_dot = tl.load(moment_dot + row + d, d_mask, 0.0)
+                total += h_a_dot[:, None] * h_d[None, :] + h_a[:, None] * h_d_dot[None, :]
+            else:
+                total += h_a[:, None] * h_d[None, :]
+        block_start = atom * axis * width + axis * first
+        index = block_start + a[:, None] * n_columns + (d - first)[None, :]
+        tl.store(squares + index, total / 3.0, a_mask[:, None] & d_mask[None, :])
+
+
+@triton.jit
+def symmetrize_adjoint_kernel(
+    moment_bar,  # (atoms, 3, E + N), written
+    moments,  # pairs × (atoms, 3, E + N)
+    squares_bars,  # pairs × (atoms, axis·(E + N))
+    axis: tl.constexpr,
+    edge_columns: tl.constexpr,
+    node_columns: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+) -> None:
+    """H̄_cd = Σ_pairs (Σ_a H_ca·Ḡ_ad + [d < axis]·Σ_e Ḡ_de·H_ce) / 3 in each part.
+
+    The second sum is there because the first `axis` columns of H are factors on both sides.
+    """
+    width: tl.constexpr = edge_columns + node_columns
+    atom = tl.program_id(0).to(tl.int64)
+    a = tl.arange(0, tile_rows)
+    a_mask = a < axis
+    for part in tl.static_range(2):
+        first, n_columns, d, d_mask = _block_columns(part, edge_columns, node_columns, tile_columns)
+        block_start = atom * axis * width + axis * first
+        index = block_start + a[:, None] * n_columns + (d - first)[None, :]
+        block_mask = a_mask[:, None] & d_mask[None, :]
+        same_column = a[:, None] == (d - first)[None, :]
+        for c in tl.static_range(3):
+            row = (atom * 3 + c) * width
+            total = tl.zeros([tile_columns], moment_bar.dtype.element_ty)
+            for pair in tl.static_range(len(moments)):
+                g_bar = tl.load(squares_bars[pair] + index, block_mask, 0.0)
+                h_a = tl.load(moments[pair] + row + first + a, a_mask, 0.0)
+                h_d = tl.load(moments[pair] + row + d, d_mask, 0.0)
+                as_right_factor = h_a[:, None] * g_bar
+                row_sums = tl.sum(g_bar * h_d[None, :], 1)  # (tile_rows,): belongs to column d = a
+                as_left_factor = tl.where(same_column, row_sums[:, None], 0.0)
+                total += tl.sum(as_right_factor + as_left_factor, 0)
+            tl.store(moment_bar + row + d, total / 3.0, d_mask)
