@@ -1,4 +1,32 @@
-"""HybridMuon's step on several ranks: a plan of which rank orthogonalizes which matrix, and its execution."""
+"""HybridMuon's step on several ranks: a plan of which rank orthogonalizes which matrix, and its execution.
+
+Glossary
+--------
+block
+    One matrix of a parameter: the parameter itself, one expert of a stack, one part of a fused weight.
+piece
+    The part of a block that one rank holds. A block's pieces make up the whole matrix.
+owner, holder
+    The rank that orthogonalizes a block; a rank that has a piece of its momentum, or updates a piece of its elements.
+job
+    The exchange of one block: its owner, and its holders with their numbers of elements.
+domain
+    Parameters on the same ranks with elements of the same size. Each domain has its own exchanges.
+leg
+    "gather": pieces of directions go to owners. "return": pieces of updates go to holders.
+bucket
+    The jobs that one exchange carries: one all-to-all for each leg. A *portion* is the same for blocks whose pieces
+    are all on one rank, without a collective.
+stack
+    Blocks of a bucket that their owner orthogonalizes together: one shape, one parameter group.
+header, plane
+    A message has a header for each piece (whether it had a gradient, the rules' state per block, their sums), then
+    planes of elements: directions, and inputs that rules request (gradients, weights).
+slot
+    The buffers of one bucket in flight.
+sums, statistics
+    What rules such as Magma measure on whole blocks: each holder sends the sums over its piece.
+"""
 
 from __future__ import annotations
 

@@ -1,16 +1,39 @@
-"""The Muon route of parameters on several ranks: momenta, exchanges and updates, in a fixed order.
+"""The Muon route on several ranks: momenta, exchanges and updates in a fixed order that all ranks share.
 
-While bucket i is orthogonalized, the pieces of bucket i + 1 are sent to their owners and the updates of bucket i − 1
-back: collectives are asynchronous, and the step waits for a result only where it uses it.
+The story of a step
+-------------------
+A bucket passes through five stages. `PipelineStep` runs them; the words are those of the glossary of this package.
+
+1. **advance**: β m + (1 − β) g for the parameters of which this rank packs or updates a piece (`MomentumUpdate`).
+2. **pack** and start the gather: the pieces of all directions travel to the owners of their blocks.
+3. **orthogonalize**: the owner assembles whole matrices and computes their updates with the rules of their group.
+4. **return**: the pieces of the updates travel to the ranks that hold the parameters.
+5. **apply**: p ← p (1 − lr λ) − lr · update.
+
+Both collectives are asynchronous. The setting `slots` is the number of buckets in flight, and of buffers. With three:
+
+    work     pack 0 1 2 | local blocks | orth 0 | orth 1 | apply 0 | pack 3 | orth 2 | apply 1 | pack 4 | …
+    gather        ├─────── 0, 1, 2 ──────────────┤                  ├── 3 ──────┤               ├── 4 …
+    return                                       ├── 0 ──┤
+                                                          ├──────── 1 ──────┤
+                                                                             ├─ 2 …
+
+Blocks that never leave this rank need no collective. They are computed while the first gathers are on their way.
+All ranks start the same collectives in the same order, because the order follows from the plan alone.
+
+A parameter without a gradient
+------------------------------
+A rank may have no gradient where another one has, as in a mixture of experts. The owner learns that from the headers
+of the gather, the other ranks from those of the return. Until then such a rank works on a copy of the momentum
+(`tentative`), and undoes its updates of blocks that turn out to have no gradient on any rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,12 +41,13 @@ from torch import Tensor
 
 from deepmd_muon.optim.dtensors import local_of
 from deepmd_muon.optim.routing.param_groups import Group
-from deepmd_muon.optim.rules.interface import Pieces
+from deepmd_muon.optim.rules.interface import MatrixRule, Pieces
 from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
-from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter
+from deepmd_muon.optim.sharded.bucket import Bucket, LocalParameter, OwnedBlocks
 from deepmd_muon.optim.sharded.elements import gathered_parts
 from deepmd_muon.optim.sharded.messages import (
+    RankMessages,
     local_messages,
     local_parts,
     local_shape,
@@ -31,7 +55,7 @@ from deepmd_muon.optim.sharded.messages import (
     rank_messages,
 )
 from deepmd_muon.optim.sharded.params import ShardedParameter
-from deepmd_muon.optim.sharded.plan import Plan, carried
+from deepmd_muon.optim.sharded.plan import Domain, Plan, carried
 from deepmd_muon.optim.sharded.transport import CollectiveStream, Exchange
 from deepmd_muon.optim.state.host_memory import HostMemory, TransferBatch, moments_of
 from deepmd_muon.optim.state.schema import State
@@ -44,15 +68,30 @@ from deepmd_muon.optim.update.muon import (
     update_blocks,
 )
 
-_WIDE = {4: torch.float32, 8: torch.float64}
+_FULL_PRECISION = {4: torch.float32, 8: torch.float64}  # by bytes of an element
+_WORKSPACE_WORD = 8  # bytes of an element of the workspace, float64
+
+Wait = Callable[[], Any]
+"""Makes the current stream wait until a collective has arrived."""
+
+
+# ----- what is compiled once from the plan -----------------------------------------------------------
 
 
 @dataclasses.dataclass
 class MomentumGroup:
-    """Momenta of one parameter group and dtype that a bucket advances, by positions in the plan.
+    """Momenta of one parameter group and dtype that advance together.
 
-    `shapes` are those of the local momenta, (batch, rows, columns); `parts` has the rows and columns of each part of a
-    matrix.
+    Attributes
+    ----------
+    group
+        Number of the parameter group.
+    parameters
+        Positions in the plan.
+    shapes
+        Shapes of the local momenta, (batch, rows, columns).
+    parts
+        For each parameter, the rows and columns of each part of its matrix: several in a fused weight.
     """
 
     group: int
@@ -62,53 +101,98 @@ class MomentumGroup:
 
 
 class MomentumUpdate:
-    """The momenta to advance before a bucket is packed."""
+    """The momenta to advance before a bucket is packed: those that no earlier bucket has advanced.
+
+    Attributes
+    ----------
+    measuring, asked
+        Rules whose statistics the bucket's headers carry, and inputs that rules request beside directions.
+    momenta_groups
+        What advances together.
+    order
+        All positions in the plan, in the order of `momenta_groups`.
+    first_row
+        By position in the plan: the parameter's first row in this update's table of statistics.
+    n_rows
+        Rows of this table.
+    buffers
+        The local momenta, in `order`; set by `Pipeline.bind`.
+    """
 
     def __init__(
         self, plan: Plan, sharded_params: Sequence[ShardedParameter], bucket: Bucket, rank: int
     ) -> None:
-        self.measuring, self.asked = bucket.measuring, bucket.asked
-        kinds: dict[tuple[int, torch.dtype], list[int]] = {}
-        for i in bucket.fresh:
-            kinds.setdefault((sharded_params[i].group, sharded_params[i].p.dtype), []).append(i)
+        self.measuring = bucket.measuring
+        self.asked = bucket.asked
         self.momenta_groups = [
             MomentumGroup(
-                group,
-                some,
-                [local_shape(plan, i, rank, "gather") for i in some],
-                [local_parts(plan, i, rank) for i in some],
+                group=group,
+                parameters=positions,
+                shapes=[local_shape(plan, i, rank, "gather") for i in positions],
+                parts=[local_parts(plan, i, rank) for i in positions],
             )
-            for (group, _), some in kinds.items()
+            for group, positions in _by_group_and_dtype(sharded_params, bucket.fresh)
         ]
         self.order = [i for momenta in self.momenta_groups for i in momenta.parameters]
-        self.rows: dict[int, int] = {}  # each parameter's first row of sums
-        self.height = 0
+        self.first_row: dict[int, int] = {}
+        self.n_rows = 0
         for momenta in self.momenta_groups:
             for i, shape, parts in zip(
                 momenta.parameters, momenta.shapes, momenta.parts, strict=True
             ):
                 if carried(plan.parameters[i].rules).sums:
-                    self.rows[i] = self.height
-                    self.height += shape[0] * len(parts)
-        self.buffers: list[Tensor] = []  # the momenta, on this rank, in `order`
+                    self.first_row[i] = self.n_rows
+                    self.n_rows += shape[0] * len(parts)  # one row for each part of each matrix
+        self.buffers: list[Tensor] = []
+
+
+def _by_group_and_dtype(
+    sharded_params: Sequence[ShardedParameter], positions: Sequence[int]
+) -> list[tuple[int, list[int]]]:
+    """Return pairs of a group's number and positions in the plan of parameters of one dtype."""
+    by_kind: dict[tuple[int, torch.dtype], list[int]] = {}
+    for i in positions:
+        param = sharded_params[i]
+        by_kind.setdefault((param.group, param.p.dtype), []).append(i)
+    return [(group, members) for (group, _dtype), members in by_kind.items()]
+
+
+class BufferSlot(NamedTuple):
+    """Buffers that several buckets use in turn: the longest that any of them needs, float64."""
+
+    holders: Tensor
+    owners: Tensor
+    buckets: list[Bucket]
 
 
 class Pipeline:
-    """A plan compiled for this rank; its parameters are `sharded_params`, at least one, in the same order.
+    """A plan compiled for this rank. Its parameters are `sharded_params`, at least one, in the order of the plan.
+
+    `process_groups` has the process group of each domain.
 
     Attributes
     ----------
     travelling, staying
-        The buckets exchanged between ranks, and portions of the work that stays on this rank.
+        The buckets exchanged between ranks, and portions of the blocks that stay on this rank.
+    packing_order
+        All of these in the order in which they are packed.
+    momentum_updates
+        For each of them, the momenta to advance before.
+    last_reader
+        By position in the plan: the last bucket that reads the parameter's direction.
+    idle
+        Parameters of which this rank has neither state nor updates.
     parts
         The gathers of parameters of which each rank updates the part that it has master weights of.
+    table_sources
+        For each bucket, the numbers of the momentum updates whose tables of statistics it reads; set by `bind`.
     """
 
     def __init__(
         self,
         plan: Plan,
         sharded_params: Sequence[ShardedParameter],
-        groups: Sequence[dist.ProcessGroup | None],
+        process_groups: Sequence[dist.ProcessGroup | None],
         collectives: CollectiveStream,
     ) -> None:
         self.plan = plan
@@ -116,121 +200,234 @@ class Pipeline:
         self.rank = dist.get_rank()
         self.device = local_of(sharded_params[0].p).device
         self.collectives = collectives
+
         self.travelling: list[Bucket] = []
         self.staying: list[Bucket] = []
-        numbers = [param.group for param in sharded_params]
-        for domain, group in zip(plan.domains, groups, strict=True):
-            wide = _WIDE[domain.itemsize]
-            for number in range(domain.buckets):
-                jobs = [job for job in domain.jobs if job.bucket == number]
-                mine = [
-                    j
-                    for j in jobs
-                    if self.rank == j.owner or self.rank in j.sources or self.rank in j.destinations
-                ]
-                messages = rank_messages(plan, domain, mine, domain.ranks, self.rank)
-                exchange = Exchange(plan, domain, messages, number, group, wide, self.device)
-                self.travelling.append(
-                    Bucket(plan, domain, exchange, numbers, self.rank, self.device)
-                )
-            for messages in local_messages(plan, domain, self.rank):
-                exchange = Exchange(plan, domain, messages, None, None, wide, self.device)
-                self.staying.append(Bucket(plan, domain, exchange, numbers, self.rank, self.device))
-        # The order in which buckets are packed; see `PipelineStep`.
-        self.first = plan.settings.slots
-        self.order = [*self.travelling[: self.first], *self.staying, *self.travelling[self.first :]]
-        self.last_use = {i: bucket for bucket in self.order for i in bucket.parameters}
-        seen: set[int] = set()
-        for bucket in self.order:
-            bucket.fresh = tuple(i for i in bucket.parameters if i not in seen)
-            seen.update(bucket.fresh)
-        self.momentum_updates = [
-            MomentumUpdate(plan, sharded_params, bucket, self.rank) for bucket in self.order
+        for domain, process_group in zip(plan.domains, process_groups, strict=True):
+            self.travelling += self._travelling_buckets(domain, process_group)
+            self.staying += self._staying_buckets(domain)
+
+        # The first gathers start before local blocks are computed, to overlap with them.
+        self.n_slots = plan.settings.slots
+        self.packing_order = [
+            *self.travelling[: self.n_slots],
+            *self.staying,
+            *self.travelling[self.n_slots :],
         ]
-        # Parameters of which this rank has neither state nor updates.
-        self.idle = [param for i, param in enumerate(sharded_params) if i not in seen]
-        chosen = [
+        self.last_reader = {i: bucket for bucket in self.packing_order for i in bucket.parameters}
+        advanced = self._assign_momenta()
+        self.momentum_updates = [
+            MomentumUpdate(plan, sharded_params, bucket, self.rank) for bucket in self.packing_order
+        ]
+        self.idle = [param for i, param in enumerate(sharded_params) if i not in advanced]
+        with_masters = [
             param
             for param, planned in zip(sharded_params, plan.parameters, strict=True)
             if planned.masters
         ]
-        self.parts = gathered_parts(chosen, collectives, keep=False)
+        self.parts = gathered_parts(with_masters, collectives, keep=False)
+        self._slots = self._allocate_slots()
+        self._workspace = self._allocate_workspace()
+        self.table_sources: list[list[int]] = []
 
-        def widest(buckets: Sequence[Bucket]) -> tuple[Tensor, Tensor]:
-            words = [bucket.exchange.words for bucket in buckets]
-            most = [max(side, default=0) for side in zip(*words, strict=True)]
-            holders, owners = (
-                torch.empty(n, dtype=torch.float64, device=self.device) for n in most
-            )
-            return holders, owners
+    def _travelling_buckets(
+        self, domain: Domain, process_group: dist.ProcessGroup | None
+    ) -> list[Bucket]:
+        buckets = []
+        for number in range(domain.buckets):
+            # Each rank takes part in every exchange of its domain, with empty messages if need be.
+            jobs = [
+                job
+                for job in domain.jobs
+                if job.bucket == number
+                and (
+                    job.owner == self.rank
+                    or self.rank in job.sources
+                    or self.rank in job.destinations
+                )
+            ]
+            messages = rank_messages(self.plan, domain, jobs, domain.ranks, self.rank)
+            buckets.append(self._bucket(domain, messages, number, process_group))
+        return buckets
 
-        by_slot = [self.travelling[k :: self.first] for k in range(self.first)] + [self.staying]
-        self._slots = [(widest(buckets), buckets) for buckets in by_slot if buckets]
-        words = max(
-            (b.elements * b.exchange.dtype.itemsize // 8 + 1 for b in self.order), default=0
+    def _staying_buckets(self, domain: Domain) -> list[Bucket]:
+        return [
+            self._bucket(domain, messages, number=None, process_group=None)
+            for messages in local_messages(self.plan, domain, self.rank)
+        ]
+
+    def _bucket(
+        self,
+        domain: Domain,
+        messages: RankMessages,
+        number: int | None,
+        process_group: dist.ProcessGroup | None,
+    ) -> Bucket:
+        exchange = Exchange(
+            plan=self.plan,
+            domain=domain,
+            messages=messages,
+            bucket=number,
+            group=process_group,
+            dtype=_FULL_PRECISION[domain.itemsize],
+            device=self.device,
         )
-        self._workspace = torch.empty(words, dtype=torch.float64, device=self.device)
+        return Bucket(
+            plan=self.plan,
+            domain=domain,
+            exchange=exchange,
+            groups=[param.group for param in self.sharded_params],
+            rank=self.rank,
+            device=self.device,
+        )
+
+    def _assign_momenta(self) -> set[int]:
+        """Let the first bucket that reads a parameter advance its momentum; return all positions."""
+        advanced: set[int] = set()
+        for bucket in self.packing_order:
+            bucket.fresh = tuple(i for i in bucket.parameters if i not in advanced)
+            advanced.update(bucket.fresh)
+        return advanced
+
+    def _allocate_slots(self) -> list[BufferSlot]:
+        """Share buffers: travelling buckets take turns, and local portions, one at a time, have their own."""
+        in_turns = [self.travelling[k :: self.n_slots] for k in range(self.n_slots)]
+        slots = []
+        for buckets in (*in_turns, self.staying):
+            if buckets:
+                holder_words, owner_words = zip(
+                    *(bucket.exchange.words for bucket in buckets), strict=True
+                )
+                slots.append(
+                    BufferSlot(
+                        holders=self._float64(max(holder_words)),
+                        owners=self._float64(max(owner_words)),
+                        buckets=buckets,
+                    )
+                )
+        return slots
+
+    def _allocate_workspace(self) -> Tensor:
+        """Return memory for the matrices of one bucket; only one is orthogonalized at a time."""
+        words = [
+            bucket.elements * bucket.exchange.dtype.itemsize // _WORKSPACE_WORD + 1
+            for bucket in self.packing_order
+        ]
+        return self._float64(max(words, default=0))
+
+    def _float64(self, words: int) -> Tensor:
+        return torch.empty(words, dtype=torch.float64, device=self.device)
 
     def bind(self, groups: Sequence[Group], state: State, memory: HostMemory | None) -> None:
-        """Create all views of buffers, parameters and state; no communication."""
-        # Every rank has all state tensors in the same order, even without local elements: code that gathers a state
-        # dict tensor by tensor relies on it. Offloaded momenta are created one bucket at a time.
-        for param in self.sharded_params:
-            state.setdefault(param.p, {})
-        everything = range(len(self.sharded_params))
-        for positions in (*(update.order for update in self.momentum_updates), everything):
-            chosen = [self.sharded_params[i] for i in positions]
-            for param in chosen:
-                param.complete(state[param.p], matrix_rules(groups[param.group].settings))
-            if memory is not None:
-                memory.offload(state, moments_of(state, [param.p for param in chosen]))
-        states = [state[param.p] for param in self.sharded_params]
-        local = {}
-        parts = {p: part for several in self.parts for p, part in several.own.items()}
-        for i, (param, own) in enumerate(zip(self.sharded_params, states, strict=True)):
-            keys = tensors_of(self.plan.parameters[i].rules).keys() & own.keys()
-            of_rules = {key: local_of(own[key]) for key in keys}
-            elements = parts[param.p] if param.p in parts else local_of(param.p).detach()
-            local[i] = LocalParameter(elements, of_rules, param.group)
-        self.needed: list[list[int]] = []  # for each bucket, the tables of sums that it reads
-        maker = {i: k for k, update in enumerate(self.momentum_updates) for i in update.order}
-        rows: list[dict[int, int]] = []
-        for bucket in self.order:
-            needed = sorted({maker[i] for i in bucket.parameters})
-            heights = itertools.accumulate(
-                (self.momentum_updates[k].height for k in needed), initial=0
-            )
-            start = dict(zip(needed, heights, strict=False))
-            self.needed.append(needed)
-            where = {
-                i: self.momentum_updates[maker[i]].rows.get(i, 0) + start[maker[i]]
-                for i in bucket.parameters
-            }
-            rows.append(where)
-        momenta = [local_of(state["momentum_buffer"]) for state in states]
-        for slot, buckets in self._slots:
-            for bucket in buckets:
-                bucket.bind(slot, self._workspace, local, momenta, rows[self.order.index(bucket)])
+        """Create missing state, and all views of buffers, parameters and state; no communication."""
+        self._complete_state(groups, state, memory)
+        local_params = self._local_parameters(state)
+        momenta = [local_of(state[param.p]["momentum_buffer"]) for param in self.sharded_params]
+        table_rows = self._locate_statistics()
+        for slot in self._slots:
+            for bucket in slot.buckets:
+                bucket.bind(
+                    buffers=(slot.holders, slot.owners),
+                    workspace=self._workspace,
+                    local_params=local_params,
+                    momenta=momenta,
+                    rows=table_rows[self.packing_order.index(bucket)],
+                )
         for update in self.momentum_updates:
             update.buffers = [momenta[i] for i in update.order]
+
+    def _complete_state(
+        self, groups: Sequence[Group], state: State, memory: HostMemory | None
+    ) -> None:
+        """Create the state tensors that are missing.
+
+        Every rank has all state tensors in the same order, even without local elements: code that gathers a state dict
+        tensor by tensor relies on it.
+        """
+        for param in self.sharded_params:
+            state.setdefault(param.p, {})
+        all_positions = list(range(len(self.sharded_params)))
+        # By bucket, so that no more than one bucket's momenta are on the device before they are offloaded.
+        for positions in (*(update.order for update in self.momentum_updates), all_positions):
+            params = [self.sharded_params[i] for i in positions]
+            for param in params:
+                param.complete(state[param.p], matrix_rules(groups[param.group].settings))
+            if memory is not None:
+                memory.offload(state, moments_of(state, [param.p for param in params]))
+
+    def _local_parameters(self, state: State) -> dict[int, LocalParameter]:
+        """Return, by position in the plan, what this rank updates of each parameter and its rules' state."""
+        parts = {p: part for gathered in self.parts for p, part in gathered.own.items()}
+        local_params = {}
+        for i, param in enumerate(self.sharded_params):
+            param_state = state[param.p]
+            rule_keys = tensors_of(self.plan.parameters[i].rules).keys() & param_state.keys()
+            local_params[i] = LocalParameter(
+                p=parts[param.p] if param.p in parts else local_of(param.p).detach(),
+                state={key: local_of(param_state[key]) for key in rule_keys},
+                group=param.group,
+            )
+        return local_params
+
+    def _locate_statistics(self) -> list[dict[int, int]]:
+        """Set `table_sources`; return for each bucket the first row of each parameter in these tables, concatenated."""
+        made_by = {i: k for k, update in enumerate(self.momentum_updates) for i in update.order}
+        self.table_sources = []
+        rows_of_buckets = []
+        for bucket in self.packing_order:
+            sources = sorted({made_by[i] for i in bucket.parameters})
+            table_start = {}
+            n_rows = 0
+            for k in sources:
+                table_start[k] = n_rows
+                n_rows += self.momentum_updates[k].n_rows
+            rows_of_buckets.append(
+                {
+                    i: table_start[made_by[i]]
+                    + self.momentum_updates[made_by[i]].first_row.get(i, 0)
+                    for i in bucket.parameters
+                }
+            )
+            self.table_sources.append(sources)
+        return rows_of_buckets
 
     def transfer_batches(
         self, state: State, memory: HostMemory
     ) -> tuple[list[TransferBatch], list[TransferBatch]]:
-        """Return the transfer batches of offloaded momenta, before and after those of the element-wise routes."""
-        found = []
-        for update in self.momentum_updates:
+        """Return the transfer batches of offloaded momenta, in the order in which they are used.
+
+        The first list is for the buckets packed before the element-wise routes take their step, the second for those
+        packed after it.
+        """
+        n_before = min(self.n_slots, len(self.travelling))
+        before: list[TransferBatch] = []
+        after: list[TransferBatch] = []
+        for number, update in enumerate(self.momentum_updates):
             wanted = [(self.sharded_params[i].p, "momentum_buffer") for i in update.order]
-            found.append([memory.transfer_batch(state, wanted)] if wanted else [])
-        first = min(self.first, len(self.travelling))
-        before, after = found[:first], found[first:]
-        return [*itertools.chain(*before)], [*itertools.chain(*after)]
+            if wanted:
+                batches = before if number < n_before else after
+                batches.append(memory.transfer_batch(state, wanted))
+        return before, after
+
+
+# ----- one step --------------------------------------------------------------------------------------
+
+
+class InFlight(NamedTuple):
+    """A bucket whose collective is on its way."""
+
+    bucket: Bucket
+    wait: Wait
 
 
 class PipelineStep:
-    """One step in progress: constructing it sends the first pieces; `finish` does the rest.
+    """One step in progress: the constructor starts the first gathers, `finish` does the rest.
 
-    `moments` yields each bucket's offloaded momenta on the device, in order.
+    Parameters
+    ----------
+    moments
+        Yields each bucket's offloaded momenta on the device, in order of `Pipeline.packing_order`; None without
+        offload.
     """
 
     def __init__(
@@ -242,223 +439,271 @@ class PipelineStep:
         control: StepControl,
         moments: Iterator[list[Tensor]] | None,
     ) -> None:
-        self._pipeline, self._groups, self._state, self._memory = pipeline, groups, state, memory
+        self._pipeline = pipeline
+        self._groups = groups
+        self._state = state
+        self._memory = memory
         self._control = control.on(pipeline.device)
         self._moments = moments
+        # By position in the plan: what buckets pack, kept from the bucket that advances a momentum to the last reader.
         self._planes: dict[str, dict[int, Tensor]] = {"direction": {}, "gradient": {}, "weight": {}}
-        self._tables: dict[int, Tensor] = {}
+        self._tables: dict[int, Tensor] = {}  # statistics, by number of the momentum update
+        # Advanced copies of momenta without a gradient on this rank, by position in the plan; and for each of their
+        # blocks that is updated here, by (position, block), whether another rank has a gradient.
         self._tentative: dict[int, Tensor] = {}
-        self._moved: dict[tuple[int, int], Tensor] = {}
-        self._packed = 0
+        self._has_gradient: dict[tuple[int, int], Tensor] = {}
+        self._n_packed = 0
         self._waiting = deque(pipeline.travelling)
-        self._gathering: deque[tuple[Bucket, Callable[[], Any]]] = deque()
-        self._returning: deque[tuple[Bucket, Callable[[], Any]]] = deque()
+        self._gathering: deque[InFlight] = deque()
+        self._returning: deque[InFlight] = deque()
         for parts in pipeline.parts:
             parts.read()
-        self._launch(in_use=0)
+        self._start_gathers(n_returning=0)
 
-    def finish(self) -> list[Callable[[], None]]:
+    def finish(self) -> list[Wait]:
         """Orthogonalize local and received matrices, and apply all updates.
 
         Return functions that wait for the parts that other ranks have updated, and write them.
         """
-        for bucket in self._pipeline.staying:
-            self._apply(bucket, self._orthogonalize(bucket, self._pack(bucket)))
+        self._step_local_blocks()
         while self._gathering:
-            bucket, arrived = self._gathering.popleft()
-            back = self._orthogonalize(bucket, arrived, meanwhile=True)
+            bucket, wait = self._gathering.popleft()
+            back = self._orthogonalize(bucket, wait, start_gathers=True)
+            # The previous bucket's updates have had the time of this orthogonalization to return.
             if self._returning:
-                self._apply(*self._returning.popleft())
-            self._returning.append((bucket, back))
-            self._launch(in_use=len(self._returning))
-            if not self._gathering and self._waiting:  # a single buffer
-                self._apply(*self._returning.popleft())
-                self._launch(in_use=0)
-        for bucket, back in self._returning:
-            self._apply(bucket, back)
+                self._apply(self._returning.popleft())
+            self._returning.append(InFlight(bucket, back))
+            self._start_gathers(n_returning=len(self._returning))
+            if not self._gathering and self._waiting:
+                # With one slot, its buffers are free only after its updates have been applied.
+                self._apply(self._returning.popleft())
+                self._start_gathers(n_returning=0)
+        for returning in self._returning:
+            self._apply(returning)
         arriving = [parts.gather() for parts in self._pipeline.parts]
         if self._moments is not None:
-            for _ in self._moments:  # copies the last batch back to the host
+            for _ in self._moments:  # exhausting it copies the last batch back to the host
                 pass
-        self._settle()
-        for param in self._pipeline.idle if self._pipeline.plan.settings.free_gradients else ():
-            param.p.grad = None
+        self._settle_tentative_momenta()
+        if self._pipeline.plan.settings.free_gradients:
+            for param in self._pipeline.idle:
+                param.p.grad = None
         return arriving
 
-    def _launch(self, in_use: int) -> None:
-        """Send the pieces of further buckets while buffers are free."""
-        while self._waiting and len(self._gathering) + in_use < self._pipeline.plan.settings.slots:
-            bucket = self._waiting.popleft()
-            self._gathering.append((bucket, self._pack(bucket)))
+    def _step_local_blocks(self) -> None:
+        """Take the whole step of blocks that stay on this rank, while the first gathers are on their way."""
+        for bucket in self._pipeline.staying:
+            gathered = self._pack(bucket)
+            back = self._orthogonalize(bucket, gathered, start_gathers=False)
+            self._apply(InFlight(bucket, back))
 
-    def _pack(self, bucket: Bucket) -> Callable[[], Any]:
-        pipeline, number = self._pipeline, self._packed
-        assert pipeline.order[number] is bucket
-        self._packed += 1
+    def _start_gathers(self, n_returning: int) -> None:
+        """Pack further buckets and start their gathers while slots are free; `n_returning` buckets hold one each."""
+        n_slots = self._pipeline.n_slots
+        while self._waiting and len(self._gathering) + n_returning < n_slots:
+            bucket = self._waiting.popleft()
+            self._gathering.append(InFlight(bucket, self._pack(bucket)))
+
+    # ----- stages 1 and 2: advance and pack ----------------------------------------------------------
+
+    def _pack(self, bucket: Bucket) -> Wait:
+        """Advance the bucket's momenta, pack its pieces, and start its gather."""
+        pipeline = self._pipeline
+        number = self._n_packed
+        # Another order would take another bucket's offloaded momenta, and collectives that other ranks do not start.
+        assert pipeline.packing_order[number] is bucket
+        self._n_packed += 1
+
         update = pipeline.momentum_updates[number]
         buffers = update.buffers
         if self._moments is not None and update.order:
             buffers = next(self._moments)
         self._tables[number] = self._advance(update, buffers)
-        tables = [self._tables[k] for k in pipeline.needed[number]]
-        sums = None
+
+        tables = [self._tables[k] for k in pipeline.table_sources[number]]
+        statistics = None
         if bucket.measuring and tables:
-            sums = tables[0] if len(tables) == 1 else torch.cat(tables)
-        bucket.pack(
-            [self._planes[kind] for kind in ("direction", *bucket.asked)], sums, self._tentative
-        )
+            statistics = tables[0] if len(tables) == 1 else torch.cat(tables)
+        planes = [self._planes[kind] for kind in ("direction", *bucket.asked)]
+        bucket.pack(planes, statistics, self._tentative)
         for i in bucket.parameters:
-            if pipeline.last_use[i] is bucket:
+            if pipeline.last_reader[i] is bucket:
                 for plane in self._planes.values():
-                    plane.pop(i, None)
+                    plane.pop(i, None)  # frees the memory
         return bucket.exchange.start("gather", pipeline.collectives)
 
     def _advance(self, update: MomentumUpdate, buffers: Sequence[Tensor]) -> Tensor:
         """Advance momenta; return the rules' statistics of this rank's pieces, float64 (pieces, sums)."""
-        start = 0
+        remaining = iter(buffers)
         pairs: list[Pieces] = []
         for momenta_group in update.momenta_groups:
-            settings, group = (
-                self._groups[momenta_group.group].settings,
-                self._groups[momenta_group.group].values,
-            )
-            sharded_params = [self._pipeline.sharded_params[i] for i in momenta_group.parameters]
-            mine = list(buffers[start : start + len(sharded_params)])
-            start += len(sharded_params)
+            positions = momenta_group.parameters
+            params = [self._pipeline.sharded_params[i] for i in positions]
+            settings = self._groups[momenta_group.group].settings
+            momenta = [next(remaining) for _ in params]
             grads = []
-            for k, param in enumerate(sharded_params):
+            for k, (i, param) in enumerate(zip(positions, params, strict=True)):
                 grad = param.gradient()
                 if grad is None:
-                    # Only the end of the exchange shows whether another rank has a gradient, so advance a copy.
-                    mine[k] = self._tentative[momenta_group.parameters[k]] = mine[k].clone()
-                    grad = torch.zeros_like(mine[k])
+                    momenta[k] = momenta[k].clone()
+                    self._tentative[i] = momenta[k]
+                    grad = torch.zeros_like(momenta[k])
                 grads.append(grad)
-            momenta, gradients = advance_momenta(
-                grads, mine, settings, self._control, maximize=group["maximize"]
+            # From here in the wider of float32 and the dtype of the buffers.
+            momenta, grads = advance_momenta(
+                grads,
+                momenta,
+                settings,
+                self._control,
+                maximize=self._groups[momenta_group.group].values["maximize"],
             )
-            directions = directions_of(momenta, gradients, settings)
+            directions = directions_of(momenta, grads, settings)
             if self._moments is not None and not settings.nesterov:
-                directions = [
-                    u.clone() for u in directions
-                ]  # a later transfer batch overwrites this memory
-            self._planes["direction"].update(zip(momenta_group.parameters, directions, strict=True))
+                # Here directions are the momenta themselves, and a later transfer batch overwrites their memory.
+                directions = [direction.clone() for direction in directions]
+            self._planes["direction"].update(zip(positions, directions, strict=True))
             if update.asked:
-                weights = [param.elements() for param in sharded_params]
-                self._planes["gradient"].update(
-                    zip(momenta_group.parameters, gradients, strict=True)
-                )
-                self._planes["weight"].update(zip(momenta_group.parameters, weights, strict=True))
+                weights = [param.elements() for param in params]
+                self._planes["gradient"].update(zip(positions, grads, strict=True))
+                self._planes["weight"].update(zip(positions, weights, strict=True))
             if any(rule.sums for rule in matrix_rules(settings)):
-                pairs += _pairs(momenta, gradients, momenta_group)
+                pairs += _momentum_gradient_pairs(momenta, grads, momenta_group)
             if self._pipeline.plan.settings.free_gradients:
-                for param in sharded_params:
+                for param in params:
                     param.p.grad = None
         tables = [rule.measure(pairs, self._pipeline.device) for rule in update.measuring]
-        return (
-            torch.cat(tables, dim=1) if tables else torch.empty(0, 0, device=self._pipeline.device)
-        )
+        if not tables:
+            return torch.empty(0, 0, device=self._pipeline.device)
+        return torch.cat(tables, dim=1)
 
-    def _orthogonalize(
-        self, bucket: Bucket, arrived: Callable[[], Any], *, meanwhile: bool = False
-    ) -> Callable[[], Any]:
-        """Wait for a bucket's pieces, send those of later buckets, orthogonalize, and send the updates back."""
-        arrived()
+    # ----- stages 3 and 4: orthogonalize and return --------------------------------------------------
+
+    def _orthogonalize(self, bucket: Bucket, gathered: Wait, *, start_gathers: bool) -> Wait:
+        """Wait for a bucket's pieces, orthogonalize its matrices, and start returning the updates."""
+        gathered()
         owned = bucket.assemble()
-        if meanwhile:
-            self._launch(in_use=1 + len(self._returning))
+        if start_gathers:
+            # The bucket's buffers are still in use: `unpack` writes the updates into them.
+            self._start_gathers(n_returning=1 + len(self._returning))
         updates: list[Tensor] = list(bucket.matrices)
-        for number in dict.fromkeys(stack.group for stack in bucket.stacks):
-            mine = [k for k, stack in enumerate(bucket.stacks) if stack.group == number]
-            settings = self._groups[number].settings
-            rules = matrix_rules(settings)
-            keys = tensors_of(rules).keys() - {MASTER}
-            state = {key: [owned.state[k][key] for k in mine] for key in keys}
-            measured = {
-                rule: [owned.measured[rule][k] for k in mine] for rule in rules if rule.sums
-            }
-            inputs = {kind: [plane[k] for k in mine] for kind, plane in bucket.inputs.items()}
-            rate = effective_lr(self._groups[number].lr, self._control)
-            directions = [bucket.matrices[k] for k in mine]
-            done, new = update_blocks(directions, inputs, state, measured, rules, settings, rate)
-            for k, update in zip(mine, done, strict=True):
+        for group_number in dict.fromkeys(stack.group for stack in bucket.stacks):
+            stacks = [k for k, stack in enumerate(bucket.stacks) if stack.group == group_number]
+            scaled, rule_state = self._update_stacks(bucket, owned, group_number, stacks)
+            for k, update in zip(stacks, scaled, strict=True):
                 updates[k] = update
-            for key, values in new.items():
-                for k, value in zip(mine, values, strict=True):
-                    # The old state stays if no rank has a gradient, and in a skipped step.
-                    moves = owned.present[k] > 0
-                    moves = (
-                        moves if self._control.skip is None else moves & (self._control.skip <= 0)
+            for key, values in rule_state.items():
+                for k, value in zip(stacks, values, strict=True):
+                    owned.state[k][key] = self._keep_or_replace(
+                        owned.state[k][key], value, owned.present[k]
                     )
-                    moves = moves.view(-1, *[1] * (value.ndim - 1))
-                    owned.state[k][key] = torch.where(moves, value, owned.state[k][key])
         bucket.unpack(updates, owned)
         return bucket.exchange.start("return", self._pipeline.collectives)
 
-    def _apply(self, bucket: Bucket, returned: Callable[[], Any]) -> None:
+    def _update_stacks(
+        self, bucket: Bucket, owned: OwnedBlocks, group_number: int, stacks: Sequence[int]
+    ) -> tuple[list[Tensor], dict[str, Sequence[Tensor]]]:
+        """Return the scaled updates of the stacks of one parameter group, and the new state of its rules."""
+        group = self._groups[group_number]
+        rules = matrix_rules(group.settings)
+        # Master weights are elements, not state of a block: `apply_updates` changes them.
+        state_keys = tensors_of(rules).keys() - {MASTER}
+        measured: Mapping[MatrixRule, Sequence[Tensor]] = {
+            rule: [owned.measured[rule][k] for k in stacks] for rule in rules if rule.sums
+        }
+        return update_blocks(
+            directions=[bucket.matrices[k] for k in stacks],
+            inputs={kind: [plane[k] for k in stacks] for kind, plane in bucket.inputs.items()},
+            state={key: [owned.state[k][key] for k in stacks] for key in state_keys},
+            measured=measured,
+            rules=rules,
+            settings=group.settings,
+            lr=effective_lr(group.lr, self._control),
+        )
+
+    def _keep_or_replace(self, old: Tensor, new: Tensor, present: Tensor) -> Tensor:
+        """Return the new state of blocks, or the old one where no rank has a gradient and in a skipped step."""
+        replaced = present > 0  # (blocks,)
+        if self._control.skip is not None:
+            replaced = replaced & (self._control.skip <= 0)
+        trailing = [1] * (new.ndim - 1)
+        return torch.where(replaced.view(-1, *trailing), new, old)
+
+    # ----- stage 5: apply ----------------------------------------------------------------------------
+
+    def _apply(self, returning: InFlight) -> None:
         """Wait for a bucket's updates and apply them."""
-        returned()
+        bucket = returning.bucket
+        returning.wait()
         bucket.take_state()
-        undecided = [
+        # Pieces without a local gradient: whether any rank has one is known only now, on the device.
+        undecided = {
             k for k, piece in enumerate(bucket.applying) if piece.parameter in self._tentative
-        ]
+        }
         before: dict[int, list[Tensor]] = {}
         if undecided:
-            moved = bucket.returned_headers()[:, 0] > 0
-            self._moved.update({bucket.applying[k][:2]: moved[k] for k in undecided})
+            present = bucket.returned_headers()[:, 0] > 0
+            for k in undecided:
+                piece = bucket.applying[k]
+                self._has_gradient[piece.parameter, piece.block] = present[k]
             before = {
-                k: [x.clone() for x in xs]
-                for k, xs in bucket.changed_by_updates()
+                k: [x.clone() for x in changed]
+                for k, changed in bucket.changed_by_updates()
                 if k in undecided
             }
-        for number, kind in bucket.update_lists:
-            group = self._groups[number]
-            lr = effective_lr(group.lr, self._control)
-            rules = matrix_rules(group.settings)
+        for group_number, update_list in bucket.update_lists:
+            group = self._groups[group_number]
             apply_updates(
-                kind.targets,
-                kind.updates,
-                lr,
-                group.settings.weight_decay,
-                rules,
-                kind.masters or None,
+                update_list.targets,
+                update_list.updates,
+                lr=effective_lr(group.lr, self._control),
+                weight_decay=group.settings.weight_decay,
+                rules=matrix_rules(group.settings),
+                masters=update_list.masters or None,
             )
-        for k, changed in bucket.changed_by_updates() if before else ():
-            if k in before:  # undo the update of a block that has no gradient on any rank
-                keep = self._moved[bucket.applying[k][:2]]
+        if not before:
+            return
+        for k, changed in bucket.changed_by_updates():
+            if k in before:
+                piece = bucket.applying[k]
+                has_gradient = self._has_gradient[piece.parameter, piece.block]
                 for x, old in zip(changed, before[k], strict=True):
-                    x.copy_(torch.where(keep.to(x.device), x, old))
+                    x.copy_(torch.where(has_gradient.to(x.device), x, old))
 
-    def _settle(self) -> None:
-        """Keep or discard the advanced copies of momenta without a local gradient, block by block."""
+    def _settle_tentative_momenta(self) -> None:
+        """Write the advanced copies of momenta back, block by block, where another rank has a gradient."""
         pipeline = self._pipeline
+        plan = pipeline.plan
         if self._tentative and self._memory is not None:
-            self._memory.wait()
+            self._memory.wait()  # for the copies to the host that may still write these momenta
         for i, advanced in self._tentative.items():
             param = pipeline.sharded_params[i]
-            buffer = local_of(self._state[param.p]["momentum_buffer"])
-            shape = local_shape(pipeline.plan, i, pipeline.rank, "gather")
-            for block in range(pipeline.plan.parameters[i].view.blocks):
-                piece = piece_of(pipeline.plan, i, block, pipeline.rank, "gather")
+            momentum = local_of(self._state[param.p]["momentum_buffer"])
+            shape = local_shape(plan, i, pipeline.rank, "gather")
+            for block in range(plan.parameters[i].view.blocks):
+                piece = piece_of(plan, i, block, pipeline.rank, "gather")
                 if piece.elements:
-                    where = piece.batch, slice(*piece.rows[:2]), slice(*piece.columns[:2])
-                    old = buffer.view(shape)[where]
-                    new = advanced.view(shape)[where]
-                    old.copy_(torch.where(self._moved[i, block], new, old.to(new.device)))
+                    rows = slice(piece.rows.start, piece.rows.stop)
+                    columns = slice(piece.columns.start, piece.columns.stop)
+                    old = momentum.view(shape)[piece.batch, rows, columns]
+                    new = advanced.view(shape)[piece.batch, rows, columns]
+                    has_gradient = self._has_gradient[i, block]
+                    old.copy_(torch.where(has_gradient, new, old.to(new.device)))
 
 
-def _pairs(
-    momenta: Sequence[Tensor], gradients: Sequence[Tensor], momenta_group: MomentumGroup
+def _momentum_gradient_pairs(
+    momenta: Sequence[Tensor], grads: Sequence[Tensor], momenta_group: MomentumGroup
 ) -> list[Pieces]:
-    """Return momentum and gradient of every part of every parameter."""
+    """Return momentum and gradient of every part of every parameter, each (batch, elements) when flattened."""
     pairs = []
-    for m, g, shape, parts in zip(
-        momenta, gradients, momenta_group.shapes, momenta_group.parts, strict=True
+    for momentum, grad, shape, parts in zip(
+        momenta, grads, momenta_group.shapes, momenta_group.parts, strict=True
     ):
+        batch, n_rows, n_columns = shape
         if len(parts) == 1:
-            pairs.append(Pieces(m, g, (shape[0], shape[1] * shape[2])))
+            pairs.append(Pieces(momentum, grad, (batch, n_rows * n_columns)))
             continue
-        views = m.reshape(shape), g.reshape(shape)
-        for r, c in parts:
-            a, b = (x[:, r, c].flatten(1) for x in views)
-            pairs.append(Pieces(a, b, (a.shape[0], a.shape[1])))
+        for rows, columns in parts:
+            momentum_part = momentum.reshape(shape)[:, rows, columns].flatten(1)
+            grad_part = grad.reshape(shape)[:, rows, columns].flatten(1)
+            pairs.append(Pieces(momentum_part, grad_part, (batch, momentum_part.shape[1])))
     return pairs
