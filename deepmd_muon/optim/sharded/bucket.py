@@ -1,26 +1,29 @@
-"""One exchange on one rank: the pieces that it packs, the matrices that it orthogonalizes, the pieces it updates.
+"""One exchange on one rank: the pieces it packs, the matrices it orthogonalizes, the pieces it updates.
 
-The views of buffers and parameters between which pieces are copied depend on the plan alone and are created once. A
-step is then a few operations on lists of views.
+Between which views of buffers, matrices and parameters elements are copied depends on the plan alone. All views are
+created once, by `Bucket.bind`. In a step, each method is a few operations on lists of views.
+
+The order of use is `pack`, the gather, `assemble`, orthogonalization by the caller, `unpack`, the return, `take_state`,
+and the update of `update_lists` by the caller.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepmd_muon.optim.phases import phase
-from deepmd_muon.optim.rules.interface import MatrixRule
+from deepmd_muon.optim.rules.interface import Input, MatrixRule
 from deepmd_muon.optim.rules.master_weights import MASTER
 from deepmd_muon.optim.sharded.messages import Piece, local_shape, piece_of, rectangles
 from deepmd_muon.optim.sharded.plan import Domain, Leg, Plan, carried
 from deepmd_muon.optim.sharded.rule_state import RuleState
-from deepmd_muon.optim.sharded.transport import Exchange, Side
+from deepmd_muon.optim.sharded.transport import Exchange, Payload, Side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +43,25 @@ class Stack:
     shape: tuple[int, int]
     jobs: tuple[int, ...]
 
+    @property
+    def elements(self) -> int:
+        """Number of elements of all matrices."""
+        rows, columns = self.shape
+        return len(self.jobs) * rows * columns
+
 
 @dataclasses.dataclass(frozen=True)
 class OwnedBlocks:
     """Properties of an owner's matrices, gathered with their pieces; one tensor per stack.
 
-    `present`, float64 (matrices,), is positive if any piece had a gradient. `measured` has the statistics of rules,
-    (matrices,); `state` has their state by key, (matrices,) or (matrices, rows or columns).
+    Attributes
+    ----------
+    present
+        Positive if any piece had a gradient, float64 (matrices,).
+    measured
+        Statistics of rules, (matrices,).
+    state
+        State of rules by key, (matrices,) or (matrices, rows or columns).
     """
 
     present: list[Tensor]
@@ -56,14 +71,38 @@ class OwnedBlocks:
 
 @dataclasses.dataclass
 class UpdateList:
-    """Pieces of one parameter group and dtype that are updated together: `targets` take `updates`."""
+    """Pieces of one parameter group and dtype that are updated together.
+
+    Attributes
+    ----------
+    positions
+        Positions in `Bucket.applying`.
+    targets, updates
+        Views of the parameters, and of the buffer that their updates arrive in.
+    masters
+        Views of the float32 master weights of 16-bit parameters; empty without them.
+    """
 
     positions: list[int] = dataclasses.field(default_factory=list)
     targets: list[Tensor] = dataclasses.field(default_factory=list)
     updates: list[Tensor] = dataclasses.field(default_factory=list)
-    masters: list[Tensor] = dataclasses.field(
-        default_factory=list
-    )  # of 16-bit parameters with master weights
+    masters: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+class PackSource(NamedTuple):
+    """Where a piece's elements are on this rank."""
+
+    parameter: int
+    shape: tuple[int, int, int]  # of the local tensor, (batch, rows, columns)
+    local_index: tuple[int, slice, slice] | None  # of the piece in it; None: all of it
+
+
+@dataclasses.dataclass
+class CopyList:
+    """Pairs of views: elements are copied between `matrices` and `buffer`, in either direction."""
+
+    matrices: list[Tensor] = dataclasses.field(default_factory=list)
+    buffer: list[Tensor] = dataclasses.field(default_factory=list)
 
 
 class Bucket:
@@ -76,16 +115,20 @@ class Bucket:
     parameters
         Positions in the plan of the parameters of which this rank packs or updates a piece. Their momenta advance on
         every replica, even if another replica's momentum is sent.
+    fresh
+        The parameters among these whose momenta no earlier bucket advances; set by `Pipeline`.
     measuring
         The rules whose statistics the headers carry.
-    fresh
-        The parameters among these whose momenta no earlier bucket advances.
+    asked
+        The inputs that rules request beside directions; each is one more plane.
     applying
         The pieces whose updates arrive here, in the order of the messages.
     stacks
         The matrices that this rank orthogonalizes.
+    elements
+        The elements of these matrices and of their inputs.
     matrices, inputs
-        These matrices as tensors, (count, rows, columns) each, and the inputs that rules request; set by `bind`.
+        These matrices as tensors, (count, rows, columns) each, and their inputs; set by `bind`.
     update_lists
         The updates of this rank, with their parameter group; set by `bind`.
     """
@@ -103,40 +146,71 @@ class Bucket:
         self.measuring = tuple(rule for rule in domain.rules if rule.sums)
         self.asked = carried(domain.rules).inputs
         self.fresh: tuple[int, ...] = ()
-        self._plan, self._rank, self._device = plan, rank, device
-        jobs = exchange.messages.jobs
+        self._plan = plan
+        self._rank = rank
+        self._device = device
 
-        def pieces(leg: Leg, side: Side, ranks: Sequence[int]) -> list[Piece]:
-            at = ((jobs[j], r) for (j, _, _), r in zip(side.payloads, ranks, strict=True))
-            return [piece_of(plan, job.parameter, job.block, r, leg) for job, r in at]
+        gather_out = exchange.outward["gather"]
+        gather_in = exchange.inward["gather"]
+        return_out = exchange.outward["return"]
+        return_in = exchange.inward["return"]
+        # As a holder, this rank has its own pieces; as an owner, those of its peers.
+        self._packing = self._pieces("gather", gather_out, [rank] * len(gather_out.payloads))
+        self.applying = self._pieces("return", return_in, [rank] * len(return_in.payloads))
+        self._arriving = self._pieces("gather", gather_in, gather_in.peers)
+        self._leaving = self._pieces("return", return_out, return_out.peers)
+        # Each once, in the order of the messages, which is the same in every process.
+        positions = [piece.parameter for piece in (*self._packing, *self.applying)]
+        self.parameters = tuple(dict.fromkeys(positions))
 
-        out, into = exchange.outward, exchange.inward
-        self._packing = pieces("gather", out["gather"], [rank] * len(out["gather"].payloads))
-        self.applying = pieces("return", into["return"], [rank] * len(into["return"].payloads))
-        self._arriving = pieces("gather", into["gather"], into["gather"].peers)
-        self._leaving = pieces("return", out["return"], out["return"].peers)
-        self.parameters = tuple(
-            dict.fromkeys(piece.parameter for piece in (*self._packing, *self.applying))
-        )
-        stacks: dict[tuple[int, tuple[int, int]], list[int]] = {}
-        for j in exchange.messages.owned:
-            p = plan.parameters[jobs[j].parameter]
-            shape = p.view.block_shapes[jobs[j].block % len(p.view.block_shapes)]
-            stacks.setdefault((groups[jobs[j].parameter], shape), []).append(j)
-        self.stacks = [Stack(*key, tuple(members)) for key, members in stacks.items()]
-        # Elements of the matrices, and of the inputs that rules request beside them.
-        sizes = [len(stack.jobs) * stack.shape[0] * stack.shape[1] for stack in self.stacks]
-        self.elements = (1 + len(self.asked)) * sum(sizes)
-        self._slots = {
-            j: (s, i) for s, stack in enumerate(self.stacks) for i, j in enumerate(stack.jobs)
+        self.stacks = self._stack_owned_blocks(groups)
+        self.elements = (1 + len(self.asked)) * sum(stack.elements for stack in self.stacks)
+        self._place_of_job = {
+            job: (stack_number, index)
+            for stack_number, stack in enumerate(self.stacks)
+            for index, job in enumerate(stack.jobs)
         }
-        order = {j: i for i, j in enumerate(j for stack in self.stacks for j in stack.jobs)}
-        self._header_table = _table(
-            [order[j] for j, _, _ in into["gather"].payloads], len(order)
+        # Headers are read and written in the order of the stacks.
+        stacked_jobs = [job for stack in self.stacks for job in stack.jobs]
+        block_number = {job: number for number, job in enumerate(stacked_jobs)}
+        self._headers_of_block = _padded_table(
+            [block_number[payload.job] for payload in gather_in.payloads], len(stacked_jobs)
         ).to(device)
-        self._header_of_leaving = _index([order[j] for j, _, _ in out["return"].payloads], device)
-        stacked = [(stack.jobs, stack.shape) for stack in self.stacks]
-        self._rule_state = RuleState(plan, domain.rules, exchange, stacked, rank, device)
+        self._block_of_leaving = _index(
+            [block_number[payload.job] for payload in return_out.payloads], device
+        )
+        self._rule_state = RuleState(
+            plan=plan,
+            rules=domain.rules,
+            exchange=exchange,
+            stacks=[(stack.jobs, stack.shape) for stack in self.stacks],
+            rank=rank,
+            device=device,
+        )
+
+    def _pieces(self, leg: Leg, side: Side, holders: Sequence[int]) -> list[Piece]:
+        """Return the piece of each payload; `holders` has the rank that holds it."""
+        pieces = []
+        for payload, holder in zip(side.payloads, holders, strict=True):
+            job = self.exchange.messages.jobs[payload.job]
+            pieces.append(piece_of(self._plan, job.parameter, job.block, holder, leg))
+        return pieces
+
+    def _stack_owned_blocks(self, groups: Sequence[int]) -> list[Stack]:
+        jobs_by_kind: dict[tuple[int, tuple[int, int]], list[int]] = {}
+        for j in self.exchange.messages.owned:
+            job = self.exchange.messages.jobs[j]
+            shapes = self._plan.parameters[job.parameter].view.block_shapes
+            shape = shapes[
+                job.block % len(shapes)
+            ]  # of a part; the parts of all matrices are alike
+            jobs_by_kind.setdefault((groups[job.parameter], shape), []).append(j)
+        return [
+            Stack(group=group, shape=shape, jobs=tuple(members))
+            for (group, shape), members in jobs_by_kind.items()
+        ]
+
+    # ----- views, created once -----------------------------------------------------------------------
 
     def bind(
         self,
@@ -148,190 +222,214 @@ class Bucket:
     ) -> None:
         """Create all views.
 
-        `workspace`, float64, holds the matrices. `local_params` and `momenta` are those of all parameters of the plan
-        on this rank; `rows` has each parameter's first row in the table of sums that `pack` takes.
+        Parameters
+        ----------
+        buffers
+            Of the holders' and the owners' side.
+        workspace
+            Memory for the matrices, float64.
+        local_params, momenta
+            All parameters of the plan on this rank, and their local momenta.
+        rows
+            Each parameter's first row in the table of statistics that `pack` takes.
         """
         self.exchange.bind(*buffers)
-        flat, start = workspace.view(self.exchange.dtype), 0
-        planes: list[list[Tensor]] = [[] for _ in range(1 + len(self.asked))]
-        for plane in planes:
-            for stack in self.stacks:
-                size = len(stack.jobs) * stack.shape[0] * stack.shape[1]
-                plane.append(flat[start : start + size].view(-1, *stack.shape))
-                start += size
-        self.matrices, self.inputs = planes[0], dict(zip(self.asked, planes[1:], strict=True))
-        self._bind_packing(local_params, momenta, rows)
-        into, out = self.exchange.inward["gather"], self.exchange.outward["return"]
-        self._arrive: tuple[list[Tensor], list[Tensor]] = [], []
-        for number, plane in enumerate(planes):
-            flats = into.elements(self.exchange.received["gather"], number)
-            in_blocks, in_buffer = self._rectangles(into.payloads, self._arriving, flats, plane)
-            self._arrive[0].extend(in_blocks)
-            self._arrive[1].extend(in_buffer)
-        flats = out.elements(self.exchange.sent["return"])
-        self._leave = self._rectangles(out.payloads, self._leaving, flats, self.matrices)
+        self._bind_packing(momenta, rows)
+        self._bind_matrices(workspace)
         self._bind_applying(local_params)
-        self._rule_state.bind({i: own.state for i, own in local_params.items()})
+        self._rule_state.bind({i: param.state for i, param in local_params.items()})
 
-    def _bind_packing(
-        self,
-        local_params: Mapping[int, LocalParameter],
-        momenta: Sequence[Tensor],
-        rows: Mapping[int, int],
-    ) -> None:
-        """Create the views into which `pack` writes directions, inputs and sums of rules, and their state."""
-        side, plan = self.exchange.outward["gather"], self._plan
-        self._pack_into: list[list[Tensor]] = [[] for _ in range(side.planes)]
+    def _bind_packing(self, momenta: Sequence[Tensor], rows: Mapping[int, int]) -> None:
+        """Create the views into which `pack` writes elements, and the headers with the places of statistics."""
+        plan = self._plan
+        side = self.exchange.outward["gather"]
         planes = [
             side.elements(self.exchange.sent["gather"], plane) for plane in range(side.planes)
         ]
-        self._pack_from: list[
-            tuple[int, tuple[int, int, int], tuple[int, slice, slice] | None]
-        ] = []
-        summed, found = [], []
-        for k, (piece, *flats) in enumerate(zip(self._packing, *planes, strict=True)):
-            shape = local_shape(plan, piece.parameter, self._rank, "gather")
-            parameter = plan.parameters[piece.parameter]
-            size: Sequence[int] = piece.rows.size, piece.columns.size
-            where: tuple[int, slice, slice] | None = None
-            if piece.elements == shape[0] * shape[1] * shape[2]:
-                size = momenta[piece.parameter].shape
-            else:
-                where = piece.batch, slice(*piece.rows[:2]), slice(*piece.columns[:2])
+        self._pack_sources: list[PackSource] = []
+        self._pack_targets: list[list[Tensor]] = [[] for _ in range(side.planes)]
+        measured_pieces = []
+        statistics_rows = []
+        for k, piece in enumerate(self._packing):
+            planned = plan.parameters[piece.parameter]
+            batch, n_rows, n_columns = local_shape(plan, piece.parameter, self._rank, "gather")
             if piece.elements:
-                self._pack_from.append((piece.parameter, shape, where))
-                for into, flat in zip(self._pack_into, flats, strict=True):
-                    into.append(flat.view(size))
-            if carried(parameter.rules).sums:
-                part = piece.block % max(1, len(parameter.view.sizes))
-                summed.append(k)
-                found.append(rows[piece.parameter] + part * shape[0] + max(piece.batch, 0))
-        fields = 1 + len(self._rule_state.keys) + sum(rule.sums for rule in self.measuring)
+                index: tuple[int, slice, slice] | None
+                piece_shape: Sequence[int]
+                if piece.elements == batch * n_rows * n_columns:
+                    # The whole local tensor: copied as it is, without a reshape in every step.
+                    index = None
+                    piece_shape = momenta[piece.parameter].shape
+                else:
+                    index = piece.local_index
+                    piece_shape = piece.rows.size, piece.columns.size
+                source = PackSource(piece.parameter, (batch, n_rows, n_columns), index)
+                self._pack_sources.append(source)
+                for targets, plane in zip(self._pack_targets, planes, strict=True):
+                    targets.append(plane[k].view(piece_shape))
+            if carried(planned.rules).sums:
+                n_parts = max(1, len(planned.view.sizes))
+                row_in_parameter = (piece.block % n_parts) * batch + max(piece.batch, 0)
+                measured_pieces.append(k)
+                statistics_rows.append(rows[piece.parameter] + row_in_parameter)
+        n_sums = sum(rule.sums for rule in self.measuring)
+        fields = 1 + len(self._rule_state.keys) + n_sums
         self._headers = torch.zeros(
             len(self._packing), fields, dtype=torch.float64, device=self._device
         )
-        self._headers[:, 0] = 1.0
-        everything = len(summed) == len(self._packing)
-        self._summed = slice(None) if everything else _index(summed, self._device)
-        self._sums_of_packed = _index(found, self._device)
+        self._headers[:, 0] = 1.0  # has a gradient; `pack` clears it where there is none
+        # A slice needs no gather on the device; usually all pieces are measured.
+        all_measured = len(measured_pieces) == len(self._packing)
+        self._measured_pieces = (
+            slice(None) if all_measured else _index(measured_pieces, self._device)
+        )
+        self._statistics_rows = _index(statistics_rows, self._device)
 
-    def _bind_applying(self, local_params: Mapping[int, LocalParameter]) -> None:
-        """Create the views of parameters and of the rules' state that are updated, and of their updates."""
-        side, plan = self.exchange.inward["return"], self._plan
-        update_lists: dict[tuple[int, torch.dtype], UpdateList] = defaultdict(UpdateList)
-        flats = side.elements(self.exchange.received["return"])
-        for k, (piece, flat) in enumerate(zip(self.applying, flats, strict=True)):
-            mine = local_params[piece.parameter]
-            if piece.elements:
-                update_list = update_lists[mine.group, mine.p.dtype]
-                shape = local_shape(plan, piece.parameter, self._rank, "return")
-                rows, columns = slice(*piece.rows[:2]), slice(*piece.columns[:2])
-                update_list.positions.append(k)
-                update_list.targets.append(mine.p.view(shape)[piece.batch, rows, columns])
-                if MASTER in mine.state:
-                    update_list.masters.append(
-                        mine.state[MASTER].view(shape)[piece.batch, rows, columns]
-                    )
-                update_list.updates.append(flat.view(piece.rows.size, piece.columns.size))
-        self.update_lists = [
-            (group, update_list) for (group, _), update_list in update_lists.items()
-        ]
+    def _bind_matrices(self, workspace: Tensor) -> None:
+        """Create the matrices and inputs in the workspace, and the views from and to the owners' buffer."""
+        flat = workspace.view(self.exchange.dtype)
+        start = 0
+        planes: list[list[Tensor]] = []
+        for _ in ("direction", *self.asked):
+            plane = []
+            for stack in self.stacks:
+                plane.append(flat[start : start + stack.elements].view(-1, *stack.shape))
+                start += stack.elements
+            planes.append(plane)
+        self.matrices = planes[0]
+        self.inputs: dict[Input, list[Tensor]] = dict(zip(self.asked, planes[1:], strict=True))
 
-    def _rectangles(
+        arriving = self.exchange.inward["gather"]
+        self._arrive = CopyList()
+        for number, plane in enumerate(planes):
+            self._add_copies(
+                self._arrive,
+                payloads=arriving.payloads,
+                pieces=self._arriving,
+                flats=arriving.elements(self.exchange.received["gather"], number),
+                matrices=plane,
+            )
+        leaving = self.exchange.outward["return"]
+        self._leave = CopyList()
+        self._add_copies(
+            self._leave,
+            payloads=leaving.payloads,
+            pieces=self._leaving,
+            flats=leaving.elements(self.exchange.sent["return"]),
+            matrices=self.matrices,
+        )
+
+    def _add_copies(
         self,
-        payloads: Sequence[tuple[int, int, int]],
+        copies: CopyList,
+        payloads: Sequence[Payload],
         pieces: Sequence[Piece],
         flats: Sequence[Tensor],
         matrices: Sequence[Tensor],
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the rectangles of pieces as views of the matrices, and as views of the buffer."""
-        in_blocks, in_buffer = [], []
-        for (j, _, _), piece, flat in zip(payloads, pieces, flats, strict=True):
+    ) -> None:
+        """Add every rectangle of the pieces as a view of its matrix and as a view of the buffer."""
+        for payload, piece, flat in zip(payloads, pieces, flats, strict=True):
             if not piece.elements:
                 continue
-            s, i = self._slots[j]
+            stack_number, index = self._place_of_job[payload.job]
+            matrix = matrices[stack_number][index]
+            in_buffer = flat.view(piece.rows.size, piece.columns.size)
             for in_piece, in_block in rectangles(piece):
-                in_blocks.append(matrices[s][i][in_block])
-                in_buffer.append(flat.view(piece.rows.size, piece.columns.size)[in_piece])
-        return in_blocks, in_buffer
+                copies.matrices.append(matrix[in_block])
+                copies.buffer.append(in_buffer[in_piece])
+
+    def _bind_applying(self, local_params: Mapping[int, LocalParameter]) -> None:
+        """Create the views of parameters and master weights that are updated, and of their updates."""
+        side = self.exchange.inward["return"]
+        flats = side.elements(self.exchange.received["return"])
+        by_kind: dict[tuple[int, torch.dtype], UpdateList] = defaultdict(UpdateList)
+        for k, (piece, flat) in enumerate(zip(self.applying, flats, strict=True)):
+            if not piece.elements:
+                continue
+            param = local_params[piece.parameter]
+            shape = local_shape(self._plan, piece.parameter, self._rank, "return")
+            update_list = by_kind[param.group, param.p.dtype]
+            update_list.positions.append(k)
+            update_list.targets.append(param.p.view(shape)[piece.local_index])
+            update_list.updates.append(flat.view(piece.rows.size, piece.columns.size))
+            if MASTER in param.state:
+                update_list.masters.append(param.state[MASTER].view(shape)[piece.local_index])
+        self.update_lists = [(group, updates) for (group, _dtype), updates in by_kind.items()]
+
+    # ----- a step ------------------------------------------------------------------------------------
 
     @phase("gather")
     def pack(
         self,
         planes: Sequence[Mapping[int, Tensor]],
-        sums: Tensor | None,
+        statistics: Tensor | None,
         absent: Mapping[int, Tensor],
     ) -> None:
-        """Write directions, inputs of rules, presence, state and sums of rules into the buffer for the owners.
+        """Write elements and headers into the buffer for the owners.
 
-        `planes` has this rank's directions by parameter of the plan, shaped like the local momentum, and likewise each
-        input in `asked`. `sums`, float64 (…, sums), has the rules' statistics of the pieces of all parameters. `absent`
-        has the parameters without a gradient on this rank.
+        Parameters
+        ----------
+        planes
+            This rank's directions by parameter of the plan, shaped like the local momentum; then each input in `asked`.
+        statistics
+            The rules' statistics of the pieces of all parameters, float64 (…, sums).
+        absent
+            The parameters without a gradient on this rank.
         """
-        for into, plane in zip(self._pack_into, planes, strict=True):
-            if into:
+        for targets, plane in zip(self._pack_targets, planes, strict=True):
+            if targets:
                 sources = [
-                    plane[i] if where is None else plane[i].reshape(shape)[where]
-                    for i, shape, where in self._pack_from
+                    plane[source.parameter]
+                    if source.local_index is None
+                    else plane[source.parameter].reshape(source.shape)[source.local_index]
+                    for source in self._pack_sources
                 ]
-                torch._foreach_copy_(into, sources)
+                torch._foreach_copy_(targets, sources)
         headers = self._headers
-        gone = (
-            [k for k, piece in enumerate(self._packing) if piece.parameter in absent]
-            if absent
-            else []
-        )
-        if gone:
+        without_gradient = [k for k, piece in enumerate(self._packing) if piece.parameter in absent]
+        if without_gradient:
             headers = headers.clone()
-            torch._foreach_zero_(
-                [headers[k, :1] for k in gone]
-            )  # a list as index would be copied from the host
+            # Views, because a list as an index would be copied from the host.
+            torch._foreach_zero_([headers[k, :1] for k in without_gradient])
         self._rule_state.pack(headers)
-        if sums is not None:
-            headers[self._summed, 1 + len(self._rule_state.keys) :] = sums[self._sums_of_packed]
+        if statistics is not None:
+            first = 1 + len(self._rule_state.keys)
+            headers[self._measured_pieces, first:] = statistics[self._statistics_rows]
         self.exchange.sent["gather"][self.exchange.outward["gather"].headers] = headers
 
     @phase("gather")
     def assemble(self) -> OwnedBlocks:
-        """Assemble the received pieces in `matrices`."""
-        if self._arrive[0]:
-            torch._foreach_copy_(*self._arrive)
+        """Assemble the received pieces in `matrices` and `inputs`."""
+        if self._arrive.matrices:
+            torch._foreach_copy_(self._arrive.matrices, self._arrive.buffer)
         headers = self.exchange.received["gather"][self.exchange.inward["gather"].headers]
-        padded = torch.cat([headers, headers.new_zeros(1, headers.shape[1])])[self._header_table]
-        sizes = [len(stack.jobs) for stack in self.stacks]
-        present = padded[:, :, 0].amax(dim=1).split(sizes)
-        measured, column = {}, 1 + len(self._rule_state.keys)
+        # A last row of zeros is what the table is padded with.
+        headers = torch.cat([headers, headers.new_zeros(1, headers.shape[1])])
+        of_blocks = headers[self._headers_of_block]  # (blocks, most pieces of a block, fields)
+        stack_sizes = [len(stack.jobs) for stack in self.stacks]
+        present = of_blocks[:, :, 0].amax(dim=1).split(stack_sizes)
+        measured = {}
+        column = 1 + len(self._rule_state.keys)
         for rule in self.measuring:
-            measured[rule] = list(
-                rule.combine(padded[:, :, column : column + rule.sums]).split(sizes)
-            )
+            sums = of_blocks[:, :, column : column + rule.sums]
+            measured[rule] = list(rule.combine(sums).split(stack_sizes))
             column += rule.sums
-        # All senders of pieces of a block have the same state per block.
-        return OwnedBlocks(list(present), measured, self._rule_state.arrive(padded[:, 0]))
+        # All holders of a block have the same state per block: the first one's will do.
+        state = self._rule_state.arrive(of_blocks[:, 0])
+        return OwnedBlocks(list(present), measured, state)
 
     @phase("scatter")
     def unpack(self, updates: Sequence[Tensor], owned: OwnedBlocks) -> None:
         """Write every holder's piece of the updates, one tensor per stack, into the buffer for the holders."""
         if updates:
             torch._foreach_copy_(self.matrices, list(updates))
-        if self._leave[0]:
-            torch._foreach_copy_(self._leave[1], self._leave[0])
-        columns = (
-            [torch.cat(owned.present), *self._rule_state.leave(owned.state)] if self.stacks else []
-        )
-        if not columns:
+        if self._leave.matrices:
+            torch._foreach_copy_(self._leave.buffer, self._leave.matrices)
+        if not self.stacks:
             return
-        headers = torch.stack(columns, dim=1)[self._header_of_leaving]
+        columns = [torch.cat(owned.present), *self._rule_state.leave(owned.state)]
+        headers = torch.stack(columns, dim=1)[self._block_of_leaving]
         self.exchange.sent["return"][self.exchange.outward["return"].headers] = headers
-
-    def changed_by_updates(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yield, for each piece updated here, its number and views of the parameter and, if any, the master weight."""
-        for _, kind in self.update_lists:
-            masters: Iterable[list[Tensor]] = (
-                ([x] for x in kind.masters) if kind.masters else itertools.repeat([])
-            )
-            for k, target, master in zip(kind.positions, kind.targets, masters, strict=False):
-                yield k, [target, *master]
 
     @phase("scatter")
     def take_state(self) -> None:
@@ -342,16 +440,25 @@ class Bucket:
         """Return the header of every returned piece, (pieces, fields), which begins with its block's presence."""
         return self.exchange.received["return"][self.exchange.inward["return"].headers]
 
+    def changed_by_updates(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """Yield the number in `applying` of each piece, and views of its parameter and, if any, its master weight."""
+        for _, update_list in self.update_lists:
+            for index, k in enumerate(update_list.positions):
+                masters = update_list.masters[index : index + 1]
+                yield k, [update_list.targets[index], *masters]
+
 
 def _index(positions: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(positions, dtype=torch.int64, device=device)
 
 
-def _table(owners: Sequence[int], count: int) -> Tensor:
-    """Return int64 (count, most): each owned block's positions of pieces, padded with the number of pieces."""
-    pieces: list[list[int]] = [[] for _ in range(count)]
-    for i, owner in enumerate(owners):
-        pieces[owner].append(i)
-    most = max((len(found) for found in pieces), default=1)
-    rows = [found + [len(owners)] * (most - len(found)) for found in pieces]
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(count, most)
+def _padded_table(block_of_piece: Sequence[int], n_blocks: int) -> Tensor:
+    """Return each block's pieces, int64 (blocks, most pieces of a block), padded with the number of pieces."""
+    pieces_of_block: list[list[int]] = [[] for _ in range(n_blocks)]
+    for piece, block in enumerate(block_of_piece):
+        pieces_of_block[block].append(piece)
+    most = max((len(pieces) for pieces in pieces_of_block), default=1)
+    padding = len(block_of_piece)
+    rows = [pieces + [padding] * (most - len(pieces)) for pieces in pieces_of_block]
+    # On the CPU even under a default device: the caller moves it.
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(n_blocks, most)

@@ -34,6 +34,13 @@ class Piece(NamedTuple):
         """Number of elements."""
         return self.rows.size * self.columns.size if self.batch >= 0 else 0
 
+    @property
+    def local_index(self) -> tuple[int, slice, slice]:
+        """Index of a piece with elements in the rank's local view, (batch, rows, columns)."""
+        rows = slice(self.rows.start, self.rows.stop)
+        columns = slice(self.columns.start, self.columns.stop)
+        return self.batch, rows, columns
+
 
 class Message(NamedTuple):
     """One rank's pieces in one message, of `words` words.

@@ -682,10 +682,8 @@ class PipelineStep:
             for block in range(plan.parameters[i].view.blocks):
                 piece = piece_of(plan, i, block, pipeline.rank, "gather")
                 if piece.elements:
-                    rows = slice(piece.rows.start, piece.rows.stop)
-                    columns = slice(piece.columns.start, piece.columns.stop)
-                    old = momentum.view(shape)[piece.batch, rows, columns]
-                    new = advanced.view(shape)[piece.batch, rows, columns]
+                    old = momentum.view(shape)[piece.local_index]
+                    new = advanced.view(shape)[piece.local_index]
                     has_gradient = self._has_gradient[i, block]
                     old.copy_(torch.where(has_gradient, new, old.to(new.device)))
 

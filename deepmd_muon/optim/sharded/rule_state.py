@@ -78,8 +78,8 @@ class RuleState:
         found = {}
         for key in self.keys:
             positions, views = [], []
-            for k, (j, _, _) in enumerate(side.payloads):
-                job = self._jobs[j]
+            for k, payload in enumerate(side.payloads):
+                job = self._jobs[payload.job]
                 if key in state[job.parameter]:
                     p = self._plan.parameters[job.parameter]
                     own = score_runs_by_rank(p.shape, p.view, p.layout)[self._rank]
@@ -95,8 +95,8 @@ class RuleState:
     ) -> Copies:
         """Return the copies between a buffer of this rank's pieces and its state."""
         found: Copies = [], []
-        for (j, _, _), (start, _) in zip(side.payloads, side.lines, strict=True):
-            job = self._jobs[j]
+        for payload, (start, _) in zip(side.payloads, side.lines, strict=True):
+            job = self._jobs[payload.job]
             for key, tensor in carried(self._plan.parameters[job.parameter].rules).lines:
                 lines = lines_of(self._plan, job.parameter, job.block, self._rank, tensor)
                 if lines.length:
@@ -111,8 +111,9 @@ class RuleState:
     def _lines_owned(self, side: Side, buffer: Tensor) -> Copies:
         """Return the copies between a buffer of other ranks' pieces and the rows and columns of owned matrices."""
         found: Copies = [], []
-        for (j, _, _), peer, (start, _) in zip(side.payloads, side.peers, side.lines, strict=True):
-            job, (s, i) = self._jobs[j], self._slots[j]
+        for payload, peer, (start, _) in zip(side.payloads, side.peers, side.lines, strict=True):
+            job = self._jobs[payload.job]
+            s, i = self._slots[payload.job]
             for key, tensor in carried(self._plan.parameters[job.parameter].rules).lines:
                 lines = lines_of(self._plan, job.parameter, job.block, peer, tensor)
                 for first, last in lines.inside.runs if lines.length else ():

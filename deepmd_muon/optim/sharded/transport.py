@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,38 @@ _PHASES: dict[Leg, Phase] = {"gather": "gather", "return": "scatter"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class Payload(NamedTuple):
+    """The elements of one piece in a buffer, counted in elements of the wire type."""
+
+    job: int  # position in the exchange's jobs
+    start: int  # of the first plane; the others follow
+    elements: int  # in each plane
+
+
 class Side:
-    """All messages that a rank sends to its peers, or receives from them, in one leg."""
+    """All messages that a rank sends to its peers, or receives from them, in one leg.
+
+    All lists have one entry for each piece, in the order of the messages.
+
+    Attributes
+    ----------
+    dtype
+        Element type on the wire.
+    planes
+        Number of planes: directions, then the inputs that rules request.
+    splits
+        Words of the message for each peer.
+    words
+        Length of the buffer.
+    peers
+        The rank at the other end.
+    lines
+        First and last word (exclusive) of the rules' state per row or column.
+    payloads
+        Where the elements are.
+    headers
+        The words of the headers in the buffer, int64 (pieces, words of a header).
+    """
 
     def __init__(
         self,
@@ -43,47 +73,39 @@ class Side:
         sending: bool,
     ) -> None:
         wire = plan.settings.gather_dtype if leg == "gather" else plan.settings.return_dtype
-        self.dtype, self.planes, header = (
-            _DTYPES.get(wire, wide),
-            domain.planes(leg),
-            domain.header(leg),
-        )
-        several = (messages.out if sending else messages.into)[leg]
-        self.splits = [message.words for message in several]
-        self.words = sum(self.splits)  # length of the buffer
-        # For every piece: the other rank (`peers`); first and last word (exclusive) of rules' state per row or column
-        # (`lines`); job, first element, and number of elements in each plane (`payloads`). Planes are directions, then
-        # inputs of rules.
-        self.peers = [
-            peer
-            for peer, message in zip(messages.peers, several, strict=True)
-            for _ in message.jobs
-        ]
+        self.dtype = _DTYPES.get(wire, wide)
+        self.planes = domain.planes(leg)
+        header_words = domain.header(leg)
+        leg_messages = (messages.out if sending else messages.into)[leg]
+        self.splits = [message.words for message in leg_messages]
+        self.words = sum(self.splits)
+        self.peers: list[int] = []
         self.lines: list[tuple[int, int]] = []
-        self.payloads: list[tuple[int, int, int]] = []
-        headers: list[int] = []
-        start = 0
-        for message in several:
-            body = start + len(message.jobs) * header
-            headers += range(start, body)
-            ends = [*itertools.accumulate(message.lines, initial=body)]
-            self.lines += itertools.pairwise(ends)
-            first = ends[-1] * WORD // self.dtype.itemsize
-            firsts = itertools.accumulate(
-                (self.planes * n for n in message.elements), initial=first
-            )
-            self.payloads += zip(message.jobs, firsts, message.elements, strict=False)
-            start += message.words
-        # The words of every piece's header, (pieces, header words).
-        self.headers = torch.tensor(headers, dtype=torch.int64, device=device).view(-1, header)
+        self.payloads: list[Payload] = []
+        header_positions: list[int] = []
+        message_start = 0
+        for peer, message in zip(messages.peers, leg_messages, strict=True):
+            self.peers += [peer] * len(message.jobs)
+            headers_end = message_start + len(message.jobs) * header_words
+            header_positions += range(message_start, headers_end)
+            line_bounds = list(itertools.accumulate(message.lines, initial=headers_end))
+            self.lines += itertools.pairwise(line_bounds)
+            element = line_bounds[-1] * WORD // self.dtype.itemsize
+            for job, elements in zip(message.jobs, message.elements, strict=True):
+                self.payloads.append(Payload(job, element, elements))
+                element += self.planes * elements
+            message_start += message.words
+        positions = torch.tensor(header_positions, dtype=torch.int64, device=device)
+        self.headers = positions.view(-1, header_words)
 
     def elements(self, buffer: Tensor, plane: int = 0) -> list[Tensor]:
         """Return every piece's elements of one plane as a flat view of the buffer."""
         flat = buffer.view(self.dtype)
-        return [
-            flat[start + plane * count : start + (plane + 1) * count]
-            for _, start, count in self.payloads
-        ]
+        views = []
+        for payload in self.payloads:
+            start = payload.start + plane * payload.elements
+            views.append(flat[start : start + payload.elements])
+        return views
 
 
 class CollectiveStream:
@@ -151,12 +173,10 @@ class Exchange:
         make = functools.partial(Side, plan, domain, messages=messages, wide=dtype, device=device)
         self.outward = {leg: make(leg, sending=True) for leg in LEGS}
         self.inward = {leg: make(leg, sending=False) for leg in LEGS}
-        out, into = self.outward, self.inward
-        # Length of the buffers on the holders' side and on the owners' side.
-        self.words = (
-            max(out["gather"].words, into["return"].words),
-            max(into["gather"].words, out["return"].words),
-        )
+        # Lengths of the two buffers, each used by both legs.
+        holder_words = max(self.outward["gather"].words, self.inward["return"].words)
+        owner_words = max(self.inward["gather"].words, self.outward["return"].words)
+        self.words = holder_words, owner_words
         self.sent: dict[Leg, Tensor] = {}
         self.received: dict[Leg, Tensor] = {}
 
