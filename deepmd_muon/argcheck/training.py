@@ -306,15 +306,6 @@ class RunSettings(Section):
             "launches kernels one by one, and the log says why."
         ),
     )
-    enable_compile: bool = setting(
-        False,
-        doc=(
-            "Compile prediction, loss and gradient of the captured training step with torch's compiler, for each of "
-            "the first 8 shapes of batches. Compilation takes 10 to 60 s a shape, less if its cache on disk is warm, "
-            "and makes steps of se_atten several times faster. Ignored unless steps are captured. If compilation "
-            "fails, steps run uncompiled, and the log says why."
-        ),
-    )
     enable_tf32: bool = setting(
         False,
         doc=(
@@ -326,7 +317,7 @@ class RunSettings(Section):
         False,
         doc=(
             "Keep only the inputs of dpa3's layers and of dpa1's attention layers in a training step, and recompute "
-            "the rest for forces and gradient. This saves memory and takes more time. Compiled steps ignore it."
+            "the rest for forces and gradient. This saves memory and takes more time."
         ),
     )
     interpolate_embedding: bool = setting(
@@ -366,6 +357,9 @@ class RunSettings(Section):
         ),
         "neighbor_graph_method": Foreign(
             "neighbour lists are built once on the host", ("auto",), inert=True
+        ),
+        "enable_compile": Foreign(
+            "steps on a GPU are kernels in a CUDA graph already", (False,), inert=True
         ),
         "mixed_precision": Foreign(
             "TensorFlow's mixed precision (see the precision of descriptor and fitting_net)"

@@ -1,10 +1,10 @@
 """One training step on a GPU: time, kernels, memory.
 
-    python source/benchmarks/gpu_step.py --data WATER --cases se_e2_a:f64-b1 se_e2_a:f32-b8 dpa1:f64-b1:compiled
+    python source/benchmarks/gpu_step.py --data WATER --cases se_e2_a:f64-b1 se_e2_a:f32-b8 dpa1:f64-b1
     python source/benchmarks/gpu_step.py --data WATER --cases dpa3:f32-b1 --kernels
 
-A case is MODEL:PRECISION-bFRAMES, with `:compiled`, `:recompute` or `:tf32` behind it for `enable_compile`, `recompute`
-and `enable_tf32`; the effect of the last on the forces of one batch, at the weights of the run's end, is then shown.
+A case is MODEL:PRECISION-bFRAMES, with `:recompute` or `:tf32` behind it for `recompute` and `enable_tf32`; the effect
+of the last on the forces of one batch, at the weights of the run's end, is then shown.
 WATER holds DeePMD's example systems (data_0, data_1, data_2, 192 atoms). Each case is one process that trains as
 `dp train` does. The training loop is stopped after a few steps, when kernels are compiled and graphs are captured, and
 again some hundred steps later: the time between is that of these steps alone, and nothing waits within.
@@ -44,7 +44,7 @@ def child(case: str, options: argparse.Namespace) -> None:
     from deepmd_muon.train.trainer import Trainer
 
     model, precision, *others = case.split(":")
-    own: dict[str, Any] = {"capture": "auto", "enable_compile": "compiled" in others}
+    own: dict[str, Any] = {"capture": "auto"}
     own |= {"enable_tf32": "tf32" in others, "recompute": "recompute" in others}
     content = make_input(model, precision, "HybridMuon", 1_000_000, options.data.resolve(), own)
     found: dict[str, float] = {}

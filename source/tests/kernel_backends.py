@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from deepmd_muon.model.nn import triton_support
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETING else "cuda")
@@ -22,6 +25,14 @@ def on_each_backend(test):
     return pytest.mark.gpu(
         pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")(test)
     )
+
+
+@contextlib.contextmanager
+def without_kernels():
+    """Compute with torch's operations, which define the results of kernels; also as a decorator."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_support, "usable", lambda device: False)
+        yield
 
 
 def in_interpreter_alone(test):

@@ -14,7 +14,6 @@ import torch
 
 from deepmd_muon.model.descriptor.environment import Environment
 from deepmd_muon.model.descriptor.pieces import Pieces
-from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.structures import Structures
 
 Pullback = Callable[[torch.Tensor], torch.Tensor]
@@ -162,7 +161,7 @@ def describe_by_autograd(
         descriptor = function(leaf)
 
     def pullback(adjoint: torch.Tensor) -> torch.Tensor:
-        if leaf.device.type == "cpu" and not triton_support.is_tracing():
+        if leaf.device.type == "cpu":
             with torch.enable_grad():
                 seed = _Seed.apply(descriptor, (adjoint,))
             (slope,) = torch.autograd.grad(seed, leaf, create_graph=training)

@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from deepmd_muon.model.nn import triton_support
-
 T = TypeVar("T")
 
 
@@ -17,10 +15,9 @@ def run_layer(layer: Callable[..., T], *arguments: Any, recompute: bool) -> T:
 
     The layer draws no random numbers. It is called again in every backward pass that needs its tensors: once for
     forces, once for the gradient of the loss. The pass that gives forces still keeps some tensors for the gradient of a
-    loss on forces. Without gradients it is called once, and in traces for torch's compiler, which decides itself what
-    to keep.
+    loss on forces. Without gradients it is called once.
     """
-    if not recompute or not torch.is_grad_enabled() or triton_support.is_tracing():
+    if not recompute or not torch.is_grad_enabled():
         return layer(*arguments)
     from torch.utils.checkpoint import (
         checkpoint,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -14,50 +13,9 @@ import torch
 log = logging.getLogger(__name__)
 
 
-_tracing = False
-
-
 def usable(device: torch.device) -> bool:
-    """Return whether Triton kernels run on a device; on a GPU without them, log the reason once.
-
-    Tracing cannot see these kernels. torch.compile fuses the same operations itself, so they are off in both.
-    """
-    return device.type == "cuda" and not _tracing and _works()
-
-
-def usable_as_operators(device: torch.device) -> bool:
-    """Return whether a trace runs on a device with Triton: it sees the kernels that are registered as operators."""
-    return device.type == "cuda" and _tracing and _works()
-
-
-def is_tracing() -> bool:
-    """Return whether torch is recording operations for its compiler."""
-    return _tracing
-
-
-@contextlib.contextmanager
-def traced() -> Iterator[None]:
-    """Compute with operations that torch can record, within the context."""
-    global _tracing
-    _tracing = True
-    try:
-        yield
-    finally:
-        _tracing = False
-
-
-def operator(
-    name: str,
-    function: Callable[..., Any],
-    arguments: str,
-    results: int,
-    shapes: Callable[..., Any],
-) -> Any:
-    """Return a launch as an operator of torch, which its compiler can record; `shapes` makes results without values."""
-    schema = f"({arguments}) -> ({', '.join(['Tensor'] * results)})"
-    made = torch.library.custom_op(f"deepmd_muon::{name}", function, mutates_args=(), schema=schema)
-    made.register_fake(shapes)
-    return made
+    """Return whether Triton kernels run on a device; on a GPU without them, log the reason once."""
+    return device.type == "cuda" and _works()
 
 
 class Branches:
@@ -72,13 +30,13 @@ class Branches:
     Parameters
     ----------
     device
-        Where the work runs; on a CPU, and in a trace, chains run one after the other.
+        Where the work runs; on a CPU, chains run one after the other.
     count
         How many chains there are.
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
-        several = device.type == "cuda" and not _tracing and count > 1
+        several = device.type == "cuda" and count > 1
         self._streams = _streams(device, min(count, _MOST_CHAINS) - 1) if several else []
 
     def __enter__(self) -> Branches:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from deepmd_muon.train.batches.batch import TrainingBatch
 from deepmd_muon.train.batches.streamed import AccumulatedFeed
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.ranks.ranks import local_part
-from deepmd_muon.train.step.compiled import CompiledGradient, differentiate
 from deepmd_muon.train.step.guard import Guard
 from deepmd_muon.train.strategy import Reduced, Strategy
 
@@ -38,8 +37,6 @@ class TrainingStep:
         Largest norm of the gradient; 0 for no limit.
     ema
         The averaged parameters; None without.
-    gradient
-        Computes loss and gradient where they are to be compiled; None for `differentiate`.
     tf32
         Multiply float32 matrices in TF32 on the way to the gradient.
     model
@@ -54,7 +51,6 @@ class TrainingStep:
     guard: Guard
     max_norm: float = 0.0
     ema: Ema | None = None
-    gradient: CompiledGradient | None = None
     tf32: bool = False
     model: EnergyModel | None = None
     adam_max_norm: float = 0.0
@@ -87,8 +83,6 @@ class TrainingStep:
         with float32_products("high") if self.tf32 else contextlib.nullcontext():
             if isinstance(batch, AccumulatedFeed):
                 value, metrics = self._accumulate(batch, lr_fraction)
-            elif self.gradient is not None:  # all gradients come at once
-                value, metrics = self._differentiate(batch, lr_fraction)
             else:
                 with self.strategy.overlapping(self.model):
                     value, metrics = self._differentiate(batch, lr_fraction)
@@ -108,8 +102,6 @@ class TrainingStep:
         self, batch: TrainingBatch, lr_fraction: float | Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and metrics of a batch; add its gradients to the parameters' `grad`."""
-        if self.gradient is not None:
-            return self.gradient(batch, lr_fraction)
         sharded = self.strategy.cuts_parameters
         trained = None if sharded else self._trained
         return differentiate(
@@ -134,8 +126,6 @@ class TrainingStep:
         values: list[Tensor] = []
         found: list[dict[str, Tensor]] = []
         for part in feed.parts:
-            if self.gradient is not None:
-                self.gradient.expect(part.layout)
             value, metrics = self._differentiate(part.read(), lr_fraction)
             values.append(value)
             found.append(metrics)
@@ -155,6 +145,33 @@ class TrainingStep:
             )
         if self.adam_max_norm > 0:
             clip_adam_grad_norm_(self.optimizer, self.adam_max_norm)
+
+
+def differentiate(
+    model: EnergyModel,
+    loss: Loss,
+    batch: TrainingBatch,
+    lr_fraction: float | Tensor,
+    *,
+    sharded: bool = False,
+    trained: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return loss and metrics of a batch, the gradients in the parameters' `grad`.
+
+    Edges are leaves of the graph as well (`describe_by_autograd`); their second derivatives are not computed unless the
+    model is `sharded`, when other tensors stand for its parameters. `trained` spares a walk through the modules for the
+    parameters that have gradients.
+    """
+    structures = batch.structures
+    prediction = model(structures, force=loss.needs_force, virial=loss.needs_virial)
+    mask = batch.counted(model.counted)
+    value, metrics = loss(
+        batch.compared(prediction), batch.labels, lr_fraction, structures.natoms, mask
+    )
+    if trained is None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+    value.backward(inputs=None if sharded else trained or None)
+    return value.detach(), metrics
 
 
 @contextlib.contextmanager

@@ -3,8 +3,7 @@
 A step that waits for nothing is a function of tensors whose addresses stay: the batch, the learning rate, weights,
 optimizer state, averages. `CapturedStep` calls that function eagerly the first time a layout of batches occurs (kernels
 are compiled, state is made), captures it in a CUDA graph the second time, and replays the graph from then on. Without
-capture it always calls the function, on a CPU too, and gives the same weights. A step whose gradient is to be compiled
-is compiled the second time and captured the third.
+capture it always calls the function, on a CPU too, and gives the same weights.
 """
 
 from __future__ import annotations
@@ -32,11 +31,9 @@ from deepmd_muon.train.batches.streamed import (
     StepFeed,
     StepSource,
     StreamedBatches,
-    parts_of,
 )
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.step.compiled import CompiledGradient
 from deepmd_muon.train.step.guard import DeviceGuard, Guard, HostGuard, on_nonfinite
 from deepmd_muon.train.step.step import TrainingStep
 from deepmd_muon.train.strategy import Strategy
@@ -168,7 +165,6 @@ class CapturedStep:
         self._guard = step.guard
         self._rates = rates
         self._memory = memory
-        self._gradient = step.gradient
         self._met: set[Hashable] = set()
         self._graphs: dict[Hashable | None, torch.cuda.CUDAGraph] = {}
         self._used: dict[Hashable | None, int] = {}
@@ -196,8 +192,6 @@ class CapturedStep:
             self._pieces = self._model.pieces
             self._graphs.clear()
             self._met.clear()
-            if self._gradient is not None:
-                self._gradient.forget()
         self._steps += 1
         graph = self._graphs.get(feed.layout)
         if graph is not None:
@@ -214,22 +208,8 @@ class CapturedStep:
             self._graphs.clear()
 
     def _without_graph(self, feed: StepFeed) -> None:
-        """Take a step without a graph; record one, or compile its gradient first, if wanted."""
-        layout, gradient = feed.layout, self._gradient
-        met = layout in self._met
-        if gradient is not None:
-            gradient.expect(layout)
-            # Only captured steps are compiled.
-            if (
-                met
-                and layout is not None
-                and any(gradient.wants(part.layout) for part in parts_of(feed))
-            ):
-                assert self._memory is not None
-                with gradient.compiling():
-                    self._memory.run_aside(lambda: self._run(feed))
-                return
-        if self._wants_graph(layout):
+        """Take a step without a graph; record one if wanted."""
+        if self._wants_graph(feed.layout):
             graph = self._captured(feed)
             if graph is not None:
                 graph.replay()
@@ -388,11 +368,9 @@ def build_stepper(
         raise TrainingError(f'training/capture is "on", but {obstacle}: use "auto"')
     tf32 = training.enable_tf32 and device.type == "cuda"
     capture = training.capture != "off"
-    parts, gradient = parts or DeviceParts(), None
+    parts = parts or DeviceParts()
     guard: Guard
     if obstacle:
-        if training.enable_compile:
-            log.info("training/enable_compile is ignored: %s", obstacle)
         if training.enable_tf32 and not tf32:
             log.info("training/enable_tf32 is ignored: %s", obstacle)
         guard = HostGuard(policy, training.disp_freq)
@@ -401,25 +379,11 @@ def build_stepper(
         guard = parts.guard = parts.guard or DeviceGuard(
             policy, optimizer, device, training.disp_freq, gather
         )
-        if capture and training.enable_compile:
-            whole = model or strategy.model
-            assert isinstance(whole, EnergyModel)
-            gradient = CompiledGradient(whole, loss)
     norms = {
         "max_norm": training.gradient_max_norm,
         "adam_max_norm": training.adam_gradient_max_norm,
     }
-    step = TrainingStep(
-        strategy,
-        loss,
-        optimizer,
-        guard,
-        ema=ema,
-        gradient=gradient,
-        tf32=tf32,
-        model=model,
-        **norms,
-    )
+    step = TrainingStep(strategy, loss, optimizer, guard, ema=ema, tf32=tf32, model=model, **norms)
     if obstacle:
         return HostStepper(step, scalars, device)
     return DeviceStepper(

@@ -293,10 +293,12 @@ def test_neutral_values_of_foreign_keys_ask_for_nothing(water):
 def test_keys_without_effect_are_noticed(water):
     water["learning_rate"]["scale_by_worker"] = "sqrt"
     water["model"]["data_bias_nsample"] = 3
+    water["training"]["enable_compile"] = True
     notices = normalize(water).notices
     assert [notice.split(" has no effect here")[0] for notice in notices] == [
         "model/data_bias_nsample",
         "learning_rate/scale_by_worker",
+        "training/enable_compile",
     ]
 
 

@@ -4,7 +4,6 @@ import torch
 
 from deepmd_muon.model.descriptor.dpa1.attention import Gates, NeighborAttention
 from deepmd_muon.model.descriptor.dpa1.settings import DPA1Settings
-from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.networks import SeedPath
 
 OPTIONS = {
@@ -50,15 +49,26 @@ def attention_of(
     return attention, features, Gates(mask, gate, None, 0)
 
 
-def attention_results(attention, features, gates, monkeypatch, *, written, force=True):
-    """Return features behind attention, their slopes, and gradients of losses: of values, of slopes, of both."""
-    monkeypatch.setattr(triton_support, "is_tracing", lambda: not written)
+def attention_results(attention, features, gates, *, written, force=True):
+    """Return features behind attention, their slopes, and gradients of losses: of values, of slopes, of both.
+
+    Derivatives are the written ones, or those of autograd, which define them.
+    """
+
+    def forward(force):
+        if written:
+            return attention(features, gates, force=force)
+        out = features
+        for layer in attention.attention_layers:
+            out = layer.by_autograd(out, gates)
+        return out
+
     inputs = (features, gates.after, *attention.parameters())
-    out = attention(features, gates, force=force)
+    out = forward(force)
     if not force:
         return [out, *torch.autograd.grad(out.sin().sum(), inputs)]
     slopes = torch.autograd.grad(out.pow(3).sum(), inputs[:2])
-    out = attention(features, gates, force=True)
+    out = forward(force=True)
     attached = torch.autograd.grad(out.pow(3).sum(), inputs[:2], create_graph=True)
     along = sum(slope.sin().sum() for slope in attached)
     of_slopes = torch.autograd.grad(along, inputs, retain_graph=True, materialize_grads=True)

@@ -14,7 +14,13 @@ from corners import CORNERS, DESCRIPTORS, UNEVEN, assert_corner
 from dpa1_attention import OPTIONS, attention_of, attention_results
 from dpa1_embedding import NETS, assert_same_embedding, embedding_results
 from dpa3_passes import angle_results, distance, edge_results, edge_sum_results, node_results
-from kernel_backends import DEVICE, in_interpreter_alone, on_each_backend, passed_in_interpreter
+from kernel_backends import (
+    DEVICE,
+    in_interpreter_alone,
+    on_each_backend,
+    passed_in_interpreter,
+    without_kernels,
+)
 
 from deepmd_muon.loss import build_loss
 from deepmd_muon.loss.ener.module import fits_kernels
@@ -155,7 +161,7 @@ def test_geometry_kernels(monkeypatch, dtype):
 
 
 @on_each_backend
-@triton_support.traced()
+@without_kernels()
 def test_force_and_virial_kernel():
     """Two frames of three atoms, one of which is padding; more edges than are looked at together."""
     draw, order, frame = (
@@ -175,7 +181,7 @@ def test_force_and_virial_kernel():
 
 
 @on_each_backend
-@triton_support.traced()  # torch's operations define the results
+@without_kernels()  # torch's operations define the results
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_kernels(dtype):
     draw, kinds, reach = (
@@ -198,7 +204,7 @@ def test_rows_kernels(dtype):
 
 
 @on_each_backend
-@triton_support.traced()
+@without_kernels()
 @pytest.mark.parametrize("protection", [0.0, 0.01])
 def test_environment_kernels(protection):
     draw, reach = Draw(2), environment.Reach(6.0, 0.5, protection)
@@ -252,7 +258,7 @@ def test_edge_vectors_kernel(periodic):
 
 
 @on_each_backend
-@triton_support.traced()  # `layers` defines the results without kernels
+@without_kernels()  # `layers` defines the results without kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("copies", "n_in", "name"), [(0, 7, "tanh"), (1, 6, "silut:1.0"), (2, 3, "tanh")]
@@ -307,7 +313,7 @@ def test_attention_kernels(columns, options, precision, monkeypatch):
         found = []
         for fused in (True, False):
             monkeypatch.setattr(triton_support, "usable", lambda _, fused=fused: fused)
-            found.append(attention_results(*made, monkeypatch, written=True, force=force))
+            found.append(attention_results(*made, written=True, force=force))
         for value, wanted in zip(*found, strict=True):
             scale = max(1.0, wanted.abs().max().item())
             torch.testing.assert_close(value, wanted, rtol=0, atol=tolerance * scale)
@@ -430,7 +436,7 @@ def test_kernels_of_dpa3(monkeypatch, name, tail, force, width):
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("large", [True, False])
 def test_kernels_keep_single_precision(name, force, tail, large):
-    """Also as operators; on the same inputs they give the same bits."""
+    """On the same inputs they give the same bits."""
     sizes = SIZES[name] if large else {"width": 37, "reach": [37, 20, 0]}
     compute = functools.partial(PASSES[name], device="cuda", tail=tail, force=force, **sizes)
     assert triton_support.usable(torch.device("cuda"))
@@ -439,8 +445,6 @@ def test_kernels_keep_single_precision(name, force, tail, large):
         x.detach().cpu() for x in compute(torch.float64)
     ]  # in double precision torch's operations do the work
     assert distance(found, wanted) < 1e-6
-    with triton_support.traced():
-        assert distance(compute(torch.float32), wanted) < 1e-6
     again = compute(torch.float32)
     assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
 

@@ -16,7 +16,6 @@ from deepmd_muon.train import NonFiniteError, RunError
 from deepmd_muon.train.batches.batch import to_device
 from deepmd_muon.train.batches.streamed import AccumulatedFeed, BatchFeed, StreamedBatches
 from deepmd_muon.train.ranks.ranks import Ranks
-from deepmd_muon.train.step.compiled import CompiledGradient
 from deepmd_muon.train.step.guard import HostGuard
 from deepmd_muon.train.step.step import TrainingStep
 from deepmd_muon.train.strategy.alone import Alone
@@ -55,35 +54,23 @@ def prepare(small_input):
     return model, build_loss(given.settings.loss), *batches
 
 
-def gradients(model, loss, batch, gradient=None):
+def gradients(model, loss, batch):
     """Return loss, metrics and gradients of a step, whose update has no length."""
     step = TrainingStep(
         Alone(Ranks(CPU), model),
         loss,
         torch.optim.SGD(model.parameters()),
         HostGuard("error"),
-        gradient=gradient,
     )
     metrics = step(batch, 0.0, 0.5)
     return metrics, {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_gradient_is_that_of_one_batch_with_all_frames(small_input, compiled):
+def test_the_gradient_is_that_of_one_batch_with_all_frames(small_input):
     model, loss, first, second, both = prepare(small_input)
     metrics, wanted = gradients(model, loss, both)
     feeds = AccumulatedFeed((BatchFeed("a", first, first), BatchFeed("b", second, second)))
-    if compiled:
-        calls = []
-        gradient = CompiledGradient(
-            model, loss, lambda graph, _: lambda *x: calls.append(0) or graph(*x)
-        )
-        with gradient.compiling():
-            each, found = gradients(model, loss, feeds, gradient)
-        assert gradient.failed is None
-        assert len(calls) == 4  # a trial of each layout, and both batches
-    else:
-        each, found = gradients(model, loss, feeds)
+    each, found = gradients(model, loss, feeds)
     for name, expected in wanted.items():
         torch.testing.assert_close(
             found[name], expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max())

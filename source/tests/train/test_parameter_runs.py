@@ -27,7 +27,7 @@ from deepmd_muon.model.type_map import TypeMove
 from deepmd_muon.train.batches.batch import to_device
 from deepmd_muon.train.batches.resident import ResidentBatches
 from deepmd_muon.train.batches.streamed import StreamedBatches
-from deepmd_muon.train.step.compiled import differentiate
+from deepmd_muon.train.step.step import differentiate
 
 sys.path.append(str(Path(__file__).parents[1] / "model"))
 

@@ -16,7 +16,7 @@ from deepmd_muon.train.batches import resident as resident_module
 from deepmd_muon.train.batches.batch import to_device
 from deepmd_muon.train.batches.resident import ResidentBatches, why_not_on_device
 from deepmd_muon.train.batches.shapes import Shape, Shapes, merge
-from deepmd_muon.train.step.compiled import differentiate
+from deepmd_muon.train.step.step import differentiate
 
 sys.path.append(str(Path(__file__).parents[1] / "model"))
 

@@ -8,7 +8,6 @@ import torch
 
 from deepmd_muon.model.descriptor.dpa1.attention_passes import Attention
 from deepmd_muon.model.descriptor.dpa1.settings import AttentionSettings
-from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.four_passes import run
 from deepmd_muon.model.nn.networks import Layer, SeedPath, dtype_of
 from deepmd_muon.model.nn.recomputation import run_layer
@@ -164,19 +163,26 @@ class AttentionLayer(torch.nn.Module):
         self.attn_layer_norm = LayerNorm(settings.neuron[-1], eps, dtype_of(settings.precision))
 
     def forward(self, features: torch.Tensor, gates: Gates, force: bool) -> torch.Tensor:
-        """Return features like those given `(nreal, ncolumns, width)`; `force` as in `four_passes.run`."""
-        if gates.switch is None and not triton_support.is_tracing():
-            inside, norm = self.attention_layer, self.attn_layer_norm
-            passes = Attention(inside.scale, NORMALIZE_EPS if inside.normalize else None, norm.eps)
-            weights = (
-                *inside.in_proj.tensors[:2],
-                *inside.out_proj.tensors[:2],
-                norm.matrix,
-                norm.bias,
-            )
-            out: torch.Tensor
-            (out,) = run(passes, features, gates.after, gates.mask, *weights, force=force)
-            return out
+        """Return features of the same shape `(nreal, ncolumns, width)`; `force` as in `four_passes.run`."""
+        if gates.switch is not None:  # the written passes know no smooth attention
+            return self.by_autograd(features, gates)
+        attention = self.attention_layer
+        norm = self.attn_layer_norm
+        passes = Attention(
+            attention.scale, NORMALIZE_EPS if attention.normalize else None, norm.eps
+        )
+        weights = (
+            *attention.in_proj.tensors[:2],
+            *attention.out_proj.tensors[:2],
+            norm.matrix,
+            norm.bias,
+        )
+        out: torch.Tensor
+        (out,) = run(passes, features, gates.after, gates.mask, *weights, force=force)
+        return out
+
+    def by_autograd(self, features: torch.Tensor, gates: Gates) -> torch.Tensor:
+        """Return what `forward` returns, differentiated by autograd."""
         normed: torch.Tensor = self.attn_layer_norm(
             features + self.attention_layer(features, gates)
         )

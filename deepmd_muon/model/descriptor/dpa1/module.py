@@ -15,7 +15,7 @@ from deepmd_muon.model.descriptor.dpa1.geometry import geometry
 from deepmd_muon.model.descriptor.dpa1.settings import DPA1Settings, SeAttenV2Settings
 from deepmd_muon.model.descriptor.environment import Environment, Reach, environment
 from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
-from deepmd_muon.model.nn import layers, triton_support
+from deepmd_muon.model.nn import layers
 from deepmd_muon.model.nn.activation import activation
 from deepmd_muon.model.nn.four_passes import run
 from deepmd_muon.model.nn.networks import Network, NetworkCollection, SeedPath, dtype_of
@@ -141,7 +141,7 @@ class DPA1(torch.nn.Module):
         self, structures: Structures, edges: torch.Tensor, *, force: bool = True
     ) -> Described:
         """Describe every atom; see `Descriptor`."""
-        if edges.device.type != "cpu" or triton_support.is_tracing():
+        if edges.device.type != "cpu":
             return describe_by_autograd(
                 lambda leaf: self._describe(structures, leaf, force=force), edges, force=force
             )
@@ -227,7 +227,7 @@ class DPA1(torch.nn.Module):
                     inputs.append(
                         rows_of(table, centre).unsqueeze(1).expand(-1, near.kind.shape[1], -1)
                     )
-        if copies[0] or triton_support.is_tracing():
+        if copies[0]:
             value = f.value(start + radial * first.matrix[0])
             x = value if first.idt is None else value * first.idt
             if copies[0]:

@@ -197,16 +197,15 @@ class Angles(FourPasses):
 
 
 def _kernels(angles: Angles, weight: Tensor) -> Any:
-    """Return the launches of kernels where they can be used, or operators of torch that do them."""
-    traced = triton_support.usable_as_operators(weight.device)
-    if len(angles.plan.blocks) != 1 or not (traced or triton_support.usable(weight.device)):
+    """Return the launches of kernels where they can be used."""
+    if len(angles.plan.blocks) != 1 or not triton_support.usable(weight.device):
         return None
     from deepmd_muon.model.descriptor.dpa3.kernels import angles as kernels
     from deepmd_muon.model.descriptor.dpa3.kernels.shared import fits_weight
 
     if not fits_weight(weight, angles.activation.formula):
         return None
-    return kernels.OPERATORS if traced else kernels
+    return kernels
 
 
 def _layer(angles: Angles, weight: Tensor, residual: Tensor | None) -> tuple[Any, ...]:

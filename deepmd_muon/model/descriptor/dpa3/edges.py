@@ -101,13 +101,7 @@ class EdgeCotangents(NamedTuple):
 
 def incoming_for_kernels(neighbor: torch.Tensor, empty: torch.Tensor) -> Incoming | None:
     """Return `incoming` where kernels will ask for it, else None."""
-    if triton_support.usable(neighbor.device):
-        return incoming(neighbor, empty)
-    if not triton_support.usable_as_operators(neighbor.device):
-        return None
-    from deepmd_muon.model.descriptor.dpa3.kernels.edges import OPERATORS
-
-    return Incoming(*OPERATORS.incoming(neighbor, empty))
+    return incoming(neighbor, empty) if triton_support.usable(neighbor.device) else None
 
 
 @dataclass(frozen=True)
@@ -282,15 +276,14 @@ class Edges(FourPasses):
 
 
 def _kernels(edges: Edges, weight: torch.Tensor) -> Any:
-    """Return the launches of kernels where they can be used, or operators of torch that do them."""
-    traced = triton_support.usable_as_operators(weight.device)
-    if not (traced or triton_support.usable(weight.device)):
+    """Return the launches of kernels where they can be used."""
+    if not triton_support.usable(weight.device):
         return None
     from deepmd_muon.model.descriptor.dpa3.kernels import edges as kernels
 
     if not kernels.fits(edges.neighbor, weight, edges.activation.formula):
         return None
-    return kernels.OPERATORS if traced else kernels
+    return kernels
 
 
 def _layer(edges: Edges, weight: torch.Tensor) -> tuple[Any, ...]:

@@ -357,13 +357,12 @@ def spread_reference(edges: Edges, moved: Tensor) -> Tensor:
 
 
 def _kernels(tensor: Tensor) -> Any:
-    """Return the module of Triton kernels where it can be used, or of operators of torch that launch them."""
-    traced = triton_support.usable_as_operators(tensor.device)
-    if not (traced or triton_support.usable(tensor.device)):
+    """Return the module of Triton kernels where it can be used."""
+    if not triton_support.usable(tensor.device):
         return None
     from deepmd_muon.model.descriptor.se_e2_a import kernels
 
-    return kernels.operators() if traced else kernels
+    return kernels
 
 
 def expand(edges: Edges) -> Tensor:

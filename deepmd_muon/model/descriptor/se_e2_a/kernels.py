@@ -6,10 +6,8 @@ contraction read and write each number once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -20,7 +18,6 @@ from deepmd_muon.model.descriptor.environment import Reach
 from deepmd_muon.model.descriptor.environment_kernels import loaded_edges, store_four, switched
 from deepmd_muon.model.descriptor.pieces import FEWEST, GRID, places
 from deepmd_muon.model.descriptor.se_e2_a.edges import ORDERS, Edges, first_columns
-from deepmd_muon.model.nn.triton_support import operator
 
 ROWS = 128  # of an atom's environment, standardised together
 FEATURES = 128  # of the contraction, looked at together
@@ -377,38 +374,3 @@ def evaluate(edges: Edges, product: Tensor) -> Tensor:
         most=GRID, orders=ORDERS, edges=EDGES,
     )  # fmt: skip
     return out
-
-
-_EDGES = "Tensor rows, Tensor empty, Tensor start, int[] pieces, int[] widths, int[] missing"
-
-
-def _operator(
-    name: str, launch: Callable[..., Tensor], more: str, like: Callable[..., Tensor]
-) -> Any:
-    """Return a launch on `Edges`, and what `more` declares, as an operator of torch that takes their members."""
-
-    def edges_of(rows: Any, empty: Any, start: Any, *several: list[int]) -> Edges:
-        return Edges(rows, empty, start, *map(tuple, several))
-
-    def flat(*given: Any) -> Tensor:
-        return launch(edges_of(*given[:6]), *given[6:])
-
-    made = operator(name, flat, _EDGES + more, 1, lambda *given: like(edges_of(*given[:6])))
-    return lambda edges, *others: made(*edges, *others)
-
-
-@cache
-def operators() -> SimpleNamespace:
-    """Return `expand`, `spread` and `evaluate` as operators of torch, which its compiler can record."""
-
-    def sums(edges: Edges) -> Tensor:
-        return edges.rows.new_empty(edges.rows.shape[0], 4, edges.terms)
-
-    def each(edges: Edges) -> Tensor:
-        return torch.empty_like(edges.rows, memory_format=torch.contiguous_format)
-
-    return SimpleNamespace(
-        expand=_operator("expand", expand, "", sums),
-        spread=_operator("spread", spread, ", Tensor moved", sums),
-        evaluate=_operator("evaluate", evaluate, ", Tensor product", each),
-    )

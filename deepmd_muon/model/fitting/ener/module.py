@@ -108,22 +108,20 @@ class EnergyAndSlope(torch.autograd.Function):
         *flat: Tensor | None,
     ) -> Any:
         """Return E `(n, 1)` and dE/dx `(n, dim)`."""
-        energies, slopes, saved = [], [], []
-        # Networks write their rows of one tensor; a trace cannot record that.
-        whole = None if triton_support.is_tracing() else x.new_empty(x.shape)
-        rows = [None] * len(counts) if whole is None else whole.split(counts)
+        energies, saved = [], []
+        whole = x.new_empty(x.shape)  # networks write their rows of it
+        rows = whole.split(counts)
         with triton_support.Branches(x.device, len(counts)) as branches:
             for number, (part, own) in enumerate(
                 zip(x.split(counts), unflatten(flat, len(counts)), strict=True)
             ):
                 with branches.chain(number):
-                    energy, slope, tape = _up_and_down(f, copies, part, own, rows[number])
+                    energy, _, tape = _up_and_down(f, copies, part, own, rows[number])
                     energies.append(energy)
-                    slopes.append(slope)
                     saved += [*tape.inputs[1:], *tape.keeps, *tape.adjoints]
         ctx.activation, ctx.copies, ctx.counts = f, copies, counts
         ctx.save_for_backward(x, *flat, *saved)
-        return layers.joined(energies), layers.joined(slopes) if whole is None else whole
+        return layers.joined(energies), whole
 
     @staticmethod
     @torch.autograd.function.once_differentiable

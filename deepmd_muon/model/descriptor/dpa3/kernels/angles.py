@@ -9,13 +9,11 @@ are added up afterwards, in the same order every time.
 
 A launch takes `terms`, which are a, u, t, s of `angles`, and `dots`, their tangents, all in single precision;
 cotangents are contiguous. Where a′ is not wanted, ρ and a′ have no elements. Further arguments are those of `Launch`.
-`OPERATORS` holds the launches as operators of torch, which its compiler can record.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +25,11 @@ from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     Tensors,
     add_parts,
     at_once,
-    empty_like,
     holding,
     precision,
     share,
 )
 from deepmd_muon.model.nn.activation_kernels import curve
-from deepmd_muon.model.nn.triton_support import operator
 
 
 class Terms(NamedTuple):
@@ -509,31 +505,3 @@ def outputs(terms: Tensors, *layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return u.new_empty(u.shape[0], message), a.new_empty(a.shape) if weight.shape[
         1
     ] > message else a.new_empty(0)
-
-
-_LAYER = "Tensor weight, Tensor residual, Tensor reach, int width, int message, float carry, str kind, float[] curve_of"
-
-OPERATORS = SimpleNamespace(
-    update=operator("angle_update", update, f"Tensor[] terms, {_LAYER}", 2, outputs),
-    adjoint=operator(
-        "angle_adjoint",
-        adjoint,
-        f"Tensor message_bar, Tensor updated_bar, Tensor[] terms, {_LAYER}",
-        4,
-        lambda message_bar, updated_bar, terms, *layer: empty_like(*terms),
-    ),
-    tangent=operator(
-        "angle_tangent",
-        tangent,
-        f"Tensor[] terms, Tensor[] dots, {_LAYER}",
-        2,
-        lambda terms, dots, *layer: outputs(terms, *layer),
-    ),
-    gradient=operator(
-        "angle_gradient",
-        gradient,
-        f"Tensor[] given, Tensor[] earlier, Tensor[] terms, Tensor[] dots, {_LAYER}",
-        5,
-        lambda given, earlier, terms, dots, *layer: empty_like(*terms[:3], *layer[:2]),
-    ),
-)

@@ -6,34 +6,31 @@ contributions of a tile to its atom, and of an edge to its neighbour, are writte
 
 A launch takes `terms`, the members of `edges.EdgeTerms`, and `dots`, their tangents; cotangents are contiguous and
 those of `edges.EdgeCotangents`, without elements where y has no features beyond the message. All are in single
-precision. Further arguments are those of `Launch`. `OPERATORS` holds the launches as operators of torch.
+precision. Further arguments are those of `Launch`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from deepmd_muon.model.descriptor.dpa3.geometry import EDGE_TILE, incoming
+from deepmd_muon.model.descriptor.dpa3.geometry import EDGE_TILE
 from deepmd_muon.model.descriptor.dpa3.kernels.angles import load_tile
 from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     Tensors,
     add_parts,
     add_to_neighbors,
     at_once,
-    empty_like,
     fits_weight,
     holding,
     precision,
 )
 from deepmd_muon.model.nn.activation import Formula
 from deepmd_muon.model.nn.activation_kernels import curve
-from deepmd_muon.model.nn.triton_support import operator
 
 
 class Terms(NamedTuple):
@@ -577,49 +574,3 @@ def outputs(terms: Tensors, *layer: Any) -> tuple[torch.Tensor, torch.Tensor, to
 def fits(neighbor: torch.Tensor, weight: torch.Tensor, formula: Formula | None) -> bool:
     """Return whether there are edges, the kernels know the activation, and their tiles hold a layer with weights W."""
     return neighbor.numel() > 0 and fits_weight(weight, formula)
-
-
-_LAYER = (
-    "Tensor neighbor, Tensor order, Tensor start, Tensor tiles, Tensor used, Tensor weight, int message, str kind, "
-    "float[] curve_of"
-)
-
-
-def _like_incoming(neighbor: torch.Tensor, empty: torch.Tensor) -> Tensors:
-    atoms, width = neighbor.shape
-    tiles = neighbor.new_empty(-(-width // EDGE_TILE) * atoms, dtype=torch.int32)
-    return (
-        neighbor.new_empty(neighbor.numel()),
-        neighbor.new_empty(atoms + 1),
-        tiles,
-        neighbor.new_empty(1),
-    )
-
-
-OPERATORS = SimpleNamespace(
-    incoming=operator(
-        "edge_incoming", incoming, "Tensor neighbor, Tensor empty", 4, _like_incoming
-    ),
-    update=operator("edge_update", update, f"Tensor[] terms, {_LAYER}", 3, outputs),
-    adjoint=operator(
-        "edge_adjoint",
-        adjoint,
-        f"Tensor[] cotangents, Tensor[] terms, {_LAYER}",
-        5,
-        lambda cotangents, terms, *layer: empty_like(*terms),
-    ),
-    tangent=operator(
-        "edge_tangent",
-        tangent,
-        f"Tensor[] terms, Tensor[] dots, {_LAYER}",
-        3,
-        lambda terms, dots, *layer: outputs(terms, *layer),
-    ),
-    gradient=operator(
-        "edge_gradient",
-        gradient,
-        f"Tensor[] given, Tensor[] earlier, Tensor[] terms, Tensor[] dots, {_LAYER}",
-        4,
-        lambda given, earlier, terms, dots, *layer: empty_like(layer[5], *terms[:3]),
-    ),
-)

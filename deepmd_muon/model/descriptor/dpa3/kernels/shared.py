@@ -52,11 +52,6 @@ def fits_weight(weight: torch.Tensor, formula: Formula | None) -> bool:
     return known and weight.shape[0] <= WIDEST and triton_support.has_tensor_cores(weight.device)
 
 
-def empty_like(*tensors: torch.Tensor) -> Tensors:
-    """Return contiguous tensors of the same shapes."""
-    return tuple(x.new_empty(x.shape) for x in tensors)
-
-
 FEW = 32  # parts that a program adds one by one
 BLOCK = 512  # elements of a program that adds few parts
 ROWS, COLUMNS = 64, 32  # of the tile of a program that adds many parts
