@@ -143,7 +143,7 @@ class Edges(FourPasses):
         terms, weight = EdgeTerms(*given[:-1]), given[-1]
         fast = _kernels(self, weight)
         if fast is not None:
-            message, rest, moment = fast.update(list(terms), *_layer(self, weight))
+            message, rest, moment = fast.update(list(terms), _layer(self, weight))
             return (message, rest if weight.shape[1] > self.width else None, moment), ()
         features, e_dim = weight.shape[1], weight.shape[0]
         nreal, nnei = self.neighbor.shape
@@ -169,7 +169,7 @@ class Edges(FourPasses):
         fast = _kernels(self, weight)
         if fast is not None:
             return fast.adjoint(
-                _dense(old, self, weight, terms), list(terms), *_layer(self, weight)
+                _dense(old, self, weight, terms), list(terms), _layer(self, weight)
             ), left
         f, width, features, e_dim = self.activation, self.width, weight.shape[1], weight.shape[0]
         out = EdgeTerms(*(torch.zeros_like(x) for x in terms))
@@ -203,7 +203,7 @@ class Edges(FourPasses):
         moving = EdgeTerms(*tangents)
         fast = _kernels(self, weight)
         if fast is not None:
-            return fast.tangent(list(terms), tangents, *_layer(self, weight)), tangents
+            return fast.tangent(list(terms), tangents, _layer(self, weight)), tangents
         features, e_dim, width = weight.shape[1], weight.shape[0], self.width
         out = EdgeCotangents(*(None if x is None else torch.empty_like(x) for x in old))
         for atoms in self.blocks():
@@ -232,7 +232,7 @@ class Edges(FourPasses):
             earlier = [] if moved is None else _dense(old, self, weight, terms)
             arrived = _dense(now, self, weight, terms)
             weight_hat, *hats = fast.gradient(
-                arrived, earlier, list(terms), moved or [], *_layer(self, weight)
+                arrived, earlier, list(terms), moved or [], _layer(self, weight)
             )
             return *hats, None, None, weight_hat
         moving = None if moved is None else EdgeTerms(*moved)
@@ -286,18 +286,18 @@ def _kernels(edges: Edges, weight: torch.Tensor) -> Any:
     return kernels
 
 
-def _layer(edges: Edges, weight: torch.Tensor) -> tuple[Any, ...]:
+def _layer(edges: Edges, weight: torch.Tensor) -> Any:
     """Return the arguments that all kernels share."""
+    from deepmd_muon.model.descriptor.dpa3.kernels.edges import EdgeLayer
+
     formula = edges.activation.formula
     assert formula is not None
-    kind, *curve_of = formula
-    return (
-        edges.neighbor,
-        *(edges.incoming or incoming(edges.neighbor)),
-        weight,
-        edges.width,
-        kind,
-        curve_of,
+    return EdgeLayer(
+        neighbor=edges.neighbor,
+        incoming=edges.incoming or incoming(edges.neighbor),
+        weight=weight,
+        message_columns=edges.width,
+        formula=formula,
     )
 
 

@@ -119,7 +119,7 @@ def incoming(neighbor: torch.Tensor, empty: torch.Tensor | None = None) -> Incom
     Parameters
     ----------
     neighbor
-        As in `edges.EdgeTape`.
+        As in `edges.Edges`.
     empty
         Slots that no sum needs, since they contribute zeros `(nreal, nnei)`; all of them name the same atom, which
         would get far more edges than any other.

@@ -1,24 +1,47 @@
-"""Triton kernels of the four passes over a layer's edges; `edges` defines their results.
+"""Triton kernels of the four passes over a layer's edges; `edges.Edges` defines their results in torch's operations.
 
-A program takes tiles of an atom's neighbours one after the other, and the features of y in chunks, as `angles` do;
-then the columns of [e, v] in chunks, for the moments. Zeros are stored for tiles of empty slots alone. The
-contributions of a tile to its atom, and of an edge to its neighbour, are written apart and added up afterwards.
+Notation (that of `edges`; `four_passes` explains the passes, bars, dots and hats)
+---------------------------------------------------------------------------------
+For the neighbours j of an atom i, with f applied to each element,
 
-A launch takes `terms`, the members of `edges.EdgeTerms`, and `dots`, their tangents; cotangents are contiguous and
-those of `edges.EdgeCotangents`, without elements where y has no features beyond the message. All are in single
-precision. Further arguments are those of `Launch`.
+    z_ij = e_ij·W + p_i + q_j,   y = f(z),   m_i = Σ_j w_ij·y_ij[:M],   H_i = Σ_j h_ij ⊗ [e_ij, v_j],
+
+and the update of an edge is y_ij[M:].
+
+| symbol | name                | shape                  | meaning                                              |
+|--------|---------------------|------------------------|------------------------------------------------------|
+| e      | `terms.e`           | (atoms, slots, E)      | edge features                                        |
+| p      | `terms.p`           | (atoms, Y)             | term of the centre                                   |
+| q, v   | `terms.table`       | (atoms, Y + V)         | term and node features of a neighbour, side by side  |
+| w      | `terms.w`           | (atoms, slots)         | weight of an edge; 0 in empty slots                  |
+| h      | `terms.h`           | (atoms, slots, 3)      | weighted direction of an edge; 0 in empty slots      |
+| W      | `weight`            | (E, Y)                 |                                                      |
+| m      | `message`           | (atoms, M)             |                                                      |
+| y[M:]  | `update`            | (atoms, slots, Y − M)  | without elements if Y = M                            |
+| H      | `moment`            | (atoms, 3, E + V)      |                                                      |
+
+How the work is divided
+-----------------------
+A *tile* is `EDGE_TILE` consecutive slots of one atom. The tiles that hold an edge come first in `TileOrder.order`; a
+program takes every n-th of them, then stores zeros for its share of the empty ones. Columns of y are taken in *chunks*,
+because a program's registers hold one chunk of W; columns of [e, v] are taken in chunks for the moments.
+
+No two programs add to one number: sums over an atom's edges are written as one part a tile, sums over an atom's
+appearances as a neighbour as one row an edge, and both are added up afterwards, always in the same order.
+
+All tensors are contiguous and in single precision. `test_kernels_of_dpa3` compares the kernels with float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from deepmd_muon.model.descriptor.dpa3.geometry import EDGE_TILE
+from deepmd_muon.model.descriptor.dpa3.geometry import EDGE_TILE, Incoming
 from deepmd_muon.model.descriptor.dpa3.kernels.angles import load_tile
 from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     Tensors,
@@ -32,9 +55,11 @@ from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
 from deepmd_muon.model.nn.activation import Formula
 from deepmd_muon.model.nn.activation_kernels import curve
 
+# ----- arguments ---------------------------------------------------------------------------------
+
 
 class Terms(NamedTuple):
-    """The tensors of `edges.EdgeTerms`, or their tangents."""
+    """The tensors of `edges.EdgeTerms`, their tangents, or what pass 2 writes for their adjoints."""
 
     e: Any
     p: Any
@@ -43,532 +68,646 @@ class Terms(NamedTuple):
     h: Any
 
 
-class Tiles(NamedTuple):
+class Cotangents(NamedTuple):
+    """Cotangents of m, y[M:] and H; zeros where none arrived, and no elements for an absent y[M:]."""
+
+    message: Any
+    update: Any
+    moment: Any
+
+
+class GradientParts(NamedTuple):
+    """What pass 4 writes: ê, a part of p̂ for each tile, a row of the table's gradient for each edge, parts of Ŵ."""
+
+    e: Any  # (atoms, slots, E)
+    p: Any  # (tiles, atoms, Y)
+    table: Any  # (atoms·slots, Y + V)
+    weight: Any  # (programs, E, Y)
+
+
+class TileOrder(NamedTuple):
     """`tiles` and `used` of `geometry.Incoming`."""
 
     order: Any
-    used: Any
+    n_used: Any
 
 
 class Form(NamedTuple):
-    """Sizes that are known when a kernel is compiled.
+    """Sizes that are known when a kernel is compiled; E, V, M and Y are those of the table above.
 
     Attributes
     ----------
-    edge, node, message, features
-        Columns of e, of v, of m and of y.
-    rows, inner
-        Neighbours in a tile, and a power of two that holds the columns of e.
-    columns, chunks
-        Features in a chunk, and how many chunks hold all of y.
+    tile_rows
+        Slots of a tile.
+    e_tile
+        A power of two that holds E columns.
+    chunk_columns, n_chunks
+        Columns of a chunk, and how many chunks hold Y columns.
     precision
-        See `angles.Form`.
+        Of products, see `angles.Form`.
     """
 
-    edge: tl.constexpr
-    node: tl.constexpr
-    message: tl.constexpr
-    features: tl.constexpr
-    rows: tl.constexpr
-    inner: tl.constexpr
-    columns: tl.constexpr
-    chunks: tl.constexpr
+    E: tl.constexpr
+    V: tl.constexpr
+    M: tl.constexpr
+    Y: tl.constexpr
+    tile_rows: tl.constexpr
+    e_tile: tl.constexpr
+    chunk_columns: tl.constexpr
+    n_chunks: tl.constexpr
     precision: tl.constexpr
 
 
-@triton.jit
-def _matrix(weight, i, c, form):
-    """Load a chunk of W."""
-    return load_tile(
-        weight, i, c, (i < form.edge)[:, None] & (c < form.features)[None, :], form.features
-    )
+class EdgeLayer(NamedTuple):
+    """What all passes over one layer's edges share.
+
+    Attributes
+    ----------
+    neighbor
+        The atom j of each slot (atoms, slots), int64; any atom in empty slots.
+    incoming
+        The edges by neighbour, and the order of tiles.
+    weight
+        W (E, Y).
+    message_columns
+        M.
+    formula
+        Of the activation f.
+    """
+
+    neighbor: Tensor
+    incoming: Incoming
+    weight: Tensor
+    message_columns: int
+    formula: Formula
+
+
+# ----- helpers of the kernels --------------------------------------------------------------------
+# `c` are columns of a chunk, `edge` the flat numbers of a tile's slots and `edge_mask` which of them exist.
 
 
 @triton.jit
-def _tile(index, tiles, atoms, width, form):
-    """Return atom and number of a tile, its edges, and which are present."""
+def _tile_count(n_atoms, n_slots, form):
+    return n_atoms * ((n_slots + form.tile_rows - 1) // form.tile_rows)
+
+
+@triton.jit
+def _tile_edges(index, tiles, n_atoms, n_slots, form):
+    """Return atom and number of the index-th tile, its edges, and their mask."""
     item = tl.load(tiles.order + index)
-    tile, atom = (item // atoms).to(tl.int64), (item % atoms).to(tl.int64)
-    k = tile * form.rows + tl.arange(0, form.rows)
-    return atom, tile, atom * width + k, k < width
+    # int64: edges · columns may exceed 2³¹
+    tile = (item // n_atoms).to(tl.int64)
+    atom = (item % n_atoms).to(tl.int64)
+    slot = tile * form.tile_rows + tl.arange(0, form.tile_rows)
+    return atom, tile, atom * n_slots + slot, slot < n_slots
 
 
 @triton.jit
-def _clear_sums(sums, rest, tile, atom, atoms, edge, c, in_k, columns, form):
-    """Store zeros in place of a tile's sums over edges, and of its update unless None."""
-    tl.store(
-        sums + (tile * atoms + atom) * columns + c,
-        tl.zeros([form.columns], tl.float32),
-        c < columns,
-    )
-    if rest is not None:
-        to, present = c - form.message, (c >= form.message) & (c < form.features)
-        at = rest + edge[:, None] * (form.features - form.message) + to[None, :]
-        tl.store(
-            at, tl.zeros([form.rows, form.columns], tl.float32), in_k[:, None] & present[None, :]
-        )
+def _load_weight(weight, e_column, c, form):
+    """Load a chunk of W (e_tile, chunk_columns)."""
+    mask = (e_column < form.E)[:, None] & (c < form.Y)[None, :]
+    return load_tile(weight, e_column, c, mask, form.Y)
 
 
 @triton.jit
-def _clear_edges(e, w, h, edge, in_k, chunk, form):
-    """Store zeros in place of what a tile's edges get."""
-    i, zero = tl.arange(0, form.inner), tl.zeros([form.rows], tl.float32)
-    in_x = in_k[:, None] & (i < form.edge)[None, :] & (chunk == 0)
-    tl.store(
-        e + edge[:, None] * form.edge + i[None, :],
-        tl.zeros([form.rows, form.inner], tl.float32),
-        in_x,
-    )
-    if w is not None:
-        tl.store(w + edge, zero, in_k)
-        for axis in tl.static_range(3):
-            tl.store(h + edge * 3 + axis, zero, in_k)
+def _load_e(e, edge, e_column, edge_mask, form):
+    """Load edge features of a tile (tile_rows, e_tile)."""
+    mask = edge_mask[:, None] & (e_column < form.E)[None, :]
+    return load_tile(e, edge, e_column, mask, form.E)
 
 
 @triton.jit
-def _sum(terms, x, matrix, atom, other, c, in_k, form):
-    """Return e·W + p_i + q_j of a tile."""
-    in_y = c < form.features
-    p = tl.load(terms.p + atom * form.features + c, in_y, 0.0)[None, :]
-    q = load_tile(terms.table, other, c, in_k[:, None] & in_y[None, :], form.features + form.node)
-    return tl.dot(x, matrix, input_precision=form.precision) + p + q
+def _accumulate_e(e_out, value, edge, e_column, edge_mask, chunk, form):
+    """Store what a chunk of y contributes to ē or ê, added to that of earlier chunks."""
+    mask = edge_mask[:, None] & (e_column < form.E)[None, :]
+    # The first chunk must not read: the memory is not initialized.
+    value += load_tile(e_out, edge, e_column, mask & (chunk > 0), form.E)
+    tl.store(e_out + edge[:, None] * form.E + e_column[None, :], value, mask)
 
 
 @triton.jit
-def _vector(tensor, atom, c, form):
-    """Load the message of an atom, or its cotangent, into the columns of y."""
-    return tl.load(tensor + atom * form.message + c, c < form.message, 0.0)[None, :]
+def _pre_activation(terms, e, w_chunk, atom, other, c, edge_mask, form):
+    """Return a chunk of z = e·W + p_i + q_j (tile_rows, chunk_columns), or of ż from tangents."""
+    y_mask = c < form.Y
+    p = tl.load(terms.p + atom * form.Y + c, y_mask, 0.0)[None, :]
+    q_mask = edge_mask[:, None] & y_mask[None, :]
+    q = load_tile(terms.table, other, c, q_mask, form.Y + form.V)
+    return tl.dot(e, w_chunk, input_precision=form.precision) + p + q
 
 
 @triton.jit
-def _beside(terms, edge, other, c, in_k, form):
-    """Load columns of [e, v] of a tile."""
-    in_e, in_v = c < form.edge, (c >= form.edge) & (c < form.edge + form.node)
-    e = load_tile(terms.e, edge, c, in_k[:, None] & in_e[None, :], form.edge)
-    at = form.features + c - form.edge
-    return e + load_tile(
-        terms.table, other, at, in_k[:, None] & in_v[None, :], form.features + form.node
-    )
+def _load_message(message, atom, c, form):
+    """Load m̄ or m̂ of an atom into the columns of y (1, chunk_columns); 0 beyond M."""
+    return tl.load(message + atom * form.M + c, c < form.M, 0.0)[None, :]
 
 
 @triton.jit
-def _spread(moment, h, atom, edge, c, in_k, form):
-    """Return Σ_a h_a·H_a of a tile, in columns of [e, v]."""
-    width: tl.constexpr = form.edge + form.node
-    here = moment + atom * 3 * width + c
-    out = tl.zeros([form.rows, form.columns], tl.float32)
-    for axis in tl.static_range(3):
-        out += (
-            tl.load(h + edge * 3 + axis, in_k, 0.0)[:, None]
-            * tl.load(here + axis * width, c < width, 0.0)[None, :]
-        )
-    return out
+def _load_update(update, edge, c, edge_mask, form):
+    """Load the cotangent of y[M:] of a tile into the columns of y; 0 up to M. Only if Y > M."""
+    column = c - form.M
+    mask = edge_mask[:, None] & ((column >= 0) & (c < form.Y))[None, :]
+    return load_tile(update, edge, column, mask, form.Y - form.M)
 
 
 @triton.jit
-def _collect(
-    terms, neighbor, moment, h, x_of, tiles, used, items, atoms, width, more: tl.constexpr, form
+def _store_update(update, value, edge, c, edge_mask, form):
+    """Store y[M:] of a tile from a chunk of y. Only if Y > M."""
+    column = c - form.M
+    mask = edge_mask[:, None] & ((column >= 0) & (c < form.Y))[None, :]
+    tl.store(update + edge[:, None] * (form.Y - form.M) + column[None, :], value, mask)
+
+
+@triton.jit
+def _load_e_and_v(terms, edge, other, c, edge_mask, form):
+    """Load a chunk of [e, v] of a tile (tile_rows, chunk_columns)."""
+    e_mask = edge_mask[:, None] & (c < form.E)[None, :]
+    v_mask = edge_mask[:, None] & ((c >= form.E) & (c < form.E + form.V))[None, :]
+    e = load_tile(terms.e, edge, c, e_mask, form.E)
+    v = load_tile(terms.table, other, c - form.E + form.Y, v_mask, form.Y + form.V)
+    return e + v  # each is 0 in the columns of the other
+
+
+@triton.jit
+def _spread_moment(moment, h, atom, edge, c, edge_mask, form):
+    """Return a chunk of Σ_a h_a·H_a of a tile (tile_rows, chunk_columns): the adjoint of Σ_j h ⊗ [e, v] by [e, v]."""
+    columns: tl.constexpr = form.E + form.V
+    atom_moment = moment + atom * 3 * columns + c
+    total = tl.zeros([form.tile_rows, form.chunk_columns], tl.float32)
+    for a in tl.static_range(3):
+        h_a = tl.load(h + edge * 3 + a, edge_mask, 0.0)
+        moment_a = tl.load(atom_moment + a * columns, c < columns, 0.0)
+        total += h_a[:, None] * moment_a[None, :]
+    return total
+
+
+@triton.jit
+def _add_spread(e_out, table_out, spread, edge, c, edge_mask, form):
+    """Add what moments contribute to ē or ê, and store it for v in the row of each edge."""
+    e_mask = edge_mask[:, None] & (c < form.E)[None, :]
+    e_at = e_out + edge[:, None] * form.E + c[None, :]
+    tl.store(e_at, tl.load(e_at, e_mask, 0.0) + spread, e_mask)
+    v_mask = edge_mask[:, None] & ((c >= form.E) & (c < form.E + form.V))[None, :]
+    v_at = table_out + edge[:, None] * (form.Y + form.V) + form.Y + (c - form.E)[None, :]
+    tl.store(v_at, spread, v_mask)
+
+
+@triton.jit
+def _store_zero_row(parts, row, c, columns, form):
+    """Store zeros in a chunk of a row of parts (…, columns)."""
+    tl.store(parts + row * columns + c, tl.zeros([form.chunk_columns], tl.float32), c < columns)
+
+
+@triton.jit
+def _store_zero_e(e_out, edge, edge_mask, chunk, form):
+    """Store zeros in the edge features of a tile, once: with the first chunk."""
+    e_column = tl.arange(0, form.e_tile)
+    mask = edge_mask[:, None] & (e_column < form.E)[None, :] & (chunk == 0)
+    zeros = tl.zeros([form.tile_rows, form.e_tile], tl.float32)
+    tl.store(e_out + edge[:, None] * form.E + e_column[None, :], zeros, mask)
+
+
+@triton.jit
+def _write_moment_parts(
+    moment_parts,  # (tiles, atoms, 3, E + V), written
+    neighbor,
+    terms,
+    dots,
+    tiles,
+    n_used,
+    n_tiles,
+    n_atoms,
+    n_slots,
+    with_tangent: tl.constexpr,
+    form,
 ):
-    """Write Σ_j h ⊗ [e, v] of a program's tiles of neighbours, one part a tile; with `more`, add to it."""
-    columns: tl.constexpr = form.edge + form.node
-    for index in range(tl.program_id(0), used, tl.num_programs(0)):
-        atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
-        other = tl.load(neighbor + edge, in_k, 0)
-        for chunk in range((columns + form.columns - 1) // form.columns):
-            c = chunk * form.columns + tl.arange(0, form.columns)
-            x = _beside(terms, edge, other, c, in_k, form)
-            part = (tile * atoms + atom) * 3
-            for axis in tl.static_range(3):
-                total = tl.sum(tl.load(h + edge * 3 + axis, in_k, 0.0)[:, None] * x, 0)
-                if more:
-                    x_dot = _beside(x_of, edge, other, c, in_k, form)
-                    total += tl.sum(
-                        tl.load(terms.h + edge * 3 + axis, in_k, 0.0)[:, None] * x_dot, 0
-                    )
-                tl.store(moment + (part + axis) * columns + c, total, c < columns)
-    for index in range(used + tl.program_id(0), items, tl.num_programs(0)):
-        atom, tile, _, _ = _tile(index, tiles, atoms, width, form)
-        for first in range(0, 3 * columns, form.columns):
-            c, zero = first + tl.arange(0, form.columns), tl.zeros([form.columns], tl.float32)
-            tl.store(moment + (tile * atoms + atom) * 3 * columns + c, zero, c < 3 * columns)
+    """Σ_j h ⊗ [e, v] over each tile, or the tangent Σ_j (ḣ ⊗ [e, v] + h ⊗ [ė, v̇])."""
+    columns: tl.constexpr = form.E + form.V
+    for index in range(tl.program_id(0), n_used, tl.num_programs(0)):
+        atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
+        other = tl.load(neighbor + edge, edge_mask, 0)
+        first_row = (tile * n_atoms + atom) * 3
+        for chunk in range((columns + form.chunk_columns - 1) // form.chunk_columns):
+            c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
+            e_and_v = _load_e_and_v(terms, edge, other, c, edge_mask, form)
+            for a in tl.static_range(3):
+                if with_tangent:
+                    e_and_v_dot = _load_e_and_v(dots, edge, other, c, edge_mask, form)
+                    h_a_dot = tl.load(dots.h + edge * 3 + a, edge_mask, 0.0)
+                    h_a = tl.load(terms.h + edge * 3 + a, edge_mask, 0.0)
+                    total = tl.sum(h_a_dot[:, None] * e_and_v, 0)
+                    total += tl.sum(h_a[:, None] * e_and_v_dot, 0)
+                else:
+                    h_a = tl.load(terms.h + edge * 3 + a, edge_mask, 0.0)
+                    total = tl.sum(h_a[:, None] * e_and_v, 0)
+                tl.store(moment_parts + (first_row + a) * columns + c, total, c < columns)
+    for index in range(n_used + tl.program_id(0), n_tiles, tl.num_programs(0)):
+        atom, tile, _, _ = _tile_edges(index, tiles, n_atoms, n_slots, form)
+        for first in range(0, 3 * columns, form.chunk_columns):
+            c = first + tl.arange(0, form.chunk_columns)
+            _store_zero_row(moment_parts, tile * n_atoms + atom, c, 3 * columns, form)
 
 
-@triton.jit
-def _add_spread(out, to_neighbor, spread, edge, c, in_k, form):
-    """Add the contributions of the moments to e, and store those to v."""
-    in_e = in_k[:, None] & (c < form.edge)[None, :]
-    at = out + edge[:, None] * form.edge + c[None, :]
-    tl.store(at, tl.load(at, in_e, 0.0) + spread, in_e)
-    in_v = in_k[:, None] & ((c >= form.edge) & (c < form.edge + form.node))[None, :]
-    row = edge[:, None] * (form.features + form.node) + form.features
-    tl.store(to_neighbor + row + (c - form.edge)[None, :], spread, in_v)
+# ----- the passes --------------------------------------------------------------------------------
 
 
 @triton.jit
 def update_kernel(
-    message, update, moment, neighbor, tiles, weight, terms, atoms, width,
-    curve_of: tl.constexpr, form, kind: tl.constexpr,
-) -> None:  # fmt: skip
-    """Pass 1: parts of m and of H, and y[width:]."""
-    i, items, used = (
-        tl.arange(0, form.inner),
-        atoms * ((width + form.rows - 1) // form.rows),
-        tl.load(tiles.used),
+    message_parts,  # (tiles, atoms, M), written
+    update,  # (atoms, slots, Y − M), written
+    moment_parts,  # (tiles, atoms, 3, E + V), written
+    neighbor,  # (atoms, slots)
+    tiles,  # TileOrder
+    weight,  # (E, Y)
+    terms,  # Terms
+    n_atoms,
+    n_slots,
+    curve_of: tl.constexpr,
+    form,  # Form
+    kind: tl.constexpr,
+) -> None:
+    """Pass 1: y = f(z); m = Σ_j w·y[:M] and H = Σ_j h ⊗ [e, v] as one part a tile; y[M:]."""
+    e_column = tl.arange(0, form.e_tile)
+    n_tiles = _tile_count(n_atoms, n_slots, form)
+    n_used = tl.load(tiles.n_used)
+    for chunk in range(form.n_chunks):
+        c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
+        w_chunk = _load_weight(weight, e_column, c, form)
+        for index in range(tl.program_id(0), n_used, tl.num_programs(0)):
+            atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
+            other = tl.load(neighbor + edge, edge_mask, 0)
+            e = _load_e(terms.e, edge, e_column, edge_mask, form)
+            z = _pre_activation(terms, e, w_chunk, atom, other, c, edge_mask, form)
+            y, _, _ = curve(z, kind, curve_of)
+            w = tl.load(terms.w + edge, edge_mask, 0.0)
+            message = tl.sum(y * w[:, None], 0)
+            row = tile * n_atoms + atom
+            tl.store(message_parts + row * form.M + c, message, c < form.M)
+            if form.Y > form.M:
+                _store_update(update, y, edge, c, edge_mask, form)
+        for index in range(n_used + tl.program_id(0), n_tiles, tl.num_programs(0)):
+            atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
+            _store_zero_row(message_parts, tile * n_atoms + atom, c, form.M, form)
+            if form.Y > form.M:
+                zeros = tl.zeros([form.tile_rows, form.chunk_columns], tl.float32)
+                _store_update(update, zeros, edge, c, edge_mask, form)
+    _write_moment_parts(
+        moment_parts, neighbor, terms, terms, tiles, n_used, n_tiles, n_atoms, n_slots, False, form
     )
-    for chunk in range(form.chunks):
-        c = chunk * form.columns + tl.arange(0, form.columns)
-        matrix, rest = _matrix(weight, i, c, form), c - form.message
-        for index in range(tl.program_id(0), used, tl.num_programs(0)):
-            atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
-            in_rest = in_k[:, None] & ((rest >= 0) & (c < form.features))[None, :]
-            other = tl.load(neighbor + edge, in_k, 0)
-            x = load_tile(terms.e, edge, i, in_k[:, None] & (i < form.edge)[None, :], form.edge)
-            y = curve(_sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of)[0]
-            m = tl.sum(y * tl.load(terms.w + edge, in_k, 0.0)[:, None], 0)
-            tl.store(message + (tile * atoms + atom) * form.message + c, m, c < form.message)
-            if form.features > form.message:
-                at = edge[:, None] * (form.features - form.message) + rest[None, :]
-                tl.store(update + at, y, in_rest)
-        for index in range(used + tl.program_id(0), items, tl.num_programs(0)):
-            atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
-            to = update if form.features > form.message else None
-            _clear_sums(message, to, tile, atom, atoms, edge, c, in_k, form.message, form)
-    _collect(terms, neighbor, moment, terms.h, terms, tiles, used, items, atoms, width, False, form)
 
 
 @triton.jit
 def adjoint_kernel(
-    out, message, update, moment, neighbor, tiles, weight, terms, atoms, width,
-    curve_of: tl.constexpr, form, kind: tl.constexpr,
-) -> None:  # fmt: skip
-    """Pass 2: the adjoints of m, y[width:] and H give `out`.
+    out,  # Terms, written: p in parts (tiles, atoms, Y), w (chunks, atoms, slots), table by edge
+    bars,  # Cotangents
+    neighbor,  # (atoms, slots)
+    tiles,  # TileOrder
+    weight,  # (E, Y)
+    terms,  # Terms
+    n_atoms,
+    n_slots,
+    curve_of: tl.constexpr,
+    form,  # Form
+    kind: tl.constexpr,
+) -> None:
+    """Pass 2, from m̄, the adjoint of y[M:], and H̄.
 
-    Those of p come in parts by tile, those of w by chunk, and those of the table by edge.
+    ȳ = [w·m̄, …], z̄ = f′(z)∘ȳ; p̄ = Σ_j z̄, q̄ = z̄ for each edge, ē = z̄·Wᵀ + Σ_a h_a·H̄_a[:E],
+    v̄ = Σ_a h_a·H̄_a[E:] for each edge, w̄ = y[:M]·m̄, h̄_a = [e, v]·H̄_a.
     """
-    i, items, used = (
-        tl.arange(0, form.inner),
-        atoms * ((width + form.rows - 1) // form.rows),
-        tl.load(tiles.used),
-    )
-    for chunk in range(form.chunks):
-        c = chunk * form.columns + tl.arange(0, form.columns)
-        in_y, rest, matrix = c < form.features, c - form.message, _matrix(weight, i, c, form)
-        for index in range(tl.program_id(0), used, tl.num_programs(0)):
-            atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
-            in_rest = in_k[:, None] & ((rest >= 0) & (c < form.features))[None, :]
-            in_x = in_k[:, None] & (i < form.edge)[None, :]
-            other = tl.load(neighbor + edge, in_k, 0)
-            x = load_tile(terms.e, edge, i, in_x, form.edge)
-            y, slope, _ = curve(_sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of)
-            m = _vector(message, atom, c, form)
-            tl.store(out.w + (chunk * atoms * width + edge), tl.sum(y * m, 1), in_k)
-            y_bar = m * tl.load(terms.w + edge, in_k, 0.0)[:, None]
-            if form.features > form.message:
-                y_bar += load_tile(update, edge, rest, in_rest, form.features - form.message)
+    e_column = tl.arange(0, form.e_tile)
+    n_tiles = _tile_count(n_atoms, n_slots, form)
+    n_used = tl.load(tiles.n_used)
+    for chunk in range(form.n_chunks):
+        c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
+        y_mask = c < form.Y
+        w_chunk = _load_weight(weight, e_column, c, form)
+        w_bar_chunk = out.w + chunk * n_atoms * n_slots
+        for index in range(tl.program_id(0), n_used, tl.num_programs(0)):
+            atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
+            other = tl.load(neighbor + edge, edge_mask, 0)
+            e = _load_e(terms.e, edge, e_column, edge_mask, form)
+            z = _pre_activation(terms, e, w_chunk, atom, other, c, edge_mask, form)
+            y, slope, _ = curve(z, kind, curve_of)
+            message_bar = _load_message(bars.message, atom, c, form)
+            tl.store(w_bar_chunk + edge, tl.sum(y * message_bar, 1), edge_mask)
+            w = tl.load(terms.w + edge, edge_mask, 0.0)
+            y_bar = message_bar * w[:, None]
+            if form.Y > form.M:
+                y_bar += _load_update(bars.update, edge, c, edge_mask, form)
             z_bar = slope * y_bar
-            tl.store(out.p + (tile * atoms + atom) * form.features + c, tl.sum(z_bar, 0), in_y)
-            at = edge[:, None] * (form.features + form.node) + c[None, :]
-            tl.store(out.table + at, z_bar, in_k[:, None] & in_y[None, :])
-            x_bar = tl.dot(z_bar, tl.trans(matrix), input_precision=form.precision)
-            x_bar += load_tile(out.e, edge, i, in_x & (chunk > 0), form.edge)
-            tl.store(out.e + edge[:, None] * form.edge + i[None, :], x_bar, in_x)
-        for index in range(used + tl.program_id(0), items, tl.num_programs(0)):
-            atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
-            _clear_sums(out.p, None, tile, atom, atoms, edge, c, in_k, form.features, form)
-            _clear_edges(out.e, out.w + chunk * atoms * width, out.h, edge, in_k, chunk, form)
+            row = tile * n_atoms + atom
+            tl.store(out.p + row * form.Y + c, tl.sum(z_bar, 0), y_mask)
+            q_at = out.table + edge[:, None] * (form.Y + form.V) + c[None, :]
+            tl.store(q_at, z_bar, edge_mask[:, None] & y_mask[None, :])
+            e_bar = tl.dot(z_bar, tl.trans(w_chunk), input_precision=form.precision)
+            _accumulate_e(out.e, e_bar, edge, e_column, edge_mask, chunk, form)
+        for index in range(n_used + tl.program_id(0), n_tiles, tl.num_programs(0)):
+            atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
+            _store_zero_row(out.p, tile * n_atoms + atom, c, form.Y, form)
+            _store_zero_e(out.e, edge, edge_mask, chunk, form)
+            zeros = tl.zeros([form.tile_rows], tl.float32)
+            tl.store(w_bar_chunk + edge, zeros, edge_mask)
+            for a in tl.static_range(3):
+                tl.store(out.h + edge * 3 + a, zeros, edge_mask)
+        # A tile's threads read in the next chunk what other threads of the program have stored to ē.
         tl.debug_barrier()
-    columns: tl.constexpr = form.edge + form.node
-    for index in range(tl.program_id(0), used, tl.num_programs(0)):
-        atom, _, edge, in_k = _tile(index, tiles, atoms, width, form)
-        other = tl.load(neighbor + edge, in_k, 0)
-        zero = tl.zeros([form.rows], tl.float32)
-        h_0, h_1, h_2 = zero, zero, zero
-        for chunk in range((columns + form.columns - 1) // form.columns):
-            c = chunk * form.columns + tl.arange(0, form.columns)
-            x, here = _beside(terms, edge, other, c, in_k, form), moment + atom * 3 * columns + c
-            h_0 += tl.sum(x * tl.load(here, c < columns, 0.0)[None, :], 1)
-            h_1 += tl.sum(x * tl.load(here + columns, c < columns, 0.0)[None, :], 1)
-            h_2 += tl.sum(x * tl.load(here + 2 * columns, c < columns, 0.0)[None, :], 1)
-            _add_spread(
-                out.e,
-                out.table,
-                _spread(moment, terms.h, atom, edge, c, in_k, form),
-                edge,
-                c,
-                in_k,
-                form,
-            )
-        tl.store(out.h + edge * 3, h_0, in_k)
-        tl.store(out.h + edge * 3 + 1, h_1, in_k)
-        tl.store(out.h + edge * 3 + 2, h_2, in_k)
+    columns: tl.constexpr = form.E + form.V
+    for index in range(tl.program_id(0), n_used, tl.num_programs(0)):
+        atom, _, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
+        other = tl.load(neighbor + edge, edge_mask, 0)
+        h_bar_x = tl.zeros([form.tile_rows], tl.float32)
+        h_bar_y = tl.zeros([form.tile_rows], tl.float32)
+        h_bar_z = tl.zeros([form.tile_rows], tl.float32)
+        for chunk in range((columns + form.chunk_columns - 1) // form.chunk_columns):
+            c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
+            c_mask = c < columns
+            e_and_v = _load_e_and_v(terms, edge, other, c, edge_mask, form)
+            atom_moment = bars.moment + atom * 3 * columns + c
+            h_bar_x += tl.sum(e_and_v * tl.load(atom_moment, c_mask, 0.0)[None, :], 1)
+            h_bar_y += tl.sum(e_and_v * tl.load(atom_moment + columns, c_mask, 0.0)[None, :], 1)
+            h_bar_z += tl.sum(e_and_v * tl.load(atom_moment + 2 * columns, c_mask, 0.0)[None, :], 1)
+            spread = _spread_moment(bars.moment, terms.h, atom, edge, c, edge_mask, form)
+            _add_spread(out.e, out.table, spread, edge, c, edge_mask, form)
+        tl.store(out.h + edge * 3, h_bar_x, edge_mask)
+        tl.store(out.h + edge * 3 + 1, h_bar_y, edge_mask)
+        tl.store(out.h + edge * 3 + 2, h_bar_z, edge_mask)
 
 
 @triton.jit
 def tangent_kernel(
-    message, update, moment, neighbor, tiles, weight, terms, dots, atoms, width,
-    curve_of: tl.constexpr, form, kind: tl.constexpr,
-) -> None:  # fmt: skip
-    """Pass 3: the tangents of the terms give those of m and H, in parts, and of y[width:]."""
-    i, items, used = (
-        tl.arange(0, form.inner),
-        atoms * ((width + form.rows - 1) // form.rows),
-        tl.load(tiles.used),
+    message_parts,  # (tiles, atoms, M), written
+    update,  # (atoms, slots, Y − M), written
+    moment_parts,  # (tiles, atoms, 3, E + V), written
+    neighbor,  # (atoms, slots)
+    tiles,  # TileOrder
+    weight,  # (E, Y)
+    terms,  # Terms
+    dots,  # Terms: tangents
+    n_atoms,
+    n_slots,
+    curve_of: tl.constexpr,
+    form,  # Form
+    kind: tl.constexpr,
+) -> None:
+    """Pass 3: ẏ = f′(z)∘ż; ṁ = Σ_j (w·ẏ[:M] + ẇ·y[:M]) and Ḣ as one part a tile; ẏ[M:]."""
+    e_column = tl.arange(0, form.e_tile)
+    n_tiles = _tile_count(n_atoms, n_slots, form)
+    n_used = tl.load(tiles.n_used)
+    for chunk in range(form.n_chunks):
+        c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
+        w_chunk = _load_weight(weight, e_column, c, form)
+        for index in range(tl.program_id(0), n_used, tl.num_programs(0)):
+            atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
+            other = tl.load(neighbor + edge, edge_mask, 0)
+            e = _load_e(terms.e, edge, e_column, edge_mask, form)
+            e_dot = _load_e(dots.e, edge, e_column, edge_mask, form)
+            z = _pre_activation(terms, e, w_chunk, atom, other, c, edge_mask, form)
+            z_dot = _pre_activation(dots, e_dot, w_chunk, atom, other, c, edge_mask, form)
+            y, slope, _ = curve(z, kind, curve_of)
+            y_dot = slope * z_dot
+            w = tl.load(terms.w + edge, edge_mask, 0.0)
+            w_dot = tl.load(dots.w + edge, edge_mask, 0.0)
+            message_dot = tl.sum(y_dot * w[:, None] + y * w_dot[:, None], 0)
+            row = tile * n_atoms + atom
+            tl.store(message_parts + row * form.M + c, message_dot, c < form.M)
+            if form.Y > form.M:
+                _store_update(update, y_dot, edge, c, edge_mask, form)
+        for index in range(n_used + tl.program_id(0), n_tiles, tl.num_programs(0)):
+            atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
+            _store_zero_row(message_parts, tile * n_atoms + atom, c, form.M, form)
+            if form.Y > form.M:
+                zeros = tl.zeros([form.tile_rows, form.chunk_columns], tl.float32)
+                _store_update(update, zeros, edge, c, edge_mask, form)
+    _write_moment_parts(
+        moment_parts, neighbor, terms, dots, tiles, n_used, n_tiles, n_atoms, n_slots, True, form
     )
-    for chunk in range(form.chunks):
-        c = chunk * form.columns + tl.arange(0, form.columns)
-        matrix, rest = _matrix(weight, i, c, form), c - form.message
-        for index in range(tl.program_id(0), used, tl.num_programs(0)):
-            atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
-            in_rest = in_k[:, None] & ((rest >= 0) & (c < form.features))[None, :]
-            in_x = in_k[:, None] & (i < form.edge)[None, :]
-            other = tl.load(neighbor + edge, in_k, 0)
-            x, x_dot = (
-                load_tile(terms.e, edge, i, in_x, form.edge),
-                load_tile(dots.e, edge, i, in_x, form.edge),
-            )
-            y, slope, _ = curve(_sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of)
-            y_dot = slope * _sum(dots, x_dot, matrix, atom, other, c, in_k, form)
-            w, w_dot = tl.load(terms.w + edge, in_k, 0.0), tl.load(dots.w + edge, in_k, 0.0)
-            m = tl.sum(y_dot * w[:, None] + y * w_dot[:, None], 0)
-            tl.store(message + (tile * atoms + atom) * form.message + c, m, c < form.message)
-            if form.features > form.message:
-                at = edge[:, None] * (form.features - form.message) + rest[None, :]
-                tl.store(update + at, y_dot, in_rest)
-        for index in range(used + tl.program_id(0), items, tl.num_programs(0)):
-            atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
-            to = update if form.features > form.message else None
-            _clear_sums(message, to, tile, atom, atoms, edge, c, in_k, form.message, form)
-    _collect(terms, neighbor, moment, dots.h, dots, tiles, used, items, atoms, width, True, form)
-
-
-@triton.jit
-def _cotangent(given, earlier, terms, dots, z_dot, bends, at, form, moving: tl.constexpr):
-    """Return ẑ and z̄ of a tile; `bends` are f′ and f″."""
-    atom, edge, c, in_k = at[0], at[1], at[2], at[3]
-    rest = c - form.message
-    in_rest = in_k[:, None] & ((rest >= 0) & (c < form.features))[None, :]
-    w = tl.load(terms.w + edge, in_k, 0.0)[:, None]
-    y_hat = _vector(given[0], atom, c, form) * w
-    if form.features > form.message:
-        y_hat += load_tile(given[1], edge, rest, in_rest, form.features - form.message)
-    if moving:
-        m_bar = _vector(earlier[0], atom, c, form)
-        y_hat += m_bar * tl.load(dots.w + edge, in_k, 0.0)[:, None]
-        y_bar = m_bar * w
-        if form.features > form.message:
-            y_bar += load_tile(earlier[1], edge, rest, in_rest, form.features - form.message)
-        return bends[0] * y_hat + bends[1] * z_dot * y_bar, bends[0] * y_bar
-    return bends[0] * y_hat, y_hat
 
 
 @triton.jit
 def gradient_kernel(
-    out, weight_hat, given, earlier, neighbor, tiles, weight, terms, dots, atoms, width,
-    curve_of: tl.constexpr, form, kind: tl.constexpr, moving: tl.constexpr,
-) -> None:  # fmt: skip
-    """Pass 4: `given` cotangents of m, y[width:] and H, and the `earlier` ones of pass 2, give `out` and that of W.
+    out,  # GradientParts, written
+    hats,  # Cotangents of pass 4
+    bars,  # Cotangents of pass 2; read only with forces, as are dots
+    neighbor,  # (atoms, slots)
+    tiles,  # TileOrder
+    weight,  # (E, Y)
+    terms,  # Terms
+    dots,  # Terms: tangents
+    n_atoms,
+    n_slots,
+    curve_of: tl.constexpr,
+    form,  # Form
+    kind: tl.constexpr,
+    with_forces: tl.constexpr,
+) -> None:
+    """Pass 4: gradients of ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩ and of the moments by e, p, table and W; w and h get none.
 
-    Those of p come in parts by tile, those of the table by edge; w and h get none.
+    ŷ = [w·m̂ + ẇ·m̄, …], ȳ = [w·m̄, …]; ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, z̄ = f′(z)∘ȳ;
+    Ŵ = Σ_edges (eᵀẑ + ėᵀz̄), p̂ = Σ_j ẑ, q̂ = ẑ for each edge, ê = ẑ·Wᵀ + Σ_a (h_a·Ĥ_a + ḣ_a·H̄_a)[:E].
     """
-    i, items, used = (
-        tl.arange(0, form.inner),
-        atoms * ((width + form.rows - 1) // form.rows),
-        tl.load(tiles.used),
-    )
-    for chunk in range(form.chunks):
-        c = chunk * form.columns + tl.arange(0, form.columns)
-        in_y, matrix = c < form.features, _matrix(weight, i, c, form)
-        sum_w = tl.zeros_like(matrix)
-        for index in range(tl.program_id(0), used, tl.num_programs(0)):
-            atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
-            in_x = in_k[:, None] & (i < form.edge)[None, :]
-            other = tl.load(neighbor + edge, in_k, 0)
-            x, x_dot = (
-                load_tile(terms.e, edge, i, in_x, form.edge),
-                load_tile(dots.e, edge, i, in_x, form.edge),
-            )
-            _, slope, bend = curve(
-                _sum(terms, x, matrix, atom, other, c, in_k, form), kind, curve_of
-            )
-            z_dot = _sum(dots, x_dot, matrix, atom, other, c, in_k, form)
-            z_hat, z_bar = _cotangent(
-                given,
-                earlier,
-                terms,
-                dots,
-                z_dot,
-                (slope, bend),
-                (atom, edge, c, in_k),
-                form,
-                moving,
-            )
-            tl.store(out.p + (tile * atoms + atom) * form.features + c, tl.sum(z_hat, 0), in_y)
-            at = edge[:, None] * (form.features + form.node) + c[None, :]
-            tl.store(out.table + at, z_hat, in_k[:, None] & in_y[None, :])
-            sum_w += tl.dot(tl.trans(x), z_hat, input_precision=form.precision)
-            if moving:
-                sum_w += tl.dot(tl.trans(x_dot), z_bar, input_precision=form.precision)
-            x_hat = tl.dot(z_hat, tl.trans(matrix), input_precision=form.precision)
-            x_hat += load_tile(out.e, edge, i, in_x & (chunk > 0), form.edge)
-            tl.store(out.e + edge[:, None] * form.edge + i[None, :], x_hat, in_x)
-        for index in range(used + tl.program_id(0), items, tl.num_programs(0)):
-            atom, tile, edge, in_k = _tile(index, tiles, atoms, width, form)
-            _clear_sums(out.p, None, tile, atom, atoms, edge, c, in_k, form.features, form)
-            _clear_edges(out.e, None, None, edge, in_k, chunk, form)
-        at = (tl.program_id(0) * form.edge + i[:, None]) * form.features + c[None, :]
-        tl.store(weight_hat + at, sum_w, (i < form.edge)[:, None] & in_y[None, :])
+    e_column = tl.arange(0, form.e_tile)
+    n_tiles = _tile_count(n_atoms, n_slots, form)
+    n_used = tl.load(tiles.n_used)
+    for chunk in range(form.n_chunks):
+        c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
+        y_mask = c < form.Y
+        w_chunk = _load_weight(weight, e_column, c, form)
+        weight_hat = tl.zeros_like(w_chunk)
+        for index in range(tl.program_id(0), n_used, tl.num_programs(0)):
+            atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
+            other = tl.load(neighbor + edge, edge_mask, 0)
+            e = _load_e(terms.e, edge, e_column, edge_mask, form)
+            z = _pre_activation(terms, e, w_chunk, atom, other, c, edge_mask, form)
+            _, slope, bend = curve(z, kind, curve_of)
+            w = tl.load(terms.w + edge, edge_mask, 0.0)
+            y_hat = _load_message(hats.message, atom, c, form) * w[:, None]
+            if form.Y > form.M:
+                y_hat += _load_update(hats.update, edge, c, edge_mask, form)
+            if with_forces:
+                e_dot = _load_e(dots.e, edge, e_column, edge_mask, form)
+                z_dot = _pre_activation(dots, e_dot, w_chunk, atom, other, c, edge_mask, form)
+                w_dot = tl.load(dots.w + edge, edge_mask, 0.0)
+                message_bar = _load_message(bars.message, atom, c, form)
+                y_hat += message_bar * w_dot[:, None]
+                y_bar = message_bar * w[:, None]
+                if form.Y > form.M:
+                    y_bar += _load_update(bars.update, edge, c, edge_mask, form)
+                z_hat = slope * y_hat + bend * z_dot * y_bar
+                z_bar = slope * y_bar
+                weight_hat += tl.dot(tl.trans(e_dot), z_bar, input_precision=form.precision)
+            else:
+                z_hat = slope * y_hat
+            weight_hat += tl.dot(tl.trans(e), z_hat, input_precision=form.precision)
+            row = tile * n_atoms + atom
+            tl.store(out.p + row * form.Y + c, tl.sum(z_hat, 0), y_mask)
+            q_at = out.table + edge[:, None] * (form.Y + form.V) + c[None, :]
+            tl.store(q_at, z_hat, edge_mask[:, None] & y_mask[None, :])
+            e_hat = tl.dot(z_hat, tl.trans(w_chunk), input_precision=form.precision)
+            _accumulate_e(out.e, e_hat, edge, e_column, edge_mask, chunk, form)
+        for index in range(n_used + tl.program_id(0), n_tiles, tl.num_programs(0)):
+            atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
+            _store_zero_row(out.p, tile * n_atoms + atom, c, form.Y, form)
+            _store_zero_e(out.e, edge, edge_mask, chunk, form)
+        weight_row = tl.program_id(0) * form.E + e_column[:, None]
+        weight_mask = (e_column < form.E)[:, None] & y_mask[None, :]
+        tl.store(out.weight + weight_row * form.Y + c[None, :], weight_hat, weight_mask)
+        # A tile's threads read in the next chunk what other threads of the program have stored to ê.
         tl.debug_barrier()
-    columns: tl.constexpr = form.edge + form.node
-    for index in range(tl.program_id(0), used, tl.num_programs(0)):
-        atom, _, edge, in_k = _tile(index, tiles, atoms, width, form)
-        for chunk in range((columns + form.columns - 1) // form.columns):
-            c = chunk * form.columns + tl.arange(0, form.columns)
-            spread = _spread(given[2], terms.h, atom, edge, c, in_k, form)
-            if moving:
-                spread += _spread(earlier[2], dots.h, atom, edge, c, in_k, form)
-            _add_spread(out.e, out.table, spread, edge, c, in_k, form)
+    columns: tl.constexpr = form.E + form.V
+    for index in range(tl.program_id(0), n_used, tl.num_programs(0)):
+        atom, _, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
+        for chunk in range((columns + form.chunk_columns - 1) // form.chunk_columns):
+            c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
+            spread = _spread_moment(hats.moment, terms.h, atom, edge, c, edge_mask, form)
+            if with_forces:
+                spread += _spread_moment(bars.moment, dots.h, atom, edge, c, edge_mask, form)
+            _add_spread(out.e, out.table, spread, edge, c, edge_mask, form)
 
 
-COLUMNS, UPDATE_COLUMNS = 64, 32  # features of y that a program holds at a time; fewer in pass 1
-EACH, UPDATE_EACH = 2, 6  # programs that a multiprocessor runs at once; more in pass 1
-WARPS, UPDATE_WARPS = {"num_warps": 4, "num_stages": 1}, {"num_warps": 2, "num_stages": 1}
+# ----- launches ----------------------------------------------------------------------------------
+
+
+class Tuning(NamedTuple):
+    """How a pass is launched."""
+
+    chunk_columns: int  # columns of y that a program holds at a time
+    programs: int  # that a multiprocessor runs at once
+    num_warps: int
+
+
+# Pass 1 keeps less than the others: smaller chunks let more programs run at once.
+PASS_1 = Tuning(chunk_columns=32, programs=6, num_warps=2)
+OTHER_PASSES = Tuning(chunk_columns=64, programs=2, num_warps=4)
 
 
 class Launch:
-    """Grid and arguments that all passes share; a multiprocessor runs `each` programs at once."""
+    """The grid of a pass over one layer's edges, its arguments that all passes share, and its outputs."""
 
-    def __init__(
-        self,
-        terms: Tensors,
-        neighbor: torch.Tensor,
-        order: torch.Tensor,
-        start: torch.Tensor,
-        tiles: torch.Tensor,
-        used: torch.Tensor,
-        weight: torch.Tensor,
-        message: int,
-        kind: str,
-        curve_of: Sequence[float],
-        *,
-        columns: int = COLUMNS,
-        each: int = EACH,
-    ) -> None:
-        self.incoming = order, start
-        atoms, width = neighbor.shape
-        edge, features = weight.shape
-        self.tiles = triton.cdiv(width, EDGE_TILE)
-        programs = at_once(weight.device, each)
-        self.grid = (min(atoms * self.tiles, programs),)
-        self.chunks = triton.cdiv(features, columns)
-        sizes = (
-            edge,
-            terms[2].shape[1] - features,
-            message,
-            features,
-            EDGE_TILE,
-            holding(edge),
-            columns,
-            self.chunks,
+    def __init__(self, terms: Tensors, layer: EdgeLayer, tuning: Tuning = OTHER_PASSES) -> None:
+        self.layer = layer
+        self.terms = Terms(*(x.contiguous() for x in terms))
+        self.n_atoms, self.n_slots = layer.neighbor.shape
+        E, self.Y = layer.weight.shape
+        V = self.terms.table.shape[1] - self.Y
+        self.M = layer.message_columns
+        self.columns = E + V
+        self.tiles_per_atom = triton.cdiv(self.n_slots, EDGE_TILE)
+        self.n_chunks = triton.cdiv(self.Y, tuning.chunk_columns)
+        programs = at_once(layer.weight.device, tuning.programs)
+        self.grid = (min(self.n_atoms * self.tiles_per_atom, programs),)
+        sizes = (E, V, self.M, self.Y, EDGE_TILE, holding(E), tuning.chunk_columns, self.n_chunks)
+        kind, *curve_of = layer.formula
+        self.arguments: dict[str, Any] = {
+            "neighbor": layer.neighbor.contiguous(),
+            "tiles": TileOrder(order=layer.incoming.tiles, n_used=layer.incoming.used),
+            "weight": layer.weight.contiguous(),
+            "terms": self.terms,
+            "n_atoms": self.n_atoms,
+            "n_slots": self.n_slots,
+            "curve_of": tuple(curve_of),
+            "form": Form(*map(tl.constexpr, (*sizes, precision()))),
+            "kind": kind,
+            "num_warps": tuning.num_warps,
+            "num_stages": 1,
+        }
+
+    def empty(self, *shape: int) -> Tensor:
+        """Allocate an output of this shape."""
+        return self.layer.weight.new_empty(*shape)
+
+    def empty_outputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Allocate what passes 1 and 3 write: m in parts, y[M:], and H in parts."""
+        n_update = self.Y - self.M
+        update_shape = (self.n_atoms, self.n_slots, n_update) if n_update else (0,)
+        return (
+            self.empty(self.tiles_per_atom, self.n_atoms, self.M),
+            self.empty(*update_shape),
+            self.empty(self.tiles_per_atom, self.n_atoms, 3, self.columns),
         )
-        form = Form(*map(tl.constexpr, (*sizes, precision())))
-        self.layer = (neighbor.contiguous(), Tiles(tiles, used), weight.contiguous())
-        self.sizes = (atoms, width, tuple(curve_of), form, kind)
+
+    def empty_p_parts(self) -> Tensor:
+        """Allocate p̄ or p̂ in parts."""
+        return self.empty(self.tiles_per_atom, *self.terms.p.shape)
+
+    def empty_table_rows(self) -> Tensor:
+        """Allocate a row of the table's adjoint or gradient for each edge."""
+        return self.empty(self.n_atoms * self.n_slots, self.terms.table.shape[1])
+
+    def sum_table_rows(self, rows: Tensor) -> Tensor:
+        """Return the sum over the edges that lead to each atom."""
+        return add_to_neighbors(rows, self.layer.incoming.order, self.layer.incoming.start)
 
 
-def update(terms: Tensors, *layer: Any) -> Tensors:
-    """Pass 1; return m, y[width:] and H."""
-    launch = Launch(terms, *layer, columns=UPDATE_COLUMNS, each=UPDATE_EACH)
-    message, rest, moment = _parts(launch, terms, *layer)
+def update(terms: Tensors, layer: EdgeLayer) -> Tensors:
+    """Pass 1: return m, y[M:] and H."""
+    launch = Launch(terms, layer, PASS_1)
+    message_parts, rest, moment_parts = launch.empty_outputs()
     update_kernel[launch.grid](
-        message, rest, moment, *launch.layer, _dense(terms), *launch.sizes, **UPDATE_WARPS
+        message_parts=message_parts,
+        update=rest,
+        moment_parts=moment_parts,
+        **launch.arguments,
     )
-    message, moment = add_parts(message, moment)
+    message, moment = add_parts(message_parts, moment_parts)
     return message, rest, moment
 
 
-def adjoint(cotangents: Tensors, terms: Tensors, *layer: Any) -> Tensors:
-    """Pass 2; return the adjoints of the terms."""
-    launch = Launch(terms, *layer)
-    out = _outputs(launch, terms, layer[0])
-    adjoint_kernel[launch.grid](
-        out, *cotangents, *launch.layer, _dense(terms), *launch.sizes, **WARPS
+def adjoint(cotangents: Tensors, terms: Tensors, layer: EdgeLayer) -> Tensors:
+    """Pass 2: return the adjoints of the terms."""
+    launch = Launch(terms, layer)
+    out = Terms(
+        e=launch.empty(*launch.terms.e.shape),
+        p=launch.empty_p_parts(),
+        table=launch.empty_table_rows(),
+        w=launch.empty(launch.n_chunks, *launch.terms.w.shape),
+        h=launch.empty(*launch.terms.h.shape),
     )
-    p, w = add_parts(out.p, out.w)
-    return out.e, p, add_to_neighbors(out.table, *launch.incoming), w, out.h
+    adjoint_kernel[launch.grid](out=out, bars=Cotangents(*cotangents), **launch.arguments)
+    p_bar, w_bar = add_parts(out.p, out.w)
+    return out.e, p_bar, launch.sum_table_rows(out.table), w_bar, out.h
 
 
-def tangent(terms: Tensors, dots: Tensors, *layer: Any) -> Tensors:
-    """Pass 3; return the tangents of m, y[width:] and H, which are the cotangents of their adjoints."""
-    launch = Launch(terms, *layer)
-    message, rest, moment = _parts(launch, terms, *layer)
+def tangent(terms: Tensors, dots: Tensors, layer: EdgeLayer) -> Tensors:
+    """Pass 3: return the tangents of m, y[M:] and H, which are the cotangents of their adjoints."""
+    launch = Launch(terms, layer)
+    message_parts, rest, moment_parts = launch.empty_outputs()
     tangent_kernel[launch.grid](
-        message, rest, moment, *launch.layer, _dense(terms), _dense(dots), *launch.sizes, **WARPS
+        message_parts=message_parts,
+        update=rest,
+        moment_parts=moment_parts,
+        dots=Terms(*(x.contiguous() for x in dots)),
+        **launch.arguments,
     )
-    message, moment = add_parts(message, moment)
+    message, moment = add_parts(message_parts, moment_parts)
     return message, rest, moment
 
 
 def gradient(
-    given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *layer: Any
+    hats: Tensors, bars: Tensors, terms: Tensors, dots: Tensors, layer: EdgeLayer
 ) -> Tensors:
-    """Pass 4; return the gradients of W, e, p and the table.
+    """Pass 4: return the gradients of W, e, p and the table.
 
-    `given` are the cotangents; `earlier`, those of pass 2, and `dots` are empty when there was no such pass.
+    `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are empty if there was no such pass.
     """
-    launch = Launch(terms, *layer)
-    neighbor, weight = layer[0], layer[5]
-    out = _outputs(launch, terms, neighbor)
-    weight_hat = weight.new_empty(*launch.grid, *weight.shape)
-    moving = len(dots) > 0
+    launch = Launch(terms, layer)
+    with_forces = len(dots) > 0
+    out = GradientParts(
+        e=launch.empty(*launch.terms.e.shape),
+        p=launch.empty_p_parts(),
+        table=launch.empty_table_rows(),
+        weight=launch.empty(*launch.grid, *layer.weight.shape),
+    )
     gradient_kernel[launch.grid](
-        out, weight_hat, tuple(given), tuple(earlier if moving else given), *launch.layer, _dense(terms),
-        _dense(dots if moving else terms), *launch.sizes,
-        moving=moving, **WARPS,
-    )  # fmt: skip
-    weight_hat, p = add_parts(weight_hat, out.p)
-    return weight_hat, out.e, p, add_to_neighbors(out.table, *launch.incoming)
-
-
-def _dense(terms: Tensors) -> Terms:
-    return Terms(*(x.contiguous() for x in terms))
-
-
-def _parts(
-    launch: Launch, terms: Tensors, *layer: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Allocate m and H, one part per tile, and y[width:]."""
-    of_message, rest, moment = outputs(terms, *layer)
-    weight = layer[5]
-    return (
-        weight.new_empty(launch.tiles, *of_message.shape),
-        rest,
-        weight.new_empty(launch.tiles, *moment.shape),
+        out=out,
+        hats=Cotangents(*hats),
+        # Dummies without forces: the kernel does not read them.
+        bars=Cotangents(*(bars if with_forces else hats)),
+        dots=Terms(*(x.contiguous() for x in dots)) if with_forces else launch.terms,
+        with_forces=with_forces,
+        **launch.arguments,
     )
-
-
-def _outputs(launch: Launch, terms: Tensors, neighbor: torch.Tensor) -> Terms:
-    """Allocate e and h, a part of p per tile and of w per chunk, and a row of the table per edge."""
-    e, p, table, w, h = terms
-    of_table = table.new_empty(neighbor.numel(), table.shape[1])
-    return Terms(
-        e.new_empty(e.shape),
-        p.new_empty(launch.tiles, *p.shape),
-        of_table,
-        w.new_empty(launch.chunks, *w.shape),
-        h.new_empty(h.shape),
-    )
-
-
-def outputs(terms: Tensors, *layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Allocate m, y[width:] and H."""
-    neighbor, weight, message = layer[0], layer[5], layer[6]
-    atoms, width = neighbor.shape
-    rest = weight.shape[1] - message
-    return (
-        weight.new_empty(atoms, message),
-        weight.new_empty(*((atoms, width, rest) if rest else (0,))),
-        weight.new_empty(atoms, 3, weight.shape[0] + terms[2].shape[1] - weight.shape[1]),
-    )
+    weight_hat, p_hat = add_parts(out.weight, out.p)
+    return weight_hat, out.e, p_hat, launch.sum_table_rows(out.table)
 
 
 def fits(neighbor: torch.Tensor, weight: torch.Tensor, formula: Formula | None) -> bool:
