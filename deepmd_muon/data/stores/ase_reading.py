@@ -12,7 +12,7 @@ import numpy as np
 from deepmd_muon.data.errors import DataError, SystemFormatError, SystemNotFoundError
 from deepmd_muon.data.stores.ase_labels import Labels, given, parameters_of
 from deepmd_muon.data.stores.memory import MemoryStore
-from deepmd_muon.data.stores.vasp_convergence import converged_frames
+from deepmd_muon.data.stores.vasp_steps import read_outcar, vasprun_convergence
 from deepmd_muon.label_keys import LabelKeys
 
 if TYPE_CHECKING:
@@ -59,9 +59,14 @@ def read_ase(
         kind = filetype(path)
         if kind in ("xyz", "extxyz"):
             _check_counts(path)
-        # Otherwise ASE takes the text after an "@" for numbers of frames, and reads the file named by the rest.
-        frames = read(path, index=":", do_not_split_by_at_sign=True)
-        converged = converged_frames(path, kind)
+        converged: list[bool] = []
+        if kind == "vasp-out":
+            frames, converged = read_outcar(path)
+        else:
+            # Otherwise ASE takes the text after an "@" for numbers of frames, and reads the file named by the rest.
+            frames = read(path, index=":", do_not_split_by_at_sign=True)
+        if kind == "vasp-xml":
+            converged = vasprun_convergence(path)
     except DataError:
         raise
     except Exception as error:  # ASE's readers let any error of their parsing through
