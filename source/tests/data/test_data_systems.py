@@ -356,6 +356,27 @@ def test_truncated_npy_names_both_sizes(tmp_path):
         open_systems(path)
 
 
+def test_bytes_after_the_array_of_an_npy_file(tmp_path):
+    path = write_broken(tmp_path, lambda a: None)
+    file = tmp_path / "broken" / "set.001" / "force.npy"
+    with file.open("ab") as stream:  # as two numpy.save into one file
+        np.save(stream, np.zeros((5, 12)))
+    with pytest.raises(SystemFormatError, match=r"force\.npy: \d+ bytes follow the array"):
+        open_systems(path)
+
+
+@pytest.mark.parametrize("shape", [(-5, -12), (-5, 12), (5, -1, -12)])
+def test_negative_sizes_of_an_npy_file(tmp_path, shape):
+    path = write_broken(tmp_path, lambda a: None)
+    file = tmp_path / "broken" / "set.001" / "force.npy"
+    header = np.lib.format.header_data_from_array_1_0(np.zeros((5, 12)))
+    with file.open("wb") as stream:
+        np.lib.format.write_array_header_1_0(stream, {**header, "shape": shape})
+        stream.write(bytes(480))
+    with pytest.raises(SystemFormatError, match=r"force\.npy: .*negative size"):
+        open_systems(path)
+
+
 def test_truncated_hdf5(tmp_path):
     file = tmp_path / "d.hdf5"
     write_hdf5(file, "one", TYPES, [make_arrays(50, 4)])
