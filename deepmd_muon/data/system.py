@@ -242,7 +242,7 @@ class System:
             )
         if self._translation is None:
             return types
-        translated = self._translation[types]
+        translated: np.ndarray = self._translation[types]
         if self._lacks_names and (unknown := np.unique(types[translated == _UNKNOWN])).size:
             elements = [names[kind] for kind in unknown] if names else []
             raise TypeMapError(

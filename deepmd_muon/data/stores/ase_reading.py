@@ -12,6 +12,7 @@ import numpy as np
 from deepmd_muon.data.errors import DataError, SystemFormatError, SystemNotFoundError
 from deepmd_muon.data.stores.ase_labels import Labels, given, parameters_of
 from deepmd_muon.data.stores.memory import MemoryStore
+from deepmd_muon.data.stores.molecular_codes import gaussian_convergence, orca_convergence
 from deepmd_muon.data.stores.vasp_steps import read_outcar, vasprun_convergence
 from deepmd_muon.data.stores.xyz_frames import read_xyz_frames
 from deepmd_muon.label_keys import LabelKeys
@@ -105,7 +106,11 @@ def _read_frames(path: str) -> tuple[Sequence[Atoms], Sequence[bool]]:
         return frames, []
     # Otherwise ASE takes the text after an "@" for numbers of frames, and reads the file named by the rest.
     frames = read(path, index=":", do_not_split_by_at_sign=True)
-    return frames, vasprun_convergence(path) if kind == "vasp-xml" else []
+    if kind == "vasp-xml":
+        return frames, vasprun_convergence(path)
+    if kind == "gaussian-out":
+        return frames, gaussian_convergence(path, frames)
+    return frames, orca_convergence(frames) if kind == "orca-output" else []
 
 
 def _refuse_joined(path: str) -> None:
@@ -161,8 +166,8 @@ def _converged(frames: Sequence[Atoms], converged: Sequence[bool], path: str) ->
         raise SystemFormatError(
             path,
             "",
-            f"the electronic loop of no frame converged ({len(frames)} frames); raise NELM and compute them again, or "
-            "keep them: keep_unconverged true beside systems, or --keep-unconverged",
+            f"the electronic loop of no frame converged ({len(frames)} frames); allow it more steps (NELM of VASP) and "
+            "compute them again, or keep them: keep_unconverged true beside systems, or --keep-unconverged",
         )
     if bad := [number for number, found in enumerate(unsure) if found]:
         log.warning(

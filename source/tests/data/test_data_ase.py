@@ -9,11 +9,13 @@ import vasp_files
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import SystemFormatError, open_systems
+from deepmd_muon.data.stores.molecular_codes import orca_convergence
 from deepmd_muon.data.stores.vasp_steps import read_outcar
 from deepmd_muon.label_keys import LabelKeys
 from deepmd_muon.setting import InvalidSettingError
 
 ase = pytest.importorskip("ase")
+SinglePointCalculator = pytest.importorskip("ase.calculators.singlepoint").SinglePointCalculator
 VASP = Path(ase.__file__).parent / "test" / "testdata" / "vasp"
 needs_vasp = pytest.mark.skipif(not VASP.is_dir(), reason="this ASE comes without its test data")
 FORCES = np.arange(6.0).reshape(2, 3)
@@ -257,3 +259,41 @@ def test_an_outcar_with_many_body_dispersion(tmp_path):
     (tmp_path / "OUTCAR").write_text(text.removesuffix("\n") + f" {columns}\n")
     (system,) = open_systems(str(tmp_path / "OUTCAR"))
     assert system.frames([0]).energy.tolist() == [-3.0]
+
+
+def _gaussian_step(length, energy, end):
+    """Return the lines of two hydrogen atoms in an output of Gaussian."""
+    rule = " ---------------------------------------------------------------------\n"
+    return (
+        f" Input orientation:\n{rule}"
+        " Center     Atomic      Atomic             Coordinates (Angstroms)\n"
+        f" Number     Number       Type             X           Y           Z\n{rule}"
+        "      1          1           0        0.000000    0.000000    0.000000\n"
+        f"      2          1           0        0.000000    0.000000    {length:.6f}\n{rule}"
+        f"{end} SCF Done:  E(RHF) =  {energy:.11f}     A.U. after    2 cycles\n{rule}"
+        " Center     Atomic                   Forces (Hartrees/Bohr)\n"
+        f" Number     Number              X              Y              Z\n{rule}"
+        "      1        1           0.000000000    0.000000000   -0.010000000\n"
+        f"      2        1           0.000000000    0.000000000    0.010000000\n{rule}"
+    )
+
+
+def test_frames_of_gaussian_that_did_not_converge_are_left_out(tmp_path, caplog):
+    steps = [
+        _gaussian_step(0.74, -1.11675930740, ""),
+        _gaussian_step(0.80, -1.10000000001, " >>>>>>>>>> Convergence criterion not met.\n"),
+        _gaussian_step(0.78, -1.11000000003, ""),
+    ]
+    path = tmp_path / "h2.log"
+    path.write_text(" Entering Gaussian System, Link 0=g16\n # force hf/sto-3g\n" + "".join(steps))
+    (system,) = open_systems(str(path))
+    np.testing.assert_allclose(system.frames([0, 1]).coord[:, 1, 2], [0.74, 0.78])
+    assert any("1 of 3 frames" in message and "frames 1)" in message for message in caplog.messages)
+    assert open_systems(str(path), keep_unconverged=True)[0].nframes == 3
+
+
+def test_frames_of_orca_without_convergence_have_no_energy_in_ase():
+    atoms = [ase.Atoms("H") for _ in range(3)]
+    for frame, energy in zip(atoms, (-1.0, np.nan, None), strict=True):
+        frame.calc = SinglePointCalculator(frame, forces=np.zeros((1, 3)), energy=energy)
+    assert orca_convergence(atoms) == [True, False, True]
