@@ -48,10 +48,20 @@ def run(options: argparse.Namespace) -> int:
     output = Path(options.output)
     places = write_systems(systems, output)
     print(_summary(systems))
-    for suspicion in suspicions(systems):
+    for suspicion in suspicions(_by_element(systems)):
         print(f"warning: {suspicion}")
     print(f"written: {places[0] if len(places) == 1 else f'{len(places)} systems below {output}'}")
     return 0
+
+
+def _by_element(systems: list[System]) -> list[System]:
+    """Return systems whose types are compared by element; without names they keep their numbers."""
+    from deepmd_muon.data import TypeMapError, with_common_types
+
+    try:
+        return with_common_types(systems)
+    except TypeMapError:  # some have no names
+        return systems
 
 
 def _summary(systems: list[System]) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from deepmd_muon.data.checks.digest import frames_digest
 from deepmd_muon.data.errors import DataError
 from deepmd_muon.data.system import System
 from deepmd_muon.files import make_folder_of, whole_file
@@ -65,11 +66,17 @@ def energy_bias(
     return bias
 
 
-def data_fingerprint(systems: Sequence[System]) -> str:
-    """Hash of the training data, independent of where they lie; part of the key of `StatFile`."""
-    return hashlib.sha256(
-        "\n".join(system.fingerprint() for system in systems).encode()
-    ).hexdigest()
+def data_fingerprint(systems: Sequence[System], numbers: Sequence[np.ndarray] | None = None) -> str:
+    """Hash types, positions, cells, labels and parameters of frames, independent of the place of their files.
+
+    Part of the key of `StatFile`. `numbers` are those of the frames of each system, all by default.
+    """
+    if numbers is None:
+        numbers = [np.arange(system.nframes) for system in systems]
+    digests = [
+        frames_digest(system, chosen) for system, chosen in zip(systems, numbers, strict=True)
+    ]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 class StatFile:

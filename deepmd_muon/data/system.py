@@ -25,6 +25,8 @@ from deepmd_muon.data.stores.storage import Store
 
 # Atoms up to which the types of a system are remembered for others with the same words.
 _FEW_ATOMS = 1000
+# Type of atoms whose element the type map lacks.
+_UNKNOWN = -2
 
 
 class System:
@@ -62,7 +64,8 @@ class System:
     SystemFormatError
         When a file is missing, truncated or of a wrong shape.
     TypeMapError
-        When the system has an element that `type_map` lacks.
+        When the system has atoms of an element that `type_map` lacks. Where a store was looked at in part, frames are
+        checked when they are read.
     """
 
     def __init__(self, store: Store, type_map: Sequence[str] | None = None) -> None:
@@ -106,6 +109,8 @@ class System:
         self._counts = np.array(counts)
         self._ends = np.cumsum(counts)
         self._first = 0  # of the frames of all sets, see `part`
+        if self.mixed and not store.sampled and self._lacks_names:
+            self.types(np.arange(self.nframes))
 
     def __repr__(self) -> str:
         labels = ", ".join(sorted(self.labels)) or "none"
@@ -214,15 +219,15 @@ class System:
             return own, None
         if own is None:
             return tuple(type_map), None
-        missing = [element for element in own if element not in type_map]
-        if missing:
-            raise TypeMapError(
-                f"system {self.name}: type_map.raw has {missing}, which the type map {list(type_map)} lacks; "
-                "add them to it (model.type_map of an input, -t of neighbor-stat) or leave this system out"
-            )
-        return tuple(type_map), np.array(
-            [list(type_map).index(e) for e in own] + [-1], dtype=np.int32
-        )
+        # Data sets often share one list of names, so that a system names elements that none of its atoms has.
+        index = {element: k for k, element in enumerate(type_map)}
+        indices = [index.get(element, _UNKNOWN) for element in own]
+        return tuple(type_map), np.array([*indices, -1], dtype=np.int32)
+
+    @property
+    def _lacks_names(self) -> bool:
+        """Whether the type map lacks an element that type_map.raw names."""
+        return self._translation is not None and _UNKNOWN in self._translation
 
     def _apply_translation(self, types: np.ndarray, file: str) -> np.ndarray:
         """Translate type numbers; −1 (padding) is kept and allowed in mixed-type systems only."""
@@ -235,7 +240,16 @@ class System:
                 file,
                 f"expected types from {lowest} to {limit - 1} (type map {names}), found {types.min()} to {types.max()}",
             )
-        return types if self._translation is None else self._translation[types]
+        if self._translation is None:
+            return types
+        translated: np.ndarray = self._translation[types]
+        if self._lacks_names and (unknown := np.unique(types[translated == _UNKNOWN])).size:
+            elements = [names[kind] for kind in unknown] if names else []
+            raise TypeMapError(
+                f"system {self.name}: it has atoms of {elements}, which the type map {list(self.type_map or ())} "
+                "lacks; add them to it (model.type_map of an input, -t of neighbor-stat) or leave this system out"
+            )
+        return translated
 
     def _check_set(self, k: int, names: frozenset[str]) -> int:
         """Check the shapes of all arrays of set `k` and return its number of frames."""
@@ -337,6 +351,10 @@ class System:
         raw = self._read(files, indices).reshape(len(indices), self.natoms)
         equal = len(raw) > 1 and bool((raw == raw[0]).all())  # often: then one frame stands for all
         types = self._as_types(raw[:1] if equal else raw, files[0])
+        if (empty := (types == -1).all(axis=1)).any():
+            frame = indices[np.flatnonzero(empty)[0]]
+            problem = f"frame {frame} has no atoms: all of its types are -1, which is padding"
+            raise SystemFormatError(self.name, files[0], problem)
         types = self._apply_translation(types, files[0])
         return np.repeat(types, len(raw), axis=0) if equal else types
 

@@ -80,11 +80,12 @@ def write_extxyz(systems: Sequence[System], path: Path) -> list[str]:
     images = []
     for system in systems:
         elements = _elements(system)
-        if unknown := [name for name in elements if name not in atomic_numbers]:
+        frames = system.with_own_parameters().frames(np.arange(system.nframes))
+        used = [elements[kind] for kind in np.unique(frames.atype) if kind >= 0]
+        if unknown := [name for name in used if name not in atomic_numbers]:
             raise DataError(
                 f"system {system.name}: {', '.join(unknown)} is not an element, as extended XYZ needs it"
             )
-        frames = system.with_own_parameters().frames(np.arange(system.nframes))
         present = {
             label: frames.present(label) for label in ("energy", "force", "virial", *PARAMETERS)
         }

@@ -34,6 +34,7 @@ from deepmd_muon.model import EnergyModel, ModelSettings, Structures, build_mode
 from deepmd_muon.model.deepmd_kit import branch_prefix, from_deepmd_kit
 from deepmd_muon.model.fitting.interface import Conditioned
 from deepmd_muon.model.statistics import environment_statistics
+from deepmd_muon.section import thaw
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.ranks import training_device
 
@@ -103,30 +104,35 @@ def _take_statistics(branch: RunBranch, arrays: Mapping[str, np.ndarray]) -> Non
 
 
 def _key_of(branch: RunBranch, group: Sequence[RunBranch]) -> dict[str, object]:
-    """Return what statistics depend on: those of a branch, and the samples of others with the same descriptor."""
+    """Return what the statistics of a branch depend on: it, and the others of `group` that share its descriptor."""
+    key = _dependencies(branch)
+    if len(group) > 1:
+        key["shared_with"] = [_dependencies(one) for one in group]
+        key["shared_fitting_net"] = [_share_fitting_net(branch, one) for one in group]
+    return key
+
+
+def _dependencies(branch: RunBranch) -> dict[str, object]:
+    """Return the settings and the content of the frames behind the statistics of one branch."""
     settings = branch.model.settings
-
-    def samples(one: RunBranch) -> dict[str, object]:
-        return {
-            "data": data_fingerprint(one.data.training_systems),
-            "data_stat_nbatch": one.model.settings.data_stat_nbatch,
-            "batch_sizes": list(one.data.training.batch_sizes),
-        }
-
-    new = {name: getattr(settings, name) for name in ("pair_exclude_types", "atom_exclude_types")}
-    new |= {name: getattr(settings.fitting_net, name, 0) for name in ("numb_fparam", "numb_aparam")}
+    loader = branch.data.training
+    keys = ("pair_exclude_types", "atom_exclude_types", "data_stat_protect")
+    fitting_keys = ("numb_fparam", "numb_aparam", "atom_ener", "rcond")
     return {
-        **{
-            name: value for name, value in new.items() if value
-        },  # without: the key of earlier releases
         "descriptor": settings.descriptor.statistics_key(),
         "type_map": list(settings.type_map),
-        "data_stat_protect": settings.data_stat_protect,
-        "atom_ener": getattr(settings.fitting_net, "atom_ener", None),
-        "rcond": getattr(settings.fitting_net, "rcond", None),
-        **samples(branch),
-        **({"shared_with": [samples(one) for one in group]} if len(group) > 1 else {}),
+        **{name: thaw(getattr(settings, name)) for name in keys},
+        **{name: thaw(getattr(settings.fitting_net, name, None)) for name in fitting_keys},
+        "frames": data_fingerprint(loader.systems, measured_frames(branch.model, loader)),
     }
+
+
+def _share_fitting_net(one: RunBranch, other: RunBranch) -> bool:
+    """Return whether two branches have the weights of one fitting net."""
+    first, second = (
+        next(branch.model.atomic_model.fitting_net.parameters(), None) for branch in (one, other)
+    )
+    return first is second
 
 
 def _kept_statistics(branch: RunBranch, group: Sequence[RunBranch]) -> dict[str, np.ndarray] | None:
@@ -198,11 +204,10 @@ def _compute(
     )  # those that are not standardised are read for their energies
     found = [{"mean": mean.cpu().numpy(), "stddev": stddev.cpu().numpy()} for _ in group]
     for branch, own, arrays in zip(group, read, found, strict=True):
-        weights = next(branch.model.atomic_model.fitting_net.parameters(), None)
         sharing = [
             theirs
             for other, theirs in zip(group, read, strict=True)
-            if next(other.model.atomic_model.fitting_net.parameters(), None) is weights
+            if _share_fitting_net(branch, other)
         ]
         arrays |= _parameter_statistics(
             [*itertools.chain(*sharing)], branch.model.settings.data_stat_protect

@@ -44,6 +44,19 @@ def _frame_bytes(system: System) -> int:
 
 
 def _digest(system: System, share: float, seed: int) -> str:
+    numbers = np.arange(system.nframes)
+    if share == 1.0:
+        return frames_digest(system, numbers)
+    count = math.ceil(share * system.nframes)
+    drawn = np.random.Generator(np.random.PCG64([0, seed])).choice(
+        system.nframes, count, replace=False
+    )
+    numbers = np.unique([0, *drawn.tolist(), system.nframes - 1])
+    return f"{system.fingerprint()} {frames_digest(system, numbers)}"  # all energies, at least
+
+
+def frames_digest(system: System, numbers: np.ndarray) -> str:
+    """Hash all that a system says of some of its frames, by their numbers."""
     facts = (
         system.natoms,
         system.nframes,
@@ -53,14 +66,6 @@ def _digest(system: System, share: float, seed: int) -> str:
         sorted(system.labels),
     )
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=16)
-    numbers = np.arange(system.nframes)
-    if share < 1.0:
-        digest.update(system.fingerprint().encode())  # all energies, at least
-        count = math.ceil(share * system.nframes)
-        drawn = np.random.Generator(np.random.PCG64([0, seed])).choice(
-            system.nframes, count, replace=False
-        )
-        numbers = np.unique([0, *drawn.tolist(), system.nframes - 1])
     step = max(1, _CHUNK // _frame_bytes(system))
     for first in range(0, len(numbers), step):
         frames = system.frames(numbers[first : first + step])

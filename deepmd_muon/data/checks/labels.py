@@ -15,7 +15,12 @@ import numpy as np
 
 from deepmd_muon.data.checks.pair_fit import MOST_PAIRS, NearPairs, PairFit, pairs_to_try
 from deepmd_muon.data.checks.systems import differing_systems
-from deepmd_muon.data.checks.units import ENERGY_UNITS, VIRIAL_UNITS, explain
+from deepmd_muon.data.checks.units import (
+    ENERGY_UNITS,
+    POSITION_UNITS,
+    VIRIAL_UNITS,
+    explain,
+)
 from deepmd_muon.data.elements import COVALENT_RADII
 from deepmd_muon.data.frames import Frames
 from deepmd_muon.data.neighbors.cache import worker_count
@@ -40,6 +45,8 @@ _UNBALANCED, _SMALL_FORCE = 0.1, 0.02
 _UNRELATED = 0.15
 # Factors of good labels lie between 0.7 and 1.4 where the correlation is so large.
 _CORRELATED, _FACTORS, _POINTS = 0.8, (0.6, 1.7), 6
+# A pair potential in place of −F·dx implies energies of water between oxides that are too large by a factor of 1.8.
+_FACTORS_OF_FIT = (0.4, 1.7)
 # Frames whose atoms have moved less than this [Å, root mean square], and whose forces differ by less than this share of
 # the square of their sum (0.1: by 0.6 of their mean): −F·dx is the change of energy.
 _NEAR, _LIKE = 0.25, 0.1
@@ -175,7 +182,9 @@ def _of_positions(sample: Sample) -> Iterator[str]:
     known = np.isfinite(ratio)
     if shortest < _SHORTEST or (known and ratio < _CLOSE):
         yield f"atoms are {shortest:.3g} Å apart; {_remedy(sample, names)}"
-    elif np.isfinite(shortest) and (shortest > _LONGEST or (known and ratio > _APART)):
+    elif np.isfinite(shortest) and (
+        shortest > _LONGEST or (ratio > _APART and _radii_are_known(frames, names))
+    ):
         bonds = f", {ratio:.2f} times the sum of covalent radii" if known else ""
         yield (
             f"the closest atoms are {shortest:.3g} Å apart{bonds}; positions and cells must be in Å "
@@ -186,6 +195,12 @@ def _of_positions(sample: Sample) -> Iterator[str]:
         if _shortest(transposed, names)[1] > max(1.15 * ratio, 0.8):
             further = "further with the transposed cell; rows of box are the cell vectors"
             yield f"atoms are {shortest:.3g} Å apart, and {further}"
+
+
+def _radii_are_known(frames: Frames, names: Sequence[str] | None) -> bool:
+    """Whether all types have a covalent radius: the closest atoms may otherwise be of another type, such as Fe1."""
+    kinds = {kind for kind in np.unique(frames.atype).tolist() if kind >= 0}
+    return names is not None and all(names[kind] in COVALENT_RADII for kind in kinds)
 
 
 def _shortest(frames: Frames, names: Sequence[str] | None) -> tuple[float, float]:
@@ -303,7 +318,10 @@ def _of_factors(sample: Sample) -> Iterator[str]:
         and (factor := _energy_factor(sample, fit, frames)) is not None
     ):
         atoms = float((frames.atype[0] >= 0).sum())
-        yield explain("energies", "−F·dx", factor, {**ENERGY_UNITS, "energies per atom": 1 / atoms})
+        known = {**ENERGY_UNITS, "energies per atom": 1 / atoms}
+        if not np.isfinite(_shortest(frames, sample.system.type_map)[1]):
+            known |= POSITION_UNITS  # distances between elements would show them before
+        yield explain("energies", "−F·dx", factor, known)
     if frames.box is not None and frames.present("virial").all():
         assert frames.virial is not None
         factor, correlation = _ratio(
@@ -328,16 +346,14 @@ def _energy_factor(sample: Sample, fit: PairFit, frames: Frames) -> float | None
     i, j, moved = _near_frames(frames)
     assert frames.force is not None
     work = -0.5 * ((frames.force[i] + frames.force[j]) * moved).sum(axis=(1, 2))
-    by_work, correlation = _ratio(work, frames.energy[j] - frames.energy[i])
+    factor, correlation = _ratio(work, frames.energy[j] - frames.energy[i])
+    usual = _FACTORS
     if correlation < _CORRELATED:  # few near frames, or too much else happens between them
-        by_work, correlation = _ratio(
+        factor, correlation = _ratio(
             _without_volume(fit.energies, frames), _without_volume(frames.energy, frames)
         )
-    return (
-        by_work
-        if correlation >= _CORRELATED and not _FACTORS[0] <= by_work <= _FACTORS[1]
-        else None
-    )
+        usual = _FACTORS_OF_FIT
+    return factor if correlation >= _CORRELATED and not usual[0] <= factor <= usual[1] else None
 
 
 def _near_frames(frames: Frames) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

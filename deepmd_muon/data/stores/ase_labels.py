@@ -30,6 +30,12 @@ _NAMES = {
         "stress": "stress",
     }.items()
 }
+# Keys that name the unit of a label or of lengths, and the values that are our units.
+_UNIT_KEY = re.compile(
+    r"(?:.*[-_])?(?:energy|forces?|virials?|stress|positions?|pos|length|cell|lattice)[-_]units?",
+    re.IGNORECASE,
+)
+_OUR_UNIT = re.compile(r"(?:ev)?(?:/?(?:å|a|ang|angstroms?)(?:(?:\^|\*\*)?3|³)?)?", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +54,11 @@ class Labels:
         Raises
         ------
         SystemFormatError
-            When no frame has a name that the user gave, or two names could be the same label.
+            When no frame has a name that the user gave, two names could be the same label, or a frame states other
+            units.
         """
+        for number, atoms in enumerate(frames):
+            _refuse_units(atoms, path, f"frame {number}")
         known = {name for atoms in frames for name in given(atoms)}
         taken = {
             label: _choose(label, key, known, path)
@@ -152,6 +161,20 @@ def given(atoms: Atoms) -> dict[str, Any]:
         for name, value in found.items()
         if value is not None and name not in ("numbers", "positions")
     }
+
+
+def _refuse_units(atoms: Atoms, path: str, place: str) -> None:
+    """Refuse a frame that says its numbers are in other units than ours."""
+    for key, value in atoms.info.items():
+        if not isinstance(value, str) or not _UNIT_KEY.fullmatch(key):
+            continue
+        if not _OUR_UNIT.fullmatch(re.sub(r"\s", "", value)):
+            raise SystemFormatError(
+                path,
+                place,
+                f"{key} is {value!r}; data are in eV, eV/Å and (stress) eV/Å³: convert the numbers and remove the "
+                'key, or let dpdata convert the file (fmt="extxyz")',
+            )
 
 
 def _choose(label: str, key: str | None, known: set[str], path: str) -> str | None:

@@ -12,15 +12,19 @@ import numpy as np
 from deepmd_muon.data.errors import DataError, SystemFormatError, SystemNotFoundError
 from deepmd_muon.data.stores.ase_labels import Labels, given, parameters_of
 from deepmd_muon.data.stores.memory import MemoryStore
-from deepmd_muon.data.stores.vasp_convergence import converged_frames
+from deepmd_muon.data.stores.molecular_codes import gaussian_convergence, orca_convergence
+from deepmd_muon.data.stores.vasp_steps import read_outcar, vasprun_convergence
+from deepmd_muon.data.stores.xyz_frames import read_xyz_frames
 from deepmd_muon.label_keys import LabelKeys
 
 if TYPE_CHECKING:
     from ase import Atoms
 
 log = logging.getLogger(__name__)
-# Characters of a line that counts atoms.
-_LONGEST_COUNT = 64
+# Formats with lines after their last frame.
+_WITH_TAIL = ("xtd",)
+# Begin of a trajectory of ASE.
+_TRAJECTORY = b"- of UlmASE-Trajectory"
 # Endings of files that ASE decompresses.
 _COMPRESSED = (".gz", ".bz2", ".xz")
 # Numbers compress to a quarter or so, repeated frames to a hundredth; smaller contents fit in any memory [bytes].
@@ -47,8 +51,7 @@ def read_ase(
         only.
     """
     try:
-        from ase.io import read
-        from ase.io.formats import filetype
+        import ase.io  # noqa: F401
     except ImportError as error:
         raise DataError(
             f"system {path} is neither a folder nor an HDF5 file; other files are read by ASE, which is not installed: "
@@ -56,12 +59,7 @@ def read_ase(
         ) from error
     try:
         _check_size(path)
-        kind = filetype(path)
-        if kind in ("xyz", "extxyz"):
-            _check_counts(path)
-        # Otherwise ASE takes the text after an "@" for numbers of frames, and reads the file named by the rest.
-        frames = read(path, index=":", do_not_split_by_at_sign=True)
-        converged = converged_frames(path, kind)
+        frames, converged = _read_frames(path)
     except DataError:
         raise
     except Exception as error:  # ASE's readers let any error of their parsing through
@@ -73,6 +71,64 @@ def read_ase(
         raise SystemFormatError(path, "", "the file has no frames")
     chosen = range(len(frames)) if keep_unconverged else _converged(frames, converged, path)
     return _stores(frames, chosen, path, keys or LabelKeys())
+
+
+def _read_frames(path: str) -> tuple[Sequence[Atoms], Sequence[bool]]:
+    """Return all frames, and whether the electronic loop of each converged as far as the file's format says so.
+
+    Raises
+    ------
+    SystemFormatError
+        When the file goes on after the last frame that ASE reads.
+    """
+    from ase.io import read
+    from ase.io.formats import filetype, ioformats, open_with_compression
+
+    kind = filetype(path)
+    form = ioformats.get(kind)
+    if kind == "vasp-out":
+        return read_outcar(path)
+    if kind in ("xyz", "extxyz"):
+        return read_xyz_frames(path, kind), []
+    if kind == "traj":
+        _refuse_joined(path)
+    # A format that ASE also writes is one of structures: unlike a program's output, it ends with its last frame.
+    structures = form is not None and form.can_write and form.acceptsfd and not form.isbinary
+    if structures and not form.single and kind not in _WITH_TAIL:
+        with open_with_compression(path, "rt") as file:
+            frames = read(file, index=":", format=kind)
+            if rest := len(file.read().strip()):
+                problem = (
+                    f"ASE read {len(frames)} frames ({kind}), {rest} characters follow that it did not read: "
+                    "something ends the frames early, for instance an empty line or a second file"
+                )
+                raise SystemFormatError(path, "", problem)
+        return frames, []
+    # Otherwise ASE takes the text after an "@" for numbers of frames, and reads the file named by the rest.
+    frames = read(path, index=":", do_not_split_by_at_sign=True)
+    if kind == "vasp-xml":
+        return frames, vasprun_convergence(path)
+    if kind == "gaussian-out":
+        return frames, gaussian_convergence(path, frames)
+    return frames, orca_convergence(frames) if kind == "orca-output" else []
+
+
+def _refuse_joined(path: str) -> None:
+    """Refuse trajectories that were joined by `cat`: ASE reads the first one only.
+
+    Bytes of another kind may follow the last frame; a killed run leaves part of a frame there.
+    """
+    overlap = b""
+    with open(path, "rb") as file:
+        file.seek(len(_TRAJECTORY))
+        while content := file.read(1 << 20):
+            if _TRAJECTORY in overlap + content:
+                problem = (
+                    "a second trajectory follows the first, and ASE reads only the first: give both files, or join "
+                    "them with `ase convert`"
+                )
+                raise SystemFormatError(path, "", problem)
+            overlap = content[-len(_TRAJECTORY) :]
 
 
 def _check_size(path: str) -> None:
@@ -90,22 +146,6 @@ def _check_size(path: str) -> None:
                     f"more than {found >> 20} MiB are compressed into {os.path.getsize(path)} bytes, as in no set of "
                     "data; decompress it if you trust it",
                 )
-
-
-def _check_counts(path: str) -> None:
-    """Refuse an XYZ file whose counts of atoms go beyond its end: ASE's reader would read empty lines that often."""
-    with _open(path) as file:
-        while (line := file.readline(_LONGEST_COUNT)).strip():
-            count = int(line) if line.strip().isdigit() else 0
-            if not count:
-                return  # vectors of a cell, or an error that ASE reports
-            for _ in range(count + 1):
-                if not file.readline():
-                    raise SystemFormatError(
-                        path,
-                        "",
-                        f"a frame has {count} atoms by its first line, more than the file holds",
-                    )
 
 
 def _open(path: str) -> IO[bytes]:
@@ -126,8 +166,8 @@ def _converged(frames: Sequence[Atoms], converged: Sequence[bool], path: str) ->
         raise SystemFormatError(
             path,
             "",
-            f"the electronic loop of no frame converged ({len(frames)} frames); raise NELM and compute them again, or "
-            "keep them: keep_unconverged true beside systems, or --keep-unconverged",
+            f"the electronic loop of no frame converged ({len(frames)} frames); allow it more steps (NELM of VASP) and "
+            "compute them again, or keep them: keep_unconverged true beside systems, or --keep-unconverged",
         )
     if bad := [number for number, found in enumerate(unsure) if found]:
         log.warning(

@@ -34,6 +34,10 @@ def _parsed(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
     if version not in _READ_HEADER:
         raise ValueError(f"npy format {version}, which numpy.save uses for named fields")
     parsed: tuple[tuple[int, ...], bool, np.dtype] = _READ_HEADER[version](file)
+    if any(
+        size < 0 for size in parsed[0]
+    ):  # numpy lets them through; two of them have a positive product
+        raise ValueError(f"shape {parsed[0]} has a negative size")
     return parsed
 
 
@@ -185,6 +189,13 @@ class NpyStore:
             told = f"its header says shape {shape} of {dtype} ({layout.nbytes} bytes)"
             problem = (
                 f"truncated: {told}, {size - end} bytes of data are there; copy or write it again"
+            )
+            raise SystemFormatError(self.root, path, problem)
+        if size - end > layout.nbytes:
+            told = f"its header says shape {shape} of {dtype} ({layout.nbytes} bytes)"
+            problem = (
+                f"{size - end - layout.nbytes} bytes follow the array: {told}; a second numpy.save into one file adds "
+                "an array that nobody reads, so write one array"
             )
             raise SystemFormatError(self.root, path, problem)
         self._layouts[path] = layout

@@ -27,8 +27,14 @@ def water(tmp_path):
 def test_systems_that_number_elements_differently_are_counted_by_element(water, capsys):
     assert main(["neighbor-stat", "-s", str(water), "-r", "3"]) == 0
     shown = capsys.readouterr().err
-    assert "type_map: ['O', 'H']" in shown
+    # They differ: by atomic number, as `dp train` without model/type_map, whichever element appears first.
+    assert "type_map: ['H', 'O']" in shown
+    assert "max_nbor_size: [2, 1]" in shown
+    assert "by element: H 2, O 1" in shown
+    assert main(["neighbor-stat", "-s", str(water), "-r", "3", "-t", "O", "H"]) == 0
+    shown = capsys.readouterr().err
     assert "max_nbor_size: [1, 2]" in shown
+    assert "by element: O 1, H 2" in shown
 
 
 def test_a_system_without_names_among_such_needs_a_type_map(water, capsys):
@@ -99,10 +105,15 @@ def test_with_a_type_map_counts_are_by_element(water, capsys):
     assert "max_nbor_size: [1, 2]" in capsys.readouterr().err
 
 
-def test_without_one_the_longest_of_the_systems_is_taken(water, capsys):
+def test_without_one_the_order_of_all_systems_or_of_atomic_numbers_is_taken(water, capsys):
     (water / "b" / "type.raw").unlink()
     (water / "a").rename(water / "z")  # the shorter map comes first
     assert main(["neighbor-stat", "-s", str(water), "-r", "3"]) == 0
     log = capsys.readouterr().err
-    assert "type_map: ['O', 'H']" in log
-    assert "max_nbor_size: [1, 2]" in log
+    assert "type_map: ['H', 'O']" in log
+    assert "max_nbor_size: [2, 1]" in log
+    (water / "oxygen" / "type_map.raw").write_text("O H")
+    assert main(["neighbor-stat", "-s", str(water), "-r", "3"]) == 0
+    log = capsys.readouterr().err
+    assert "type_map: ['O', 'H']" in log  # all systems have it
+    assert "by element: O 1, H 2" in log

@@ -5,13 +5,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import vasp_files
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import SystemFormatError, open_systems
+from deepmd_muon.data.stores.molecular_codes import orca_convergence
+from deepmd_muon.data.stores.vasp_steps import read_outcar
 from deepmd_muon.label_keys import LabelKeys
 from deepmd_muon.setting import InvalidSettingError
 
 ase = pytest.importorskip("ase")
+SinglePointCalculator = pytest.importorskip("ase.calculators.singlepoint").SinglePointCalculator
 VASP = Path(ase.__file__).parent / "test" / "testdata" / "vasp"
 needs_vasp = pytest.mark.skipif(not VASP.is_dir(), reason="this ASE comes without its test data")
 FORCES = np.arange(6.0).reshape(2, 3)
@@ -169,44 +173,127 @@ def test_vasp_energies_are_totens(caplog):
     np.testing.assert_allclose(vasprun.frames([0]).energy, [-20.246959373], rtol=0, atol=1e-8)
 
 
-@needs_vasp
+@pytest.mark.parametrize("version", [5, 6])
 @pytest.mark.parametrize("form", ["OUTCAR", "vasprun.xml"])
-def test_vasp_frames_that_did_not_converge_are_left_out(tmp_path, caplog, capsys, form):
-    if form == "OUTCAR":
-        text = (VASP / "OUTCAR_example_1").read_text()
-        start = text.index("Iteration    1(")
-        good = text[text.rindex("\n", 0, start) + 1 :]
-        reached = "aborting loop because EDIFF is reached"
-        text = (
-            text[: len(text) - len(good)]
-            + good
-            + good.replace(reached, "aborting loop EDIFF was not reached")
-            + good
-        )
-        # An older VASP says nothing at the last step of its loop.
-        loops = 120 // good.count("Iteration  ") + 1
-        header = "----------------------------------------- Iteration    1(   1)  ---\n"
-        text += header * 120 * loops + good.replace(reached, "")
-    else:
-        text = (VASP / "vasprun_pstress.xml").read_text()
-        first, end = (
-            text.index(" <calculation>"),
-            text.index("</calculation>\n") + len("</calculation>\n"),
-        )
-        step = text[first:end]
-        loop = step[step.index("  <scstep>") : step.index("</scstep>\n") + len("</scstep>\n")]
-        bad = step.replace(loop, loop * 60, 1)
-        text = text[:first] + step + bad + step + bad + text[end:]
-    (tmp_path / form).write_text(text)
-    (system,) = open_systems(str(tmp_path / form))
-    assert system.nframes == 2
+def test_vasp_frames_that_did_not_converge_are_left_out(tmp_path, caplog, capsys, form, version):
+    # VASP 5 writes "EDIFF is reached" after NELM steps, too, and has another NELM in its vasprun.xml.
+    steps = [
+        end._replace(ending=ending if version == 6 else vasp_files.REACHED)
+        for end, _, ending in vasp_files.ENDS
+    ]
+    write = vasp_files.outcar if form == "OUTCAR" else vasp_files.vasprun
+    path = tmp_path / form
+    path.write_text(write(steps, version))
+    (system,) = open_systems(str(path))
+    converged = [step.energy for step, good, _ in vasp_files.ENDS if good]
+    np.testing.assert_allclose(system.frames(np.arange(system.nframes)).energy, converged)
     assert any(
-        "2 of 4 frames" in message and "(frames 1, 3)" in message for message in caplog.messages
+        "2 of 5 frames" in message and "(frames 2, 3)" in message for message in caplog.messages
     )
-    (system,) = open_systems(str(tmp_path / form), keep_unconverged=True)
-    assert system.nframes == 4
-    assert (
-        main(["convert-data", str(tmp_path / form), str(tmp_path / "out"), "--keep-unconverged"])
-        == 0
+    (system,) = open_systems(str(path), keep_unconverged=True)
+    assert system.nframes == 5
+    assert main(["convert-data", str(path), str(tmp_path / "out"), "--keep-unconverged"]) == 0
+    assert "5 frames" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("step", "converged"),
+    [
+        (vasp_files.Step(-3.0, 3, 5e-5, ending=vasp_files.HARD_STOP), False),
+        (vasp_files.Step(-3.0, vasp_files.NELM, 5e-5, 2e-3), False),  # the second condition of VASP
+        (vasp_files.Step(-3.0, vasp_files.NELM, 2e-3, ending=""), False),  # a shortened file
+        (vasp_files.Step(-3.0, vasp_files.NELM, 2e-5, ending=""), True),
+        (vasp_files.Step(-3.0, 3, 2e-3), True),  # VASP says so before NELM
+    ],
+)
+def test_loops_of_an_outcar(tmp_path, step, converged):
+    path = tmp_path / "OUTCAR"
+    path.write_text(vasp_files.outcar([step]))
+    assert read_outcar(str(path)).converged == [converged]
+
+
+@pytest.mark.parametrize("form", ["OUTCAR", "vasprun.xml"])
+def test_a_single_electronic_step_is_no_convergence(tmp_path, form):
+    write = vasp_files.outcar if form == "OUTCAR" else vasp_files.vasprun
+    (tmp_path / form).write_text(write([vasp_files.Step(-3.0, 1, 18.25)], most=1))
+    with pytest.raises(SystemFormatError, match="no frame converged"):
+        open_systems(str(tmp_path / form))
+
+
+def test_steps_of_vasps_force_field_are_no_labels(tmp_path, caplog):
+    predicted = vasp_files.force_field_step(-2.9)
+    first, second = (vasp_files.Step(energy, 4, 1e-5) for energy in (-3.0, -3.1))
+    text = vasp_files.outcar([first])
+    head, _, loops = text.partition("--------------------- Iteration")
+    text = f"{head}{predicted}--------------------- Iteration{loops}{predicted}{predicted}"
+    path = tmp_path / "OUTCAR"
+    path.write_text(text + vasp_files.ionic_step(second, 2) + predicted)
+    (system,) = open_systems(str(path))
+    assert system.frames([0, 1]).energy.tolist() == [-3.0, -3.1]
+    assert any(
+        "4 ionic steps" in message and "force field" in message for message in caplog.messages
     )
-    assert "4 frames" in capsys.readouterr().out
+    path.write_text(head + predicted + predicted)
+    with pytest.raises(SystemFormatError, match="all 2 ionic steps are predictions"):
+        open_systems(str(path))
+
+
+def test_steps_of_an_outcar_without_positions_and_killed_steps(tmp_path, caplog):
+    steps = [vasp_files.Step(energy, 4, 1e-5) for energy in (-3.0, -3.1, -3.2, -3.3)]
+    texts = [vasp_files.ionic_step(step, number) for number, step in enumerate(steps, 1)]
+    texts[1] = texts[1].replace(vasp_files.geometry(), "")  # NWRITE = 0
+    texts[3] = texts[3][: texts[3].index("  free  energy   TOTEN")]
+    path = tmp_path / "OUTCAR"
+    path.write_text(vasp_files.outcar([]) + "".join(texts))
+    (system,) = open_systems(str(path))
+    assert system.frames([0, 1]).energy.tolist() == [-3.0, -3.2]
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "1 ionic steps" in warning.getMessage()
+
+
+def test_an_outcar_with_many_body_dispersion(tmp_path):
+    text = vasp_files.outcar([vasp_files.Step(-3.0, 4, 1e-5)])
+    columns = "eV    w/o vdW =       -2.50000000"
+    text = text.replace("-3.00000000 eV\n\n", f"-3.00000000 {columns}\n\n")
+    text = text.replace("-3.00000000  energy(", f"-3.00000000 {columns}  energy(")
+    (tmp_path / "OUTCAR").write_text(text.removesuffix("\n") + f" {columns}\n")
+    (system,) = open_systems(str(tmp_path / "OUTCAR"))
+    assert system.frames([0]).energy.tolist() == [-3.0]
+
+
+def _gaussian_step(length, energy, end):
+    """Return the lines of two hydrogen atoms in an output of Gaussian."""
+    rule = " ---------------------------------------------------------------------\n"
+    return (
+        f" Input orientation:\n{rule}"
+        " Center     Atomic      Atomic             Coordinates (Angstroms)\n"
+        f" Number     Number       Type             X           Y           Z\n{rule}"
+        "      1          1           0        0.000000    0.000000    0.000000\n"
+        f"      2          1           0        0.000000    0.000000    {length:.6f}\n{rule}"
+        f"{end} SCF Done:  E(RHF) =  {energy:.11f}     A.U. after    2 cycles\n{rule}"
+        " Center     Atomic                   Forces (Hartrees/Bohr)\n"
+        f" Number     Number              X              Y              Z\n{rule}"
+        "      1        1           0.000000000    0.000000000   -0.010000000\n"
+        f"      2        1           0.000000000    0.000000000    0.010000000\n{rule}"
+    )
+
+
+def test_frames_of_gaussian_that_did_not_converge_are_left_out(tmp_path, caplog):
+    steps = [
+        _gaussian_step(0.74, -1.11675930740, ""),
+        _gaussian_step(0.80, -1.10000000001, " >>>>>>>>>> Convergence criterion not met.\n"),
+        _gaussian_step(0.78, -1.11000000003, ""),
+    ]
+    path = tmp_path / "h2.log"
+    path.write_text(" Entering Gaussian System, Link 0=g16\n # force hf/sto-3g\n" + "".join(steps))
+    (system,) = open_systems(str(path))
+    np.testing.assert_allclose(system.frames([0, 1]).coord[:, 1, 2], [0.74, 0.78])
+    assert any("1 of 3 frames" in message and "frames 1)" in message for message in caplog.messages)
+    assert open_systems(str(path), keep_unconverged=True)[0].nframes == 3
+
+
+def test_frames_of_orca_without_convergence_have_no_energy_in_ase():
+    atoms = [ase.Atoms("H") for _ in range(3)]
+    for frame, energy in zip(atoms, (-1.0, np.nan, None), strict=True):
+        frame.calc = SinglePointCalculator(frame, forces=np.zeros((1, 3)), energy=energy)
+    assert orca_convergence(atoms) == [True, False, True]

@@ -5,8 +5,18 @@ from __future__ import annotations
 import h5py
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from write_systems import make_arrays, write_npy
 
-from deepmd_muon.data import DataError, StatFile, energy_bias
+from deepmd_muon.data import (
+    DataError,
+    Parameters,
+    StatFile,
+    data_fingerprint,
+    energy_bias,
+    open_systems,
+)
 
 
 def test_bias_is_found_exactly_when_energies_are_sums():
@@ -156,3 +166,57 @@ def test_frames_without_energy_are_left_out_of_the_bias():
     np.testing.assert_allclose(
         energy_bias(counts, energies, np.array([-3.0, np.nan])), [-3.0, 1.5], atol=1e-12
     )
+
+
+NFRAMES, NATOMS = 6, 4
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    rng = np.random.default_rng(0)
+    return make_arrays(NFRAMES, NATOMS, labels=("energy", "force", "virial")) | {
+        "fparam": rng.standard_normal((NFRAMES, 2)),
+        "aparam": rng.standard_normal((NFRAMES, NATOMS)),
+        "real_atom_types": rng.integers(0, 2, (NFRAMES, NATOMS)),
+    }
+
+
+@pytest.fixture(scope="module")
+def fingerprints_of(tmp_path_factory):
+    """A function that gives the fingerprints of a mixed-type system: of all frames, then of each frame."""
+    folder = tmp_path_factory.mktemp("fingerprints") / "sys"
+
+    def fingerprints(arrays):
+        write_npy(folder, [0] * NATOMS, [arrays])
+        systems = [system.with_parameters(Parameters(2, 1)) for system in open_systems(str(folder))]
+        of_frames = [data_fingerprint(systems, [np.array([k])]) for k in range(NFRAMES)]
+        return data_fingerprint(systems), of_frames
+
+    return fingerprints
+
+
+@pytest.fixture(scope="module")
+def expected(fingerprints_of, arrays):
+    return fingerprints_of(arrays)
+
+
+@given(data=st.data())
+def test_a_change_of_any_number_changes_the_fingerprint(fingerprints_of, arrays, expected, data):
+    name = data.draw(st.sampled_from(sorted(arrays)))
+    frame = data.draw(st.integers(0, NFRAMES - 1))
+    values = arrays[name].copy()
+    row = values.reshape(NFRAMES, -1)[frame]
+    place = data.draw(st.integers(0, row.size - 1))
+    row[place] = 1 - row[place] if name == "real_atom_types" else np.nextafter(row[place], 9.0)
+    whole, of_frames = fingerprints_of({**arrays, name: values})
+    assert whole != expected[0]
+    assert [new == old for new, old in zip(of_frames, expected[1], strict=True)] == [
+        k != frame for k in range(NFRAMES)
+    ]
+
+
+def test_elements_exchanged_in_every_frame_change_the_fingerprint(
+    fingerprints_of, arrays, expected
+):
+    exchanged = {**arrays, "real_atom_types": 1 - arrays["real_atom_types"]}
+    assert fingerprints_of(exchanged)[0] != expected[0]

@@ -125,3 +125,117 @@ def test_filtered_and_strange_objects_in_hdf5(tmp_path):
         file["type.raw"] = np.array([file.ref, file.ref], dtype=h5py.ref_dtype)
     with pytest.raises(SystemFormatError, match="numbers or text"):
         open_systems(str(tmp_path / "s.hdf5"))
+
+
+def _xyz_frame(energy, rows=("O 0 0 0 1 0 0", "O 0 0 1 -1 0 0"), columns=":forces:R:3"):
+    lattice = 'Lattice="6 0 0 0 6 0 0 0 6"'
+    properties = f"Properties=species:S:1:pos:R:3{columns} " if columns is not None else ""
+    return "\n".join([str(len(rows)), f"{lattice} {properties}energy={energy}", *rows, ""])
+
+
+def _energies(path):
+    (system,) = open_systems(str(path))
+    return system.frames(np.arange(system.nframes)).energy.tolist()
+
+
+@pytest.mark.parametrize("ending", ["", "\n", " \n\n"])
+@pytest.mark.parametrize("between", ["", "\n", "\n  \n", "\r\n"])
+def test_empty_lines_between_frames_of_extended_xyz(tmp_path, between, ending):
+    pytest.importorskip("ase")
+    path = tmp_path / "s.xyz"
+    frames = [_xyz_frame(-float(k)) for k in range(10)]
+    path.write_bytes((between.join(frames) + ending).encode())
+    assert _energies(path) == [-float(k) for k in range(10)]
+    packed = tmp_path / "s.xyz.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert _energies(packed) == [-float(k) for k in range(10)]
+
+
+@pytest.mark.parametrize("between", ["# a note\n", "-1\n", "0x2\n", "9" * 5000 + "\n"])
+def test_lines_between_frames_of_extended_xyz_are_refused(tmp_path, between):
+    pytest.importorskip("ase")
+    path = tmp_path / "s.xyz"
+    path.write_text(_xyz_frame(-1) + between + _xyz_frame(-2))
+    with pytest.raises(SystemFormatError, match="line 5: expected the number of atoms") as error:
+        open_systems(str(path))
+    assert error.value.file == "frame 1"
+
+
+def test_vectors_of_a_cell_follow_the_atoms_of_extended_xyz(tmp_path):
+    pytest.importorskip("ase")
+    vectors = "VEC1 6 0 0\nVEC2 0 6 0\nVEC3 0 0 6\n"
+    path = tmp_path / "s.xyz"
+    for between in ("", "\n"):
+        path.write_text(f"1\nfirst\nO 0 0 0\n{vectors}{between}1\nsecond\nO 0 0 1\n{vectors}")
+        (system,) = open_systems(str(path))
+        assert system.nframes == 2
+        np.testing.assert_array_equal(system.frames([1]).box[0], 6 * np.eye(3))
+
+
+def test_columns_of_extended_xyz_without_a_name(tmp_path):
+    pytest.importorskip("ase")
+    path = tmp_path / "s.xyz"
+    path.write_text(_xyz_frame(-1) + _xyz_frame(-2, columns=None))
+    with pytest.raises(SystemFormatError, match=r"7 columns, .* names 4 .*:forces:R:3") as error:
+        open_systems(str(path))
+    assert error.value.file == "frame 1"
+    path.write_text(_xyz_frame(-1, columns=":Z:I:1"))
+    with pytest.raises(SystemFormatError, match=r"7 columns, .* names 5"):
+        open_systems(str(path))
+    path.write_text(_xyz_frame(-1, rows=("O 0 0 0", "O 0 0 1"), columns=None))
+    (system,) = open_systems(str(path))
+    assert system.labels == {"energy"}
+
+
+@pytest.mark.parametrize(
+    ("unit", "ours"),
+    [
+        ("energy-unit=eV", True),
+        ('force_units="eV / Angstrom"', True),
+        ("stress_unit=eV/Å^3", True),
+        ("energy-unit=hartree", False),
+        ("force-unit=kcal/mol/angstrom", False),
+        ("stress_unit=GPa", False),
+        ("pos_unit=bohr", False),
+    ],
+)
+def test_units_that_extended_xyz_states(tmp_path, unit, ours):
+    pytest.importorskip("ase")
+    path = tmp_path / "s.xyz"
+    path.write_text(_xyz_frame(f"-1 {unit}"))
+    if ours:
+        assert _energies(path) == [-1.0]
+    else:
+        with pytest.raises(SystemFormatError, match=unit.split("=")[1]):
+            open_systems(str(path))
+
+
+def test_trajectories_that_were_joined_by_cat(tmp_path):
+    ase = pytest.importorskip("ase")
+    from ase.io import write
+
+    path = tmp_path / "s.traj"
+    write(path, [ase.Atoms("O2", [[0, 0, 0], [0, 0, length]]) for length in (1.0, 1.1)])
+    one = path.read_bytes()
+    assert open_systems(str(path))[0].nframes == 2
+    path.write_bytes(one + one[-100:])  # a run that was killed while it wrote a frame
+    assert open_systems(str(path))[0].nframes == 2
+    path.write_bytes(one + one)
+    with pytest.raises(SystemFormatError, match="second trajectory"):
+        open_systems(str(path))
+
+
+@pytest.mark.parametrize("form", ["xsf", "vasp-xdatcar"])
+@pytest.mark.parametrize("between", [b"\n", b"\nhello\n"])
+def test_bytes_after_what_other_readers_read(tmp_path, form, between):
+    ase = pytest.importorskip("ase")
+    from ase.io import write
+
+    cell = np.diag([6.0, 6.0, 6.0])
+    frames = [ase.Atoms("O2", [[0, 0, 0], [0, 0, z]], cell=cell, pbc=True) for z in (1.0, 1.1)]
+    path = tmp_path / ("XDATCAR" if form == "vasp-xdatcar" else "s.xsf")
+    write(path, frames, format=form)
+    assert open_systems(str(path))[0].nframes == 2
+    path.write_bytes(path.read_bytes() + between + path.read_bytes())
+    with pytest.raises(SystemFormatError, match=r"2 frames .*characters follow"):
+        open_systems(str(path))

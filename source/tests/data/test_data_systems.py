@@ -283,6 +283,32 @@ def test_mixed_types_translate_by_frame(tmp_path):
         system.frames([1])
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_only_elements_of_atoms_must_be_in_the_type_map(tmp_path, mixed):
+    arrays = make_arrays(3, 4)
+    if mixed:
+        arrays["real_atom_types"] = np.array([[2, 0, 2, -1], [2, 2, 0, -1], [0, 0, 2, 2]])
+    path = write_npy(tmp_path / "sys", [2, 0, 2, 2], [arrays], type_map=("O", "C", "H", "Na"))
+    (system,) = open_systems(path, ["H", "O"])
+    expected = [[0, 1, 0, -1], [0, 0, 1, -1], [1, 1, 0, 0]] if mixed else [[0, 1, 0, 0]] * 3
+    np.testing.assert_array_equal(system.frames([0, 1, 2]).atype, expected)
+    (named,) = open_systems(path)
+    np.testing.assert_array_equal(named.with_types(["H", "O"]).types(np.arange(3)), expected)
+    for type_map in (["O", "C", "Na"], ["H"]):
+        lacking = [name for name in ("O", "H") if name not in type_map]
+        with pytest.raises(TypeMapError, match=re.escape(f"atoms of {lacking}")):
+            open_systems(path, type_map)
+
+
+def test_a_frame_of_padding_only_is_refused(tmp_path):
+    arrays = make_arrays(3, 4)
+    arrays["real_atom_types"] = np.array([[0, 1, 1, -1], [-1] * 4, [1, 1, 1, 1]])
+    (system,) = open_systems(write_npy(tmp_path / "sys", [0] * 4, [arrays]))
+    assert system.frames([0, 2]).nframes == 2
+    with pytest.raises(SystemFormatError, match=r"real_atom_types\.npy: frame 1 has no atoms"):
+        system.frames([0, 1])
+
+
 def test_mixed_systems_need_names_and_all_sets(tmp_path):
     arrays = make_arrays(3, 4)
     mixed = {**arrays, "real_atom_types": np.zeros((3, 4), int)}
@@ -353,6 +379,27 @@ def test_truncated_npy_names_both_sizes(tmp_path):
         open_systems(path)
     file.write_bytes(b"junk")
     with pytest.raises(SystemFormatError, match=r"force\.npy: cannot be read as an npy array"):
+        open_systems(path)
+
+
+def test_bytes_after_the_array_of_an_npy_file(tmp_path):
+    path = write_broken(tmp_path, lambda a: None)
+    file = tmp_path / "broken" / "set.001" / "force.npy"
+    with file.open("ab") as stream:  # as two numpy.save into one file
+        np.save(stream, np.zeros((5, 12)))
+    with pytest.raises(SystemFormatError, match=r"force\.npy: \d+ bytes follow the array"):
+        open_systems(path)
+
+
+@pytest.mark.parametrize("shape", [(-5, -12), (-5, 12), (5, -1, -12)])
+def test_negative_sizes_of_an_npy_file(tmp_path, shape):
+    path = write_broken(tmp_path, lambda a: None)
+    file = tmp_path / "broken" / "set.001" / "force.npy"
+    header = np.lib.format.header_data_from_array_1_0(np.zeros((5, 12)))
+    with file.open("wb") as stream:
+        np.lib.format.write_array_header_1_0(stream, {**header, "shape": shape})
+        stream.write(bytes(480))
+    with pytest.raises(SystemFormatError, match=r"force\.npy: .*negative size"):
         open_systems(path)
 
 

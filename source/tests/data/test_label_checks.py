@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from write_systems import write_npy
 
+from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
 from deepmd_muon.data.checks import labels
 from deepmd_muon.data.checks.labels import suspicions
@@ -349,3 +350,72 @@ def test_virials_that_are_not_symmetric(tmp_path):
             arrays["virial"][:, 1] += 5
 
     assert of_systems(changed(tmp_path / "data", COPPER, change)) == {"fcc32", "triclinic8"}
+
+
+def _write_hydrocarbons(folder, wrong=()):
+    """Write molecules of C and H, some with H first; their energies are sums over atoms."""
+    lone_energies = {"H": -13.6, "C": -1030.0}  # [eV]
+    names = []
+    for number, symbols in enumerate(
+        ["CHHHH", "CCHHHHHH", "CCCCHH", "CCCHHHHHHHH", "CCHH", "HCC", "CCCCCHH", "HHHCC"]
+    ):
+        elements = list(dict.fromkeys(symbols))
+        energy = sum(lone_energies[symbol] for symbol in symbols) * (27.2 if number in wrong else 1)
+        coord = np.zeros((2, len(symbols), 3))
+        coord[..., 0] = 1.1 * np.arange(len(symbols))  # [Å]
+        path = folder / f"{number}"
+        types = [elements.index(symbol) for symbol in symbols]
+        arrays = {"coord": coord.reshape(2, -1), "energy": np.full(2, energy)}
+        write_npy(path, types, [arrays], elements, nopbc=True)
+        names.append(str(path))
+    return names
+
+
+def test_energies_are_compared_by_element_not_by_the_number_of_a_type(tmp_path, capsys):
+    paths = _write_hydrocarbons(tmp_path)
+    (elements, others) = {system.type_map for system in open_systems(paths)}
+    assert sorted(elements) == sorted(others) == ["C", "H"]
+    assert not [text for text in suspicions(open_systems(paths)) if "per atom" in text]
+    assert main(["convert-data", *paths, str(tmp_path / "out")]) == 0
+    assert "per atom" not in capsys.readouterr().out
+
+
+def test_an_energy_that_the_others_contradict_is_named_without_a_type_map(tmp_path, capsys):
+    paths = _write_hydrocarbons(tmp_path, wrong=(5,))
+    assert main(["convert-data", *paths, str(tmp_path / "out")]) == 0
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if "per atom" in line]
+    assert warning.startswith(f"warning: {paths[5]}: the energy is")
+
+
+def test_positions_in_bohr_need_known_elements_or_far_atoms(tmp_path):
+    """CP2K's kinds such as Fe1 have no radius: then oxygens 2.6 Å apart say nothing about the closest atoms."""
+    cell = 4.6 * np.eye(3)
+    fractions = np.array([[0, 0, 0], [0.5, 0.5, 0.5], [0.5, 0, 0], [0, 0.5, 0.5]])
+    arrays = {
+        "coord": (fractions @ cell).reshape(1, -1),
+        "box": cell.reshape(1, -1),
+        "energy": np.zeros(1),
+    }
+    named = open_systems(write_npy(tmp_path / "kinds", [0, 0, 1, 1], [arrays], ["Fe1", "O"]))
+    assert suspicions(named) == []
+    bohr = {**arrays, "coord": arrays["coord"] / BOHR, "box": arrays["box"] / BOHR}
+    for names in (["Fe1", "O"], ["Fe", "O"]):
+        path = write_npy(tmp_path / f"bohr{names[0]}", [0, 0, 1, 1], [bohr], names)
+        (sentence,) = suspicions(open_systems(path))
+        assert "Bohr" in sentence
+
+
+def test_energies_alone_do_not_speak_for_positions_in_bohr(tmp_path):
+    """Of two checks the distances speak against it; without elements there is one check."""
+
+    def energies_of_bohr(arrays):
+        arrays["energy"] = arrays["energy"].mean() + BOHR * (
+            arrays["energy"] - arrays["energy"].mean()
+        )
+
+    found = changed(tmp_path / "named", COPPER, energies_of_bohr)
+    assert not [sentence for sentence in found if "positions" in sentence]
+    for path in tmp_path.rglob("type_map.raw"):
+        path.unlink()
+    nameless = suspicions(open_systems(str(tmp_path / "named")))
+    assert [sentence for sentence in nameless if "positions in Bohr" in sentence]

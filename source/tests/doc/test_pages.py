@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -98,6 +99,26 @@ def test_every_block_has_a_language_and_a_reason_if_it_does_not_run(name):
         if block.language == "json":
             text = block.code
             json.loads(text if text.startswith(("{", "[")) else f"{{{text}}}")
+
+
+def test_what_tests_of_pages_need_is_in_an_extra_or_a_tier_of_its_own():
+    """A page whose block says "tested" would otherwise be skipped by everyone."""
+    notes = {block.note for page in WALKS.values() for block in blocks_of(page)}
+    names = {note.partition(": ")[2] for note in notes if note.startswith("tested: ")}
+    files = [
+        file
+        for name in names
+        if name.endswith(".py") and "/" not in name
+        for file in (TOP / "source" / "tests").rglob(name)
+    ]
+    assert len(files) > 10
+    extras = (TOP / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    offered = {name.lower() for name in re.findall(r'"([\w-]+)[\[>=]', extras)}
+    for file in files:
+        text = file.read_text()
+        needed = set(re.findall(r'importorskip\(\s*"(\w+)', text))
+        if not re.search(r"mark\.(frameworks|lammps|metatomic)", text):
+            assert {module.replace("_", "-") for module in needed} <= offered, file
 
 
 @pytest.mark.parametrize(
