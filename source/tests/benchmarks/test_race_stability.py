@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import rules_table
 import settings
+import stability_frontier as frontier
 import stability_runs as runs
 import stability_table as table
 import torch
@@ -262,6 +263,88 @@ def test_tables_keep_models_apart():
         ["| check of 16 copies, 2 ps; 4 hotter runs, 10 steps", "1", "0"],
         ["| check of 64 copies, 2 ps; 4 hotter runs, 10 steps", "1", "0"],
         ["| all", "2", "0"],
+    ]
+
+
+def test_potentials_survive_a_table_of_theirs(tmp_path):
+    numbers = (0.1, 0.2, math.nan, 4, 8.0, 1, 1, 6.0, 0.5, 4, math.inf)
+    checked = table.Potential(
+        "se_e2_a", "water", "default", 1, 10, *numbers, "fails", 16, 2.0, 3, 0.3
+    )
+    unchecked = replace(checked, seed=2, verdict=None, check_copies=None, check_time=None)
+    unchecked = replace(unchecked, check_blown=None, check_least=None)
+    table.write_csv(tmp_path / "p.csv", [checked, unchecked])
+    found, lines = table.read_results([tmp_path / "p.csv"])
+    assert lines == []
+    assert math.isnan(found[0].flatness)
+    assert [replace(p, flatness=1.0) for p in found] == [
+        replace(p, flatness=1.0) for p in (checked, unchecked)
+    ]
+    (again,) = [
+        p for p in table.potentials_of([], [*found, replace(found[0], test=0.3)]) if p.seed == 1
+    ]
+    assert again.test == 0.3
+
+
+def potential(setting, seed, steps, test, blown, departed):
+    return table.Potential(
+        model="se_e2_a",
+        set="water",
+        setting=setting,
+        seed=seed,
+        steps=steps,
+        test=test,
+        out=0.2,
+        flatness=1.0,
+        runs=10,
+        time=50.0,
+        blown=blown,
+        departed=departed,
+        departing=20.0,
+        least=0.5,
+        hot_runs=4,
+        hot=1.0,
+        verdict=None,
+        check_copies=None,
+        check_time=None,
+        check_blown=None,
+        check_least=None,
+    )
+
+
+def test_the_frontier_compares_optimizers_by_length(tmp_path):
+    some = [
+        potential("default", 1, 3000, 0.1, 10, 4),
+        potential("default", 2, 3000, 0.3, 0, 0),
+        potential("default", 1, 12000, 0.1, 0, 0),  # its dynamics were shorter
+        potential("adamw", 1, 30000, 0.4, 0, 2),
+    ]
+    assert frontier.frontier_table(some)[2:] == [
+        "| water | 3,000 | 0.2000 | 1/2 (10/20) | 0.100 | – | – | – |",
+        "| water | 30,000 | – | – | – | 0.4000 | 0/1 (0/10) | 0.100 |",
+    ]
+    (point,) = frontier.points_of(some, "water", "default")
+    assert (point.blown, point.blown_error) == (pytest.approx(0.5), pytest.approx(0.5))
+    frontier.draw(some, tmp_path / "f.png")
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_routes_are_compared_with_the_default_of_the_same_seeds():
+    some = [
+        potential("default", 1, 30000, 0.1, 3, 4),
+        potential("default", 2, 30000, 0.2, 0, 0),
+        potential("default", 3, 30000, 9.0, 10, 0),
+        potential("first_c4.32_r3", 1, 30000, 0.2, 1, 2),
+        potential("first_c4.32_r3", 2, 30000, 0.2, 1, 2),
+        potential("first_c4.32_r3", 4, 30000, 9.0, 1, 2),  # the default has no such seed
+        potential("last_c4.32_r3", 1, 3000, 0.2, 1, 2),
+        potential("adamw", 3, 30000, 4.5, 2, 2),
+    ]
+    assert frontier.routes_table(some) == [
+        "| on AdamW | coefficient | ratio | water |",
+        "|---|---|---|---|",
+        "| first | 4.32 | 3 | 1.50 ± 0.50, 1.00; 2 (3) of 20 |",
+        "| all | – | – | 0.50, 1.00; 2 (10) of 10 |",
     ]
 
 
