@@ -19,6 +19,7 @@ TAIL = 0.25
 #: AdamW's best rate in the race: of five for se_e2_a, 3,000 and 30,000 steps; of four or five for DPA-3, 3,000 steps.
 ADAMW_RATES = {"water": 0.024, "molecules": 0.006, "alloys": 0.006}
 ADAMW_RATES |= {"salt": 0.012}  # of three, se_e2_a, 3,000 steps
+ADAMW_RATES |= {"silicon": 0.012}  # of six, 3,000 steps; after 30,000 it is within 2 % of the best
 ADAMW_RATES |= {"dpa3/water": 0.006, "dpa3/molecules": 0.012, "dpa3/alloys": 0.024}
 
 
@@ -115,10 +116,38 @@ SETTINGS |= {
     for rule in RULES
     for factor in FACTORS
 }
+#: Matrices of se_e2_a that may take the AdamW route, by their part of the model.
+ROUTES = {
+    "none": (),
+    "embedding": ("*descriptor*filter_layers*matrix",),
+    "fitting": ("*fitting_net*matrix",),
+    "first": ("*fitting_net*layers.0.matrix",),
+    "last": ("*fitting_net*layers.2.matrix",),  # the last hidden layer of three
+    "first_last": ("*fitting_net*layers.0.matrix", "*fitting_net*layers.2.matrix"),
+}
+#: `lr_adjust_coeff`, which scales the rate of the matrices that stay on the Muon route; long runs take 4.32.
+COEFFICIENTS = (1.44, 4.32, 12.96)
+#: `adam_lr_ratio`: the rate of the Adam and AdamW routes, in units of `RATE`; long runs take 1.
+RATIOS = (1.0, 3.0, 10.0, 30.0)
+SETTINGS |= {
+    f"{part}_c{coefficient:g}_r{ratio:g}": muon(
+        adamw_patterns=list(patterns), lr_adjust_coeff=coefficient, adam_lr_ratio=ratio
+    )
+    for part, patterns in ROUTES.items()
+    for coefficient in COEFFICIENTS
+    for ratio in RATIOS
+}
 
 
 def input_for(
-    name: str, setting: str, folder: Path, *, seed: int, steps: int, model: str = "se_e2_a"
+    name: str,
+    setting: str,
+    folder: Path,
+    *,
+    seed: int,
+    steps: int,
+    model: str = "se_e2_a",
+    averages: bool = True,
 ) -> dict[str, Any]:
     """Return the input of a run.
 
@@ -132,6 +161,8 @@ def input_for(
         Of weights and data order, and the length.
     model
         See `input_of`.
+    averages
+        Whether the run averages weights if its setting does.
     """
     chosen = SETTINGS[setting]
     content = input_of(name, model, SETS[name].systems(folder, "train"), seed=seed, steps=steps)
@@ -139,6 +170,6 @@ def input_for(
     rate = {"type": "exp", "smooth": True, "stop_lr_ratio": STOP, "start_lr": start}
     plain = merged(content, {"optimizer": {"type": "HybridMuon"}, "learning_rate": rate})
     quiet: dict[str, Any] = {"disp_freq": steps, "save_freq": steps, "max_ckpt_keep": 1}
-    if chosen.averaged:
+    if chosen.averaged and averages:
         quiet |= {"enable_ema": True, "ema_tail": TAIL}
     return merged(merged(plain, chosen.change), {"training": quiet})

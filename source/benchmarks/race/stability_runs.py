@@ -4,8 +4,10 @@
         --seeds 1 2 3 4 5 6 7 8 --workers 20 --seconds 540
 
 Each worker is a process that trains one potential after another with `dp train`. On a GPU, small steps of several
-processes overlap where NVIDIA's Multi-Process Service runs. Each finished potential is a line of the results; what the
-file already has is not repeated. `stability_table.py` makes the tables.
+processes overlap where NVIDIA's Multi-Process Service runs. With several GPUs, start one service for each (with
+`CUDA_VISIBLE_DEVICES` and `CUDA_MPS_PIPE_DIRECTORY`), and give all pipe directories as `--pipes`: the workers take them
+in turn. Each finished potential is a line of the results; what the file already has is not repeated.
+`stability_table.py` makes the tables.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,6 +67,7 @@ CONDITIONS = {
     "molecules": Condition("test", "*_300K", 1200.0, 1.0, (4.0, 12.0, 14.0, 16.0)),
     "alloys": Condition("out", "Cu11Ag11Au10_liquid_2000K", 2000.0, 2.0),
     "salt": Condition("test", "*_liquid_1300K", 1300.0, 2.0),
+    "silicon": Condition("test", "liquid_2500K", 2500.0, 2.0),
 }
 #: Sets that run where nothing is asked for; the others choose no setting.
 USUAL = ("water", "molecules", "alloys")
@@ -77,6 +80,27 @@ COPIES = 8
 #: Size of a change of weights that tells how flat the minimum is, relative to the root mean square of their tensor.
 CHANGE = 0.01
 _LOG = "worker_{}.log"
+
+
+class Job(NamedTuple):
+    """A training run."""
+
+    set: str
+    setting: str
+    seed: int
+    steps: int
+
+
+class Duration(NamedTuple):
+    """How long a run took: its training of some steps, and the rest [s]."""
+
+    steps: int
+    training: float
+    rest: float
+
+    def of(self, steps: int) -> float:
+        """Estimate how long a run of other steps takes [s]."""
+        return self.training * steps / self.steps + self.rest
 
 
 def opened(folders: Sequence[Path], type_map: Sequence[str]) -> list[System]:
@@ -214,12 +238,18 @@ def _values(model: ModelCheck) -> dict[str, Any]:
     }
 
 
-def trained(job: tuple[str, str, int], args: argparse.Namespace, folder: Path) -> Path:
+def trained(job: Job, args: argparse.Namespace, folder: Path) -> Path:
     """Train a potential by `dp train`, and return its checkpoint."""
-    name, setting, seed = job
+    name, setting, seed, steps = job
     chosen = SETTINGS[setting]
     content = input_for(
-        name, setting, args.data / name, seed=seed, steps=args.steps, model=args.model
+        name,
+        setting,
+        args.data / name,
+        seed=seed,
+        steps=steps,
+        model=args.model,
+        averages=args.averages,
     )
     if chosen.noise:
         data = content["training"]["training_data"]
@@ -232,7 +262,7 @@ def trained(job: tuple[str, str, int], args: argparse.Namespace, folder: Path) -
         # The same course of the rate: it falls by a constant factor a step.
         part = 1 - chosen.part
         change = {
-            "training": {"numb_steps": round(part * args.steps)},
+            "training": {"numb_steps": round(part * steps)},
             "learning_rate": {"stop_lr_ratio": STOP**part},
         }
         earlier = run_train(merged(content, change), [])
@@ -267,16 +297,14 @@ def noisy(system: Path, folder: Path, deviation: float, seed: int) -> str:
     return str(target)
 
 
-def lines_of(
-    job: tuple[str, str, int], args: argparse.Namespace, folder: Path
-) -> Iterator[dict[str, Any]]:
+def lines_of(job: Job, args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the results of a run: one potential, or two where weights are averaged."""
-    name, setting, seed = job
+    name, setting, seed, steps = job
     begun = time.monotonic()
     file = trained(job, args, folder)
     seconds = time.monotonic() - begun
     data = args.data / name
-    for averaged in (False, True) if SETTINGS[setting].averaged else (False,):
+    for averaged in (False, True) if SETTINGS[setting].averaged and args.averages else (False,):
         label = f"{setting}_average" if averaged else setting
         begun = time.monotonic()
         predictor = Predictor(file, ema=averaged)
@@ -287,7 +315,7 @@ def lines_of(
             "set": name,
             "setting": label,
             "seed": seed,
-            "steps": args.steps,
+            "steps": steps,
             "model": args.model,
         }
         line |= {
@@ -330,64 +358,76 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
 
 def work(
     number: int,
-    jobs: list[tuple[str, str, int]],
+    jobs: list[Job],
     taken: Any,
+    durations: MutableMapping[str, Duration],
     args: argparse.Namespace,
     until: float,
 ) -> None:
-    """Train one potential after another until none is left or the time is over; `taken` counts those begun."""
+    """Train one potential after another until none is left or the time is over.
+
+    Parameters
+    ----------
+    number
+        Of this worker.
+    jobs, taken
+        The runs, and how many of them the workers have begun.
+    durations
+        Of the longest finished run of each set, by any worker.
+    args, until
+        The command line, and when all runs must have ended, as `time.monotonic` has it.
+    """
     out = os.open(args.logs / _LOG.format(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
     torch.set_num_threads(1)
-    longest: dict[str, float] = {}
     while True:
         with taken.get_lock():
             place, taken.value = taken.value, taken.value + 1
         if place >= len(jobs):
             return
         job, begun = jobs[place], time.monotonic()
-        if begun + longest.get(job[0], 0.0) > until:
+        known = durations.get(job.set)
+        if begun + (known.of(job.steps) if known else 0.0) > until:
             continue
         folder = Path(tempfile.mkdtemp(prefix="stability-"))
         try:
             for line in lines_of(job, args, folder):
                 append(args.results, line)
+            training = line["seconds"]["train"]
+            known = durations.get(job.set)
+            if known is None or job.steps >= known.steps:
+                rest = time.monotonic() - begun - training
+                durations[job.set] = Duration(job.steps, training, rest)
         except Exception as error:  # one that fails must not end the others
             traceback.print_exc()
             said = (args.logs / _LOG.format(number)).read_text()[-1000:]
-            failed = {
-                "set": job[0],
-                "setting": job[1],
-                "seed": job[2],
-                "failed": repr(error)[:300],
-                "log": said,
-            }
-            append(args.results, failed)
+            append(args.results, {**job._asdict(), "failed": repr(error)[:300], "log": said})
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-        longest[job[0]] = max(longest.get(job[0], 0.0), time.monotonic() - begun)
 
 
-def wanted(args: argparse.Namespace) -> list[tuple[str, str, int]]:
+def wanted(args: argparse.Namespace) -> list[Job]:
     """Return the jobs that are not done, of each part of the plan seed by seed."""
     lines = map(json.loads, args.results.read_text().splitlines()) if args.results.exists() else ()
-    given = {"model": args.model, "steps": args.steps}  # lines of runs that failed may lack them
     done = {
-        (line["set"], line["setting"], line["seed"])
+        # Lines of runs that failed may lack the last two.
+        Job(line["set"], line["setting"], line["seed"], line.get("steps", args.steps))
         for line in lines
-        if {**given, **line}.items() >= given.items()
+        if line.get("model", args.model) == args.model
     }
-    found = [
-        (name, setting, seed)
-        for sets, settings, seeds in args.plan or [(args.sets, args.settings, args.seeds)]
-        for seed in seeds
-        for name in sets
-        for setting in settings
-    ]
-    return [job for job in found if job not in done]
+    jobs = []
+    for sets, settings, seeds, *steps in args.plan or [(args.sets, args.settings, args.seeds)]:
+        jobs += [
+            Job(name, setting, seed, length)
+            for seed in seeds
+            for length in steps or [args.steps]
+            for name in sets
+            for setting in settings
+        ]
+    return [job for job in jobs if job not in done]
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -409,10 +449,17 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--plan",
         type=json.loads,
-        help="instead of the three, one after the other: [[SETS, SETTINGS, SEEDS], …] as JSON",
+        help="instead of the three, one after the other: [[SETS, SETTINGS, SEEDS], …] as JSON; "
+        "further numbers of a part are its steps",
     )
     parser.add_argument("--steps", type=int, default=30000)
     parser.add_argument("--model", default="se_e2_a")
+    parser.add_argument(
+        "--no-averages",
+        dest="averages",
+        action="store_false",
+        help="no second potential of averaged weights",
+    )
     parser.add_argument(
         "--copies", type=int, nargs=2, default=[16, 4], help="runs of a potential, and hotter ones"
     )
@@ -436,6 +483,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="temperature over that of the dynamics",
     )
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument(
+        "--pipes", nargs="+", default=[], help="CUDA_MPS_PIPE_DIRECTORY of each GPU's service"
+    )
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="begin no run that would end later"
     )
@@ -465,12 +515,15 @@ def main() -> None:
     args.logs.mkdir(parents=True, exist_ok=True)
     todo, context = wanted(args), multiprocessing.get_context("spawn")
     taken = context.Value("i", 0)
+    durations = context.Manager().dict()
     until = begun + args.seconds
     workers = [
-        context.Process(target=work, args=(number, todo, taken, args, until))
+        context.Process(target=work, args=(number, todo, taken, durations, args, until))
         for number in range(min(args.workers, len(todo)))
     ]
-    for worker in workers:
+    for number, worker in enumerate(workers):
+        if args.pipes:  # a process inherits it
+            os.environ["CUDA_MPS_PIPE_DIRECTORY"] = args.pipes[number % len(args.pipes)]
         worker.start()
     for worker in workers:
         worker.join(None if math.isinf(until) else max(0.0, until + args.grace - time.monotonic()))

@@ -1,6 +1,8 @@
 """Make the tables of the stability experiment from the lines of `stability_runs.py`, as Markdown and as CSV.
 
 python source/benchmarks/race/stability_table.py runs.jsonl --csv potentials.csv --settings settings.csv
+
+A file of potentials that ends in `.csv` may stand for the lines of its runs.
 """
 
 from __future__ import annotations
@@ -367,9 +369,36 @@ def read_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
     return [line for line in lines if "dynamics" in line]
 
 
-def potentials_of(lines: Iterable[dict[str, Any]]) -> list[Potential]:
-    """Return the potentials of lines, by model, set, setting and seed; of a repeated run the last one."""
-    every = [Potential.of(line) for line in lines]
+def read_potentials(path: Path) -> list[Potential]:
+    """Return the potentials of a file that `write_csv` wrote."""
+    kinds = {"str": str, "int": int, "float": float}
+    with path.open(newline="") as file:
+        return [
+            Potential(
+                **{
+                    field.name: kinds[str(field.type).removesuffix(" | None")](row[field.name])
+                    if row[field.name]
+                    else None
+                    for field in fields(Potential)
+                }
+            )
+            for row in csv.DictReader(file)
+        ]
+
+
+def read_results(paths: Sequence[Path]) -> tuple[list[Potential], list[dict[str, Any]]]:
+    """Return the potentials of files of either kind, and the lines of those that hold runs."""
+    tables = [path for path in paths if path.suffix == ".csv"]
+    lines = read_lines(path for path in paths if path not in tables)
+    earlier = [potential for path in tables for potential in read_potentials(path)]
+    return potentials_of(lines, earlier), lines
+
+
+def potentials_of(
+    lines: Iterable[dict[str, Any]], earlier: Sequence[Potential] = ()
+) -> list[Potential]:
+    """Return earlier potentials and those of lines, sorted; of a repeated run the last one."""
+    every = [*earlier, *map(Potential.of, lines)]
     found = [*{(p.model, p.set, p.setting, p.seed, p.steps): p for p in every}.values()]
     order = {p.setting: k for k, p in reversed(list(enumerate(found)))}
     return sorted(found, key=lambda p: (p.model, p.set, p.steps, order[p.setting], p.seed))
@@ -384,8 +413,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help="file that gets a line a potential")
     parser.add_argument("--settings", type=Path, help="file that gets a line a setting")
     args = parser.parse_args()
-    lines = read_lines(args.results)
-    potentials = potentials_of(lines)
+    potentials, lines = read_results(args.results)
     tables = [table(potentials) for table in (settings_table, verdict_table, limit_table)]
     print("\n\n".join("\n".join(table) for table in [*tables, heat_table(lines)]))
     if args.csv:

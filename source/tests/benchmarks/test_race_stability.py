@@ -4,12 +4,14 @@ import json
 import math
 import sys
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
 import pytest
 import rules_table
 import settings
+import stability_frontier as frontier
 import stability_runs as runs
 import stability_table as table
 import torch
@@ -87,6 +89,67 @@ def test_inputs_of_settings_are_accepted(name, tmp_path):
     assert content["training"]["seed"] == 2
 
 
+@pytest.mark.parametrize(
+    ("part", "layers"),
+    [
+        ("none", []),
+        ("embedding", [("descriptor", k) for k in range(3)]),
+        ("fitting", [("fitting_net", k) for k in range(4)]),
+        ("first", [("fitting_net", 0)]),
+        ("last", [("fitting_net", 2)]),
+        ("first_last", [("fitting_net", 0), ("fitting_net", 2)]),
+    ],
+)
+def test_routes_match_the_matrices_of_their_part(part, layers):
+    content = input_of("water", "tiny", [DATA / "300K"], seed=1, steps=1)
+    content["model"]["descriptor"] |= {"sel": [46, 92], "neuron": [4, 8, 16]}
+    content["learning_rate"] = {"start_lr": 1e-3}
+    model = build_model(normalize(content).settings.model)
+    matched = {
+        (next(net for net in ("descriptor", "fitting_net") if net in name), name.split(".")[-2])
+        for name, _ in model.named_parameters()
+        if any(fnmatchcase(name, pattern) for pattern in settings.ROUTES[part])
+    }
+    assert matched == {(net, str(number)) for net, number in layers}
+
+
+def test_routed_settings_choose_matrices_and_both_rates(tmp_path):
+    chosen = settings.input_for("water", "first_c1.44_r3", tmp_path, seed=1, steps=10)
+    assert chosen["optimizer"] == {
+        "type": "HybridMuon",
+        "adamw_patterns": ["*fitting_net*layers.0.matrix"],
+        "lr_adjust_coeff": 1.44,
+        "adam_lr_ratio": 3.0,
+    }
+
+
+def test_parts_of_a_plan_may_have_their_lengths(tmp_path):
+    results = tmp_path / "r.jsonl"
+    done = {"set": "water", "setting": "default", "seed": 2, "model": "se_e2_a", "steps": 1000}
+    results.write_text(json.dumps(done) + "\n")
+    plan = '[[["water"], ["default"], [1, 2], 3000, 1000], [["salt"], ["soap"], [3]]]'
+    words = ["--data", str(tmp_path), "--results", str(results), "--steps", "7", "--plan", plan]
+    assert runs.wanted(runs.arguments(words)) == [
+        runs.Job("water", "default", 1, 3000),
+        runs.Job("water", "default", 1, 1000),
+        runs.Job("water", "default", 2, 3000),
+        runs.Job("salt", "soap", 3, 7),
+    ]
+
+
+def test_longer_runs_are_expected_to_train_longer():
+    assert runs.Duration(steps=1000, training=10.0, rest=5.0).of(3000) == pytest.approx(35.0)
+
+
+def test_averages_are_left_out_on_demand(tmp_path):
+    with_averages, without = (
+        settings.input_for("water", "default", tmp_path, seed=1, steps=10, averages=averages)
+        for averages in (True, False)
+    )
+    assert with_averages["training"]["enable_ema"] is True
+    assert "enable_ema" not in without["training"]
+
+
 def test_noise_displaces_copies_of_frames(tmp_path):
     written = runs.noisy(DATA / "300K", tmp_path, 0.02, 1)
     (plain,), (noisy,) = (
@@ -111,7 +174,7 @@ def test_the_last_tenth_restarts_on_the_same_course(monkeypatch, tmp_path):
     args = runs.arguments(
         ["--data", str(tmp_path), "--results", str(tmp_path / "r.jsonl"), "--steps", "100"]
     )
-    runs.trained(("water", "slow_last_tenth", 1), args, tmp_path)
+    runs.trained(runs.Job("water", "slow_last_tenth", 1, 100), args, tmp_path)
     (first, _), (last, words) = given
     rates = []
     for content in (first, last):
@@ -130,7 +193,7 @@ def test_the_last_tenth_restarts_on_the_same_course(monkeypatch, tmp_path):
     assert last["optimizer"]["lr_adjust_coeff"] == pytest.approx(0.864)
     assert words == ["--restart", str(tmp_path / "m.pt")]
     given.clear()
-    runs.trained(("water", "decay_3_first_half", 1), args, tmp_path)
+    runs.trained(runs.Job("water", "decay_3_first_half", 1, 100), args, tmp_path)
     seen = [
         (content["training"]["numb_steps"], content["optimizer"]["weight_decay"])
         for content, _ in given
@@ -200,6 +263,88 @@ def test_tables_keep_models_apart():
         ["| check of 16 copies, 2 ps; 4 hotter runs, 10 steps", "1", "0"],
         ["| check of 64 copies, 2 ps; 4 hotter runs, 10 steps", "1", "0"],
         ["| all", "2", "0"],
+    ]
+
+
+def test_potentials_survive_a_table_of_theirs(tmp_path):
+    numbers = (0.1, 0.2, math.nan, 4, 8.0, 1, 1, 6.0, 0.5, 4, math.inf)
+    checked = table.Potential(
+        "se_e2_a", "water", "default", 1, 10, *numbers, "fails", 16, 2.0, 3, 0.3
+    )
+    unchecked = replace(checked, seed=2, verdict=None, check_copies=None, check_time=None)
+    unchecked = replace(unchecked, check_blown=None, check_least=None)
+    table.write_csv(tmp_path / "p.csv", [checked, unchecked])
+    found, lines = table.read_results([tmp_path / "p.csv"])
+    assert lines == []
+    assert math.isnan(found[0].flatness)
+    assert [replace(p, flatness=1.0) for p in found] == [
+        replace(p, flatness=1.0) for p in (checked, unchecked)
+    ]
+    (again,) = [
+        p for p in table.potentials_of([], [*found, replace(found[0], test=0.3)]) if p.seed == 1
+    ]
+    assert again.test == 0.3
+
+
+def potential(setting, seed, steps, test, blown, departed):
+    return table.Potential(
+        model="se_e2_a",
+        set="water",
+        setting=setting,
+        seed=seed,
+        steps=steps,
+        test=test,
+        out=0.2,
+        flatness=1.0,
+        runs=10,
+        time=50.0,
+        blown=blown,
+        departed=departed,
+        departing=20.0,
+        least=0.5,
+        hot_runs=4,
+        hot=1.0,
+        verdict=None,
+        check_copies=None,
+        check_time=None,
+        check_blown=None,
+        check_least=None,
+    )
+
+
+def test_the_frontier_compares_optimizers_by_length(tmp_path):
+    some = [
+        potential("default", 1, 3000, 0.1, 10, 4),
+        potential("default", 2, 3000, 0.3, 0, 0),
+        potential("default", 1, 12000, 0.1, 0, 0),  # its dynamics were shorter
+        potential("adamw", 1, 30000, 0.4, 0, 2),
+    ]
+    assert frontier.frontier_table(some)[2:] == [
+        "| water | 3,000 | 0.2000 | 1/2 (10/20) | 0.100 | – | – | – |",
+        "| water | 30,000 | – | – | – | 0.4000 | 0/1 (0/10) | 0.100 |",
+    ]
+    (point,) = frontier.points_of(some, "water", "default")
+    assert (point.blown, point.blown_error) == (pytest.approx(0.5), pytest.approx(0.5))
+    frontier.draw(some, tmp_path / "f.png")
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_routes_are_compared_with_the_default_of_the_same_seeds():
+    some = [
+        potential("default", 1, 30000, 0.1, 3, 4),
+        potential("default", 2, 30000, 0.2, 0, 0),
+        potential("default", 3, 30000, 9.0, 10, 0),
+        potential("first_c4.32_r3", 1, 30000, 0.2, 1, 2),
+        potential("first_c4.32_r3", 2, 30000, 0.2, 1, 2),
+        potential("first_c4.32_r3", 4, 30000, 9.0, 1, 2),  # the default has no such seed
+        potential("last_c4.32_r3", 1, 3000, 0.2, 1, 2),
+        potential("adamw", 3, 30000, 4.5, 2, 2),
+    ]
+    assert frontier.routes_table(some) == [
+        "| on AdamW | coefficient | ratio | water |",
+        "|---|---|---|---|",
+        "| first | 4.32 | 3 | 1.50 ± 0.50, 1.00; 2 (3) of 20 |",
+        "| all | – | – | 0.50, 1.00; 2 (10) of 10 |",
     ]
 
 
@@ -306,7 +451,9 @@ def test_runs_of_another_model_or_length_are_others(tmp_path, monkeypatch, capsy
             model,
             *plan,
         ]
-        assert runs.wanted(runs.arguments(words)) == [("salt", "soap", seed) for seed in left]
+        assert runs.wanted(runs.arguments(words)) == [
+            runs.Job("salt", "soap", seed, 3000) for seed in left
+        ]
     monkeypatch.setattr(sys, "argv", ["rules_table.py", str(results)])
     rules_table.main()
     found = capsys.readouterr().out.splitlines()
@@ -321,5 +468,5 @@ def test_dynamics_of_a_set_without_a_condition_are_refused(tmp_path, capsys):
     words = ["--data", str(tmp_path), "--results", str(tmp_path / "r.jsonl"), "--picoseconds"]
     assert runs.arguments([*words, "salt=2"]).sets == list(runs.USUAL)
     with pytest.raises(SystemExit):
-        runs.arguments([*words, "silicon=2"])
-    assert "silicon" in capsys.readouterr().err
+        runs.arguments([*words, "dft_water=2"])
+    assert "dft_water" in capsys.readouterr().err

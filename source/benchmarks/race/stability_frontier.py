@@ -1,0 +1,245 @@
+"""Compare how safe HybridMuon's and AdamW's potentials are at equal error, over lengths of training.
+
+python source/benchmarks/race/stability_frontier.py potentials.csv --picture frontier.png
+
+It reads what `stability_table.py` reads, and prints Markdown tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from settings import COEFFICIENTS, RATIOS, ROUTES
+from stability_table import Potential, SettingRow, grouped, mean_of, read_results, shown
+
+from deepmd_muon.show.palette import OPTIMIZERS, PURPLE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SETS = ("water", "alloys", "molecules", "salt", "silicon")
+#: Lengths of training whose dynamics are equally long; other runs had shorter ones.
+LENGTHS = (1_000, 3_000, 10_000, 30_000, 100_000)
+LONG = 30_000
+#: A setting that the picture shows next to both optimizers, after `LONG` steps.
+ROUTED = "first_c4.32_r3"
+MODEL = "se_e2_a"
+#: Departures a ps below which the axis is linear.
+RARE = 0.01
+
+
+class Series(NamedTuple):
+    """How the picture shows a setting; `offset` is that of the labels of its points [points]."""
+
+    setting: str
+    lengths: tuple[int, ...]
+    label: str
+    color: str
+    mark: str
+    size: float
+    offset: tuple[float, float]
+
+
+SERIES = (
+    Series(
+        "default", LENGTHS, "HybridMuon, nothing set", OPTIMIZERS["HybridMuon"], "o-", 5, (-6, 6)
+    ),
+    Series("adamw", LENGTHS, "AdamW at its best rate", OPTIMIZERS["AdamW"], "s-", 5, (2, -11)),
+    Series(
+        ROUTED,
+        (LONG,),
+        "HybridMuon, first layer of the fitting net on AdamW, 30,000 steps",
+        PURPLE,
+        "*",
+        13,
+        (0, 0),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Potentials that differ by their seeds alone."""
+
+    row: SettingRow
+    blown: float
+    blown_error: float
+
+    @classmethod
+    def of(cls, some: Sequence[Potential]) -> Point:
+        """Summarise potentials; the runs of one are dependent, so the error is that over potentials."""
+        shares = [potential.blown / potential.runs for potential in some]
+        error = statistics.stdev(shares) / math.sqrt(len(some)) if len(some) > 1 else math.nan
+        return cls(SettingRow.of(some), statistics.fmean(shares), error)
+
+
+def points_of(potentials: Sequence[Potential], name: str, setting: str) -> list[Point]:
+    """Return a point for each length of a setting on a set, shortest first."""
+    chosen = [p for p in potentials if (p.model, p.set, p.setting) == (MODEL, name, setting)]
+    groups = grouped(chosen, lambda p: p.steps)
+    return [Point.of(groups[steps]) for steps in LENGTHS if steps in groups]
+
+
+def frontier_table(potentials: Sequence[Potential]) -> list[str]:
+    """Return errors, blow-ups and departures of both optimizers by set and length, as Markdown."""
+    lines = [
+        "| set | steps | HybridMuon [eV/Å] | blown up | departures | AdamW [eV/Å] | blown up | departures |",
+        "|" + "---|" * 8,
+    ]
+    for name in SETS:
+        columns = [
+            {point.row.steps: point.row for point in points_of(potentials, name, setting)}
+            for setting in ("default", "adamw")
+        ]
+        for steps in LENGTHS:
+            rows = [column.get(steps) for column in columns]
+            if any(rows):
+                cells = [cell for row in rows for cell in _cells(row)]
+                lines.append(f"| {name} | {steps:,} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _cells(row: SettingRow | None) -> tuple[str, str, str]:
+    if row is None:
+        return ("–", "–", "–")
+    return (
+        f"{row.test:.4f}",
+        f"{row.potentials_blown_up}/{row.seeds} ({row.runs_blown_up}/{row.runs})",
+        f"{row.departures_per_ps:.3f}",
+    )
+
+
+def routes_table(potentials: Sequence[Potential]) -> list[str]:
+    """Compare each route and its rates with the default's potentials of the same seeds, as Markdown.
+
+    A cell has the ratio of test errors with its standard error, that of errors out of distribution, and the runs that
+    blew up, with the default's in brackets.
+    """
+    names = [name for name in SETS if any(p.set == name for p in potentials)]
+    lines = [
+        "| on AdamW | coefficient | ratio | " + " | ".join(names) + " |",
+        "|" + "---|" * (3 + len(names)),
+    ]
+    settings = [
+        (part, f"{coefficient:g}", f"{ratio:g}", f"{part}_c{coefficient:g}_r{ratio:g}")
+        for part in ROUTES
+        for coefficient in COEFFICIENTS
+        for ratio in RATIOS
+    ]
+    long = {
+        (p.set, p.setting, p.seed): p for p in potentials if (p.model, p.steps) == (MODEL, LONG)
+    }
+    for *words, setting in [*settings, ("all", "–", "–", "adamw")]:
+        cells = [_compared(long, name, setting) for name in names]
+        if any(cells):
+            lines.append("| " + " | ".join([*words, *(cell or "–" for cell in cells)]) + " |")
+    return lines
+
+
+def _compared(
+    potentials: Mapping[tuple[str, str, int], Potential], name: str, setting: str
+) -> str | None:
+    """Return the cell of a set and a setting; None without seeds that the default has, too."""
+    pairs = [
+        (potential, potentials[name, "default", seed])
+        for (chosen, kind, seed), potential in potentials.items()
+        if (chosen, kind) == (name, setting) and (name, "default", seed) in potentials
+    ]
+    if not pairs:
+        return None
+    test = shown(mean_of([potential.test / plain.test for potential, plain in pairs]), 2)
+    out = statistics.fmean(potential.out / plain.out for potential, plain in pairs)
+    blown, plainly, runs = (
+        sum(counts)
+        for counts in zip(
+            *((potential.blown, plain.blown, potential.runs) for potential, plain in pairs),
+            strict=True,
+        )
+    )
+    return f"{test}, {out:.2f}; {blown} ({plainly}) of {runs}"
+
+
+def draw(potentials: Sequence[Potential], path: Path) -> None:
+    """Draw blow-ups and departures against the test error, in a column of panels for each set."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
+
+    figure, panels = plt.subplots(
+        2, len(SETS), figsize=(15.0, 6.4), sharex="col", sharey="row", layout="constrained"
+    )
+    for (shares, rates), name in zip(panels.T, SETS, strict=True):
+        for series in SERIES:
+            points = [
+                point
+                for point in points_of(potentials, name, series.setting)
+                if point.row.steps in series.lengths
+            ]
+            _draw_series(shares, rates, points, series)
+        shares.set(title=name, xscale="log", ylim=(-12, 110))
+        rates.set_yscale("symlog", linthresh=RARE)
+        rates.set_ylim(-0.002, 40)
+        rates.set_xlabel("force error on test frames [eV/Å]")
+        rates.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 4.0, 5.0, 7.0)))
+        rates.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+        rates.xaxis.set_minor_locator(NullLocator())
+        rates.tick_params(axis="x", labelrotation=45)
+    panels[0, 0].set_ylabel("runs that blew up [%]")
+    panels[1, 0].set_ylabel("departures [1/ps]")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small")
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _draw_series(shares: Axes, rates: Axes, points: Sequence[Point], series: Series) -> None:
+    """Draw the points of a setting: percentages of blow-ups with their steps, and departures."""
+    errors = [point.row.test for point in points]
+    style = {
+        "fmt": series.mark,
+        "color": series.color,
+        "label": series.label,
+        "capsize": 2,
+        "markersize": series.size,
+    }
+    blown = [100 * point.blown for point in points]
+    shares.errorbar(errors, blown, [100 * point.blown_error for point in points], **style)
+    departures = [point.row.departures_per_ps for point in points]
+    rates.errorbar(errors, departures, [point.row.departures_error for point in points], **style)
+    for point, height in zip(points, blown, strict=True):
+        if len(series.lengths) > 1:
+            shares.annotate(
+                f"{point.row.steps // 1000}k",
+                (point.row.test, height),
+                textcoords="offset points",
+                xytext=series.offset,
+                fontsize=7,
+                color=series.color,
+            )
+
+
+def main() -> None:
+    """Print the tables and draw the picture."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--picture", type=Path, help="file that gets the picture")
+    args = parser.parse_args()
+    potentials, _ = read_results(args.results)
+    for table in (frontier_table(potentials), routes_table(potentials)):
+        print("\n".join(table), end="\n\n")
+    if args.picture:
+        draw(potentials, args.picture)
+
+
+if __name__ == "__main__":
+    main()
