@@ -107,6 +107,15 @@ class Labels:
                     label,
                     ", ".join(ignored),
                 )
+        # Names of atoms are left alone: ASE's `stresses` are one for each atom.
+        of_frames = {name for atoms in frames for name in atoms.info}
+        tensors = sorted(name for name in of_frames if re.search("virial|stress", name, re.I))
+        if tensors and self.names["virial"] is None and self.names["stress"] is None:
+            log.warning(
+                "%s: no name of the virial or the stress is known; label_keys could name it, found %s",
+                path,
+                ", ".join(tensors),
+            )
 
     def read(self, atoms: Atoms, path: str, place: str, *, cell: bool) -> dict[str, np.ndarray]:
         """Return "energy" (1,), "force" (3·natoms,) and "virial" (9,) of a frame that has them, in our units and signs.
