@@ -190,7 +190,7 @@ def test_vasp_energies_are_totens(caplog):
 @pytest.mark.parametrize("version", [5, 6])
 @pytest.mark.parametrize("form", ["OUTCAR", "vasprun.xml"])
 def test_vasp_frames_that_did_not_converge_are_left_out(tmp_path, caplog, capsys, form, version):
-    # VASP 5 writes "EDIFF is reached" after NELM steps, too, and has another NELM in its vasprun.xml.
+    # VASP 5 writes "EDIFF is reached" after NELM steps, too; its vasprun.xml has another NELM.
     steps = [
         end._replace(ending=ending if version == 6 else vasp_files.REACHED)
         for end, _, ending in vasp_files.ENDS
