@@ -76,8 +76,8 @@ class TrainingDataSettings(Section):
     keep_unconverged: bool = setting(
         False,
         doc=(
-            "Keep frames whose electronic loop did not converge, in files that ASE reads (VASP). By default they are "
-            "left out with a warning."
+            "Keep frames whose electronic loop did not converge, in files that ASE reads (VASP, "
+            "Gaussian, ORCA). By default they are left out with a warning."
         ),
     )
     batch_size: int | str | tuple[int, ...] = setting(

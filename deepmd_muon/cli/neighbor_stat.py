@@ -32,8 +32,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--type-map",
         nargs="+",
         metavar="ELEMENT",
-        help="types in the order of model/type_map, in which sel needs the numbers; by default all elements of the "
-        "data: in the order that all systems have, else by atomic number, as dp train takes them",
+        help="types in the order of model/type_map, in which sel needs the numbers; by default all "
+        "elements of the data: in the order that all systems have, else by atomic number, as dp "
+        "train takes them",
     )
     parser.add_argument(
         "--mixed-type",
@@ -61,14 +62,14 @@ def run(options: argparse.Namespace) -> int:
     log.info("max_nbor_size: %s", sizes)
     type_map = systems[0].type_map or ()
     if len(type_map) > 1 and not options.mixed_type:
-        # The numbers above have no names, and sel of an input with another type_map has another order.
+        # The numbers above have no names, and sel has the order of the input's type_map.
         named = ", ".join(f"{name} {size}" for name, size in zip(type_map, sizes, strict=True))
         log.info("by element: %s; sel needs the order of model/type_map", named)
     return 0
 
 
 def _with_one_type_map(systems: list[System]) -> list[System]:
-    """Return systems with the type map that all have, else with that of a run whose input has none."""
+    """Return systems with the type map that all have, else with that of a run without one."""
     from deepmd_muon.data import with_common_types
     from deepmd_muon.data.opening import elements_of
 

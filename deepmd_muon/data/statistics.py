@@ -67,7 +67,7 @@ def energy_bias(
 
 
 def data_fingerprint(systems: Sequence[System], numbers: Sequence[np.ndarray] | None = None) -> str:
-    """Hash types, positions, cells, labels and parameters of frames, independent of the place of their files.
+    """Hash types, positions, cells, labels and parameters of frames, wherever the files lie.
 
     Part of the key of `StatFile`. `numbers` are those of the frames of each system, all by default.
     """

@@ -64,8 +64,8 @@ class System:
     SystemFormatError
         When a file is missing, truncated or of a wrong shape.
     TypeMapError
-        When the system has atoms of an element that `type_map` lacks. Where a store was looked at in part, frames are
-        checked when they are read.
+        When the system has atoms of an element that `type_map` lacks. Where a store was looked at
+        in part, frames are checked when they are read.
     """
 
     def __init__(self, store: Store, type_map: Sequence[str] | None = None) -> None:
@@ -219,7 +219,7 @@ class System:
             return own, None
         if own is None:
             return tuple(type_map), None
-        # Data sets often share one list of names, so that a system names elements that none of its atoms has.
+        # Data sets often share one list of names: a system may name elements that no atom has.
         index = {element: k for k, element in enumerate(type_map)}
         indices = [index.get(element, _UNKNOWN) for element in own]
         return tuple(type_map), np.array([*indices, -1], dtype=np.int32)
@@ -246,8 +246,9 @@ class System:
         if self._lacks_names and (unknown := np.unique(types[translated == _UNKNOWN])).size:
             elements = [names[kind] for kind in unknown] if names else []
             raise TypeMapError(
-                f"system {self.name}: it has atoms of {elements}, which the type map {list(self.type_map or ())} "
-                "lacks; add them to it (model.type_map of an input, -t of neighbor-stat) or leave this system out"
+                f"system {self.name}: it has atoms of {elements}, which the type map "
+                f"{list(self.type_map or ())} lacks; add them to it (model.type_map of an input, "
+                "-t of neighbor-stat) or leave this system out"
             )
         return translated
 

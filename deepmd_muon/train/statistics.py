@@ -104,7 +104,7 @@ def _take_statistics(branch: RunBranch, arrays: Mapping[str, np.ndarray]) -> Non
 
 
 def _key_of(branch: RunBranch, group: Sequence[RunBranch]) -> dict[str, object]:
-    """Return what the statistics of a branch depend on: it, and the others of `group` that share its descriptor."""
+    """Return what the statistics of a branch depend on; `group` shares its descriptor."""
     key = _dependencies(branch)
     if len(group) > 1:
         key["shared_with"] = [_dependencies(one) for one in group]

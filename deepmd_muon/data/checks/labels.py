@@ -45,7 +45,8 @@ _UNBALANCED, _SMALL_FORCE = 0.1, 0.02
 _UNRELATED = 0.15
 # Factors of good labels lie between 0.7 and 1.4 where the correlation is so large.
 _CORRELATED, _FACTORS, _POINTS = 0.8, (0.6, 1.7), 6
-# A pair potential in place of −F·dx implies energies of water between oxides that are too large by a factor of 1.8.
+# A pair potential in place of −F·dx is less sure: of water between oxides,
+# it implies energies 1.8 times too large.
 _FACTORS_OF_FIT = (0.4, 1.7)
 # Frames whose atoms have moved less than this [Å, root mean square], and whose forces differ by less than this share of
 # the square of their sum (0.1: by 0.6 of their mean): −F·dx is the change of energy.
@@ -198,7 +199,7 @@ def _of_positions(sample: Sample) -> Iterator[str]:
 
 
 def _radii_are_known(frames: Frames, names: Sequence[str] | None) -> bool:
-    """Whether all types have a covalent radius: the closest atoms may otherwise be of another type, such as Fe1."""
+    """Whether all types have a covalent radius: the closest atoms may else be of Fe1."""
     kinds = {kind for kind in np.unique(frames.atype).tolist() if kind >= 0}
     return names is not None and all(names[kind] in COVALENT_RADII for kind in kinds)
 

@@ -20,7 +20,7 @@ ENERGY_UNITS: dict[str, float] = {
     "forces in eV/Bohr (multiply them by 1.89), or all in Hartree (energies by 27.21, forces by 51.42)": 1.88973,
     "forces of the opposite sign: they must be −dE/dx": -1.0,
 }
-#: The same for positions, whose unit distances between known elements show, too: both must speak for it.
+#: The same for positions. Distances between known elements show their unit, too: both must agree.
 POSITION_UNITS: dict[str, float] = {
     "positions in Bohr: multiply them by 0.529": 0.529177,
     "positions in nm: multiply them by 10": 10.0,

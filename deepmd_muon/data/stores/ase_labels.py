@@ -54,8 +54,8 @@ class Labels:
         Raises
         ------
         SystemFormatError
-            When no frame has a name that the user gave, two names could be the same label, or a frame states other
-            units.
+            When no frame has a name that the user gave, two names could be the same label, or a
+            frame states other units.
         """
         for number, atoms in enumerate(frames):
             _refuse_units(atoms, path, f"frame {number}")
@@ -107,6 +107,15 @@ class Labels:
                     label,
                     ", ".join(ignored),
                 )
+        # Names of atoms are left alone: ASE's `stresses` are one for each atom.
+        of_frames = {name for atoms in frames for name in atoms.info}
+        tensors = sorted(name for name in of_frames if re.search("virial|stress", name, re.I))
+        if tensors and self.names["virial"] is None and self.names["stress"] is None:
+            log.warning(
+                "%s: no name of the virial or stress is known; label_keys could name it, found %s",
+                path,
+                ", ".join(tensors),
+            )
 
     def read(self, atoms: Atoms, path: str, place: str, *, cell: bool) -> dict[str, np.ndarray]:
         """Return "energy" (1,), "force" (3·natoms,) and "virial" (9,) of a frame that has them, in our units and signs.
@@ -172,8 +181,8 @@ def _refuse_units(atoms: Atoms, path: str, place: str) -> None:
             raise SystemFormatError(
                 path,
                 place,
-                f"{key} is {value!r}; data are in eV, eV/Å and (stress) eV/Å³: convert the numbers and remove the "
-                'key, or let dpdata convert the file (fmt="extxyz")',
+                f"{key} is {value!r}; data are in eV, eV/Å and (stress) eV/Å³: convert the numbers "
+                'and remove the key, or let dpdata convert the file (fmt="extxyz")',
             )
 
 

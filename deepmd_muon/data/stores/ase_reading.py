@@ -74,7 +74,7 @@ def read_ase(
 
 
 def _read_frames(path: str) -> tuple[Sequence[Atoms], Sequence[bool]]:
-    """Return all frames, and whether the electronic loop of each converged as far as the file's format says so.
+    """Return all frames, and whether each converged as far as the format of the file says so.
 
     Raises
     ------
@@ -92,19 +92,19 @@ def _read_frames(path: str) -> tuple[Sequence[Atoms], Sequence[bool]]:
         return read_xyz_frames(path, kind), []
     if kind == "traj":
         _refuse_joined(path)
-    # A format that ASE also writes is one of structures: unlike a program's output, it ends with its last frame.
+    # A format that ASE also writes is one of structures: a program's output goes on after the last.
     structures = form is not None and form.can_write and form.acceptsfd and not form.isbinary
     if structures and not form.single and kind not in _WITH_TAIL:
         with open_with_compression(path, "rt") as file:
             frames = read(file, index=":", format=kind)
             if rest := len(file.read().strip()):
                 problem = (
-                    f"ASE read {len(frames)} frames ({kind}), {rest} characters follow that it did not read: "
-                    "something ends the frames early, for instance an empty line or a second file"
+                    f"ASE read {len(frames)} frames ({kind}), {rest} characters follow that it did "
+                    "not read: an empty line or a second file may end the frames early"
                 )
                 raise SystemFormatError(path, "", problem)
         return frames, []
-    # Otherwise ASE takes the text after an "@" for numbers of frames, and reads the file named by the rest.
+    # Otherwise ASE takes the text after an "@" for numbers of frames of the file before it.
     frames = read(path, index=":", do_not_split_by_at_sign=True)
     if kind == "vasp-xml":
         return frames, vasprun_convergence(path)
@@ -124,8 +124,8 @@ def _refuse_joined(path: str) -> None:
         while content := file.read(1 << 20):
             if _TRAJECTORY in overlap + content:
                 problem = (
-                    "a second trajectory follows the first, and ASE reads only the first: give both files, or join "
-                    "them with `ase convert`"
+                    "a second trajectory follows the first, and ASE reads only the first: give "
+                    "both files, or join them with `ase convert`"
                 )
                 raise SystemFormatError(path, "", problem)
             overlap = content[-len(_TRAJECTORY) :]
@@ -166,8 +166,9 @@ def _converged(frames: Sequence[Atoms], converged: Sequence[bool], path: str) ->
         raise SystemFormatError(
             path,
             "",
-            f"the electronic loop of no frame converged ({len(frames)} frames); allow it more steps (NELM of VASP) and "
-            "compute them again, or keep them: keep_unconverged true beside systems, or --keep-unconverged",
+            f"the electronic loop of no frame converged ({len(frames)} frames); allow it more "
+            "steps (NELM of VASP) and compute them again, or keep them: keep_unconverged true "
+            "beside systems, or --keep-unconverged",
         )
     if bad := [number for number, found in enumerate(unsure) if found]:
         log.warning(

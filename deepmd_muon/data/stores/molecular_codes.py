@@ -1,4 +1,4 @@
-"""Frames of Gaussian and ORCA whose self-consistent field did not converge: ASE reads them like all others."""
+"""Frames of Gaussian and ORCA that did not converge: ASE reads them like all others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def gaussian_convergence(path: str, frames: Sequence[Atoms]) -> list[bool]:
 
 
 def orca_convergence(frames: Sequence[Atoms]) -> list[bool]:
-    """Return whether each frame of an output of ORCA converged; ASE sets the energy of others to NaN."""
+    """Return whether each frame of ORCA converged; ASE sets the energy of others to NaN."""
     return [not math.isnan(_energy_of(atoms, absent=0.0)) for atoms in frames]
 
 

@@ -194,8 +194,8 @@ class NpyStore:
         if size - end > layout.nbytes:
             told = f"its header says shape {shape} of {dtype} ({layout.nbytes} bytes)"
             problem = (
-                f"{size - end - layout.nbytes} bytes follow the array: {told}; a second numpy.save into one file adds "
-                "an array that nobody reads, so write one array"
+                f"{size - end - layout.nbytes} bytes follow the array: {told}; a second numpy.save "
+                "into one file adds an array that nobody reads, so write one array"
             )
             raise SystemFormatError(self.root, path, problem)
         self._layouts[path] = layout

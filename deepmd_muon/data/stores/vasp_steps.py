@@ -40,8 +40,8 @@ class VaspSteps(NamedTuple):
 class _Loop:
     """The electronic loop of one ionic step.
 
-    VASP ends it when the energy changes by less than EDIFF, or after NELM steps. VASP 5 writes "EDIFF is reached" in both
-    cases, and a vasprun.xml says nothing, so the numbers decide.
+    VASP ends it when the energy changes by less than EDIFF, or after NELM steps. VASP 5 writes
+    "EDIFF is reached" in both cases, and a vasprun.xml says nothing, so the numbers decide.
     """
 
     most_steps: int = 0  # NELM, 0 where the file does not say
@@ -71,8 +71,8 @@ class _Loop:
 def read_outcar(path: str) -> VaspSteps:
     """Read the ionic steps of an OUTCAR that VASP computed from first principles.
 
-    Steps of VASP's own force field are predictions, and steps without positions (NWRITE = 0) are no frames: both are left
-    out with a warning.
+    Steps of VASP's own force field are predictions, and steps without positions (NWRITE = 0) are
+    no frames: both are left out with a warning.
 
     Raises
     ------
@@ -91,8 +91,8 @@ def read_outcar(path: str) -> VaspSteps:
                 raise SystemFormatError(
                     path,
                     "",
-                    f"all {text.predicted} ionic steps are predictions of VASP's machine-learned force field "
-                    "(ML_LMLFF); labels come from steps with an electronic loop",
+                    f"all {text.predicted} ionic steps are predictions of VASP's machine-learned "
+                    "force field (ML_LMLFF); labels come from steps with an electronic loop",
                 ) from None
             raise
     for count, reason in (

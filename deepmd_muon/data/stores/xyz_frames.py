@@ -1,4 +1,4 @@
-"""Frames of an XYZ file: ASE parses them, but ends at an empty line and drops columns without a name."""
+"""Frames of an XYZ file: ASE ends at an empty line and drops columns without a name."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MOST_SHOWN = 40
 
 
 def read_xyz_frames(path: str, form: str) -> list[Atoms]:
-    """Read all frames of an XYZ file, `form` "xyz" or "extxyz"; empty lines between frames are skipped.
+    """Read all frames of an XYZ file, `form` "xyz" or "extxyz", and skip empty lines between them.
 
     Raises
     ------
     SystemFormatError
-        When a frame has more atoms than the file holds, something else than a count begins a frame, or a row has more
-        columns than its frame names.
+        When a frame has more atoms than the file holds, something else than a count begins a
+        frame, or a row has more columns than its frame names.
     """
     from ase.io import read
     from ase.io.formats import open_with_compression
@@ -37,7 +37,7 @@ def read_xyz_frames(path: str, form: str) -> list[Atoms]:
         for _ in lines.of_frames():  # the whole file is checked before ASE takes memory for atoms
             pass
         if not lines.skipped:
-            # Otherwise ASE takes the text after an "@" for numbers of frames, and reads the file named by the rest.
+            # Otherwise ASE takes the text after an "@" for numbers of frames of the file before it.
             return list(read(path, index=":", format=form, do_not_split_by_at_sign=True))
         file.seek(0)
         text = b"".join(_Lines(file, path).of_frames()).decode("utf-8")
@@ -85,8 +85,9 @@ class _Lines:
                 )
             if ncolumns and len(row.split()) > ncolumns:
                 raise self._error(
-                    f"{len(row.split())} columns, but the second line of the frame names {ncolumns} "
-                    f'({properties}); name all, for instance "Properties={properties}:forces:R:3"'
+                    f"{len(row.split())} columns, but the second line of the frame names "
+                    f"{ncolumns} ({properties}); name all, for instance "
+                    f'"Properties={properties}:forces:R:3"'
                 )
             yield row
 
@@ -108,7 +109,7 @@ class _Lines:
 
 
 def _columns(comment: bytes) -> tuple[int, str]:
-    """Return the number of columns that the second line of a frame names, 0 where ASE has to judge it, and their names."""
+    """Return the number of columns that a second line names, 0 if ASE has to judge, and names."""
     match = _PROPERTIES.search(comment)
     if match is None and b"Properties" in comment:
         return 0, ""

@@ -27,7 +27,7 @@ def water(tmp_path):
 def test_systems_that_number_elements_differently_are_counted_by_element(water, capsys):
     assert main(["neighbor-stat", "-s", str(water), "-r", "3"]) == 0
     shown = capsys.readouterr().err
-    # They differ: by atomic number, as `dp train` without model/type_map, whichever element appears first.
+    # They differ: by atomic number, as in `dp train`, whichever element appears first.
     assert "type_map: ['H', 'O']" in shown
     assert "max_nbor_size: [2, 1]" in shown
     assert "by element: H 2, O 1" in shown

@@ -78,6 +78,20 @@ def test_names_of_predictions_are_left_alone_with_a_warning(tmp_path, caplog):
     assert any("energy from REF_energy" in message for message in caplog.messages)
 
 
+def test_an_unknown_name_of_the_stress_is_told(tmp_path, caplog):
+    nine = "0.1 0 0 0 0.2 0 0 0 0.3"
+    path = write_xyz(tmp_path / "a.xyz", f'energy=1 stresses="{nine}"')
+    (system,) = open_systems(path)
+    assert system.labels == {"energy", "force"}
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "stresses" in warning.getMessage()
+    caplog.clear()
+    (system,) = open_systems(path, keys=LabelKeys(stress="stresses"))
+    assert "virial" in system.labels
+    open_systems(write_xyz(tmp_path / "b.xyz", f'energy=1 stress="{nine}" mace_stress="{nine}"'))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 @pytest.mark.parametrize(
     "comments",
     [
@@ -176,7 +190,7 @@ def test_vasp_energies_are_totens(caplog):
 @pytest.mark.parametrize("version", [5, 6])
 @pytest.mark.parametrize("form", ["OUTCAR", "vasprun.xml"])
 def test_vasp_frames_that_did_not_converge_are_left_out(tmp_path, caplog, capsys, form, version):
-    # VASP 5 writes "EDIFF is reached" after NELM steps, too, and has another NELM in its vasprun.xml.
+    # VASP 5 writes "EDIFF is reached" after NELM steps, too; its vasprun.xml has another NELM.
     steps = [
         end._replace(ending=ending if version == 6 else vasp_files.REACHED)
         for end, _, ending in vasp_files.ENDS

@@ -183,7 +183,7 @@ def arrays():
 
 @pytest.fixture(scope="module")
 def fingerprints_of(tmp_path_factory):
-    """A function that gives the fingerprints of a mixed-type system: of all frames, then of each frame."""
+    """A function that gives the fingerprints of a mixed-type system: of all frames, of each."""
     folder = tmp_path_factory.mktemp("fingerprints") / "sys"
 
     def fingerprints(arrays):

@@ -388,7 +388,7 @@ def test_an_energy_that_the_others_contradict_is_named_without_a_type_map(tmp_pa
 
 
 def test_positions_in_bohr_need_known_elements_or_far_atoms(tmp_path):
-    """CP2K's kinds such as Fe1 have no radius: then oxygens 2.6 Å apart say nothing about the closest atoms."""
+    """CP2K's kinds such as Fe1 have no radius: oxygens 2.6 Å apart are not the closest atoms."""
     cell = 4.6 * np.eye(3)
     fractions = np.array([[0, 0, 0], [0.5, 0.5, 0.5], [0.5, 0, 0], [0, 0.5, 0.5]])
     arrays = {

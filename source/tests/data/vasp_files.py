@@ -35,7 +35,8 @@ def outcar(steps, version=5, *, most=NELM):
     head = (
         f" {name} complex\n{echo}"
         " POTCAR:    PAW_PBE Cu 22Jun2005\n   TITEL  = PAW_PBE Cu 22Jun2005\n"
-        "   k-points           NKPTS =      1   k-points in BZ     NKDIM =      1   number of bands    NBANDS=     12\n"
+        "   k-points           NKPTS =      1   k-points in BZ     NKDIM =      1   "
+        "number of bands    NBANDS=     12\n"
         "   ions per type =               2\n"
         "   ISPIN  =      1    spin polarized calculation?\n"
         f"   NELM   = {most:6d};   NELMIN=  2; NELMDL= -5     # of ELM steps \n"
@@ -115,9 +116,11 @@ def vasprun(steps, version=5, *, most=NELM):
         '<varray name="weights" ><v> 1.0 </v></varray></kpoints>\n'
         ' <incar><i name="EDIFF">      0.00010000</i></incar>\n <parameters>\n'
         '  <separator name="electronic" ><i name="EDIFF">      0.00010000</i>\n'
-        f'   <separator name="electronic convergence" ><i type="int" name="NELM">{most:6d}</i></separator>\n'
+        '   <separator name="electronic convergence" >'
+        f'<i type="int" name="NELM">{most:6d}</i></separator>\n'
         "  </separator>\n"
-        f'  <separator name="response functions" ><i name="OMEGAMAX">    -1.0</i>{responses}</separator>\n'
+        '  <separator name="response functions" ><i name="OMEGAMAX">    -1.0</i>'
+        f"{responses}</separator>\n"
         " </parameters>\n <atominfo><atoms> 2 </atoms><types> 1 </types>\n"
         f'  <array name="atoms" ><set>{rows}</set></array></atominfo>\n'
         f' <structure name="initialpos" >{structure()}</structure>\n'
@@ -129,7 +132,8 @@ def vasprun(steps, version=5, *, most=NELM):
 def structure():
     """Return cell and positions as a vasprun.xml has them."""
     return (
-        '<crystal><varray name="basis" ><v> 9.0 0.0 0.0 </v><v> 0.0 9.0 0.0 </v><v> 0.0 0.0 9.0 </v>'
+        '<crystal><varray name="basis" >'
+        "<v> 9.0 0.0 0.0 </v><v> 0.0 9.0 0.0 </v><v> 0.0 0.0 9.0 </v>"
         '</varray></crystal><varray name="positions" ><v> 0.0 0.0 0.0 </v>'
         "<v> 0.27777778 0.0 0.0 </v></varray>"
     )

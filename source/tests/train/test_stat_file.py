@@ -1,4 +1,4 @@
-"""Statistics that `stat_file` kept are those that the run would compute: whatever changes them, changes their key."""
+"""Statistics from `stat_file` are those that the run would compute."""
 
 import logging
 
@@ -12,7 +12,7 @@ LONE_ENERGIES = np.array([-31.0, -62.0])  # of the two types [eV]
 
 @pytest.fixture
 def small_run(small_input, train, load, monkeypatch, tmp_path):
-    """A function that takes one step from a mixed-type system of two elements, and returns the statistics."""
+    """A function that takes one step from a mixed-type system and returns the statistics."""
     monkeypatch.chdir(tmp_path)
 
     def run(types, arrays, stat_file, model):
