@@ -13,6 +13,7 @@ from deepmd_muon.data.errors import DataError, SystemFormatError, SystemNotFound
 from deepmd_muon.data.stores.ase_labels import Labels, given, parameters_of
 from deepmd_muon.data.stores.memory import MemoryStore
 from deepmd_muon.data.stores.vasp_convergence import converged_frames
+from deepmd_muon.files import open_regular
 from deepmd_muon.label_keys import LabelKeys
 
 if TYPE_CHECKING:
@@ -75,6 +76,35 @@ def read_ase(
     return _stores(frames, chosen, path, keys or LabelKeys())
 
 
+def read_images(path: str | os.PathLike[str]) -> list[Atoms]:
+    """Read all frames of an extended XYZ file as they are, with everything that the file says of them.
+
+    Raises
+    ------
+    SystemNotFoundError
+        When it is not a regular file, or ASE cannot read it.
+    SystemFormatError
+        When it has no frames, or fewer atoms than it says.
+    """
+    from ase.io import read
+
+    name = os.fspath(path)
+    try:
+        open_regular(name).close()
+        _check_size(name)
+        _check_counts(name)
+        frames = read(name, index=":", format="extxyz", do_not_split_by_at_sign=True)
+    except DataError:
+        raise
+    except Exception as error:  # ASE's readers let any error of their parsing through
+        raise SystemNotFoundError(
+            f"{name} cannot be read as extended XYZ ({type(error).__name__}: {str(error).strip()[:500]})"
+        ) from error
+    if not frames:
+        raise SystemFormatError(name, "", "the file has no frames")
+    return list(frames)
+
+
 def _check_size(path: str) -> None:
     """Refuse a compressed file with an implausible ratio: it could fill the memory many times."""
     if not path.endswith(_COMPRESSED):
@@ -96,9 +126,16 @@ def _check_counts(path: str) -> None:
     """Refuse an XYZ file whose counts of atoms go beyond its end: ASE's reader would read empty lines that often."""
     with _open(path) as file:
         while (line := file.readline(_LONGEST_COUNT)).strip():
-            count = int(line) if line.strip().isdigit() else 0
-            if not count:
-                return  # vectors of a cell, or an error that ASE reports
+            if line.lstrip().startswith(b"VEC"):  # vectors of a cell, after the atoms
+                if not line.endswith(b"\n"):
+                    file.readline()
+                continue
+            if len(line) == _LONGEST_COUNT:
+                raise SystemFormatError(path, "", "a frame does not begin with a count of atoms")
+            try:
+                count = int(line.decode())  # as ASE does: it takes signs, and 1_000 for 1000
+            except ValueError:
+                return  # an error that ASE reports
             for _ in range(count + 1):
                 if not file.readline():
                     raise SystemFormatError(
