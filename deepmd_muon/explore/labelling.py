@@ -154,10 +154,13 @@ def _read_label(path: Path, image: Any) -> Any | None:
     if not same:
         raise ExploreError(f"{path} holds another structure than candidates.xyz: {remedy}")
     try:
-        values = [atoms.get_potential_energy(), atoms.get_forces()]
+        energy, forces = map(np.asarray, (atoms.get_potential_energy(), atoms.get_forces()))
     except (PropertyNotImplementedError, RuntimeError) as error:  # the latter without a calculator
         raise ExploreError(f"{path} lacks energy or forces: {remedy}") from error
-    if not all(np.isfinite(value).all() for value in values):
+    numbers = all(value.dtype.kind in "fiu" for value in (energy, forces))
+    if not numbers or energy.ndim or forces.shape != atoms.positions.shape:
+        raise ExploreError(f"{path} has labels that are not numbers of the right shape: {remedy}")
+    if not np.isfinite(energy + forces).all():
         raise ExploreError(f"{path} has an energy or a force that is not finite: {remedy}")
     return atoms
 

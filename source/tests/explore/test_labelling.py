@@ -92,6 +92,8 @@ DAMAGES = {
     "no energy": lambda image: labelled(image, energy=None),
     "energy of NaN": lambda image: labelled(image, energy=np.nan),
     "forces of NaN": lambda image: labelled(image, forces=np.full((4, 3), np.nan)),
+    "a word as energy": lambda image: labelled(image, energy="low"),
+    "two energies": lambda image: labelled(image, energy=np.ones(2)),
     "text": "no structure\n",
     "nothing": "",
     "a count beyond the end": "99999999999\n\nCu 0 0 0\n",
