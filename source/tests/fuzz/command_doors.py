@@ -230,7 +230,7 @@ class CheckJson(Door):
         content = self._content
         if draw.random() < 0.6:
             path = draw.choice(list(self._originals))
-            factor = draw.choice((0.0, 1e-3, 0.3, 3.0, 20.0))
+            factor = draw.choice((0.0, 1e-3, 0.3, 3.0, 5.0))
             array = self._originals[path]
             np.save(path, array * factor if draw.random() < 0.6 else array_mutant(array, draw))
         else:
