@@ -6,8 +6,10 @@ Every error of writing is a `WriteError`, which names the file that was to be wr
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import io
+import logging
 import os
 import re
 import secrets
@@ -20,7 +22,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, ClassVar
 
+log = logging.getLogger(__name__)
+
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Age at which a temporary file is taken for that of a killed process if locks cannot tell [s].
+_ABANDONED = 86_400.0
 
 # Files of a system of data, besides those in its sets.
 _OF_SYSTEM = frozenset({"type.raw", "type_map.raw", "nopbc", "data.mdb"})
@@ -86,12 +93,12 @@ def try_to_write(folder: Path) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def whole_file(path: Path, *, new: bool = False) -> Iterator[BinaryIO]:
     """Open a file for writing beside `path`, and rename it to `path` at the end of the `with` block.
 
     It is synced to the disk before, so a reader finds the old file or the new one, never a part, even after a power
     cut. After an exception the old file is unchanged. A link is replaced, not followed; a device, FIFO or terminal is
-    written to and not replaced.
+    written to and not replaced. With `new`, fail at the end if `path` exists, so that no other process's file is lost.
 
     Raises
     ------
@@ -102,7 +109,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         with append_to(path) as special:
             yield special
         return
-    with replacement(path) as temporary, named_file(temporary, path) as file:
+    with replacement(path, new=new) as temporary, named_file(temporary, path) as file:
         yield file
 
 
@@ -132,33 +139,81 @@ def named_file(place: Path, path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def replacement(path: Path) -> Iterator[Path]:
+def replacement(path: Path, *, new: bool = False) -> Iterator[Path]:
     """Yield the path of an empty file beside `path`, which is renamed to `path` at the end of the `with` block.
 
     Use it for writers that take a path; others call `whole_file`, which syncs. The name cannot be guessed, and has the
-    same ending.
+    same ending. Files that killed processes began to write for `path` are removed. With `new`, fail if `path` exists.
     """
-    temporary = hidden_name(path)
+    remove_abandoned(path)
     with writing(path):
-        handle = os.open(temporary, _NEW, 0o666)
+        temporary, handle = _locked_file(path)
     try:
-        with writing(path):
-            os.close(handle)
         yield temporary
         with writing(path):
-            os.replace(temporary, path)
+            _publish(temporary, path, new=new)
     except BaseException:
         with suppress(OSError):  # caused by the same disk; the first error counts
             temporary.unlink(missing_ok=True)
         raise
+    finally:
+        with suppress(OSError):  # nothing was written through this handle
+            os.close(handle)
+
+
+def _locked_file(path: Path) -> tuple[Path, int]:
+    """Make an empty file beside `path`; return it and a handle with a lock, which the system releases after a kill."""
+    while True:
+        temporary = hidden_name(path)
+        handle = os.open(temporary, _NEW, 0o666)
+        _lock(handle)
+        if _is_at(handle, temporary):
+            return temporary, handle
+        os.close(handle)  # `remove_abandoned` of another process came between file and lock
+
+
+def _lock(handle: int) -> bool | None:
+    """Lock an open file or folder; return whether that was free, or None if the file system has no such locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Return whether a path leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _publish(temporary: Path, path: Path, *, new: bool) -> None:
+    """Rename a file to its final path; with `new`, fail if that exists."""
+    if not new:
+        os.replace(temporary, path)
+        return
+    try:
+        os.link(temporary, path)  # unlike a rename, it never replaces a file
+    except FileExistsError:
+        raise
+    except OSError:  # no hard links in this file system
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        os.replace(temporary, path)
+    else:
+        temporary.unlink()
 
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder beside `path`, which is renamed to `path` at the end of the `with` block.
 
-    If the process is killed, `path` stays as it was, so that a part of the files cannot be mistaken for all. `path`
-    must be absent or an empty folder. The writers of the files sync them.
+    If the process is killed, `path` stays as it was, so that a part of the files cannot be mistaken for all; the next
+    call removes the rest. `path` must be absent or an empty folder. The writers of the files sync them.
 
     Raises
     ------
@@ -166,9 +221,10 @@ def whole_folder(path: Path) -> Iterator[Path]:
         When the folder cannot be made or renamed.
     """
     final = Path(os.path.realpath(path))
-    aside = hidden_name(final)
+    remove_abandoned(final)
     with writing(path):
-        aside.mkdir(parents=True)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        aside, handle = _locked_folder(final)
     try:
         yield aside
         with writing(path):
@@ -176,6 +232,52 @@ def whole_folder(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)  # errors have the same cause; the first one counts
         raise
+    finally:
+        os.close(handle)
+
+
+def _locked_folder(path: Path) -> tuple[Path, int]:
+    """Make an empty folder beside `path`; return it and a handle with a lock."""
+    while True:
+        aside = hidden_name(path)
+        aside.mkdir()
+        try:
+            handle = os.open(aside, _FOLDER)
+        except FileNotFoundError:  # `remove_abandoned` of another process came between
+            continue
+        _lock(handle)
+        if _is_at(handle, aside):
+            return aside, handle
+        os.close(handle)
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove temporary files and folders of `path` whose processes were killed; those of living processes stay.
+
+    A living process holds a lock on its file. If the file system has no locks, age decides.
+    """
+    for leftover in leftovers_of(path):
+        with suppress(OSError):  # another process has just renamed or removed it, or it is not ours
+            flags = _FOLDER if leftover.is_dir() else os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
+            handle = os.open(leftover, flags | os.O_CLOEXEC)
+            try:
+                free = _lock(handle)
+                if free is None:
+                    free = time.time() - _newest(leftover) > _ABANDONED
+                if not free or not _is_at(handle, leftover):
+                    continue
+                if leftover.is_dir():
+                    shutil.rmtree(leftover)
+                else:
+                    leftover.unlink()
+                log.info("removed %s, which a killed process had begun to write", leftover)
+            finally:
+                os.close(handle)
+
+
+def _newest(path: Path) -> float:
+    """Return when a file, or anything in a folder, was last changed [s]."""
+    return max(place.lstat().st_mtime for place in (path, *path.rglob("*")))
 
 
 def fresh_file(path: Path, content: bytes = b"") -> BinaryIO:
@@ -239,11 +341,10 @@ def hidden_name(path: Path) -> Path:
 def leftovers_of(path: Path) -> list[Path]:
     """Return the temporary files of `path` beside it: those of processes that are writing it or were killed."""
     own = re.compile(rf"\.{re.escape(path.stem)}\.[0-9a-f]{{16}}{re.escape(path.suffix)}")
-    return (
-        [found for found in path.parent.iterdir() if own.fullmatch(found.name)]
-        if path.parent.is_dir()
-        else []
-    )
+    try:
+        return [entry for entry in path.parent.iterdir() if own.fullmatch(entry.name)]
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
 
 
 def is_special(path: Path) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,19 +105,35 @@ class Proposal:
     to_write: dict[Path, list[System]]
 
     def write(self, outputs: Sequence[Path]) -> None:
-        """Write the split systems and an input for each model; models differ in their seeds."""
+        """Write the split systems and an input for each model; models differ in their seeds.
+
+        Raises
+        ------
+        WriteError
+            When a file cannot be written, or exists by now: another command may have written it. The split systems
+            are removed again.
+        """
         texts = []
         for seed, output in enumerate(outputs, 1):
             content = _with_seed(
                 self.content, seed, os.path.relpath(".", output.parent) if seed > 1 else "."
             )
             texts.append(_encoded(json.dumps(content, indent=2, ensure_ascii=False) + "\n"))
-        for folder, systems in self.to_write.items():
-            write_npy(systems, folder)
-        for text, output in zip(texts, outputs, strict=True):
-            make_folder_of(output)
-            with whole_file(output) as file:
-                file.write(text)
+        written: list[Path] = []
+        try:
+            for folder, systems in self.to_write.items():
+                write_npy(systems, folder)
+                written.append(folder)
+            for text, output in zip(texts, outputs, strict=True):
+                make_folder_of(output)
+                with whole_file(output, new=True) as file:
+                    file.write(text)
+        except BaseException:
+            for folder in written:
+                shutil.rmtree(folder, ignore_errors=True)
+                with contextlib.suppress(OSError):  # the other part of the split
+                    folder.parent.rmdir()
+            raise
 
     def report(self) -> str:
         """Return what was found and chosen as tables."""

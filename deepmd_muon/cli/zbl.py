@@ -61,10 +61,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calculator",
         metavar="MODULE:CLASS",
-        help="an ASE calculator that labels the dimers with energies and forces instead, e.g. tblite.ase:TBLite",
+        help="an ASE calculator that labels the dimers with energies and forces instead, e.g. tblite.ase:TBLite; "
+        "its module is imported and may start programs",
     )
     parser.add_argument(
         "--arguments", metavar="JSON", help='its keyword arguments, e.g. \'{"method": "GFN1-xTB"}\''
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=3600.0,
+        metavar="S",
+        help="stop the calculation of one dimer after this time [%(default)s]",
     )
 
 
@@ -89,7 +97,9 @@ def run(options: argparse.Namespace) -> int:
     if options.dimers:
         place = Path(options.dimers)
         label = (
-            _label_by(options.calculator, options.arguments) if options.calculator else zbl_forces
+            _label_by(options.calculator, options.arguments, options.time_limit)
+            if options.calculator
+            else zbl_forces
         )
         systems = dimers_of(
             names, _or(options.begin, 0.4), _or(options.end, 1.0), options.frames, label
@@ -114,30 +124,37 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _label_by(name: str, arguments: str | None) -> Label:
+def _label_by(name: str, arguments: str | None, time_limit: float) -> Label:
     """Return labels of the ASE calculator module:class; dimers that it fails for are left out."""
     import numpy as np
 
-    from deepmd_muon.explore.calculator import Structure, label, make_calculator
+    from deepmd_muon.explore.calculator import CalculatorChoice, Job, Structure
+    from deepmd_muon.explore.labelling import answers_of, try_calculator
 
+    if not time_limit > 0.0:
+        raise CommandError(f"--time-limit must be above 0; found {time_limit:g}")
     try:
-        given: dict[str, Any] = json.loads(arguments or "{}")
-    except json.JSONDecodeError as error:
+        keywords: dict[str, Any] = json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
         raise CommandError(f"--arguments are not JSON: {error}") from error
-    if not isinstance(given, dict):
+    if not isinstance(keywords, dict):
         raise CommandError(f"--arguments must be an object of keyword arguments; found {arguments}")
-    make_calculator(name, given, "--")  # before any work
+    choice = CalculatorChoice(name, keywords, prefix="--")
+    try_calculator(choice, time_limit)  # before any work
 
     def labels(first: str, second: str, coord: np.ndarray) -> dict[str, np.ndarray]:
-        structures = [Structure((first, second), row.reshape(2, 3), None) for row in coord]
-        found = [label(name, given, structure, stress=False) for structure in structures]
+        jobs = {
+            k: Job(choice, Structure((first, second), row.reshape(2, 3), None))
+            for k, row in enumerate(coord)
+        }
+        answers = dict(answers_of(jobs, workers=1, time_limit=time_limit))
         failed = [
-            f"{row[3]:.3f} Å ({one})"
-            for row, one in zip(coord, found, strict=True)
-            if isinstance(one, str)
+            f"{coord[k, 3]:.3f} Å ({answer})"
+            for k, answer in answers.items()
+            if isinstance(answer, str)
         ]
-        kept = [k for k, one in enumerate(found) if not isinstance(one, str)]
-        if not kept:
+        results = {k: answer for k, answer in answers.items() if not isinstance(answer, str)}
+        if not results:
             raise CommandError(
                 f"{name} labels no dimer of {first} and {second}: the first at {failed[0]}"
             )
@@ -145,11 +162,10 @@ def _label_by(name: str, arguments: str | None) -> Label:
             print(
                 f"{first}-{second}: {len(failed)} dimers without a label, the first at {failed[0]}"
             )
-        done = [one for one in found if not isinstance(one, str)]
         return {
-            "coord": coord[kept],
-            "energy": np.array([one["energy"] for one in done]),
-            "force": np.array([one["forces"].reshape(-1) for one in done]),
+            "coord": coord[list(results)],
+            "energy": np.array([one["energy"] for one in results.values()]),
+            "force": np.array([one["forces"].reshape(-1) for one in results.values()]),
         }
 
     return labels

@@ -64,7 +64,7 @@ def write_hdf5(systems: Sequence[System], path: Path) -> list[str]:
                 else:
                     _put_with_checksums(group, inside, np.array(values, dtype=np.int32))
             names.append(f"{path}#/{name}" if name else str(path))
-    with whole_file(path) as whole:
+    with whole_file(path, new=True) as whole:
         whole.write(content.getbuffer())
     return names
 
@@ -108,16 +108,16 @@ def write_extxyz(systems: Sequence[System], path: Path) -> list[str]:
                 results["stress"] = stress[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]]
             atoms.calc = SinglePointCalculator(atoms, **results)
             images.append(atoms)
-    write_images(images, path)
+    write_images(images, path, new=True)
     return [str(path)]
 
 
-def write_images(images: Sequence[Any], path: Path) -> None:
-    """Write `ase.Atoms` as one extended XYZ file, atomically."""
+def write_images(images: Sequence[Any], path: Path, *, new: bool = False) -> None:
+    """Write `ase.Atoms` as one extended XYZ file, atomically; with `new`, fail if it exists."""
     from ase.io import write
 
     make_folder_of(path)
-    with whole_file(path) as file:
+    with whole_file(path, new=new) as file:
         text = io.TextIOWrapper(file, encoding="utf-8")
         write(text, list(images), format="extxyz")
         text.detach()  # flushed, and open

@@ -1,19 +1,24 @@
-"""The work of a labelling process: build an ASE calculator by name and label one structure. No torch is imported."""
+"""The work of a labelling process: build an ASE calculator by name and label structures. No torch is imported."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
+import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing.connection import wait
+from importlib.util import find_spec
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
 
 from deepmd_muon.explore.settings import ExploreError
+from deepmd_muon.setting import shown
 
 
 @dataclass(frozen=True)
@@ -33,74 +38,163 @@ class Structure:
         )
 
 
-def make_calculator(name: str, arguments: Mapping[str, Any], prefix: str = "labels/") -> Any:
-    """Return the calculator module:Class, built with keyword arguments.
+@dataclass(frozen=True)
+class CalculatorChoice:
+    """An ASE calculator as module:Class, its keyword arguments, and the settings that errors name.
 
-    Errors name the settings that gave both, `calculator` and `arguments` behind a prefix.
+    These settings are `calculator` and `arguments` behind `prefix`: "labels/" in a file, "--" on a command line.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    prefix: str = "labels/"
+
+
+@dataclass(frozen=True)
+class Job:
+    """Work for a labelling process: label a structure; without one, only make the calculator."""
+
+    calculator: CalculatorChoice
+    structure: Structure | None = None
+    stress: bool = False
+
+
+#: Labels of a structure (see `label`), the reason why it has none, or a mistake in the settings.
+Answer = dict[str, Any] | str | ExploreError
+
+
+def make_calculator(choice: CalculatorChoice) -> Any:
+    """Import a module, and call its class or function only if that is one of ASE's calculators.
 
     Raises
     ------
     ExploreError
-        When module or class do not exist, or the class refuses the arguments.
+        When module or class do not exist, the class is not a calculator, or it refuses the arguments.
     """
-    module, _, kind = name.partition(":")
+    module, _, name = choice.name.partition(":")
+    setting = f"{choice.prefix}calculator"
+    if find_spec("ase") is None:
+        raise ExploreError(f"{setting}: ASE is not installed: pip install ase")
     try:
-        found = getattr(import_module(module), kind)
-    except ImportError as error:
+        imported = import_module(module)
+    except (Exception, SystemExit) as error:  # a module may raise anything, or end its program
         raise ExploreError(
-            f"{prefix}calculator: {module} cannot be imported ({error}): install it in this environment, "
-            "or name another"
+            f"{setting}: {module} cannot be imported ({_said(error)}): install it in this environment, or name another"
         ) from error
+    try:
+        kind = getattr(imported, name)
     except AttributeError as error:
         raise ExploreError(
-            f"{prefix}calculator: {module} has no {kind}; name one of its calculators"
+            f"{setting}: {module} has no {name}; name one of its calculators"
         ) from error
-    try:
-        calculator = found(**arguments)
-    except Exception as error:
+    if not (_is_calculator(kind) or _returns_calculator(kind)):
         raise ExploreError(
-            f"{prefix}arguments: {kind} refuses {dict(arguments)}: {error}"
+            f"{setting}: {choice.name} is not an ASE calculator class, so it is not called; name a class that derives "
+            "from ase.calculators.calculator.Calculator, or a function annotated to return one"
+        )
+    try:
+        calculator = kind(**choice.arguments)
+    except (Exception, SystemExit) as error:
+        raise ExploreError(
+            f"{choice.prefix}arguments: {name} refuses {shown(str(dict(choice.arguments)))}: {_said(error)}"
         ) from error
     if not callable(getattr(calculator, "calculate", None)):
         raise ExploreError(
-            f"{prefix}calculator: {name} is not an ASE calculator; it has no method calculate"
+            f"{setting}: {choice.name} is not an ASE calculator; it has no method calculate"
         )
     return calculator
 
 
-def begin() -> None:
-    """Prepare a labelling process: one thread a library unless the user says otherwise, and an end with its parent."""
+def _is_calculator(kind: object) -> bool:
+    """Return whether an object is a class of ASE calculators."""
+    from ase.calculators.abc import GetPropertiesMixin
+
+    return (
+        isinstance(kind, type)
+        and issubclass(kind, GetPropertiesMixin)
+        and callable(getattr(kind, "calculate", None))
+    )
+
+
+def _returns_calculator(function: object) -> bool:
+    """Return whether a function of Python is annotated to return a calculator."""
+    if not callable(function) or isinstance(function, type):
+        return False
+    try:
+        return _is_calculator(typing.get_type_hints(function).get("return"))
+    except Exception:  # names in annotations may not exist
+        return False
+
+
+def _said(error: BaseException) -> str:
+    """Return kind and message of an error of another package, on one line and shortened."""
+    message = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}: {message[:500]}"
+
+
+def serve(jobs: Connection) -> None:
+    """Answer the jobs of a pipe until its other end closes; to be run in a process of its own."""
+    _prepare()
+    while True:
+        try:
+            job = jobs.recv()
+        except EOFError:
+            return
+        jobs.send(_answer(job))
+
+
+def _answer(job: Job) -> Answer:
+    try:
+        if job.structure is not None:
+            return label(job.calculator, job.structure, stress=job.stress)
+        make_calculator(job.calculator)
+    except ExploreError as error:
+        return error
+    return {}
+
+
+def _prepare() -> None:
+    """Lead a group of processes, end it with the parent, and use one thread a library unless the user says otherwise.
+
+    A calculator may start programs: they are in the group, and the parent can end them with the calculator.
+    """
+    os.setsid()  # Without a terminal: a program that reads from it gets an error and does not stop.
 
     def follow() -> None:
         parent = multiprocessing.parent_process()
         if parent is not None:
             wait([parent.sentinel])
-            os._exit(1)
+            with suppress(ProcessLookupError):
+                os.killpg(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=follow, daemon=True).start()
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 
 
-def label(
-    name: str, arguments: Mapping[str, Any], structure: Structure, *, stress: bool
-) -> dict[str, Any] | str:
+def label(choice: CalculatorChoice, structure: Structure, *, stress: bool) -> dict[str, Any] | str:
     """Return energy [eV], forces [eV/Å] and stress [eV/Å³] of a structure, or why there are none.
 
     Every structure has a calculator of its own, so that no label depends on the structure before.
+
+    Raises
+    ------
+    ExploreError
+        When the calculator cannot be made.
     """
     atoms = structure.atoms()
-    atoms.calc = make_calculator(name, arguments)
+    atoms.calc = make_calculator(choice)
     try:
         results: dict[str, Any] = {"energy": float(atoms.get_potential_energy())}
         results["forces"] = np.array(atoms.get_forces(), dtype=float)
         if stress and structure.cell is not None:
             results["stress"] = np.array(atoms.get_stress(), dtype=float)
     except Exception as error:  # a calculator may raise anything
-        return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
+        return _said(error)
     if len(atoms) != len(structure.symbols) or results["forces"].shape != structure.positions.shape:
         return (
-            f"{len(structure.symbols)} atoms went in, forces of {len(results['forces'])} came back"
+            f"positions of shape {structure.positions.shape} went in, "
+            f"forces of shape {results['forces'].shape} came back"
         )
     wrong = [key for key, value in results.items() if not np.isfinite(value).all()]
     return f"{' and '.join(wrong)} not finite" if wrong else results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -17,17 +18,27 @@ from deepmd_muon.argcheck.errors import InputError
 from deepmd_muon.argcheck.files import read
 from deepmd_muon.checkpoint_file.file import checkpoint_path
 from deepmd_muon.data import System, open_systems
+from deepmd_muon.data.checks.digest import content_digest
 from deepmd_muon.data.writing import write_images
-from deepmd_muon.explore.calculator import make_calculator
 from deepmd_muon.explore.candidates import Candidate, choose, draw
 from deepmd_muon.explore.fingerprints import Fingerprints
-from deepmd_muon.explore.labelling import label_all, read_xyz
+from deepmd_muon.explore.labelling import calculator_of, label_all, read_xyz, try_calculator
+from deepmd_muon.explore.records import (
+    CheckRecord,
+    DrawRecord,
+    LabelsRecord,
+    TrainingRecord,
+    flat,
+    hash_of,
+    hash_of_words,
+)
 from deepmd_muon.explore.rounds import Round, held, table_of
-from deepmd_muon.explore.settings import ExploreError, ExploreSettings
+from deepmd_muon.explore.settings import ExploreError, ExploreSettings, LabelSettings
 from deepmd_muon.explore.training import CHECKPOINT, BaseInput, train_on, write_input
 from deepmd_muon.files import whole_file
 from deepmd_muon.infer.frozen import FrozenModel
 from deepmd_muon.infer.predictor import Predictor
+from deepmd_muon.section import thaw
 from deepmd_muon.stability.angles import angles_of
 from deepmd_muon.stability.check import CheckSettings, check_models
 from deepmd_muon.stability.coverage import coverage_of
@@ -79,19 +90,18 @@ class Explorer:
         self.base = BaseInput(self.place / self.settings.input)
         self.folder = (self.place / self.settings.folder).absolute()
         if (labels := self.settings.labels) is not None:  # before the long work begins
-            make_calculator(labels.calculator, labels.arguments or {})
+            try_calculator(calculator_of(labels), labels.time_limit)
         models = [checkpoint_path(self.place / name).absolute() for name in self.settings.models]
         with held(self.folder):
             self._checked(self._round(0), models)
             for number in range(1, self.settings.rounds + 1):
-                if self._enough(number - 1):
-                    break
                 here = self._round(number)
-                if "draw" not in here.done() and not self._draw(here, models):
+                finished = here.done().check is not None
+                if self._enough(number - 1) and not finished:
                     break
-                if "labels" not in here.done() and (status := self._label(here)):
-                    return status
-                if "training" not in here.done() and (status := self._train(here, models)):
+                if not self._draw(here, models):
+                    break
+                if status := self._label(here) or self._train(here, models):
                     return status
                 models = self._models(number)
                 self._checked(here, models)
@@ -99,13 +109,13 @@ class Explorer:
 
     def _end(self) -> int:
         rounds = (self._round(number).done() for number in range(self.settings.rounds + 1))
-        done = list(itertools.takewhile(bool, rounds))
-        lines = table_of(done)
+        begun = list(itertools.takewhile(lambda done: done.begun, rounds))
+        lines = table_of(begun)
         with whole_file(self.folder / "rounds.txt") as file:
             file.write(("\n".join(lines) + "\n").encode())
         for line in lines:
             self.say(line)
-        last = len(done) - 1
+        last = max(number for number, done in enumerate(begun) if done.check is not None)
         models = ", ".join(map(str, self._models(last) if last else self.settings.models))
         if self.settings.check.enough == "never" or self._enough(last):
             self.say(f"done after round {last}: {models}")
@@ -130,17 +140,67 @@ class Explorer:
 
     def _enough(self, number: int) -> bool:
         wanted = self.settings.check.enough
-        found = self._round(number).done().get("check", {}).get("verdict", "fails")
-        return wanted != "never" and Verdict[found] <= Verdict[wanted]
+        check = self._round(number).done().check
+        return wanted != "never" and check is not None and Verdict[check.verdict] <= Verdict[wanted]
 
     def _systems(self, number: int, type_map: Sequence[str]) -> list[System]:
         """Open the data of the models that round `number` begins with."""
         own, new = self.base.systems(self._added(number), type_map)
         return own + new
 
+    def _origin_of_draw(self, here: Round, models: Sequence[Path]) -> dict[str, Any]:
+        return {
+            **_of_models(models),
+            **self._of_data(here.number),
+            **flat(thaw(self.settings.dynamics), "dynamics"),
+            **flat(thaw(self.settings.selection), "selection"),
+        }
+
+    def _origin_of_labels(self, here: Round, settings: LabelSettings) -> dict[str, Any]:
+        return {
+            _name(here.candidates): hash_of(here.candidates),
+            "labels/calculator": settings.calculator,
+            **flat(thaw(settings.arguments or {}), "labels/arguments"),
+            "labels/stress": settings.stress,
+            "labels/largest_force": settings.largest_force,
+        }
+
+    def _origin_of_training(self, here: Round, models: Sequence[Path]) -> dict[str, Any]:
+        return {
+            **_of_models(models),
+            **self._of_data(here.number + 1),
+            **self.base.origin(),
+            **flat(thaw(self.settings.training), "training"),
+        }
+
+    def _origin_of_check(self, here: Round, models: Sequence[Path]) -> dict[str, Any]:
+        check = self.settings.check
+        return {
+            **_of_models(models[:1]),
+            **self._of_data(here.number + 1),
+            "check/temperature": check.temperature,
+            "check/time": check.time,
+            "check/copies": check.copies,
+        }
+
+    def _of_data(self, number: int) -> dict[str, Any]:
+        """Return hashes of the data that round `number` begins with."""
+        return {
+            "the data of the input": self._data_hash,
+            **{_name(path): hash_of(path) for path in self._added(number)},
+        }
+
+    @functools.cached_property
+    def _data_hash(self) -> str:
+        own, _ = self.base.systems((), self.base.type_map)
+        return hash_of_words(content_digest(own).systems)
+
     def _draw(self, here: Round, models: Sequence[Path]) -> bool:
-        """Write the structures that the round labels; return whether there are any."""
+        """Write the structures that the round labels, if that is not done; return whether there are any."""
         settings = self.settings
+        here.begin("draw", self._origin_of_draw(here, models))
+        if here.done().draw is not None:
+            return True
         predictors = [Predictor(path) for path in models]
         type_map = predictors[0].type_map
         for path, predictor in zip(models, predictors, strict=True):
@@ -180,13 +240,13 @@ class Explorer:
         )
         here.note(
             "draw",
-            {
-                "copies": drawn.copies,
-                "blow_ups": drawn.blow_ups,
-                "followed": drawn.followed,
-                "candidates": drawn.departed,
-                "chosen": len(chosen),
-            },
+            DrawRecord(
+                copies=drawn.copies,
+                blow_ups=drawn.blow_ups,
+                followed=drawn.followed,
+                candidates=drawn.departed,
+                chosen=len(chosen),
+            ),
         )
         self.say(
             f"round {here.number}: {drawn.blow_ups} of {drawn.copies} trajectories blew up; {len(chosen)} of "
@@ -195,17 +255,23 @@ class Explorer:
         return True
 
     def _label(self, here: Round) -> int:
-        """Label the structures, or wait for labels."""
+        """Label the structures, or wait for labels, if that is not done; return the exit status."""
         settings = self.settings.labels
+        done = here.done().labels is not None
         if settings is None:
-            if not here.labelled.exists():
+            if not done and not here.labelled.exists():
                 self.say(
                     f"label the structures of {here.candidates} with the method of your data, write them to "
                     f"{here.labelled} (extended XYZ with energy and forces, or any form that training reads), and run "
                     "the command again"
                 )
                 return WAITS
-            here.note("labels", _counted(here))
+            here.begin("labels", {_name(here.labelled): hash_of(here.labelled)})
+            if not done:
+                here.note("labels", _counted(here))
+            return 0
+        here.begin("labels", self._origin_of_labels(here, settings))
+        if done:
             return 0
         images = read_xyz(here.candidates)
         self.say(f"round {here.number}: {settings.calculator} labels {len(images)} structures")
@@ -221,11 +287,14 @@ class Explorer:
                 f"({here.folder / 'failed.txt'}): raise labels/largest_force or selection/closest"
             )
         write_images(list(found.done.values()), here.labelled)
-        here.note("labels", {"labelled": len(found.done), "failed": len(listed)})
+        here.note("labels", LabelsRecord(labelled=len(found.done), failed=len(listed)))
         return 0
 
     def _train(self, here: Round, models: Sequence[Path]) -> int:
-        """Train every model on, from the weights of the round before."""
+        """Train every model on, from the weights of the round before, if that is not done; return the exit status."""
+        here.begin("training", self._origin_of_training(here, models))
+        if here.done().training is not None:
+            return 0
         before = _force_error(models[0], here.labelled)
         added = self._added(here.number + 1)
         own, new = self.base.systems(added, Predictor(models[0]).type_map)
@@ -246,12 +315,13 @@ class Explorer:
             with whole_file(here.model(member) / "done") as file:
                 file.write(b"")
         after = _force_error(self._models(here.number)[0], here.labelled)
-        here.note("training", {"error_before": before, "error_after": after})
+        here.note("training", TrainingRecord(error_before=before, error_after=after))
         return 0
 
     def _checked(self, here: Round, models: Sequence[Path]) -> None:
-        """Check the first model on all data; keep the report."""
-        if "check" in here.done():
+        """Check the first model on all data, if that is not done; keep the report."""
+        current = here.begin("check", self._origin_of_check(here, models))
+        if current and here.done().check is not None:
             return
         settings = self.settings.check
         predictor = Predictor(models[0])
@@ -271,11 +341,21 @@ class Explorer:
         worst = ", ".join(
             f"{item.name} {item.verdict.name}" for item in model.items if item.verdict
         )
-        here.note("check", {"verdict": found.verdict.name, "summary": worst or "holds"})
+        here.note("check", CheckRecord(verdict=found.verdict.name, summary=worst or "holds"))
         self.say(f"round {here.number}: check: {worst or 'holds'} ({here.folder / 'check.txt'})")
 
 
-def _counted(here: Round) -> dict[str, int]:
+def _of_models(models: Sequence[Path]) -> dict[str, Any]:
+    """Return the hash of each model."""
+    return {f"model {member}": hash_of(path) for member, path in enumerate(models)}
+
+
+def _name(path: Path) -> str:
+    """Return the name of a file of a round, such as round_1/labelled.xyz."""
+    return f"{path.parent.name}/{path.name}"
+
+
+def _counted(here: Round) -> LabelsRecord:
     """Return how many structures another program labelled, and how many it left out; warn of lost atoms."""
     labelled, sizes = 0, set()
     for system in open_systems(str(here.labelled)):
@@ -293,7 +373,9 @@ def _counted(here: Round) -> dict[str, int]:
             ", ".join(map(str, others)),
             here.candidates,
         )
-    return {"labelled": labelled, "failed": max(0, here.done()["draw"]["chosen"] - labelled)}
+    draw = here.done().draw
+    assert draw is not None  # the stage before this one
+    return LabelsRecord(labelled=labelled, failed=max(0, draw.chosen - labelled))
 
 
 def _force_error(path: Path, labelled: Path) -> float | None:

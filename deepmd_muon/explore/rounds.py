@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
+import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from deepmd_muon.argcheck.check import check
+from deepmd_muon.argcheck.errors import InputError
+from deepmd_muon.argcheck.files import read
+from deepmd_muon.explore.records import Origins, RoundRecord, Stage, differences
 from deepmd_muon.explore.settings import ExploreError
+from deepmd_muon.explore.training import CHECKPOINT
 from deepmd_muon.files import make_folder_of, whole_file, writing
+from deepmd_muon.section import Section, thaw
+
+log = logging.getLogger(__name__)
+R = TypeVar("R", bound=Section)
 
 
 @dataclass(frozen=True)
 class Round:
     """The folder of a round; number 0 is the check of the models that were given.
 
-    `round.json` holds a part for each stage that is done: "draw", "labels", "training", "check".
+    `round.json` holds a part for each stage that is done: "draw", "labels", "training", "check". `made_from.json` holds
+    what each stage depends on, from its beginning on.
     """
 
     folder: Path
@@ -44,36 +56,97 @@ class Round:
         """Folder of the training of one model."""
         return self.folder / f"model_{member}"
 
-    def done(self) -> dict[str, Any]:
-        """Return the stages that are done.
+    @property
+    def record(self) -> Path:
+        """Results of the stages that are done."""
+        return self.folder / "round.json"
+
+    @property
+    def origins(self) -> Path:
+        """What the stages depend on."""
+        return self.folder / "made_from.json"
+
+    def done(self) -> RoundRecord:
+        """Return the results of the stages that are done.
 
         Raises
         ------
         ExploreError
             When another program has written the file.
         """
-        place = self.folder / "round.json"
-        try:
-            found = json.loads(place.read_bytes())
-        except FileNotFoundError:
-            return {}
-        except ValueError as error:
-            raise ExploreError(
-                f"{place} is not JSON ({error}): remove the folder of this round to repeat it"
-            ) from error
-        if not isinstance(found, dict):
-            raise ExploreError(
-                f"{place} holds no object: remove the folder of this round to repeat it"
-            )
-        return found
+        remedy = f"remove {self.folder} and the folders of later rounds to repeat them"
+        return self._read(self.record, RoundRecord, remedy)
 
-    def note(self, stage: str, values: dict[str, Any]) -> None:
+    def note(self, stage: Stage, result: Section) -> None:
         """Record that a stage is done."""
-        place = self.folder / "round.json"
-        content = json.dumps({**self.done(), stage: values}, indent=2, allow_nan=False)
-        make_folder_of(place)
-        with whole_file(place) as file:
-            file.write(content.encode())
+        change: dict[str, Any] = {stage: result}
+        self._write(self.record, dataclasses.replace(self.done(), **change))
+
+    def begin(self, stage: Stage, origin: Mapping[str, Any]) -> bool:
+        """Record what a stage depends on, before its work begins, or compare it with what was recorded.
+
+        Returns
+        -------
+        bool
+            False when the check is done and has to be repeated with other settings.
+
+        Raises
+        ------
+        ExploreError
+            When results of the stage exist that depend on something else.
+        """
+        remedy = "remove it to keep the results as they are"
+        origins = self._read(self.origins, Origins, remedy)
+        origin = json.loads(json.dumps(origin))  # as the file returns it
+        recorded = getattr(origins, stage)
+        made = self._has_results(stage)
+        if made and recorded is None:
+            log.warning(
+                "%s does not say what its stage %s was made from; its results are kept as they are",
+                self.folder,
+                stage,
+            )
+            return True
+        changes = differences(recorded, origin) if made else []
+        # A check of other settings is repeated: it takes minutes, and nothing else depends on it.
+        if not all(change.startswith("check/") for change in changes):
+            partly = stage == "labels" and self.done().labels is None
+            again = self.labels if partly else f"{self.folder} and the folders of later rounds"
+            raise ExploreError(
+                f"{self.folder} was made otherwise: {'; '.join(changes)}. Undo the change or give another folder; to "
+                f"repeat the work, remove {again}; to keep it, remove {self.origins}"
+            )
+        if not made or changes:
+            update: dict[str, Any] = {stage: origin}
+            self._write(self.origins, dataclasses.replace(origins, **update))
+        if changes:
+            log.info("%s is checked again: %s", self.folder, "; ".join(changes))
+        return not changes
+
+    def _has_results(self, stage: Stage) -> bool:
+        """Return whether a stage is done, or has written results that the next command would take."""
+        if getattr(self.done(), stage) is not None:
+            return True
+        if stage == "labels":
+            return any(self.labels.glob("*.xyz"))
+        return stage == "training" and any(self.folder.glob(f"model_*/{CHECKPOINT}.pt"))
+
+    def _read(self, path: Path, kind: type[R], remedy: str) -> R:
+        if not path.exists():
+            return kind()
+        try:
+            checked = check(kind, read(path))
+        except InputError as error:
+            raise ExploreError(f"{error}\n  {remedy}") from error
+        if checked.settings is None:
+            raise ExploreError(f"{InputError(checked.problems, str(path))}\n  {remedy}")
+        return checked.settings
+
+    def _write(self, path: Path, content: Section) -> None:
+        plain = {name: value for name, value in thaw(content).items() if value is not None}
+        make_folder_of(path)
+        with whole_file(path) as file:
+            file.write(json.dumps(plain, indent=2, allow_nan=False).encode())
 
 
 @contextlib.contextmanager
@@ -101,8 +174,8 @@ def held(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def table_of(rounds: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the rounds, each the content of its `round.json`, as lines of a table; the given models come first."""
+def table_of(rounds: Sequence[RoundRecord]) -> list[str]:
+    """Return the rounds as lines of a table; the given models come first."""
     head = (
         "round",
         "blew up",
@@ -113,27 +186,24 @@ def table_of(rounds: Sequence[dict[str, Any]]) -> list[str]:
         "force error on them",
         "check",
     )
-    rows = [head]
-    for number, done in enumerate(rounds):
-        draw, labels, training = (done.get(name, {}) for name in ("draw", "labels", "training"))
-        errors = [training.get(name) for name in ("error_before", "error_after")]
-        change = (
-            " -> ".join("-" if error is None else f"{error:.3f}" for error in errors)
-            if training
-            else "-"
-        )
-        rows.append(
-            (
-                str(number),
-                f"{draw['blow_ups']} of {draw['copies']}" if draw else "-",
-                *(str(draw.get(name, "-")) for name in ("candidates", "chosen")),
-                *(str(labels.get(name, "-")) for name in ("labelled", "failed")),
-                change,
-                done.get("check", {}).get("summary", "-"),
-            )
-        )
+    rows = [head, *(_row(number, done) for number, done in enumerate(rounds))]
     widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def _row(number: int, done: RoundRecord) -> tuple[str, ...]:
+    """Return the cells of a round."""
+    draw, labels, training = done.draw, done.labels, done.training
+    cells = [str(number)]
+    cells += [f"{draw.blow_ups} of {draw.copies}"] if draw else ["-"]
+    cells += [str(draw.candidates), str(draw.chosen)] if draw else ["-", "-"]
+    cells += [str(labels.labelled), str(labels.failed)] if labels else ["-", "-"]
+    if training:
+        errors = (training.error_before, training.error_after)
+        cells.append(" -> ".join("-" if error is None else f"{error:.3f}" for error in errors))
+    else:
+        cells.append("-")
+    return (*cells, done.check.summary if done.check else "-")

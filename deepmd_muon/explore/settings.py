@@ -105,11 +105,20 @@ class LabelSettings(Section):
     calculator: str = setting(
         pattern=r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*",
         forms='"module:Class"',
-        doc="ASE calculator as module:Class, such as 'tblite.ase:TBLite' or 'ase.calculators.emt:EMT'.",
+        doc=(
+            "ASE calculator as module:Class, such as 'tblite.ase:TBLite' or 'ase.calculators.emt:EMT'. The command "
+            "imports the module and runs the class, which may start programs: read such a file before you use it."
+        ),
     )
     arguments: Mapping[str, Any] | None = setting(None, doc="Keyword arguments of the calculator.")
     workers: int = setting(
         1, minimum=1, doc="Labelling processes. Each has its own calculator and one thread."
+    )
+    time_limit: float = setting(
+        86_400.0,
+        above=0.0,
+        maximum=1e8,
+        doc="Stop the calculation of one structure after this time, with all programs it started [s].",
     )
     largest_force: float = setting(
         30.0, above=0.0, doc="Discard labelled frames with a larger force on any atom [eV/Å]."

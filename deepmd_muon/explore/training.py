@@ -15,6 +15,7 @@ from deepmd_muon.argcheck.legacy import upgrade
 from deepmd_muon.argcheck.schema import tree
 from deepmd_muon.argcheck.settings import Settings
 from deepmd_muon.data import System
+from deepmd_muon.explore.records import flat
 from deepmd_muon.explore.settings import ExploreError, TrainOnSettings
 from deepmd_muon.files import make_folder_of, whole_file
 from deepmd_muon.label_keys import LabelKeys
@@ -65,8 +66,18 @@ class BaseInput:
             )
         self.path = path
         self.steps = given.settings.training.numb_steps
+        self.type_map = given.branches["Default"].model.type_map
         self._data: dict[str, Any] = upgrade(read(path)).data
         self._section = section
+
+    def origin(self) -> dict[str, Any]:
+        """Return every setting of the input but the names of its training data, whose content counts."""
+        settings = flat(self._data, "input")
+        return {
+            name: value
+            for name, value in settings.items()
+            if name != "input/training/training_data/systems" and "/_" not in name
+        }
 
     def with_frames(self, added: Sequence[Path]) -> dict[str, Any]:
         """Return the input's content with absolute paths and more training data."""

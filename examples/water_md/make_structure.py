@@ -1,5 +1,6 @@
 """Write a frame of the validation data of water_xtb as `water.xyz` for ASE and `water.data` for LAMMPS."""
 
+import argparse
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,8 @@ from ase import Atoms
 from ase.io import write
 
 DATA = Path(__file__).parents[1] / "water_xtb" / "data" / "valid" / "300K"
+
+argparse.ArgumentParser(description=__doc__).parse_args()
 
 symbols = (DATA / "type_map.raw").read_text().split()
 types = np.loadtxt(DATA / "type.raw", dtype=int)

@@ -1,6 +1,7 @@
-"""NVE of water with ASE: python nve.py [MODEL [STEPS]], a checkpoint or a frozen file."""
+"""NVE of water with ASE: python nve.py [MODEL [STEPS]]."""
 
-import sys
+import argparse
+from pathlib import Path
 
 import numpy as np
 from ase import units
@@ -9,11 +10,15 @@ from ase.md.verlet import VelocityVerlet
 
 from deepmd_muon.infer import DeepPotCalculator
 
-model = sys.argv[1] if len(sys.argv) > 1 else "model.pth"
-steps = int(sys.argv[2]) if len(sys.argv) > 2 else 200
+parser = argparse.ArgumentParser(description="NVE of water with ASE")
+parser.add_argument("model", nargs="?", default="model.pth", help="a checkpoint or a frozen file")
+parser.add_argument("steps", nargs="?", type=int, default=200, help="steps of 0.5 fs")
+options = parser.parse_args()
+if not Path("water.xyz").exists():
+    parser.error("there is no water.xyz: run make_structure.py first")
 
 water = read("water.xyz")
-water.calc = DeepPotCalculator(model)
+water.calc = DeepPotCalculator(options.model)
 masses = water.get_masses()[:, None]
 momenta = np.random.default_rng(1).normal(size=(len(water), 3)) * np.sqrt(units.kB * 300 * masses)
 water.set_momenta(momenta - masses * momenta.sum(axis=0) / masses.sum())
@@ -30,4 +35,4 @@ def report() -> None:
 
 
 dynamics.attach(report, interval=10)
-dynamics.run(steps)
+dynamics.run(options.steps)

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import re
+import signal
 import stat
 import threading
 from pathlib import Path
@@ -25,6 +26,7 @@ from deepmd_muon.files import (
     is_special,
     replace_link,
     whole_file,
+    whole_folder,
 )
 from deepmd_muon.infer.details import DetailFiles
 from deepmd_muon.infer.prediction import Prediction
@@ -121,18 +123,131 @@ def test_a_file_that_fails_leaves_the_old_one():
 
 def test_a_file_whose_close_fails_leaves_nothing(monkeypatch):
     """NFS reports a full disk at close; no empty temporary file stays."""
-    close = os.close
+    close = files._NamedFile.close
 
-    def fail(handle):
-        close(handle)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def fail(file):
+        if not file.closed:
+            close(file)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as broken:
-        broken.setattr(os, "close", fail)
+        broken.setattr(files._NamedFile, "close", fail)
         with pytest.raises(WriteError) as caught, whole_file(Path("out")):
             pass
     assert caught.value.errno == errno.ENOSPC
     assert os.listdir() == ["victim"]
+
+
+def in_killed_process(work):
+    """Call a function in a forked process that ends with SIGKILL where the function calls its argument."""
+    process = os.fork()
+    if process == 0:
+        try:
+            work(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        finally:
+            os._exit(1)
+    assert os.waitpid(process, 0)[1] == signal.SIGKILL
+
+
+def hidden():
+    return [name for name in os.listdir() if name.startswith(".")]
+
+
+def begin_file(end):
+    with whole_file(Path("out.pth")) as file:
+        file.write(b"half")
+        end()
+
+
+def begin_folder(end):
+    with whole_folder(Path("out.pth")) as folder:
+        (folder / "set.000").mkdir()
+        (folder / "set.000" / "coord.npy").write_bytes(b"half")
+        end()
+
+
+@pytest.mark.parametrize("begin", [begin_file, begin_folder])
+@pytest.mark.parametrize("complete", [begin_file, begin_folder])
+def test_the_next_writer_removes_what_a_killed_one_left(begin, complete, caplog):
+    in_killed_process(begin)
+    (leftover,) = hidden()
+    Path(leftover.replace("out", "other")).touch()  # of another file: it stays
+    with caplog.at_level(logging.INFO):
+        complete(lambda: None)
+    assert leftover in caplog.text
+    assert hidden() == [leftover.replace("out", "other")]
+    assert Path("out.pth").exists()
+
+
+@pytest.mark.parametrize("begin", [begin_file, begin_folder])
+def test_what_another_process_is_writing_stays(begin):
+    alive = threading.Event()
+    done = threading.Event()
+
+    def wait():
+        alive.set()
+        assert done.wait(60)
+
+    writer = threading.Thread(target=begin, args=(wait,))
+    writer.start()
+    try:
+        assert alive.wait(60)
+        (before,) = hidden()
+        files.remove_abandoned(Path("out.pth"))
+        assert hidden() == [before]
+    finally:
+        done.set()
+        writer.join()
+    assert hidden() == []
+    assert Path("out.pth").exists()
+
+
+@pytest.mark.parametrize("begin", [begin_file, begin_folder])
+def test_without_locks_the_age_decides(begin, monkeypatch):
+    def refuse(handle, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    in_killed_process(begin)
+    begin_file(lambda: None)
+    (leftover,) = hidden()
+    for path in (Path(leftover), *Path(leftover).rglob("*")):
+        os.utime(path, (0, 0))
+    begin_file(lambda: None)
+    assert hidden() == []
+
+
+def test_links_under_a_temporary_name_are_not_followed():
+    name = hidden_name(Path("out.pth")).name
+    Path("folder").mkdir()
+    Path("folder", "kept").touch()
+    Path(name).symlink_to("folder")
+    write_whole("out.pth")
+    assert Path("folder", "kept").exists()
+    assert hidden() == [name]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_new_file_replaces_none_that_came_meanwhile(links, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    with whole_file(Path("first"), new=True) as file:
+        file.write(b"1")
+    assert Path("first").read_bytes() == b"1"
+
+    def write_late():
+        with whole_file(Path("out"), new=True) as file:
+            file.write(b"2")
+            Path("out").write_bytes(b"theirs")
+
+    with pytest.raises(WriteError) as caught:
+        write_late()
+    assert caught.value.errno == errno.EEXIST
+    assert Path("out").read_bytes() == b"theirs"
+    assert sorted(os.listdir()) == ["first", "out", "victim"]
 
 
 def test_new_files_have_the_permissions_that_the_user_wants():

@@ -27,17 +27,48 @@ from deepmd_muon.data.sampling.sampler import BatchRule, Plan, Sampler, system_p
 from deepmd_muon.data.sampling.samples import packed, read_ahead, sample_frames
 from deepmd_muon.data.system import System
 
-#: Name of a batch whose frames come from several systems.
-MIXED = "mixed"
+# Systems of a batch, and frames of a system, that a message names.
+_SYSTEMS_NAMED, _FRAMES_NAMED = 8, 16
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the frames of a batch come from: names of systems and numbers of their frames, in the batch's order."""
+
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, systems: Sequence[System], plan: Plan) -> Origin:
+        """Return the origin of a planned batch."""
+        return cls(tuple((systems[k].name, tuple(numbers.tolist())) for k, numbers in plan.parts))
+
+    def __str__(self) -> str:
+        """Name systems and frames; of many, the first ones."""
+        by_system: dict[str, list[int]] = {}
+        for name, numbers in self.parts:
+            by_system.setdefault(name, []).extend(numbers)
+        words = [
+            f"{name} ({_frames_in_words(numbers)})"
+            for name, numbers in itertools.islice(by_system.items(), _SYSTEMS_NAMED)
+        ]
+        more = len(by_system) - len(words)
+        return ", ".join([*words, f"{more} more systems"] if more else words)
+
+
+def _frames_in_words(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_FRAMES_NAMED]))
+    if len(numbers) > _FRAMES_NAMED:
+        return f"frames {shown}, … of {len(numbers)}"
+    return f"frame {shown}" if len(numbers) == 1 else f"frames {shown}"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Frames with their neighbours; `system` names where they come from (``"mixed"``: several systems)."""
+    """Frames with their neighbours, and where they come from."""
 
     frames: Frames
     neighbors: NeighborList
-    system: str
+    origin: Origin
 
 
 class Seats(NamedTuple):
@@ -355,8 +386,8 @@ class DataLoader:
             neighbors += [
                 self.cache.frame(system, int(n), part, row) for row, n in enumerate(numbers)
             ]
-        name = self.systems[plan.parts[0][0]].name if len(plan.parts) == 1 else MIXED
-        return Batch(Frames.concatenate(frames), stack_neighbors(neighbors), name)
+        origin = Origin.of(self.systems, plan)
+        return Batch(Frames.concatenate(frames), stack_neighbors(neighbors), origin)
 
     def close(self) -> None:
         """End the background thread; the loader still works, without it."""

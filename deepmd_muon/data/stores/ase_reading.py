@@ -15,6 +15,7 @@ from deepmd_muon.data.stores.memory import MemoryStore
 from deepmd_muon.data.stores.molecular_codes import gaussian_convergence, orca_convergence
 from deepmd_muon.data.stores.vasp_steps import read_outcar, vasprun_convergence
 from deepmd_muon.data.stores.xyz_frames import read_xyz_frames
+from deepmd_muon.files import open_regular
 from deepmd_muon.label_keys import LabelKeys
 
 if TYPE_CHECKING:
@@ -129,6 +130,32 @@ def _refuse_joined(path: str) -> None:
                 )
                 raise SystemFormatError(path, "", problem)
             overlap = content[-len(_TRAJECTORY) :]
+
+
+def read_images(path: str | os.PathLike[str]) -> list[Atoms]:
+    """Read all frames of an extended XYZ file as they are, with everything that the file says of them.
+
+    Raises
+    ------
+    SystemNotFoundError
+        When it is not a regular file, or ASE cannot read it.
+    SystemFormatError
+        When it has no frames, or fewer atoms than it says.
+    """
+    name = os.fspath(path)
+    try:
+        open_regular(name).close()
+        _check_size(name)
+        frames = read_xyz_frames(name, "extxyz")
+    except DataError:
+        raise
+    except Exception as error:  # ASE's readers let any error of their parsing through
+        raise SystemNotFoundError(
+            f"{name} cannot be read as extended XYZ ({type(error).__name__}: {str(error).strip()[:500]})"
+        ) from error
+    if not frames:
+        raise SystemFormatError(name, "", "the file has no frames")
+    return frames
 
 
 def _check_size(path: str) -> None:

@@ -29,6 +29,7 @@ from deepmd_muon.data.stores.lmdb_frames import (
     width_of,
 )
 from deepmd_muon.data.stores.storage import HandleCache
+from deepmd_muon.files import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def is_lmdb(path: str) -> bool:
     """Return whether a path is an LMDB database: a folder with ``data.mdb``, or such a file itself."""
     file = data_file(path)
     try:
-        with open(file, "rb") as opened:
+        with open_regular(file) as opened:
             return opened.read(20)[16:] == MAGIC.to_bytes(4, "little")
     except OSError:
         return False

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepmd_muon.data import Batch
 from deepmd_muon.data.frames import LABELS
+from deepmd_muon.data.sampling.loader import Origin
 from deepmd_muon.model import Structures
 
 T = TypeVar("T")
@@ -31,8 +32,8 @@ class TrainingBatch:
         some frames have a label, `find_energy` etc. (nframes,) tell which; the others hold 0.
     mask
         True for real atoms `(nframes, natoms)`; None when no frame carries padding.
-    system
-        The systems that the frames come from.
+    origin
+        Where the frames come from.
     atoms
         Real atoms of each frame, on the host.
     present
@@ -42,7 +43,7 @@ class TrainingBatch:
     structures: Structures
     labels: dict[str, Tensor | None]
     mask: Tensor | None
-    system: str
+    origin: Origin
     atoms: np.ndarray
     present: dict[str, np.ndarray]
 
@@ -88,7 +89,7 @@ def to_device(batch: Batch, ntypes: int, device: torch.device) -> TrainingBatch:
             values, labels[f"find_{name}"] = np.nan_to_num(values), tensor(found)
         labels[name] = tensor(values)
     mask = None if real.all() else tensor(real)
-    return TrainingBatch(structures, labels, mask, batch.system, real.sum(1), present)
+    return TrainingBatch(structures, labels, mask, batch.origin, real.sum(1), present)
 
 
 def map_tensors(content: T, function: Callable[[Tensor], Tensor]) -> T:

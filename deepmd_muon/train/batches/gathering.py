@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.data.frames import LABELS, PARAMETERS
+from deepmd_muon.data.sampling.loader import Origin
 from deepmd_muon.model import Structures
 from deepmd_muon.model.neighbors.atoms import Atoms, Sections
 from deepmd_muon.model.neighbors.search import find_neighbors
@@ -130,7 +131,7 @@ class Gathering:
         fparam, aparam = self._parameters(numbers, source, real)
         structures = replace(structures, fparam=fparam, aparam=aparam)
         labels = self._labels(numbers, source, real)
-        return TrainingBatch(structures, labels, real, feed.system, feed.atoms, feed.present)
+        return TrainingBatch(structures, labels, real, feed.origin, feed.atoms, feed.present)
 
     def _of_atoms(
         self, values: Tensor, source: Tensor, real: Tensor | None, *, spare: bool = False
@@ -187,7 +188,7 @@ class ResidentFeed:
     """A batch that a step gathers from the slots it finds in the table."""
 
     gathering: Gathering
-    system: str
+    origin: Origin
     table: SlotTable
     numbers: np.ndarray
     store: FrameStore

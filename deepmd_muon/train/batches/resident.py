@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from deepmd_muon.data import DataLoader, Plan, System, group_limits, worker_count
-from deepmd_muon.data.sampling.loader import MIXED
+from deepmd_muon.data.sampling.loader import Origin
 from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS, Sections
 from deepmd_muon.train.batches.frame_reader import Chunk, pieces, read_chunk
 from deepmd_muon.train.batches.frame_store import FrameStore, store_bytes
@@ -115,8 +115,8 @@ class ResidentBatches:
         shape = self._shapes.of(wanted)
         if shape not in self._gatherings:
             self._gatherings[shape] = Gathering(self._store, shape, self._sections)
-        name = self._loader.systems[plan.parts[0][0]].name if len(plan.parts) == 1 else MIXED
-        return ResidentFeed(self._gatherings[shape], name, self._numbers, numbers, self._store)
+        origin = Origin.of(self._loader.systems, plan)
+        return ResidentFeed(self._gatherings[shape], origin, self._numbers, numbers, self._store)
 
     def close(self) -> None:
         """End the threads that read."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.data import Batch, DataLoader, group_limits, widen_sections
+from deepmd_muon.data.sampling.loader import Origin
 from deepmd_muon.train.batches.batch import TrainingBatch, map_tensors, tensors_of, to_device
 
 #: Neighbour sections are padded to multiples of this, so that few shapes of batches occur.
@@ -32,8 +33,8 @@ class Feed(Protocol):
         """Equal for batches whose steps launch the same work on the same memory; None for memory of its own."""
 
     @property
-    def system(self) -> str:
-        """The systems of the frames."""
+    def origin(self) -> Origin:
+        """Where the frames come from."""
 
     @property
     def atoms(self) -> np.ndarray:
@@ -65,9 +66,9 @@ class BatchFeed:
     static: TrainingBatch
 
     @property
-    def system(self) -> str:
-        """The systems of the frames."""
-        return self.host.system
+    def origin(self) -> Origin:
+        """Where the frames come from."""
+        return self.host.origin
 
     @property
     def atoms(self) -> np.ndarray:
@@ -80,7 +81,7 @@ class BatchFeed:
 
     def read(self) -> TrainingBatch:
         """Return the batch in the shared tensors."""
-        return self.static
+        return dataclasses.replace(self.static, origin=self.host.origin)
 
 
 class HostBatches:
@@ -171,9 +172,9 @@ class AccumulatedFeed:
         return None if None in layouts else layouts
 
     @property
-    def system(self) -> str:
-        """The systems of the frames."""
-        return ", ".join(dict.fromkeys(part.system for part in self.parts))
+    def origin(self) -> Origin:
+        """Where the frames come from."""
+        return Origin(tuple(part for feed in self.parts for part in feed.origin.parts))
 
     @property
     def atoms(self) -> np.ndarray:

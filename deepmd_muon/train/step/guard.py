@@ -15,6 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from deepmd_muon.data.sampling.loader import Origin
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.train.errors import NonFiniteError
 from deepmd_muon.train.strategy.base import Reduced
@@ -75,7 +76,7 @@ class Guard(ABC):
 
     @abstractmethod
     def admits(self, reduced: Reduced, where: Callable[[], str]) -> bool:
-        """Return whether the optimizer is to be called for a step; `where` names the systems of its batch.
+        """Return whether the optimizer is to be called for a step; `where` names the frames of its batch.
 
         Under 'error', loss or gradient that is not finite is a NonFiniteError.
         """
@@ -148,7 +149,7 @@ class DeviceGuard(Guard):
         if hasattr(optimizer, "agreed_skip"):
             optimizer.agreed_skip = True  # from the loss and norm of all ranks
         self._record = torch.zeros(len(get_args(self._FIELDS)), dtype=torch.float64, device=device)
-        self._systems: list[str] = []
+        self._origins: list[Origin] = []
         self._begun: int | None = None
 
     def expect(self, done: int) -> None:
@@ -159,13 +160,13 @@ class DeviceGuard(Guard):
     def begin(self, done: int) -> None:
         """Count steps from here on: `done` updates have been made."""
         self._begun = done
-        self._systems.clear()
+        self._origins.clear()
         self._record.zero_()
         self.skip.zero_()
 
-    def note(self, system: str) -> None:
+    def note(self, origin: Origin) -> None:
         """Remember on the host where the batch of the next step comes from."""
-        self._systems.append(system)
+        self._origins.append(origin)
 
     def admits(self, reduced: Reduced, where: Callable[[], str]) -> bool:
         """Set `skip` for this step and return True, without waiting for the device."""
@@ -197,14 +198,16 @@ class DeviceGuard(Guard):
     def check(self, done: int) -> None:
         """Read the record, one transfer; see `Guard.check`."""
         seen, count, first, loss, norm = self._record.tolist()
-        systems, begun = list(self._systems), self._begun or 0
+        origins, begun = list(self._origins), self._begun or 0
         self.begin(done)
         if not count:
             self._skipped.add(round(seen), 0, done)
             return
         number = round(first)
         where = ", ".join(
-            self._gather(systems[number - 1] if number <= len(systems) else "an unknown system")
+            self._gather(
+                str(origins[number - 1]) if number <= len(origins) else "an unknown system"
+            )
         )
         problem = _problem(loss, norm, where)
         if self._policy == "error":

@@ -88,7 +88,7 @@ class TrainingStep:
                     value, metrics = self._differentiate(batch, lr_fraction)
         reduced = self.strategy.reduce(value, self.model)
         if self.guard.admits(
-            reduced, lambda: ", ".join(self.strategy.ranks.gather_objects(batch.system))
+            reduced, lambda: ", ".join(self.strategy.ranks.gather_objects(str(batch.origin)))
         ):
             self._clip(reduced)
             for group in self.optimizer.param_groups:

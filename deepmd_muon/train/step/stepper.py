@@ -187,7 +187,7 @@ class CapturedStep:
     def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
         """Update the parameters once, after `done` updates; the next step overwrites the metrics that are returned."""
         self._rates.expect(done)
-        self._guard.note(feed.system)
+        self._guard.note(feed.origin)
         if self._pieces != self._model.pieces:  # a graph holds launches of other kernels
             self._pieces = self._model.pieces
             self._graphs.clear()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deepmd_muon.argcheck import Input, normalize
 from deepmd_muon.data import Batch, NeighborCache, System
+from deepmd_muon.data.sampling.loader import Origin
 from deepmd_muon.loss import build_loss
 from deepmd_muon.model import Structures, build_model
 from deepmd_muon.model.branch_settings import SINGLE
@@ -140,7 +141,8 @@ class Arena:
         for first in range(0, len(chosen), width):
             numbers = chosen[first : first + width]
             frames = system.frames(numbers)
-            yield Batch(frames, self._cache.batch(system, numbers, frames), system.name)
+            origin = Origin(((system.name, tuple(numbers.tolist())),))
+            yield Batch(frames, self._cache.batch(system, numbers, frames), origin)
 
 
 class Run:

@@ -308,3 +308,29 @@ def test_a_part_of_a_system_is_its_frames():
     for wrong in ((2, 2), (-1, 2), (0, system.nframes + 1)):
         with pytest.raises(IndexError):
             system.part(*wrong)
+
+
+@pytest.mark.parametrize("split_off", [True, False])
+def test_of_two_commands_at_once_one_writes_and_the_other_leaves_nothing(
+    capsys, monkeypatch, split_off
+):
+    from deepmd_muon.cli import proposal
+
+    shutil.copytree(EXAMPLE, "data")
+    words = (
+        ["init", "data/train"]
+        if split_off
+        else ["init", "data/train", "--valid-data", "data/valid"]
+    )
+    propose = proposal.propose
+
+    def propose_late(*arguments):
+        made = propose(*arguments)
+        Path("input.json").write_text("theirs")
+        return made
+
+    monkeypatch.setattr(proposal, "propose", propose_late)
+    assert main(words) == 1
+    assert "input.json: File exists" in capsys.readouterr().err
+    assert Path("input.json").read_text() == "theirs"
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["data", "input.json"]

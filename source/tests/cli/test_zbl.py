@@ -152,6 +152,8 @@ def test_dimers_that_a_calculator_fails_for_are_left_out(tmp_path, monkeypatch, 
         (["O", "--dimers", "t", "--arguments", "{}"], "--calculator"),
         (["O", "--dimers", "t", "--calculator", "nowhere:B"], "--calculator: nowhere"),
         (["O", "--dimers", "t", "--calculator", "a:B", "--arguments", "{"], "JSON"),
+        (["O", "--dimers", "t", "--calculator", "a:B", "--time-limit", "0"], "--time-limit"),
+        (["O", "--dimers", "t", "--calculator", "shutil:which"], "--calculator: shutil:which"),
     ],
 )
 def test_mistakes_are_named(tmp_path, monkeypatch, capsys, words, word):

@@ -17,6 +17,7 @@ from deepmd_muon.data import (
     build_neighbors,
     open_systems,
 )
+from deepmd_muon.data.sampling.loader import Origin
 
 RCUT, SEL = 3.5, (40, 40)
 
@@ -37,7 +38,7 @@ def loader(systems, batch_size=2, **settings):
 def same(a, b):
     """Whether two batches hold the same numbers."""
     return (
-        a.system == b.system
+        a.origin == b.origin
         and a.neighbors.sections == b.neighbors.sections
         and np.array_equal(a.frames.coord, b.frames.coord)
         and np.array_equal(a.frames.energy, b.frames.energy)
@@ -53,7 +54,13 @@ def test_neighbours_belong_to_the_frames(systems, batch_size):
         batch = data.next()
         frames, neighbors = batch.frames, batch.neighbors
         assert neighbors.index.shape == (frames.nframes, frames.natoms, sum(neighbors.sections))
-        assert batch.system in {s.name for s in systems} | {"mixed"}
+        assert {name for name, _ in batch.origin.parts} <= {s.name for s in systems}
+        rows = [(name, number) for name, numbers in batch.origin.parts for number in numbers]
+        for k, (name, number) in enumerate(rows):
+            (system,) = (system for system in systems if system.name == name)
+            natoms = system.natoms
+            expected = system.frames([number]).coord[0]
+            assert np.array_equal(frames.coord[k, :natoms], expected)
         for k in range(frames.nframes):
             alone = build_neighbors(
                 frames.coord[k], frames.box[k], frames.atype[k], RCUT, SEL, True
@@ -207,12 +214,23 @@ def test_batches_per_epoch(systems):
     assert loader(systems, "mix:24").batches_per_epoch == 6
 
 
+def test_an_origin_names_systems_and_frames():
+    assert str(Origin((("a", (3,)),))) == "a (frame 3)"
+    assert (
+        str(Origin((("a", (3, 1)), ("b", (0,)), ("a", (2,))))) == "a (frames 3, 1, 2), b (frame 0)"
+    )
+    many = str(Origin(tuple((f"s{k}", tuple(range(40))) for k in range(20))))
+    assert many.startswith("s0 (frames 0, 1, 2, ")
+    assert "15, … of 40), s1 (" in many
+    assert many.endswith(", 12 more systems")
+
+
 def test_filter_leaves_systems_out(systems):
     data = loader(systems, "filter:12")
     assert data.batch_sizes == (3, 2, 1)
     data = loader(systems, "filter:6")
     assert [s.natoms for s in data.systems] == [4, 6]
-    assert {data.next().system for _ in range(30)} == {s.name for s in systems[:2]}
+    assert {data.next().origin.parts[0][0] for _ in range(30)} == {s.name for s in systems[:2]}
 
 
 def test_a_loader_needs_a_cutoff(systems):

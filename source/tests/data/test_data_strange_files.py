@@ -22,6 +22,21 @@ def test_a_fifo_is_no_system(tmp_path, name):
         open_systems(str(tmp_path / name))
 
 
+def test_a_fifo_in_a_folder_is_no_database(tmp_path):
+    (tmp_path / "s.lmdb").mkdir()
+    os.mkfifo(tmp_path / "s.lmdb" / "data.mdb")
+    with pytest.raises((SystemFormatError, SystemNotFoundError), match=r"s\.lmdb"):
+        open_systems(str(tmp_path / "s.lmdb"))
+
+
+@pytest.mark.parametrize("count", ["99999999999", "+99999999999", "99_999_999_999", "0" * 70])
+@pytest.mark.parametrize("before", ["", "1\n\nCu 0 0 0\n", "1\n\nCu 0 0 0\nVEC1 1 0 0\n", "0\n\n"])
+def test_a_count_beyond_the_end_of_an_xyz_file_is_refused(tmp_path, before, count):
+    (tmp_path / "s.extxyz").write_text(f"{before}{count}\n\nCu 0 0 0\n")
+    with pytest.raises((SystemFormatError, SystemNotFoundError), match=r"s\.extxyz"):
+        open_systems(str(tmp_path / "s.extxyz"))
+
+
 def test_a_pattern_crosses_circles_of_links_once(tmp_path):
     shutil.copytree(SYSTEM, tmp_path / "data" / "a" / "b" / "cluster13")
     for number in range(4):

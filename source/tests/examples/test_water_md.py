@@ -28,6 +28,39 @@ def test_the_page_prints_the_files():
     assert block("python", "VelocityVerlet") == (EXAMPLE / "nve.py").read_text()
 
 
+@pytest.mark.parametrize("script", ["make_structure.py", "nve.py", "ipi_client.py"])
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [(["--help"], 0, "usage"), (["--no-such-option"], 2, "usage")],
+)
+def test_a_script_explains_itself(tmp_path, monkeypatch, capsys, script, words, status, told):
+    pytest.importorskip("ase")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(EXAMPLE / script), run_name="__main__")
+    assert caught.value.code == status
+    printed = capsys.readouterr()
+    assert told in printed.out + printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scripts_name_the_structure_that_they_lack(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("ase")
+    monkeypatch.chdir(tmp_path)
+    for script in ("nve.py", "ipi_client.py"):
+        monkeypatch.setattr(sys, "argv", [script, "model.pth"])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(EXAMPLE / script), run_name="__main__")
+        assert "make_structure.py" in capsys.readouterr().err
+
+
+def test_no_script_of_an_example_reads_its_words_by_number():
+    scripts = sorted((TOP / "examples").glob("*/*.py"))
+    assert len(scripts) > 5
+    assert [str(path) for path in scripts if "sys.argv[" in path.read_text()] == []
+
+
 def test_its_commands_exist():
     from deepmd_muon.cli.main import build_parser
 

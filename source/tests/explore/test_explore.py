@@ -172,11 +172,13 @@ def test_labels_that_were_made_outlive_a_labeller_that_fails(copper, explore, ca
             path.name for path in (copper / "explore" / "round_1" / "labels").glob("*.xyz")
         )
         assert kept == [f"{k:04d}.xyz" for k in range(len(sizes)) if sizes[k] != size]
+    # Labels of other arguments are not mixed in without a word.
+    raising = {**faulty, "arguments": {"raises": size}, "most_failed": 0.9}
+    assert explore(labels=raising, **settings) == 2
+    assert "labels/arguments/spoils" in capsys.readouterr().err
+    (copper / "explore" / "round_1" / "made_from.json").unlink()
     # With some failures allowed the others are trained on, and the failures are listed.
-    assert (
-        explore(labels={**faulty, "arguments": {"raises": size}, "most_failed": 0.9}, **settings)
-        == 0
-    )
+    assert explore(labels=raising, **settings) == 0
     done = rounds(copper, 1)["labels"]
     assert done == {"labelled": len(sizes) - sizes.count(size), "failed": sizes.count(size)}
     failed = (copper / "explore" / "round_1" / "failed.txt").read_text().splitlines()

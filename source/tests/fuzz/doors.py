@@ -203,9 +203,9 @@ def _without_dates(array: np.ndarray) -> np.ndarray:
     return array.view("i8") if array.dtype.kind == "M" else array  # HDF5 has none
 
 
-def small_checkpoint() -> dict:
+def small_checkpoint(type_map: tuple[str, str] = ("A", "B")) -> dict:
     """Return a model under deepmd-kit's names with our own key."""
-    section = normalize(INPUT).normalized["model"]
+    section = normalize(INPUT).normalized["model"] | {"type_map": list(type_map)}
     content = to_deepmd_kit(build_model(section), {"lr": 1e-3, "step": 4})
     return {"model": content, "deepmd_muon": {"version": 1, "step": 5}}
 

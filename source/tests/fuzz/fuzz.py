@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from command_doors import CheckJson, ExploreInput, Replay, Rounds
 from doors import (
     CheckpointBytes,
     CheckpointStructure,
@@ -60,6 +61,10 @@ DOORS: dict[str, type[Door]] = {
     "reports": Reports,
     "statistics": Statistics,
     "show": Shown,
+    "explore": ExploreInput,
+    "rounds": Rounds,
+    "replay": Replay,
+    "check-json": CheckJson,
 }
 
 

@@ -15,7 +15,14 @@ from fuzz import DOORS, MOST_MEMORY, bounded_memory, fuzz, message_problem
 from mutants import array_mutant, bytes_mutant, tree_mutant
 
 pytestmark = pytest.mark.usefixtures("as_alone")
-FEW = {"restart": 12, "show": 30, "directory": 40, "directory-structure": 40}
+FEW = {
+    "restart": 12,
+    "show": 30,
+    "directory": 40,
+    "directory-structure": 40,
+    "replay": 30,
+    "check-json": 12,
+}
 
 
 def check(folder, name, seed, tries):

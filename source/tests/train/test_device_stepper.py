@@ -110,7 +110,8 @@ def test_from_the_first_bad_step_on_everything_is_frozen_and_that_step_is_named(
     monkeypatch.setattr(DeviceStepper, "check", check)
     poison(monkeypatch, 7)
     with pytest.raises(
-        NonFiniteError, match=r"before update 7: the loss is inf .*cu_emt.*model\.ckpt-6\.pt"
+        NonFiniteError,
+        match=r"before update 7: the loss is inf .*cu_emt.* \(frames? \d.*model\.ckpt-6\.pt",
     ) as caught:
         train(content)
     assert caught.value.update == 7
@@ -152,7 +153,7 @@ def test_streamed_batches_are_those_of_the_loader():
         expected = plain.next()
         feed = source.next()
         batch = feed.read()
-        assert feed.system == batch.system == expected.system
+        assert feed.origin == batch.origin == expected.origin
         for name in ("energy", "force", "virial"):
             label = getattr(expected.frames, name)
             assert (batch.labels[name] is None) == (label is None)

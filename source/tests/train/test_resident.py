@@ -113,7 +113,7 @@ def test_padded_batches_have_the_losses_of_plain_ones(systems, monkeypatch, case
         feed = batches.next()
         layouts.add(feed.layout)
         found = feed.read()
-        assert (feed.system, feed.atoms.tolist()) == (expected.system, expected.atoms.tolist())
+        assert (feed.origin, feed.atoms.tolist()) == (expected.origin, expected.atoms.tolist())
         for needed in ({"energy"}, {"energy", "force"}):
             assert feed.labelled_atoms(needed) == expected.labelled_atoms(needed)
         value, metrics, gradient = outcome(model, loss, expected)

@@ -215,8 +215,11 @@ def test_a_non_finite_gradient_stops_before_the_update(small_input, train, load,
     content["training"].pop("validation_data")
     with pytest.raises(
         NonFiniteError, match=r"before update 8: .*the last good checkpoint is model\.ckpt-5\.pt"
-    ):
+    ) as caught:
         train(content)
+    assert f"on a batch of {calls[7].origin}" in str(caught.value)
+    ((_, numbers),) = calls[7].origin.parts
+    assert all(str(number) in str(calls[7].origin).rpartition("(")[2] for number in numbers)
     assert sorted(p.name for p in Path().glob("model.ckpt-*.pt")) == ["model.ckpt-5.pt"]
 
 

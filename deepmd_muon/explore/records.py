@@ -1,0 +1,151 @@
+"""The contents of `round.json`: what the stages of a round found. This module imports no numpy and no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from deepmd_muon.files import open_regular
+from deepmd_muon.section import Section, section
+from deepmd_muon.setting import setting
+
+Stage = Literal["draw", "labels", "training", "check"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawRecord(Section):
+    """Results of a round's dynamics."""
+
+    copies: int = setting(minimum=1, doc="Trajectories.")
+    blow_ups: int = setting(minimum=0, doc="Trajectories that blew up.")
+    followed: float = setting(minimum=0.0, doc="Time followed in all [ps].")
+    candidates: int = setting(minimum=0, doc="Structures that left the data.")
+    chosen: int = setting(minimum=1, doc="Structures chosen to be labelled.")
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelsRecord(Section):
+    """Results of labelling."""
+
+    labelled: int = setting(minimum=1, doc="Structures with labels.")
+    failed: int = setting(minimum=0, doc="Structures without, or with too large forces.")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingRecord(Section):
+    """Force errors on the new frames [eV/Å]; None if they have no forces."""
+
+    error_before: float | None = setting(minimum=0.0, doc="Before the training.")
+    error_after: float | None = setting(minimum=0.0, doc="After it.")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckRecord(Section):
+    """Result of `dp check`."""
+
+    verdict: str = setting(
+        choices=("holds", "doubtful", "fails"), doc="The worst verdict of all items."
+    )
+    summary: str = setting(doc="The items that do not hold.")
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundRecord(Section):
+    """The stages of a round that are done."""
+
+    draw: DrawRecord | None = section(None, doc="Dynamics and choice.")
+    labels: LabelsRecord | None = section(None, doc="Labelling.")
+    training: TrainingRecord | None = section(None, doc="Training.")
+    check: CheckRecord | None = section(None, doc="The check of the first model.")
+
+    @property
+    def begun(self) -> bool:
+        """Whether any stage is done."""
+        return self != RoundRecord()
+
+
+@dataclasses.dataclass(frozen=True)
+class Origins(Section):
+    """The content of `made_from.json`: what each stage that has begun depends on, by setting or file.
+
+    The content of a file is recorded as its hash, which begins with `HASH`.
+    """
+
+    draw: Mapping[str, Any] | None = setting(None, doc="Origins of candidates.xyz.")
+    labels: Mapping[str, Any] | None = setting(None, doc="Origins of the labels.")
+    training: Mapping[str, Any] | None = setting(None, doc="Origins of the trained models.")
+    check: Mapping[str, Any] | None = setting(None, doc="Origins of check.json.")
+
+
+def flat(value: Any, name: str) -> dict[str, Any]:
+    """Return nested settings as one map from paths, such as model/descriptor/rcut; lists stay whole."""
+    if not isinstance(value, Mapping):
+        return {name: value}
+    return {
+        path: one
+        for key, inner in value.items()
+        for path, one in flat(inner, f"{name}/{key}").items()
+    }
+
+
+def hash_of(path: Path) -> str | None:
+    """Return the hash of a file or of the files of a folder; None if there is neither.
+
+    Raises
+    ------
+    OSError
+        When a file cannot be read or is not a regular one.
+    """
+    if not path.exists():
+        return None
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    for file in files:
+        with open_regular(file) as content:
+            digest.update(f"{file.relative_to(path)} {_digest(content)}\n".encode())
+    return f"{HASH}{digest.hexdigest()[:16]}"
+
+
+def hash_of_words(words: Iterable[str]) -> str:
+    """Return one hash of several."""
+    return f"{HASH}{hashlib.sha256(' '.join(words).encode()).hexdigest()[:16]}"
+
+
+def _digest(content: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while block := content.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+#: First characters of the hash of a file's content.
+HASH = "sha256:"
+# Differences that a message lists.
+_SHOWN = 6
+
+
+def differences(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    """Return in words how two origins of a stage differ; files that are gone are not compared."""
+    found = []
+    for name in dict.fromkeys([*recorded, *present]):
+        before, now = recorded.get(name), present.get(name)
+        if before == now or (name in present and now is None and _is_hash(before)):
+            continue
+        if _is_hash(before) or _is_hash(now):
+            found.append(f"{name} has another content")
+        else:
+            found.append(f"{name} was {_shown(before)}, is {_shown(now)}")
+    more = len(found) - _SHOWN
+    return [*found[:_SHOWN], f"and {more} more"] if more > 0 else found
+
+
+def _is_hash(value: object) -> bool:
+    return isinstance(value, str) and value.startswith(HASH)
+
+
+def _shown(value: object) -> str:
+    text = "not set" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
