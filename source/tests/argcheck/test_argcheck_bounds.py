@@ -38,6 +38,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
         ("a.json", '{"training": {"save_ckpt": "a\\u0000b"}}', "NUL"),
         ("a.yaml", 'training: {save_ckpt: "a\\0b"}', "NUL"),
     ],
+    ids=lambda value: value[:30],  # pytest 8 shows texts of megabytes in full
 )
 def test_a_large_input_is_refused_soon(tmp_path, name, text, word):
     (tmp_path / name).write_text(text)
