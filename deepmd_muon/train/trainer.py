@@ -32,6 +32,7 @@ from deepmd_muon.train.branches import (
 )
 from deepmd_muon.train.checkpoint.content import RunState
 from deepmd_muon.train.checkpoint.newest import newest_finite
+from deepmd_muon.train.checkpoint.optimizer_state import check_state
 from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import NonFiniteError
@@ -383,6 +384,8 @@ class Trainer:
         self.strategy.load_optimizer_state(self.optimizer, content, source, self._build_whole)
         self.source = source
         self.step = self._state.restore(content, source)
+        with self.ranks.together("checking the optimizer's state"):
+            check_state(self.optimizer, self.ema.averages() if self.ema else {}, source)
         infos = content["model"]["_extra_state"]["train_infos"]
         self.validation.restore(infos)
         if self.step:
