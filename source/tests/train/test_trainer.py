@@ -105,6 +105,19 @@ def test_checkpoint_has_the_keys_and_names_of_deepmd_kit(finished, load):
     ] == "muon"
 
 
+@pytest.mark.parametrize(
+    ("start_lr", "last"), [(1e-3, "check that dynamics"), (30.0, "do not use the model")]
+)
+def test_the_last_line_of_a_run_that_diverged_is_another_one(
+    small_input, train, caplog, start_lr, last
+):
+    rate = {"start_lr": start_lr, "stop_lr": start_lr / 2}
+    content = small_input(optimizer={"type": "Adam"}, learning_rate=rate)
+    assert train(content, log_level="INFO") == 0
+    assert last in caplog.messages[-1]
+    assert ("training done" in caplog.text) == (start_lr < 1)
+
+
 def test_changed_routes_stop_the_restart_and_are_all_named(small_input, train, finished):
     changed = small_input(optimizer={"min_matrix_dim": 7})
     with pytest.raises(CheckpointError) as caught:
