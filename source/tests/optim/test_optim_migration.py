@@ -203,6 +203,24 @@ def test_freezing_and_unfreezing_keep_the_state_under_every_policy(policy, setti
 
 
 @pytest.mark.parametrize("policy", ["error", "migrate", "reset"])
+def test_a_state_of_deepmd_kit_loads_into_frozen_parameters(policy, caplog):
+    """deepmd-kit's states list all parameters; those it never stepped have none."""
+    group = {"adam_betas": BETAS, "lr_adjust": 0.0, "lr_adjust_coeff": 0.18, "muon_mode": "slice"}
+    momentum = random(4, 5)
+    state = {
+        "state": {"w": {"momentum_buffer": momentum}},
+        "param_groups": [{**group, "lr": 0.01, "params": ["w", "v"]}],
+    }
+    w = nn.Parameter(random(4, 5), requires_grad=False)
+    v = nn.Parameter(random(4, 5, seed=1))
+    loaded = HybridMuon([("w", w), ("v", v)], on_route_change=policy)
+    loaded.load_state_dict(state)
+    assert torch.equal(loaded.state[w]["momentum_buffer"], momentum)
+    assert v not in loaded.state
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("policy", ["error", "migrate", "reset"])
 def test_a_parameter_that_was_always_frozen_starts_without_state(policy, caplog):
     caplog.set_level(logging.INFO, "deepmd_muon")
     w = nn.Parameter(random(4, 5), requires_grad=False)
