@@ -280,6 +280,17 @@ def _newest(path: Path) -> float:
     return max(place.lstat().st_mtime for place in (path, *path.rglob("*")))
 
 
+@contextmanager
+def working_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Work in a folder, as `contextlib.chdir` of Python 3.11 does."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
 def fresh_file(path: Path, content: bytes = b"") -> BinaryIO:
     """Return a new file at `path` that begins with `content`, open for appending.
 

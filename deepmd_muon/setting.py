@@ -275,7 +275,9 @@ def _scalar(value: Any, kind: Any, *, exact: bool) -> Any:
         return int(number) if whole else None
     if kind is float and isinstance(value, Real):
         return _finite(value)
-    return value if not isinstance(kind, type) or isinstance(value, kind) else None
+    # In Python 3.10, list[str] counts as a type, which `isinstance` then refuses.
+    is_class = isinstance(kind, type) and typing.get_origin(kind) is None
+    return value if not is_class or isinstance(value, kind) else None
 
 
 def _finite(value: Real) -> float | None:

@@ -25,7 +25,8 @@ from deepmd_muon.loss.settings import LossSettings, Quantity
 from deepmd_muon.model.branch_settings import MultiTaskModelSettings
 from deepmd_muon.model.settings import ModelSettings
 from deepmd_muon.optim.buildable import Buildable
-from deepmd_muon.optim.other_configs import OPTIMIZERS, AdamConfig
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.other_configs import OPTIMIZERS, AdamConfig, AdamWConfig, MuonConfig
 from deepmd_muon.section import Foreign, Rule, Section, Variants, declared_like, section
 
 
@@ -33,6 +34,22 @@ def _warmup_fits(warmup_steps: int, numb_steps: int | None) -> str | None:
     if numb_steps and warmup_steps >= numb_steps:
         return f"must be less than training/numb_steps; found {warmup_steps} of {numb_steps} steps"
     return None
+
+
+def _decay_keeps_signs(optimizer: Buildable, start_lr: float) -> str | None:
+    """Reject a decoupled decay that changes the sign of the weights in a step, and beyond 2 makes them grow."""
+    if not isinstance(optimizer, HybridMuonConfig | MuonConfig | AdamWConfig):
+        return None  # Adam's is a part of the gradient
+    fastest = max(1.0, optimizer.adam_lr_ratio) if isinstance(optimizer, MuonConfig) else 1.0
+    decay = optimizer.weight_decay
+    shrinkage = start_lr * fastest * decay
+    if shrinkage < 1.0:
+        return None
+    ratio = f" · adam_lr_ratio {fastest:g}" if fastest > 1.0 else ""
+    return (
+        f"weight_decay {decay:g} · start_lr {start_lr:g}{ratio} must be below 1, because each step multiplies the "
+        f"weights by 1 minus this product; found {shrinkage:g}"
+    )
 
 
 def _validation_data(full_validation: bool, data: object) -> str | None:
@@ -82,6 +99,7 @@ class Settings(Section):
     left_out: ClassVar[frozenset[str]] = frozenset({"replay"})
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("learning_rate/warmup_steps", "training/numb_steps"), _warmup_fits),
+        Rule(("optimizer", "learning_rate/start_lr"), _decay_keeps_signs),
         Rule(("validating/full_validation", "training/validation_data"), _validation_data),
         Rule(
             ("validating/validation_metric", "validating/full_validation", "loss"), _trained_metric
@@ -125,6 +143,7 @@ class MultiTaskSettings(Section):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("learning_rate/warmup_steps", "training/numb_steps"), _warmup_fits),
+        Rule(("optimizer", "learning_rate/start_lr"), _decay_keeps_signs),
         Rule(("validating/full_validation", "training/data_dict"), _some_validation_data),
         Rule(
             ("validating/validation_metric", "validating/full_validation", "loss_dict"),

@@ -160,8 +160,9 @@ def _dtype(properties: Any) -> torch.dtype:
         "no properties",
     )
     state = properties.state
-    _expect(isinstance(state, tuple) and len(state) == 5, "no properties")
-    dtype, layout, _, memory_format, _ = state
+    # torch 2.15 adds the strides of the tensor that was saved; parts are read into tensors that exist.
+    _expect(isinstance(state, tuple) and len(state) in (5, 6), "no properties")
+    dtype, layout, _, memory_format = state[:4]
     _expect(isinstance(dtype, Name) and dtype in _DTYPES, "an unknown dtype")
     _expect(
         layout == _STRIDED and memory_format in _CONTIGUOUS,

@@ -17,7 +17,7 @@ from deepmd_muon.argcheck.settings import Settings
 from deepmd_muon.data import System
 from deepmd_muon.explore.records import flat
 from deepmd_muon.explore.settings import ExploreError, TrainOnSettings
-from deepmd_muon.files import make_folder_of, whole_file
+from deepmd_muon.files import make_folder_of, whole_file, working_folder
 from deepmd_muon.label_keys import LabelKeys
 from deepmd_muon.train import run
 from deepmd_muon.train.systems import open_section
@@ -167,10 +167,6 @@ def train_on(folder: Path, content: dict[str, Any], start: str, source: Path) ->
         file.write(json.dumps(content, indent=2).encode())
     begun = (folder / f"{CHECKPOINT}.pt").exists()
     option = "restart" if begun else start.replace("-", "_")
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
+    with working_folder(folder):
         way: dict[str, Any] = {option: f"{CHECKPOINT}.pt" if begun else str(source)}
         return run(load("input.json"), **way)
-    finally:
-        os.chdir(before)

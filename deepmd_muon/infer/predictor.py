@@ -326,7 +326,7 @@ def _cells(box: Any, nframes: int) -> np.ndarray:
         raise PredictionInputError(
             f"box must be (nframes, 3, 3) or (3, 3), cell vectors as rows, for {nframes} frames; found {cells.shape}"
         )
-    return np.broadcast_to(cells, (nframes, 3, 3)).copy()
+    return np.array(np.broadcast_to(cells, (nframes, 3, 3)))
 
 
 def _broadcast(name: str, values: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray | None:
@@ -344,7 +344,7 @@ def _broadcast(name: str, values: np.ndarray | None, shape: tuple[int, ...]) -> 
         )
     except ValueError as error:
         raise PredictionInputError(f"{name} must be {shape}; found shape {given.shape}") from error
-    return fitting.copy()
+    return np.array(fitting)
 
 
 def _join(parts: list[Prediction]) -> Prediction:

@@ -145,6 +145,13 @@ def _report(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     )
     if isinstance(optimizer, HybridMuon):
         log.info("%s routing: %s", kind, optimizer.routing.summary())
+        routes = {entry.route for entry in optimizer.routing}
+        if "muon" not in routes and routes & {"adam", "adamw"}:
+            log.warning(
+                "no matrix takes the Muon route, so that %s steps as Adam does: lower min_matrix_dim or change the "
+                "patterns, or set type Adam",
+                kind,
+            )
     untrained = [name for name, p in model.named_parameters() if not p.requires_grad]
     if untrained:
         log.info("not trainable: %s", ", ".join(untrained))

@@ -249,7 +249,8 @@ class MuonSettings(RuleSettings):
         "error",
         doc=(
             "How to load a parameter whose route or view differs from the checkpoint's: 'error' raises, "
-            "'migrate' keeps the state with the same meaning, 'reset' discards the state of those parameters."
+            "'migrate' keeps the state with the same meaning, 'reset' discards the state of those parameters. A "
+            "parameter that is frozen, or trained again, keeps its state in any case."
         ),
     )
     on_nonfinite: NonFinite = setting(

@@ -337,8 +337,9 @@ class HybridMuon(QuickOptimizer):
 
         Where a parameter's route, view or shape differs from the saved one, or it exists on one side only,
         `on_route_change` decides: 'error' raises; 'reset' discards that parameter's state; 'migrate' keeps the state
-        with the same meaning on both (`deepmd_muon.optim.state.migrate` lists it). State of rules that are off is
-        dropped. One warning per parameter reports the outcome. States of deepmd-kit's HybridMuon load too; a route that
+        with the same meaning on both (`deepmd_muon.optim.state.migrate` lists it). Freezing or unfreezing a parameter
+        is allowed under every policy and keeps its state. State of rules that are off is dropped. One warning per
+        parameter reports the outcome. States of deepmd-kit's HybridMuon load too; a route that
         differs because its version chose routes differently is migrated under every policy. So do states of
         torch.optim.Adam, AdamW and Muon, and of other Muons (`deepmd_muon.optim.state.others`);
         `deepmd_muon.optim.import_state` joins those of several optimizers and names their parameters. States without

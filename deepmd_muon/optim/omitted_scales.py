@@ -30,24 +30,62 @@ _LONG_FOR_MUON, _LONG_FOR_ADAM = 8.0, 16.0
 
 
 @dataclasses.dataclass(frozen=True)
+class SavedScales:
+    """Scales and first learning rate of the run that wrote a checkpoint."""
+
+    values: Mapping[str, Any]  # deepmd-kit's groups have no `adam_lr_ratio`
+    start_lr: float
+    source: str  # the checkpoint
+
+
+@dataclasses.dataclass(frozen=True)
 class OmittedScales:
     """Scales of HybridMuon that an input omits, and the values chosen for them."""
 
     values: Mapping[str, Any]  # `lr_adjust_coeff`, and `adam_lr_ratio` if the input omits both
     start_lr: float
     notice: str  # the values and the reason, in one line
-    kept: bool = False  # whether the values come from the checkpoint of a continued run
+    kept: bool = False  # whether the values are those of the checkpoint of a continued run
+    saved: SavedScales | None = None  # of a continued run whose start_lr rises
 
-    def kept_from(self, group: Mapping[str, Any], source: str) -> OmittedScales:
+    def kept_from(
+        self, group: Mapping[str, Any], start_lr: float | None, source: str
+    ) -> OmittedScales:
         """Return the scales of a run that is continued from `source`, a checkpoint with this parameter group.
 
-        deepmd-kit's groups have no `adam_lr_ratio`.
+        They stay as they are unless `start_lr`, that of the checkpoint if it is known, is lower than that of this run.
+        Then they fall towards those of a fresh run, as far as the rates of the checkpoint are kept.
         """
         values = {name: group.get(name) for name in self.values}
-        notice = (
-            f"optimizer/lr_adjust_coeff is not given and stays {_written(values)}, as in {source}"
-        )
-        return OmittedScales(values, self.start_lr, notice, kept=True)
+        if start_lr is not None and start_lr < self.start_lr:
+            saved = SavedScales(values, start_lr, source)
+            return dataclasses.replace(self, saved=saved)._limited(saved)
+        return OmittedScales(values, self.start_lr, _unchanged(values, source), kept=True)
+
+    @property
+    def fallen(self) -> bool:
+        """Whether a continued run takes other scales than its checkpoint."""
+        return self.saved is not None and self.values != self.saved.values
+
+    def _limited(self, saved: SavedScales) -> OmittedScales:
+        """Return scales that are at most the saved ones, and high enough to keep the saved rates."""
+        fall = saved.start_lr / self.start_lr
+        values: dict[str, Any] = {}
+        for name, most in saved.values.items():
+            if most is None:
+                values[name] = None
+                continue
+            least = most * fall if name == "lr_adjust_coeff" else max(1.0, most * fall)
+            values[name] = min(most, max(_rounded(least), self.values[name]))
+        notice = _unchanged(values, saved.source)
+        if values != saved.values:
+            notice = (
+                f"optimizer/lr_adjust_coeff is not given and takes {_written(values)} instead of "
+                f"{_written(saved.values)} in {saved.source}: start_lr rises from "
+                f"{saved.start_lr:g} to {self.start_lr:g}; give lr_adjust_coeff and adam_lr_ratio to "
+                "choose other rates"
+            )
+        return dataclasses.replace(self, values=values, notice=notice)
 
     def for_descriptors(self, length: float) -> OmittedScales:
         """Return lower scales if descriptors of this `length` are long; else, or if the scales are kept, these."""
@@ -61,14 +99,18 @@ class OmittedScales:
             / self.start_lr,
             "adam_lr_ratio": max(1.0, _MOST_ADAM_RATE * _LONG_FOR_ADAM / length / self.start_lr),
         }
-        values = {name: min(value, _rounded(most[name])) for name, value in self.values.items()}
+        values = {
+            name: value if value is None else min(value, _rounded(most[name]))
+            for name, value in self.values.items()
+        }
         if values == self.values:
             return self
         notice = (
             f"optimizer/lr_adjust_coeff is not given and takes {_written(values)}: descriptors are {length:.3g} long, "
             f"for which {_written(self.values)} would be too high (doc/learning-rate.md)"
         )
-        return dataclasses.replace(self, values=values, notice=notice)
+        lower = dataclasses.replace(self, values=values, notice=notice)
+        return lower if self.saved is None else lower._limited(self.saved)
 
 
 def omitted_scales(
@@ -106,6 +148,11 @@ def omitted_scales(
         f"{start_lr:g} in a {'short' if short else 'long'} run; deepmd-kit takes {theirs:g} (doc/learning-rate.md)"
     )
     return OmittedScales(values, start_lr, notice)
+
+
+def _unchanged(values: Mapping[str, Any], source: str) -> str:
+    """Return the notice for a run that keeps the scales of its checkpoint."""
+    return f"optimizer/lr_adjust_coeff is not given and stays {_written(values)}, as in {source}"
 
 
 def _rounded(value: float) -> float:

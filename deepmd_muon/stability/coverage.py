@@ -82,9 +82,10 @@ class Coverage:
 
     def gaps(self, pair: tuple[int, int]) -> list[tuple[float, float]]:
         """Return the intervals between shortest and largest distance that no frame has [Å]."""
-        ends = np.flatnonzero(np.diff(self.known[pair].astype(np.int8))) + 1
+        known = self.known[pair]
+        ends = np.flatnonzero(np.diff(known.astype(np.int8))) + 1
         edges = [float(end) * WIDTH for end in ends]
-        inner = edges[1:] if not self.known[(*pair, 0)] else edges
+        inner = edges if known[0] else edges[1:]
         return list(zip(inner[0::2], inner[1::2], strict=False))
 
 

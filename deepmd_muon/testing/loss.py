@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 
 from deepmd_muon.argcheck import load
 from deepmd_muon.checkpoint_file.file import read_checkpoint
+from deepmd_muon.files import working_folder
 from deepmd_muon.loss import Loss, build_loss, check_labels
 from deepmd_muon.train import run
 
@@ -272,10 +272,5 @@ class LossChecks:
 @contextmanager
 def _empty_folder() -> Iterator[None]:
     """Work in an empty temporary folder."""
-    before = os.getcwd()
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        try:
-            yield
-        finally:
-            os.chdir(before)
+    with tempfile.TemporaryDirectory() as folder, working_folder(folder):
+        yield

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from deepmd_muon.argcheck import Input
-from deepmd_muon.checkpoint_file.file import understood
+from deepmd_muon.checkpoint_file.file import OWN_KEY, understood
 from deepmd_muon.data import (
     DataLoader,
     NeighborCache,
@@ -78,8 +79,20 @@ def take_from_checkpoint(
     with understood(first.path):
         groups = (first.content.get("optimizer") or {}).get("param_groups", [])
         saved = groups[0] if groups else {}
-        known = isinstance(saved.get("lr_adjust_coeff"), float)
-        return given.with_scales(given.scales.kept_from(saved, str(first.path))) if known else given
+        if not isinstance(saved.get("lr_adjust_coeff"), float):
+            return given
+        start_lr = _saved_start_lr(first.content, saved)
+        return given.with_scales(given.scales.kept_from(saved, start_lr, str(first.path)))
+
+
+def _saved_start_lr(content: Mapping[str, Any], group: Mapping[str, Any]) -> float | None:
+    """Return the first learning rate of the run that wrote a checkpoint; None if it is not in there.
+
+    deepmd-kit's scheduler keeps it in the optimizer's parameter groups.
+    """
+    if own := content.get(OWN_KEY):
+        return float(json.loads(own["settings"])["learning_rate"]["start_lr"])
+    return float(group["initial_lr"]) if "initial_lr" in group else None
 
 
 def resolve_sel(
@@ -255,5 +268,7 @@ def suit_scales(
         return max(descriptor_length(branch.model, batches(branch)) for branch in branches.values())
 
     scales = given.scales.for_descriptors(ranks.from_first("measuring descriptors", longest))
-    log.info("%s", scales.notice)  # on other ranks than the first the log shows warnings alone
+    # On other ranks than the first the log shows warnings alone.
+    level = logging.WARNING if scales.fallen and ranks.first else logging.INFO
+    log.log(level, "%s", scales.notice)
     return given.with_scales(scales)

@@ -12,6 +12,7 @@ from pathlib import Path
 from deepmd_muon.argcheck import Input, dump
 from deepmd_muon.checkpoint_file.file import checkpoint_path, understood
 from deepmd_muon.data import NeighborCache, StatFile
+from deepmd_muon.data.sampling.sampler import new_seed
 from deepmd_muon.files import make_folder_of
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches, branches_of
@@ -40,7 +41,6 @@ from deepmd_muon.train.statistics import set_model_statistics, settle_energy_bia
 from deepmd_muon.train.systems import (
     check_same_run,
     make_loaders,
-    new_seed,
     open_training_systems,
     warn_of_shared_frames,
 )

@@ -8,8 +8,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from deepmd_muon.argcheck import Input, TrainingDataSettings
 from deepmd_muon.argcheck.changes import changed_settings
 from deepmd_muon.data import (
@@ -140,13 +138,6 @@ def warn_of_shared_frames(train: Sequence[System], valid: Sequence[System]) -> N
             shared,
             looked,
         )
-
-
-def new_seed() -> int:
-    """Draw a seed for the order of the data."""
-    return int(
-        np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1
-    )  # 63 bits: a plain integer everywhere
 
 
 def seed_of(seed: int, name: str) -> int:

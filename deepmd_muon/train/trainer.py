@@ -32,6 +32,7 @@ from deepmd_muon.train.branches import (
 )
 from deepmd_muon.train.checkpoint.content import RunState
 from deepmd_muon.train.checkpoint.newest import newest_finite
+from deepmd_muon.train.checkpoint.optimizer_state import check_state
 from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import NonFiniteError
@@ -39,9 +40,10 @@ from deepmd_muon.train.learning_rate import learning_rate
 from deepmd_muon.train.process.abort import Moment, explained, last_good
 from deepmd_muon.train.process.signals import StopSignals
 from deepmd_muon.train.process.warm_up import compile_kernels
-from deepmd_muon.train.ranks.ranks import Ranks
+from deepmd_muon.train.ranks.ranks import Ranks, local_part
 from deepmd_muon.train.ranks.watchdog import STEPPING, is_lost_connection
 from deepmd_muon.train.report import Reports, open_reports
+from deepmd_muon.train.report.divergence import Divergence
 from deepmd_muon.train.report.metrics import RecentMetrics, numbers
 from deepmd_muon.train.report.throughput import Throughput
 from deepmd_muon.train.step.interpolation_schedule import Tuning
@@ -111,6 +113,7 @@ class Trainer:
         self.source: Path | None = None
         self._moment = Moment("starting")
         self._throughput = Throughput(self.ranks)
+        self._divergence = Divergence()
         parts, shared = (self.strategy, self.optimizer, self.ema), DeviceParts()
         self._steppers = {
             name: build_stepper(
@@ -192,6 +195,14 @@ class Trainer:
                 "stopped by %s after step %d; continue with --restart %s", name, self.step, newest
             )
             return 128 + number
+        weights = map(local_part, self.model.parameters())
+        if self.ranks.first and (problem := self._divergence.describe(weights)):
+            log.warning("training diverged: %s", problem)
+            log.warning(
+                "do not use the model %s: train again with a lower learning_rate/start_lr or optimizer/weight_decay",
+                newest,
+            )
+            return 0
         log.info("training done; the model is %s", newest)
         checkpoint = Path(f"{self.given.settings.training.save_ckpt}.pt")
         if len(self.branches) == 1 and (command := check_command(self.given.source, checkpoint)):
@@ -319,6 +330,7 @@ class Trainer:
                     found = numbers(averaged)
                 self._now("reporting", self.step, between_steps=True)
                 reports.step(self.step, lr, found, shown)
+                self._divergence.add(found)
             reports.advance(self.step)
             if self.checkpoints.writing:
                 self._now("saving", self.step)
@@ -383,6 +395,8 @@ class Trainer:
         self.strategy.load_optimizer_state(self.optimizer, content, source, self._build_whole)
         self.source = source
         self.step = self._state.restore(content, source)
+        with self.ranks.together("checking the optimizer's state"):
+            check_state(self.optimizer, self.ema.averages() if self.ema else {}, source)
         infos = content["model"]["_extra_state"]["train_infos"]
         self.validation.restore(infos)
         if self.step:

@@ -11,7 +11,6 @@ least and the median of its runs, and their ratios.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import json
 import statistics
@@ -24,6 +23,7 @@ from several_gpus import INTERVAL, milliseconds
 from training_step import make_input
 
 from deepmd_muon.argcheck import load
+from deepmd_muon.files import working_folder
 from deepmd_muon.train import run
 
 CASES = ("se_e2_a:f64-b1", "se_e2_a:f64-b8", "dpa3:f32-b1")
@@ -50,7 +50,7 @@ def time_run(content: dict[str, Any], folder: Path) -> float:
     """Train in this process; return the time of a step [ms]."""
     folder.mkdir()
     (folder / "input.json").write_text(json.dumps(content))
-    with contextlib.chdir(folder):
+    with working_folder(folder):
         run(load("input.json"), skip_neighbor_stat=True, log_level="WARNING")
     return milliseconds(folder)
 

@@ -23,7 +23,13 @@ from deepmd_muon.data.neighbors.cache import (
 from deepmd_muon.data.neighbors.lists import NeighborList, stack_neighbors
 from deepmd_muon.data.sampling.atom_budget import AtomBudgetSampler
 from deepmd_muon.data.sampling.balance import BalancedOrder, cost_of_frame, distribute
-from deepmd_muon.data.sampling.sampler import BatchRule, Plan, Sampler, system_probabilities
+from deepmd_muon.data.sampling.sampler import (
+    BatchRule,
+    Plan,
+    Sampler,
+    new_seed,
+    system_probabilities,
+)
 from deepmd_muon.data.sampling.samples import packed, read_ahead, sample_frames
 from deepmd_muon.data.system import System
 
@@ -166,8 +172,7 @@ class DataLoader:
         self.world_size = world_size
         self.batches_per_step = batches_per_step
         if seed is None:
-            # 63 bits: more than enough, and a plain integer for everybody.
-            seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0] >> 1)
+            seed = new_seed()
         # Without names: data that moved to another place are still the same data.
         identity = repr([(s.natoms, s.pbc, s.mixed, sorted(s.labels)) for s in self.systems])
         self._sampler: Sampler | AtomBudgetSampler

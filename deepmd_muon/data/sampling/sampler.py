@@ -208,6 +208,12 @@ class Plan:
     parts: tuple[tuple[int, np.ndarray], ...]
 
 
+def new_seed() -> int:
+    """Draw a seed for the order of the data: 63 bits, a plain integer everywhere."""
+    # numpy < 2 has no shift of a uint64 by a Python integer.
+    return int(np.random.SeedSequence().generate_state(1, np.uint64)[0]) >> 1
+
+
 class SavedOrder:
     """An order of batches whose position, one integer, can be saved and restored."""
 

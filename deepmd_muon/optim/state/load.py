@@ -10,8 +10,8 @@ import glob
 import itertools
 import json
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -152,7 +152,14 @@ def load_state(
     """
     present = RouteTable([entry for _, entry, _ in _parameters(groups)])
     saved = {name: _with_tensors(old) for name, old in _read(state_dict, groups, present).items()}
-    differences = _differences(saved, present)
+    switched = {
+        entry.name: entry
+        for entry in present
+        if entry.name in saved and _only_trainable_changed(saved[entry.name], entry)
+    }
+    differences = {
+        name: line for name, line in _differences(saved, present).items() if name not in switched
+    }
     inconsistent = [problem for old in saved.values() for problem in _inconsistencies(old)]
     if inconsistent:
         raise RoutingMismatchError(
@@ -197,11 +204,49 @@ def load_state(
             }
     for name in differences.keys() - {entry.name for entry in present}:
         log.warning("%s; its state is dropped", differences[name])
+    _log_switched(switched.values(), saved)
     for (key, why), count in sorted(dropped.items()):
         log.warning("%s now: the saved %s of %d parameters is dropped", why, key, count)
     for key, old_dtype, new_dtype in sorted(converted, key=str):
         log.info("%s: saved as %s, now kept as %s", key, old_dtype, new_dtype)
     return state
+
+
+def _only_trainable_changed(saved: SavedParameter, present: RouteEntry) -> bool:
+    """Return whether a parameter was frozen or unfrozen, and its state suits the present route and view.
+
+    The route of a frozen parameter's state shows in its keys; its view shows in the shapes of the rules' tensors.
+    """
+    old = saved.entry
+    trainable = (old.route != "frozen", present.route != "frozen")
+    if old.shape != present.shape or trainable[0] == trainable[1] or saved.left_out:
+        return False
+    if present.route == "frozen" or not saved.values:
+        return True
+    if ("momentum_buffer" in saved.values) != (present.route == "muon"):
+        return False
+    known = known_tensors()
+    return present.view is None or all(
+        tuple(value.shape) == known[key].shape_for(present.shape, present.view)
+        for key, value in saved.values.items()
+        if key in known and known[key].extent not in ("parameter", "scalar")
+    )
+
+
+def _log_switched(switched: Iterable[RouteEntry], saved: Mapping[str, SavedParameter]) -> None:
+    """Log which parameters are frozen now, or trained again, and what becomes of their state."""
+    outcomes: dict[str, list[str]] = defaultdict(list)
+    for entry in switched:
+        if entry.route == "frozen":
+            outcome = "are frozen now and keep their state"
+        elif saved[entry.name].values:
+            outcome = "are trained again, with the state they had before"
+        else:
+            outcome = "are trained now and start without state"
+        outcomes[outcome].append(entry.name)
+    for outcome, names in outcomes.items():
+        examples = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
+        log.info("%d parameters %s (%s)", len(names), outcome, examples)
 
 
 def _with_tensors(saved: SavedParameter) -> SavedParameter:

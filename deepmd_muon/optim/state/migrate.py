@@ -101,10 +101,7 @@ def _other_view(
         for key in unfit:
             del values[key]
         restarting = ", ".join(f"{key}s" for key in sorted(unfit))
-        return (
-            values,
-            f"its momentum is kept; {restarting} restart" if unfit else "its state is kept",
-        )
+        return values, f"its momentum is kept; {restarting} restart"
     for key, tensor in of_rules.items():
         assert tensor.extent in ("blocks", "rows", "columns")
         if tensor.along:

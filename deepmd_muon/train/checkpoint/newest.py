@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from deepmd_muon.checkpoint_file.directory import SUFFIX, is_directory
+from deepmd_muon.checkpoint_file.directory import SUFFIX, is_directory, take_apart
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import OWN_KEY, checkpoint_path, read_checkpoint
 
@@ -62,19 +62,21 @@ def continued_by(restart: str | None, save_ckpt: str) -> str | None:
 
 
 def newest_finite(saved: Sequence[Path], source: Path | None) -> Path | None:
-    """Return the last of a run's checkpoints, oldest first, whose weights are finite; `source` where there is none.
+    """Return the last of a run's checkpoints, oldest first, whose numbers are finite; `source` where there is none.
 
-    The newest may hold the weights that made a loss NaN. `source`, which the run has continued, was examined when read.
+    The newest may hold the weights that made a loss NaN, or moments that make weights NaN. `source`, which the run has
+    continued, was examined when read.
     """
     for path in reversed(saved):
         try:
-            weights = read_checkpoint(path, leave=("optimizer", "ema"))["model"].values()
+            _, tensors = take_apart(read_checkpoint(path))
         except CheckpointError as error:
             log.warning("%s", error)
             continue
-        if all(bool(torch.isfinite(x).all()) for x in weights if torch.is_tensor(x)):
+        spoiled = [place for place, x in tensors.items() if not bool(torch.isfinite(x).all())]
+        if not spoiled:
             return path
-        log.warning("%s holds weights that are not finite", path)
+        log.warning("%s holds numbers that are not finite (%s)", path, ", ".join(spoiled[:3]))
     return source
 
 

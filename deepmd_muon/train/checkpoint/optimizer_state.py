@@ -14,6 +14,7 @@ from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
 from deepmd_muon.optim import HybridMuon, name_deepmd_kit_state
+from deepmd_muon.optim.dtensors import local_of
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
 from deepmd_muon.optim.routing.rules import canonical_name
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit
@@ -64,6 +65,41 @@ def load_optimizer_state(
         raise CheckpointError(f"{source}: {error}; {advice}") from error
     except RoutingMismatchError as error:
         raise CheckpointError(f"{source}: {error}") from error
+
+
+def check_state(
+    optimizer: torch.optim.Optimizer, average: Mapping[str, torch.Tensor], source: Path
+) -> None:
+    """Refuse a loaded optimizer state or `average` of parameters that would spoil the weights in the first step.
+
+    Every rank checks the elements that it holds.
+
+    Raises
+    ------
+    CheckpointError
+        Naming the tensors that hold NaN or infinity, and second moments below zero, whose root is NaN.
+    """
+    state = optimizer.state_dict()
+    names = {
+        number: canonical_name(name)
+        for group in state["param_groups"]
+        for number, name in zip(group["params"], group["param_names"], strict=True)
+    }
+    spoiled = [f"average of {name}" for name, x in average.items() if not _is_finite(x)]
+    for number, values in state["state"].items():
+        for key, x in values.items():
+            if not _is_finite(x) or (key == "exp_avg_sq" and bool((local_of(x) < 0).any())):
+                spoiled.append(f"{key} of {names[number]}")
+    if spoiled:
+        examples = ", ".join(spoiled[:3]) + (", …" if len(spoiled) > 3 else "")
+        raise CheckpointError(
+            f"{source}: {len(spoiled)} tensors of its optimizer state or average hold NaN, infinity or negative "
+            f"second moments ({examples}): take an earlier checkpoint, or start from its weights with --init-model"
+        )
+
+
+def _is_finite(x: Any) -> bool:
+    return not isinstance(x, torch.Tensor) or bool(torch.isfinite(local_of(x)).all())
 
 
 def _with_names(state: Mapping[str, Any], model: EnergyModel | Branches) -> dict[str, Any]:

@@ -137,7 +137,9 @@ class Ranks:
     def sum(self, values: Tensor) -> Tensor:
         """Add a tensor over all ranks, in place."""
         if self.size > 1:
-            with self.summing:
+            # Over NCCL, the host only launches the exchange.
+            on_host = values.device.type == "cpu"
+            with self.summing, self.waiting() if on_host else contextlib.nullcontext():
                 dist.all_reduce(values)
         return values
 
@@ -200,7 +202,7 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
             )
         yield Ranks(device, place.rank, place.size, patience, watch)
         finished = True
-        watch.close()
+        watch.finish()
         _take_leave()  # rank 0 keeps the notes; nobody reads them after its end
     except BaseException as error:
         if is_lost_connection(error):

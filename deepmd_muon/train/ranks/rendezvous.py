@@ -7,6 +7,7 @@ module tries the connection first, gives it a limit, and lets every rank claim i
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import datetime
 import itertools
@@ -16,7 +17,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -82,13 +82,34 @@ class Meeting:
         self._ask(lambda: self.store.set(f"report{self._place.rank}", problem))
         if self._ask(lambda: self.store.add("reports", 1)) == size or problem:
             self._ask(lambda: self.store.set("complete", ""))
-        if not self._wait(["complete"], self._end):
-            missing = [str(rank) for rank in range(size) if not self._wait([f"report{rank}"])]
+        complete = self._wait(["complete"], min(self._end, time.monotonic() + _SILENCE))
+        if not complete and time.monotonic() < self._end:
+            self._log_missing()
+            complete = self._wait(["complete"], self._end)
+        if not complete:
+            missing = ", ".join(map(str, self._missing()))
             raise TrainingError(
-                f"rank {', '.join(missing)} has not come to {self._place.meeting} within "
+                f"rank {missing} has not come to {self._place.meeting} within "
                 f"{self._patience:g} s; see its output, and that all of the {size} processes start"
             )
         return {rank: text for rank in range(size) if (text := self.problem_of(rank))}
+
+    def _missing(self) -> list[int]:
+        """Return the ranks that have not reported."""
+        return [rank for rank in range(self._place.size) if not self._wait([f"report{rank}"])]
+
+    def _log_missing(self) -> None:
+        """Log the ranks that have not come; the lowest one that has come does so for all."""
+        missing = self._missing()
+        if missing and missing[: self._place.rank] == list(range(self._place.rank)):
+            listed = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
+            log.warning(
+                "rank %d waits for rank %s at %s, up to %.0f s longer",
+                self._place.rank,
+                listed,
+                self._place.meeting,
+                self._end - time.monotonic(),
+            )
 
     def leave(self, seconds: float) -> None:
         """Ask the store nothing more after a problem; where this process keeps it, wait until the others have left."""
@@ -132,6 +153,7 @@ def _keeper(place: Place) -> str:
 
 def _listen(place: Place) -> Store:
     """Make the store that this process keeps."""
+    _require_known(place)
     try:
         return _store(place)
     except TimeoutError as error:
@@ -143,6 +165,25 @@ def _listen(place: Place) -> Store:
         if "EADDRINUSE" in reason:
             reason = "another program or run uses this port; choose another MASTER_PORT"
         raise TrainingError(f"rank 0 cannot listen at {place.meeting}: {reason}") from error
+
+
+def _require_known(place: Place) -> None:
+    """Refuse a host without an address; torch would try for longer than its thread may live, and abort the process.
+
+    In a cluster, the name of a machine may become known a few seconds after its start.
+    """
+    end = time.monotonic() + _SILENCE
+    while True:
+        try:
+            socket.getaddrinfo(place.host, place.port)
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise TrainingError(
+                    f"rank 0 cannot listen at {place.meeting}: {error.strerror or error}; MASTER_ADDR must name its "
+                    "machine"
+                ) from error
+        time.sleep(0.5)
 
 
 def _connect(place: Place, patience: float) -> Store:
@@ -171,7 +212,7 @@ def _connect(place: Place, patience: float) -> Store:
 def _refusal(place: Place) -> str | None:
     """Return the reason why the store's address cannot be reached; None if a process listens there."""
     try:
-        socket.create_connection((place.host, place.port), timeout=ANSWER).close()
+        socket.create_connection((place.host, place.port), timeout=min(ANSWER, _SILENCE)).close()
     except OSError as error:
         return error.strerror or str(error)
     return None
@@ -181,15 +222,17 @@ def _store(place: Place) -> Store:
     """Return torch's store, of which this process is the keeper or a client.
 
     Where another program listens there, torch waits for its answer without end: TimeoutError, and its thread is left.
+    All other failures end within the time that the thread has: torch tries twice. A thread that comes back while the
+    interpreter ends would abort the process.
     """
-    made: Future[Store] = Future()
+    made: concurrent.futures.Future[Store] = concurrent.futures.Future()
 
     def attempt() -> None:
         try:
             made.set_result(
                 dist.TCPStore(  # type: ignore[attr-defined]  # not in the stubs
                     *(place.host, place.port, None, place.hosts),
-                    timeout=datetime.timedelta(seconds=ANSWER / 2),
+                    timeout=datetime.timedelta(seconds=ANSWER / 4),
                     wait_for_workers=False,
                     multi_tenant=not place.agent,
                 )
@@ -198,7 +241,10 @@ def _store(place: Place) -> Store:
             made.set_exception(error)
 
     threading.Thread(target=attempt, name="deepmd_muon-meeting", daemon=True).start()
-    return made.result(ANSWER)
+    try:
+        return made.result(ANSWER)
+    except concurrent.futures.TimeoutError as error:  # a class of its own before Python 3.11
+        raise TimeoutError(f"no answer within {ANSWER:g} s") from error
 
 
 def describe(problems: dict[int, str]) -> str:

@@ -34,8 +34,11 @@ log = logging.getLogger(__name__)
 STEPPING = "in its step"
 WAITING = "waiting for the others"
 _IN_VAIN = "waiting for the others in vain"
+_FINISHED = "leaving the finished run"
 # Work of rank 0 before the first step, such as counting neighbours, may take this long [s].
 _LONGEST_WORK = 6 * 3600.0
+#: A rank that waits longer logs the reason, and that another one gives no sign of life for longer [s].
+SILENCE = 10.0
 #: Between two ways to end a run that waits in vain [s], so that the first can look for the missing rank and name it. On
 #: CPUs an exchange raises an error after the limit, and the thread ends what still hangs later. On GPUs the thread acts
 #: after the limit, and NCCL, which ends the process without a message, later.
@@ -126,6 +129,10 @@ class Watch:
         self._beat = self._met = 0
         self._ended = ""
         self._waiting: float | None = None
+        self._meeting: float | None = None
+        # The wait whose reason has been logged, by its beginning, and the ranks logged as silent.
+        self._logged_wait: float | None = None
+        self._logged_silent: set[int] = set()
         self._guarding: float | None = None
         self._parent = os.getppid()
         self._orphaned: float | None = None
@@ -146,12 +153,13 @@ class Watch:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Mark a `with` block in which this rank can do nothing but wait for the others."""
-        self._waiting = time.monotonic()
+        """Mark a `with` block, also within another one, in which this rank can only wait for the others."""
+        before = self._waiting
+        self._waiting = time.monotonic() if before is None else before
         try:
             yield
         finally:
-            self._waiting = None
+            self._waiting = before
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[None]:
@@ -167,10 +175,17 @@ class Watch:
 
         Rank 0 watches all others, they watch rank 0 alone. A rank that has ended, or was silent for the limit, is lost.
         """
-        number = self._met + 1
+        self._meeting = time.monotonic()
+        try:
+            self._meet(self._met + 1, self._meeting)
+        finally:
+            self._meeting = None
+
+    def _meet(self, number: int, begin: float) -> None:
+        """Wait since `begin` until all ranks have arrived at this meeting."""
         if self._rank:
             self._met = number
-        begin, pause = time.monotonic(), 0.005
+        pause = 0.005
         while missing := [
             rank
             for rank in self._watched
@@ -197,6 +212,12 @@ class Watch:
         self._refresh()
         self._let_them_read()
         self._end.set()
+
+    def finish(self) -> None:
+        """Tell the others that this rank has finished the run, and end the threads."""
+        self.doing(_FINISHED)
+        self._refresh()
+        self.close()
 
     def close(self) -> None:
         """End the threads."""
@@ -241,21 +262,48 @@ class Watch:
         """Describe another rank, and return whether it is to blame."""
         if before is None or after is None:
             return f"rank {rank} has never reported", True
-        if after.ended:
-            return _ended(rank, after), True
-        name = f"rank {rank} ({after.where})"
-        if after.doing == _IN_VAIN:
-            return f"{name} has given up", False
-        if after.beat == before.beat:
-            silent = max(0.0, time.time() - after.written)
-            return (
-                f"{name} is dead or stopped: no sign of life for {silent:.0f} s, last seen {after.at()}",
-                True,
-            )
-        return f"{name} has been {after.at()} for {after.seconds:.0f} s", after.doing not in (
-            STEPPING,
-            WAITING,
-        )
+        return _describe(rank, after, alive=after.beat != before.beat)
+
+    def _log_wait(self, begin: float) -> None:
+        """Log for which ranks rank 0, which sees all others, waits since `begin`."""
+        waited = time.monotonic() - begin
+        if self._rank or waited < SILENCE or begin == self._logged_wait:
+            return
+        self._logged_wait = begin
+        lines = [
+            _describe(rank, note, alive=True)
+            for rank in self._others
+            if (note := self._note_of(rank)) is not None and rank not in self._logged_silent
+        ]
+        blamed = "; ".join(line for line, to_blame in lines if to_blame)
+        if blamed or not self._logged_silent:
+            log.info("waiting for %.0f s: %s", waited, blamed or "the others are in the same step")
+
+    def _log_silence(self) -> None:
+        """Log once which ranks give no sign of life: rank 0 does for all others, rank 1 for rank 0."""
+        if self._rank > 1 or not self._silent_ranks() - self._logged_silent:
+            return
+        self._refresh()  # this process itself may have been stopped, and not have asked
+        silent = self._silent_ranks()
+        for rank in sorted(silent - self._logged_silent):
+            note = self._note_of(rank)
+            assert note is not None
+            log.warning("%s", _describe(rank, note, alive=False)[0])
+        for rank in sorted(self._logged_silent - silent):
+            log.warning("rank %d gives signs of life again", rank)
+        self._logged_silent = silent
+
+    def _silent_ranks(self) -> set[int]:
+        """Return the watched ranks whose note has not been renewed for long although they have not ended."""
+        now = time.monotonic()
+        return {
+            rank
+            for rank in self._watched
+            if rank in self._seen
+            and now - self._seen[rank][1] > SILENCE
+            and not self._seen[rank][0].ended
+            and self._seen[rank][0].doing not in (_IN_VAIN, _FINISHED)
+        }
 
     def _let_them_read(self) -> None:
         """Give the others time to read rank 0's note before the store ends with it, unless all have ended."""
@@ -335,6 +383,10 @@ class Watch:
         """Give up when it is time to; end this rank when its launcher has died."""
         self._end.wait(min(0.5, self._interval))
         waiting, guarding = self._waiting, self._guarding
+        self._log_silence()
+        idle = self._meeting if waiting is None else waiting
+        if idle is not None:
+            self._log_wait(idle)
         if self._give_up is None:
             return
         lost = guarding is not None and (
@@ -368,6 +420,23 @@ class Watch:
             give_up(
                 f"{reason}, and rank {self._rank} has not ended within {self._limit:g} s of SIGTERM"
             )
+
+
+def _describe(rank: int, note: _Note, *, alive: bool) -> tuple[str, bool]:
+    """Describe a rank by its last note, and return whether the others wait because of it."""
+    if note.ended:
+        return _ended(rank, note), True
+    name = f"rank {rank} ({note.where})"
+    if note.doing == _IN_VAIN:
+        return f"{name} has given up", False
+    if not alive:
+        silent = max(0.0, time.time() - note.written)
+        return (
+            f"{name} is dead or stopped: no sign of life for {silent:.0f} s, last seen {note.at()}",
+            True,
+        )
+    to_blame = note.doing not in (STEPPING, WAITING)
+    return f"{name} has been {note.at()} for {note.seconds:.0f} s", to_blame
 
 
 def _ended(rank: int, note: _Note) -> str:

@@ -24,7 +24,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +41,7 @@ from deepmd_muon.checkpoint_file.file import read_checkpoint
 from deepmd_muon.cli.main import main as dp
 from deepmd_muon.data import Frames, System, open_systems
 from deepmd_muon.dynamics.systems import Systems
+from deepmd_muon.files import working_folder
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.stability.check import CheckSettings, ModelCheck, check_models
@@ -256,7 +256,7 @@ def trained(job: Job, args: argparse.Namespace, folder: Path) -> Path:
         data["systems"] = [
             noisy(Path(path), folder / "noisy", chosen.noise, seed) for path in data["systems"]
         ]
-    with chdir(folder):
+    with working_folder(folder):
         if not chosen.last:
             return run_train(content, [])
         # The same course of the rate: it falls by a constant factor a step.

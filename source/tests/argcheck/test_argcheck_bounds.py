@@ -4,6 +4,7 @@ import re
 import time
 
 import pytest
+import yaml
 
 from deepmd_muon.argcheck import InputError, load
 
@@ -16,6 +17,9 @@ MAPS = "a0: &a0 {x: 1}\n" + "".join(
 MERGES = "a0: &a0 {x: 1}\n" + "".join(
     f"a{k}: &a{k} {{<<: [*a{k - 1}, *a{k - 1}]}}\n" for k in range(1, 26)
 )
+# From PyYAML 6.0.4 on, a key is merged once, so that nothing multiplies.
+ONCE = yaml.__version__ not in ("6.0", "6.0.1", "6.0.2", "6.0.3")
+MERGES_WORD = "known key" if ONCE else "merge"
 
 
 @pytest.mark.parametrize(
@@ -23,7 +27,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
     [
         ("a.yaml", LAUGHS, "values"),
         ("a.yaml", MAPS, "values"),
-        ("a.yaml", MERGES, "merge"),
+        ("a.yaml", MERGES, MERGES_WORD),
         ("a.yaml", "a: " + "[" * 500 + "]" * 500, "deep"),
         ("a.yaml", "a: " + "9" * 5000, ""),
         ("a.yaml", "x" * 300_000, "KiB"),
@@ -38,6 +42,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
         ("a.json", '{"training": {"save_ckpt": "a\\u0000b"}}', "NUL"),
         ("a.yaml", 'training: {save_ckpt: "a\\0b"}', "NUL"),
     ],
+    ids=lambda value: value[:30],  # pytest 8 shows texts of megabytes in full
 )
 def test_a_large_input_is_refused_soon(tmp_path, name, text, word):
     (tmp_path / name).write_text(text)

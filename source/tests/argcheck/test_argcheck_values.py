@@ -81,6 +81,35 @@ def test_the_sharded_step_has_a_section_of_its_own(water, problems):
     assert problems(water) == {"optimizer/sharded": wanted}
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "product"),
+    [
+        ({"type": "HybridMuon", "weight_decay": 1e6}, "1000"),
+        ({"type": "HybridMuon", "weight_decay": 1000}, "1"),
+        ({"type": "AdamW", "weight_decay": 2500}, "2.5"),
+        ({"type": "Muon", "weight_decay": 200, "adam_lr_ratio": 10}, "2"),
+    ],
+)
+def test_a_decay_that_turns_weights_around_is_refused(water, problems, optimizer, product):
+    water["optimizer"] = optimizer
+    (message,) = problems(water).values()
+    assert "must be below 1" in message
+    assert message.endswith(f"found {product}")
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"type": "HybridMuon", "weight_decay": 999},
+        {"type": "Muon", "weight_decay": 99, "adam_lr_ratio": 10},
+        {"type": "Adam", "weight_decay": 1e6},
+    ],
+)
+def test_a_decay_below_the_limit_or_in_the_gradient_is_allowed(water, optimizer):
+    water["optimizer"] = optimizer
+    assert normalize(water).settings.optimizer.weight_decay == optimizer["weight_decay"]
+
+
 def test_normalized_has_every_default_and_no_comment(water):
     normalized = normalize(water).normalized
     assert list(normalized) == [

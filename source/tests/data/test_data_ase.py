@@ -17,7 +17,9 @@ from deepmd_muon.setting import InvalidSettingError
 ase = pytest.importorskip("ase")
 SinglePointCalculator = pytest.importorskip("ase.calculators.singlepoint").SinglePointCalculator
 VASP = Path(ase.__file__).parent / "test" / "testdata" / "vasp"
-needs_vasp = pytest.mark.skipif(not VASP.is_dir(), reason="this ASE comes without its test data")
+needs_vasp = pytest.mark.skipif(
+    not (VASP / "vasprun_pstress.xml").is_file(), reason="this ASE comes without its test data"
+)
 FORCES = np.arange(6.0).reshape(2, 3)
 
 

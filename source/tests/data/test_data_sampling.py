@@ -18,6 +18,7 @@ from deepmd_muon.data import (
     system_probabilities,
 )
 from deepmd_muon.data.sampling.atom_budget import AtomBudgetSampler
+from deepmd_muon.data.sampling.sampler import new_seed
 
 NATOMS = st.lists(st.integers(1, 500), min_size=1, max_size=8)
 
@@ -332,3 +333,9 @@ def test_mix_orders_differ_by_epoch_and_seed():
     assert first == plans_of(1, 20)[0]
     assert first[:size] != first[size : 2 * size]
     assert first != plans_of(2, 20)[0]
+
+
+def test_a_new_seed_is_a_plain_integer_of_63_bits():
+    seeds = {new_seed() for _ in range(20)}
+    assert len(seeds) == 20
+    assert all(type(seed) is int and 0 <= seed < 1 << 63 for seed in seeds)

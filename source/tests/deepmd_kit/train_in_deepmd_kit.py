@@ -66,7 +66,8 @@ def _run(job: dict[str, Any], write: bool) -> None:
 @contextlib.contextmanager
 def _recorded(entry: Any, trainers: str) -> Iterator[dict[str, Any]]:
     """Keep what every step of the trainer's optimizer saw and made."""
-    trainer_class = sys.modules[trainers].Trainer
+    module: Any = sys.modules[trainers]
+    trainer_class = module.Trainer
     record: dict[str, Any] = {"steps": [], "weights": []}
     trainer: list[Any] = []
 
@@ -95,12 +96,12 @@ def _recorded(entry: Any, trainers: str) -> Iterator[dict[str, Any]]:
                 {name: _whole(p) for name, p in trainer[0].wrapper.named_parameters()}
             )
 
-    sys.modules[trainers].Trainer = Recorded
+    module.Trainer = Recorded
     hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
     try:
         yield record
     finally:
-        sys.modules[trainers].Trainer = trainer_class
+        module.Trainer = trainer_class
         for hook in hooks:
             hook.remove()
 

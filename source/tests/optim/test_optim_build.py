@@ -110,6 +110,21 @@ def test_a_plain_muon_is_what_the_literature_means():
     assert [e.route for e in everything.routing] == ["muon", "muon", "frozen", "muon"]
 
 
+@pytest.mark.parametrize(
+    ("config", "warned"),
+    [
+        (HybridMuonConfig(), False),
+        (HybridMuonConfig(min_matrix_dim=1000), True),
+        (HybridMuonConfig(adam_patterns=["*"]), True),
+        (MuonConfig(adamw_patterns=["*"]), True),
+    ],
+)
+def test_an_optimizer_without_a_matrix_on_the_muon_route_is_named(config, warned, caplog):
+    config.build(make_model())
+    found = [record for record in caplog.records if "no matrix takes the Muon" in record.message]
+    assert len(found) == warned
+
+
 def test_under_a_plain_muon_everything_else_decays_and_a_head_is_the_output_layer():
     model = nn.ModuleDict(
         {"body": nn.Linear(4, 6), "norm": nn.LayerNorm(6), "head": nn.Linear(6, 3)}

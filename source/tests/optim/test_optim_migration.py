@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import pytest
@@ -97,7 +98,7 @@ def test_uneven_blocks_are_weighed_by_their_elements():
     assert whole.state[w]["magma_score"].item() == pytest.approx((4 * first + 2 * second) / 6)
 
 
-def test_what_is_gone_new_frozen_or_of_another_shape_is_said(caplog):
+def test_what_is_gone_new_or_of_another_shape_is_said(caplog):
     params = {name: nn.Parameter(random(4, 6)) for name in ("kept", "gone", "frozen", "grown")}
     saved = stepped(list(params.items()))
     present = {
@@ -114,7 +115,6 @@ def test_what_is_gone_new_frozen_or_of_another_shape_is_said(caplog):
         record.getMessage() for record in caplog.records if record.levelname == "WARNING"
     )
     expected = (
-        ("frozen", "keeps"),
         ("gone", "dropped"),
         ("grown", "shape changed"),
         ("new", "without state"),
@@ -127,7 +127,6 @@ def test_what_is_gone_new_frozen_or_of_another_shape_is_said(caplog):
 @pytest.mark.parametrize(
     ("before", "now", "kept", "key_word"),
     [
-        ({}, {}, {"momentum_buffer", "magma_score"}, "state is kept"),
         (
             {},
             {"muon_mode": "flat"},
@@ -182,15 +181,69 @@ def test_error_is_the_default():
         HybridMuon([("w", w)], muon_mode="flat").load_state_dict(saved.state_dict())
 
 
-def test_unfreezing_without_saved_state_needs_a_policy_too():
+@pytest.mark.parametrize("policy", ["error", "migrate", "reset"])
+@pytest.mark.parametrize("settings", [{}, {"adam_patterns": ["w"]}], ids=["muon", "adam"])
+def test_freezing_and_unfreezing_keep_the_state_under_every_policy(policy, settings, caplog):
+    caplog.set_level(logging.INFO, "deepmd_muon")
+    w = nn.Parameter(random(3, 4, 5))
+    saved = stepped([("w", w)], **settings)
+    state = saved.state_dict()
+    w.requires_grad_(False)
+    frozen = HybridMuon([("w", w)], 0.02, on_route_change=policy, **settings)
+    frozen.load_state_dict(state)
+    assert_same_state(saved.state[w], frozen.state[w])
+    assert "frozen now" in caplog.messages[-1]
+    state = frozen.state_dict()
+    w.requires_grad_(True)
+    again = HybridMuon([("w", w)], 0.02, on_route_change=policy, **settings)
+    again.load_state_dict(state)
+    assert_same_state(saved.state[w], again.state[w])
+    assert "trained again" in caplog.messages[-1]
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("policy", ["error", "migrate", "reset"])
+def test_a_state_of_deepmd_kit_loads_into_frozen_parameters(policy, caplog):
+    """deepmd-kit's states list all parameters; those it never stepped have none."""
+    group = {"adam_betas": BETAS, "lr_adjust": 0.0, "lr_adjust_coeff": 0.18, "muon_mode": "slice"}
+    momentum = random(4, 5)
+    state = {
+        "state": {"w": {"momentum_buffer": momentum}},
+        "param_groups": [{**group, "lr": 0.01, "params": ["w", "v"]}],
+    }
     w = nn.Parameter(random(4, 5), requires_grad=False)
-    saved = HybridMuon([("w", w)]).state_dict()
+    v = nn.Parameter(random(4, 5, seed=1))
+    loaded = HybridMuon([("w", w), ("v", v)], on_route_change=policy)
+    loaded.load_state_dict(state)
+    assert torch.equal(loaded.state[w]["momentum_buffer"], momentum)
+    assert v not in loaded.state
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("policy", ["error", "migrate", "reset"])
+def test_a_parameter_that_was_always_frozen_starts_without_state(policy, caplog):
+    caplog.set_level(logging.INFO, "deepmd_muon")
+    w = nn.Parameter(random(4, 5), requires_grad=False)
+    state = HybridMuon([("w", w)]).state_dict()
+    w.requires_grad_(True)
+    loaded = HybridMuon([("w", w)], on_route_change=policy)
+    loaded.load_state_dict(state)
+    assert not loaded.state
+    assert "start without state" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("settings", [{"muon_mode": "flat"}, {"adam_patterns": ["w"]}])
+def test_unfreezing_into_another_route_or_view_is_a_change_of_route(settings):
+    w = nn.Parameter(random(3, 4, 5))
+    saved = stepped([("w", w)])
+    w.requires_grad_(False)
+    state = saved.state_dict()
     w.requires_grad_(True)
     with pytest.raises(RoutingMismatchError, match="saved: route frozen"):
-        HybridMuon([("w", w)]).load_state_dict(saved)
-    loaded = HybridMuon([("w", w)], on_route_change="migrate")
-    loaded.load_state_dict(saved)
-    assert not loaded.state
+        HybridMuon([("w", w)], 0.02, **settings).load_state_dict(state)
+    reset = HybridMuon([("w", w)], 0.02, on_route_change="reset", **settings)
+    reset.load_state_dict(state)
+    assert not reset.state
 
 
 @pytest.mark.parametrize(

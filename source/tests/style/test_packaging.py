@@ -26,6 +26,7 @@ WORK = shutil.ignore_patterns(
         "runs",
     ),
     *("*.ckpt*", "lcurve.out*", "lcurve.png", "out.json", "parity.png"),
+    *("PKG-INFO", "setup.cfg"),  # the tests may run in an unpacked source distribution
 )
 
 
@@ -112,17 +113,36 @@ def test_every_pattern_of_a_tier_finds_tests(request):
     ] == []
 
 
-def test_every_dependency_is_pinned():
+def lower_bounds(*sections):
+    """Return the lowest version of each dependency in these lists of pyproject.toml, by its name in lower case."""
     text = (TOP / "pyproject.toml").read_text()
-    parts = re.findall(
-        r"^(?:dependencies|gpu|examples|tensorboard|docs|test) = (\[.*?\]$)",
-        text,
-        re.DOTALL | re.MULTILINE,
-    )
-    named = {name.lower() for part in parts for name in re.findall(r'"([\w-]+)>=', part)}
+    parts = re.findall(rf"^(?:{'|'.join(sections)}) = (\[.*?\]$)", text, re.DOTALL | re.MULTILINE)
+    found = [pair for part in parts for pair in re.findall(r'"([\w-]+)>=([\d.]+)', part)]
+    return {name.lower(): version for name, version in found}
+
+
+def test_every_dependency_is_pinned():
+    named = lower_bounds("dependencies", "gpu", "examples", "tensorboard", "docs", "test").keys()
     pinned = {
         name.lower()
         for name in re.findall(r"^([\w-]+)==", (TOP / "constraints.txt").read_text(), re.MULTILINE)
     }
     assert "torch" in named
     assert named <= pinned, sorted(named - pinned)
+
+
+def test_the_lowest_versions_are_those_of_the_bounds():
+    """A Python that a package's lowest version has no wheel for takes a later one, which a marker says."""
+    text = (TOP / "constraints-lowest.txt").read_text()
+    lowest = {}
+    for name, version in re.findall(r"^([\w-]+)==([\d.]+)", text, re.MULTILINE):
+        lowest.setdefault(
+            name.lower(), version.rstrip(".")
+        )  # the first line is that of Python 3.10
+    bounds = lower_bounds("dependencies", "gpu", "ase", "lmdb", "tensorboard")
+    assert bounds.keys() <= lowest.keys()
+    for name, bound in bounds.items():
+        digits = lowest[name].split(".")
+        wanted = bound.split(".")
+        assert digits[: len(wanted)] == wanted, name
+        assert not any(map(int, digits[len(wanted) :])), name

@@ -140,6 +140,46 @@ def test_processes_that_do_not_come_are_missed(monkeypatch, rank):
         pass
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waits_for_others_says_so(monkeypatch, caplog, rank):
+    monkeypatch.setattr(rendezvous, "_SILENCE", 0.2)
+    port = free_port()
+    place = Place(rank, rank, 3, "127.0.0.1", port)
+    with contextlib.suppress(TrainingError):
+        rendezvous.Meeting(place, 1.0).report()
+    (said,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    words = {0: "rank 0 waits for rank 1, 2 at", 1: "rank 1 waits for rank 0 at"}
+    assert said.message.startswith(words[rank])
+
+
+def test_the_lowest_rank_that_has_come_says_who_is_missing(monkeypatch, caplog):
+    monkeypatch.setattr(rendezvous, "_SILENCE", 0.2)
+    port = free_port()
+    meetings = [
+        rendezvous.Meeting(Place(rank, rank, 3, "127.0.0.1", port), 2.0) for rank in range(2)
+    ]
+
+    def report(meeting):
+        with contextlib.suppress(TrainingError):
+            meeting.report()
+
+    threads = [threading.Thread(target=report, args=(meeting,)) for meeting in meetings]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (said,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert said.message.startswith("rank 0 waits for rank 2 at")
+
+
+def test_an_unknown_host_is_an_error_of_rank_0(monkeypatch):
+    """torch would look for it in a thread, which aborts the process if that ends meanwhile."""
+    monkeypatch.setattr(rendezvous, "_SILENCE", 0.2)
+    monkeypatch.setattr(rendezvous, "_store", None)  # is not reached
+    with pytest.raises(TrainingError, match="MASTER_ADDR must name its machine"):
+        rendezvous.Meeting(Place(0, 0, 2, "no.such.host.invalid", free_port()))
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_who_hears_nothing_of_the_others_tells_what_is_wrong(monkeypatch, rank):
     become_one_of_two(monkeypatch, rank)

@@ -17,6 +17,7 @@ from deepmd_muon.data import open_systems
 from deepmd_muon.data.writing import write_hdf5
 from deepmd_muon.files import replace_link
 from deepmd_muon.train import TrainingError
+from deepmd_muon.train.checkpoint.newest import newest_finite
 from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.errors import NonFiniteError, RunError
 
@@ -171,6 +172,54 @@ def test_weights_that_are_not_finite_are_refused(small_input, train, way):
     torch.save(saved, "broken.pt")
     with pytest.raises(CheckpointError, match=r"broken\.pt.*not finite"):
         train(content, **{way: "broken.pt"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("momentum_buffer", "nan"),
+        ("magma_score", "inf"),
+        ("exp_avg", "nan"),
+        ("exp_avg_sq", "nan"),
+        ("exp_avg_sq", "-1e-9"),
+    ],
+)
+def test_a_state_that_would_spoil_the_weights_is_refused(small_input, train, key, value):
+    content = small_input(training={"numb_steps": 2})
+    assert train(content) == 0
+    saved = read_checkpoint("model.ckpt-2.pt")
+    values = next(one for one in saved["optimizer"]["state"].values() if key in one)
+    values[key].view(-1)[0] = float(value)
+    torch.save(saved, "broken.pt")
+    with pytest.raises(CheckpointError, match=rf"broken\.pt.*\({key} of atomic_model"):
+        train(content, restart="broken.pt")
+
+
+@pytest.mark.parametrize("part", ["optimizer", "ema"])
+def test_an_average_or_state_of_adam_that_is_not_finite_is_refused(small_input, train, part):
+    settings = {"numb_steps": 2, "enable_ema": True, "ema_decay": 0.9}
+    content = small_input(training=settings, optimizer={"type": "Adam"})
+    assert train(content) == 0
+    saved = read_checkpoint("model.ckpt-2.pt")
+    spoiled = saved["ema"]["model"] if part == "ema" else saved["optimizer"]["state"][0]
+    next(x for x in spoiled.values() if x.numel()).view(-1)[0] = float("nan")
+    torch.save(saved, "broken.pt")
+    with pytest.raises(CheckpointError, match=r"broken\.pt.*NaN"):
+        train(content, restart="broken.pt")
+
+
+@pytest.mark.parametrize("key", ["momentum_buffer", "exp_avg_sq"])
+def test_a_checkpoint_with_spoiled_moments_is_not_the_last_good_one(tmp_path, key):
+    def written(name, value):
+        content = {
+            "model": {"w": torch.ones(2)},
+            "optimizer": {"state": {0: {key: torch.tensor([1.0, value])}}, "param_groups": []},
+        }
+        torch.save(content, tmp_path / name)
+        return tmp_path / name
+
+    saved = [written("a-1.pt", 1.0), written("a-2.pt", float("nan"))]
+    assert newest_finite(saved, None) == saved[0]
 
 
 def test_the_last_good_checkpoint_has_finite_weights(small_input, train, monkeypatch):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from deepmd_muon.train.report import (
     JsonLinesFile,
@@ -19,6 +20,7 @@ from deepmd_muon.train.report import (
     set_up_logging,
 )
 from deepmd_muon.train.report.console import ConsoleReport, ProgressLine, metrics_line, timing_line
+from deepmd_muon.train.report.divergence import Divergence
 
 TRAIN = {"rmse": 20.1, "rmse_f": 0.635, "rmse_e": 0.0112}
 VALID = {"rmse": 22.2, "rmse_e": 0.0123, "rmse_f": 0.702}
@@ -381,3 +383,34 @@ def test_wandb_gets_the_rows_of_the_learning_curve(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=refuse))
     with pytest.raises(WandbError, match="WANDB_MODE"):
         open_reports(training(wandb=True), num_steps=10)
+
+
+@pytest.mark.parametrize(
+    ("energy", "force", "weight", "words"),
+    [
+        ([0.5, 0.6, 0.7, 0.6], [1.0, 0.8, 0.7, 0.5], 3.0, []),
+        ([0.01, 0.4, 0.5, 0.6], [0.1, 2.0, 2.0, 2.0], 3.0, []),  # large at first sight only
+        ([0.5, 900.0, 900.0, 0.6], [1.0, 1.0, 1.0, 1.0], 3.0, []),  # it has come back
+        ([0.5], [1.0], 3.0, []),
+        ([float("nan")] * 4, [30.0, 40.0, 50.0, 60.0], 3.0, []),
+        ([0.5, 900.0, 300.0, 400.0], [1.0, 1.0, 1.0, 1.0], 3.0, ["rmse_e", "300"]),
+        ([0.5, 0.5, 0.5, 0.5], [1.0, 80.0, 90.0, 70.0], 3.0, ["rmse_f", "70"]),
+        ([0.5, 0.6, 0.7, 0.6], [1.0, 0.8, 0.7, 0.5], 8e16, ["weight", "8e+16"]),
+    ],
+)
+def test_divergence_shows_in_the_last_errors_or_the_weights(energy, force, weight, words):
+    divergence = Divergence()
+    for of_energy, of_force in zip(energy, force, strict=True):
+        divergence.add({"rmse_e": of_energy, "rmse_f": of_force, "rmse": 1e9})
+    problem = divergence.describe([torch.zeros(0), torch.tensor([1.0, -weight])])
+    assert (problem is not None) == bool(words)
+    assert all(word in problem for word in words)
+
+
+def test_divergence_of_a_branch_names_it():
+    divergence = Divergence()
+    for error in (0.5, 1e4):
+        divergence.add({"rmse_e/water": error, "rmse_e/copper": 0.5})
+    problem = divergence.describe([])
+    assert "of water" in problem
+    assert "copper" not in problem

@@ -105,6 +105,19 @@ def test_checkpoint_has_the_keys_and_names_of_deepmd_kit(finished, load):
     ] == "muon"
 
 
+@pytest.mark.parametrize(
+    ("start_lr", "last"), [(1e-3, "check that dynamics"), (30.0, "do not use the model")]
+)
+def test_the_last_line_of_a_run_that_diverged_is_another_one(
+    small_input, train, caplog, start_lr, last
+):
+    rate = {"start_lr": start_lr, "stop_lr": start_lr / 2}
+    content = small_input(optimizer={"type": "Adam"}, learning_rate=rate)
+    assert train(content, log_level="INFO") == 0
+    assert last in caplog.messages[-1]
+    assert ("training done" in caplog.text) == (start_lr < 1)
+
+
 def test_changed_routes_stop_the_restart_and_are_all_named(small_input, train, finished):
     changed = small_input(optimizer={"min_matrix_dim": 7})
     with pytest.raises(CheckpointError) as caught:
@@ -120,6 +133,37 @@ def test_changed_routes_stop_the_restart_and_are_all_named(small_input, train, f
     assert "saved: route muon as 1x4x8" in message
     assert "present: route adam" in message
     assert not Path("model.ckpt-11.pt").exists()
+
+
+@pytest.mark.parametrize("kind", ["HybridMuon", "Muon", "Adam"])
+def test_a_restart_freezes_and_unfreezes_the_descriptor(small_input, train, load, kind):
+    def run(steps, trainable, **options):
+        content = small_input(optimizer={"type": kind}, training={"numb_steps": steps})
+        content["model"]["descriptor"]["trainable"] = trainable
+        assert train(content, **options) == 0
+        saved = load(f"model.ckpt-{steps}.pt")
+        weights = {name: x for name, x in saved["model"].items() if "networks.0.layers" in name}
+        optimizer = saved["optimizer"]
+        names = optimizer["param_groups"][0]["param_names"]
+        state = {
+            (names[number], key): x
+            for number, values in optimizer["state"].items()
+            for key, x in values.items()
+            if "descriptor" in names[number]
+        }
+        return weights, state
+
+    weights, state = run(2, trainable=True)
+    frozen, kept = run(4, trainable=False, restart="model.ckpt-2.pt")
+    again, _ = run(6, trainable=True, restart="model.ckpt-4.pt")
+    for name, x in weights.items():
+        assert torch.equal(frozen[name], x) == ("descriptor" in name)
+        assert not torch.equal(again[name], frozen[name])
+    if kind == "Adam":  # which knows trainable parameters alone
+        assert not kept
+    else:
+        assert state.keys() == kept.keys()
+        assert all(bool((torch.as_tensor(x) == kept[place]).all()) for place, x in state.items())
 
 
 def test_a_checkpoint_of_another_optimizer_is_recognised(small_input, train, load):
@@ -516,20 +560,25 @@ def test_an_open_scale_of_muon_is_said_once(small_input, train, caplog):
 
 
 @pytest.mark.parametrize(
-    ("given", "kept", "shown"),
+    ("given", "rise", "kept", "shown"),
     [
-        ({"lr_adjust_coeff": 0.18}, (0.18, None), "0.18"),
-        ({"lr_adjust_coeff": 0.18, "adam_lr_ratio": 3.0}, (0.18, 3.0), "0.18 and adam_lr_ratio 3"),
-        ({}, (8.64, 10.0), "8.64 and adam_lr_ratio 10"),
+        ({"lr_adjust_coeff": 0.18}, 4, (0.18, None), "0.18"),
+        (
+            {"lr_adjust_coeff": 0.18, "adam_lr_ratio": 3.0},
+            1,
+            (0.18, 3.0),
+            "0.18 and adam_lr_ratio 3",
+        ),
+        ({}, 0.25, (8.64, 10.0), "8.64 and adam_lr_ratio 10"),
     ],
 )
 def test_a_restart_keeps_the_scales_that_its_input_omits(
-    small_input, train, load, caplog, given, kept, shown
+    small_input, train, load, caplog, given, rise, kept, shown
 ):
     content = small_input(training={"numb_steps": 1}, optimizer=given)
     assert train(content) == 0
     longer = small_input(training={"numb_steps": 2}, optimizer={})
-    longer["learning_rate"]["start_lr"] *= 4  # for which an input that omits them would take less
+    longer["learning_rate"]["start_lr"] *= rise
     caplog.clear()
     assert train(longer, log_level="INFO", restart="model.ckpt-1.pt") == 0
     (group,) = load("model.ckpt-2.pt")["optimizer"]["param_groups"]
@@ -544,6 +593,48 @@ def test_a_restart_keeps_the_scales_that_its_input_omits(
     assert said.levelname == "INFO"
     section = json.loads(Path("out.json").read_text())["optimizer"]
     assert (section["lr_adjust_coeff"], section.get("adam_lr_ratio")) == kept
+
+
+@pytest.mark.parametrize("rise", [4, 100])
+def test_a_restart_with_a_higher_start_lr_takes_the_rates_of_a_fresh_run(
+    small_input, train, load, caplog, rise
+):
+    assert train(small_input(training={"numb_steps": 1})) == 0
+    raised = small_input(training={"numb_steps": 2})
+    raised["learning_rate"]["start_lr"] *= rise
+    caplog.clear()
+    assert train(raised, restart="model.ckpt-1.pt") == 0
+    (group,) = load("model.ckpt-2.pt")["optimizer"]["param_groups"]
+    fresh = {**raised, "training": {**raised["training"], "save_ckpt": "fresh", "numb_steps": 1}}
+    (said,) = (record for record in caplog.records if "instead of 8.64" in record.message)
+    assert said.levelname == "WARNING"
+    assert train(fresh) == 0
+    (of_fresh,) = load("fresh-1.pt")["optimizer"]["param_groups"]
+    for key in ("lr_adjust_coeff", "adam_lr_ratio"):
+        assert group[key] == of_fresh[key]
+    assert group["lr_adjust_coeff"] == pytest.approx(8.64 / rise, rel=5e-3)
+    section = json.loads(Path("out.json").read_text())["optimizer"]
+    assert section["lr_adjust_coeff"] == group["lr_adjust_coeff"]
+
+
+@pytest.mark.parametrize(
+    ("saved_rate", "rate", "length", "expected"),
+    [
+        (1e-4, 1e-3, 1.0, (8.64, 10.0)),  # as in a fresh run; the rates rise with start_lr
+        (1e-3, 1e-2, 1.0, (0.864, 1.0)),
+        (1e-3, 1e-2, 80.0, (0.864, 1.0)),  # descriptors of trained weights are longer
+        (1e-4, 1e-3, 80.0, (0.864, 2.0)),
+        (1e-3, 1e-4, 80.0, (8.64, 10.0)),
+        (None, 1e-2, 80.0, (8.64, 10.0)),
+    ],
+)
+def test_scales_of_a_restart_keep_its_rates_or_take_those_of_a_fresh_run(
+    small_input, saved_rate, rate, length, expected
+):
+    group = {"lr_adjust_coeff": 8.64, "adam_lr_ratio": 10.0}
+    given = normalize(small_input(learning_rate={"start_lr": rate}))
+    scales = given.scales.kept_from(group, saved_rate, "model.ckpt-1.pt").for_descriptors(length)
+    assert (scales.values["lr_adjust_coeff"], scales.values["adam_lr_ratio"]) == expected
 
 
 def test_omitted_scales_suit_the_descriptors_of_the_run(
@@ -612,7 +703,7 @@ def test_scales_of_a_run_are_kept_only_where_an_input_omits_them(small_input):
         ({"adam_lr_ratio": 2.0}, ours, (4.32, 2.0)),
     ):
         given = normalize(small_input(optimizer=optimizer))
-        kept = given.with_scales(given.scales.kept_from(group, "model.ckpt-1.pt"))
+        kept = given.with_scales(given.scales.kept_from(group, 1e-3, "model.ckpt-1.pt"))
         assert (
             kept.settings.optimizer.lr_adjust_coeff,
             kept.settings.optimizer.adam_lr_ratio,

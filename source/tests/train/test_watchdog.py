@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import os
 import queue
 import re
 import signal
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from torch.distributed import TCPStore
 from deepmd_muon.train.ranks import watchdog
 from deepmd_muon.train.ranks.watchdog import (
     STEPPING,
+    WAITING,
     LostRankError,
     Watch,
     is_lost_connection,
@@ -25,6 +28,15 @@ from deepmd_muon.train.ranks.watchdog import (
 LIMIT = 0.4
 HANG = 300.0  # seconds; no slow machine takes as long
 GLOO = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:36260. This is typically caused"
+
+
+def end_all(watches):
+    """Close watches and wait for their threads, which would log into the next test."""
+    for watch in watches:
+        watch.close()
+    for watch in watches:
+        for thread in watch._threads:
+            thread.join(HANG)
 
 
 @pytest.fixture
@@ -41,8 +53,7 @@ def ranks():
         return made
 
     yield make
-    for watch in made:
-        watch.close()
+    end_all(made)
 
 
 def test_a_rank_that_is_stuck_is_named_with_what_it_does(ranks):
@@ -267,8 +278,7 @@ def follower():
         kept.clear()
 
     yield make, end
-    for watch in made:
-        watch.close()
+    end_all(made)
 
 
 def test_rank_0_that_dies_with_the_store_is_given_up(follower):
@@ -312,6 +322,70 @@ def test_a_wait_that_hangs_although_errors_come_ends_the_process(ranks, monkeypa
         time.sleep(1.5 * LIMIT)
         assert found.empty()  # the error that comes by itself is still awaited
         assert "stopped with ValueError: no such file" in found.get(timeout=HANG)
+
+
+def wait_for_log(caplog, words):
+    """Wait until a line is logged, and return its level; every line with these words must be one."""
+    end = time.monotonic() + HANG
+    while not (lines := [record for record in caplog.records if words in record.message]):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    (line,) = lines
+    return line
+
+
+def test_a_long_wait_is_logged_once(ranks, monkeypatch, caplog):
+    caplog.set_level("INFO", "deepmd_muon")
+    monkeypatch.setattr(watchdog, "SILENCE", 0.2)
+    first, _ = ranks(2)
+    with first.waiting(), first.waiting():
+        wait_for_log(caplog, "waiting for")
+        time.sleep(1.0)
+    with first.waiting():
+        pass
+    time.sleep(0.5)
+    assert len([record for record in caplog.records if "waiting for" in record.message]) == 1
+
+
+def test_the_log_of_a_long_wait_names_the_ranks_that_do_something_else(ranks, monkeypatch, caplog):
+    caplog.set_level("INFO", "deepmd_muon")
+    first, second, third = ranks(3)
+    second.doing("reading its batch", 3)
+    third.doing(WAITING, 3)
+    while not all(note and note.step == 3 for note in map(first._note_of, (1, 2))):
+        time.sleep(0.01)
+    for watch in (first, second):
+        watch._log_wait(time.monotonic() - 2 * watchdog.SILENCE)
+    (line,) = [record for record in caplog.records if "waiting for" in record.message]
+    assert line.levelname == "INFO"
+    assert "rank 1 (process " in line.message
+    assert "reading its batch (step 3)" in line.message
+    assert "rank 2" not in line.message
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_rank_without_a_sign_of_life_is_logged_once(ranks, monkeypatch, caplog, silent):
+    """Rank 0 watches all others, and rank 1 watches rank 0."""
+    made = ranks(3)
+    watcher = made[1 - silent]
+    made[silent].doing(STEPPING, 5)
+    while (note := watcher._note_of(silent)) is None or note.step != 5:
+        time.sleep(0.01)
+    monkeypatch.setattr(watchdog, "SILENCE", 1.0)
+    made[silent].close()
+    words = f"rank {silent} (process {os.getpid()} on {socket.gethostname()}) is dead or stopped"
+    assert wait_for_log(caplog, words).levelname == "WARNING"
+    time.sleep(1.0)
+    assert caplog.text.count(words) == 1
+
+
+def test_a_rank_that_has_finished_is_not_silent(ranks, monkeypatch, caplog):
+    first, second = ranks(2)
+    second.finish()
+    monkeypatch.setattr(watchdog, "SILENCE", 0.2)
+    time.sleep(1.5)
+    assert first._note_of(1).doing == watchdog._FINISHED
+    assert "no sign of life" not in caplog.text
 
 
 def test_a_wait_that_is_too_long_ends_the_process(ranks):
