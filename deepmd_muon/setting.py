@@ -7,6 +7,7 @@ the package nor torch.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
 import operator
@@ -97,11 +98,34 @@ class Setting:
             )
             return empty or next((found for found in map(self.problem, value) if found), None)
         rule = self._broken_rule(value)
-        return (
-            f"must be {rule}; found {literal(value)}" + (f" ({self.note})" if self.note else "")
-            if rule
-            else None
-        )
+        if rule is None:
+            return None
+        hint = did_you_mean(self._nearest(value))
+        note = f" ({self.note})" if self.note else ""
+        return f"must be {rule}; found {literal(value)}{hint}{note}"
+
+    def mismatch(self, value: Any, annotation: Any, words: str) -> str:
+        """Describe the problem of a value of the wrong type; a setting with names for its values lists them.
+
+        `words` is the description by the type alone.
+        """
+        if self.choices is not None:
+            return f"must be {one_of(self.choices)}; found {shown(value)}"
+        if self.forms and str in alternatives_of(annotation):
+            return f"must be {self.forms}; found {shown(value)}"
+        return words
+
+    def _nearest(self, value: Any) -> str | None:
+        """Return the choice, or the name among the forms, that a wrong string probably means."""
+        if not isinstance(value, str) or ":" in value:
+            return None
+        names = [choice for choice in self.choices or () if isinstance(choice, str)]
+        if self.pattern is not None:
+            quoted = re.findall(r"""["']([^"']+)["']""", self.forms)
+            names += [name for name in quoted if re.fullmatch(self.pattern, name)]
+        # A number tells values apart: 'float16' is not a misspelled 'bfloat16'.
+        cutoff = 1.0 if any(letter.isdigit() for letter in value) else 0.7
+        return nearest_of(value, names, cutoff)
 
     def _broken_rule(self, value: Any) -> str | None:
         """Describe the rule that a scalar violates; None if it violates none."""
@@ -174,10 +198,10 @@ def check_settings(settings: Any, of: str = "") -> None:
         fitted = convert(value, annotation, exact=True)
         if not isinstance(fitted, Mismatch):
             problem = own.problem(value)
-        elif own.choices:
-            problem = f"must be {one_of(own.choices)}; found {shown(value)}"
-        else:
+        elif fitted.is_of_elements:
             problem = fitted.words
+        else:
+            problem = own.mismatch(value, annotation, fitted.words)
         if problem:
             problems.append(f"{name}: {problem}")
         elif own.any_case:
@@ -231,6 +255,11 @@ class Mismatch:
     def faults(self) -> tuple[tuple[tuple[int | str, ...], str], ...]:
         """Indices inside nested lists, and a description of expected type and found value, of each fault."""
         return tuple((where, word()) for where, word in self.found)
+
+    @property
+    def is_of_elements(self) -> bool:
+        """Whether the value has the right type, but elements of it do not."""
+        return bool(self.found[0][0])
 
     @property
     def words(self) -> str:
@@ -289,10 +318,17 @@ def _finite(value: Real) -> float | None:
 
 def _convert_any(value: Any, members: tuple[Any, ...], annotation: Any, *, exact: bool) -> Any:
     """Return the value in the type of the first member of a union that fits."""
-    lists = [member for member in members if typing.get_origin(member) is tuple]
-    if isinstance(value, (list, tuple)) and len(lists) == 1:
-        # Naming the wrong element of a list helps more than saying that no member fits.
-        return convert(value, lists[0], exact=exact)
+    container: Any = (
+        tuple
+        if isinstance(value, (list, tuple))
+        else Mapping
+        if isinstance(value, Mapping)
+        else None
+    )
+    alike = [member for member in members if typing.get_origin(member) is container]
+    if container is not None and len(alike) == 1:
+        # Naming the wrong element of a list or a map helps more than saying that no member fits.
+        return convert(value, alike[0], exact=exact)
     attempts = (convert(value, member, exact=exact) for member in members)
     return next(
         (fitted for fitted in attempts if not isinstance(fitted, Mismatch)),
@@ -406,3 +442,35 @@ def one_of(choices: Collection[Any]) -> str:
     """Describe allowed values: "one of …", or the value itself if there is only one."""
     words = ", ".join(map(literal, choices))
     return f"one of {words}" if len(choices) > 1 else words
+
+
+def nearest_of(value: Any, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the name that a string probably means, None without any.
+
+    Case, "-" and "_" do not count. Numbers must agree: 'float16' is not a misspelled 'float64'. `cutoff` is the least
+    similarity (difflib).
+    """
+    if not isinstance(value, str):
+        return None
+    word = _letters(value)
+    by_letters = {
+        _letters(name): name for name in names if _digits(_letters(name)) == _digits(word)
+    }
+    if word in by_letters:
+        return by_letters[word]
+    near = difflib.get_close_matches(word, list(by_letters), 1, cutoff)
+    return by_letters[near[0]] if near else None
+
+
+def _letters(name: str) -> str:
+    """Return the letters and digits of a name, in lower case."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _digits(letters: str) -> str:
+    return re.sub(r"[^0-9]", "", letters)
+
+
+def did_you_mean(name: str | None) -> str:
+    """Return the end of a message about a misspelled name; empty without a suggestion."""
+    return f"; did you mean {name!r}?" if name else ""

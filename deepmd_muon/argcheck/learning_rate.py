@@ -77,6 +77,10 @@ class _Schedule(Section):
         Rule(("stop_lr", "stop_lr_ratio", "start_lr"), _stop_below_start),
         Rule(("warmup_steps", "warmup_ratio"), _one_warmup),
     )
+    hints: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("lr", "learning_rate", "initial_lr", "max_lr", "base_lr"), "start_lr"),
+        **dict.fromkeys(("min_lr", "end_lr", "final_lr", "eta_min"), "stop_lr"),
+    }
     foreign: ClassVar[dict[str, Foreign]] = {
         "scale_by_worker": Foreign(
             "the rate is the same for any number of processes, as in deepmd-kit's PyTorch backend",

@@ -139,6 +139,17 @@ class EnerLossSettings(LossSettings):
         Rule(("huber_delta",), _three_deltas),
         Rule(_PREFACTORS, _some_term),
     )
+    hints: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("energy_weight", "pref_e"), "start_pref_e and limit_pref_e"),
+        **dict.fromkeys(
+            ("force_weight", "forces_weight", "pref_f"), "start_pref_f and limit_pref_f"
+        ),
+        **dict.fromkeys(
+            ("virial_weight", "stress_weight", "pref_v"),
+            "start_pref_v and limit_pref_v; both must be above 0",
+        ),
+        **{name: f'loss_func: "{name}"' for name in ("mse", "mae")},
+    }
     foreign: ClassVar[dict[str, Foreign]] = {
         "start_pref_h": Foreign("a Hessian term", (0,)),
         "limit_pref_h": Foreign("a Hessian term", (0,)),
