@@ -38,6 +38,52 @@ class InvalidSettingError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
+class Needs:
+    """A condition on other settings of the same section, without which a setting has no effect.
+
+    Attributes
+    ----------
+    reads
+        Names of the other settings. A class without one of them passes None.
+    holds
+        Whether their values, in this order, let the setting have an effect.
+    words
+        The condition, as messages and the reference say it after "without": "normuon true".
+    neutral
+        Values of the setting that ask for nothing, so that nobody misses an effect; None means its default alone.
+    """
+
+    reads: tuple[str, ...]
+    holds: Callable[..., bool]
+    words: str
+    neutral: tuple[Any, ...] | None = None
+
+    def problem(self, of: Any) -> str | None:
+        """Describe in one phrase why the setting has no effect beside the other settings of `of`; None if it has one.
+
+        `of` returns the value of a setting by its name.
+        """
+        values = [of(name) for name in self.reads]
+        if self.holds(*values):
+            return None
+        found = ", ".join(
+            f"{name} {'null' if value is None else literal(value)}"
+            for name, value in zip(self.reads, values, strict=True)
+        )
+        return f"has no effect without {self.words}; found {found}"
+
+
+def switched_on(name: str) -> Needs:
+    """Return the condition that a switch is true."""
+    return Needs((name,), bool, f"{name} true")
+
+
+def above_zero(name: str, neutral: tuple[Any, ...] | None = None) -> Needs:
+    """Return the condition that a number is above 0."""
+    return Needs((name,), bool, f"{name} above 0", neutral)
+
+
+@dataclasses.dataclass(frozen=True)
 class Setting:
     """Metadata of one field, for readers, checkers and the reference page.
 
@@ -63,6 +109,8 @@ class Setting:
         Whether a list must have an element.
     any_case
         Whether upper and lower case are equivalent, as in deepmd-kit; settings keep the string in lower case.
+    needs
+        Conditions on other settings, without which this one has no effect.
     """
 
     doc: str
@@ -78,6 +126,18 @@ class Setting:
     lone: bool = False
     nonempty: bool = False
     any_case: bool = False
+    needs: tuple[Needs, ...] = ()
+
+    def idle(self, value: Any, default: Any, of: Callable[[str], Any]) -> str | None:
+        """Describe in one phrase why a value has no effect; None if it has one, or if it asks for nothing.
+
+        `of` returns the value of another setting of the section by its name.
+        """
+        for needs in self.needs:
+            neutral = (default,) if needs.neutral is None else needs.neutral
+            if value not in neutral and (problem := needs.problem(of)):
+                return problem
+        return None
 
     def folded(self, value: Any) -> Any:
         """Return a value as settings keep it: with `any_case`, a string in lower case."""
@@ -210,6 +270,22 @@ def check_settings(settings: Any, of: str = "") -> None:
         raise InvalidSettingError(
             f"{of or type(settings).__name__}: " + "; ".join(problems), problems
         )
+
+
+def idle_settings(settings: Any) -> dict[str, str]:
+    """Return the settings of a dataclass that have no effect beside its others, each with the reason.
+
+    A setting with its default, or with another value that asks for nothing, is not among them.
+    """
+    kind: Any = type(settings)
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    reasons = {
+        name: own.idle(
+            getattr(settings, name), defaults[name], lambda other: getattr(settings, other, None)
+        )
+        for name, _, own in _declared(kind)
+    }
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 @functools.cache

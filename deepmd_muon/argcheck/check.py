@@ -35,6 +35,7 @@ class Checked(Generic[T]):
     settings: T | None
     problems: tuple[Problem, ...]
     notices: tuple[str, ...]
+    idle: tuple[Problem, ...]  # given settings without effect beside the others
 
 
 @dataclasses.dataclass
@@ -51,7 +52,7 @@ def check(section: type[T], given: object) -> Checked[T]:
     walk = _Walk(tree(section))
     found = walk.section(walk.root, given, ())
     settings = _freeze(found) if found is not None and not walk.problems else None
-    return Checked(settings, tuple(walk.problems), tuple(walk.notices))
+    return Checked(settings, tuple(walk.problems), tuple(walk.notices), tuple(walk.idle))
 
 
 def _freeze(found: Any) -> Any:
@@ -72,6 +73,7 @@ class _Walk:
         self.root = root
         self.problems: list[Problem] = []
         self.notices: list[str] = []
+        self.idle: list[Problem] = []
 
     def problem(self, path: Path, message: str, elsewhere: str = "") -> None:
         self.problems.append(Problem("/".join(path), message, elsewhere))
@@ -105,6 +107,7 @@ class _Walk:
             if value is not _WRONG:
                 found.values[name] = value
         self.rules(found, path)
+        self.needs(kind, found, path)
         return found
 
     def kind(self, key: Key, given: dict[Any, Any], path: Path) -> Key | None:
@@ -220,6 +223,17 @@ class _Walk:
             problem = rule.check(*values)
             if problem:
                 self.problem((*path, *_spelled(found, rule.reads[0].split("/"))), problem)
+
+    def needs(self, kind: Key, found: _Found, path: Path) -> None:
+        """Report the given settings that have no effect beside the others; skip those with an invalid value."""
+        invalid = kind.keys.keys() - found.values.keys()
+        for name, spelling in found.spellings.items():
+            key = kind.keys[name]
+            reads = {name, *(other for needs in key.setting.needs for other in needs.reads)}
+            if reads & invalid:
+                continue
+            if problem := key.setting.idle(found.values[name], key.value, found.values.get):
+                self.idle.append(Problem("/".join((*path, spelling)), problem))
 
     def look(self, found: _Found, names: list[str], path: Path) -> Any:
         """Return the value at a rule's path, a section as its settings; `_WRONG` if it is invalid."""

@@ -174,7 +174,7 @@ def _section(key: Key, path: tuple[str, ...], level: int) -> Iterator[_Block]:
 
 
 def _facts(key: Key) -> Iterator[str]:
-    """Yield type, choices, range, default and aliases of a key."""
+    """Yield type, choices, range, default and aliases of a key, and what it needs."""
     setting = key.setting
     one_type = describe(key.annotation)
     if setting.choices is not None:
@@ -193,6 +193,7 @@ def _facts(key: Key) -> Iterator[str]:
         yield f"default {_json(thaw(key.value))}"
     if key.alias:
         yield f"also {', '.join(f'`{name}`' for name in key.alias)}"
+    yield from (f"no effect without {needs.words}" for needs in setting.needs)
 
 
 def _one_of(choices: Collection[Any]) -> str:

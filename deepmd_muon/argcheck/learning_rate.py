@@ -10,7 +10,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from deepmd_muon.section import Foreign, Rule, Section
-from deepmd_muon.setting import setting
+from deepmd_muon.setting import Needs, setting
 
 DEFAULT_STOP_LR = 5e-8
 """Last rate when neither `stop_lr` nor `stop_lr_ratio` is given (deepmd-kit)."""
@@ -69,7 +69,16 @@ class _Schedule(Section):
         doc="Steps of the warm-up in units of all steps, rounded down. Excludes warmup_steps.",
     )
     warmup_start_factor: float = setting(
-        0.0, minimum=0.0, doc="Rate of the first warm-up step in units of start_lr."
+        0.0,
+        minimum=0.0,
+        needs=(
+            Needs(
+                ("warmup_steps", "warmup_ratio"),
+                lambda steps, ratio: bool(steps or ratio),
+                "warmup_steps or warmup_ratio",
+            ),
+        ),
+        doc="Rate of the first warm-up step in units of start_lr.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

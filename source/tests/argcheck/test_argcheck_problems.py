@@ -358,7 +358,7 @@ def test_a_word_of_other_programs_names_the_setting_not_the_nearest_one(
         ("training/checkpoint_format", "dpc", None),
         ("optimizer/precision", "float8", None),
         ("model/descriptor/type", "se_e2_b", "se_e2_a"),
-        ("model/descriptor/activation_function", "tahn", "tanh"),
+        ("model/descriptor/activation_function", "sofplus", "softplus"),
         ("model/descriptor/precision", "float128", None),
         ("optimizer/muon_mode", "3d", None),
         ("optimizer/schedule", "polar-express-7", None),

@@ -25,9 +25,12 @@ from deepmd_muon.model.shared_settings import (
     some_neighbors,
 )
 from deepmd_muon.section import Foreign, Rule, Section, section, thaw
-from deepmd_muon.setting import InvalidSettingError, setting
+from deepmd_muon.setting import InvalidSettingError, Needs, setting, switched_on
 
 UpdateStyle = Literal["res_residual", "res_avg", "res_incr"]
+_TRAINED_STEPS = Needs(
+    ("update_style",), lambda style: style == "res_residual", "update_style 'res_residual'"
+)
 OLD_FIXED_DEVIATION = 0.3  # the value that deepmd-kit's `skip_stat` implies
 
 _SEL: dict[str, Any] = {
@@ -137,10 +140,14 @@ class RepflowSettings(Section):
         ),
     )
     update_residual: float = setting(
-        0.1, minimum=0.0, doc="Start of the trained r_k: their value or deviation."
+        0.1,
+        minimum=0.0,
+        needs=(_TRAINED_STEPS,),
+        doc="Start of the trained r_k: their value or deviation.",
     )
     update_residual_init: Literal["const", "norm"] = setting(
         "const",
+        needs=(_TRAINED_STEPS,),
         doc="Start the r_k at update_residual ('const') or at random around 0 with this deviation ('norm').",
     )
     smooth_edge_update: bool = setting(
@@ -161,7 +168,9 @@ class RepflowSettings(Section):
         False,
         doc="Divide e_sel and a_sel by sel_reduce_factor in the scales of sums, so that they may be generous.",
     )
-    sel_reduce_factor: float = setting(10.0, above=0.0, doc="See use_dynamic_sel.")
+    sel_reduce_factor: float = setting(
+        10.0, above=0.0, needs=(switched_on("use_dynamic_sel"),), doc="See use_dynamic_sel."
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("e_rcut_smth", "e_rcut"), smoothing_inside),
