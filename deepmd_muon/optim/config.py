@@ -15,7 +15,7 @@ from deepmd_muon.optim.buildable import MuonBuildable
 from deepmd_muon.optim.rules_config import RuleSettings
 from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.words import understand_words
-from deepmd_muon.setting import Needs, setting
+from deepmd_muon.setting import Needs, above_zero, setting
 
 MuonMode = Literal["2d", "flat", "slice"]
 Scaling = Literal["none", "match_rms", "rectangular", "spectral"]
@@ -171,7 +171,9 @@ class MuonSettings(RuleSettings):
             "by the same operations on one parameter after another ('for-loop')."
         ),
     )
-    nesterov: bool = setting(True, doc="Orthogonalize β m + (1 − β) g instead of m.")
+    nesterov: bool = setting(
+        True, needs=(above_zero("momentum"),), doc="Orthogonalize β m + (1 − β) g instead of m."
+    )
     scaling: Scaling | None = setting(
         None,
         doc=(

@@ -62,6 +62,7 @@ class RuleSettings:
     )
     norm_control: Literal["none", "radial_brake"] = setting(
         "none",
+        needs=(Needs(("norm_brake",), lambda kept: kept < 1.0, "norm_brake below 1"),),
         doc=(
             "Norms of weights on the Muon route: 'radial_brake' multiplies the growth of a matrix's norm "
             "by norm_brake. Experimental."

@@ -151,6 +151,8 @@ EXCLUDED = [
     ("optimizer/lr_adjust_coeff", 0.4, {"optimizer/scaling": "rectangular"}),
     ("optimizer/lr_adjust_coeff", 0.4, {"optimizer/lr_adjust": 3.0}),
     ("optimizer/cautious_decay", True, {"optimizer/weight_decay": 0.0}),
+    ("optimizer/nesterov", False, {"optimizer/momentum": 0.0}),
+    ("optimizer/norm_control", "radial_brake", {"optimizer/norm_brake": 1.0}),
     ("optimizer/min_matrix_dim", 3, {"optimizer/muon_patterns": ["*"]}),
     ("optimizer/schedule", "keller-jordan", {"optimizer/deepmd_kit_arithmetic": True}),
     ("optimizer/large_schedule", "keller-jordan", {"optimizer/deepmd_kit_arithmetic": True}),
@@ -178,22 +180,12 @@ EXCLUDED = [
     ("training/enable_compile", True, {"training/capture": "off"}),
     ("training/ema_decay", 0.9, {"training/enable_ema": True, "training/ema_tail": 0.5}),
 ]
-# Keys of a kind that the input below does not have.
+# Settings of other kinds of optimizers and descriptors than the input below has.
 OF_OTHER_KINDS = {
-    "rms_coefficient": "Muon",
-    **dict.fromkeys(
-        (
-            "attn",
-            "attn_dotr",
-            "normalize",
-            "scaling_factor",
-            "temperature",
-            "trainable_ln",
-            "ln_eps",
-        ),
-        "se_atten",
-    ),
-    **dict.fromkeys(("update_residual", "update_residual_init", "sel_reduce_factor"), "dpa3"),
+    "rms_coefficient",
+    *("attn", "attn_dotr", "normalize", "scaling_factor", "temperature", "trainable_ln", "ln_eps"),
+    *("smooth_type_embedding", "update_residual", "update_residual_init", "sel_reduce_factor"),
+    *("a_dim", "a_compress_e_rate", "a_compress_use_split", "smooth_edge_update"),
 }
 
 
@@ -248,7 +240,7 @@ def test_every_declared_need_is_tested():
     declared = {*keys_with_needs(tree(Settings)), *keys_with_needs(tree(MultiTaskSettings))}
     tested = {path.split("/")[-1] for path, _, _ in (*NEEDS, *EXCLUDED)}
     by_terms = {name for name in names_of(EnerLossSettings) if "_pref_" in name}
-    assert declared - by_terms == (tested - by_terms) | OF_OTHER_KINDS.keys()
+    assert declared - by_terms == (tested - by_terms) | OF_OTHER_KINDS
 
 
 @pytest.mark.parametrize(
@@ -279,6 +271,21 @@ def test_every_declared_need_is_tested():
             {"type": "dpa3", "update_style": "res_avg"},
             {"update_residual": 0.2, "update_residual_init": "norm"},
             {"update_style": "res_residual"},
+        ),
+        (
+            {"type": "se_atten", "sel": 20, "attn_layer": 0},
+            {"smooth_type_embedding": True},
+            {"tebd_input_mode": "strip"},
+        ),
+        (
+            {"type": "dpa3", "update_angle": False},
+            {"a_dim": 8, "smooth_edge_update": True},
+            {"update_angle": True},
+        ),
+        (
+            {"type": "dpa3"},
+            {"a_compress_e_rate": 2, "a_compress_use_split": True},
+            {"a_compress_rate": 1},
         ),
         (
             {"type": "dpa3", "smooth_edge_update": True},

@@ -23,14 +23,14 @@ from deepmd_muon.setting import idle_settings
 
 # Values of the settings for which the declaration gives no choices: the model below has names and shapes for them.
 VALUES = {
-    "momentum": [0.5],
-    "adam_beta1": [0.5],
+    "momentum": [0.0, 0.5],
+    "adam_beta1": [0.0, 0.5],
     "adam_beta2": [0.5],
     "weight_decay": [0.0, 0.3],
     "lr_adjust": [3.0],
     "lr_adjust_coeff": [0.7],
     "adam_eps": [0.1],
-    "adam_lr_ratio": [3.0],
+    "adam_lr_ratio": [1.0, 3.0],
     "schedule": ["muon-fsdp2", ((1.5, -0.5, 0.0),)],
     "large_schedule": ["keller-jordan"],
     "layout": ["in_out"],  # 'as_stored' and 'out_in' both take rows as the output
@@ -45,7 +45,7 @@ VALUES = {
     "splits": [("square: rows 2",)],
     "normuon_beta": [0.1],
     "soap_beta": [0.3],
-    "norm_brake": [0.1],
+    "norm_brake": [0.1, 1.0],
 }
 # Settings whose effect is not in the numbers of a step on one process and a CPU, and where it is tested.
 ELSEWHERE = {

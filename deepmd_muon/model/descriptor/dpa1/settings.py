@@ -134,6 +134,13 @@ class DPA1Settings(AttentionSettings):
     smooth_type_embedding: bool = setting(
         False,
         alias=("smooth_type_embdding",),
+        needs=(
+            Needs(
+                ("attn_layer", "tebd_input_mode"),
+                lambda layers, mode: layers > 0 or mode == "strip",
+                "attn_layer above 0 or tebd_input_mode 'strip'",
+            ),
+        ),
         doc="Let attention, and the net of the types in 'strip' mode, vanish smoothly at rcut.",
     )
     set_davg_zero: bool = setting(

@@ -25,7 +25,7 @@ from deepmd_muon.model.shared_settings import (
     some_neighbors,
 )
 from deepmd_muon.section import Foreign, Rule, Section, section, thaw
-from deepmd_muon.setting import InvalidSettingError, Needs, setting, switched_on
+from deepmd_muon.setting import InvalidSettingError, Needs, above_zero, setting, switched_on
 
 UpdateStyle = Literal["res_residual", "res_avg", "res_incr"]
 _TRAINED_STEPS = Needs(
@@ -105,7 +105,9 @@ class RepflowSettings(Section):
     )
     n_dim: int = setting(128, **WIDTH, doc="Features of a node (atom).")
     e_dim: int = setting(64, **WIDTH, doc="Features of an edge.")
-    a_dim: int = setting(64, **WIDTH, doc="Features of an angle.")
+    a_dim: int = setting(
+        64, **WIDTH, needs=(switched_on("update_angle"),), doc="Features of an angle."
+    )
     nlayers: int = setting(6, minimum=1, doc="Number of layers.")
     a_compress_rate: int = setting(
         0,
@@ -113,10 +115,15 @@ class RepflowSettings(Section):
         doc="Angles see a_dim/c features of their node and a_dim/(2c)·a_compress_e_rate of their edges; 0: all.",
     )
     a_compress_e_rate: int = setting(
-        1, minimum=1, doc="Factor on the features of an edge that angles see."
+        1,
+        minimum=1,
+        needs=(above_zero("a_compress_rate"),),
+        doc="Factor on the features of an edge that angles see.",
     )
     a_compress_use_split: bool = setting(
-        False, doc="Angles see the first features of node and edges, not a linear map of all."
+        False,
+        needs=(above_zero("a_compress_rate"),),
+        doc="Angles see the first features of node and edges, not a linear map of all.",
     )
     axis_neuron: int = setting(
         4,
@@ -152,6 +159,7 @@ class RepflowSettings(Section):
     )
     smooth_edge_update: bool = setting(
         False,
+        needs=(switched_on("update_angle"),),
         doc="Edges without angles take no message from angles; else they take their own features as message.",
     )
     edge_init_use_dist: bool = setting(
