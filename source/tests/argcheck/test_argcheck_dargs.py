@@ -107,9 +107,9 @@ def test_types_choices_and_unknown_keys_are_judged_as_by_our_check(section, monk
     for name, inner in key.keys.items():
         # dargs takes a whole number written as a float, such as 1e6, for another type.
         plain = [value for value in values_for(inner) if not is_whole_float(value)]
-        for spelling in (name, *inner.alias):
+        for spelling, some in [(name, plain), *((alias, plain[:12]) for alias in inner.alias)]:
             rest = {other: value for other, value in base.items() if other != name}
-            blocks += [{**rest, spelling: value} for value in plain]
+            blocks += [{**rest, spelling: value} for value in some]
         blocks.append({**base, f"{name}x": 1})
         blocks.append({other: value for other, value in base.items() if other != name})
     for name in foreign_of(section):
