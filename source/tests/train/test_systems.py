@@ -112,6 +112,17 @@ def test_a_sel_without_its_counts_names_the_option_that_skips_them(small_input, 
         train(content, skip_neighbor_stat=True)
 
 
+def test_settings_without_effect_are_warned_of_once(small_input, train, caplog):
+    content = small_input(optimizer={"type": "HybridMuon", "normuon_beta": 0.5})
+    content["training"].update(numb_steps=1, ema_decay=0.9)
+    with caplog.at_level(logging.WARNING):
+        assert train(content) == 0
+    named = [line for line in caplog.messages if "has no effect" in line]
+    assert len(named) == 2
+    assert named[0].startswith("training/ema_decay: ")
+    assert "normuon_beta has no effect without normuon true" in named[1]
+
+
 def extxyz(path, key, count=3, seed=0):
     random = np.random.default_rng(seed)
     with Path(path).open("w") as file:
