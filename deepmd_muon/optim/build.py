@@ -13,12 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_muon.optim.buildable import register_builder
-from deepmd_muon.optim.config import (
-    DEFAULT_ADAMW_PATTERNS,
-    AdamImplementation,
-    HybridMuonConfig,
-    MuonSettings,
-)
+from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, AdamImplementation, HybridMuonConfig
 from deepmd_muon.optim.errors import IdleSettingWarning
 from deepmd_muon.optim.hybrid_muon import HybridMuon
 from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig, MuonConfig
@@ -30,7 +25,6 @@ from deepmd_muon.optim.routing.modules import (
 )
 from deepmd_muon.optim.routing.views import FusedSplit
 from deepmd_muon.optim.torch_hooks import Adam, AdamW
-from deepmd_muon.setting import idle_settings
 
 if TYPE_CHECKING:
     from deepmd_muon.optim.buildable import Replicas
@@ -83,10 +77,10 @@ def build_muon(
         warnings.simplefilter("always")
         optimizer = HybridMuon(model.named_parameters(), lr, replicas=replicas, **settings)
     for warning in caught:  # settings cause them, not code, so they belong in the log
-        # `_report` names the settings as the configuration does.
+        # `Buildable.build` names these as the configuration does.
         if not issubclass(warning.category, IdleSettingWarning):
             log.warning("%s", warning.message)
-    _report(optimizer, model, config)
+    _report(optimizer, model)
     return optimizer
 
 
@@ -127,23 +121,18 @@ def build_adam(
         from deepmd_muon.optim.sharded.zero import shard_state  # imports torch.distributed
 
         optimizer = shard_state(kind, trainable, replicas, **options)
-    _report(optimizer, model, config)
+    _report(optimizer, model)
     return optimizer
 
 
-def _report(optimizer: torch.optim.Optimizer, model: nn.Module, config: object) -> None:
-    """Log on rank 0 the numbers of parameters and weights, the names not trained, and settings without effect."""
+def _report(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Log on rank 0 the numbers of parameters and weights (all, trainable, per route), and the names not trained."""
     if (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()
         and torch.distributed.get_rank() != 0
     ):
         return
-    idle = idle_settings(config)
-    if isinstance(config, MuonSettings):
-        idle |= {f"sharded/{key}": why for key, why in idle_settings(config.sharded).items()}
-    for name, reason in idle.items():
-        log.warning("%s: %s %s", type(config).__name__, name, reason)
     kind = type(optimizer).__name__
     sizes = {
         trainable: [p.numel() for p in model.parameters() if p.requires_grad == trainable]

@@ -163,11 +163,8 @@ def run(
 
 def _log_remarks(given: Input, sources: Mapping[str, Source]) -> None:
     """Log what the input leaves to defaults, and a fine-tuning during which nothing keeps what the model knows."""
-    for notice in given.notices:
+    for notice in (*given.notices, *given.idle):
         log.warning("%s", notice)
-    for setting in given.idle:
-        if not setting.startswith("optimizer/"):  # the optimizer's own are logged when it is built
-            log.warning("%s", setting)
     # Log the scales that are not kept once the length of descriptors is known.
     kept = [given.scales.notice] if given.scales and given.scales.kept else []
     for remark in (*given.remarks, *kept):
