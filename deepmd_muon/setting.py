@@ -67,8 +67,7 @@ class Needs:
         if self.holds(*values):
             return None
         found = ", ".join(
-            f"{name} {'null' if value is None else literal(value)}"
-            for name, value in zip(self.reads, values, strict=True)
+            f"{name} {_as_json(value)}" for name, value in zip(self.reads, values, strict=True)
         )
         return f"has no effect without {self.words}; found {found}"
 
@@ -512,6 +511,13 @@ def literal(value: Any) -> str:
     if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
         return f"{value:g}" if abs(value) < 10**300 else "a number of hundreds of digits"
     return str(value).lower() if isinstance(value, bool) else repr(value).removesuffix(".0")
+
+
+def _as_json(value: Any) -> str:
+    """Return a value as text like that of JSON, lists and null included."""
+    if value is None:
+        return "null"
+    return literal(list(value) if isinstance(value, tuple) else value)
 
 
 def one_of(choices: Collection[Any]) -> str:
