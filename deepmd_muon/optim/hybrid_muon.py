@@ -20,6 +20,7 @@ from deepmd_muon.optim.routing.param_groups import (
     Routing,
     check_parameters,
     log_parameters,
+    warn_idle_master_weights,
     warn_idle_settings,
     warn_of_kernels,
     warn_unmatched_patterns,
@@ -105,6 +106,7 @@ class HybridMuon(QuickOptimizer):
         self._route_parameters()
         warn_unmatched_patterns(self.param_groups)
         warn_idle_settings(self.param_groups, given.sharded)
+        warn_idle_master_weights(self.param_groups)
         warn_of_kernels(self._groups())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

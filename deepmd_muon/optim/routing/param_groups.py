@@ -32,6 +32,7 @@ from deepmd_muon.optim.routing.rules import (
     unnamed,
 )
 from deepmd_muon.optim.routing.views import FusedSplit, effective_shape
+from deepmd_muon.optim.rules.master_weights import NARROW
 from deepmd_muon.optim.rules.registry import matrix_rules
 from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.setting import idle_settings
@@ -280,6 +281,17 @@ def warn_idle_settings(groups: Sequence[Mapping[str, Any]], sharded: ShardedSett
     if reasons:
         text = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
         warnings.warn(IdleSettingWarning(text), stacklevel=_CONSTRUCTOR)
+
+
+def warn_idle_master_weights(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Warn of `master_weights` where no parameter of their groups has 16 bits."""
+    wanting = [group for group in groups if group["master_weights"] and group["params"]]
+    if wanting and not any(p.dtype in NARROW for group in wanting for p in group["params"]):
+        dtypes = sorted({str(p.dtype) for group in wanting for p in group["params"]})
+        warnings.warn(
+            f"master_weights have no effect: they belong to parameters of 16 bits, and these are {', '.join(dtypes)}",
+            stacklevel=_CONSTRUCTOR,
+        )
 
 
 def warn_of_kernels(groups: Sequence[Group]) -> None:
