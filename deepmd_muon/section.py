@@ -8,6 +8,7 @@ ranges and rules apply wherever it is built: by the input check, from a checkpoi
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -15,6 +16,7 @@ from deepmd_muon.setting import (
     InvalidSettingError,
     Mismatch,
     Setting,
+    alternatives_of,
     annotations_of,
     check_settings,
     convert,
@@ -79,6 +81,8 @@ class Section:
 
     rules: ClassVar[tuple[Rule, ...]] = ()
     foreign: ClassVar[Mapping[str, Foreign]] = {}
+    #: Words of other programs for settings of this section, with what to write instead.
+    hints: ClassVar[Mapping[str, str]] = {}
     #: Settings that the plain form omits if they are None, because deepmd-kit checks whether their keys exist.
     left_out: ClassVar[frozenset[str]] = frozenset()
 
@@ -213,8 +217,21 @@ def freeze(section: type[T], plain: Mapping[str, Any]) -> T:
 def _frozen(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
     """Return one plain value in the type of its field, or a `Mismatch`."""
     variants: Variants | None = field.metadata.get("variants")
-    if isinstance(value, Mapping):
-        return freeze(variants.choose(value.get("type")) if variants else annotation, value)
+    # The X of an object of sections, Mapping[str, X].
+    inside = typing.get_args(annotation)[1] if typing.get_origin(annotation) is Mapping else None
+    if inside is not None and (variants is not None or dataclasses.is_dataclass(inside)):
+        plain = convert(value, Mapping[str, Mapping[str, Any]])
+        if isinstance(plain, Mismatch):
+            return plain
+        return {
+            name: freeze(variants.choose(one.get("type")) if variants else inside, one)
+            for name, one in plain.items()
+        }
+    sections: list[Any] = [
+        kind for kind in alternatives_of(annotation) if dataclasses.is_dataclass(kind)
+    ]
+    if isinstance(value, Mapping) and (variants is not None or sections):
+        return freeze(variants.choose(value.get("type")) if variants else sections[0], value)
     if setting_of(field).lone and not isinstance(value, (list, tuple)):
         value = [value]
     return value if variants else convert(value, annotation)

@@ -7,6 +7,7 @@ the package nor torch.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
 import operator
@@ -37,6 +38,51 @@ class InvalidSettingError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
+class Needs:
+    """A condition on other settings of the same section, without which a setting has no effect.
+
+    Attributes
+    ----------
+    reads
+        Names of the other settings. A class without one of them passes None.
+    holds
+        Whether their values, in this order, let the setting have an effect.
+    words
+        The condition, as messages and the reference say it after "without": "normuon true".
+    neutral
+        Values of the setting that ask for nothing, so that nobody misses an effect; None means its default alone.
+    """
+
+    reads: tuple[str, ...]
+    holds: Callable[..., bool]
+    words: str
+    neutral: tuple[Any, ...] | None = None
+
+    def problem(self, of: Any) -> str | None:
+        """Describe in one phrase why the setting has no effect beside the other settings of `of`; None if it has one.
+
+        `of` returns the value of a setting by its name.
+        """
+        values = [of(name) for name in self.reads]
+        if self.holds(*values):
+            return None
+        found = ", ".join(
+            f"{name} {_as_json(value)}" for name, value in zip(self.reads, values, strict=True)
+        )
+        return f"has no effect without {self.words}; found {found}"
+
+
+def switched_on(name: str) -> Needs:
+    """Return the condition that a switch is true."""
+    return Needs((name,), bool, f"{name} true")
+
+
+def above_zero(name: str, neutral: tuple[Any, ...] | None = None) -> Needs:
+    """Return the condition that a number is above 0."""
+    return Needs((name,), bool, f"{name} above 0", neutral)
+
+
+@dataclasses.dataclass(frozen=True)
 class Setting:
     """Metadata of one field, for readers, checkers and the reference page.
 
@@ -62,6 +108,8 @@ class Setting:
         Whether a list must have an element.
     any_case
         Whether upper and lower case are equivalent, as in deepmd-kit; settings keep the string in lower case.
+    needs
+        Conditions on other settings, without which this one has no effect.
     """
 
     doc: str
@@ -77,6 +125,18 @@ class Setting:
     lone: bool = False
     nonempty: bool = False
     any_case: bool = False
+    needs: tuple[Needs, ...] = ()
+
+    def idle(self, value: Any, default: Any, of: Callable[[str], Any]) -> str | None:
+        """Describe in one phrase why a value has no effect; None if it has one, or if it asks for nothing.
+
+        `of` returns the value of another setting of the section by its name.
+        """
+        for needs in self.needs:
+            neutral = (default,) if needs.neutral is None else needs.neutral
+            if value not in neutral and (problem := needs.problem(of)):
+                return problem
+        return None
 
     def folded(self, value: Any) -> Any:
         """Return a value as settings keep it: with `any_case`, a string in lower case."""
@@ -97,11 +157,34 @@ class Setting:
             )
             return empty or next((found for found in map(self.problem, value) if found), None)
         rule = self._broken_rule(value)
-        return (
-            f"must be {rule}; found {literal(value)}" + (f" ({self.note})" if self.note else "")
-            if rule
-            else None
-        )
+        if rule is None:
+            return None
+        hint = did_you_mean(self._nearest(value))
+        note = f" ({self.note})" if self.note else ""
+        return f"must be {rule}; found {literal(value)}{hint}{note}"
+
+    def mismatch(self, value: Any, annotation: Any, words: str) -> str:
+        """Describe the problem of a value of the wrong type; a setting with names for its values lists them.
+
+        `words` is the description by the type alone.
+        """
+        if self.choices is not None:
+            return f"must be {one_of(self.choices)}; found {shown(value)}"
+        if self.forms and str in alternatives_of(annotation):
+            return f"must be {self.forms}; found {shown(value)}"
+        return words
+
+    def _nearest(self, value: Any) -> str | None:
+        """Return the choice, or the name among the forms, that a wrong string probably means."""
+        if not isinstance(value, str) or ":" in value:
+            return None
+        names = [choice for choice in self.choices or () if isinstance(choice, str)]
+        if self.pattern is not None:
+            quoted = re.findall(r"""["']([^"']+)["']""", self.forms)
+            names += [name for name in quoted if re.fullmatch(self.pattern, name)]
+        # A number tells values apart: 'float16' is not a misspelled 'bfloat16'.
+        cutoff = 1.0 if any(letter.isdigit() for letter in value) else 0.7
+        return nearest_of(value, names, cutoff)
 
     def _broken_rule(self, value: Any) -> str | None:
         """Describe the rule that a scalar violates; None if it violates none."""
@@ -174,10 +257,10 @@ def check_settings(settings: Any, of: str = "") -> None:
         fitted = convert(value, annotation, exact=True)
         if not isinstance(fitted, Mismatch):
             problem = own.problem(value)
-        elif own.choices:
-            problem = f"must be {one_of(own.choices)}; found {shown(value)}"
-        else:
+        elif fitted.is_of_elements:
             problem = fitted.words
+        else:
+            problem = own.mismatch(value, annotation, fitted.words)
         if problem:
             problems.append(f"{name}: {problem}")
         elif own.any_case:
@@ -186,6 +269,22 @@ def check_settings(settings: Any, of: str = "") -> None:
         raise InvalidSettingError(
             f"{of or type(settings).__name__}: " + "; ".join(problems), problems
         )
+
+
+def idle_settings(settings: Any) -> dict[str, str]:
+    """Return the settings of a dataclass that have no effect beside its others, each with the reason.
+
+    A setting with its default, or with another value that asks for nothing, is not among them.
+    """
+    kind: Any = type(settings)
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    reasons = {
+        name: own.idle(
+            getattr(settings, name), defaults[name], lambda other: getattr(settings, other, None)
+        )
+        for name, _, own in _declared(kind)
+    }
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 @functools.cache
@@ -231,6 +330,11 @@ class Mismatch:
     def faults(self) -> tuple[tuple[tuple[int | str, ...], str], ...]:
         """Indices inside nested lists, and a description of expected type and found value, of each fault."""
         return tuple((where, word()) for where, word in self.found)
+
+    @property
+    def is_of_elements(self) -> bool:
+        """Whether the value has the right type, but elements of it do not."""
+        return bool(self.found[0][0])
 
     @property
     def words(self) -> str:
@@ -291,10 +395,17 @@ def _finite(value: Real) -> float | None:
 
 def _convert_any(value: Any, members: tuple[Any, ...], annotation: Any, *, exact: bool) -> Any:
     """Return the value in the type of the first member of a union that fits."""
-    lists = [member for member in members if typing.get_origin(member) is tuple]
-    if isinstance(value, (list, tuple)) and len(lists) == 1:
-        # Naming the wrong element of a list helps more than saying that no member fits.
-        return convert(value, lists[0], exact=exact)
+    container: Any = (
+        tuple
+        if isinstance(value, (list, tuple))
+        else Mapping
+        if isinstance(value, Mapping)
+        else None
+    )
+    alike = [member for member in members if typing.get_origin(member) is container]
+    if container is not None and len(alike) == 1:
+        # Naming the wrong element of a list or a map helps more than saying that no member fits.
+        return convert(value, alike[0], exact=exact)
     attempts = (convert(value, member, exact=exact) for member in members)
     return next(
         (fitted for fitted in attempts if not isinstance(fitted, Mismatch)),
@@ -404,7 +515,46 @@ def literal(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value).removesuffix(".0")
 
 
+def _as_json(value: Any) -> str:
+    """Return a value as text like that of JSON, lists and null included."""
+    if value is None:
+        return "null"
+    return literal(list(value) if isinstance(value, tuple) else value)
+
+
 def one_of(choices: Collection[Any]) -> str:
     """Describe allowed values: "one of …", or the value itself if there is only one."""
     words = ", ".join(map(literal, choices))
     return f"one of {words}" if len(choices) > 1 else words
+
+
+def nearest_of(value: Any, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the name that a string probably means, None without any.
+
+    Case, "-" and "_" do not count. Numbers must agree: 'float16' is not a misspelled 'float64'. `cutoff` is the least
+    similarity (difflib).
+    """
+    if not isinstance(value, str):
+        return None
+    word = _letters(value)
+    by_letters = {
+        _letters(name): name for name in names if _digits(_letters(name)) == _digits(word)
+    }
+    if word in by_letters:
+        return by_letters[word]
+    near = difflib.get_close_matches(word, list(by_letters), 1, cutoff)
+    return by_letters[near[0]] if near else None
+
+
+def _letters(name: str) -> str:
+    """Return the letters and digits of a name, in lower case."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _digits(letters: str) -> str:
+    return re.sub(r"[^0-9]", "", letters)
+
+
+def did_you_mean(name: str | None) -> str:
+    """Return the end of a message about a misspelled name; empty without a suggestion."""
+    return f"; did you mean {name!r}?" if name else ""

@@ -1,8 +1,10 @@
 """Check input.json and freeze it into settings.
 
-`load` reads a file, `normalize` takes its contents; both report every problem at once as an `InputError`.
+`load` reads a file, `normalize` takes its contents; both report every problem at once as an `InputError`. For other
+programs, `gen_args` describes the input as dargs arguments.
 """
 
+from deepmd_muon.argcheck.dargs_tree import gen_args, gen_args_multi_task
 from deepmd_muon.argcheck.errors import DeepmdKitOnlyError, InputError, Problem
 from deepmd_muon.argcheck.learning_rate import (
     CosineSettings,
@@ -40,6 +42,8 @@ __all__ = [
     "ValidationDataSettings",
     "WSDSettings",
     "dump",
+    "gen_args",
+    "gen_args_multi_task",
     "load",
     "normalize",
 ]

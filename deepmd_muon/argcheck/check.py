@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 from deepmd_muon.argcheck.errors import Problem
 from deepmd_muon.argcheck.schema import Key, advice_of, foreign_of, rules_of, tree
 from deepmd_muon.section import Foreign
-from deepmd_muon.setting import Mismatch, Setting, convert, describe, one_of, shown
+from deepmd_muon.setting import (
+    Mismatch,
+    Setting,
+    convert,
+    describe,
+    did_you_mean,
+    nearest_of,
+    one_of,
+    shown,
+)
 
 T = TypeVar("T")
 Path = tuple[str, ...]
@@ -27,6 +35,7 @@ class Checked(Generic[T]):
     settings: T | None
     problems: tuple[Problem, ...]
     notices: tuple[str, ...]
+    idle: tuple[Problem, ...]  # given settings without effect beside the others
 
 
 @dataclasses.dataclass
@@ -43,7 +52,7 @@ def check(section: type[T], given: object) -> Checked[T]:
     walk = _Walk(tree(section))
     found = walk.section(walk.root, given, ())
     settings = _freeze(found) if found is not None and not walk.problems else None
-    return Checked(settings, tuple(walk.problems), tuple(walk.notices))
+    return Checked(settings, tuple(walk.problems), tuple(walk.notices), tuple(walk.idle))
 
 
 def _freeze(found: Any) -> Any:
@@ -64,6 +73,7 @@ class _Walk:
         self.root = root
         self.problems: list[Problem] = []
         self.notices: list[str] = []
+        self.idle: list[Problem] = []
 
     def problem(self, path: Path, message: str, elsewhere: str = "") -> None:
         self.problems.append(Problem("/".join(path), message, elsewhere))
@@ -76,7 +86,14 @@ class _Walk:
         kind = self.kind(key, given, path) if key.variants else key
         if kind is None or kind.section is None:
             return None
-        spellings = self.spellings(kind, given, path, tagged=key.variants is not None)
+        return self.section_of_kind(kind, given, path, tagged=key.variants is not None)
+
+    def section_of_kind(
+        self, kind: Key, given: dict[Any, Any], path: Path, *, tagged: bool
+    ) -> _Found:
+        """Check an object whose kind is known; return its valid values."""
+        assert kind.section is not None
+        spellings = self.spellings(kind, given, path, tagged=tagged)
         found = _Found(kind.section, {}, spellings)
         for name, inner in kind.keys.items():
             if name not in spellings:
@@ -90,6 +107,7 @@ class _Walk:
             if value is not _WRONG:
                 found.values[name] = value
         self.rules(found, path)
+        self.needs(kind, found, path)
         return found
 
     def kind(self, key: Key, given: dict[Any, Any], path: Path) -> Key | None:
@@ -106,10 +124,26 @@ class _Walk:
             kind = key.kinds.get(key.variants.alias.get(name, name))
             if kind is not None:
                 return kind
-        near = difflib.get_close_matches(str(name), [*key.kinds, *key.variants.alias], 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        self.problem((*path, "type"), f"must be {wanted}; found {shown(name)}{hint}")
+        near = nearest_of(name, [*key.kinds, *key.variants.alias])
+        self.problem((*path, "type"), f"must be {wanted}; found {shown(name)}{did_you_mean(near)}")
+        self.without_kind(key, near, given, path)
         return None
+
+    def without_kind(self, key: Key, near: str | None, given: dict[Any, Any], path: Path) -> None:
+        """Report the other problems of a section whose `type` is wrong: those of the nearest kind, or of all kinds."""
+        assert key.variants is not None
+        names = [key.variants.alias.get(near, near)] if near else list(key.kinds)
+        problems_of_kinds: list[dict[str, Problem]] = []
+        for name in names:
+            walk = _Walk(self.root)
+            walk.section_of_kind(key.kinds[name], given, path, tagged=True)
+            problems_of_kinds.append({problem.path: problem for problem in walk.problems})
+        first, *others = problems_of_kinds
+        self.problems += [
+            problem
+            for place, problem in first.items()
+            if all(place in problems for problems in others)
+        ]
 
     def spellings(
         self, kind: Key, given: dict[Any, Any], path: Path, *, tagged: bool
@@ -159,11 +193,12 @@ class _Walk:
         if key.setting.lone and not isinstance(given, list):
             given = [given]
         value = convert(given, key.annotation)
-        faults = (
-            value.faults
-            if isinstance(value, Mismatch)
-            else tuple(_broken_rules(key.setting, value, ()))
-        )
+        if not isinstance(value, Mismatch):
+            faults = tuple(_broken_rules(key.setting, value, ()))
+        elif value.is_of_elements:
+            faults = value.faults
+        else:
+            faults = (((), key.setting.mismatch(given, key.annotation, value.words)),)
         for where, message in faults:
             self.problem((*path, *map(str, where)), message)
         return _WRONG if faults else key.setting.folded(value)
@@ -188,6 +223,17 @@ class _Walk:
             problem = rule.check(*values)
             if problem:
                 self.problem((*path, *_spelled(found, rule.reads[0].split("/"))), problem)
+
+    def needs(self, kind: Key, found: _Found, path: Path) -> None:
+        """Report the given settings that have no effect beside the others; skip those with an invalid value."""
+        invalid = kind.keys.keys() - found.values.keys()
+        for name, spelling in found.spellings.items():
+            key = kind.keys[name]
+            reads = {name, *(other for needs in key.setting.needs for other in needs.reads)}
+            if reads & invalid:
+                continue
+            if problem := key.setting.idle(found.values[name], key.value, found.values.get):
+                self.idle.append(Problem("/".join((*path, spelling)), problem))
 
     def look(self, found: _Found, names: list[str], path: Path) -> Any:
         """Return the value at a rule's path, a section as its settings; `_WRONG` if it is invalid."""
@@ -223,24 +269,18 @@ class _Walk:
         exact = exact or [
             _where(place, kind, path) for other, place, kind in places if other == name
         ]
-        near = difflib.get_close_matches(name.lower(), known, 1, cutoff=0.6)
-        far = difflib.get_close_matches(
-            name.lower(), [other for other, _, _ in places], 1, cutoff=0.75
-        )
-        similar = [_where(place, kind, path) for other, place, kind in places if other in far]
-        nearest = difflib.get_close_matches(name.lower(), known, 1, cutoff=0.0)
+        near = nearest_of(name, known)
+        far = nearest_of(name, [other for other, _, _ in places], cutoff=0.75)
+        similar = [_where(place, kind, path) for other, place, kind in places if other == far]
         if exact:
             hint = f"did you mean {' or '.join(dict.fromkeys(exact))}?"
         elif near:
-            hint = f"did you mean {near[0]!r}?"
+            hint = f"did you mean {near!r}?"
         elif similar:
             hint = f"did you mean {' or '.join(dict.fromkeys(similar))}?"
         else:
-            hint = (
-                f"remove it; the nearest is {nearest[0]!r}"
-                if nearest
-                else "remove it; this section has no keys"
-            )
+            # A less similar key would be another setting; "lr" is not "lr_adjust".
+            hint = "remove it; `dp doc-train-input` lists the keys"
         self.problem((*path, name), f"is not a known key; {hint}")
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
 
 from deepmd_muon.argcheck.json_schema import json_schema
 from deepmd_muon.argcheck.legacy import OLDER_SPELLINGS
+from deepmd_muon.argcheck.limits import as_json, bounds_of, choices_of, conditions, values_of
 from deepmd_muon.argcheck.schema import Key, foreign_of, summary, tree
 from deepmd_muon.argcheck.settings import MultiTaskSettings, Settings
 from deepmd_muon.section import thaw
-from deepmd_muon.setting import Setting, describe
+from deepmd_muon.setting import describe
 
 __all__ = ["Format", "json_schema", "reference"]
 
@@ -162,58 +162,32 @@ def _section(key: Key, path: tuple[str, ...], level: int) -> Iterator[_Block]:
     if key.variants is None:
         yield from _entries_of(key, path, level)
         return
-    default = f", default {_json(key.variants.default)}" if key.variants.default else ", required"
+    default = f", default {as_json(key.variants.default)}" if key.variants.default else ", required"
     yield _Entry(
-        "type", _one_of(key.kinds) + default, "Kind of the section; the other keys depend on it."
+        "type", choices_of(key.kinds) + default, "Kind of the section; the other keys depend on it."
     )
     for name, kind in key.kinds.items():
-        alias = f" (also {', '.join(map(_json, kind.alias))})" if kind.alias else ""
-        yield _Heading(level + 1, f"{'/'.join(path)} with type {_json(name)}{alias}")
+        alias = f" (also {', '.join(map(as_json, kind.alias))})" if kind.alias else ""
+        yield _Heading(level + 1, f"{'/'.join(path)} with type {as_json(name)}{alias}")
         yield _Paragraph(kind.setting.doc)
         yield from _entries_of(kind, path, level + 1)
 
 
 def _facts(key: Key) -> Iterator[str]:
-    """Yield type, choices, range, default and aliases of a key."""
+    """Yield type, choices, range, default and aliases of a key, and what it needs."""
     setting = key.setting
-    one_type = describe(key.annotation)
-    if setting.choices is not None:
-        one_type = _one_of(setting.choices)
-    elif setting.forms:
-        one_type = setting.forms
-    elif setting.lone:
-        one_type += " or a single one"
-    yield one_type + ", in any case" * setting.any_case
-    bounds = " and ".join(_bounds(setting))
+    one_type = describe(key.annotation) + " or a single one" * setting.lone
+    yield values_of(setting) or one_type
+    bounds = " and ".join(bounds_of(setting))
     if bounds:
         yield bounds
     if key.required or key.value is None:
         yield "required" if key.required else "may be left out"
     else:
-        yield f"default {_json(thaw(key.value))}"
+        yield f"default {as_json(thaw(key.value))}"
     if key.alias:
         yield f"also {', '.join(f'`{name}`' for name in key.alias)}"
-
-
-def _one_of(choices: Collection[Any]) -> str:
-    """List the choices of a value."""
-    return f"{'one of' if len(choices) > 1 else 'only'} {', '.join(map(_json, choices))}"
-
-
-def _bounds(setting: Setting) -> Iterator[str]:
-    """Yield the bounds of a number."""
-    for sign, bound in (
-        ("≥", setting.minimum),
-        (">", setting.above),
-        ("≤", setting.maximum),
-        ("<", setting.below),
-    ):
-        if bound is not None:
-            yield f"{sign} {bound:g}"
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    yield from conditions(setting)
 
 
 def _markdown(block: _Block) -> str:

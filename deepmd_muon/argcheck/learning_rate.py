@@ -10,7 +10,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from deepmd_muon.section import Foreign, Rule, Section
-from deepmd_muon.setting import setting
+from deepmd_muon.setting import Needs, setting
 
 DEFAULT_STOP_LR = 5e-8
 """Last rate when neither `stop_lr` nor `stop_lr_ratio` is given (deepmd-kit)."""
@@ -69,7 +69,16 @@ class _Schedule(Section):
         doc="Steps of the warm-up in units of all steps, rounded down. Excludes warmup_steps.",
     )
     warmup_start_factor: float = setting(
-        0.0, minimum=0.0, doc="Rate of the first warm-up step in units of start_lr."
+        0.0,
+        minimum=0.0,
+        needs=(
+            Needs(
+                ("warmup_steps", "warmup_ratio"),
+                lambda steps, ratio: bool(steps or ratio),
+                "warmup_steps or warmup_ratio",
+            ),
+        ),
+        doc="Rate of the first warm-up step in units of start_lr.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -77,6 +86,10 @@ class _Schedule(Section):
         Rule(("stop_lr", "stop_lr_ratio", "start_lr"), _stop_below_start),
         Rule(("warmup_steps", "warmup_ratio"), _one_warmup),
     )
+    hints: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("lr", "learning_rate", "initial_lr", "max_lr", "base_lr"), "start_lr"),
+        **dict.fromkeys(("min_lr", "end_lr", "final_lr", "eta_min"), "stop_lr"),
+    }
     foreign: ClassVar[dict[str, Foreign]] = {
         "scale_by_worker": Foreign(
             "the rate is the same for any number of processes, as in deepmd-kit's PyTorch backend",

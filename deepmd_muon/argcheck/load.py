@@ -56,6 +56,8 @@ class Input:
         Name of its file.
     notices
         One line for each translated older spelling, and for each key without effect.
+    idle
+        One line for each given setting that has no effect beside the others.
     remarks
         One line if the input omits the optimizer.
     scales
@@ -67,6 +69,7 @@ class Input:
     settings: Settings | MultiTaskSettings
     source: str = dataclasses.field(default="the input", compare=False)
     notices: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     scales: OmittedScales | None = None
     references: References = dataclasses.field(default_factory=dict)
@@ -176,10 +179,15 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
         raise InputError(problems, source)
     remarks = () if "optimizer" in upgraded.data else (_NO_OPTIMIZER,)
     notices = (*upgraded.notices, *checked.notices)
-    given = Input(checked.settings, source, notices, remarks)
+    given = Input(checked.settings, source, notices, remarks=remarks)
     if expanded is not None:
         notices = tuple(dict.fromkeys((*upgraded.notices, *expanded.notices, *checked.notices)))
         given = dataclasses.replace(given, notices=notices, references=expanded.references)
+        idle = expanded.located(checked.idle)
+    else:
+        idle = list(checked.idle)
+    idle = [dataclasses.replace(each, path=upgraded.origin(each.path)) for each in idle]
+    given = dataclasses.replace(given, idle=tuple(map(str, idle)))
     scales = omitted_scales(
         checked.settings.optimizer,
         upgraded.data.get("optimizer", {}),

@@ -186,6 +186,9 @@ def foreign_of(section: type) -> Mapping[str, Foreign]:
 
 def advice_of(section: type, key: str, given: Mapping[Any, Any]) -> str | None:
     """Return a section's advice on an unknown key of an input, None without any."""
+    hints: Mapping[str, str] = getattr(section, "hints", {})
+    if key in hints:
+        return f"is not a known key; write {hints[key]}"
     advise = getattr(section, "advice", None)
     found: str | None = advise(key, given) if advise else None
     return found

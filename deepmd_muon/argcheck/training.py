@@ -6,11 +6,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from deepmd_muon.label_keys import LabelKeys
 from deepmd_muon.section import Foreign, Rule, Section, section
-from deepmd_muon.setting import setting
+from deepmd_muon.setting import Needs, setting, switched_on
 
 _SYSTEMS = (
     "Systems of data: folders, HDF5 files or groups in them (file.hdf5#/group), folders in which to look for systems, "
@@ -18,7 +18,7 @@ _SYSTEMS = (
     "single string stands for a list of one."
 )
 # Names of files: "", "." and "/" have no last part that a number or an ending could be added to.
-_A_NAME: dict[str, str] = {"pattern": r"[\s\S]*[^./\s][\s\S]*", "forms": "the name of a file"}
+_A_NAME: dict[str, Any] = {"pattern": r"[\s\S]*[^./\s][\s\S]*", "forms": "the name of a file"}
 _NUMBER = r"\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?"
 
 
@@ -224,6 +224,7 @@ class RunSettings(Section):
     time_training: bool = setting(True, doc="Show the time of the steps.")
     disp_avg: bool = setting(
         False,
+        needs=(switched_on("disp_training"),),
         doc="Show training errors averaged over the steps since the last row instead of those of its batch.",
     )
     save_freq: int = setting(1000, minimum=1, doc="Steps between two checkpoints.")
@@ -261,24 +262,40 @@ class RunSettings(Section):
         0.999,
         minimum=0.0,
         below=1.0,
+        needs=(
+            switched_on("enable_ema"),
+            Needs(("ema_tail",), lambda tail: tail == 0, "ema_tail 0"),
+        ),
         doc="Decay d of the average: average ← d·average + (1 − d)·parameter.",
     )
     ema_tail: float = setting(
         0.0,
         minimum=0.0,
         maximum=1.0,
+        needs=(switched_on("enable_ema"),),
         doc=(
             "Fraction of the run, at its end, over which the average weights all parameters equally. Before that, the "
             "average equals the current parameters. 0 selects the exponential average with ema_decay."
         ),
     )
     tensorboard: bool = setting(False, doc="Write TensorBoard events.")
-    tensorboard_log_dir: str = setting("log", doc="Folder of the TensorBoard events.")
-    tensorboard_freq: int = setting(1, minimum=1, doc="Steps between two TensorBoard events.")
+    tensorboard_log_dir: str = setting(
+        "log", needs=(switched_on("tensorboard"),), doc="Folder of the TensorBoard events."
+    )
+    tensorboard_freq: int = setting(
+        1,
+        minimum=1,
+        needs=(switched_on("tensorboard"),),
+        doc="Steps between two TensorBoard events.",
+    )
     wandb: bool = setting(False, doc="Send the rows of the learning curve to Weights & Biases.")
-    wandb_project: str = setting("deepmd_muon", doc="Project of Weights & Biases.")
+    wandb_project: str = setting(
+        "deepmd_muon", needs=(switched_on("wandb"),), doc="Project of Weights & Biases."
+    )
     profiling: bool = setting(False, doc="Write a trace of the run for chrome://tracing.")
-    profiling_file: str = setting("timeline.json", **_A_NAME, doc="File of the trace.")
+    profiling_file: str = setting(
+        "timeline.json", **_A_NAME, needs=(switched_on("profiling"),), doc="File of the trace."
+    )
     zero_stage: int = setting(
         0,
         choices=(0, 1, 2, 3),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from deepmd_muon.section import Foreign, Rule, Section
-from deepmd_muon.setting import setting
+from deepmd_muon.setting import setting, switched_on
 
 
 def _some_validations(
@@ -18,6 +18,10 @@ def _some_validations(
     return None
 
 
+_VALIDATES = (switched_on("full_validation"),)
+_KEEPS_BEST = (*_VALIDATES, switched_on("save_best"))
+
+
 @dataclasses.dataclass(frozen=True)
 class ValidatingSettings(Section):
     """Passes over all validation data during training."""
@@ -26,9 +30,12 @@ class ValidatingSettings(Section):
         False,
         doc="Measure the errors on all validation data during training and keep the best checkpoints.",
     )
-    validation_freq: int = setting(5000, minimum=1, doc="Steps between two full validations.")
+    validation_freq: int = setting(
+        5000, needs=_VALIDATES, minimum=1, doc="Steps between two full validations."
+    )
     full_val_start: float = setting(
         0.5,
+        needs=_VALIDATES,
         minimum=0.0,
         doc=(
             "First step of full validation: a fraction of the run if below 1, a step number if above 1. 0 starts at "
@@ -37,6 +44,7 @@ class ValidatingSettings(Section):
     )
     validation_metric: str = setting(
         "E:MAE",
+        needs=_VALIDATES,
         pattern=r"[EeFfSsVv]:([Mm][Aa][Ee]|[Rr][Mm][Ss][Ee])",
         forms='"E:MAE", "E:RMSE", "F:MAE", "F:RMSE", "S:MAE", "S:RMSE", "V:MAE" or "V:RMSE"',
         doc=(
@@ -45,13 +53,21 @@ class ValidatingSettings(Section):
         ),
     )
     save_best: bool = setting(
-        True, doc="Write the best checkpoints as best.ckpt-STEP.t-RANK.pt; rank 1 is the best."
+        True,
+        needs=_VALIDATES,
+        doc="Write the best checkpoints as best.ckpt-STEP.t-RANK.pt; rank 1 is the best.",
     )
     save_best_dir: str | None = setting(
-        None, doc="Folder of the best checkpoints; that of training/save_ckpt when left out."
+        None,
+        needs=_KEEPS_BEST,
+        doc="Folder of the best checkpoints; that of training/save_ckpt when left out.",
     )
-    max_best_ckpt: int = setting(1, minimum=1, doc="Number of best checkpoints that are kept.")
-    full_val_file: str = setting("val.log", doc="File of the errors of full validations.")
+    max_best_ckpt: int = setting(
+        1, needs=_KEEPS_BEST, minimum=1, doc="Number of best checkpoints that are kept."
+    )
+    full_val_file: str = setting(
+        "val.log", needs=_VALIDATES, doc="File of the errors of full validations."
+    )
     early_stop_patience: int = setting(
         0,
         minimum=0,

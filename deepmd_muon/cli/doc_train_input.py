@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from deepmd_muon.cli.handover import DeepmdKitOption
 
@@ -16,8 +17,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     form.add_argument(
         "--out-type",
         default="rst",
-        choices=("rst", "md", "text", "json_schema"),
-        help="markup of the reference, or a JSON Schema [%(default)s]",
+        choices=("rst", "md", "text", "json", "json_schema"),
+        help="markup of the reference, its dargs arguments as JSON (for DP-GUI), or a JSON Schema [%(default)s]",
     )
     form.add_argument(
         "--schema",
@@ -36,24 +37,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the reference."""
-    from deepmd_muon.argcheck.document import reference, reference_of
-    from deepmd_muon.argcheck.json_schema import json_schema, json_schema_of
-
-    if options.explore:
-        from deepmd_muon.explore.settings import ExploreSettings
-
-        if options.out_type == "json_schema":
-            print(
-                json.dumps(
-                    json_schema_of(ExploreSettings, "Input of dp explore"),
-                    indent=2,
-                    ensure_ascii=False,
-                )
-            )
-        else:
-            print(reference_of(ExploreSettings, "Input of dp explore", options.out_type), end="")
-    elif options.out_type == "json_schema":
-        print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
-    else:
-        print(reference(options.out_type), end="")
+    print(_of_explore(options.out_type) if options.explore else _of_train(options.out_type), end="")
     return 0
+
+
+def _of_train(out_type: str) -> str:
+    from deepmd_muon.argcheck.dargs_tree import encoded, gen_args
+    from deepmd_muon.argcheck.document import reference
+    from deepmd_muon.argcheck.json_schema import json_schema
+
+    if out_type == "json":
+        return encoded(gen_args())
+    if out_type == "json_schema":
+        return _indented(json_schema())
+    return reference(out_type)  # type: ignore[arg-type]  # the parser's choices
+
+
+def _of_explore(out_type: str) -> str:
+    from deepmd_muon.argcheck.dargs_tree import arguments_of, encoded
+    from deepmd_muon.argcheck.document import reference_of
+    from deepmd_muon.argcheck.json_schema import json_schema_of
+    from deepmd_muon.explore.settings import ExploreSettings
+
+    title = "Input of dp explore"
+    if out_type == "json":
+        return encoded(arguments_of(ExploreSettings))
+    if out_type == "json_schema":
+        return _indented(json_schema_of(ExploreSettings, title))
+    return reference_of(ExploreSettings, title, out_type)  # type: ignore[arg-type]
+
+
+def _indented(schema: Any) -> str:
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"

@@ -12,6 +12,8 @@ from types import ModuleType, TracebackType
 VARIABLE = "DEEPMD_MUON"
 # The trainers of `dp --pt` and `dp --pt-expt`.
 TRAINERS = ("deepmd.pt.train.training", "deepmd.pt_expt.train.training")
+# The input check of all its commands, `dp doc-train-input` and `gen_args` for other programs included.
+INPUT_CHECK = "deepmd.utils.argcheck"
 
 
 class ActivationError(ValueError):
@@ -36,9 +38,24 @@ def wanted(environment: Mapping[str, str]) -> bool:
 
 
 def activate() -> None:
-    """Extend deepmd-kit's trainers when it imports them, which it does after loading its plugins."""
-    sys.meta_path.insert(0, TrainerFinder())
+    """Extend deepmd-kit's input check and trainers: at once where it has imported them, else when it does."""
+    for name in (INPUT_CHECK, *TRAINERS):
+        if name in sys.modules:
+            _extend(sys.modules[name])
+    sys.meta_path.insert(0, ModuleFinder())
     sys.excepthook = functools.partial(_print_error, sys.excepthook)
+
+
+def _extend(module: ModuleType) -> None:
+    """Extend a module of deepmd-kit that has been executed."""
+    if module.__name__ == INPUT_CHECK:
+        from deepmd_muon.deepmd_kit.settings import accept_further_keys
+
+        accept_further_keys(module.opt_args_plugin)
+    else:
+        from deepmd_muon.deepmd_kit.trainer import extend
+
+        extend(module)
 
 
 def _print_error(
@@ -54,14 +71,14 @@ def _print_error(
         others(kind, error, traceback)
 
 
-class TrainerFinder(importlib.abc.MetaPathFinder):
-    """Finds deepmd-kit's trainer modules as Python does, and extends each after its import."""
+class ModuleFinder(importlib.abc.MetaPathFinder):
+    """Finds deepmd-kit's input check and trainers as Python does, and extends each after its import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a trainer module's own spec, extended to call `extend` after execution; None for all other modules."""
-        if fullname not in TRAINERS:
+        """Return a module's own spec, which extends the module after its execution; None for all other modules."""
+        if fullname not in (INPUT_CHECK, *TRAINERS):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
@@ -69,10 +86,8 @@ class TrainerFinder(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def execute_and_extend(module: ModuleType) -> None:
-            from deepmd_muon.deepmd_kit.trainer import extend
-
             execute(module)
-            extend(module)
+            _extend(module)
 
         spec.loader.exec_module = execute_and_extend  # type: ignore[method-assign]
         return spec

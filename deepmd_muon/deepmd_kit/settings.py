@@ -10,7 +10,7 @@ from dargs import Argument
 
 from deepmd_muon.argcheck import InputError, Problem
 from deepmd_muon.argcheck.check import check
-from deepmd_muon.argcheck.schema import keys_of
+from deepmd_muon.argcheck.dargs_tree import arguments_of
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.plugins import load_plugins
 
@@ -31,7 +31,7 @@ def accept_further_keys(registry: Any) -> None:
     `registry` is ``deepmd.utils.argcheck.opt_args_plugin``.
     """
     theirs: Argument = registry.get_argument("HybridMuon")
-    further = [key for key in keys_of(HybridMuonConfig) if key.name not in theirs.sub_fields]
+    further = [key for key in arguments_of(HybridMuonConfig) if key.name not in theirs.sub_fields]
 
     def arguments() -> list[Argument]:
         return [*theirs.sub_fields.values(), *further]

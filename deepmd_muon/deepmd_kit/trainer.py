@@ -12,7 +12,7 @@ import torch
 from deepmd_muon import __version__
 from deepmd_muon.deepmd_kit.checkpoint import laid_out, with_names
 from deepmd_muon.deepmd_kit.optimizer import DeepmdKitHybridMuon
-from deepmd_muon.deepmd_kit.settings import accept_further_keys, further_settings
+from deepmd_muon.deepmd_kit.settings import further_settings
 from deepmd_muon.deepmd_kit.zero_redundancy import ZeroRedundancyHybridMuon
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,4 @@ def extend(module: ModuleType) -> None:
             f"{module.__name__}.Trainer has no {' and no '.join(missing)}: DEEPMD_MUON=1 works with deepmd-kit 3.2; "
             "install that, or unset DEEPMD_MUON to train with deepmd-kit's own optimizer"
         )
-    from deepmd.utils.argcheck import opt_args_plugin
-
-    accept_further_keys(opt_args_plugin)
     module.Trainer = type("Trainer", (HybridMuonTrainer, theirs), {"__module__": module.__name__})  # type: ignore[attr-defined]

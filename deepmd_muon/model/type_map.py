@@ -12,6 +12,7 @@ from deepmd_muon.model.descriptor.interface import TypeIndexed
 from deepmd_muon.model.energy_model import EnergyModel
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.nn.type_embedding import TABLE, identity
+from deepmd_muon.model.registry import DESCRIPTORS
 from deepmd_muon.model.settings import ModelSettings, changed
 
 
@@ -115,30 +116,53 @@ def _some(names: Sequence[str]) -> str:
     )
 
 
+def check_move(move: TypeMove, settings: ModelSettings) -> None:
+    """Refuse another type map for a model that cannot have one.
+
+    Raises
+    ------
+    ModelError
+        When networks or a table belong to types, so that no rows can move.
+    """
+    if settings.use_srtab is not None:
+        what, why = "a model with use_srtab", "its table has a column for each pair of types"
+    elif not settings.descriptor.one_fitting_net:
+        what = f"the descriptor {settings.descriptor.type!r}"
+        why = "its networks belong to types"
+    else:
+        return
+    change = f"take new types ({_some(move.new)})" if move.new else "change its type map"
+    able = [name for name, kind in DESCRIPTORS.settings.items() if _takes_new_types(kind)]
+    raise ModelError(
+        f"model/type_map: {what} cannot {change}, because {why}. Keep the type_map of the checkpoint, "
+        f"{list(move.saved)} (types that the data lack do no harm), or train a new model with a descriptor that takes "
+        f"new types later: {', '.join(able)}"
+    )
+
+
+def _takes_new_types(descriptor: Any) -> bool:
+    """Return whether the class of a descriptor's settings says that its networks serve all types."""
+    return bool(getattr(descriptor, "one_fitting_net", False))
+
+
 def type_axes(model: EnergyModel) -> dict[str, int]:
     """Return the tensors that have a row for each type, by name, and the axis of these rows.
 
     Raises
     ------
     ModelError
-        When networks belong to types, as those of se_e2_a do, so that no rows can move.
+        When a part of another package does not name its tensors.
     """
-    if model.short_range is not None:
-        raise ModelError(
-            "the type map of a model with use_srtab cannot change: its table has a column for each pair of types; keep "
-            "the type map of the checkpoint"
-        )
     parts = {
         "descriptor": model.atomic_model.descriptor,
         "fitting_net": model.atomic_model.fitting_net,
     }
     axes = {"atomic_model.out_bias": 1, "atomic_model.out_std": 1}
     for name, part in parts.items():
-        if not isinstance(part, TypeIndexed) or not model.settings.descriptor.one_fitting_net:
-            kind = model.settings.descriptor.type
+        if not isinstance(part, TypeIndexed):
             raise ModelError(
-                f"the type map of a model with the descriptor {kind!r} cannot change: its networks belong to types; "
-                "keep the type map of the checkpoint (types that the data lack do no harm)"
+                f"the type map of this model cannot change: its {name} ({type(part).__name__}) has no type_axes, "
+                "which name the tensors with a row for each type; keep the type map of the checkpoint"
             )
         axes |= {f"atomic_model.{name}.{tensor}": axis for tensor, axis in part.type_axes.items()}
     return axes
@@ -161,8 +185,9 @@ def move_weights(
     Raises
     ------
     ModelError
-        See `type_axes`.
+        See `check_move` and `type_axes`.
     """
+    check_move(move, model.settings)
     fresh, moved = model.state_dict(), dict(saved)
     for name, axis in type_axes(model).items():
         if name not in saved:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from deepmd_muon.optim.buildable import register_builder
 from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, AdamImplementation, HybridMuonConfig
+from deepmd_muon.optim.errors import IdleSettingWarning
 from deepmd_muon.optim.hybrid_muon import HybridMuon
 from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig, MuonConfig
 from deepmd_muon.optim.routing.modules import (
@@ -76,7 +77,9 @@ def build_muon(
         warnings.simplefilter("always")
         optimizer = HybridMuon(model.named_parameters(), lr, replicas=replicas, **settings)
     for warning in caught:  # settings cause them, not code, so they belong in the log
-        log.warning("%s", warning.message)
+        # `Buildable.build` names these as the configuration does.
+        if not issubclass(warning.category, IdleSettingWarning):
+            log.warning("%s", warning.message)
     _report(optimizer, model)
     return optimizer
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from deepmd_muon.setting import check_settings
+from deepmd_muon.optim.errors import IdleSettingWarning
+from deepmd_muon.setting import check_settings, idle_settings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,6 +40,17 @@ def _builder_of(settings: object) -> Callable[..., Optimizer]:
         for load in IMPORT_BUILDERS:
             load()
     return _BUILDERS[type(settings)]
+
+
+def _warn_idle_settings(config: Any) -> None:
+    """Warn of settings that have no effect beside the others; of an input, the input check says it."""
+    idle = idle_settings(config)
+    sharded = getattr(config, "sharded", None)
+    if sharded is not None:
+        idle |= {f"sharded.{name}": reason for name, reason in idle_settings(sharded).items()}
+    if idle:
+        text = "; ".join(f"{name} {reason}" for name, reason in idle.items())
+        warnings.warn(IdleSettingWarning(f"{type(config).__name__}: {text}"), stacklevel=3)
 
 
 def _check_model(model: object) -> None:
@@ -80,6 +93,7 @@ class Buildable:
     ) -> Optimizer:
         """Make this optimizer for the named parameters of `model`; see `OptimizerSettings`."""
         _check_model(model)
+        _warn_idle_settings(self)
         return _builder_of(self)(self, model, self.own_lr if lr is None else lr, replicas)
 
 
@@ -98,4 +112,5 @@ class MuonBuildable(Buildable):
         A `deepmd_muon.optim.qk_clip.QKClip` names attention layers whose logits stay below a threshold.
         """
         _check_model(model)
+        _warn_idle_settings(self)
         return _builder_of(self)(self, model, self.own_lr if lr is None else lr, replicas, qk_clip)

@@ -15,7 +15,7 @@ from deepmd_muon.optim.buildable import MuonBuildable
 from deepmd_muon.optim.rules_config import RuleSettings
 from deepmd_muon.optim.sharded_config import ShardedSettings
 from deepmd_muon.optim.words import understand_words
-from deepmd_muon.setting import setting
+from deepmd_muon.setting import Needs, above_zero, setting
 
 MuonMode = Literal["2d", "flat", "slice"]
 Scaling = Literal["none", "match_rms", "rectangular", "spectral"]
@@ -49,6 +49,44 @@ SPLIT_SYNTAX = (
 )
 
 
+def scaling_of(scaling: Scaling | None, lr_adjust: float | None) -> Scaling:
+    """Return the scaling of the Muon update; null follows the sign of `lr_adjust`."""
+    return scaling or ("rectangular" if lr_adjust is not None and lr_adjust > 0 else "match_rms")
+
+
+def _by_rms(scaling: Scaling | None, lr_adjust: float | None) -> bool:
+    return scaling_of(scaling, lr_adjust) == "match_rms"
+
+
+def _by_layout(
+    scaling: Scaling | None, lr_adjust: float | None, normuon: bool, rules: Sequence[str]
+) -> bool:
+    by_shape = scaling_of(scaling, lr_adjust) in ("rectangular", "spectral")
+    return by_shape or normuon or bool(rules)
+
+
+_BY_RMS = Needs(
+    ("scaling", "lr_adjust"),
+    _by_rms,
+    "scaling 'match_rms' (lr_adjust at or below 0 implies it)",
+    neutral=(0.18, 0.2),  # the defaults of deepmd-kit's versions, which it writes into out.json
+)
+_BY_LAYOUT = Needs(
+    ("scaling", "lr_adjust", "normuon", "rules"),
+    _by_layout,
+    "scaling 'rectangular' or 'spectral', or normuon",
+)
+_NOT_BOTH = Needs(
+    ("scaling", "adam_lr_ratio"),
+    lambda scaling, ratio: scaling is None or ratio is None,
+    "scaling or adam_lr_ratio null",
+    neutral=(0.0, 10.0),
+)
+_OWN_ARITHMETIC = Needs(
+    ("deepmd_kit_arithmetic",), lambda theirs: not theirs, "deepmd_kit_arithmetic false"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class DeePMDSettings:
     """Settings of `HybridMuon` that DeePMD has, with the defaults of deepmd-kit 3.2.0."""
@@ -73,6 +111,7 @@ class DeePMDSettings:
     )
     lr_adjust: float = setting(
         0.0,
+        needs=(_NOT_BOTH,),
         doc=(
             "DeePMD's combined switch. At or below 0 the Muon update is scaled by "
             "lr_adjust_coeff·sqrt(max(rows, columns)) and the Adam routes use the same learning rate. Above 0 it is "
@@ -83,6 +122,7 @@ class DeePMDSettings:
     lr_adjust_coeff: float = setting(
         0.18,
         above=0.0,
+        needs=(_BY_RMS,),
         doc=(
             "Coefficient of the 'match_rms' scaling of the Muon update. The default is DeePMD's. If an input omits it, "
             "`dp train` uses 8.64 for runs of up to 10000 steps and 4.32 for longer ones. It multiplies this by "
@@ -131,7 +171,9 @@ class MuonSettings(RuleSettings):
             "by the same operations on one parameter after another ('for-loop')."
         ),
     )
-    nesterov: bool = setting(True, doc="Orthogonalize β m + (1 − β) g instead of m.")
+    nesterov: bool = setting(
+        True, needs=(above_zero("momentum"),), doc="Orthogonalize β m + (1 − β) g instead of m."
+    )
     scaling: Scaling | None = setting(
         None,
         doc=(
@@ -142,6 +184,7 @@ class MuonSettings(RuleSettings):
     )
     layout: WeightLayout = setting(
         "auto",
+        needs=(_BY_LAYOUT,),
         doc=(
             "Which dimension of a matrix is its output, for 'rectangular' and 'spectral' scaling: 'in_out' for "
             "DeePMD's weights, 'out_in' for torch's. 'as_stored' takes rows as the output in both cases. 'auto' is "
@@ -160,6 +203,7 @@ class MuonSettings(RuleSettings):
     )
     schedule: str | Steps = setting(
         "8+2",
+        needs=(_OWN_ARITHMETIC,),
         pattern=_SCHEDULE_PATTERN,
         forms=_SCHEDULE_SYNTAX,
         nonempty=True,
@@ -170,6 +214,7 @@ class MuonSettings(RuleSettings):
     )
     large_schedule: str | Steps | None = setting(
         None,
+        needs=(_OWN_ARITHMETIC,),
         pattern=_SCHEDULE_PATTERN,
         forms=_SCHEDULE_SYNTAX,
         nonempty=True,
@@ -181,10 +226,19 @@ class MuonSettings(RuleSettings):
     large_matrix_dim: int = setting(
         1024,
         minimum=1,
+        needs=(
+            Needs(
+                ("large_schedule",),
+                lambda schedule: schedule is not None,
+                "large_schedule",
+            ),
+            _OWN_ARITHMETIC,
+        ),
         doc="Matrices whose smaller dimension is at least this use `large_schedule`, if it is given.",
     )
     precision: Precision = setting(
         "auto",
+        needs=(_OWN_ARITHMETIC,),
         doc=(
             "Operands of the matrix products; the iterate itself is kept in fp32 or wider. 'auto' is fp16 on a GPU "
             "and fp32 on a CPU. With 'bfloat16' up to 15 % of the update of a low-rank matrix is noise, and more with "
@@ -194,6 +248,13 @@ class MuonSettings(RuleSettings):
     min_matrix_dim: int = setting(
         1,
         minimum=1,
+        needs=(
+            Needs(
+                ("muon_patterns",),
+                lambda patterns: "*" not in patterns,
+                "muon_patterns without '*', which takes small matrices, too",
+            ),
+        ),
         doc=(
             "Matrices whose smaller dimension is below this take the route of vectors (successor of the legacy key "
             "`min_2d_dim`)."
@@ -316,11 +377,11 @@ class HybridMuonConfig(
 
         Update rules read these three, never the sign of `lr_adjust`.
         """
-        by_rms = self.lr_adjust <= 0
+        by_switch = 1.0 if self.lr_adjust <= 0 else 1.0 / self.lr_adjust
         return dataclasses.replace(
             self,
-            scaling=self.scaling or ("match_rms" if by_rms else "rectangular"),
-            adam_lr_ratio=self.adam_lr_ratio or (1.0 if by_rms else 1.0 / self.lr_adjust),
+            scaling=scaling_of(self.scaling, self.lr_adjust),
+            adam_lr_ratio=self.adam_lr_ratio or by_switch,
             layout="as_stored" if self.layout == "auto" else self.layout,
         )
 

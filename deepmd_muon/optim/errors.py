@@ -9,6 +9,10 @@ from deepmd_muon.setting import (
 )  # one of optim's public names
 
 
+class IdleSettingWarning(UserWarning):
+    """Settings have no effect beside the others."""
+
+
 class InvalidParameterError(ValueError):
     """A parameter cannot be optimized: it is complex or repeated, or shares its name with another."""
 

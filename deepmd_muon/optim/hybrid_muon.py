@@ -20,6 +20,8 @@ from deepmd_muon.optim.routing.param_groups import (
     Routing,
     check_parameters,
     log_parameters,
+    warn_idle_master_weights,
+    warn_idle_settings,
     warn_of_kernels,
     warn_unmatched_patterns,
     with_names,
@@ -103,6 +105,8 @@ class HybridMuon(QuickOptimizer):
         super().__init__(with_names(given.params, given.named_parameters), group_defaults(given))
         self._route_parameters()
         warn_unmatched_patterns(self.param_groups)
+        warn_idle_settings(self.param_groups, given.sharded)
+        warn_idle_master_weights(self.param_groups)
         warn_of_kernels(self._groups())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from deepmd_muon.optim.config import (
     Steps,
 )
 from deepmd_muon.optim.words import understand_words
-from deepmd_muon.setting import InvalidSettingError, setting, setting_like
+from deepmd_muon.setting import InvalidSettingError, Needs, setting, setting_like
 
 
 @understand_words
@@ -45,7 +45,12 @@ class MuonConfig(MuonSettings, MuonBuildable):
             "'rectangular' is sqrt(max(1, out/in)), 'spectral' is sqrt(out/in), with out and in by `layout`."
         ),
     )
-    rms_coefficient: float = setting(0.2, above=0.0, doc="Coefficient of the 'match_rms' scaling.")
+    rms_coefficient: float = setting(
+        0.2,
+        above=0.0,
+        needs=(Needs(("scaling",), lambda scaling: scaling == "match_rms", "scaling 'match_rms'"),),
+        doc="Coefficient of the 'match_rms' scaling.",
+    )
     schedule: str | Steps = setting_like(HybridMuonConfig, "schedule", "keller-jordan")
     adam_lr_ratio: float = setting(
         1.0, above=0.0, doc="Learning rate of the AdamW route divided by that of the Muon route."

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from deepmd_muon.setting import setting
+from deepmd_muon.setting import Needs, above_zero, setting, switched_on
 
 # Module and class of each rule in `deepmd_muon.optim.rules`, in the order in which they act.
 RULES = (
@@ -35,10 +35,12 @@ class RuleSettings:
         0.95,
         minimum=0.0,
         below=1.0,
+        needs=(switched_on("normuon"),),
         doc="Decay β₂ of the second moments of `normuon`, one per neuron.",
     )
     cautious_decay: bool = setting(
         False,
+        needs=(above_zero("weight_decay"),),
         doc=(
             "Cautious weight decay (arXiv:2510.12402) on the Muon route: a weight decays only where the update does "
             "not move it away from zero."
@@ -55,10 +57,12 @@ class RuleSettings:
         0.9,
         minimum=0.0,
         below=1.0,
+        needs=(switched_on("soap_muon"),),
         doc="Decay of the averages and of the second moment of `soap_muon`.",
     )
     norm_control: Literal["none", "radial_brake"] = setting(
         "none",
+        needs=(Needs(("norm_brake",), lambda kept: kept < 1.0, "norm_brake below 1"),),
         doc=(
             "Norms of weights on the Muon route: 'radial_brake' multiplies the growth of a matrix's norm "
             "by norm_brake. Experimental."
@@ -68,6 +72,13 @@ class RuleSettings:
         0.5,
         minimum=0.0,
         maximum=1.0,
+        needs=(
+            Needs(
+                ("norm_control",),
+                lambda kind: kind == "radial_brake",
+                "norm_control 'radial_brake'",
+            ),
+        ),
         doc="Fraction of the growth of a matrix's norm that norm_control 'radial_brake' keeps.",
     )
     master_weights: bool = setting(

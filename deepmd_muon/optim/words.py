@@ -31,6 +31,11 @@ _HINTS = {
     "adamw_params": "give all parameters at once and name these in adamw_patterns, or use a group with use_muon=False",
     "adamw_lr": "give adam_lr_ratio = adamw_lr / lr, or a group with its own lr",
     "adam_lr": "give adam_lr_ratio = adam_lr / lr, or a group with its own lr",
+    **dict.fromkeys(
+        ("adam_beta1", "adam_beta2"),
+        "both decays are one setting: give adam_betas, such as [0.9, 0.95]",
+    ),
+    "lr_adjust": "it is a switch of HybridMuon; give scaling and adam_lr_ratio",
     "distributed_mesh": "DTensors carry their mesh; for DDP give replicas=",
     "process_group": "DTensors carry their mesh; for DDP give replicas=",
     "newton_schulz_func": "give `schedule`, a name or a list of triples [a, b, c]",
@@ -40,6 +45,13 @@ _HINTS = {
     "adamw_wd": "weight_decay applies to both routes; a group may have its own",
     "rank_fraction": "low-rank updates of Dion do not exist here; Muon orthogonalizes the whole matrix",
     "no_weight_decay": "use a group with weight_decay=0.0",
+}
+# Words that a section of an input may contain by mistake; code has these arguments elsewhere.
+_RATE = "the rate of every step is in the section learning_rate: write learning_rate/start_lr"
+_KIND = 'the kind of optimizer is the key "type"'
+_HINTS_OF_INPUTS = {
+    **dict.fromkeys(("lr", "learning_rate", "muon_lr", "start_learning_rate"), _RATE),
+    **dict.fromkeys(("opt_type", "optimizer", "optimizer_type", "name", "kind"), _KIND),
 }
 _JORDAN = (
     3.4445,
@@ -81,7 +93,9 @@ _BY_RMS = {"scaling": "match_rms", "rms_coefficient": 0.2}
 _BOTH_ROUTES = {True: {"muon_patterns": ["*"]}, False: {"adamw_patterns": ["*"]}}
 
 _TRANSLATIONS: dict[str, Translation] = {
-    **dict.fromkeys(("betas", "adamw_betas"), _named("adam_betas")),
+    # The first are torch's; the others are settings of HybridMuon or of Muon that the other one names differently.
+    **dict.fromkeys(("betas", "adamw_betas", "adam_betas"), _named("adam_betas")),
+    **dict.fromkeys(("rms_coefficient", "lr_adjust_coeff"), _named("rms_coefficient")),
     **dict.fromkeys(("eps", "epsilon", "adamw_eps"), _named("adam_eps")),
     "wd": _named("weight_decay"),
     "mu": _named("momentum"),
@@ -189,6 +203,8 @@ def advice(key: str, given: Mapping[str, Any], known: Collection[str]) -> str | 
 
     `given` is the section that contains it; `known` are the settings of that section.
     """
+    if key in _HINTS_OF_INPUTS:
+        return f"is not a setting of an optimizer here; {_HINTS_OF_INPUTS[key]}"
     if key not in WORDS and key not in _HINTS:
         return None
     words = {

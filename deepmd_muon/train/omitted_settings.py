@@ -51,9 +51,19 @@ _MOST_COUNTED, _MEASURED = 5 << 14, 1 << 14
 
 
 def take_from_checkpoint(
-    given: Input, sources: Mapping[str, Source], *, use_pretrain_script: bool
+    given: Input,
+    sources: Mapping[str, Source],
+    *,
+    use_pretrain_script: bool,
+    force_load: bool = False,
 ) -> Input:
-    """Let checkpoints decide type maps that the input omits, or whole models, and the scales of a run that goes on."""
+    """Let checkpoints decide type maps that the input omits, or whole models, and the scales of a run that goes on.
+
+    Raises
+    ------
+    ModelError
+        When the input has another type map, the checkpoint's model cannot have one, and `force_load` is false.
+    """
     for name, source in sources.items():
         if not given.branches[name].model.type_map:
             given = given.with_model([name], type_map=source.model.type_map)
@@ -62,6 +72,9 @@ def take_from_checkpoint(
                 list(source.model.type_map),
                 source.path,
             )
+        # Before the rest of the section is compared: a `sel` for other types is the same fault in other words.
+        if not force_load and not (use_pretrain_script and source.way != "finetune"):
+            source.check_type_map(given.branches[name].model.type_map)
     if use_pretrain_script:
         present = given.branches
         given = given.with_models(
@@ -123,7 +136,14 @@ def resolve_sel(
         descriptor = given.branches[names[0]].model.descriptor
         if not descriptor.needs_counts:
             continue
-        if source := next((sources[name] for name in names if name in sources), None):
+        if source := next(
+            (
+                sources[name]
+                for name in names
+                if name in sources and _has_sel_for(given, sources, name)
+            ),
+            None,
+        ):
             descriptor = descriptor.with_counts_of(source.model.descriptor)
             given = given.with_model(names, descriptor=descriptor)
             log.info(
@@ -136,7 +156,8 @@ def resolve_sel(
                 continue
         if not count:
             raise TrainingError(
-                f'{where}/sel is "auto", which needs the neighbour statistics: give numbers'
+                f'{where}/sel is "auto", which needs the neighbour statistics, and --skip-neighbor-stat turns them '
+                "off: leave that option out, or give numbers"
             )
         together = [system for name in names for system in systems[name].training]
         counted: dict[float, NeighborStatistics] = {}
@@ -147,6 +168,13 @@ def resolve_sel(
         if len(names) == 1 and rcut in counted:
             statistics[names[0]] = counted[rcut]
     return given, statistics
+
+
+def _has_sel_for(given: Input, sources: Mapping[str, Source], name: str) -> bool:
+    """Return whether `sel` of a branch's checkpoint suits its type map; with --force-load it may not."""
+    saved = sources[name].model
+    types = given.branches[name].model.type_map
+    return saved.type_map == types or not saved.descriptor.neighbors().by_type
 
 
 def frames_to_list(

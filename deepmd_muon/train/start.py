@@ -141,7 +141,9 @@ def run(
         }
         sources = read_sources(given, ways, model_branch, alone=ranks.size == 1)
         first = next(iter(sources.values())) if restart else None
-        given = take_from_checkpoint(given, sources, use_pretrain_script=use_pretrain_script)
+        given = take_from_checkpoint(
+            given, sources, use_pretrain_script=use_pretrain_script, force_load=force_load
+        )
         if ranks.first:  # the others learn of an error as of any that ends a rank
             _log_remarks(given, sources)
             _check_outputs(given, output)
@@ -161,7 +163,7 @@ def run(
 
 def _log_remarks(given: Input, sources: Mapping[str, Source]) -> None:
     """Log what the input leaves to defaults, and a fine-tuning during which nothing keeps what the model knows."""
-    for notice in given.notices:
+    for notice in (*given.notices, *given.idle):
         log.warning("%s", notice)
     # Log the scales that are not kept once the length of descriptors is known.
     kept = [given.scales.notice] if given.scales and given.scales.kept else []

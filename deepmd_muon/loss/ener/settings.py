@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from deepmd_muon.loss.settings import LossSettings, Quantity
 from deepmd_muon.section import Foreign, Rule
-from deepmd_muon.setting import setting
+from deepmd_muon.setting import Needs, above_zero, setting, switched_on
 
 Name = Literal["e", "f", "v", "ae", "pf"]
 """The terms, as the names of their prefactors end."""
@@ -16,11 +16,12 @@ LABELS: dict[Name, str] = {"e": "energy", "f": "force", "v": "virial", "ae": "at
 """The label that a term compares."""
 
 
-def _prefactor(default: float, *, what: str, end: str) -> Any:
-    """Declare the prefactor of a term at the start or at the limit of training."""
+def _prefactor(default: float, *, what: str, end: str, other: str) -> Any:
+    """Declare the prefactor of a term at the start or at the limit of training; `other` is that at the other end."""
     return setting(
         default,
         minimum=0.0,
+        needs=(above_zero(other, neutral=(0.0,)),),
         doc=(
             f"Prefactor of the {what} term {end}. In between it is limit + (start − limit)·rate/start_lr; a term "
             "counts only when both prefactors are above 0."
@@ -28,12 +29,26 @@ def _prefactor(default: float, *, what: str, end: str) -> Any:
     )
 
 
-def _start(default: float, what: str) -> Any:
-    return _prefactor(default, what=what, end="at the start of training")
+def _start(default: float, term: Name, what: str) -> Any:
+    end = "at the start of training"
+    return _prefactor(default, what=what, end=end, other=f"limit_pref_{term}")
 
 
-def _limit(default: float, what: str) -> Any:
-    return _prefactor(default, what=what, end="in the limit of a vanishing learning rate")
+def _limit(default: float, term: Name, what: str) -> Any:
+    end = "in the limit of a vanishing learning rate"
+    return _prefactor(default, what=what, end=end, other=f"start_pref_{term}")
+
+
+def _counts(*terms: Name) -> Needs:
+    """Return the condition that one of some terms counts."""
+    reads = tuple(f"{end}_pref_{term}" for term in terms for end in ("start", "limit"))
+
+    def some_term(*prefactors: float) -> bool:
+        pairs = zip(prefactors[::2], prefactors[1::2], strict=True)
+        return any(start and limit for start, limit in pairs)
+
+    pairs = [f"start_pref_{term} and limit_pref_{term}" for term in terms]
+    return Needs(reads, some_term, f"{' or '.join(pairs)} above 0")
 
 
 def _norm_needs_mae(f_use_norm: bool, loss_func: str, use_huber: bool) -> str | None:
@@ -87,26 +102,30 @@ class EnerLossSettings(LossSettings):
 
     type: ClassVar[str] = "ener"
 
-    start_pref_e: float = _start(0.02, "energy")
-    limit_pref_e: float = _limit(1.0, "energy")
-    start_pref_f: float = _start(1000.0, "force")
-    limit_pref_f: float = _limit(1.0, "force")
-    start_pref_v: float = _start(0.0, "virial")
-    limit_pref_v: float = _limit(0.0, "virial")
-    start_pref_ae: float = _start(0.0, "atomic energy (atom_ener.npy)")
-    limit_pref_ae: float = _limit(0.0, "atomic energy (atom_ener.npy)")
-    start_pref_pf: float = _start(0.0, "force with atomic prefactors (atom_pref.npy)")
-    limit_pref_pf: float = _limit(0.0, "force with atomic prefactors (atom_pref.npy)")
+    start_pref_e: float = _start(0.02, "e", "energy")
+    limit_pref_e: float = _limit(1.0, "e", "energy")
+    start_pref_f: float = _start(1000.0, "f", "force")
+    limit_pref_f: float = _limit(1.0, "f", "force")
+    start_pref_v: float = _start(0.0, "v", "virial")
+    limit_pref_v: float = _limit(0.0, "v", "virial")
+    start_pref_ae: float = _start(0.0, "ae", "atomic energy (atom_ener.npy)")
+    limit_pref_ae: float = _limit(0.0, "ae", "atomic energy (atom_ener.npy)")
+    start_pref_pf: float = _start(0.0, "pf", "force with atomic prefactors (atom_pref.npy)")
+    limit_pref_pf: float = _limit(0.0, "pf", "force with atomic prefactors (atom_pref.npy)")
     use_default_pf: bool = setting(
-        False, doc="Take 1 for every atomic prefactor where a system has no atom_pref.npy."
+        False,
+        needs=(_counts("pf"),),
+        doc="Take 1 for every atomic prefactor where a system has no atom_pref.npy.",
     )
     relative_f: float | None = setting(
         None,
         above=0.0,
+        needs=(_counts("f", "pf"),),
         doc="Divide the force error of an atom by its labelled force plus this [eV/Å].",
     )
     enable_atom_ener_coeff: bool = setting(
         False,
+        needs=(_counts("e"),),
         doc="Weight the atomic energies with atom_ener_coeff.npy when they are summed to the energy.",
     )
     loss_func: Literal["mse", "mae"] = setting(
@@ -114,6 +133,7 @@ class EnerLossSettings(LossSettings):
     )
     f_use_norm: bool = setting(
         False,
+        needs=(_counts("f"),),
         doc="Take the length of an atom's force error instead of its components; for 'mae' and Huber.",
     )
     use_huber: bool = setting(
@@ -124,10 +144,19 @@ class EnerLossSettings(LossSettings):
     huber_delta: float | tuple[float, ...] = setting(
         0.01,
         above=0.0,
+        needs=(switched_on("use_huber"),),
         doc="Where the Huber loss turns linear: one number, or three for energy, force and virial.",
     )
     intensive_ener_virial: bool = setting(
         False,
+        needs=(
+            Needs(
+                ("loss_func", "use_huber"),
+                lambda loss_func, use_huber: loss_func == "mse" and not use_huber,
+                "loss_func 'mse' without use_huber",
+            ),
+            _counts("e", "v"),
+        ),
         doc="Divide the squared errors of energy and virial by the squared number of atoms instead of the number.",
     )
 
@@ -139,6 +168,17 @@ class EnerLossSettings(LossSettings):
         Rule(("huber_delta",), _three_deltas),
         Rule(_PREFACTORS, _some_term),
     )
+    hints: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("energy_weight", "pref_e"), "start_pref_e and limit_pref_e"),
+        **dict.fromkeys(
+            ("force_weight", "forces_weight", "pref_f"), "start_pref_f and limit_pref_f"
+        ),
+        **dict.fromkeys(
+            ("virial_weight", "stress_weight", "pref_v"),
+            "start_pref_v and limit_pref_v; both must be above 0",
+        ),
+        **{name: f'loss_func: "{name}"' for name in ("mse", "mae")},
+    }
     foreign: ClassVar[dict[str, Foreign]] = {
         "start_pref_h": Foreign("a Hessian term", (0,)),
         "limit_pref_h": Foreign("a Hessian term", (0,)),

@@ -130,8 +130,6 @@ def check_group(group: Mapping[str, Any], defaults: Collection[str]) -> None:
 
     A misspelled setting is a problem; other unknown keys are the user's own.
     """
-    names = (field.name for field in dataclasses.fields(GroupArguments))
-    given = {name: group[name] for name in names if name in group}
     settings = ("params", *defaults)
     misspelled = {
         key: near for key in sorted(own_keys(group)) if (near := nearest(str(key), settings))
@@ -144,7 +142,14 @@ def check_group(group: Mapping[str, Any], defaults: Collection[str]) -> None:
         f"{key}: holds for all groups; give it to HybridMuon"
         for key in sorted(OF_ALL_GROUPS & group.keys())
     ]
-    checked_arguments(GroupArguments, given, problems)
+    arguments_of(group, problems)
+
+
+def arguments_of(group: Mapping[str, Any], problems: Sequence[str] = ()) -> GroupArguments:
+    """Return the settings of a parameter group as arguments of HybridMuon; raise like `checked_arguments`."""
+    names = (field.name for field in dataclasses.fields(GroupArguments))
+    given = {name: group[name] for name in names if name in group}
+    return checked_arguments(GroupArguments, given, problems)
 
 
 def checked_arguments(

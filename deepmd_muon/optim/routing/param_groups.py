@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -14,8 +14,14 @@ from torch import Tensor, nn
 
 from deepmd_muon.optim.config import DEFAULT_ADAMW_PATTERNS, HybridMuonConfig
 from deepmd_muon.optim.dtensors import spec_of
-from deepmd_muon.optim.errors import InvalidParameterError
-from deepmd_muon.optim.routing.group_settings import PATTERNS, Params, as_tuple, group_settings
+from deepmd_muon.optim.errors import IdleSettingWarning, InvalidParameterError
+from deepmd_muon.optim.routing.group_settings import (
+    PATTERNS,
+    Params,
+    arguments_of,
+    as_tuple,
+    group_settings,
+)
 from deepmd_muon.optim.routing.rules import (
     RouteEntry,
     RouteTable,
@@ -25,8 +31,11 @@ from deepmd_muon.optim.routing.rules import (
     is_local,
     unnamed,
 )
-from deepmd_muon.optim.routing.views import FusedSplit
+from deepmd_muon.optim.routing.views import FusedSplit, effective_shape
+from deepmd_muon.optim.rules.master_weights import NARROW
 from deepmd_muon.optim.rules.registry import matrix_rules
+from deepmd_muon.optim.sharded_config import ShardedSettings
+from deepmd_muon.setting import idle_settings
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +183,7 @@ def check_parameters(groups: Sequence[dict[str, Any]]) -> None:
 
 
 def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -> None:
-    """Warn of parameters without names, and of patterns that match no name in any group with these patterns.
+    """Warn of parameters without names, and of patterns that decide about no parameter of any group with them.
 
     Groups before number `new`, and their patterns, were checked earlier.
     """
@@ -184,32 +193,104 @@ def warn_unmatched_patterns(groups: Sequence[Mapping[str, Any]], new: int = 0) -
             "apply; pass model.named_parameters()",
             stacklevel=3 if new else _CONSTRUCTOR,
         )
-    used: dict[tuple[str, str], bool] = {}
+    matched: dict[tuple[str, str], bool] = {}
+    decided: dict[tuple[str, str], bool] = {}
     for number, group in enumerate(groups):
         names = [canonical_name(name) for name in group.get("param_names", ())]
-        deep = [name for name, p in zip(names, group["params"], strict=False) if p.ndim > 2]
-        for key in PATTERNS:
-            for text in as_tuple(group[key]) or () if names else ():
-                pattern = FusedSplit.parse(text).pattern if key == "splits" else text
-                these = (
-                    deep
-                    if key in ("expert_patterns", "conv_patterns") and pattern != "*"
-                    else names
-                )
-                hit = any(fnmatchcase(name, pattern) for name in these)
-                used[key, text] = used.get((key, text), number < new) or hit
-    idle = [
-        f"{key} {text!r}"
-        for (key, text), hit in used.items()
-        if not hit and text not in DEFAULT_ADAMW_PATTERNS
-    ]
-    if idle:
+        if not names:
+            continue
+        shapes = {name: tuple(p.shape) for name, p in zip(names, group["params"], strict=False)}
+        deep = [name for name, shape in shapes.items() if len(shape) > 2]
+        open_to = _names_open_to(group, shapes)
+        for key, text in _given_patterns(group):
+            pattern = FusedSplit.parse(text).pattern if key == "splits" else text
+            kernels = key in ("expert_patterns", "conv_patterns") and pattern != "*"
+            hits = _names_matching(deep if kernels else names, (pattern,))
+            decides = hits if pattern == "*" else hits & open_to.get(key, hits)
+            checked = number < new
+            matched[key, text] = matched.get((key, text), checked) or bool(hits)
+            decided[key, text] = decided.get((key, text), checked) or bool(decides)
+    unmatched = [f"{key} {text!r}" for (key, text), hit in matched.items() if not hit]
+    if unmatched:
         example = next(
             canonical_name(name) for group in groups for name in group.get("param_names", ())
         )
         warnings.warn(
-            f"no parameter matches {', '.join(idle)}; patterns must match a whole name, such as {example!r}",
+            f"no parameter matches {', '.join(unmatched)}; patterns must match a whole name, such as {example!r}",
             stacklevel=3 if new else _CONSTRUCTOR,
+        )
+    idle = [
+        f"{key} {text!r}" for (key, text), hit in matched.items() if hit and not decided[key, text]
+    ]
+    if idle:
+        warnings.warn(
+            f"no effect: {', '.join(idle)}; other settings decide about the names that they match. The order is: "
+            "muon_patterns (for two dimensions above 1), adam_patterns, adamw_patterns, expert_patterns, conv_patterns, "
+            "splits",
+            stacklevel=3 if new else _CONSTRUCTOR,
+        )
+
+
+def _given_patterns(group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield setting and pattern of a group, but not the default patterns of `MuonConfig` as a whole."""
+    for key in PATTERNS:
+        patterns = as_tuple(group[key]) or ()
+        whole_default = key == "adamw_patterns" and {*DEFAULT_ADAMW_PATTERNS} <= {*patterns}
+        for text in patterns:
+            if not (whole_default and text in DEFAULT_ADAMW_PATTERNS):
+                yield key, text
+
+
+def _names_open_to(
+    group: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, set[str]]:
+    """Return, by setting, the names about which its patterns may decide, given the settings that come before it."""
+    names = set(shapes)
+    by_muon = _names_matching(names, group["muon_patterns"])
+    by_adam = _names_matching(names, group["adam_patterns"]) - by_muon
+    by_adamw = _names_matching(names, group["adamw_patterns"]) - by_muon
+    return {
+        "muon_patterns": {name for name in names if len(effective_shape(shapes[name])) > 1},
+        "adam_patterns": names - by_muon,
+        "adamw_patterns": names - by_muon - by_adam,
+        "conv_patterns": names - _names_matching(names, group["expert_patterns"]),
+        "splits": names - by_adam - by_adamw,
+    }
+
+
+def _names_matching(names: Iterable[str], patterns: Sequence[str] | None) -> set[str]:
+    """Return the names that match one of some shell patterns."""
+    listed = as_tuple(patterns) or ()
+    return {name for name in names if any(fnmatchcase(name, pattern) for pattern in listed)}
+
+
+def warn_idle_settings(groups: Sequence[Mapping[str, Any]], sharded: ShardedSettings) -> None:
+    """Warn of settings that have no effect beside the others of their group, unless they have one in another group."""
+    arguments = [arguments_of(group) for group in groups]
+    idle = [idle_settings(each) for each in arguments]
+    reasons = {
+        name: reason
+        for each, found in zip(arguments, idle, strict=True)
+        for name, reason in found.items()
+        if not any(
+            getattr(other, name) == getattr(each, name) and name not in found_there
+            for other, found_there in zip(arguments, idle, strict=True)
+        )
+    }
+    reasons |= idle_settings(sharded)
+    if reasons:
+        text = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+        warnings.warn(IdleSettingWarning(text), stacklevel=_CONSTRUCTOR)
+
+
+def warn_idle_master_weights(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Warn of `master_weights` where no parameter of their groups has 16 bits."""
+    wanting = [group for group in groups if group["master_weights"] and group["params"]]
+    if wanting and not any(p.dtype in NARROW for group in wanting for p in group["params"]):
+        dtypes = sorted({str(p.dtype) for group in wanting for p in group["params"]})
+        warnings.warn(
+            f"master_weights have no effect: they belong to parameters of 16 bits, and these are {', '.join(dtypes)}",
+            stacklevel=_CONSTRUCTOR,
         )
 
 

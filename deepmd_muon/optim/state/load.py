@@ -160,7 +160,16 @@ def load_state(
     differences = {
         name: line for name, line in _differences(saved, present).items() if name not in switched
     }
-    inconsistent = [problem for old in saved.values() for problem in _inconsistencies(old)]
+    rules_now = {
+        entry.name: matrix_rules(group.settings) for _, entry, group in _parameters(groups)
+    }
+    inconsistent = [
+        problem
+        for name, old in saved.items()
+        for problem in _inconsistencies(
+            old, rules_now.get(name), may_lack=old.left_out and name in differences
+        )
+    ]
     if inconsistent:
         raise RoutingMismatchError(
             inconsistent, "The file is damaged or was edited by hand: use another checkpoint."
@@ -462,14 +471,21 @@ def _describe(entry: RouteEntry) -> str:
     return f"route {entry.route}{view}, shape {shape}"
 
 
-def _inconsistencies(saved: SavedParameter) -> list[str]:
-    """List the inconsistencies between a parameter's saved state and its route, view and rules."""
+def _inconsistencies(
+    saved: SavedParameter, rules_now: Sequence[MatrixRule] | None, *, may_lack: bool
+) -> list[str]:
+    """List the inconsistencies between a parameter's saved state and its route, view and rules.
+
+    torch's flattened state dicts hold only tensors that the present optimizer has. So tensors of rules that are off now
+    may be missing (`rules_now` None means unknown), and with `may_lack`, after a change of route, all others, too.
+    """
     entry, values = saved.entry, saved.values
     # A frozen parameter keeps the state of the route it had before.
     before: Route = "muon" if "momentum_buffer" in values else "adam"
     route = before if entry.route == "frozen" else entry.route
     possible = state_tensors(route, known_rules())
-    needed = state_tensors(route, () if entry.route == "frozen" else saved.rules).keys() - {MASTER}
+    rules = [rule for rule in saved.rules if rules_now is None or rule.name in _names(rules_now)]
+    needed = state_tensors(route, () if entry.route == "frozen" else rules).keys() - {MASTER}
     problems = [
         f"{entry.name}: unexpected state {key!r} on route {entry.route}"
         for key in sorted(values.keys() - possible)
@@ -477,7 +493,7 @@ def _inconsistencies(saved: SavedParameter) -> list[str]:
     problems += [
         f"{entry.name}: state {key!r} is missing on route {entry.route}"
         for key in sorted(needed - values.keys())
-        if values
+        if values and not may_lack
     ]
     odd = [
         key
@@ -506,6 +522,10 @@ def _inconsistencies(saved: SavedParameter) -> list[str]:
             )
             problems.append(f"{entry.name}: {key} has shape {found}, the view has {what}")
     return problems
+
+
+def _names(rules: Sequence[MatrixRule]) -> set[str]:
+    return {rule.name for rule in rules}
 
 
 def restore_groups(

@@ -19,7 +19,7 @@ from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches
 from deepmd_muon.model.settings import ModelSettings, changed
-from deepmd_muon.model.type_map import TypeMove, move_weights
+from deepmd_muon.model.type_map import TypeMove, check_move, move_weights
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,11 @@ class Source:
         if self.model.type_map == tuple(type_map) or not self.model.descriptor.one_fitting_net:
             return None
         return TypeMove(self.model.type_map, tuple(type_map))
+
+    def check_type_map(self, present: Collection[str]) -> None:
+        """Refuse another type map for a model that cannot have one; see `check_move`."""
+        if self.model.type_map != tuple(present):
+            check_move(TypeMove(self.model.type_map, tuple(present)), self.model)
 
     def has_statistics(self, type_map: Collection[str]) -> bool:
         """Return whether it holds all that the statistics of data would give to a model of these types."""

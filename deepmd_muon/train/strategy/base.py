@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches, for_any_name
 from deepmd_muon.optim.buildable import Buildable
 from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.errors import IdleSettingWarning
 from deepmd_muon.optim.other_configs import MuonConfig
 from deepmd_muon.setting import InvalidSettingError
 from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
@@ -152,7 +154,10 @@ def build_optimizer(
             config = dataclasses.replace(
                 config, sharded=dataclasses.replace(config.sharded, state="sharded")
             )
-        return config.build(model, lr, replicas)
+        with warnings.catch_warnings():
+            # The input check has named them in the words of the input, which `layout` above is not from.
+            warnings.simplefilter("ignore", IdleSettingWarning)
+            return config.build(model, lr, replicas)
     optimizer = config.build(model, lr, replicas if state_in_parts else None)
     if not all("param_names" in group for group in optimizer.param_groups):
         raise InvalidSettingError(

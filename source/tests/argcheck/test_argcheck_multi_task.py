@@ -5,7 +5,7 @@ import json
 import jsonschema
 import pytest
 
-from deepmd_muon.argcheck import normalize
+from deepmd_muon.argcheck import InputError, normalize
 from deepmd_muon.argcheck.document import json_schema, reference
 from deepmd_muon.argcheck.schema import tree
 from deepmd_muon.argcheck.settings import MultiTaskSettings
@@ -52,6 +52,16 @@ def test_the_normalised_form_keeps_names_and_comes_back_the_same(several):
     assert twice.settings == once.settings
     assert twice.notices == ()
     assert json.loads(json.dumps(once.normalized)) == once.normalized
+
+
+def test_settings_without_effect_are_named_at_their_place_in_the_file_and_once(several):
+    several["model"]["shared_dict"]["all"].update(attn_layer=0, attn=64)
+    several["loss_dict"]["cold"]["huber_delta"] = 0.2
+    places = [line.split(":")[0] for line in normalize(several).idle]
+    assert sorted(places) == ["loss_dict/cold/huber_delta", "model/shared_dict/all/attn"]
+    several["training"]["model_prob"] = {"hot": "a"}
+    with pytest.raises(InputError, match="training/model_prob/hot: must be a number"):
+        normalize(several)
 
 
 def test_the_schema_accepts_both_forms_and_refuses_a_misspelt_key(several):

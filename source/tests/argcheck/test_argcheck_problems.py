@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from deepmd_muon.argcheck import InputError, Problem, load, normalize
 from deepmd_muon.model.registry import DESCRIPTORS
+from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.setting import InvalidSettingError
 
 
 def test_all_problems_at_once(water, problems):
@@ -92,7 +94,11 @@ def change(data, path, value):
             "all",
             'must be "auto", "auto:factor" or one whole number for each type; found \'all\'',
         ),
-        ("model/descriptor/sel", 138, "must be a string or a list of whole numbers; found 138"),
+        (
+            "model/descriptor/sel",
+            138,
+            'must be "auto", "auto:factor" or one whole number for each type; found 138',
+        ),
         ("model/descriptor/neuron", [], "must name at least one layer; found an empty list"),
         (
             "model/descriptor/axis_neuron",
@@ -140,7 +146,11 @@ def change(data, path, value):
             "must be less than training/numb_steps; found 100000 of 100000 steps",
         ),
         ("learning_rate/warmup_ratio", 1.0, "must be < 1; found 1"),
-        ("loss/loss_func", "rmse", "must be one of 'mse', 'mae'; found 'rmse'"),
+        (
+            "loss/loss_func",
+            "rmse",
+            "must be one of 'mse', 'mae'; found 'rmse'; did you mean 'mse'?",
+        ),
         ("loss/start_pref_e", -1, "must be >= 0; found -1"),
         (
             "loss/f_use_norm",
@@ -173,7 +183,7 @@ def change(data, path, value):
         (
             "training/checkpoint_format",
             "files",
-            "must be one of 'file', 'dcp', 'both'; found 'files'",
+            "must be one of 'file', 'dcp', 'both'; found 'files'; did you mean 'file'?",
         ),
         ("training/rank_timeout", 0, "must be > 0; found 0"),
         ("training/ema_decay", 1, "must be < 1; found 1"),
@@ -264,7 +274,7 @@ def test_wrong_elements_of_a_list_are_all_named(water, problems):
         ),
         ("training/stop_bach", "did you mean 'stop_batch'?"),
         ("training/DISP_FREQ", "did you mean 'disp_freq'?"),
-        ("model/start_learning_lr", "remove it; the nearest is 'fitting_net'"),
+        ("model/start_learning_lr", "remove it; `dp doc-train-input` lists the keys"),
         ("loss/decay_step", "did you mean learning_rate/decay_steps?"),
     ],
 )
@@ -285,6 +295,21 @@ def test_unknown_keys_name_the_nearest(water, problems, path, hint):
         ("HybridMuon", "use_muon", True, '; write "muon_patterns": ["*"]'),
         ("Adam", "amsgrad", False, "; remove it"),
         ("Adam", "ns_steps", 5, "; remove it"),
+        ("HybridMuon", "adam_betas", [0.8, 0.9], '; write "adam_beta1": 0.8, "adam_beta2": 0.9'),
+        ("HybridMuon", "rms_coefficient", 0.3, '; write "lr_adjust_coeff": 0.3'),
+        ("Muon", "lr_adjust_coeff", 0.3, '; write "rms_coefficient": 0.3'),
+        (
+            "Muon",
+            "adam_beta2",
+            0.9,
+            ": both decays are one setting: give adam_betas, such as [0.9, 0.95]",
+        ),
+        (
+            "Muon",
+            "lr_adjust",
+            0.0,
+            ": it is a switch of HybridMuon; give scaling and adam_lr_ratio",
+        ),
         (
             "Muon",
             "adamw_lr",
@@ -298,6 +323,73 @@ def test_words_of_other_optimizers_are_translated(water, problems, kind, key, va
     found = problems(water)
     assert found[f"optimizer/{key}"] == f"is another optimizer's word{hint}"
     assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        ("optimizer/lr", "learning_rate/start_lr"),
+        ("optimizer/opt_type", '"type"'),
+        ("learning_rate/lr", "start_lr"),
+        ("loss/force_weight", "start_pref_f"),
+        ("loss/mae", 'loss_func: "mae"'),
+    ],
+)
+@pytest.mark.parametrize("kind", ["HybridMuon", "Muon", "Adam"])
+def test_a_word_of_other_programs_names_the_setting_not_the_nearest_one(
+    water, problems, kind, path, word
+):
+    water["optimizer"] = {"type": kind}
+    change(water, path, 1e-3)
+    found = problems(water)
+    assert list(found) == [path]
+    assert word in found[path]
+    assert "lr_adjust" not in found[path]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "hint"),
+    [
+        ("optimizer/type", "adamw", "AdamW"),
+        ("optimizer/type", "hybrid_muon", "HybridMuon"),
+        ("optimizer/scaling", "match-rms", "match_rms"),
+        ("optimizer/schedule", "polar_express", "polar-express"),
+        ("optimizer/muon_mode", "slices", "slice"),
+        ("training/checkpoint_format", "dpc", None),
+        ("optimizer/precision", "float8", None),
+        ("model/descriptor/type", "se_e2_b", "se_e2_a"),
+        ("model/descriptor/activation_function", "sofplus", "softplus"),
+        ("model/descriptor/precision", "float128", None),
+        ("optimizer/muon_mode", "3d", None),
+        ("optimizer/schedule", "polar-express-7", None),
+        ("optimizer/type", "Ranger", None),
+    ],
+)
+def test_a_near_value_is_named(water, problems, path, value, hint):
+    water["optimizer"] = {"type": "HybridMuon"}
+    change(water, path, value)
+    (message,) = problems(water).values()
+    assert (f"did you mean {hint!r}?" in message) == (hint is not None)
+    assert ("did you mean" in message) == (hint is not None)
+
+
+@pytest.mark.parametrize("value", [2, True, ["2d"], {"a": 1}, 0.5])
+def test_a_wrong_type_of_a_choice_lists_its_values(water, problems, value):
+    water["optimizer"] = {"type": "HybridMuon", "muon_mode": value, "schedule": value}
+    found = problems(water)
+    assert "'2d', 'flat', 'slice'" in found["optimizer/muon_mode"]
+    if not isinstance(value, list):
+        assert "'keller-jordan'" in found["optimizer/schedule"]
+    with pytest.raises(InvalidSettingError, match="'2d', 'flat', 'slice'"):
+        HybridMuonConfig(muon_mode=value)
+
+
+@pytest.mark.parametrize("kind", ["HybridMuno", "Xyz", 3, None])
+def test_a_wrong_type_does_not_hide_other_problems(water, problems, kind):
+    water["optimizer"] = {"type": kind, "adam_beta1": 2, "momentun": 1, "muon_mode": "2d"}
+    found = problems(water)
+    # Adam has no muon_mode, HybridMuon has: without a kind, only what is wrong in all of them is reported.
+    assert set(found) == {"optimizer/type", "optimizer/adam_beta1", "optimizer/momentun"}
 
 
 @pytest.mark.parametrize(

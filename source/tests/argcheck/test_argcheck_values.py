@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
 
@@ -18,12 +20,14 @@ from deepmd_muon.argcheck import (
     load,
     normalize,
 )
+from deepmd_muon.argcheck.check import check
 from deepmd_muon.loss.ener.settings import EnerLossSettings
 from deepmd_muon.model.descriptor.se_e2_a.settings import SeE2ASettings
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.other_configs import AdamConfig, AdamWConfig, MuonConfig
 from deepmd_muon.optim.sharded import ShardedSettings
-from deepmd_muon.setting import InvalidSettingError
+from deepmd_muon.section import Section, freeze, section, thaw
+from deepmd_muon.setting import InvalidSettingError, setting
 
 
 def test_water_example(water):
@@ -66,7 +70,7 @@ def test_the_sharded_step_has_a_section_of_its_own(water, problems):
         "optimizer/sharded/slots": "must be >= 1; found 0",
         "optimizer/sharded/slot": "is not a known key; did you mean 'slots'?",
         "optimizer/sharded/gather_dtype": "must be one of 'full', 'bfloat16'; found 'float16'",
-        "optimizer/sharded/state": "must be a string; found 1",
+        "optimizer/sharded/state": "must be one of 'replicated', 'sharded'; found 1",
     }
     water["optimizer"] = {
         "type": "HybridMuon",
@@ -196,7 +200,7 @@ def test_strings_that_deepmd_kit_lower_cases_are_taken_in_any_case(water, proble
     water["optimizer"]["muon_mode"], water["optimizer"]["vector_route"] = "Cube", "AdamW"
     assert problems(water) == {
         "optimizer/muon_mode": "must be one of '2d', 'flat', 'slice'; found 'Cube'",
-        "optimizer/vector_route": "must be one of 'adam', 'adamw'; found 'AdamW'",
+        "optimizer/vector_route": "must be one of 'adam', 'adamw'; found 'AdamW'; did you mean 'adamw'?",
     }
 
 
@@ -577,3 +581,39 @@ def test_other_optimizers_have_no_scale_of_muon(water):
     assert '"optimizer": {"type": "HybridMuon"}' in remark
     water["training"]["opt_type"] = "Adam"  # an older place
     assert normalize(water).remarks == ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weights(Section):
+    """Numbers by name, alone and beside a number, and sections by name."""
+
+    rates: Mapping[str, ExpSettings] = section(doc="Sections by name.")
+    weights: Mapping[str, float] | None = setting(None, minimum=0.0, doc="Weights of elements.")
+    charge: Mapping[str, float] | float = setting(1.0, doc="Charge of all elements or of each.")
+
+
+@pytest.mark.parametrize(
+    ("plain", "place", "word"),
+    [
+        ({"weights": {"O": "a"}}, "weights/O", "a number; found the string 'a'"),
+        ({"weights": {"O": -1}}, "weights/O", ">= 0; found -1"),
+        ({"charge": {"H": None}}, "charge/H", "a number; found null"),
+        ({"weights": 3}, "weights", "an object of numbers; found 3"),
+        ({"rates": {"a": 3}}, "rates/a", "an object"),
+    ],
+)
+def test_a_wrong_value_in_a_map_is_named(plain, place, word):
+    plain = {"rates": {}, **plain}
+    (problem,) = check(_Weights, plain).problems
+    assert (problem.path, word in problem.message) == (place, True)
+    with pytest.raises(InvalidSettingError, match=re.escape(place.split("/")[0])):
+        freeze(_Weights, plain)
+
+
+def test_maps_come_back_from_their_plain_form():
+    settings = _Weights(
+        weights={"O": 2.0}, charge={"H": 1.0}, rates={"a": ExpSettings(start_lr=0.1)}
+    )
+    plain = thaw(settings)
+    assert plain["weights"] == {"O": 2.0}
+    assert freeze(_Weights, plain) == settings == check(_Weights, plain).settings

@@ -89,6 +89,20 @@ def test_the_trainer_and_the_input_check_are_extended(look):
     assert keys.count("'momentum'") == 1
 
 
+@pytest.mark.parametrize("enabled_first", [True, False])
+def test_the_keys_are_in_the_input_check_as_soon_as_it_is_enabled(look, tmp_path, enabled_first):
+    """Without a trainer: for `dp doc-train-input`, and for programs that show the form of an input."""
+    look("")  # writes the package
+    enable, check = "import deepmd_muon.deepmd_kit.entry", "from deepmd.utils import argcheck"
+    lines = [enable, check] if enabled_first else [check, enable]
+    show = "print([a.name for f in argcheck.opt_args_plugin.functions.values() for a in f()])"
+    (tmp_path / "keys.py").write_text("\n".join([*lines, show]))
+    keys = run_script("keys.py", folder=tmp_path, DEEPMD_MUON="1").stdout
+    assert "'normuon_beta'" in keys
+    assert keys.count("'momentum'") == 1
+    assert run_script("keys.py", folder=tmp_path, DEEPMD_MUON="").stdout == "[]\n"
+
+
 def test_a_wrong_input_ends_in_its_message_alone(monkeypatch, capsys):
     others = []
     monkeypatch.setattr(sys, "meta_path", [])
@@ -108,7 +122,7 @@ def test_an_unknown_trainer_ends_in_a_clear_error():
         extend(module)
 
 
-def test_the_metadata_names_the_entry_in_both_groups_of_deepmd_kit():
+def test_the_metadata_names_the_entry_in_all_groups_of_deepmd_kit():
     project = configparser.ConfigParser(interpolation=None, strict=False, allow_no_value=True)
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
     groups = [
@@ -117,7 +131,7 @@ def test_the_metadata_names_the_entry_in_both_groups_of_deepmd_kit():
         if line.startswith("[project.entry-points") or "deepmd_kit.entry" in line
     ]
     project.read_string("\n".join(groups))
-    for group in ("deepmd.pt", "deepmd.pt_expt"):
+    for group in ("deepmd.backend", "deepmd.pt", "deepmd.pt_expt"):
         assert (
             project[f'project.entry-points."{group}"']["deepmd_muon"]
             == '"deepmd_muon.deepmd_kit.entry"'

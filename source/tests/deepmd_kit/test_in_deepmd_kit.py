@@ -93,6 +93,29 @@ def run(metadata, tmp_path_factory):
     return start
 
 
+@pytest.mark.parametrize("variable", ["", "1"])
+def test_its_gen_args_has_our_keys_as_soon_as_the_variable_is_set(metadata, tmp_path, variable):
+    """Any command of deepmd-kit, without a trainer, and a program that has imported its backends."""
+    variables = {"PYTHONPATH": f"{ROOT}:{metadata}", "DEEPMD_MUON": variable}
+    environment = {**os.environ, **variables}
+    interpreter = os.environ["DEEPMD_KIT_PYTHON"]
+    code = (
+        "import sys, deepmd.backend; from deepmd.utils.argcheck import gen_args; "
+        "kinds = {a.name: a for a in gen_args()}['optimizer'].sub_variants['type'].choice_dict; "
+        "print('normuon_beta' in kinds['HybridMuon'].sub_fields, 'torch' in sys.modules)"
+    )
+    command = ["-m", "deepmd", "doc-train-input", "--out-type", "json"]
+    programs = (["-c", code], command)
+    shown, document = (
+        subprocess.run(
+            [interpreter, *words], env=environment, cwd=tmp_path, capture_output=True, check=True
+        ).stdout.decode()
+        for words in programs
+    )
+    assert shown.split() == [str(bool(variable)), "False"]
+    assert ("normuon_beta" in document) == bool(variable)
+
+
 def job(name, family="se_e2_a", restart=None, backend="pt", training=None, steps=3, **changes):
     training = {"save_ckpt": name, "numb_steps": steps, **(training or {})}
     content = small_input(family, training=training, **changes)

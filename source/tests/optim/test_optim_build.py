@@ -23,6 +23,7 @@ from deepmd_muon.optim import (
     MuonConfig,
 )
 from deepmd_muon.optim.buildable import OptimizerSettings
+from deepmd_muon.optim.errors import IdleSettingWarning
 from deepmd_muon.optim.sharded import ShardedSettings
 from deepmd_muon.setting import setting_of
 
@@ -204,8 +205,10 @@ def test_patterns_that_match_nothing_are_named_once():
         )
     assert [str(warning.message) for warning in caught] == [
         "no parameter matches expert_patterns 'body.*', splits 'qkv: rows 3', adamw_patterns 'head.*', adam_patterns "
-        "'*.wieght'; patterns must match a whole name, such as 'embed.weight'"
+        "'*.wieght'; patterns must match a whole name, such as 'embed.weight'",
+        caught[1].message.args[0],
     ]
+    assert "no effect: splits 'body.weight: rows 3'" in str(caught[1].message)  # it is not a matrix
     assert caught[0].filename == __file__
     late = {"params": [("late", nn.Parameter(torch.ones(3, 3)))], "adam_patterns": ["latest"]}
     with pytest.warns(UserWarning, match="no parameter matches") as caught:
@@ -356,3 +359,52 @@ def test_a_pattern_of_the_settings_that_matches_nothing_is_logged(caplog):
     assert [r.getMessage()[:42] for r in caplog.records if r.levelname == "WARNING"] == [
         "no parameter matches adam_patterns 'foo'; "[:42]
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "idle"),
+    [
+        ({"adam_patterns": ["embed.*"], "muon_patterns": ["*embed*"]}, "adam_patterns 'embed.*'"),
+        ({"adamw_patterns": ["body.*"], "adam_patterns": ["body.*"]}, "adamw_patterns 'body.*'"),
+        ({"muon_patterns": ["norm.weight"]}, "muon_patterns 'norm.weight'"),
+    ],
+)
+def test_patterns_that_decide_about_no_parameter_are_named(settings, idle):
+    params = [
+        ("embed.weight", nn.Parameter(torch.ones(4, 5))),
+        ("body.weight", nn.Parameter(torch.ones(3, 3))),
+        ("norm.weight", nn.Parameter(torch.ones(3))),
+    ]
+    with pytest.warns(UserWarning, match="no effect") as caught:
+        HybridMuon(params, **settings)
+    (message,) = (str(warning.message) for warning in caught)
+    assert idle in message
+
+
+def test_a_default_pattern_that_matches_nothing_is_named_where_it_was_given(caplog):
+    model = nn.Sequential(nn.Linear(4, 5))
+    with caplog.at_level(logging.WARNING):
+        MuonConfig().build(model)
+        assert not caplog.records
+        MuonConfig(adamw_patterns=["*embed*"]).build(model)
+    assert "adamw_patterns '*embed*'" in caplog.text
+
+
+def test_settings_without_effect_are_named_by_the_constructor_and_by_build():
+    params = [("a", nn.Parameter(torch.ones(3, 3))), ("b", nn.Parameter(torch.ones(3, 3)))]
+    with pytest.warns(IdleSettingWarning, match="normuon_beta has no effect"):
+        HybridMuon(params, normuon_beta=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # An effect in one group is enough, and a group without decay is not worth a warning.
+        groups = [{"params": params[:1], "weight_decay": 0.0}, {"params": params[1:]}]
+        HybridMuon(groups, cautious_decay=True)
+        HybridMuon([{**groups[0], "normuon": True}, groups[1]], normuon_beta=0.5)
+    config = MuonConfig(rms_coefficient=0.3, sharded=ShardedSettings(latency=1.0))
+    with pytest.warns(IdleSettingWarning, match="rms_coefficient has no effect") as caught:
+        config.build(nn.Linear(3, 3))
+    assert caught[0].filename == __file__
+    assert "sharded" not in str(caught[0].message)
+    sharded = ShardedSettings(latency=1.0, replication="spread")
+    with pytest.warns(IdleSettingWarning, match=r"sharded\.latency has no effect"):
+        HybridMuonConfig(sharded=sharded).build(nn.Linear(3, 3))

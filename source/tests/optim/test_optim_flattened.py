@@ -98,6 +98,47 @@ def test_scores_start_where_the_saved_run_had_none():
     assert optimizer.state[model.experts]["magma_score"].shape == (3,)
 
 
+@pytest.mark.parametrize("rule", ["magma_muon", "normuon", "soap_muon"])
+def test_a_rule_may_be_switched_off(rule):
+    """torch passes only the tensors that the present optimizer has."""
+    saved, by = trained(**{rule: True})
+    flat = get_optimizer_state_dict(saved, by, options=FLAT)
+    model, optimizer = made(**{rule: False})
+    set_optimizer_state_dict(model, optimizer, flat, options=FLAT)
+    momentum = optimizer.state[model.linear.weight]["momentum_buffer"]
+    assert torch.equal(momentum, by.state[saved.linear.weight]["momentum_buffer"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({}, {"muon_mode": "2d"}), ({"muon_mode": "2d"}, {})],
+    ids=["to adamw", "to muon"],
+)
+def test_a_part_of_a_former_route_is_no_damage(before, after):
+    """Both routes have master weights, so torch passes these and leaves out the rest."""
+
+    def narrow(policy="error", **settings):
+        model = Net().bfloat16()
+        named = model.named_parameters()
+        return model, HybridMuon(
+            named, 0.02, master_weights=True, on_route_change=policy, **settings
+        )
+
+    model, optimizer = narrow(**before)
+    for p in model.parameters():
+        p.grad = random(*p.shape).to(p)
+    optimizer.step()
+    flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    for policy in ("error", "migrate"):
+        with pytest.raises(RoutingMismatchError, match="flatten_optimizer_state_dict") as error:
+            set_optimizer_state_dict(*narrow(policy, **after), flat, options=FLAT)
+        (line,) = error.value.differences
+        assert line.startswith("experts: saved: route")
+    other, loaded = narrow("reset", **after)
+    set_optimizer_state_dict(other, loaded, flat, options=FLAT)
+    assert other.experts not in loaded.state
+
+
 def test_a_flattened_state_dict_itself_is_named():
     flat = get_optimizer_state_dict(*trained(), options=FLAT)
     with pytest.raises(ForeignStateError, match="flatten_optimizer_state_dict"):

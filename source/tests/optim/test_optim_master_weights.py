@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from optim_builders import assert_restart_is_bitwise, assert_same
@@ -154,3 +156,13 @@ def test_a_model_in_bfloat16_learns_at_a_small_rate():
         loss.backward()
         optimizer.step()
     assert losses[-1] < losses[0] - 0.003
+
+
+def test_master_weights_of_wide_parameters_are_said_to_have_no_effect():
+    with pytest.warns(UserWarning, match=r"master_weights have no effect.*float32"):
+        HybridMuon([("a", nn.Parameter(torch.ones(3, 3)))], master_weights=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mixed = [torch.ones(3, 3), torch.ones(3, 3, dtype=torch.bfloat16)]
+        named = [(f"p{i}", nn.Parameter(x)) for i, x in enumerate(mixed)]
+        HybridMuon(named, master_weights=True)

@@ -15,7 +15,8 @@ from deepmd_muon.model import ModelError, build_model
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches, to_deepmd_kit
 from deepmd_muon.model.errors import BranchError
 from deepmd_muon.model.nn.type_embedding import identity
-from deepmd_muon.model.type_map import TypeMove, move_weights
+from deepmd_muon.model.settings import model_settings
+from deepmd_muon.model.type_map import TypeMove, check_move, move_weights
 from deepmd_muon.section import thaw
 from deepmd_muon.train import TrainingError, run
 from deepmd_muon.train.trainer import Trainer
@@ -268,15 +269,39 @@ def test_another_model_or_a_fixed_type_map_is_refused(small_input):
     assert run(load(write_input(content)), log_level="WARNING") == 0
     content["model"]["type_map"] = ["Ag", "Cu"]
     content["model"]["descriptor"]["sel"] = [20, 40]
-    with pytest.raises(CheckpointError, match="type_map"):
-        run(load(write_input(content)), finetune="model.ckpt.pt", log_level="WARNING")
-    with pytest.raises(ModelError, match=r"^model/descriptor/sel: .* for each of the 2 types"):
+    for script in (False, True):
+        with pytest.raises(ModelError, match=r"^model/type_map: .*se_e2_a.* cannot take new types"):
+            run(
+                load(write_input(content)),
+                finetune="model.ckpt.pt",
+                use_pretrain_script=script,
+                log_level="WARNING",
+            )
+
+
+@pytest.mark.parametrize("way", ["init_model", "finetune", "restart"])
+@pytest.mark.parametrize("sel", ["auto", [20, 40]])
+def test_se_e2_a_says_that_it_cannot_take_new_types(small_input, way, sel):
+    content = small_input()
+    content["training"]["numb_steps"] = 1
+    assert run(load(write_input(content)), log_level="WARNING") == 0
+    saved = content["model"]["type_map"]
+    content["model"]["descriptor"]["sel"] = sel
+    content["model"]["type_map"] = [*saved, "Xx"]
+    with pytest.raises(ModelError, match="cannot take new types") as caught:
+        run(load(write_input(content)), log_level="WARNING", **{way: "model.ckpt.pt"})
+    message = str(caught.value)
+    for word in ("se_e2_a", "(Xx)", str(saved), "dpa3", "se_atten"):
+        assert word in message
+    content["model"]["descriptor"]["sel"] = "auto"
+    assert (
         run(
-            load(write_input(content)),
-            finetune="model.ckpt.pt",
-            use_pretrain_script=True,
-            log_level="WARNING",
+            load(write_input(content)), log_level="ERROR", finetune="model.ckpt.pt", force_load=True
         )
+        == 0
+    )
+    with pytest.raises(ModelError, match="cannot change its type map"):
+        check_move(TypeMove(("O", "H"), ("H", "O")), model_settings(content["model"]))
 
 
 def test_trainable_parts_of_the_input_must_fit_the_net_of_the_checkpoint():

@@ -13,7 +13,7 @@ from deepmd_muon.cli.main import main
 from deepmd_muon.data import DataError, TypeMapError, open_systems
 from deepmd_muon.data.checks.overlap import shared_frames
 from deepmd_muon.model import ModelError, build_model
-from deepmd_muon.train import run
+from deepmd_muon.train import TrainingError, run
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 DPA1 = {
@@ -103,6 +103,26 @@ def test_settings_for_types_are_checked_when_the_types_are_known(small_input, tr
     normalize(content)
     with pytest.raises(ModelError, match="one number for each of the 1 types"):
         train(content)
+
+
+def test_a_sel_without_its_counts_names_the_option_that_skips_them(small_input, train):
+    content = small_input()
+    content["model"]["descriptor"]["sel"] = "auto"
+    with pytest.raises(TrainingError, match="--skip-neighbor-stat"):
+        train(content, skip_neighbor_stat=True)
+
+
+def test_settings_without_effect_are_warned_of_once(small_input, train, caplog):
+    content = small_input(optimizer={"type": "HybridMuon", "normuon_beta": 0.5})
+    content["training"].update(numb_steps=1, ema_decay=0.9)
+    with caplog.at_level(logging.WARNING):
+        assert train(content) == 0
+    named = [line for line in caplog.messages if "has no effect" in line]
+    assert len(named) == 2
+    assert {line.split(":")[0] for line in named} == {
+        "training/ema_decay",
+        "optimizer/normuon_beta",
+    }
 
 
 def extxyz(path, key, count=3, seed=0):

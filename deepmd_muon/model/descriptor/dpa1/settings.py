@@ -15,9 +15,12 @@ from deepmd_muon.model.descriptor.settings import (
 )
 from deepmd_muon.model.shared_settings import WIDTH, slots_for
 from deepmd_muon.section import Foreign, thaw
-from deepmd_muon.setting import InvalidSettingError, setting
+from deepmd_muon.setting import InvalidSettingError, Needs, above_zero, setting
 
 TebdInputMode = Literal["concat", "strip"]
+
+_ATTENDS = above_zero("attn_layer")
+_BY_FACTOR = Needs(("temperature",), lambda temperature: temperature is None, "temperature null")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,26 +44,35 @@ class AttentionSettings(EmbeddingSettings):
     type_one_side: bool = setting(
         False, doc="Embed the neighbour's type only, not that of the centre."
     )
-    attn: int = setting(128, minimum=1, doc="Width of queries, keys and values of the attention.")
+    attn: int = setting(
+        128, minimum=1, needs=(_ATTENDS,), doc="Width of queries, keys and values of the attention."
+    )
     attn_layer: int = setting(2, minimum=0, doc="Number of attention layers.")
     attn_dotr: bool = setting(
-        True, doc="Multiply attention weights by the cosine of the angle between neighbours."
+        True,
+        needs=(_ATTENDS,),
+        doc="Multiply attention weights by the cosine of the angle between neighbours.",
     )
-    normalize: bool = setting(True, doc="Scale queries, keys and values to length 1.")
+    normalize: bool = setting(
+        True, needs=(_ATTENDS,), doc="Scale queries, keys and values to length 1."
+    )
     scaling_factor: float = setting(
         1.0,
         above=0.0,
+        needs=(_ATTENDS, _BY_FACTOR),
         doc="Without temperature, attention scores are divided by sqrt(attn · scaling_factor).",
     )
     temperature: float | None = setting(
-        None, doc="Factor of the attention scores in place of the one above."
+        None, needs=(_ATTENDS,), doc="Factor of the attention scores in place of the one above."
     )
     concat_output_tebd: bool = setting(
         True, doc="Append the vector of the atom's type to the descriptor."
     )
-    trainable_ln: bool = setting(True, doc="Train scale and shift of the layer normalisation.")
+    trainable_ln: bool = setting(
+        True, needs=(_ATTENDS,), doc="Train scale and shift of the layer normalisation."
+    )
     ln_eps: float | None = setting(
-        None, above=0.0, doc="ε of the layer normalisation; 1e-5 when left out."
+        None, above=0.0, needs=(_ATTENDS,), doc="ε of the layer normalisation; 1e-5 when left out."
     )
     use_tebd_bias: bool = setting(False, doc="Add a trained vector to those of the types.")
     seed: int | None = setting(
@@ -122,6 +134,13 @@ class DPA1Settings(AttentionSettings):
     smooth_type_embedding: bool = setting(
         False,
         alias=("smooth_type_embdding",),
+        needs=(
+            Needs(
+                ("attn_layer", "tebd_input_mode"),
+                lambda layers, mode: layers > 0 or mode == "strip",
+                "attn_layer above 0 or tebd_input_mode 'strip'",
+            ),
+        ),
         doc="Let attention, and the net of the types in 'strip' mode, vanish smoothly at rcut.",
     )
     set_davg_zero: bool = setting(

@@ -25,9 +25,12 @@ from deepmd_muon.model.shared_settings import (
     some_neighbors,
 )
 from deepmd_muon.section import Foreign, Rule, Section, section, thaw
-from deepmd_muon.setting import InvalidSettingError, setting
+from deepmd_muon.setting import InvalidSettingError, Needs, above_zero, setting, switched_on
 
 UpdateStyle = Literal["res_residual", "res_avg", "res_incr"]
+_TRAINED_STEPS = Needs(
+    ("update_style",), lambda style: style == "res_residual", "update_style 'res_residual'"
+)
 OLD_FIXED_DEVIATION = 0.3  # the value that deepmd-kit's `skip_stat` implies
 
 _SEL: dict[str, Any] = {
@@ -102,7 +105,9 @@ class RepflowSettings(Section):
     )
     n_dim: int = setting(128, **WIDTH, doc="Features of a node (atom).")
     e_dim: int = setting(64, **WIDTH, doc="Features of an edge.")
-    a_dim: int = setting(64, **WIDTH, doc="Features of an angle.")
+    a_dim: int = setting(
+        64, **WIDTH, needs=(switched_on("update_angle"),), doc="Features of an angle."
+    )
     nlayers: int = setting(6, minimum=1, doc="Number of layers.")
     a_compress_rate: int = setting(
         0,
@@ -110,10 +115,15 @@ class RepflowSettings(Section):
         doc="Angles see a_dim/c features of their node and a_dim/(2c)·a_compress_e_rate of their edges; 0: all.",
     )
     a_compress_e_rate: int = setting(
-        1, minimum=1, doc="Factor on the features of an edge that angles see."
+        1,
+        minimum=1,
+        needs=(above_zero("a_compress_rate"),),
+        doc="Factor on the features of an edge that angles see.",
     )
     a_compress_use_split: bool = setting(
-        False, doc="Angles see the first features of node and edges, not a linear map of all."
+        False,
+        needs=(above_zero("a_compress_rate"),),
+        doc="Angles see the first features of node and edges, not a linear map of all.",
     )
     axis_neuron: int = setting(
         4,
@@ -137,14 +147,19 @@ class RepflowSettings(Section):
         ),
     )
     update_residual: float = setting(
-        0.1, minimum=0.0, doc="Start of the trained r_k: their value or deviation."
+        0.1,
+        minimum=0.0,
+        needs=(_TRAINED_STEPS,),
+        doc="Start of the trained r_k: their value or deviation.",
     )
     update_residual_init: Literal["const", "norm"] = setting(
         "const",
+        needs=(_TRAINED_STEPS,),
         doc="Start the r_k at update_residual ('const') or at random around 0 with this deviation ('norm').",
     )
     smooth_edge_update: bool = setting(
         False,
+        needs=(switched_on("update_angle"),),
         doc="Edges without angles take no message from angles; else they take their own features as message.",
     )
     edge_init_use_dist: bool = setting(
@@ -161,7 +176,9 @@ class RepflowSettings(Section):
         False,
         doc="Divide e_sel and a_sel by sel_reduce_factor in the scales of sums, so that they may be generous.",
     )
-    sel_reduce_factor: float = setting(10.0, above=0.0, doc="See use_dynamic_sel.")
+    sel_reduce_factor: float = setting(
+        10.0, above=0.0, needs=(switched_on("use_dynamic_sel"),), doc="See use_dynamic_sel."
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("e_rcut_smth", "e_rcut"), smoothing_inside),

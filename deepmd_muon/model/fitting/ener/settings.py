@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from deepmd_muon.model.shared_settings import ACTIVATION, PRECISION, WIDTH, Precision
 from deepmd_muon.section import Foreign, Rule, Section
-from deepmd_muon.setting import setting
+from deepmd_muon.setting import above_zero, setting
 
 
 def _one_flag_a_layer(trainable: bool | tuple[bool, ...], neuron: tuple[int, ...]) -> str | None:
@@ -78,6 +78,7 @@ class EnerSettings(Section):
     )
     use_aparam_as_mask: bool = setting(
         False,
+        needs=(above_zero("numb_aparam"),),
         doc=(
             "Leave the atomic parameters out of the net. As in deepmd-kit's PyTorch code, the data still hold them, "
             "and they mask no atom."
