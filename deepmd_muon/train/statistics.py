@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
+from deepmd_muon.argcheck.differences import EXCLUDED_ATOMS
 from deepmd_muon.checkpoint_file.file import read_checkpoint, understood
 from deepmd_muon.data import (
     Batch,
@@ -33,7 +34,7 @@ from deepmd_muon.files import make_folder_of, whole_file
 from deepmd_muon.model import EnergyModel, ModelSettings, Structures, build_model
 from deepmd_muon.model.deepmd_kit import branch_prefix, from_deepmd_kit
 from deepmd_muon.model.fitting.interface import Conditioned
-from deepmd_muon.model.statistics import environment_statistics
+from deepmd_muon.model.statistics import LEAST_DEVIATION, environment_statistics
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.ranks import training_device
 
@@ -115,6 +116,8 @@ def _key_of(branch: RunBranch, group: Sequence[RunBranch]) -> dict[str, object]:
 
     new = {name: getattr(settings, name) for name in ("pair_exclude_types", "atom_exclude_types")}
     new |= {name: getattr(settings.fitting_net, name, 0) for name in ("numb_fparam", "numb_aparam")}
+    if settings.data_stat_protect != LEAST_DEVIATION:  # earlier releases took it for the descriptor
+        new["least_deviation"] = LEAST_DEVIATION
     return {
         **{
             name: value for name, value in new.items() if value
@@ -190,9 +193,7 @@ def _compute(
 
     # On the host further batches are built ahead while those before are standardised.
     reading = structures()
-    mean, stddev = environment_statistics(
-        model, reading, protection=model.settings.data_stat_protect
-    )
+    mean, stddev = environment_statistics(model, reading)
     collections.deque(
         reading, maxlen=0
     )  # those that are not standardised are read for their energies
@@ -361,6 +362,8 @@ def change_bias(
         model = model.to(training_device())
         rcond = getattr(settings.fitting_net, "rcond", None)
         systems = with_parameters(open_data(model.type_map), Parameters.of(settings.fitting_net))
+        if settings.atom_exclude_types:
+            log.info("%s", EXCLUDED_ATOMS)
         fit_energy_bias(model, _samples(model, systems, frames), mode, rcond=rcond)
     elif len(values) != model.ntypes:
         raise TrainingError(

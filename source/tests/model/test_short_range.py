@@ -128,6 +128,52 @@ def test_splines_are_those_of_a_clamped_cubic():
         np.testing.assert_array_equal(data[a, b], data[b, a])
 
 
+# The last pieces of deepmd-kit 3.2.0's splines (`deepmd.utils.pair_tab.PairTab`) for type 1-1 of the table below.
+CONTINUED = {
+    2.1: [[-0.170003362, 0.190006724, 0.129996638, -0.15]],
+    2.6: [
+        [-0.007509946, 0.040291021, 0.043558238, -0.15],
+        [-0.045710935, 0.017761182, 0.101610440, -0.073660687],
+    ],
+    3.3: [
+        [0.006633390, -0.005009006, 0.017404256, -0.15],
+        [-0.004548998, 0.014891164, 0.027286414, -0.13097136],
+        [-0.001551657, 0.001244169, 0.043421748, -0.09334278],
+        [-0.002358634, -0.003410802, 0.041255115, -0.05022852],
+        [-0.002128069, -0.010486702, 0.027357611, -0.01474284],
+    ],
+}
+
+
+@pytest.fixture
+def open_table(tmp_path):
+    """A table from 0.25 to 2 Å that does not end in zeros."""
+    distance = 0.25 * np.arange(1, 9)
+    columns = [distance, 3 * np.exp(-2 * distance), 2 * np.exp(-distance), -0.3 / distance]
+    np.savetxt(tmp_path / "table", np.stack(columns, 1), fmt="%.6f")
+    return str(tmp_path / "table")
+
+
+@pytest.mark.parametrize("rcut", CONTINUED)
+def test_a_table_falls_to_zero_before_the_cutoff_as_deepmd_kits(rcut, open_table):
+    info, data = splines_of(open_table, 2, rcut)
+    pieces = len(CONTINUED[rcut])
+    assert info[2] == 7 + pieces
+    np.testing.assert_allclose(data[1, 1, 7:], CONTINUED[rcut], rtol=0, atol=2e-9)
+    assert np.abs(data[:, :, -1].sum(-1)).max() < 1e-12  # the last piece ends at 0
+
+
+def test_an_energy_that_jumps_at_the_cutoff_is_told(open_table, caplog):
+    splines_of(open_table, 2, 2.6)
+    splines_of(str(TABLE), 2, 3.0)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    info, _ = splines_of(open_table, 2, 1.9)
+    assert info[2] == 7
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "0.301 eV" in warning
+    assert "1.9" in warning
+
+
 def test_slopes_are_those_of_finite_differences():
     one = table()
     random = torch.Generator().manual_seed(5)
@@ -180,7 +226,6 @@ def test_atoms_closer_than_the_table_are_pushed_apart():
     [
         ("0.1 1 2\n0.2 1 2\n0.3 0 0\n", "4 finite numbers"),
         ("0.1 1 2 3\n0.2 1 2 3\n0.4 0 0 0\n", "equal steps"),
-        ("0.1 1 2 3\n0.2 1 2 3\n0.3 0 0 1\n", "zeros"),
         ("0.1 a b c\n", "numbers"),
     ],
 )
