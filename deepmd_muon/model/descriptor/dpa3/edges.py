@@ -284,8 +284,8 @@ class Edges(FourPasses):
 def _kernels(edges: Edges, weight: torch.Tensor) -> Any:
     """Return the launches of kernels where they can be used, or operators of torch that do them."""
     traced = triton_support.usable_as_operators(weight.device)
-    if not (traced or triton_support.usable(weight.device)):
-        return None
+    if not edges.width or not (traced or triton_support.usable(weight.device)):
+        return None  # the kernels are for layers with a message
     from deepmd_muon.model.descriptor.dpa3.kernels import edges as kernels
 
     if not kernels.fits(edges.neighbor, weight, edges.activation.formula):
