@@ -31,6 +31,11 @@ def unlike_deepmd_kit(branch: Branch, *, finetune: bool = False) -> list[str]:
 
 def _of_model(model: ModelSettings) -> list[str]:
     found = []
+    if model.use_srtab is not None and model.pair_exclude_types:
+        found.append(
+            "pair_exclude_types: excluded pairs are empty in the statistics of the descriptor; with use_srtab, "
+            "deepmd-kit counts them there"
+        )
     descriptor, fitting = model.descriptor, model.fitting_net
     if model.smin_alpha not in (None, DEFAULT_ALPHA):
         found.append(

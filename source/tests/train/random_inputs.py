@@ -113,6 +113,8 @@ def _draw_repflow(draw: Draw) -> dict[str, Any]:
         repflow["a_compress_e_rate"] = draw.one_of(1, 2)
     if repflow.get("use_dynamic_sel"):
         repflow["smooth_edge_update"] = True
+    if repflow.get("sequential_update"):
+        repflow |= {"update_style": "res_residual", "update_angle": True}
     return repflow
 
 
@@ -167,7 +169,6 @@ def draw_loss(draw: Draw) -> dict[str, Any]:
         intensive_ener_virial=(True, False),
         enable_atom_ener_coeff=(True, False),
         relative_f=(0.5,),
-        use_default_pf=(True, False),
     )
     if loss.get("loss_func") != "mae" and draw.chance(0.3):
         loss |= {"use_huber": True, "huber_delta": draw.one_of(0.02, [0.01, 0.5, 0.1])}
