@@ -164,6 +164,8 @@ def _log_remarks(given: Input, sources: Mapping[str, Source]) -> None:
     """Log what the input leaves to defaults, and a fine-tuning during which nothing keeps what the model knows."""
     for notice in given.notices:
         log.warning("%s", notice)
+    if given.small_steps and not any(source.way == "restart" for source in sources.values()):
+        log.warning("%s", given.small_steps)
     # Log the scales that are not kept once the length of descriptors is known.
     kept = [given.scales.notice] if given.scales and given.scales.kept else []
     for remark in (*given.remarks, *kept):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from deepmd_muon.checkpoint_file.directory import read_into
 from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.checkpoint_file.file import OWN_KEY
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches
 from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, own_parameter_name
@@ -18,7 +20,12 @@ from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
 from deepmd_muon.optim.routing.rules import canonical_name
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit
 
+log = logging.getLogger(__name__)
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# Adam's groups tell by this key whether the decay is decoupled; of older versions of torch they lack it.
+_KIND = "decoupled_weight_decay"
+_DECOUPLED = {False: "Adam", True: "AdamW"}
 # The routing manifest's entry of a parameter without elements, which only deepmd-kit's models have.
 _EMPTY = {"routes": "frozen", "views": "", "shapes": "0"}
 
@@ -54,6 +61,8 @@ def load_optimizer_state(
         if not isinstance(optimizer, HybridMuon):
             if not isinstance(optimizer, torch.optim.Adam):
                 _check_kind(optimizer, state)
+            elif OWN_KEY not in content:  # of our own, the inputs are compared
+                _report_changes(optimizer, state["param_groups"], source)
             _load_by_name(optimizer, state, model)
         elif is_deepmd_kit(state["param_groups"]) and "routes" not in state["param_groups"][0]:
             names = [own_parameter_name(name) for name in deepmd_kit_parameter_names(model)]
@@ -151,6 +160,26 @@ def _check_kind(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> N
             raise ForeignStateError(
                 f"the optimizer state is not that of {type(optimizer).__name__}: its groups lack {', '.join(missing)}"
             )
+
+
+def _report_changes(
+    optimizer: torch.optim.Adam, saved: Sequence[Mapping[str, Any]], source: Path
+) -> None:
+    """Log the settings of Adam or AdamW that are others than in deepmd-kit's run; deepmd-kit would keep the saved."""
+    changes: list[str] = []
+    for former, present in zip(saved, optimizer.param_groups, strict=False):
+        names = [_DECOUPLED[bool(group[_KIND])] for group in (former, present) if _KIND in group]
+        if len({*names}) == 2:
+            changes.append(f"type was {names[0]}, is {names[1]}")
+        changes += [
+            f"{key} was {former[key]}, is {present[key]}"
+            for key in ("weight_decay", "betas", "eps")
+            if key in former and former[key] != present[key]
+        ]
+    if changes:
+        log.warning(
+            "since %s was written, the optimizer has changed: %s", source, "; ".join(changes)
+        )
 
 
 def _load_by_name(

@@ -109,8 +109,11 @@ def _draw_repflow(draw: Draw) -> dict[str, Any]:
         ),
     }
     if draw.chance():
-        repflow |= {"a_compress_rate": draw.one_of(1, 2), "a_compress_use_split": draw.chance()}
-        repflow["a_compress_e_rate"] = draw.one_of(1, 2)
+        rate, e_rate = draw.one_of(1, 2), draw.one_of(1, 2)
+        node, edge = widths["a_dim"] // rate, widths["a_dim"] // (2 * rate) * e_rate
+        enough = node <= widths["n_dim"] and edge <= widths["e_dim"]
+        repflow |= {"a_compress_rate": rate, "a_compress_e_rate": e_rate}
+        repflow["a_compress_use_split"] = enough and draw.chance()
     if repflow.get("use_dynamic_sel"):
         repflow["smooth_edge_update"] = True
     if repflow.get("sequential_update"):
