@@ -43,6 +43,15 @@ DESCRIPTORS = {
         "type": "dpa3",
         "repflow": {**REPFLOW, "use_dynamic_sel": True, "sel_reduce_factor": 1.0},
     },
+    "dpa3-sequential": {
+        "type": "dpa3",
+        "repflow": {
+            **REPFLOW,
+            "sequential_update": True,
+            "n_multi_edge_message": 2,
+            "a_compress_rate": 1,
+        },
+    },
 }
 
 
@@ -71,7 +80,7 @@ def gradients(model):
     return found
 
 
-@pytest.mark.parametrize("name", ["se_atten_v2", "dpa3"])
+@pytest.mark.parametrize("name", ["se_atten_v2", "dpa3", "dpa3-sequential"])
 def test_recomputed_layers_give_the_same_gradient_from_less_memory(small_input, name):
     model, loss, batch = prepare(small_input, name)
     kept, found = [], []
@@ -94,7 +103,7 @@ def test_recomputed_layers_give_the_same_gradient_from_less_memory(small_input, 
         torch.testing.assert_close(found[1][parameter], gradient, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["interpolated", "se_atten_v2", "dpa3"])
+@pytest.mark.parametrize("name", ["interpolated", "se_atten_v2", "dpa3", "dpa3-sequential"])
 def test_the_traced_function_is_the_plain_one(small_input, name):
     model, loss, first = prepare(small_input, name)
     fraction = torch.tensor(0.5, dtype=torch.float64)
