@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deepmd_muon.checkpoint_file.errors import CheckpointError
-from deepmd_muon.model.settings import ModelSettings
+from deepmd_muon.model.settings import DEFAULT_ALPHA, ModelSettings
 from deepmd_muon.section import thaw
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def check_model_section(
     changes = [
         change
         for key, change in changed_settings(
-            _with_one_name(thaw(saved)), _with_one_name(thaw(present)), "model/"
+            _with_one_spelling(thaw(saved)), _with_one_spelling(thaw(present)), "model/"
         ).items()
         if key.rpartition("/")[2] not in _NOT_PHYSICS
     ]
@@ -87,13 +87,14 @@ def changed_settings(
     return changes
 
 
-def _with_one_name(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section in which the precision "default" reads "float64", which means the same."""
-    return {
-        key: _with_one_name(value)
+def _with_one_spelling(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section in which the precision "default" reads "float64", and a table has its `smin_alpha`."""
+    spelled = {
+        key: _with_one_spelling(value)
         if isinstance(value, Mapping)
         else "float64"
         if key == "precision" and value == "default"
         else value
         for key, value in section.items()
     }
+    return {"smin_alpha": DEFAULT_ALPHA, **spelled} if "use_srtab" in section else spelled

@@ -22,7 +22,11 @@ from deepmd_muon.files import whole_file
 from deepmd_muon.loss.settings import LossSettings
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.settings import ModelSettings, changed
-from deepmd_muon.optim.omitted_scales import OmittedScales, omitted_scales
+from deepmd_muon.optim.omitted_scales import (
+    OmittedScales,
+    deepmd_kits_default_scale,
+    omitted_scales,
+)
 from deepmd_muon.section import thaw
 from deepmd_muon.setting import shown
 
@@ -62,6 +66,8 @@ class Input:
         One line if the input omits the optimizer.
     scales
         Scales chosen for HybridMuon because the input omits them; None if it omits none.
+    small_steps
+        One line if deepmd-kit wrote the input, with its default of HybridMuon's scale; else None.
     references
         The parts that branches share; empty for an input of one model.
     """
@@ -72,6 +78,7 @@ class Input:
     idle: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     scales: OmittedScales | None = None
+    small_steps: str | None = None
     references: References = dataclasses.field(default_factory=dict)
 
     @property
@@ -188,12 +195,14 @@ def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
         idle = list(checked.idle)
     idle = [dataclasses.replace(each, path=upgraded.origin(each.path)) for each in idle]
     given = dataclasses.replace(given, idle=tuple(map(str, idle)))
-    scales = omitted_scales(
+    run = (
         checked.settings.optimizer,
         upgraded.data.get("optimizer", {}),
         checked.settings.learning_rate.start_lr,
         checked.settings.training.numb_steps,
     )
+    given = dataclasses.replace(given, small_steps=deepmd_kits_default_scale(*run))
+    scales = omitted_scales(*run)
     return given.with_scales(scales) if scales else given
 
 

@@ -21,7 +21,12 @@ from deepmd_muon.infer.errors import PredictionInputError
 from deepmd_muon.infer.frozen import FrozenModel, is_frozen
 from deepmd_muon.infer.prediction import Prediction
 from deepmd_muon.model import EnergyModel, Structures, build_model
-from deepmd_muon.model.deepmd_kit import from_deepmd_kit, min_distance_of, saved_branches
+from deepmd_muon.model.deepmd_kit import (
+    from_deepmd_kit,
+    min_distance_of,
+    own_parameter_name,
+    saved_branches,
+)
 from deepmd_muon.model.nn import triton_support
 
 
@@ -70,7 +75,7 @@ def _take_averages(
         raise CheckpointError(
             f"{path} has no averaged weights; training.enable_ema was off in that run"
         )
-    averages = checkpoint["ema"]["model"]
+    averages = {own_parameter_name(name): x for name, x in checkpoint["ema"]["model"].items()}
     branches = saved_branches(checkpoint["model"])
     prefix = f"{branches[head]}." if branches and head else ""
     with torch.no_grad():

@@ -7,6 +7,7 @@ network a second time under `_networks`, empty `compress_…` parameters, `min_n
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -19,16 +20,18 @@ from deepmd_muon.model.branches import Branches, branches_of
 from deepmd_muon.model.energy_model import EnergyModel
 from deepmd_muon.model.errors import BranchError, ForeignModelError, ModelError
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
-from deepmd_muon.model.settings import ModelSettings, model_settings
-from deepmd_muon.model.short_range import ALPHA
+from deepmd_muon.model.settings import DEFAULT_ALPHA, ModelSettings, changed, model_settings
 from deepmd_muon.model.translation import PLAIN, Translation
 from deepmd_muon.section import thaw
 from deepmd_muon.setting import annotations_of
+
+log = logging.getLogger(__name__)
 
 PREFIX = f"model.{SINGLE}."
 OURS_ONLY = "only_deepmd_muon"  # key of `_extra_state`: why deepmd-kit cannot read the model
 UNKNOWN_DISTANCE = -1.0  # deepmd-kit's min_nbor_dist of a model that never saw its data's
 _NETWORK, _TABLE = "atomic_model.models.0.", "atomic_model.models.1."  # of a model with use_srtab
+_NETWORK_OF_BRANCH = re.compile(rf"(^|\.){re.escape(_NETWORK)}")
 _PARTS = {"descriptor": DESCRIPTORS, "fitting_net": FITTING_NETS}
 
 # Keys that deepmd-kit's argument check adds to a model section; its builder reads some of them without a default.
@@ -61,9 +64,9 @@ def ours_only(settings: ModelSettings) -> list[str]:
             found.append(f"{part}: deepmd-kit has no {table.what} like {table.name_of(own)!r}")
         else:
             found += [f"{part}: {reason}" for reason in translation.ours_only(own)]
-    if settings.smin_alpha not in (None, ALPHA):
+    if settings.smin_alpha not in (None, DEFAULT_ALPHA):
         found.append(
-            f"smin_alpha: deepmd-kit's PyTorch models take {ALPHA} Å, this one has {settings.smin_alpha}"
+            f"smin_alpha: deepmd-kit's PyTorch models take {DEFAULT_ALPHA} Å, this one has {settings.smin_alpha}"
         )
     return found
 
@@ -86,6 +89,11 @@ def _ours(name: str, *, table: bool) -> str | None:
     if name.startswith(_TABLE):
         return "short_range." + name.removeprefix(_TABLE)
     return "atomic_model." + name.removeprefix(_NETWORK)
+
+
+def own_parameter_name(name: str) -> str:
+    """Return our name of a parameter that a file names, deepmd-kit's or ours, with its branch but without prefix."""
+    return _NETWORK_OF_BRANCH.sub(r"\1atomic_model.", name)
 
 
 def deepmd_kit_parameter_names(model: EnergyModel | Branches) -> list[str]:
@@ -271,6 +279,8 @@ def from_deepmd_kit(
     name, params = _branch(state_dict, branch)
     prefix = f"model.{name}."
     settings = settings_of(params)
+    if OURS_ONLY not in state_dict["_extra_state"]:
+        settings = _as_deepmd_kit_computes(settings)
     translations = _translations(settings)
     own: dict[str, torch.Tensor] = {}
     others = tuple(f"model.{other}." for other in set(saved_branches(state_dict).values()) - {name})
@@ -314,6 +324,18 @@ def from_deepmd_kit(
             {name[len(below) :]: value for name, value in own.items() if name.startswith(below)}
         )
     return settings, own
+
+
+def _as_deepmd_kit_computes(settings: ModelSettings) -> ModelSettings:
+    """Return the settings with which deepmd-kit computes a model; it does not read `smin_alpha`."""
+    if settings.smin_alpha in (None, DEFAULT_ALPHA):
+        return settings
+    log.warning(
+        "the checkpoint says smin_alpha %g, but deepmd-kit, which wrote it, computes with %g: so does this package",
+        settings.smin_alpha,
+        DEFAULT_ALPHA,
+    )
+    return changed(settings, {"smin_alpha": DEFAULT_ALPHA})
 
 
 def settings_of(params: Mapping[str, Any]) -> ModelSettings:

@@ -25,8 +25,8 @@ from deepmd_muon.model.fitting.interface import Conditioned
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.linear import linear
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
-from deepmd_muon.model.settings import ModelSettings, model_settings
-from deepmd_muon.model.short_range import ALPHA, PairTable, edge_slope
+from deepmd_muon.model.settings import DEFAULT_ALPHA, ModelSettings, model_settings
+from deepmd_muon.model.short_range import PairTable, edge_slope
 from deepmd_muon.model.structures import EMPTY, HIDDEN, Structures
 from deepmd_muon.setting import InvalidSettingError
 
@@ -85,7 +85,10 @@ class EnergyModel(torch.nn.Module):
         if settings.use_srtab is not None:
             assert settings.sw_rmin is not None
             assert settings.sw_rmax is not None
-            switch, alpha = (settings.sw_rmin, settings.sw_rmax), settings.smin_alpha or ALPHA
+            switch, alpha = (
+                (settings.sw_rmin, settings.sw_rmax),
+                settings.smin_alpha or DEFAULT_ALPHA,
+            )
             self.short_range = PairTable(
                 settings.use_srtab, self.ntypes, self.neighbors.rcut, switch, alpha
             )

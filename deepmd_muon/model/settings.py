@@ -13,6 +13,9 @@ from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.section import Foreign, Rule, Section, Variants, freeze, section
 from deepmd_muon.setting import InvalidSettingError, setting
 
+#: α of the softmin where `smin_alpha` is left out, and in all of deepmd-kit's PyTorch models, which do not read it [Å].
+DEFAULT_ALPHA = 0.1
+
 
 def _a_sel_for_each_type(
     sel: Any, descriptor: DescriptorSettings, type_map: tuple[str, ...]
@@ -115,7 +118,10 @@ class ModelSettings(Section):
     data_stat_protect: float = setting(
         0.01,
         above=0.0,
-        doc="Smallest deviation that the environment, and frame and atomic parameters, are divided by.",
+        doc=(
+            "Smallest deviation that frame and atomic parameters are divided by. That of the environment is 0.01, as "
+            "in deepmd-kit."
+        ),
     )
     pair_exclude_types: tuple[tuple[int, int], ...] = setting(
         (),
@@ -142,8 +148,9 @@ class ModelSettings(Section):
         None,
         above=0.0,
         doc=(
-            "Decay of the softmin of an atom's distances that switches to the table [Å]. Left out it is 0.1, which "
-            "deepmd-kit's PyTorch models take whatever the input says."
+            f"Decay of the softmin of an atom's distances that switches to the table [Å]. Left out it is "
+            f"{DEFAULT_ALPHA}, which deepmd-kit's PyTorch models take whatever the input says; they cannot read a "
+            "model with another value."
         ),
     )
     sw_rmin: float | None = setting(

@@ -7,6 +7,7 @@ An atom's energy is (1 − w) E + w T. E is the network's, T half the sum of the
 TorchScript reads this file.
 """
 
+import logging
 import os
 from typing import Any, NamedTuple
 
@@ -15,8 +16,9 @@ import torch
 
 from deepmd_muon.model.errors import ModelError
 
-#: α of deepmd-kit's PyTorch models, which do not read `smin_alpha` [Å].
-ALPHA = 0.1
+log = logging.getLogger(__name__)
+
+_LEAST_JUMP = 1e-3  # of an energy at the cut-off that is worth a warning [eV]
 
 
 class Blend(NamedTuple):
@@ -166,7 +168,7 @@ def splines_of(path: str, ntypes: int, rcut: float) -> tuple[np.ndarray, np.ndar
     Raises
     ------
     ModelError
-        When there is no such file, or it is not a table for these types that reaches zero.
+        When there is no such file, or it is not a table for these types.
     """
     if not os.path.isfile(path):
         raise ModelError(f"use_srtab: there is no file {path}")
@@ -183,16 +185,7 @@ def splines_of(path: str, ntypes: int, rcut: float) -> tuple[np.ndarray, np.ndar
     step = rows[1, 0] - rows[0, 0]
     if not step > 0.0 or not np.allclose(np.diff(rows[:, 0]), step, rtol=1e-3):
         raise ModelError(f"use_srtab: the distances of {path} must grow by equal steps")
-    if rows[-1, 1:].any():
-        raise ModelError(
-            f"use_srtab: the energies of {path} must end in a row of zeros; found {rows[-1, 1:].tolist()} at "
-            f"{rows[-1, 0]:g} Å"
-        )
-    missing = int(np.ceil(rcut / step - rows[0, 0] / step)) - (len(rows) - 1)
-    if missing > 0:  # as deepmd-kit pads it
-        padding = np.zeros((missing, rows.shape[1]))
-        padding[:, 0] = rows[-1, 0] + step * np.arange(1, missing + 1)
-        rows = np.concatenate([rows, padding])
+    rows = _up_to(rcut, rows, path)
     pieces = len(rows) - 1
     data = np.zeros((ntypes, ntypes, pieces, 4))
     pairs = [(a, b) for a in range(ntypes) for b in range(a, ntypes)]
@@ -205,6 +198,45 @@ def splines_of(path: str, ntypes: int, rcut: float) -> tuple[np.ndarray, np.ndar
         data[a, b, :, 2], data[a, b, :, 3] = slope[:-1], value[:-1]
         data[b, a] = data[a, b]
     return np.array([rows[0, 0], step, pieces, ntypes]), data
+
+
+def _up_to(rcut: float, rows: np.ndarray, path: str) -> np.ndarray:
+    """Return a table that goes on to the cut-off [Å]: as zeros, or if it does not end in zeros, as a cubic to zero.
+
+    Points and values are deepmd-kit's. It takes the difference of the last two rows [eV] for the slope [eV/Å] there.
+    """
+    end, last = rows[-1, 0], rows[-1, 1:]
+    step = rows[1, 0] - rows[0, 0]
+    beyond = int(np.ceil(rcut / step - rows[0, 0] / step)) - (len(rows) - 1)
+    if beyond <= 0:
+        at_cutoff = [np.interp(rcut, rows[:, 0], column) for column in rows.T[1:]]
+        jump = max(at_cutoff, key=abs)
+        if abs(jump) > _LEAST_JUMP:
+            log.warning(
+                "use_srtab: the energies of %s jump from %.3g eV to 0 at the cut-off of %g Å",
+                path,
+                jump,
+                rcut,
+            )
+        return rows
+    more = np.zeros((beyond, rows.shape[1]))
+    more[:, 0] = np.linspace(end + step, end + step * beyond, beyond)
+    if not last.any():
+        return np.concatenate([rows, more])
+    # It reaches zero in the row before the last where there are two, and ends there.
+    kept = beyond - 1 if more[-1, 0] / step - end / step >= 2 else beyond
+    more = more[:kept]
+    length = more[-1, 0] - end
+    u = ((more[:, 0] - end) / length)[:, None]
+    slope = (last - rows[-2, 1:]) * length
+    more[:, 1:] = (1.0 - u) ** 2 * ((1.0 + 2.0 * u) * last + u * slope)
+    log.info(
+        "use_srtab: %s does not end in zeros; beyond %g Å its energies fall to 0 at %g Å",
+        path,
+        end,
+        more[-1, 0],
+    )
+    return np.concatenate([rows, more])
 
 
 def _clamped_slopes(value: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from deepmd_muon.model.energy_model import EnergyModel, edge_vectors
 from deepmd_muon.model.structures import Structures
 
 ABSENT_DEVIATION = 0.1  # deepmd-kit's deviation of a type that the data do not contain
+LEAST_DEVIATION = 0.01  # deepmd-kit's, whatever `data_stat_protect` says
 # Slots of a batch up to which several threads spend more time waiting for each other than computing.
 _FEW_SLOTS = 1 << 18
 # Slots for which a thread computes environments at once: more do not fit its part of the caches. The same for a GPU and
@@ -24,7 +25,7 @@ _PART_SLOTS, _GPU_SLOTS = 1 << 16, 1 << 22
 
 @torch.no_grad()
 def environment_statistics(
-    model: EnergyModel, batches: Iterable[Structures], protection: float = 0.01
+    model: EnergyModel, batches: Iterable[Structures]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the standardisation of a descriptor's environment per centre type, as deepmd-kit does.
 
@@ -37,8 +38,6 @@ def environment_statistics(
         Gives cutoff, switch, slots and excluded pairs.
     batches
         Sampled structures.
-    protection
-        Smallest deviation.
 
     Returns
     -------
@@ -73,7 +72,7 @@ def environment_statistics(
     squares = torch.cat([squares[:, :1], squares[:, 1:].mean(1, keepdim=True)], dim=1)
     n = count.clamp(min=1.0).unsqueeze(1)
     mean = sums / n
-    deviation = (squares / n - mean.square()).clamp(min=0.0).sqrt().clamp(min=protection)
+    deviation = (squares / n - mean.square()).clamp(min=0.0).sqrt().clamp(min=LEAST_DEVIATION)
     deviation = torch.where(count.unsqueeze(1) > 0, deviation, ABSENT_DEVIATION)
     radial, angular = mean[:, :1], deviation[:, 1:].expand(-1, 3)
     return torch.cat([radial, torch.zeros_like(angular)], 1), torch.cat(

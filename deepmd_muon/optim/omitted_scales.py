@@ -27,6 +27,12 @@ _ADAM_RATIO, _MOST_ADAM_RATE = 10.0, 1e-2
 # and near neighbours, its tanh then saturates in a few steps, and all forces vanish. Lengths on water and alloys are 1
 # to 7, on small molecules 60 to 90 (DPA-1) and 14 to 18 (DPA-3).
 _LONG_FOR_MUON, _LONG_FOR_ADAM = 8.0, 16.0
+# The section of deepmd-kit 3.2.0 with all its defaults.
+_KEYS_OF_DEEPMD_KIT = {
+    *("momentum", "adam_beta1", "adam_beta2", "weight_decay", "lr_adjust", "lr_adjust_coeff"),
+    *("muon_mode", "enable_gram", "flash_muon", "magma_muon"),
+}
+_FEW_TIMES = 4.0  # a coefficient so many times smaller than ours deserves a warning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +139,8 @@ def omitted_scales(
         or "lr_adjust_coeff" in given
     ):
         return None
-    short = numb_steps is not None and numb_steps <= _SHORT_RUN
-    most = _MUON_COEFFICIENT if short else _MUON_COEFFICIENT_OF_LONG_RUNS
-    theirs, ours = config.lr_adjust_coeff, min(most, _rounded(most * _ADAM_RATE / start_lr))
+    short = _is_short(numb_steps)
+    theirs, ours = config.lr_adjust_coeff, _coefficient(start_lr, numb_steps)
     if config.explicit().scaling != "match_rms" or ours == theirs:
         return None
     values = {"lr_adjust_coeff": ours}
@@ -148,6 +153,42 @@ def omitted_scales(
         f"{start_lr:g} in a {'short' if short else 'long'} run; deepmd-kit takes {theirs:g} (doc/learning-rate.md)"
     )
     return OmittedScales(values, start_lr, notice)
+
+
+def deepmd_kits_default_scale(
+    config: Buildable, given: Collection[str], start_lr: float, numb_steps: int | None
+) -> str | None:
+    """Return why Muon's steps would be small if the input is one that deepmd-kit wrote (its out.json), else None.
+
+    deepmd-kit writes out all its defaults, `lr_adjust_coeff` among them. Arguments as in `omitted_scales`.
+    """
+    if (
+        not isinstance(config, HybridMuonConfig)
+        or config.deepmd_kit_arithmetic
+        or config.explicit().scaling != "match_rms"
+        or config.lr_adjust_coeff != HybridMuonConfig().lr_adjust_coeff
+        or set(given) - {"type"} != _KEYS_OF_DEEPMD_KIT
+    ):
+        return None
+    ours = _coefficient(start_lr, numb_steps)
+    if ours < _FEW_TIMES * config.lr_adjust_coeff:
+        return None
+    return (
+        f"optimizer/lr_adjust_coeff is {config.lr_adjust_coeff:g}, as deepmd-kit writes its default to out.json: Muon's "
+        f"steps are {ours / config.lr_adjust_coeff:.0f} times smaller than suits force fields at start_lr "
+        f"{start_lr:g}; remove the key for {ours:g} (doc/learning-rate.md), or set deepmd_kit_arithmetic for "
+        "deepmd-kit's numbers"
+    )
+
+
+def _is_short(numb_steps: int | None) -> bool:
+    return numb_steps is not None and numb_steps <= _SHORT_RUN
+
+
+def _coefficient(start_lr: float, numb_steps: int | None) -> float:
+    """Return the `lr_adjust_coeff` that suits a run."""
+    most = _MUON_COEFFICIENT if _is_short(numb_steps) else _MUON_COEFFICIENT_OF_LONG_RUNS
+    return min(most, _rounded(most * _ADAM_RATE / start_lr))
 
 
 def _unchanged(values: Mapping[str, Any], source: str) -> str:

@@ -41,7 +41,7 @@ def weights_page(path: Path, picture: Path) -> str:
 def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpdate]:
     """Return every parameter of the optimizer, in the order of its groups."""
     from deepmd_muon.optim.routing.rules import RouteEntry, RouteTable, canonical_name
-    from deepmd_muon.train.checkpoint.optimizer_state import in_own_order
+    from deepmd_muon.train.checkpoint.optimizer_state import in_own_names, in_own_order
 
     optimizer: Mapping[str, Any] = checkpoint.get("optimizer") or {}
     groups = optimizer.get("param_groups", [])
@@ -51,7 +51,7 @@ def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpda
         )
     weights = _weights(checkpoint["model"])
     # A checkpoint lists deepmd-kit's parameters; our models lack the empty ones among them.
-    optimizer = in_own_order(optimizer, list(weights))
+    optimizer = in_own_order(in_own_names(optimizer), list(weights))
     found = []
     for group in optimizer["param_groups"]:
         if "routes" in group:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from deepmd_muon.checkpoint_file.directory import read_into
+from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches, all_names, branches_of
-from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
+from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, own_parameter_name
 from deepmd_muon.train.ranks.ranks import local_part, shard_like
 
 log = logging.getLogger(__name__)
@@ -96,9 +97,12 @@ class Ema:
         stored = [
             f"{name}.{inner}" if isinstance(self._model, Branches) else inner
             for name, one in branches_of(self._model).items()
-            for inner in deepmd_kit_parameter_names(one)
+            for inner in _stored_names(one)
         ]
-        model = {name: average.get(first.get(name, name), torch.zeros(0)) for name in stored}
+        model = {}
+        for name in stored:
+            own = own_parameter_name(name)
+            model[name] = average.get(first.get(own, own), torch.zeros(0))
         return {"decay": self.decay, "model": model, "validation_state": {}}
 
     def _first_names(self) -> dict[str, str]:
@@ -112,7 +116,8 @@ class Ema:
         Meta tensors have been left in the directory `path`, from which each rank reads its part. A state of other names
         or shapes is an EmaError.
         """
-        stored = {name: tensor for name, tensor in state["model"].items() if tensor.numel()}
+        places = {own_parameter_name(name): name for name, x in state["model"].items() if x.numel()}
+        stored = {name: state["model"][place] for name, place in places.items()}
         missing, unknown = (
             self._average.keys() - stored.keys(),
             stored.keys() - self._first_names().keys(),
@@ -135,7 +140,7 @@ class Ema:
             if x.is_meta
         }
         if left and path is not None:
-            read_into(path, {("ema", "model", name): x for name, x in left.items()})
+            read_into(path, {("ema", "model", places[name]): x for name, x in left.items()})
         for name, average in self._average.items():
             value = left[name] if name in left else shard_like(stored[name], average)
             local_part(average).copy_(local_part(value))
@@ -143,3 +148,11 @@ class Ema:
             log.warning(
                 "ema_decay is %g here and was %g before the restart", self.decay, state["decay"]
             )
+
+
+def _stored_names(model: EnergyModel) -> list[str]:
+    """Return the parameters of a model as files name them: as deepmd-kit does, where it has such a model."""
+    try:
+        return deepmd_kit_parameter_names(model)
+    except CheckpointError:
+        return [name for name, _ in model.named_parameters()]

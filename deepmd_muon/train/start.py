@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from deepmd_muon.argcheck import Input, dump
+from deepmd_muon.argcheck.differences import unlike_deepmd_kit
 from deepmd_muon.checkpoint_file.file import checkpoint_path, understood
 from deepmd_muon.data import NeighborCache, StatFile
 from deepmd_muon.data.sampling.sampler import new_seed
@@ -165,10 +166,16 @@ def _log_remarks(given: Input, sources: Mapping[str, Source]) -> None:
     """Log what the input leaves to defaults, and a fine-tuning during which nothing keeps what the model knows."""
     for notice in (*given.notices, *given.idle):
         log.warning("%s", notice)
+    if given.small_steps and not any(source.way == "restart" for source in sources.values()):
+        log.warning("%s", given.small_steps)
     # Log the scales that are not kept once the length of descriptors is known.
     kept = [given.scales.notice] if given.scales and given.scales.kept else []
     for remark in (*given.remarks, *kept):
         log.info("%s", remark)
+    for name, branch in given.branches.items():
+        finetune = name in sources and sources[name].way == "finetune"
+        if different := unlike_deepmd_kit(branch, finetune=finetune):
+            log.info("deepmd-kit 3.2.0 runs this input otherwise: %s", "; ".join(different))
     source = next(iter(sources.values()), None)
     if source and source.way == "finetune" and not source.new_fitting and len(given.branches) == 1:
         log.warning(

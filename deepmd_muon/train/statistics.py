@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
+from deepmd_muon.argcheck.differences import EXCLUDED_ATOMS
 from deepmd_muon.checkpoint_file.file import read_checkpoint, understood
 from deepmd_muon.data import (
     Batch,
@@ -196,9 +197,7 @@ def _compute(
 
     # On the host further batches are built ahead while those before are standardised.
     reading = structures()
-    mean, stddev = environment_statistics(
-        model, reading, protection=model.settings.data_stat_protect
-    )
+    mean, stddev = environment_statistics(model, reading)
     collections.deque(
         reading, maxlen=0
     )  # those that are not standardised are read for their energies
@@ -366,6 +365,8 @@ def change_bias(
         model = model.to(training_device())
         rcond = getattr(settings.fitting_net, "rcond", None)
         systems = with_parameters(open_data(model.type_map), Parameters.of(settings.fitting_net))
+        if settings.atom_exclude_types:
+            log.info("%s", EXCLUDED_ATOMS)
         fit_energy_bias(model, _samples(model, systems, frames), mode, rcond=rcond)
     elif len(values) != model.ntypes:
         raise TrainingError(

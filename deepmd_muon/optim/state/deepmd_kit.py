@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepmd_muon.optim.config import MuonMode
 from deepmd_muon.optim.errors import ForeignStateError
 from deepmd_muon.optim.routing.rules import (
     Route,
@@ -82,12 +83,12 @@ def read_deepmd_kit(
     groups: Sequence[Mapping[str, Any]],
     state: Mapping[Any, Mapping[str, Any]],
     present: RouteTable,
-    rules: Sequence[RoutingRules],
+    muon_modes: Sequence[MuonMode],
 ) -> dict[str, SavedParameter]:
     """Read a state dict of deepmd-kit's HybridMuon; return it by parameter name, under our keys.
 
     Its keys are names of parameters; or numbers, in the order of ``param_names`` or, without these, in the present
-    order. `rules` are those of each present parameter, without the user's patterns.
+    order. `muon_modes` has the present setting of each present parameter.
 
     Raises
     ------
@@ -95,7 +96,7 @@ def read_deepmd_kit(
         When parameters can be matched neither by name nor by position.
     """
     names = _names(groups, present)
-    known = {entry.name: (entry, rule) for entry, rule in zip(present, rules, strict=True)}
+    known = {entry.name: (entry, mode) for entry, mode in zip(present, muon_modes, strict=True)}
     found: dict[str, SavedParameter] = {}
     for group in groups:
         for key in group["params"]:
@@ -132,7 +133,7 @@ def _saved(
     values: Mapping[str, Any],
     group: Mapping[str, Any],
     present: RouteEntry | None,
-    rules: RoutingRules | None,
+    muon_mode: MuonMode | None,
 ) -> SavedParameter:
     """Infer one parameter's route and view, and translate its state."""
     mode = group.get("muon_mode")
@@ -147,38 +148,62 @@ def _saved(
         entry = RouteEntry(name, shape, view, "muon", "inferred")
     else:
         shape = tuple(values["exp_avg"].shape)
-        # Adam and AdamW have the same state; take the present route.
-        route: Route = "adamw" if present is not None and present.route == "adamw" else "adam"
         kept = {
             "exp_avg": values["exp_avg"],
             "exp_avg_sq": values["exp_avg_sq"],
             "step": _steps(values, group),
         }
-        entry = RouteEntry(name, shape, None, route, "inferred")
+        entry = RouteEntry(name, shape, None, _adam_route(name, shape, group), "inferred")
     explained = (
-        present is not None and rules is not None and _explained(entry, present, group, rules)
+        present is not None
+        and muon_mode is not None
+        and _explained(entry, present, group, muon_mode)
     )
     return SavedParameter(entry, kept, explained)
 
 
+def _saved_rules(group: Mapping[str, Any], muon_mode: MuonMode) -> RoutingRules:
+    """Return today's rules with the settings of a saved group, all that deepmd-kit has for routes.
+
+    The first version had `muon_2d_only` and `min_2d_dim`. The present `muon_mode` replaces the former only if it is
+    today's default.
+    """
+    if "muon_mode" in group:
+        return RoutingRules(group["muon_mode"])
+    former: MuonMode = "2d" if group.get("muon_2d_only", True) else "flat"
+    default = RoutingRules().muon_mode
+    return RoutingRules(
+        muon_mode=default if muon_mode == default else former,
+        min_matrix_dim=group.get("min_2d_dim", 1),
+    )
+
+
+def _adam_route(name: str, shape: tuple[int, ...], group: Mapping[str, Any]) -> Route:
+    """Return which of Adam and AdamW a parameter had; their states are alike, only name and shape tell."""
+    if "muon_mode" not in group:  # the first version had Adam alone
+        return "adam"
+    route = choose_route(name, shape, _saved_rules(group, group["muon_mode"])).route
+    return "adamw" if route == "adamw" else "adam"
+
+
 def _explained(
-    saved: RouteEntry, present: RouteEntry, group: Mapping[str, Any], rules: RoutingRules
+    saved: RouteEntry, present: RouteEntry, group: Mapping[str, Any], muon_mode: MuonMode
 ) -> bool:
-    """Return whether an older version's rules explain the saved route, and today's default rules the present one."""
+    """Return whether an older version's rules explain the saved route, and today's default rules the present one.
+
+    Settings of routes that were changed since then explain nothing: today's rules are taken with the saved settings.
+    """
+    today = _saved_rules(group, muon_mode)
     if (
         saved.shape != present.shape
-        or choose_route(present.name, present.shape, rules).placement != present.placement
+        or choose_route(present.name, present.shape, today).placement != present.placement
     ):
         return False
     mode = group.get("muon_mode")
     if mode is not None:  # an intermediate version, with today's views but without names
-        same_mode = mode == rules.muon_mode
-        return (
-            same_mode
-            and choose_route(None, saved.shape, RoutingRules(mode)).placement == saved.placement
-        )
+        return choose_route(None, saved.shape, RoutingRules(mode)).placement == saved.placement
     dims = len(saved.shape)
-    matrix = dims == 2 and min(saved.shape) >= rules.min_matrix_dim
+    matrix = dims == 2 and min(saved.shape) >= today.min_matrix_dim
     folded = dims > 2 and not group.get("muon_2d_only", True)
     return (saved.route == "muon") == (matrix or folded)
 

@@ -297,9 +297,8 @@ def _read(
     if all("routes" in group for group in groups):
         return _read_own(groups, state, present)
     if is_deepmd_kit(groups):
-        settings = [group.settings for _, _, group in _parameters(present)]
-        rules = [RoutingRules(each.muon_mode, each.min_matrix_dim) for each in settings]
-        return read_deepmd_kit(groups, state, routing, rules)
+        muon_modes = [group.settings.muon_mode for _, _, group in _parameters(present)]
+        return read_deepmd_kit(groups, state, routing, muon_modes)
     if is_another_muon(groups):
         return read_another_muon(groups, state, routing)
     if all({"betas", "param_names"} <= group.keys() for group in groups):

@@ -14,7 +14,7 @@ from deepmd_muon.checkpoint_file.file import OWN_KEY, understood
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.branches import Branches, all_names, branches_of
-from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
+from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, own_parameter_name
 from deepmd_muon.model.type_map import TypeMove, move_weights, type_axes
 from deepmd_muon.optim import HybridMuon
 from deepmd_muon.optim.routing.rules import RouteTable, canonical_name
@@ -108,7 +108,8 @@ def for_branches(
     moved = {**content, "optimizer": _moved_state(saved, sources, places, optimizer)}
     if average := content.get("ema"):
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        found = {name: average["model"].get(former.name_of(name)) for name in parameters}
+        stored = _with_own_names(average["model"])
+        found = {name: stored.get(former.name_of(name)) for name in parameters}
         values = {name: parameters[name].detach() if x is None else x for name, x in found.items()}
         moved["ema"] = {**average, "model": values}
     fresh = [name for name, source in sources.items() if source is None]
@@ -119,6 +120,11 @@ def for_branches(
         "; ".join(_describe(fresh, gone)) or "all",
     )
     return moved
+
+
+def _with_own_names(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return an average under the names of this package's models."""
+    return {own_parameter_name(name): x for name, x in stored.items()}
 
 
 def _describe(fresh: list[str], gone: list[str]) -> list[str]:
@@ -195,7 +201,8 @@ def moved_content(
     if state := content.get("optimizer"):
         moved["optimizer"] = _move_state(state, model, optimizer, move)
     if average := content.get("ema"):
-        moved["ema"] = {**average, "model": move_weights(model, average["model"], move)}
+        stored = _with_own_names(average["model"])
+        moved["ema"] = {**average, "model": move_weights(model, stored, move)}
     return moved
 
 
@@ -209,7 +216,8 @@ def _move_state(
         if isinstance(optimizer, HybridMuon)
         else {}
     )
-    unnamed = iter(deepmd_kit_parameter_names(model))  # deepmd-kit's own state is by position
+    # deepmd-kit's own state is by position.
+    unnamed = iter([own_parameter_name(name) for name in deepmd_kit_parameter_names(model)])
     groups, values = [], dict(state["state"])
     for group in state["param_groups"]:
         changed = {key: list(group[key]) for key in ("routes", "views", "shapes") if key in group}

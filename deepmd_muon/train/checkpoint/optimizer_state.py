@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,22 @@ import torch
 
 from deepmd_muon.checkpoint_file.directory import read_into
 from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.checkpoint_file.file import OWN_KEY
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches
-from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names
+from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, own_parameter_name
 from deepmd_muon.optim import HybridMuon, name_deepmd_kit_state
 from deepmd_muon.optim.dtensors import local_of
 from deepmd_muon.optim.errors import ForeignStateError, RoutingMismatchError
 from deepmd_muon.optim.routing.rules import canonical_name
 from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit
 
+log = logging.getLogger(__name__)
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# Adam's groups tell by this key whether the decay is decoupled; of older versions of torch they lack it.
+_KIND = "decoupled_weight_decay"
+_DECOUPLED = {False: "Adam", True: "AdamW"}
 # The routing manifest's entry of a parameter without elements, which only deepmd-kit's models have.
 _EMPTY = {"routes": "frozen", "views": "", "shapes": "0"}
 
@@ -55,9 +62,11 @@ def load_optimizer_state(
         if not isinstance(optimizer, HybridMuon):
             if not isinstance(optimizer, torch.optim.Adam):
                 _check_kind(optimizer, state)
+            elif OWN_KEY not in content:  # of our own, the inputs are compared
+                _report_changes(optimizer, state["param_groups"], source)
             _load_by_name(optimizer, state, model)
         elif is_deepmd_kit(state["param_groups"]) and "routes" not in state["param_groups"][0]:
-            names = deepmd_kit_parameter_names(model)
+            names = [own_parameter_name(name) for name in deepmd_kit_parameter_names(model)]
             optimizer.load_state_dict(name_deepmd_kit_state(state, names, done()))
         else:
             optimizer.load_state_dict(_with_names(state, model))
@@ -107,7 +116,7 @@ def _with_names(state: Mapping[str, Any], model: EnergyModel | Branches) -> dict
     groups = state["param_groups"]
     if len(groups) != 1 or {"routes", "param_names"} & groups[0].keys():
         return dict(state)
-    names = deepmd_kit_parameter_names(model)
+    names = [own_parameter_name(name) for name in deepmd_kit_parameter_names(model)]
     if len(groups[0]["params"]) != len(names):
         return dict(state)
     return {**state, "param_groups": [{**groups[0], "param_names": names}]}
@@ -189,6 +198,26 @@ def _check_kind(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> N
             )
 
 
+def _report_changes(
+    optimizer: torch.optim.Adam, saved: Sequence[Mapping[str, Any]], source: Path
+) -> None:
+    """Log the settings of Adam or AdamW that are others than in deepmd-kit's run; deepmd-kit would keep the saved."""
+    changes: list[str] = []
+    for former, present in zip(saved, optimizer.param_groups, strict=False):
+        names = [_DECOUPLED[bool(group[_KIND])] for group in (former, present) if _KIND in group]
+        if len({*names}) == 2:
+            changes.append(f"type was {names[0]}, is {names[1]}")
+        changes += [
+            f"{key} was {former[key]}, is {present[key]}"
+            for key in ("weight_decay", "betas", "eps")
+            if key in former and former[key] != present[key]
+        ]
+    if changes:
+        log.warning(
+            "since %s was written, the optimizer has changed: %s", source, "; ".join(changes)
+        )
+
+
 def _load_by_name(
     optimizer: torch.optim.Optimizer, state: Mapping[str, Any], model: EnergyModel | Branches
 ) -> None:
@@ -201,7 +230,8 @@ def _load_by_name(
     keys = [key for group in groups for key in group["params"]]
     saved = [name for group in groups for name in group.get("param_names", [])]
     if not saved and len(keys) == len(names := deepmd_kit_parameter_names(model)):
-        saved = names  # deepmd-kit's own state: by position, empty parameters included
+        # deepmd-kit's own state: by position, empty parameters included
+        saved = [own_parameter_name(name) for name in names]
     present = [name for group in optimizer.param_groups for name in group["param_names"]]
     missing = sorted(set(present) - set(saved))
     if missing or len(saved) != len(keys):
@@ -242,25 +272,46 @@ def parameter_order(model: EnergyModel | Branches) -> Sequence[str]:
 def in_deepmd_kits_order(state_dict: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
     """Return an optimizer's state dict that deepmd-kit's optimizer of the same kind loads by position.
 
-    It lists the parameters of deepmd-kit's model (`parameter_order`), empty ones included, and Adam's state beside
-    HybridMuon's carries the powers of the decays from which deepmd-kit corrects its bias. This package reads by name
-    and ignores both. State of several groups, or without names, comes back as it is.
+    It lists the parameters of deepmd-kit's model (`parameter_order`) by its names, empty ones included, and Adam's
+    state beside HybridMuon's carries the powers of the decays from which deepmd-kit corrects its bias. This package
+    reads by name (`in_own_names`) and ignores both. State of several groups, or without names, comes back as it is.
     """
     groups, state = state_dict["param_groups"], state_dict["state"]
     names = [canonical_name(name) for name in groups[0].get("param_names", ())]
-    if len(groups) != 1 or not names or not set(names) <= set(order):
+    order_of_ours = [own_parameter_name(name) for name in order]
+    if len(groups) != 1 or not names or not set(names) <= set(order_of_ours):
         return dict(state_dict)
     (group,) = groups
     place = {name: index for index, name in enumerate(names)}
     lists: dict[str, list[Any]] = {"params": list(range(len(order))), "param_names": list(order)}
     for key, empty in _EMPTY.items():
         if key in group:
-            lists[key] = [group[key][place[name]] if name in place else empty for name in order]
+            lists[key] = [
+                group[key][place[name]] if name in place else empty for name in order_of_ours
+            ]
     keys = {
-        index: group["params"][place[name]] for index, name in enumerate(order) if name in place
+        index: group["params"][place[name]]
+        for index, name in enumerate(order_of_ours)
+        if name in place
     }
     moved = {index: _with_powers(state[key], group) for index, key in keys.items() if key in state}
     return {**state_dict, "state": moved, "param_groups": [{**group, **lists}]}
+
+
+def in_own_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict whose groups name parameters as this package's models do, if at all."""
+    groups = [
+        {
+            **group,
+            "param_names": [
+                own_parameter_name(canonical_name(name)) for name in group["param_names"]
+            ],
+        }
+        if "param_names" in group
+        else group
+        for group in state_dict.get("param_groups", [])
+    ]
+    return {**state_dict, "param_groups": groups}
 
 
 def in_own_order(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches
 from deepmd_muon.model.settings import ModelSettings, changed
 from deepmd_muon.model.type_map import TypeMove, check_move, move_weights
+from deepmd_muon.train.checkpoint.optimizer_state import in_own_names
 
 log = logging.getLogger(__name__)
 
@@ -213,6 +214,8 @@ def read_sources(
         return {}
     path = checkpoint_path(named)
     content = read_checkpoint(path, () if way == "restart" and alone else ("optimizer", "ema"))
+    if content.get("optimizer"):
+        content["optimizer"] = in_own_names(content["optimizer"])
     with understood(path):
         if isinstance(given.settings, MultiTaskSettings):
             if branch:

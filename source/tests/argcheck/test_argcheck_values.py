@@ -617,3 +617,48 @@ def test_maps_come_back_from_their_plain_form():
     plain = thaw(settings)
     assert plain["weights"] == {"O": 2.0}
     assert freeze(_Weights, plain) == settings == check(_Weights, plain).settings
+
+
+#: The section as deepmd-kit 3.2.0 writes it to out.json.
+OF_DEEPMD_KIT = {
+    "type": "HybridMuon",
+    "momentum": 0.95,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "weight_decay": 0.001,
+    "lr_adjust": 0.0,
+    "lr_adjust_coeff": 0.18,
+    "muon_mode": "slice",
+    "enable_gram": True,
+    "flash_muon": True,
+    "magma_muon": True,
+}
+
+
+def small_steps(water, *, start_lr=1e-3, numb_steps=1000, **optimizer):
+    rate = {"type": "exp", "start_lr": start_lr}
+    training = {**water["training"], "numb_steps": numb_steps}
+    given = {**water, "optimizer": {**OF_DEEPMD_KIT, **optimizer}, "learning_rate": rate}
+    return normalize({**given, "training": training}).small_steps
+
+
+def test_the_scale_that_deepmd_kit_writes_out_is_said_to_be_small(water):
+    line = small_steps(water)
+    assert "48 times smaller" in line
+    assert "8.64" in line
+    assert "24 times smaller" in small_steps(water, numb_steps=100_000)
+    assert small_steps(water, start_lr=0.01)
+    assert small_steps(water, start_lr=0.02) is None  # its steps are about as large as ours
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lr_adjust_coeff": 0.2},  # chosen
+        {"lr_adjust": 10.0},  # the coefficient has no part in the update
+        {"layout": "auto"},  # not a key of deepmd-kit's
+    ],
+)
+def test_other_scales_are_the_users(water, changes):
+    assert small_steps(water, **changes) is None
+    assert normalize(water).small_steps is None

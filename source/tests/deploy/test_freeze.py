@@ -90,6 +90,21 @@ MODELS = {
         | {"concat_output_tebd": True, "activation_function": "silut:0.5"},
         {},
     ),
+    "DPA-3, compressed by linear layers, several messages": (
+        dpa3(a_compress_rate=1, a_compress_e_rate=4, n_multi_edge_message=3)
+        | {"env_protection": 0.2},
+        {},
+    ),
+    "DPA-3, one after another": (
+        dpa3(sequential_update=True, smooth_edge_update=True, n_multi_edge_message=2),
+        {},
+    ),
+    "DPA-3, one after another, rough, few slots": (
+        dpa3(
+            sequential_update=True, smooth_edge_update=False, e_sel=12, a_sel=5, a_compress_rate=1
+        ),
+        {},
+    ),
     "DPA-3 without angles": (
         dpa3(update_angle=False, edge_init_use_dist=True, update_style="res_incr"),
         {},

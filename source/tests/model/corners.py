@@ -33,6 +33,7 @@ _REPFLOW |= {
     "a_sel": 5,
 }
 _DYNAMIC = {"use_dynamic_sel": True, "e_sel": 40, "a_sel": 40}
+_LINEAR = {"a_compress_rate": 1, "a_compress_e_rate": 4, "n_multi_edge_message": 2}
 DESCRIPTORS = {
     "se_e2_a": {"type": "se_e2_a", "sel": [3, 3, 3], "type_one_side": True, **_RADIAL},
     "se_e2_a_pairs": {"type": "se_e2_a", "sel": [3, 3, 3], "type_one_side": False, **_RADIAL},
@@ -47,6 +48,11 @@ DESCRIPTORS = {
     "dpa1_v2": {"type": "se_atten_v2", **_RADIAL, "sel": 5, "attn_layer": 0},
     "dpa3": {"type": "dpa3", "repflow": _REPFLOW},
     "dpa3_dynamic": {"type": "dpa3", "repflow": {**_REPFLOW, **_DYNAMIC}},
+}
+#: Options of layers, which see no other corners than those above.
+LAYERS = {
+    "dpa3_linear": {"type": "dpa3", "repflow": {**_REPFLOW, **_LINEAR}},
+    "dpa3_sequential": {"type": "dpa3", "repflow": {**_REPFLOW, "sequential_update": True}},
 }
 _TETRAHEDRON = 1.6 * np.array([[1.0, 1, 1], [1, -1, -1], [-1, 1, -1], [-1, -1, 1]]) / np.sqrt(2)
 _DISTORTED = np.add(_TETRAHEDRON, [[0.1, 0, 0], [0, 0.2, 0], [0, 0, 0.3], [0, 0.1, 0]])
@@ -67,7 +73,7 @@ def corner_model(name, precision, device="cpu", corner=""):
     special = corner.startswith("excluded")
     fitting = {"type": "ener", "neuron": [8, 8], "seed": 2, "precision": precision}
     fitting |= {"numb_fparam": 1, "numb_aparam": 2} if special else {}
-    descriptor = {**DESCRIPTORS[name], "seed": 1, "precision": precision}
+    descriptor = {**DESCRIPTORS, **LAYERS}[name] | {"seed": 1, "precision": precision}
     section = {"type_map": TYPES, "descriptor": descriptor, "fitting_net": fitting}
     model = build_model(section | (_EXCLUDED if special else {}))
     # Means that differ a little between types, as those of similar elements do.

@@ -150,7 +150,7 @@ def node_results(
     derive=derivative,
     terms=1,
 ):
-    """Return what `with_gradients` does, of the nodes of a layer with so many terms that are added as they are."""
+    """Return what `with_gradients` does, of the nodes of a layer with so many messages that are added as they are."""
     draw, layer = Draw(dtype, device), small_layer(dtype, device, style, curve)
     x, plain, moment = (
         draw.leaf(atoms, 9),
@@ -158,7 +158,7 @@ def node_results(
         draw.leaf(atoms, 3, 15),
     )
     layer.n_residual.extend(draw.leaf(9) for _ in plain[1:])
-    out = layer._nodes(x, plain, moment, force=force)
+    out = layer._nodes(x, torch.cat(plain, dim=1), moment, force=force)
     used = [layer.node_self_mlp, layer.node_sym_linear]
     weights = [
         x,

@@ -30,6 +30,7 @@ REPFLOW = {
     "axis_neuron": 2,
     "update_residual": 1.0,
 }
+LINEAR = {"a_compress_rate": 1, "a_compress_e_rate": 2, "a_compress_use_split": False}
 SPLIT = {"a_compress_rate": 1, "a_compress_e_rate": 2, "a_compress_use_split": True}
 CASES: dict[str, dict] = {
     "plain": {},
@@ -37,6 +38,23 @@ CASES: dict[str, dict] = {
     "exponential": {"repflow": {"use_exp_switch": True, "e_rcut_smth": 3.5, "a_rcut_smth": 2.5}},
     "split": {"repflow": {**SPLIT, "smooth_edge_update": True, "edge_init_use_dist": True}},
     "split_more": {"repflow": {**SPLIT, "a_compress_rate": 2}},
+    "linear": {"repflow": LINEAR},
+    "heads": {"repflow": {"n_multi_edge_message": 3}},
+    "heads_averaged": {"repflow": {"n_multi_edge_message": 2, "update_style": "res_avg"}},
+    "sequential": {"repflow": {"sequential_update": True}},
+    "sequential_smooth": {
+        "repflow": {
+            **LINEAR,
+            "sequential_update": True,
+            "n_multi_edge_message": 2,
+            "use_dynamic_sel": True,
+            "smooth_edge_update": True,
+            "e_sel": 300,
+            "a_sel": 200,
+        }
+    },
+    "sequential_truncated": {"repflow": {"sequential_update": True, "e_sel": 20, "a_sel": 6}},
+    "protected": {"descriptor": {"env_protection": 0.5}, "repflow": {"fix_stat_std": 0.0}},
     "dynamic": {
         "repflow": {"use_dynamic_sel": True, "smooth_edge_update": True, "e_sel": 300, "a_sel": 200}
     },
@@ -66,7 +84,10 @@ CASES: dict[str, dict] = {
     "wide_types": {"type_map": ["A", "B", "C", "D", "E", "F"], "repflow": {"nlayers": 1}},
     "double_types": {"type_map": ["A", "B", "C"], "repflow": {"nlayers": 1}},
 }
-WITH_GRADIENT = ("plain", "split", "dynamic", "average", "truncated", "silut")
+WITH_GRADIENT = (
+    *("plain", "split", "dynamic", "average", "truncated", "silut"),
+    *("linear", "heads", "sequential", "sequential_smooth", "sequential_truncated"),
+)
 FOLLOWED = "split"
 
 

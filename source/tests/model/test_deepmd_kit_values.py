@@ -222,9 +222,6 @@ def test_frames_of_a_batch_do_not_mix(kind, name):
         ("dpa1", "", "attn_mask", True, "masked diagonal"),
         ("dpa3", "", "use_econf_tebd", True, "electron configurations"),
         ("dpa3", "", "add_chg_spin_ebd", True, "charge and spin"),
-        ("dpa3", "/repflow", "n_multi_edge_message", 2, "several heads"),
-        ("dpa3", "/repflow", "sequential_update", True, "one after another"),
-        ("dpa3", "/repflow", "a_compress_rate", 1, "linear layers"),
     ],
 )
 def test_what_only_deepmd_kit_has_is_refused_by_name(kind, section, key, value, words):

@@ -38,7 +38,13 @@ def gradients(model, data, energy=0.3):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", ["split", "truncated", "dynamic", "no_angles"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("split", "truncated", "dynamic", "no_angles"),
+        *("linear", "heads", "sequential_smooth", "sequential_truncated"),
+    ],
+)
 @pytest.mark.parametrize("way", ["padded", "small_blocks", "bounds"])
 def test_every_order_of_evaluation_gives_the_same(name, way, monkeypatch):
     """One padded block, as on a GPU, the smallest blocks, and bounds instead of counts agree with the usual way."""
@@ -75,7 +81,7 @@ def test_angles_beside_edges_borrow_all_that_they_read(monkeypatch):
 
     angles = RepflowLayer._angles
 
-    def watched(self, features, graph, wanted, *, force):
+    def watched(self, features, graph, **how):
         read.append(
             [
                 *features,
@@ -83,7 +89,7 @@ def test_angles_beside_edges_borrow_all_that_they_read(monkeypatch):
                 *(getattr(graph.plan, f.name) for f in dataclasses.fields(graph.plan)),
             ]
         )
-        return angles(self, features, graph, wanted, force=force)
+        return angles(self, features, graph, **how)
 
     monkeypatch.setattr(module, "plan_angles", geometry.padded_angles)
     monkeypatch.setattr(triton_support, "Branches", Branches)
@@ -154,7 +160,12 @@ REPFLOW = {
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"a_compress_rate": 1}, "a_compress_rate"),
+        ({"a_compress_rate": 1, "a_compress_e_rate": 4, "a_compress_use_split": True}, "e_dim"),
+        ({"a_compress_rate": 1, "a_compress_use_split": True, "n_dim": 60}, "n_dim"),
+        ({"a_compress_rate": 4, "a_dim": 4, "a_compress_e_rate": 2}, "even number"),
+        ({"sequential_update": True, "update_style": "res_avg"}, "res_residual"),
+        ({"sequential_update": True, "update_angle": False}, "update_angle"),
+        ({"n_multi_edge_message": 0}, "n_multi_edge_message"),
         ({"a_compress_rate": 3, "a_compress_use_split": True}, "a_compress_rate"),
         ({"use_dynamic_sel": True}, "use_dynamic_sel"),
         ({"a_rcut": 7.0}, "a_rcut"),

@@ -10,7 +10,7 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed (pip install deepmd-muon[gpu])", allow_module_level=True)
 
-from corners import CORNERS, DESCRIPTORS, UNEVEN, assert_corner
+from corners import CORNERS, DESCRIPTORS, LAYERS, UNEVEN, assert_corner
 from dpa1_attention import OPTIONS, attention_of, attention_results
 from dpa1_embedding import NETS, assert_same_embedding, embedding_results
 from dpa3_passes import angle_results, distance, edge_results, edge_sum_results, node_results
@@ -50,7 +50,7 @@ DTYPES = [torch.float64, torch.float32]
 
 def test_kernels_in_the_interpreter():
     here = Path(__file__)
-    assert passed_in_interpreter(here, here.with_name("test_neighbor_search.py")) == 214
+    assert passed_in_interpreter(here, here.with_name("test_neighbor_search.py")) == 216
 
 
 class Draw:
@@ -500,3 +500,9 @@ def test_nodes_and_edge_features_of_dpa3(monkeypatch, settings, computations):
 @pytest.mark.parametrize("name", DESCRIPTORS)
 def test_models_at_the_corners(monkeypatch, name, corner, precision):
     assert_corner(name, corner, precision, monkeypatch, DEVICE.type)
+
+
+@on_each_backend
+@pytest.mark.parametrize("name", LAYERS)
+def test_options_of_layers(monkeypatch, name):
+    assert_corner(name, "two of three types", "float32", monkeypatch, DEVICE.type)

@@ -1,8 +1,10 @@
 """Models with a short-range table against deepmd-kit 3.2.0 (`make_short_range_fixtures.py`), and as physics."""
 
+import dataclasses
 import json
 import math
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,6 +113,99 @@ def test_gradients_of_a_loss_of_forces_are_those_of_finite_differences(name):
         assert found == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-5)
 
 
+def test_a_checkpoint_of_deepmd_kit_computes_with_its_alpha(caplog):
+    """deepmd-kit does not read `smin_alpha`; this package does, and says so in its checkpoints."""
+    given = FIXTURE["dpa1"]["state"]
+    extra = given["_extra_state"]
+    params = {**extra["model_params"], "smin_alpha": 0.4}
+    settings, state = from_deepmd_kit({**given, "_extra_state": {**extra, "model_params": params}})
+    assert settings.smin_alpha == 0.1
+    assert "smin_alpha 0.4" in caplog.text
+    model = build_model(settings)
+    model.load_state_dict(state)
+    expected = FIXTURE["dpa1"]["outputs"]["periodic"]["force"]
+    torch.testing.assert_close(
+        model(batch_for(model, "periodic", "dpa1"))["force"].reshape(expected.shape),
+        expected,
+        rtol=1e-10,
+        atol=1e-10 * float(expected.abs().max()),
+    )
+    own = build_model(dataclasses.replace(settings, smin_alpha=0.4))
+    own.load_state_dict(state)
+    again, _ = from_deepmd_kit(to_deepmd_kit(own, {"lr": 1e-3, "step": 1}))
+    assert again.smin_alpha == 0.4
+
+
+@pytest.mark.parametrize("optimizer", ["HybridMuon", "Adam"])
+def test_a_run_with_a_table_keeps_state_and_average_under_deepmd_kits_names(
+    optimizer, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    content = table_input(optimizer)
+    train(content)
+    first = torch.load("model.ckpt-3.pt", weights_only=True)
+    (group,) = first["optimizer"]["param_groups"]
+    names = deepmd_kit_parameter_names(Predictor("model.ckpt-3.pt", device="cpu").model)
+    assert group["param_names"] == list(first["ema"]["model"]) == names
+    assert all(name.startswith("atomic_model.models.0.") for name in names)
+    averages = [x for x in first["ema"]["model"].values() if x.numel()]
+    assert len(averages) == len(first["optimizer"]["state"]) > 4
+    # Files of earlier releases have the names without `models.0.`, and no empty parameters.
+    (tmp_path / "earlier").mkdir()
+    group["param_names"] = [name.replace("models.0.", "") for name in names]
+    first["ema"]["model"] = {
+        name.replace("models.0.", ""): x for name, x in first["ema"]["model"].items() if x.numel()
+    }
+    torch.save(first, "earlier/model.pt")
+    found = {}
+    for source in ("model.ckpt-3.pt", "earlier/model.pt"):
+        longer = {"numb_steps": 5, "save_freq": 5, "save_ckpt": f"on-{Path(source).stem}"}
+        train(content | {"training": content["training"] | longer}, "--restart", source)
+        found[source] = torch.load(f"on-{Path(source).stem}-5.pt", weights_only=True)
+    one, other = found.values()
+    for name, value in one["model"].items():
+        if torch.is_tensor(value):
+            assert torch.equal(value, other["model"][name])
+    for name, value in one["ema"]["model"].items():
+        assert torch.equal(value, other["ema"]["model"][name])
+    assert main(["--pt", "test", "-m", "model.ckpt.pt", "-s", "data/valid", "--ema"]) == 0
+
+
+def test_a_model_of_this_package_alone_keeps_its_average(tmp_path, monkeypatch):
+    """A softmin that deepmd-kit lacks: there are no names of deepmd-kit's for it."""
+    monkeypatch.chdir(tmp_path)
+    content = table_input("Adam")
+    content["model"]["smin_alpha"] = 0.3
+    train(content)
+    average = torch.load("model.ckpt-3.pt", weights_only=True)["ema"]["model"]
+    assert all(x.numel() for x in average.values())
+    assert main(["--pt", "test", "-m", "model.ckpt.pt", "-s", "data/valid", "--ema"]) == 0
+
+
+def table_input(optimizer):
+    """Return a small input with a table and an average, and write its data and its table."""
+    shutil.copytree(EXAMPLE / "data", "data")
+    np.savetxt("table.txt", np.loadtxt(TABLE)[:, [0, 1]])
+    content = json.loads((EXAMPLE / "input.json").read_text())
+    descriptor = {"type": "dpa1", "sel": 60, "rcut": 4.0, "neuron": [4, 8], "axis_neuron": 2}
+    content["model"] |= {
+        "descriptor": {**descriptor, "attn_layer": 0},
+        "fitting_net": {"neuron": [8]},
+        "use_srtab": "table.txt",
+        "sw_rmin": 1.8,
+        "sw_rmax": 2.6,
+    }
+    content["optimizer"] = {"type": optimizer}
+    content["training"] |= {"numb_steps": 3, "disp_freq": 1, "save_freq": 3, "enable_ema": True}
+    content["training"]["validation_data"]["numb_btch"] = 1
+    return content
+
+
+def train(content, *words):
+    Path("input.json").write_text(json.dumps(content))
+    assert main(["--pt", "train", "input.json", "-v", "ERROR", *words]) == 0
+
+
 def table(alpha=0.1, rcut=6.0, **changes):
     return PairTable(str(TABLE), 2, rcut, changes.get("switch", (0.8, 1.3)), alpha)
 
@@ -126,6 +221,52 @@ def test_splines_are_those_of_a_clamped_cubic():
             found = data[a, b] @ np.array([u**3, u**2, u, 1.0])
             np.testing.assert_allclose(found, spline(rows[:-1, 0] + 0.02 * u), atol=1e-9)
         np.testing.assert_array_equal(data[a, b], data[b, a])
+
+
+# The last pieces of deepmd-kit 3.2.0's splines (`deepmd.utils.pair_tab.PairTab`) for type 1-1 of the table below.
+CONTINUED = {
+    2.1: [[-0.170003362, 0.190006724, 0.129996638, -0.15]],
+    2.6: [
+        [-0.007509946, 0.040291021, 0.043558238, -0.15],
+        [-0.045710935, 0.017761182, 0.101610440, -0.073660687],
+    ],
+    3.3: [
+        [0.006633390, -0.005009006, 0.017404256, -0.15],
+        [-0.004548998, 0.014891164, 0.027286414, -0.13097136],
+        [-0.001551657, 0.001244169, 0.043421748, -0.09334278],
+        [-0.002358634, -0.003410802, 0.041255115, -0.05022852],
+        [-0.002128069, -0.010486702, 0.027357611, -0.01474284],
+    ],
+}
+
+
+@pytest.fixture
+def open_table(tmp_path):
+    """A table from 0.25 to 2 Å that does not end in zeros."""
+    distance = 0.25 * np.arange(1, 9)
+    columns = [distance, 3 * np.exp(-2 * distance), 2 * np.exp(-distance), -0.3 / distance]
+    np.savetxt(tmp_path / "table", np.stack(columns, 1), fmt="%.6f")
+    return str(tmp_path / "table")
+
+
+@pytest.mark.parametrize("rcut", CONTINUED)
+def test_a_table_falls_to_zero_before_the_cutoff_as_deepmd_kits(rcut, open_table):
+    info, data = splines_of(open_table, 2, rcut)
+    pieces = len(CONTINUED[rcut])
+    assert info[2] == 7 + pieces
+    np.testing.assert_allclose(data[1, 1, 7:], CONTINUED[rcut], rtol=0, atol=2e-9)
+    assert np.abs(data[:, :, -1].sum(-1)).max() < 1e-12  # the last piece ends at 0
+
+
+def test_an_energy_that_jumps_at_the_cutoff_is_told(open_table, caplog):
+    splines_of(open_table, 2, 2.6)
+    splines_of(str(TABLE), 2, 3.0)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    info, _ = splines_of(open_table, 2, 1.9)
+    assert info[2] == 7
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "0.301 eV" in warning
+    assert "1.9" in warning
 
 
 def test_slopes_are_those_of_finite_differences():
@@ -180,7 +321,6 @@ def test_atoms_closer_than_the_table_are_pushed_apart():
     [
         ("0.1 1 2\n0.2 1 2\n0.3 0 0\n", "4 finite numbers"),
         ("0.1 1 2 3\n0.2 1 2 3\n0.4 0 0 0\n", "equal steps"),
-        ("0.1 1 2 3\n0.2 1 2 3\n0.3 0 0 1\n", "zeros"),
         ("0.1 a b c\n", "numbers"),
     ],
 )
@@ -221,26 +361,7 @@ def test_models_without_a_table_do_not_name_it():
 def test_training_restart_and_test_with_a_table(tmp_path, monkeypatch, capsys):
     """The table is in the checkpoint: its file may go after the first start."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(EXAMPLE / "data", "data")
-    rows = np.loadtxt(TABLE)[:, [0, 1]]
-    np.savetxt("table.txt", rows)
-    content = json.loads((EXAMPLE / "input.json").read_text())
-    content["model"] |= {
-        "descriptor": {
-            "type": "dpa1",
-            "sel": 60,
-            "rcut": 4.0,
-            "neuron": [4, 8],
-            "axis_neuron": 2,
-            "attn_layer": 0,
-        },
-        "fitting_net": {"neuron": [8]},
-        "use_srtab": "table.txt",
-        "sw_rmin": 1.8,
-        "sw_rmax": 2.6,
-    }
-    content["training"] |= {"numb_steps": 3, "disp_freq": 1, "save_freq": 3}
-    content["training"]["validation_data"]["numb_btch"] = 1
+    content = table_input("HybridMuon")
     (tmp_path / "input.json").write_text(json.dumps(content))
     assert main(["--pt", "train", "input.json"]) == 0
     (tmp_path / "table.txt").unlink()

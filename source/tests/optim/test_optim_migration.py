@@ -426,6 +426,80 @@ def test_a_difference_that_a_setting_made_is_not_the_versions():
         ]
 
 
+def intermediate_state():
+    """As the latest version's, but routed without names: a bias (1, 50) and today's exceptions alike."""
+    saved = latest_state()
+    del saved["param_groups"][0]["magma_muon"]
+    del saved["state"][1]["magma_score"]
+    return saved
+
+
+def own_state():
+    params = present_parameters()
+    for index, (_, p) in enumerate(params):
+        p.grad = random(*p.shape, seed=index)
+    optimizer = HybridMuon(params)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+ORIGINS = {
+    "deepmd_muon": own_state,
+    "deepmd-kit 3.2.0": latest_state,
+    "deepmd-kit without names": intermediate_state,
+    "deepmd-kit's first": first_version_state,
+}
+MATRIX, VECTOR = "descriptor.layers.1.matrix", "fitting.layers.0.idt"
+# What changed, the parameter of which the route or view is another one now, and the state it migrates to.
+CHANGES = {
+    "smallest matrix": ({"min_matrix_dim": 26}, MATRIX, "exp_avg"),
+    "route of a matrix": ({"adam_patterns": [MATRIX]}, MATRIX, "exp_avg"),
+    "view of a matrix": ({"splits": [f"{MATRIX}: rows 5"]}, MATRIX, "momentum_buffer"),
+    "Adam to AdamW": ({"adamw_patterns": [VECTOR]}, VECTOR, "exp_avg"),
+    "AdamW for vectors": ({"vector_route": "adamw"}, VECTOR, "exp_avg"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_a_changed_setting_is_seen_whatever_wrote_the_state(origin, change):
+    """Only the version explains a difference: `on_route_change` decides about those that a setting makes."""
+    settings, name, key = CHANGES[change]
+
+    def loaded(policy, **settings):
+        params = present_parameters()
+        optimizer = HybridMuon(params, on_route_change=policy, **settings)
+        optimizer.load_state_dict(ORIGINS[origin]())
+        return optimizer.state.get(dict(params)[name], {})
+
+    assert loaded("error")
+    with pytest.raises(RoutingMismatchError) as caught:
+        loaded("error", **settings)
+    assert name in [line.split(":")[0] for line in caught.value.differences]
+    assert key in loaded("migrate", **settings)
+    assert not loaded("reset", **settings)
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_another_muon_mode_is_seen_whatever_wrote_the_state(origin):
+    """Weights with three dimensions: own states and those with `muon_mode` tell their view."""
+    w = nn.Parameter(random(3, 4, 5))
+    saved = stepped([("w", w)]).state_dict()
+    group = {
+        "deepmd_muon": saved["param_groups"][0],
+        "deepmd-kit 3.2.0": deepmd_kit_group(1, muon_mode="slice", magma_muon=True),
+        "deepmd-kit without names": deepmd_kit_group(1, muon_mode="slice"),
+        "deepmd-kit's first": deepmd_kit_group(1, muon_2d_only=False, min_2d_dim=1),
+    }[origin]
+    state = {"state": saved["state"], "param_groups": [group]}
+    now = "2d" if origin == "deepmd-kit's first" else "flat"
+    with pytest.raises(RoutingMismatchError, match="w: saved: route muon"):
+        HybridMuon([("w", w)], muon_mode=now).load_state_dict(state)
+    reset = HybridMuon([("w", w)], muon_mode=now, on_route_change="reset")
+    reset.load_state_dict(state)
+    assert not reset.state
+
+
 @pytest.mark.parametrize("keyed", ["names", "attached"])
 def test_states_with_names_load_in_any_order(keyed):
     params = present_parameters()

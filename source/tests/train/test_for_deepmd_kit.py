@@ -44,6 +44,46 @@ def test_a_file_lists_deepmd_kits_parameters(optimizer, small_input, train, load
         assert "compress" not in capsys.readouterr().out
 
 
+def as_deepmd_kits(load, source, target):
+    """Write a checkpoint without what only this package stores: data order, random numbers, names in the state."""
+    content = load(source)
+    del content["deepmd_muon"]
+    for group in content["optimizer"]["param_groups"]:
+        del group["param_names"]
+    torch.save(content, target)
+
+
+def test_another_optimizer_than_deepmd_kits_run_had_is_said(small_input, train, load, caplog):
+    content = small_input(optimizer={"type": "Adam"}, training={"numb_steps": 3, "save_freq": 3})
+    content["model"]["descriptor"]["sel"] = [60]
+    assert train(content) == 0
+    as_deepmd_kits(load, "model.ckpt-3.pt", "theirs.pt")
+    content["training"] |= {"numb_steps": 4, "save_ckpt": "more"}
+    changed = {"type": "AdamW", "weight_decay": 0.01, "adam_beta2": 0.99}
+    for optimizer, words in ({"type": "Adam"}, ()), (changed, ("AdamW", "0.01", "0.99")):
+        caplog.clear()
+        assert train({**content, "optimizer": optimizer}, restart="theirs.pt") == 0
+        told = [m for m in caplog.messages if "the optimizer has changed" in m]
+        assert len(told) == bool(words)
+        assert all(word in told[0] for word in words)
+
+
+def test_deepmd_kits_default_scale_is_said_to_be_small_once(small_input, train, caplog):
+    """Its out.json holds all its defaults; a run that it began goes on with its scale."""
+    defaults = {"momentum": 0.95, "adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.001}
+    defaults |= {"lr_adjust": 0.0, "lr_adjust_coeff": 0.18, "muon_mode": "slice"}
+    defaults |= {"enable_gram": True, "flash_muon": True, "magma_muon": True}
+    content = small_input(training={"numb_steps": 2, "save_freq": 2})
+    content["optimizer"] |= defaults
+    assert train(content) == 0
+    assert [m for m in caplog.messages if "times smaller" in m and "0.18" in m]
+    assert sum("times smaller" in m for m in caplog.messages) == 1
+    caplog.clear()
+    content["training"]["numb_steps"] = 3
+    assert train(content, restart="model.ckpt-2.pt") == 0
+    assert not [m for m in caplog.messages if "times smaller" in m]
+
+
 def _section(content):
     from deepmd_muon.argcheck import normalize
 

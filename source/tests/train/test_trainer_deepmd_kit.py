@@ -47,10 +47,19 @@ DESCRIPTORS = {
 }
 
 
+TABLE = Path(__file__).parents[1] / "model" / "short_range.txt"
+
+
 @pytest.mark.parametrize(
-    ("kind", "optimizer"), [("se_e2_a", "HybridMuon"), ("dpa1", "Adam"), ("dpa3", "HybridMuon")]
+    ("kind", "optimizer", "table"),
+    [
+        ("se_e2_a", "HybridMuon", False),
+        ("dpa1", "Adam", False),
+        ("dpa3", "HybridMuon", False),
+        ("dpa1", "HybridMuon", True),
+    ],
 )
-def test_deepmd_kit_continues_our_checkpoint(kind, optimizer, tmp_path, train):
+def test_deepmd_kit_continues_our_checkpoint(kind, optimizer, table, tmp_path, train):
     """Three steps of ours and four of its own, which takes the last one again."""
     write_files(tmp_path)
     precision = (
@@ -64,6 +73,8 @@ def test_deepmd_kit_continues_our_checkpoint(kind, optimizer, tmp_path, train):
     )
     content["model"]["descriptor"] = {**given, "seed": 1, "precision": precision}
     content["model"]["fitting_net"] = {"neuron": [6, 6], "seed": 1, "precision": precision}
+    if table:
+        content["model"] |= {"use_srtab": str(TABLE), "sw_rmin": 0.8, "sw_rmax": 1.3}
     assert train(content, skip_neighbor_stat=True) == 0
     content["training"]["numb_steps"] = 6
     dp(

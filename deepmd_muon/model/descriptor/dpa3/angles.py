@@ -76,7 +76,7 @@ class Angles(FourPasses):
             z = _sum_of_terms(block, a[angles], weight, u[slots], t[slots])
             y = self.activation.value(z)
             pairs = _products(block, s[slots], s[slots])
-            message[slots] = (y[..., : self.width] * pairs).sum(2).view(-1, self.width)
+            message[slots] = (y[..., : self.width] * pairs).sum(2).flatten(0, 1)
             if updated is not None:
                 tail = (y[..., self.width :] * residual).view_as(a[angles])
                 torch.add(tail, a[angles], alpha=self.carry, out=updated[angles])
@@ -135,7 +135,7 @@ class Angles(FourPasses):
                 pairs = _products(block, s[slots], s[slots])
                 out = y_dot[..., : self.width] * pairs
                 out += value[..., : self.width] * _pair_tangent(block, s[slots], s_dot[slots])
-                to_message[slots] = out.sum(2).view(-1, self.width)
+                to_message[slots] = out.sum(2).flatten(0, 1)
             if to_updated is not None:
                 tail = (y_dot[..., self.width :] * residual).view_as(a[angles])
                 torch.add(tail, a_dot[angles], alpha=self.carry, out=to_updated[angles])
@@ -199,6 +199,8 @@ class Angles(FourPasses):
 def _kernels(angles: Angles, weight: Tensor) -> Any:
     """Return the launches of kernels where they can be used."""
     if len(angles.plan.blocks) != 1 or not triton_support.usable(weight.device):
+        return None
+    if not angles.width:  # the kernels are for layers with a message
         return None
     from deepmd_muon.model.descriptor.dpa3.kernels import angles as kernels
     from deepmd_muon.model.descriptor.dpa3.kernels.shared import fits_weight

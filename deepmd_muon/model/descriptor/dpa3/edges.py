@@ -276,8 +276,8 @@ class Edges(FourPasses):
 
 
 def _kernels(edges: Edges, weight: torch.Tensor) -> Any:
-    """Return the launches of kernels where they can be used."""
-    if not triton_support.usable(weight.device):
+    """Return the launches of kernels where they can be used: for layers with a message."""
+    if not edges.width or not triton_support.usable(weight.device):
         return None
     from deepmd_muon.model.descriptor.dpa3.kernels import edges as kernels
 

@@ -88,7 +88,8 @@ class DPA3(torch.nn.Module):
     def environment(self, structures: Structures, edges: torch.Tensor) -> Environment:
         """Environment of every edge, not standardised; statistics are always those of the quintic switch."""
         repflow = self.settings.repflow
-        return environment(edges, structures.neighbor, Reach(repflow.e_rcut, repflow.e_rcut_smth))
+        reach = Reach(repflow.e_rcut, repflow.e_rcut_smth, self.settings.env_protection)
+        return environment(edges, structures.neighbor, reach)
 
     def used_slots(self, structures: Structures) -> torch.Tensor | None:
         """Return None: every slot counts."""
@@ -153,8 +154,9 @@ class DPA3(torch.nn.Module):
         repflow, dtype = self.settings.repflow, self.repflows.mean.dtype
         edge_scale, angle_scale = repflow.scales
         scale = (1.0 / self.repflows.stddev[:, 0].double())[structures.sorted_type].unsqueeze(1)
-        per_distance = weight / distance
-        direction = edges * (per_distance / distance).unsqueeze(-1) * scale[..., 1:]
+        protected = distance + self.settings.env_protection
+        per_distance = weight / protected
+        direction = edges * (per_distance / protected).unsqueeze(-1) * scale[..., 1:]
         radial = distance if repflow.edge_init_use_dist else per_distance * scale[..., 0]
         plan = plan_angles(structures.inner[0], edges.shape[1], edges.device)
         near = distance.flatten().index_select(0, plan.slot)

@@ -52,7 +52,7 @@ class Residual(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """The weights of one `RepflowLayer`; the message comes first in the outputs of `edge` and `angle`."""
+    """The weights of one `RepflowLayer`; messages come first in the outputs of `edge` and `angle`."""
 
     node_self: Dense
     node_symmetric: Dense
@@ -120,6 +120,35 @@ def update_nodes(
     return add_updates(weights.node_residual, node, updates)
 
 
+def columns_of(split: Split, first: int, end: int) -> Split:
+    """Return the part of a split layer that computes some of its outputs."""
+    return Split([part[:, first:end] for part in split.parts], split.bias[first:end])
+
+
+def angle_values(
+    act: Act,
+    split: Split,
+    node: torch.Tensor,
+    edge: torch.Tensor,
+    angle: torch.Tensor,
+    graph: Graph,
+) -> torch.Tensor:
+    """Return a layer's activations of all angles `(ncentre, nslots, nslots, features)`."""
+    own, centre, second, first = split.parts
+    seen = edge[:, : graph.in_angle.shape[1], : first.shape[0]]
+    per_atom = product(node[:, : centre.shape[0]], centre) + split.bias
+    u = rows_product(seen, first) + per_atom.unsqueeze(1)
+    z = rows_product(angle, own) + u.unsqueeze(2) + rows_product(seen, second).unsqueeze(1)
+    values: torch.Tensor = value_of(act, z)
+    return values
+
+
+def sum_over_angles(y: torch.Tensor, graph: Graph) -> torch.Tensor:
+    """Return the message of angles to their first edge `(ncentre, nslots, features)`."""
+    s = graph.angle_weight
+    return torch.matmul(s[:, None, None, :], y).squeeze(2) * s.unsqueeze(2)
+
+
 def update_angles(
     act: Act,
     weights: LayerWeights,
@@ -129,18 +158,24 @@ def update_angles(
     graph: Graph,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the message of angles to their first edge `(ncentre, nslots, e_dim)`, and the angles after the layer."""
-    own, centre, second, first = weights.angle.parts
-    slots, e_dim = graph.in_angle.shape[1], edge.shape[2]
-    seen = edge[:, :slots, : first.shape[0]]
-    per_atom = product(node[:, : centre.shape[0]], centre) + weights.angle.bias
-    u = rows_product(seen, first) + per_atom.unsqueeze(1)
-    z = rows_product(angle, own) + u.unsqueeze(2) + rows_product(seen, second).unsqueeze(1)
-    y = value_of(act, z)
-    s = graph.angle_weight
-    reduced = torch.matmul(s[:, None, None, :], y[..., :e_dim]).squeeze(2) * s.unsqueeze(2)
+    e_dim = edge.shape[2]
+    y = angle_values(act, weights.angle, node, edge, angle, graph)
+    reduced = sum_over_angles(y[..., :e_dim], graph)
     if y.shape[3] > e_dim:
         angle = add_updates(weights.angle_residual, angle, [y[..., e_dim:]])
     return reduced, angle
+
+
+def edge_values(
+    act: Act, split: Split, node: torch.Tensor, edge: torch.Tensor, near: Near
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a layer's activations of all edges `(ncentre, nnei, features)`, and the nodes of neighbours."""
+    centre, other, own = split.parts
+    p = add_product(split.bias, node, centre)
+    gathered = neighbor_rows(torch.cat([product(node, other), node], 1), near)
+    features = own.shape[1]
+    y = value_of(act, rows_product(edge, own) + p.unsqueeze(1) + gathered[..., :features])
+    return y, gathered[..., features:]
 
 
 def edge_from_angles(
@@ -186,7 +221,9 @@ class ScriptedDPA3(torch.nn.Module):
         own, repflow, block = module.settings, module.settings.repflow, module.repflows
         self.slots, self.angle_slots = repflow.slots
         self.edge_scale, self.angle_scale = repflow.scales
-        self.axis, self.n_dim = repflow.axis_neuron, repflow.n_dim
+        self.axis, self.n_dim, self.message = repflow.axis_neuron, repflow.n_dim, repflow.message
+        self.one_after_another = repflow.sequential_update
+        self.protection = own.env_protection
         self.start_from_length, self.with_angles = repflow.edge_init_use_dist, repflow.update_angle
         self.smooth, self.append_types = repflow.smooth_edge_update, own.concat_output_tebd
         self.act = act_of(own.activation_function)
@@ -195,8 +232,9 @@ class ScriptedDPA3(torch.nn.Module):
         with torch.no_grad():
             table = module.type_embedding().detach().clone()
             last = repflow.nlayers - 1
+            whole = repflow.sequential_update
             self.layers = [
-                layer_weights(layer, edge=index < last, angle=index < last - 1)  # type: ignore[arg-type]
+                layer_weights(layer, edge=whole or index < last, angle=whole or index < last - 1)  # type: ignore[arg-type]
                 for index, layer in enumerate(block.layers)
             ]
         self.request = Request(repflow.e_rcut, [self.slots], False, True, len(table))
@@ -218,31 +256,70 @@ class ScriptedDPA3(torch.nn.Module):
             edge = value_of(self.act, edge)
         for index in range(len(self.layers)):
             weights = self.layers[index]
-            centre, other, own = weights.edge.parts
-            p = add_product(weights.edge.bias, node, centre)
-            gathered = neighbor_rows(torch.cat([product(node, other), node], 1), near)
-            features = own.shape[1]
-            y = value_of(
-                self.act, rows_product(edge, own) + p.unsqueeze(1) + gathered[..., :features]
-            )
-            message = torch.bmm(graph.edge_weight.unsqueeze(1), y[..., : self.n_dim]).squeeze(1)
-            across = graph.direction.transpose(1, 2)
-            moments = [torch.bmm(across, edge), torch.bmm(across, gathered[..., features:])]
+            if self.one_after_another:
+                node, edge, angle = self._sequential(weights, near, graph, node, edge, angle)
+                continue
+            y, neighbors = edge_values(self.act, weights.edge, node, edge, near)
             old = node
-            node = update_nodes(self.act, weights, node, [message], moments, self.axis)
-            if features > self.n_dim:
-                updates = [y[..., self.n_dim :]]
+            node = self._nodes(weights, graph, node, edge, y[..., : self.message], neighbors)
+            if y.shape[2] > self.message:
+                updates = [y[..., self.message :]]
                 if self.with_angles:
                     reduced, angle = update_angles(self.act, weights, old, edge, angle, graph)
-                    linear = weights.edge_from_angle
-                    updates.append(
-                        edge_from_angles(
-                            self.act, linear, edge, reduced, graph.in_angle, self.smooth
-                        )
-                    )
+                    updates.append(self._by_angles(weights, graph, edge, reduced))
                 edge = add_updates(weights.edge_residual, edge, updates)
         descriptor = torch.cat([node, types], 1) if self.append_types else node
         return descriptor.detach(), Tape(vectors, descriptor)
+
+    def _sequential(
+        self,
+        weights: LayerWeights,
+        near: Near,
+        graph: Graph,
+        node: torch.Tensor,
+        edge: torch.Tensor,
+        angle: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return nodes, edges and angles after a layer; see `RepflowLayer._one_after_another`."""
+        e_dim = edge.shape[2]
+        features = weights.edge.bias.shape[0]
+        by_itself = columns_of(weights.edge, self.message, features)
+        y, neighbors = edge_values(self.act, by_itself, node, edge, near)
+        edge = torch.addcmul(edge, y, weights.edge_residual.weights[0])
+        update = columns_of(weights.angle, e_dim, weights.angle.bias.shape[0])
+        y = angle_values(self.act, update, node, edge, angle, graph)
+        angle = add_updates(weights.angle_residual, angle, [y])
+        message = columns_of(weights.angle, 0, e_dim)
+        y = angle_values(self.act, message, node, edge, angle, graph)
+        of_angles = self._by_angles(weights, graph, edge, sum_over_angles(y, graph))
+        edge = torch.addcmul(edge, of_angles, weights.edge_residual.weights[1])
+        to_nodes = columns_of(weights.edge, 0, self.message)
+        y, neighbors = edge_values(self.act, to_nodes, node, edge, near)
+        return self._nodes(weights, graph, node, edge, y, neighbors), edge, angle
+
+    def _nodes(
+        self,
+        weights: LayerWeights,
+        graph: Graph,
+        node: torch.Tensor,
+        edge: torch.Tensor,
+        y: torch.Tensor,
+        neighbors: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the nodes after a layer, from the edges' activations y for them, and the nodes of neighbours."""
+        message = torch.bmm(graph.edge_weight.unsqueeze(1), y).squeeze(1)
+        across = graph.direction.transpose(1, 2)
+        moments = [torch.bmm(across, edge), torch.bmm(across, neighbors)]
+        messages = message.split(self.n_dim, 1)
+        return update_nodes(self.act, weights, node, messages, moments, self.axis)
+
+    def _by_angles(
+        self, weights: LayerWeights, graph: Graph, edge: torch.Tensor, reduced: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the update of every edge by the messages of its angles."""
+        return edge_from_angles(
+            self.act, weights.edge_from_angle, edge, reduced, graph.in_angle, self.smooth
+        )
 
     def _graph(self, near: Near, vectors: torch.Tensor) -> tuple[Graph, torch.Tensor, torch.Tensor]:
         """Return the graph, the angles `(ncentre, nslots, nslots, a_dim)` and the number every edge starts from."""
@@ -254,8 +331,9 @@ class ScriptedDPA3(torch.nn.Module):
             distance, self.edge_switch.start, self.edge_switch.end, self.edge_switch.exponential
         ).masked_fill(empty, 0.0)
         scale = self.scale[near.kind].unsqueeze(1)
-        per_distance = weight / distance
-        direction = edges * (per_distance / distance).unsqueeze(-1) * scale[..., 1:]
+        protected = distance + self.protection
+        per_distance = weight / protected
+        direction = edges * (per_distance / protected).unsqueeze(-1) * scale[..., 1:]
         radial = distance if self.start_from_length else per_distance * scale[..., 0]
         inside = (distance.detach() < self.angle_switch.end) & ~empty
         last = inside.any(0).nonzero()
@@ -300,13 +378,18 @@ def layer_weights(layer: RepflowLayer, *, edge: bool, angle: bool) -> LayerWeigh
         )
         edges = repflow.angle_edge
         angles = split(of_angle, [repflow.a_dim, repflow.angle_node, edges, edges])
+        if layer.a_compress_n_linear is not None and layer.a_compress_e_linear is not None:
+            own, *seen = angles.parts  # of the compressed node and edges
+            maps = [layer.a_compress_n_linear.matrix] + [layer.a_compress_e_linear.matrix] * 2
+            whole = [map_.detach() @ part for map_, part in zip(maps, seen, strict=True)]
+            angles = angles._replace(parts=[own, *whole])
     return LayerWeights(
         dense(layer.node_self_mlp),
         dense(layer.node_sym_linear),
         split(of_edge, [n, n, e]),
         angles,
         dense(layer.edge_angle_linear2) if with_angles else Dense(none, none, None, 0),
-        residual(repflow.update_style, layer.n_residual, 3, n, none),
+        residual(repflow.update_style, layer.n_residual, 2 + repflow.n_multi_edge_message, n, none),
         residual(repflow.update_style, layer.e_residual, 2 if with_angles else 1, e, none),
         residual(repflow.update_style, layer.a_residual, 1, repflow.a_dim, none),
     )

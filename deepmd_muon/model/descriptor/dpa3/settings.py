@@ -56,14 +56,33 @@ def _not_above(key: str, *limits: str) -> Rule:
 def _compressible(rate: int, e_rate: int, a_dim: int) -> str | None:
     if rate and (a_dim * e_rate) % (2 * rate):
         return f"twice its value must divide a_dim · a_compress_e_rate; found {rate} with {a_dim} · {e_rate}"
+    if rate and (a_dim // rate) % 2:
+        return f"must leave an even number of features of a_dim; found {rate} with {a_dim}"
     return None
 
 
-def _by_split(rate: int, use_split: bool) -> str | None:
-    if rate and not use_split:
+def _enough_to_split(
+    use_split: bool, *, rate: int, e_rate: int, a_dim: int, n_dim: int, e_dim: int
+) -> str | None:
+    if not (use_split and rate):
+        return None
+    for needed, present, key in (
+        (a_dim // rate, n_dim, "n_dim"),
+        (a_dim // (2 * rate) * e_rate, e_dim, "e_dim"),
+    ):
+        if needed > present:
+            return (
+                f"takes the first {needed} of {present} features ({key}); raise {key} or a_compress_rate, or set it "
+                "to false"
+            )
+    return None
+
+
+def _sequential_needs(sequential: bool, update_style: str, update_angle: bool) -> str | None:
+    if sequential and (update_style != "res_residual" or not update_angle):
         return (
-            f"needs a_compress_use_split true; found {rate} without: deepmd-kit has a compression by linear layers, "
-            "this package does not"
+            "needs update_style 'res_residual' and update_angle true, as in deepmd-kit; found "
+            f"{update_style!r} and {str(update_angle).lower()}"
         )
     return None
 
@@ -123,7 +142,15 @@ class RepflowSettings(Section):
     a_compress_use_split: bool = setting(
         False,
         needs=(above_zero("a_compress_rate"),),
-        doc="Angles see the first features of node and edges, not a linear map of all.",
+        doc=(
+            "Angles see the first features of node and edges instead of a trained linear map of "
+            "all."
+        ),
+    )
+    n_multi_edge_message: int = setting(
+        1,
+        minimum=1,
+        doc="Number of messages that an edge sends to its node, each with an update of its own.",
     )
     axis_neuron: int = setting(
         4,
@@ -179,6 +206,13 @@ class RepflowSettings(Section):
     sel_reduce_factor: float = setting(
         10.0, above=0.0, needs=(switched_on("use_dynamic_sel"),), doc="See use_dynamic_sel."
     )
+    sequential_update: bool = setting(
+        False,
+        doc=(
+            "Update edges by themselves, then angles, edges by angles, and nodes, each from the features updated "
+            "before it, instead of all from those before the layer."
+        ),
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("e_rcut_smth", "e_rcut"), smoothing_inside),
@@ -189,17 +223,34 @@ class RepflowSettings(Section):
         Rule(("a_sel",), some_neighbors),
         _not_above("axis_neuron", "n_dim", "e_dim"),
         Rule(("a_compress_rate", "a_compress_e_rate", "a_dim"), _compressible),
-        Rule(("a_compress_rate", "a_compress_use_split"), _by_split),
+        Rule(
+            (
+                *("a_compress_use_split", "a_compress_rate", "a_compress_e_rate"),
+                *("a_dim", "n_dim", "e_dim"),
+            ),
+            lambda split, rate, e_rate, a_dim, n_dim, e_dim: _enough_to_split(
+                split, rate=rate, e_rate=e_rate, a_dim=a_dim, n_dim=n_dim, e_dim=e_dim
+            ),
+        ),
+        Rule(("sequential_update", "update_style", "update_angle"), _sequential_needs),
         Rule(("use_dynamic_sel", "smooth_edge_update"), _smooth_when_dynamic),
         Rule(("skip_stat", "fix_stat_std"), _skip_stat_fixes),
     )
     foreign: ClassVar[dict[str, Foreign]] = {
-        "n_multi_edge_message": Foreign("several heads of the message from edges to nodes", (1,)),
-        "sequential_update": Foreign("updates one after another within a layer", (False,)),
         "optim_update": Foreign(
             "an order of evaluation, always the fast one here", (True,), inert=True
         ),
     }
+
+    @property
+    def linear_compression(self) -> bool:
+        """Whether angles see linear maps of their node and edges."""
+        return self.update_angle and self.a_compress_rate > 0 and not self.a_compress_use_split
+
+    @property
+    def message(self) -> int:
+        """Features of all messages of an edge to its node together."""
+        return self.n_multi_edge_message * self.n_dim
 
     @property
     def angle_node(self) -> int:
@@ -262,11 +313,13 @@ class DPA3Settings(DescriptorSettings):
     )
     use_tebd_bias: bool = setting(False, doc="Add a trained bias to the vectors of types.")
     exclude_types: tuple[tuple[int, int], ...] = setting((), **EXCLUDE_TYPES)
+    env_protection: float = setting(
+        0.0, minimum=0.0, doc="Added to distances [Å] where the environment divides by them."
+    )
 
     foreign: ClassVar[dict[str, Foreign]] = {
         "add_chg_spin_ebd": Foreign("an embedding of charge and spin", (False,)),
         "default_chg_spin": Foreign("an embedding of charge and spin"),
-        "env_protection": Foreign("a protected division by distances in this descriptor", (0.0, 0)),
         "use_econf_tebd": Foreign("type vectors from electron configurations", (False,)),
         "use_loc_mapping": Foreign("a way of indexing atoms", (True,), inert=True),
     }
@@ -310,5 +363,9 @@ class DPA3Settings(DescriptorSettings):
     def statistics_key(self) -> dict[str, Any]:
         """Return the settings behind the environment rows."""
         keys = ("e_sel", "e_rcut", "e_rcut_smth", "use_exp_switch", "fix_stat_std")
-        own = {"exclude_types": thaw(self.exclude_types)} if self.exclude_types else {}
+        own = {
+            key: thaw(value)
+            for key in ("exclude_types", "env_protection")
+            if (value := getattr(self, key))
+        }
         return {"type": self.type, **{key: getattr(self.repflow, key) for key in keys}, **own}
