@@ -67,15 +67,27 @@ class FourPasses(ABC):
 
 @dataclass
 class _Record:
-    """What one call of the operation must remember between its passes."""
+    """What one call of the operation must remember between its passes.
 
-    adjoint_has_run: bool
+    Attributes
+    ----------
+    gradient_is_next
+        Whether the next backward pass is pass 4; otherwise it is pass 2.
+    adjoint_saved, tangent_saved
+        What passes 2 and 3 hand over to pass 4.
+    """
+
+    gradient_is_next: bool
     adjoint_saved: Perhaps | None = None
     tangent_saved: Perhaps | None = None
 
 
 class _AdjointArguments(NamedTuple):
-    """The arguments of pass 2 that have no derivatives."""
+    """The arguments of pass 2 that autograd does not see.
+
+    Pass 2 depends on `inputs`, too, but its backward pass 3 differentiates by the cotangents alone: the derivative by
+    the inputs is part of pass 4.
+    """
 
     passes: FourPasses
     record: _Record
@@ -108,8 +120,8 @@ class _Value(torch.autograd.Function):
         # Autograd records this backward pass only under create_graph, which is how forces are asked for.
         create_graph = torch.is_grad_enabled()
         input_gradients: Perhaps
-        if not record.adjoint_has_run:
-            record.adjoint_has_run = create_graph
+        if not record.gradient_is_next:
+            record.gradient_is_next = create_graph
             arguments = _AdjointArguments(passes, record, inputs, value_saved)
             input_gradients = _Adjoint.apply(arguments, order, *cotangents)
         elif create_graph:
@@ -172,9 +184,10 @@ def run(passes: FourPasses, *inputs: Tensor | None, force: bool) -> Any:
     inputs
         Its inputs.
     force
-        Whether autograd first takes the derivative of the energy. Otherwise it takes only the gradient of the loss.
+        Whether the first backward pass is that of the energy, with create_graph. It returns no gradients of
+        parameters; the second one does. Otherwise the only backward pass is that of the loss.
     """
-    record = _Record(adjoint_has_run=not force)
+    record = _Record(gradient_is_next=not force)
     *outputs, _order = _Value.apply(passes, record, *inputs)
     return outputs
 
@@ -184,7 +197,7 @@ def run_with_pullback(passes: FourPasses, *inputs: Tensor | None) -> tuple[Any, 
 
     Pass 2 gets an empty `value_saved`: such an operation remembers these tensors itself.
     """
-    record = _Record(adjoint_has_run=True)
+    record = _Record(gradient_is_next=True)
     *outputs, order = _Value.apply(passes, record, *inputs)
 
     def pullback(*cotangents: Tensor | None) -> Any:

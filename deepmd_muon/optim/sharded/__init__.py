@@ -3,7 +3,9 @@
 Glossary
 --------
 block
-    One matrix of a parameter: the parameter itself, one expert of a stack, one part of a fused weight.
+    One matrix of a parameter: the parameter itself, one expert of a batched weight, one part of a fused weight.
+direction
+    What is orthogonalized: the momentum, or Nesterov's combination of momentum and gradient.
 piece
     The part of a block that one rank holds. A block's pieces make up the whole matrix.
 owner, holder
@@ -15,8 +17,9 @@ domain
 leg
     "gather": pieces of directions go to owners. "return": pieces of updates go to holders.
 bucket
-    The jobs that one exchange carries: one all-to-all for each leg. A *portion* is the same for blocks whose pieces
-    are all on one rank, without a collective.
+    The jobs that one exchange carries: one all-to-all for each leg. It *travels*.
+portion
+    A bucket of jobs whose pieces are all on one rank. It *stays*: there is no collective.
 stack
     Blocks of a bucket that their owner orthogonalizes together: one shape, one parameter group.
 header, plane

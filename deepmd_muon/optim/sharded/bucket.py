@@ -1,4 +1,4 @@
-"""One exchange on one rank: the pieces it packs, the matrices it orthogonalizes, the pieces it updates.
+"""One exchange, or portion, on one rank: the pieces it packs, the matrices it orthogonalizes, the pieces it updates.
 
 Between which views of buffers, matrices and parameters elements are copied depends on the plan alone. All views are
 created once, by `Bucket.bind`. In a step, each method is a few operations on lists of views.
@@ -372,7 +372,7 @@ class Bucket:
         planes
             This rank's directions by parameter of the plan, shaped like the local momentum; then each input in `asked`.
         statistics
-            The rules' statistics of the pieces of all parameters, float64 (…, sums).
+            The tables of the momentum updates that advanced this bucket's parameters, float64 (rows, sums).
         absent
             The parameters without a gradient on this rank.
         """

@@ -19,7 +19,9 @@ Both collectives are asynchronous. The setting `slots` is the number of buckets 
                                                                              ├─ 2 …
 
 Blocks that never leave this rank need no collective. They are computed while the first gathers are on their way.
-All ranks start the same collectives in the same order, because the order follows from the plan alone.
+
+All ranks of a domain start its gathers and returns in the same order: sets of ranks are nested or disjoint (the plan
+refuses others), larger domains come first, and the order within a domain follows from the plan alone.
 
 A parameter without a gradient
 ------------------------------
@@ -181,9 +183,10 @@ class Pipeline:
     last_reader
         By position in the plan: the last bucket that reads the parameter's direction.
     idle
-        Parameters of which this rank has neither state nor updates.
-    parts
-        The gathers of parameters of which each rank updates the part that it has master weights of.
+        Parameters of which this rank packs and updates no piece.
+    master_gathers
+        All-gathers after the step of 16-bit parameters of which each rank updates the part that it has master weights
+        of.
     table_sources
         For each bucket, the numbers of the momentum updates whose tables of statistics it reads; set by `bind`.
     """
@@ -209,10 +212,11 @@ class Pipeline:
 
         # The first gathers start before local blocks are computed, to overlap with them.
         self.n_slots = plan.settings.slots
+        self.n_first = min(self.n_slots, len(self.travelling))
         self.packing_order = [
-            *self.travelling[: self.n_slots],
+            *self.travelling[: self.n_first],
             *self.staying,
-            *self.travelling[self.n_slots :],
+            *self.travelling[self.n_first :],
         ]
         self.last_reader = {i: bucket for bucket in self.packing_order for i in bucket.parameters}
         advanced = self._assign_momenta()
@@ -225,7 +229,7 @@ class Pipeline:
             for param, planned in zip(sharded_params, plan.parameters, strict=True)
             if planned.masters
         ]
-        self.parts = gathered_parts(with_masters, collectives, keep=False)
+        self.master_gathers = gathered_parts(with_masters, collectives, keep=False)
         self._slots = self._allocate_slots()
         self._workspace = self._allocate_workspace()
         self.table_sources: list[list[int]] = []
@@ -357,7 +361,7 @@ class Pipeline:
 
     def _local_parameters(self, state: State) -> dict[int, LocalParameter]:
         """Return, by position in the plan, what this rank updates of each parameter and its rules' state."""
-        parts = {p: part for gathered in self.parts for p, part in gathered.own.items()}
+        parts = {p: part for gather in self.master_gathers for p, part in gather.own.items()}
         local_params = {}
         for i, param in enumerate(self.sharded_params):
             param_state = state[param.p]
@@ -399,13 +403,12 @@ class Pipeline:
         The first list is for the buckets packed before the element-wise routes take their step, the second for those
         packed after it.
         """
-        n_before = min(self.n_slots, len(self.travelling))
         before: list[TransferBatch] = []
         after: list[TransferBatch] = []
         for number, update in enumerate(self.momentum_updates):
             wanted = [(self.sharded_params[i].p, "momentum_buffer") for i in update.order]
             if wanted:
-                batches = before if number < n_before else after
+                batches = before if number < self.n_first else after
                 batches.append(memory.transfer_batch(state, wanted))
         return before, after
 
@@ -426,8 +429,8 @@ class PipelineStep:
     Parameters
     ----------
     moments
-        Yields each bucket's offloaded momenta on the device, in order of `Pipeline.packing_order`; None without
-        offload.
+        Yields offloaded moments on the device: those of the first buckets, of the Adam waves (which the element-wise
+        step takes), then of the other buckets; nothing for a bucket that advances no momentum. None without offload.
     """
 
     def __init__(
@@ -445,19 +448,19 @@ class PipelineStep:
         self._memory = memory
         self._control = control.on(pipeline.device)
         self._moments = moments
-        # By position in the plan: what buckets pack, kept from the bucket that advances a momentum to the last reader.
+        # By kind and position in the plan: what buckets pack, from the bucket that advances a momentum to the last reader.
         self._planes: dict[str, dict[int, Tensor]] = {"direction": {}, "gradient": {}, "weight": {}}
         self._tables: dict[int, Tensor] = {}  # statistics, by number of the momentum update
         # Advanced copies of momenta without a gradient on this rank, by position in the plan; and for each of their
-        # blocks that is updated here, by (position, block), whether another rank has a gradient.
+        # blocks that is updated here, by (position, block), whether any rank has a gradient.
         self._tentative: dict[int, Tensor] = {}
         self._has_gradient: dict[tuple[int, int], Tensor] = {}
         self._n_packed = 0
         self._waiting = deque(pipeline.travelling)
         self._gathering: deque[InFlight] = deque()
         self._returning: deque[InFlight] = deque()
-        for parts in pipeline.parts:
-            parts.read()
+        for gather in pipeline.master_gathers:
+            gather.read()
         self._start_gathers(n_returning=0)
 
     def finish(self) -> list[Wait]:
@@ -468,7 +471,7 @@ class PipelineStep:
         self._step_local_blocks()
         while self._gathering:
             bucket, wait = self._gathering.popleft()
-            back = self._orthogonalize(bucket, wait, start_gathers=True)
+            back = self._orthogonalize(bucket, wait)
             # The previous bucket's updates have had the time of this orthogonalization to return.
             if self._returning:
                 self._apply(self._returning.popleft())
@@ -480,7 +483,7 @@ class PipelineStep:
                 self._start_gathers(n_returning=0)
         for returning in self._returning:
             self._apply(returning)
-        arriving = [parts.gather() for parts in self._pipeline.parts]
+        arriving = [gather.gather() for gather in self._pipeline.master_gathers]
         if self._moments is not None:
             for _ in self._moments:  # exhausting it copies the last batch back to the host
                 pass
@@ -494,11 +497,11 @@ class PipelineStep:
         """Take the whole step of blocks that stay on this rank, while the first gathers are on their way."""
         for bucket in self._pipeline.staying:
             gathered = self._pack(bucket)
-            back = self._orthogonalize(bucket, gathered, start_gathers=False)
+            back = self._orthogonalize(bucket, gathered)
             self._apply(InFlight(bucket, back))
 
     def _start_gathers(self, n_returning: int) -> None:
-        """Pack further buckets and start their gathers while slots are free; `n_returning` buckets hold one each."""
+        """Start the gathers of further buckets while slots are free; `n_returning` buckets hold one each."""
         n_slots = self._pipeline.n_slots
         while self._waiting and len(self._gathering) + n_returning < n_slots:
             bucket = self._waiting.popleft()
@@ -533,7 +536,7 @@ class PipelineStep:
         return bucket.exchange.start("gather", pipeline.collectives)
 
     def _advance(self, update: MomentumUpdate, buffers: Sequence[Tensor]) -> Tensor:
-        """Advance momenta; return the rules' statistics of this rank's pieces, float64 (pieces, sums)."""
+        """Advance momenta; return the rules' statistics of this rank's parts, float64 (`n_rows`, sums)."""
         remaining = iter(buffers)
         pairs: list[Pieces] = []
         for momenta_group in update.momenta_groups:
@@ -578,13 +581,10 @@ class PipelineStep:
 
     # ----- stages 3 and 4: orthogonalize and return --------------------------------------------------
 
-    def _orthogonalize(self, bucket: Bucket, gathered: Wait, *, start_gathers: bool) -> Wait:
+    def _orthogonalize(self, bucket: Bucket, gathered: Wait) -> Wait:
         """Wait for a bucket's pieces, orthogonalize its matrices, and start returning the updates."""
         gathered()
         owned = bucket.assemble()
-        if start_gathers:
-            # The bucket's buffers are still in use: `unpack` writes the updates into them.
-            self._start_gathers(n_returning=1 + len(self._returning))
         updates: list[Tensor] = list(bucket.matrices)
         for group_number in dict.fromkeys(stack.group for stack in bucket.stacks):
             stacks = [k for k, stack in enumerate(bucket.stacks) if stack.group == group_number]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from deepmd_muon.optim.config import HybridMuonConfig
+from deepmd_muon.optim.errors import ShardingError
 from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.routing.param_groups import Group
 from deepmd_muon.optim.routing.rules import RouteEntry
@@ -331,6 +333,7 @@ def _domains(
     members: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)
     for i, parameter in enumerate(parameters):
         members[tuple(sorted(parameter.layout.ranks)), parameter.itemsize].append(i)
+    _refuse_overlaps(parameters)
     # Larger domains first: all ranks of a smaller domain inside one then know the loads from it.
     order = sorted(members.items(), key=lambda item: (-len(item[0][0]), item[1][0]))
     domains: list[Domain] = []
@@ -355,6 +358,22 @@ def _domains(
             else choices[0]
         )
     return domains
+
+
+def _refuse_overlaps(parameters: Sequence[PlannedParameter]) -> None:
+    """Raise ShardingError unless the sets of ranks that hold parameters are nested or disjoint.
+
+    Ranks of sets that only overlap would start their collectives in different orders.
+    """
+    names: dict[frozenset[int], str] = {}
+    for parameter in parameters:
+        names.setdefault(frozenset(parameter.layout.ranks), parameter.name)
+    for (ranks, name), (others, other_name) in itertools.combinations(names.items(), 2):
+        if ranks & others and not (ranks <= others or others <= ranks):
+            raise ShardingError(
+                f"{name!r} is on ranks {sorted(ranks)}, {other_name!r} on ranks {sorted(others)}: sets of ranks that "
+                "hold parameters must be nested or disjoint; give both a mesh of all these ranks"
+            )
 
 
 def _can_be_gathered(parameters: Sequence[PlannedParameter], settings: ShardedSettings) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepmd_muon.optim import sharded
-from deepmd_muon.optim.errors import InvalidSettingError
+from deepmd_muon.optim.errors import InvalidSettingError, ShardingError
 from deepmd_muon.optim.routing.views import MatrixView, matrix_view
 from deepmd_muon.optim.rules.magma import Magma
 from deepmd_muon.optim.rules.normuon import NorMuon
@@ -463,3 +463,13 @@ def test_settings_are_checked():
 def test_the_former_name_of_a_placement_is_deprecated():
     with pytest.warns(DeprecationWarning, match="ShardPlacement"):
         assert sharded.Split is ShardPlacement
+
+
+def test_sets_of_ranks_that_only_overlap_are_refused():
+    def planned(name, ranks):
+        layout = Layout((len(ranks),), ranks, (ShardPlacement(0),))
+        return PlannedParameter(name, (8, 8), matrix_view((8, 8), "slice"), layout)
+
+    make_plan([planned("w", (0, 1, 2)), planned("a", (0, 1)), planned("b", (2,))])
+    with pytest.raises(ShardingError, match=r"'a' is on ranks \[0, 1\], 'b' on ranks \[1, 2\]"):
+        make_plan([planned("a", (0, 1)), planned("b", (1, 2))])

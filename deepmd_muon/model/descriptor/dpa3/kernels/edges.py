@@ -17,7 +17,7 @@ and the update of an edge is y_ij[M:].
 | h      | `terms.h`           | (atoms, slots, 3)      | weighted direction of an edge; 0 in empty slots      |
 | W      | `weight`            | (E, Y)                 |                                                      |
 | m      | `message`           | (atoms, M)             |                                                      |
-| y[M:]  | `update`            | (atoms, slots, Y − M)  | without elements if Y = M                            |
+| y[M:]  | `update`            | (atoms, slots, Y − M)  | no elements if Y = M; see below for empty slots      |
 | H      | `moment`            | (atoms, 3, E + V)      |                                                      |
 
 How the work is divided
@@ -26,8 +26,12 @@ A *tile* is `EDGE_TILE` consecutive slots of one atom. The tiles that hold an ed
 program takes every n-th of them, then stores zeros for its share of the empty ones. Columns of y are taken in *chunks*,
 because a program's registers hold one chunk of W; columns of [e, v] are taken in chunks for the moments.
 
-No two programs add to one number: sums over an atom's edges are written as one part a tile, sums over an atom's
-appearances as a neighbour as one row an edge, and both are added up afterwards, always in the same order.
+No two programs add to one number: sums over an atom's edges are written as one part a tile (w̄: a chunk, Ŵ: a
+program), sums over an atom's appearances as a neighbour as one row an edge. They are added up afterwards, always in the
+same order; rows of empty slots are never read.
+
+Empty slots have w = h = 0, and the caller never uses y[M:] there, so its cotangent must be 0: they then contribute
+nothing to any sum. The kernels store f(z) in empty slots of tiles with an edge, and 0 in empty tiles.
 
 All tensors are contiguous and in single precision. `test_kernels_of_dpa3` compares the kernels with float64.
 """
@@ -99,7 +103,7 @@ class Form(NamedTuple):
     ----------
     tile_rows
         Slots of a tile.
-    e_tile
+    e_width
         A power of two that holds E columns.
     chunk_columns, n_chunks
         Columns of a chunk, and how many chunks hold Y columns.
@@ -112,7 +116,7 @@ class Form(NamedTuple):
     M: tl.constexpr
     Y: tl.constexpr
     tile_rows: tl.constexpr
-    e_tile: tl.constexpr
+    e_width: tl.constexpr
     chunk_columns: tl.constexpr
     n_chunks: tl.constexpr
     precision: tl.constexpr
@@ -155,7 +159,7 @@ def _tile_count(n_atoms, n_slots, form):
 def _tile_edges(index, tiles, n_atoms, n_slots, form):
     """Return atom and number of the index-th tile, its edges, and their mask."""
     item = tl.load(tiles.order + index)
-    # int64: edges · columns may exceed 2³¹
+    # `order` counts tile by tile: tile · n_atoms + atom. int64, since edges · columns may exceed 2³¹.
     tile = (item // n_atoms).to(tl.int64)
     atom = (item % n_atoms).to(tl.int64)
     slot = tile * form.tile_rows + tl.arange(0, form.tile_rows)
@@ -164,14 +168,14 @@ def _tile_edges(index, tiles, n_atoms, n_slots, form):
 
 @triton.jit
 def _load_weight(weight, e_column, c, form):
-    """Load a chunk of W (e_tile, chunk_columns)."""
+    """Load a chunk of W (e_width, chunk_columns)."""
     mask = (e_column < form.E)[:, None] & (c < form.Y)[None, :]
     return load_tile(weight, e_column, c, mask, form.Y)
 
 
 @triton.jit
 def _load_e(e, edge, e_column, edge_mask, form):
-    """Load edge features of a tile (tile_rows, e_tile)."""
+    """Load edge features of a tile (tile_rows, e_width)."""
     mask = edge_mask[:, None] & (e_column < form.E)[None, :]
     return load_tile(e, edge, e_column, mask, form.E)
 
@@ -186,13 +190,13 @@ def _accumulate_e(e_out, value, edge, e_column, edge_mask, chunk, form):
 
 
 @triton.jit
-def _pre_activation(terms, e, w_chunk, atom, other, c, edge_mask, form):
+def _pre_activation(terms, e, weight_chunk, atom, other, c, edge_mask, form):
     """Return a chunk of z = e·W + p_i + q_j (tile_rows, chunk_columns), or of ż from tangents."""
     y_mask = c < form.Y
     p = tl.load(terms.p + atom * form.Y + c, y_mask, 0.0)[None, :]
     q_mask = edge_mask[:, None] & y_mask[None, :]
     q = load_tile(terms.table, other, c, q_mask, form.Y + form.V)
-    return tl.dot(e, w_chunk, input_precision=form.precision) + p + q
+    return tl.dot(e, weight_chunk, input_precision=form.precision) + p + q
 
 
 @triton.jit
@@ -260,9 +264,9 @@ def _store_zero_row(parts, row, c, columns, form):
 @triton.jit
 def _store_zero_e(e_out, edge, edge_mask, chunk, form):
     """Store zeros in the edge features of a tile, once: with the first chunk."""
-    e_column = tl.arange(0, form.e_tile)
+    e_column = tl.arange(0, form.e_width)
     mask = edge_mask[:, None] & (e_column < form.E)[None, :] & (chunk == 0)
-    zeros = tl.zeros([form.tile_rows, form.e_tile], tl.float32)
+    zeros = tl.zeros([form.tile_rows, form.e_width], tl.float32)
     tl.store(e_out + edge[:, None] * form.E + e_column[None, :], zeros, mask)
 
 
@@ -289,9 +293,10 @@ def _write_moment_parts(
         for chunk in range((columns + form.chunk_columns - 1) // form.chunk_columns):
             c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
             e_and_v = _load_e_and_v(terms, edge, other, c, edge_mask, form)
+            if with_tangent:
+                e_and_v_dot = _load_e_and_v(dots, edge, other, c, edge_mask, form)
             for a in tl.static_range(3):
                 if with_tangent:
-                    e_and_v_dot = _load_e_and_v(dots, edge, other, c, edge_mask, form)
                     h_a_dot = tl.load(dots.h + edge * 3 + a, edge_mask, 0.0)
                     h_a = tl.load(terms.h + edge * 3 + a, edge_mask, 0.0)
                     total = tl.sum(h_a_dot[:, None] * e_and_v, 0)
@@ -326,17 +331,17 @@ def update_kernel(
     kind: tl.constexpr,
 ) -> None:
     """Pass 1: y = f(z); m = Σ_j w·y[:M] and H = Σ_j h ⊗ [e, v] as one part a tile; y[M:]."""
-    e_column = tl.arange(0, form.e_tile)
+    e_column = tl.arange(0, form.e_width)
     n_tiles = _tile_count(n_atoms, n_slots, form)
     n_used = tl.load(tiles.n_used)
     for chunk in range(form.n_chunks):
         c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
-        w_chunk = _load_weight(weight, e_column, c, form)
+        weight_chunk = _load_weight(weight, e_column, c, form)
         for index in range(tl.program_id(0), n_used, tl.num_programs(0)):
             atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
             other = tl.load(neighbor + edge, edge_mask, 0)
             e = _load_e(terms.e, edge, e_column, edge_mask, form)
-            z = _pre_activation(terms, e, w_chunk, atom, other, c, edge_mask, form)
+            z = _pre_activation(terms, e, weight_chunk, atom, other, c, edge_mask, form)
             y, _, _ = curve(z, kind, curve_of)
             w = tl.load(terms.w + edge, edge_mask, 0.0)
             message = tl.sum(y * w[:, None], 0)
@@ -374,19 +379,19 @@ def adjoint_kernel(
     ȳ = [w·m̄, …], z̄ = f′(z)∘ȳ; p̄ = Σ_j z̄, q̄ = z̄ for each edge, ē = z̄·Wᵀ + Σ_a h_a·H̄_a[:E],
     v̄ = Σ_a h_a·H̄_a[E:] for each edge, w̄ = y[:M]·m̄, h̄_a = [e, v]·H̄_a.
     """
-    e_column = tl.arange(0, form.e_tile)
+    e_column = tl.arange(0, form.e_width)
     n_tiles = _tile_count(n_atoms, n_slots, form)
     n_used = tl.load(tiles.n_used)
     for chunk in range(form.n_chunks):
         c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
         y_mask = c < form.Y
-        w_chunk = _load_weight(weight, e_column, c, form)
+        weight_chunk = _load_weight(weight, e_column, c, form)
         w_bar_chunk = out.w + chunk * n_atoms * n_slots
         for index in range(tl.program_id(0), n_used, tl.num_programs(0)):
             atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
             other = tl.load(neighbor + edge, edge_mask, 0)
             e = _load_e(terms.e, edge, e_column, edge_mask, form)
-            z = _pre_activation(terms, e, w_chunk, atom, other, c, edge_mask, form)
+            z = _pre_activation(terms, e, weight_chunk, atom, other, c, edge_mask, form)
             y, slope, _ = curve(z, kind, curve_of)
             message_bar = _load_message(bars.message, atom, c, form)
             tl.store(w_bar_chunk + edge, tl.sum(y * message_bar, 1), edge_mask)
@@ -399,7 +404,7 @@ def adjoint_kernel(
             tl.store(out.p + row * form.Y + c, tl.sum(z_bar, 0), y_mask)
             q_at = out.table + edge[:, None] * (form.Y + form.V) + c[None, :]
             tl.store(q_at, z_bar, edge_mask[:, None] & y_mask[None, :])
-            e_bar = tl.dot(z_bar, tl.trans(w_chunk), input_precision=form.precision)
+            e_bar = tl.dot(z_bar, tl.trans(weight_chunk), input_precision=form.precision)
             _accumulate_e(out.e, e_bar, edge, e_column, edge_mask, chunk, form)
         for index in range(n_used + tl.program_id(0), n_tiles, tl.num_programs(0)):
             atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
@@ -450,19 +455,19 @@ def tangent_kernel(
     kind: tl.constexpr,
 ) -> None:
     """Pass 3: ẏ = f′(z)∘ż; ṁ = Σ_j (w·ẏ[:M] + ẇ·y[:M]) and Ḣ as one part a tile; ẏ[M:]."""
-    e_column = tl.arange(0, form.e_tile)
+    e_column = tl.arange(0, form.e_width)
     n_tiles = _tile_count(n_atoms, n_slots, form)
     n_used = tl.load(tiles.n_used)
     for chunk in range(form.n_chunks):
         c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
-        w_chunk = _load_weight(weight, e_column, c, form)
+        weight_chunk = _load_weight(weight, e_column, c, form)
         for index in range(tl.program_id(0), n_used, tl.num_programs(0)):
             atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
             other = tl.load(neighbor + edge, edge_mask, 0)
             e = _load_e(terms.e, edge, e_column, edge_mask, form)
             e_dot = _load_e(dots.e, edge, e_column, edge_mask, form)
-            z = _pre_activation(terms, e, w_chunk, atom, other, c, edge_mask, form)
-            z_dot = _pre_activation(dots, e_dot, w_chunk, atom, other, c, edge_mask, form)
+            z = _pre_activation(terms, e, weight_chunk, atom, other, c, edge_mask, form)
+            z_dot = _pre_activation(dots, e_dot, weight_chunk, atom, other, c, edge_mask, form)
             y, slope, _ = curve(z, kind, curve_of)
             y_dot = slope * z_dot
             w = tl.load(terms.w + edge, edge_mask, 0.0)
@@ -503,21 +508,23 @@ def gradient_kernel(
     """Pass 4: gradients of ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩ and of the moments by e, p, table and W; w and h get none.
 
     ŷ = [w·m̂ + ẇ·m̄, …], ȳ = [w·m̄, …]; ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, z̄ = f′(z)∘ȳ;
-    Ŵ = Σ_edges (eᵀẑ + ėᵀz̄), p̂ = Σ_j ẑ, q̂ = ẑ for each edge, ê = ẑ·Wᵀ + Σ_a (h_a·Ĥ_a + ḣ_a·H̄_a)[:E].
+    Ŵ = Σ_edges (eᵀẑ + ėᵀz̄), p̂ = Σ_j ẑ, q̂ = ẑ for each edge,
+    [ê, v̂] = [ẑ·Wᵀ, 0] + Σ_a (h_a·Ĥ_a + ḣ_a·H̄_a), v̂ for each edge. The dots after w·m̂ + ẇ·m̄ and w·m̄ are the
+    cotangents of y[M:]. Without forces, terms with bars and dots are absent.
     """
-    e_column = tl.arange(0, form.e_tile)
+    e_column = tl.arange(0, form.e_width)
     n_tiles = _tile_count(n_atoms, n_slots, form)
     n_used = tl.load(tiles.n_used)
     for chunk in range(form.n_chunks):
         c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
         y_mask = c < form.Y
-        w_chunk = _load_weight(weight, e_column, c, form)
-        weight_hat = tl.zeros_like(w_chunk)
+        weight_chunk = _load_weight(weight, e_column, c, form)
+        weight_hat = tl.zeros_like(weight_chunk)
         for index in range(tl.program_id(0), n_used, tl.num_programs(0)):
             atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)
             other = tl.load(neighbor + edge, edge_mask, 0)
             e = _load_e(terms.e, edge, e_column, edge_mask, form)
-            z = _pre_activation(terms, e, w_chunk, atom, other, c, edge_mask, form)
+            z = _pre_activation(terms, e, weight_chunk, atom, other, c, edge_mask, form)
             _, slope, bend = curve(z, kind, curve_of)
             w = tl.load(terms.w + edge, edge_mask, 0.0)
             y_hat = _load_message(hats.message, atom, c, form) * w[:, None]
@@ -525,7 +532,7 @@ def gradient_kernel(
                 y_hat += _load_update(hats.update, edge, c, edge_mask, form)
             if with_forces:
                 e_dot = _load_e(dots.e, edge, e_column, edge_mask, form)
-                z_dot = _pre_activation(dots, e_dot, w_chunk, atom, other, c, edge_mask, form)
+                z_dot = _pre_activation(dots, e_dot, weight_chunk, atom, other, c, edge_mask, form)
                 w_dot = tl.load(dots.w + edge, edge_mask, 0.0)
                 message_bar = _load_message(bars.message, atom, c, form)
                 y_hat += message_bar * w_dot[:, None]
@@ -542,7 +549,7 @@ def gradient_kernel(
             tl.store(out.p + row * form.Y + c, tl.sum(z_hat, 0), y_mask)
             q_at = out.table + edge[:, None] * (form.Y + form.V) + c[None, :]
             tl.store(q_at, z_hat, edge_mask[:, None] & y_mask[None, :])
-            e_hat = tl.dot(z_hat, tl.trans(w_chunk), input_precision=form.precision)
+            e_hat = tl.dot(z_hat, tl.trans(weight_chunk), input_precision=form.precision)
             _accumulate_e(out.e, e_hat, edge, e_column, edge_mask, chunk, form)
         for index in range(n_used + tl.program_id(0), n_tiles, tl.num_programs(0)):
             atom, tile, edge, edge_mask = _tile_edges(index, tiles, n_atoms, n_slots, form)

@@ -5,7 +5,8 @@ The update
     x′ = α·x + ρ₀∘f(h₀) + ρ₁∘f(h₁) + Σ_k ρ_{2+k}∘m_k
     h₀ = x·W₀ + b₀                        the node itself ("self")
     h₁ = G·W₁ + b₁                        its environment ("symmetric")
-    G_ad = Σ_c H_ca·H_cd / 3              symmetrization of the moment H over the axes c of space
+    G_ad = Σ_c H_ca·H_cd / 3              symmetrization of the moment H over the components c of space,
+                                          in the E and the N columns of H apart, a < `axis`
 
 | symbol | name         | shape                 | meaning                                       |
 |--------|--------------|-----------------------|-----------------------------------------------|
@@ -18,8 +19,8 @@ The update
 | ρ      | `step_sizes` | (n,) each             | two, and one for each message                 |
 | α      | `alpha`      | number                | weight of the old features                    |
 
-`four_passes` explains the passes and the accents: a bar (`_bar`) is a derivative of the energy, a dot (`_dot`) a
-tangent, a hat (`_hat`) a derivative of the loss.
+N is n. y in ȳ and ŷ is the output x′. `four_passes` explains the passes and the accents: a bar (`_bar`) is a derivative
+of the energy, a dot (`_dot`) a tangent, a hat (`_hat`) a derivative of the loss.
 
 Reference: `RepflowLayer._nodes` computes the same from torch's operations when kernels cannot run, and
 `test_nodes_and_edge_features_of_dpa3` compares all four passes with it.
@@ -179,7 +180,7 @@ class Nodes(FourPasses):
     alpha
         α.
     axis
-        Columns a of G: H's first columns that are multiplied with all columns.
+        Rows a of G: how many leading columns of each part of H are multiplied with all columns of that part.
     edge_columns
         E, the columns of H from edge features.
     """
@@ -397,9 +398,9 @@ def _elements(count, width, block: tl.constexpr):
 def value_kernel(
     x_new,  # (atoms, n), written
     x,  # (atoms, n)
-    messages,  # k × (atoms, n)
+    messages,  # K × (atoms, n)
     h,  # 2 × (atoms, n)
-    step_sizes,  # (2 + k) × (n,)
+    step_sizes,  # (2 + K) × (n,)
     count,  # atoms·n
     width,  # n
     alpha: tl.constexpr,
@@ -423,10 +424,10 @@ def value_kernel(
 @triton.jit
 def adjoint_kernel(
     h_bar,  # 2 × (atoms, n), written
-    message_bars,  # k × (atoms, n), written
+    message_bars,  # K × (atoms, n), written
     y_bar,  # (atoms, n)
     h,  # 2 × (atoms, n)
-    step_sizes,  # (2 + k) × (n,)
+    step_sizes,  # (2 + K) × (n,)
     count,  # atoms·n
     width,  # n
     curve_of: tl.constexpr,
@@ -449,10 +450,10 @@ def adjoint_kernel(
 def tangent_kernel(
     x_new_dot,  # (atoms, n), written
     x_dot,  # (atoms, n)
-    message_dots,  # k × (atoms, n)
+    message_dots,  # K × (atoms, n)
     h_dot,  # 2 × (atoms, n)
     h,  # 2 × (atoms, n)
-    step_sizes,  # (2 + k) × (n,)
+    step_sizes,  # (2 + K) × (n,)
     count,  # atoms·n
     width,  # n
     alpha: tl.constexpr,
@@ -475,15 +476,15 @@ def tangent_kernel(
 
 @triton.jit
 def gradient_kernel(
-    terms,  # (4 + k, atoms, n), written: ĥ₀, ĥ₁, and the terms of the gradient of each ρ
-    message_hats,  # k × (atoms, n), written
+    terms,  # (4 + K, atoms, n), written: ĥ₀, ĥ₁, and the terms of the gradient of each ρ
+    message_hats,  # K × (atoms, n), written
     y_hat,  # (atoms, n)
     y_bar,  # (atoms, n); read only with forces, as are all dots
-    messages,  # k × (atoms, n)
-    message_dots,  # k × (atoms, n)
+    messages,  # K × (atoms, n)
+    message_dots,  # K × (atoms, n)
     h,  # 2 × (atoms, n)
     h_dot,  # 2 × (atoms, n)
-    step_sizes,  # (2 + k) × (n,)
+    step_sizes,  # (2 + K) × (n,)
     count,  # atoms·n
     width,  # n
     curve_of: tl.constexpr,
