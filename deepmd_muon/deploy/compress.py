@@ -23,7 +23,7 @@ from deepmd_muon.deploy.freeze import (
     program_of,
     save,
 )
-from deepmd_muon.deploy.program import Program
+from deepmd_muon.deploy.program import Program, check_coverage
 from deepmd_muon.deploy.structures import Structure, structures_with_close_atoms
 from deepmd_muon.files import make_folder_of, replacement
 from deepmd_muon.infer.frozen import FrozenModel
@@ -106,6 +106,8 @@ def compress(
         When the descriptor has no tables, or no step is fine enough.
     """
     tabulated = _table_of(model)
+    settings = model.settings.descriptor
+    check_coverage(f"tables of {DESCRIPTORS.name_of(settings)!r}", tabulated, settings)
     program = program_of(model, min_distance)
     with_nets: Any = program.descriptor
     closest = min_distance if min_distance > 0 else ASSUMED_DISTANCE

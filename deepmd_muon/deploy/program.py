@@ -7,10 +7,12 @@ neighbours itself, else `forward`. Our predictor runs `forward_lower`.
 
 import copy
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from deepmd_muon.coverage import Coverage
 from deepmd_muon.deploy.images import all_pairs, with_images
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.model.energy_model import EnergyModel
@@ -18,6 +20,31 @@ from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.scripted.near import Near, neighbors_within, sort_by_type
 from deepmd_muon.model.short_range import edge_slope
+
+# Parts of the model say themselves what their scripted forms have.
+COVERAGE = Coverage(
+    frozenset(
+        {
+            *("type_map", "descriptor", "fitting_net", "pair_exclude_types", "atom_exclude_types"),
+            *("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax"),
+            *(
+                "data_stat_nbatch",
+                "data_stat_protect",
+            ),  # of statistics, whose values are in the weights
+        }
+    )
+)
+
+
+def check_coverage(what: str, form: Any, settings: Any) -> None:
+    """Raise ModelError if a `form` has no positive answer to a setting; one without `covers` is not asked."""
+    covers: Coverage | None = getattr(form, "covers", None)
+    names = () if covers is None else covers.uncovered(settings)
+    if names:
+        raise ModelError(
+            f"the {what} cannot be frozen with {', '.join(names)}, which the program of the file does not have: "
+            "take the checkpoint, or the default of each"
+        )
 
 
 class Sums(NamedTuple):
@@ -143,6 +170,7 @@ class Program(torch.nn.Module):
     ) -> None:
         super().__init__()
         own = model.atomic_model
+        check_coverage("model", SimpleNamespace(covers=COVERAGE), model.settings)
         parts = []
         for table, settings, module in (
             (DESCRIPTORS, model.settings.descriptor, own.descriptor),
@@ -154,6 +182,7 @@ class Program(torch.nn.Module):
                 raise ModelError(
                     f"the {kind} cannot be frozen: it was registered without `scripted`"
                 )
+            check_coverage(f"{table.what} {table.name_of(settings)!r}", scripted, settings)
             parts.append(scripted(module))
         self.descriptor, net = parts
         self.centres_cpu = int(getattr(self.descriptor, "centres_cpu", 256))

@@ -47,14 +47,14 @@ class Structure(NamedTuple):
         return self.coord, self.atype, self.box, self.fparam, self.aparam
 
 
-def random_structures(model: EnergyModel, seed: int = 0) -> list[Structure]:
-    """Return the structures on which a frozen file is compared with its model."""
+def random_structures(model: EnergyModel, seed: int = 0, points: int = 4) -> list[Structure]:
+    """Return the structures on which a frozen file is compared with its model; clusters have points³ atoms."""
     random = np.random.default_rng(seed)
     return [
         random_crystal(random, model),
         random_crystal(random, model),
-        random_cluster(random, model, periodic=True, points=4),
-        random_cluster(random, model, periodic=False, points=4),
+        random_cluster(random, model, periodic=True, points=points),
+        random_cluster(random, model, periodic=False, points=points),
     ]
 
 
