@@ -107,7 +107,8 @@ def compress(
     """
     tabulated = _table_of(model)
     settings = model.settings.descriptor
-    check_coverage(f"tables of {DESCRIPTORS.name_of(settings)!r}", tabulated, settings)
+    covers = getattr(tabulated, "covers", None)
+    check_coverage(f"compressed {DESCRIPTORS.name_of(settings)!r}", covers, settings)
     program = program_of(model, min_distance)
     with_nets: Any = program.descriptor
     closest = min_distance if min_distance > 0 else ASSUMED_DISTANCE

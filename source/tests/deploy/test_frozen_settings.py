@@ -13,6 +13,9 @@ from deepmd_muon.deploy.program import Program, check_coverage
 from deepmd_muon.deploy.structures import random_structures
 from deepmd_muon.infer import Predictor
 from deepmd_muon.model import ModelError
+from deepmd_muon.model.descriptor.se_e2_a.scripted import ScriptedSeE2A
+from deepmd_muon.model.descriptor.se_e2_a.tabulated import TabulatedSeE2A
+from deepmd_muon.model.fitting.ener.scripted import ScriptedEnergyFitting
 from deepmd_muon.model.registry import DESCRIPTORS as REGISTRY
 from deepmd_muon.model.registry import FITTING_NETS
 from deepmd_muon.setting import setting
@@ -70,25 +73,31 @@ def test_a_setting_that_no_form_knows_is_refused(kind):
         forms.append((REGISTRY.tabulated(settings.descriptor), settings.descriptor))
     for form, part in forms:
         plain, louder = with_volume(part)
-        check_coverage("part", form, plain)
+        check_coverage("part", form.covers, plain)
         with pytest.raises(ModelError, match="volume"):
-            check_coverage("part", form, louder)
+            check_coverage("part", form.covers, louder)
 
 
 def test_program_and_tables_ask_every_part(monkeypatch, tmp_path):
     asked = []
 
-    def note(what, form, settings):
-        asked.append(type(settings).__name__)
-        check_coverage(what, form, settings)
+    def note(what, covers, settings):
+        asked.append((type(settings).__name__, covers))
+        check_coverage(what, covers, settings)
 
     for module in (programs, compressing):
         monkeypatch.setattr(module, "check_coverage", note)
     model = model_with(settings_of("se_e2_a")["nothing"])
     Program(model, {})
-    assert asked == ["ModelSettings", "SeE2ASettings", "EnerSettings"]
+    of_program = [
+        ("ModelSettings", programs.COVERAGE),
+        ("SeE2ASettings", ScriptedSeE2A.covers),
+        ("EnerSettings", ScriptedEnergyFitting.covers),
+    ]
+    assert asked == of_program
+    asked.clear()
     compress(model, tmp_path / "c.pth", min_distance=0.7)
-    assert asked.count("SeE2ASettings") == 3
+    assert asked == [("SeE2ASettings", TabulatedSeE2A.covers), *of_program]
     model.settings = with_volume(model.settings)[1]
     with pytest.raises(ModelError, match="volume"):
         Program(model, {})
