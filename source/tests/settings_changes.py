@@ -61,7 +61,7 @@ def other_values(field: dataclasses.Field[Any], annotation: Any, before: Any) ->
     number = typing.cast(Any, next((kind for kind in kinds if kind in (int, float)), None))
     if number is None or isinstance(before, str):
         return None
-    scales = (0.7, 1.5)
-    wanted = [3, 2, 1] if number is int else [round(x * (before or 1.0), 12) for x in scales]
+    scaled = [float(f"{scale * (before or 1.0):.6g}") for scale in (0.7, 1.5)]
+    wanted = [3, 2, 1] if number is int else scaled
     allowed = [x for x in wanted if x != before and declared.problem(x) is None]
     return allowed[:1] or None
