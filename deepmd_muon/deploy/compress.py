@@ -16,16 +16,15 @@ import torch
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.deploy.errors import FreezeError
 from deepmd_muon.deploy.freeze import (
-    STRUCTURES,
+    TOLERANCE,
     Difference,
-    Structure,
     difference_of,
     precisions_of,
     program_of,
-    random_structure,
     save,
 )
-from deepmd_muon.deploy.program import Program
+from deepmd_muon.deploy.program import Program, check_coverage
+from deepmd_muon.deploy.structures import Structure, structures_with_close_atoms
 from deepmd_muon.files import make_folder_of, replacement
 from deepmd_muon.infer.frozen import FrozenModel
 from deepmd_muon.infer.prediction import Prediction
@@ -106,19 +105,32 @@ def compress(
     FreezeError
         When the descriptor has no tables, or no step is fine enough.
     """
-    tabulated, program = _table_of(model), program_of(model, min_distance)
-    own: Any = program.descriptor
+    tabulated = _table_of(model)
+    settings = model.settings.descriptor
+    covers = getattr(tabulated, "covers", None)
+    check_coverage(f"compressed {DESCRIPTORS.name_of(settings)!r}", covers, settings)
+    program = program_of(model, min_distance)
+    with_nets: Any = program.descriptor
     closest = min_distance if min_distance > 0 else ASSUMED_DISTANCE
     nearest = closest / extrapolate
-    random, reference = np.random.default_rng(0), Predictor(model, device="cpu")
-    structures = [_structure(random, model, number, closest) for number in range(STRUCTURES + 2)]
+    reference = Predictor(model, device="cpu")
+    structures = structures_with_close_atoms(model, closest)
     expected = [reference.predict(*structure) for structure in structures]
-    rounding = max(ROUNDING[precision] for precision in precisions_of(model))
+    precisions = precisions_of(model)
+    tolerance = max(TOLERANCE[precision] for precision in precisions)
+    of_nets = difference_of(_paired(expected, [evaluate(program, s) for s in structures]))
+    if not of_nets.relative <= tolerance:
+        raise FreezeError(
+            f"the program with the nets themselves differs from the model by {of_nets} (relative "
+            f"{of_nets.relative:.1e}, allowed {tolerance:.0e}); nothing was written to {output}: report this with "
+            "the input file"
+        )
+    rounding = max(ROUNDING[precision] for precision in precisions)
     allowed = FORCE + rounding * max(float(np.abs(one.force).max()) for one in expected)
     for tried in STEPS if step is None else (step,):
-        program.descriptor = tabulated(own, step=tried, nearest=nearest)
-        found = [_evaluate(program, structure) for structure in structures]
-        difference = difference_of(list(zip(expected, found, strict=True)))
+        program.descriptor = tabulated(with_nets, step=tried, nearest=nearest)
+        of_tables = [evaluate(program, structure) for structure in structures]
+        difference = difference_of(_paired(expected, of_tables))
         log.debug("step %g: %s", tried, difference)
         if difference.force <= allowed:
             break
@@ -136,15 +148,18 @@ def compress(
         frozen = Predictor(temporary, device="cpu")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # about the structures with close atoms
-            written = difference_of(
-                [(e, frozen.predict(*s)) for e, s in zip(expected, structures, strict=True)]
-            )
-        if not written.force <= 2.0 * max(difference.force, allowed):
+            of_file = [frozen.predict(*structure) for structure in structures]
+        written = difference_of(_paired(of_tables, of_file))
+        if not written.relative <= tolerance:
             raise FreezeError(
-                f"the frozen file differs by {written}, the program in it by {difference}; nothing was written to "
-                f"{output}: report this with the input file"
+                f"the frozen file differs from the program in it by {written} (relative {written.relative:.1e}, "
+                f"allowed {tolerance:.0e}); nothing was written to {output}: report this with the input file"
             )
-    return Compression(written, tried, nearest, allowed)
+    return Compression(difference_of(_paired(expected, of_file)), tried, nearest, allowed)
+
+
+def _paired(one: list[Prediction], other: list[Prediction]) -> list[tuple[Prediction, Prediction]]:
+    return list(zip(one, other, strict=True))
 
 
 def _table_of(model: EnergyModel) -> Any:
@@ -159,28 +174,16 @@ def _table_of(model: EnergyModel) -> Any:
     return found
 
 
-def _structure(
-    random: np.random.Generator, model: EnergyModel, number: int, closest: float
-) -> Structure:
-    """Return a random structure; all but the first have pairs at 0.4, 0.8, 1.2 … times the smallest distance."""
-    structure = random_structure(random, model, periodic=number != 1)
-    direction = random.normal(size=3)
-    if number:
-        structure.coord[-1] = structure.coord[
-            0
-        ] + 0.4 * number * closest * direction / np.linalg.norm(direction)
-    return structure
-
-
-def _evaluate(program: Program, structure: Structure) -> Prediction:
+def evaluate(program: Program, structure: Structure) -> Prediction:
+    """Return the results of a program that is not in a file."""
     coord, atype, box, fparam, aparam = (
         None if array is None else torch.from_numpy(array)[None]
         for array in structure.for_program()
     )
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), torch.enable_grad():  # a program may differentiate
         warnings.simplefilter("ignore", UserWarning)
-        found = program(coord, atype, box, fparam, aparam)
-    values = {name: value.double().numpy() for name, value in found.items()}
+        results = program(coord, atype, box, fparam, aparam)
+    values = {name: value.detach().double().numpy() for name, value in results.items()}
     return Prediction(
         values["energy"][:, 0], values["force"], values["virial"], values["atom_energy"][..., 0]
     )

@@ -9,13 +9,13 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from deepmd_muon.deploy.errors import FreezeError
 from deepmd_muon.deploy.program import Program
+from deepmd_muon.deploy.structures import random_structures
 from deepmd_muon.files import make_folder_of, named_file, replacement
 from deepmd_muon.infer.frozen_archive import MANIFEST, WEIGHTS, manifest_of
 from deepmd_muon.infer.prediction import Prediction
@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 
 # Largest difference between file and checkpoint, relative to the largest force (or energy per atom, …), by precision.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-STRUCTURES = 4
-VOLUME_PER_ATOM = 10.0  # [Å³], about that of water
 
 
 @dataclass(frozen=True)
@@ -129,68 +127,17 @@ def precisions_of(model: EnergyModel) -> set[torch.dtype]:
 
 def compare(model: EnergyModel, path: str | os.PathLike[str], seed: int = 0) -> Difference:
     """Compare a frozen file with a model on random structures, periodic and not."""
-    reference, frozen = Predictor(model, device="cpu"), Predictor(path, device="cpu")
+    reference = Predictor(model, device="cpu")
+    frozen = Predictor(path, device="cpu")
     if frozen.type_map != reference.type_map:
         raise FreezeError(
             f"the file has types {frozen.type_map}, the checkpoint {reference.type_map}"
         )
-    random = np.random.default_rng(seed)
-    structures = [
-        random_structure(random, model, periodic=n < STRUCTURES - 1) for n in range(STRUCTURES)
+    pairs = [
+        (reference.predict(*structure), frozen.predict(*structure))
+        for structure in random_structures(model, seed)
     ]
-    return difference_of(
-        [
-            tuple(predictor.predict(*structure) for predictor in (reference, frozen))
-            for structure in structures
-        ]
-    )
-
-
-class Structure(NamedTuple):
-    """The arguments of `Predictor.predict` for one frame.
-
-    Attributes
-    ----------
-    coord
-        Positions (natoms, 3) [Å].
-    box
-        Cell vectors (3, 3) [Å], or None.
-    atype
-        Types (natoms,).
-    fparam, aparam
-        Frame parameters (numb_fparam,) and atomic parameters (natoms, numb_aparam); None where the model reads none.
-    """
-
-    coord: np.ndarray
-    box: np.ndarray | None
-    atype: np.ndarray
-    fparam: np.ndarray | None = None
-    aparam: np.ndarray | None = None
-
-    def for_program(self) -> tuple[np.ndarray | None, ...]:
-        """Return the arguments of `Program.forward` in their order, without the axis of frames."""
-        return self.coord, self.atype, self.box, self.fparam, self.aparam
-
-
-def random_structure(
-    random: np.random.Generator, model: EnergyModel, *, periodic: bool
-) -> Structure:
-    """Return atoms on a jittered grid, about 1 Å apart, in a triclinic cell or none, and parameters like the data's."""
-    points = 3
-    edge = (VOLUME_PER_ATOM * points**3) ** (1 / 3)
-    box = edge * (np.eye(3) + random.uniform(-0.1, 0.1, size=(3, 3)))
-    grid = np.stack(np.meshgrid(*[np.arange(points)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
-    coord = (grid + random.uniform(-0.2, 0.2, size=grid.shape)) / points @ box
-    atype = random.integers(model.ntypes, size=len(coord))
-    drawn: list[np.ndarray | None] = []
-    for name, atoms in (("fparam", ()), ("aparam", (len(coord),))):
-        mean = getattr(model.atomic_model.fitting_net, f"{name}_avg", None)
-        if mean is None:
-            drawn.append(None)
-            continue
-        scale = getattr(model.atomic_model.fitting_net, f"{name}_inv_std").double().cpu().numpy()
-        drawn.append(mean.double().cpu().numpy() + random.normal(size=(*atoms, len(scale))) / scale)
-    return Structure(coord, box if periodic else None, atype, *drawn)
+    return difference_of(pairs)
 
 
 def _per_atom(prediction: Prediction) -> dict[str, np.ndarray]:
@@ -204,14 +151,17 @@ def _per_atom(prediction: Prediction) -> dict[str, np.ndarray]:
 def difference_of(predictions: Sequence[tuple[Prediction, ...]]) -> Difference:
     """Return the largest difference between pairs of predictions, relative to the largest value of the first ones."""
     pairs = [(_per_atom(one), _per_atom(other)) for one, other in predictions]
-    found, relative = {}, 0.0
+    largest: dict[str, float] = {}
+    size: dict[str, float] = {}
     for name in ("energy", "atom_energy", "force", "virial"):
-        found[name] = max(float(np.abs(one[name] - other[name]).max()) for one, other in pairs)
-        scale = max(float(np.abs(one[name]).max()) for one, _ in pairs)
-        # NaN in either must not pass: comparisons with it are false.
-        relative = max(
-            relative, found[name] / scale if scale else found[name], key=lambda x: (np.isnan(x), x)
-        )
+        largest[name] = max(float(np.abs(one[name] - other[name]).max()) for one, other in pairs)
+        size[name] = max(float(np.abs(one[name]).max()) for one, _ in pairs)
+    # Of atoms with energies of both signs, the sum may be small.
+    size["energy"] = max(size["energy"], size["atom_energy"])
+    ratios = [largest[name] / (size[name] or 1.0) for name in largest]
     return Difference(
-        max(found["energy"], found["atom_energy"]), found["force"], found["virial"], relative
+        energy=max(largest["energy"], largest["atom_energy"]),
+        force=largest["force"],
+        virial=largest["virial"],
+        relative=float(np.max(ratios)),  # NaN in either must not pass: np.max returns it
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from deepmd_muon.coverage import Coverage
 from deepmd_muon.deploy.images import all_pairs, with_images
 from deepmd_muon.model.deepmd_kit import UNKNOWN_DISTANCE
 from deepmd_muon.model.energy_model import EnergyModel
@@ -18,6 +19,28 @@ from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.scripted.near import Near, neighbors_within, sort_by_type
 from deepmd_muon.model.short_range import edge_slope
+
+# Settings of the model that a program has; the scripted forms of its parts list theirs in `covers`.
+COVERAGE = Coverage(
+    frozenset(
+        {
+            *("type_map", "descriptor", "fitting_net", "pair_exclude_types", "atom_exclude_types"),
+            *("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax"),
+            # The statistics that follow from these are among the weights.
+            *("data_stat_nbatch", "data_stat_protect"),
+        }
+    )
+)
+
+
+def check_coverage(what: str, covers: Coverage | None, settings: Any) -> None:
+    """Raise ModelError naming the settings that a frozen form does not cover; None covers all."""
+    names = () if covers is None else covers.uncovered(settings)
+    if names:
+        raise ModelError(
+            f"the {what} cannot be frozen with this value of {', '.join(names)}: frozen files do not have the setting. "
+            "Compute with the checkpoint, or train with the default"
+        )
 
 
 class Sums(NamedTuple):
@@ -143,6 +166,7 @@ class Program(torch.nn.Module):
     ) -> None:
         super().__init__()
         own = model.atomic_model
+        check_coverage("model", COVERAGE, model.settings)
         parts = []
         for table, settings, module in (
             (DESCRIPTORS, model.settings.descriptor, own.descriptor),
@@ -154,6 +178,8 @@ class Program(torch.nn.Module):
                 raise ModelError(
                     f"the {kind} cannot be frozen: it was registered without `scripted`"
                 )
+            covers = getattr(scripted, "covers", None)
+            check_coverage(f"{table.what} {table.name_of(settings)!r}", covers, settings)
             parts.append(scripted(module))
         self.descriptor, net = parts
         self.centres_cpu = int(getattr(self.descriptor, "centres_cpu", 256))

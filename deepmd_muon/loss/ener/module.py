@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import torch
 
+from deepmd_muon.coverage import Coverage
 from deepmd_muon.loss.ener.settings import LABELS, EnerLossSettings, Name
 from deepmd_muon.loss.interface import Labels, Term
 from deepmd_muon.model.nn import triton_support
 
 # One program adds up all errors: with more force components, torch's many programs are faster.
 _MOST = 1 << 16
+# The terms that the kernels have, and the settings of any value that they read or that change only other terms.
+_KERNEL_TERMS = frozenset({"e", "f", "v"})
+KERNEL_COVERAGE = Coverage(
+    frozenset(
+        {
+            *(f"{end}_pref_{term}" for term in ("e", "f", "v") for end in ("start", "limit")),
+            *(f"{end}_pref_{term}" for term in ("ae", "pf") for end in ("start", "limit")),
+            "intensive_ener_virial",
+            "enable_atom_ener_coeff",  # acts where a batch has the coefficients
+            "use_default_pf",
+            "huber_delta",  # acts with `use_huber`, which is not covered
+        }
+    ),
+    {"loss_func": ("mse",), "use_huber": (False,), "f_use_norm": (False,), "relative_f": (None,)},
+)
 _Found: TypeAlias = tuple[torch.Tensor, torch.Tensor] | None
 """Contribution to the loss and the error to report, or None without a label."""
 
@@ -48,14 +65,19 @@ class _Counted(NamedTuple):
 def fits_kernels(
     settings: EnerLossSettings, prediction: Mapping[str, torch.Tensor], labels: Labels
 ) -> bool:
-    """Return whether the loss is a sum of mean squares, of a size that pays."""
+    """Return whether the kernels have all terms and settings of the loss, and the size pays."""
     terms = settings.names
-    if not settings.is_plain or settings.relative_f is not None or not {*terms} <= {"e", "f", "v"}:
+    if not _covered_by_kernels(settings):
         return False
     weighted = settings.enable_atom_ener_coeff and labels.get("atom_ener_coeff") is not None
     names = [LABELS[term] for term in terms]
     given = [labels.get(name) is not None for name in names]
     return not weighted and all(given) and max(prediction[name].numel() for name in names) <= _MOST
+
+
+@functools.lru_cache(maxsize=64)  # asked in every step
+def _covered_by_kernels(settings: EnerLossSettings) -> bool:
+    return _KERNEL_TERMS.issuperset(settings.names) and not KERNEL_COVERAGE.uncovered(settings)
 
 
 def _weighted_mean(error: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,9 @@
 A part's folder holds `scripted.py` with a module that TorchScript compiles, built from the part's trained module. The
 registry names it; a part without one cannot be frozen.
 
+A scripted form may have `covers: Coverage`, the settings of its part that it implements: a model with others cannot be
+frozen. Forms without it are judged by the comparison of file and model alone.
+
 A scripted descriptor is built as `cls(module)` and has
 
 - attributes `message_passing: bool` (it needs all centres at once, and the features of neighbours) and

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from deepmd_muon.coverage import Coverage
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.cuda import launch_in_threads
 from deepmd_muon.optim.polar import dispatch
@@ -33,6 +34,27 @@ _MAX_RECORDINGS = 8
 # Bound on the lists of parameters whose steps are kept: if experts get gradients in turn, there are always new lists.
 _MOST_LISTS = 16
 FUSED_RULES = (Magma,)  # the rules that the kernels of `FusedMuon` implement
+FUSED_COVERAGE = Coverage(
+    frozenset(
+        {
+            *("momentum", "weight_decay", "nesterov", "scaling", "layout", "lr_adjust_coeff"),
+            "magma_muon",
+            # Both forms of the step call the same orthogonalization.
+            *("enable_gram", "flash_muon", "schedule", "large_schedule", "large_matrix_dim"),
+            "precision",
+            # The parameters, views and predicates that a step receives follow from these.
+            *("muon_mode", "min_matrix_dim", "splits", "adam_patterns", "adamw_patterns"),
+            *("muon_patterns", "conv_patterns", "expert_patterns", "local_patterns"),
+            *("vector_route", "on_route_change", "on_nonfinite", "offload", "sharded"),
+            # Of the other routes; `explicit` turns lr_adjust into scaling and adam_lr_ratio.
+            *("adam_beta1", "adam_beta2", "adam_eps", "adam_implementation", "adam_lr_ratio"),
+            "lr_adjust",
+            # These act only through the rules that `matrix_rules` returns, which `fuses` looks at.
+            *("normuon", "normuon_beta", "cautious_decay", "soap_muon", "soap_beta"),
+            *("norm_control", "norm_brake", "master_weights", "rules"),
+        }
+    )
+)
 # Implementations with a kernel for each class of shapes; a launch on zeros of the same shapes compiles it.
 _BY_CLASS = ("whole", "strips", "tiles")
 _COMPILING = threading.Lock()
@@ -119,9 +141,11 @@ class FusedStepCache:
 
 @functools.lru_cache(maxsize=256)
 def fuses(settings: HybridMuonConfig, dtype: torch.dtype) -> bool:
-    """Return whether the fused kernels implement all rules of these settings for a dtype; log the other rules."""
+    """Return whether the fused kernels implement these settings and their rules for a dtype; log what they lack."""
     known = FUSED_RULES if dtype in NARROW else (*FUSED_RULES, MasterWeights)
-    others = [rule.name for rule in matrix_rules(settings) if not isinstance(rule, known)]
+    # The class itself: a subclass may do something else.
+    others = [rule.name for rule in matrix_rules(settings) if type(rule) not in known]
+    others += FUSED_COVERAGE.uncovered(settings)
     if others:
         _LOG.info(
             "the fused kernels do not implement %s: torch's operations step the Muon route",

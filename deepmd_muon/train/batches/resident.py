@@ -6,6 +6,7 @@ the frames of the next windows meanwhile. Batches are padded to a few shapes (`s
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from deepmd_muon.data import DataLoader, Plan, System, group_limits, worker_count
+from deepmd_muon.data.frames import LABELS, PARAMETERS, Frames
 from deepmd_muon.data.sampling.loader import Origin
 from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS, Sections
 from deepmd_muon.train.batches.frame_reader import Chunk, pieces, read_chunk
@@ -41,6 +43,8 @@ AT_ONCE = 1 << 22
 _FRAME_COST, _SYSTEM_COST = 64, 1024
 #: From so many atoms in a frame on, the device's search over all pairs is slower than the host's search.
 MOST_ATOMS = 20_000
+# What `FrameStore` keeps of a frame; a batch gathered on the device would lack anything else.
+_KEPT = frozenset({"atype", "coord", "box", *LABELS, *PARAMETERS})
 
 
 @dataclass(frozen=True)
@@ -262,5 +266,8 @@ class ResidentBatches:
 
 def why_not_on_device(systems: Sequence[System]) -> str | None:
     """Return why batches of some systems must be made on the host; None when the device can make them."""
+    others = sorted({field.name for field in dataclasses.fields(Frames)} - _KEPT)
+    if others:
+        return f"frames have {', '.join(others)}, which the device does not keep"
     large = max(systems, key=lambda system: system.natoms)
     return f"{large.name} has {large.natoms} atoms" if large.natoms > MOST_ATOMS else None

@@ -14,6 +14,8 @@ from deepmd_muon.train.strategy.base import Reduced, Strategy
 class Alone(Strategy):
     """One process holds everything."""
 
+    reads_on_host = None
+
     def reduce(self, loss: Tensor, branch: EnergyModel | None = None) -> Reduced:
         """Return this process's gradients, their norm and the loss."""
         gradients = [p.grad for p in self._trained if p.grad is not None]

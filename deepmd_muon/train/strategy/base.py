@@ -72,10 +72,11 @@ class Strategy(ABC):
         Whether a rank holds only a part of each parameter between steps.
     reads_on_host
         Why a step needs a number on the host; None where a step can wait for nothing, and be captured in a CUDA graph.
+        A strategy that does not declare it is not captured.
     """
 
     cuts_parameters: ClassVar[bool] = False
-    reads_on_host: str | None = None
+    reads_on_host: str | None = "the strategy does not say that its steps wait for nothing"
     _replicas: DeviceMesh | None = None
     _state_in_parts = False
 

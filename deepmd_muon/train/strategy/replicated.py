@@ -35,6 +35,8 @@ class Replicated(SeveralRanks):
     `stratified` ranks train different branches in a step. A gradient is then the mean over the ranks that have it.
     """
 
+    reads_on_host = None
+
     def __init__(
         self,
         ranks: Ranks,

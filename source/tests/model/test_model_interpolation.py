@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 import torch
 from corners import UNEVEN
-from model_batches import make_batch, section
+from model_batches import batch_of, make_batch, section
+from model_changes import is_single, model_with, settings_of
 
+from deepmd_muon.coverage import Coverage
 from deepmd_muon.model import build_model
 from deepmd_muon.model.descriptor.pieces import lengths, uniform
 from deepmd_muon.model.descriptor.se_e2_a import interpolation
+from deepmd_muon.model.descriptor.se_e2_a.module import SeE2A
 from deepmd_muon.model.energy_model import edge_vectors
 
 
@@ -75,6 +78,46 @@ def test_interpolated_model_equals_the_exact_one(settings, pieces):
     ):
         error = float((found - wanted).norm() / wanted.norm())
         assert error < (1e-5 if single else 1e-9), f"{name}: {error:.1e}"
+
+
+def batch_of_eight():
+    """Two frames of eight atoms: coord, atype."""
+    coord = np.random.default_rng(5).uniform(0.0, 4.0, (2, 8, 3))
+    return coord, np.tile(np.arange(8) % 2, (2, 1))
+
+
+SETTINGS = {
+    name: settings
+    for name, settings in settings_of("se_e2_a").items()
+    if name.startswith("descriptor")
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_setting_is_refused_or_interpolated(name):
+    built = model_with(SETTINGS[name])
+    built.requires_grad_(True)  # `trainable` does not change how nets are evaluated
+    coord, atype = batch_of_eight()
+    structures = batch_of(built, {"coord": coord, "atype": atype, "box": None})
+    wanted, found = results(built, structures, ()), results(built, structures, uniform(64))
+    # Where a derivative of the activation jumps, 64 pieces are not exact.
+    exact = 1e-4 if is_single(SETTINGS[name]) else 1e-5 if "silut" in name else 1e-7
+    for one, other in zip(found, wanted, strict=True):
+        assert float((one - other).norm()) < exact * float(other.norm())
+
+
+def test_a_setting_that_interpolation_does_not_know_is_refused(monkeypatch):
+    known = SeE2A.interpolation_covers.settings - {"resnet_dt"}
+    monkeypatch.setattr(SeE2A, "interpolation_covers", Coverage(known))
+    plain = model_with(settings_of("se_e2_a")["nothing"])
+    changed = model_with(SETTINGS["descriptor: resnet_dt True"])
+    coord, atype = batch_of_eight()
+    for built, interpolates in ((plain, True), (changed, False)):
+        structures = batch_of(built, {"coord": coord, "atype": atype, "box": None})
+        assert bool(built.wanted_pieces([structures])) == interpolates
+        assert (built.tabulate(structures) is not None) == interpolates
+        wanted, found = results(built, structures, ()), results(built, structures, uniform(2))
+        assert torch.equal(found[1], wanted[1]) != interpolates
 
 
 def test_forces_are_the_derivative_of_the_interpolated_energy():

@@ -6,6 +6,7 @@ set it compiles nothing any more.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -15,10 +16,15 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in the interpreter's process", allow_module_level=True)
 
+from settings_changes import changes_of
+
+from deepmd_muon.coverage import Coverage
 from deepmd_muon.optim.config import HybridMuonConfig
 from deepmd_muon.optim.polar.schedules import coefficients_of
 from deepmd_muon.optim.routing.views import MatrixView
-from deepmd_muon.optim.rules.magma import SCORE_START
+from deepmd_muon.optim.rules.interface import MatrixRule
+from deepmd_muon.optim.rules.magma import SCORE_START, Magma
+from deepmd_muon.optim.rules.registry import matrix_rules, register_rule, tensors_of
 from deepmd_muon.optim.update import applied, fused, fused_steps
 from deepmd_muon.optim.update.fused import FusedMuon
 from deepmd_muon.optim.update.fused_steps import FusedStepCache
@@ -136,6 +142,130 @@ def test_equals_its_definition(dtype, tolerance):
 )
 def test_settings_mean_the_same(settings):
     assert max(differences(run_both(**settings))) <= 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Halved(MatrixRule):
+    """A rule of another package: updates of half the size."""
+
+    name = "halved"
+
+    def factors(self, polar, state):
+        return [torch.full((len(x), 1, 1), 0.5, dtype=x.dtype, device=x.device) for x in polar]
+
+
+register_rule(Halved())
+START = HybridMuonConfig(flash_muon=False, precision="float32", weight_decay=0.01)
+# Settings that no other value follows for, or that act together with others only.
+EXAMPLES = {
+    "lr_adjust": [{"lr_adjust": 10.0}],
+    "layout": [{"layout": name, "scaling": "spectral"} for name in ("in_out", "out_in")],
+    "schedule": [{"schedule": "polar-express"}, {"schedule": ((1.5, -0.5, 0.0),) * 6}],
+    "large_schedule": [{"large_schedule": "polar-express-5", "large_matrix_dim": 20}],
+    "large_matrix_dim": [{"large_matrix_dim": 20, "large_schedule": "polar-express-5"}],
+    "normuon_beta": [{"normuon_beta": 0.5, "normuon": True}],
+    "soap_beta": [{"soap_beta": 0.5, "soap_muon": True}],
+    "norm_brake": [{"norm_brake": 0.2, "norm_control": "radial_brake"}],
+    "rules": [{"rules": ("halved",)}],
+    "splits": [{"splits": ("*: rows 2",)}],
+    "conv_patterns": [{"conv_patterns": ("*",)}],
+    "sharded": [{"sharded": dataclasses.replace(START.sharded, exchange="reference")}],
+    # Kernels of the polar factor run on a GPU only: both ways of a step call them.
+    "flash_muon": [{"flash_muon": True}],
+    **{
+        name: [{name: ("*",)}]
+        for name in (
+            *("adam_patterns", "adamw_patterns", "muon_patterns"),
+            *("expert_patterns", "local_patterns"),
+        )
+    },
+}
+
+
+def results_of(step, changes):
+    """Take a step with changed settings; return the tensors after it, and what the step returned."""
+    settings = dataclasses.replace(START, **changes).explicit()
+    job = Job(damped=settings.magma_muon)
+    params, buffers, scores, views = job.lists
+    state = dict(scores)
+    for key, tensor in tensors_of(matrix_rules(settings)).items():
+        if key not in state:
+            state[key] = [
+                torch.full(
+                    tensor.shape_for(tuple(p.shape), view),
+                    tensor.start,
+                    dtype=tensor.dtype_for(p.dtype),
+                    device=DEVICE,
+                )
+                for p, view in zip(params, views, strict=True)
+            ]
+    with torch.no_grad():
+        done = step(params, buffers, state, views, lr=0.1, settings=settings, control=StepControl())
+    return job.tensors, done
+
+
+def assert_each_setting_is_refused_or_implemented():
+    """Change every setting: the gate says no, or the fused step does what `muon_` does."""
+    plain, _ = results_of(muon_, {})
+    without_effect = {}
+    implemented = []
+    for name, changes in changes_of(START, EXAMPLES).items():
+        settings = dataclasses.replace(START, **changes).explicit()
+        if not fused_steps.fuses(settings, torch.float32):
+            continue
+        wanted, _ = results_of(muon_, changes)
+        if len(wanted) == len(plain) and all(map(torch.equal, wanted, plain)):
+            without_effect |= changes
+            continue
+        found, done = results_of(FusedStepCache().step, changes)
+        assert done is True, name
+        # Both ways round directions that differ in the last bit.
+        allowed = {"auto": 1e-3, "float16": 1e-3, "bfloat16": 1e-2}.get(settings.precision, 1e-5)
+        assert max(differences((wanted, found))) <= allowed, name
+        implemented.append(name)
+    found, _ = results_of(FusedStepCache().step, without_effect)
+    wanted, _ = results_of(muon_, without_effect)
+    assert max(differences((wanted, found))) <= 1e-5, without_effect
+    return implemented
+
+
+def test_each_setting_is_refused_or_implemented():
+    implemented = assert_each_setting_is_refused_or_implemented()
+    assert {"nesterov False", "magma_muon False", "scaling none"} <= set(implemented)
+    for refused in ({"deepmd_kit_arithmetic": True}, {"normuon": True}, {"rules": ("halved",)}):
+        settings = dataclasses.replace(START, **refused).explicit()
+        assert not fused_steps.fuses(settings, torch.float32)
+        assert results_of(FusedStepCache().step, refused)[1] is False
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherMagma(Magma):
+    """A subclass of a rule that the kernels have: it may do something else."""
+
+    name = "other"
+
+    @classmethod
+    def of(cls, settings):
+        return cls()
+
+
+def test_a_subclass_of_a_known_rule_is_another_rule(monkeypatch):
+    settings = dataclasses.replace(START, weight_decay=0.02).explicit()
+    assert fused_steps.fuses(settings, torch.float32)
+    fused_steps.fuses.cache_clear()
+    monkeypatch.setattr(fused_steps, "matrix_rules", lambda _: (OtherMagma(),))
+    assert not fused_steps.fuses(settings, torch.float32)
+    fused_steps.fuses.cache_clear()
+
+
+def test_the_comparison_sees_a_gate_that_forgets_a_setting(monkeypatch):
+    every = {field.name for field in dataclasses.fields(HybridMuonConfig)}
+    monkeypatch.setattr(fused_steps, "FUSED_COVERAGE", Coverage(frozenset(every)))
+    monkeypatch.setattr(fused_steps, "matrix_rules", lambda _: ())
+    fused_steps.fuses.cache_clear()
+    with pytest.raises(AssertionError):
+        assert_each_setting_is_refused_or_implemented()
+    fused_steps.fuses.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

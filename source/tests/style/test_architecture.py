@@ -51,7 +51,7 @@ ARROWS = {
     },
     "data": set(),
     "deepmd_kit": {"argcheck", "optim"},
-    "deploy": {"checkpoint_file", "infer", "model"},
+    "deploy": {"checkpoint_file", "data", "infer", "model"},
     "dynamics": {"checkpoint_file", "data", "infer", "model"},
     "explore": {"argcheck", "checkpoint_file", "data", "dynamics", "infer", "stability", "train"},
     "infer": {"checkpoint_file", "data", "model"},
@@ -89,7 +89,7 @@ TORCH_FREE = {
     ),
 }
 # Every room may import these, in this order; they import nothing else of the package.
-GROUND = ("setting", "section")
+GROUND = ("setting", "section", "coverage")
 THIRD_PARTY = {
     "argcheck": {"dargs", "yaml"},
     "data": {

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,11 @@ from deepmd_muon.train import NonFiniteError, TrainingError
 from deepmd_muon.train.batches.batch import tensors_of, to_device
 from deepmd_muon.train.batches.streamed import StreamedBatches, with_full_sections
 from deepmd_muon.train.step.step import TrainingStep
-from deepmd_muon.train.step.stepper import DeviceStepper, RateTable
+from deepmd_muon.train.step.stepper import DeviceStepper, RateTable, build_stepper
+from deepmd_muon.train.strategy.alone import Alone
+from deepmd_muon.train.strategy.base import Strategy
+from deepmd_muon.train.strategy.fully_sharded import FullySharded
+from deepmd_muon.train.strategy.replicated import Replicated
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 CPU = torch.device("cpu")
@@ -31,6 +36,29 @@ def poison(monkeypatch, *numbers):
         return original(self, batch, lr, lr_fraction)
 
     monkeypatch.setattr(TrainingStep, "__call__", call)
+
+
+def test_a_strategy_is_captured_only_if_it_says_that_its_steps_wait_for_nothing():
+    class Other(Strategy):
+        pass
+
+    assert Alone.reads_on_host is None
+    assert Replicated.reads_on_host is None
+    assert FullySharded.reads_on_host is not None
+    other = SimpleNamespace(
+        ranks=SimpleNamespace(device=torch.device("cuda")), reads_on_host=Other.reads_on_host
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    settings = SimpleNamespace(capture="on", enable_tf32=False)
+    with pytest.raises(TrainingError, match="does not say"):
+        build_stepper(
+            strategy=other,
+            loss=None,
+            optimizer=optimizer,
+            ema=None,
+            training=settings,
+            scalars=None,
+        )
 
 
 @pytest.mark.parametrize("optimizer", ["HybridMuon", "Adam"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deepmd_muon.data import DataLoader, NeighborCache, NeighborError, open_systems
+from deepmd_muon.data.frames import Frames
 from deepmd_muon.loss import build_loss
 from deepmd_muon.train.batches import frame_store, shapes
 from deepmd_muon.train.batches import resident as resident_module
@@ -283,6 +284,17 @@ def test_atoms_at_the_same_place_are_refused_by_system_and_frame(tmp_path):
         NeighborError, match=r"broken.*frame 2.*atoms 0 and 1 lie at the same place"
     ):
         ResidentBatches(loader(systems, corner_model("se_e2_a", "float64"), 1), CPU)
+
+
+def test_frames_with_more_than_the_device_keeps_are_left_to_the_host(systems, monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class ChargedFrames(Frames):
+        charge: np.ndarray | None = None
+
+    data = loader(systems, corner_model("se_e2_a", "float64"), 1)
+    assert why_not_on_device(data.systems) is None
+    monkeypatch.setattr(resident_module, "Frames", ChargedFrames)
+    assert "charge" in why_not_on_device(data.systems)
 
 
 def test_large_structures_are_left_to_the_host(systems, monkeypatch):

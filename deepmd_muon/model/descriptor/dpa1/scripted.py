@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from deepmd_muon.coverage import Coverage
 from deepmd_muon.model.descriptor.dpa1.attention import SHIFT, AttentionLayer
 from deepmd_muon.model.descriptor.dpa1.geometry import shortened, smooth_rows
 from deepmd_muon.model.descriptor.dpa1.module import DPA1, GROUP
@@ -379,6 +380,19 @@ def _folded(inner: list[Dense], outer: Dense, normalize: bool, temperature: floa
 class ScriptedDPA1(torch.nn.Module):
     """Descriptor of a frozen file; see `deepmd_muon.model.scripted.interface`."""
 
+    #: The settings that this form has.
+    covers = Coverage(
+        frozenset(
+            {
+                *("sel", "rcut", "rcut_smth", "env_protection", "exclude_types"),
+                *("neuron", "axis_neuron", "activation_function", "resnet_dt", "type_one_side"),
+                *("precision", "trainable", "seed", "set_davg_zero"),
+                *("tebd_dim", "use_tebd_bias", "concat_output_tebd", "tebd_input_mode"),
+                *("smooth_type_embedding", "attn_layer", "trainable_ln"),
+                *("attn", "attn_dotr", "normalize", "scaling_factor", "temperature", "ln_eps"),
+            }
+        )
+    )
     message_passing: Final[bool] = False
     centres_cpu: Final[int] = GROUP
     shift: Final[float] = SHIFT

@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from deepmd_muon.coverage import Coverage
 from deepmd_muon.model.descriptor.dpa1.scripted import ScriptedDPA1, embed_edges
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.scripted.dense import Act, Dense, embed_rows
@@ -25,6 +26,20 @@ class TabulatedDPA1(Tabulated):
         When the descriptor has attention.
     """
 
+    #: The settings that this form has.
+    covers = Coverage(
+        frozenset(
+            {
+                *("sel", "rcut", "rcut_smth", "env_protection", "exclude_types"),
+                *("neuron", "axis_neuron", "activation_function", "resnet_dt", "type_one_side"),
+                *("precision", "trainable", "seed", "set_davg_zero"),
+                *("tebd_dim", "use_tebd_bias", "concat_output_tebd", "tebd_input_mode"),
+                *("smooth_type_embedding", "attn_layer", "trainable_ln"),
+                # Of attention, which a compressed descriptor does not have.
+                *("attn", "attn_dotr", "normalize", "scaling_factor", "temperature", "ln_eps"),
+            }
+        )
+    )
     # TorchScript reads the annotations of the class itself alone.
     message_passing: Final[bool] = False
     request: Request

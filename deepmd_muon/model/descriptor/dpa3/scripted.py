@@ -5,6 +5,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from deepmd_muon.coverage import Coverage
 from deepmd_muon.model.descriptor.dpa3.geometry import COSINE_SCALE, DISTANCE_GUARD, weigh
 from deepmd_muon.model.descriptor.dpa3.layer import RepflowLayer
 from deepmd_muon.model.descriptor.dpa3.module import DPA3
@@ -201,6 +202,24 @@ def edge_from_angles(
 class ScriptedDPA3(torch.nn.Module):
     """Descriptor of a frozen file; see `deepmd_muon.model.scripted.interface`."""
 
+    #: The settings that this form has.
+    covers = Coverage(
+        frozenset(
+            {
+                *("concat_output_tebd", "activation_function", "precision", "trainable", "seed"),
+                *("use_tebd_bias", "exclude_types", "repflow/e_rcut", "repflow/e_rcut_smth"),
+                *("repflow/e_sel", "repflow/a_rcut", "repflow/a_rcut_smth", "repflow/a_sel"),
+                *("repflow/n_dim", "repflow/e_dim", "repflow/a_dim", "repflow/nlayers"),
+                *("repflow/a_compress_rate", "repflow/a_compress_e_rate"),
+                *("repflow/a_compress_use_split", "repflow/axis_neuron", "repflow/fix_stat_std"),
+                *("repflow/skip_stat", "repflow/update_angle", "repflow/update_style"),
+                *("repflow/update_residual", "repflow/update_residual_init"),
+                *("repflow/smooth_edge_update", "repflow/edge_init_use_dist"),
+                *("repflow/use_exp_switch", "repflow/use_dynamic_sel"),
+                "repflow/sel_reduce_factor",
+            }
+        )
+    )
     message_passing: Final[bool] = True
     guard: Final[float] = DISTANCE_GUARD
     cosine_scale: Final[float] = COSINE_SCALE

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 
+from deepmd_muon.coverage import Coverage
 from deepmd_muon.model.descriptor.environment import (
     Environment,
     Jacobian,
@@ -63,6 +64,16 @@ class SeE2A(torch.nn.Module):
     """
 
     needs_statistics = True
+    #: The settings that interpolated networks have, in training steps and in tables for predictions.
+    interpolation_covers = Coverage(
+        frozenset(
+            {
+                *("sel", "rcut", "rcut_smth", "env_protection", "set_davg_zero", "exclude_types"),
+                *("neuron", "axis_neuron", "activation_function", "resnet_dt", "type_one_side"),
+                *("precision", "trainable", "seed"),
+            }
+        )
+    )
     #: How training steps cut the interval of an embedding net; without pieces they evaluate it at every edge.
     pieces: Pieces = ()
     #: Stands for the embedding nets in predictions, from `tabulate`.
@@ -87,6 +98,7 @@ class SeE2A(torch.nn.Module):
             pair for a, b in settings.exclude_types for pair in ((a, b), (b, a))
         )
         self.activation = activation(settings.activation_function)
+        self.interpolation_fits = not self.interpolation_covers.uncovered(settings)
         stream = Stream(seed if settings.seed is None else settings.seed).child(0)
         self.sea = EmbeddingBlock(settings, self.sel, stream)
         self.requires_grad_(settings.trainable)
@@ -117,7 +129,12 @@ class SeE2A(torch.nn.Module):
         parts: _Contractions | _Interpolated
         if self.table is not None and not training:
             parts = _Interpolated(*given, self.table)
-        elif self.pieces and training and interpolation.pays(networks, count, len(self.pieces)):
+        elif (
+            self.pieces
+            and training
+            and self.interpolation_fits
+            and interpolation.pays(networks, count, len(self.pieces))
+        ):
             parts = _Interpolated(*given)
         else:
             parts = _Contractions(*given, force=force)
@@ -164,6 +181,8 @@ class SeE2A(torch.nn.Module):
     @torch.no_grad()
     def pieces_for(self, structures: Structures, edges: torch.Tensor) -> Pieces:
         """Return the pieces that the present weights need on such a batch; see `Interpolated`."""
+        if not self.interpolation_fits:
+            return ()
         used = self.used_slots(structures)
         rows, empty_row, _, _ = self._standardised(structures, edges, used)
         given = self.networks(), self.activation, rows, empty_row, structures.sections, self.sel
@@ -174,6 +193,8 @@ class SeE2A(torch.nn.Module):
         self, structures: Structures, edges: torch.Tensor, nearest: float
     ) -> interpolation.Table | None:
         """Return a table that stands for the present weights on batches like this one; see `Tabulated`."""
+        if not self.interpolation_fits:
+            return None
         real, own = structures.neighbor >= 0, self.settings
         distance = torch.where(real, edges.square().sum(-1), own.rcut**2).flatten()
         nearest = interpolation.CLOSER * min(

@@ -4,6 +4,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from deepmd_muon.coverage import Coverage
 from deepmd_muon.model.descriptor.se_e2_a.embedding import CPU_BLOCK_ROWS
 from deepmd_muon.model.descriptor.se_e2_a.module import SeE2A
 from deepmd_muon.model.scripted.dense import Act, Dense, act_of, dense_layers, embed_rows
@@ -51,6 +52,16 @@ def embed(act: Act, layers: list[Dense], s: torch.Tensor) -> torch.Tensor:
 class ScriptedSeE2A(torch.nn.Module):
     """Descriptor of a frozen file; see `deepmd_muon.model.scripted.interface`."""
 
+    #: The settings that this form has.
+    covers = Coverage(
+        frozenset(
+            {
+                *("sel", "rcut", "rcut_smth", "env_protection", "exclude_types"),
+                *("neuron", "axis_neuron", "activation_function", "resnet_dt", "type_one_side"),
+                *("precision", "trainable", "seed", "set_davg_zero"),
+            }
+        )
+    )
     message_passing: Final[bool] = False
     block_rows: Final[int] = CPU_BLOCK_ROWS
     request: Request

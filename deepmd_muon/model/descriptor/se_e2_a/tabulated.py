@@ -5,6 +5,7 @@ from typing import Final
 
 import torch
 
+from deepmd_muon.coverage import Coverage
 from deepmd_muon.model.descriptor.se_e2_a.scripted import ScriptedSeE2A, embed
 from deepmd_muon.model.scripted.dense import Act, Dense
 from deepmd_muon.model.scripted.near import Near, Request
@@ -14,6 +15,16 @@ from deepmd_muon.model.scripted.tabulated import Tabulated, double
 class TabulatedSeE2A(Tabulated):
     """See `Tabulated`; the nets of pairs of types have a table each."""
 
+    #: The settings that this form has.
+    covers = Coverage(
+        frozenset(
+            {
+                *("sel", "rcut", "rcut_smth", "env_protection", "exclude_types"),
+                *("neuron", "axis_neuron", "activation_function", "resnet_dt", "type_one_side"),
+                *("precision", "trainable", "seed", "set_davg_zero"),
+            }
+        )
+    )
     # TorchScript reads the annotations of the class itself alone.
     message_passing: Final[bool] = False
     request: Request

@@ -2,6 +2,7 @@
 
 import torch
 
+from deepmd_muon.coverage import Coverage
 from deepmd_muon.model.fitting.ener.module import EnergyFitting
 from deepmd_muon.model.scripted.dense import Act, Dense, act_of, dense_layers, energy_and_slope
 
@@ -9,6 +10,16 @@ from deepmd_muon.model.scripted.dense import Act, Dense, act_of, dense_layers, e
 class ScriptedEnergyFitting(torch.nn.Module):
     """Networks from descriptor to atomic energy, and the derivative of the energy."""
 
+    #: The settings that this form has.
+    covers = Coverage(
+        frozenset(
+            {
+                *("neuron", "resnet_dt", "activation_function", "precision", "trainable", "seed"),
+                *("atom_ener", "rcond", "numb_fparam", "numb_aparam", "use_aparam_as_mask"),
+                *("default_fparam", "dim_case_embd"),
+            }
+        )
+    )
     act: Act
     nets: list[list[Dense]]
     branch: torch.Tensor
