@@ -163,6 +163,11 @@ class System:
         return self.with_parameters(Parameters(widths["fparam"], widths["aparam"], partial=True))
 
     @property
+    def has_parameters(self) -> bool:
+        """Whether a set has frame or atomic parameters, on which labels may depend, asked for or not."""
+        return any(any(files) for files in self._parameter_files.values())
+
+    @property
     def uniform_labels(self) -> bool:
         """Whether every frame is known to have the same labels."""
         return not self._store.sampled and all(None not in files for files in self._files.values())

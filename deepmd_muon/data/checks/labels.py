@@ -15,7 +15,8 @@ import numpy as np
 
 from deepmd_muon.data.checks.pair_fit import MOST_PAIRS, NearPairs, PairFit, pairs_to_try
 from deepmd_muon.data.checks.systems import differing_systems
-from deepmd_muon.data.checks.units import ENERGY_UNITS, VIRIAL_UNITS, explain
+from deepmd_muon.data.checks.units import ENERGY_UNITS, VIRIAL_ORDERS, VIRIAL_UNITS, explain
+from deepmd_muon.data.checks.words import frame_words
 from deepmd_muon.data.elements import COVALENT_RADII
 from deepmd_muon.data.frames import Frames
 from deepmd_muon.data.neighbors.cache import worker_count
@@ -36,13 +37,29 @@ _LARGEST_FORCE, _LARGEST_ENERGY = 1e3, 1e6
 _CELLS = 50.0
 # Net force and torque over those of forces without order, and the smallest forces [eV/Å] where noise does not count.
 _UNBALANCED, _SMALL_FORCE = 0.1, 0.02
-# A pair potential explains 0.5 (liquid silicon) to 1.0 of the forces that the tests know.
+# A pair potential explains 0.5 (liquid silicon) to 1.0 of the forces of atoms that move.
 _UNRELATED = 0.15
+# A potential that explains less than this says nothing about energies and virials.
+_TELLING = 0.3
+# Atoms that have moved less than this from frame to frame [Å, root mean square]: their forces are those that angles and
+# other terms balance, which no pair potential gives; phonons and the ends of relaxations are such. Where the forces are
+# larger than this [eV/Å, root mean square] they are far from balance.
+_HARDLY_MOVED, _FAR_FROM_BALANCE = 0.08, 0.5
 # Factors of good labels lie between 0.7 and 1.4 where the correlation is so large.
 _CORRELATED, _FACTORS, _POINTS = 0.8, (0.6, 1.7), 6
 # Frames whose atoms have moved less than this [Å, root mean square], and whose forces differ by less than this share of
-# the square of their sum (0.1: by 0.6 of their mean): −F·dx is the change of energy.
+# the square of their sum (0.1: by 0.6 of their mean): −F·dx is the change of energy. So it is where atoms hardly move,
+# whatever their forces do.
 _NEAR, _LIKE = 0.25, 0.1
+# Work below this [eV], or below this share of the total energy (float32 rounds by 6e-8), may be noise of the labels.
+_NOISE, _ROUNDING = 5e-3, 5e-7
+# Energies that follow from the forces correlate with −F·dx by 1.00, and by 0.95 or more with a pair potential that
+# explains so much of the forces; energies of other frames by chance: 0.5 of ten frames in one case of seven hundred.
+_UNCORRELATED, _EXPLAINED, _FRAMES = 0.5, 0.965, 10
+# Fewest frames of each of two groups, their distance over their width, and the least constant between them [eV].
+_FEWEST_OF_GROUP, _APART_BY, _LEAST_SHIFT = 3, 6.0, 0.1
+# Energies that change by less than this share of the work of the forces are constant.
+_CONSTANT = 0.2
 # Stretching N2 at 1.1 Å takes 143 eV/Å²; bonds at other distances have up to 1.7, and 0.05 or more, of this envelope.
 _STIFFNESS, _BOND, _STIFF, _SOFT = 150.0, 1.1, 3.0, 0.02
 
@@ -53,6 +70,7 @@ class Sample:
 
     system: System
     frames: Frames
+    numbers: np.ndarray  # of the frames in the system (nframes,)
 
     @classmethod
     def of(cls, system: System, *, compared: bool) -> Sample:
@@ -60,9 +78,8 @@ class Sample:
         kind = 0 if compared else 1
         count = int(np.clip(_ATOMS[kind] // system.natoms, _FEWEST[kind], _MOST_FRAMES))
         first = np.linspace(0, max(system.nframes - 2, 0), max(count // 2, 1)).astype(int)
-        return cls(
-            system, system.frames(np.unique([*first, *np.minimum(first + 1, system.nframes - 1)]))
-        )
+        numbers = np.unique([*first, *np.minimum(first + 1, system.nframes - 1)])
+        return cls(system, system.frames(numbers), numbers)
 
     @cached_property
     def pairs(self) -> NearPairs | None:
@@ -101,6 +118,12 @@ class Sample:
             else 0.0
         )
 
+    @cached_property
+    def hardly_moves(self) -> bool:
+        """Whether atoms are nearly at the same places, in the cells of the frames, in all frames that are fitted."""
+        frames = self.fitted_frames
+        return frames is not None and _largest_move(frames) < _HARDLY_MOVED
+
     @property
     def energy(self) -> float:
         """Largest size of an energy per atom [eV]; zero without energies."""
@@ -133,7 +156,11 @@ def suspicions(systems: Sequence[System]) -> list[str]:
         for sentence in mine
     ]
     fits = {
-        sample.system.name: (sample.system, sample.frames, sample.fit)
+        sample.system.name: (
+            sample.system,
+            sample.frames,
+            None if sample.hardly_moves else sample.fit,  # other frames need other parts of φ
+        )
         for sample, _ in seen
         if sample is not None
     }
@@ -175,7 +202,7 @@ def _of_positions(sample: Sample) -> Iterator[str]:
     known = np.isfinite(ratio)
     if shortest < _SHORTEST or (known and ratio < _CLOSE):
         yield f"atoms are {shortest:.3g} Å apart; {_remedy(sample, names)}"
-    elif np.isfinite(shortest) and (shortest > _LONGEST or (known and ratio > _APART)):
+    elif np.isfinite(shortest) and (ratio > _APART if known else _too_far(shortest, names)):
         bonds = f", {ratio:.2f} times the sum of covalent radii" if known else ""
         yield (
             f"the closest atoms are {shortest:.3g} Å apart{bonds}; positions and cells must be in Å "
@@ -186,6 +213,11 @@ def _of_positions(sample: Sample) -> Iterator[str]:
         if _shortest(transposed, names)[1] > max(1.15 * ratio, 0.8):
             further = "further with the transposed cell; rows of box are the cell vectors"
             yield f"atoms are {shortest:.3g} Å apart, and {further}"
+
+
+def _too_far(shortest: float, names: Sequence[str] | None) -> bool:
+    """Whether atoms without known radii are too far apart for positions in Å; a noble gas may be dilute."""
+    return shortest > _LONGEST and not (names and set(names) <= _NOBLE)
 
 
 def _shortest(frames: Frames, names: Sequence[str] | None) -> tuple[float, float]:
@@ -292,52 +324,180 @@ def _of_factors(sample: Sample) -> Iterator[str]:
     fit, frames = sample.fit, sample.fitted_frames
     if fit is None or frames is None or sample.pairs is None:
         return
-    if fit.explained < _UNRELATED:
+    work = Work.of(frames)
+    balanced = sample.hardly_moves and sample.force < _FAR_FROM_BALANCE
+    if fit.explained < _UNRELATED and not balanced and not work.agrees:
         yield (
             f"forces do not follow from the positions (a pair potential explains {max(fit.explained, 0):.0%}): are "
             "they of other frames or of atoms in another order?"
         )
         return
-    if (
-        frames.present("energy").all()
-        and (factor := _energy_factor(sample, fit, frames)) is not None
-    ):
-        atoms = float((frames.atype[0] >= 0).sum())
-        yield explain("energies", "−F·dx", factor, {**ENERGY_UNITS, "energies per atom": 1 / atoms})
+    yield from _of_energies(sample, fit, work)
+    if sample.hardly_moves or fit.explained < _TELLING:
+        return
     if frames.box is not None and frames.present("virial").all():
-        assert frames.virial is not None
-        factor, correlation = _ratio(
-            _without_pressure(fit.virials), _without_pressure(frames.virial)
-        )
-        if correlation >= _CORRELATED and not _FACTORS[0] <= factor <= _FACTORS[1]:
-            volume = float(np.abs(np.linalg.det(frames.box)).mean())
-            yield explain(
-                "virials",
-                "forces and positions",
-                factor,
-                {k: f(volume) for k, f in VIRIAL_UNITS.items()},
-            )
+        yield from _of_virials(frames, fit)
     yield from _of_stiffness(sample, fit, sample.pairs)
 
 
-def _energy_factor(sample: Sample, fit: PairFit, frames: Frames) -> float | None:
-    """Return the factor of energies over what forces imply, where it is surely not 1."""
-    assert frames.energy is not None
-    if len(np.unique(np.sort(frames.atype, axis=1), axis=0)) > 1:
-        return None  # other compositions have other constants
-    i, j, moved = _near_frames(frames)
-    assert frames.force is not None
-    work = -0.5 * ((frames.force[i] + frames.force[j]) * moved).sum(axis=(1, 2))
-    by_work, correlation = _ratio(work, frames.energy[j] - frames.energy[i])
-    if correlation < _CORRELATED:  # few near frames, or too much else happens between them
-        by_work, correlation = _ratio(
-            _without_volume(fit.energies, frames), _without_volume(frames.energy, frames)
-        )
-    return (
-        by_work
-        if correlation >= _CORRELATED and not _FACTORS[0] <= by_work <= _FACTORS[1]
-        else None
+@dataclass(frozen=True)
+class Work:
+    """Work of the forces between near frames and the change of the energy label, in the same order [eV]."""
+
+    first: np.ndarray  # (npairs,): frames
+    second: np.ndarray
+    implied: np.ndarray  # (npairs,): −F·dx
+    label: np.ndarray  # (npairs,)
+    noise: float  # of the labels
+
+    @classmethod
+    def of(cls, frames: Frames) -> Work:
+        """Compare near frames of the same atoms; none without energies or forces."""
+        if not (frames.present("energy").all() and frames.present("force").all()):
+            none = np.zeros(0)
+            return cls(none.astype(int), none.astype(int), none, none, 0.0)
+        assert frames.energy is not None
+        assert frames.force is not None
+        i, j, moved = _near_frames(frames)
+        implied = -0.5 * ((frames.force[i] + frames.force[j]) * moved).sum(axis=(1, 2))
+        noise = max(_NOISE, _ROUNDING * float(np.abs(frames.energy).max()))
+        return cls(i, j, implied, frames.energy[j] - frames.energy[i], noise)
+
+    @property
+    def tells(self) -> bool:
+        """Whether there is enough work, and more than noise."""
+        size = np.sqrt((self.implied**2).mean()) if len(self.implied) else 0.0
+        return len(self.implied) >= _POINTS and bool(size > self.noise)
+
+    @cached_property
+    def ratio(self) -> tuple[float, float]:
+        """Factor of the labels over the work, and the size of their correlation."""
+        return _ratio(self.implied, self.label) if self.tells else (1.0, 0.0)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether energies change as the forces say, but for a factor: forces belong to the positions then."""
+        return self.ratio[1] >= _CORRELATED
+
+
+def _of_energies(sample: Sample, fit: PairFit, work: Work) -> Iterator[str]:
+    """Compare the energies with the work of the forces, or with the energies that the pair potential implies."""
+    frames = sample.fitted_frames
+    if frames is None or frames.energy is None or not frames.present("energy").all():
+        return
+    if len(np.unique(np.sort(frames.atype, axis=1), axis=0)) > 1 or sample.system.has_parameters:
+        return  # other compositions, charges or temperatures have other constants
+    implied = _without_volume(fit.energies, frames)
+    label = _without_volume(frames.energy, frames)
+    factor, correlation = work.ratio
+    if not work.agrees and not sample.hardly_moves and fit.explained > _TELLING:
+        factor, correlation = _ratio(implied, label)
+    if correlation >= _CORRELATED:
+        if not _FACTORS[0] <= factor <= _FACTORS[1]:
+            atoms = float((frames.atype[0] >= 0).sum())
+            known = {**ENERGY_UNITS, "energies per atom": 1 / atoms}
+            yield explain("energies", "−F·dx", factor, known)
+        return
+    of_fit = (
+        not sample.hardly_moves
+        and fit.explained > _EXPLAINED
+        and frames.nframes >= _FRAMES
+        and np.sqrt((implied**2).mean()) > work.noise
     )
+    if not (of_fit or work.tells):
+        return
+    if of_fit and (groups := _shifted_groups(label - implied, implied.std())) is not None:
+        low, high, apart = groups
+        yield (
+            f"energies of {frame_words(sample.numbers[high])} are about {apart:.3g} eV above those of "
+            f"{frame_words(sample.numbers[low])}, which forces and positions do not explain: are reference, method "
+            "and charge the same in all frames?"
+        )
+    elif correlation < _UNCORRELATED and (not work.tells or work.ratio[1] < _UNCORRELATED):
+        yield _unrelated_energies(sample, work, implied, label)
+
+
+def _shifted_groups(rest: np.ndarray, spread: float) -> tuple[np.ndarray, np.ndarray, float] | None:
+    """Split frames into two groups whose energies differ by a constant [eV]; None unless they clearly do.
+
+    Parameters
+    ----------
+    rest
+        Energies less those that the forces imply `(nframes,)` [eV].
+    spread
+        Standard deviation of the latter [eV].
+    """
+    order = np.argsort(rest, kind="stable")
+    steps = np.diff(rest[order])[_FEWEST_OF_GROUP - 1 : len(rest) - _FEWEST_OF_GROUP]
+    if not len(steps):
+        return None
+    cut = int(steps.argmax()) + _FEWEST_OF_GROUP
+    low, high = np.sort(order[:cut]), np.sort(order[cut:])
+    width = np.sqrt((rest[low].var() * len(low) + rest[high].var() * len(high)) / len(rest))
+    step = float(steps.max())
+    if step < _APART_BY * width or step < max(_LEAST_SHIFT, 0.5 * spread):
+        return None
+    return low, high, float(rest[high].mean() - rest[low].mean())
+
+
+def _unrelated_energies(sample: Sample, work: Work, implied: np.ndarray, label: np.ndarray) -> str:
+    """Say that energies do not follow from the forces, and name the frames where they are farthest from that."""
+    if work.tells:
+        worst = int(np.abs(work.label - work.implied).argmax())
+        pair = sample.numbers[[work.first[worst], work.second[worst]]]
+        seen = (
+            f"from {frame_words(pair[:1])} to {frame_words(pair[1:])} it changes by {work.label[worst]:.3g} eV, "
+            f"−F·dx is {work.implied[worst]:.3g} eV"
+        )
+        size, expected = work.label.std(), work.implied.std()
+    else:
+        worst = int(np.abs(label - implied).argmax())
+        seen = f"it is {label[worst] - implied[worst]:.3g} eV off in {frame_words(sample.numbers[[worst]])}"
+        size, expected = label.std(), implied.std()
+    if size < _CONSTANT * expected:
+        cause = "are they total energies with kinetic energy, which dynamics keep constant?"
+    else:
+        cause = "are they of other frames, or do they contain kinetic energy?"
+    return f"the energy does not follow from forces and positions ({seen}): {cause}"
+
+
+def _of_virials(frames: Frames, fit: PairFit) -> Iterator[str]:
+    """Compare the changes of virials between frames with those that the pair potential implies."""
+    assert frames.virial is not None
+    assert frames.box is not None
+    implied, label = _without_pressure(fit.virials), _without_pressure(frames.virial)
+    factor, correlation = _ratio(implied, label)
+    if correlation >= _CORRELATED and not _FACTORS[0] <= factor <= _FACTORS[1]:
+        volume = float(np.abs(np.linalg.det(frames.box)).mean())
+        known = {words: of_volume(volume) for words, of_volume in VIRIAL_UNITS.items()}
+        yield explain("virials", "forces and positions", factor, known)
+    if correlation >= _UNCORRELATED or frames.nframes < _FEWEST[0]:
+        return
+    for words, order in VIRIAL_ORDERS.items():
+        other = label.reshape(-1, 9)[:, order].reshape(-1)
+        if _ratio(implied, other)[1] >= _CORRELATED:
+            yield (
+                f"virials fit forces and positions only with {words}; their nine numbers are xx, xy, xz, yx, …, zz"
+            )
+            return
+
+
+def _largest_move(frames: Frames) -> float:
+    """Return the largest root-mean-square distance of the atoms of a frame from those of the first one [Å].
+
+    Positions are compared as fractions of the cells. Frames with other types have moved far.
+    """
+    if (frames.atype != frames.atype[:1]).any():
+        return np.inf
+    moved = frames.coord - frames.coord[:1]
+    if frames.box is not None:
+        fractions = np.linalg.solve(
+            frames.box.transpose(0, 2, 1), frames.coord.transpose(0, 2, 1)
+        ).transpose(0, 2, 1)
+        moved = fractions - fractions[:1]
+        moved = (moved - np.round(moved)) @ frames.box[0]
+    moved = moved - moved.mean(axis=1, keepdims=True)
+    return float(np.sqrt((moved**2).sum(axis=-1).mean(axis=-1)).max())
 
 
 def _near_frames(frames: Frames) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -352,8 +512,9 @@ def _near_frames(frames: Frames) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         same &= np.abs(frames.box[i] - frames.box[j]).max(axis=(1, 2)) < 1e-6
     assert frames.force is not None
     change = ((frames.force[j] - frames.force[i]) ** 2).sum(axis=(1, 2))
-    same &= change < _LIKE * ((frames.force[i] + frames.force[j]) ** 2).sum(axis=(1, 2))
-    same &= np.sqrt((moved**2).sum(axis=-1).mean(axis=-1)) < _NEAR
+    like = change < _LIKE * ((frames.force[i] + frames.force[j]) ** 2).sum(axis=(1, 2))
+    distance = np.sqrt((moved**2).sum(axis=-1).mean(axis=-1))
+    same &= (distance < _HARDLY_MOVED) | (like & (distance < _NEAR))
     return i[same], j[same], moved[same]
 
 
@@ -393,16 +554,26 @@ def _of_stiffness(sample: Sample, fit: PairFit, pairs: NearPairs) -> Iterator[st
         [frames.atype[pairs.frame[near], atom[near]] for atom in (pairs.i, pairs.j)], axis=0
     )
     a, b = kind[:, pairs.distance[near].argmin()].tolist()
-    length = float(np.median(pairs.distance[near[(kind[0] == a) & (kind[1] == b)]]))
-    share = fit.stiffness((a, b), length) / (_STIFFNESS * (_BOND / length) ** 4)
+    lengths = pairs.distance[near[(kind[0] == a) & (kind[1] == b)]]
+    length = float(np.median(lengths))
+    share = fit.stiffness((a, b), length) / _usual_stiffness(length)
     radii = sum(COVALENT_RADII.get(names[t], np.nan) for t in (a, b)) if names else np.nan
     if share > _STIFF:
         yield (
             f"bonds of {length:.2f} Å are {share:.0f} times stiffer than the stiffest known: energies and forces in "
             "kcal/mol (divide by 23.06) or kJ/mol (96.49)? They must be in eV and eV/Å"
         )
-    elif abs(share) < _SOFT and fit.explained > 0.8 and length < _BONDED * radii:
+    elif 0 < share < _SOFT and fit.explained > 0.8 and length < _BONDED * radii:
+        # Stretched bonds go through zero on their way to a negative curvature; compressed ones do not.
+        short = float(np.quantile(lengths, 0.05))
+        if fit.stiffness((a, b), short) > _SOFT * _usual_stiffness(short):
+            return
         yield (
             f"bonds of {length:.2f} Å are {share:.4f} times as stiff as is usual: energies and forces in Hartree and "
             "Hartree/Bohr (multiply by 27.21 and 51.42)? They must be in eV and eV/Å"
         )
+
+
+def _usual_stiffness(length: float) -> float:
+    """Return the largest stiffness of a bond of a length [eV/Å²]."""
+    return _STIFFNESS * (_BOND / length) ** 4
