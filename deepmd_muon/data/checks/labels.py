@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from deepmd_muon.data.checks.pair_fit import MOST_PAIRS, NearPairs, PairFit, pairs_to_try
+from deepmd_muon.data.checks.scan import chosen_systems, repeated_frames, scan, share_of
 from deepmd_muon.data.checks.systems import differing_systems
 from deepmd_muon.data.checks.units import ENERGY_UNITS, VIRIAL_ORDERS, VIRIAL_UNITS, explain
 from deepmd_muon.data.checks.words import frame_words
@@ -28,6 +29,8 @@ _SYSTEMS, _COMPARED = 128, 12
 _ATOMS, _FEWEST, _MOST_FRAMES = (768, 192), (8, 2), 20
 # Shortest distance between atoms [Å]: H2 has 0.74. Without elements these are the limits of positions in Å.
 _SHORTEST, _LONGEST = 0.6, 4.0
+# Frames that are named one by one, as a share of those looked at.
+_FEW = 0.25
 # The same over the sum of covalent radii: bonds have 0.9 to 1.1, contacts of metals and salts up to 1.3.
 _CLOSE, _APART, _BONDED = 0.5, 1.5, 1.2
 _NOBLE = frozenset(("He", "Ne", "Ar", "Kr", "Xe", "Rn"))
@@ -144,42 +147,59 @@ def suspicions(systems: Sequence[System]) -> list[str]:
     looked = systems[:: -(-len(systems) // _SYSTEMS)] if systems else []
     step = -(-len(looked) // _COMPARED) or 1
     compared = [k % step == 0 for k in range(len(looked))]
+    read = chosen_systems(systems)
+    shares = [share_of(systems)] * len(read)
     workers = worker_count() // 2  # a good part of the work holds Python's lock
     if workers > 1:
         with ThreadPoolExecutor(workers, thread_name_prefix="deepmd_muon-checks") as pool:
             seen = [*pool.map(_look, looked, compared)]
+            scans = [*pool.map(scan, read, shares)]
     else:
         seen = [*map(_look, looked, compared)]
-    found = [
-        f"{system.name}: {sentence}"
-        for system, (_, mine) in zip(looked, seen, strict=True)
-        for sentence in mine
-    ]
-    fits = {
-        sample.system.name: (
-            sample.system,
-            sample.frames,
-            None if sample.hardly_moves else sample.fit,  # other frames need other parts of φ
-        )
-        for sample, _ in seen
-        if sample is not None
-    }
-    return found + differing_systems(list(fits.values()))
+        scans = [*map(scan, read, shares)]
+    of_system = {id(one.sample.system): one for one in seen}
+    scan_of = {id(system): one for system, one in zip(read, scans, strict=True)}
+    sentences = []
+    fits = []
+    for system in systems:
+        one, scanned = of_system.get(id(system)), scan_of.get(id(system))
+        every = list(one.of_positions) if one is not None else []
+        if not every:  # wrong units make frames of any system stand out
+            every = list(scanned.sentences) if scanned is not None else []
+            if one is not None:
+                fits.append(one.fitted(usable=not every))
+        if not every and one is not None:  # frames that stand out spoil the fits
+            every = list(one.of_labels)
+        sentences += [f"{system.name}: {sentence}" for sentence in every]
+    sentences += repeated_frames([scanned for scanned in scans if scanned is not None])
+    return sentences + differing_systems(fits)
 
 
-def _look(system: System, compared: bool) -> tuple[Sample | None, list[str]]:
-    """Look at a system; return its sample, unless its positions are wrong, and sentences."""
+@dataclass(frozen=True)
+class _Looked:
+    """A sample of a system, and what is wrong with it."""
+
+    sample: Sample
+    of_positions: tuple[str, ...]
+    of_labels: tuple[str, ...]
+
+    def fitted(self, *, usable: bool) -> tuple[System, Frames, PairFit | None]:
+        """Return what is compared with other systems; no potential if it is not usable."""
+        sample = self.sample
+        # Frames that hardly move need other parts of φ than those of other systems.
+        fit = sample.fit if usable and not sample.hardly_moves else None
+        return sample.system, sample.frames, fit
+
+
+def _look(system: System, compared: bool) -> _Looked:
+    """Look at a sample of a system; at its labels only where its positions are sound."""
     sample = Sample.of(system, compared=compared)
-    found = list(_of_positions(sample))
-    sound = not found
-    if sample.force > _LARGEST_FORCE:
-        found.append(
-            f"the root-mean-square force is {sample.force:.3g} eV/Å; forces must be in eV/Å"
-        )
-    if sample.energy > _LARGEST_ENERGY:
-        found.append(f"the energy is {sample.energy:.3g} eV per atom; energies must be in eV")
-    found += [] if found else [*_of_balance(sample), *_of_factors(sample)]
-    return sample if sound else None, found
+    of_positions = tuple(_of_positions(sample))
+    if of_positions:
+        return _Looked(sample, of_positions, ())
+    return _Looked(
+        sample, (), tuple(_of_sizes(sample)) or (*_of_balance(sample), *_of_factors(sample))
+    )
 
 
 # -- positions ---------------------------------------------------------------------------------------------------
@@ -198,9 +218,16 @@ def _of_positions(sample: Sample) -> Iterator[str]:
             yield f"atoms lie {np.abs(fractions).max():.0f} cell lengths away from the cell; box and coord must be in Å"
             return
     names = sample.system.type_map
-    shortest, ratio = _shortest(frames, names)
+    distances, ratios = _shortest(frames, names)
+    shortest, ratio = float(distances.min()), float(ratios.min())
     known = np.isfinite(ratio)
-    if shortest < _SHORTEST or (known and ratio < _CLOSE):
+    close = np.flatnonzero((distances < _SHORTEST) | (ratios < _CLOSE))
+    if 0 < len(close) <= _FEW * frames.nframes:
+        yield (
+            f"atoms are {distances[close].min():.3g} Å apart in {frame_words(sample.numbers[close])} of those looked "
+            "at; remove such frames"
+        )
+    elif len(close):
         yield f"atoms are {shortest:.3g} Å apart; {_remedy(sample, names)}"
     elif np.isfinite(shortest) and (ratio > _APART if known else _too_far(shortest, names)):
         bonds = f", {ratio:.2f} times the sum of covalent radii" if known else ""
@@ -210,7 +237,7 @@ def _of_positions(sample: Sample) -> Iterator[str]:
         )
     elif known and frames.box is not None and ratio < 0.8:
         transposed = replace(frames, box=frames.box.transpose(0, 2, 1))
-        if _shortest(transposed, names)[1] > max(1.15 * ratio, 0.8):
+        if _shortest(transposed, names)[1].min() > max(1.15 * ratio, 0.8):
             further = "further with the transposed cell; rows of box are the cell vectors"
             yield f"atoms are {shortest:.3g} Å apart, and {further}"
 
@@ -220,15 +247,17 @@ def _too_far(shortest: float, names: Sequence[str] | None) -> bool:
     return shortest > _LONGEST and not (names and set(names) <= _NOBLE)
 
 
-def _shortest(frames: Frames, names: Sequence[str] | None) -> tuple[float, float]:
-    """Shortest distance [Å], and the least distance over the sum of covalent radii; NaN where elements are unknown."""
+def _shortest(frames: Frames, names: Sequence[str] | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the shortest distance of each frame [Å], and the least distance over the sum of covalent radii.
+
+    Both are `(nframes,)`, and infinite where there are no pairs, or no known radii.
+    """
     radii = [
         COVALENT_RADII.get(name, np.nan) if name not in _NOBLE else np.nan for name in names or ()
     ]
-    reach = (
-        np.append(radii, np.nan) if radii else np.full(1, np.nan)
-    )  # the last one is that of padding
-    shortest, ratio = np.inf, np.inf
+    reach = np.array([*radii, np.nan])  # the last one is that of padding
+    shortest = np.full(frames.nframes, np.inf)
+    ratio = np.full(frames.nframes, np.inf)
     inverse = None if frames.box is None else np.linalg.inv(frames.box)
     for k in range(frames.nframes):
         real = frames.atype[k] >= 0
@@ -239,9 +268,9 @@ def _shortest(frames: Frames, names: Sequence[str] | None) -> tuple[float, float
             apart -= np.round(apart @ inverse[k]) @ frames.box[k]
         distance = np.sqrt(np.einsum("pc,pc->p", apart, apart)).reshape(len(chosen), -1)
         distance[np.arange(len(chosen)), chosen] = np.inf
-        shortest = min(shortest, float(distance.min(initial=np.inf)))
+        shortest[k] = distance.min(initial=np.inf)
         over = distance / (reach[types[chosen], None] + reach[types])
-        ratio = min(ratio, float(np.fmin.reduce(over, axis=None, initial=np.inf)))
+        ratio[k] = np.fmin.reduce(over, axis=None, initial=np.inf)
     return shortest, ratio
 
 
@@ -270,7 +299,8 @@ def _remedy(sample: Sample, names: Sequence[str] | None) -> str:
         if np.ptp(frames.coord, axis=1).max() > 1.05:
             tried.pop(0)
     for words, coord, cell in tried:
-        shortest, ratio = _shortest(replace(frames, coord=coord, box=cell), names)
+        distances, ratios = _shortest(replace(frames, coord=coord, box=cell), names)
+        shortest, ratio = distances.min(), ratios.min()
         if 0.8 < ratio < _APART if np.isfinite(ratio) else _SHORTEST < shortest < _LONGEST:
             return f"positions must be in Å ({words})"
     return "positions must be in Å (nm would look like this); remove frames in which atoms overlap"
@@ -279,8 +309,16 @@ def _remedy(sample: Sample, names: Sequence[str] | None) -> str:
 # -- labels --------------------------------------------------------------------------------------------------------
 
 
+def _of_sizes(sample: Sample) -> Iterator[str]:
+    """Yield labels that no unit of energy or force would make so large."""
+    if sample.force > _LARGEST_FORCE:
+        yield f"the root-mean-square force is {sample.force:.3g} eV/Å; forces must be in eV/Å"
+    if sample.energy > _LARGEST_ENERGY:
+        yield f"the energy is {sample.energy:.3g} eV per atom; energies must be in eV"
+
+
 def _of_balance(sample: Sample) -> Iterator[str]:
-    """Check that forces sum to zero, torques of atoms without a cell too, and that virials are symmetric."""
+    """Check that forces sum to zero, and torques of atoms without a cell."""
     frames = sample.frames
     if frames.force is not None and sample.force > _SMALL_FORCE and frames.natoms > 1:
         force = frames.force[frames.present("force")]
@@ -294,11 +332,6 @@ def _of_balance(sample: Sample) -> Iterator[str]:
             )
         elif not sample.system.pbc:
             yield from _of_torque(frames)
-    if frames.virial is not None:
-        virial = frames.virial[frames.present("virial")].reshape(-1, 3, 3)
-        odd = np.abs(virial - virial.transpose(0, 2, 1)).max()
-        if odd > 0.05 * np.abs(virial).max():
-            yield f"the virial is not symmetric (by up to {odd:.3g} eV); its nine numbers are xx, xy, xz, yx, …, zz"
 
 
 def _of_torque(frames: Frames) -> Iterator[str]:
