@@ -41,7 +41,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Count, and log the same lines as deepmd-kit."""
+    import numpy as np
+
     from deepmd_muon.data import neighbor_statistics, with_common_types
+    from deepmd_muon.data.checks.close_atoms import distance_problem
 
     if not (math.isfinite(options.rcut) and options.rcut > 0):
         raise CommandError(f"-r must be a number above 0 [Å]; found {options.rcut}")
@@ -54,4 +57,7 @@ def run(options: argparse.Namespace) -> int:
     sizes = [statistics.max_total] if options.mixed_type else list(statistics.max_neighbors)
     log.info("min_nbor_dist: %f", statistics.min_distance)
     log.info("max_nbor_size: %s", sizes)
+    every = [np.arange(system.nframes) for system in systems]
+    if problem := distance_problem(systems, every, statistics.min_distance, options.rcut):
+        log.warning("%s", problem)
     return 0

@@ -103,6 +103,32 @@ def _places(frames: Frames) -> list[_Places]:
     return [found[axis] for axis in np.argsort(-lengths)]
 
 
+def distance_problem(
+    systems: Sequence[System],
+    numbers: Sequence[np.ndarray],
+    shortest: float,
+    rcut: float,
+) -> str | None:
+    """Say what is wrong with the shortest distance of frames `numbers` of each system [Å]; None where nothing is.
+
+    Frames are read again only to name atoms that nearly coincide.
+    """
+    if shortest < NEARLY_COINCIDE:
+        place = first_close_pair(systems, numbers)
+        return (
+            None
+            if place is None
+            else f"{place}; remove such frames, or see that positions are in Å"
+        )
+    if np.isfinite(shortest):
+        return None
+    return (
+        f"no atom has a neighbour within the cut-off of {rcut:g} Å in the {sum(map(len, numbers))} frames that were "
+        "counted: a model can learn nothing but energies of single atoms from them; see that rcut, positions and "
+        "cells are in Å"
+    )
+
+
 def first_close_pair(systems: Sequence[System], numbers: Sequence[np.ndarray]) -> str | None:
     """Name the closest atoms of frames `numbers` of systems: system, frame and atoms; None where none nearly coincide."""
     closest, words = np.inf, None

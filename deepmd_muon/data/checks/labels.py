@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import permutations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,6 +52,9 @@ _TELLING = 0.3
 _HARDLY_MOVED, _FAR_FROM_BALANCE = 0.08, 0.5
 # Factors of good labels lie between 0.7 and 1.4 where the correlation is so large.
 _CORRELATED, _FACTORS, _POINTS = 0.8, (0.6, 1.7), 6
+# Types are doubtful where a pair potential explains less than this; in the right order it leaves less than this share of
+# what it leaves of the forces.
+_DOUBTFUL_TYPES, _LESS_REST = 0.9, 0.6
 # Frames whose atoms have moved less than this [Å, root mean square], and whose forces differ by less than this share of
 # the square of their sum (0.1: by 0.6 of their mean): −F·dx is the change of energy. So it is where atoms hardly move,
 # whatever their forces do.
@@ -59,10 +64,12 @@ _NOISE, _ROUNDING = 5e-3, 5e-7
 # Energies that follow from the forces correlate with −F·dx by 1.00, and by 0.95 or more with a pair potential that
 # explains so much of the forces; energies of other frames by chance: 0.5 of ten frames in one case of seven hundred.
 _UNCORRELATED, _EXPLAINED, _FRAMES = 0.5, 0.965, 10
-# Fewest frames of each of two groups, their distance over their width, and the least constant between them [eV].
-_FEWEST_OF_GROUP, _APART_BY, _LEAST_SHIFT = 3, 6.0, 0.1
-# Energies that change by less than this share of the work of the forces are constant.
-_CONSTANT = 0.2
+# Fewest frames of each of two groups, their distance over their width, the least constant between them [eV], and rounds
+# in which the groups and the work of the pressure are fitted.
+_FEWEST_OF_GROUP, _APART_BY, _LEAST_SHIFT, _ROUNDS = 3, 6.0, 0.1, 5
+# Energies that change by less than this share of the work of the forces are constant; units make them smaller, too, but
+# not by as much as the second number.
+_CONSTANT, _CONSTANT_FACTOR = 0.2, 0.02
 # Stretching N2 at 1.1 Å takes 143 eV/Å²; bonds at other distances have up to 1.7, and 0.05 or more, of this envelope.
 _STIFFNESS, _BOND, _STIFF, _SOFT = 150.0, 1.1, 3.0, 0.02
 
@@ -74,6 +81,7 @@ class Sample:
     system: System
     frames: Frames
     numbers: np.ndarray  # of the frames in the system (nframes,)
+    compared: bool  # whether there is time for more than a look
 
     @classmethod
     def of(cls, system: System, *, compared: bool) -> Sample:
@@ -82,7 +90,7 @@ class Sample:
         count = int(np.clip(_ATOMS[kind] // system.natoms, _FEWEST[kind], _MOST_FRAMES))
         first = np.linspace(0, max(system.nframes - 2, 0), max(count // 2, 1)).astype(int)
         numbers = np.unique([*first, *np.minimum(first + 1, system.nframes - 1)])
-        return cls(system, system.frames(numbers), numbers)
+        return cls(system, system.frames(numbers), numbers, compared)
 
     @cached_property
     def pairs(self) -> NearPairs | None:
@@ -365,12 +373,51 @@ def _of_factors(sample: Sample) -> Iterator[str]:
             "they of other frames or of atoms in another order?"
         )
         return
+    if (order := _better_order(sample, fit)) is not None:
+        names = sample.system.type_map or [str(t) for t in range(int(order.types.max()) + 1)]
+        shown = " ".join(names[t] for t in order.types[:6])
+        yield (
+            f"forces fit the positions with atoms in the order {shown} … (a pair potential explains "
+            f"{order.explained:.0%}), not with the types as they are ({max(fit.explained, 0):.0%}): check type.raw and "
+            "the order of the atoms"
+        )
+        return
     yield from _of_energies(sample, fit, work)
     if sample.hardly_moves or fit.explained < _TELLING:
         return
     if frames.box is not None and frames.present("virial").all():
         yield from _of_virials(frames, fit)
     yield from _of_stiffness(sample, fit, sample.pairs)
+
+
+class _Order(NamedTuple):
+    """Types in another order, and the share of the forces that a pair potential explains with them."""
+
+    types: np.ndarray  # (natoms,)
+    explained: float
+
+
+def _better_order(sample: Sample, fit: PairFit) -> _Order | None:
+    """Find an order of the types, element by element or molecule by molecule, that fits the forces much better."""
+    frames, pairs = sample.fitted_frames, sample.pairs
+    if frames is None or pairs is None or not sample.compared or sample.hardly_moves:
+        return None
+    types = frames.atype[0]
+    kinds, counts = np.unique(types, return_counts=True)
+    if fit.explained > _DOUBTFUL_TYPES or not 2 <= len(kinds) <= 3 or (frames.atype != types).any():
+        return None
+    units = int(np.gcd.reduce(counts))
+    best = _Order(types, fit.explained)
+    for order in permutations(range(len(kinds))):
+        chosen = list(order)
+        by_element = np.repeat(kinds[chosen], counts[chosen])
+        by_molecule = np.tile(np.repeat(kinds[chosen], counts[chosen] // units), units)
+        for other in (by_element, by_molecule):
+            changed = replace(frames, atype=np.repeat(other[None], frames.nframes, axis=0))
+            explained = PairFit(changed, pairs).explained
+            if explained > best.explained:
+                best = _Order(other, explained)
+    return best if 1.0 - best.explained < _LESS_REST * (1.0 - fit.explained) else None
 
 
 @dataclass(frozen=True)
@@ -425,52 +472,66 @@ def _of_energies(sample: Sample, fit: PairFit, work: Work) -> Iterator[str]:
     factor, correlation = work.ratio
     if not work.agrees and not sample.hardly_moves and fit.explained > _TELLING:
         factor, correlation = _ratio(implied, label)
-    if correlation >= _CORRELATED:
+    atoms = float((frames.atype[0] >= 0).sum())
+    # Energies per atom may be as small as the changes of energies that dynamics keep constant.
+    kept_constant = abs(factor) < min(_CONSTANT_FACTOR, 0.5 / atoms)
+    if correlation >= _CORRELATED and not kept_constant:
         if not _FACTORS[0] <= factor <= _FACTORS[1]:
-            atoms = float((frames.atype[0] >= 0).sum())
             known = {**ENERGY_UNITS, "energies per atom": 1 / atoms}
             yield explain("energies", "−F·dx", factor, known)
         return
-    of_fit = (
+    fit_tells = (
         not sample.hardly_moves
         and fit.explained > _EXPLAINED
         and frames.nframes >= _FRAMES
         and np.sqrt((implied**2).mean()) > work.noise
     )
-    if not (of_fit or work.tells):
-        return
-    if of_fit and (groups := _shifted_groups(label - implied, implied.std())) is not None:
-        low, high, apart = groups
+    if fit_tells and (groups := _shifted_groups(frames.energy - fit.energies, frames)) is not None:
+        numbers = sample.numbers
         yield (
-            f"energies of {frame_words(sample.numbers[high])} are about {apart:.3g} eV above those of "
-            f"{frame_words(sample.numbers[low])}, which forces and positions do not explain: are reference, method "
+            f"energies of {frame_words(numbers[groups.high])} are about {groups.apart:.3g} eV above those of "
+            f"{frame_words(numbers[groups.low])}, which forces and positions do not explain: are reference, method "
             "and charge the same in all frames?"
         )
-    elif correlation < _UNCORRELATED and (not work.tells or work.ratio[1] < _UNCORRELATED):
+        return
+    unlike_fit = correlation < _UNCORRELATED or label.std() < _CONSTANT * implied.std()
+    unlike_work = work.ratio[1] < _UNCORRELATED or kept_constant
+    if (fit_tells and unlike_fit) or (work.tells and unlike_work):
         yield _unrelated_energies(sample, work, implied, label)
 
 
-def _shifted_groups(rest: np.ndarray, spread: float) -> tuple[np.ndarray, np.ndarray, float] | None:
-    """Split frames into two groups whose energies differ by a constant [eV]; None unless they clearly do.
+class _Groups(NamedTuple):
+    """Two groups of frames whose energies differ by a constant."""
 
-    Parameters
-    ----------
-    rest
-        Energies less those that the forces imply `(nframes,)` [eV].
-    spread
-        Standard deviation of the latter [eV].
+    low: np.ndarray  # rows
+    high: np.ndarray
+    apart: float  # [eV]
+
+
+def _shifted_groups(rest: np.ndarray, frames: Frames) -> _Groups | None:
+    """Split frames into two groups whose energies differ by a constant; None unless they clearly do.
+
+    `rest` are the energies less those that the forces imply `(nframes,)` [eV]. The work of the pressure is fitted
+    together with the constant.
     """
-    order = np.argsort(rest, kind="stable")
-    steps = np.diff(rest[order])[_FEWEST_OF_GROUP - 1 : len(rest) - _FEWEST_OF_GROUP]
-    if not len(steps):
+    powers = _volume_powers(frames)
+    constants = np.zeros(len(rest))
+    for _ in range(_ROUNDS):
+        pressure = powers @ np.linalg.lstsq(powers, rest - constants, rcond=None)[0]
+        flat = rest - pressure
+        order = np.argsort(flat, kind="stable")
+        steps = np.diff(flat[order])[_FEWEST_OF_GROUP - 1 : 1 - _FEWEST_OF_GROUP]
+        if not len(steps):
+            return None
+        cut = int(steps.argmax()) + _FEWEST_OF_GROUP
+        low, high = np.sort(order[:cut]), np.sort(order[cut:])
+        apart = float(flat[high].mean() - flat[low].mean())
+        constants = np.zeros(len(rest))
+        constants[high] = apart
+    spread = (flat - constants).std()
+    if steps.max() < max(_APART_BY * spread, _LEAST_SHIFT):
         return None
-    cut = int(steps.argmax()) + _FEWEST_OF_GROUP
-    low, high = np.sort(order[:cut]), np.sort(order[cut:])
-    width = np.sqrt((rest[low].var() * len(low) + rest[high].var() * len(high)) / len(rest))
-    step = float(steps.max())
-    if step < _APART_BY * width or step < max(_LEAST_SHIFT, 0.5 * spread):
-        return None
-    return low, high, float(rest[high].mean() - rest[low].mean())
+    return _Groups(low, high, apart)
 
 
 def _unrelated_energies(sample: Sample, work: Work, implied: np.ndarray, label: np.ndarray) -> str:
@@ -506,13 +567,14 @@ def _of_virials(frames: Frames, fit: PairFit) -> Iterator[str]:
         yield explain("virials", "forces and positions", factor, known)
     if correlation >= _UNCORRELATED or frames.nframes < _FEWEST[0]:
         return
-    for words, order in VIRIAL_ORDERS.items():
-        other = label.reshape(-1, 9)[:, order].reshape(-1)
-        if _ratio(implied, other)[1] >= _CORRELATED:
-            yield (
-                f"virials fit forces and positions only with {words}; their nine numbers are xx, xy, xz, yx, …, zz"
-            )
-            return
+    numbers = label.reshape(-1, 9)
+    fits = {
+        words: _ratio(implied, numbers[:, order].reshape(-1))[1]
+        for words, order in VIRIAL_ORDERS.items()
+    }
+    best = max(fits, key=lambda words: fits[words])
+    if fits[best] >= _CORRELATED:
+        yield f"virials fit forces and positions only with {best}; their nine numbers are xx, xy, xz, yx, …, zz"
 
 
 def _largest_move(frames: Frames) -> float:
@@ -553,12 +615,17 @@ def _near_frames(frames: Frames) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _without_volume(energies: np.ndarray, frames: Frames) -> np.ndarray:
     """Energies [eV] less a parabola of ln V: forces say nothing about the work of the pressure, see below."""
+    powers = _volume_powers(frames)
+    return np.asarray(energies - powers @ np.linalg.lstsq(powers, energies, rcond=None)[0])
+
+
+def _volume_powers(frames: Frames) -> np.ndarray:
+    """Return 1, ln V and its square for each frame, but for constants `(nframes, 3)`; 1 alone where V is constant."""
     if frames.box is None:
-        return np.asarray(energies - energies.mean())
+        return np.ones((frames.nframes, 1))
     volume = np.log(np.abs(np.linalg.det(frames.box)))
     powers = (volume - volume.mean())[:, None] ** np.arange(3)
-    powers = powers if np.ptp(volume) > 1e-6 else powers[:, :1]
-    return np.asarray(energies - powers @ np.linalg.lstsq(powers, energies, rcond=None)[0])
+    return np.asarray(powers if np.ptp(volume) > 1e-6 else powers[:, :1])
 
 
 def _without_pressure(virial: np.ndarray) -> np.ndarray:

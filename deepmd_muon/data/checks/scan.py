@@ -41,6 +41,8 @@ _ASYMMETRIC = 0.05
 _CONTRADICTION, _OF_ATOM = 0.2, 0.005
 # Copies of one frame that are named: at least so many, and this share of the frames of the system.
 _COPIES, _SHARE = 5, 0.1
+# Groups of equal frames that are looked at, and frames of each.
+_MOST_GROUPS, _MOST_VERIFIED = 200, 64
 # Coordinates of float16: so many values, and most of them no simple fractions as sites of crystals are.
 _FEWEST_VALUES, _SIMPLE = 60, 64
 
@@ -277,78 +279,99 @@ def _coarse_positions(frames: Frames) -> Iterator[str]:
 
 def repeated_frames(scanned: Sequence[Scanned]) -> list[str]:
     """Name structures that occur many times in a system, or with other energies anywhere in the data."""
-    scanned = [one for one in scanned if len(one.numbers)]
-    if not scanned:
-        return []
-    keys = np.concatenate([one.keys for one in scanned])
-    owner = np.repeat(np.arange(len(scanned)), [len(one.numbers) for one in scanned])
-    number = np.concatenate([one.numbers for one in scanned])
-    energy = np.concatenate([one.energy for one in scanned])
-    within = np.array([tolerance(one.system.natoms) for one in scanned])[owner]
-    natoms = np.array([one.system.natoms for one in scanned])[owner]
-    sentences = []
-    for group in _groups(keys, within):
-        first = scanned[owner[group[0]]].system
-        own = group[owner[group] == owner[group[0]]]
-        many = len(own) >= max(_COPIES, _SHARE * len(scanned[owner[group[0]]].numbers))
-        low, high = _extremes(energy, group)
-        apart = energy[high] - energy[low]
-        contradict = apart > max(_CONTRADICTION, _OF_ATOM * natoms[low])
-        contradict &= not any(scanned[owner[k]].system.has_parameters for k in (low, high))
-        if not (many and natoms[own[0]] > 1) and not contradict:
-            continue
-        group = _verified(scanned, owner, number, low if contradict else own[0], group)
-        if contradict and high in group:
-            other = scanned[owner[high]].system
-            place = "" if owner[low] == owner[high] else f" of {other.name}"
-            sentences.append(
-                f"{scanned[owner[low]].system.name}: frame {number[low]} is the same structure as frame "
-                f"{number[high]}{place}, but their energies are {apart:.4g} eV apart; are method, reference and "
-                "charge the same?"
-            )
-        own = group[owner[group] == owner[own[0]]]
-        if many and len(own) >= _COPIES:
-            sentences.append(
-                f"{first.name}: {frame_words(np.sort(number[own]))} are copies of one structure; one of them is "
-                "enough"
-            )
-    return sentences
+    frames = _AllFrames.of([one for one in scanned if len(one.numbers)])
+    copies: list[str] = []
+    pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for looked, group in enumerate(frames.groups()):
+        if looked == _MOST_GROUPS:
+            break
+        low, high = frames.extremes(group)
+        if frames.contradict(low, high):
+            same = frames.verified(low, group)
+            if high in same:
+                pairs.setdefault((int(frames.owner[low]), int(frames.owner[high])), []).append(
+                    (low, high)
+                )
+        of_first = group[frames.owner[group] == frames.owner[group[0]]]
+        system = frames.systems[frames.owner[group[0]]]
+        total = np.count_nonzero(frames.owner == frames.owner[group[0]])
+        if system.natoms > 1 and len(of_first) >= max(_COPIES, _SHARE * total):
+            same = np.sort(frames.verified(of_first[0], of_first))
+            if len(same) >= _COPIES:
+                copies.append(
+                    f"{system.name}: {frame_words(frames.number[same])} are copies of one structure; one is enough"
+                )
+    return copies + [frames.contradiction(found) for found in pairs.values()]
 
 
-def _groups(keys: np.ndarray, within: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the rows of each group of frames with the same keys; frames without keys are left out."""
-    order = np.lexsort(np.round(keys / (8.0 * within[:, None])).T[::-1])
-    same = (np.abs(np.diff(keys[order], axis=0)) <= 2.0 * within[order[1:], None]).all(axis=1)
-    same &= keys[order[1:]].any(axis=1)
-    starts = np.flatnonzero(np.concatenate([[True], ~same]))
-    ends = np.append(starts[1:], len(order))
-    for k in np.flatnonzero(ends - starts > 1).tolist():
-        yield np.sort(order[starts[k] : ends[k]])
+@dataclass(frozen=True)
+class _AllFrames:
+    """The frames of all scanned systems in one row; rows are numbered over all of them."""
 
+    systems: list[System]
+    owner: np.ndarray  # (nframes,): number of the system
+    number: np.ndarray  # (nframes,): of the frame in its system
+    keys: np.ndarray  # (nframes, 6)
+    energy: np.ndarray  # (nframes,) [eV]; NaN without
 
-def _extremes(energy: np.ndarray, group: np.ndarray) -> tuple[int, int]:
-    """Return the rows of a group with the lowest and the highest energy; the first row twice without energies."""
-    known = group[np.isfinite(energy[group])]
-    if not len(known):
-        return int(group[0]), int(group[0])
-    return int(known[energy[known].argmin()]), int(known[energy[known].argmax()])
+    @classmethod
+    def of(cls, scanned: Sequence[Scanned]) -> _AllFrames:
+        counts = [len(one.numbers) for one in scanned]
+        return cls(
+            [one.system for one in scanned],
+            np.repeat(np.arange(len(scanned)), counts),
+            np.concatenate([np.zeros(0, dtype=int), *(one.numbers for one in scanned)]),
+            np.concatenate([np.zeros((0, 6)), *(one.keys for one in scanned)]),
+            np.concatenate([np.zeros(0), *(one.energy for one in scanned)]),
+        )
 
+    def groups(self) -> Iterator[np.ndarray]:
+        """Yield the rows of each group of frames with the same keys; frames without keys are left out."""
+        within = np.array([tolerance(system.natoms) for system in self.systems])[self.owner][
+            :, None
+        ]
+        order = np.lexsort(np.round(self.keys / (8.0 * within)).T[::-1])
+        apart = np.abs(np.diff(self.keys[order], axis=0))
+        same = (apart <= 2.0 * within[order[1:]]).all(axis=1) & self.keys[order[1:]].any(axis=1)
+        starts = np.flatnonzero(np.concatenate([[True], ~same])) if len(order) else order
+        for rows in np.split(order, starts[1:]):
+            if len(rows) > 1:
+                yield np.sort(rows)
 
-def _verified(
-    scanned: Sequence[Scanned],
-    owner: np.ndarray,
-    number: np.ndarray,
-    first: int,
-    group: np.ndarray,
-    most: int = 64,
-) -> np.ndarray:
-    """Return the frames of a group, some of many, that are the same structure as `first`, which is among them."""
-    rows = [first, *(k for k in group.tolist() if k != first)][:most]
-    parts = [scanned[owner[k]].system.structures([int(number[k])]) for k in rows]
-    if (
-        any(part.natoms != parts[0].natoms for part in parts)
-        or len({part.box is None for part in parts}) > 1
-    ):
-        return np.array(rows[:1])
-    same: np.ndarray = np.array(rows)[same_structure(Frames.concatenate(parts))]
-    return same
+    def extremes(self, group: np.ndarray) -> tuple[int, int]:
+        """Return the rows of a group with the lowest and the highest energy; its first row twice without energies."""
+        known = group[np.isfinite(self.energy[group])]
+        if not len(known):
+            return int(group[0]), int(group[0])
+        energy = self.energy[known]
+        return int(known[energy.argmin()]), int(known[energy.argmax()])
+
+    def contradict(self, low: int, high: int) -> bool:
+        """Whether two energies of one structure are too far apart; parameters, such as a charge, may explain that."""
+        pair = [self.systems[self.owner[row]] for row in (low, high)]
+        limit = max(_CONTRADICTION, _OF_ATOM * pair[0].natoms)
+        apart = self.energy[high] - self.energy[low]
+        return bool(apart > limit) and not any(system.has_parameters for system in pair)
+
+    def verified(self, first: int, group: np.ndarray) -> np.ndarray:
+        """Return the frames of a group, some of many, that are the same structure as `first`, which is among them."""
+        rows = [first, *(row for row in group.tolist() if row != first)][:_MOST_VERIFIED]
+        parts = [self.systems[self.owner[row]].structures([int(self.number[row])]) for row in rows]
+        shapes = {(part.natoms, part.box is None) for part in parts}
+        if len(shapes) > 1:
+            return np.array(rows[:1])
+        same: np.ndarray = np.array(rows)[same_structure(Frames.concatenate(parts))]
+        return same
+
+    def contradiction(self, pairs: Sequence[tuple[int, int]]) -> str:
+        """Say which frames of two systems, or of one, have other energies for the same structures."""
+        low, high = np.array(sorted(pairs)).T
+        first, second = self.systems[self.owner[low[0]]], self.systems[self.owner[high[0]]]
+        place = "" if first is second else f" of {second.name}"
+        apart = float(np.median(self.energy[high] - self.energy[low]))
+        one = len(low) == 1
+        return (
+            f"{first.name}: {frame_words(self.number[low])} {'is' if one else 'are'} the same structure"
+            f"{'' if one else 's'} as {frame_words(self.number[high])}{place}, but their energies are {apart:.4g} eV "
+            "apart; are method, reference and charge the same?"
+        )

@@ -39,7 +39,7 @@ class SaneSystem:
     names: list[str]
     arrays: dict[str, np.ndarray]
     periodic: bool = True
-    frames: list[Atoms] = field(default_factory=list, repr=False)
+    kinetic: np.ndarray = field(default_factory=lambda: np.zeros(0))  # (nframes,) [eV], of dynamics
 
     def write(self, folder: Path) -> None:
         """Write one npy folder."""
@@ -77,7 +77,7 @@ def labelled(frames: Sequence[Atoms], calculator: Any, names: Sequence[str]) -> 
             rows["virial"].append((-atoms.get_volume() * stress).ravel())
     types = [list(names).index(symbol) for symbol in frames[0].symbols]
     arrays = {name: np.array(values) for name, values in rows.items()}
-    return SaneSystem(types, list(names), arrays, periodic, list(frames))
+    return SaneSystem(types, list(names), arrays, periodic)
 
 
 def rattled(
@@ -382,7 +382,7 @@ def _without_stress(frames: Sequence[Atoms], calculator: Any, names: Sequence[st
         rows["force"].append(atoms.get_forces().ravel())
     types = [list(names).index(symbol) for symbol in frames[0].symbols]
     arrays = {name: np.array(values) for name, values in rows.items()}
-    return SaneSystem(types, list(names), arrays, True, list(frames))
+    return SaneSystem(types, list(names), arrays)
 
 
 def charged_frames() -> list[SaneSystem]:
