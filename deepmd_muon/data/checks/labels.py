@@ -48,8 +48,9 @@ _UNRELATED = 0.15
 _TELLING = 0.3
 # Atoms that have moved less than this from frame to frame [Å, root mean square]: their forces are those that angles and
 # other terms balance, which no pair potential gives; phonons and the ends of relaxations are such. Where the forces are
-# larger than this [eV/Å, root mean square] they are far from balance.
-_HARDLY_MOVED, _FAR_FROM_BALANCE = 0.08, 0.5
+# larger than this [eV/Å, root mean square] they are far from balance, and a pair potential explains more than this of
+# them: 0.1 in a piece that was cut out of a metal.
+_HARDLY_MOVED, _FAR_FROM_BALANCE, _UNRELATED_AT_REST = 0.08, 0.5, 0.04
 # Factors of good labels lie between 0.7 and 1.4 where the correlation is so large.
 _CORRELATED, _FACTORS, _POINTS = 0.8, (0.6, 1.7), 6
 # Types are doubtful where a pair potential explains less than this; in the right order it leaves less than this share of
@@ -72,6 +73,9 @@ _FEWEST_OF_GROUP, _APART_BY, _LEAST_SHIFT, _ROUNDS = 3, 6.0, 0.1, 5
 _CONSTANT, _CONSTANT_FACTOR = 0.2, 0.02
 # Stretching N2 at 1.1 Å takes 143 eV/Å²; bonds at other distances have up to 1.7, and 0.05 or more, of this envelope.
 _STIFFNESS, _BOND, _STIFF, _SOFT = 150.0, 1.1, 3.0, 0.02
+# Atoms that are nearer than this to their minimum [Å] are at rest. Those that are pressed against each other, as in
+# cells of half the volume, have up to 6 of the envelope.
+_AT_REST, _STIFF_PRESSED = 0.12, 10.0
 
 
 @dataclass(frozen=True)
@@ -366,8 +370,10 @@ def _of_factors(sample: Sample) -> Iterator[str]:
     if fit is None or frames is None or sample.pairs is None:
         return
     work = Work.of(frames)
-    balanced = sample.hardly_moves and sample.force < _FAR_FROM_BALANCE
-    if fit.explained < _UNRELATED and not balanced and not work.agrees:
+    least = _UNRELATED
+    if sample.hardly_moves:
+        least = -np.inf if sample.force < _FAR_FROM_BALANCE else _UNRELATED_AT_REST
+    if fit.explained < least and not work.agrees:
         yield (
             f"forces do not follow from the positions (a pair potential explains {max(fit.explained, 0):.0%}): are "
             "they of other frames or of atoms in another order?"
@@ -656,9 +662,11 @@ def _of_stiffness(sample: Sample, fit: PairFit, pairs: NearPairs) -> Iterator[st
     a, b = kind[:, pairs.distance[near].argmin()].tolist()
     lengths = pairs.distance[near[(kind[0] == a) & (kind[1] == b)]]
     length = float(np.median(lengths))
-    share = fit.stiffness((a, b), length) / _usual_stiffness(length)
+    slope, stiffness = fit.slope_and_stiffness((a, b), length)
+    share = stiffness / _usual_stiffness(length)
     radii = sum(COVALENT_RADII.get(names[t], np.nan) for t in (a, b)) if names else np.nan
-    if share > _STIFF:
+    pressed = -slope > _AT_REST * stiffness
+    if share > (_STIFF_PRESSED if pressed else _STIFF):
         yield (
             f"bonds of {length:.2f} Å are {share:.0f} times stiffer than the stiffest known: energies and forces in "
             "kcal/mol (divide by 23.06) or kJ/mol (96.49)? They must be in eV and eV/Å"
@@ -666,7 +674,7 @@ def _of_stiffness(sample: Sample, fit: PairFit, pairs: NearPairs) -> Iterator[st
     elif 0 < share < _SOFT and fit.explained > 0.8 and length < _BONDED * radii:
         # Stretched bonds go through zero on their way to a negative curvature; compressed ones do not.
         short = float(np.quantile(lengths, 0.05))
-        if fit.stiffness((a, b), short) > _SOFT * _usual_stiffness(short):
+        if fit.slope_and_stiffness((a, b), short)[1] > _SOFT * _usual_stiffness(short):
             return
         yield (
             f"bonds of {length:.2f} Å are {share:.4f} times as stiff as is usual: energies and forces in Hartree and "
