@@ -93,6 +93,7 @@ class System:
         every = {name: [files[name] for files in found] for name in (*LABELS, *PARAMETERS)}
         self._files = {label: every[label] for label in LABELS if any(every[label])}
         self._parameter_files = {name: every[name] for name in PARAMETERS}
+        self._has_spins = any("spin.npy" in names for names in contents)
         self.labels = frozenset(self._files)
         self.parameters = Parameters()
         # Of files whose first axis does not count frames; filled when their shapes are checked.
@@ -163,9 +164,12 @@ class System:
         return self.with_parameters(Parameters(widths["fparam"], widths["aparam"], partial=True))
 
     @property
-    def has_parameters(self) -> bool:
-        """Whether a set has frame or atomic parameters, on which labels may depend, asked for or not."""
-        return any(any(files) for files in self._parameter_files.values())
+    def has_other_inputs(self) -> bool:
+        """Whether a set has inputs beside the structure, on which labels may depend, asked for or not.
+
+        These are frame and atomic parameters, and spins, which no model reads.
+        """
+        return self._has_spins or any(any(files) for files in self._parameter_files.values())
 
     @property
     def uniform_labels(self) -> bool:

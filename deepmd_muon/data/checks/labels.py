@@ -53,6 +53,8 @@ _TELLING = 0.3
 _HARDLY_MOVED, _FAR_FROM_BALANCE, _UNRELATED_AT_REST = 0.08, 0.5, 0.04
 # Factors of good labels lie between 0.7 and 1.4 where the correlation is so large.
 _CORRELATED, _FACTORS, _POINTS = 0.8, (0.6, 1.7), 6
+# Those of a pair potential that explains less than this lie between 0.5 and 1.9 (phases of GeTe).
+_SURE, _WIDE_FACTORS = 0.85, (0.45, 2.2)
 # Types are doubtful where a pair potential explains less than this; in the right order it leaves less than this share of
 # what it leaves of the forces.
 _DOUBTFUL_TYPES, _LESS_REST = 0.9, 0.6
@@ -63,8 +65,9 @@ _NEAR, _LIKE = 0.25, 0.1
 # Work below this [eV], or below this share of the total energy (float32 rounds by 6e-8), may be noise of the labels.
 _NOISE, _ROUNDING = 5e-3, 5e-7
 # Energies that follow from the forces correlate with −F·dx by 1.00, and by 0.95 or more with a pair potential that
-# explains so much of the forces; energies of other frames by chance: 0.5 of ten frames in one case of seven hundred.
-_UNCORRELATED, _EXPLAINED, _FRAMES = 0.5, 0.965, 10
+# explains so much of the forces, of all frames together and of each: where bonds break, it may miss some frames.
+# Energies of other frames correlate by chance alone.
+_UNCORRELATED, _EXPLAINED, _OF_EVERY_FRAME, _FRAMES = 0.5, 0.965, 0.9, 10
 # Fewest frames of each of two groups, their distance over their width, the least constant between them [eV], and rounds
 # in which the groups and the work of the pressure are fitted.
 _FEWEST_OF_GROUP, _APART_BY, _LEAST_SHIFT, _ROUNDS = 3, 6.0, 0.1, 5
@@ -471,7 +474,7 @@ def _of_energies(sample: Sample, fit: PairFit, work: Work) -> Iterator[str]:
     frames = sample.fitted_frames
     if frames is None or frames.energy is None or not frames.present("energy").all():
         return
-    if len(np.unique(np.sort(frames.atype, axis=1), axis=0)) > 1 or sample.system.has_parameters:
+    if len(np.unique(np.sort(frames.atype, axis=1), axis=0)) > 1 or sample.system.has_other_inputs:
         return  # other compositions, charges or temperatures have other constants
     implied = _without_volume(fit.energies, frames)
     label = _without_volume(frames.energy, frames)
@@ -482,13 +485,16 @@ def _of_energies(sample: Sample, fit: PairFit, work: Work) -> Iterator[str]:
     # Energies per atom may be as small as the changes of energies that dynamics keep constant.
     kept_constant = abs(factor) < min(_CONSTANT_FACTOR, 0.5 / atoms)
     if correlation >= _CORRELATED and not kept_constant:
-        if not _FACTORS[0] <= factor <= _FACTORS[1]:
+        sure = work.agrees or fit.explained > _SURE
+        low, high = _FACTORS if sure else _WIDE_FACTORS
+        if not low <= factor <= high:
             known = {**ENERGY_UNITS, "energies per atom": 1 / atoms}
             yield explain("energies", "−F·dx", factor, known)
         return
     fit_tells = (
         not sample.hardly_moves
         and fit.explained > _EXPLAINED
+        and fit.least_explained > _OF_EVERY_FRAME
         and frames.nframes >= _FRAMES
         and np.sqrt((implied**2).mean()) > work.noise
     )

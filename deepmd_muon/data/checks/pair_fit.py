@@ -176,6 +176,14 @@ class PairFit:
         )
         return 1 - rest * len(self.labels) / (len(self.labels) - self.coefficients.size)
 
+    @cached_property
+    def least_explained(self) -> float:
+        """Share of the squares of the forces that φ explains in the frame where this is least."""
+        rest = (self.labels - self._force @ self.coefficients).reshape(self._nframes, -1)
+        labels = self.labels.reshape(self._nframes, -1)
+        shares = 1.0 - (rest**2).sum(axis=1) / (labels**2).sum(axis=1).clip(1e-300)
+        return float(shares.min())
+
     @property
     def energies(self) -> np.ndarray:
         """Energies that the forces imply [eV], but for a constant, (nframes,)."""

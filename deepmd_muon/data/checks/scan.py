@@ -20,8 +20,8 @@ from deepmd_muon.data.errors import DataError
 from deepmd_muon.data.frames import Frames
 from deepmd_muon.data.system import System
 
-# Atoms of all frames that are read, and systems: a tenth of a second of work.
-_ATOMS, _SYSTEMS = 1 << 18, 2048
+# Atoms of all frames that are read, frames, and systems: a tenth or two of a second of work.
+_ATOMS, _FRAMES, _SYSTEMS = 1 << 18, 1 << 14, 2048
 # An energy per atom so far from those of the other frames [eV], and so many times the median distance from their median,
 # is none of the same atoms: the cohesive energy of tungsten is 8.9 eV. Large forces are so many times the median, too.
 _FAR_ENERGY, _FAR_TIMES = 10.0, 20.0
@@ -41,6 +41,8 @@ _ASYMMETRIC = 0.05
 _CONTRADICTION, _OF_ATOM = 0.2, 0.005
 # Copies of one frame that are named: at least so many, and this share of the frames of the system.
 _COPIES, _SHARE = 5, 0.1
+# Energies of copies differ by less than this share.
+_EQUAL = 1e-6
 # Groups of equal frames that are looked at, and frames of each.
 _MOST_GROUPS, _MOST_VERIFIED = 200, 64
 # Coordinates of float16: so many values, and most of them no simple fractions as sites of crystals are.
@@ -60,8 +62,10 @@ class Scanned:
 
 def share_of(systems: Sequence[System]) -> float:
     """Return the share of the frames of systems that a scan reads."""
-    atoms = sum(system.natoms * system.nframes for system in chosen_systems(systems))
-    return min(1.0, _ATOMS / max(1, atoms))
+    chosen = chosen_systems(systems)
+    atoms = sum(system.natoms * system.nframes for system in chosen)
+    frames = sum(system.nframes for system in chosen)
+    return min(1.0, _ATOMS / max(1, atoms), _FRAMES / max(1, frames))
 
 
 def chosen_systems(systems: Sequence[System]) -> Sequence[System]:
@@ -297,7 +301,7 @@ def repeated_frames(scanned: Sequence[Scanned]) -> list[str]:
         total = np.count_nonzero(frames.owner == frames.owner[group[0]])
         if system.natoms > 1 and len(of_first) >= max(_COPIES, _SHARE * total):
             same = np.sort(frames.verified(of_first[0], of_first))
-            if len(same) >= _COPIES:
+            if len(same) >= _COPIES and frames.equal_energies(same):
                 copies.append(
                     f"{system.name}: {frame_words(frames.number[same])} are copies of one structure; one is enough"
                 )
@@ -346,12 +350,17 @@ class _AllFrames:
         energy = self.energy[known]
         return int(known[energy.argmin()]), int(known[energy.argmax()])
 
+    def equal_energies(self, rows: np.ndarray) -> bool:
+        """Whether energies differ by rounding at most: those of other spins or charges differ more."""
+        energy = self.energy[rows][np.isfinite(self.energy[rows])]
+        return not len(energy) or bool(np.ptp(energy) <= _EQUAL * (1.0 + np.abs(energy).max()))
+
     def contradict(self, low: int, high: int) -> bool:
         """Whether two energies of one structure are too far apart; parameters, such as a charge, may explain that."""
         pair = [self.systems[self.owner[row]] for row in (low, high)]
         limit = max(_CONTRADICTION, _OF_ATOM * pair[0].natoms)
         apart = self.energy[high] - self.energy[low]
-        return bool(apart > limit) and not any(system.has_parameters for system in pair)
+        return bool(apart > limit) and not any(system.has_other_inputs for system in pair)
 
     def verified(self, first: int, group: np.ndarray) -> np.ndarray:
         """Return the frames of a group, some of many, that are the same structure as `first`, which is among them."""
