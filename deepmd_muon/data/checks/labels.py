@@ -16,9 +16,21 @@ from typing import NamedTuple
 import numpy as np
 
 from deepmd_muon.data.checks.pair_fit import MOST_PAIRS, NearPairs, PairFit, pairs_to_try
-from deepmd_muon.data.checks.scan import chosen_systems, repeated_frames, scan, share_of
+from deepmd_muon.data.checks.scan import (
+    Scanned,
+    chosen_systems,
+    repeated_frames,
+    scan,
+    share_of,
+)
 from deepmd_muon.data.checks.systems import differing_systems
-from deepmd_muon.data.checks.units import ENERGY_UNITS, VIRIAL_ORDERS, VIRIAL_UNITS, explain
+from deepmd_muon.data.checks.units import (
+    ENERGY_UNITS,
+    POSITION_UNITS,
+    VIRIAL_ORDERS,
+    VIRIAL_UNITS,
+    explain,
+)
 from deepmd_muon.data.checks.words import frame_words
 from deepmd_muon.data.elements import COVALENT_RADII
 from deepmd_muon.data.frames import Frames
@@ -53,8 +65,10 @@ _TELLING = 0.3
 _HARDLY_MOVED, _FAR_FROM_BALANCE, _UNRELATED_AT_REST = 0.08, 0.5, 0.04
 # Factors of good labels lie between 0.7 and 1.4 where the correlation is so large.
 _CORRELATED, _FACTORS, _POINTS = 0.8, (0.6, 1.7), 6
-# Those of a pair potential that explains less than this lie between 0.5 and 1.9 (phases of GeTe).
-_SURE, _WIDE_FACTORS = 0.85, (0.45, 2.2)
+# A pair potential in place of −F·dx implies energies of water between oxides that are too large by a factor of 1.8, and
+# those of phases of GeTe, where it explains less of the forces than this, that are too small by 1.9.
+_FACTORS_OF_FIT = (0.4, 1.7)
+_SURE, _WIDE_FACTORS = 0.85, (0.4, 2.2)
 # Types are doubtful where a pair potential explains less than this; in the right order it leaves less than this share of
 # what it leaves of the forces.
 _DOUBTFUL_TYPES, _LESS_REST = 0.9, 0.6
@@ -186,7 +200,13 @@ def suspicions(systems: Sequence[System]) -> list[str]:
         if not every and one is not None:  # frames that stand out spoil the fits
             every = list(one.of_labels)
         sentences += [f"{system.name}: {sentence}" for sentence in every]
-    sentences += repeated_frames([scanned for scanned in scans if scanned is not None])
+    # Elsewhere a type has another number.
+    of_map: dict[tuple[str, ...] | None, list[Scanned]] = {}
+    for scanned in scans:
+        if scanned is not None:
+            of_map.setdefault(scanned.system.type_map, []).append(scanned)
+    for alike in of_map.values():
+        sentences += repeated_frames(alike)
     return sentences + differing_systems(fits)
 
 
@@ -225,12 +245,18 @@ def _of_positions(sample: Sample) -> Iterator[str]:
     frames = sample.frames
     if frames.box is not None:
         size = np.abs(frames.box).max(axis=(1, 2))
-        if not (np.abs(np.linalg.det(frames.box)) > 1e-9 * size**3).all():
-            yield "a cell has no volume; a system without a cell needs a file nopbc"
+        flat = np.abs(np.linalg.det(frames.box)) <= 1e-9 * size**3
+        if flat.any():
+            where = frame_words(sample.numbers[np.flatnonzero(flat)])
+            yield f"a cell has no volume ({where}); a system without a cell needs a file nopbc"
             return
         fractions = np.linalg.solve(frames.box.transpose(0, 2, 1), frames.coord.transpose(0, 2, 1))
-        if np.abs(fractions).max() > _CELLS:
-            yield f"atoms lie {np.abs(fractions).max():.0f} cell lengths away from the cell; box and coord must be in Å"
+        outside = np.abs(fractions).max(axis=(1, 2))
+        if outside.max() > _CELLS:
+            yield (
+                f"atoms lie {outside.max():.0f} cell lengths away from the cell in frame "
+                f"{sample.numbers[outside.argmax()]}; box and coord must be in Å"
+            )
             return
     names = sample.system.type_map
     distances, ratios = _shortest(frames, names)
@@ -244,7 +270,7 @@ def _of_positions(sample: Sample) -> Iterator[str]:
         )
     elif len(close):
         yield f"atoms are {shortest:.3g} Å apart; {_remedy(sample, names)}"
-    elif np.isfinite(shortest) and (ratio > _APART if known else _too_far(shortest, names)):
+    elif np.isfinite(shortest) and _too_far(sample, shortest, ratio):
         bonds = f", {ratio:.2f} times the sum of covalent radii" if known else ""
         yield (
             f"the closest atoms are {shortest:.3g} Å apart{bonds}; positions and cells must be in Å "
@@ -257,9 +283,17 @@ def _of_positions(sample: Sample) -> Iterator[str]:
             yield f"atoms are {shortest:.3g} Å apart, and {further}"
 
 
-def _too_far(shortest: float, names: Sequence[str] | None) -> bool:
-    """Whether atoms without known radii are too far apart for positions in Å; a noble gas may be dilute."""
-    return shortest > _LONGEST and not (names and set(names) <= _NOBLE)
+def _too_far(sample: Sample, shortest: float, ratio: float) -> bool:
+    """Whether even the closest atoms are too far apart for positions in Å.
+
+    Where a type has no covalent radius, such as Fe1, the closest atoms may be of that type. Noble gases may be dilute.
+    """
+    names = sample.system.type_map
+    present = [kind for kind in np.unique(sample.frames.atype).tolist() if kind >= 0]
+    elements = {names[kind] for kind in present} if names is not None else {""}
+    if elements <= COVALENT_RADII.keys() - _NOBLE:
+        return ratio > _APART
+    return shortest > _LONGEST and not elements <= _NOBLE
 
 
 def _shortest(frames: Frames, names: Sequence[str] | None) -> tuple[np.ndarray, np.ndarray]:
@@ -485,10 +519,13 @@ def _of_energies(sample: Sample, fit: PairFit, work: Work) -> Iterator[str]:
     # Energies per atom may be as small as the changes of energies that dynamics keep constant.
     kept_constant = abs(factor) < min(_CONSTANT_FACTOR, 0.5 / atoms)
     if correlation >= _CORRELATED and not kept_constant:
-        sure = work.agrees or fit.explained > _SURE
-        low, high = _FACTORS if sure else _WIDE_FACTORS
-        if not low <= factor <= high:
+        usual = _FACTORS
+        if not work.agrees:
+            usual = _FACTORS_OF_FIT if fit.explained > _SURE else _WIDE_FACTORS
+        if not usual[0] <= factor <= usual[1]:
             known = {**ENERGY_UNITS, "energies per atom": 1 / atoms}
+            if not np.isfinite(_shortest(frames, sample.system.type_map)[1]).any():
+                known |= POSITION_UNITS  # distances between elements would show them before
             yield explain("energies", "−F·dx", factor, known)
         return
     fit_tells = (

@@ -28,7 +28,18 @@ _ROUNDS = 30  # of the least absolute deviations
 
 
 def differing_systems(looked: Sequence[Looked]) -> list[str]:
-    """Return a sentence for every system that the majority of the others contradicts."""
+    """Return a sentence for every system that the majority of the others contradicts.
+
+    Only systems with the same type map are compared: elsewhere a type has another number.
+    """
+    of_map: dict[tuple[str, ...] | None, list[Looked]] = {}
+    for one in looked:
+        of_map.setdefault(one[0].type_map, []).append(one)
+    return [sentence for alike in of_map.values() for sentence in _differing(alike)]
+
+
+def _differing(looked: Sequence[Looked]) -> list[str]:
+    """Return the sentences about systems with one type map."""
     found = []
     fitted = [(system, fit) for system, _, fit in looked if fit is not None]
     for k, (system, fit) in enumerate(fitted):

@@ -19,9 +19,12 @@ ENERGY_UNITS: dict[str, float] = {
     "forces in Hartree/Bohr: multiply them by 51.42": 51.4221,
     "forces in Rydberg/Bohr: multiply them by 25.71": 25.7110,
     "forces in eV/Bohr (multiply them by 1.89), or all in Hartree (energies by 27.21, forces by 51.42)": 1.88973,
+    "forces of the opposite sign: they must be −dE/dx": -1.0,
+}
+#: The same for positions, whose unit distances between known elements show, too: both must speak for it.
+POSITION_UNITS: dict[str, float] = {
     "positions in Bohr: multiply them by 0.529": 0.529177,
     "positions in nm: multiply them by 10": 10.0,
-    "forces of the opposite sign: they must be −dE/dx": -1.0,
 }
 _GPA = 160.21766  # GPa of 1 eV/Å³
 #: Virial over what forces imply, as functions of the volume [Å³].
