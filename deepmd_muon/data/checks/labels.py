@@ -85,6 +85,9 @@ _UNCORRELATED, _EXPLAINED, _OF_EVERY_FRAME, _FRAMES = 0.5, 0.965, 0.9, 10
 # Fewest frames of each of two groups, their distance over their width, the least constant between them [eV], and rounds
 # in which the groups and the work of the pressure are fitted.
 _FEWEST_OF_GROUP, _APART_BY, _LEAST_SHIFT, _ROUNDS = 3, 6.0, 0.1, 5
+# A constant of so many standard deviations of the implied energies stands out where a pair potential explains so much
+# of all forces and of those of every frame.
+_LARGE_SHIFT, _LARGE_EXPLAINED = 3.0, (0.85, 0.75)
 # Energies that change by less than this share of the work of the forces are constant; units make them smaller, too, but
 # not by as much as the second number.
 _CONSTANT, _CONSTANT_FACTOR = 0.2, 0.02
@@ -535,7 +538,11 @@ def _of_energies(sample: Sample, fit: PairFit, work: Work) -> Iterator[str]:
         and frames.nframes >= _FRAMES
         and np.sqrt((implied**2).mean()) > work.noise
     )
-    if fit_tells and (groups := _shifted_groups(frames.energy - fit.energies, frames)) is not None:
+    groups = None
+    if fit_tells or _shows_large_shifts(sample, fit):
+        least = _LEAST_SHIFT if fit_tells else _LARGE_SHIFT * float(implied.std())
+        groups = _shifted_groups(frames.energy - fit.energies, frames, least)
+    if groups is not None:
         numbers = sample.numbers
         yield (
             f"energies of {frame_words(numbers[groups.high])} are about {groups.apart:.3g} eV above those of "
@@ -557,11 +564,29 @@ class _Groups(NamedTuple):
     apart: float  # [eV]
 
 
-def _shifted_groups(rest: np.ndarray, frames: Frames) -> _Groups | None:
+def _shows_large_shifts(sample: Sample, fit: PairFit) -> bool:
+    """Whether energies that are far apart from those of the pair potential stand out, as they do in water."""
+    return (
+        not sample.hardly_moves
+        and len(sample.numbers) >= _FEWEST[0]
+        and fit.explained > _LARGE_EXPLAINED[0]
+        and fit.least_explained > _LARGE_EXPLAINED[1]
+    )
+
+
+def _shifted_groups(rest: np.ndarray, frames: Frames, least: float) -> _Groups | None:
     """Split frames into two groups whose energies differ by a constant; None unless they clearly do.
 
-    `rest` are the energies less those that the forces imply `(nframes,)` [eV]. The work of the pressure is fitted
-    together with the constant.
+    The work of the pressure is fitted together with the constant.
+
+    Parameters
+    ----------
+    rest
+        Energies less those that the forces imply `(nframes,)` [eV].
+    frames
+        The frames.
+    least
+        Least distance of the groups [eV].
     """
     powers = _volume_powers(frames)
     constants = np.zeros(len(rest))
@@ -578,7 +603,7 @@ def _shifted_groups(rest: np.ndarray, frames: Frames) -> _Groups | None:
         constants = np.zeros(len(rest))
         constants[high] = apart
     spread = (flat - constants).std()
-    if steps.max() < max(_APART_BY * spread, _LEAST_SHIFT):
+    if steps.max() < max(_APART_BY * spread, least):
         return None
     return _Groups(low, high, apart)
 

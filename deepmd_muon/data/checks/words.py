@@ -12,9 +12,12 @@ _NAMED = 5
 
 def frame_words(numbers: Sequence[int] | np.ndarray) -> str:
     """Name frames by their numbers in a system: "frame 7", or "frames 1, 2, 5 and 12 others"."""
-    named = [int(number) for number in numbers[:_NAMED]]
+    named = [str(int(number)) for number in numbers[:_NAMED]]
     others = len(numbers) - len(named)
     if len(named) == 1:
         return f"frame {named[0]}"
-    listed = ", ".join(map(str, named if others else named[:-1]))
-    return f"frames {listed} and {f'{others} others' if others else named[-1]}"
+    if others:
+        last = f"{others} other{'s' if others > 1 else ''}"
+    else:
+        last = named.pop()
+    return f"frames {', '.join(named)} and {last}"

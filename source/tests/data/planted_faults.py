@@ -248,6 +248,7 @@ FAULTS = [
     Fault("virial not symmetric", alloy, asymmetric_virial, ["not symmetric"], 9),
     Fault("a constant in half of the frames", copper, shifted(slice(15, None), 5.0), ["above"], 0),
     Fault("a constant in every second frame", alloy, shifted(every_second, -2.0), ["above"], 0),
+    Fault("a constant in water", sane_sets.liquid_water, shifted(every_second, 5.0), ["above"], 0),
     Fault("energies shuffled", copper, shuffled, ["energy does not follow", "other frames"]),
     Fault("energies shuffled, alloy", alloy, shuffled, ["energy does not follow"]),
     Fault("energies shuffled, molecule", molecule, shuffled, ["energy does not follow"]),
