@@ -545,9 +545,9 @@ def _of_energies(sample: Sample, fit: PairFit, work: Work) -> Iterator[str]:
     if groups is not None:
         numbers = sample.numbers
         yield (
-            f"energies of {frame_words(numbers[groups.high])} are about {groups.apart:.3g} eV above those of "
-            f"{frame_words(numbers[groups.low])}, which forces and positions do not explain: are reference, method "
-            "and charge the same in all frames?"
+            f"of {len(numbers)} frames looked at, energies of {frame_words(numbers[groups.high])} are about "
+            f"{groups.apart:.3g} eV above those of {frame_words(numbers[groups.low])}, which forces and positions do "
+            "not explain: are reference, method and charge the same in all frames?"
         )
         return
     unlike_fit = correlation < _UNCORRELATED or label.std() < _CONSTANT * implied.std()

@@ -16,8 +16,5 @@ def frame_words(numbers: Sequence[int] | np.ndarray) -> str:
     others = len(numbers) - len(named)
     if len(named) == 1:
         return f"frame {named[0]}"
-    if others:
-        last = f"{others} other{'s' if others > 1 else ''}"
-    else:
-        last = named.pop()
+    last = f"{others} other{'s' if others > 1 else ''}" if others else named.pop()
     return f"frames {', '.join(named)} and {last}"
