@@ -229,6 +229,7 @@ class _Looked:
         return sample.system, sample.frames, fit
 
 
+@np.errstate(over="ignore", invalid="ignore", divide="ignore")  # labels may be absurdly large
 def _look(system: System, compared: bool) -> _Looked:
     """Look at a sample of a system; at its labels only where its positions are sound."""
     sample = Sample.of(system, compared=compared)
@@ -318,7 +319,7 @@ def _shortest(frames: Frames, names: Sequence[str] | None) -> tuple[np.ndarray, 
         apart = (coord[chosen, None] - coord).reshape(-1, 3)
         if frames.box is not None and inverse is not None:
             apart -= np.round(apart @ inverse[k]) @ frames.box[k]
-        distance = np.sqrt(np.einsum("pc,pc->p", apart, apart)).reshape(len(chosen), -1)
+        distance = np.sqrt(np.einsum("pc,pc->p", apart, apart)).reshape(len(chosen), len(coord))
         distance[np.arange(len(chosen)), chosen] = np.inf
         shortest[k] = distance.min(initial=np.inf)
         over = distance / (reach[types[chosen], None] + reach[types])

@@ -73,6 +73,7 @@ def chosen_systems(systems: Sequence[System]) -> Sequence[System]:
     return systems[:: -(-len(systems) // _SYSTEMS)] if systems else systems
 
 
+@np.errstate(over="ignore", invalid="ignore", divide="ignore")  # labels may be absurdly large
 def scan(system: System, share: float) -> Scanned | None:
     """Read a share of the frames of a system, evenly spread; None where they cannot be read.
 

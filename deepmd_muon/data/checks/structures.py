@@ -66,7 +66,7 @@ def same_structure(frames: Frames) -> np.ndarray:
         fractions = moved @ np.linalg.inv(frames.box[0])
         fractions -= fractions[:, real.argmax(), None].copy()
         moved = (fractions - np.round(fractions)) @ frames.box[0]
-    return np.asarray(same & (np.abs(moved[:, real]).max(axis=(1, 2)) < _SAME_PLACE))
+    return np.asarray(same & (np.abs(moved[:, real]).max(axis=(1, 2), initial=0.0) < _SAME_PLACE))
 
 
 def _weights(frames: Frames) -> np.ndarray:
