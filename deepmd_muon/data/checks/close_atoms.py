@@ -10,8 +10,8 @@ import numpy as np
 from deepmd_muon.data.frames import Frames
 from deepmd_muon.data.system import System
 
-#: Atoms nearer than this are a mistake [Å]: H2 has 0.74, and hydrogen in a shock wave no less than 0.5.
-NEARLY_COINCIDE = 0.45
+#: Atoms nearer than this are a mistake [Å]: hydrogen in a shock wave has no less than 0.5. A wider search takes longer.
+NEARLY_COINCIDE = 0.3
 # Frames read at once [atoms].
 _CHUNK = 1 << 16
 

@@ -20,8 +20,8 @@ from deepmd_muon.data.errors import DataError
 from deepmd_muon.data.frames import Frames
 from deepmd_muon.data.system import System
 
-# Atoms of all frames that are read, frames, and systems: a tenth or two of a second of work.
-_ATOMS, _FRAMES, _SYSTEMS = 1 << 18, 1 << 14, 2048
+# Atoms of all frames that are read, frames, and systems: a tenth of a second of work.
+_ATOMS, _FRAMES, _SYSTEMS = 1 << 17, 1 << 14, 2048
 # An energy per atom so far from those of the other frames [eV], and so many times the median distance from their median,
 # is none of the same atoms: the cohesive energy of tungsten is 8.9 eV. Large forces are so many times the median, too.
 _FAR_ENERGY, _FAR_TIMES = 10.0, 20.0

@@ -240,7 +240,7 @@ FAULTS = [
     Fault("one force of 1e4", copper, one_force, ["force", "1e+04"], 17),
     Fault("one force of 1e4, molecule", molecule, one_force, ["force", "1e+04"], 17),
     Fault("atoms 0.01 Å apart", copper, nearly_coincident(0.01), ["0.01 Å apart"], 11),
-    Fault("atoms 0.3 Å apart, molecule", molecule, nearly_coincident(0.3), ["0.3 Å apart"], 11),
+    Fault("atoms 0.2 Å apart, molecule", molecule, nearly_coincident(0.2), ["0.2 Å apart"], 11),
     Fault("types sorted, positions not", sane_sets.liquid_water, sorted_types, ["order O H H"]),
     Fault("virial: x and z exchanged", alloy, exchanged_axes([2, 1, 0]), ["virials", "order zyx"]),
     Fault("virial: axes turned", alloy, exchanged_axes([1, 2, 0]), ["virials", "order"]),
