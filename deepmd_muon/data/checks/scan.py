@@ -80,7 +80,9 @@ def scan(system: System, share: float) -> Scanned | None:
     Who reads them to train on them says why.
     """
     count = max(1, round(share * system.nframes))
-    numbers = np.unique(np.linspace(0, system.nframes - 1, count).astype(int))
+    numbers = np.arange(system.nframes)
+    if count < system.nframes:
+        numbers = np.unique(np.linspace(0, system.nframes - 1, count).astype(int))
     try:
         frames = system.frames(numbers)
     except DataError:
