@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--temperature",
         type=float,
         metavar="K",
-        help="of the dynamics [1.5 times that of the data, by forces]",
+        help="of the dynamics [1.5 times that of the data, by forces; above 2,000 K you must give it]",
     )
     parser.add_argument(
         "--time", type=float, metavar="PS", help="length of the dynamics [2, on a GPU 5]"

@@ -47,7 +47,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Count, and log the same lines as deepmd-kit."""
+    import numpy as np
+
     from deepmd_muon.data import neighbor_statistics
+    from deepmd_muon.data.checks.close_atoms import distance_problem
 
     if not (math.isfinite(options.rcut) and options.rcut > 0):
         raise CommandError(f"-r must be a number above 0 [Å]; found {options.rcut}")
@@ -65,6 +68,9 @@ def run(options: argparse.Namespace) -> int:
         # The numbers above have no names, and sel has the order of the input's type_map.
         named = ", ".join(f"{name} {size}" for name, size in zip(type_map, sizes, strict=True))
         log.info("by element: %s; sel needs the order of model/type_map", named)
+    every = [np.arange(system.nframes) for system in systems]
+    if problem := distance_problem(systems, every, statistics.min_distance, options.rcut):
+        log.warning("%s", problem)
     return 0
 
 

@@ -96,6 +96,7 @@ class System:
         every = {name: [files[name] for files in found] for name in (*LABELS, *PARAMETERS)}
         self._files = {label: every[label] for label in LABELS if any(every[label])}
         self._parameter_files = {name: every[name] for name in PARAMETERS}
+        self._has_spins = any("spin.npy" in names for names in contents)
         self.labels = frozenset(self._files)
         self.parameters = Parameters()
         # Of files whose first axis does not count frames; filled when their shapes are checked.
@@ -166,6 +167,14 @@ class System:
                     values = int(np.prod(self._store.shape(f"{folder}/{file}"))) // nframes
                     widths[name] = values if name == "fparam" else values // self.natoms
         return self.with_parameters(Parameters(widths["fparam"], widths["aparam"], partial=True))
+
+    @property
+    def has_other_inputs(self) -> bool:
+        """Whether a set has inputs beside the structure, on which labels may depend, asked for or not.
+
+        These are frame and atomic parameters, and spins, which no model reads.
+        """
+        return self._has_spins or any(any(files) for files in self._parameter_files.values())
 
     @property
     def uniform_labels(self) -> bool:
@@ -422,23 +431,15 @@ class System:
         part._first, part.nframes = self._first + first, end - first
         return part
 
-    def projections(self, indices: np.ndarray) -> np.ndarray:
-        """Sum types, positions and cell of some frames with fixed random weights, float64 (nframes, 4) [Å].
-
-        Two frames with the same sums are copies, whatever their format: padding does not count.
-        """
-        weights = np.random.default_rng(0).standard_normal((self.natoms, 3, 4))
-        coord = self._read(["coord.npy"] * len(self._sets), indices).reshape(
-            len(indices), self.natoms, 3
+    def structures(self, indices: Sequence[int] | np.ndarray) -> Frames:
+        """Read types, positions and cells of some frames, numbered as in `frames`, and no label."""
+        wanted = np.asarray(indices, dtype=np.int64)
+        n, every_set = len(wanted), len(self._sets)
+        return Frames(
+            atype=self.types(wanted),
+            coord=self._read(["coord.npy"] * every_set, wanted).reshape(n, self.natoms, 3),
+            box=self._read(["box.npy"] * every_set, wanted).reshape(n, 3, 3) if self.pbc else None,
         )
-        types = self.types(indices)
-        # Between 1 and 2, and another for every type; the golden ratio spreads them.
-        factor = np.where(types < 0, 0.0, 1.0 + (types + 1) * 0.6180339887 % 1.0)
-        sums: np.ndarray = np.einsum("fak,fa,akm->fm", coord, factor, weights, optimize=True)
-        if self.pbc:
-            box = self._read(["box.npy"] * len(self._sets), indices)
-            sums += box @ np.random.default_rng(1).standard_normal((9, 4))
-        return sums
 
     def fingerprint(self) -> str:
         """Hash of types, shapes, energies, first and last positions and cells, wherever the files lie."""

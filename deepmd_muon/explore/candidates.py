@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,12 +22,10 @@ from deepmd_muon.explore.settings import DynamicsSettings, ExploreError, Selecti
 from deepmd_muon.infer.model_deviation import deviation_of_force
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.stability.angles import Angles
-from deepmd_muon.stability.check import HOTTER, ROOM_TEMPERATURE, WIDER
+from deepmd_muon.stability.check import HOTTER, ROOM_TEMPERATURE, WIDER, data_temperature
 from deepmd_muon.stability.coverage import Coverage, pairs_of
 from deepmd_muon.stability.snapshots import Snapshots
-from deepmd_muon.stability.trajectories import estimate_temperature, starts
-
-log = logging.getLogger(__name__)
+from deepmd_muon.stability.trajectories import starts
 
 # Candidates of one trajectory are thinned to this many times those that may be chosen from it.
 _KEPT = 8
@@ -132,13 +129,7 @@ def _conditions(
 ) -> _Conditions:
     temperatures = dynamics.temperatures
     if not temperatures:
-        found = estimate_temperature(ForceField(predictor), systems)
-        if found is None:
-            log.warning(
-                "the forces of the data tell no temperature; dynamics run at %.0f and %.0f K: set temperatures",
-                ROOM_TEMPERATURE,
-                HOTTER * ROOM_TEMPERATURE,
-            )
+        found = data_temperature(predictor, systems, "dynamics/temperatures")
         temperatures = tuple(
             float(f"{factor * (found or ROOM_TEMPERATURE):.3g}") for factor in (1.0, HOTTER)
         )

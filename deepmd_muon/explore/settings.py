@@ -27,7 +27,7 @@ class DynamicsSettings(Section):
         above=0.0,
         doc=(
             "Temperatures [K]. If the list is empty: 1 and 1.5 times the temperature estimated from the forces in the "
-            "data, or of 300 K if there is no estimate."
+            "data, or of 300 K if there is no estimate; required where these would exceed 2,000 K."
         ),
     )
     pressures: Sequence[float] = setting(
@@ -166,7 +166,10 @@ class CheckRoundSettings(Section):
     temperature: float | None = setting(
         None,
         above=0.0,
-        doc="Temperature [K]. Left out: 1.5 times the temperature estimated from the forces in the data.",
+        doc=(
+            "Temperature [K]. Left out: 1.5 times the temperature estimated from the forces in the data; required where "
+            "this would exceed 2,000 K."
+        ),
     )
     time: float | None = setting(
         None, above=0.0, doc="Length of each trajectory [ps]. Left out: 2, on a GPU 5."

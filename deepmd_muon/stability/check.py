@@ -35,6 +35,9 @@ HOTTER = 1.5
 LIGHTEST = 4.0
 #: Assumed of data whose forces tell no temperature [K].
 ROOM_TEMPERATURE = 300.0
+#: Dynamics hotter than this [K] run at a temperature that the user gives only: the forces of rattled or strained frames
+#: look like thousands of kelvins.
+HOTTEST_ASSUMED = 2000.0
 # Ratios of a distance to the shortest of the data: below the first dynamics left the data, below the second far. Hotter
 # atoms come closer in a sound potential, too: bonds of 300 K by 3 % at 450 K.
 _CLOSER, _FAR_CLOSER = 0.9, 0.75
@@ -134,7 +137,7 @@ def check_models(
     ------
     StabilityError
         When the data hold nothing to check, or a model predicts numbers that are not finite for them, or needs frame or
-        atomic parameters.
+        atomic parameters, or when the data look so hot that the user has to give a temperature.
     NeighborError
         When neighbours of a frame cannot be found.
     """
@@ -160,7 +163,7 @@ def check_models(
             )
         forces.append(found.force)
     disagreement = float(deviation_of_force(np.stack(forces)).max())
-    data_temperature, temperature = _temperature(predictors[0], systems, settings)
+    kelvin_of_data, temperature = _temperature(predictors[0], systems, settings)
     checked = []
     for name, predictor in zip(names, predictors, strict=True):
         log.info("%s: scans and dynamics at %.0f K", name, temperature)
@@ -180,7 +183,7 @@ def check_models(
         if len(predictors) > 1:
             items.append(_of_agreement(predictors, dynamics, disagreement))
         checked.append(ModelCheck(name, tuple(items), tuple(curves), dynamics))
-    return Check(coverage, angles, data_temperature, tuple(checked))
+    return Check(coverage, angles, kelvin_of_data, tuple(checked))
 
 
 def _temperature(
@@ -189,13 +192,38 @@ def _temperature(
     """Return the temperature of the data, None if not known, and that of the dynamics [K]."""
     if settings.temperature is not None:
         return None, settings.temperature
-    found = estimate_temperature(ForceField(predictor), systems)
-    if found is None:
-        log.warning(
-            "the forces of the data tell no temperature; dynamics run at %.0f K: give yours with --temperature",
-            HOTTER * ROOM_TEMPERATURE,
-        )
+    found = data_temperature(
+        predictor,
+        systems,
+        "--temperature (dp explore: check/temperature and dynamics/temperatures)",
+    )
     return found, HOTTER * (found or ROOM_TEMPERATURE)
+
+
+def data_temperature(predictor: Predictor, systems: Sequence[System], setting: str) -> float | None:
+    """Estimate the temperature of data [K] for dynamics up to `HOTTER` times as hot.
+
+    Return None, and say so in the log, where the forces tell none: `ROOM_TEMPERATURE` takes its place.
+
+    Raises
+    ------
+    StabilityError
+        When the dynamics would be hotter than `HOTTEST_ASSUMED`; the message asks for `setting`.
+    """
+    kelvin = estimate_temperature(ForceField(predictor), systems)
+    if kelvin is None:
+        log.warning(
+            "the forces of the data tell no temperature; dynamics run at up to %.0f K: give yours with %s",
+            HOTTER * ROOM_TEMPERATURE,
+            setting,
+        )
+    elif HOTTER * kelvin > HOTTEST_ASSUMED:
+        raise StabilityError(
+            f"the forces of the data look like {kelvin:.0f} K, and dynamics would start at {HOTTER * kelvin:.0f} K; "
+            "rattled or strained frames look as hot as that without being so: give the highest temperature [K] that "
+            f"you need with {setting}"
+        )
+    return kelvin
 
 
 def _dynamics(

@@ -21,6 +21,7 @@ from deepmd_muon.data import (
     System,
     neighbor_statistics,
 )
+from deepmd_muon.data.checks.close_atoms import distance_problem
 from deepmd_muon.data.neighbors.cache import number_of_types
 from deepmd_muon.data.sampling.samples import frame_costs, sample_frames, sample_with
 from deepmd_muon.model import EnergyModel, Structures
@@ -268,6 +269,8 @@ def _count_neighbors(
         list(found.max_neighbors),
         found.min_distance,
     )
+    if problem := distance_problem(systems, numbers, found.min_distance, rcut):
+        log.warning("data: %s", problem)
     return found
 
 

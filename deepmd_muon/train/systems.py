@@ -98,8 +98,8 @@ def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
             if systems:
                 _log_systems(f"{kind} data{of_branch}", systems)
                 check_labels(systems)
-    distinct = {id(system): system for systems in opened.values() for system in systems.all}
-    found = suspicions([*distinct.values()])
+    # Branches may have labels of other methods, for the same structures too.
+    found = [sentence for systems in opened.values() for sentence in suspicions(systems.all)]
     for number, suspicion in enumerate(found):
         log.log(
             logging.WARNING if number < _MOST_SUSPICIONS else logging.DEBUG, "data: %s", suspicion

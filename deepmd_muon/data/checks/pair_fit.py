@@ -176,6 +176,14 @@ class PairFit:
         )
         return 1 - rest * len(self.labels) / (len(self.labels) - self.coefficients.size)
 
+    @cached_property
+    def least_explained(self) -> float:
+        """Share of the squares of the forces that φ explains in the frame where this is least."""
+        rest = (self.labels - self._force @ self.coefficients).reshape(self._nframes, -1)
+        labels = self.labels.reshape(self._nframes, -1)
+        shares = 1.0 - (rest**2).sum(axis=1) / (labels**2).sum(axis=1).clip(1e-300)
+        return float(shares.min())
+
     @property
     def energies(self) -> np.ndarray:
         """Energies that the forces imply [eV], but for a constant, (nframes,)."""
@@ -190,13 +198,14 @@ class PairFit:
             axis=1,
         )
 
-    def stiffness(self, kind: tuple[int, int], distance: float) -> float:
-        """Return d²φ/dr² [eV/Å²] of a pair of types around a distance [Å]."""
+    def slope_and_stiffness(self, kind: tuple[int, int], distance: float) -> tuple[float, float]:
+        """Return dφ/dr [eV/Å] and d²φ/dr² [eV/Å²] of a pair of types around a distance [Å]."""
         r = distance * np.linspace(0.93, 1.07, 9)
         _, slope, start = _splines(r)
         blocks = self.coefficients.reshape(-1, FUNCTIONS)[self.kinds.index(kind)]
         first = (slope * blocks[start[:, None] + np.arange(4)]).sum(axis=1)
-        return float(np.polyfit(r - distance, first, 1)[0])
+        stiffness, middle = np.polyfit(r - distance, first, 1).tolist()
+        return middle, stiffness
 
     def agreement(self, other: PairFit, swap: Sequence[int] | None = None) -> tuple[float, float]:
         """Compare these forces with those that the potential of another system predicts.

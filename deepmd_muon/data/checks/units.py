@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import permutations
 
 import numpy as np
 
@@ -20,7 +21,7 @@ ENERGY_UNITS: dict[str, float] = {
     "forces in eV/Bohr (multiply them by 1.89), or all in Hartree (energies by 27.21, forces by 51.42)": 1.88973,
     "forces of the opposite sign: they must be −dE/dx": -1.0,
 }
-#: The same for positions. Distances between known elements show their unit, too: both must agree.
+#: The same for positions, whose unit distances between known elements show, too: both must speak for it.
 POSITION_UNITS: dict[str, float] = {
     "positions in Bohr: multiply them by 0.529": 0.529177,
     "positions in nm: multiply them by 10": 10.0,
@@ -47,6 +48,28 @@ VIRIAL_UNITS: dict[str, Callable[[float], float]] = {
     "forces in kcal/mol/Å: divide them by 23.06": lambda volume: 1 / 23.0605,
     "forces in Hartree/Bohr: multiply them by 51.42": lambda volume: 51.4221,
     "forces of the opposite sign, too: they must be −dE/dx": lambda volume: -1.0,
+}
+# Numbers of the nine above the diagonal.
+_OFF_DIAGONAL = {1: "xy", 2: "xz", 5: "yz"}
+#: Places of the nine numbers of a virial that was written in another order.
+VIRIAL_ORDERS: dict[str, list[int]] = {
+    **{
+        f"the axes in the order {''.join('xyz'[k] for k in axes)}": [
+            3 * axes[k // 3] + axes[k % 3] for k in range(9)
+        ]
+        for axes in permutations(range(3))
+        if axes != (0, 1, 2)
+    },
+    # xy, xz and yz are numbers 1, 2 and 5 of the nine.
+    **{
+        f"{_OFF_DIAGONAL[a]}, {_OFF_DIAGONAL[b]} and {_OFF_DIAGONAL[c]} in place of xy, xz and yz": [
+            *(0, a, b),
+            *(a, 4, c),
+            *(b, c, 8),
+        ]
+        for a, b, c in permutations(_OFF_DIAGONAL)
+        if (a, b, c) != tuple(_OFF_DIAGONAL)
+    },
 }
 _WITHIN = 1.45  # factors are known so well
 

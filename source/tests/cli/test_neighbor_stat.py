@@ -37,6 +37,15 @@ def test_systems_that_number_elements_differently_are_counted_by_element(water, 
     assert "by element: O 1, H 2" in shown
 
 
+def test_distances_that_are_mistakes_are_named(water, capsys):
+    assert main(["neighbor-stat", "-s", str(water), "-r", "0.9"]) == 0
+    assert "no atom has a neighbour within the cut-off of 0.9 Å" in capsys.readouterr().err
+    coord = np.array([[0.0, 0.0, 0.0, 0.0, 0.0, 0.01, 3.0, 0.0, 0.0]])
+    write_npy(water / "close", [0, 1, 1], [{"coord": coord}], ["O", "H"], nopbc=True)
+    assert main(["neighbor-stat", "-s", str(water), "-r", "3"]) == 0
+    assert "close: frame 0: atoms 0 and 1 are 0.01 Å apart" in capsys.readouterr().err
+
+
 def test_a_system_without_names_among_such_needs_a_type_map(water, capsys):
     (water / "oxygen" / "type_map.raw").unlink()
     assert main(["neighbor-stat", "-s", str(water), "-r", "3"]) == 2

@@ -236,6 +236,14 @@ def test_mistakes_are_named_before_any_work(copper, explore, capsys, changes, wo
     assert not list((copper / "explore").rglob("candidates.xyz"))
 
 
+def test_asks_for_temperatures_where_the_data_look_very_hot(copper, explore, capsys, monkeypatch):
+    monkeypatch.setattr("deepmd_muon.stability.check.estimate_temperature", lambda *_: 5542.0)
+    assert explore(dynamics={"temperatures": []}) == 2
+    assert "dynamics/temperatures" in capsys.readouterr().err
+    assert explore(check={"temperature": None}) == 2
+    assert "check/temperature" in capsys.readouterr().err
+
+
 def test_an_input_that_rounds_cannot_use_is_refused(copper, explore, capsys):
     content = json.loads((copper / "input.json").read_text())
     content["training"]["training_data"]["batch_size"] = [1, 2, 3]

@@ -10,6 +10,7 @@ from write_systems import write_npy
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
+from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.stability.coverage import coverage_of
 from deepmd_muon.stability.curves import Verdict, features_of
 
@@ -265,6 +266,27 @@ def test_forces_of_thermal_data_tell_their_temperature(argon):
     assert estimate_temperature(Wells(), systems) == pytest.approx(
         2.0 * spread / BOLTZMANN, rel=0.1
     )
+
+
+def test_asks_for_a_temperature_where_the_data_look_very_hot(argon, tmp_path, capsys):
+    """Forces of rattled frames look like thousands of kelvins; dynamics at 1.5 times that would prove nothing."""
+    from deepmd_muon.dynamics.forces import ForceField
+    from deepmd_muon.stability.trajectories import estimate_temperature
+
+    predictor = Predictor(str(argon / "holds.pth"))
+    shutil.copytree(argon / "data", tmp_path / "data")
+    random = np.random.default_rng(1)
+    force = random.normal(scale=0.02, size=(12, 27 * 3))
+    for kelvin in (5000.0, 1000.0):
+        np.save(tmp_path / "data" / "set.000" / "force.npy", force)
+        systems = open_systems(str(tmp_path / "data"), ["Ar"])
+        force *= np.sqrt(kelvin / estimate_temperature(ForceField(predictor), systems))
+        np.save(tmp_path / "data" / "set.000" / "force.npy", force)
+        words = [*FAST[: FAST.index("--temperature")], "--json", str(tmp_path / "check.json")]
+        status = main(["check", str(argon / "holds.pth"), "-s", str(tmp_path / "data"), *words])
+        said = capsys.readouterr().err
+        assert (status == 2) == (kelvin > 2000), said
+        assert ("--temperature" in said and "7500 K" in said) == (kelvin > 2000), said
 
 
 def curve(energy, slope, outside_below, kt=0.03):

@@ -11,6 +11,7 @@ import pytest
 from deepmd_muon.argcheck import InputError, load, normalize
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import DataError, TypeMapError, open_systems
+from deepmd_muon.data.checks.labels import suspicions
 from deepmd_muon.data.checks.overlap import shared_frames
 from deepmd_muon.model import ModelError, build_model
 from deepmd_muon.train import TrainingError, run
@@ -232,6 +233,55 @@ def test_shared_frames_are_counted_across_formats(tmp_path):
     np.save("moved/set.000/box.npy", moved.box.reshape(2, 9))
     assert shared_frames(train, open_systems("moved")) == (0, 2)
     assert shared_frames(valid, open_systems("moved")) == (1, 2)
+
+
+@pytest.mark.parametrize("name", ["fcc32", "triclinic8", "cluster13"])
+def test_frames_that_are_shifted_or_wrapped_are_shared(name):
+    train, valid = (open_systems(str(EXAMPLE / part / name)) for part in ("train", "valid"))
+    shutil.copytree(EXAMPLE / "valid" / name, "moved")
+    (folder,) = Path("moved").glob("set.*")
+    coord = np.load(folder / "coord.npy").reshape(valid[0].nframes, -1, 3).astype(float)
+    random = np.random.default_rng(3)
+    coord += random.uniform(-4, 4, (len(coord), 1, 3))
+    if valid[0].pbc:
+        box = np.load(folder / "box.npy").reshape(-1, 3, 3)
+        coord += random.integers(-2, 3, coord.shape) @ box
+    np.save(folder / "coord.npy", coord.reshape(len(coord), -1).astype(np.float32))
+    frames = valid[0].nframes
+    assert shared_frames(valid, open_systems("moved")) == (frames, frames)
+    assert shared_frames(train, open_systems("moved")) == (0, frames)
+
+
+def test_training_names_atoms_that_nearly_coincide_and_data_without_neighbours(
+    small_input, train, messages
+):
+    """In the frames whose neighbours are counted; the shortest distance was logged at INFO alone."""
+    shutil.copytree(EXAMPLE / "train" / "fcc32", "data")
+    (folder,) = Path("data").glob("set.*")
+    coord = np.load(folder / "coord.npy")
+    close = coord.copy()
+    close[5, 6:9] = close[5, :3] + 0.01 / np.sqrt(3)
+    np.save(folder / "coord.npy", close)
+    data = {"systems": ["data"]}
+    content = small_input(training={"training_data": data, "numb_steps": 1})
+    assert train(content) == 0
+    said = [text for text in warnings_of(messages) if "0.01 Å apart" in text]
+    assert any("frame 5: atoms 0 and 2 are" in text for text in said), said
+    messages.clear()
+    np.save(folder / "coord.npy", coord * 5)
+    np.save(folder / "box.npy", np.load(folder / "box.npy") * 5)
+    assert train(content) == 0
+    assert any("no atom has a neighbour within" in text for text in warnings_of(messages))
+
+
+def test_branches_may_have_other_energies_for_the_same_structures(small_input):
+    shutil.copytree(EXAMPLE / "train" / "fcc32", "other")
+    (file,) = Path("other").glob("set.*/energy.npy")
+    np.save(file, np.load(file) + 100.0)
+    both = [str(EXAMPLE / "train" / "fcc32"), "other"]
+    systems = open_systems(both)
+    assert any("same structure" in sentence for sentence in suspicions(systems))
+    assert suspicions(systems[:1]) + suspicions(systems[1:]) == []
 
 
 def test_training_warns_of_shared_frames(small_input, train, messages):

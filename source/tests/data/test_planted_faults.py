@@ -1,0 +1,55 @@
+"""Every planted fault is named, with its frame; sound sets of many kinds raise no warning."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import sane_sets
+from planted_faults import FAULTS, Fault
+from sane_sets import write_set
+
+from deepmd_muon.data import open_systems
+from deepmd_muon.data.checks.labels import suspicions
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def said_of(folder):
+    return suspicions(open_systems(str(folder)))
+
+
+def names_frame(sentence: str, frame: int) -> bool:
+    """Whether a sentence has "frame N" or "frames …, N, …"."""
+    lists = re.findall(r"frames? ([\d, and]+)", sentence)
+    return any(str(frame) in re.findall(r"\d+", listed) for listed in lists)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
+def test_a_planted_fault_is_named(fault: Fault, tmp_path):
+    systems = fault.base()
+    assert said_of(write_set(systems, tmp_path / "sound")) == []
+    fault.damage(systems)
+    said = said_of(write_set(systems, tmp_path / "damaged"))
+    fitting = [one for one in said if all(word in one for word in fault.words)]
+    assert fitting, said
+    assert fault.frame is None or any(names_frame(one, fault.frame) for one in fitting), said
+    assert len(said) <= len(systems) + 1, said  # one fault, one warning a system
+
+
+@pytest.mark.parametrize("name", sane_sets.FAST)
+def test_sound_sets_raise_no_warning(name, tmp_path):
+    assert said_of(write_set(sane_sets.FAST[name](), tmp_path / name)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sane_sets.SLOW)
+def test_more_sound_sets_raise_no_warning(name, tmp_path):
+    assert said_of(write_set(sane_sets.SLOW[name](), tmp_path / name)) == []
+
+
+def test_the_data_of_the_examples_raise_no_warning():
+    places = [*EXAMPLES.glob("*/data"), *EXAMPLES.glob("*/*.hdf5"), *EXAMPLES.glob("*/all.xyz")]
+    assert len(places) == 5
+    assert [said_of(place) for place in places] == [[]] * 5
