@@ -193,9 +193,18 @@ def test_fresh_weights_and_statistics(cases, seed, monkeypatch):
 def test_steps_from_the_same_weights(ours, seed):
     case = ours[seed]
     found, wanted = (case.weights(f"run_{who}-{STEPS}.pt") for who in ("ours", "theirs"))
-    before = case.weights("fresh_theirs-1.pt")
-    assert max(float((wanted[name] - before[name]).abs().max()) for name in wanted) > 1e-4
     compare(found, wanted, tolerance=1e-7, skip=unmoved(case) | frozen_here(case))
+
+
+def test_nearly_all_inputs_move_the_weights(ours):
+    """A few draw activations that are flat, or a loss that no weight changes."""
+    moved = 0
+    for case in ours.values():
+        before, after = (
+            case.weights(f"{name}.pt") for name in ("fresh_theirs-1", f"run_theirs-{STEPS}")
+        )
+        moved += max(float((after[name] - before[name]).abs().max()) for name in after) > 1e-4
+    assert moved >= 0.9 * len(ours)
 
 
 @pytest.mark.parametrize("start", ["theirs", "ours"])
