@@ -43,7 +43,11 @@ class FaultyDisk:
         self.failed = False
 
     def __getattr__(self, key):
-        return self.faulty if key == self.operation else getattr(os, key)
+        if key == self.operation:
+            return self.faulty
+        if key == "link" and self.operation == "replace":  # puts a new file in its place
+            return self.faulty_link
+        return getattr(os, key)
 
     def fail_for(self, path):
         if self.name.search(os.fspath(path)) and not os.fspath(path).startswith(str(EXAMPLE)):
@@ -54,6 +58,10 @@ class FaultyDisk:
         path = args[0] if self.operation == "replace" else first
         self.fail_for(os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path)
         return getattr(os, self.operation)(first, *args, **kwargs)
+
+    def faulty_link(self, temporary, path):
+        self.fail_for(path)
+        os.link(temporary, path)
 
 
 @pytest.fixture

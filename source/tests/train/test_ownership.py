@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -121,14 +123,18 @@ def test_what_a_killed_save_left_is_removed(small_input, train):
         ".model.ckpt-7.x.pt",
     ]
     mine += [f".lcurve.{hexadecimal}.out"]
-    # Other runs in this folder write these as well: while one holds a lock there, only old ones are removed.
+    # Other runs in this folder write these as well, and hold locks on what they are writing.
     shared = [f".{name}.{hexadecimal}{ending}" for name, ending in SHARED.items()]
     Path(".other.ckpt.lock").write_text("")
     for name in (*mine, *others, *shared):
         Path(name).write_text("half")
     files = {"stat_file": "stat.hdf5", "jsonl_file": "log.jsonl", "numb_steps": 1}
-    train(small_input(training=files))
-    assert all(Path(name).exists() for name in shared)
+    with contextlib.ExitStack() as living:
+        for name in shared:
+            file = living.enter_context(Path(name).open())
+            fcntl.flock(file, fcntl.LOCK_EX)
+        train(small_input(training=files))
+        assert all(Path(name).exists() for name in shared)
     for name in shared:
         os.utime(name, (1.0, 1.0))
     train(small_input(training=files))
