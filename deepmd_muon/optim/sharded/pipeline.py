@@ -27,7 +27,8 @@ A parameter without a gradient
 ------------------------------
 A rank may have no gradient where another one has, as in a mixture of experts. The owner learns that from the headers
 of the gather, the other ranks from those of the return. Until then such a rank works on a copy of the momentum
-(`tentative`), and undoes its updates of blocks that turn out to have no gradient on any rank.
+(`tentative`), and undoes its updates of blocks that turn out to have no gradient on any holder that the owner asked.
+Replicas of whole momenta must all have a gradient or none: the owner asks one of them.
 """
 
 from __future__ import annotations
