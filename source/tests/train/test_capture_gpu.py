@@ -118,9 +118,18 @@ def test_captured_steps_give_the_weights_of_eager_ones(
     assert steppers[-1]._captured.eager_reason is None
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_dynamic_sel": True},
+        {"sequential_update": True, "update_style": "res_residual"},
+        {"n_multi_edge_message": 2, "a_compress_rate": 2, "a_compress_use_split": False},
+    ],
+    ids=["static", "dynamic", "one after another", "several messages, linear compression"],
+)
 def test_captured_steps_of_a_graph_descriptor_give_the_same_weights(
-    small_input, train, load, steppers, dynamic
+    small_input, train, load, steppers, options
 ):
     """Angles are computed beside edges there, on another stream."""
     content = small_input(training={"numb_steps": STEPS})
@@ -133,7 +142,7 @@ def test_captured_steps_of_a_graph_descriptor_give_the_same_weights(
         "a_sel": "auto",
     }
     repflow |= {"n_dim": 32, "e_dim": 24, "a_dim": 16, "nlayers": 3, "smooth_edge_update": True}
-    repflow |= {"use_dynamic_sel": dynamic}
+    repflow |= options
     content["model"]["descriptor"] = {
         "type": "dpa3",
         "repflow": repflow,
