@@ -99,7 +99,8 @@ def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
                 _log_systems(f"{kind} data{of_branch}", systems)
                 check_labels(systems)
     # Branches may have labels of other methods, for the same structures too.
-    found = [sentence for systems in opened.values() for sentence in suspicions(systems.all)]
+    every = [sentence for systems in opened.values() for sentence in suspicions(systems.all)]
+    found = list(dict.fromkeys(every))  # branches, or training and validation, may share systems
     for number, suspicion in enumerate(found):
         log.log(
             logging.WARNING if number < _MOST_SUSPICIONS else logging.DEBUG, "data: %s", suspicion

@@ -241,6 +241,19 @@ def test_atoms_at_one_place_across_a_face_of_the_cell_beside_padding():
     assert close_pairs(frames).words(0) == "atoms 0 and 1 are 0.06 Å apart"
 
 
+def test_a_primitive_cell_is_not_in_bohr(tmp_path):
+    """The nearest chlorine is not in the image whose fractions are nearest."""
+    cell = 2.82 * (1.0 - np.eye(3))
+    coord = np.array([np.zeros(3), 0.5 * cell.sum(axis=0)])
+    arrays = {"coord": coord.reshape(1, 6), "box": cell.reshape(1, 9), "energy": np.zeros((1, 1))}
+    write_npy(tmp_path / "salt", [0, 1], [arrays], ["Na", "Cl"])
+    assert suspicions(open_systems(str(tmp_path / "salt"))) == []
+    arrays |= {name: 2.0 * arrays[name] for name in ("coord", "box")}
+    write_npy(tmp_path / "stretched", [0, 1], [arrays], ["Na", "Cl"])
+    (sentence,) = suspicions(open_systems(str(tmp_path / "stretched")))
+    assert "the closest atoms are 5.64 Å apart" in sentence
+
+
 def test_atoms_of_a_layer_are_no_pairs_to_look_at():
     fractions = np.stack(np.meshgrid(*[np.arange(20) / 20] * 2, [0.5]), -1).reshape(-1, 3)
     cell = np.diag([50.0, 50.0, 80.0])  # longest along the normal, where all atoms are near
