@@ -339,7 +339,7 @@ def _over_images(apart: np.ndarray, box: np.ndarray) -> np.ndarray:
     for image in product((-1.0, 0.0, 1.0), repeat=3):
         moved = apart + image @ box
         np.minimum(least, np.einsum("pc,pc->p", moved, moved), out=least)
-    return np.sqrt(least)
+    return np.asarray(np.sqrt(least))
 
 
 @lru_cache(maxsize=4)  # the frames of a system have the same number of atoms
