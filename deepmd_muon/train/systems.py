@@ -99,7 +99,9 @@ def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
                 _log_systems(f"{kind} data{of_branch}", systems)
                 check_labels(systems)
     # Branches may have labels of other methods, for the same structures too.
-    found = [sentence for systems in opened.values() for sentence in suspicions(systems.all)]
+    sentences = [sentence for systems in opened.values() for sentence in suspicions(systems.all)]
+    # Branches, or training and validation, may share systems.
+    found = list(dict.fromkeys(sentences))
     for number, suspicion in enumerate(found):
         log.log(
             logging.WARNING if number < _MOST_SUSPICIONS else logging.DEBUG, "data: %s", suspicion

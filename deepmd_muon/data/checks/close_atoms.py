@@ -50,30 +50,29 @@ def close_pairs(frames: Frames, limit: float = NEARLY_COINCIDE) -> ClosePairs:
 def _candidates(frames: Frames, limit: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return frames and numbers of the pairs of atoms that are nearer than `limit` [Å] along each direction."""
     natoms = frames.natoms
-    first_places, *other_places = _places(frames)
+    first_places, *other_places = sorted(_places(frames), key=lambda places: places.crowd(limit))
     order = np.argsort(first_places.along, axis=1)
     along = np.take_along_axis(first_places.along, order, axis=1)
-    turned = np.concatenate([along, along + first_places.period[:, None]], axis=1)
-    found = []
+    # Behind the last atom comes the first one again; padding has no place in this row.
+    count = (frames.atype >= 0).sum(axis=1, keepdims=True).clip(1)
+    turn, place = np.divmod(np.arange(2 * natoms), count)
+    turned = np.take_along_axis(along, place, axis=1) + turn * first_places.period[:, None]
+    none = np.zeros(0, dtype=np.int64)
+    parts = [(none, none, none)]
     for ahead in range(1, natoms):
         at = np.flatnonzero(turned[:, ahead : ahead + natoms] - along < limit)
         if not len(at):
             break
-        found.append((at, at % natoms + ahead))
-    if not found:
-        none = np.zeros(0, dtype=np.int64)
-        return none, none, none
-    at = np.concatenate([part[0] for part in found])
-    second = np.concatenate([part[1] for part in found]) % natoms
-    rows = at // natoms
-    i, j = order.ravel()[at], order[rows, second]
-    for places in other_places:
-        flat = places.along.ravel()
-        step = flat[rows * natoms + j] - flat[rows * natoms + i]
-        period = places.period[rows]
-        step = np.abs(step)
-        near = np.minimum(step, period - step) < limit
-        rows, i, j = rows[near], i[near], j[near]
+        # Atoms of a plane are near along its normal: the other directions leave few of the pairs.
+        rows = at // natoms
+        i, j = order.ravel()[at], order[rows, place[rows, at % natoms + ahead]]
+        other = i != j  # a cell may be flatter than the limit
+        rows, i, j = rows[other], i[other], j[other]
+        for places in other_places:
+            near = places.near(rows, i, j, limit)
+            rows, i, j = rows[near], i[near], j[near]
+        parts.append((rows, i, j))
+    rows, i, j = (np.concatenate(column) for column in zip(*parts, strict=True))
     return rows, i, j
 
 
@@ -83,13 +82,22 @@ class _Places(NamedTuple):
     along: np.ndarray  # (nframes, natoms) [Å]; NaN for padding
     period: np.ndarray  # (nframes,) [Å]; infinite without a cell
 
+    def crowd(self, limit: float) -> int:
+        """Return the largest number of atoms of the first frame that `limit` [Å] of the direction hold."""
+        along = np.sort(self.along[0])
+        return int((np.searchsorted(along, along + limit) - np.arange(len(along))).max(initial=0))
+
+    def near(self, rows: np.ndarray, i: np.ndarray, j: np.ndarray, limit: float) -> np.ndarray:
+        """Return which pairs of atoms, by their frames and numbers, are nearer than `limit` [Å] along the direction."""
+        step = np.abs(self.along[rows, j] - self.along[rows, i])
+        return np.asarray(np.minimum(step, self.period[rows] - step) < limit)
+
 
 def _places(frames: Frames) -> list[_Places]:
-    """Return the places of atoms along three directions, the longest first."""
+    """Return the places of atoms along three directions."""
     if frames.box is None:
         period = np.full(frames.nframes, 1e300)
         found = [_Places(frames.coord[..., axis].copy(), period) for axis in range(3)]
-        lengths = np.ptp(frames.coord, axis=(0, 1))
     else:
         inverse = np.linalg.inv(frames.box)
         heights = 1.0 / np.sqrt((inverse**2).sum(axis=1))  # (nframes, 3)
@@ -97,10 +105,9 @@ def _places(frames: Frames) -> list[_Places]:
         fractions -= np.floor(fractions)
         places = fractions * heights[:, None]
         found = [_Places(places[..., axis].copy(), heights[:, axis]) for axis in range(3)]
-        lengths = heights.mean(axis=0)
     for each in found:
         each.along[frames.atype < 0] = np.nan
-    return [found[axis] for axis in np.argsort(-lengths)]
+    return found
 
 
 def distance_problem(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import permutations
+from itertools import permutations, product
 from typing import NamedTuple
 
 import numpy as np
@@ -312,6 +312,8 @@ def _shortest(frames: Frames, names: Sequence[str] | None) -> tuple[np.ndarray, 
     shortest = np.full(frames.nframes, np.inf)
     ratio = np.full(frames.nframes, np.inf)
     inverse = None if frames.box is None else np.linalg.inv(frames.box)
+    # Rounded fractions tell the nearest image up to half of the cell's least height; primitive cells are smaller.
+    exact = np.zeros(0) if inverse is None else 0.5 / np.sqrt((inverse**2).sum(axis=1)).max(axis=1)
     for k in range(frames.nframes):
         real = frames.atype[k] >= 0
         coord, types = frames.coord[k][real], np.minimum(frames.atype[k][real], len(reach) - 1)
@@ -320,11 +322,24 @@ def _shortest(frames: Frames, names: Sequence[str] | None) -> tuple[np.ndarray, 
         if frames.box is not None and inverse is not None:
             apart -= np.round(apart @ inverse[k]) @ frames.box[k]
         distance = np.sqrt(np.einsum("pc,pc->p", apart, apart)).reshape(len(chosen), len(coord))
-        distance[np.arange(len(chosen)), chosen] = np.inf
+        itself = np.arange(len(chosen)), chosen
+        distance[itself] = np.inf
+        if frames.box is not None and not distance.min(initial=np.inf) < exact[k]:
+            distance = _over_images(apart, frames.box[k]).reshape(distance.shape)
+            distance[itself] = np.inf
         shortest[k] = distance.min(initial=np.inf)
         over = distance / (reach[types[chosen], None] + reach[types])
         ratio[k] = np.fmin.reduce(over, axis=None, initial=np.inf)
     return shortest, ratio
+
+
+def _over_images(apart: np.ndarray, box: np.ndarray) -> np.ndarray:
+    """Return the least lengths of vectors `(npairs, 3)` over the 27 nearest images of a cell."""
+    least = np.full(len(apart), np.inf)
+    for image in product((-1.0, 0.0, 1.0), repeat=3):
+        moved = apart + image @ box
+        np.minimum(least, np.einsum("pc,pc->p", moved, moved), out=least)
+    return np.asarray(np.sqrt(least))
 
 
 @lru_cache(maxsize=4)  # the frames of a system have the same number of atoms

@@ -1,6 +1,7 @@
 """Labels in other units, of other signs, frames or atoms are named with the factor; good data raise no warning."""
 
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ from write_systems import write_npy
 from deepmd_muon.cli.main import main
 from deepmd_muon.data import open_systems
 from deepmd_muon.data.checks import labels
+from deepmd_muon.data.checks.close_atoms import close_pairs
 from deepmd_muon.data.checks.labels import suspicions
+from deepmd_muon.data.frames import Frames
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 COPPER, WATER = EXAMPLES / "cu_emt" / "data" / "train", EXAMPLES / "water_xtb" / "data" / "train"
@@ -230,6 +233,36 @@ def test_two_atoms_at_nearly_one_place(tmp_path):
 
     (sentence,) = changed(tmp_path / "data", WATER, change, only="420K")
     assert "420K: atoms are 0.0001 Å apart" in sentence
+
+
+def test_atoms_at_one_place_across_a_face_of_the_cell_beside_padding():
+    coord = np.array([[[0.01, 1.0, 1.0], [9.95, 1.0, 1.0], [0.0] * 3, [0.0] * 3]])
+    frames = Frames(atype=np.array([[0, 0, -1, -1]]), coord=coord, box=10.0 * np.eye(3)[None])
+    assert close_pairs(frames).words(0) == "atoms 0 and 1 are 0.06 Å apart"
+
+
+def test_a_primitive_cell_is_not_in_bohr(tmp_path):
+    """The nearest chlorine is not in the image whose fractions are nearest."""
+    cell = 2.82 * (1.0 - np.eye(3))
+    coord = np.array([np.zeros(3), 0.5 * cell.sum(axis=0)])
+    arrays = {"coord": coord.reshape(1, 6), "box": cell.reshape(1, 9), "energy": np.zeros((1, 1))}
+    write_npy(tmp_path / "salt", [0, 1], [arrays], ["Na", "Cl"])
+    assert suspicions(open_systems(str(tmp_path / "salt"))) == []
+    arrays |= {name: 2.0 * arrays[name] for name in ("coord", "box")}
+    write_npy(tmp_path / "stretched", [0, 1], [arrays], ["Na", "Cl"])
+    (sentence,) = suspicions(open_systems(str(tmp_path / "stretched")))
+    assert "the closest atoms are 5.64 Å apart" in sentence
+
+
+def test_atoms_of_a_layer_are_no_pairs_to_look_at():
+    fractions = np.stack(np.meshgrid(*[np.arange(20) / 20] * 2, [0.5]), -1).reshape(-1, 3)
+    cell = np.diag([50.0, 50.0, 80.0])  # longest along the normal, where all atoms are near
+    frames = Frames(np.zeros((1, 400), dtype=int), (fractions @ cell)[None], cell[None])
+    tracemalloc.start()
+    close_pairs(frames)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 400 * 400  # bytes: not even one for each pair of atoms
 
 
 def skewed(frames=12):

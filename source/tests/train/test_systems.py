@@ -284,6 +284,18 @@ def test_branches_may_have_other_energies_for_the_same_structures(small_input):
     assert suspicions(systems[:1]) + suspicions(systems[1:]) == []
 
 
+def test_data_of_training_and_validation_are_doubted_once(small_input, train, messages):
+    shutil.copytree(EXAMPLE / "train" / "fcc32", "still")
+    (file,) = Path("still").glob("set.*/force.npy")
+    np.save(file, np.zeros_like(np.load(file)))
+    data = {"systems": ["still"], "batch_size": 2}
+    content = small_input(
+        training={"training_data": data, "validation_data": data, "numb_steps": 1}
+    )
+    assert train(content) == 0
+    assert len([text for text in warnings_of(messages) if "forces are zero" in text]) == 1
+
+
 def test_training_warns_of_shared_frames(small_input, train, messages):
     data = {"systems": [str(EXAMPLE / "train")], "batch_size": 2}
     content = small_input(training={"validation_data": data, "numb_steps": 1})
