@@ -78,7 +78,11 @@ REPFLOW = {
     "e_sel": [{"e_sel": 8}, {"e_sel": 5, "a_sel": 4}],
     "a_sel": [{"a_sel": 3}],
     "e_rcut": [{"e_rcut": 3.2}],
-    "a_compress_rate": [{"a_compress_rate": 1, "a_compress_use_split": True}],
+    "a_compress_rate": [
+        {"a_compress_rate": 1, "a_compress_use_split": True},
+        {"a_compress_rate": 2},
+        {"a_compress_rate": 2, "sequential_update": True, "n_multi_edge_message": 2},
+    ],
     "a_compress_e_rate": [
         {"a_compress_e_rate": 2, "a_compress_rate": 2, "a_compress_use_split": True}
     ],

@@ -207,7 +207,8 @@ class ScriptedDPA3(torch.nn.Module):
         frozenset(
             {
                 *("concat_output_tebd", "activation_function", "precision", "trainable", "seed"),
-                *("use_tebd_bias", "exclude_types", "repflow/e_rcut", "repflow/e_rcut_smth"),
+                *("use_tebd_bias", "exclude_types", "env_protection"),
+                *("repflow/e_rcut", "repflow/e_rcut_smth"),
                 *("repflow/e_sel", "repflow/a_rcut", "repflow/a_rcut_smth", "repflow/a_sel"),
                 *("repflow/n_dim", "repflow/e_dim", "repflow/a_dim", "repflow/nlayers"),
                 *("repflow/a_compress_rate", "repflow/a_compress_e_rate"),
@@ -216,7 +217,8 @@ class ScriptedDPA3(torch.nn.Module):
                 *("repflow/update_residual", "repflow/update_residual_init"),
                 *("repflow/smooth_edge_update", "repflow/edge_init_use_dist"),
                 *("repflow/use_exp_switch", "repflow/use_dynamic_sel"),
-                "repflow/sel_reduce_factor",
+                *("repflow/sel_reduce_factor", "repflow/n_multi_edge_message"),
+                "repflow/sequential_update",
             }
         )
     )
