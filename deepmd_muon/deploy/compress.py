@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import warnings
 from dataclasses import dataclass
@@ -91,7 +92,8 @@ def compress(
     output
         The file; it appears only after the comparison.
     min_distance
-        Smallest distance in the training data [Å]; when negative, 0.5 is taken.
+        Smallest distance in the training data [Å]; 0.5 is taken if it is negative, or infinite as in data without
+        neighbours.
     step
         Interval of the tables in the input of the nets; by default the longest of `STEPS` that changes forces by at
         most `FORCE`.
@@ -111,7 +113,7 @@ def compress(
     check_coverage(f"compressed {DESCRIPTORS.name_of(settings)!r}", covers, settings)
     program = program_of(model, min_distance)
     with_nets: Any = program.descriptor
-    closest = min_distance if min_distance > 0 else ASSUMED_DISTANCE
+    closest = min_distance if 0 < min_distance < math.inf else ASSUMED_DISTANCE
     nearest = closest / extrapolate
     reference = Predictor(model, device="cpu")
     structures = structures_with_close_atoms(model, closest)
