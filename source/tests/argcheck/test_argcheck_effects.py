@@ -177,7 +177,6 @@ EXCLUDED = [
     ("loss/enable_atom_ener_coeff", True, {"loss/start_pref_e": 0.0}),
     ("loss/intensive_ener_virial", True, {"loss/loss_func": "mae"}),
     ("training/disp_avg", True, {"training/disp_training": False}),
-    ("training/enable_compile", True, {"training/capture": "off"}),
     ("training/ema_decay", 0.9, {"training/enable_ema": True, "training/ema_tail": 0.5}),
 ]
 # Settings of other kinds of optimizers and descriptors than the input below has.
