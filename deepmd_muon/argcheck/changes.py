@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deepmd_muon.argcheck.training import RunSettings
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.model.settings import DEFAULT_ALPHA, ModelSettings
 from deepmd_muon.section import thaw
@@ -58,8 +59,12 @@ def check_model_section(
 def report_changes(saved: Mapping[str, Any], present: Mapping[str, Any], path: Path) -> None:
     """Log the differences between two normalised inputs, as warnings where they change the training."""
     changes = changed_settings(saved, present)
+    # Settings without effect today, which checkpoints of earlier versions have.
+    left_out = {f"training/{name}" for name in RunSettings.foreign}
     changes = {
-        key: change for key, change in changes.items() if not key.startswith(("model/", "replay"))
+        key: change
+        for key, change in changes.items()
+        if not key.startswith(("model/", "replay")) and key not in left_out
     }
     important = [change for key, change in changes.items() if key.startswith(_TRAINING)]
     if important:

@@ -184,7 +184,8 @@ OF_OTHER_KINDS = {
     "rms_coefficient",
     *("attn", "attn_dotr", "normalize", "scaling_factor", "temperature", "trainable_ln", "ln_eps"),
     *("smooth_type_embedding", "update_residual", "update_residual_init", "sel_reduce_factor"),
-    *("a_dim", "a_compress_e_rate", "a_compress_use_split", "smooth_edge_update"),
+    *("a_dim", "a_compress_rate", "a_compress_e_rate", "a_compress_use_split"),
+    "smooth_edge_update",
 }
 
 

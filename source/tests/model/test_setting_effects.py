@@ -57,6 +57,7 @@ VALUES = {
     "nlayers": [3],
     "a_compress_rate": [1],
     "a_compress_e_rate": [2],
+    "n_multi_edge_message": [2],
     "fix_stat_std": [0.5],
     "update_residual": [0.3],
     "sel_reduce_factor": [3.0],

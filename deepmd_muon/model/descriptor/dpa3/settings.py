@@ -130,6 +130,7 @@ class RepflowSettings(Section):
     nlayers: int = setting(6, minimum=1, doc="Number of layers.")
     a_compress_rate: int = setting(
         0,
+        needs=(switched_on("update_angle"),),
         minimum=0,
         doc="Angles see a_dim/c features of their node and a_dim/(2c)·a_compress_e_rate of their edges; 0: all.",
     )
