@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import build
+from dynamics_models import build
 
 from deepmd_muon.checkpoint_file.archive import ArchiveError
 from deepmd_muon.data import NeighborError

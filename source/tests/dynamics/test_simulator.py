@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import build
+from dynamics_models import build
 
 from deepmd_muon.deploy.freeze import freeze
 from deepmd_muon.dynamics import Barostat, ForceField, Langevin, Systems, relax, simulate

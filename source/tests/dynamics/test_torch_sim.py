@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import build
+from dynamics_models import build
 
 from deepmd_muon.infer import Predictor
 

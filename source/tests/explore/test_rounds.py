@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from ase.io import read, write
-from conftest import QUICK
+from quick_input import QUICK
 
 from deepmd_muon.cli.main import main
 from deepmd_muon.explore.records import differences, flat, hash_of

@@ -1,5 +1,6 @@
 """Imports run down only, file by file: in functions, under TYPE_CHECKING, as strings."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,10 @@ def test_the_graph_sees_every_kind_of_import(tmp_path, importing, found):
     edges = imports_of(package)
     assert len(upward(edges, ("thing.low", "thing.high", "thing"))) == found
     assert circles_of(edges) == ([["thing.high", "thing.low"]] if found else [])
+
+
+def test_no_test_imports_from_a_conftest():
+    """Two folders of tests would each have a module `conftest`, and pytest could not collect both in one run."""
+    tests = Path(__file__).parents[1]
+    imports = re.compile(r"^\s*(?:from|import) conftest\b", re.MULTILINE)
+    assert [path.name for path in tests.rglob("*.py") if imports.search(path.read_text())] == []
