@@ -12,7 +12,7 @@ from pathlib import Path
 from deepmd_muon.argcheck import Input, dump
 from deepmd_muon.argcheck.differences import unlike_deepmd_kit
 from deepmd_muon.checkpoint_file.file import checkpoint_path, understood
-from deepmd_muon.data import NeighborCache, StatFile
+from deepmd_muon.data import DataLoader, NeighborCache, StatFile
 from deepmd_muon.data.sampling.sampler import new_seed
 from deepmd_muon.files import make_folder_of
 from deepmd_muon.model import EnergyModel
@@ -120,28 +120,30 @@ def run(
     training = given.settings.training
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
         files = RunFiles(given, output, log_path)
-        found = init_model or (None if restart in AUTOMATIC else restart)
-        ranks.from_first("looking at its outputs", lambda: files.check(found or finetune))
+        # Of "auto" it is known below, under the lock of the run's files.
+        checkpoint = init_model or (None if restart in AUTOMATIC else restart)
+        ranks.from_first("looking at its outputs", lambda: files.check(checkpoint or finetune))
         stack.enter_context(
             explained(
-                lambda: Moment("preparing"), lambda: checkpoint_path(found) if found else None
+                lambda: Moment("preparing"),
+                lambda: checkpoint_path(checkpoint) if checkpoint else None,
             )
         )
         set_up_logging(log_level, log_path, rank=ranks.rank if ranks.size > 1 else None)
 
-        def claimed() -> str | None:
+        def lock_files() -> str | None:
             """Lock the run's files; return the checkpoint that it continues."""
             stack.enter_context(files.held())
             return continued_by(restart, training.save_ckpt)
 
-        restart = ranks.from_first("locking its files", claimed)
+        restart = ranks.from_first("locking its files", lock_files)
+        checkpoint = init_model or restart
         ways: dict[Way, str | None] = {
             "restart": restart,
             "init_model": init_model,
             "finetune": finetune,
         }
         sources = read_sources(given, ways, model_branch, alone=ranks.size == 1)
-        first = next(iter(sources.values())) if restart else None
         given = take_from_checkpoint(
             given, sources, use_pretrain_script=use_pretrain_script, force_load=force_load
         )
@@ -151,14 +153,22 @@ def run(
         if make_data is not None:
             ranks.from_first("drawing structures to replay", make_data)
         trainer = _prepare(
-            given, sources, ranks, output, count=not skip_neighbor_stat, force_load=force_load
+            given,
+            sources,
+            ranks,
+            output,
+            count_neighbors=not skip_neighbor_stat,
+            force_load=force_load,
         )
-        if first is not None:
+        continued = next(iter(sources.values())) if restart else None
+        if continued is not None:
             content = state_of(sources, trainer.model, trainer.optimizer, alone=ranks.size == 1)
-            with understood(first.path):
-                trainer.restart(content, first.path)
-        keep_best = trainer.validation.keep_earlier
-        ranks.from_first("keeping other files", lambda: files.keep(first, trainer.step, keep_best))
+            with understood(continued.path):
+                trainer.restart(content, continued.path)
+        ranks.from_first(
+            "keeping other files",
+            lambda: files.keep(continued, trainer.step, trainer.validation.keep_earlier),
+        )
         return trainer.run(begun)
 
 
@@ -211,78 +221,127 @@ def _prepare(
     ranks: Ranks,
     output: str,
     *,
-    count: bool,
+    count_neighbors: bool,
     force_load: bool,
 ) -> Trainer:
-    """Open the data, build the models with their statistics or weights, and make the trainer."""
+    """Open the data, build the models with their statistics or weights, and make the trainer.
+
+    `count_neighbors` is whether `sel` is compared with the data. Work on all data runs on rank 0 alone, whose results
+    or errors reach the other ranks (`Ranks.from_first`).
+    """
     warm_up(ranks.device)
     if ranks.device.type == "cpu":
         keep_freed_memory()
+
+    # The data, and with them the last values that the input may leave open.
     given, systems = open_training_systems(given)
     check_same_run(given, systems, ranks)
     if ranks.first:
-        for opened in systems.values():
-            warn_of_shared_frames(opened.training, opened.validation)
-    given, statistics = ranks.from_first(
+        for branch_systems in systems.values():
+            warn_of_shared_frames(branch_systems.training, branch_systems.validation)
+    given, neighbor_stats = ranks.from_first(
         "counting neighbours",
-        lambda: resolve_sel(given, systems, sources, count=count, device=ranks.device),
+        lambda: resolve_sel(given, systems, sources, count=count_neighbors, device=ranks.device),
     )
     for name, source in sources.items():
         source.check(given.branches[name].model, insist=force_load)
     if ranks.first:
         dump(given.normalized, output)
 
+    # The models, without statistics or weights.
     model = build_of(given)
     _require_tables(model, sources)
-    caches = {
-        name: NeighborCache.of(one.neighbors, one.ntypes, _CACHE_BYTES // len(given.branches))
-        for name, one in branches_of(model).items()
-    }
-    chosen = given.settings.training.seed
-    seed = ranks.from_first("drawing a seed", new_seed) if chosen is None else chosen
-    data = make_loaders(given, systems, caches, seed, ranks)
-    settled = {
-        name
-        for name, one in sources.items()
-        if one.has_statistics(given.branches[name].model.type_map)
-    }
-    measured = force_load or settled != given.branches.keys()
-    fitted = any(one.way == "finetune" for one in sources.values())
-    loaders = {name: one.training for name, one in data.items()}
-    found = {
-        name: sample_on(ranks.device, loader.systems, loader.cache)
-        for name, loader in loaders.items()
-    }
-    samples = {name: sample for name, sample in found.items() if sample is not None}
-    for name, one in branches_of(model).items():
-        if name not in statistics and count:
-            counting = counting_of(
-                given, one, loaders[name], samples.get(name), measured=measured or fitted
-            )
-            checked = partial(
-                check_sel, one, loaders[name], counting, given.branches[name].model_path
-            )
-            statistics[name] = ranks.from_first("counting neighbours", checked)
+    _require_trainable(model)
+    seed = given.settings.training.seed
+    if seed is None:
+        seed = ranks.from_first("drawing a seed", new_seed)
+    data = make_loaders(given, systems, _neighbor_caches(given, model), seed, ranks)
+    loaders = {name: branch_data.training for name, branch_data in data.items()}
+
+    # Statistics: neighbours that were not counted above, and the distributions behind descriptor and energies.
+    measures = force_load or not _all_have_statistics(given, sources)
+    samples = _samples_on_device(loaders, ranks)
+    if count_neighbors:
+        refits_energies = any(source.way == "finetune" for source in sources.values())
+        for name, branch_model in branches_of(model).items():
+            if name not in neighbor_stats:
+                counting = counting_of(
+                    given,
+                    branch_model,
+                    loaders[name],
+                    samples.get(name),
+                    measured=measures or refits_energies,
+                )
+                compare_with_sel = partial(
+                    check_sel,
+                    branch_model,
+                    loaders[name],
+                    counting,
+                    given.branches[name].model_path,
+                )
+                neighbor_stats[name] = ranks.from_first("counting neighbours", compare_with_sel)
+    _log_size(model, ranks)
+    branches = make_branches(
+        given,
+        model,
+        data,
+        {name: stats.min_distance for name, stats in neighbor_stats.items()},
+        {name: source.branch for name, source in sources.items()},
+    )
+    _set_weights(
+        model, branches, sources, samples if measures else None, ranks, force_load=force_load
+    )
+
+    # Learning rates depend on the length of descriptors, which statistics and weights decide.
+    suited = suit_scales(given, branches, ranks, samples)
+    if ranks.first and suited != given:
+        dump(suited.normalized, output)
+    return Trainer(suited, model, branches, seed, ranks)
+
+
+def _require_trainable(model: EnergyModel | Branches) -> None:
     if not any(p.requires_grad for p in model.parameters()):
         raise TrainingError(
             "nothing is trainable: set trainable to true in model/descriptor or model/fitting_net"
         )
+
+
+def _neighbor_caches(given: Input, model: EnergyModel | Branches) -> dict[str, NeighborCache]:
+    """Return the store of neighbour lists of each branch; together they keep at most `_CACHE_BYTES`."""
+    size = _CACHE_BYTES // len(given.branches)
+    return {
+        name: NeighborCache.of(branch_model.neighbors, branch_model.ntypes, size)
+        for name, branch_model in branches_of(model).items()
+    }
+
+
+def _all_have_statistics(given: Input, sources: Mapping[str, Source]) -> bool:
+    """Return whether the checkpoints hold statistics of all types of all branches."""
+    with_statistics = {
+        name
+        for name, source in sources.items()
+        if source.has_statistics(given.branches[name].model.type_map)
+    }
+    return with_statistics == given.branches.keys()
+
+
+def _samples_on_device(loaders: Mapping[str, DataLoader], ranks: Ranks) -> dict[str, DeviceSample]:
+    """Return the frames to measure of each branch, if their neighbours are found on the device."""
+    samples = {}
+    for name, loader in loaders.items():
+        sample = sample_on(ranks.device, loader.systems, loader.cache)
+        if sample is not None:
+            samples[name] = sample
+    return samples
+
+
+def _log_size(model: EnergyModel | Branches, ranks: Ranks) -> None:
     log.info(
         "model: %d trainable weights of %d on %s",
         sum(p.numel() for p in model.parameters() if p.requires_grad),
         sum(p.numel() for p in model.parameters()),
         ranks.device if ranks.size == 1 else f"{ranks.size} × {ranks.device.type}",
     )
-    distances = {name: found.min_distance for name, found in statistics.items()}
-    continued = {name: source.branch for name, source in sources.items()}
-    branches = make_branches(given, model, data, distances, continued)
-    _set_weights(
-        model, branches, sources, samples if measured else None, ranks, force_load=force_load
-    )
-    suited = suit_scales(given, branches, ranks, samples)
-    if ranks.first and suited != given:
-        dump(suited.normalized, output)
-    return Trainer(suited, model, branches, seed, ranks)
 
 
 def _set_weights(
@@ -294,17 +353,19 @@ def _set_weights(
     *,
     force_load: bool,
 ) -> None:
-    """Set statistics from the samples, unless they are None, and weights of checkpoints; move models to the device."""
-    if not sources:  # weights of a checkpoint are taken on the CPU
+    """Set statistics from the samples, unless they are None, and weights of checkpoints; move models to the device.
+
+    Weights of a checkpoint are taken on the CPU. Then statistics are measured there, too.
+    """
+    if not sources:
         model.to(ranks.device)
     if samples is not None:
-        beside_model = {} if sources else samples
+        samples_beside_model = {} if sources else samples
         ranks.from_first(
-            "computing statistics", lambda: set_model_statistics(branches, beside_model)
+            "computing statistics", lambda: set_model_statistics(branches, samples_beside_model)
         )
-    for name in reversed(
-        sources
-    ):  # of parts that are shared now and were not, those of the first branch stay
+    # Branches may share parts now that were not shared in the checkpoints: the last to be loaded stays, the first branch.
+    for name in reversed(sources):
         sources[name].load_into(branches[name].model, force=force_load)
     model.to(ranks.device)
     for name, source in sources.items():

@@ -16,7 +16,7 @@ from deepmd_muon.cli.main import main
 from deepmd_muon.data import DataError, DataLoader
 from deepmd_muon.failures import failure_of
 from deepmd_muon.files import WriteError
-from deepmd_muon.train import RunError
+from deepmd_muon.train import RunError, start
 from deepmd_muon.train.process.abort import Moment, explained
 from deepmd_muon.train.step.step import TrainingStep
 
@@ -134,6 +134,21 @@ def test_debugging_shows_the_traceback(small_input, monkeypatch):
     with pytest.raises(RunError, match="no checkpoint has been written yet") as caught:
         main(["train", "input.json", "-v", "DEBUG"])
     assert isinstance(caught.value.__cause__, MemoryError)
+
+
+def test_a_run_that_fails_before_its_first_step_names_the_checkpoint_it_continues(
+    small_input, monkeypatch
+):
+    Path("input.json").write_text(json.dumps(small_input(training={"numb_steps": 2})))
+    assert main(["train", "input.json"]) == 0
+
+    def fail(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(start, "make_loaders", fail)
+    for restart in ("auto", "model.ckpt-2.pt"):
+        with pytest.raises(RunError, match=r"the last good checkpoint is model\.ckpt(-2)?\.pt"):
+            main(["train", "input.json", "--restart", restart, "-v", "DEBUG"])
 
 
 def test_a_mistake_of_ours_keeps_its_traceback_and_names_the_checkpoint(caplog):
