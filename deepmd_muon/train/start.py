@@ -49,7 +49,7 @@ from deepmd_muon.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-# Neighbour lists of a training set are kept in memory up to this many bytes.
+# Neighbour lists of all branches, training and validation, take at most this many bytes in each process.
 _CACHE_BYTES = 2 << 30
 
 
@@ -120,7 +120,8 @@ def run(
     training = given.settings.training
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
         files = RunFiles(given, output, log_path)
-        # Of "auto" it is known below, under the lock of the run's files.
+        # "auto" is resolved below, once the files are locked; until then no checkpoint can be named. After a failure
+        # there is nothing to continue from in the checkpoint of --finetune.
         checkpoint = init_model or (None if restart in AUTOMATIC else restart)
         ranks.from_first("looking at its outputs", lambda: files.check(checkpoint or finetune))
         stack.enter_context(
@@ -137,7 +138,7 @@ def run(
             return continued_by(restart, training.save_ckpt)
 
         restart = ranks.from_first("locking its files", lock_files)
-        checkpoint = init_model or restart
+        checkpoint = init_model or restart  # read by `explained` above when an error ends the run
         ways: dict[Way, str | None] = {
             "restart": restart,
             "init_model": init_model,
@@ -173,12 +174,12 @@ def run(
 
 
 def _log_remarks(given: Input, sources: Mapping[str, Source]) -> None:
-    """Log what the input leaves to defaults, and a fine-tuning during which nothing keeps what the model knows."""
+    """Log what the input leaves open or does otherwise than deepmd-kit, and a fine-tuning that forgets."""
     for notice in (*given.notices, *given.idle):
         log.warning("%s", notice)
     if given.small_steps and not any(source.way == "restart" for source in sources.values()):
         log.warning("%s", given.small_steps)
-    # Log the scales that are not kept once the length of descriptors is known.
+    # `suit_scales` logs those that are not kept, once the length of descriptors is known.
     kept = [given.scales.notice] if given.scales and given.scales.kept else []
     for remark in (*given.remarks, *kept):
         log.info("%s", remark)
@@ -226,8 +227,8 @@ def _prepare(
 ) -> Trainer:
     """Open the data, build the models with their statistics or weights, and make the trainer.
 
-    `count_neighbors` is whether `sel` is compared with the data. Work on all data runs on rank 0 alone, whose results
-    or errors reach the other ranks (`Ranks.from_first`).
+    `count_neighbors` is whether `sel` is compared with the data. Passes over the data (counting, statistics, energy
+    bias) run on rank 0 alone, whose results or errors reach the other ranks (`Ranks.from_first`).
     """
     warm_up(ranks.device)
     if ranks.device.type == "cpu":
@@ -258,8 +259,8 @@ def _prepare(
     data = make_loaders(given, systems, _neighbor_caches(given, model), seed, ranks)
     loaders = {name: branch_data.training for name, branch_data in data.items()}
 
-    # Statistics: neighbours that were not counted above, and the distributions behind descriptor and energies.
-    measures = force_load or not _all_have_statistics(given, sources)
+    # Statistics: neighbours that were not counted above, the descriptor's mean and deviation, energy biases.
+    needs_statistics = force_load or not _all_have_statistics(given, sources)
     samples = _samples_on_device(loaders, ranks)
     if count_neighbors:
         refits_energies = any(source.way == "finetune" for source in sources.values())
@@ -270,7 +271,7 @@ def _prepare(
                     branch_model,
                     loaders[name],
                     samples.get(name),
-                    measured=measures or refits_energies,
+                    measured=needs_statistics or refits_energies,
                 )
                 compare_with_sel = partial(
                     check_sel,
@@ -289,10 +290,15 @@ def _prepare(
         {name: source.branch for name, source in sources.items()},
     )
     _set_weights(
-        model, branches, sources, samples if measures else None, ranks, force_load=force_load
+        model,
+        branches,
+        sources,
+        samples if needs_statistics else None,
+        ranks,
+        force_load=force_load,
     )
 
-    # Learning rates depend on the length of descriptors, which statistics and weights decide.
+    # HybridMuon's scales depend on the length of descriptors, which statistics and weights decide.
     suited = suit_scales(given, branches, ranks, samples)
     if ranks.first and suited != given:
         dump(suited.normalized, output)
@@ -326,7 +332,7 @@ def _all_have_statistics(given: Input, sources: Mapping[str, Source]) -> bool:
 
 
 def _samples_on_device(loaders: Mapping[str, DataLoader], ranks: Ranks) -> dict[str, DeviceSample]:
-    """Return the frames to measure of each branch, if their neighbours are found on the device."""
+    """Return each branch's frames to measure, if their neighbours are found on the device."""
     samples = {}
     for name, loader in loaders.items():
         sample = sample_on(ranks.device, loader.systems, loader.cache)
@@ -355,16 +361,18 @@ def _set_weights(
 ) -> None:
     """Set statistics from the samples, unless they are None, and weights of checkpoints; move models to the device.
 
-    Weights of a checkpoint are taken on the CPU. Then statistics are measured there, too.
+    Weights of a checkpoint are taken on the CPU, so with a checkpoint the statistics are measured there, too.
     """
     if not sources:
         model.to(ranks.device)
     if samples is not None:
+        # Samples are on the device; with a checkpoint the model is not yet.
         samples_beside_model = {} if sources else samples
         ranks.from_first(
             "computing statistics", lambda: set_model_statistics(branches, samples_beside_model)
         )
-    # Branches may share parts now that were not shared in the checkpoints: the last to be loaded stays, the first branch.
+    # Branches may share parts now that were not shared in the checkpoints. Then the first branch wins, so it is loaded
+    # last.
     for name in reversed(sources):
         sources[name].load_into(branches[name].model, force=force_load)
     model.to(ranks.device)

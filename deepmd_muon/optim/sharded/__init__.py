@@ -8,18 +8,23 @@ direction
     What is orthogonalized: the momentum, or Nesterov's combination of momentum and gradient.
 piece
     The part of a block that one rank holds. A block's pieces make up the whole matrix.
-owner, holder
-    The rank that orthogonalizes a block; a rank that has a piece of its momentum, or updates a piece of its elements.
+owner
+    The rank that orthogonalizes a block.
+holder
+    A rank that has a piece of a block's momentum (a *source*), or updates a piece of its elements (a *destination*).
+replica
+    One complete copy of a parameter, on one rank or several.
 job
-    The exchange of one block: its owner, and its holders with their numbers of elements.
+    The exchange of one block: its owner, its sources and its destinations, each with its number of elements.
 domain
     Parameters on the same ranks with elements of the same size. Each domain has its own exchanges.
 leg
     "gather": pieces of directions go to owners. "return": pieces of updates go to holders.
 bucket
-    The jobs that one exchange carries: one all-to-all for each leg. It *travels*.
+    The jobs that one exchange carries: one all-to-all for each leg. It travels (`Pipeline.travelling`).
 portion
-    A bucket of jobs whose pieces are all on one rank. It *stays*: there is no collective.
+    A bucket of jobs whose pieces are all on one rank. It stays (`Pipeline.staying`): there is
+    no collective. In code both are of class `Bucket`.
 stack
     Blocks of a bucket that their owner orthogonalizes together: one shape, one parameter group.
 header, plane

@@ -110,10 +110,10 @@ class MomentumUpdate:
     ----------
     measuring, asked
         Rules whose statistics the bucket's headers carry, and inputs that rules request beside directions.
-    momenta_groups
+    momentum_groups
         What advances together.
     order
-        All positions in the plan, in the order of `momenta_groups`.
+        Positions in the plan of the parameters that advance here, in the order of `momentum_groups`.
     first_row
         By position in the plan: the parameter's first row in this update's table of statistics.
     n_rows
@@ -127,7 +127,7 @@ class MomentumUpdate:
     ) -> None:
         self.measuring = bucket.measuring
         self.asked = bucket.asked
-        self.momenta_groups = [
+        self.momentum_groups = [
             MomentumGroup(
                 group=group,
                 parameters=positions,
@@ -136,10 +136,10 @@ class MomentumUpdate:
             )
             for group, positions in _by_group_and_dtype(sharded_params, bucket.fresh)
         ]
-        self.order = [i for momenta in self.momenta_groups for i in momenta.parameters]
+        self.order = [i for momenta in self.momentum_groups for i in momenta.parameters]
         self.first_row: dict[int, int] = {}
         self.n_rows = 0
-        for momenta in self.momenta_groups:
+        for momenta in self.momentum_groups:
             for i, shape, parts in zip(
                 momenta.parameters, momenta.shapes, momenta.parts, strict=True
             ):
@@ -287,7 +287,7 @@ class Pipeline:
         )
 
     def _assign_momenta(self) -> set[int]:
-        """Let the first bucket that reads a parameter advance its momentum; return all positions."""
+        """Let the first bucket that reads a parameter advance its momentum; return the positions that some bucket reads."""
         advanced: set[int] = set()
         for bucket in self.packing_order:
             bucket.fresh = tuple(i for i in bucket.parameters if i not in advanced)
@@ -449,7 +449,7 @@ class PipelineStep:
         self._memory = memory
         self._control = control.on(pipeline.device)
         self._moments = moments
-        # By kind and position in the plan: what buckets pack, from the bucket that advances a momentum to the last reader.
+        # What buckets pack, by kind and position in the plan; kept until the last reader has packed it.
         self._planes: dict[str, dict[int, Tensor]] = {"direction": {}, "gradient": {}, "weight": {}}
         self._tables: dict[int, Tensor] = {}  # statistics, by number of the momentum update
         # Advanced copies of momenta without a gradient on this rank, by position in the plan; and for each of their
@@ -462,7 +462,7 @@ class PipelineStep:
         self._returning: deque[InFlight] = deque()
         for gather in pipeline.master_gathers:
             gather.read()
-        self._start_gathers(n_returning=0)
+        self._start_gathers()
 
     def finish(self) -> list[Wait]:
         """Orthogonalize local and received matrices, and apply all updates.
@@ -477,11 +477,11 @@ class PipelineStep:
             if self._returning:
                 self._apply(self._returning.popleft())
             self._returning.append(InFlight(bucket, back))
-            self._start_gathers(n_returning=len(self._returning))
+            self._start_gathers()
             if not self._gathering and self._waiting:
                 # With one slot, its buffers are free only after its updates have been applied.
                 self._apply(self._returning.popleft())
-                self._start_gathers(n_returning=0)
+                self._start_gathers()
         for returning in self._returning:
             self._apply(returning)
         arriving = [gather.gather() for gather in self._pipeline.master_gathers]
@@ -501,10 +501,10 @@ class PipelineStep:
             back = self._orthogonalize(bucket, gathered)
             self._apply(InFlight(bucket, back))
 
-    def _start_gathers(self, n_returning: int) -> None:
-        """Start the gathers of further buckets while slots are free; `n_returning` buckets hold one each."""
+    def _start_gathers(self) -> None:
+        """Pack further buckets and start their gathers while slots are free."""
         n_slots = self._pipeline.n_slots
-        while self._waiting and len(self._gathering) + n_returning < n_slots:
+        while self._waiting and len(self._gathering) + len(self._returning) < n_slots:
             bucket = self._waiting.popleft()
             self._gathering.append(InFlight(bucket, self._pack(bucket)))
 
@@ -514,7 +514,8 @@ class PipelineStep:
         """Advance the bucket's momenta, pack its pieces, and start its gather."""
         pipeline = self._pipeline
         number = self._n_packed
-        # Another order would take another bucket's offloaded momenta, and collectives that other ranks do not start.
+        # In another order this would take another bucket's offloaded momenta, and start collectives that other ranks do
+        # not start.
         assert pipeline.packing_order[number] is bucket
         self._n_packed += 1
 
@@ -540,26 +541,26 @@ class PipelineStep:
         """Advance momenta; return the rules' statistics of this rank's parts, float64 (`n_rows`, sums)."""
         remaining = iter(buffers)
         pairs: list[Pieces] = []
-        for momenta_group in update.momenta_groups:
-            positions = momenta_group.parameters
+        for momentum_group in update.momentum_groups:
+            positions = momentum_group.parameters
             params = [self._pipeline.sharded_params[i] for i in positions]
-            settings = self._groups[momenta_group.group].settings
+            settings = self._groups[momentum_group.group].settings
             momenta = [next(remaining) for _ in params]
             grads = []
             for k, (i, param) in enumerate(zip(positions, params, strict=True)):
                 grad = param.gradient()
                 if grad is None:
-                    momenta[k] = momenta[k].clone()
+                    momenta[k] = momenta[k].clone()  # it advances in place
                     self._tentative[i] = momenta[k]
                     grad = torch.zeros_like(momenta[k])
                 grads.append(grad)
-            # From here in the wider of float32 and the dtype of the buffers.
+            # From here momenta and gradients are in the wider of float32 and the dtype of the buffers.
             momenta, grads = advance_momenta(
                 grads,
                 momenta,
                 settings,
                 self._control,
-                maximize=self._groups[momenta_group.group].values["maximize"],
+                maximize=self._groups[momentum_group.group].values["maximize"],
             )
             directions = directions_of(momenta, grads, settings)
             if self._moments is not None and not settings.nesterov:
@@ -571,7 +572,7 @@ class PipelineStep:
                 self._planes["gradient"].update(zip(positions, grads, strict=True))
                 self._planes["weight"].update(zip(positions, weights, strict=True))
             if any(rule.sums for rule in matrix_rules(settings)):
-                pairs += _momentum_gradient_pairs(momenta, grads, momenta_group)
+                pairs += _momentum_gradient_pairs(momenta, grads, momentum_group)
             if self._pipeline.plan.settings.free_gradients:
                 for param in params:
                     param.p.grad = None
@@ -640,6 +641,7 @@ class PipelineStep:
         undecided = {
             k for k, piece in enumerate(bucket.applying) if piece.parameter in self._tentative
         }
+        # Undo without a read on the host: keep the old values, and choose with `where` on the device.
         before: dict[int, list[Tensor]] = {}
         if undecided:
             present = bucket.returned_headers()[:, 0] > 0
@@ -685,17 +687,18 @@ class PipelineStep:
                 if piece.elements:
                     old = momentum.view(shape)[piece.local_index]
                     new = advanced.view(shape)[piece.local_index]
+                    # Who keeps a piece of a block's momentum also updates one, so the answer is there.
                     has_gradient = self._has_gradient[i, block]
                     old.copy_(torch.where(has_gradient, new, old.to(new.device)))
 
 
 def _momentum_gradient_pairs(
-    momenta: Sequence[Tensor], grads: Sequence[Tensor], momenta_group: MomentumGroup
+    momenta: Sequence[Tensor], grads: Sequence[Tensor], momentum_group: MomentumGroup
 ) -> list[Pieces]:
     """Return momentum and gradient of every part of every parameter, each (batch, elements) when flattened."""
     pairs = []
     for momentum, grad, shape, parts in zip(
-        momenta, grads, momenta_group.shapes, momenta_group.parts, strict=True
+        momenta, grads, momentum_group.shapes, momentum_group.parts, strict=True
     ):
         batch, n_rows, n_columns = shape
         if len(parts) == 1:

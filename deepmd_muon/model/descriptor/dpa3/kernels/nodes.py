@@ -19,8 +19,8 @@ The update
 | ρ      | `step_sizes` | (n,) each             | two, and one for each message                 |
 | α      | `alpha`      | number                | weight of the old features                    |
 
-N is n. y in ȳ and ŷ is the output x′. `four_passes` explains the passes and the accents: a bar (`_bar`) is a derivative
-of the energy, a dot (`_dot`) a tangent, a hat (`_hat`) a derivative of the loss.
+N = n. The output x′ is called y in ȳ and ŷ; K is the number of messages. `four_passes` explains the passes and the
+accents: a bar (`_bar`) is a derivative of the energy, a dot (`_dot`) a tangent, a hat (`_hat`) a derivative of the loss.
 
 Reference: `RepflowLayer._nodes` computes the same from torch's operations when kernels cannot run, and
 `test_nodes_and_edge_features_of_dpa3` compares all four passes with it.
@@ -90,7 +90,7 @@ class ValueSaved(NamedTuple):
 
 
 class AdjointSaved(NamedTuple):
-    """What pass 2 hands over: cotangents for pass 4, and all that pass 3 reads."""
+    """What pass 2 hands over: the first four for pass 4, the others for pass 3."""
 
     y_bar: Tensor
     h_self_bar: Tensor
@@ -289,7 +289,7 @@ class Nodes(FourPasses):
 
         n_messages = len(nodes.messages)
         message_hats = tuple(torch.empty_like(message) for message in nodes.messages)
-        # ĥ₀, ĥ₁, then for each ρ its gradient's terms, one for each atom, summed below.
+        # ĥ₀, ĥ₁, then for each ρ the terms of its gradient, atom by atom; summed below.
         terms = y_hat.new_empty(2 + len(nodes.step_sizes), *y_hat.shape)
         if adjoint is None or tangent is None:
             # The kernel reads none of these; Triton wants pointers all the same.
@@ -299,7 +299,7 @@ class Nodes(FourPasses):
             h_dot = tangent.h_self_dot, tangent.h_symmetric_dot
             message_dots = tangent.message_dots
         gradient_kernel[self._grid(y_hat)](
-            terms=terms,
+            terms=tuple(terms),
             message_hats=message_hats,
             y_hat=y_hat,
             y_bar=y_bar,
@@ -476,7 +476,7 @@ def tangent_kernel(
 
 @triton.jit
 def gradient_kernel(
-    terms,  # (4 + K, atoms, n), written: ĥ₀, ĥ₁, and the terms of the gradient of each ρ
+    terms,  # (4 + K) × (atoms, n), written: ĥ₀, ĥ₁, and the terms of the gradient of each ρ
     message_hats,  # K × (atoms, n), written
     y_hat,  # (atoms, n)
     y_bar,  # (atoms, n); read only with forces, as are all dots
@@ -507,7 +507,7 @@ def gradient_kernel(
         rho_term = tl.load(messages[k] + index, mask, 0.0) * y_hat_value
         if with_forces:
             rho_term += tl.load(message_dots[k] + index, mask, 0.0) * y_bar_value
-        tl.store(terms + (4 + k) * count + index, rho_term, mask)
+        tl.store(terms[4 + k] + index, rho_term, mask)
     for k in tl.static_range(2):
         rho = tl.load(step_sizes[k] + column, mask, 0.0)
         f, slope, bend = curve(tl.load(h[k] + index, mask, 0.0), kind, curve_of)
@@ -517,8 +517,8 @@ def gradient_kernel(
             h_dot_y_bar = tl.load(h_dot[k] + index, mask, 0.0) * y_bar_value
             h_term += bend * h_dot_y_bar
             rho_term += slope * h_dot_y_bar
-        tl.store(terms + k * count + index, rho * h_term, mask)
-        tl.store(terms + (2 + k) * count + index, rho_term, mask)
+        tl.store(terms[k] + index, rho * h_term, mask)
+        tl.store(terms[2 + k] + index, rho_term, mask)
 
 
 # ----- symmetrization: a program computes one atom -----------------------------------------------
@@ -530,7 +530,7 @@ def gradient_kernel(
 def _block_columns(
     part: tl.constexpr, edge_columns: tl.constexpr, node_columns: tl.constexpr, tile: tl.constexpr
 ):
-    """Return the first column of H in a part (0: edges, 1: nodes), their number, all, and their mask."""
+    """Return the first column of a part (0: edges, 1: nodes), its number of columns, their indices and their mask."""
     d = tl.arange(0, tile)
     if part == 0:
         return 0, edge_columns, d, d < edge_columns
