@@ -64,7 +64,8 @@ def test_the_program_of_an_ordinary_model_is_the_model(name, rcut, volume, ntype
     if name in TABULATED:
         structures += structures_with_close_atoms(model, closest, seed)
     pairs = [(reference.predict(*one), evaluate(program, one)) for one in structures]
-    assert difference_of(pairs).relative < 1e-11
+    # A tenth of what `dp freeze` allows. Rounding reaches 2e-11 of small forces between energies of 35 eV an atom.
+    assert difference_of(pairs).relative < 1e-10
     assert np.abs(pairs[-1][0].force).max() > 0.0
 
 
