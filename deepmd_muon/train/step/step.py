@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepmd_muon.loss import Loss
 from deepmd_muon.model import EnergyModel
+from deepmd_muon.model.nn.triton_support import usable
 from deepmd_muon.optim import HybridMuon, clip_adam_grad_norm_
 from deepmd_muon.train.batches.batch import TrainingBatch
 from deepmd_muon.train.batches.streamed import AccumulatedFeed
@@ -97,6 +98,20 @@ class TrainingStep:
         if self.ema is not None:
             self.ema.update(self.guard.weight(self.ema.weight()))
         return metrics
+
+    def compile_kernels(
+        self, batch: TrainingBatch | AccumulatedFeed, lr_fraction: float | Tensor
+    ) -> None:
+        """Compile the kernels that loss and gradient of a batch launch, in parallel; nothing on a CPU."""
+        if self.strategy.cuts_parameters or isinstance(batch, AccumulatedFeed) or not self._trained:
+            return
+        device = self._trained[0].device
+        if not usable(device):
+            return
+        from deepmd_muon.model.nn.compile_ahead import compile_ahead
+
+        compile_ahead(lambda: self._differentiate(batch, lr_fraction), device)
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _differentiate(
         self, batch: TrainingBatch, lr_fraction: float | Tensor

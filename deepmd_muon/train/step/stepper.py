@@ -178,6 +178,7 @@ class CapturedStep:
         self._pieces = self._model.pieces
         self.recorded = 0
         self.eager_reason: str | None = None
+        self._kernels_compiled = False
         if memory is not None:
             for group in step.optimizer.param_groups:
                 group["capturable"] = True
@@ -222,7 +223,11 @@ class CapturedStep:
     def _run(self, feed: StepFeed) -> None:
         """Run the part of a step that a graph contains, all work on the device."""
         self._rates.read()
-        metrics = self._step(feed.read(), self._rates.lr, self._rates.lr_fraction)
+        batch = feed.read()
+        if not self._kernels_compiled:
+            self._kernels_compiled = True
+            self._step.compile_kernels(batch, self._rates.lr_fraction)
+        metrics = self._step(batch, self._rates.lr, self._rates.lr_fraction)
         values = torch.stack([value.double() for value in metrics.values()])
         if self._values is None:
             self._values = torch.empty_like(values)
