@@ -7,16 +7,22 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
 
 from deepmd_muon.coverage import Coverage
 from deepmd_muon.loss.ener.settings import LABELS, EnerLossSettings, Name
 from deepmd_muon.loss.interface import Labels, Term
 from deepmd_muon.model.nn import triton_support
 
-# One program adds up all errors: with more force components, torch's many programs are faster.
-_MOST = 1 << 16
-# The terms that the kernels have, and the settings of any value that they read or that change only other terms.
+Prediction: TypeAlias = Mapping[str, Tensor]
+
+# ----- when the kernels are used -----------------------------------------------------------------
+
+# One program adds up all errors. With more force components, torch's many programs are faster.
+_MOST_COMPONENTS = 1 << 16
 _KERNEL_TERMS = frozenset({"e", "f", "v"})
+#: Settings that the kernels read, or that change only terms which they do not have.
 KERNEL_COVERAGE = Coverage(
     frozenset(
         {
@@ -30,49 +36,18 @@ KERNEL_COVERAGE = Coverage(
     ),
     {"loss_func": ("mse",), "use_huber": (False,), "f_use_norm": (False,), "relative_f": (None,)},
 )
-_Found: TypeAlias = tuple[torch.Tensor, torch.Tensor] | None
-"""Contribution to the loss and the error to report, or None without a label."""
 
 
-class _Counted(NamedTuple):
-    """Weights of a term: 1/N of each frame, the real atoms, and the frames that have the label (None: all)."""
-
-    per_atom: torch.Tensor | float
-    mask: torch.Tensor | None
-    present: torch.Tensor | None
-
-    def mean(self, error: torch.Tensor) -> torch.Tensor:
-        """Mean of `(nframes, natoms, components)` over the real atoms of the frames that count."""
-        if self.present is None:
-            return error.mean() if self.mask is None else _weighted_mean(error, self.mask)
-        frames = self.present.unsqueeze(1)
-        return _weighted_mean(
-            error, frames.expand(error.shape[:2]) if self.mask is None else frames & self.mask
-        )
-
-    def mean_square(self, found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """Mean square of the difference of `(nframes, natoms, components)`, as `mean` counts."""
-        if self.present is None and self.mask is None:
-            return torch.nn.functional.mse_loss(found, wanted)  # fewer kernels
-        error = found - wanted
-        return self.mean(error * error)
-
-    def mean_of_frames(self, error: torch.Tensor) -> torch.Tensor:
-        """Mean of `(nframes, components)` over the frames that count."""
-        return error.mean() if self.present is None else _weighted_mean(error, self.present)
-
-
-def fits_kernels(
-    settings: EnerLossSettings, prediction: Mapping[str, torch.Tensor], labels: Labels
-) -> bool:
-    """Return whether the kernels have all terms and settings of the loss, and the size pays."""
-    terms = settings.names
+def fits_kernels(settings: EnerLossSettings, prediction: Prediction, labels: Labels) -> bool:
+    """Return whether the kernels have all terms and settings of the loss, and are faster."""
     if not _covered_by_kernels(settings):
         return False
-    weighted = settings.enable_atom_ener_coeff and labels.get("atom_ener_coeff") is not None
-    names = [LABELS[term] for term in terms]
-    given = [labels.get(name) is not None for name in names]
-    return not weighted and all(given) and max(prediction[name].numel() for name in names) <= _MOST
+    if settings.enable_atom_ener_coeff and labels.get("atom_ener_coeff") is not None:
+        return False
+    quantities = [LABELS[term] for term in settings.names]
+    if any(labels.get(quantity) is None for quantity in quantities):
+        return False
+    return max(prediction[quantity].numel() for quantity in quantities) <= _MOST_COMPONENTS
 
 
 @functools.lru_cache(maxsize=64)  # asked in every step
@@ -80,37 +55,88 @@ def _covered_by_kernels(settings: EnerLossSettings) -> bool:
     return _KERNEL_TERMS.issuperset(settings.names) and not KERNEL_COVERAGE.uncovered(settings)
 
 
-def _weighted_mean(error: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Mean over the elements that count; `counts` lacks the last axis."""
-    weight = counts.to(error.dtype).unsqueeze(-1)
-    # Two labels that no frame has together count nothing: 0, not 0/0.
-    return (error * weight).sum() / (weight.sum() * error.shape[-1]).clamp(min=1.0)
+# ----- means over the frames and atoms that count ------------------------------------------------
 
 
-def _both(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    """Frames that count for both; None stands for all."""
-    if one is None or other is None:
-        return other if one is None else one
-    return one & other
+class TermValue(NamedTuple):
+    """What a term contributes to the loss before its prefactor, and the error that is reported."""
+
+    loss: Tensor
+    error: Tensor
 
 
-def _huber(error: torch.Tensor, delta: float) -> torch.Tensor:
+class Counted(NamedTuple):
+    """The frames and atoms that a mean counts.
+
+    Attributes
+    ----------
+    per_atom
+        1/N of each frame `(nframes,)`; a number if all frames have N atoms.
+    atoms
+        True for real atoms `(nframes, natoms)`; None if there is no padding.
+    frames
+        True for frames that have the label `(nframes,)`; None for all.
+    """
+
+    per_atom: Tensor | float
+    atoms: Tensor | None = None
+    frames: Tensor | None = None
+
+    def with_label(self, frames: Tensor | None) -> Counted:
+        """Return the same atoms, of these frames."""
+        return self._replace(frames=frames)
+
+    def mean_over_atoms(self, values: Tensor) -> Tensor:
+        """Return the mean of `(nframes, natoms, components)`."""
+        if self.frames is None:
+            return values.mean() if self.atoms is None else _weighted_mean(values, self.atoms)
+        frames = self.frames.unsqueeze(1)  # (nframes, 1)
+        if self.atoms is None:
+            return _weighted_mean(values, frames.expand(values.shape[:2]))
+        return _weighted_mean(values, frames & self.atoms)
+
+    def mean_over_frames(self, values: Tensor) -> Tensor:
+        """Return the mean of `(nframes, components)`."""
+        return values.mean() if self.frames is None else _weighted_mean(values, self.frames)
+
+
+def _weighted_mean(values: Tensor, counts: Tensor) -> Tensor:
+    """Return the mean of the elements that count; `counts` lacks the last axis of `values`."""
+    weight = counts.to(values.dtype).unsqueeze(-1)
+    # If no frame has the label, nothing counts: 0, not 0/0.
+    number = (weight.sum() * values.shape[-1]).clamp(min=1.0)
+    return (values * weight).sum() / number
+
+
+def _frames_with_both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the frames that have two labels; None stands for all frames."""
+    if one is None:
+        return other
+    return one if other is None else one & other
+
+
+def _huber(error: Tensor, delta: float) -> Tensor:
     size = error.abs()
     return torch.where(size <= delta, 0.5 * error * error, delta * (size - 0.5 * delta))
+
+
+# ----- the loss ----------------------------------------------------------------------------------
 
 
 class EnergyLoss:
     """Weighted errors of energy, force and virial.
 
     A term counts when both its prefactors are above 0, as in DeePMD; its weight is
-    limit + (start − limit)·lr/start_lr. Per frame of N atoms, with ⟨⟩ the mean over frames, components or atoms:
+    limit + (start − limit)·lr/start_lr. Per frame of N atoms, with ⟨⟩ the mean over frames,
+    components or atoms:
 
-    - `mse`: e ⟨ΔE²⟩/N, f ⟨ΔF²⟩, v ⟨ΔW²⟩/N (with `intensive_ener_virial` 1/N² in both), ae ⟨ΔE_i²⟩, pf ⟨p_i ΔF²⟩
+    - `mse`: e ⟨ΔE²⟩/N, f ⟨ΔF²⟩, v ⟨ΔW²⟩/N (with `intensive_ener_virial` 1/N² in both),
+      ae ⟨ΔE_i²⟩, pf ⟨p_i ΔF²⟩
     - `mae`: e ⟨|ΔE|⟩/N, f ⟨|ΔF|⟩, v ⟨|ΔW|⟩/N, ae ⟨|ΔE_i|⟩, pf ⟨p_i |ΔF|⟩
     - `use_huber` (with `mse`): the Huber function of ΔE/N, ΔF, ΔW/N, ΔE_i
 
-    `f_use_norm` takes |ΔF_i| of an atom in place of its components, `relative_f` divides ΔF_i by
-    |F_i| + `relative_f`, `enable_atom_ener_coeff` compares Σ c_i E_i in place of the energy.
+    `f_use_norm` takes |ΔF_i| of an atom instead of its components, `relative_f` divides ΔF_i by
+    |F_i| + `relative_f`, `enable_atom_ener_coeff` compares Σ c_i E_i instead of the energy.
 
     Parameters
     ----------
@@ -121,15 +147,24 @@ class EnergyLoss:
     def __init__(self, settings: EnerLossSettings) -> None:
         self.settings = settings
         self._active = settings.names  # read in every step
+        # In this order the terms are summed and the columns of lcurve.out written.
+        compare: dict[Name, Callable[[Prediction, Labels, Counted], TermValue | None]] = {
+            "e": self._energy,
+            "f": self._force,
+            "pf": self._prefactored_force,
+            "v": self._virial,
+            "ae": self._atomic_energy,
+        }
+        self._compare = {term: compare[term] for term in compare if term in self._active}
 
     @property
     def terms(self) -> tuple[Term, ...]:
         """The terms that count."""
         return tuple(
             Term(
-                self._metric(term),
-                self.settings.needed_labels(term),
-                f"loss/start_pref_{term} and loss/limit_pref_{term}",
+                metric=self._metric(term),
+                labels=self.settings.needed_labels(term),
+                settings=f"loss/start_pref_{term} and loss/limit_pref_{term}",
                 essential=term == "e",
             )
             for term in self._active
@@ -138,36 +173,28 @@ class EnergyLoss:
     @property
     def needs_force(self) -> bool:
         """Whether the model has to predict forces."""
-        return bool({"f", "pf"} & {*self._active})
+        return "f" in self._active or "pf" in self._active
 
     @property
     def needs_virial(self) -> bool:
         """Whether the model has to predict the virial."""
         return "v" in self._active
 
-    def _metric(self, term: Name) -> str:
-        return f"{'rmse' if self.settings.loss_func == 'mse' else 'mae'}_{term}"
-
-    def _prefactor(self, term: Name, lr_fraction: float | torch.Tensor) -> float | torch.Tensor:
-        """Weight of a term when the learning rate is `lr_fraction` of its start."""
-        start: float = getattr(self.settings, f"start_pref_{term}")
-        limit: float = getattr(self.settings, f"limit_pref_{term}")
-        return limit + (start - limit) * lr_fraction
-
     def __call__(
         self,
-        prediction: Mapping[str, torch.Tensor],
+        prediction: Prediction,
         label: Labels,
-        lr_fraction: float | torch.Tensor,
+        lr_fraction: float | Tensor,
         natoms: int,
-        mask: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and its metrics, see `Loss`; on a GPU the usual loss is one kernel.
 
-        Metrics are `rmse_e` and `rmse_v` per atom, `rmse_f`, `rmse_ae`, `rmse_pf`, or `mae_…`, and `rmse`.
+        Metrics are `rmse_e` and `rmse_v` per atom, `rmse_f`, `rmse_ae`, `rmse_pf`, or `mae_…`, and
+        `rmse`.
         """
         if (
-            isinstance(lr_fraction, torch.Tensor)
+            isinstance(lr_fraction, Tensor)
             and triton_support.usable(prediction["energy"].device)
             and fits_kernels(self.settings, prediction, label)
         ):
@@ -178,187 +205,185 @@ class EnergyLoss:
 
     def compare(
         self,
-        prediction: Mapping[str, torch.Tensor],
+        prediction: Prediction,
         label: Labels,
-        lr_fraction: float | torch.Tensor,
+        lr_fraction: float | Tensor,
         natoms: int,
-        mask: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and its metrics by torch's operations."""
-        real = None if mask is None else mask.sum(1).to(torch.float64).clamp(min=1.0)
-        every = _Counted(1.0 / natoms if real is None else 1.0 / real, mask, None)
+        if mask is None:
+            counted = Counted(per_atom=1.0 / natoms)
+        else:
+            real_atoms = mask.sum(1).to(torch.float64).clamp(min=1.0)
+            counted = Counted(per_atom=1.0 / real_atoms, atoms=mask)
         energy = prediction["energy"]
-        loss: torch.Tensor | None = None
-        metrics: dict[str, torch.Tensor] = {}
-        compared = self._compare(prediction, label, every)
-        for term, found in compared.items():
-            name = self._metric(term)
-            if found is None:
-                metrics[name] = energy.new_full((), torch.nan)
+        loss: Tensor | None = None
+        metrics: dict[str, Tensor] = {}
+        for term, compare in self._compare.items():
+            value = compare(prediction, label, counted)
+            if value is None:  # no label
+                metrics[self._metric(term)] = energy.new_full((), torch.nan)
                 continue
-            value, shown = found
-            weighted = self._prefactor(term, lr_fraction) * value
+            weighted = self._prefactor(term, lr_fraction) * value.loss
             loss = weighted if loss is None else loss + weighted
-            metrics[name] = shown.detach()
+            metrics[self._metric(term)] = value.error.detach()
         if loss is None:
-            loss = (
-                0.0 * energy.sum()
-            )  # connected to the parameters, so that backward works on every rank
+            # Connected to the parameters, so that backward works on every rank.
+            loss = 0.0 * energy.sum()
         metrics["rmse"] = loss.detach().sqrt()
         return loss, metrics
 
-    def _compare(
-        self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted
-    ) -> dict[Name, _Found]:
-        """Compare the quantities of each active term."""
-        terms: dict[Name, Callable[[Mapping[str, torch.Tensor], Labels, _Counted], _Found]] = {
-            "e": self._energy,
-            "f": self._force,
-            "pf": self._prefactored,
-            "v": self._virial,
-            "ae": self._atomic,
-        }
-        return {
-            term: compare(prediction, label, every)
-            for term, compare in terms.items()
-            if term in self._active
-        }
+    def _metric(self, term: Name) -> str:
+        prefix = "rmse" if self.settings.loss_func == "mse" else "mae"
+        return f"{prefix}_{term}"
 
-    def _delta(self, index: int) -> float:
-        if isinstance(self.settings.huber_delta, (int, float)):
-            return float(self.settings.huber_delta)
-        return float(self.settings.huber_delta[index])
+    def _prefactor(self, term: Name, lr_fraction: float | Tensor) -> float | Tensor:
+        """Return the weight of a term when the learning rate is `lr_fraction` of its start."""
+        start: float = getattr(self.settings, f"start_pref_{term}")
+        limit: float = getattr(self.settings, f"limit_pref_{term}")
+        return limit + (start - limit) * lr_fraction
 
-    def _energy(
-        self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted
-    ) -> _Found:
+    def _huber_delta(self, quantity: int) -> float:
+        """Return where the Huber function of energy (0), force (1) or virial (2) turns linear."""
+        delta = self.settings.huber_delta
+        return float(delta[quantity] if isinstance(delta, tuple) else delta)
+
+    # ----- one method a term ---------------------------------------------------------------------
+
+    def _energy(self, prediction: Prediction, label: Labels, counted: Counted) -> TermValue | None:
         wanted = label.get("energy")
         if wanted is None:
             return None
         energy = prediction["energy"]
-        weights = label.get("atom_ener_coeff")
-        if self.settings.enable_atom_ener_coeff and weights is not None:
-            weighted = (weights * prediction["atom_energy"]).sum(1)
-            found = label.get("find_atom_ener_coeff")
-            energy = weighted if found is None else torch.where(found, weighted, energy)
-        pair = energy.unsqueeze(1), wanted.reshape(energy.shape).unsqueeze(1)
-        return self._per_frame(
-            *pair, every._replace(present=label.get("find_energy")), self._delta(0)
+        coefficients = label.get("atom_ener_coeff")
+        if self.settings.enable_atom_ener_coeff and coefficients is not None:
+            weighted_sum = (coefficients * prediction["atom_energy"]).sum(1)
+            has_coefficients = label.get("find_atom_ener_coeff")
+            if has_coefficients is None:
+                energy = weighted_sum
+            else:
+                energy = torch.where(has_coefficients, weighted_sum, energy)
+        return self._extensive(
+            energy.unsqueeze(1),
+            wanted.reshape(energy.shape).unsqueeze(1),
+            counted.with_label(label.get("find_energy")),
+            delta=self._huber_delta(0),
         )
 
-    def _virial(
-        self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted
-    ) -> _Found:
+    def _virial(self, prediction: Prediction, label: Labels, counted: Counted) -> TermValue | None:
         wanted = label.get("virial")
         if wanted is None:
             return None
         virial = prediction["virial"]
-        pair = virial, wanted.reshape(virial.shape)
-        return self._per_frame(
-            *pair, every._replace(present=label.get("find_virial")), self._delta(2)
+        return self._extensive(
+            virial,
+            wanted.reshape(virial.shape),
+            counted.with_label(label.get("find_virial")),
+            delta=self._huber_delta(2),
         )
 
-    def _per_frame(
-        self, found: torch.Tensor, wanted: torch.Tensor, counted: _Counted, delta: float
-    ) -> _Found:
+    def _extensive(
+        self, predicted: Tensor, wanted: Tensor, counted: Counted, *, delta: float
+    ) -> TermValue:
         """Compare a quantity `(nframes, components)` that grows with the number of atoms."""
         per_atom = counted.per_atom
-        if (
-            self.settings.is_plain
-            and counted.present is None
-            and not isinstance(per_atom, torch.Tensor)
-        ):
-            square = torch.nn.functional.mse_loss(found, wanted)
-            value = square * (
-                per_atom * per_atom if self.settings.intensive_ener_virial else per_atom
-            )
-            return value, square.detach().sqrt() * per_atom
-        error = found - wanted
-        if isinstance(per_atom, torch.Tensor):
-            per_atom = per_atom.unsqueeze(1)
-        scaled = error * per_atom
-        mean = counted.mean_of_frames
+        intensive = self.settings.intensive_ener_virial
+        if self.settings.is_plain and counted.frames is None and isinstance(per_atom, float):
+            # The usual case in three kernels.
+            square = mse_loss(predicted, wanted)
+            loss = square * (per_atom * per_atom if intensive else per_atom)
+            return TermValue(loss, square.detach().sqrt() * per_atom)
+        error = predicted - wanted
+        if isinstance(per_atom, Tensor):
+            per_atom = per_atom.unsqueeze(1)  # (nframes, 1)
+        error_per_atom = error * per_atom
         if self.settings.loss_func == "mae":
-            value = mean(scaled.abs())
-            return value, value
-        square = mean(scaled * scaled)
+            mean = counted.mean_over_frames(error_per_atom.abs())
+            return TermValue(mean, mean)
+        square = counted.mean_over_frames(error_per_atom * error_per_atom)
         if self.settings.use_huber:
-            return mean(_huber(scaled, delta)), square.sqrt()
-        return (
-            square if self.settings.intensive_ener_virial else mean(scaled * error)
-        ), square.sqrt()
+            loss = counted.mean_over_frames(_huber(error_per_atom, delta))
+        elif intensive:
+            loss = square
+        else:
+            loss = counted.mean_over_frames(error_per_atom * error)
+        return TermValue(loss, square.sqrt())
 
-    def _force_error(
-        self, prediction: Mapping[str, torch.Tensor], label: Labels
-    ) -> torch.Tensor | None:
+    def _force(self, prediction: Prediction, label: Labels, counted: Counted) -> TermValue | None:
         wanted = label.get("force")
         if wanted is None:
             return None
-        wanted = wanted.reshape(prediction["force"].shape)
-        error = wanted - prediction["force"]
-        if self.settings.relative_f is not None:
-            error = error / (
-                torch.linalg.vector_norm(wanted, dim=-1, keepdim=True) + self.settings.relative_f
-            )
-        return error
-
-    def _force(
-        self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted
-    ) -> _Found:
-        counted, wanted = every._replace(present=label.get("find_force")), label.get("force")
-        if self.settings.is_plain and self.settings.relative_f is None and wanted is not None:
-            square = counted.mean_square(
-                prediction["force"], wanted.reshape(prediction["force"].shape)
-            )
-            return square, square.detach().sqrt()
-        error = self._force_error(prediction, label)
-        if error is None:
-            return None
-        mean = counted.mean
-        size = (
-            torch.linalg.vector_norm(error, dim=-1, keepdim=True)
-            if self.settings.f_use_norm
-            else error
-        )
+        counted = counted.with_label(label.get("find_force"))
+        force = prediction["force"]
+        everything_counts = counted.frames is None and counted.atoms is None
+        if self.settings.is_plain and self.settings.relative_f is None and everything_counts:
+            square = mse_loss(force, wanted.reshape(force.shape))  # one kernel instead of three
+            return TermValue(square, square.detach().sqrt())
+        error = self._force_error(force, wanted)
+        if self.settings.f_use_norm:
+            size = torch.linalg.vector_norm(error, dim=-1, keepdim=True)
+        else:
+            size = error
         if self.settings.loss_func == "mae":
-            value = mean(size.abs())
-            return value, value
-        square = mean(error * error)
-        return (
-            mean(_huber(size, self._delta(1))) if self.settings.use_huber else square
-        ), square.sqrt()
+            mean = counted.mean_over_atoms(size.abs())
+            return TermValue(mean, mean)
+        square = counted.mean_over_atoms(error * error)
+        if self.settings.use_huber:
+            loss = counted.mean_over_atoms(_huber(size, self._huber_delta(1)))
+        else:
+            loss = square
+        return TermValue(loss, square.sqrt())
 
-    def _prefactored(
-        self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted
-    ) -> _Found:
-        error = self._force_error(prediction, label)
-        weights, found = label.get("atom_pref"), label.get("find_atom_pref")
-        if error is None or (weights is None and not self.settings.use_default_pf):
+    def _force_error(self, force: Tensor, wanted: Tensor) -> Tensor:
+        """Return the errors of forces `(nframes, natoms, 3)`, relative ones if so set."""
+        wanted = wanted.reshape(force.shape)
+        error = wanted - force
+        if self.settings.relative_f is None:
+            return error
+        length = torch.linalg.vector_norm(wanted, dim=-1, keepdim=True)
+        return error / (length + self.settings.relative_f)
+
+    def _prefactored_force(
+        self, prediction: Prediction, label: Labels, counted: Counted
+    ) -> TermValue | None:
+        wanted = label.get("force")
+        weights = label.get("atom_pref")
+        has_weights = label.get("find_atom_pref")
+        if wanted is None or (weights is None and not self.settings.use_default_pf):
             return None
-        power = error.abs() if self.settings.loss_func == "mae" else error * error
+        is_mae = self.settings.loss_func == "mae"
+        error = self._force_error(prediction["force"], wanted)
+        power = error.abs() if is_mae else error * error
         if weights is not None:
             weights = weights.reshape(error.shape[:2])
-            if found is not None and self.settings.use_default_pf:
-                weights, found = torch.where(found.unsqueeze(1), weights, 1.0), None
+            if has_weights is not None and self.settings.use_default_pf:
+                # Frames without weights count with weight 1.
+                weights = torch.where(has_weights.unsqueeze(1), weights, 1.0)
+                has_weights = None
             power = power * weights.unsqueeze(-1)
-        present = _both(label.get("find_force"), found)
-        value = every._replace(present=present).mean(power)
-        shown = value if self.settings.loss_func == "mae" else value.sqrt()
-        return value, shown if present is None else torch.where(present.any(), shown, torch.nan)
+        frames = _frames_with_both(label.get("find_force"), has_weights)
+        mean = counted.with_label(frames).mean_over_atoms(power)
+        shown = mean if is_mae else mean.sqrt()
+        if frames is not None:
+            shown = torch.where(frames.any(), shown, torch.nan)
+        return TermValue(mean, shown)
 
-    def _atomic(
-        self, prediction: Mapping[str, torch.Tensor], label: Labels, every: _Counted
-    ) -> _Found:
+    def _atomic_energy(
+        self, prediction: Prediction, label: Labels, counted: Counted
+    ) -> TermValue | None:
         wanted = label.get("atom_ener")
         if wanted is None:
             return None
+        counted = counted.with_label(label.get("find_atom_ener"))
         energy = prediction["atom_energy"]
         error = (wanted.reshape(energy.shape) - energy).unsqueeze(-1)
-        mean = every._replace(present=label.get("find_atom_ener")).mean
         if self.settings.loss_func == "mae":
-            value = mean(error.abs())
-            return value, value
-        square = mean(error * error)
-        return (
-            mean(_huber(error, self._delta(0))) if self.settings.use_huber else square
-        ), square.sqrt()
+            mean = counted.mean_over_atoms(error.abs())
+            return TermValue(mean, mean)
+        square = counted.mean_over_atoms(error * error)
+        if self.settings.use_huber:
+            loss = counted.mean_over_atoms(_huber(error, self._huber_delta(0)))
+        else:
+            loss = square
+        return TermValue(loss, square.sqrt())
