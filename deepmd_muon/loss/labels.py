@@ -43,18 +43,19 @@ def check_labels(loss: Loss, systems: Iterable[Labelled]) -> LabelCheck:
         A warning for each term that some systems have no labels for. An error when no system has energies though the
         loss compares them, and for each system that has labels for no term, as steps on it would teach nothing.
     """
-    every = [(system.name, system.labels) for system in systems]
+    labels_of = {system.name: system.labels for system in systems}
     warnings: list[str] = []
     errors: list[str] = []
     for term in loss.terms:
         files = " and ".join(f"{label}.npy" for label in sorted(term.labels))
-        without = [name for name, found in every if not term.labels <= found]
-        if len(without) < len(every):
-            if without:
-                named = ", ".join(without[:3]) + (", …" if len(without) > 3 else "")
-                warnings.append(
-                    f"{len(without)} of {len(every)} systems have no {files} and no part in {term.settings}: {named}"
-                )
+        unlabelled = [name for name, labels in labels_of.items() if not term.labels <= labels]
+        if not unlabelled:
+            continue
+        if len(unlabelled) < len(labels_of):
+            warnings.append(
+                f"{len(unlabelled)} of {len(labels_of)} systems have no {files} and no part in "
+                f"{term.settings}: {_first_three(unlabelled)}"
+            )
         elif term.essential:
             errors.append(
                 f"no system has {files}, without which a model has no energies: "
@@ -62,12 +63,18 @@ def check_labels(loss: Loss, systems: Iterable[Labelled]) -> LabelCheck:
             )
         else:
             warnings.append(f"no system has {files}: {term.settings} have no effect")
-    needed = [term.labels for term in loss.terms]
-    errors += [
-        f"system {name} has no label that the loss compares with: its terms need "
-        f"{' or '.join(' + '.join(sorted(labels)) for labels in needed)}, "
-        f"it has {', '.join(sorted(found)) or 'none'}; leave it out or change the prefactors"
-        for name, found in every
-        if not any(labels <= found for labels in needed)
-    ]
-    return LabelCheck(tuple(warnings), tuple(errors))
+
+    alternatives = [term.labels for term in loss.terms]
+    needed = " or ".join(" + ".join(sorted(labels)) for labels in alternatives)
+    for name, labels in labels_of.items():
+        if not any(alternative <= labels for alternative in alternatives):
+            errors.append(
+                f"system {name} has no label that the loss compares with: its terms need {needed}, "
+                f"it has {', '.join(sorted(labels)) or 'none'}; leave it out or change the prefactors"
+            )
+    return LabelCheck(warnings=tuple(warnings), errors=tuple(errors))
+
+
+def _first_three(names: list[str]) -> str:
+    more = ", …" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

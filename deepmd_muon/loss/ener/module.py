@@ -341,7 +341,7 @@ class EnergyLoss:
         error = wanted - force
         if self.settings.relative_f is None:
             return error
-        length = torch.linalg.vector_norm(wanted, dim=-1, keepdim=True)
+        length: Tensor = torch.linalg.vector_norm(wanted, dim=-1, keepdim=True)
         return error / (length + self.settings.relative_f)
 
     def _prefactored_force(
