@@ -1,16 +1,17 @@
 """The angle part of a DPA-3 layer: messages from angles to edges and the update of the angles.
 
-For the neighbours j, k of one atom, with the switches s and per-edge terms t computed before (see `layer`),
+For the pairs (j, k) of neighbours of one atom, with the switches s and the per-edge terms u and t computed
+before (see `layer`),
 
-    z_jk = a_jk·W + u_j + t_k,   y = f(z),   m_j = s_j·Σ_k s_k·y_jk[:width],   a′_jk = α·a_jk + ρ∘y_jk[width:].
+    z_jk = a_jk·W + u_j + t_k,   y = f(z),   m_j = s_j·Σ_k s_k·y_jk[:M],   a′_jk = α·a_jk + ρ∘y_jk[M:].
 
-Forces need the adjoints of this, a force loss the gradient of these adjoints. The four passes (see `four_passes`) run
-block by block in a CPU's cache, with only a, the adjoint of a′ and the tangent of a kept between them:
+Forces need the adjoints of this, a force loss the gradient of these adjoints. The four passes (see `four_passes`)
+run block by block in a CPU's cache, with only a, the adjoint of a′ and the tangent of a kept between them:
 
 1. `value`: m and a′;
-2. `adjoint`: z̄ = f′(z)·ȳ and from it ā, ū, t̄, s̄;
-3. `tangent`: ẏ = f′(z)·ż gives the derivatives of m and a′;
-4. `gradient`: ẑ = f′(z)·ŷ + f″(z)·ż·ȳ gives the gradients of a, u, t, W and ρ at once.
+2. `adjoint`: ȳ = [s_j·s_k·m̄_j, ρ∘ā′], z̄ = f′(z)∘ȳ, and from it ā, ū, t̄, s̄;
+3. `tangent`: ẏ = f′(z)∘ż gives the derivatives of m and a′;
+4. `gradient`: ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ gives the gradients of a, u, t, W and ρ at once.
 
 On a GPU each pass is one kernel in single precision (`kernels.angles`). On a CPU, a step of training is 1.7 times
 faster than with autograd's passes (six layers, 192 atoms of water, float32, one thread, 2026-11-23).
@@ -18,25 +19,71 @@ faster than with autograd's passes (six layers, 192 atoms of water, float32, one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepmd_muon.model.descriptor.dpa3.geometry import AngleBlock, AnglePlan
+from deepmd_muon.model.descriptor.dpa3.geometry import AnglePlan
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
 
 
+class AngleInputs(NamedTuple):
+    """The inputs of the operation; of ρ there is none if a′ is not wanted."""
+
+    a: Tensor  # (angles, A)
+    u: Tensor  # (slots, Y)
+    t: Tensor  # (slots, Y)
+    s: Tensor  # (slots,)
+    weight: Tensor  # (A, Y)
+    rho: Tensor | None  # (A,)
+
+    @property
+    def terms(self) -> list[Tensor]:
+        """The inputs that depend on positions, as the kernels take them."""
+        return [self.a, self.u, self.t, self.s]
+
+
+class Terms(NamedTuple):
+    """Tangents of the inputs that depend on positions."""
+
+    a: Tensor
+    u: Tensor
+    t: Tensor
+    s: Tensor
+
+
+class Cotangents(NamedTuple):
+    """Cotangents of m (slots, M) and a′ (angles, A); None for one that did not arrive."""
+
+    message: Tensor | None
+    a_new: Tensor | None
+
+
+class AdjointSaved(NamedTuple):
+    """What pass 2 hands over to pass 3 (all) and pass 4 (the cotangents)."""
+
+    bars: Cotangents
+    inputs: AngleInputs
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any]) -> AdjointSaved:
+        """Name the tensors that `flat` returned."""
+        return cls(bars=Cotangents(*tensors[:2]), inputs=AngleInputs(*tensors[2:]))
+
+    @property
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """All tensors in a row, as autograd saves them."""
+        return *self.bars, *self.inputs
+
+
 @dataclass(frozen=True)
 class Angles(FourPasses):
-    """The operation of one layer.
-
-    Inputs: a `(nangles, a_dim)`, u and t `(nslots, features)`, s `(nslots,)`, W `(a_dim, features)` and ρ `(a_dim,)`,
-    None when a′ is not wanted. Outputs: m `(nslots, width)`, and a′ or None.
+    """The operation of one layer. Inputs are `AngleInputs`; outputs m, and a′ or None.
 
     Attributes
     ----------
@@ -45,7 +92,7 @@ class Angles(FourPasses):
     activation
         f.
     width
-        Length of a message, in y and m.
+        M, the length of a message.
     carry
         α.
     """
@@ -55,149 +102,233 @@ class Angles(FourPasses):
     width: int
     carry: float
 
-    def blocks(self) -> Iterator[tuple[AngleBlock, slice, slice]]:
-        """Yield each block with its rows among slots and among angles."""
-        slot = angle = 0
-        for block in self.plan.blocks:
-            slots, angles = block.atoms * block.width, block.atoms * block.width**2
-            yield block, slice(slot, slot + slots), slice(angle, angle + angles)
-            slot, angle = slot + slots, angle + angles
+    def value(self, inputs: Any) -> tuple[Perhaps, Perhaps]:
+        """Pass 1, see `FourPasses`."""
+        arguments = AngleInputs(*inputs)
+        kernels = _kernels(self, arguments.weight)
+        if kernels is not None:
+            message, a_new = kernels.update(arguments.terms, _layer(self, arguments))
+            return (message, None if arguments.rho is None else a_new), ()
+        message = arguments.u.new_empty(arguments.u.shape[0], self.width)
+        a_new = None if arguments.rho is None else torch.empty_like(arguments.a)
+        for block in self._blocks():
+            y = self.activation.value(block.pre_activation(arguments, arguments.weight))
+            pairs = block.products(arguments.s, arguments.s)
+            message[block.slots] = (y[..., : self.width] * pairs).sum(2).flatten(0, 1)
+            if a_new is not None:
+                a = arguments.a[block.angles]
+                step = (y[..., self.width :] * arguments.rho).view_as(a)
+                torch.add(step, a, alpha=self.carry, out=a_new[block.angles])
+        return (message, a_new), ()
 
-    def value(self, given: Any) -> tuple[Perhaps, Perhaps]:
-        """See `FourPasses`."""
-        a, u, t, s, weight, residual = given
-        fast = _kernels(self, weight)
-        if fast is not None:
-            message, updated = fast.update([a, u, t, s], *_layer(self, weight, residual))
-            return (message, None if residual is None else updated), ()
-        message = u.new_empty(u.shape[0], self.width)
-        updated = None if residual is None else torch.empty_like(a)
-        for block, slots, angles in self.blocks():
-            z = _sum_of_terms(block, a[angles], weight, u[slots], t[slots])
-            y = self.activation.value(z)
-            pairs = _products(block, s[slots], s[slots])
-            message[slots] = (y[..., : self.width] * pairs).sum(2).flatten(0, 1)
-            if updated is not None:
-                tail = (y[..., self.width :] * residual).view_as(a[angles])
-                torch.add(tail, a[angles], alpha=self.carry, out=updated[angles])
-        return (message, updated), ()
+    def adjoint(self, cotangents: Any, inputs: Any, value_saved: Any) -> tuple[Tensors, Perhaps]:
+        """Pass 2: return ā, ū, t̄, s̄, and all tensors that came."""
+        bars = Cotangents(*cotangents)
+        arguments = AngleInputs(*inputs)
+        saved = AdjointSaved(bars=bars, inputs=arguments).flat
+        kernels = _kernels(self, arguments.weight)
+        if kernels is not None:
+            present = _without_none(self, bars, arguments)
+            return kernels.adjoint(present, arguments.terms, _layer(self, arguments)), saved
+        a_bar = torch.empty_like(arguments.a)
+        u_bar = torch.empty_like(arguments.u)
+        t_bar = torch.empty_like(arguments.t)
+        s_bar = torch.empty_like(arguments.s)
+        for block in self._blocks():
+            y, for_slope = self.activation(block.pre_activation(arguments, arguments.weight))
+            pairs = block.products(arguments.s, arguments.s)
+            y_bar = self._cotangent_of_y(block, pairs, bars, arguments.rho, like=y)
+            s_bar[block.slots] = self._adjoint_of_s(block, bars.message, arguments.s, y)
+            z_bar = self.activation.times_slope(for_slope, y_bar)
+            torch.mm(block.rows(z_bar), arguments.weight.t(), out=a_bar[block.angles])
+            u_bar[block.slots] = z_bar.sum(2).flatten(0, 1)
+            t_bar[block.slots] = z_bar.sum(1).flatten(0, 1)
+        if bars.a_new is not None:
+            a_bar.add_(bars.a_new, alpha=self.carry)
+        return (a_bar, u_bar, t_bar, s_bar), saved
 
-    def adjoint(self, cotangents: Any, given: Any, kept: Any) -> tuple[Tensors, Perhaps]:
-        """Return ā, ū, t̄, s̄, and all tensors that came."""
-        message, updated = cotangents
-        a, u, t, s, weight, residual = given
-        left = *cotangents, *given
-        fast = _kernels(self, weight)
-        if fast is not None:
-            bars = _pair(self, message, updated, a, u, residual)
-            return fast.adjoint(*bars, [a, u, t, s], *_layer(self, weight, residual)), left
-        f, width = self.activation, self.width
-        a_bar, u_bar, t_bar, s_bar = (torch.empty_like(x) for x in (a, u, t, s))
-        for block, slots, angles in self.blocks():
-            n, k = block.atoms, block.width
-            value, keep = f(_sum_of_terms(block, a[angles], weight, u[slots], t[slots]))
-            pairs = _products(block, s[slots], s[slots])
-            here = None if message is None else message[slots]
-            there = None if updated is None else updated[angles]
-            y_bar = _cotangent_of_y(self, block, pairs, here, there, residual, value)
-            if here is None:
-                s_bar[slots] = 0.0
-            else:
-                along = torch.matmul(value[..., :width], here.view(n, k, width, 1)).squeeze(-1)
-                s_here = s[slots].view(n, k)
-                by_first = torch.bmm(along, s_here.unsqueeze(-1)).squeeze(-1)
-                by_second = torch.bmm(s_here.unsqueeze(1), along).squeeze(1)
-                s_bar[slots] = (by_first + by_second).view(-1)
-            z_bar = f.times_slope(keep, y_bar)
-            torch.mm(z_bar.view(n * k * k, -1), weight.t(), out=a_bar[angles])
-            u_bar[slots] = z_bar.sum(2).view(n * k, -1)
-            t_bar[slots] = z_bar.sum(1).view(n * k, -1)
-        if updated is not None:
-            a_bar.add_(updated, alpha=self.carry)
-        return (a_bar, u_bar, t_bar, s_bar), left
+    def tangent(self, tangents: Any, adjoint_saved: Any) -> tuple[Perhaps, Perhaps]:
+        """Pass 3: return the derivatives of m and a′, and ȧ, u̇, ṫ, ṡ."""
+        dots = Terms(*tangents)
+        bars, arguments = AdjointSaved.of(adjoint_saved)
+        kernels = _kernels(self, arguments.weight)
+        if kernels is not None:
+            return kernels.tangent(arguments.terms, dots, _layer(self, arguments)), dots
+        message_dot = None if bars.message is None else torch.empty_like(bars.message)
+        a_new_dot = None if bars.a_new is None else torch.empty_like(bars.a_new)
+        for block in self._blocks():
+            y, for_slope = self.activation(block.pre_activation(arguments, arguments.weight))
+            z_dot = block.pre_activation(dots, arguments.weight)
+            y_dot = self.activation.times_slope(for_slope, z_dot)
+            if message_dot is not None:
+                pairs = block.products(arguments.s, arguments.s)
+                terms = y_dot[..., : self.width] * pairs
+                terms += y[..., : self.width] * block.product_tangents(arguments.s, dots.s)
+                message_dot[block.slots] = terms.sum(2).flatten(0, 1)
+            if a_new_dot is not None:
+                a_dot = dots.a[block.angles]
+                step = (y_dot[..., self.width :] * arguments.rho).view_as(a_dot)
+                torch.add(step, a_dot, alpha=self.carry, out=a_new_dot[block.angles])
+        return (message_dot, a_new_dot), dots
 
-    def tangent(self, tangents: Any, left: Any) -> tuple[Perhaps, Perhaps]:
-        """Return the derivatives of m and a′, and ȧ, u̇, ṫ, ṡ."""
-        a_dot, u_dot, t_dot, s_dot = tangents
-        message, updated, a, u, t, s, weight, residual = left
-        fast = _kernels(self, weight)
-        if fast is not None:
-            return fast.tangent([a, u, t, s], tangents, *_layer(self, weight, residual)), tangents
-        to_message = None if message is None else torch.empty_like(message)
-        to_updated = None if updated is None else torch.empty_like(updated)
-        for block, slots, angles in self.blocks():
-            value, keep = self.activation(
-                _sum_of_terms(block, a[angles], weight, u[slots], t[slots])
+    def gradient(
+        self,
+        cotangents: Any,
+        inputs: Any,
+        value_saved: Any,
+        adjoint_saved: Any,
+        tangent_saved: Any,
+    ) -> Perhaps:
+        """Pass 4: return the gradients of a, u, t, (none of s), W, ρ; positions get none from it."""
+        hats = Cotangents(*cotangents)
+        arguments = AngleInputs(*inputs)
+        bars = Cotangents(None, None)
+        dots = None
+        if adjoint_saved is not None:
+            bars = AdjointSaved.of(adjoint_saved).bars
+            dots = Terms(*tangent_saved)
+        kernels = _kernels(self, arguments.weight)
+        if kernels is not None:
+            a_hat, u_hat, t_hat, weight_hat, rho_hat = kernels.gradient(
+                hats=_without_none(self, hats, arguments),
+                bars=[] if dots is None else _without_none(self, bars, arguments),
+                terms=arguments.terms,
+                dots=[] if dots is None else dots,
+                layer=_layer(self, arguments),
             )
-            z_dot = _sum_of_terms(block, a_dot[angles], weight, u_dot[slots], t_dot[slots])
-            y_dot = self.activation.times_slope(keep, z_dot)
-            if to_message is not None:
-                pairs = _products(block, s[slots], s[slots])
-                out = y_dot[..., : self.width] * pairs
-                out += value[..., : self.width] * _pair_tangent(block, s[slots], s_dot[slots])
-                to_message[slots] = out.sum(2).flatten(0, 1)
-            if to_updated is not None:
-                tail = (y_dot[..., self.width :] * residual).view_as(a[angles])
-                torch.add(tail, a_dot[angles], alpha=self.carry, out=to_updated[angles])
-        return (to_message, to_updated), tangents
-
-    def gradient(self, cotangents: Any, given: Any, kept: Any, left: Any, moved: Any) -> Perhaps:
-        """Return the gradients of a, u, t, (none of s), W, ρ; positions get none from it."""
-        message, updated = cotangents
-        a, u, t, s, weight, residual = given
-        old_message, old_updated = (None, None) if left is None else left[:2]
-        fast = _kernels(self, weight)
-        if fast is not None:
-            old = [] if moved is None else _pair(self, old_message, old_updated, a, u, residual)
-            now = _pair(self, message, updated, a, u, residual)
-            layer = _layer(self, weight, residual)
-            *hats, weight_hat, residual_hat = fast.gradient(
-                now, old, [a, u, t, s], moved or [], *layer
-            )
-            return *hats, None, weight_hat, None if residual is None else residual_hat
-        f, width = self.activation, self.width
-        a_hat, u_hat, t_hat = (torch.empty_like(x) for x in (a, u, t))
-        weight_hat = torch.zeros_like(weight)
-        residual_hat = None if residual is None else torch.zeros_like(residual)
-        for block, slots, angles in self.blocks():
-            n, k = block.atoms, block.width
-            value, keep = f(_sum_of_terms(block, a[angles], weight, u[slots], t[slots]))
-            pairs = _products(block, s[slots], s[slots])
-            here = None if message is None else message[slots]
-            there = None if updated is None else updated[angles]
-            y_hat = _cotangent_of_y(self, block, pairs, here, there, residual, value)
-            if residual_hat is not None and there is not None:
-                residual_hat += (value[..., width:].reshape_as(there) * there).sum(0)
-            if moved is None:
-                z_hat = f.times_slope(keep, y_hat)
+            return a_hat, u_hat, t_hat, None, weight_hat, None if arguments.rho is None else rho_hat
+        a_hat = torch.empty_like(arguments.a)
+        u_hat = torch.empty_like(arguments.u)
+        t_hat = torch.empty_like(arguments.t)
+        weight_hat = torch.zeros_like(arguments.weight)
+        rho_hat = None if arguments.rho is None else torch.zeros_like(arguments.rho)
+        for block in self._blocks():
+            y, for_slope = self.activation(block.pre_activation(arguments, arguments.weight))
+            pairs = block.products(arguments.s, arguments.s)
+            y_hat = self._cotangent_of_y(block, pairs, hats, arguments.rho, like=y)
+            if rho_hat is not None and hats.a_new is not None:
+                new_hat = hats.a_new[block.angles]
+                rho_hat += (y[..., self.width :].reshape_as(new_hat) * new_hat).sum(0)
+            if dots is None:
+                z_hat = self.activation.times_slope(for_slope, y_hat)
             else:
-                a_dot, u_dot, t_dot, s_dot = moved
-                before = None if old_updated is None else old_updated[angles]
-                earlier = None if old_message is None else old_message[slots]
-                y_bar = _cotangent_of_y(self, block, pairs, earlier, before, residual, value)
-                if earlier is not None:
-                    along = _pair_tangent(block, s[slots], s_dot[slots])
-                    y_hat[..., :width].addcmul_(earlier.view(n, k, 1, -1), along)
-                z_dot = _sum_of_terms(block, a_dot[angles], weight, u_dot[slots], t_dot[slots])
-                slope, bend = f.derivatives(keep)
-                if residual_hat is not None and before is not None:
-                    y_dot = (slope[..., width:] * z_dot[..., width:]).view_as(before)
-                    residual_hat += (y_dot * before).sum(0)
+                y_bar = self._cotangent_of_y(block, pairs, bars, arguments.rho, like=y)
+                if bars.message is not None:
+                    pair_dots = block.product_tangents(arguments.s, dots.s)
+                    m_bar = block.by_first(bars.message)
+                    y_hat[..., : self.width].addcmul_(m_bar, pair_dots)
+                z_dot = block.pre_activation(dots, arguments.weight)
+                slope, bend = self.activation.derivatives(for_slope)
+                if rho_hat is not None and bars.a_new is not None:
+                    new_bar = bars.a_new[block.angles]
+                    y_dot = slope[..., self.width :] * z_dot[..., self.width :]
+                    rho_hat += (y_dot.view_as(new_bar) * new_bar).sum(0)
+                # In place from here on: bend becomes ẑ, y_bar becomes z̄.
                 z_hat = bend.mul_(z_dot).mul_(y_bar).addcmul_(slope, y_hat)
-                z_bar = y_bar.mul_(slope).view(n * k * k, -1)
-                weight_hat.addmm_(a_dot[angles].t(), z_bar)
-            flat = z_hat.view(n * k * k, -1)
-            weight_hat.addmm_(a[angles].t(), flat)
-            torch.mm(flat, weight.t(), out=a_hat[angles])
-            u_hat[slots] = z_hat.sum(2).view(n * k, -1)
-            t_hat[slots] = z_hat.sum(1).view(n * k, -1)
-        if updated is not None:
-            a_hat.add_(updated, alpha=self.carry)
-        return a_hat, u_hat, t_hat, None, weight_hat, residual_hat
+                z_bar = y_bar.mul_(slope)
+                weight_hat.addmm_(dots.a[block.angles].t(), block.rows(z_bar))
+            weight_hat.addmm_(arguments.a[block.angles].t(), block.rows(z_hat))
+            torch.mm(block.rows(z_hat), arguments.weight.t(), out=a_hat[block.angles])
+            u_hat[block.slots] = z_hat.sum(2).flatten(0, 1)
+            t_hat[block.slots] = z_hat.sum(1).flatten(0, 1)
+        if hats.a_new is not None:
+            a_hat.add_(hats.a_new, alpha=self.carry)
+        return a_hat, u_hat, t_hat, None, weight_hat, rho_hat
+
+    def _blocks(self) -> Iterator[_Block]:
+        """Yield the blocks with their rows among slots and among angles."""
+        first_slot = 0
+        first_angle = 0
+        for block in self.plan.blocks:
+            n_slots = block.atoms * block.width
+            n_angles = n_slots * block.width
+            yield _Block(
+                atoms=block.atoms,
+                neighbors=block.width,
+                slots=slice(first_slot, first_slot + n_slots),
+                angles=slice(first_angle, first_angle + n_angles),
+            )
+            first_slot += n_slots
+            first_angle += n_angles
+
+    def _cotangent_of_y(
+        self, block: _Block, pairs: Tensor, cotangents: Cotangents, rho: Tensor | None, like: Tensor
+    ) -> Tensor:
+        """Return [s_j·s_k·m̄_j, ρ∘ā′] from the cotangents of m and a′; zero where one is None."""
+        y_bar = torch.empty_like(like)
+        message_part = y_bar[..., : self.width]
+        update_part = y_bar[..., self.width :]
+        if cotangents.message is None:
+            message_part.zero_()
+        else:
+            torch.mul(block.by_first(cotangents.message), pairs, out=message_part)
+        if cotangents.a_new is None or rho is None:
+            update_part.zero_()
+        else:
+            torch.mul(block.by_pair(cotangents.a_new), rho, out=update_part)
+        return y_bar
+
+    def _adjoint_of_s(
+        self, block: _Block, message_bar: Tensor | None, s: Tensor, y: Tensor
+    ) -> Tensor | float:
+        """Return s̄ of a block's slots, as first and as second neighbours."""
+        if message_bar is None:
+            return 0.0
+        n, k = block.atoms, block.neighbors
+        m_bar = message_bar[block.slots].view(n, k, self.width, 1)
+        along = torch.matmul(y[..., : self.width], m_bar).squeeze(-1)  # (atoms, j, k): m̄_j·y_jk
+        block_s = s[block.slots].view(n, k)
+        as_first = torch.bmm(along, block_s.unsqueeze(-1)).squeeze(-1)
+        as_second = torch.bmm(block_s.unsqueeze(1), along).squeeze(1)
+        return (as_first + as_second).view(-1)
+
+
+class _Block(NamedTuple):
+    """Atoms with equally many neighbours, and where their slots and angles are."""
+
+    atoms: int
+    neighbors: int
+    slots: slice
+    angles: slice
+
+    def by_first(self, values: Tensor) -> Tensor:
+        """Return values of slots (slots, n) as those of first neighbours (atoms, j, 1, n)."""
+        return values[self.slots].view(self.atoms, self.neighbors, 1, -1)
+
+    def by_second(self, values: Tensor) -> Tensor:
+        """Return values of slots (slots, n) as those of second neighbours (atoms, 1, k, n)."""
+        return values[self.slots].view(self.atoms, 1, self.neighbors, -1)
+
+    def by_pair(self, values: Tensor) -> Tensor:
+        """Return values of angles (angles, n) as (atoms, j, k, n)."""
+        return values[self.angles].view(self.atoms, self.neighbors, self.neighbors, -1)
+
+    def rows(self, values: Tensor) -> Tensor:
+        """Return (atoms, j, k, n) as (atoms·j·k, n)."""
+        return values.view(self.atoms * self.neighbors**2, -1)
+
+    def pre_activation(self, terms: AngleInputs | Terms, weight: Tensor) -> Tensor:
+        """Return z = a·W + u_j + t_k (atoms, j, k, Y), or ż from tangents."""
+        z = torch.mm(terms.a[self.angles], weight)
+        z = z.view(self.atoms, self.neighbors, self.neighbors, -1)
+        z += self.by_first(terms.u)
+        z += self.by_second(terms.t)
+        return z
+
+    def products(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return first_j·second_k (atoms, j, k, 1)."""
+        return self.by_first(first) * self.by_second(second)
+
+    def product_tangents(self, s: Tensor, s_dot: Tensor) -> Tensor:
+        """Return the tangents of s_j·s_k (atoms, j, k, 1)."""
+        return self.products(s_dot, s) + self.products(s, s_dot)
+
+
+# ----- kernels -----------------------------------------------------------------------------------
 
 
 def _kernels(angles: Angles, weight: Tensor) -> Any:
-    """Return the launches of kernels where they can be used."""
+    """Return the module of kernels if they can be used."""
     if len(angles.plan.blocks) != 1 or not triton_support.usable(weight.device):
         return None
     if not angles.width:  # the kernels are for layers with a message
@@ -210,70 +341,32 @@ def _kernels(angles: Angles, weight: Tensor) -> Any:
     return kernels
 
 
-def _layer(angles: Angles, weight: Tensor, residual: Tensor | None) -> tuple[Any, ...]:
-    """Return the arguments that all kernels share."""
-    formula = angles.activation.formula
-    assert formula is not None
-    rho = weight.new_empty(0) if residual is None else residual
-    kind, *curve_of = formula
-    block, reach = angles.plan.blocks[0], angles.plan.reach
+def _layer(angles: Angles, arguments: AngleInputs) -> Any:
+    """Return the arguments that all passes share."""
+    from deepmd_muon.model.descriptor.dpa3.kernels.angles import AngleLayer
+
+    assert angles.activation.formula is not None
+    (block,) = angles.plan.blocks
+    reach = angles.plan.reach
     if reach is None:
-        reach = torch.full((block.atoms,), block.width, dtype=torch.int32, device=weight.device)
-    return weight, rho, reach, block.width, angles.width, angles.carry, kind, curve_of
+        device = arguments.weight.device
+        reach = torch.full((block.atoms,), block.width, dtype=torch.int32, device=device)
+    return AngleLayer(
+        weight=arguments.weight,
+        rho=arguments.rho,
+        reach=reach,
+        n_slots=block.width,
+        message_columns=angles.width,
+        alpha=angles.carry,
+        formula=angles.activation.formula,
+    )
 
 
-def _pair(
-    angles: Angles,
-    message: Tensor | None,
-    updated: Tensor | None,
-    a: Tensor,
-    u: Tensor,
-    residual: Tensor | None,
-) -> list[Tensor]:
+def _without_none(angles: Angles, cotangents: Cotangents, arguments: AngleInputs) -> list[Tensor]:
     """Return the cotangents of m and a′ as kernels take them: zeros where none arrived."""
-    if updated is None:
-        updated = a.new_empty(0) if residual is None else torch.zeros_like(a)
-    return [u.new_zeros(u.shape[0], angles.width) if message is None else message, updated]
-
-
-def _sum_of_terms(block: AngleBlock, a: Tensor, weight: Tensor, u: Tensor, t: Tensor) -> Tensor:
-    """Return a·W + u_j + t_k `(atoms, j, k, features)`."""
-    n, k = block.atoms, block.width
-    z = torch.mm(a, weight).view(n, k, k, -1)
-    z += u.view(n, k, 1, -1)
-    z += t.view(n, 1, k, -1)
-    return z
-
-
-def _products(block: AngleBlock, left: Tensor, right: Tensor) -> Tensor:
-    """Return left_j·right_k `(atoms, j, k, 1)`."""
-    n, k = block.atoms, block.width
-    return left.view(n, k, 1, 1) * right.view(n, 1, k, 1)
-
-
-def _cotangent_of_y(
-    angles: Angles,
-    block: AngleBlock,
-    pairs: Tensor,
-    message: Tensor | None,
-    tail: Tensor | None,
-    residual: Tensor | None,
-    like: Tensor,
-) -> Tensor:
-    """Return ȳ from the cotangents of m (weighted with `pairs`) and of a′; zero where one is None."""
-    n, k = block.atoms, block.width
-    y_bar = torch.empty_like(like)
+    message, a_new = cotangents
     if message is None:
-        y_bar[..., : angles.width] = 0.0
-    else:
-        torch.mul(message.view(n, k, 1, -1), pairs, out=y_bar[..., : angles.width])
-    if tail is None or residual is None:
-        y_bar[..., angles.width :] = 0.0
-    else:
-        torch.mul(tail.view(n, k, k, -1), residual, out=y_bar[..., angles.width :])
-    return y_bar
-
-
-def _pair_tangent(block: AngleBlock, s: Tensor, s_dot: Tensor) -> Tensor:
-    """Return the tangent of s_j·s_k."""
-    return _products(block, s_dot, s) + _products(block, s, s_dot)
+        message = arguments.u.new_zeros(arguments.u.shape[0], angles.width)
+    if a_new is None:
+        a_new = arguments.a.new_empty(0) if arguments.rho is None else torch.zeros_like(arguments.a)
+    return [message, a_new]

@@ -1,24 +1,49 @@
-"""Triton kernels of the four passes over a layer's angles; `angles` defines their results.
+"""Triton kernels of the four passes over a layer's angles; `angles.Angles` defines their results.
 
-A program takes atoms one after the other and, of each, every `groups`-th first neighbour j with one block of second
-neighbours k: a tile of angles whose intermediate numbers never leave the chip. Neighbours beyond the reach of an atom
-contribute zeros, so their tiles are not computed. The columns of a tile are features of y, those of the message first,
-then those of the angle; a program takes them in chunks, as many as its registers hold, and adds up the contributions
-of all chunks to a. Sums over k are written once a block, sums over j and over all angles once a group or program; they
-are added up afterwards, in the same order every time.
+Notation (that of `angles`; `four_passes` explains the passes, bars, dots and hats)
+----------------------------------------------------------------------------------
+For the pairs (j, k) of neighbours of one atom, with f applied to each element,
 
-A launch takes `terms`, which are a, u, t, s of `angles`, and `dots`, their tangents, all in single precision;
-cotangents are contiguous. Where a′ is not wanted, ρ and a′ have no elements. Further arguments are those of `Launch`.
+    z_jk = a_jk·W + u_j + t_k,   y = f(z),   m_j = s_j·Σ_k s_k·y_jk[:M],
+    a′_jk = α·a_jk + ρ∘y_jk[M:].
+
+| symbol | name        | shape             | meaning                                                |
+|--------|-------------|-------------------|--------------------------------------------------------|
+| a, a′  | `terms.a`   | (angles, A)       | angle features before and after the layer              |
+| u, t   | `terms.u/t` | (slots, Y)        | terms of an edge as first and as second neighbour      |
+| s      | `terms.s`   | (slots,)          | weight of an edge; 0 beyond the reach of an atom       |
+| W      | `weight`    | (A, Y)            |                                                        |
+| ρ      | `rho`       | (A,)              | step sizes; no elements if a′ is not wanted            |
+| α      | `alpha`     | number            | weight of the old features                             |
+| m      | `message`   | (slots, M)        |                                                        |
+
+Each atom has `n_slots` neighbours, so slot = atom·n_slots + j and angle = slot·n_slots + k. Y = M if
+a′ is not wanted, M + A otherwise.
+
+How the work is divided
+-----------------------
+A *tile* is one first neighbour j with one *block* of `tile_rows` second neighbours k; numbers of its
+angles never leave the chip. Program (p, g, b) of a grid takes every p-th atom, of each every g-th
+first neighbour, and block b. Columns of y are taken in *chunks*, because a program's registers hold
+one chunk of W; the contributions of all chunks to ā or â are added up in memory.
+
+No two programs add to one number: sums over k are written as one part a block, sums over j as one
+part a group g, those over all angles as one part a program. They are added up afterwards.
+
+Neighbours beyond the `reach` of an atom contribute zeros. Their tiles are not computed, zeros are
+stored instead.
+
+All tensors are contiguous and in single precision. `test_kernels_of_dpa3` compares the kernels with
+float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     SMALLEST,
@@ -29,11 +54,14 @@ from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     precision,
     share,
 )
+from deepmd_muon.model.nn.activation import Formula
 from deepmd_muon.model.nn.activation_kernels import curve
+
+# ----- arguments ---------------------------------------------------------------------------------
 
 
 class Terms(NamedTuple):
-    """The tensors a, u, t, s of `angles`, or their tangents."""
+    """The tensors a, u, t, s, their tangents, or what passes 2 and 4 write for them."""
 
     a: Any
     u: Any
@@ -41,467 +69,684 @@ class Terms(NamedTuple):
     s: Any
 
 
+class Cotangents(NamedTuple):
+    """Cotangents of m and a′; zeros where none arrived, and no elements for an absent a′."""
+
+    message: Any
+    a_new: Any
+
+
+class ParameterParts(NamedTuple):
+    """The gradients of W and ρ in parts, one for each program."""
+
+    weight: Any  # (programs, A, Y)
+    rho: Any  # (programs, A)
+
+
 class Form(NamedTuple):
-    """Sizes that are known when a kernel is compiled.
+    """Sizes that are known when a kernel is compiled; A, M and Y are those of the table above.
 
     Attributes
     ----------
-    angle, message, features
-        Columns of a, of m and of y.
-    rows, blocks
-        Second neighbours in a tile, a power of two, and how many blocks of so many hold all.
-    inner
-        A power of two that holds the columns of a.
-    columns, chunks
-        Features of y in a chunk, and how many chunks hold all.
+    tile_rows, n_blocks
+        Second neighbours in a tile, a power of two, and how many blocks hold all.
+    a_width
+        A power of two that holds A columns.
+    chunk_columns, n_chunks
+        Columns of a chunk, and how many chunks hold Y columns.
     precision
-        Of products: "tf32x3" splits each factor in two, which keeps single precision on tensor cores.
+        Of products, see `shared.precision`.
     """
 
-    angle: tl.constexpr
-    message: tl.constexpr
-    features: tl.constexpr
-    rows: tl.constexpr
-    blocks: tl.constexpr
-    inner: tl.constexpr
-    columns: tl.constexpr
-    chunks: tl.constexpr
+    A: tl.constexpr
+    M: tl.constexpr
+    Y: tl.constexpr
+    tile_rows: tl.constexpr
+    n_blocks: tl.constexpr
+    a_width: tl.constexpr
+    chunk_columns: tl.constexpr
+    n_chunks: tl.constexpr
     precision: tl.constexpr
 
 
-@triton.jit
-def load_tile(tensor, row, column, present, stride):
-    """Load a tile `(row, column)` of a matrix with `stride` columns; 0 where not present."""
-    return tl.load(tensor + row[:, None] * stride + column[None, :], present, 0.0)
+class AngleLayer(NamedTuple):
+    """What all passes over one layer's angles share.
+
+    Attributes
+    ----------
+    weight
+        W (A, Y).
+    rho
+        ρ (A,); None if a′ is not wanted.
+    reach
+        How many leading neighbours of each atom take part (atoms,), int32.
+    n_slots
+        Neighbours of each atom.
+    message_columns
+        M.
+    alpha
+        α.
+    formula
+        Of the activation f.
+    """
+
+    weight: Tensor
+    rho: Tensor | None
+    reach: Tensor
+    n_slots: int
+    message_columns: int
+    alpha: float
+    formula: Formula
+
+
+# ----- helpers of the kernels --------------------------------------------------------------------
+
+
+class Chunk(NamedTuple):
+    """A chunk of the columns of y (chunk_columns,), and what a program holds of it."""
+
+    c: Any  # numbers of the columns
+    in_y: Any  # c < Y
+    a_column: Any  # c − M: the column of a′ that a column of y updates
+    in_a: Any  # M ≤ c < Y
+    weight: Any  # (a_width, chunk_columns)
+    rho: Any  # (1, chunk_columns); 0 in columns of the message
 
 
 @triton.jit
-def _sum(terms, x, matrix, t, slot, c, form):
-    """Return a·W + u_j + t_k of a tile."""
-    u = tl.load(terms.u + slot * form.features + c, c < form.features, 0.0)
-    return tl.dot(x, matrix, input_precision=form.precision) + u[None, :] + t
+def load_tile(tensor, row, column, mask, stride):
+    """Load a tile `(row, column)` of a matrix with `stride` columns; 0 where the mask is false."""
+    return tl.load(tensor + row[:, None] * stride + column[None, :], mask, 0.0)
 
 
 @triton.jit
-def _vector(tensor, slot, c, form):
-    """Load the message of a slot, or its cotangent, into the columns of y."""
-    return tl.load(tensor + slot * form.message + c, c < form.message, 0.0)[None, :]
-
-
-@triton.jit
-def _columns(chunk, form):
-    """Return the columns of a chunk, which are present, their columns of a, and which have one."""
-    c = chunk * form.columns + tl.arange(0, form.columns)
-    return c, c < form.features, c - form.message, (c >= form.message) & (c < form.features)
-
-
-@triton.jit
-def _matrix(weight, i, c, form):
-    """Load a chunk of W."""
-    return load_tile(
-        weight, i, c, (i < form.angle)[:, None] & (c < form.features)[None, :], form.features
+def _load_chunk(weight, rho, chunk, i, form):
+    """Load what a program holds of a chunk; `i` are columns of a."""
+    c = chunk * form.chunk_columns + tl.arange(0, form.chunk_columns)
+    in_y = c < form.Y
+    a_column = c - form.M
+    in_a = (c >= form.M) & in_y
+    weight_mask = (i < form.A)[:, None] & in_y[None, :]
+    return Chunk(
+        c=c,
+        in_y=in_y,
+        a_column=a_column,
+        in_a=in_a,
+        weight=load_tile(weight, i, c, weight_mask, form.Y),
+        rho=tl.load(rho + a_column, in_a, 0.0)[None, :],
     )
-
-
-@triton.jit
-def _range(reach, atom, block, width, form):
-    """Return where the first neighbours start that a program takes, and end, and those that it leaves out start."""
-    far = tl.load(reach + atom)
-    end = tl.where(far > block * form.rows, far, 0)
-    start, step = tl.program_id(1), tl.num_programs(1)
-    return start, end, start + (tl.maximum(end - start, 0) + step - 1) // step * step
 
 
 @triton.jit
 def _block(form):
-    """Return which block of second neighbours a program takes.
-
-    The last one, which few atoms reach, comes first: its programs run beside those that have more to do.
-    """
+    """Return the block of second neighbours that a program takes."""
     block = tl.zeros([], tl.int32)
-    if form.blocks > 1:
-        block += form.blocks - 1 - tl.program_id(2)
+    if form.n_blocks > 1:
+        # The last block, which few atoms reach, comes first: its programs run next to those that
+        # have more to do.
+        block += form.n_blocks - 1 - tl.program_id(2)
     return block
 
 
 @triton.jit
-def _part(sums, number, atoms, width, columns: tl.constexpr):
-    """Return where a part starts of what each slot takes."""
-    return sums + number.to(tl.int64) * atoms * width * columns
+def _first_slot(atom, n_slots):
+    """Return the slot of an atom's first neighbour; int64, since angles · columns may exceed 2³¹."""
+    return atom * tl.full([], n_slots, tl.int64)
 
 
 @triton.jit
-def _clear(rows, angles, first, rest, width, k, in_x, c, columns: tl.constexpr, chunk, form):
-    """Store zeros for first neighbours from `rest` on and, unless None, for their angles."""
-    i, nothing = tl.arange(0, form.inner), tl.zeros([form.rows, form.inner], tl.float32)
-    for j in range(rest, width, tl.num_programs(1)):
+def _first_neighbors(reach, atom, block, form):
+    """Return the range of first neighbours that a program computes.
+
+    It takes every n-th from `start` to `end`, and stores zeros for every n-th from `rest` on.
+    """
+    within_reach = tl.load(reach + atom)
+    end = tl.where(within_reach > block * form.tile_rows, within_reach, 0)
+    start = tl.program_id(1)
+    step = tl.num_programs(1)
+    n_computed = (tl.maximum(end - start, 0) + step - 1) // step
+    return start, end, start + n_computed * step
+
+
+@triton.jit
+def _part(parts, number, n_atoms, n_slots, columns: tl.constexpr):
+    """Return where a part (atoms·n_slots, columns) starts."""
+    return parts + number.to(tl.int64) * n_atoms * n_slots * columns
+
+
+@triton.jit
+def _pre_activation(terms, a, t, slot, chunk, form):
+    """Return a chunk of z = a·W + u_j + t_k (tile_rows, chunk_columns), or of ż from tangents."""
+    u = tl.load(terms.u + slot * form.Y + chunk.c, chunk.in_y, 0.0)
+    return tl.dot(a, chunk.weight, input_precision=form.precision) + u[None, :] + t
+
+
+@triton.jit
+def _load_message(message, slot, chunk, form):
+    """Load the cotangent of m_j into the columns of y (1, chunk_columns); 0 beyond M."""
+    return tl.load(message + slot * form.M + chunk.c, chunk.c < form.M, 0.0)[None, :]
+
+
+@triton.jit
+def _store_zeros(
+    rows, angles, first, rest, n_slots, k, a_mask, c, columns: tl.constexpr, number, form
+):
+    """Store zeros for first neighbours from `rest` on and, unless `angles` is None, their angles.
+
+    `number` is that of the chunk; zeros of angles are stored with the first one.
+    """
+    i = tl.arange(0, form.a_width)
+    for j in range(rest, n_slots, tl.num_programs(1)):
         slot = first + j
-        tl.store(rows + slot * columns + c, tl.zeros([form.columns], tl.float32), c < columns)
+        tl.store(rows + slot * columns + c, tl.zeros([form.chunk_columns], tl.float32), c < columns)
         if angles is not None:
-            angle = slot * width + k
-            tl.store(
-                angles + angle[:, None] * form.angle + i[None, :], nothing, in_x & (chunk == 0)
-            )
+            angle = slot * n_slots + k
+            zeros = tl.zeros([form.tile_rows, form.a_width], tl.float32)
+            at = angles + angle[:, None] * form.A + i[None, :]
+            tl.store(at, zeros, a_mask & (number == 0))
 
 
 @triton.jit
+def _accumulate_a(a_out, value, angle, i, a_mask, number, form):
+    """Store what a chunk of y contributes to ā or â, added to that of earlier chunks."""
+    # The first chunk must not read: the memory is not initialized.
+    value += load_tile(a_out, angle, i, a_mask & (number > 0), form.A)
+    tl.store(a_out + angle[:, None] * form.A + i[None, :], value, a_mask)
+
+
+# ----- the passes --------------------------------------------------------------------------------
+# Sizes that differ between batches are not specialized: Triton would compile a kernel anew for
+# each number of atoms that 16 divides.
+
+
+@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def update_kernel(
-    message, updated, terms, weight, residual, reach, atoms, width, carry,
-    curve_of: tl.constexpr, form, kind: tl.constexpr,
-) -> None:  # fmt: skip
-    """Pass 1: m_j = s_j·Σ_k s_k·y_jk and, where y has more features, a′ = α·a + ρ∘y."""
-    i = tl.arange(0, form.inner)
+    message_parts,  # (blocks, slots, M), written
+    a_new,  # (angles, A), written if Y > M
+    weight,
+    rho,
+    reach,
+    terms,  # Terms
+    n_atoms,
+    n_slots,
+    alpha,
+    curve_of: tl.constexpr,
+    form,  # Form
+    kind: tl.constexpr,
+) -> None:
+    """Pass 1: m_j = s_j·Σ_k s_k·y_jk[:M] as one part a block, and a′ = α·a + ρ∘y[M:]."""
+    i = tl.arange(0, form.a_width)
     block = _block(form)
-    message = _part(message, block, atoms, width, form.message)
-    k = block * form.rows + tl.arange(0, form.rows)
-    in_k = k < width
-    in_x = in_k[:, None] & (i < form.angle)[None, :]
-    for chunk in range(form.chunks):
-        c, in_y, to_a, in_a = _columns(chunk, form)
-        matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, in_a, 0.0)[None, :]
-        in_a = in_k[:, None] & in_a[None, :]
-        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
-            first = atom * tl.full([], width, tl.int64)
-            start, end, rest = _range(reach, atom, block, width, form)
+    message = _part(message_parts, block, n_atoms, n_slots, form.M)
+    k = block * form.tile_rows + tl.arange(0, form.tile_rows)
+    in_k = k < n_slots
+    a_mask = in_k[:, None] & (i < form.A)[None, :]
+    for number in range(form.n_chunks):
+        chunk = _load_chunk(weight, rho, number, i, form)
+        new_mask = in_k[:, None] & chunk.in_a[None, :]
+        for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
+            first = _first_slot(atom, n_slots)
+            start, end, rest = _first_neighbors(reach, atom, block, form)
             s_k = tl.load(terms.s + first + k, in_k, 0.0)[:, None]
-            t = load_tile(
-                terms.t,
-                first + k,
-                c,
-                (in_k & (start < end))[:, None] & in_y[None, :],
-                form.features,
-            )
+            t_mask = (in_k & (start < end))[:, None] & chunk.in_y[None, :]
+            t = load_tile(terms.t, first + k, chunk.c, t_mask, form.Y)
             for j in range(start, end, tl.num_programs(1)):
                 slot = first + j
-                angle = slot * width + k
-                x = load_tile(terms.a, angle, i, in_x, form.angle)
-                y = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)[0]
+                angle = slot * n_slots + k
+                a = load_tile(terms.a, angle, i, a_mask, form.A)
+                y, _, _ = curve(_pre_activation(terms, a, t, slot, chunk, form), kind, curve_of)
                 m = tl.load(terms.s + slot) * tl.sum(y * s_k, 0)
-                tl.store(message + slot * form.message + c, m, c < form.message)
-                if form.features > form.message:
-                    after = carry * load_tile(terms.a, angle, to_a, in_a, form.angle) + rho * y
-                    tl.store(updated + angle[:, None] * form.angle + to_a[None, :], after, in_a)
-            angles = updated if form.features > form.message else None
-            _clear(message, angles, first, rest, width, k, in_x, c, form.message, chunk, form)
+                tl.store(message + slot * form.M + chunk.c, m, chunk.c < form.M)
+                if form.Y > form.M:
+                    old = load_tile(terms.a, angle, chunk.a_column, new_mask, form.A)
+                    at = a_new + angle[:, None] * form.A + chunk.a_column[None, :]
+                    tl.store(at, alpha * old + chunk.rho * y, new_mask)
+            _store_zeros(
+                message,
+                a_new if form.Y > form.M else None,
+                first,
+                rest,
+                n_slots,
+                k,
+                a_mask,
+                chunk.c,
+                columns=form.M,
+                number=number,
+                form=form,
+            )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def adjoint_kernel(
-    out, s_parts, message, updated, terms, weight, residual, reach, atoms, width, carry,
-    curve_of: tl.constexpr, form, kind: tl.constexpr,
-) -> None:  # fmt: skip
-    """Pass 2: the adjoints of m and a′ give `out`: those of a, u and, in parts, t and s as a first neighbour.
+    out,  # Terms, written: u in parts (blocks, slots, Y), t (groups, slots, Y), s (blocks·chunks, slots)
+    s_second_parts,  # (chunks·groups, slots), written: s̄ as second neighbour; out.s as first
+    bars,  # Cotangents
+    weight,
+    rho,
+    reach,
+    terms,  # Terms
+    n_atoms,
+    n_slots,
+    alpha,
+    curve_of: tl.constexpr,
+    form,  # Form
+    kind: tl.constexpr,
+) -> None:
+    """Pass 2: the adjoints of a, u, t and s.
 
-    `s_parts` takes those of s as a second neighbour.
+    With ȳ = [s_j·s_k·m̄_j, ρ∘ā′] and z̄ = f′(z)∘ȳ: ā = z̄·Wᵀ + α·ā′, ū_j = Σ_k z̄, t̄_k = Σ_j z̄,
+    s̄_j = Σ_k s_k·(m̄_j·y_jk[:M]) as first and s̄_k = Σ_j s_j·(m̄_j·y_jk[:M]) as second neighbour.
     """
-    i = tl.arange(0, form.inner)
+    i = tl.arange(0, form.a_width)
     block = _block(form)
-    of_u = _part(out.u, block, atoms, width, form.features)
-    k = block * form.rows + tl.arange(0, form.rows)
-    in_k = k < width
-    in_x = in_k[:, None] & (i < form.angle)[None, :]
-    for chunk in range(form.chunks):
-        of_s = _part(out.s, block * form.chunks + chunk, atoms, width, 1)
-        c, in_y, to_a, in_a = _columns(chunk, form)
-        matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, in_a, 0.0)[None, :]
-        in_a, in_z = in_k[:, None] & in_a[None, :], in_k[:, None] & in_y[None, :]
-        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
-            first = atom * tl.full([], width, tl.int64)
-            start, end, rest = _range(reach, atom, block, width, form)
+    group = tl.program_id(1)
+    n_groups = tl.num_programs(1)
+    u_bar = _part(out.u, block, n_atoms, n_slots, form.Y)
+    k = block * form.tile_rows + tl.arange(0, form.tile_rows)
+    in_k = k < n_slots
+    a_mask = in_k[:, None] & (i < form.A)[None, :]
+    for number in range(form.n_chunks):
+        s_bar = _part(out.s, block * form.n_chunks + number, n_atoms, n_slots, 1)
+        chunk = _load_chunk(weight, rho, number, i, form)
+        new_mask = in_k[:, None] & chunk.in_a[None, :]
+        z_mask = in_k[:, None] & chunk.in_y[None, :]
+        for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
+            first = _first_slot(atom, n_slots)
+            start, end, rest = _first_neighbors(reach, atom, block, form)
             s_k = tl.load(terms.s + first + k, in_k, 0.0)
-            t = load_tile(terms.t, first + k, c, in_z & (start < end), form.features)
-            sum_t, sum_s = tl.zeros_like(t), tl.zeros_like(s_k)
-            for j in range(start, end, tl.num_programs(1)):
+            t = load_tile(terms.t, first + k, chunk.c, z_mask & (start < end), form.Y)
+            t_bar = tl.zeros_like(t)
+            s_second_bar = tl.zeros_like(s_k)
+            for j in range(start, end, n_groups):
                 slot = first + j
-                angle = slot * width + k
-                x = load_tile(terms.a, angle, i, in_x, form.angle)
-                y, slope, _ = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
-                s_j, m = tl.load(terms.s + slot), _vector(message, slot, c, form)
-                along = tl.sum(y * m, 1)
-                tl.store(of_s + slot, tl.sum(along * s_k, 0))
-                sum_s += s_j * along
-                y_bar = m * (s_j * s_k)[:, None]
-                if form.features > form.message:
-                    y_bar += rho * load_tile(updated, angle, to_a, in_a, form.angle)
-                z_bar = slope * y_bar
-                sum_t += z_bar
-                tl.store(of_u + slot * form.features + c, tl.sum(z_bar, 0), in_y)
-                x_bar = tl.dot(z_bar, tl.trans(matrix), input_precision=form.precision)
-                if form.features > form.message:
-                    x_bar += carry * load_tile(updated, angle, i, in_x & (chunk == 0), form.angle)
-                x_bar += load_tile(out.a, angle, i, in_x & (chunk > 0), form.angle)
-                tl.store(out.a + angle[:, None] * form.angle + i[None, :], x_bar, in_x)
-            _clear(of_u, out.a, first, rest, width, k, in_x, c, form.features, chunk, form)
-            for j in range(rest, width, tl.num_programs(1)):
-                tl.store(of_s + (first + j), 0.0)
-            part = tl.program_id(1).to(tl.int64) * atoms + atom
-            tl.store(s_parts + (chunk * tl.num_programs(1) * atoms + part) * width + k, sum_s, in_k)
-            tl.store(out.t + (part * width + k)[:, None] * form.features + c[None, :], sum_t, in_z)
-        tl.debug_barrier()
-
-
-@triton.jit
-def tangent_kernel(
-    message, updated, terms, dots, weight, residual, reach, atoms, width, carry,
-    curve_of: tl.constexpr, form, kind: tl.constexpr,
-) -> None:  # fmt: skip
-    """Pass 3: the tangents of a, u, t, s give those of m and a′."""
-    i = tl.arange(0, form.inner)
-    block = _block(form)
-    message = _part(message, block, atoms, width, form.message)
-    k = block * form.rows + tl.arange(0, form.rows)
-    in_k = k < width
-    in_x = in_k[:, None] & (i < form.angle)[None, :]
-    for chunk in range(form.chunks):
-        c, in_y, to_a, in_a = _columns(chunk, form)
-        matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, in_a, 0.0)[None, :]
-        in_a, in_z = in_k[:, None] & in_a[None, :], in_k[:, None] & in_y[None, :]
-        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
-            first = atom * tl.full([], width, tl.int64)
-            start, end, rest = _range(reach, atom, block, width, form)
-            s_k, s_dot_k = (
-                tl.load(terms.s + first + k, in_k, 0.0),
-                tl.load(dots.s + first + k, in_k, 0.0),
-            )
-            t = load_tile(terms.t, first + k, c, in_z & (start < end), form.features)
-            t_dot = load_tile(dots.t, first + k, c, in_z & (start < end), form.features)
-            for j in range(start, end, tl.num_programs(1)):
-                slot = first + j
-                angle = slot * width + k
-                x = load_tile(terms.a, angle, i, in_x, form.angle)
-                y, slope, _ = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
-                x_dot = load_tile(dots.a, angle, i, in_x, form.angle)
-                y_dot = slope * _sum(dots, x_dot, matrix, t_dot, slot, c, form)
-                s_j, s_dot_j = tl.load(terms.s + slot), tl.load(dots.s + slot)
-                m = tl.sum(
-                    y_dot * (s_j * s_k)[:, None] + y * (s_dot_j * s_k + s_j * s_dot_k)[:, None], 0
-                )
-                tl.store(message + slot * form.message + c, m, c < form.message)
-                if form.features > form.message:
-                    after = carry * load_tile(dots.a, angle, to_a, in_a, form.angle) + rho * y_dot
-                    tl.store(updated + angle[:, None] * form.angle + to_a[None, :], after, in_a)
-            angles = updated if form.features > form.message else None
-            _clear(message, angles, first, rest, width, k, in_x, c, form.message, chunk, form)
-
-
-@triton.jit
-def _cotangent(given, earlier, z_dot, bends, rho, pairs, at, form, moving: tl.constexpr):
-    """Return ẑ and z̄ of a tile, and the terms of the gradient of ρ; `bends` are f, f′, f″, `pairs` those of s and ṡ."""
-    y, slope, bend = bends[0], bends[1], bends[2]
-    slot, angle, c, to_a, in_a = at[0], at[1], at[2], at[3], at[4]
-    y_hat = _vector(given[0], slot, c, form) * pairs[0]
-    of_rho = tl.zeros_like(y)
-    if form.features > form.message:
-        now = load_tile(given[1], angle, to_a, in_a, form.angle)
-        of_rho += y * now
-        y_hat += rho * now
-    if moving:
-        m_bar = _vector(earlier[0], slot, c, form)
-        y_hat += m_bar * pairs[1]
-        y_bar = m_bar * pairs[0]
-        if form.features > form.message:
-            before = load_tile(earlier[1], angle, to_a, in_a, form.angle)
-            of_rho += slope * z_dot * before
-            y_bar += rho * before
-        return slope * y_hat + bend * z_dot * y_bar, slope * y_bar, of_rho
-    return slope * y_hat, y_hat, of_rho
-
-
-@triton.jit
-def gradient_kernel(
-    out, sums, given, earlier, terms, dots, weight, residual, reach, atoms, width, carry,
-    curve_of: tl.constexpr, form, kind: tl.constexpr, moving: tl.constexpr,
-) -> None:  # fmt: skip
-    """Pass 4: `given` cotangents of m and a′, and the `earlier` ones of pass 2, give `out` and `sums` of W and ρ.
-
-    `out` takes the gradients of a, u and, in parts, t. Unless `moving`, there were no passes 2 and 3.
-    """
-    i = tl.arange(0, form.inner)
-    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    block = _block(form)
-    of_u = _part(out.u, block, atoms, width, form.features)
-    k = block * form.rows + tl.arange(0, form.rows)
-    in_k = k < width
-    in_x = in_k[:, None] & (i < form.angle)[None, :]
-    for chunk in range(form.chunks):
-        c, in_y, to_a, has_a = _columns(chunk, form)
-        matrix, rho = _matrix(weight, i, c, form), tl.load(residual + to_a, has_a, 0.0)[None, :]
-        in_a, in_z = in_k[:, None] & has_a[None, :], in_k[:, None] & in_y[None, :]
-        sum_w, sum_rho = tl.zeros_like(matrix), tl.zeros([form.columns], tl.float32)
-        for atom in range(tl.program_id(0), atoms, tl.num_programs(0)):
-            first = atom * tl.full([], width, tl.int64)
-            start, end, rest = _range(reach, atom, block, width, form)
-            s_k, s_dot_k = (
-                tl.load(terms.s + first + k, in_k, 0.0),
-                tl.load(dots.s + first + k, in_k, 0.0),
-            )
-            t, t_dot = (
-                load_tile(terms.t, first + k, c, in_z & (start < end), form.features),
-                load_tile(dots.t, first + k, c, in_z & (start < end), form.features),
-            )
-            sum_t = tl.zeros_like(t)
-            for j in range(start, end, tl.num_programs(1)):
-                slot = first + j
-                angle = slot * width + k
-                x = load_tile(terms.a, angle, i, in_x, form.angle)
-                bends = curve(_sum(terms, x, matrix, t, slot, c, form), kind, curve_of)
+                angle = slot * n_slots + k
+                a = load_tile(terms.a, angle, i, a_mask, form.A)
+                z = _pre_activation(terms, a, t, slot, chunk, form)
+                y, slope, _ = curve(z, kind, curve_of)
                 s_j = tl.load(terms.s + slot)
-                moved = (tl.load(dots.s + slot) * s_k + s_j * s_dot_k)[:, None]
-                x_dot = load_tile(dots.a, angle, i, in_x, form.angle)
-                z_dot = _sum(dots, x_dot, matrix, t_dot, slot, c, form)
-                at, pairs = (slot, angle, c, to_a, in_a), ((s_j * s_k)[:, None], moved)
-                z_hat, z_bar, of_rho = _cotangent(
-                    given, earlier, z_dot, bends, rho, pairs, at, form, moving
-                )
-                sum_rho += tl.sum(of_rho, 0)
-                sum_t += z_hat
-                tl.store(of_u + slot * form.features + c, tl.sum(z_hat, 0), in_y)
-                sum_w += tl.dot(tl.trans(x), z_hat, input_precision=form.precision)
-                if moving:
-                    sum_w += tl.dot(tl.trans(x_dot), z_bar, input_precision=form.precision)
-                x_hat = tl.dot(z_hat, tl.trans(matrix), input_precision=form.precision)
-                if form.features > form.message:
-                    x_hat += carry * load_tile(given[1], angle, i, in_x & (chunk == 0), form.angle)
-                x_hat += load_tile(out.a, angle, i, in_x & (chunk > 0), form.angle)
-                tl.store(out.a + angle[:, None] * form.angle + i[None, :], x_hat, in_x)
-            _clear(of_u, out.a, first, rest, width, k, in_x, c, form.features, chunk, form)
-            part = ((tl.program_id(1).to(tl.int64) * atoms + atom) * width + k)[:, None]
-            tl.store(out.t + part * form.features + c[None, :], sum_t, in_z)
-        part = (program * form.blocks + block) * form.angle
-        at = (part + i[:, None]) * form.features + c[None, :]
-        tl.store(sums[0] + at, sum_w, (i < form.angle)[:, None] & in_y[None, :])
-        if form.features > form.message:
-            tl.store(sums[1] + part + to_a, sum_rho, has_a)
+                m_bar = _load_message(bars.message, slot, chunk, form)
+                along = tl.sum(y * m_bar, 1)
+                tl.store(s_bar + slot, tl.sum(along * s_k, 0))
+                s_second_bar += s_j * along
+                y_bar = m_bar * (s_j * s_k)[:, None]
+                if form.Y > form.M:
+                    new_bar = load_tile(bars.a_new, angle, chunk.a_column, new_mask, form.A)
+                    y_bar += chunk.rho * new_bar
+                z_bar = slope * y_bar
+                t_bar += z_bar
+                tl.store(u_bar + slot * form.Y + chunk.c, tl.sum(z_bar, 0), chunk.in_y)
+                a_bar = tl.dot(z_bar, tl.trans(chunk.weight), input_precision=form.precision)
+                if form.Y > form.M:
+                    a_bar += alpha * load_tile(bars.a_new, angle, i, a_mask & (number == 0), form.A)
+                _accumulate_a(out.a, a_bar, angle, i, a_mask, number, form)
+            _store_zeros(
+                u_bar,
+                out.a,
+                first,
+                rest,
+                n_slots,
+                k,
+                a_mask,
+                chunk.c,
+                columns=form.Y,
+                number=number,
+                form=form,
+            )
+            for j in range(rest, n_slots, n_groups):
+                tl.store(s_bar + (first + j), 0.0)
+            part = group.to(tl.int64) * n_atoms + atom
+            s_part = number * n_groups * n_atoms + part
+            tl.store(s_second_parts + s_part * n_slots + k, s_second_bar, in_k)
+            t_at = out.t + (part * n_slots + k)[:, None] * form.Y + chunk.c[None, :]
+            tl.store(t_at, t_bar, z_mask)
+        # The next chunk adds to ā, which other threads of this program have written.
         tl.debug_barrier()
 
+
+@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
+def tangent_kernel(
+    message_parts,  # (blocks, slots, M), written: ṁ
+    a_new,  # (angles, A), written if Y > M: ȧ′
+    dots,  # Terms: ȧ, u̇, ṫ, ṡ
+    weight,
+    rho,
+    reach,
+    terms,  # Terms
+    n_atoms,
+    n_slots,
+    alpha,
+    curve_of: tl.constexpr,
+    form,  # Form
+    kind: tl.constexpr,
+) -> None:
+    """Pass 3: the tangents of m and a′.
+
+    With ẏ = f′(z)∘ż: ṁ_j = Σ_k (s_j·s_k·ẏ + (ṡ_j·s_k + s_j·ṡ_k)·y)[:M], ȧ′ = α·ȧ + ρ∘ẏ[M:].
+    """
+    i = tl.arange(0, form.a_width)
+    block = _block(form)
+    message = _part(message_parts, block, n_atoms, n_slots, form.M)
+    k = block * form.tile_rows + tl.arange(0, form.tile_rows)
+    in_k = k < n_slots
+    a_mask = in_k[:, None] & (i < form.A)[None, :]
+    for number in range(form.n_chunks):
+        chunk = _load_chunk(weight, rho, number, i, form)
+        new_mask = in_k[:, None] & chunk.in_a[None, :]
+        z_mask = in_k[:, None] & chunk.in_y[None, :]
+        for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
+            first = _first_slot(atom, n_slots)
+            start, end, rest = _first_neighbors(reach, atom, block, form)
+            s_k = tl.load(terms.s + first + k, in_k, 0.0)
+            s_k_dot = tl.load(dots.s + first + k, in_k, 0.0)
+            t = load_tile(terms.t, first + k, chunk.c, z_mask & (start < end), form.Y)
+            t_dot = load_tile(dots.t, first + k, chunk.c, z_mask & (start < end), form.Y)
+            for j in range(start, end, tl.num_programs(1)):
+                slot = first + j
+                angle = slot * n_slots + k
+                a = load_tile(terms.a, angle, i, a_mask, form.A)
+                z = _pre_activation(terms, a, t, slot, chunk, form)
+                y, slope, _ = curve(z, kind, curve_of)
+                a_dot = load_tile(dots.a, angle, i, a_mask, form.A)
+                y_dot = slope * _pre_activation(dots, a_dot, t_dot, slot, chunk, form)
+                s_j = tl.load(terms.s + slot)
+                s_j_dot = tl.load(dots.s + slot)
+                pair = (s_j * s_k)[:, None]
+                pair_dot = (s_j_dot * s_k + s_j * s_k_dot)[:, None]
+                m_dot = tl.sum(y_dot * pair + y * pair_dot, 0)
+                tl.store(message + slot * form.M + chunk.c, m_dot, chunk.c < form.M)
+                if form.Y > form.M:
+                    old_dot = load_tile(dots.a, angle, chunk.a_column, new_mask, form.A)
+                    at = a_new + angle[:, None] * form.A + chunk.a_column[None, :]
+                    tl.store(at, alpha * old_dot + chunk.rho * y_dot, new_mask)
+            _store_zeros(
+                message,
+                a_new if form.Y > form.M else None,
+                first,
+                rest,
+                n_slots,
+                k,
+                a_mask,
+                chunk.c,
+                columns=form.M,
+                number=number,
+                form=form,
+            )
+
+
+@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
+def gradient_kernel(
+    out,  # Terms, written: a, u in parts (blocks, slots, Y), t (groups, slots, Y); s has no gradient
+    parameters,  # ParameterParts, written
+    hats,  # Cotangents
+    bars,  # Cotangents of pass 2; not read without forces
+    dots,  # Terms; not read without forces
+    weight,
+    rho,
+    reach,
+    terms,  # Terms
+    n_atoms,
+    n_slots,
+    alpha,
+    curve_of: tl.constexpr,
+    form,  # Form
+    kind: tl.constexpr,
+    with_forces: tl.constexpr,
+) -> None:
+    """Pass 4: the gradients of a, u, t, W and ρ.
+
+    With ŷ = [s_j·s_k·m̂_j + (ṡ_j·s_k + s_j·ṡ_k)·m̄_j, ρ∘â′], ȳ as in pass 2 and
+    ẑ = f′(z)∘ŷ + f″(z)∘ż∘ȳ, z̄ = f′(z)∘ȳ: â = ẑ·Wᵀ + α·â′, û_j = Σ_k ẑ, t̂_k = Σ_j ẑ,
+    Ŵ = Σ (aᵀ·ẑ + ȧᵀ·z̄), ρ̂ = Σ (y∘â′ + f′(z)∘ż∘ā′). Without forces the terms with bars and dots are 0.
+    """
+    i = tl.arange(0, form.a_width)
+    block = _block(form)
+    group = tl.program_id(1)
+    n_groups = tl.num_programs(1)
+    u_hat = _part(out.u, block, n_atoms, n_slots, form.Y)
+    k = block * form.tile_rows + tl.arange(0, form.tile_rows)
+    in_k = k < n_slots
+    a_mask = in_k[:, None] & (i < form.A)[None, :]
+    for number in range(form.n_chunks):
+        chunk = _load_chunk(weight, rho, number, i, form)
+        new_mask = in_k[:, None] & chunk.in_a[None, :]
+        z_mask = in_k[:, None] & chunk.in_y[None, :]
+        weight_hat = tl.zeros_like(chunk.weight)
+        rho_hat = tl.zeros([form.chunk_columns], tl.float32)
+        for atom in range(tl.program_id(0), n_atoms, tl.num_programs(0)):
+            first = _first_slot(atom, n_slots)
+            start, end, rest = _first_neighbors(reach, atom, block, form)
+            s_k = tl.load(terms.s + first + k, in_k, 0.0)
+            s_k_dot = tl.load(dots.s + first + k, in_k, 0.0)
+            t = load_tile(terms.t, first + k, chunk.c, z_mask & (start < end), form.Y)
+            t_dot = load_tile(dots.t, first + k, chunk.c, z_mask & (start < end), form.Y)
+            t_hat = tl.zeros_like(t)
+            for j in range(start, end, n_groups):
+                slot = first + j
+                angle = slot * n_slots + k
+                a = load_tile(terms.a, angle, i, a_mask, form.A)
+                z = _pre_activation(terms, a, t, slot, chunk, form)
+                y, slope, bend = curve(z, kind, curve_of)
+                s_j = tl.load(terms.s + slot)
+                pair = (s_j * s_k)[:, None]
+                y_hat = _load_message(hats.message, slot, chunk, form) * pair
+                rho_terms = tl.zeros_like(y)
+                if form.Y > form.M:
+                    new_hat = load_tile(hats.a_new, angle, chunk.a_column, new_mask, form.A)
+                    rho_terms += y * new_hat
+                    y_hat += chunk.rho * new_hat
+                if with_forces:
+                    a_dot = load_tile(dots.a, angle, i, a_mask, form.A)
+                    z_dot = _pre_activation(dots, a_dot, t_dot, slot, chunk, form)
+                    pair_dot = (tl.load(dots.s + slot) * s_k + s_j * s_k_dot)[:, None]
+                    m_bar = _load_message(bars.message, slot, chunk, form)
+                    y_hat += m_bar * pair_dot
+                    y_bar = m_bar * pair
+                    if form.Y > form.M:
+                        new_bar = load_tile(bars.a_new, angle, chunk.a_column, new_mask, form.A)
+                        rho_terms += slope * z_dot * new_bar
+                        y_bar += chunk.rho * new_bar
+                    z_hat = slope * y_hat + bend * z_dot * y_bar
+                    z_bar = slope * y_bar
+                else:
+                    z_hat = slope * y_hat
+                rho_hat += tl.sum(rho_terms, 0)
+                t_hat += z_hat
+                tl.store(u_hat + slot * form.Y + chunk.c, tl.sum(z_hat, 0), chunk.in_y)
+                weight_hat += tl.dot(tl.trans(a), z_hat, input_precision=form.precision)
+                if with_forces:
+                    weight_hat += tl.dot(tl.trans(a_dot), z_bar, input_precision=form.precision)
+                a_hat = tl.dot(z_hat, tl.trans(chunk.weight), input_precision=form.precision)
+                if form.Y > form.M:
+                    a_hat += alpha * load_tile(hats.a_new, angle, i, a_mask & (number == 0), form.A)
+                _accumulate_a(out.a, a_hat, angle, i, a_mask, number, form)
+            _store_zeros(
+                u_hat,
+                out.a,
+                first,
+                rest,
+                n_slots,
+                k,
+                a_mask,
+                chunk.c,
+                columns=form.Y,
+                number=number,
+                form=form,
+            )
+            row = ((group.to(tl.int64) * n_atoms + atom) * n_slots + k)[:, None]
+            tl.store(out.t + row * form.Y + chunk.c[None, :], t_hat, z_mask)
+        program = tl.program_id(0) * n_groups + group
+        part = (program * form.n_blocks + block) * form.A
+        weight_at = parameters.weight + (part + i[:, None]) * form.Y + chunk.c[None, :]
+        tl.store(weight_at, weight_hat, (i < form.A)[:, None] & chunk.in_y[None, :])
+        if form.Y > form.M:
+            tl.store(parameters.rho + part + chunk.a_column, rho_hat, chunk.in_a)
+        # The next chunk adds to â, which other threads of this program have written.
+        tl.debug_barrier()
+
+
+# ----- launches ----------------------------------------------------------------------------------
 
 ROWS = 32  # second neighbours that a program holds at a time, at most
-COLUMNS, UPDATE_COLUMNS = 32, 16  # features of y that a program holds at a time; fewer in pass 1
-EACH, UPDATE_EACH = 4, 8  # programs that a multiprocessor runs at once; more in pass 1
-SLACK = 1.1  # how much longer programs may take so that fewer of them share an atom, whose parts are added up
+#: Programs that share an atom write parts, which must be added up. So few share it that a launch
+#: takes at most this much longer than with the best number.
+SLACK = 1.1
+
+
+class Tuning(NamedTuple):
+    """How a pass is launched."""
+
+    chunk_columns: int  # columns of y that a program holds at a time
+    programs: int  # that a multiprocessor runs at once
+
+
+# Pass 1 keeps less than the others: smaller chunks let more programs run at once.
+PASS_1 = Tuning(chunk_columns=16, programs=8)
+OTHER_PASSES = Tuning(chunk_columns=32, programs=4)
 
 
 class Launch:
-    """Grid and arguments that all passes share."""
+    """The grid of a pass over one layer's angles, its arguments that all passes share, and outputs."""
 
-    def __init__(
-        self,
-        terms: Tensors,
-        weight: torch.Tensor,
-        residual: torch.Tensor,
-        reach: torch.Tensor,
-        width: int,
-        message: int,
-        carry: float,
-        kind: str,
-        curve_of: Sequence[float],
-        *,
-        columns: int = COLUMNS,
-        each: int = EACH,
-    ) -> None:
-        atoms = terms[1].shape[0] // width
-        programs = at_once(weight.device, each)
-
-        def turns(groups: int) -> int:
-            """Return how many first neighbours a program takes one after another."""
-            sharing = share(atoms, groups, programs)
-            return int(triton.cdiv(atoms, sharing) * triton.cdiv(width, groups))
-
-        fewest = min(map(turns, range(1, width + 1)))
-        self.groups = next(
-            groups for groups in range(1, width + 1) if turns(groups) <= SLACK * fewest
+    def __init__(self, terms: Tensors, layer: AngleLayer, tuning: Tuning = OTHER_PASSES) -> None:
+        self.terms = _contiguous(terms)
+        self.layer = layer
+        self.weight = layer.weight.contiguous()
+        self.rho = self.weight.new_empty(0) if layer.rho is None else layer.rho.contiguous()
+        A, Y = self.weight.shape
+        n_slots = layer.n_slots
+        n_atoms = self.terms.u.shape[0] // n_slots
+        tile_rows = min(ROWS, holding(n_slots))
+        self.n_blocks = triton.cdiv(n_slots, tile_rows)
+        self.n_chunks = triton.cdiv(Y, tuning.chunk_columns)
+        programs = at_once(self.weight.device, tuning.programs)
+        self.n_groups = _groups(n_atoms, n_slots, programs)
+        self.grid = (share(n_atoms, self.n_groups, programs), self.n_groups, self.n_blocks)
+        form = Form(
+            A=tl.constexpr(A),
+            M=tl.constexpr(layer.message_columns),
+            Y=tl.constexpr(Y),
+            tile_rows=tl.constexpr(tile_rows),
+            n_blocks=tl.constexpr(self.n_blocks),
+            a_width=tl.constexpr(holding(A)),
+            chunk_columns=tl.constexpr(tuning.chunk_columns),
+            n_chunks=tl.constexpr(self.n_chunks),
+            precision=tl.constexpr(precision()),
         )
-        sizes = (weight.shape[0], message, weight.shape[1])
-        rows = min(ROWS, holding(width))
-        self.blocks, self.chunks = triton.cdiv(width, rows), triton.cdiv(weight.shape[1], columns)
-        self.grid = (share(atoms, self.groups, programs), self.groups, self.blocks)
-        tile = (rows, self.blocks, holding(weight.shape[0]), columns, self.chunks)
-        self.warps = rows // SMALLEST
-        form = Form(*map(tl.constexpr, (*sizes, *tile, precision())))
-        given = (weight.contiguous(), residual.contiguous(), reach)
-        self.layer = (*given, atoms, width, carry, tuple(curve_of), form, kind)
+        kind, *curve_of = layer.formula
+        self.arguments: dict[str, Any] = {
+            "weight": self.weight,
+            "rho": self.rho,
+            "reach": layer.reach,
+            "terms": self.terms,
+            "n_atoms": n_atoms,
+            "n_slots": n_slots,
+            "alpha": layer.alpha,
+            "curve_of": tuple(curve_of),
+            "form": form,
+            "kind": kind,
+            "num_warps": tile_rows // SMALLEST,
+        }
+
+    def empty_outputs(self) -> tuple[Tensor, Tensor]:
+        """Allocate what passes 1 and 3 write: m in parts, and a′."""
+        u = self.terms.u
+        message_parts = u.new_empty(self.n_blocks, u.shape[0], self.layer.message_columns)
+        a_new = self.terms.a.new_empty(self.terms.a.shape if self.rho.numel() else (0,))
+        return message_parts, a_new
+
+    def empty_u_parts(self) -> Tensor:
+        """Allocate ū or û in parts."""
+        return self.terms.u.new_empty(self.n_blocks, *self.terms.u.shape)
+
+    def empty_t_parts(self) -> Tensor:
+        """Allocate t̄ or t̂ in parts."""
+        return self.terms.t.new_empty(self.n_groups, *self.terms.t.shape)
 
 
-def update(terms: Tensors, *layer: Any) -> Tensors:
-    """Pass 1; return m and a′."""
-    launch = Launch(terms, *layer, columns=UPDATE_COLUMNS, each=UPDATE_EACH)
-    message, updated = _parts(launch, terms, *layer)
-    update_kernel[launch.grid](
-        message, updated, _dense(terms), *launch.layer, num_warps=launch.warps
-    )
-    return add_parts(message)[0], updated
-
-
-def adjoint(
-    message_bar: torch.Tensor, updated_bar: torch.Tensor, terms: Tensors, *layer: Any
-) -> Tensors:
-    """Pass 2; return the adjoints of a, u, t, s."""
-    launch = Launch(terms, *layer)
-    a, u, t, s = terms
-    of_s = s.new_empty(launch.chunks * (launch.blocks + launch.groups), *s.shape)
-    of_first, of_second = of_s.split([launch.chunks * launch.blocks, launch.chunks * launch.groups])
-    of_u, of_t = (x.new_empty(n, *x.shape) for x, n in ((u, launch.blocks), (t, launch.groups)))
-    out = Terms(a.new_empty(a.shape), of_u, of_t, of_first)
-    adjoint_kernel[launch.grid](
-        out,
-        of_second,
-        message_bar,
-        updated_bar,
-        _dense(terms),
-        *launch.layer,
-        num_warps=launch.warps,
-    )
-    return out.a, *add_parts(out.u, out.t, of_s)
-
-
-def tangent(terms: Tensors, dots: Tensors, *layer: Any) -> Tensors:
-    """Pass 3; return the tangents of m and a′, which are the cotangents of their adjoints."""
-    launch = Launch(terms, *layer)
-    message, updated = _parts(launch, terms, *layer)
-    tangent_kernel[launch.grid](
-        message, updated, _dense(terms), _dense(dots), *launch.layer, num_warps=launch.warps
-    )
-    return add_parts(message)[0], updated
-
-
-def gradient(
-    given: Tensors, earlier: Tensors, terms: Tensors, dots: Tensors, *layer: Any
-) -> Tensors:
-    """Pass 4; return the gradients of a, u, t, W, ρ.
-
-    `given` are the cotangents of m and a′; `earlier` those of pass 2, and `dots`, are empty when there was none.
-    """
-    launch = Launch(terms, *layer)
-    a, u, t, _ = terms
-    weight, residual = layer[:2]
-    of_u, of_t = (x.new_empty(n, *x.shape) for x, n in ((u, launch.blocks), (t, launch.groups)))
-    out = Terms(a.new_empty(a.shape), of_u, of_t, None)
-    sums = (
-        weight.new_empty(*launch.grid, *weight.shape),
-        residual.new_empty(*launch.grid, *residual.shape),
-    )
-    moving = len(dots) > 0
-    gradient_kernel[launch.grid](
-        Terms(*out[:3], out.a), sums, tuple(given), tuple(earlier if moving else given), _dense(terms),
-        _dense(dots if moving else terms), *launch.layer,
-        moving=moving, num_warps=launch.warps, num_stages=1,
-    )  # fmt: skip
-    return out.a, *add_parts(out.u, out.t, *(x.flatten(0, 2) for x in sums))
-
-
-def _dense(terms: Tensors) -> Terms:
+def _contiguous(terms: Tensors) -> Terms:
     return Terms(*(x.contiguous() for x in terms))
 
 
-def _parts(launch: Launch, terms: Tensors, *layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate m, one part per block, and a′."""
-    message, updated = outputs(terms, *layer)
-    return message.new_empty(launch.blocks, *message.shape), updated
+def _groups(n_atoms: int, n_slots: int, programs: int) -> int:
+    """Return how many programs share the first neighbours of an atom."""
+
+    def tiles_in_turn(groups: int) -> int:
+        """Return how many tiles a program takes one after another."""
+        atoms_in_turn = triton.cdiv(n_atoms, share(n_atoms, groups, programs))
+        return int(atoms_in_turn * triton.cdiv(n_slots, groups))
+
+    choices = range(1, n_slots + 1)
+    fewest = min(map(tiles_in_turn, choices))
+    return next(groups for groups in choices if tiles_in_turn(groups) <= SLACK * fewest)
 
 
-def outputs(terms: Tensors, *layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate m and a′."""
-    (a, u), weight, message = terms[:2], layer[0], layer[4]
-    return u.new_empty(u.shape[0], message), a.new_empty(a.shape) if weight.shape[
-        1
-    ] > message else a.new_empty(0)
+def update(terms: Tensors, layer: AngleLayer) -> Tensors:
+    """Pass 1: return m and a′."""
+    launch = Launch(terms, layer, PASS_1)
+    message_parts, a_new = launch.empty_outputs()
+    update_kernel[launch.grid](message_parts=message_parts, a_new=a_new, **launch.arguments)
+    return add_parts(message_parts)[0], a_new
+
+
+def adjoint(cotangents: Tensors, terms: Tensors, layer: AngleLayer) -> Tensors:
+    """Pass 2: return the adjoints of a, u, t, s."""
+    launch = Launch(terms, layer)
+    s = launch.terms.s
+    n_first = launch.n_chunks * launch.n_blocks
+    n_second = launch.n_chunks * launch.n_groups
+    s_parts = s.new_empty(n_first + n_second, *s.shape)  # added up together
+    out = Terms(
+        a=launch.terms.a.new_empty(launch.terms.a.shape),
+        u=launch.empty_u_parts(),
+        t=launch.empty_t_parts(),
+        s=s_parts[:n_first],
+    )
+    adjoint_kernel[launch.grid](
+        out=out,
+        s_second_parts=s_parts[n_first:],
+        bars=Cotangents(*cotangents),
+        **launch.arguments,
+    )
+    return out.a, *add_parts(out.u, out.t, s_parts)
+
+
+def tangent(terms: Tensors, dots: Tensors, layer: AngleLayer) -> Tensors:
+    """Pass 3: return the tangents of m and a′, which are the cotangents of their adjoints."""
+    launch = Launch(terms, layer)
+    message_parts, a_new = launch.empty_outputs()
+    tangent_kernel[launch.grid](
+        message_parts=message_parts, a_new=a_new, dots=_contiguous(dots), **launch.arguments
+    )
+    return add_parts(message_parts)[0], a_new
+
+
+def gradient(
+    hats: Tensors, bars: Tensors, terms: Tensors, dots: Tensors, layer: AngleLayer
+) -> Tensors:
+    """Pass 4: return the gradients of a, u, t, W, ρ.
+
+    `hats` are the cotangents. `bars`, the cotangents of pass 2, and `dots` are empty if there was no such pass.
+    """
+    launch = Launch(terms, layer)
+    with_forces = len(dots) > 0
+    a_hat = launch.terms.a.new_empty(launch.terms.a.shape)
+    # s has no gradient. A tensor must stand in its place, which the kernel does not write.
+    out = Terms(a=a_hat, u=launch.empty_u_parts(), t=launch.empty_t_parts(), s=a_hat)
+    parameters = ParameterParts(
+        weight=launch.weight.new_empty(*launch.grid, *launch.weight.shape),
+        rho=launch.rho.new_empty(*launch.grid, *launch.rho.shape),
+    )
+    gradient_kernel[launch.grid](
+        out=out,
+        parameters=parameters,
+        hats=Cotangents(*hats),
+        # Dummies without forces: the kernel uses nothing that it reads of them.
+        bars=Cotangents(*(bars if with_forces else hats)),
+        dots=_contiguous(dots) if with_forces else launch.terms,
+        with_forces=with_forces,
+        num_stages=1,
+        **launch.arguments,
+    )
+    weight_parts = parameters.weight.flatten(0, 2)
+    rho_parts = parameters.rho.flatten(0, 2)
+    return out.a, *add_parts(out.u, out.t, weight_parts, rho_parts)

@@ -313,9 +313,11 @@ def _write_moment_parts(
 
 
 # ----- the passes --------------------------------------------------------------------------------
+# Sizes that differ between batches are not specialized: Triton would compile a kernel anew for
+# each number of atoms that 16 divides.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def update_kernel(
     message_parts,  # (tiles, atoms, M), written
     update,  # (atoms, slots, Y − M), written
@@ -360,7 +362,7 @@ def update_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def adjoint_kernel(
     out,  # Terms, written: p in parts (tiles, atoms, Y), w (chunks, atoms, slots), table by edge
     bars,  # Cotangents
@@ -438,7 +440,7 @@ def adjoint_kernel(
         tl.store(out.h + edge * 3 + 2, h_bar_z, edge_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def tangent_kernel(
     message_parts,  # (tiles, atoms, M), written
     update,  # (atoms, slots, Y − M), written
@@ -488,7 +490,7 @@ def tangent_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_atoms", "n_slots"])
 def gradient_kernel(
     out,  # GradientParts, written
     hats,  # Cotangents of pass 4
