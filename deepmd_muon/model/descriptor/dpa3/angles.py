@@ -115,7 +115,7 @@ class Angles(FourPasses):
             y = self.activation.value(block.pre_activation(arguments, arguments.weight))
             pairs = block.products(arguments.s, arguments.s)
             message[block.slots] = (y[..., : self.width] * pairs).sum(2).flatten(0, 1)
-            if a_new is not None:
+            if a_new is not None and arguments.rho is not None:
                 a = arguments.a[block.angles]
                 step = (y[..., self.width :] * arguments.rho).view_as(a)
                 torch.add(step, a, alpha=self.carry, out=a_new[block.angles])
@@ -165,7 +165,7 @@ class Angles(FourPasses):
                 terms = y_dot[..., : self.width] * pairs
                 terms += y[..., : self.width] * block.product_tangents(arguments.s, dots.s)
                 message_dot[block.slots] = terms.sum(2).flatten(0, 1)
-            if a_new_dot is not None:
+            if a_new_dot is not None and arguments.rho is not None:
                 a_dot = dots.a[block.angles]
                 step = (y_dot[..., self.width :] * arguments.rho).view_as(a_dot)
                 torch.add(step, a_dot, alpha=self.carry, out=a_new_dot[block.angles])

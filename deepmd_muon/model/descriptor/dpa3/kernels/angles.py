@@ -656,11 +656,13 @@ class Launch:
 
     def empty_u_parts(self) -> Tensor:
         """Allocate ū or û in parts."""
-        return self.terms.u.new_empty(self.n_blocks, *self.terms.u.shape)
+        parts: Tensor = self.terms.u.new_empty(self.n_blocks, *self.terms.u.shape)
+        return parts
 
     def empty_t_parts(self) -> Tensor:
         """Allocate t̄ or t̂ in parts."""
-        return self.terms.t.new_empty(self.n_groups, *self.terms.t.shape)
+        parts: Tensor = self.terms.t.new_empty(self.n_groups, *self.terms.t.shape)
+        return parts
 
 
 def _contiguous(terms: Tensors) -> Terms:

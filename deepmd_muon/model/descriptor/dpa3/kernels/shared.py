@@ -79,9 +79,9 @@ class Sum(NamedTuple):
 
 def add_parts(*parts: Tensor) -> list[Tensor]:
     """Return the sums of dense tensors over their first axis, in at most two launches."""
-    sums = []
-    few = []
-    many = []
+    sums: list[Tensor] = []
+    few: list[Sum] = []
+    many: list[Sum] = []
     for part in parts:
         if len(part) == 1:
             sums.append(part[0])
