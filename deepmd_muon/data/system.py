@@ -288,7 +288,7 @@ class System:
         return self._translation is not None and _UNKNOWN in self._translation
 
     def _translate(self, types: np.ndarray, file: str) -> np.ndarray:
-        """Translate types of a file; −1 (padding) stays, and only mixed-type systems may have it."""
+        """Translate types of a file; padding (−1) stays, and only mixed-type systems have it."""
         names = self._own_names if self._own_names is not None else self.type_map
         lowest = _PADDING if self.mixed else 0
         limit = len(names) if names is not None else np.iinfo(np.int32).max

@@ -500,7 +500,7 @@ def test_few_handles_suffice(tmp_path, monkeypatch, kind):
 
 def test_few_values_of_npy_files_are_kept_within_a_bound(tmp_path, monkeypatch):
     sets = [make_arrays(3, 4, seed=k) for k in range(4)]
-    monkeypatch.setattr(storage, "_MOST_BYTES", 6 * storage._OF_ARRAY)
+    monkeypatch.setattr(storage, "_MAX_VALUE_BYTES", 6 * storage._ARRAY_OVERHEAD)
     handles = HandleCache()
     write_npy(tmp_path / "sys", TYPES, sets)
     systems = [System(next(npy_stores(str(tmp_path / "sys"), handles))) for _ in range(2)]
@@ -509,7 +509,7 @@ def test_few_values_of_npy_files_are_kept_within_a_bound(tmp_path, monkeypatch):
         check_frames(system.frames(indices), sets, indices)
         kept = [values.nbytes for values in handles._values.values()]
         assert 1 < len(kept) < 6
-        assert handles._nbytes == sum(kept) + storage._OF_ARRAY * len(kept)
+        assert handles._nbytes == sum(kept) + storage._ARRAY_OVERHEAD * len(kept)
     assert len(handles) == 0
 
 
