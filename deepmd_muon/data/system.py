@@ -6,8 +6,7 @@ import copy
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -383,8 +382,8 @@ class System:
         labels = {
             label: self.read_label(label, numbers) for label in LABELS if label in self.labels
         }
-        return replace(
-            self.structures(numbers),
+        return Frames(
+            **self._structures(numbers),
             fparam=self.read_parameter("fparam", numbers),
             aparam=self.read_parameter("aparam", numbers),
             **labels,
@@ -392,14 +391,17 @@ class System:
 
     def structures(self, indices: Sequence[int] | np.ndarray) -> Frames:
         """Read types, positions and cells of some frames, numbered as in `frames`, and no label."""
-        numbers = np.asarray(indices, dtype=np.int64)
+        return Frames(**self._structures(np.asarray(indices, dtype=np.int64)))
+
+    def _structures(self, numbers: np.ndarray) -> dict[str, Any]:
         nframes = len(numbers)
-        atype = self.types(numbers)
-        coord = self._read_from_all("coord.npy", numbers).reshape(nframes, self.natoms, 3)
-        box = None
+        structures: dict[str, Any] = {
+            "atype": self.types(numbers),
+            "coord": self._read_from_all("coord.npy", numbers).reshape(nframes, self.natoms, 3),
+        }
         if self.pbc:
-            box = self._read_from_all("box.npy", numbers).reshape(nframes, 3, 3)
-        return Frames(atype=atype, coord=coord, box=box)
+            structures["box"] = self._read_from_all("box.npy", numbers).reshape(nframes, 3, 3)
+        return structures
 
     def types(self, indices: np.ndarray) -> np.ndarray:
         """Types of the atoms of some frames, int32 (nframes, natoms); −1 is padding."""

@@ -149,20 +149,19 @@ class NpyStore:
 
     def _check_size(self, path: str, layout: _Layout, nbytes: int) -> None:
         """Refuse a file in which another number of bytes follows the header than it says."""
+        if nbytes == layout.nbytes:
+            return
         header = f"its header says shape {layout.shape} of {layout.dtype} ({layout.nbytes} bytes)"
         if nbytes < layout.nbytes:
-            raise SystemFormatError(
-                self.root,
-                path,
-                f"truncated: {header}, {nbytes} bytes of data are there; copy or write it again",
+            problem = (
+                f"truncated: {header}, {nbytes} bytes of data are there; copy or write it again"
             )
-        if nbytes > layout.nbytes:
-            raise SystemFormatError(
-                self.root,
-                path,
+        else:
+            problem = (
                 f"{nbytes - layout.nbytes} bytes follow the array: {header}; a second numpy.save "
-                "into one file adds an array that nobody reads, so write one array",
+                "into one file adds an array that nobody reads, so write one array"
             )
+        raise SystemFormatError(self.root, path, problem)
 
     def _unreadable(self, path: str, error: OSError) -> SystemFormatError:
         return SystemFormatError(self.root, path, f"cannot be read: {error.strerror or error}")
