@@ -24,7 +24,8 @@ _RADII = (
 #: Covalent radius of the elements up to curium [Å].
 COVALENT_RADII = dict(zip(_ELEMENTS.split(), map(float, _RADII.split()), strict=False))
 
-# Standard atomic weights [u] (IUPAC 2016, as in ASE); of elements without one, the mass of their longest-lived isotope.
+# Standard atomic weights [u] (IUPAC 2016, as in ASE); of elements without one, the mass of their
+# longest-lived isotope.
 _MASSES = (
     "1.008 4.0026 6.94 9.01218 10.81 12.011 14.007 15.999 18.9984 20.1797 22.9898 24.305 26.9815 28.085 30.9738 "
     "32.06 35.45 39.948 39.0983 40.078 44.9559 47.867 50.9415 51.9961 54.938 55.845 58.9332 58.6934 63.546 "

@@ -44,7 +44,8 @@ def energy_bias(
     Returns
     -------
     ndarray of float64, (ntypes,)
-        Energies [eV]; of the solutions the one with the smallest norm, so a type that never occurs gets 0.
+        Energies [eV]; of the solutions the one with the smallest norm, so a type that never occurs
+        gets 0.
     """
     atoms = np.array(counts, dtype=np.float64)
     target = np.array(energies, dtype=np.float64).reshape(-1)
@@ -82,9 +83,9 @@ def data_fingerprint(systems: Sequence[System], numbers: Sequence[np.ndarray] | 
 class StatFile:
     """Statistics kept in an HDF5 file between runs, each entry under the hash of its dependencies.
 
-    A changed cutoff, type map or data set makes another key, so that stale numbers are never used. Entries
-    of other programs, such as deepmd-kit's statistics, stay. The file is created with the first entry and replaced
-    atomically: a run that is killed while it writes leaves the old one.
+    A changed cutoff, type map or data set makes another key, so that stale numbers are never used.
+    Entries of other programs, such as deepmd-kit's statistics, stay. The file is created with the
+    first entry and replaced atomically: a run that is killed while it writes leaves the old one.
     """
 
     GROUP = "deepmd_muon"
@@ -104,14 +105,16 @@ class StatFile:
     def load(self, key: Mapping[str, object]) -> dict[str, np.ndarray] | None:
         """Return the arrays kept under `key` (plain values that JSON can write), None when there are none.
 
-        Entries of releases that wrote no checksum, or wrote it as a string of variable length, count as none.
+        Entries of releases that wrote no checksum, or wrote it as a string of variable length,
+        count as none.
         """
         if not self.path.is_file():
             return None
         name, _ = self._name(key)
         with self._understood(), self._open(self.path, "r") as file:
             entry = file.get(f"{self.GROUP}/{name}")
-            # Strings of variable length lie in a heap without checksums. If it is damaged, HDF5 can search it for ever.
+            # Strings of variable length lie in a heap without checksums. If it is damaged, HDF5 can
+            # search it for ever.
             if (
                 entry is None
                 or "sha256" not in entry.attrs
@@ -141,7 +144,8 @@ class StatFile:
             if name in group:
                 del group[name]
             entry = group.create_group(name)
-            # Of fixed length: others lie in a heap without checksums, in which the library can search for ever.
+            # Of fixed length: others lie in a heap without checksums, in which the library can
+            # search for ever.
             entry.attrs["key"] = np.bytes_(text)
             entry.attrs["sha256"] = np.bytes_(_digest(arrays))
             for k, v in arrays.items():
@@ -173,7 +177,8 @@ class StatFile:
         import h5py
 
         try:
-            # From 1.10 on, HDF5 keeps checksums of its metadata. Damaged older metadata can make it run for ever.
+            # From 1.10 on, HDF5 keeps checksums of its metadata. Damaged older metadata can make it
+            # run for ever.
             return h5py.File(path, mode, libver="v110")
         except OSError as error:
             message = f"stat_file {self.path} is not an HDF5 file ({error}); remove it or set another stat_file"

@@ -22,7 +22,8 @@ from deepmd_muon.files import WriteError, make_folder_of, named_file, whole_file
 
 # Bytes of a chunk of an HDF5 file: the part that one frame of a small system reads and checks.
 _CHUNK = 16384
-# Of an LMDB database: names other than those of npy files, the format of keys, and frames of one transaction.
+# Of an LMDB database: names other than those of npy files, the format of keys, and frames of one
+# transaction.
 _LMDB_NAMES = {"energy": "energies", "force": "forces", "virial": "virials"}
 _KEY_FORMAT = "012d"
 _FRAMES = 256
@@ -176,8 +177,8 @@ def _database(path: Path, systems: Sequence[System]) -> Iterator[Any]:
         for system in systems
     )
     try:
-        # Address space only: the file grows as it is written. No lock.mdb, which no other process needs: LMDB writes to
-        # it through a map, and a full disk then ends the process with SIGBUS.
+        # Address space only: the file grows as it is written. No lock.mdb, which no other process
+        # needs: LMDB writes to it through a map, and a full disk then ends the process with SIGBUS.
         size = (1 << 30) + 4 * most
         with (
             whole_folder(path) as folder,

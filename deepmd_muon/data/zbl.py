@@ -13,7 +13,8 @@ from deepmd_muon.data.system import System
 
 # e²/(4π ε₀) [eV Å] (CODATA 2018).
 _COULOMB = 14.3996454785
-# The Stopping and Range of Ions in Solids (Pergamon, 1985): amplitudes and decays of the screening, its length [Å].
+# The Stopping and Range of Ions in Solids (Pergamon, 1985): amplitudes and decays of the screening,
+# its length [Å].
 _AMPLITUDES = np.array([0.18175, 0.50986, 0.28022, 0.02817])
 _DECAYS = np.array([3.19980, 0.94229, 0.40290, 0.20162])
 _LENGTH, _POWER = 0.46850, 0.23
@@ -45,8 +46,8 @@ def zbl(first: str, second: str, distance: np.ndarray) -> tuple[np.ndarray, np.n
 def table_of(names: Sequence[str], step: float, begin: float, end: float) -> np.ndarray:
     """Return a table for `use_srtab`: distances, and energies of the pairs 0-0, 0-1, … of the type map [eV].
 
-    `step` lies between rows, and is the first distance as well [Å]. Between `begin` and `end` [Å] a quintic polynomial
-    takes energies smoothly to 0.
+    `step` lies between rows, and is the first distance as well [Å]. Between `begin` and `end` [Å] a
+    quintic polynomial takes energies smoothly to 0.
 
     Raises
     ------
@@ -75,7 +76,8 @@ Label = Callable[[str, str, np.ndarray], dict[str, np.ndarray]]
 def zbl_forces(first: str, second: str, coord: np.ndarray) -> dict[str, np.ndarray]:
     """Return dimers along x labelled with ZBL's forces alone.
 
-    ZBL has no energy of free atoms, which energies of other methods contain: training takes the forces.
+    ZBL has no energy of free atoms, which energies of other methods contain: training takes the
+    forces.
     """
     force = np.zeros_like(coord)
     _, slope = zbl(first, second, coord[:, 3])
