@@ -379,15 +379,13 @@ class System:
                 f"system {self.name} has frames 0 to {self.nframes - 1}, "
                 f"asked for {numbers.tolist()}"
             )
-        labels = {
+        arrays: dict[str, Any] = {
             label: self.read_label(label, numbers) for label in LABELS if label in self.labels
         }
-        return Frames(
-            **self._structures(numbers),
-            fparam=self.read_parameter("fparam", numbers),
-            aparam=self.read_parameter("aparam", numbers),
-            **labels,
-        )
+        arrays |= self._structures(numbers)
+        for name in PARAMETERS:
+            arrays[name] = self.read_parameter(name, numbers)
+        return Frames(**arrays)
 
     def structures(self, indices: Sequence[int] | np.ndarray) -> Frames:
         """Read types, positions and cells of some frames, numbered as in `frames`, and no label."""

@@ -210,11 +210,11 @@ def _choose_name(label: str, key: str | None, names_in_file: set[str], path: str
     """Return the name of a label in a file, None if it has none; `key` is the user's name."""
     if key is not None:
         if key not in names_in_file:
-            names = ", ".join(sorted(names_in_file)) or "nothing but positions"
+            listed = ", ".join(sorted(names_in_file)) or "nothing but positions"
             raise SystemFormatError(
                 path,
                 "",
-                f"no frame has {key!r}, the name given for the {label}; the file has {names}",
+                f"no frame has {key!r}, the name given for the {label}; the file has {listed}",
             )
         return key
     candidates = {name for name in names_in_file if _NAMES[label].fullmatch(name)}

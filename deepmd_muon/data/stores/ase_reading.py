@@ -217,7 +217,7 @@ def _converged_frames(contents: _Contents, path: str) -> list[int]:
             "steps (NELM of VASP) and compute them again, or keep them: keep_unconverged true "
             "beside systems, or --keep-unconverged",
         )
-    failed_numbers = np.flatnonzero(failed).tolist()
+    failed_numbers = [number for number, has_failed in enumerate(failed) if has_failed]
     if failed_numbers:
         listed = ", ".join(map(str, failed_numbers[:_MAX_LISTED]))
         if len(failed_numbers) > _MAX_LISTED:
@@ -230,7 +230,7 @@ def _converged_frames(contents: _Contents, path: str) -> list[int]:
             len(failed),
             listed,
         )
-    return np.flatnonzero(~np.array(failed)).tolist()
+    return [number for number, has_failed in enumerate(failed) if not has_failed]
 
 
 def _says_unconverged(atoms: Atoms) -> bool:
