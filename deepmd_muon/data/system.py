@@ -87,9 +87,9 @@ class System:
         files_of_sets = [store.names(folder) for folder in self._sets]
         self.mixed = self._are_mixed(files_of_sets)
 
-        self._own_names = tuple(store.words("type_map.raw")) if "type_map.raw" in files else None
-        self._check_own_names()
-        self.type_map = tuple(type_map) if type_map else self._own_names
+        self._names = tuple(store.words("type_map.raw")) if "type_map.raw" in files else None
+        self._check_names()
+        self.type_map = tuple(type_map) if type_map else self._names
         if self.mixed and self.type_map is None:
             raise TypeMapError(
                 f"system {self.name}: a mixed-type system needs type_map.raw or a type map"
@@ -179,7 +179,7 @@ class System:
             return str(error)
         return None
 
-    def with_own_parameters(self) -> System:
+    def with_all_parameters(self) -> System:
         """Return the same system, whose frames carry all parameters that its files have.
 
         They are NaN in sets without.
@@ -225,31 +225,15 @@ class System:
     # ----- opening -------------------------------------------------------------------------------
 
     def _read_types(self) -> np.ndarray:
-        words = self._store.words("type.raw")
-        if len(words) <= _MAX_ATOMS_REMEMBERED:
-            types = _types_of(tuple(words))
-            if types is not None:
-                return types
+        words = tuple(self._store.words("type.raw"))
+        is_small = len(words) <= _MAX_ATOMS_REMEMBERED
+        parse = _parse_types if is_small else _parse_types.__wrapped__
         try:
-            numbers = np.array([float(word) for word in words])
+            return parse(words)
         except ValueError as error:
             raise SystemFormatError(
                 self.name, "type.raw", f"expected one integer per atom: {error}"
             ) from error
-        if len(numbers) == 0:
-            raise SystemFormatError(
-                self.name, "type.raw", "expected one integer per atom, found none"
-            )
-        return self._as_types(numbers, "type.raw")
-
-    def _as_types(self, numbers: np.ndarray, file: str) -> np.ndarray:
-        """Convert numbers that must be whole and fit into int32."""
-        wrong = _no_types(numbers)
-        if wrong.any():
-            raise SystemFormatError(
-                self.name, file, f"expected one integer per atom, found {numbers[wrong].flat[0]:g}"
-            )
-        return numbers.astype(np.int32)
 
     def _are_mixed(self, files_of_sets: Sequence[frozenset[str]]) -> bool:
         """Return whether frames have their own types; all sets must agree."""
@@ -263,8 +247,8 @@ class System:
             )
         return flags[0]
 
-    def _check_own_names(self) -> None:
-        names = self._own_names or ()
+    def _check_names(self) -> None:
+        names = self._names or ()
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise TypeMapError(
@@ -274,11 +258,11 @@ class System:
 
     def _translation_into(self, type_map: Sequence[str]) -> np.ndarray | None:
         """Return the index in `type_map` of each type of the files; None if these have no names."""
-        if self._own_names is None:
+        if self._names is None:
             return None
         # Data sets often share one list of names: a system may name elements that no atom has.
         index = {element: k for k, element in enumerate(type_map)}
-        indices = [index.get(element, _UNKNOWN) for element in self._own_names]
+        indices = [index.get(element, _UNKNOWN) for element in self._names]
         return np.array([*indices, _PADDING], dtype=np.int32)  # index −1 is the last entry
 
     @property
@@ -288,7 +272,7 @@ class System:
 
     def _translate(self, types: np.ndarray, file: str) -> np.ndarray:
         """Translate types of a file; padding (−1) stays, and only mixed-type systems have it."""
-        names = self._own_names if self._own_names is not None else self.type_map
+        names = self._names if self._names is not None else self.type_map
         lowest = _PADDING if self.mixed else 0
         limit = len(names) if names is not None else np.iinfo(np.int32).max
         if types.size and (types.min() < lowest or types.max() >= limit):
@@ -410,7 +394,12 @@ class System:
         nframes = len(numbers)
         # Often all frames have the same types: then one frame is translated.
         all_equal = nframes > 1 and bool((numbers == numbers[0]).all())
-        types = self._as_types(numbers[:1] if all_equal else numbers, file)
+        try:
+            types = _as_types(numbers[:1] if all_equal else numbers)
+        except ValueError as error:
+            raise SystemFormatError(
+                self.name, file, f"expected one integer per atom: {error}"
+            ) from error
         empty = (types == _PADDING).all(axis=1)
         if empty.any():
             raise SystemFormatError(
@@ -522,26 +511,25 @@ class _SetRequest(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _types_of(words: tuple[str, ...]) -> np.ndarray | None:
-    """Return types as int32 (natoms,), read-only; None if a word is no type.
+def _parse_types(words: tuple[str, ...]) -> np.ndarray:
+    """Return types as int32 (natoms,), read-only; raise ValueError if a word is no type.
 
     Systems often have the same words.
     """
-    try:
-        numbers = np.array([float(word) for word in words])
-    except ValueError:
-        return None
-    if not words or _no_types(numbers).any():
-        return None
-    types = numbers.astype(np.int32)
+    if not words:
+        raise ValueError("found none")
+    types = _as_types(np.array([float(word) for word in words]))
     types.flags.writeable = False
     return types
 
 
-def _no_types(numbers: np.ndarray) -> np.ndarray:
-    """Return which numbers are not whole or do not fit into int32."""
+def _as_types(numbers: np.ndarray) -> np.ndarray:
+    """Convert to int32; raise ValueError if a number is not whole or does not fit."""
     fit = np.abs(numbers) <= np.iinfo(np.int32).max  # False for NaN
-    return np.asarray(~fit | (numbers % 1 != 0))
+    wrong = ~fit | (numbers % 1 != 0)
+    if wrong.any():
+        raise ValueError(f"found {numbers[wrong].flat[0]:g}")
+    return numbers.astype(np.int32)
 
 
 def rows_per_frame(shape: Sequence[int], nframes: int, width: int, natoms: int) -> int | None:

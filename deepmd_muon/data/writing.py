@@ -87,7 +87,7 @@ def write_extxyz(systems: Sequence[System], path: Path) -> list[str]:
     images: list[Atoms] = []
     for system in systems:
         elements = _elements(system)
-        frames = system.with_own_parameters().frames(np.arange(system.nframes))
+        frames = system.with_all_parameters().frames(np.arange(system.nframes))
         used = [elements[kind] for kind in np.unique(frames.atype) if kind >= 0]
         unknown = [name for name in used if name not in atomic_numbers]
         if unknown:
@@ -163,7 +163,7 @@ def write_lmdb(systems: Sequence[System], path: Path) -> list[str]:
     system_ids: list[int] = []
     with _new_database(path, systems) as environment:
         for system_id, system in enumerate(systems):
-            with_parameters = system.with_own_parameters()
+            with_parameters = system.with_all_parameters()
             for start in range(0, system.nframes, _FRAMES_PER_TRANSACTION):
                 end = min(start + _FRAMES_PER_TRANSACTION, system.nframes)
                 frames = with_parameters.frames(range(start, end))
@@ -313,7 +313,7 @@ class _File(NamedTuple):
 
 def _files_of(system: System) -> Iterator[_File]:
     """Yield every file of a system; frames with the same labels are a set."""
-    frames = system.with_own_parameters().frames(np.arange(system.nframes))
+    frames = system.with_all_parameters().frames(np.arange(system.nframes))
     yield _File("type.raw", [str(max(0, kind)) for kind in frames.atype[0].tolist()])
     if system.type_map is not None:
         yield _File("type_map.raw", list(system.type_map))

@@ -413,7 +413,7 @@ def test_values_of_damaged_files_are_those_of_their_keys(tmp_path):
     sound = path.read_bytes()
     chance = random.Random(2)
     n_errors = n_sound = 0
-    for _ in range(150):
+    for _ in range(60):
         path.write_bytes(with_changed_bits(sound, chance, 10))
         try:
             file = LmdbFile("d", str(path), HandleCache())
@@ -430,8 +430,8 @@ def test_values_of_damaged_files_are_those_of_their_keys(tmp_path):
         for one, other, value in zip(alone, together, contents.values(), strict=True):
             # A damaged neighbour may lead the search of one key astray.
             assert other in (one, value) or one in ("error", None)
-    assert n_errors > 30
-    assert n_sound > 10
+    assert n_errors > 20
+    assert n_sound > 5
 
 
 def value_or_error(file, key):

@@ -588,12 +588,12 @@ def test_concatenate_pads_atoms_and_keeps_all_labels(tmp_path):
 def test_types_that_occur_again_are_parsed_once(tmp_path):
     from deepmd_muon.data import system as module
 
-    module._types_of.cache_clear()
+    module._parse_types.cache_clear()
     places = [
         write_npy(tmp_path / str(k), [0, 1], [make_arrays(1, 2)], ("A", "B")) for k in range(4)
     ]
     plain, turned = open_systems(places), open_systems(places[:1], ["B", "A"])
-    assert module._types_of.cache_info().misses == 1
+    assert module._parse_types.cache_info().misses == 1
     for system, expected in ((plain[3], [0, 1]), (turned[0], [1, 0])):
         types = system.frames([0]).atype
         np.testing.assert_array_equal(types, [expected])

@@ -238,7 +238,7 @@ def outcome(path, requests, *, together):
         except DataError as error:
             return [str(error)]
         for system in systems:
-            system = system.with_own_parameters()
+            system = system.with_all_parameters()
             found.append((system.nframes, system.natoms, system.pbc, system.mixed, system.labels))
             found += [read(system, np.array(numbers) % system.nframes) for numbers in requests]
     return found
