@@ -85,6 +85,7 @@ class _Leaf(NamedTuple):
     number: int
     page: bytes
     n_nodes: int
+    first_number: int  # the first key, if it is a number
     end: bytes  # first key of the next leaf; empty if there is none
 
 
@@ -125,7 +126,7 @@ class LmdbFile:
         self.path = path
         self._handles = handles
         self._watch = FileWatch()
-        self._leaf_pages: dict[int, bytes] = {}
+        self._leaves: dict[int, _Leaf] = {}
         self._branches: dict[int, _Branch] = {}
         self._watch.check(system, path)
         self._size = os.stat(path).st_size
@@ -136,7 +137,7 @@ class LmdbFile:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the pages kept in memory out."""
-        return {**self.__dict__, "_leaf_pages": {}, "_branches": {}}
+        return {**self.__dict__, "_leaves": {}, "_branches": {}}
 
     def values(self, keys: Sequence[bytes]) -> list[bytes | memoryview | None]:
         """Return the value of each key, None if it is missing; fastest for rising keys.
@@ -171,14 +172,16 @@ class LmdbFile:
         for _ in range(_MAX_DEPTH):
             branch = self._branches.get(number)
             if branch is None:
-                page = self._leaf_pages.get(number)
-                if page is None:
-                    page = self._read_page(number, file)
+                leaf = self._leaves.get(number)
+                if leaf is not None:
+                    return leaf
+                page = self._read_page(number, file)
                 n_nodes = self._node_count(number, page)
                 flags = _unpack_u16(page, 10)[0]
                 if flags & _LEAF:
-                    _remember(self._leaf_pages, number, page, _MAX_LEAVES)
-                    return _Leaf(number, page, n_nodes, end)
+                    leaf = _Leaf(number, page, n_nodes, _first_number(page, len(key)), end)
+                    _remember(self._leaves, number, leaf, _MAX_LEAVES)
+                    return leaf
                 if not flags & _BRANCH:
                     raise self._damaged(
                         f"page {number} has flags {flags:#x}, expected a branch or a leaf"
@@ -216,7 +219,8 @@ class LmdbFile:
         """Return the node of a key, None if the leaf lacks it."""
         low = 0
         high = leaf.n_nodes
-        place = _guess_place(leaf.page, key)
+        # The keys of frames are consecutive numbers: usually this is the place.
+        place = int(key) - leaf.first_number if key.isdigit() else -1
         while low < high:
             if not low <= place < high:
                 place = (low + high) // 2
@@ -333,20 +337,15 @@ class LmdbFile:
         )
 
 
-def _remember(cache: dict[int, Any], number: int, content: bytes | _Branch, limit: int) -> None:
+def _remember(cache: dict[int, Any], number: int, page: _Branch | _Leaf, limit: int) -> None:
     """Keep a page in a cache, which is emptied when it is full."""
-    if number not in cache and len(cache) >= limit:
+    if len(cache) >= limit:
         cache.clear()
-    cache[number] = content
+    cache[number] = page
 
 
-def _guess_place(page: bytes, key: bytes) -> int:
-    """Return the place that a key would have if the keys of its leaf were consecutive numbers.
-
-    The keys of frames usually are. Return −1 for keys that are no numbers.
-    """
-    first_key = _unpack_u16(page, _PAGE_HEADER)[0] + _NODE_HEADER
-    try:
-        return int(key) - int(page[first_key : first_key + len(key)])
-    except ValueError:
-        return -1
+def _first_number(page: bytes, key_size: int) -> int:
+    """Return the first key of a leaf as a number, if it has this size; 0 if it is none."""
+    start = _unpack_u16(page, _PAGE_HEADER)[0] + _NODE_HEADER
+    key = page[start : start + key_size]
+    return int(key) if key.isdigit() else 0

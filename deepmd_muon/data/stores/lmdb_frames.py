@@ -11,8 +11,10 @@ from __future__ import annotations
 import functools
 import math
 import re
+import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,13 +37,12 @@ _NPY_NAMES = {
 _READ_FIELDS = frozenset(("atype", "coord", "box", *FRAME_LABELS, *ATOM_LABELS, *PARAMETERS))
 _MAX_DIMENSIONS = 8
 
-# First byte of a float in msgpack, and the dtype of the bytes behind it.
-_FLOATS: dict[int, np.dtype] = {0xCA: np.dtype(">f4"), 0xCB: np.dtype(">f8")}
+_DOUBLE = struct.Struct(">d")  # a float of Python, as msgpack has it
 
 _LAYOUTS_PER_LENGTH = 4  # that stay in memory
 _MAX_LENGTHS = 4096  # lengths of frames whose layouts stay in memory
-# Learning a layout takes as long as decoding a frame, in vain if each frame has its own, as with an
-# identifier. So learning stops after `_FREE_LAYOUTS`, and goes on with one for each
+# Learning a layout takes some times as long as decoding a frame, in vain if each frame has its own,
+# as with an identifier. So learning stops after `_FREE_LAYOUTS`, and goes on with one for each
 # `_FITS_PER_LAYOUT` frames that fitted a layout.
 _FREE_LAYOUTS = 64
 _FITS_PER_LAYOUT = 8
@@ -310,31 +311,56 @@ class FrameLayout:
 
     @classmethod
     def of(cls, raw: Raw, frame: Mapping[str, np.ndarray]) -> FrameLayout | None:
-        """Find the layout of a decoded frame; None if it is written in another way."""
-        fields = _scan_fields(raw)
-        if fields is None or frame.keys() - fields.arrays.keys():
-            return None
-        one_frame = np.frombuffer(raw, np.uint8)[None]
-        for name, values in frame.items():
-            if (
-                fields.arrays[name].view(one_frame).astype(values.dtype).tobytes()
-                != values.tobytes()
-            ):
-                return None
-        box = fields.arrays.get("box")
-        has_zero_cell = box is not None and "box" not in frame and not box.view(one_frame).any()
+        """Find the layout of a decoded frame; None if it has fields of another kind.
 
+        Encode each field again with inverted values, and see which bits change.
+        """
+        import msgpack
+
+        original = np.frombuffer(raw, np.uint8)
         masks = np.full(len(raw), 0xFF, np.uint8)
-        for array in (*fields.arrays.values(), *fields.unread_arrays):
-            masks[array.start : array.end] = 0
-        for counts in fields.counts:
-            masks[counts] = 0x80  # numbers below 128 share the highest bit
+        arrays: dict[str, _ArrayBytes] = {}
+        try:
+            fields = msgpack.unpackb(raw, raw=False)
+            encoded = [msgpack.packb(key) + msgpack.packb(value) for key, value in fields.items()]
+            end = len(raw) - sum(map(len, encoded))  # of the header of the map
+            if raw[max(0, end) :] != b"".join(encoded):
+                return None  # another program may encode small numbers in more bytes, for example
+            for (key, value), field in zip(fields.items(), encoded, strict=True):
+                start = end
+                end += len(field)
+                name = _npy_name(_text(key))
+                if name is not None and name.startswith("find_"):
+                    continue  # the value decides which labels a frame has
+                inverted = _invert(value)
+                inverted_field = msgpack.packb(key) + msgpack.packb(inverted.value)
+                changed_bits = original[start:end] ^ np.frombuffer(inverted_field, np.uint8)
+                masks[start:end] = ~changed_bits
+                if name is None:
+                    continue
+                places = start + np.flatnonzero(changed_bits)
+                # Which of two fields of one name is read depends on their keys.
+                if inverted.dtype is None or not len(places) or name in arrays:
+                    return None
+                arrays[name] = _ArrayBytes(
+                    start=int(places[0]), end=int(places[-1]) + 1, dtype=inverted.dtype
+                )
+        except ValueError:  # msgpack encodes less deeply than it decodes
+            return None
+        if frame.keys() - arrays.keys():
+            return None
+        one_frame = original[None]
+        for name, values in frame.items():
+            if arrays[name].view(one_frame).astype(values.dtype).tobytes() != values.tobytes():
+                return None
+        box = arrays.get("box")
+        has_zero_cell = box is not None and "box" not in frame and not box.view(one_frame).any()
         places = np.flatnonzero(masks)
         return cls(
             places=places,
             masks=masks[places],
-            content=one_frame[0, places] & masks[places],
-            arrays={name: fields.arrays[name] for name in frame},
+            content=original[places] & masks[places],
+            arrays={name: arrays[name] for name in frame},
             no_cell=box if has_zero_cell else None,
         )
 
@@ -354,81 +380,33 @@ class FrameLayout:
         return columns
 
 
-@dataclass
-class _Fields:
-    """Ranges of bytes that may differ between frames of one layout."""
+class _Inverted(NamedTuple):
+    """A value of which all bits that may differ between frames of one layout are inverted."""
 
-    arrays: dict[str, _ArrayBytes] = field(default_factory=dict)  # of the fields that are read
-    unread_arrays: list[_ArrayBytes] = field(default_factory=list)
-    # Lists of whole numbers below 128, one byte each, in fields that are not read, such as counts
-    # of atoms.
-    counts: list[slice] = field(default_factory=list)
+    value: Any
+    dtype: np.dtype | None  # of an array or number
 
 
-def _scan_fields(raw: Raw) -> _Fields | None:
-    """Go through a decoded frame; None if a field is no array, or occurs twice."""
-    import msgpack
+def _invert(value: Any) -> _Inverted:
+    """Invert the values of an encoded array, a number, or a list of counts, such as `atom_numbs`.
 
-    fields = _Fields()
-    unpacker = msgpack.Unpacker(raw=False, max_buffer_size=len(raw))
-    unpacker.feed(raw)
-    for _ in range(unpacker.read_map_header()):
-        name = _npy_name(_text(unpacker.unpack()))
-        first_byte = raw[unpacker.tell()]
-        if name is None:
-            _scan_unread(unpacker, raw, fields)
-        elif name.startswith("find_"):
-            unpacker.skip()
-        else:
-            array = None
-            if first_byte in _FLOATS:
-                start = unpacker.tell() + 1
-                unpacker.skip()
-                array = _ArrayBytes(start, unpacker.tell(), _FLOATS[first_byte])
-            elif _starts_map(first_byte):
-                array = _scan_array(unpacker)
-            # Which of two fields of one name is read depends on their keys.
-            if array is None or name in fields.arrays:
-                return None
-            fields.arrays[name] = array
-    return fields
-
-
-def _scan_unread(unpacker: Any, raw: Raw, fields: _Fields) -> None:
-    """Go over a field that is not read."""
-    if _starts_map(raw[unpacker.tell()]):
-        array = _scan_array(unpacker)
-        if array is not None:
-            fields.unread_arrays.append(array)
-        return
-    value = unpacker.unpack()
+    Leave anything else as it is.
+    """
+    if isinstance(value, float):
+        (inverted,) = _DOUBLE.unpack(_invert_bits(_DOUBLE.pack(value)))
+        return _Inverted(inverted, np.dtype(">f8"))
+    # A whole number below 128 is one byte, and its highest bit is 0.
     if isinstance(value, list) and all(type(x) is int and 0 <= x < 128 for x in value):
-        end = unpacker.tell()
-        place = slice(end - len(value), end)
-        if raw[place] == bytes(value):  # other programs may write small numbers in more bytes
-            fields.counts.append(place)
+        return _Inverted([x ^ 0x7F for x in value], None)
+    if isinstance(value, dict):
+        type_key, data_key = (b"type", b"data") if b"data" in value else ("type", "data")
+        kind = value.get(type_key)
+        data = value.get(data_key)
+        if isinstance(kind, str) and isinstance(data, bytes):
+            with suppress(ValueError):
+                return _Inverted({**value, data_key: _invert_bits(data)}, _real_dtype(kind))
+    return _Inverted(value, None)
 
 
-def _starts_map(first_byte: int) -> bool:
-    """Return whether an object of msgpack that starts with this byte is a map."""
-    return 0x80 <= first_byte <= 0x8F or first_byte in (0xDE, 0xDF)
-
-
-def _scan_array(unpacker: Any) -> _ArrayBytes | None:
-    """Go over an encoded array and return the place of its values; None for another map."""
-    entries: dict[str, Any] = {}
-    ends: dict[str, int] = {}
-    has_repeated_key = False
-    for _ in range(unpacker.read_map_header()):
-        key = _text(unpacker.unpack())
-        has_repeated_key |= key in entries
-        entries[key] = unpacker.unpack()
-        ends[key] = unpacker.tell()
-    kind = entries.get("type")
-    data = entries.get("data")
-    if has_repeated_key or not isinstance(kind, str) or not isinstance(data, bytes) or not data:
-        return None
-    try:
-        return _ArrayBytes(ends["data"] - len(data), ends["data"], _real_dtype(kind))
-    except ValueError:
-        return None
+def _invert_bits(data: bytes) -> bytes:
+    return (~np.frombuffer(data, np.uint8)).tobytes()
