@@ -57,7 +57,7 @@ class Frames:
     # float64 (nframes, numb_fparam): frame parameters; None unless they were asked for, see
     # `System.with_parameters`.
     fparam: np.ndarray | None = None
-    # float64 (nframes, natoms, numb_aparam): atomic parameters, likewise.
+    # float64 (nframes, natoms, numb_aparam): atomic parameters; None unless they were asked for.
     aparam: np.ndarray | None = None
 
     @property

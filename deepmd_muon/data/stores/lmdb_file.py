@@ -1,7 +1,7 @@
 """Read the file of an LMDB database (data format 1, LMDB 0.9) without liblmdb.
 
-liblmdb maps the file and trusts it. A damaged copy, or a file that is cut while it is in use, ends
-the process with SIGBUS or SIGSEGV. This reader maps nothing: it goes down the tree of pages for
+liblmdb maps the file and trusts it. A damaged copy, or a file that is cut while it is in use, can
+end the process with SIGBUS or SIGSEGV. This reader maps nothing: it goes down the tree of pages for
 each key, checks every page that it meets, and raises an error.
 
 The format
@@ -15,7 +15,8 @@ The file is a row of pages. Numbers are little-endian.
 - A node is a header of 8 bytes, a key, and in a leaf a value. In a branch the first three shorts of
   the header are the number of a page below. In a leaf the first two are the length of the value,
   and the third holds flags.
-- A node of a branch leads to the keys from its own on, the first one to all smaller keys, too.
+- A node of a branch leads to all keys from its key up to the key of the next node. The first node
+  leads to all smaller keys, too.
 - A value that is too long for a leaf starts on a page of its own, behind a header of 16 bytes. The
   leaf has the number of this page.
 """

@@ -13,6 +13,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -289,22 +290,21 @@ class _Database:
 
         Errors are those of `frame` and of `check`, for the first frame that has one.
         """
-        try:
+        with suppress(SystemFormatError):
             return self._blocks_together(numbers, check)
-        except SystemFormatError:
-            # Not in the order of the frames: go through them one by one.
-            blocks = []
-            for row, number in enumerate(numbers.tolist()):
-                block = Block.of_one(row, self.frame(number))
-                check(numbers[row : row + 1], block.columns)
-                blocks.append(block)
-            return blocks
+        # Errors did not come in the order of the frames: go through these one by one.
+        blocks = []
+        for row, number in enumerate(numbers.tolist()):
+            block = Block.of_one(row, self.frame(number))
+            check(numbers[row : row + 1], block.columns)
+            blocks.append(block)
+        return blocks
 
     def _blocks_together(self, numbers: np.ndarray, check: Check) -> list[Block]:
         values = []
         for value in self._file.values([self._key(number) for number in numbers.tolist()]):
             if value is None:
-                raise SystemFormatError(self.path, "", "a key is missing")
+                raise SystemFormatError(self.path, "", "a key is missing")  # `frame` names it
             values.append(value)
         blocks = []
         for block in self._decoder.blocks(numbers.tolist(), values):
