@@ -279,7 +279,7 @@ class _Database:
 
     def frame(self, number: int) -> dict[str, np.ndarray]:
         """Return a frame as `decode_frame` does."""
-        key = self._key(number)
+        key = format(number, self.meta.key_format).encode()
         (value,) = self._file.values([key])
         if value is None:
             raise SystemFormatError(self.path, f"frame {number}", f"key {key!r} is missing")
@@ -301,19 +301,16 @@ class _Database:
         return blocks
 
     def _blocks_together(self, numbers: np.ndarray, check: Check) -> list[Block]:
-        values = []
-        for value in self._file.values([self._key(number) for number in numbers.tolist()]):
-            if value is None:
-                raise SystemFormatError(self.path, "", "a key is missing")  # `frame` names it
-            values.append(value)
+        key_format = self.meta.key_format
+        keys = [format(number, key_format).encode() for number in numbers.tolist()]
+        values = [value for value in self._file.values(keys) if value is not None]
+        if len(values) < len(keys):
+            raise SystemFormatError(self.path, "", "a key is missing")  # `frame` names it
         blocks = []
         for block in self._decoder.blocks(numbers.tolist(), values):
             check(numbers[block.rows], block.columns)
             blocks.append(block)
         return blocks
-
-    def _key(self, number: int) -> bytes:
-        return format(number, self.meta.key_format).encode()
 
     def last_blocks(self, numbers: np.ndarray, check: Check) -> list[Block]:
         """Return `blocks`, which stay decoded until the thread's next request.
