@@ -18,7 +18,8 @@ class SystemFormatError(DataError):
     """A file of a system is missing, truncated or does not fit the other files."""
 
     def __init__(self, system: str, file: str, problem: str) -> None:
-        super().__init__(": ".join(part for part in (f"system {system}", file, problem) if part))
+        place = f"system {system}: {file}" if file else f"system {system}"
+        super().__init__(f"{place}: {problem}")
         self.system = system
         self.file = file
         self.problem = problem
@@ -34,14 +35,17 @@ class TypeMapError(DataError):
 class NeighborError(DataError):
     """A neighbour list cannot be built: degenerate cell, overlapping, far away or non-finite atoms.
 
-    It names frame and system where they are known.
+    The error names frame and system if they are known.
     """
 
     def __init__(self, problem: str, frame: int | None = None, system: str | None = None) -> None:
-        where = [f"system {system}"] * (system is not None) + [f"frame {frame}"] * (
-            frame is not None
-        )
-        super().__init__(": ".join(part for part in (", ".join(where), problem) if part))
+        places = []
+        if system is not None:
+            places.append(f"system {system}")
+        if frame is not None:
+            places.append(f"frame {frame}")
+        place = ", ".join(places)
+        super().__init__(f"{place}: {problem}" if place else problem)
         self.problem = problem
         self.frame = frame
         self.system = system

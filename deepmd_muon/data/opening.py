@@ -25,10 +25,11 @@ from deepmd_muon.label_keys import LabelKeys
 
 log = logging.getLogger(__name__)
 
-# Systems with wrong parameters that one message lists.
-_MOST_LISTED = 10
+_MAX_LISTED = 10  # systems with wrong parameters that one message lists
 
 Reader = Callable[[str], Iterable[Store]]
+"""Returns a store for each system of a path."""
+# By ending of the path, see `register_format`.
 _READERS: dict[str, str | Reader] = {}
 
 
@@ -40,8 +41,8 @@ def register_format(ending: str, read: str | Reader) -> None:
     ending
         Of files or folders, such as ".mydata"; compared with the end of the path.
     read
-        Maps the path to a `Store` for each system in it, for instance a `MemoryStore`, or names such a function as
-        "module:attribute". It raises `DataError` for a file that it cannot read.
+        Maps the path to a `Store` for each system in it, for instance a `MemoryStore`, or names
+        such a function as "module:attribute". It raises `DataError` for a file that it cannot read.
 
     Raises
     ------
@@ -71,20 +72,20 @@ def open_systems(
     Parameters
     ----------
     paths : str or iterable of str
-        Each is a system folder; a folder above systems (searched for ``type.raw``, sorted); an HDF5 file (all
-        systems in it); ``file.hdf5#/group`` (that system, or all systems below the group); an LMDB database
-        (``data.lmdb``); a path whose ending is registered (`register_format`); any other file that ASE reads, e.g.
-        extended XYZ; or a pattern with ``*``, ``?`` or ``[…]`` of
-        such paths (``**`` crosses folders).
+        Each is a system folder; a folder above systems (searched for ``type.raw``, sorted); an HDF5
+        file (all systems in it); ``file.hdf5#/group`` (that system, or all systems below the
+        group); an LMDB database (``data.lmdb``); a path whose ending is registered
+        (`register_format`); any other file that ASE reads, e.g. extended XYZ; or a pattern with
+        ``*``, ``?`` or ``[…]`` of such paths (``**`` crosses folders).
     type_map : sequence of str, optional
         Element names that types shall index.
     keys : LabelKeys, optional
         Names of the labels in files that ASE reads.
     patterns : sequence of str, optional
-        Then each path is a folder, and those folders below it are systems that fit one of the patterns, at any depth,
-        and have a ``type.raw``.
+        Then each path is a folder, and those folders below it are systems that fit one of the
+        patterns, at any depth, and have a ``type.raw``.
     keep_unconverged : bool
-        Keep frames of files that ASE reads whose electronic loop did not converge.
+        Keep frames whose electronic loop did not converge, of files that ASE reads.
 
     Returns
     -------
@@ -101,22 +102,12 @@ def open_systems(
     if isinstance(paths, (str, os.PathLike)):
         paths = [os.fspath(paths)]
     handles = HandleCache()
-    places: list[str] = []
-    for path in map(os.fspath, paths):
-        if not glob.has_magic(path) or os.path.exists(path.partition("#")[0]):
-            places.append(path)
-        elif found := sorted(set(paths_matching(path, refuse_unlisted))):
-            places += found
-        else:
-            raise SystemNotFoundError(
-                f"no path fits the pattern {path} (relative patterns start at {os.getcwd()})"
-            )
+    places = _expand(map(os.fspath, paths))
     if patterns is not None:
-        places = [place for folder in places for place in _fitting(folder, patterns)]
+        places = [place for folder in places for place in _matching_systems(folder, patterns)]
     read = functools.partial(read_ase, keys=keys, keep_unconverged=keep_unconverged)
-    with (
-        without_collector()
-    ):  # which would go through thousands of systems again and again, and find nothing
+    # The garbage collector would go through thousands of systems again and again, and find nothing.
+    with without_collector():
         systems = [
             System(store, type_map) for place in places for store in _stores(place, handles, read)
         ]
@@ -125,10 +116,27 @@ def open_systems(
     return systems
 
 
-def with_common_types(systems: Sequence[System]) -> list[System]:
-    """Return systems that were opened without a type map with one that has the elements of all.
+def _expand(paths: Iterable[str]) -> list[str]:
+    """Replace patterns by the paths that they match, sorted."""
+    places: list[str] = []
+    for path in paths:
+        # A path that exists is no pattern, whatever its name is.
+        if not glob.has_magic(path) or os.path.exists(path.partition("#")[0]):
+            places.append(path)
+            continue
+        matches = sorted(set(paths_matching(path, refuse_unlisted)))
+        if not matches:
+            raise SystemNotFoundError(
+                f"no path fits the pattern {path} (relative patterns start at {os.getcwd()})"
+            )
+        places += matches
+    return places
 
-    Their `type_map` lists elements in the order of their first appearance; it stays None where no system names its
+
+def with_common_types(systems: Sequence[System]) -> list[System]:
+    """Give systems that were opened without a type map one that has the elements of all.
+
+    It lists elements in the order of their first appearance. It stays None if no system names its
     elements.
 
     Raises
@@ -139,17 +147,19 @@ def with_common_types(systems: Sequence[System]) -> list[System]:
     names = tuple(dict.fromkeys(name for system in systems for name in system.type_map or ()))
     nameless = [system.name for system in systems if system.type_map is None]
     for system in systems:
-        own = system.type_map or ()
-        if nameless and own != names[: len(own)]:
+        own_names = list(system.type_map or ())
+        expected_names = list(names[: len(own_names)])
+        if nameless and own_names != expected_names:
             raise TypeMapError(
-                f"system {nameless[0]} has no type_map.raw, and others number elements differently ({list(own)} in "
-                f"{system.name}, {list(names[: len(own)])} elsewhere); give the type map to use (-t of neighbor-stat)"
+                f"system {nameless[0]} has no type_map.raw, and others number elements differently "
+                f"({own_names} in {system.name}, {expected_names} elsewhere); give the type map to "
+                "use (-t of neighbor-stat)"
             )
     return [system if system.type_map == names else system.with_types(names) for system in systems]
 
 
 def elements_of(systems: Sequence[System]) -> tuple[str, ...]:
-    """Return the types of systems by atomic number, for a caller that needs a type map and has none.
+    """Return the elements of systems by atomic number, as a type map.
 
     Raises
     ------
@@ -159,8 +169,8 @@ def elements_of(systems: Sequence[System]) -> tuple[str, ...]:
     for system in systems:
         if system.type_map is None:
             raise TypeMapError(
-                f"system {system.name} has no type_map.raw, so its elements are unknown: name them there, or give the "
-                "type map (model/type_map of an input, -t of a command)"
+                f"system {system.name} has no type_map.raw, so its elements are unknown: name them "
+                "there, or give the type map (model/type_map of an input, -t of a command)"
             )
     return by_atomic_number(name for system in systems for name in system.type_map or ())
 
@@ -173,18 +183,20 @@ def check_labels(systems: Sequence[System]) -> None:
     DataError
         When no system has energies, forces, virials or another label.
     """
-    bare = [system.name for system in systems if not system.labels]
-    if len(bare) == len(systems):
+    unlabelled = [system.name for system in systems if not system.labels]
+    if len(unlabelled) == len(systems):
+        names = unlabelled[0]
+        if len(systems) > 1:
+            names += f" and {len(systems) - 1} other systems"
         raise DataError(
-            f"no frame of {bare[0]}{f' and {len(bare) - 1} other systems' if bare[1:] else ''} has energies, forces or "
-            "another label; in a file that ASE reads, name them with label_keys (--energy-key, --force-key, … on the "
-            "command line)"
+            f"no frame of {names} has energies, forces or another label; in a file that ASE reads, "
+            "name them with label_keys (--energy-key, --force-key, … on the command line)"
         )
-    for name in bare:
+    for name in unlabelled:
         log.warning("%s: no labels", name)
 
 
-def with_parameters(systems: Sequence[System], wanted: Parameters) -> list[System]:
+def with_parameters(systems: Sequence[System], parameters: Parameters) -> list[System]:
     """Return systems whose frames carry the parameters that a model reads, if any.
 
     Raises
@@ -192,63 +204,57 @@ def with_parameters(systems: Sequence[System], wanted: Parameters) -> list[Syste
     DataError
         Listing every system and file that is missing or of another width.
     """
-    if not (wanted.fparam or wanted.aparam):
+    if not parameters.fparam and not parameters.aparam:
         return list(systems)
-    problems = [
-        problem for system in systems if (problem := system.problem_with(wanted)) is not None
-    ]
+    problems = []
+    for system in systems:
+        problem = system.problem_with(parameters)
+        if problem is not None:
+            problems.append(problem)
     if problems:
-        more = (
-            f"\n  and {len(problems) - _MOST_LISTED} more" if len(problems) > _MOST_LISTED else ""
-        )
-        listed = "\n  ".join(problems[:_MOST_LISTED])
+        listed = "\n  ".join(problems[:_MAX_LISTED])
+        if len(problems) > _MAX_LISTED:
+            listed += f"\n  and {len(problems) - _MAX_LISTED} more"
         raise DataError(
-            f"the model reads {wanted.fparam} frame parameters (numb_fparam) and {wanted.aparam} of each atom "
-            f"(numb_aparam), which {len(problems)} of {len(systems)} systems do not have:\n  {listed}{more}"
+            f"the model reads {parameters.fparam} frame parameters (numb_fparam) and "
+            f"{parameters.aparam} of each atom (numb_aparam), which {len(problems)} of "
+            f"{len(systems)} systems do not have:\n  {listed}"
         )
-    return [system.with_parameters(wanted) for system in systems]
+    return [system.with_parameters(parameters) for system in systems]
 
 
-def _fitting(folder: str, patterns: Sequence[str]) -> list[str]:
-    """Return the systems below a folder that fit one of the patterns, sorted; a database stands for itself."""
+def _matching_systems(folder: str, patterns: Sequence[str]) -> list[str]:
+    """Return the systems below a folder that match one of the patterns, sorted.
+
+    A database is its only system.
+    """
     if is_lmdb(folder):
         return [folder]
     if not os.path.isdir(folder):
         raise SystemNotFoundError(f"rglob_patterns searches folders, but {folder} is none")
     try:
-        found = {str(place) for pattern in patterns for place in Path(folder).rglob(pattern)}
+        matches = {str(place) for pattern in patterns for place in Path(folder).rglob(pattern)}
     except (ValueError, NotImplementedError) as error:
         raise SystemNotFoundError(f"rglob_patterns {list(patterns)}: {error}") from error
-    if systems := sorted(
-        place for place in found if os.path.isfile(os.path.join(place, "type.raw"))
-    ):
-        return systems
-    raise SystemNotFoundError(
-        f"no system below {folder} fits rglob_patterns {list(patterns)}: {len(found)} paths do, none with a type.raw"
-    )
+    systems = sorted(place for place in matches if os.path.isfile(os.path.join(place, "type.raw")))
+    if not systems:
+        raise SystemNotFoundError(
+            f"no system below {folder} fits rglob_patterns {list(patterns)}: {len(matches)} paths "
+            "do, none with a type.raw"
+        )
+    return systems
 
 
-def _mode(path: str) -> int:
-    """Return what a path is, as `stat` encodes it; 0 where nothing is there."""
-    try:
-        return os.stat(path).st_mode
-    except (OSError, ValueError):
-        return 0
-
-
-def _stores(path: str, handles: HandleCache, read: Reader) -> Iterator[Store]:
-    """Find all systems at or below a path; `read` takes files that are not HDF5."""
+def _stores(path: str, handles: HandleCache, read_other: Reader) -> Iterator[Store]:
+    """Find all systems at or below a path; `read_other` reads files of no format of ours."""
     mode = _mode(path)
-    there = mode or _mode(path.partition("#")[0])
-    if there and not stat.S_ISREG(there) and not stat.S_ISDIR(there):
+    mode_of_file = mode or _mode(path.partition("#")[0])  # "#" may begin a group of an HDF5 file
+    if mode_of_file and not stat.S_ISREG(mode_of_file) and not stat.S_ISDIR(mode_of_file):
         raise SystemNotFoundError(
             f"system {path} is a device or FIFO; give a folder or a regular file"
         )
-    if (
-        registered := next(
-            (reader for ending, reader in _READERS.items() if path.endswith(ending)), None
-        )
-    ) is not None:
+    registered = next((read for ending, read in _READERS.items() if path.endswith(ending)), None)
+    if registered is not None:
         if not mode:
             raise SystemNotFoundError(f"system {path} does not exist")
         if isinstance(registered, str):
@@ -265,6 +271,14 @@ def _stores(path: str, handles: HandleCache, read: Reader) -> Iterator[Store]:
         from deepmd_muon.data.stores.hdf5_store import hdf5_stores
 
         if stat.S_ISREG(mode) and not is_hdf5(path) and not path.endswith((".h5", ".hdf5")):
-            yield from read(path)
+            yield from read_other(path)
         else:
             yield from hdf5_stores(path, handles)
+
+
+def _mode(path: str) -> int:
+    """Return the kind of a path, as `stat` encodes it; 0 if it does not exist."""
+    try:
+        return os.stat(path).st_mode
+    except (OSError, ValueError):
+        return 0

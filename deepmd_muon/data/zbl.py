@@ -1,4 +1,11 @@
-"""The screened repulsion of nuclei by Ziegler, Biersack and Littmark (ZBL), as a table and as labelled dimers."""
+"""The screened repulsion of nuclei by Ziegler, Biersack and Littmark (ZBL).
+
+    E(r) = e²/(4π ε₀) · Z₁ Z₂ / r · φ(r / a)
+    φ(x) = Σ_k A_k exp(−D_k x)
+    a = 0.4685 Å / (Z₁^0.23 + Z₂^0.23)
+
+It is given as a table for `use_srtab`, and as labelled dimers.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +20,13 @@ from deepmd_muon.data.system import System
 
 # e²/(4π ε₀) [eV Å] (CODATA 2018).
 _COULOMB = 14.3996454785
-# The Stopping and Range of Ions in Solids (Pergamon, 1985): amplitudes and decays of the screening, its length [Å].
+# A_k, D_k, and the numbers of a: The Stopping and Range of Ions in Solids (Pergamon, 1985).
 _AMPLITUDES = np.array([0.18175, 0.50986, 0.28022, 0.02817])
 _DECAYS = np.array([3.19980, 0.94229, 0.40290, 0.20162])
-_LENGTH, _POWER = 0.46850, 0.23
+_LENGTH = 0.46850  # [Å]
+_POWER = 0.23
 # Of a table: many times what interpolation between rows needs, and less than a second of work.
-_MOST_ROWS = 1_000_000
+_MAX_ROWS = 1_000_000
 
 
 def zbl(first: str, second: str, distance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -32,21 +40,25 @@ def zbl(first: str, second: str, distance: np.ndarray) -> tuple[np.ndarray, np.n
     unknown = [name for name in (first, second) if name not in NUMBERS]
     if unknown:
         raise TypeMapError(
-            f"{unknown[0]!r} is not an element, so that its repulsion is unknown; give element symbols"
+            f"{unknown[0]!r} is not an element, so that its repulsion is unknown; "
+            "give element symbols"
         )
-    charges = NUMBERS[first], NUMBERS[second]
-    length = _LENGTH / (charges[0] ** _POWER + charges[1] ** _POWER)
-    parts = _AMPLITUDES * np.exp(-_DECAYS * distance[:, None] / length)
-    bare = _COULOMB * charges[0] * charges[1] / distance
-    screening, slope = parts.sum(1), -(parts * _DECAYS).sum(1) / length
-    return bare * screening, bare * (slope - screening / distance)
+    charge_1 = NUMBERS[first]
+    charge_2 = NUMBERS[second]
+    length = _LENGTH / (charge_1**_POWER + charge_2**_POWER)
+    terms = _AMPLITUDES * np.exp(-_DECAYS * distance[:, None] / length)  # (n, 4)
+    screening = terms.sum(1)
+    screening_slope = -(terms * _DECAYS).sum(1) / length
+    bare = _COULOMB * charge_1 * charge_2 / distance
+    return bare * screening, bare * (screening_slope - screening / distance)
 
 
 def table_of(names: Sequence[str], step: float, begin: float, end: float) -> np.ndarray:
-    """Return a table for `use_srtab`: distances, and energies of the pairs 0-0, 0-1, … of the type map [eV].
+    """Return a table for `use_srtab`.
 
-    `step` lies between rows, and is the first distance as well [Å]. Between `begin` and `end` [Å] a quintic polynomial
-    takes energies smoothly to 0.
+    Its columns are distances [Å] and energies of the pairs 0-0, 0-1, … of the type map [eV]. The
+    first distance and the distance between rows are `step` [Å]. Between `begin` and `end` [Å] a
+    quintic polynomial takes energies smoothly to 0.
 
     Raises
     ------
@@ -55,11 +67,13 @@ def table_of(names: Sequence[str], step: float, begin: float, end: float) -> np.
     """
     if not 0.0 < step < begin < end:
         raise DataError(
-            f"distances must grow from step over begin to end; found {step:g}, {begin:g} and {end:g} Å"
+            f"distances must grow from step over begin to end; "
+            f"found {step:g}, {begin:g} and {end:g} Å"
         )
-    if not end / step < _MOST_ROWS:
+    if not end / step < _MAX_ROWS:
         raise DataError(
-            f"a table has at most {_MOST_ROWS} rows; found an end of {end:g} Å and a step of {step:g} Å"
+            f"a table has at most {_MAX_ROWS} rows; "
+            f"found an end of {end:g} Å and a step of {step:g} Å"
         )
     distance = step * np.arange(1, int(np.ceil(end / step)) + 2)
     u = np.clip((distance - begin) / (end - begin), 0.0, 1.0)
@@ -69,17 +83,22 @@ def table_of(names: Sequence[str], step: float, begin: float, end: float) -> np.
 
 
 Label = Callable[[str, str, np.ndarray], dict[str, np.ndarray]]
-"""From two elements and positions `(nframes, 6)` [Å] to arrays of a set by deepmd-kit's names, `coord` among them."""
+"""Takes two elements and positions (nframes, 6) [Å]; returns arrays of a set by deepmd-kit's names.
+
+They have `coord`, for frames that the function has not left out.
+"""
 
 
 def zbl_forces(first: str, second: str, coord: np.ndarray) -> dict[str, np.ndarray]:
     """Return dimers along x labelled with ZBL's forces alone.
 
-    ZBL has no energy of free atoms, which energies of other methods contain: training takes the forces.
+    ZBL has no energy of free atoms, which energies of other methods contain: training takes the
+    forces.
     """
-    force = np.zeros_like(coord)
     _, slope = zbl(first, second, coord[:, 3])
-    force[:, 0], force[:, 3] = slope, -slope
+    force = np.zeros_like(coord)
+    force[:, 0] = slope
+    force[:, 3] = -slope
     return {"coord": coord, "force": force}
 
 
@@ -95,7 +114,8 @@ def dimers_of(
     """
     if not 0.0 < begin < end or count < 2:
         raise DataError(
-            f"dimers need 2 distances or more that grow from above 0; found {count}, {begin:g} to {end:g} Å"
+            f"dimers need 2 distances or more that grow from above 0; "
+            f"found {count}, {begin:g} to {end:g} Å"
         )
     systems = []
     for k, a in enumerate(names):

@@ -1,4 +1,4 @@
-"""Digests of the contents of systems, by which the processes of a run see that they read the same data."""
+"""Digests of the contents of systems: the processes of a run compare them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import numpy as np
 
 from deepmd_muon.data.system import System
 
-#: Values of all systems [bytes] up to which every frame counts: a few tenths of a second.
 MOST_BYTES = 64 << 20
-# Frames read at once [bytes].
-_CHUNK = 1 << 22
+"""Every frame counts of data up to this size: a few tenths of a second [bytes]."""
+_CHUNK = 1 << 22  # frames read at once [bytes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,41 +21,63 @@ class ContentDigest:
     """The result of `content_digest`."""
 
     systems: tuple[str, ...]  # hash of each system
-    share: float  # part of the frames that was read, the chance to see a difference in one of them; 1 for all
+    # Part of the frames that was read, 1 for all: the chance to see a difference in one of them.
+    share: float
 
 
 def content_digest(systems: Sequence[System], most_bytes: int = MOST_BYTES) -> ContentDigest:
-    """Hash types, positions, cells and labels of systems, wherever the files lie and in whatever form.
+    """Hash types, positions, cells and labels of systems, wherever the files are and in any form.
 
-    Of data larger than `most_bytes`, read all energies, and the first, the last and a random sample of the frames of
-    each system, the same on every machine.
+    Of data larger than `most_bytes`, read all energies, and the first, the last and a random sample
+    of the frames of each system, the same on every machine.
     """
     total = sum(system.nframes * _frame_bytes(system) for system in systems)
     share = min(1.0, most_bytes / max(1, total))
-    return ContentDigest(
-        tuple(_digest(system, share, number) for number, system in enumerate(systems)), share
-    )
+    digests = [_digest(system, share, seed) for seed, system in enumerate(systems)]
+    return ContentDigest(tuple(digests), share)
 
 
 def _frame_bytes(system: System) -> int:
-    """Bytes of positions, forces and what is small beside them."""
+    """Bytes of positions, forces and the small arrays of a frame."""
     return 8 * (6 * system.natoms + 19)
 
 
 def _digest(system: System, share: float, seed: int) -> str:
-    numbers = np.arange(system.nframes)
     if share == 1.0:
-        return frames_digest(system, numbers)
+        return frames_digest(system, np.arange(system.nframes))
     count = math.ceil(share * system.nframes)
-    drawn = np.random.Generator(np.random.PCG64([0, seed])).choice(
-        system.nframes, count, replace=False
-    )
-    numbers = np.unique([0, *drawn.tolist(), system.nframes - 1])
-    return f"{system.fingerprint()} {frames_digest(system, numbers)}"  # all energies, at least
+    rng = np.random.Generator(np.random.PCG64([0, seed]))
+    sample = rng.choice(system.nframes, count, replace=False)
+    numbers = np.unique([0, *sample.tolist(), system.nframes - 1])
+    return f"{fingerprint(system)} {frames_digest(system, numbers)}"
+
+
+def fingerprint(system: System) -> str:
+    """Hash types, shapes, all energies and frame parameters, the first and the last structure.
+
+    The place and the form of the files do not count.
+    """
+    facts = (system.natoms, system.nframes, system.type_map, system.pbc, system.mixed)
+    digest = hashlib.sha256(repr(facts).encode())
+    all_frames = np.arange(system.nframes)
+    both_ends = all_frames[[0, -1]]
+    structures = system.structures(both_ends)
+    arrays = [
+        None if system.mixed else structures.atype[0],
+        structures.coord,
+        structures.box,
+        system.read_label("energy", all_frames),
+        system.read_parameter("fparam", all_frames),
+        system.read_parameter("aparam", both_ends),
+    ]
+    for array in arrays:
+        if array is not None:
+            digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
 def frames_digest(system: System, numbers: np.ndarray) -> str:
-    """Hash all that a system says of some of its frames, by their numbers."""
+    """Hash everything that a system says about some of its frames, by their numbers."""
     facts = (
         system.natoms,
         system.nframes,
@@ -67,8 +88,8 @@ def frames_digest(system: System, numbers: np.ndarray) -> str:
     )
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=16)
     step = max(1, _CHUNK // _frame_bytes(system))
-    for first in range(0, len(numbers), step):
-        frames = system.frames(numbers[first : first + step])
+    for start in range(0, len(numbers), step):
+        frames = system.frames(numbers[start : start + step])
         for field in dataclasses.fields(frames):
             values = getattr(frames, field.name)
             digest.update(f"{field.name} {values is not None} ".encode())

@@ -11,9 +11,8 @@ import itertools
 import numpy as np
 
 from deepmd_muon.data.errors import NeighborError
+from deepmd_muon.data.frames import MAX_LENGTH
 
-#: Positions and cells beyond it [Å] are mistakes; the neighbour list counts cells with 32 bits.
-MAX_LENGTH = 1e7
 # vesin's limit of cells, from which on it makes them larger than the cut-off.
 _VESIN_CELLS = 1e5
 # Most visits of cells by vesin, 5 ns each, in frames of fewer atoms than cells.

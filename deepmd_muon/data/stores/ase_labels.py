@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Names that files use, in any case. A prefix such as "mace_" stands for predictions, so only those of references count.
+# Names that files use, in any case. A prefix such as "mace_" stands for predictions, so only
+# prefixes of references count.
 _REFERENCE = r"(?:ref|reference|dft|qm|target)"
 _NAMES = {
     label: re.compile(rf"(?:{_REFERENCE}[_-]?)?{word}(?:[_-]{_REFERENCE})?", re.IGNORECASE)
@@ -30,6 +31,7 @@ _NAMES = {
         "stress": "stress",
     }.items()
 }
+_NAMES_OF_ASE = {"energy": "energy", "force": "forces", "virial": "virial", "stress": "stress"}
 # Keys that name the unit of a label or of lengths, and the values that are our units.
 _UNIT_KEY = re.compile(
     r"(?:.*[-_])?(?:energy|forces?|virials?|stress|positions?|pos|length|cell|lattice)[-_]units?",
@@ -42,14 +44,15 @@ _OUR_UNIT = re.compile(r"(?:ev)?(?:/?(?:å|a|ang|angstroms?)(?:(?:\^|\*\*)?3|³)
 class Labels:
     """Names of the labels of one file, settled."""
 
-    # Name of "energy", "force", "virial" and "stress" in the file, None where it has none. A frame takes its virial
-    # before its stress.
+    # Name of "energy", "force", "virial" and "stress" in the file, None if it has none. A frame
+    # takes its virial before its stress.
     names: Mapping[str, str | None]
-    free: bool  # take ASE's `free_energy`, the energy whose derivatives the forces are, where a frame has it
+    # Take ASE's `free_energy` of frames that have it: forces are its derivatives.
+    free: bool
 
     @classmethod
     def of(cls, frames: Sequence[Atoms], path: str, keys: LabelKeys) -> Labels:
-        """Find the names of the labels in all frames of a file; `keys` are those that the user gave.
+        """Find the names of the labels in all frames of a file; `keys` are the user's names.
 
         Raises
         ------
@@ -59,115 +62,132 @@ class Labels:
         """
         for number, atoms in enumerate(frames):
             _refuse_units(atoms, path, f"frame {number}")
-        known = {name for atoms in frames for name in given(atoms)}
-        taken = {
-            label: _choose(label, key, known, path)
+        names_in_file = {name for atoms in frames for name in values_of(atoms)}
+        names = {
+            label: _choose_name(label, key, names_in_file, path)
             for label, key in dataclasses.asdict(keys).items()
         }
         if keys.stress is not None:
-            taken["virial"] = None  # the stress is the user's choice
-        labels = cls(taken, free=keys.energy is None and taken["energy"] == "energy")
-        labels._describe(frames, path, known)
+            names["virial"] = None  # the stress is the user's choice
+        labels = cls(names, free=keys.energy is None and names["energy"] == "energy")
+        labels._log_other_names(path)
+        labels._log_free_energies(frames, path)
+        labels._warn_of_unknown_names(frames, names_in_file, path)
         return labels
 
-    def _describe(self, frames: Sequence[Atoms], path: str, known: set[str]) -> None:
-        """Log surprises: other names than ASE's, an energy that is not ASE's first, unknown names."""
-        usual = {"energy": "energy", "force": "forces", "virial": "virial", "stress": "stress"}
-        if other := [
-            f"{label} from {key}"
-            for label, key in self.names.items()
-            if key not in (None, usual[label])
-        ]:
-            log.info("%s: %s", path, ", ".join(other))
-        largest = 0.0
-        for atoms in frames if self.free else ():
-            free, energy = map(given(atoms).get, ("free_energy", "energy"))
+    def _log_other_names(self, path: str) -> None:
+        """Log which labels come from other names than ASE's."""
+        other_names = [
+            f"{label} from {name}"
+            for label, name in self.names.items()
+            if name is not None and name != _NAMES_OF_ASE[label]
+        ]
+        if other_names:
+            log.info("%s: %s", path, ", ".join(other_names))
+
+    def _log_free_energies(self, frames: Sequence[Atoms], path: str) -> None:
+        """Log that energies are not the ones that ASE gives first, if they differ."""
+        if not self.free:
+            return
+        largest_difference = 0.0  # [eV/atom]
+        for atoms in frames:
+            values = values_of(atoms)
+            free = values.get("free_energy")
+            energy = values.get("energy")
             if isinstance(free, Real) and isinstance(energy, Real):
-                largest = max(largest, abs(float(free) - float(energy)) / len(atoms))
-        if largest > 0.0:
+                difference = abs(float(free) - float(energy)) / len(atoms)
+                largest_difference = max(largest_difference, difference)
+        if largest_difference > 0.0:
             log.info(
-                "%s: energies are free energies, whose derivatives the forces are; those extrapolated to sigma = 0 "
-                'differ by up to %.3g meV per atom (label_keys {"energy": "energy"} takes them)',
+                "%s: energies are free energies, whose derivatives the forces are; those "
+                "extrapolated to sigma = 0 differ by up to %.3g meV per atom "
+                '(label_keys {"energy": "energy"} takes them)',
                 path,
-                1000.0 * largest,
+                1000.0 * largest_difference,
             )
+
+    def _warn_of_unknown_names(
+        self, frames: Sequence[Atoms], names_in_file: set[str], path: str
+    ) -> None:
+        """Warn if a label is missing, and a name that is not known could hold it."""
+        no_labels = {"free_energy", "energies", *self.names.values()}
         for label in ("energy", "force"):
-            ignored = sorted(
-                name
-                for name in known
-                if re.search(label, name, re.IGNORECASE) and name != "free_energy"
+            similar = sorted(
+                name for name in names_in_file - no_labels if re.search(label, name, re.IGNORECASE)
             )
-            ignored = [
-                name for name in ignored if name not in self.names.values() and name != "energies"
-            ]
-            if self.names[label] is None and ignored:
+            if self.names[label] is None and similar:
                 log.warning(
                     "%s: no name of the %s is known; label_keys could name it, found %s",
                     path,
                     label,
-                    ", ".join(ignored),
+                    ", ".join(similar),
                 )
         # Names of atoms are left alone: ASE's `stresses` are one for each atom.
-        of_frames = {name for atoms in frames for name in atoms.info}
-        tensors = sorted(name for name in of_frames if re.search("virial|stress", name, re.I))
-        if tensors and self.names["virial"] is None and self.names["stress"] is None:
+        names_of_frames = {name for atoms in frames for name in atoms.info}
+        similar = sorted(name for name in names_of_frames if re.search("virial|stress", name, re.I))
+        if self.names["virial"] is None and self.names["stress"] is None and similar:
             log.warning(
                 "%s: no name of the virial or stress is known; label_keys could name it, found %s",
                 path,
-                ", ".join(tensors),
+                ", ".join(similar),
             )
 
     def read(self, atoms: Atoms, path: str, place: str, *, cell: bool) -> dict[str, np.ndarray]:
-        """Return "energy" (1,), "force" (3·natoms,) and "virial" (9,) of a frame that has them, in our units and signs.
+        """Return the labels that a frame has, in our units and signs.
 
-        There is no virial without a cell. `path` and `place` name file and frame in messages.
+        They are "energy" (1,), "force" (3·natoms,) and, with a cell, "virial" (9,). `path` and
+        `place` name file and frame in messages.
 
         Raises
         ------
         SystemFormatError
             When a label does not hold numbers, or has another length than expected.
         """
-        from ase.stress import voigt_6_to_full_3x3_stress
+        values = values_of(atoms)
 
-        values = given(atoms)
-        found = {label: key and values.get(key) for label, key in self.names.items()}
-        stress = found.pop("stress")
+        def value(label: str) -> Any:
+            name = self.names[label]
+            return None if name is None else values.get(name)
+
+        energy = value("energy")
         if self.free:
-            found["energy"] = values.get("free_energy", found["energy"])
-        if not cell:
-            del found["virial"]
-        elif found["virial"] is None and stress is not None:
-            numbers = _numbers(stress, "stress", (6, 9), path, place).reshape(-1)
-            full = voigt_6_to_full_3x3_stress(numbers) if numbers.size == 6 else numbers
-            found["virial"] = -float(atoms.cell.volume) * full
+            energy = values.get("free_energy", energy)
+        labels = {"energy": energy, "force": value("force")}
+        if cell:
+            labels["virial"] = value("virial")
+            if labels["virial"] is None and value("stress") is not None:
+                labels["virial"] = _virial(value("stress"), atoms, path, place)
         widths = {"energy": 1, "force": 3 * len(atoms), "virial": 9}
         return {
-            name: _numbers(value, name, (widths[name],), path, place).reshape(-1)
-            for name, value in found.items()
-            if value is not None
+            label: _numbers(numbers, label, (widths[label],), path, place)
+            for label, numbers in labels.items()
+            if numbers is not None
         }
 
 
 def parameters_of(atoms: Atoms, path: str, place: str) -> dict[str, np.ndarray]:
-    """Return `info["fparam"]` (numb_fparam,) and `arrays["aparam"]` (natoms·numb_aparam,) of a frame that has them."""
-    found: dict[str, np.ndarray] = {}
-    for name, value in (
-        ("fparam", atoms.info.get("fparam")),
-        ("aparam", atoms.arrays.get("aparam")),
-    ):
-        if value is not None:
-            size = max(1, np.size(value))
-            found[name] = _numbers(value, name, (size,), path, place).reshape(-1)
-    return found
+    """Return the parameters that a frame has.
+
+    They are `info["fparam"]` (numb_fparam,) and `arrays["aparam"]` (natoms·numb_aparam,).
+    """
+    values = {"fparam": atoms.info.get("fparam"), "aparam": atoms.arrays.get("aparam")}
+    return {
+        name: _numbers(numbers, name, (max(1, np.size(numbers)),), path, place)
+        for name, numbers in values.items()
+        if numbers is not None
+    }
 
 
-def given(atoms: Atoms) -> dict[str, Any]:
-    """Return the values of a frame by name; ASE moves names that it knows from info and arrays to a calculator."""
+def values_of(atoms: Atoms) -> dict[str, Any]:
+    """Return the values of a frame by name, without numbers and positions.
+
+    ASE moves names that it knows from info and arrays to a calculator.
+    """
     results = getattr(atoms.calc, "results", None) or {}
-    found = {**atoms.info, **atoms.arrays, **results}
+    values = {**atoms.info, **atoms.arrays, **results}
     return {
         name: value
-        for name, value in found.items()
+        for name, value in values.items()
         if value is not None and name not in ("numbers", "positions")
     }
 
@@ -186,32 +206,44 @@ def _refuse_units(atoms: Atoms, path: str, place: str) -> None:
             )
 
 
-def _choose(label: str, key: str | None, known: set[str], path: str) -> str | None:
-    """Return the name of a label in a file, None where it has none."""
+def _choose_name(label: str, key: str | None, names_in_file: set[str], path: str) -> str | None:
+    """Return the name of a label in a file, None if it has none; `key` is the user's name."""
     if key is not None:
-        if key not in known:
-            has = ", ".join(sorted(known)) or "nothing but positions"
+        if key not in names_in_file:
+            listed = ", ".join(sorted(names_in_file)) or "nothing but positions"
             raise SystemFormatError(
                 path,
                 "",
-                f"no frame has {key!r}, the name given for the {label}; the file has {has}",
+                f"no frame has {key!r}, the name given for the {label}; the file has {listed}",
             )
         return key
-    names = {name for name in known if _NAMES[label].fullmatch(name)}
-    if label == "energy" and "free_energy" in known:
-        names.add("energy")  # ASE's pair: `Labels.free` decides between them
-    if len(names) > 1:
-        listed = sorted(names)
+    candidates = {name for name in names_in_file if _NAMES[label].fullmatch(name)}
+    if label == "energy" and "free_energy" in names_in_file:
+        candidates.add("energy")  # ASE's pair: `Labels.free` decides between them
+    if len(candidates) > 1:
+        names = sorted(candidates)
         raise SystemFormatError(
             path,
             "",
-            f"both {' and '.join(listed)} could be the {label}; name the right one: "
-            f'"label_keys": {{"{label}": "{listed[0]}"}} beside systems, or --{label}-key {listed[0]}',
+            f"both {' and '.join(names)} could be the {label}; name the right one: "
+            f'"label_keys": {{"{label}": "{names[0]}"}} beside systems, '
+            f"or --{label}-key {names[0]}",
         )
-    return next(iter(names), None)
+    return next(iter(candidates), None)
+
+
+def _virial(stress: Any, atoms: Atoms, path: str, place: str) -> np.ndarray:
+    """Return the virial (9,) [eV] from ASE's stress, (6,) or (9,) [eV/Å³]."""
+    from ase.stress import voigt_6_to_full_3x3_stress
+
+    numbers = _numbers(stress, "stress", (6, 9), path, place)
+    if numbers.size == 6:
+        numbers = voigt_6_to_full_3x3_stress(numbers).reshape(-1)
+    return -float(atoms.cell.volume) * numbers
 
 
 def _numbers(value: Any, name: str, sizes: Sequence[int], path: str, place: str) -> np.ndarray:
+    """Return numbers, flat; `sizes` are the possible ones."""
     try:
         array = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -222,4 +254,4 @@ def _numbers(value: Any, name: str, sizes: Sequence[int], path: str, place: str)
             place,
             f"{name} has shape {array.shape}, not {' or '.join(map(str, sizes))} values",
         )
-    return array
+    return array.reshape(-1)

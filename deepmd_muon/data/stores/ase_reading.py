@@ -1,16 +1,16 @@
-"""Systems from files that ASE reads: extended XYZ, trajectories, outputs of electronic-structure programs."""
+"""Systems from files that ASE reads: extended XYZ, trajectories, outputs of programs."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from deepmd_muon.data.errors import DataError, SystemFormatError, SystemNotFoundError
-from deepmd_muon.data.stores.ase_labels import Labels, given, parameters_of
+from deepmd_muon.data.stores.ase_labels import Labels, parameters_of, values_of
 from deepmd_muon.data.stores.memory import MemoryStore
 from deepmd_muon.data.stores.molecular_codes import gaussian_convergence, orca_convergence
 from deepmd_muon.data.stores.vasp_steps import read_outcar, vasprun_convergence
@@ -22,23 +22,28 @@ if TYPE_CHECKING:
     from ase import Atoms
 
 log = logging.getLogger(__name__)
+
 # Formats with lines after their last frame.
 _WITH_TAIL = ("xtd",)
-# Begin of a trajectory of ASE.
+# Beginning of a trajectory of ASE.
 _TRAJECTORY = b"- of UlmASE-Trajectory"
 # Endings of files that ASE decompresses.
 _COMPRESSED = (".gz", ".bz2", ".xz")
-# Numbers compress to a quarter or so, repeated frames to a hundredth; smaller contents fit in any memory [bytes].
-_MOST_COMPRESSED, _ALWAYS_FITS = 200, 64 << 20
+# Numbers compress to a quarter or so, repeated frames to a hundredth.
+_MAX_COMPRESSION = 200
+_ALWAYS_FITS = 64 << 20  # smaller contents fit in any memory [bytes]
+_BLOCK = 1 << 20  # read at once [bytes]
+_MAX_LISTED = 5  # frames that a warning lists
 
 
 def read_ase(
     path: str, keys: LabelKeys | None = None, *, keep_unconverged: bool = False
 ) -> list[MemoryStore]:
-    """Read all frames of a file that ASE reads; frames of the same atoms in the same order are one system.
+    """Read all frames of a file that ASE reads.
 
-    Energies are free energies where ASE has them (`free_energy`): their derivatives are the forces. A cell without
-    volume, or no periodic direction, means no cell. Frames whose electronic loop did not converge are left out with a
+    Frames of the same atoms in the same order are one system. Energies are free energies if ASE has
+    them (`free_energy`): their derivatives are the forces. A cell without volume, or no periodic
+    direction, means no cell. Frames whose electronic loop did not converge are left out with a
     warning, or kept with `keep_unconverged`.
 
     Raises
@@ -48,19 +53,19 @@ def read_ase(
     SystemNotFoundError
         When ASE cannot read the file.
     SystemFormatError
-        When the file has no frames, a label is ambiguous or has a wrong shape, or a frame is periodic along some axes
-        only.
+        When the file has no frames, a label is ambiguous or has a wrong shape, or a frame is
+        periodic along some axes only.
     """
     try:
         import ase.io  # noqa: F401
     except ImportError as error:
         raise DataError(
-            f"system {path} is neither a folder nor an HDF5 file; other files are read by ASE, which is not installed: "
-            "pip install ase"
+            f"system {path} is neither a folder nor an HDF5 file; other files are read by ASE, "
+            "which is not installed: pip install ase"
         ) from error
     try:
         _check_size(path)
-        frames, converged = _read_frames(path)
+        contents = _read_frames(path)
     except DataError:
         raise
     except Exception as error:  # ASE's readers let any error of their parsing through
@@ -68,72 +73,16 @@ def read_ase(
             f"system {path}: neither a folder, an HDF5 file nor a file that ASE reads "
             f"({type(error).__name__}: {str(error).strip() or 'unknown format'})"
         ) from error
-    if not frames:
+    if not contents.frames:
         raise SystemFormatError(path, "", "the file has no frames")
-    chosen = range(len(frames)) if keep_unconverged else _converged(frames, converged, path)
-    return _stores(frames, chosen, path, keys or LabelKeys())
-
-
-def _read_frames(path: str) -> tuple[Sequence[Atoms], Sequence[bool]]:
-    """Return all frames, and whether each converged as far as the format of the file says so.
-
-    Raises
-    ------
-    SystemFormatError
-        When the file goes on after the last frame that ASE reads.
-    """
-    from ase.io import read
-    from ase.io.formats import filetype, ioformats, open_with_compression
-
-    kind = filetype(path)
-    form = ioformats.get(kind)
-    if kind == "vasp-out":
-        return read_outcar(path)
-    if kind in ("xyz", "extxyz"):
-        return read_xyz_frames(path, kind), []
-    if kind == "traj":
-        _refuse_joined(path)
-    # A format that ASE also writes is one of structures: a program's output goes on after the last.
-    structures = form is not None and form.can_write and form.acceptsfd and not form.isbinary
-    if structures and not form.single and kind not in _WITH_TAIL:
-        with open_with_compression(path, "rt") as file:
-            frames = read(file, index=":", format=kind)
-            if rest := len(file.read().strip()):
-                problem = (
-                    f"ASE read {len(frames)} frames ({kind}), {rest} characters follow that it did "
-                    "not read: an empty line or a second file may end the frames early"
-                )
-                raise SystemFormatError(path, "", problem)
-        return frames, []
-    # Otherwise ASE takes the text after an "@" for numbers of frames of the file before it.
-    frames = read(path, index=":", do_not_split_by_at_sign=True)
-    if kind == "vasp-xml":
-        return frames, vasprun_convergence(path)
-    if kind == "gaussian-out":
-        return frames, gaussian_convergence(path, frames)
-    return frames, orca_convergence(frames) if kind == "orca-output" else []
-
-
-def _refuse_joined(path: str) -> None:
-    """Refuse trajectories that were joined by `cat`: ASE reads the first one only.
-
-    Bytes of another kind may follow the last frame; a killed run leaves part of a frame there.
-    """
-    overlap = b""
-    with open(path, "rb") as file:
-        file.seek(len(_TRAJECTORY))
-        while content := file.read(1 << 20):
-            if _TRAJECTORY in overlap + content:
-                problem = (
-                    "a second trajectory follows the first, and ASE reads only the first: give "
-                    "both files, or join them with `ase convert`"
-                )
-                raise SystemFormatError(path, "", problem)
-            overlap = content[-len(_TRAJECTORY) :]
+    numbers: Sequence[int] = range(len(contents.frames))
+    if not keep_unconverged:
+        numbers = _converged_frames(contents, path)
+    return _stores(contents.frames, numbers, path, keys or LabelKeys())
 
 
 def read_images(path: str | os.PathLike[str]) -> list[Atoms]:
-    """Read all frames of an extended XYZ file as they are, with everything that the file says of them.
+    """Read all frames of an extended XYZ file as they are, with all their info and arrays.
 
     Raises
     ------
@@ -151,110 +100,211 @@ def read_images(path: str | os.PathLike[str]) -> list[Atoms]:
         raise
     except Exception as error:  # ASE's readers let any error of their parsing through
         raise SystemNotFoundError(
-            f"{name} cannot be read as extended XYZ ({type(error).__name__}: {str(error).strip()[:500]})"
+            f"{name} cannot be read as extended XYZ "
+            f"({type(error).__name__}: {str(error).strip()[:500]})"
         ) from error
     if not frames:
         raise SystemFormatError(name, "", "the file has no frames")
     return frames
 
 
+# ----- frames ------------------------------------------------------------------------------------
+
+
+class _Contents(NamedTuple):
+    """The frames of a file."""
+
+    frames: Sequence[Atoms]
+    converged: Sequence[bool]  # of each frame; fewer or none if the format does not say
+
+
 def _check_size(path: str) -> None:
     """Refuse a compressed file with an implausible ratio: it could fill the memory many times."""
     if not path.endswith(_COMPRESSED):
         return
-    most, found = max(_ALWAYS_FITS, _MOST_COMPRESSED * os.path.getsize(path)), 0
-    with _open(path) as file:
-        while content := file.read(1 << 20):
-            found += len(content)
-            if found > most:
+    from ase.io.formats import open_with_compression
+
+    compressed_size = os.path.getsize(path)
+    limit = max(_ALWAYS_FITS, _MAX_COMPRESSION * compressed_size)
+    size = 0
+    with open_with_compression(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            size += len(block)
+            if size > limit:
                 raise SystemFormatError(
                     path,
                     "",
-                    f"more than {found >> 20} MiB are compressed into {os.path.getsize(path)} bytes, as in no set of "
-                    "data; decompress it if you trust it",
+                    f"more than {size >> 20} MiB are compressed into {compressed_size} bytes, as "
+                    "in no set of data; decompress it if you trust it",
                 )
 
 
-def _open(path: str) -> IO[bytes]:
-    from ase.io.formats import open_with_compression
+def _read_frames(path: str) -> _Contents:
+    """Return all frames, and whether each converged as far as the format of the file says so.
 
-    opened: IO[bytes] = open_with_compression(path, "rb")
-    return opened
+    Raises
+    ------
+    SystemFormatError
+        When the file goes on after the last frame that ASE reads.
+    """
+    from ase.io import read
+    from ase.io.formats import filetype, ioformats, open_with_compression
+
+    kind = filetype(path)
+    form = ioformats.get(kind)
+    if kind == "vasp-out":
+        outcar = read_outcar(path)
+        return _Contents(outcar.frames, outcar.converged)
+    if kind in ("xyz", "extxyz"):
+        return _Contents(read_xyz_frames(path, kind), [])
+    if kind == "traj":
+        _refuse_joined(path)
+    # A format that ASE also writes is one of structures: a program's output goes on after the last.
+    structures = form is not None and form.can_write and form.acceptsfd and not form.isbinary
+    if structures and not form.single and kind not in _WITH_TAIL:
+        with open_with_compression(path, "rt") as file:
+            frames = read(file, index=":", format=kind)
+            n_unread = len(file.read().strip())
+        if n_unread:
+            raise SystemFormatError(
+                path,
+                "",
+                f"ASE read {len(frames)} frames ({kind}), {n_unread} characters follow that it did "
+                "not read: an empty line or a second file may end the frames early",
+            )
+        return _Contents(frames, [])
+    # Otherwise ASE takes the text after an "@" for numbers of frames of the file before it.
+    frames = read(path, index=":", do_not_split_by_at_sign=True)
+    converged: list[bool] = []
+    if kind == "vasp-xml":
+        converged = vasprun_convergence(path)
+    elif kind == "gaussian-out":
+        converged = gaussian_convergence(path, frames)
+    elif kind == "orca-output":
+        converged = orca_convergence(frames)
+    return _Contents(frames, converged)
 
 
-def _converged(frames: Sequence[Atoms], converged: Sequence[bool], path: str) -> list[int]:
-    """Return the numbers of the frames that are not known to lack convergence, and warn of the others."""
-    # Some of ASE's readers say it in results or info.
-    said = [given(atoms).get("converged") for atoms in frames]
-    unsure = [isinstance(value, (bool, np.bool_)) and not value for value in said]
-    for number, good in enumerate(converged[: len(frames)]):
-        unsure[number] = unsure[number] or not good
-    if all(unsure):
+def _refuse_joined(path: str) -> None:
+    """Refuse trajectories that were joined by `cat`: ASE reads the first one only.
+
+    Bytes of another kind may follow the last frame; a killed run leaves part of a frame there.
+    """
+    overlap = b""
+    with open(path, "rb") as file:
+        file.seek(len(_TRAJECTORY))
+        while block := file.read(_BLOCK):
+            if _TRAJECTORY in overlap + block:
+                raise SystemFormatError(
+                    path,
+                    "",
+                    "a second trajectory follows the first, and ASE reads only the first: give "
+                    "both files, or join them with `ase convert`",
+                )
+            overlap = block[-len(_TRAJECTORY) :]
+
+
+def _converged_frames(contents: _Contents, path: str) -> list[int]:
+    """Return the numbers of the frames that may have converged, and warn of the others."""
+    failed = [_says_unconverged(atoms) for atoms in contents.frames]
+    for number, converged in enumerate(contents.converged[: len(failed)]):
+        failed[number] = failed[number] or not converged
+    if all(failed):
         raise SystemFormatError(
             path,
             "",
-            f"the electronic loop of no frame converged ({len(frames)} frames); allow it more "
+            f"the electronic loop of no frame converged ({len(failed)} frames); allow it more "
             "steps (NELM of VASP) and compute them again, or keep them: keep_unconverged true "
             "beside systems, or --keep-unconverged",
         )
-    if bad := [number for number, found in enumerate(unsure) if found]:
+    failed_numbers = [number for number, has_failed in enumerate(failed) if has_failed]
+    if failed_numbers:
+        listed = ", ".join(map(str, failed_numbers[:_MAX_LISTED]))
+        if len(failed_numbers) > _MAX_LISTED:
+            listed += ", …"
         log.warning(
-            "%s: %d of %d frames are left out, because their electronic loop did not converge (frames %s); "
-            "keep_unconverged true beside systems, or --keep-unconverged, keeps them",
+            "%s: %d of %d frames are left out, because their electronic loop did not converge "
+            "(frames %s); keep_unconverged true beside systems, or --keep-unconverged, keeps them",
             path,
-            len(bad),
-            len(frames),
-            ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else ""),
+            len(failed_numbers),
+            len(failed),
+            listed,
         )
-    return [number for number, found in enumerate(unsure) if not found]
+    return [number for number, has_failed in enumerate(failed) if not has_failed]
+
+
+def _says_unconverged(atoms: Atoms) -> bool:
+    """Return whether a frame says that it did not converge, as some of ASE's readers do."""
+    converged = values_of(atoms).get("converged")
+    return isinstance(converged, (bool, np.bool_)) and not converged
+
+
+# ----- systems -----------------------------------------------------------------------------------
 
 
 def _stores(
-    frames: Sequence[Atoms], chosen: Sequence[int], path: str, keys: LabelKeys
+    frames: Sequence[Atoms], numbers: Sequence[int], path: str, keys: LabelKeys
 ) -> list[MemoryStore]:
-    """Sort frames by their atoms and by whether they have a cell; within a system, by the labels that they have."""
-    systems: dict[
-        tuple[tuple[str, ...], bool],
-        dict[frozenset[tuple[str, int]], list[Mapping[str, np.ndarray]]],
-    ] = {}
-    labels = Labels.of([frames[number] for number in chosen], path, keys)
-    for number in chosen:
-        atoms, place = frames[number], f"frame {number}"
+    """Sort frames into systems by their atoms and by whether they have a cell.
+
+    Within a system, frames with the same labels are a set.
+    """
+    systems: dict[_Kind, dict[_Sizes, list[Mapping[str, np.ndarray]]]] = {}
+    labels = Labels.of([frames[number] for number in numbers], path, keys)
+    for number in numbers:
+        atoms = frames[number]
+        place = f"frame {number}"
         arrays = _structure(atoms, path, place)
-        arrays |= labels.read(atoms, path, place, cell="box" in arrays) | parameters_of(
-            atoms, path, place
-        )
-        kind = tuple(atoms.get_chemical_symbols()), "box" in arrays
-        contents = frozenset((name, array.size) for name, array in arrays.items())
-        systems.setdefault(kind, {}).setdefault(contents, []).append(arrays)
+        pbc = "box" in arrays
+        arrays |= labels.read(atoms, path, place, cell=pbc)
+        arrays |= parameters_of(atoms, path, place)
+        kind = _Kind(tuple(atoms.get_chemical_symbols()), pbc)
+        sizes = frozenset((name, array.size) for name, array in arrays.items())
+        systems.setdefault(kind, {}).setdefault(sizes, []).append(arrays)
+
     stores = []
-    for number, ((symbols, pbc), sets) in enumerate(systems.items()):
+    for number, (kind, sets) in enumerate(systems.items()):
         stacked = [
-            {name: np.stack([frame[name] for frame in alike]) for name in alike[0]}
-            for alike in sets.values()
+            {
+                name: np.stack([arrays[name] for arrays in frames_of_set])
+                for name in frames_of_set[0]
+            }
+            for frames_of_set in sets.values()
         ]
-        formula = "".join(
-            f"{element}{symbols.count(element)}" for element in dict.fromkeys(symbols)
-        )
-        name = path if len(systems) == 1 else f"{path}#{number}-{formula}"
-        stores.append(MemoryStore(name, symbols, stacked, pbc=pbc))
+        name = path if len(systems) == 1 else f"{path}#{number}-{_formula(kind.symbols)}"
+        stores.append(MemoryStore(name, kind.symbols, stacked, pbc=kind.pbc))
     return stores
+
+
+class _Kind(NamedTuple):
+    """What frames of one system have in common."""
+
+    symbols: tuple[str, ...]
+    pbc: bool
+
+
+_Sizes = frozenset[tuple[str, int]]
+"""Names of the arrays of a frame, and numbers of their values."""
+
+
+def _formula(symbols: Sequence[str]) -> str:
+    return "".join(f"{element}{symbols.count(element)}" for element in dict.fromkeys(symbols))
 
 
 def _structure(atoms: Atoms, path: str, place: str) -> dict[str, np.ndarray]:
     """Return positions (3·natoms,) and, of a periodic frame, the cell (9,) [Å]."""
-    periodic = " ".join("T" if axis else "F" for axis in atoms.pbc)
     if atoms.pbc.any() and not atoms.pbc.all():
+        periodic = " ".join("T" if axis else "F" for axis in atoms.pbc)
         raise SystemFormatError(
             path,
             place,
-            f'pbc="{periodic}": data are periodic along all axes or none, and this frame would be trained as another '
-            'structure; add vacuum of more than the cut-off along the free axes and set pbc="T T T", or remove the '
-            'cell (pbc="F F F") from a molecule',
+            f'pbc="{periodic}": data are periodic along all axes or none, and this frame would be '
+            "trained as another structure; add vacuum of more than the cut-off along the free axes "
+            'and set pbc="T T T", or remove the cell (pbc="F F F") from a molecule',
         )
     if not np.isfinite(atoms.cell.array).all():
         raise SystemFormatError(path, place, f"the cell is not finite: {atoms.cell.array.tolist()}")
-    found = {"coord": atoms.get_positions().reshape(-1)}
+    structure = {"coord": atoms.get_positions().reshape(-1)}
     if atoms.pbc.any() and atoms.cell.volume > 0:
-        found["box"] = np.array(atoms.cell, dtype=np.float64).reshape(-1)
-    return found
+        structure["box"] = np.array(atoms.cell, dtype=np.float64).reshape(-1)
+    return structure

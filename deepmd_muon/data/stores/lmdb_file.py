@@ -1,78 +1,120 @@
-"""Reading the file of an LMDB database (data format 1, LMDB 0.9) without liblmdb.
+"""Read the file of an LMDB database (data format 1, LMDB 0.9) without liblmdb.
 
-liblmdb maps the file and trusts it: a truncated or damaged copy ends the process with SIGBUS or SIGSEGV, and no process
-may open a file twice or use it after a fork. This reader goes down the tree for each key, checks every page against
-the size of the file, and reads values without mapping them.
+liblmdb maps the file and trusts it. A damaged copy, or a file that is cut while it is in use, can
+end the process with SIGBUS or SIGSEGV. This reader maps nothing: it goes down the tree of pages for
+each key, checks every page that it meets, and raises an error.
 
-`LmdbFile.values` reads many values. For a key on a damaged page it calls `LmdbFile.get`, which raises the error.
+The format
+----------
+The file is a row of pages. Numbers are little-endian.
+
+- Pages 0 and 1 are meta pages. The one with the higher transaction number names the root of the
+  tree.
+- A branch and a leaf begin with a header of 16 bytes, then the offsets of their nodes, two bytes
+  each. The header has the flags at byte 10, and at byte 12 the end of these offsets.
+- A node is a header of 8 bytes, a key, and in a leaf a value. In a branch the first three shorts of
+  the header are the number of a page below. In a leaf the first two are the length of the value,
+  and the third holds flags.
+- A node of a branch leads to all keys from its key up to the key of the next node. The first node
+  leads to all smaller keys, too.
+- A value that is too long for a leaf starts on a page of its own, behind a header of 16 bytes. The
+  leaf has the number of this page.
 """
 
 from __future__ import annotations
 
-import operator
 import os
 import struct
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from deepmd_muon.data.errors import SystemFormatError
 from deepmd_muon.data.stores.storage import FileWatch, HandleCache, OpenFile
 
 MAGIC = 0xBEEFC0DE
-_BRANCH, _LEAF, _OVERFLOW = 0x01, 0x02, 0x04
-_BIG_DATA, _OTHER_DATA = 0x01, 0x02 | 0x04
-_HEADER = 16  # bytes of a page's header
-_NODE = 8  # bytes of a node's header
+
+# Flags of pages.
+_BRANCH = 0x01
+_LEAF = 0x02
+_OVERFLOW = 0x04  # the page begins a long value
+# Flags of the nodes of a leaf.
+_LONG_VALUE = 0x01
+_SUB_DATABASE = 0x02 | 0x04
+
+_PAGE_HEADER = 16  # [bytes]
+_NODE_HEADER = 8  # [bytes]
+_META_BYTES = 152  # of a meta page, as far as it is read
+_NO_PAGE = (1 << 64) - 1  # root of an empty database
 _MAX_DEPTH = 32
-_NO_PAGE = (1 << 64) - 1
-_SHORT = struct.Struct("<H").unpack_from
-_HEADER_OF_NODE = struct.Struct(
-    "<HHHH"
-).unpack_from  # length of the value or page, flags, length of the key
-_NUMBER = struct.Struct("<Q").unpack_from
-_FLAGS_AND_PAGES = struct.Struct("<HI").unpack_from  # from byte 10 of a page of values on
-# Pages of keys that stay in memory, 32 MiB: those of a million frames that have pages of their own.
-_KEPT_PAGES = 8192
-# Branches whose keys stay in memory, about as much: they lead to 300,000 pages of keys or more.
-_KEPT_BRANCHES = 2048
+
+_unpack_u16 = struct.Struct("<H").unpack_from
+_unpack_u64 = struct.Struct("<Q").unpack_from
+_unpack_node_header = struct.Struct("<HHHH").unpack_from
+_unpack_overflow_header = struct.Struct("<HI").unpack_from  # flags and number of pages
+
+# Leaves in memory: 32 MiB, the leaves of a million frames whose values are long.
+_MAX_LEAVES = 8192
+# Parsed branches in memory, about as much; they lead to 300,000 leaves or more.
+_MAX_BRANCHES = 2048
+
+
+class _Meta(NamedTuple):
+    """The content of a meta page."""
+
+    page_size: int
+    entries: int
+    root: int
+    transaction: int
 
 
 class _Branch(NamedTuple):
-    """The keys of a branch and the pages behind them; the first page has all smaller keys, too."""
+    """A parsed branch."""
 
     keys: list[bytes]
     pages: list[int]
 
 
+class _Leaf(NamedTuple):
+    """A leaf as it is in the file."""
+
+    number: int
+    page: bytes
+    n_nodes: int
+    first_number: int  # the first key, if it is a number
+    end: bytes  # first key of the next leaf; empty if there is none
+
+
 class _Node(NamedTuple):
-    """An entry of a page: three numbers whose meaning depends on the page, a key, and the byte behind it."""
+    """A node of a leaf."""
 
-    low: int
-    high: int
-    flags: int
     key: bytes
-    start: int
-
-    @property
-    def page(self) -> int:
-        """The page behind a node of a branch."""
-        return self.low | self.high << 16 | self.flags << 32
-
-
-@dataclass(frozen=True)
-class Value:
-    """The place of a value in the file [bytes]."""
-
-    offset: int
-    length: int
+    length: int  # of the value
+    flags: int
+    value_offset: int  # in the page
 
 
 class LmdbFile:
-    """A database, read-only: ``data.mdb`` or a database in one file. `system` names the data in messages.
+    """A database, read-only.
+
+    Parameters
+    ----------
+    system
+        Name of the data in messages.
+    path
+        ``data.mdb``, or a database in one file.
+    handles
+        Keeps the file open.
+
+    Attributes
+    ----------
+    entries
+        Number of keys.
 
     Raises
     ------
@@ -85,187 +127,177 @@ class LmdbFile:
         self.path = path
         self._handles = handles
         self._watch = FileWatch()
-        self._pages: dict[int, bytes] = {}
+        self._leaves: dict[int, _Leaf] = {}
         self._branches: dict[int, _Branch] = {}
-        self._met: set[int] = set()  # branches that were searched once
         self._watch.check(system, path)
         self._size = os.stat(path).st_size
-        self._page_size, self._root, self.entries = self._read_meta()
+        meta = self._read_meta()
+        self._page_size = meta.page_size
+        self._root = meta.root
+        self.entries = meta.entries
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the pages kept in memory out."""
-        return {**self.__dict__, "_pages": {}, "_branches": {}, "_met": set()}
-
-    def get(self, key: bytes) -> Value | None:
-        """Return the place of a key's value, None where there is no such key."""
-        number = self._root
-        if number == _NO_PAGE:
-            return None
-        for _ in range(_MAX_DEPTH):
-            page = self._page(number)
-            flags = _SHORT(page, 10)[0]
-            if not flags & (_BRANCH | _LEAF):
-                raise self._damaged(
-                    f"page {number} has flags {flags:#x}, expected a branch or a leaf"
-                )
-            place, count = self._search(number, page, key, first=0 if flags & _BRANCH else -1)
-            if place < 0 or count == 0:
-                return None
-            node = self._node(number, page, place)
-            if flags & _LEAF:
-                return self._value(number, page, node) if node.key == key else None
-            number = node.page
-        raise self._damaged(f"the tree is deeper than {_MAX_DEPTH} pages")
-
-    def _search(self, number: int, page: bytes, key: bytes, *, first: int) -> tuple[int, int]:
-        """Return the last node of a page whose key is not above `key`, `first` if all are, and the number of nodes.
-
-        The first node of a branch stands for all smaller keys, so `first` is 0 there.
-        """
-        count = _count(page)
-        if count < 0:
-            raise self._damaged(
-                f"page {number} says that its nodes end at byte {_SHORT(page, 12)[0]}"
-            )
-        low, high = first, count
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._key(number, page, middle) <= key:
-                low = middle
-            else:
-                high = middle
-        return low, count
-
-    def read(self, value: Value) -> bytes:
-        """Return a value; SystemFormatError when the file has changed since it was opened."""
-        self._watch.check(self.system, self.path)
-        return self._bytes(value.offset, value.length)
+        return {**self.__dict__, "_leaves": {}, "_branches": {}}
 
     def values(self, keys: Sequence[bytes]) -> list[bytes | memoryview | None]:
-        """Return the values of keys, None where there is no such key; fastest for rising keys. Errors as in `read`."""
-        self._watch.check(self.system, self.path)
-        file = self._opened()
-        found: list[bytes | memoryview | None] = []
-        page, least, bound = None, b"", b""
-        for key in keys:
-            if not least <= key < bound:
-                page, bound = self._leaf_of(key, file)
-                least = key
-            value = None if page is None else self._value_in(page, key, file)
-            if value is None:
-                place = self.get(key)
-                value = None if place is None else self._bytes(place.offset, place.length)
-            found.append(value)
-        return found
+        """Return the value of each key, None if it is missing; fastest for rising keys.
 
-    def _leaf_of(self, key: bytes, file: OpenFile) -> tuple[bytes | None, bytes]:
-        """Return the leaf that would have a key, None where a page is damaged, and the first key of the next leaf.
-
-        That key is empty behind the last leaf.
+        Raises
+        ------
+        SystemFormatError
+            When a page is damaged, or the file has changed since it was opened.
         """
-        number, bound = self._root, b""
-        try:
-            for _ in range(_MAX_DEPTH):
-                branch = self._branches.get(number)
-                if branch is None:
-                    page = self._page(number, file)
-                    kind = _SHORT(page, 10)[0] & (_BRANCH | _LEAF)
-                    if kind != _BRANCH:
-                        return (page if kind == _LEAF else None), bound
-                    if number not in self._met:  # parsing takes as long as many searches
-                        self._met.add(number)
-                        place, count = self._search(number, page, key, first=0)
-                        if not count:
-                            break
-                        bound = self._key(number, page, place + 1) if place + 1 < count else bound
-                        number = self._node(number, page, place).page
-                        continue
-                    branch = self._branch(number, page)
-                # The key of the first page counts as smaller than all others.
-                place = bisect_right(branch.keys, key, 1)
-                number = branch.pages[place - 1]
-                bound = branch.keys[place] if place < len(branch.keys) else bound
-        except SystemFormatError:
-            pass
-        return None, b""
+        self._watch.check(self.system, self.path)
+        if self._root == _NO_PAGE:
+            return [None] * len(keys)
+        file = self._open_file()
+        values: list[bytes | memoryview | None] = []
+        leaf = None
+        previous_key = b""
+        for key in keys:
+            # Keys between the previous one and the end of its leaf are in the same leaf.
+            if leaf is None or not previous_key <= key < leaf.end:
+                leaf = self._find_leaf(key, file)
+                previous_key = key
+            node = self._find_node(leaf, key)
+            values.append(None if node is None else self._value(leaf, node, file))
+        return values
 
-    def _branch(self, number: int, page: bytes) -> _Branch:
-        """Parse a branch, and keep it."""
-        count = _count(page)
-        if count < 1:
+    # ----- the tree ------------------------------------------------------------------------------
+
+    def _find_leaf(self, key: bytes, file: OpenFile) -> _Leaf:
+        """Return the leaf that has a key, if any leaf has it."""
+        number = self._root
+        end = b""
+        for _ in range(_MAX_DEPTH):
+            branch = self._branches.get(number)
+            if branch is None:
+                leaf = self._leaves.get(number)
+                if leaf is not None:
+                    return leaf
+                page = self._read_page(number, file)
+                n_nodes = self._node_count(number, page)
+                flags = _unpack_u16(page, 10)[0]
+                if flags & _LEAF:
+                    leaf = _Leaf(number, page, n_nodes, _first_number(page, len(key)), end)
+                    _remember(self._leaves, number, leaf, _MAX_LEAVES)
+                    return leaf
+                if not flags & _BRANCH:
+                    raise self._damaged(
+                        f"page {number} has flags {flags:#x}, expected a branch or a leaf"
+                    )
+                branch = self._parse_branch(number, page, n_nodes)
+                _remember(self._branches, number, branch, _MAX_BRANCHES)
+            # The key of the first node counts as smaller than all others.
+            place = bisect_right(branch.keys, key, lo=1)
+            number = branch.pages[place - 1]
+            if place < len(branch.keys):
+                end = branch.keys[place]
+        raise self._damaged(f"the tree is deeper than {_MAX_DEPTH} pages")
+
+    def _parse_branch(self, number: int, page: bytes, n_nodes: int) -> _Branch:
+        if n_nodes == 0:
             raise self._damaged(f"branch {number} leads nowhere")
-        offsets = struct.unpack_from(f"<{count}H", page, _HEADER)
-        if min(offsets) < _HEADER or max(offsets) + _NODE > len(page):
+        offsets = np.frombuffer(page, "<u2", n_nodes, _PAGE_HEADER).astype(np.int64)
+        if offsets.min() < _PAGE_HEADER or offsets.max() + _NODE_HEADER > len(page):
             raise self._damaged(
-                f"page {number} has nodes at bytes {min(offsets)} to {max(offsets)}"
+                f"page {number} has nodes at bytes {offsets.min()} to {offsets.max()}"
             )
-        headers = [_HEADER_OF_NODE(page, offset) for offset in offsets]
-        ends = [offset + _NODE + header[3] for offset, header in zip(offsets, headers, strict=True)]
-        if max(ends) > len(page):
-            raise self._damaged(f"page {number} has a key that ends at byte {max(ends)}")
-        branch = _Branch(
-            [page[offset + _NODE : end] for offset, end in zip(offsets, ends, strict=True)],
-            [low | high << 16 | flags << 32 for low, high, flags, _ in headers],
-        )
-        if not all(map(operator.lt, branch.keys[1:], branch.keys[2:])):
+        header_bytes = offsets[:, None] + np.arange(_NODE_HEADER)
+        headers = np.frombuffer(page, np.uint8)[header_bytes].view("<u2").astype(np.int64)
+        pages = headers[:, 0] | headers[:, 1] << 16 | headers[:, 2] << 32
+        starts = offsets + _NODE_HEADER
+        ends = starts + headers[:, 3]
+        if ends.max() > len(page):
+            raise self._damaged(f"page {number} has a key that ends at byte {ends.max()}")
+        keys = [page[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+        if any(key >= following for key, following in pairwise(keys[1:])):
             raise self._damaged(f"the keys of page {number} are not sorted")
-        if len(self._branches) >= _KEPT_BRANCHES:
-            self._branches.clear()
-            self._met.clear()
-        self._branches[number] = branch
-        self._pages.pop(number, None)
-        return branch
+        return _Branch(keys, pages.tolist())
 
-    def _value_in(self, page: bytes, key: bytes, file: OpenFile) -> bytes | memoryview | None:
-        """Return the value of a key of a leaf; None where it has no such key, or the leaf or the value is damaged."""
-        low, high, most = 0, _count(page), len(page) - _NODE
-        middle = _distance(
-            page, key
-        )  # the keys of frames are consecutive numbers: usually this is the place
+    def _find_node(self, leaf: _Leaf, key: bytes) -> _Node | None:
+        """Return the node of a key, None if the leaf lacks it."""
+        low = 0
+        high = leaf.n_nodes
+        # The keys of frames are consecutive numbers: usually this is the place.
+        place = int(key) - leaf.first_number if key.isdigit() else -1
         while low < high:
-            if not low <= middle < high:
-                middle = (low + high) // 2
-            (offset,) = _SHORT(page, _HEADER + 2 * middle)
-            if offset < _HEADER or offset > most:
-                return None
-            short, long, flags, size = _HEADER_OF_NODE(page, offset)
-            value = offset + _NODE + size
-            found = page[offset + _NODE : value]
-            if found == key:
-                break
-            low, high = (middle + 1, high) if found < key else (low, middle)
-        else:
-            return None
-        length = short | long << 16
-        if not flags:
-            return page[value : value + length] if value + length <= len(page) else None
-        if flags != _BIG_DATA or value + 8 > len(page):
-            return None
-        offset = _NUMBER(page, value)[0] * self._page_size
-        if offset < 2 * self._page_size or offset + _HEADER + length > self._size:
-            return None
-        whole = self._read(file, offset, _HEADER + length)
-        flags, pages = _FLAGS_AND_PAGES(whole, 10)
-        if not flags & _OVERFLOW or pages * self._page_size < _HEADER + length:
-            return None
-        return memoryview(whole)[_HEADER:]
+            if not low <= place < high:
+                place = (low + high) // 2
+            node = self._node(leaf, place)
+            if node.key == key:
+                return node
+            if node.key < key:
+                low = place + 1
+            else:
+                high = place
+        return None
 
-    def _read_meta(self) -> tuple[int, int, int]:
-        """Return page size, root page and number of keys from the newer of the two meta pages."""
+    def _node_count(self, number: int, page: bytes) -> int:
+        end = _unpack_u16(page, 12)[0]
+        if not _PAGE_HEADER <= end <= len(page) or end % 2:
+            raise self._damaged(f"page {number} says that its nodes end at byte {end}")
+        return (int(end) - _PAGE_HEADER) // 2
+
+    def _node(self, leaf: _Leaf, place: int) -> _Node:
+        page = leaf.page
+        (offset,) = _unpack_u16(page, _PAGE_HEADER + 2 * place)
+        if offset < _PAGE_HEADER or offset + _NODE_HEADER > len(page):
+            raise self._damaged(f"page {leaf.number} has a node at byte {offset}")
+        low, high, flags, key_size = _unpack_node_header(page, offset)
+        key_start = offset + _NODE_HEADER
+        key_end = key_start + key_size
+        if key_end > len(page):
+            raise self._damaged(
+                f"page {leaf.number} has a key of {key_size} bytes at byte {offset}"
+            )
+        return _Node(page[key_start:key_end], low | high << 16, flags, key_end)
+
+    def _value(self, leaf: _Leaf, node: _Node, file: OpenFile) -> bytes | memoryview:
+        if node.flags & _SUB_DATABASE:
+            raise self._problem(
+                f"key {node.key!r} is a database of its own, which DeePMD's format does not have"
+            )
+        is_long = node.flags & _LONG_VALUE
+        end = node.value_offset + (8 if is_long else node.length)
+        if end > len(leaf.page):
+            raise self._damaged(f"the value of {node.key!r} ends beyond page {leaf.number}")
+        if not is_long:
+            return leaf.page[node.value_offset : end]
+
+        (number,) = _unpack_u64(leaf.page, node.value_offset)
+        offset = number * self._page_size
+        length = _PAGE_HEADER + node.length
+        if number < 2 or offset + length > self._size:
+            raise self._damaged(
+                f"truncated: the value of {node.key!r} ends at byte {offset + length}"
+            )
+        content = self._read(file, offset, length)
+        flags, n_pages = _unpack_overflow_header(content, 10)
+        if not flags & _OVERFLOW or n_pages * self._page_size < length:
+            raise self._damaged(f"the value of {node.key!r} does not start at page {number}")
+        return memoryview(content)[_PAGE_HEADER:]
+
+    # ----- the file ------------------------------------------------------------------------------
+
+    def _read_meta(self) -> _Meta:
+        """Return the newer of the two meta pages."""
         if sys.byteorder != "little":
             raise self._problem(
                 "LMDB files are read on little-endian machines only; convert it to HDF5 on another"
             )
-        first = self._meta(0)
-        page_size = first[0]
-        if page_size < 256 or page_size > 1 << 16 or page_size & (page_size - 1):
+        meta_0 = self._meta_at(0)
+        page_size = meta_0.page_size
+        if not 256 <= page_size <= 1 << 16 or page_size & (page_size - 1):
             raise self._damaged(f"pages of {page_size} bytes")
-        newer = max(first, self._meta(page_size), key=lambda meta: meta[3])
-        return page_size, newer[1], newer[2]
+        meta_1 = self._meta_at(page_size)
+        newer = meta_1 if meta_1.transaction > meta_0.transaction else meta_0
+        # The page size of the first page, which was checked.
+        return newer._replace(page_size=page_size)
 
-    def _meta(self, offset: int) -> tuple[int, int, int, int]:
-        """Return page size, root, number of keys and transaction of a meta page."""
-        page = self._bytes(offset, 152)
+    def _meta_at(self, offset: int) -> _Meta:
+        page = self._read(self._open_file(), offset, _META_BYTES)
         magic, version = struct.unpack_from("<II", page, 16)
         if magic != MAGIC:
             raise self._problem("is not an LMDB database")
@@ -275,67 +307,14 @@ class LmdbFile:
             )
         (page_size,) = struct.unpack_from("<I", page, 40)
         entries, root, _, transaction = struct.unpack_from("<QQQQ", page, 120)
-        return page_size, root, entries, transaction
+        return _Meta(page_size, entries, root, transaction)
 
-    def _page(self, number: int, file: OpenFile | None = None) -> bytes:
-        page = self._pages.get(number)
-        if page is None:
-            if number < 2:
-                raise self._damaged(f"a link to page {number}")
-            if len(self._pages) >= _KEPT_PAGES:
-                self._pages.clear()
-            page = self._pages[number] = self._bytes(
-                number * self._page_size, self._page_size, file
-            )
-        return page
+    def _read_page(self, number: int, file: OpenFile) -> bytes:
+        if number < 2:
+            raise self._damaged(f"a link to page {number}")
+        return self._read(file, number * self._page_size, self._page_size)
 
-    def _key(self, number: int, page: bytes, index: int) -> bytes:
-        """Return the key of a node of a page."""
-        (offset,) = _SHORT(page, _HEADER + 2 * index)
-        if offset < _HEADER or offset + _NODE > len(page):
-            raise self._damaged(f"page {number} has a node at byte {offset}")
-        (size,) = _SHORT(page, offset + 6)
-        key = page[offset + _NODE : offset + _NODE + size]
-        if len(key) < size:
-            raise self._damaged(f"page {number} has a key of {size} bytes at byte {offset}")
-        return key
-
-    def _node(self, number: int, page: bytes, index: int) -> _Node:
-        """Return a node of a page."""
-        key = self._key(number, page, index)
-        (offset,) = _SHORT(page, _HEADER + 2 * index)
-        low, high, flags = struct.unpack_from("<HHH", page, offset)
-        return _Node(low, high, flags, key, offset + _NODE + len(key))
-
-    def _value(self, number: int, page: bytes, node: _Node) -> Value:
-        """Return the place of the value of a node of a leaf."""
-        length = node.low | node.high << 16
-        if node.flags & _OTHER_DATA:
-            raise self._problem(
-                f"key {node.key!r} is a database of its own, which DeePMD's format does not have"
-            )
-        if node.start + (8 if node.flags & _BIG_DATA else length) > len(page):
-            raise self._damaged(f"the value of {node.key!r} ends beyond page {number}")
-        if not node.flags & _BIG_DATA:
-            return Value(number * self._page_size + node.start, length)
-        # The value has pages of its own.
-        (number,) = struct.unpack_from("<Q", page, node.start)
-        offset = number * self._page_size
-        if number < 2 or offset + _HEADER + length > self._size:
-            raise self._damaged(
-                f"truncated: the value of {node.key!r} ends at byte {offset + _HEADER + length}"
-            )
-        flags, pages = struct.unpack_from("<HI", self._bytes(offset, _HEADER), 10)
-        if not flags & _OVERFLOW or pages * self._page_size < _HEADER + length:
-            raise self._damaged(f"the value of {node.key!r} does not start at page {number}")
-        return Value(offset + _HEADER, length)
-
-    def _bytes(self, offset: int, length: int, file: OpenFile | None = None) -> bytes:
-        if offset + length > self._size:
-            raise self._damaged(f"truncated: bytes {offset} to {offset + length} are missing")
-        return self._read(file or self._opened(), offset, length)
-
-    def _opened(self) -> OpenFile:
+    def _open_file(self) -> OpenFile:
         try:
             file: OpenFile = self._handles.get(self.path, lambda: OpenFile(self.path))
         except OSError as error:
@@ -343,6 +322,8 @@ class LmdbFile:
         return file
 
     def _read(self, file: OpenFile, offset: int, length: int) -> bytes:
+        if offset + length > self._size:
+            raise self._damaged(f"truncated: bytes {offset} to {offset + length} are missing")
         try:
             return file.read_bytes(length, offset)
         except OSError as error:
@@ -357,16 +338,15 @@ class LmdbFile:
         )
 
 
-def _count(page: bytes) -> int:
-    """Return the number of nodes of a page, −1 where its header is damaged."""
-    (lower,) = _SHORT(page, 12)
-    return -1 if lower < _HEADER or lower > len(page) or lower % 2 else int(lower - _HEADER) // 2
+def _remember(cache: dict[int, Any], number: int, page: _Branch | _Leaf, limit: int) -> None:
+    """Keep a page in a cache, which is emptied when it is full."""
+    if len(cache) >= limit:
+        cache.clear()
+    cache[number] = page
 
 
-def _distance(page: bytes, key: bytes) -> int:
-    """Return how much larger a key is than the first one of a leaf, as numbers; −1 where they are none."""
-    offset = _SHORT(page, _HEADER)[0] + _NODE
-    try:
-        return int(key) - int(page[offset : offset + len(key)])
-    except ValueError:
-        return -1
+def _first_number(page: bytes, key_size: int) -> int:
+    """Return the first key of a leaf as a number, if it has this size; 0 if it is none."""
+    start = _unpack_u16(page, _PAGE_HEADER)[0] + _NODE_HEADER
+    key = page[start : start + key_size]
+    return int(key) if key.isdigit() else 0

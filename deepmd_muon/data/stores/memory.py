@@ -1,4 +1,4 @@
-"""Systems whose arrays lie in memory, made from files of other programs."""
+"""Systems whose arrays are in memory, made from files of other programs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class MemoryStore:
     symbols
         Element of every atom.
     sets
-        Arrays of each set by name without ".npy": "coord" (nframes, 3·natoms), "box" (nframes, 9), labels. Frames with
-        other labels are other sets.
+        Arrays of each set by name without ".npy": "coord" (nframes, 3·natoms), "box" (nframes, 9),
+        labels. Frames with other labels are other sets.
     pbc
         Whether the frames have a cell.
     """
@@ -31,8 +31,11 @@ class MemoryStore:
         self, root: str, symbols: Sequence[str], sets: Sequence[Arrays], *, pbc: bool
     ) -> None:
         self.root = root
-        names = sorted(set(symbols))
-        self._words = {"type.raw": [str(names.index(s)) for s in symbols], "type_map.raw": names}
+        elements = sorted(set(symbols))
+        self._words = {
+            "type.raw": [str(elements.index(symbol)) for symbol in symbols],
+            "type_map.raw": elements,
+        }
         if not pbc:
             self._words["nopbc"] = []
         self._sets = {

@@ -44,7 +44,7 @@ class _Loop:
     "EDIFF is reached" in both cases, and a vasprun.xml says nothing, so the numbers decide.
     """
 
-    most_steps: int = 0  # NELM, 0 where the file does not say
+    max_steps: int = 0  # NELM, 0 if the file does not say
     threshold: float = 0.0  # EDIFF [eV]
     steps: int = 0
     change: float = math.inf  # of the energy in the last step [eV]
@@ -56,11 +56,11 @@ class _Loop:
         if name == "EDIFF":
             self.threshold = abs(value)
         elif math.isfinite(value):
-            self.most_steps = int(value)
+            self.max_steps = int(value)
 
     def end(self) -> bool:
         """Return whether the loop converged, and be ready for the next ionic step."""
-        exhausted = 0 < self.most_steps <= self.steps and not self.change <= self.threshold
+        exhausted = 0 < self.max_steps <= self.steps and not self.change <= self.threshold
         stopped = bool(self.reason) and _CONVERGED not in self.reason
         self.steps = 0
         self.change = math.inf
@@ -109,7 +109,7 @@ class _OutcarText:
     """The lines of an OUTCAR that ASE understands; ASE iterates over it as over a file."""
 
     file: IO[str]
-    name: str  # ASE looks for a POSCAR beside the file
+    name: str  # ASE looks for a POSCAR next to the file
     converged: list[bool] = field(default_factory=list)  # of each step that was passed on
     predicted: int = 0  # steps of a machine-learned force field
     incomplete: int = 0  # steps without positions

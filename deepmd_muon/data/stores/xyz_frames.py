@@ -94,8 +94,8 @@ class _Lines:
     def _count(self, line: bytes) -> int:
         text = line.strip()
         if not text.isdigit() or len(text) > _MOST_DIGITS:
-            found = text[:_MOST_SHOWN].decode("utf-8", "replace")
-            raise self._error(f"expected the number of atoms of a frame, found {found!r}")
+            beginning = text[:_MOST_SHOWN].decode("utf-8", "replace")
+            raise self._error(f"expected the number of atoms of a frame, found {beginning!r}")
         return int(text)
 
     def _next(self) -> bytes:

@@ -20,6 +20,7 @@ from deepmd_muon.data import (
     TypeMapError,
     open_systems,
 )
+from deepmd_muon.data.checks.digest import fingerprint
 from deepmd_muon.data.stores import lmdb_store
 from deepmd_muon.data.stores.lmdb_file import LmdbFile
 from deepmd_muon.data.stores.storage import HandleCache
@@ -101,7 +102,7 @@ def test_a_system_travels_to_another_process_and_is_opened_twice(tmp_path):
     copy = pickle.loads(pickle.dumps(system))
     for other in (again, copy):
         np.testing.assert_array_equal(other.frames([4, 1]).coord, system.frames([4, 1]).coord)
-    assert copy.fingerprint() == system.fingerprint()
+    assert fingerprint(copy) == fingerprint(system)
     with (
         lmdb.open(path, map_size=1 << 26) as environment,
         environment.begin(write=True) as transaction,
@@ -291,8 +292,8 @@ def test_deepmd_kit_reads_what_we_write_and_we_read_what_it_merges(tmp_path):
 def sampled(tmp_path, monkeypatch, frames, looked=4, **metadata):
     """Open a database as if it were a large one."""
     path = database(tmp_path / "d.lmdb", frames, **metadata)
-    monkeypatch.setattr(lmdb_store, "_READ_WHOLE", 0)
-    monkeypatch.setattr(lmdb_store, "_LOOKED", looked)
+    monkeypatch.setattr(lmdb_store, "_MAX_READ_WHOLE", 0)
+    monkeypatch.setattr(lmdb_store, "_SAMPLE", looked)
     return path, open_systems(path, ["O", "H"])
 
 
@@ -310,7 +311,7 @@ def test_large_databases_open_from_their_metadata(tmp_path, monkeypatch):
         LmdbFile, "values", lambda file, keys: looked_at.extend(keys) or original(file, keys)
     )
     _, systems = sampled(tmp_path, monkeypatch, frames, 8, frame_system_ids=ids, frame_nlocs=nlocs)
-    assert len(looked_at) == 8
+    assert len(looked_at) == 1 + 8  # the metadata, and the frames of the sample
     assert [(s.nframes, s.natoms, s.pbc, s.labels) for s in systems] == [
         (s.nframes, s.natoms, s.pbc, s.labels) for s in whole
     ]
@@ -373,24 +374,68 @@ def test_a_label_that_was_not_foreseen_is_reported(tmp_path, monkeypatch, caplog
     ]
 
 
-def test_frames_are_found_in_trees_of_several_levels(tmp_path):
-    """Keys of 30,000 frames fill three levels of pages."""
+@pytest.mark.parametrize("form", ["012d", "d"])
+def test_values_are_those_that_liblmdb_reads(tmp_path, form):
+    """Keys in any order, on three levels of pages, with long, short and empty values; some are missing."""
     path = tmp_path / "deep.lmdb"
-    numbers = np.random.default_rng(1).permutation(30_000)
+    rng = np.random.default_rng(1)
+    numbers = rng.permutation(np.arange(0, 60_000, 2))
+    with lmdb.open(str(path), map_size=1 << 28) as environment:
+        with environment.begin(write=True) as transaction:
+            for k in numbers.tolist():
+                value = b"%d" % k * (900 if k % 1000 == 0 else k % 3)
+                transaction.put(format(k, form).encode(), value)
+        file = LmdbFile("deep", str(path / "data.mdb"), HandleCache())
+        assert file.entries == 30_000
+        for numbers in (
+            np.arange(3000),
+            np.sort(rng.integers(0, 60_100, 2000)),
+            rng.integers(0, 60_100, 2000),
+        ):
+            keys = [format(k, form).encode() for k in numbers.tolist()] + [b"zzz", b"0 0", b"1_0"]
+            with environment.begin() as transaction:
+                assert file.values(keys) == [transaction.get(key) for key in keys]
+    assert file.values([b""]) == [None]
+
+
+def test_values_of_damaged_files_are_those_of_their_keys(tmp_path):
+    """Whatever bytes of pages change, a value is the one that its key finds alone, or there is an error."""
+    contents = {
+        format(k, "012d").encode(): b"%d" % k * (900 if k % 7 == 0 else 9) for k in range(300)
+    }
     with (
-        lmdb.open(str(path), map_size=1 << 28) as environment,
+        lmdb.open(str(tmp_path / "d.lmdb")) as environment,
         environment.begin(write=True) as transaction,
     ):
-        for k in numbers.tolist():
-            # Values of their own pages, empty ones and those beside the key.
-            transaction.put(
-                format(k, "012d").encode(), b"%d" % k * (900 if k % 1000 == 0 else k % 3)
-            )
-    file = LmdbFile("deep", str(path / "data.mdb"), HandleCache())
-    assert file.entries == 30_000
-    for k in [*range(0, 30_000, 371), 0, 1000, 29_999]:
-        assert file.read(file.get(format(k, "012d").encode())) == b"%d" % k * (
-            900 if k % 1000 == 0 else k % 3
-        )
-    for key in (b"", b"0", b"000000030000", b"zzz", b"0000000000005"):
-        assert file.get(key) is None
+        for key, value in contents.items():
+            transaction.put(key, value)
+    path = tmp_path / "d.lmdb" / "data.mdb"
+    sound = path.read_bytes()
+    chance = random.Random(2)
+    n_errors = n_sound = 0
+    for _ in range(60):
+        path.write_bytes(with_changed_bits(sound, chance, 10))
+        try:
+            file = LmdbFile("d", str(path), HandleCache())
+        except SystemFormatError:
+            continue
+        alone = [value_or_error(file, key) for key in contents]
+        try:
+            together = file.values(list(contents))
+        except SystemFormatError:
+            n_errors += 1
+            assert "error" in alone
+            continue
+        n_sound += 1
+        for one, other, value in zip(alone, together, contents.values(), strict=True):
+            # A damaged neighbour may lead the search of one key astray.
+            assert other in (one, value) or one in ("error", None)
+    assert n_errors > 20
+    assert n_sound > 5
+
+
+def value_or_error(file, key):
+    try:
+        return file.values([key])[0]
+    except SystemFormatError:
+        return "error"

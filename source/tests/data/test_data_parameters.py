@@ -147,8 +147,8 @@ def test_a_conversion_keeps_parameters(target, tmp_path):
         write_npy(tmp_path / "in" / "b", [0, 1], [arrays_of(2, 2, 3, ("fparam",))], names),
     ]
     assert main(["convert-data", *paths, str(tmp_path / target), "-v", "ERROR"]) == 0
-    before = [s.with_own_parameters().frames(range(s.nframes)) for s in open_systems(paths, names)]
-    after = [s.with_own_parameters() for s in open_systems(str(tmp_path / target), names)]
+    before = [s.with_all_parameters().frames(range(s.nframes)) for s in open_systems(paths, names)]
+    after = [s.with_all_parameters() for s in open_systems(str(tmp_path / target), names)]
     wanted = {frames.nframes: frames for frames in before}
     for system in after:
         found = system.frames(range(system.nframes))

@@ -25,6 +25,7 @@ from deepmd_muon.data import (
     open_systems,
     with_common_types,
 )
+from deepmd_muon.data.checks.digest import fingerprint
 from deepmd_muon.data.frames import LABELS
 from deepmd_muon.data.stores import npy_store, storage
 from deepmd_muon.data.stores.hdf5_store import HDF5Store
@@ -168,7 +169,7 @@ def test_a_label_of_some_sets_is_there_for_their_frames(tmp_path, kind):
     # Frames of one set look as if there were no other.
     assert system.frames([0, 2]).labels == {"energy", "force", "virial"}
     assert system.frames([3, 4]).labels == {"energy", "atom_ener"}
-    assert system.fingerprint() == open_systems(path)[0].fingerprint()
+    assert fingerprint(system) == fingerprint(open_systems(path)[0])
 
 
 def test_runs_of_frames_with_the_same_labels(tmp_path):
@@ -499,7 +500,7 @@ def test_few_handles_suffice(tmp_path, monkeypatch, kind):
 
 def test_few_values_of_npy_files_are_kept_within_a_bound(tmp_path, monkeypatch):
     sets = [make_arrays(3, 4, seed=k) for k in range(4)]
-    monkeypatch.setattr(storage, "_MOST_BYTES", 6 * storage._OF_ARRAY)
+    monkeypatch.setattr(storage, "_MAX_VALUE_BYTES", 6 * storage._ARRAY_OVERHEAD)
     handles = HandleCache()
     write_npy(tmp_path / "sys", TYPES, sets)
     systems = [System(next(npy_stores(str(tmp_path / "sys"), handles))) for _ in range(2)]
@@ -508,7 +509,7 @@ def test_few_values_of_npy_files_are_kept_within_a_bound(tmp_path, monkeypatch):
         check_frames(system.frames(indices), sets, indices)
         kept = [values.nbytes for values in handles._values.values()]
         assert 1 < len(kept) < 6
-        assert handles._nbytes == sum(kept) + storage._OF_ARRAY * len(kept)
+        assert handles._nbytes == sum(kept) + storage._ARRAY_OVERHEAD * len(kept)
     assert len(handles) == 0
 
 
@@ -547,7 +548,7 @@ def test_example_data_are_the_same_in_both_formats():
     npy, hdf5 = open_systems(str(folder / "data")), open_systems(str(folder / "cu_emt.hdf5"))
     assert [s.name.rpartition("data/")[2] for s in npy] == [s.name.partition("#/")[2] for s in hdf5]
     for one, other in zip(npy, hdf5, strict=True):
-        assert one.fingerprint() == other.fingerprint()
+        assert fingerprint(one) == fingerprint(other)
         assert one.labels == other.labels >= {"energy", "force"}
         a, b = one.frames([3, 0, 7]), other.frames([3, 0, 7])
         np.testing.assert_array_equal(a.coord, b.coord)
@@ -587,12 +588,12 @@ def test_concatenate_pads_atoms_and_keeps_all_labels(tmp_path):
 def test_types_that_occur_again_are_parsed_once(tmp_path):
     from deepmd_muon.data import system as module
 
-    module._types_of.cache_clear()
+    module._parse_types.cache_clear()
     places = [
         write_npy(tmp_path / str(k), [0, 1], [make_arrays(1, 2)], ("A", "B")) for k in range(4)
     ]
     plain, turned = open_systems(places), open_systems(places[:1], ["B", "A"])
-    assert module._types_of.cache_info().misses == 1
+    assert module._parse_types.cache_info().misses == 1
     for system, expected in ((plain[3], [0, 1]), (turned[0], [1, 0])):
         types = system.frames([0]).atype
         np.testing.assert_array_equal(types, [expected])

@@ -1,6 +1,5 @@
 """LMDB frames of one layout are decoded together: the values and errors are those of the decoding one by one."""
 
-import random
 import tempfile
 import tracemalloc
 from contextlib import nullcontext
@@ -11,13 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lmdb_databases import array, database, frame, lmdb, msgpack, with_changed_bits
+from lmdb_databases import array, database, frame, msgpack
 
 from deepmd_muon.data import DataError, SystemFormatError, open_systems
 from deepmd_muon.data.stores import lmdb_frames, lmdb_store
-from deepmd_muon.data.stores.lmdb_file import LmdbFile
 from deepmd_muon.data.stores.lmdb_frames import FrameDecoder, FrameLayout, decode_frame
-from deepmd_muon.data.stores.storage import HandleCache
 
 # Frames of one natoms that a program could write: some have equal lengths and differ in their bytes beside the values.
 SEEDS = st.integers(0, 3)
@@ -241,7 +238,7 @@ def outcome(path, requests, *, together):
         except DataError as error:
             return [str(error)]
         for system in systems:
-            system = system.with_own_parameters()
+            system = system.with_all_parameters()
             found.append((system.nframes, system.natoms, system.pbc, system.mixed, system.labels))
             found += [read(system, np.array(numbers) % system.nframes) for numbers in requests]
     return found
@@ -256,7 +253,7 @@ def test_databases_give_the_values_and_errors_of_frames_read_one_by_one(raws, re
     with tempfile.TemporaryDirectory() as folder:
         nlocs = [2] * len(raws)
         path = database(Path(folder) / "d.lmdb", raws, **({"frame_nlocs": nlocs} if large else {}))
-        sampled = {"_READ_WHOLE": 0, "_LOOKED": 2} if large else {}
+        sampled = {"_MAX_READ_WHOLE": 0, "_SAMPLE": 2} if large else {}
         with mock.patch.multiple(lmdb_store, **sampled) if sampled else nullcontext():
             assert repr(outcome(path, requests, together=True)) == repr(
                 outcome(path, requests, together=False)
@@ -311,8 +308,8 @@ def test_the_first_damaged_frame_of_a_request_is_named(tmp_path, monkeypatch):
     made[7] = made[7][:-30]
     made[3] = msgpack.packb(frame([0, 1], forces=array(np.full((2, 3), np.inf))))
     path = database(tmp_path / "d.lmdb", made, frame_nlocs=[2] * 20)
-    monkeypatch.setattr(lmdb_store, "_READ_WHOLE", 0)
-    monkeypatch.setattr(lmdb_store, "_LOOKED", 2)
+    monkeypatch.setattr(lmdb_store, "_MAX_READ_WHOLE", 0)
+    monkeypatch.setattr(lmdb_store, "_SAMPLE", 2)
     (system,) = open_systems(path, ["O", "H"])
     assert system.frames([0, 1, 2, 4, 5, 6, 8]).nframes == 7
     for numbers, first in ([0, 1, 7, 3], 7), ([0, 3, 7], 3), ([19, 7], 7):
@@ -338,7 +335,7 @@ def test_large_requests_are_read_in_parts(tmp_path, monkeypatch):
     (system,) = open_systems(path, ["O", "H"])
     every = np.random.default_rng(0).permutation(40)
     whole = system.frames(every)
-    monkeypatch.setattr(lmdb_store, "_KEPT", 14)
+    monkeypatch.setattr(lmdb_store, "_MAX_DECODED_ATOMS", 14)
     parts = system.frames(every)
     for name in ("atype", "coord", "box", "energy", "force"):
         np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name))
@@ -349,73 +346,10 @@ def test_energies_of_all_frames_need_no_room_for_all_positions(tmp_path, monkeyp
         tmp_path / "d.lmdb", [frame([0, 1] * 150, k) for k in range(200)]
     )  # 11 kB a frame
     (system,) = open_systems(path, ["O", "H"])
-    monkeypatch.setattr(lmdb_store, "_KEPT", 3000)
+    monkeypatch.setattr(lmdb_store, "_MAX_DECODED_ATOMS", 3000)
     tracemalloc.start()
     try:
         assert system._store.rows("set.000/energy.npy", np.arange(200), False).shape == (200, 1)
         assert tracemalloc.get_traced_memory()[1] < 1_200_000
     finally:
         tracemalloc.stop()
-
-
-@pytest.mark.parametrize("form", ["012d", "d"])
-def test_many_values_are_found_as_one_by_one(tmp_path, form):
-    """Keys in any order, of three levels of pages, with values of their own pages and none at all; some are missing."""
-    path = tmp_path / "deep.lmdb"
-    with (
-        lmdb.open(str(path), map_size=1 << 28) as environment,
-        environment.begin(write=True) as transaction,
-    ):
-        for k in range(0, 60_000, 2):
-            transaction.put(format(k, form).encode(), b"%d" % k * (900 if k % 1000 == 0 else k % 3))
-    file = LmdbFile("deep", str(path / "data.mdb"), HandleCache())
-    rng = np.random.default_rng(0)
-    for numbers in (
-        np.arange(3000),
-        np.sort(rng.integers(0, 60_100, 2000)),
-        rng.integers(0, 60_100, 2000),
-    ):
-        keys = [format(k, form).encode() for k in numbers.tolist()] + [b"", b"zzz", b"0 0"]
-        places = [file.get(key) for key in keys]
-        assert file.values(keys) == [
-            None if place is None else file.read(place) for place in places
-        ]
-
-
-def test_values_of_damaged_files_are_those_of_their_keys(tmp_path):
-    """Whatever bytes of pages change, a value is the one found alone, or an error; the process goes on."""
-    keys = {format(k, "012d").encode(): b"%d" % k * (900 if k % 7 == 0 else 9) for k in range(300)}
-    with (
-        lmdb.open(str(tmp_path / "d.lmdb")) as environment,
-        environment.begin(write=True) as transaction,
-    ):
-        for key, value in keys.items():
-            transaction.put(key, value)
-    path = tmp_path / "d.lmdb" / "data.mdb"
-    sound = path.read_bytes()
-    chance = random.Random(2)
-    errors = 0
-    for _ in range(150):
-        path.write_bytes(with_changed_bits(sound, chance, 10))
-        try:
-            file = LmdbFile("d", str(path), HandleCache())
-        except SystemFormatError:
-            continue
-        for key, value in keys.items():
-            alone, found = (
-                value_or_error(file, key, way) for way in (LmdbFile.get, LmdbFile.values)
-            )
-            errors += alone == "error"
-            # A damaged neighbour may lead the search of one key astray; the other way finds the key in its place.
-            assert found in (alone, value) or alone in ("error", None)
-    assert errors > 100
-
-
-def value_or_error(file, key, way):
-    try:
-        if way is LmdbFile.values:
-            return file.values([key])[0]
-        place = file.get(key)
-        return None if place is None else file.read(place)
-    except SystemFormatError:
-        return "error"
