@@ -20,8 +20,7 @@ from deepmd_muon.model.branches import Branches, branches_of
 from deepmd_muon.train.batches.device_sample import DeviceSample, sample_on
 from deepmd_muon.train.branches import RunBranch, build_of, make_branches
 from deepmd_muon.train.checkpoint.continued_state import state_of
-from deepmd_muon.train.checkpoint.newest import AUTOMATIC, continued_by
-from deepmd_muon.train.checkpoint.ownership import RunFiles
+from deepmd_muon.train.checkpoint.ownership import AUTOMATIC, RunFiles, continued_by
 from deepmd_muon.train.checkpoint.source import Source, Way, read_sources
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.omitted_settings import (
@@ -144,7 +143,7 @@ def run(
             "init_model": init_model,
             "finetune": finetune,
         }
-        sources = read_sources(given, ways, model_branch, alone=ranks.size == 1)
+        sources = read_sources(given, ways, model_branch)
         given = take_from_checkpoint(
             given, sources, use_pretrain_script=use_pretrain_script, force_load=force_load
         )
@@ -163,7 +162,7 @@ def run(
         )
         continued = next(iter(sources.values())) if restart else None
         if continued is not None:
-            content = state_of(sources, trainer.model, trainer.optimizer, alone=ranks.size == 1)
+            content = state_of(sources, trainer.model, trainer.optimizer)
             with understood(continued.path):
                 trainer.restart(content, continued.path)
         ranks.from_first(
