@@ -28,12 +28,14 @@ class ArchiveError(Exception):
 def load_archive(file: BinaryIO) -> Any:
     """Load the content of a file of torch.save onto the CPU.
 
-    torch does not verify the checksums that it writes: a damaged byte would silently change a weight.
+    torch does not verify the checksums that it writes: a damaged byte would silently change a
+    weight.
 
     Raises
     ------
     ArchiveError
-        If a member does not fit its checksum, or the archive holds other than tensors and plain values.
+        If a member does not fit its checksum, or the archive holds other than tensors and plain
+        values.
     """
     try:
         check_members(file)

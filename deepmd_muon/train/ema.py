@@ -25,10 +25,10 @@ class EmaError(ValueError):
 
 
 class Ema:
-    """Average a model's floating-point parameters: average ← decay·average + (1 − decay)·parameter.
+    """Average a model's parameters: average ← decay·average + (1 − decay)·parameter.
 
-    Buffers (statistics, energy bias) do not change in training and are not averaged; deepmd-kit 3.2.0
-    leaves them out as well.
+    Only floating-point parameters. Buffers (statistics, energy bias) do not change in training and
+    are not averaged; deepmd-kit 3.2.0 leaves them out as well.
 
     Parameters
     ----------
@@ -37,8 +37,9 @@ class Ema:
     decay
         Weight of the old average in each update, in [0, 1).
     first
-        Number of updates after which the parameters are averaged with equal weights. Until then, and
-        after the next update, the average equals the parameters. None for the exponential average.
+        Number of updates after which the parameters are averaged with equal weights. Until then,
+        and after the next update, the average equals the parameters. None for the exponential
+        average.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Ema:
         return {"decay": self.decay, "model": stored, "validation_state": {}}
 
     def _first_names(self) -> dict[str, str]:
-        """Return the name under which each parameter is averaged; shared ones have several names."""
+        """Return the name under which each parameter is averaged; shared ones have several."""
         return {name: names[0] for names in all_names(self._model).values() for name in names}
 
     @torch.no_grad()
@@ -126,8 +127,8 @@ class Ema:
         unknown = stored.keys() - self._first_names().keys()
         if missing or unknown:
             raise EmaError(
-                f"the stored average is of another model: it lacks {len(missing)} of the parameters "
-                f"{sorted(missing)[:3]} and has {len(unknown)} others {sorted(unknown)[:3]}"
+                f"the stored average is of another model: it lacks {len(missing)} of the "
+                f"parameters {sorted(missing)[:3]} and has {len(unknown)} others {sorted(unknown)[:3]}"
             )
         for name, average in self._average.items():
             if stored[name].shape != average.shape:
@@ -144,7 +145,7 @@ class Ema:
 
 
 def _stored_names(model: EnergyModel) -> list[str]:
-    """Return the parameters of a model as files name them: as deepmd-kit does, if it has the model."""
+    """Return the names in files: deepmd-kit's, if it has such a model."""
     try:
         return deepmd_kit_parameter_names(model)
     except CheckpointError:

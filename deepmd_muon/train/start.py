@@ -48,7 +48,8 @@ from deepmd_muon.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-# Neighbour lists of all branches, training and validation, take at most this many bytes in each process.
+# Neighbour lists of all branches, training and validation, take at most this many bytes in each
+# process.
 _CACHE_BYTES = 2 << 30
 
 
@@ -77,8 +78,8 @@ def run(
     output
         Where the normalised input goes.
     restart
-        Checkpoint to continue, step and optimizer state included. "auto" or "latest" is the newest of
-        `training/save_ckpt`; without one the run starts afresh.
+        Checkpoint to continue, step and optimizer state included. "auto" or "latest" is the newest
+        of `training/save_ckpt`; without one the run starts afresh.
     init_model
         Checkpoint to take the weights of; the run begins at step 0.
     finetune
@@ -92,7 +93,8 @@ def run(
     use_pretrain_script
         Take section `model` from the checkpoint; with `finetune`, its descriptor and fitting net.
     make_data
-        Writes data that the input names and that do not exist yet; rank 0 calls it before data are opened.
+        Writes data that the input names and that do not exist yet; rank 0 calls it before data are
+        opened.
     log_level, log_path
         See `set_up_logging`.
     begun
@@ -110,8 +112,8 @@ def run(
 
     Notes
     -----
-    Where the checkpoint has another `type_map`, rows of known types move, in the optimizer's state too, and new types
-    start anew; descriptors that have networks for types, as se_e2_a, refuse it.
+    Where the checkpoint has another `type_map`, rows of known types move, in the optimizer's state
+    too, and new types start anew; descriptors that have networks for types, as se_e2_a, refuse it.
 
     Under torchrun or srun all processes train one model together, as `training/zero_stage` says.
     """
@@ -119,8 +121,8 @@ def run(
     training = given.settings.training
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
         files = RunFiles(given, output, log_path)
-        # "auto" is resolved below, once the files are locked; until then no checkpoint can be named. After a failure
-        # there is nothing to continue from in the checkpoint of --finetune.
+        # "auto" is resolved below, once the files are locked; until then no checkpoint can be
+        # named. After a failure there is nothing to continue from in the checkpoint of --finetune.
         checkpoint = init_model or (None if restart in AUTOMATIC else restart)
         ranks.from_first("looking at its outputs", lambda: files.check(checkpoint or finetune))
         stack.enter_context(
@@ -173,7 +175,7 @@ def run(
 
 
 def _log_remarks(given: Input, sources: Mapping[str, Source]) -> None:
-    """Log what the input leaves open or does otherwise than deepmd-kit, and a fine-tuning that forgets."""
+    """Log what the input leaves open, differences from deepmd-kit, and what fine-tuning forgets."""
     for notice in (*given.notices, *given.idle):
         log.warning("%s", notice)
     if given.small_steps and not any(source.way == "restart" for source in sources.values()):
@@ -226,8 +228,9 @@ def _prepare(
 ) -> Trainer:
     """Open the data, build the models with their statistics or weights, and make the trainer.
 
-    `count_neighbors` is whether `sel` is compared with the data. Passes over the data (counting, statistics, energy
-    bias) run on rank 0 alone, whose results or errors reach the other ranks (`Ranks.from_first`).
+    `count_neighbors` is whether `sel` is compared with the data. Passes over the data (counting,
+    statistics, energy bias) run on rank 0 alone, whose results or errors reach the other ranks
+    (`Ranks.from_first`).
     """
     warm_up(ranks.device)
     if ranks.device.type == "cpu":
@@ -258,7 +261,8 @@ def _prepare(
     data = make_loaders(given, systems, _neighbor_caches(given, model), seed, ranks)
     loaders = {name: branch_data.training for name, branch_data in data.items()}
 
-    # Statistics: neighbours that were not counted above, the descriptor's mean and deviation, energy biases.
+    # Statistics: neighbours that were not counted above, the descriptor's mean and deviation,
+    # energy biases.
     needs_statistics = force_load or not _all_have_statistics(given, sources)
     samples = _samples_on_device(loaders, ranks)
     if count_neighbors:
@@ -312,7 +316,7 @@ def _require_trainable(model: EnergyModel | Branches) -> None:
 
 
 def _neighbor_caches(given: Input, model: EnergyModel | Branches) -> dict[str, NeighborCache]:
-    """Return the store of neighbour lists of each branch; together they keep at most `_CACHE_BYTES`."""
+    """Return the neighbour lists of each branch; all of them keep at most `_CACHE_BYTES`."""
     size = _CACHE_BYTES // len(given.branches)
     return {
         name: NeighborCache.of(branch_model.neighbors, branch_model.ntypes, size)
@@ -358,9 +362,10 @@ def _set_weights(
     *,
     force_load: bool,
 ) -> None:
-    """Set statistics from the samples, unless they are None, and weights of checkpoints; move models to the device.
+    """Set statistics and weights of checkpoints; move models to the device.
 
-    Weights of a checkpoint are taken on the CPU, so with a checkpoint the statistics are measured there, too.
+    Statistics come from the samples, unless these are None. Weights of a checkpoint are taken on
+    the CPU, so with a checkpoint the statistics are measured there, too.
     """
     if not sources:
         model.to(ranks.device)
@@ -370,8 +375,8 @@ def _set_weights(
         ranks.from_first(
             "computing statistics", lambda: set_model_statistics(branches, samples_beside_model)
         )
-    # Branches may share parts now that were not shared in the checkpoints. Then the first branch wins, so it is loaded
-    # last.
+    # Branches may share parts now that were not shared in the checkpoints. Then the first branch
+    # wins, so it is loaded last.
     for name in reversed(sources):
         sources[name].load_into(branches[name].model, force=force_load)
     model.to(ranks.device)

@@ -1,4 +1,4 @@
-"""The training run: makes strategy, optimizer, reports and checkpoints, and goes through the steps."""
+"""The training run: strategy, optimizer, reports, checkpoints, and the loop over the steps."""
 
 from __future__ import annotations
 
@@ -206,8 +206,8 @@ class Trainer:
         Raises
         ------
         RunError
-            If it cannot go on: loss or gradient is not finite, a disk is full, memory is short, data
-            are unreadable. The message names the last good checkpoint.
+            If it cannot go on: loss or gradient is not finite, a disk is full, memory is short,
+            data are unreadable. The message names the last good checkpoint.
         """
         self._first_step = self.step
         with self.ranks.together("starting"):
@@ -478,7 +478,7 @@ class Trainer:
         log.info("restarting from %s at step %d", source, self.step)
 
     def _compare_rates(self, train_infos: Mapping[str, Any], source: Path) -> None:
-        """Warn if the schedule gives another learning rate for the last update than the saved one."""
+        """Warn if the schedule gives another rate for the last update than the saved one."""
         if not self.step:
             return
         saved = float(train_infos["lr"])

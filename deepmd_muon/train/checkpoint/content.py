@@ -72,7 +72,7 @@ class RunState:
             training[name] = branch.data.training.state_dict()
             loader = branch.data.validation
             validation[name] = loader.state_dict() if loader else {}
-        own = {
+        ours = {
             "version": FORMAT_VERSION,
             "step": step,
             "settings": json.dumps(self.given.normalized),
@@ -82,9 +82,9 @@ class RunState:
             "validation_data": self._by_branch(validation),
         }
         if isinstance(self.model, Branches):
-            own["tasks"] = self.order.state_dict()
-            own[SHARED] = shared_names(self.model)
-        return own
+            ours["tasks"] = self.order.state_dict()
+            ours[SHARED] = shared_names(self.model)
+        return ours
 
     def _by_branch(self, values: dict[str, Any]) -> Any:
         """Return values by branch, or the value itself in a run of a single model."""
@@ -112,8 +112,8 @@ class RunState:
         Weights and optimizer state are restored elsewhere. A checkpoint of deepmd-kit lacks some
         parts: they start afresh, with a warning.
         """
-        own = content.get(OWN_KEY)
-        if own is None:
+        ours = content.get(OWN_KEY)
+        if ours is None:
             step = int(content["model"]["_extra_state"]["train_infos"]["step"]) + 1
             log.warning(
                 "%s comes from deepmd-kit, which keeps neither data order nor random numbers: "
@@ -121,11 +121,11 @@ class RunState:
                 source,
             )
         else:
-            step = int(own["step"])
-            torch.set_rng_state(own["torch_rng"])
-            report_changes(json.loads(own["settings"]), self.given.normalized, source)
-            self._restore_order(own, source)
-            self._restore_branches(own, source)
+            step = int(ours["step"])
+            torch.set_rng_state(ours["torch_rng"])
+            report_changes(json.loads(ours["settings"]), self.given.normalized, source)
+            self._restore_order(ours, source)
+            self._restore_branches(ours, source)
         if self.ema:
             self.ema.resume(step)
             if "ema" in content:
@@ -136,32 +136,32 @@ class RunState:
                 )
         return step
 
-    def _restore_order(self, own: Mapping[str, Any], source: Path) -> None:
+    def _restore_order(self, ours: Mapping[str, Any], source: Path) -> None:
         """Restore the order of the branches, if both runs have several."""
-        if isinstance(self.model, Branches) and "tasks" in own:
+        if isinstance(self.model, Branches) and "tasks" in ours:
             try:
-                self.order.load_state_dict(own["tasks"])
+                self.order.load_state_dict(ours["tasks"])
             except SamplerStateError:
                 log.warning(
                     "branches or probabilities are not those of %s: their order starts anew", source
                 )
 
-    def _restore_branches(self, own: Mapping[str, Any], source: Path) -> None:
+    def _restore_branches(self, ours: Mapping[str, Any], source: Path) -> None:
         """Restore the order of each branch's data, and the interpolation of its embedding nets."""
         # A single model has its values without the name of a branch; early ones have no pieces.
-        several = "tasks" in own
-        saved = {key: own[key] if several else {SINGLE: own.get(key)} for key in _OF_BRANCH}
+        several = "tasks" in ours
+        values_of = {key: ours[key] if several else {SINGLE: ours.get(key)} for key in _OF_BRANCH}
         for name, branch in self.branches.items():
-            former = branch.continued if branch.continued in saved["training_data"] else name
+            former = branch.continued if branch.continued in values_of["training_data"] else name
             if self.given.settings.training.interpolate_embedding:
-                pieces = saved["pieces"].get(former) or 0
+                pieces = values_of["pieces"].get(former) or 0
                 # Until 2026-11-24 pieces had one length, and their number was saved.
                 branch.model.pieces = uniform(pieces) if isinstance(pieces, int) else tuple(pieces)
             for key, loader in (
                 ("training_data", branch.data.training),
                 ("validation_data", branch.data.validation),
             ):
-                _restore_loader(loader, saved[key].get(former), f"{branch.prefix}{key}", source)
+                _restore_loader(loader, values_of[key].get(former), f"{branch.prefix}{key}", source)
 
 
 def _restore_loader(

@@ -1,4 +1,4 @@
-"""Continue a run with other branches or types: optimizer state and averages follow the parameters."""
+"""Continue a run with other branches or types: optimizer state and averages follow."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def for_branches(
     does one without names. `continued` has the saved branch that each branch starts from; branches
     that start afresh are not in it.
     """
-    saved = content.get("optimizer") or {}
-    groups = saved.get("param_groups", [])
+    saved_state = content.get("optimizer") or {}
+    groups = saved_state.get("param_groups", [])
     if len(groups) != 1 or "param_names" not in groups[0]:
         return content
     group = groups[0]
     saved_position = {canonical_name(name): i for i, name in enumerate(group["param_names"])}
     with_state = {
-        name for name, i in saved_position.items() if group["params"][i] in saved["state"]
+        name for name, i in saved_position.items() if group["params"][i] in saved_state["state"]
     }
     names = {
         canonical_name(alike[0]): [canonical_name(name) for name in alike]
@@ -104,14 +104,14 @@ def for_branches(
     for name, alike in names.items():
         candidates = [former.state_name_of(each) for each in alike]
         saved_names[name] = next((each for each in candidates if each in saved_position), None)
-    moved = {
+    rearranged = {
         **content,
-        "optimizer": _moved_state(saved, saved_names, saved_position, optimizer),
+        "optimizer": _moved_state(saved_state, saved_names, saved_position, optimizer),
     }
     if average := content.get("ema"):
-        moved["ema"] = {**average, "model": _moved_average(average["model"], model, former)}
+        rearranged["ema"] = {**average, "model": _moved_average(average["model"], model, former)}
     _log_moved(saved_names, with_state)
-    return moved
+    return rearranged
 
 
 class _FormerNames:
@@ -140,7 +140,7 @@ class _FormerNames:
 
 
 def _moved_state(
-    saved: Mapping[str, Any],
+    saved_state: Mapping[str, Any],
     saved_names: Mapping[str, str | None],
     saved_position: Mapping[str, int],
     optimizer: torch.optim.Optimizer,
@@ -149,7 +149,7 @@ def _moved_state(
 
     `saved_names` has the name of each present parameter in the checkpoint, None for a new one.
     """
-    group = saved["param_groups"][0]
+    group = saved_state["param_groups"][0]
     lists: dict[str, list[Any]] = {
         "params": list(range(len(saved_names))),
         "param_names": list(saved_names),
@@ -170,13 +170,13 @@ def _moved_state(
     for number, saved_name in enumerate(saved_names.values()):
         if saved_name is None:
             continue
-        tensors = saved["state"].get(group["params"][saved_position[saved_name]], {})
+        tensors = saved_state["state"].get(group["params"][saved_position[saved_name]], {})
         if tensors:
             # Copies: one shared parameter may have become two.
             state[number] = {
                 key: x.clone() if torch.is_tensor(x) else x for key, x in tensors.items()
             }
-    return {**saved, "state": state, "param_groups": [{**group, **lists}]}
+    return {**saved_state, "state": state, "param_groups": [{**group, **lists}]}
 
 
 def _moved_average(
@@ -221,13 +221,13 @@ def moved_content(
     content: Mapping[str, Any], model: EnergyModel, optimizer: torch.optim.Optimizer, move: TypeMove
 ) -> dict[str, Any]:
     """Return a checkpoint with optimizer state and averages in the shapes of the present types."""
-    moved = dict(content)
+    rearranged = dict(content)
     if state := content.get("optimizer"):
-        moved["optimizer"] = _move_state(state, model, optimizer, move)
+        rearranged["optimizer"] = _move_state(state, model, optimizer, move)
     if average := content.get("ema"):
         stored = _with_own_names(average["model"])
-        moved["ema"] = {**average, "model": move_weights(model, stored, move)}
-    return moved
+        rearranged["ema"] = {**average, "model": move_weights(model, stored, move)}
+    return rearranged
 
 
 class _TypedParameter(NamedTuple):
@@ -293,13 +293,13 @@ def _move_rows(
         # With one type the table is not a matrix, so the parameter may change its route.
         same_route = ("momentum_buffer" in tensors) == (entry.route == "muon")
         tensors = tensors if same_route else {}
-    moved = dict(tensors)
+    in_present_rows = dict(tensors)
     for key, x in tensors.items():
         if torch.is_tensor(x) and x.dim() == len(parameter.shape):
-            moved[key] = move.rows(x, x.new_zeros(parameter.shape), parameter.type_axis)
+            in_present_rows[key] = move.rows(x, x.new_zeros(parameter.shape), parameter.type_axis)
     log.warning(
         "optimizer state of %s: %s",
         parameter.name,
         move.describe() if tensors else "starts fresh",
     )
-    return moved
+    return in_present_rows

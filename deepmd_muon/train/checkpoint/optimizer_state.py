@@ -26,7 +26,8 @@ from deepmd_muon.optim.state.deepmd_kit import is_deepmd_kit
 
 log = logging.getLogger(__name__)
 
-# By this key of their groups, Adam (False) and AdamW (True) differ; older versions of torch lack it.
+# By this key of their groups, Adam (False) and AdamW (True) differ; older versions of torch lack
+# it.
 _DECOUPLED = "decoupled_weight_decay"
 # The routing manifest's entry of a parameter without elements, which only deepmd-kit's models have.
 _EMPTY_ENTRY = {"routes": "frozen", "views": "", "shapes": "0"}
@@ -202,7 +203,8 @@ def check_state(
     Raises
     ------
     CheckpointError
-        Naming tensors with NaN or infinity, and second moments below zero, of which the root is NaN.
+        Naming tensors with NaN or infinity, and second moments below zero, of which the root is
+        NaN.
     """
     state = optimizer.state_dict()
     names = {

@@ -1,4 +1,4 @@
-"""Lock the files of a run, find the checkpoint it continues, and set files of earlier runs aside."""
+"""Lock a run's files, find the checkpoint it continues, set files of earlier runs aside."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class RunFiles:
         self._earlier_input = b""
 
     def check(self, checkpoint: str | None = None) -> None:
-        """Refuse to overwrite the input, the data, the run's first checkpoint, or another output."""
+        """Refuse to overwrite the input, the data, the first checkpoint, or another output."""
         training = self._training
         outputs = {
             "the output (-o)": self._output,
@@ -180,11 +180,13 @@ class RunFiles:
             # Full validation sets its own file and best checkpoints aside.
             checkpoints = self._checkpoints_after(-1)
             message = "kept the files of an earlier run as %s"
-        elif other := self._reports_of_another_run(source):
+        elif other_run := self._reports_of_another_run(source):
             checkpoints = []
-            reports = [name for name in (*reports, self._validations) if str(name) in other.reports]
+            reports = [
+                name for name in (*reports, self._validations) if str(name) in other_run.reports
+            ]
             keep_best(-1)
-            message = f"reports of the run with save_ckpt {other.prefix} are kept as %s"
+            message = f"reports of the run with save_ckpt {other_run.prefix} are kept as %s"
         else:
             checkpoints = self._later_checkpoints(source.path.resolve(), step)
             if not checkpoints:
@@ -219,8 +221,8 @@ class RunFiles:
     def _checkpoints_after(self, step: int) -> list[Path]:
         """Return the checkpoints of this prefix after a step, in the order of their names."""
         name = re.compile(rf"{re.escape(self._prefix.name)}-[0-9]+\.pt")
-        saved = sorted(_files_matching(name, self._prefix.parent))
-        return [path for path in saved if _step(path) > step]
+        checkpoints = sorted(_files_matching(name, self._prefix.parent))
+        return [path for path in checkpoints if _step(path) > step]
 
     def _later_checkpoints(self, source: Path, step: int) -> list[Path]:
         """Return the checkpoints after the continued one, if that is one of this prefix."""
@@ -236,14 +238,14 @@ class RunFiles:
         folder. The normalised input in the folder says which of them wrote the reports.
         """
         try:
-            other = _OtherRun.of(json.loads(self._earlier_input))
+            other_run = _OtherRun.of(json.loads(self._earlier_input))
         except (ValueError, LookupError, TypeError, AttributeError):  # not an input of ours
             return None
-        own = source.content.get(OWN_KEY)
-        continued = json.loads(own["settings"])["training"].get("save_ckpt") if own else None
+        ours = source.content.get(OWN_KEY)
+        continued = json.loads(ours["settings"])["training"].get("save_ckpt") if ours else None
         continued = Path(continued or str(source.path).rpartition("-")[0])
-        is_ours = other.prefix.resolve() in (self._prefix.resolve(), continued.resolve())
-        return None if is_ours else other
+        is_ours = other_run.prefix.resolve() in (self._prefix.resolve(), continued.resolve())
+        return None if is_ours else other_run
 
     def _number_checkpoints(
         self, checkpoints: Sequence[Path], number: int, source: Source | None
@@ -376,10 +378,10 @@ def newest_checkpoint(save_ckpt: str) -> str | None:
         refuse_directory(directory)
     name = re.compile(rf"{re.escape(prefix.name)}-[0-9]+\.pt")
     files = _files_matching(name, prefix.parent)
-    saved = [path for path in files if path.is_file() and not path.is_symlink()]
+    unlinked = [path for path in files if path.is_file() and not path.is_symlink()]
     if linked is not None:
-        saved = [path for path in saved if _step(path) > _step(linked)]
-    for path in sorted(saved, key=_step, reverse=True):
+        unlinked = [path for path in unlinked if _step(path) > _step(linked)]
+    for path in sorted(unlinked, key=_step, reverse=True):
         if linked is None or linked.resolve().name in _series_of(path):
             return str(path)
     if linked is None:
@@ -391,19 +393,20 @@ def newest_checkpoint(save_ckpt: str) -> str | None:
 def _series_of(path: Path) -> Sequence[str]:
     """Return the names of the checkpoints that existed when one was written."""
     try:
-        own = read_checkpoint(path).get(OWN_KEY, {})
+        ours = read_checkpoint(path).get(OWN_KEY, {})
     except CheckpointError as error:
         log.warning("%s", error)
         return ()
-    series: Sequence[str] = own.get("series", ())
+    series: Sequence[str] = ours.get("series", ())
     return series
 
 
 def newest_finite(saved: Sequence[Path], source: Path | None) -> Path | None:
     """Return the last checkpoint whose numbers are finite; `source` if there is none.
 
-    The newest may hold the weights that made a loss NaN, or moments that make weights NaN. `source`,
-    which the run has continued, was examined when it was read. `saved` is in order, oldest first.
+    The newest may hold the weights that made a loss NaN, or moments that make weights NaN.
+    `source`, which the run has continued, was examined when it was read. `saved` is in order,
+    oldest first.
     """
     for path in reversed(saved):
         try:

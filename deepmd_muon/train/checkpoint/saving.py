@@ -36,11 +36,11 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints ``prefix-N.pt`` of one run, the link ``prefix.pt`` and the file ``checkpoint``.
+    """The checkpoints ``prefix-N.pt`` of a run, the link ``prefix.pt``, the file ``checkpoint``.
 
-    Every rank has one and calls its methods together with the others; rank 0 writes. Only files that
-    this run wrote are ever deleted, the oldest first. Files of a run that this one continues count as
-    its own.
+    Every rank has one and calls its methods together with the others; rank 0 writes. Only files
+    that this run wrote are ever deleted, the oldest first. Files of a run that this one continues
+    count as its own.
 
     Attributes
     ----------
@@ -96,19 +96,19 @@ class Checkpoints:
     def save(self, step: int, content: Callable[[], Mapping[str, Any]]) -> None:
         """Write the checkpoint of `step` updates, and update link, text file and retention.
 
-        `content` returns the keys of the file, tensors laid out over the ranks as they are. The list
-        of the run's checkpoints is added to it.
+        `content` returns the keys of the file, tensors laid out over the ranks as they are. The
+        list of the run's checkpoints is added to it.
         """
         with self.being_written():
             path = self._path_of(step)
             names = [name for name in self.written if name != path.name] + [path.name]
-            laid_out = content()
-            own = {**laid_out[OWN_KEY], "series": names}
-            whole = gather_whole({**laid_out, OWN_KEY: own})  # a collective of all ranks
+            laid_out = dict(content())
+            laid_out = {**laid_out, OWN_KEY: {**laid_out[OWN_KEY], "series": names}}
+            gathered = gather_whole(laid_out)  # a collective of all ranks
             if self._ranks.first:
                 make_folder_of(path)
                 with whole_file(path) as file:
-                    torch.save(whole, file)
+                    torch.save(gathered, file)
             # Only now: if the file cannot be written, the checkpoint before is still the newest.
             self.written = names
             self._publish()
@@ -140,17 +140,17 @@ class Checkpoints:
                     oldest.unlink(missing_ok=True)
         self.written = self.written[-self._keep :]
 
-    def adopt(self, own: Mapping[str, Any], source: Path) -> None:
+    def adopt(self, ours: Mapping[str, Any], source: Path) -> None:
         """Count the checkpoints of the run that is continued as this run's own.
 
-        `own` lists them under our key of the checkpoint `source`. If `source` is in another folder
+        `ours` lists them under our key of the checkpoint `source`. If `source` is in another folder
         than this run's, or has been renamed, the listed names may belong to another run: then
         nothing happens.
         """
         source = source.resolve()
         folder = source.parent
-        if folder == self.prefix.parent.resolve() and source.name in own["series"]:
-            self.written = [name for name in own["series"] if (folder / name).exists()]
+        if folder == self.prefix.parent.resolve() and source.name in ours["series"]:
+            self.written = [name for name in ours["series"] if (folder / name).exists()]
 
 
 def write_pointer(folder: Path, name: str) -> None:

@@ -108,33 +108,33 @@ class Source:
     def script(self, present: ModelSettings) -> ModelSettings:
         """Return the model for --use-pretrain-script.
 
-        Fine-tuning keeps the type map and the trainable parts of the input; otherwise the model is the
-        checkpoint's.
+        Fine-tuning keeps the type map and the trainable parts of the input; otherwise the model is
+        the checkpoint's.
         """
         if self.way != "finetune":
             return self.model
-        saved = self._model_for(present)
+        saved_model = self._model_for(present)
         parts = ["descriptor"] if self.new_fitting else ["descriptor", "fitting_net"]
-        taken = {}
+        scripted = {}
         for part in parts:
-            saved_part = getattr(saved, part)
+            saved_part = getattr(saved_model, part)
             present_part = getattr(present, part)
             changes = {}
             # A third party's part may lack it.
             if hasattr(saved_part, "trainable") and hasattr(present_part, "trainable"):
                 changes["trainable"] = present_part.trainable
-            taken[part] = changed(saved_part, changes, f"model/{part}")
-        return changed(present, taken)
+            scripted[part] = changed(saved_part, changes, f"model/{part}")
+        return changed(present, scripted)
 
     def check(self, present: ModelSettings, *, insist: bool) -> None:
         """Refuse to continue with weights of another model, or log the differences.
 
         See `check_model_section`.
         """
-        saved = self._model_for(present)
+        saved_model = self._model_for(present)
         if self.new_fitting:
-            saved = changed(saved, {"fitting_net": present.fitting_net})
-        check_model_section(saved, present, self.path, insist=insist)
+            saved_model = changed(saved_model, {"fitting_net": present.fitting_net})
+        check_model_section(saved_model, present, self.path, insist=insist)
 
     def _model_for(self, present: ModelSettings) -> ModelSettings:
         """Return its model with the type map of another one, if rows can move."""
@@ -142,7 +142,7 @@ class Source:
         return move.settings(self.model, present) if move else self.model
 
     def load_into(self, model: EnergyModel, *, force: bool) -> None:
-        """Load weights and statistics into a model of the input; rows of types move to its type map.
+        """Load weights and statistics into a model of the input, in the rows of its type map.
 
         `force` loads matching parts and logs the others. Parts that the checkpoint lacks are not
         changed then.
@@ -254,9 +254,9 @@ def read_sources(
     ways
         The checkpoint, ours or deepmd-kit's, under the way the run uses it.
     branch
-        Name or alias of a branch of a multi-task checkpoint, for a run of one model. As in deepmd-kit,
-        fine-tuning without one, or from "RANDOM", takes the descriptor of the first branch and starts
-        the fitting net anew.
+        Name or alias of a branch of a multi-task checkpoint, for a run of one model. As in
+        deepmd-kit, fine-tuning without one, or from "RANDOM", takes the descriptor of the first
+        branch and starts the fitting net anew.
 
     Returns
     -------
@@ -305,17 +305,17 @@ def _choose(
     settings: MultiTaskSettings, state: Mapping[str, Any], path: Path, way: Way
 ) -> dict[str, Choice]:
     """Choose the saved branch of each branch of a run, for fine-tuning as deepmd-kit does."""
-    saved = saved_branches(state)
-    branch_of_name: Mapping[str, str | None] = saved or {SINGLE: None}
+    saved_names = saved_branches(state)
+    branch_of_name: Mapping[str, str | None] = saved_names or {SINGLE: None}
     branches = settings.model.model_dict
     choices: dict[str, Choice] = {}
     for name, branch in branches.items():
         head = branch.finetune_head
         if way != "finetune":
             candidates = (name, *branch.model_branch_alias, head or "")
-            known = [candidate for candidate in candidates if candidate in branch_of_name]
-            if known:
-                choices[name] = Choice(way, branch_of_name[known[0]], new_fitting=False)
+            matching = [candidate for candidate in candidates if candidate in branch_of_name]
+            if matching:
+                choices[name] = Choice(way, branch_of_name[matching[0]], new_fitting=False)
         elif head not in (None, RANDOM):
             if head not in branch_of_name:
                 raise CheckpointError(
@@ -329,7 +329,7 @@ def _choose(
         else:
             # A saved branch without a head continues as it is, while the others are fine-tuned.
             choices[name] = Choice("init_model", name, new_fitting=False)
-    if not choices and not saved:
+    if not choices and not saved_names:
         choices = {next(iter(branches)): Choice(way, None, new_fitting=False)}
     if not choices:
         raise CheckpointError(

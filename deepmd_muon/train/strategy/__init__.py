@@ -1,7 +1,7 @@
 """Ways of training: one process, replicas (stages 0 and 1), or parameters cut over ranks (2 and 3).
 
-The training loop knows one object, a `Strategy`. It decides which rank holds parameters, gradients and
-optimizer state.
+The training loop knows one object, a `Strategy`. It decides which rank holds parameters, gradients
+and optimizer state.
 """
 
 from __future__ import annotations

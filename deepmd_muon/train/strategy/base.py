@@ -1,4 +1,4 @@
-"""The interface between the training loop and a way of training, and the one of a single process."""
+"""The interface between the training loop and a way of training; training in one process."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Reduced(NamedTuple):
 
 
 class Strategy(ABC):
-    """The distribution of model, gradients and optimizer state over ranks, and the sum of gradients.
+    """How model, gradients and optimizer state are distributed over ranks, and gradients summed.
 
     Parameters
     ----------
@@ -76,12 +76,13 @@ class Strategy(ABC):
     Attributes
     ----------
     stop_signal
-        Number of the signal that ends the run after this step, the same on all ranks; None to go on.
+        Number of the signal that ends the run after this step, the same on all ranks; None to go
+        on.
     cuts_parameters
         Whether a rank holds only a part of each parameter between steps.
     reads_on_host
-        Why a step needs a number on the host. None if a step can wait for nothing, and be captured in
-        a CUDA graph. A strategy that does not declare it is not captured.
+        Why a step needs a number on the host. None if a step can wait for nothing, and be captured
+        in a CUDA graph. A strategy that does not declare it is not captured.
     """
 
     cuts_parameters: ClassVar[bool] = False
@@ -125,7 +126,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def reduce(self, loss: Tensor, branch: EnergyModel | None = None) -> Reduced:
-        """Combine gradients and loss of all ranks after the backward pass of one `branch`, if any."""
+        """Combine gradients and loss of all ranks after the backward pass of one branch."""
 
     @abstractmethod
     def request_stop(self, number: int) -> None:
@@ -188,7 +189,8 @@ class SeveralRanks(Strategy):
     ) -> None:
         """Load the part of the optimizer's state that this rank keeps.
 
-        An optimizer of a single process reads the whole state first, with all checks and conversions.
+        An optimizer of a single process reads the whole state first, with all checks and
+        conversions.
         """
         model, reader = build_whole()
         load_optimizer_state(reader, model, content, source)
@@ -211,12 +213,12 @@ def build_optimizer(
     """Make the run's optimizer.
 
     The ranks of `replicas` hold the same parameters and gradients: HybridMuon shares its work among
-    them, other optimizers take the same step on each. With `state_in_parts` each of them keeps a part
-    of the optimizer's state.
+    them, other optimizers take the same step on each. With `state_in_parts` each of them keeps a
+    part of the optimizer's state.
 
     DeePMD's weights are stored (in, out), so `layout` 'auto' becomes 'in_out'. deepmd-kit's own
-    arithmetic takes weights as stored. A pattern matches a parameter that several branches share if it
-    matches the name in any of them.
+    arithmetic takes weights as stored. A pattern matches a parameter that several branches share if
+    it matches the name in any of them.
     """
     if isinstance(config, HybridMuonConfig | MuonConfig):
         return _build_muon(config, model, lr, replicas=replicas, state_in_parts=state_in_parts)

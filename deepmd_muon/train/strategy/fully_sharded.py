@@ -1,4 +1,4 @@
-"""Stages 2 and 3: torch's FSDP2, which keeps between steps only a part of the model on each rank."""
+"""Stages 2 and 3: torch's FSDP2; between steps each rank keeps a part of the model."""
 
 from __future__ import annotations
 
@@ -48,15 +48,18 @@ def sharding_mesh(ranks: Ranks, replicate_degree: int = 1) -> DeviceMesh:
 class FullySharded(SeveralRanks):
     """FSDP2 in two units, with several branches one for each fitting net and one for the rest.
 
-    On a mesh of two dimensions (HSDP) the model is cut along the second and repeated along the first.
+    On a mesh of two dimensions (HSDP) the model is cut along the second and repeated along the
+    first.
 
-    A fitting net gives energies and their slopes in one forward pass, so it is a unit: its parameters
-    are gathered while the descriptor works, and its gradients are scattered while the descriptor's are
-    computed. The rest belongs to the root. The second half of the descriptor, the pull-back of the
-    slopes to the edges, is called after its forward pass; FSDP2 would have freed a unit by then.
+    A fitting net gives energies and their slopes in one forward pass, so it is a unit: its
+    parameters are gathered while the descriptor works, and its gradients are scattered while the
+    descriptor's are computed. The rest belongs to the root. The second half of the descriptor, the
+    pull-back of the slopes to the edges, is called after its forward pass; FSDP2 would have freed a
+    unit by then.
 
     Fitting nets that share weights belong to the root as well, because a parameter has one unit. If
-    ranks train different branches, all nets do, because the ranks gather and scatter a unit together.
+    ranks train different branches, all nets do, because the ranks gather and scatter a unit
+    together.
 
     Parameters
     ----------
@@ -136,8 +139,8 @@ class FullySharded(SeveralRanks):
 
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                # FSDP2 ends the backward pass in such a callback, too. It registers its hook on this
-                # tensor later, so `fill` runs before.
+                # FSDP2 ends the backward pass in such a callback, too. It registers its hook on
+                # this tensor later, so `fill` runs before.
                 tensor.register_hook(queue)
 
     def reduce(self, loss: Tensor, branch: EnergyModel | None = None) -> Reduced:
@@ -204,7 +207,8 @@ class FullySharded(SeveralRanks):
 
 def _unshared_fitting_nets(model: EnergyModel | Branches) -> list[nn.Module]:
     """Return the fitting nets that share no parameter with another one."""
-    nets: list[nn.Module] = [one.atomic_model.fitting_net for one in branches_of(model).values()]
+    models = branches_of(model).values()
+    nets: list[nn.Module] = [branch_model.atomic_model.fitting_net for branch_model in models]
     users = Counter(p for net in nets for p in net.parameters())
     return [net for net in nets if all(users[p] == 1 for p in net.parameters())]
 

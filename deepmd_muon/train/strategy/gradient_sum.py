@@ -14,8 +14,8 @@ from deepmd_muon.train.ranks.ranks import Ranks
 
 #: Elements of a row of all gradients.
 ROW = 1024
-# `_pack` cuts copies into pieces of about this many elements, but adds at most so many copies to one
-# for each gradient.
+# `_pack` cuts copies into pieces of about this many elements, but adds at most so many copies to
+# one for each gradient.
 _SHORT_COPY = 1 << 14
 _MOST_ADDED_COPIES = 64
 
@@ -42,12 +42,13 @@ class GradientSum:
     """Averages the gradients of parameters over the ranks; a missing gradient counts as zero.
 
     The first `early` parameters have their gradients long before the backward pass ends. After
-    `begin`, which all ranks call or none does, their sum starts during that pass, as soon as the last
-    of them is there. `finish` sums the others, and `ntail` other numbers. Every rank launches these two
-    sums in this order, whatever gradients it has. Without `begin` there is one sum of all.
+    `begin`, which all ranks call or none does, their sum starts during that pass, as soon as the
+    last of them is there. `finish` sums the others, and `ntail` other numbers. Every rank launches
+    these two sums in this order, whatever gradients it has. Without `begin` there is one sum of
+    all.
 
-    Both sums are on parts of one vector: early gradients, zeros that complete a row, late gradients,
-    zeros that complete a row, tail.
+    Both sums are on parts of one vector: early gradients, zeros that complete a row, late
+    gradients, zeros that complete a row, tail.
 
     Attributes
     ----------
@@ -105,7 +106,8 @@ class GradientSum:
         """Return the mean of all gradients, and the sum of `tail` `(ntail,)` in their precision."""
         begun = self._vector is not None
         if begun and self._wait_for_early is None:
-            # This rank's branch lacks some early gradients, but others wait for its part of the sum.
+            # This rank's branch lacks some early gradients, but others wait for its part of the
+            # sum.
             self._start_early()
         vector = self._empty() if self._vector is None else self._vector
         early, late, summed_tail = vector.split(self._sections)

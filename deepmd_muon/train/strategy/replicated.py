@@ -1,12 +1,12 @@
 """Stages 0 and 1: every rank holds the model, and gradients are averaged.
 
 On CPUs one all-reduce after the backward pass is the whole communication before the update. It sums
-all gradients, the loss and the requests to stop. On GPUs the gradients of the fitting nets are summed
-earlier, during the backward pass through the descriptor. The order of summation is fixed.
+all gradients, the loss and the requests to stop. On GPUs the gradients of the fitting nets are
+summed earlier, during the backward pass through the descriptor. The order of summation is fixed.
 
 On GPUs nothing is read on the host in a step, so that it can be one CUDA graph, exchanges of the
-optimizer included. The ranks read the requests to stop a few steps later, all of them after the same
-step.
+optimizer included. The ranks read the requests to stop a few steps later, all of them after the
+same step.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Replicated(SeveralRanks):
     """Every rank holds the model and works on its own batch.
 
     With `state_in_parts` each keeps a part of the optimizer's state (stage 1) instead of all of it
-    (stage 0). With `stratified` ranks train different branches in a step. A gradient is then the mean
-    over the ranks that have it.
+    (stage 0). With `stratified` ranks train different branches in a step. A gradient is then the
+    mean over the ranks that have it.
     """
 
     reads_on_host = None
@@ -101,8 +101,8 @@ class Replicated(SeveralRanks):
     def _reduce_on_device(self, loss: Tensor, branch: EnergyModel | None) -> Reduced:
         """Do the same without waiting.
 
-        Parameters that had no gradient anywhere in the first step of a branch have none in its later
-        ones.
+        Parameters that had no gradient anywhere in the first step of a branch have none in its
+        later ones.
         """
         if branch not in self._gradient_sums:
             self._gradient_sums[branch] = self._agree_on_sum(branch)

@@ -33,7 +33,7 @@ def with_gradients(shapes, seed=0):
 
 @pytest.mark.parametrize("case", SHAPES)
 def test_gradients_and_their_norm_are_those_of_the_parameters(case, monkeypatch):
-    monkeypatch.setattr(gradient_sum, "_SHORT", 1 << 10)
+    monkeypatch.setattr(gradient_sum, "_SHORT_COPY", 1 << 10)
     params = with_gradients(SHAPES[case])
     ranks = Ranks(torch.device("cpu"))
     mean = GradientSum(ranks, params, len(TAIL)).finish(TAIL)
