@@ -128,7 +128,8 @@ class Ema:
         if missing or unknown:
             raise EmaError(
                 f"the stored average is of another model: it lacks {len(missing)} of the "
-                f"parameters {sorted(missing)[:3]} and has {len(unknown)} others {sorted(unknown)[:3]}"
+                f"parameters {sorted(missing)[:3]} "
+                f"and has {len(unknown)} others {sorted(unknown)[:3]}"
             )
         for name, average in self._average.items():
             if stored[name].shape != average.shape:

@@ -66,7 +66,7 @@ def learning_rate(settings: LearningRateSettings, num_steps: int) -> Schedule:
 def with_warmup(
     decay: Schedule, start_lr: float, warmup_steps: int, start_factor: float
 ) -> Schedule:
-    """Rise linearly from `start_factor * start_lr` to `start_lr`, then follow `decay` from its step 0."""
+    """Rise linearly from `start_factor * start_lr` to `start_lr`, then follow `decay`."""
     if warmup_steps == 0:
         return decay
     first = start_factor * start_lr
@@ -110,7 +110,7 @@ def exponential(
 
 
 def cosine(start_lr: float, stop_lr: float, num_steps: int) -> Schedule:
-    """Fall along half a cosine from `start_lr` at step 0 to `stop_lr` at `num_steps`, and stay there."""
+    """Fall along half a cosine to `stop_lr` at `num_steps`, and stay there."""
 
     def rate(step: int) -> float:
         if num_steps == 0:

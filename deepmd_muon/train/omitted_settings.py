@@ -116,8 +116,8 @@ def _saved_start_lr(content: Mapping[str, Any], group: Mapping[str, Any]) -> flo
 
     deepmd-kit's scheduler keeps it in the optimizer's parameter groups.
     """
-    if OWN_KEY in content and content[OWN_KEY]:
-        return float(json.loads(content[OWN_KEY]["settings"])["learning_rate"]["start_lr"])
+    if ours := content.get(OWN_KEY):
+        return float(json.loads(ours["settings"])["learning_rate"]["start_lr"])
     return float(group["initial_lr"]) if "initial_lr" in group else None
 
 

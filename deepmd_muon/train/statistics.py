@@ -1,4 +1,4 @@
-"""Statistics of data in models: standardised environments and energy biases, also of trained models."""
+"""Statistics of data in models: standardised environments and energy biases."""
 
 from __future__ import annotations
 
