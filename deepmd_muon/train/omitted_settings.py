@@ -84,16 +84,16 @@ def take_from_checkpoint(
             source.check_type_map(given.branches[name].model.type_map)
     if use_pretrain_script:
         given = _with_saved_models(given, sources)
-    source = next(iter(sources.values()), None)
-    if given.scales is None or source is None or source.way != "restart":
+    restarted = next((source for source in sources.values() if source.way == "restart"), None)
+    if given.scales is None or restarted is None:
         return given
-    with understood(source.path):
-        groups = (source.content.get("optimizer") or {}).get("param_groups", [])
+    with understood(restarted.path):
+        groups = (restarted.content.get("optimizer") or {}).get("param_groups", [])
         group = groups[0] if groups else {}
         if not isinstance(group.get("lr_adjust_coeff"), float):
             return given
-        start_lr = _saved_start_lr(source.content, group)
-        return given.with_scales(given.scales.kept_from(group, start_lr, str(source.path)))
+        start_lr = _saved_start_lr(restarted.content, group)
+        return given.with_scales(given.scales.kept_from(group, start_lr, str(restarted.path)))
 
 
 def _with_saved_models(given: Input, sources: Mapping[str, Source]) -> Input:

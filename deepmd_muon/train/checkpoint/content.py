@@ -165,7 +165,7 @@ class RunState:
 
 
 def _restore_loader(
-    loader: DataLoader | None, state: Mapping[str, Any] | None, name: str, source: Path
+    loader: DataLoader | None, state: dict[str, int | str] | None, name: str, source: Path
 ) -> None:
     if loader is None or not state:
         return
