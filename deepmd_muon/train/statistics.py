@@ -71,6 +71,8 @@ def set_model_statistics(
         users_of.setdefault(id(descriptor), []).append(branch)
     for group in users_of.values():
         stored = [_read_stat_file(branch, group) for branch in group]
+        # Statistics of a shared descriptor are those of all its branches: all are stored, or none
+        # is used.
         arrays_of_group = [arrays for arrays in stored if arrays is not None]
         if len(arrays_of_group) < len(group):
             arrays_of_group = _compute(group, samples)
@@ -269,6 +271,7 @@ def _parameter_statistics(frames_of_net: Sequence[Frames], protection: float) ->
         if rows:
             joined = np.concatenate(rows)
             mean = joined.mean(axis=0)
+            # Rounding may make the difference of two large numbers negative.
             variance = np.clip(np.square(joined).mean(axis=0) - np.square(mean), 0.0, None)
             arrays[f"{name}_mean"] = mean
             arrays[f"{name}_stddev"] = np.maximum(np.sqrt(variance), protection)
@@ -373,11 +376,13 @@ def fit_energy_bias(
         predicted = 0.0
         if mode == "change":
             structures = Structures.of(frames, batch.neighbors, model.ntypes, bias.device)
+            # (nframes,) [eV]
             predicted = model(structures, force=False)["energy"].cpu().numpy()
         counts.append(_type_counts(frames, model))
         errors.append(frames.energy - predicted)
     if not counts:
         raise TrainingError("no system has energies, which the energy bias is fitted to")
+    # What is fitted is the change of the bias, or the bias itself; types to keep change by 0.
     is_fixed = np.array([name in keep for name in model.type_map])
     fixed = np.where(is_fixed, 0.0 if mode == "change" else before, np.nan)
     fitted = energy_bias(np.concatenate(counts), np.concatenate(errors), fixed, rcond)

@@ -100,6 +100,7 @@ def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
                 list(elements),
             )
         parameters = Parameters.of(branch.model.fitting_net)
+        # Both at once, so that one error lists the problems of all systems.
         with_all = with_parameters([*training, *validation], parameters)
         systems[name] = Systems(with_all[: len(training)], with_all[len(training) :])
         of_branch = f" of {name}" if given.multi_task else ""

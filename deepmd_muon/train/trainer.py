@@ -108,6 +108,7 @@ class Trainer:
         self._order = task_order(given, probabilities, seed, self.ranks)
         self.rate = learning_rate(given.settings.learning_rate, self.num_steps)
 
+        # Strategies make process groups, and the ranks arrive here at different times.
         with self.ranks.together("laying out the model"):
             self.strategy = choose_strategy(self._training, self.ranks, model)
             self.optimizer = self._build_optimizer()
@@ -222,6 +223,7 @@ class Trainer:
         ):
             try:
                 self._take_all_steps(begun)
+                # After a signal the run ends soon; the table of errors would take long.
                 if self.strategy.stop_signal is None:
                     self.validation.compare_at_end(self.step)
             except NonFiniteError as error:
@@ -272,6 +274,7 @@ class Trainer:
         """
         training = self._training
         with contextlib.ExitStack() as stack:
+            # Closed in reverse order: batches, reports, then the loaders and graphs of each branch.
             for name, stepper in self._steppers.items():
                 data = self.branches[name].data
                 stack.callback(stepper.close)
@@ -290,6 +293,7 @@ class Trainer:
             stack.callback(reports.close)
             self.validation.begin(self.step, fresh=self.source is None)
             stack.callback(self.validation.close)
+            # After a position has been restored, and before loaders read ahead.
             self._order.deal({name: branch.data.training for name, branch in self.branches.items()})
             batches = {}
             for name, branch in self.branches.items():
@@ -471,7 +475,7 @@ class Trainer:
                 f"{source} is at step {self.step}, beyond the last step {self.num_steps} of this "
                 "input: raise training/numb_steps, or start from its weights with --init-model"
             )
-        if OWN_KEY in content:
+        if OWN_KEY in content:  # not deepmd-kit's
             self.checkpoints.adopt(content[OWN_KEY], source)
             for tuning in self._tunings:
                 tuning.looked = "pieces" in content[OWN_KEY]

@@ -54,7 +54,7 @@ class Checkpoints:
 
     def __init__(self, training: RunSettings, ranks: Ranks) -> None:
         self.prefix = Path(training.save_ckpt)
-        self.written: list[str] = []
+        self.written: list[str] = []  # on all ranks: all name the same last one in an error
         self._keep = training.max_ckpt_keep
         self._ranks = ranks
         self.is_saving = False
@@ -106,7 +106,7 @@ class Checkpoints:
             laid_out = {**laid_out, OWN_KEY: {**laid_out[OWN_KEY], "series": names}}
             gathered = gather_whole(laid_out)  # a collective of all ranks
             if self._ranks.first:
-                make_folder_of(path)
+                make_folder_of(path)  # it may have been deleted since the start
                 with whole_file(path) as file:
                     torch.save(gathered, file)
             # Only now: if the file cannot be written, the checkpoint before is still the newest.

@@ -177,6 +177,7 @@ class Source:
             for name, x in weights.items()
             if name in present and _fits(name, x, present[name])
         }
+        # Not strict: with --force-load, parts that do not fit keep their initial values.
         model.load_state_dict(fitting, strict=False)
 
     def _require_finite(self) -> None:
@@ -198,6 +199,7 @@ class Source:
             weights = move_weights(model, weights, move)
         if not self.new_fitting:
             return weights
+        # The new fitting net keeps its initial values.
         descriptor = {
             name: x for name, x in weights.items() if name.startswith("atomic_model.descriptor.")
         }
@@ -330,6 +332,7 @@ def _choose(
             # A saved branch without a head continues as it is, while the others are fine-tuned.
             choices[name] = Choice("init_model", name, new_fitting=False)
     if not choices and not saved_names:
+        # A checkpoint of a single model has no names: it becomes the first branch.
         choices = {next(iter(branches)): Choice(way, None, new_fitting=False)}
     if not choices:
         raise CheckpointError(
