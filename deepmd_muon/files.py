@@ -140,7 +140,10 @@ def replacement(path: Path, *, new: bool = False) -> Iterator[Path]:
     Use it for writers that take a path; others call `whole_file`, which syncs. The name cannot be guessed, and has the
     same ending. Files that killed processes began to write for `path` are removed. With `new`, fail if `path` exists.
     """
-    refuse_special(path)
+    if is_special(path):
+        raise WriteError(
+            errno.EINVAL, "it is a device or FIFO; give the name of a regular file", str(path)
+        )
     remove_abandoned(path)
     with writing(path):
         temporary, handle = _locked_file(path)
@@ -330,14 +333,6 @@ def leftovers_of(path: Path) -> list[Path]:
         return [entry for entry in path.parent.iterdir() if own.fullmatch(entry.name)]
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
-
-
-def refuse_special(path: Path) -> None:
-    """Raise a WriteError if a path is a device or FIFO, which a file must not replace."""
-    if is_special(path):
-        raise WriteError(
-            errno.EINVAL, "it is a device or FIFO; give the name of a regular file", str(path)
-        )
 
 
 def is_special(path: Path) -> bool:
