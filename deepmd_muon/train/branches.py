@@ -74,18 +74,18 @@ class RunBranch:
         return metric if self.name == SINGLE else f"{metric}/{self.name}"
 
 
-def build_of(given: Input) -> EnergyModel | Branches:
+def build_of(run_input: Input) -> EnergyModel | Branches:
     """Build the models that an input describes, see `build_branches`."""
-    models = {name: branch.model for name, branch in given.branches.items()}
+    models = {name: branch.model for name, branch in run_input.branches.items()}
     aliases = {}
-    if isinstance(given.settings, MultiTaskSettings):
-        sections = given.settings.model.model_dict
+    if isinstance(run_input.settings, MultiTaskSettings):
+        sections = run_input.settings.model.model_dict
         aliases = {name: section.model_branch_alias for name, section in sections.items()}
-    return build_branches(models, given.references, aliases)
+    return build_branches(models, run_input.references, aliases)
 
 
 def make_branches(
-    given: Input,
+    run_input: Input,
     model: EnergyModel | Branches,
     data: Mapping[str, Data],
     distances: Mapping[str, float],
@@ -107,7 +107,7 @@ def make_branches(
             min_nbor_dist=distances.get(name, UNKNOWN_DISTANCE),
             continued=continued.get(name, name),
         )
-        for name, settings in given.branches.items()
+        for name, settings in run_input.branches.items()
     }
 
 
@@ -142,12 +142,12 @@ class Length(NamedTuple):
     probabilities: dict[str, float]
 
 
-def length_and_probabilities(given: Input, data: Mapping[str, Data]) -> Length:
+def length_and_probabilities(run_input: Input, data: Mapping[str, Data]) -> Length:
     """Return the length of the run and how often each branch is trained."""
-    if not isinstance(given.settings, MultiTaskSettings):
-        num_steps = number_of_steps(given.settings.training, data[SINGLE].training)
+    if not isinstance(run_input.settings, MultiTaskSettings):
+        num_steps = number_of_steps(run_input.settings.training, data[SINGLE].training)
         return Length(num_steps, {SINGLE: 1.0})
-    training = given.settings.training
+    training = run_input.settings.training
     if training.num_epoch_dict:
         batches = {
             name: training.num_epoch_dict[name] * branch_data.training.batches_per_epoch
@@ -186,10 +186,10 @@ def _normalized(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def task_order(
-    given: Input, probabilities: Mapping[str, float], seed: int, ranks: Ranks
+    run_input: Input, probabilities: Mapping[str, float], seed: int, ranks: Ranks
 ) -> TaskOrder | StratifiedOrder:
     """Return the order of a run's branches, see `MultiTaskTrainingSettings.stratified`."""
-    training = given.settings.training
+    training = run_input.settings.training
     if isinstance(training, MultiTaskTrainingSettings) and training.stratified:
         return StratifiedOrder(probabilities, seed, ranks.rank, ranks.size)
     return TaskOrder(probabilities, seed)

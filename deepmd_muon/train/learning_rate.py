@@ -69,11 +69,11 @@ def with_warmup(
     """Rise linearly from `start_factor * start_lr` to `start_lr`, then follow `decay`."""
     if warmup_steps == 0:
         return decay
-    first = start_factor * start_lr
+    warmup_start = start_factor * start_lr
 
     def rate(step: int) -> float:
         if step < warmup_steps:
-            return first + (start_lr - first) * (step / warmup_steps)
+            return warmup_start + (start_lr - warmup_start) * (step / warmup_steps)
         return decay(step - warmup_steps)
 
     return rate

@@ -55,7 +55,7 @@ _MOST_MEASURED = 1 << 14
 
 
 def take_from_checkpoint(
-    given: Input,
+    run_input: Input,
     sources: Mapping[str, Source],
     *,
     use_pretrain_script: bool,
@@ -70,8 +70,8 @@ def take_from_checkpoint(
         is false.
     """
     for name, source in sources.items():
-        if not given.branches[name].model.type_map:
-            given = given.with_model([name], type_map=source.model.type_map)
+        if not run_input.branches[name].model.type_map:
+            run_input = run_input.with_model([name], type_map=source.model.type_map)
             log.info(
                 "model/type_map is left out and becomes %s, as in %s",
                 list(source.model.type_map),
@@ -81,34 +81,36 @@ def take_from_checkpoint(
         # other words.
         replaces_model = use_pretrain_script and source.way != "finetune"
         if not force_load and not replaces_model:
-            source.check_type_map(given.branches[name].model.type_map)
+            source.check_type_map(run_input.branches[name].model.type_map)
     if use_pretrain_script:
-        given = _with_saved_models(given, sources)
+        run_input = _with_saved_models(run_input, sources)
     restarted = next((source for source in sources.values() if source.way == "restart"), None)
-    if given.scales is None or restarted is None:
-        return given
+    if run_input.scales is None or restarted is None:
+        return run_input
     with understood(restarted.path):
         groups = (restarted.content.get("optimizer") or {}).get("param_groups", [])
         group = groups[0] if groups else {}
         if not isinstance(group.get("lr_adjust_coeff"), float):
-            return given
+            return run_input
         start_lr = _saved_start_lr(restarted.content, group)
-        return given.with_scales(given.scales.kept_from(group, start_lr, str(restarted.path)))
+        return run_input.with_scales(
+            run_input.scales.kept_from(group, start_lr, str(restarted.path))
+        )
 
 
-def _with_saved_models(given: Input, sources: Mapping[str, Source]) -> Input:
+def _with_saved_models(run_input: Input, sources: Mapping[str, Source]) -> Input:
     """Return the input with the models of --use-pretrain-script."""
-    branches = given.branches
-    given = given.with_models(
+    branches = run_input.branches
+    run_input = run_input.with_models(
         {name: source.script(branches[name].model) for name, source in sources.items()}
     )
-    for names in given.descriptor_sections.values():
+    for names in run_input.descriptor_sections.values():
         # A branch that starts anew shares the descriptor that the script gives to another one.
         with_script = [name for name in names if name in sources]
         if with_script:
-            descriptor = given.branches[with_script[0]].model.descriptor
-            given = given.with_model(names, descriptor=descriptor)
-    return given
+            descriptor = run_input.branches[with_script[0]].model.descriptor
+            run_input = run_input.with_model(names, descriptor=descriptor)
+    return run_input
 
 
 def _saved_start_lr(content: Mapping[str, Any], group: Mapping[str, Any]) -> float | None:
@@ -125,7 +127,7 @@ def _saved_start_lr(content: Mapping[str, Any], group: Mapping[str, Any]) -> flo
 
 
 def resolve_sel(
-    given: Input,
+    run_input: Input,
     systems: Mapping[str, Systems],
     sources: Mapping[str, Source] = MappingProxyType({}),
     *,
@@ -149,15 +151,15 @@ def resolve_sel(
         If a descriptor needs counts and `count` is false (--skip-neighbor-stat).
     """
     statistics: dict[str, NeighborStatistics] = {}
-    for path, names in given.descriptor_sections.items():
-        descriptor = given.branches[names[0]].model.descriptor
+    for path, names in run_input.descriptor_sections.items():
+        descriptor = run_input.branches[names[0]].model.descriptor
         if not descriptor.needs_counts:
             continue
-        with_sel = [name for name in names if _has_sel_for(given, sources, name)]
+        with_sel = [name for name in names if _has_sel_for(run_input, sources, name)]
         if with_sel:
             source = sources[with_sel[0]]
             descriptor = descriptor.with_counts_of(source.model.descriptor)
-            given = given.with_model(names, descriptor=descriptor)
+            run_input = run_input.with_model(names, descriptor=descriptor)
             sel = list(descriptor.neighbors().sel)
             log.info("sel of %s becomes %s, as in %s", path, sel, source.path)
             if not descriptor.needs_counts:
@@ -170,15 +172,15 @@ def resolve_sel(
         training = [system for name in names for system in systems[name].training]
         counted: dict[float, NeighborStatistics] = {}  # by cut-off
         resolved = descriptor.with_counts(partial(_count_within, training, device, counted))
-        given = given.with_model(names, descriptor=resolved)
+        run_input = run_input.with_model(names, descriptor=resolved)
         log.info("sel of %s becomes %s", path, list(resolved.neighbors().sel))
         rcut = resolved.neighbors().rcut
         if len(names) == 1 and rcut in counted:
             statistics[names[0]] = counted[rcut]
-    return given, statistics
+    return run_input, statistics
 
 
-def _has_sel_for(given: Input, sources: Mapping[str, Source], name: str) -> bool:
+def _has_sel_for(run_input: Input, sources: Mapping[str, Source], name: str) -> bool:
     """Return whether a branch has a checkpoint with a `sel` for its types.
 
     With --force-load it may be of other types.
@@ -186,7 +188,7 @@ def _has_sel_for(given: Input, sources: Mapping[str, Source], name: str) -> bool
     if name not in sources:
         return False
     saved_model = sources[name].model
-    same_types = saved_model.type_map == given.branches[name].model.type_map
+    same_types = saved_model.type_map == run_input.branches[name].model.type_map
     return same_types or not saved_model.descriptor.neighbors().by_type
 
 
@@ -207,7 +209,7 @@ def _count_within(
 
 
 def counting_of(
-    given: Input,
+    run_input: Input,
     model: EnergyModel,
     loader: DataLoader,
     sample: DeviceSample | None,
@@ -220,12 +222,12 @@ def counting_of(
     """
     if sample is not None:
         return sample.count
-    listed = frames_to_list(given, model, loader, measured=measured)
+    listed = frames_to_list(run_input, model, loader, measured=measured)
     return partial(neighbor_statistics, loader.systems, model.rcut, loader.cache, listed=listed)
 
 
 def frames_to_list(
-    given: Input, model: EnergyModel, loader: DataLoader, *, measured: bool
+    run_input: Input, model: EnergyModel, loader: DataLoader, *, measured: bool
 ) -> list[np.ndarray] | None:
     """Return the frames of each training system with neighbour lists that the start reads.
 
@@ -239,7 +241,7 @@ def frames_to_list(
     frames_of_readers = [[no_frames] * len(loader.systems)]
     if measured:
         frames_of_readers.append(measured_frames(model, loader))
-    if given.scales is not None and not given.scales.kept:
+    if run_input.scales is not None and not run_input.scales.kept:
         frames_of_readers.append(loader.bounded_numbers(1, _MOST_MEASURED))
     return [np.concatenate(of_system) for of_system in zip(*frames_of_readers, strict=True)]
 
@@ -301,7 +303,7 @@ def _count_neighbors(
 
 
 def suit_scales(
-    given: Input,
+    run_input: Input,
     branches: Mapping[str, RunBranch],
     ranks: Ranks,
     samples: Mapping[str, DeviceSample],
@@ -310,8 +312,8 @@ def suit_scales(
 
     Branches with a sample on the device take their neighbours from there.
     """
-    if given.scales is None or given.scales.kept:
-        return given
+    if run_input.scales is None or run_input.scales.kept:
+        return run_input
 
     def structures_of(branch: RunBranch) -> Iterator[Structures]:
         loader = branch.data.training
@@ -327,10 +329,10 @@ def suit_scales(
             descriptor_length(branch.model, structures_of(branch)) for branch in branches.values()
         )
 
-    scales = given.scales.for_descriptors(
+    scales = run_input.scales.for_descriptors(
         ranks.from_first("measuring descriptors", measure_longest)
     )
     # Ranks other than the first show warnings, and one is enough.
     level = logging.WARNING if scales.fallen and ranks.first else logging.INFO
     log.log(level, "%s", scales.notice)
-    return given.with_scales(scales)
+    return run_input.with_scales(scales)

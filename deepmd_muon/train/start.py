@@ -54,7 +54,7 @@ _CACHE_BYTES = 2 << 30
 
 
 def run(
-    given: Input,
+    run_input: Input,
     *,
     output: str = "out.json",
     restart: str | None = None,
@@ -73,7 +73,7 @@ def run(
 
     Parameters
     ----------
-    given
+    run_input
         The checked input, see `load`.
     output
         Where the normalised input goes.
@@ -118,9 +118,9 @@ def run(
     Under torchrun or srun all processes train one model together, as `training/zero_stage` says.
     """
     begun = time.monotonic() if begun is None else begun
-    training = given.settings.training
+    training = run_input.settings.training
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
-        files = RunFiles(given, output, log_path)
+        files = RunFiles(run_input, output, log_path)
         # "auto" is resolved below, once the files are locked; until then no checkpoint can be
         # named. After a failure there is nothing to continue from in the checkpoint of --finetune.
         checkpoint = init_model or (None if restart in AUTOMATIC else restart)
@@ -145,17 +145,17 @@ def run(
             "init_model": init_model,
             "finetune": finetune,
         }
-        sources = read_sources(given, ways, model_branch)
-        given = take_from_checkpoint(
-            given, sources, use_pretrain_script=use_pretrain_script, force_load=force_load
+        sources = read_sources(run_input, ways, model_branch)
+        run_input = take_from_checkpoint(
+            run_input, sources, use_pretrain_script=use_pretrain_script, force_load=force_load
         )
         if ranks.first:  # the others learn of an error as of any that ends a rank
-            _log_remarks(given, sources)
-            _check_outputs(given, output)
+            _log_remarks(run_input, sources)
+            _check_outputs(run_input, output)
         if make_data is not None:
             ranks.from_first("drawing structures to replay", make_data)
         trainer = _prepare(
-            given,
+            run_input,
             sources,
             ranks,
             output,
@@ -174,22 +174,27 @@ def run(
         return trainer.run(begun)
 
 
-def _log_remarks(given: Input, sources: Mapping[str, Source]) -> None:
+def _log_remarks(run_input: Input, sources: Mapping[str, Source]) -> None:
     """Log what the input leaves open, differences from deepmd-kit, and what fine-tuning forgets."""
-    for notice in (*given.notices, *given.idle):
+    for notice in (*run_input.notices, *run_input.idle):
         log.warning("%s", notice)
-    if given.small_steps and not any(source.way == "restart" for source in sources.values()):
-        log.warning("%s", given.small_steps)
+    if run_input.small_steps and not any(source.way == "restart" for source in sources.values()):
+        log.warning("%s", run_input.small_steps)
     # `suit_scales` logs those that are not kept, once the length of descriptors is known.
-    kept = [given.scales.notice] if given.scales and given.scales.kept else []
-    for remark in (*given.remarks, *kept):
+    kept = [run_input.scales.notice] if run_input.scales and run_input.scales.kept else []
+    for remark in (*run_input.remarks, *kept):
         log.info("%s", remark)
-    for name, branch in given.branches.items():
+    for name, branch in run_input.branches.items():
         finetune = name in sources and sources[name].way == "finetune"
         if different := unlike_deepmd_kit(branch, finetune=finetune):
             log.info("deepmd-kit 3.2.0 runs this input otherwise: %s", "; ".join(different))
     source = next(iter(sources.values()), None)
-    if source and source.way == "finetune" and not source.new_fitting and len(given.branches) == 1:
+    if (
+        source
+        and source.way == "finetune"
+        and not source.new_fitting
+        and len(run_input.branches) == 1
+    ):
         log.warning(
             "fine-tuning on new data alone forgets what %s knows: errors on other structures grow; "
             "--replay DATA or --replay pseudo keeps most of it (doc/fine-tuning.md)",
@@ -197,15 +202,15 @@ def _log_remarks(given: Input, sources: Mapping[str, Source]) -> None:
         )
 
 
-def _check_outputs(given: Input, output: str) -> None:
+def _check_outputs(run_input: Input, output: str) -> None:
     """Find out before the long work begins that a report or another output could not be written."""
     make_folder_of(Path(output))
-    for branch in given.branches.values():
+    for branch in run_input.branches.values():
         if branch.data.stat_file:
             StatFile(branch.data.stat_file)  # refuses a folder
-    if given.settings.training.tensorboard:
+    if run_input.settings.training.tensorboard:
         require_tensorboard()
-    if given.settings.training.wandb:
+    if run_input.settings.training.wandb:
         require_wandb()
 
 
@@ -218,7 +223,7 @@ def _require_tables(model: EnergyModel | Branches, sources: Mapping[str, Source]
 
 
 def _prepare(
-    given: Input,
+    run_input: Input,
     sources: dict[str, Source],
     ranks: Ranks,
     output: str,
@@ -237,40 +242,42 @@ def _prepare(
         keep_freed_memory()
 
     # The data, and with them the last values that the input may leave open.
-    given, systems = open_training_systems(given)
-    check_same_run(given, systems, ranks)
+    run_input, systems = open_training_systems(run_input)
+    check_same_run(run_input, systems, ranks)
     if ranks.first:
         for branch_systems in systems.values():
             warn_of_shared_frames(branch_systems.training, branch_systems.validation)
-    given, neighbor_stats = ranks.from_first(
+    run_input, neighbor_stats = ranks.from_first(
         "counting neighbours",
-        lambda: resolve_sel(given, systems, sources, count=count_neighbors, device=ranks.device),
+        lambda: resolve_sel(
+            run_input, systems, sources, count=count_neighbors, device=ranks.device
+        ),
     )
     for name, source in sources.items():
-        source.check(given.branches[name].model, insist=force_load)
+        source.check(run_input.branches[name].model, insist=force_load)
     if ranks.first:
-        dump(given.normalized, output)
+        dump(run_input.normalized, output)
 
     # The models, without statistics or weights.
-    model = build_of(given)
+    model = build_of(run_input)
     _require_tables(model, sources)
     _require_trainable(model)
-    seed = given.settings.training.seed
+    seed = run_input.settings.training.seed
     if seed is None:
         seed = ranks.from_first("drawing a seed", new_seed)
-    data = make_loaders(given, systems, _neighbor_caches(given, model), seed, ranks)
+    data = make_loaders(run_input, systems, _neighbor_caches(run_input, model), seed, ranks)
     loaders = {name: branch_data.training for name, branch_data in data.items()}
 
     # Statistics: neighbours that were not counted above, the descriptor's mean and deviation,
     # energy biases.
-    needs_statistics = force_load or not _all_have_statistics(given, sources)
+    needs_statistics = force_load or not _all_have_statistics(run_input, sources)
     samples = _samples_on_device(loaders, ranks)
     if count_neighbors:
         refits_energies = any(source.way == "finetune" for source in sources.values())
         for name, branch_model in branches_of(model).items():
             if name not in neighbor_stats:
                 counting = counting_of(
-                    given,
+                    run_input,
                     branch_model,
                     loaders[name],
                     samples.get(name),
@@ -281,12 +288,12 @@ def _prepare(
                     branch_model,
                     loaders[name],
                     counting,
-                    given.branches[name].model_path,
+                    run_input.branches[name].model_path,
                 )
                 neighbor_stats[name] = ranks.from_first("counting neighbours", compare_with_sel)
     _log_size(model, ranks)
     branches = make_branches(
-        given,
+        run_input,
         model,
         data,
         {name: stats.min_distance for name, stats in neighbor_stats.items()},
@@ -302,8 +309,8 @@ def _prepare(
     )
 
     # HybridMuon's scales depend on the length of descriptors, which statistics and weights decide.
-    suited = suit_scales(given, branches, ranks, samples)
-    if ranks.first and suited != given:
+    suited = suit_scales(run_input, branches, ranks, samples)
+    if ranks.first and suited != run_input:
         dump(suited.normalized, output)
     return Trainer(suited, model, branches, seed, ranks)
 
@@ -315,23 +322,23 @@ def _require_trainable(model: EnergyModel | Branches) -> None:
         )
 
 
-def _neighbor_caches(given: Input, model: EnergyModel | Branches) -> dict[str, NeighborCache]:
+def _neighbor_caches(run_input: Input, model: EnergyModel | Branches) -> dict[str, NeighborCache]:
     """Return the neighbour lists of each branch; all of them keep at most `_CACHE_BYTES`."""
-    size = _CACHE_BYTES // len(given.branches)
+    size = _CACHE_BYTES // len(run_input.branches)
     return {
         name: NeighborCache.of(branch_model.neighbors, branch_model.ntypes, size)
         for name, branch_model in branches_of(model).items()
     }
 
 
-def _all_have_statistics(given: Input, sources: Mapping[str, Source]) -> bool:
+def _all_have_statistics(run_input: Input, sources: Mapping[str, Source]) -> bool:
     """Return whether the checkpoints hold statistics of all types of all branches."""
     with_statistics = {
         name
         for name, source in sources.items()
-        if source.has_statistics(given.branches[name].model.type_map)
+        if source.has_statistics(run_input.branches[name].model.type_map)
     }
-    return with_statistics == given.branches.keys()
+    return with_statistics == run_input.branches.keys()
 
 
 def _samples_on_device(loaders: Mapping[str, DataLoader], ranks: Ranks) -> dict[str, DeviceSample]:

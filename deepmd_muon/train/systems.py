@@ -68,7 +68,7 @@ def open_section(section: TrainingDataSettings, type_map: Sequence[str] | None) 
     )
 
 
-def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
+def open_training_systems(run_input: Input) -> tuple[Input, dict[str, Systems]]:
     """Open the systems of each branch, with the types of its model.
 
     Returns
@@ -85,14 +85,14 @@ def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
         If neither the input nor a system has element names.
     """
     systems = {}
-    for name, branch in given.branches.items():
+    for name, branch in run_input.branches.items():
         type_map = branch.model.type_map
         validation_section = branch.data.validation_data
         training = open_section(branch.data.training_data, type_map)
         validation = open_section(validation_section, type_map) if validation_section else []
         if not type_map:
             elements = elements_of(training)
-            given = given.with_model([name], type_map=elements)
+            run_input = run_input.with_model([name], type_map=elements)
             training = [system.with_types(elements) for system in training]
             validation = [system.with_types(elements) for system in validation]
             log.info(
@@ -103,7 +103,7 @@ def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
         # Both at once, so that one error lists the problems of all systems.
         with_all = with_parameters([*training, *validation], parameters)
         systems[name] = Systems(with_all[: len(training)], with_all[len(training) :])
-        of_branch = f" of {name}" if given.multi_task else ""
+        of_branch = f" of {name}" if run_input.multi_task else ""
         _look_at(f"training data{of_branch}", systems[name].training)
         _look_at(f"validation data{of_branch}", systems[name].validation)
     # Each branch alone: others may have labels of other methods for the same structures.
@@ -111,7 +111,7 @@ def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
         doubt for branch_systems in systems.values() for doubt in suspicions(branch_systems.all)
     ]
     _log_doubts(doubts)
-    return given, systems
+    return run_input, systems
 
 
 def _look_at(kind: str, systems: Sequence[System]) -> None:
@@ -200,7 +200,7 @@ class Data:
 
 
 def make_loaders(
-    given: Input,
+    run_input: Input,
     systems: Mapping[str, Systems],
     caches: Mapping[str, NeighborCache],
     seed: int,
@@ -223,9 +223,9 @@ def make_loaders(
             **options,
         )
 
-    settings = given.settings.training
+    settings = run_input.settings.training
     data = {}
-    for name, branch in given.branches.items():
+    for name, branch in run_input.branches.items():
         training = make_loader(
             name,
             systems[name].training,
@@ -259,7 +259,7 @@ class RankView(NamedTuple):
     digests: Mapping[str, ContentDigest]
 
 
-def check_same_run(given: Input, systems: Mapping[str, Systems], ranks: Ranks) -> None:
+def check_same_run(run_input: Input, systems: Mapping[str, Systems], ranks: Ranks) -> None:
     """Compare the inputs and data that the ranks see, which may be other files on another machine.
 
     Raises
@@ -270,13 +270,13 @@ def check_same_run(given: Input, systems: Mapping[str, Systems], ranks: Ranks) -
     if ranks.size == 1:
         return
     sections = []
-    for name, branch in given.branches.items():
+    for name, branch in run_input.branches.items():
         path = branch.data_path
         sections.append(_Section(f"{path}/training_data", "training", systems[name].training))
         sections.append(_Section(f"{path}/validation_data", "validation", systems[name].validation))
     with ranks.together("comparing inputs and data"):
         digests = {section.path: content_digest(section.systems) for section in sections}
-        views = ranks.gather_objects(RankView(given.normalized, digests))
+        views = ranks.gather_objects(RankView(run_input.normalized, digests))
     for section in sections:
         share = digests[section.path].share
         if share < 1.0:

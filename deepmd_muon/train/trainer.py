@@ -61,7 +61,7 @@ class Trainer:
 
     Parameters
     ----------
-    given
+    run_input
         The checked input, with numbers in `sel`.
     model
         The model, or those of all branches, with statistics set or weights loaded, on its device.
@@ -82,16 +82,16 @@ class Trainer:
 
     def __init__(
         self,
-        given: Input,
+        run_input: Input,
         model: EnergyModel | Branches,
         branches: Mapping[str, RunBranch],
         seed: int,
         ranks: Ranks | None = None,
     ) -> None:
-        self.given = given
+        self.run_input = run_input
         self.model = model
         self.branches = branches
-        self._training = given.settings.training
+        self._training = run_input.settings.training
         self._device = next(model.parameters()).device
         self.ranks = ranks or Ranks(self._device)
         self.step = 0
@@ -102,11 +102,11 @@ class Trainer:
         self._divergence = Divergence()
 
         data = {name: branch.data for name, branch in branches.items()}
-        self.num_steps, probabilities = length_and_probabilities(given, data)
+        self.num_steps, probabilities = length_and_probabilities(run_input, data)
         self._trained_branches = {name for name, share in probabilities.items() if share > 0}
         require_labels(branches)
-        self._order = task_order(given, probabilities, seed, self.ranks)
-        self.rate = learning_rate(given.settings.learning_rate, self.num_steps)
+        self._order = task_order(run_input, probabilities, seed, self.ranks)
+        self.rate = learning_rate(run_input.settings.learning_rate, self.num_steps)
 
         # Strategies make process groups, and the ranks arrive here at different times.
         with self.ranks.together("laying out the model"):
@@ -114,13 +114,13 @@ class Trainer:
             self.optimizer = self._build_optimizer()
             self.ema = self._build_ema()
         self.checkpoints = Checkpoints(self._training, self.ranks)
-        self.validation = Validation(given, branches, self.num_steps, self.strategy, self._note)
+        self.validation = Validation(run_input, branches, self.num_steps, self.strategy, self._note)
         self._steppers = self._build_steppers()
         self._compile_kernels()
         self._recompute_layers()
         self._tunings = self._build_tunings()
         self._state = RunState(
-            given=given,
+            run_input=run_input,
             model=model,
             optimizer=self.optimizer,
             branches=branches,
@@ -129,7 +129,7 @@ class Trainer:
         )
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
-        optimizer = self.strategy.build_optimizer(self.given.settings.optimizer, self.rate(0))
+        optimizer = self.strategy.build_optimizer(self.run_input.settings.optimizer, self.rate(0))
         if isinstance(optimizer, HybridMuon):
             # A step of one branch leaves the other fitting nets without gradients.
             optimizer.alternates = len(self.branches) > 1
@@ -139,10 +139,10 @@ class Trainer:
         training = self._training
         if not training.enable_ema:
             return None
-        first = None
+        first_update = None
         if training.ema_tail:
-            first = round(self.num_steps * (1.0 - training.ema_tail))
-        return Ema(self.model, training.ema_decay, first)
+            first_update = round(self.num_steps * (1.0 - training.ema_tail))
+        return Ema(self.model, training.ema_decay, first_update)
 
     def _build_steppers(self) -> dict[str, Stepper]:
         """Return the stepper of each branch; they share memory of graphs and the guard."""
@@ -264,7 +264,9 @@ class Trainer:
             return
         log.info("training done; the model is %s", newest)
         checkpoint = Path(f"{self._training.save_ckpt}.pt")
-        if len(self.branches) == 1 and (command := check_command(self.given.source, checkpoint)):
+        if len(self.branches) == 1 and (
+            command := check_command(self.run_input.source, checkpoint)
+        ):
             log.info("check that dynamics with it are stable: %s", command)
 
     def _take_all_steps(self, begun: float | None) -> None:
@@ -379,14 +381,14 @@ class Trainer:
             "stopped early after step %d of %d: %d full validations brought no new best",
             self.step,
             self.num_steps,
-            self.given.settings.validating.early_stop_patience,
+            self.run_input.settings.validating.early_stop_patience,
         )
         return True
 
     def _rate_and_fraction(self, step: int) -> tuple[float, float]:
         """Return the learning rate of a 0-based step, and its fraction of the first one."""
         lr = self.rate(step)
-        return lr, lr / self.given.settings.learning_rate.start_lr
+        return lr, lr / self.run_input.settings.learning_rate.start_lr
 
     def _note(
         self, doing: str, step: int = 0, *, reads_data: bool = False, between_steps: bool = False
@@ -497,8 +499,8 @@ class Trainer:
 
     def _build_whole(self) -> tuple[EnergyModel | Branches, torch.optim.Optimizer]:
         """Make model and optimizer as a single process has them."""
-        model = build_of(self.given)
-        return model, build_optimizer(self.given.settings.optimizer, model, self.rate(0))
+        model = build_of(self.run_input)
+        return model, build_optimizer(self.run_input.settings.optimizer, model, self.rate(0))
 
 
 def _write_trace(profile: torch.profiler.profile, path: Path) -> None:

@@ -93,7 +93,7 @@ def measure(
     found["reserved MiB"] = torch.cuda.max_memory_reserved() / 2**20
     found |= profiled(go, 20, show=options.kernels)
     found["idle %"] = 100 * max(0.0, 1 - found["device ms"] / found["ms a step"])
-    if trainer.given.settings.training.enable_tf32:
+    if trainer.run_input.settings.training.enable_tf32:
         compare_forces(trainer, batches)
 
 

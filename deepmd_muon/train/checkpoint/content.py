@@ -35,7 +35,7 @@ _OF_BRANCH = ("pieces", "training_data", "validation_data")
 class RunState:
     """The parts of a run that a checkpoint keeps the state of; `ema` is None without an average."""
 
-    given: Input
+    run_input: Input
     model: EnergyModel | Branches
     optimizer: torch.optim.Optimizer
     branches: Mapping[str, RunBranch]
@@ -75,7 +75,7 @@ class RunState:
         ours = {
             "version": FORMAT_VERSION,
             "step": step,
-            "settings": json.dumps(self.given.normalized),
+            "settings": json.dumps(self.run_input.normalized),
             "torch_rng": torch.get_rng_state(),
             "pieces": self._by_branch(pieces),
             "training_data": self._by_branch(training),
@@ -123,7 +123,7 @@ class RunState:
         else:
             step = int(ours["step"])
             torch.set_rng_state(ours["torch_rng"])
-            report_changes(json.loads(ours["settings"]), self.given.normalized, source)
+            report_changes(json.loads(ours["settings"]), self.run_input.normalized, source)
             self._restore_order(ours, source)
             self._restore_branches(ours, source)
         if self.ema:
@@ -153,7 +153,7 @@ class RunState:
         values_of = {key: ours[key] if several else {SINGLE: ours.get(key)} for key in _OF_BRANCH}
         for name, branch in self.branches.items():
             former = branch.continued if branch.continued in values_of["training_data"] else name
-            if self.given.settings.training.interpolate_embedding:
+            if self.run_input.settings.training.interpolate_embedding:
                 pieces = values_of["pieces"].get(former) or 0
                 # Until 2026-11-24 pieces had one length, and their number was saved.
                 branch.model.pieces = uniform(pieces) if isinstance(pieces, int) else tuple(pieces)

@@ -75,10 +75,12 @@ class _OtherRun(NamedTuple):
 class RunFiles:
     """The files that a run writes, as its checked input and the command line name them."""
 
-    def __init__(self, given: Input, output: str = "out.json", log_path: str | None = None) -> None:
-        training = given.settings.training
-        validating = given.settings.validating
-        self._input = given
+    def __init__(
+        self, run_input: Input, output: str = "out.json", log_path: str | None = None
+    ) -> None:
+        training = run_input.settings.training
+        validating = run_input.settings.validating
+        self._input = run_input
         self._training = training
         self._prefix = Path(training.save_ckpt)
         self._output = Path(output)

@@ -245,13 +245,13 @@ class Choice(NamedTuple):
 
 
 def read_sources(
-    given: Input, ways: Mapping[Way, str | None], branch: str | None = None
+    run_input: Input, ways: Mapping[Way, str | None], branch: str | None = None
 ) -> dict[str, Source]:
     """Read a checkpoint, and find the model in it that each branch of a run continues.
 
     Parameters
     ----------
-    given
+    run_input
         The input.
     ways
         The checkpoint, ours or deepmd-kit's, under the way the run uses it.
@@ -275,13 +275,13 @@ def read_sources(
     if content.get("optimizer"):
         content["optimizer"] = in_own_names(content["optimizer"])
     with understood(path):
-        if isinstance(given.settings, MultiTaskSettings):
+        if isinstance(run_input.settings, MultiTaskSettings):
             if branch:
                 raise CheckpointError(
                     "--model-branch names the branch for a run of one model; of several, each "
                     "names its own: set finetune_head in model/model_dict"
                 )
-            choices = _choose(given.settings, content["model"], path, way)
+            choices = _choose(run_input.settings, content["model"], path, way)
         else:
             choices = {SINGLE: _choose_for_single(content["model"], way, branch)}
         sources = {name: Source.of(path, content, choice) for name, choice in choices.items()}
