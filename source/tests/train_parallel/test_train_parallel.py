@@ -360,9 +360,9 @@ def test_parameters_without_a_gradient_restart_without_state(place):
     }
     assert run_jobs(2, list(whole.values())) == [["0", "0"]] * 2
     halves = {}
-    for case in (("HybridMuon", 2, "pt"), ("HybridMuon", 3), ("AdamW", 3, "pt")):
-        kind, stage, form = case
-        source = whole[kind].folder / f"model.ckpt-{HALF}.{form}"
+    for case in (("HybridMuon", 2), ("HybridMuon", 3), ("AdamW", 3)):
+        kind, stage = case
+        source = whole[kind].folder / f"model.ckpt-{HALF}.pt"
         halves[case] = Job(
             place / f"dpa3_{kind}_{stage}", dpa3(place, stage, kind), {"restart": str(source)}
         )
