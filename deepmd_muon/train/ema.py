@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches, all_names, branches_of
-from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, own_parameter_name
+from deepmd_muon.model.deepmd_kit import own_parameter_name
+from deepmd_muon.train.checkpoint.optimizer_state import parameter_order
 from deepmd_muon.train.ranks.ranks import local_part, shard_like
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,9 @@ class Ema:
         stored = {}
         for branch, model in branches_of(self._model).items():
             prefix = f"{branch}." if isinstance(self._model, Branches) else ""
-            for name in _stored_names(model):
+            # Names of deepmd-kit's model, if it has such a model.
+            names = parameter_order(model) or [name for name, _ in model.named_parameters()]
+            for name in names:
                 stored_name = prefix + name
                 own_name = own_parameter_name(stored_name)
                 # deepmd-kit stores a shared parameter once for each branch. It lists some empty
@@ -143,11 +145,3 @@ class Ema:
             log.warning(
                 "ema_decay is %g here and was %g before the restart", self.decay, state["decay"]
             )
-
-
-def _stored_names(model: EnergyModel) -> list[str]:
-    """Return the names in files: deepmd-kit's, if it has such a model."""
-    try:
-        return deepmd_kit_parameter_names(model)
-    except CheckpointError:
-        return [name for name, _ in model.named_parameters()]
