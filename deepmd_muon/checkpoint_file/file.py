@@ -81,7 +81,7 @@ def refuse_directory(path: Path) -> None:
             raise CheckpointError(
                 f"{place} is a checkpoint directory, which revision 3adbaabc (2026-11-27), before "
                 "0.1.0, is the last to read: continue there with training/checkpoint_format "
-                '"file", and take the file model.ckpt.pt that it writes'
+                '"file", and take the .pt file that it writes'
             )
 
 

@@ -33,7 +33,21 @@ _OF_BRANCH = ("pieces", "training_data", "validation_data")
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-    """The parts of a run that a checkpoint keeps the state of; `ema` is None without an average."""
+    """The parts of a run that a checkpoint keeps the state of.
+
+    Attributes
+    ----------
+    run_input
+        The normalised input is stored, so that a restart can name changed settings.
+    model, optimizer
+        What is trained, as it is laid out over the ranks.
+    branches
+        For their data order and interpolation.
+    order
+        The order in which branches are trained.
+    ema
+        The average; None without one.
+    """
 
     run_input: Input
     model: EnergyModel | Branches
@@ -148,27 +162,31 @@ class RunState:
 
     def _restore_branches(self, ours: Mapping[str, Any], source: Path) -> None:
         """Restore the order of each branch's data, and the interpolation of its embedding nets."""
-        # A single model has its values without the name of a branch; early ones have no pieces.
-        several = "tasks" in ours
-        values_of = {key: ours[key] if several else {SINGLE: ours.get(key)} for key in _OF_BRANCH}
+        # By key, then by branch. A single model has its values without the name of a branch; its
+        # first checkpoints had no pieces.
+        if "tasks" in ours:
+            values_of = {key: ours[key] for key in _OF_BRANCH}
+        else:
+            values_of = {key: {SINGLE: ours.get(key)} for key in _OF_BRANCH}
         for name, branch in self.branches.items():
             former = branch.continued if branch.continued in values_of["training_data"] else name
             if self.run_input.settings.training.interpolate_embedding:
                 pieces = values_of["pieces"].get(former) or 0
                 # Until 2026-11-24 pieces had one length, and their number was saved.
                 branch.model.pieces = uniform(pieces) if isinstance(pieces, int) else tuple(pieces)
-            for key, loader in (
-                ("training_data", branch.data.training),
-                ("validation_data", branch.data.validation),
-            ):
-                _restore_loader(loader, values_of[key].get(former), f"{branch.prefix}{key}", source)
+            loaders = {
+                "training_data": branch.data.training,
+                "validation_data": branch.data.validation,
+            }
+            for key, loader in loaders.items():
+                state = values_of[key].get(former)
+                if loader is not None and state:
+                    _restore_loader(loader, state, f"{branch.prefix}{key}", source)
 
 
 def _restore_loader(
-    loader: DataLoader | None, state: dict[str, int | str] | None, name: str, source: Path
+    loader: DataLoader, state: dict[str, int | str], name: str, source: Path
 ) -> None:
-    if loader is None or not state:
-        return
     try:
         loader.load_state_dict(state)
     except SamplerStateError:

@@ -86,10 +86,12 @@ def for_branches(
     if len(groups) != 1 or "param_names" not in groups[0]:
         return content
     group = groups[0]
+    # Where each saved parameter is in the lists of the group, and which of them have state.
     saved_position = {canonical_name(name): i for i, name in enumerate(group["param_names"])}
     with_state = {
         name for name, i in saved_position.items() if group["params"][i] in saved_state["state"]
     }
+    # Every present parameter by its first name, with all names that it has in branches.
     names = {
         canonical_name(alike[0]): [canonical_name(name) for name in alike]
         for alike in all_names(model).values()
@@ -102,8 +104,9 @@ def for_branches(
     former = _FormerNames(content, continued)
     saved_names: dict[str, str | None] = {}
     for name, alike in names.items():
-        candidates = [former.state_name_of(each) for each in alike]
-        saved_names[name] = next((each for each in candidates if each in saved_position), None)
+        candidates = [former.state_name_of(branch_name) for branch_name in alike]
+        with_position = [candidate for candidate in candidates if candidate in saved_position]
+        saved_names[name] = with_position[0] if with_position else None
     rearranged = {
         **content,
         "optimizer": _moved_state(saved_state, saved_names, saved_position, optimizer),
@@ -199,14 +202,16 @@ def _log_moved(saved_names: Mapping[str, str | None], with_state: set[str]) -> N
     """Log how many parameters continue, start without state, or are gone, and their branches."""
     new = [name for name, saved_name in saved_names.items() if saved_name is None]
     gone = sorted(with_state - {*saved_names.values()})
-    parts = []
+    changes = []
     if new:
-        parts.append(f"{len(new)} start without state (of {_branches_in(new)})")
+        changes.append(f"{len(new)} start without state (of {_branches_in(new)})")
     if gone:
-        parts.append(f"{len(gone)} are gone, and their state is dropped (of {_branches_in(gone)})")
+        changes.append(
+            f"{len(gone)} are gone, and their state is dropped (of {_branches_in(gone)})"
+        )
     n_continued = len(saved_names) - len(new)
     log.warning(
-        "optimizer state: %d parameters continue; %s", n_continued, "; ".join(parts) or "all"
+        "optimizer state: %d parameters continue; %s", n_continued, "; ".join(changes) or "all"
     )
 
 
@@ -248,12 +253,12 @@ def _move_state(
     names_by_position = [own_parameter_name(name) for name in deepmd_kit_parameter_names(model)]
     groups = []
     tensors_of = dict(state["state"])
-    first = 0  # position of the group's first parameter among those of all groups
+    start = 0  # position of the group's first parameter among those of all groups
     for group in state["param_groups"]:
         manifest = {key: list(group[key]) for key in _MANIFEST if key in group}
-        end = first + len(group["params"])
-        names = group.get("param_names") or names_by_position[first:end]
-        first = end
+        end = start + len(group["params"])
+        names = group.get("param_names") or names_by_position[start:end]
+        start = end
         for i, (name, number) in enumerate(zip(names, group["params"], strict=True)):
             parameter = typed.get(canonical_name(name))
             if parameter is None:

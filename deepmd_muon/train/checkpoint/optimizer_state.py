@@ -166,6 +166,7 @@ def _load_by_name(
             f"without state: {missing[:5]}"
         )
     key_of = dict(zip(saved_names, keys, strict=True))
+    # torch numbers the state by position in the present groups.
     state_by_position = {
         position: state["state"][key_of[name]]
         for position, name in enumerate(names)
@@ -265,7 +266,7 @@ def in_deepmd_kits_order(state_dict: Mapping[str, Any], order: Sequence[str]) ->
             ]
     reordered = {}
     for i, name in enumerate(own_names):
-        if name in position:
+        if name in position:  # deepmd-kit's empty parameters have no state
             number = group["params"][position[name]]
             if number in state:
                 reordered[i] = _with_powers(state[number], group)
