@@ -222,7 +222,7 @@ class Trainer:
             ) as signals,
         ):
             try:
-                self._take_all_steps(begun)
+                self._train(begun)
                 # After a signal the run ends soon; the table of errors would take long.
                 if self.strategy.stop_signal is None:
                     self.validation.compare_at_end(self.step)
@@ -269,7 +269,7 @@ class Trainer:
         ):
             log.info("check that dynamics with it are stable: %s", command)
 
-    def _take_all_steps(self, begun: float | None) -> None:
+    def _train(self, begun: float | None) -> None:
         """Open reports and batches, take all steps, save, and close.
 
         An error of closing loses no step: the last checkpoint is written before.
@@ -305,7 +305,7 @@ class Trainer:
                 stack.callback(batches[name].close)
             profiling = training.profiling and self.ranks.first
             with torch.profiler.profile() if profiling else contextlib.nullcontext() as profile:
-                self._steps(reports, batches)
+                self._take_steps(reports, batches)
                 self._check()
             if training.disp_training and training.time_training:
                 with self.ranks.waiting():
@@ -318,7 +318,7 @@ class Trainer:
             if profile is not None:
                 _write_trace(profile, Path(training.profiling_file))
 
-    def _steps(self, reports: Reports, batches: Mapping[str, StepSource]) -> None:
+    def _take_steps(self, reports: Reports, batches: Mapping[str, StepSource]) -> None:
         """Go through the steps, reporting and saving on the way."""
         training = self._training
         recent = RecentMetrics(

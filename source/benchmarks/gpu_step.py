@@ -48,7 +48,7 @@ def child(case: str, options: argparse.Namespace) -> None:
     own |= {"enable_tf32": "tf32" in others, "recompute": "recompute" in others}
     content = make_input(model, precision, "HybridMuon", 1_000_000, options.data.resolve(), own)
     found: dict[str, float] = {}
-    original = Trainer._steps
+    original = Trainer._take_steps
 
     def steps(trainer: Any, reports: Any, batches: Any) -> None:
         def go(count: int) -> None:
@@ -57,7 +57,7 @@ def child(case: str, options: argparse.Namespace) -> None:
 
         measure(trainer, batches, go, found, options)
 
-    Trainer._steps = steps  # type: ignore[method-assign]  # the same loop, stopped and looked at on the way
+    Trainer._take_steps = steps  # type: ignore[method-assign]  # the same loop, stopped and looked at on the way
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         Path("input.json").write_text(json.dumps(content))
