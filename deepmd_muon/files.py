@@ -31,8 +31,6 @@ _ABANDONED = 86_400.0
 
 # Files of a system of data, besides those in its sets.
 _OF_SYSTEM = frozenset({"type.raw", "type_map.raw", "nopbc", "data.mdb"})
-#: Time that writing to a FIFO waits for a reader [s].
-FIFO_PATIENCE = 10.0
 
 
 class WriteError(OSError):
@@ -96,19 +94,16 @@ def try_to_write(folder: Path) -> None:
 def whole_file(path: Path, *, new: bool = False) -> Iterator[BinaryIO]:
     """Open a file for writing beside `path`, and rename it to `path` at the end of the `with` block.
 
-    It is synced to the disk before, so a reader finds the old file or the new one, never a part, even after a power
-    cut. After an exception the old file is unchanged. A link is replaced, not followed; a device, FIFO or terminal is
-    written to and not replaced. With `new`, fail at the end if `path` exists, so that no other process's file is lost.
+    It is synced to the disk before, so a reader finds the old file or the new one, never a part,
+    even after a power cut. After an exception the old file is unchanged. A link is replaced, not
+    followed; a device or FIFO is refused. With `new`, fail at the end if `path` exists, so that no
+    other process's file is lost.
 
     Raises
     ------
     WriteError
         When any of this fails; also when a write inside the block fails and the block then raises another error.
     """
-    if is_special(path):
-        with append_to(path) as special:
-            yield special
-        return
     with replacement(path, new=new) as temporary, named_file(temporary, path) as file:
         yield file
 
@@ -145,6 +140,10 @@ def replacement(path: Path, *, new: bool = False) -> Iterator[Path]:
     Use it for writers that take a path; others call `whole_file`, which syncs. The name cannot be guessed, and has the
     same ending. Files that killed processes began to write for `path` are removed. With `new`, fail if `path` exists.
     """
+    if is_special(path):
+        raise WriteError(
+            errno.EINVAL, "it is a device or FIFO; give the name of a regular file", str(path)
+        )
     remove_abandoned(path)
     with writing(path):
         temporary, handle = _locked_file(path)
@@ -296,38 +295,16 @@ def fresh_file(path: Path, content: bytes = b"") -> BinaryIO:
 
     The old file stays until the new one holds `content`. Links and devices are handled as by `whole_file`.
     """
-    if not is_special(path):
-        with whole_file(path) as whole:
-            whole.write(content)
-        return append_to(path)
-    file = append_to(path)
-    file.write(content)
-    return file
+    with whole_file(path) as whole:
+        whole.write(content)
+    return append_to(path)
 
 
 def append_to(path: Path) -> BinaryIO:
     """Open a file from `fresh_file` for appending; fail if it has been replaced by a link."""
-    special = is_special(path)
-    flags = os.O_WRONLY | os.O_NONBLOCK if special else os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
     with writing(path):
-        handle = _open_patiently(path, flags | os.O_CLOEXEC)
-        if special:
-            os.set_blocking(handle, True)
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         return io.BufferedWriter(_NamedFile(handle, path))
-
-
-def _open_patiently(path: Path, flags: int) -> int:
-    """Open a file; for a FIFO, wait up to `FIFO_PATIENCE` for its reader, for which the system would wait for ever."""
-    last = time.monotonic() + FIFO_PATIENCE
-    while True:
-        try:
-            return os.open(path, flags)
-        except OSError as error:
-            if error.errno != errno.ENXIO or not stat.S_ISFIFO(path.stat().st_mode):
-                raise
-            if time.monotonic() > last:
-                raise OSError(errno.ENXIO, "it is a FIFO that nobody reads", str(path)) from error
-        time.sleep(0.02)
 
 
 def replace_link(link: Path, target: str) -> None:
@@ -359,10 +336,10 @@ def leftovers_of(path: Path) -> list[Path]:
 
 
 def is_special(path: Path) -> bool:
-    """Return whether a path is a device, FIFO or similar, which must be written to and not replaced."""
+    """Return whether a path is a device, FIFO or similar."""
     parent = os.path.realpath(path.parent)
     if parent == "/dev" or f"{parent}/".startswith("/proc/"):
-        return True  # even if /dev/stdout is a regular file: other processes append to it
+        return True  # /dev/stdout may be a regular file that other processes append to
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -456,17 +433,18 @@ def refuse_clashes(
     inputs: Mapping[str, str | os.PathLike[str] | None],
     systems: Mapping[str, Iterable[str]] = MappingProxyType({}),
 ) -> None:
-    """Refuse to write one output over another, or over an input.
+    """Refuse to write one output over another, over an input, or to a device or FIFO.
 
-    `outputs` and `inputs` have paths by description; None, and devices among outputs, are ignored. `systems` has paths
+    `outputs` and `inputs` have paths by description; None is ignored. `systems` has paths
     or patterns of data by description, as `open_systems` takes them. The `error` names every output that is another
     file, too.
     """
-    places = {
-        name: Path(path)
-        for name, path in outputs.items()
-        if path is not None and not is_special(Path(path))
-    }
+    places = {name: Path(path) for name, path in outputs.items() if path is not None}
+    special = [
+        f"{name} is a device or FIFO: {path}" for name, path in places.items() if is_special(path)
+    ]
+    if special:
+        raise error("; ".join(special) + ". Give the name of a regular file")
     problems = list(_twice(places))
     existing = {name: path for name, path in places.items() if path.exists()}
     for name, path in existing.items():

@@ -45,7 +45,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Foreign:
-    """A key that deepmd-kit has and this package does not support.
+    """A key of deepmd-kit, or of earlier versions, that this package does not support.
 
     Attributes
     ----------

@@ -147,7 +147,8 @@ def _entries_of(key: Key, path: tuple[str, ...], level: int) -> Iterator[_Block]
     if foreign and path:
         names = ", ".join(f"`{name}`" for name in foreign)
         yield _Paragraph(
-            f"Keys of deepmd-kit without a counterpart here, accepted where they have no effect: {names}."
+            "Keys of deepmd-kit or of earlier versions without a counterpart here, "
+            f"accepted where they have no effect: {names}."
         )
     for name, inner in key.keys.items():
         if inner.is_section:

@@ -229,15 +229,6 @@ class RunSettings(Section):
     )
     save_freq: int = setting(1000, minimum=1, doc="Steps between two checkpoints.")
     save_ckpt: str = setting("model.ckpt", **_A_NAME, doc="Prefix of the checkpoint files.")
-    checkpoint_format: str = setting(
-        "file",
-        choices=("file", "dcp", "both"),
-        doc=(
-            "Form of the checkpoints: 'file' is deepmd-kit's file save_ckpt-N.pt; 'dcp' a directory save_ckpt-N.dcp of "
-            "torch.distributed.checkpoint, written by all processes while training goes on, and a file only at the "
-            "end; 'both' writes both each time."
-        ),
-    )
     max_ckpt_keep: int = setting(
         5, minimum=1, doc="Number of checkpoints that are kept; older ones are deleted."
     )
@@ -364,6 +355,11 @@ class RunSettings(Section):
     foreign: ClassVar[dict[str, Foreign]] = {
         "save_dir": Foreign(
             "a folder of checkpoints apart from save_ckpt (write save_ckpt as folder/prefix)"
+        ),
+        "checkpoint_format": Foreign(
+            "all checkpoints are files save_ckpt-N.pt; version 0.1.0 writes no directories (.dcp)",
+            ("file",),
+            inert=True,
         ),
         "ckpt_keep_ratio": Foreign("checkpoints kept in proportion to the run (see max_ckpt_keep)"),
         "ema_ckpt_keep": Foreign("a separate number of averaged checkpoints (see max_ckpt_keep)"),

@@ -4,69 +4,54 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from deepmd_muon.checkpoint_file.archive import load_archive
-from deepmd_muon.checkpoint_file.directory import READ_ERRORS, SUFFIX, is_directory, read_directory
+from deepmd_muon.checkpoint_file.archive import ArchiveError, load_archive
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.files import open_regular
 
 FORMAT_VERSION = 1
 OWN_KEY = "deepmd_muon"
+#: Ending of checkpoint directories, which earlier versions wrote.
+DIRECTORY_SUFFIX = ".dcp"
 
 
 def checkpoint_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path with ".pt" or ".dcp" added if a user has omitted it, as users of deepmd-kit do."""
+    """Return the path with ".pt" added if a user has omitted it, as users of deepmd-kit do."""
     path = Path(path)
-    file, directory = (Path(f"{path}{suffix}") for suffix in (".pt", SUFFIX))
-    if path.is_file() or is_directory(path):
-        return path
-    return file if file.is_file() else directory if is_directory(directory) else path
+    with_suffix = Path(f"{path}.pt")
+    return with_suffix if with_suffix.is_file() and not path.is_file() else path
 
 
-def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -> dict[str, Any]:
-    """Read a checkpoint onto the CPU.
-
-    Parameters
-    ----------
-    path
-        The file, or a directory of torch.distributed.checkpoint that training wrote; ".pt" or ".dcp" may be left out.
-    leave
-        Keys whose tensors are not read from a directory, see `read_directory`; a file is always read whole.
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a checkpoint onto the CPU; ".pt" may be omitted.
 
     Returns
     -------
     dict
-        "model" is deepmd-kit's state dict, also when the file is that state dict itself; "optimizer", "ema" and
-        `OWN_KEY` are there when the run wrote them.
+        "model" is deepmd-kit's state dict, also if the file is that state dict itself. "optimizer",
+        "ema" and `OWN_KEY` are there if the run wrote them.
 
     Raises
     ------
     CheckpointError
-        When the file does not exist, is not a checkpoint, or was written by a later release.
+        If the file does not exist, is not a checkpoint, or was written by a later release.
     """
     path = checkpoint_path(path)
-    parted = is_directory(path)
-    if not path.is_file() and not parted:
-        folder = ": it is a folder" + (
-            ", and its checkpoint is incomplete"
-            if path.suffix == SUFFIX
-            else "; give the checkpoint in it"
-        )
-        raise CheckpointError(f"there is no checkpoint {path}" + (folder if path.is_dir() else ""))
+    if not path.is_file():
+        refuse_directory(path)
+        folder = ": it is a folder; give the checkpoint in it" if path.is_dir() else ""
+        raise CheckpointError(f"there is no checkpoint {path}{folder}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about files that are rejected below, with a reason
-            if parted:
-                content = read_directory(path, leave)
-            else:
-                with open_regular(path) as file:
-                    content = load_archive(file)
-    except READ_ERRORS as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+            with open_regular(path) as file:
+                content = load_archive(file)
+    except (ArchiveError, OSError) as error:
+        reason = str(error)
         if isinstance(error, OSError):
             reason = (error.strerror or str(error)).lower()
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {reason}") from error
@@ -76,19 +61,42 @@ def read_checkpoint(path: str | os.PathLike[str], leave: Collection[str] = ()) -
         content = {"model": content}  # a bare state dict, as deepmd-kit's older releases wrote
     if not isinstance(content.get("model"), dict):
         raise CheckpointError(
-            f"{path} is not a checkpoint: it has no state dict under 'model', only {sorted(map(str, content))[:5]}"
+            f"{path} is not a checkpoint: it has no state dict under 'model', "
+            f"only {sorted(map(str, content))[:5]}"
         )
-    own = content.get(OWN_KEY, {})
+    _check_version(content.get(OWN_KEY, {}), path)
+    return content
+
+
+def refuse_directory(path: Path) -> None:
+    """Refuse a checkpoint directory of an earlier version; its ending may be omitted.
+
+    Raises
+    ------
+    CheckpointError
+        If `path` names one.
+    """
+    for place in (path, Path(f"{path}{DIRECTORY_SUFFIX}")):
+        if place.suffix == DIRECTORY_SUFFIX and place.is_dir():
+            raise CheckpointError(
+                f"{place} is a checkpoint directory, which revision 3adbaabc (2026-11-27), before "
+                "0.1.0, is the last to read: continue there with training/checkpoint_format "
+                '"file", and take the .pt file that it writes'
+            )
+
+
+def _check_version(own: Any, path: Path) -> None:
+    """Refuse a later format; `own` is the content under `OWN_KEY`."""
     version = own.get("version", FORMAT_VERSION) if isinstance(own, dict) else None
-    if type(version) is not int:
+    if type(version) is not int:  # a bool is an int, too
         raise CheckpointError(
             f"{path} is not a checkpoint: the content under {OWN_KEY!r} does not come from a run"
         )
     if version > FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {version}; this release reads up to {FORMAT_VERSION}: update deepmd_muon"
+            f"{path} has format version {version}; "
+            f"this release reads up to {FORMAT_VERSION}: update deepmd_muon"
         )
-    return content
 
 
 @contextmanager
@@ -98,7 +106,7 @@ def understood(path: str | os.PathLike[str]) -> Iterator[None]:
     Raises
     ------
     CheckpointError
-        Naming the file; this package's own errors keep their class and name it too.
+        Naming the file. This package's own errors keep their class and name it, too.
     """
     try:
         yield
@@ -112,11 +120,12 @@ def understood(path: str | os.PathLike[str]) -> Iterator[None]:
         MemoryError,
     ) as error:
         if type(error).__module__.startswith("deepmd_muon"):
+            # Errors with fields build their text themselves, so only plain messages can be changed.
             if str(path) not in str(error) and error.args and str(error) == error.args[0]:
                 error.args = (f"{path}: {error}", *error.args[1:])
             raise
-        found = (str(error) or "nothing more is known").splitlines()[0][:200]
+        reason = (str(error) or "nothing more is known").splitlines()[0][:200]
         raise CheckpointError(
             f"{path} is a checkpoint, but its contents are not those that a run writes "
-            f"({type(error).__name__}: {found}); take another one"
+            f"({type(error).__name__}: {reason}); take another one"
         ) from error

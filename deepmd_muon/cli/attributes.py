@@ -41,7 +41,7 @@ def log_attributes(path: str, wanted: Sequence[str], *, trust: bool = False) -> 
             frozen = FrozenModel(path, "cpu", trust=trust)
             lines = _lines_of_one(path, wanted, frozen.model_section(), frozen.observed_types())
         else:
-            state = read_checkpoint(path, leave=("optimizer", "ema"))["model"]
+            state = read_checkpoint(path)["model"]
             section = state["_extra_state"]["model_params"]
             if "model_dict" in section:
                 lines = _lines_of_several(path, wanted, state, section["model_dict"])

@@ -63,12 +63,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compress."""
+    from deepmd_muon.checkpoint_file.file import DIRECTORY_SUFFIX
+
     source, output = _source(options.input), Path(options.output)
     if not source.exists():
         raise CommandError(
             f"there is no file {source}; name a checkpoint or a file of dp freeze with -i"
         )
-    if source.suffix not in (".pt", ".pth", ".dcp") or (
+    if source.suffix not in (".pt", ".pth", DIRECTORY_SUFFIX) or (
         source.suffix == ".pth" and not frozen_here(source)
     ):
         raise HandOver(f"compression of {source}, a model of deepmd-kit's")
@@ -89,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _source(name: str) -> Path:
-    """Return the file that a name means: .pth is added to one without a suffix, otherwise .pt or .dcp if it exists."""
+    """Return the file that a name means: .pth is added to one without a suffix, otherwise .pt if it exists."""
     from deepmd_muon.checkpoint_file.file import checkpoint_path
 
     frozen = Path(name) if Path(name).suffix else Path(f"{name}.pth")

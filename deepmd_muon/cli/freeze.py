@@ -107,8 +107,10 @@ def _hand_over_compiled(options: argparse.Namespace, output: Path) -> NoReturn:
 
 def _checkpoint(path: Path) -> Path:
     """Return the checkpoint that a path means; in the folder of a run, the latest one."""
+    from deepmd_muon.checkpoint_file.file import DIRECTORY_SUFFIX
+
     pointer = path / "checkpoint"
-    if not path.is_dir() or path.suffix == ".dcp":
+    if not path.is_dir() or path.suffix == DIRECTORY_SUFFIX:
         return path
     if not pointer.is_file():
         raise CommandError(

@@ -52,7 +52,7 @@ def prepare(given: Input, checkpoint: str, branch: str | None, replay: Sequence[
     """
     settings = check_replay(given)
     path = checkpoint_path(checkpoint)
-    content = read_checkpoint(path, ("optimizer", "ema"))
+    content = read_checkpoint(path)
     with understood(path):
         saved = saved_branches(content["model"])
         if saved and branch not in saved:

@@ -127,9 +127,14 @@ def model_of(given: Input) -> EnergyModel | Branches:
 def _input_of(path: Path) -> Input:
     """Return the input, from a file or from a checkpoint."""
     from deepmd_muon.argcheck import load, normalize
-    from deepmd_muon.checkpoint_file.file import OWN_KEY, read_checkpoint, understood
+    from deepmd_muon.checkpoint_file.file import (
+        DIRECTORY_SUFFIX,
+        OWN_KEY,
+        read_checkpoint,
+        understood,
+    )
 
-    if path.suffix not in (".pt", ".dcp"):
+    if path.suffix not in (".pt", DIRECTORY_SUFFIX):
         return load(path)
     own = read_checkpoint(path).get(OWN_KEY)
     if own is None:

@@ -1,4 +1,4 @@
-"""The branches of a run: one model with its loss and data each, and the order in which they are trained."""
+"""The branches of a run: each a model with its loss and data; the order in which they are trained."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,9 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class RunBranch:
-    """One of the models that a run trains; the only one of a run that is not multi-task is called "Default".
+    """One of the models that a run trains.
+
+    The only one of a run that is not multi-task is called "Default".
 
     Attributes
     ----------
@@ -60,7 +62,7 @@ class RunBranch:
 
     @property
     def prefix(self) -> str:
-        """Beginning of messages about it; empty where it is the only one."""
+        """Beginning of messages about it; empty if it is the only one."""
         return "" if self.name == SINGLE else f"{self.name}: "
 
     def metric_names(self) -> list[str]:
@@ -68,70 +70,98 @@ class RunBranch:
         return sorted({"rmse", *(term.metric for term in self.loss.terms)})
 
     def named(self, metric: str) -> str:
-        """Return the name of one of its metrics among those of all branches: metric/branch."""
+        """Return the name of one of its metrics among all branches: metric/branch."""
         return metric if self.name == SINGLE else f"{metric}/{self.name}"
 
 
-def build_of(given: Input) -> EnergyModel | Branches:
+def build_of(run_input: Input) -> EnergyModel | Branches:
     """Build the models that an input describes, see `build_branches`."""
-    models = {name: branch.model for name, branch in given.branches.items()}
+    models = {name: branch.model for name, branch in run_input.branches.items()}
     aliases = {}
-    if isinstance(given.settings, MultiTaskSettings):
-        aliases = {
-            name: one.model_branch_alias for name, one in given.settings.model.model_dict.items()
-        }
-    return build_branches(models, given.references, aliases)
+    if isinstance(run_input.settings, MultiTaskSettings):
+        sections = run_input.settings.model.model_dict
+        aliases = {name: section.model_branch_alias for name, section in sections.items()}
+    return build_branches(models, run_input.references, aliases)
 
 
 def make_branches(
-    given: Input,
+    run_input: Input,
     model: EnergyModel | Branches,
     data: Mapping[str, Data],
     distances: Mapping[str, float],
     continued: Mapping[str, str],
 ) -> dict[str, RunBranch]:
-    """Put the parts of each branch together; `continued` has the branch of the checkpoint that each starts from."""
+    """Put the parts of each branch together.
+
+    `distances` are the shortest ones in the training data [Å], if known. `continued` has the branch
+    of the checkpoint that each starts from.
+    """
     models = branches_of(model)
-    found = {}
-    for name, settings in given.branches.items():
-        parts = (
-            models[name],
-            build_loss(settings.loss),
-            data[name],
-            distances.get(name, UNKNOWN_DISTANCE),
+    return {
+        name: RunBranch(
+            name=name,
+            settings=settings,
+            model=models[name],
+            loss=build_loss(settings.loss),
+            data=data[name],
+            min_nbor_dist=distances.get(name, UNKNOWN_DISTANCE),
+            continued=continued.get(name, name),
         )
-        found[name] = RunBranch(name, settings, *parts, continued.get(name, name))
-    return found
+        for name, settings in run_input.branches.items()
+    }
 
 
 def require_labels(branches: Mapping[str, RunBranch]) -> None:
-    """Warn about loss terms without labels in any system; reject systems without labels for any term."""
+    """Warn about loss terms without labels in any system.
+
+    Raises
+    ------
+    TrainingError
+        If a system has no label for any term.
+    """
     errors = []
     for branch in branches.values():
-        found = check_labels(branch.loss, branch.data.training_systems)
-        for warning in found.warnings:
+        report = check_labels(branch.loss, branch.data.training_systems)
+        for warning in report.warnings:
             log.warning("%s%s", branch.prefix, warning)
-        errors += [f"{branch.prefix}{error}" for error in found.errors]
+        errors += [f"{branch.prefix}{error}" for error in report.errors]
     if errors:
         raise TrainingError("; ".join(errors))
 
 
-def length_and_probabilities(
-    given: Input, data: Mapping[str, Data]
-) -> tuple[int, dict[str, float]]:
-    """Return the length of the run in steps, of which each takes one batch a rank, and the branches' probabilities."""
-    if not isinstance(given.settings, MultiTaskSettings):
-        return number_of_steps(given.settings.training, data[SINGLE].training), {SINGLE: 1.0}
-    several = given.settings.training
-    if several.num_epoch_dict:
+# ----- the length of a run -----------------------------------------------------------------------
+
+
+class Length(NamedTuple):
+    """The length of a run in steps, and the probabilities of its branches.
+
+    In each step every rank takes one batch.
+    """
+
+    num_steps: int
+    probabilities: dict[str, float]
+
+
+def length_and_probabilities(run_input: Input, data: Mapping[str, Data]) -> Length:
+    """Return the length of the run and how often each branch is trained."""
+    if not isinstance(run_input.settings, MultiTaskSettings):
+        num_steps = number_of_steps(run_input.settings.training, data[SINGLE].training)
+        return Length(num_steps, {SINGLE: 1.0})
+    training = run_input.settings.training
+    if training.num_epoch_dict:
+        batches = {
+            name: training.num_epoch_dict[name] * branch_data.training.batches_per_epoch
+            for name, branch_data in data.items()
+        }
         loader = next(iter(data.values())).training
-        size = loader.world_size * loader.batches_per_step
-        batches = {name: part.training.batches_per_epoch for name, part in data.items()}
-        wanted = {name: several.num_epoch_dict[name] * count for name, count in batches.items()}
-        return math.ceil(math.ceil(math.fsum(wanted.values())) / size), _normalized(wanted)
-    assert several.numb_steps is not None
-    systems = {name: float(len(part.training_systems)) for name, part in data.items()}
-    return several.numb_steps, _normalized(several.model_prob or systems, [*data])
+        n_batches = math.ceil(math.fsum(batches.values()))
+        return Length(_steps_of(n_batches, loader), _normalized(batches))
+    assert training.numb_steps is not None
+    if training.model_prob:
+        weights = {name: training.model_prob[name] for name in data}
+    else:
+        weights = {name: float(len(part.training_systems)) for name, part in data.items()}
+    return Length(training.numb_steps, _normalized(weights))
 
 
 def number_of_steps(training: TrainingSettings, loader: DataLoader) -> int:
@@ -139,20 +169,27 @@ def number_of_steps(training: TrainingSettings, loader: DataLoader) -> int:
     if training.numb_steps is not None:
         return training.numb_steps
     assert training.numb_epoch is not None  # the input checker requires one of the two
-    batches = math.ceil(training.numb_epoch * loader.batches_per_epoch)
-    return math.ceil(batches / (loader.world_size * loader.batches_per_step))
+    return _steps_of(math.ceil(training.numb_epoch * loader.batches_per_epoch), loader)
 
 
-def _normalized(weights: Mapping[str, float], names: list[str] | None = None) -> dict[str, float]:
+def _steps_of(n_batches: int, loader: DataLoader) -> int:
+    """Return the steps in which all ranks together take so many batches."""
+    return math.ceil(n_batches / (loader.world_size * loader.batches_per_step))
+
+
+def _normalized(weights: Mapping[str, float]) -> dict[str, float]:
     total = math.fsum(weights.values())
-    return {name: weights[name] / total for name in names or weights}
+    return {name: weight / total for name, weight in weights.items()}
+
+
+# ----- the order of branches ---------------------------------------------------------------------
 
 
 def task_order(
-    given: Input, probabilities: Mapping[str, float], seed: int, ranks: Ranks
+    run_input: Input, probabilities: Mapping[str, float], seed: int, ranks: Ranks
 ) -> TaskOrder | StratifiedOrder:
     """Return the order of a run's branches, see `MultiTaskTrainingSettings.stratified`."""
-    training = given.settings.training
+    training = run_input.settings.training
     if isinstance(training, MultiTaskTrainingSettings) and training.stratified:
         return StratifiedOrder(probabilities, seed, ranks.rank, ranks.size)
     return TaskOrder(probabilities, seed)
@@ -163,21 +200,30 @@ class TaskOrder:
 
     def __init__(self, probabilities: Mapping[str, float], seed: int) -> None:
         self._names = tuple(probabilities)
+        # Branches are drawn like systems with one frame each.
         weights = np.array([*probabilities.values()])
-        ones = (1,) * len(weights)
-        # Draw branches like systems of one frame each.
+        one_frame = (1,) * len(weights)
         self._sampler = Sampler(
-            ones, ones, weights, seed_of(seed, "order of tasks"), identity=repr(self._names)
+            one_frame,
+            one_frame,
+            weights,
+            seed_of(seed, "order of tasks"),
+            identity=repr(self._names),
         )
 
     def deal(self, loaders: Mapping[str, DataLoader]) -> None:
-        """Arrange how the batches of each branch are dealt out to the ranks: all take one in its steps."""
+        """Arrange how batches are dealt out to the ranks: all take one of the branch's in a step."""
 
     def next(self, left_out: Collection[str] = ()) -> str:
-        """Return the branch of the next step, never one left out; another one must have a positive probability."""
-        while (name := self._names[self._sampler.next().parts[0][0]]) in left_out:
-            pass
-        return name
+        """Return the branch of the next step, never one of `left_out`.
+
+        Another branch must have a positive probability.
+        """
+        while True:
+            number, _ = self._sampler.next().parts[0]
+            name = self._names[number]
+            if name not in left_out:
+                return name
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the position; see `SavedOrder`."""
@@ -191,24 +237,31 @@ class TaskOrder:
 class StratifiedOrder(SavedOrder):
     """The branch of each rank in each step.
 
-    Systematic sampling: N ranks stand 1/N apart on the unit interval, which the probabilities cut into branches, and
-    one random number a step shifts all of them. So a branch of probability p has ⌊N·p⌋ or ⌈N·p⌉ ranks, on average N·p.
-    The ranks rotate, so that each meets every branch. A position is a step and holds for any number of ranks.
+    Systematic sampling: N ranks are 1/N apart on the unit interval. The probabilities cut it into
+    branches, and one random number a step shifts all ranks. So a branch of probability p has ⌊N·p⌋
+    or ⌈N·p⌉ ranks, on average N·p. The ranks rotate, so that each meets every branch. A position is
+    a step and holds for any number of ranks.
     """
 
     def __init__(self, probabilities: Mapping[str, float], seed: int, rank: int, size: int) -> None:
         self._names = tuple(probabilities)
-        self._ends = np.cumsum([*probabilities.values()])
+        shares = [*probabilities.values()]
+        self._ends = np.cumsum(shares)
         # Rounding must not leave a gap at the end, nor draw a branch of probability zero there.
-        self._ends[np.flatnonzero([*probabilities.values()])[-1] :] = 1.0
-        self.seed, self.step = seed_of(seed, "stratified order"), 0
+        self._ends[np.flatnonzero(shares)[-1] :] = 1.0
+        self.seed = seed_of(seed, "stratified order")
+        self.step = 0
         self._identity = repr(("stratified", [*probabilities.items()]))
-        self._rank, self._size = rank, size
-        self._block: tuple[int, np.ndarray] | None = None
+        self._rank = rank
+        self._size = size
+        self._block: _Shifts | None = None
         self._loaders: Mapping[str, DataLoader] = {}
 
     def next(self, left_out: Collection[str] = ()) -> str:
-        """Return the branch that this rank trains in the next step; none is left out, as loaders have drawn ahead."""
+        """Return the branch that this rank trains in the next step.
+
+        None is left out, because loaders have drawn ahead.
+        """
         branches = self._branches(self.step)
         self.step += 1
         for name, loader in self._loaders.items():
@@ -216,31 +269,40 @@ class StratifiedOrder(SavedOrder):
         return branches[self._rank]
 
     def deal(self, loaders: Mapping[str, DataLoader]) -> None:
-        """Arrange how the batches of each branch are dealt out to the ranks; after a position has been restored."""
+        """Arrange how batches are dealt out to the ranks; after a position has been restored."""
         self._loaders = loaders
         for name, loader in loaders.items():
             loader.seat(self._all_seats(name, self.step))
 
     def _all_seats(self, name: str, step: int) -> Iterator[Seats]:
-        """Yield the seats of a branch in every step from `step` on, for a loader that reads them ahead."""
+        """Yield the seats of a branch from `step` on, for a loader that reads them ahead."""
         # A copy: an iterator at another step needs another block of random numbers.
         ahead = StratifiedOrder.__new__(StratifiedOrder)
         ahead.__dict__ |= {**self.__dict__, "_block": None, "_loaders": {}}
         for number in itertools.count(step):
             yield ahead._seats(ahead._branches(number), name)
 
-    def _seats(self, branches: list[str], name: str) -> Seats:
-        there = [rank for rank, branch in enumerate(branches) if branch == name]
-        return Seats(len(there), there.index(self._rank) if self._rank in there else None)
+    def _seats(self, branches: Sequence[str], name: str) -> Seats:
+        ranks = [rank for rank, branch in enumerate(branches) if branch == name]
+        return Seats(len(ranks), ranks.index(self._rank) if self._rank in ranks else None)
 
     def _branches(self, step: int) -> list[str]:
         """Return the branch of every rank in a step."""
-        block, row = divmod(step, CHOICE_BLOCK)
-        if self._block is None or self._block[0] != block:
-            draws = np.random.Generator(np.random.PCG64([self.seed, 0, block])).random(CHOICE_BLOCK)
-            self._block = block, draws
-        places = ((np.arange(self._size) + step) % self._size + self._block[1][row]) / self._size
-        return [self._names[k] for k in np.searchsorted(self._ends, places, side="right").tolist()]
+        number, row = divmod(step, CHOICE_BLOCK)
+        if self._block is None or self._block.number != number:
+            draws = np.random.Generator(np.random.PCG64([self.seed, 0, number]))
+            self._block = _Shifts(number, draws.random(CHOICE_BLOCK))
+        rotated = (np.arange(self._size) + step) % self._size
+        points = (rotated + self._block.values[row]) / self._size
+        numbers = np.searchsorted(self._ends, points, side="right").tolist()
+        return [self._names[k] for k in numbers]
 
     def _forget(self) -> None:
         self._block = None
+
+
+class _Shifts(NamedTuple):
+    """Random shifts of a block of steps `(CHOICE_BLOCK,)`."""
+
+    number: int
+    values: np.ndarray

@@ -1,19 +1,20 @@
-"""Exponential moving average of a model's parameters, or mean of the last ones, stored as deepmd-kit stores it."""
+"""Average of a model's parameters over the steps: exponential, or the mean of the last ones.
+
+Checkpoints store it as deepmd-kit does.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from deepmd_muon.checkpoint_file.directory import read_into
-from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches, all_names, branches_of
-from deepmd_muon.model.deepmd_kit import deepmd_kit_parameter_names, own_parameter_name
+from deepmd_muon.model.deepmd_kit import own_parameter_name
+from deepmd_muon.train.checkpoint.optimizer_state import parameter_order
 from deepmd_muon.train.ranks.ranks import local_part, shard_like
 
 log = logging.getLogger(__name__)
@@ -24,21 +25,21 @@ class EmaError(ValueError):
 
 
 class Ema:
-    """Average a model's floating-point parameters: average ← decay·average + (1 − decay)·parameter.
+    """Average a model's parameters: average ← decay·average + (1 − decay)·parameter.
 
-    Buffers (statistics, energy bias) do not change in training and are not averaged; deepmd-kit 3.2.0 leaves
-    them out as well.
+    Only floating-point parameters. Buffers (statistics, energy bias) do not change in training and
+    are not averaged; deepmd-kit 3.2.0 leaves them out as well.
 
     Parameters
     ----------
     model
-        The model whose parameters are followed; the average starts as a copy of them, and is laid out as they are
-        where they live on several ranks.
+        The model. The average starts as a copy of its parameters, and is sharded like them.
     decay
         Weight of the old average in each update, in [0, 1).
     first
-        Number of updates after which the parameters are averaged with equal weights; until then, and after the first
-        of these, the average is the parameters. None for the exponential average.
+        Number of updates after which the parameters are averaged with equal weights. Until then,
+        and after the next update, the average equals the parameters. None for the exponential
+        average.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Ema:
         }
         self._average = {name: p.detach().clone() for name, p in self._parameters.items()}
         self._first = first
-        # On the device, since a captured step counts, too.
+        # The number of updates is on the device, because a captured step counts, too.
         device = next(iter(self._parameters.values())).device
         self._done = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -70,16 +71,19 @@ class Ema:
 
     @torch.no_grad()
     def update(self, weight: float | torch.Tensor | None = None) -> None:
-        """Add the present parameters to the average, with `weight()` or another weight, read on its device."""
-        # As far as this rank holds them.
+        """Add the present parameters to the average; `weight` is `weight()` by default.
+
+        A weight on the device is read there, without a wait.
+        """
         averages = [local_part(x) for x in self._average.values()]
         parameters = [local_part(p) for p in self._parameters.values()]
         if weight is None:
             weight = self.weight()
         if isinstance(weight, torch.Tensor):
+            # torch has no _foreach_lerp_ with a weight on the device.
             steps = torch._foreach_sub(parameters, averages)
             widest = max((x.dtype for x in steps), key=lambda dtype: dtype.itemsize)
-            torch._foreach_mul_(steps, weight.to(widest))  # fast where all are of that dtype
+            torch._foreach_mul_(steps, weight.to(widest))  # fast if all are of that dtype
             torch._foreach_add_(averages, steps)
         else:
             torch._foreach_lerp_(averages, parameters, weight)
@@ -89,70 +93,55 @@ class Ema:
         return self._average
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average under deepmd-kit's keys for a checkpoint's "ema", laid out over the ranks as it is."""
+        """Return the average under deepmd-kit's keys, for "ema" of a checkpoint; still sharded."""
         average = {name: tensor.detach().clone() for name, tensor in self._average.items()}
-        first = self._first_names()
-        # deepmd-kit's average lists some empty parameters that we do not have; it refuses a state without them.
-        # It stores what branches share once for each.
-        stored = [
-            f"{name}.{inner}" if isinstance(self._model, Branches) else inner
-            for name, one in branches_of(self._model).items()
-            for inner in _stored_names(one)
-        ]
-        model = {}
-        for name in stored:
-            own = own_parameter_name(name)
-            model[name] = average.get(first.get(own, own), torch.zeros(0))
-        return {"decay": self.decay, "model": model, "validation_state": {}}
+        first_name = self._first_names()
+        stored = {}
+        for branch, model in branches_of(self._model).items():
+            prefix = f"{branch}." if isinstance(self._model, Branches) else ""
+            # Names of deepmd-kit's model, if it has such a model.
+            names = parameter_order(model) or [name for name, _ in model.named_parameters()]
+            for name in names:
+                stored_name = prefix + name
+                own_name = own_parameter_name(stored_name)
+                # deepmd-kit stores a shared parameter once for each branch. It lists some empty
+                # parameters that we do not have, and refuses a state without them.
+                stored[stored_name] = average.get(
+                    first_name.get(own_name, own_name), torch.zeros(0)
+                )
+        return {"decay": self.decay, "model": stored, "validation_state": {}}
 
     def _first_names(self) -> dict[str, str]:
-        """Return the name under which each parameter is averaged; what branches share has several names."""
+        """Return the name under which each parameter is averaged; shared ones have several."""
         return {name: names[0] for names in all_names(self._model).values() for name in names}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any], path: Path | None = None) -> None:
-        """Continue from a stored average, tensors whole; the decay stays the one of this run.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a stored average, tensors whole; the decay stays that of this run.
 
-        Meta tensors have been left in the directory `path`, from which each rank reads its part. A state of other names
-        or shapes is an EmaError.
+        Raises
+        ------
+        EmaError
+            If names or shapes are not those of this model.
         """
-        places = {own_parameter_name(name): name for name, x in state["model"].items() if x.numel()}
-        stored = {name: state["model"][place] for name, place in places.items()}
-        missing, unknown = (
-            self._average.keys() - stored.keys(),
-            stored.keys() - self._first_names().keys(),
-        )
+        stored = {own_parameter_name(name): x for name, x in state["model"].items() if x.numel()}
+        missing = self._average.keys() - stored.keys()
+        unknown = stored.keys() - self._first_names().keys()
         if missing or unknown:
             raise EmaError(
-                f"the stored average is of another model: it lacks {len(missing)} of the parameters "
-                f"{sorted(missing)[:3]} and has {len(unknown)} others {sorted(unknown)[:3]}"
+                f"the stored average is of another model: it lacks {len(missing)} of the "
+                f"parameters {sorted(missing)[:3]} "
+                f"and has {len(unknown)} others {sorted(unknown)[:3]}"
             )
         for name, average in self._average.items():
             if stored[name].shape != average.shape:
-                found, expected = tuple(stored[name].shape), tuple(average.shape)
                 raise EmaError(
-                    f"stored average of {name} has shape {found}; the model's is {expected}"
+                    f"stored average of {name} has shape {tuple(stored[name].shape)}; "
+                    f"the model's is {tuple(average.shape)}"
                 )
-        stored = {name: stored[name] for name in self._average}
-        left = {
-            name: torch.empty_like(self._average[name], dtype=x.dtype)
-            for name, x in stored.items()
-            if x.is_meta
-        }
-        if left and path is not None:
-            read_into(path, {("ema", "model", places[name]): x for name, x in left.items()})
         for name, average in self._average.items():
-            value = left[name] if name in left else shard_like(stored[name], average)
-            local_part(average).copy_(local_part(value))
+            local_part(average).copy_(local_part(shard_like(stored[name], average)))
         if state.get("decay", self.decay) != self.decay:
             log.warning(
                 "ema_decay is %g here and was %g before the restart", self.decay, state["decay"]
             )
-
-
-def _stored_names(model: EnergyModel) -> list[str]:
-    """Return the parameters of a model as files name them: as deepmd-kit does, where it has such a model."""
-    try:
-        return deepmd_kit_parameter_names(model)
-    except CheckpointError:
-        return [name for name, _ in model.named_parameters()]

@@ -10,16 +10,19 @@ class TrainingError(RuntimeError):
 
 
 class RunError(TrainingError):
-    """A run that cannot go on although its input was right; the message names step, cause and last checkpoint."""
+    """A run that cannot go on although its input was right.
+
+    The message names step, cause and last checkpoint.
+    """
 
     #: Of the command.
     exit_status: ClassVar[int] = 1
 
 
 class NonFiniteError(RunError):
-    """Loss or gradient is no longer a finite number; the parameters are those before the step.
+    """Loss or gradient is no longer a finite number; the parameters are from before the step.
 
-    `update` is the 1-based number of the step, where it is not the present one.
+    `update` is the 1-based number of the step, if it is not the present one.
     """
 
     def __init__(self, message: str, update: int | None = None) -> None:

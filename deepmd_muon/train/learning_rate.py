@@ -1,7 +1,8 @@
 """Learning rate as a function of the step: exponential, cosine and warmup-stable-decay schedules.
 
-A schedule is a plain function `step -> learning rate`; `learning_rate` builds it from the input's section.
-Meaning of every setting as in deepmd-kit 3.2.0, so that an input gives the same rates here and there.
+A schedule is a plain function `step -> learning rate`; `learning_rate` builds it from the input's
+section. All settings mean the same as in deepmd-kit 3.2.0, so an input gives the same rates in
+both.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ class LearningRateError(ValueError):
 
 
 def learning_rate(settings: LearningRateSettings, num_steps: int) -> Schedule:
-    """Build the schedule of a `learning_rate` section: the rate of the 0-based step of a run of `num_steps`.
+    """Build the schedule of a `learning_rate` section for the 0-based steps of a run.
 
     Raises
     ------
     LearningRateError
-        When the warm-up does not leave a single step of the run.
+        If the warm-up does not leave a single step of the run.
     """
-    start, stop = settings.start_lr, settings.stop_lr
+    start = settings.start_lr
+    stop = settings.stop_lr
     if settings.stop_lr_ratio is not None:
         stop = start * settings.stop_lr_ratio
     assert stop is not None  # the settings have exactly one of the two
@@ -42,28 +44,36 @@ def learning_rate(settings: LearningRateSettings, num_steps: int) -> Schedule:
     steps = num_steps - warmup
     if isinstance(settings, ExpSettings):
         decay = exponential(
-            start, stop, steps, settings.decay_steps, settings.decay_rate, smooth=settings.smooth
+            start,
+            stop,
+            num_steps=steps,
+            decay_steps=settings.decay_steps,
+            decay_rate=settings.decay_rate,
+            smooth=settings.smooth,
         )
     elif isinstance(settings, WSDSettings):
-        # The ratio counts from the whole run, but the decay starts after the warm-up at the earliest.
+        # The ratio counts from the whole run, but the decay starts after the warm-up at the
+        # earliest.
         phase = max(1, min(int(settings.decay_phase_ratio * num_steps), steps))
-        decay = stable_then_decay(start, stop, steps, phase, settings.decay_type)
+        decay = stable_then_decay(
+            start, stop, num_steps=steps, phase_steps=phase, decay_type=settings.decay_type
+        )
     else:
         decay = cosine(start, stop, steps)
-    return with_warmup(decay, start, warmup, settings.warmup_start_factor)
+    return with_warmup(decay, start, warmup_steps=warmup, start_factor=settings.warmup_start_factor)
 
 
 def with_warmup(
     decay: Schedule, start_lr: float, warmup_steps: int, start_factor: float
 ) -> Schedule:
-    """Rise linearly from `start_factor * start_lr` to `start_lr`, then follow `decay` from its step 0."""
+    """Rise linearly from `start_factor * start_lr` to `start_lr`, then follow `decay`."""
     if warmup_steps == 0:
         return decay
-    first = start_factor * start_lr
+    warmup_start = start_factor * start_lr
 
     def rate(step: int) -> float:
         if step < warmup_steps:
-            return first + (start_lr - first) * (step / warmup_steps)
+            return warmup_start + (start_lr - warmup_start) * (step / warmup_steps)
         return decay(step - warmup_steps)
 
     return rate
@@ -80,13 +90,15 @@ def exponential(
 ) -> Schedule:
     """Multiply the rate by `decay_rate` every `decay_steps` steps; never fall below `stop_lr`.
 
-    Without `decay_rate` the last of `num_steps` rates is `stop_lr`, and a `decay_steps` that does not fit into the run
-    becomes a hundredth of it, at most 100. `smooth` spreads each drop evenly over its steps.
+    Without `decay_rate` the last of `num_steps` rates is `stop_lr`. A `decay_steps` that does not
+    fit into the run then becomes a hundredth of it, at most 100. `smooth` spreads each drop evenly
+    over its steps.
     """
     if decay_rate is None:
         if decay_steps >= num_steps:
             decay_steps = 100 if num_steps // 10 > 100 else num_steps // 100 + 1
-        # A floor of exactly 0 has no logarithm; 1e-10 stands for it in the factor, not in the floor.
+        # A floor of exactly 0 has no logarithm; 1e-10 stands for it in the factor, not in the
+        # floor.
         ratio = max(stop_lr, 1e-10) / start_lr
         decay_rate = math.exp(math.log(ratio) / (num_steps / decay_steps)) if num_steps else 1.0
 
@@ -98,7 +110,7 @@ def exponential(
 
 
 def cosine(start_lr: float, stop_lr: float, num_steps: int) -> Schedule:
-    """Fall along half a cosine from `start_lr` at step 0 to `stop_lr` at `num_steps`, and stay there."""
+    """Fall along half a cosine to `stop_lr` at `num_steps`, and stay there."""
 
     def rate(step: int) -> float:
         if num_steps == 0:

@@ -1,4 +1,4 @@
-"""Settings that an input omits: those of the checkpoint it continues, or numbers that suit its data."""
+"""Settings that an input omits: taken from the checkpoint it continues, or from its data."""
 
 from __future__ import annotations
 
@@ -46,57 +46,71 @@ class Count(Protocol):
 
 _CPU = torch.device("cpu")
 
-# Atoms at 6 Å (see `frame_costs`) of the frames in which neighbours are counted, a second of work; and of those in
-# which the length of descriptors is measured.
-_MOST_COUNTED, _MEASURED = 5 << 14, 1 << 14
+# Atoms at 6 Å (see `frame_costs`) of the frames in which neighbours are counted: a second of work.
+_MOST_COUNTED = 5 << 14
+# The same, of the frames in which the length of descriptors is measured.
+_MOST_MEASURED = 1 << 14
+
+# ----- from the checkpoint -----------------------------------------------------------------------
 
 
 def take_from_checkpoint(
-    given: Input,
+    run_input: Input,
     sources: Mapping[str, Source],
     *,
     use_pretrain_script: bool,
     force_load: bool = False,
 ) -> Input:
-    """Let checkpoints decide type maps that the input omits, or whole models, and the scales of a run that goes on.
+    """Take from checkpoints type maps that the input omits, or whole models, and a restart's scales.
 
     Raises
     ------
     ModelError
-        When the input has another type map, the checkpoint's model cannot have one, and `force_load` is false.
+        If the input has another type map, the checkpoint's model cannot have one, and `force_load`
+        is false.
     """
     for name, source in sources.items():
-        if not given.branches[name].model.type_map:
-            given = given.with_model([name], type_map=source.model.type_map)
+        if not run_input.branches[name].model.type_map:
+            run_input = run_input.with_model([name], type_map=source.model.type_map)
             log.info(
                 "model/type_map is left out and becomes %s, as in %s",
                 list(source.model.type_map),
                 source.path,
             )
-        # Before the rest of the section is compared: a `sel` for other types is the same fault in other words.
-        if not force_load and not (use_pretrain_script and source.way != "finetune"):
-            source.check_type_map(given.branches[name].model.type_map)
+        # Before the rest of the section is compared: a `sel` for other types is the same fault in
+        # other words.
+        replaces_model = use_pretrain_script and source.way != "finetune"
+        if not force_load and not replaces_model:
+            source.check_type_map(run_input.branches[name].model.type_map)
     if use_pretrain_script:
-        present = given.branches
-        given = given.with_models(
-            {name: source.script(present[name].model) for name, source in sources.items()}
+        run_input = _with_saved_models(run_input, sources)
+    restarted = next((source for source in sources.values() if source.way == "restart"), None)
+    if run_input.scales is None or restarted is None:
+        return run_input
+    with understood(restarted.path):
+        groups = (restarted.content.get("optimizer") or {}).get("param_groups", [])
+        group = groups[0] if groups else {}
+        if not isinstance(group.get("lr_adjust_coeff"), float):
+            return run_input
+        start_lr = _saved_start_lr(restarted.content, group)
+        return run_input.with_scales(
+            run_input.scales.kept_from(group, start_lr, str(restarted.path))
         )
-        for names in given.descriptor_sections.values():
-            # A branch that starts anew shares what the script of another one says.
-            if scripted := next((name for name in names if name in sources), None):
-                given = given.with_model(
-                    names, descriptor=given.branches[scripted].model.descriptor
-                )
-    first = next(iter(sources.values()), None)
-    if given.scales is None or first is None or first.way != "restart":
-        return given
-    with understood(first.path):
-        groups = (first.content.get("optimizer") or {}).get("param_groups", [])
-        saved = groups[0] if groups else {}
-        if not isinstance(saved.get("lr_adjust_coeff"), float):
-            return given
-        start_lr = _saved_start_lr(first.content, saved)
-        return given.with_scales(given.scales.kept_from(saved, start_lr, str(first.path)))
+
+
+def _with_saved_models(run_input: Input, sources: Mapping[str, Source]) -> Input:
+    """Return the input with the models of --use-pretrain-script."""
+    branches = run_input.branches
+    run_input = run_input.with_models(
+        {name: source.script(branches[name].model) for name, source in sources.items()}
+    )
+    for names in run_input.descriptor_sections.values():
+        # A branch that starts anew shares the descriptor that the script gives to another one.
+        with_script = [name for name in names if name in sources]
+        if with_script:
+            descriptor = run_input.branches[with_script[0]].model.descriptor
+            run_input = run_input.with_model(names, descriptor=descriptor)
+    return run_input
 
 
 def _saved_start_lr(content: Mapping[str, Any], group: Mapping[str, Any]) -> float | None:
@@ -104,140 +118,78 @@ def _saved_start_lr(content: Mapping[str, Any], group: Mapping[str, Any]) -> flo
 
     deepmd-kit's scheduler keeps it in the optimizer's parameter groups.
     """
-    if own := content.get(OWN_KEY):
-        return float(json.loads(own["settings"])["learning_rate"]["start_lr"])
+    if ours := content.get(OWN_KEY):
+        return float(json.loads(ours["settings"])["learning_rate"]["start_lr"])
     return float(group["initial_lr"]) if "initial_lr" in group else None
 
 
+# ----- sel ---------------------------------------------------------------------------------------
+
+
 def resolve_sel(
-    given: Input,
+    run_input: Input,
     systems: Mapping[str, Systems],
     sources: Mapping[str, Source] = MappingProxyType({}),
     *,
     count: bool,
     device: torch.device = _CPU,
 ) -> tuple[Input, dict[str, NeighborStatistics]]:
-    """Replace ``sel: "auto"`` and the like by the numbers of the branch's checkpoint, or those found in its data.
+    """Replace ``sel: "auto"`` and the like by numbers of the branch's checkpoint, or from its data.
 
-    Neighbours are counted on `device` where it can search for them.
+    Neighbours are counted on `device` if it can search for them.
 
     Returns
     -------
     tuple
-        The input with numbers, and the neighbour statistics of branches within the model's cut-off where they were
-        needed. Branches with the same entry of model/shared_dict get the same numbers, enough for all of them.
+        The input with numbers, and the neighbour statistics within the model's cut-off by branch,
+        if they were needed. Branches with the same entry of model/shared_dict get the same numbers,
+        enough for all of them.
 
     Raises
     ------
     TrainingError
-        When a descriptor needs counts and `count` is false (--skip-neighbor-stat).
+        If a descriptor needs counts and `count` is false (--skip-neighbor-stat).
     """
     statistics: dict[str, NeighborStatistics] = {}
-    for where, names in given.descriptor_sections.items():
-        descriptor = given.branches[names[0]].model.descriptor
+    for path, names in run_input.descriptor_sections.items():
+        descriptor = run_input.branches[names[0]].model.descriptor
         if not descriptor.needs_counts:
             continue
-        if source := next(
-            (
-                sources[name]
-                for name in names
-                if name in sources and _has_sel_for(given, sources, name)
-            ),
-            None,
-        ):
+        with_sel = [name for name in names if _has_sel_for(run_input, sources, name)]
+        if with_sel:
+            source = sources[with_sel[0]]
             descriptor = descriptor.with_counts_of(source.model.descriptor)
-            given = given.with_model(names, descriptor=descriptor)
-            log.info(
-                "sel of %s becomes %s, as in %s",
-                where,
-                list(descriptor.neighbors().sel),
-                source.path,
-            )
+            run_input = run_input.with_model(names, descriptor=descriptor)
+            sel = list(descriptor.neighbors().sel)
+            log.info("sel of %s becomes %s, as in %s", path, sel, source.path)
             if not descriptor.needs_counts:
                 continue
         if not count:
             raise TrainingError(
-                f'{where}/sel is "auto", which needs the neighbour statistics, and --skip-neighbor-stat turns them '
-                "off: leave that option out, or give numbers"
+                f'{path}/sel is "auto", which needs the neighbour statistics, and '
+                "--skip-neighbor-stat turns them off: leave that option out, or give numbers"
             )
-        together = [system for name in names for system in systems[name].training]
-        counted: dict[float, NeighborStatistics] = {}
-        resolved = descriptor.with_counts(partial(_count_within, together, device, counted))
-        given = given.with_model(names, descriptor=resolved)
+        training = [system for name in names for system in systems[name].training]
+        counted: dict[float, NeighborStatistics] = {}  # by cut-off
+        resolved = descriptor.with_counts(partial(_count_within, training, device, counted))
+        run_input = run_input.with_model(names, descriptor=resolved)
+        log.info("sel of %s becomes %s", path, list(resolved.neighbors().sel))
         rcut = resolved.neighbors().rcut
-        log.info("sel of %s becomes %s", where, list(resolved.neighbors().sel))
         if len(names) == 1 and rcut in counted:
             statistics[names[0]] = counted[rcut]
-    return given, statistics
+    return run_input, statistics
 
 
-def _has_sel_for(given: Input, sources: Mapping[str, Source], name: str) -> bool:
-    """Return whether `sel` of a branch's checkpoint suits its type map; with --force-load it may not."""
-    saved = sources[name].model
-    types = given.branches[name].model.type_map
-    return saved.type_map == types or not saved.descriptor.neighbors().by_type
+def _has_sel_for(run_input: Input, sources: Mapping[str, Source], name: str) -> bool:
+    """Return whether a branch has a checkpoint with a `sel` for its types.
 
-
-def frames_to_list(
-    given: Input, model: EnergyModel, loader: DataLoader, *, measured: bool
-) -> list[np.ndarray] | None:
-    """Return the frames of each training system whose neighbour lists are read before the first step.
-
-    Those are read by statistics, if the data are `measured`, and by the length of descriptors. None where all frames
-    are counted: then all are listed at once.
+    With --force-load it may be of other types.
     """
-    nframes = [system.nframes for system in loader.systems]
-    if frame_costs(loader.systems, model.rcut) @ nframes <= _MOST_COUNTED:
-        return None
-    read = [[np.zeros(0, dtype=np.int64)] * len(loader.systems)]
-    if measured:
-        read.append(measured_frames(model, loader))
-    if given.scales is not None and not given.scales.kept:
-        read.append(loader.bounded_numbers(1, _MEASURED))
-    return [np.concatenate(mine) for mine in zip(*read, strict=True)]
-
-
-def counting_of(
-    given: Input,
-    model: EnergyModel,
-    loader: DataLoader,
-    sample: DeviceSample | None,
-    *,
-    measured: bool,
-) -> Count:
-    """Return what counts neighbours in a loader's systems: the device, or the host, which lists what is read next."""
-    if sample is not None:
-        return sample.count
-    listed = frames_to_list(given, model, loader, measured=measured)
-    return partial(neighbor_statistics, loader.systems, model.rcut, loader.cache, listed=listed)
-
-
-def check_sel(
-    model: EnergyModel, loader: DataLoader, count: Count, where: str = "model"
-) -> NeighborStatistics:
-    """Count neighbours in training frames, and warn when the model's `sel` is too small.
-
-    The frames behind the statistics of the data are among those counted.
-    """
-    numbers = sample_with(loader.systems, measured_frames(model, loader), _MOST_COUNTED, model.rcut)
-    found = _count_neighbors(loader.systems, model.rcut, numbers, count)
-    most = found.max_neighbors if model.by_type else (found.max_total,)
-    names = model.type_map if model.by_type else ("all types",)
-    short = [
-        f"{name}: {n} > {limit}"
-        for name, n, limit in zip(names, most, model.sel, strict=True)
-        if n > limit
-    ]
-    if short:
-        enough = [-(-n // 4) * 4 for n in most]  # deepmd-kit rounds sel up to multiples of 4
-        log.warning(
-            "sel is smaller than the most neighbours found (%s): the farthest are left out; set %s/descriptor/sel "
-            "to at least %s",
-            "; ".join(short),
-            where,
-            enough if model.by_type else enough[0],
-        )
-    return found
+    if name not in sources:
+        return False
+    saved_model = sources[name].model
+    same_types = saved_model.type_map == run_input.branches[name].model.type_map
+    return same_types or not saved_model.descriptor.neighbors().by_type
 
 
 def _count_within(
@@ -246,60 +198,141 @@ def _count_within(
     counted: dict[float, NeighborStatistics],
     rcut: float,
 ) -> NeighborStatistics:
-    """Count neighbours within a cut-off in a sample of frames, and keep the result in `counted`."""
-    cache = NeighborCache(rcut, None, by_type=False, ntypes=max(map(number_of_types, systems)))
+    """Count neighbours within a cut-off in a sample of frames, and add the result to `counted`."""
+    ntypes = max(number_of_types(system) for system in systems)
+    cache = NeighborCache(rcut, None, by_type=False, ntypes=ntypes)
     sample = sample_on(device, systems, cache)
     count: Count = sample.count if sample else partial(neighbor_statistics, systems, rcut)
-    counted[rcut] = _count_neighbors(
-        systems, rcut, sample_frames(systems, _MOST_COUNTED, rcut), count
-    )
+    numbers = sample_frames(systems, _MOST_COUNTED, rcut)
+    counted[rcut] = _count_neighbors(systems, rcut, numbers, count)
     return counted[rcut]
+
+
+def counting_of(
+    run_input: Input,
+    model: EnergyModel,
+    loader: DataLoader,
+    sample: DeviceSample | None,
+    *,
+    measured: bool,
+) -> Count:
+    """Return what counts neighbours in a loader's systems: the device, or the host.
+
+    The host lists the neighbours of frames that are read next on the way.
+    """
+    if sample is not None:
+        return sample.count
+    listed = frames_to_list(run_input, model, loader, measured=measured)
+    return partial(neighbor_statistics, loader.systems, model.rcut, loader.cache, listed=listed)
+
+
+def frames_to_list(
+    run_input: Input, model: EnergyModel, loader: DataLoader, *, measured: bool
+) -> list[np.ndarray] | None:
+    """Return the frames of each training system with neighbour lists that the start reads.
+
+    Statistics read them, if the data are `measured`, and the length of descriptors. None if all
+    frames are counted: then all are listed at once.
+    """
+    nframes = [system.nframes for system in loader.systems]
+    if frame_costs(loader.systems, model.rcut) @ nframes <= _MOST_COUNTED:
+        return None
+    no_frames = np.zeros(0, dtype=np.int64)
+    frames_of_readers = [[no_frames] * len(loader.systems)]
+    if measured:
+        frames_of_readers.append(measured_frames(model, loader))
+    if run_input.scales is not None and not run_input.scales.kept:
+        frames_of_readers.append(loader.bounded_numbers(1, _MOST_MEASURED))
+    return [np.concatenate(of_system) for of_system in zip(*frames_of_readers, strict=True)]
+
+
+def check_sel(
+    model: EnergyModel, loader: DataLoader, count: Count, model_path: str = "model"
+) -> NeighborStatistics:
+    """Count neighbours in training frames, and warn if the model's `sel` is too small.
+
+    The frames behind the statistics of the data are among those counted. `model_path` is the
+    model's place in the input.
+    """
+    measured = measured_frames(model, loader)
+    numbers = sample_with(loader.systems, measured, _MOST_COUNTED, model.rcut)
+    statistics = _count_neighbors(loader.systems, model.rcut, numbers, count)
+    if model.by_type:
+        needed = list(statistics.max_neighbors)
+        names = list(model.type_map)
+    else:
+        needed = [statistics.max_total]
+        names = ["all types"]
+    short = [
+        f"{name}: {number} > {limit}"
+        for name, number, limit in zip(names, needed, model.sel, strict=True)
+        if number > limit
+    ]
+    if short:
+        enough = [-(-number // 4) * 4 for number in needed]  # deepmd-kit takes multiples of 4
+        log.warning(
+            "sel is smaller than the most neighbours found (%s): the farthest are left out; "
+            "set %s/descriptor/sel to at least %s",
+            "; ".join(short),
+            model_path,
+            enough if model.by_type else enough[0],
+        )
+    return statistics
 
 
 def _count_neighbors(
     systems: Sequence[System], rcut: float, numbers: Sequence[np.ndarray], count: Count
 ) -> NeighborStatistics:
-    """Count neighbours in frames `numbers` of each system, and log what was found."""
-    counted, total = sum(map(len, numbers)), sum(system.nframes for system in systems)
-    found = count(numbers=numbers)
+    """Count neighbours in frames `numbers` of each system, and log the result."""
+    n_counted = sum(len(of_system) for of_system in numbers)
+    n_frames = sum(system.nframes for system in systems)
+    statistics = count(numbers=numbers)
     log.info(
         "neighbours within %g Å%s: at most %s per type; shortest distance %.3f Å",
         rcut,
-        f" in {counted} of {total} frames" if counted < total else "",
-        list(found.max_neighbors),
-        found.min_distance,
+        f" in {n_counted} of {n_frames} frames" if n_counted < n_frames else "",
+        list(statistics.max_neighbors),
+        statistics.min_distance,
     )
-    if problem := distance_problem(systems, numbers, found.min_distance, rcut):
+    if problem := distance_problem(systems, numbers, statistics.min_distance, rcut):
         log.warning("data: %s", problem)
-    return found
+    return statistics
+
+
+# ----- the scales of HybridMuon ------------------------------------------------------------------
 
 
 def suit_scales(
-    given: Input,
+    run_input: Input,
     branches: Mapping[str, RunBranch],
     ranks: Ranks,
     samples: Mapping[str, DeviceSample],
 ) -> Input:
-    """Lower the scales of HybridMuon that the input omits, and no checkpoint had, where descriptors are long.
+    """Lower the scales of HybridMuon that input and checkpoint omit, if descriptors are long.
 
-    Branches with a sample take their neighbours from the device.
+    Branches with a sample on the device take their neighbours from there.
     """
-    if given.scales is None or given.scales.kept:
-        return given
+    if run_input.scales is None or run_input.scales.kept:
+        return run_input
 
-    def batches(branch: RunBranch) -> Iterator[Structures]:
+    def structures_of(branch: RunBranch) -> Iterator[Structures]:
+        loader = branch.data.training
         if sample := samples.get(branch.name):
-            for _, structures in sample.batches(branch.data.training.bounded_numbers(1, _MEASURED)):
+            for _, structures in sample.batches(loader.bounded_numbers(1, _MOST_MEASURED)):
                 yield structures
             return
-        for batch in branch.data.training.bounded_batches(1, _MEASURED):
+        for batch in loader.bounded_batches(1, _MOST_MEASURED):
             yield Structures.of(batch.frames, batch.neighbors, branch.model.ntypes, ranks.device)
 
-    def longest() -> float:
-        return max(descriptor_length(branch.model, batches(branch)) for branch in branches.values())
+    def measure_longest() -> float:
+        return max(
+            descriptor_length(branch.model, structures_of(branch)) for branch in branches.values()
+        )
 
-    scales = given.scales.for_descriptors(ranks.from_first("measuring descriptors", longest))
-    # On other ranks than the first the log shows warnings alone.
+    scales = run_input.scales.for_descriptors(
+        ranks.from_first("measuring descriptors", measure_longest)
+    )
+    # Ranks other than the first show warnings, and one is enough.
     level = logging.WARNING if scales.fallen and ranks.first else logging.INFO
     log.log(level, "%s", scales.notice)
-    return given.with_scales(scales)
+    return run_input.with_scales(scales)

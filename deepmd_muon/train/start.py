@@ -20,8 +20,7 @@ from deepmd_muon.model.branches import Branches, branches_of
 from deepmd_muon.train.batches.device_sample import DeviceSample, sample_on
 from deepmd_muon.train.branches import RunBranch, build_of, make_branches
 from deepmd_muon.train.checkpoint.continued_state import state_of
-from deepmd_muon.train.checkpoint.newest import AUTOMATIC, continued_by
-from deepmd_muon.train.checkpoint.ownership import RunFiles
+from deepmd_muon.train.checkpoint.ownership import AUTOMATIC, RunFiles, continued_by
 from deepmd_muon.train.checkpoint.source import Source, Way, read_sources
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.omitted_settings import (
@@ -49,12 +48,13 @@ from deepmd_muon.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-# Neighbour lists of all branches, training and validation, take at most this many bytes in each process.
+# Neighbour lists of all branches, training and validation, take at most this many bytes in each
+# process.
 _CACHE_BYTES = 2 << 30
 
 
 def run(
-    given: Input,
+    run_input: Input,
     *,
     output: str = "out.json",
     restart: str | None = None,
@@ -73,13 +73,13 @@ def run(
 
     Parameters
     ----------
-    given
+    run_input
         The checked input, see `load`.
     output
         Where the normalised input goes.
     restart
-        Checkpoint to continue, step and optimizer state included. "auto" or "latest" is the newest of
-        `training/save_ckpt`; without one the run starts afresh.
+        Checkpoint to continue, step and optimizer state included. "auto" or "latest" is the newest
+        of `training/save_ckpt`; without one the run starts afresh.
     init_model
         Checkpoint to take the weights of; the run begins at step 0.
     finetune
@@ -93,7 +93,8 @@ def run(
     use_pretrain_script
         Take section `model` from the checkpoint; with `finetune`, its descriptor and fitting net.
     make_data
-        Writes data that the input names and that do not exist yet; rank 0 calls it before data are opened.
+        Writes data that the input names and that do not exist yet; rank 0 calls it before data are
+        opened.
     log_level, log_path
         See `set_up_logging`.
     begun
@@ -111,17 +112,17 @@ def run(
 
     Notes
     -----
-    Where the checkpoint has another `type_map`, rows of known types move, in the optimizer's state too, and new types
-    start anew; descriptors that have networks for types, as se_e2_a, refuse it.
+    Where the checkpoint has another `type_map`, rows of known types move, in the optimizer's state
+    too, and new types start anew; descriptors that have networks for types, as se_e2_a, refuse it.
 
     Under torchrun or srun all processes train one model together, as `training/zero_stage` says.
     """
     begun = time.monotonic() if begun is None else begun
-    training = given.settings.training
+    training = run_input.settings.training
     with joined(training.rank_timeout) as ranks, contextlib.ExitStack() as stack:
-        files = RunFiles(given, output, log_path)
-        # "auto" is resolved below, once the files are locked; until then no checkpoint can be named. After a failure
-        # there is nothing to continue from in the checkpoint of --finetune.
+        files = RunFiles(run_input, output, log_path)
+        # "auto" is resolved below, once the files are locked; until then no checkpoint can be
+        # named. After a failure there is nothing to continue from in the checkpoint of --finetune.
         checkpoint = init_model or (None if restart in AUTOMATIC else restart)
         ranks.from_first("looking at its outputs", lambda: files.check(checkpoint or finetune))
         stack.enter_context(
@@ -144,17 +145,17 @@ def run(
             "init_model": init_model,
             "finetune": finetune,
         }
-        sources = read_sources(given, ways, model_branch, alone=ranks.size == 1)
-        given = take_from_checkpoint(
-            given, sources, use_pretrain_script=use_pretrain_script, force_load=force_load
+        sources = read_sources(run_input, ways, model_branch)
+        run_input = take_from_checkpoint(
+            run_input, sources, use_pretrain_script=use_pretrain_script, force_load=force_load
         )
         if ranks.first:  # the others learn of an error as of any that ends a rank
-            _log_remarks(given, sources)
-            _check_outputs(given, output)
+            _log_remarks(run_input, sources)
+            _check_outputs(run_input, output)
         if make_data is not None:
             ranks.from_first("drawing structures to replay", make_data)
         trainer = _prepare(
-            given,
+            run_input,
             sources,
             ranks,
             output,
@@ -163,7 +164,7 @@ def run(
         )
         continued = next(iter(sources.values())) if restart else None
         if continued is not None:
-            content = state_of(sources, trainer.model, trainer.optimizer, alone=ranks.size == 1)
+            content = state_of(sources, trainer.model, trainer.optimizer)
             with understood(continued.path):
                 trainer.restart(content, continued.path)
         ranks.from_first(
@@ -173,22 +174,27 @@ def run(
         return trainer.run(begun)
 
 
-def _log_remarks(given: Input, sources: Mapping[str, Source]) -> None:
-    """Log what the input leaves open or does otherwise than deepmd-kit, and a fine-tuning that forgets."""
-    for notice in (*given.notices, *given.idle):
+def _log_remarks(run_input: Input, sources: Mapping[str, Source]) -> None:
+    """Log what the input leaves open, differences from deepmd-kit, and what fine-tuning forgets."""
+    for notice in (*run_input.notices, *run_input.idle):
         log.warning("%s", notice)
-    if given.small_steps and not any(source.way == "restart" for source in sources.values()):
-        log.warning("%s", given.small_steps)
+    if run_input.small_steps and not any(source.way == "restart" for source in sources.values()):
+        log.warning("%s", run_input.small_steps)
     # `suit_scales` logs those that are not kept, once the length of descriptors is known.
-    kept = [given.scales.notice] if given.scales and given.scales.kept else []
-    for remark in (*given.remarks, *kept):
+    kept = [run_input.scales.notice] if run_input.scales and run_input.scales.kept else []
+    for remark in (*run_input.remarks, *kept):
         log.info("%s", remark)
-    for name, branch in given.branches.items():
+    for name, branch in run_input.branches.items():
         finetune = name in sources and sources[name].way == "finetune"
         if different := unlike_deepmd_kit(branch, finetune=finetune):
             log.info("deepmd-kit 3.2.0 runs this input otherwise: %s", "; ".join(different))
     source = next(iter(sources.values()), None)
-    if source and source.way == "finetune" and not source.new_fitting and len(given.branches) == 1:
+    if (
+        source
+        and source.way == "finetune"
+        and not source.new_fitting
+        and len(run_input.branches) == 1
+    ):
         log.warning(
             "fine-tuning on new data alone forgets what %s knows: errors on other structures grow; "
             "--replay DATA or --replay pseudo keeps most of it (doc/fine-tuning.md)",
@@ -196,15 +202,15 @@ def _log_remarks(given: Input, sources: Mapping[str, Source]) -> None:
         )
 
 
-def _check_outputs(given: Input, output: str) -> None:
+def _check_outputs(run_input: Input, output: str) -> None:
     """Find out before the long work begins that a report or another output could not be written."""
     make_folder_of(Path(output))
-    for branch in given.branches.values():
+    for branch in run_input.branches.values():
         if branch.data.stat_file:
             StatFile(branch.data.stat_file)  # refuses a folder
-    if given.settings.training.tensorboard:
+    if run_input.settings.training.tensorboard:
         require_tensorboard()
-    if given.settings.training.wandb:
+    if run_input.settings.training.wandb:
         require_wandb()
 
 
@@ -217,7 +223,7 @@ def _require_tables(model: EnergyModel | Branches, sources: Mapping[str, Source]
 
 
 def _prepare(
-    given: Input,
+    run_input: Input,
     sources: dict[str, Source],
     ranks: Ranks,
     output: str,
@@ -227,47 +233,51 @@ def _prepare(
 ) -> Trainer:
     """Open the data, build the models with their statistics or weights, and make the trainer.
 
-    `count_neighbors` is whether `sel` is compared with the data. Passes over the data (counting, statistics, energy
-    bias) run on rank 0 alone, whose results or errors reach the other ranks (`Ranks.from_first`).
+    `count_neighbors` is whether `sel` is compared with the data. Passes over the data (counting,
+    statistics, energy bias) run on rank 0 alone, whose results or errors reach the other ranks
+    (`Ranks.from_first`).
     """
     warm_up(ranks.device)
     if ranks.device.type == "cpu":
         keep_freed_memory()
 
     # The data, and with them the last values that the input may leave open.
-    given, systems = open_training_systems(given)
-    check_same_run(given, systems, ranks)
+    run_input, systems = open_training_systems(run_input)
+    check_same_run(run_input, systems, ranks)
     if ranks.first:
         for branch_systems in systems.values():
             warn_of_shared_frames(branch_systems.training, branch_systems.validation)
-    given, neighbor_stats = ranks.from_first(
+    run_input, neighbor_stats = ranks.from_first(
         "counting neighbours",
-        lambda: resolve_sel(given, systems, sources, count=count_neighbors, device=ranks.device),
+        lambda: resolve_sel(
+            run_input, systems, sources, count=count_neighbors, device=ranks.device
+        ),
     )
     for name, source in sources.items():
-        source.check(given.branches[name].model, insist=force_load)
+        source.check(run_input.branches[name].model, insist=force_load)
     if ranks.first:
-        dump(given.normalized, output)
+        dump(run_input.normalized, output)
 
     # The models, without statistics or weights.
-    model = build_of(given)
+    model = build_of(run_input)
     _require_tables(model, sources)
     _require_trainable(model)
-    seed = given.settings.training.seed
+    seed = run_input.settings.training.seed
     if seed is None:
         seed = ranks.from_first("drawing a seed", new_seed)
-    data = make_loaders(given, systems, _neighbor_caches(given, model), seed, ranks)
+    data = make_loaders(run_input, systems, _neighbor_caches(run_input, model), seed, ranks)
     loaders = {name: branch_data.training for name, branch_data in data.items()}
 
-    # Statistics: neighbours that were not counted above, the descriptor's mean and deviation, energy biases.
-    needs_statistics = force_load or not _all_have_statistics(given, sources)
+    # Statistics: neighbours that were not counted above, the descriptor's mean and deviation,
+    # energy biases.
+    needs_statistics = force_load or not _all_have_statistics(run_input, sources)
     samples = _samples_on_device(loaders, ranks)
     if count_neighbors:
         refits_energies = any(source.way == "finetune" for source in sources.values())
         for name, branch_model in branches_of(model).items():
             if name not in neighbor_stats:
                 counting = counting_of(
-                    given,
+                    run_input,
                     branch_model,
                     loaders[name],
                     samples.get(name),
@@ -278,12 +288,12 @@ def _prepare(
                     branch_model,
                     loaders[name],
                     counting,
-                    given.branches[name].model_path,
+                    run_input.branches[name].model_path,
                 )
                 neighbor_stats[name] = ranks.from_first("counting neighbours", compare_with_sel)
     _log_size(model, ranks)
     branches = make_branches(
-        given,
+        run_input,
         model,
         data,
         {name: stats.min_distance for name, stats in neighbor_stats.items()},
@@ -299,8 +309,8 @@ def _prepare(
     )
 
     # HybridMuon's scales depend on the length of descriptors, which statistics and weights decide.
-    suited = suit_scales(given, branches, ranks, samples)
-    if ranks.first and suited != given:
+    suited = suit_scales(run_input, branches, ranks, samples)
+    if ranks.first and suited != run_input:
         dump(suited.normalized, output)
     return Trainer(suited, model, branches, seed, ranks)
 
@@ -312,23 +322,23 @@ def _require_trainable(model: EnergyModel | Branches) -> None:
         )
 
 
-def _neighbor_caches(given: Input, model: EnergyModel | Branches) -> dict[str, NeighborCache]:
-    """Return the store of neighbour lists of each branch; together they keep at most `_CACHE_BYTES`."""
-    size = _CACHE_BYTES // len(given.branches)
+def _neighbor_caches(run_input: Input, model: EnergyModel | Branches) -> dict[str, NeighborCache]:
+    """Return the neighbour lists of each branch; all of them keep at most `_CACHE_BYTES`."""
+    size = _CACHE_BYTES // len(run_input.branches)
     return {
         name: NeighborCache.of(branch_model.neighbors, branch_model.ntypes, size)
         for name, branch_model in branches_of(model).items()
     }
 
 
-def _all_have_statistics(given: Input, sources: Mapping[str, Source]) -> bool:
+def _all_have_statistics(run_input: Input, sources: Mapping[str, Source]) -> bool:
     """Return whether the checkpoints hold statistics of all types of all branches."""
     with_statistics = {
         name
         for name, source in sources.items()
-        if source.has_statistics(given.branches[name].model.type_map)
+        if source.has_statistics(run_input.branches[name].model.type_map)
     }
-    return with_statistics == given.branches.keys()
+    return with_statistics == run_input.branches.keys()
 
 
 def _samples_on_device(loaders: Mapping[str, DataLoader], ranks: Ranks) -> dict[str, DeviceSample]:
@@ -359,9 +369,10 @@ def _set_weights(
     *,
     force_load: bool,
 ) -> None:
-    """Set statistics from the samples, unless they are None, and weights of checkpoints; move models to the device.
+    """Set statistics and weights of checkpoints; move models to the device.
 
-    Weights of a checkpoint are taken on the CPU, so with a checkpoint the statistics are measured there, too.
+    Statistics come from the samples, unless these are None. Weights of a checkpoint are taken on
+    the CPU, so with a checkpoint the statistics are measured there, too.
     """
     if not sources:
         model.to(ranks.device)
@@ -371,8 +382,8 @@ def _set_weights(
         ranks.from_first(
             "computing statistics", lambda: set_model_statistics(branches, samples_beside_model)
         )
-    # Branches may share parts now that were not shared in the checkpoints. Then the first branch wins, so it is loaded
-    # last.
+    # Branches may share parts now that were not shared in the checkpoints. Then the first branch
+    # wins, so it is loaded last.
     for name in reversed(sources):
         sources[name].load_into(branches[name].model, force=force_load)
     model.to(ranks.device)

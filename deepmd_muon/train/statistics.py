@@ -1,15 +1,13 @@
-"""Statistics of data in models: standardised environments, and energy biases, also those of trained models."""
+"""Statistics of data in models: standardised environments and energy biases."""
 
 from __future__ import annotations
 
-import collections
-import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -47,43 +45,53 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BiasMode = Literal["change", "set"]
+Arrays = dict[str, np.ndarray]
+"""Statistics of a branch by name: "mean", "stddev" and, if known, "energy_bias", "fparam_mean" …"""
 
-# Atoms at 6 Å (see `frame_costs`) of the frames behind the statistics of the environment and the energies.
+# Atoms at 6 Å (see `frame_costs`) of the frames behind the statistics of the environment and the
+# energies.
 _MOST_MEASURED = 1 << 15
+
+# ----- before training ---------------------------------------------------------------------------
 
 
 def set_model_statistics(
     branches: Mapping[str, RunBranch], samples: Mapping[str, DeviceSample] = MappingProxyType({})
 ) -> None:
-    """Standardise the descriptors' inputs and set the energy biases, from samples of the data or from `stat_file`.
+    """Standardise the descriptors' inputs and set the energy biases.
 
-    A descriptor that several branches share is standardised by the samples of all of them, as one set of data, and so
-    are the frame and atomic parameters of a fitting net that they share with it; the energy bias of each branch comes
-    from its own data. Branches with a sample take their neighbours from the device, where their models are.
+    They come from samples of the data or from `stat_file`. A descriptor that several branches share
+    is standardised by the samples of all of them, as one set of data. So are the frame and atomic
+    parameters of a fitting net that they share with it. The energy bias of each branch comes from
+    its own data. Branches with a sample on the device take their neighbours from there.
     """
-    groups: dict[int, list[RunBranch]] = {}
+    users_of: dict[int, list[RunBranch]] = {}
     for branch in branches.values():
-        groups.setdefault(id(branch.model.atomic_model.descriptor), []).append(branch)
-    for group in groups.values():
-        kept = [
-            arrays for branch in group if (arrays := _kept_statistics(branch, group)) is not None
-        ]
-        found = kept if len(kept) == len(group) else _compute(group, samples)
-        for branch, arrays in zip(group, found, strict=True):
-            if found is not kept and (path := branch.settings.data.stat_file):
-                StatFile(path).save(_key_of(branch, group), arrays)
-            _take_statistics(branch, arrays)
+        descriptor = branch.model.atomic_model.descriptor
+        users_of.setdefault(id(descriptor), []).append(branch)
+    for group in users_of.values():
+        stored = [_read_stat_file(branch, group) for branch in group]
+        # Statistics of a shared descriptor are those of all its branches: all are stored, or none
+        # is used.
+        arrays_of_group = [arrays for arrays in stored if arrays is not None]
+        if len(arrays_of_group) < len(group):
+            arrays_of_group = _compute(group, samples)
+            for branch, arrays in zip(group, arrays_of_group, strict=True):
+                if path := branch.settings.data.stat_file:
+                    StatFile(path).save(_key_of(branch, group), arrays)
+        for branch, arrays in zip(group, arrays_of_group, strict=True):
+            _set_statistics(branch, arrays)
 
 
-def _take_statistics(branch: RunBranch, arrays: Mapping[str, np.ndarray]) -> None:
+def _set_statistics(branch: RunBranch, arrays: Mapping[str, np.ndarray]) -> None:
+    """Set a model's statistics to computed or stored ones, and log them."""
     model = branch.model
     model.set_statistics(torch.from_numpy(arrays["mean"]), torch.from_numpy(arrays["stddev"]))
     net = model.atomic_model.fitting_net
     for name in PARAMETERS:
         if f"{name}_mean" in arrays and isinstance(net, Conditioned):
-            mean, deviation = (
-                torch.from_numpy(arrays[f"{name}_{what}"]) for what in ("mean", "stddev")
-            )
+            mean = torch.from_numpy(arrays[f"{name}_mean"])
+            deviation = torch.from_numpy(arrays[f"{name}_stddev"])
             net.set_parameter_statistics(name, mean, deviation)
             log.info(
                 "%s%s: mean %s, deviation %s",
@@ -93,50 +101,21 @@ def _take_statistics(branch: RunBranch, arrays: Mapping[str, np.ndarray]) -> Non
                 deviation.tolist(),
             )
     if "energy_bias" in arrays:
-        model.set_energy_bias(torch.from_numpy(arrays["energy_bias"]))
-        bias = zip(model.type_map, arrays["energy_bias"].ravel(), strict=True)
-        log.info(
-            "%senergy bias: %s",
-            branch.prefix,
-            ", ".join(f"{name} {value:.6g} eV" for name, value in bias),
-        )
+        bias = arrays["energy_bias"]
+        model.set_energy_bias(torch.from_numpy(bias))
+        by_type = [
+            f"{name} {value:.6g} eV"
+            for name, value in zip(model.type_map, bias.ravel(), strict=True)
+        ]
+        log.info("%senergy bias: %s", branch.prefix, ", ".join(by_type))
     else:
         log.warning("%sno training system has energies: the energy bias stays 0", branch.prefix)
 
 
-def _key_of(branch: RunBranch, group: Sequence[RunBranch]) -> dict[str, object]:
-    """Return what the statistics of a branch depend on; `group` shares its descriptor."""
-    key = _dependencies(branch)
-    if len(group) > 1:
-        key["shared_with"] = [_dependencies(one) for one in group]
-        key["shared_fitting_net"] = [_share_fitting_net(branch, one) for one in group]
-    return key
+# ----- stat_file ---------------------------------------------------------------------------------
 
 
-def _dependencies(branch: RunBranch) -> dict[str, object]:
-    """Return the settings and the content of the frames behind the statistics of one branch."""
-    settings = branch.model.settings
-    loader = branch.data.training
-    keys = ("pair_exclude_types", "atom_exclude_types", "data_stat_protect")
-    fitting_keys = ("numb_fparam", "numb_aparam", "atom_ener", "rcond")
-    return {
-        "descriptor": settings.descriptor.statistics_key(),
-        "type_map": list(settings.type_map),
-        **{name: thaw(getattr(settings, name)) for name in keys},
-        **{name: thaw(getattr(settings.fitting_net, name, None)) for name in fitting_keys},
-        "frames": data_fingerprint(loader.systems, measured_frames(branch.model, loader)),
-    }
-
-
-def _share_fitting_net(one: RunBranch, other: RunBranch) -> bool:
-    """Return whether two branches have the weights of one fitting net."""
-    first, second = (
-        next(branch.model.atomic_model.fitting_net.parameters(), None) for branch in (one, other)
-    )
-    return first is second
-
-
-def _kept_statistics(branch: RunBranch, group: Sequence[RunBranch]) -> dict[str, np.ndarray] | None:
+def _read_stat_file(branch: RunBranch, group: Sequence[RunBranch]) -> Arrays | None:
     """Return the statistics that a branch's `stat_file` holds; None without any."""
     path = branch.settings.data.stat_file
     arrays = StatFile(path).load(_key_of(branch, group)) if path else None
@@ -146,8 +125,42 @@ def _kept_statistics(branch: RunBranch, group: Sequence[RunBranch]) -> dict[str,
     return arrays
 
 
+def _key_of(branch: RunBranch, group: Sequence[RunBranch]) -> dict[str, object]:
+    """Return what the statistics of a branch depend on; `group` shares its descriptor."""
+    key = _dependencies(branch)
+    if len(group) > 1:
+        key["shared_with"] = [_dependencies(member) for member in group]
+        key["shared_fitting_net"] = [_share_fitting_net(branch, member) for member in group]
+    return key
+
+
+def _dependencies(branch: RunBranch) -> dict[str, object]:
+    """Return the settings and the content of the frames behind the statistics of one branch."""
+    settings = branch.model.settings
+    loader = branch.data.training
+    key: dict[str, object] = {
+        "descriptor": settings.descriptor.statistics_key(),
+        "type_map": list(settings.type_map),
+        "frames": data_fingerprint(loader.systems, measured_frames(branch.model, loader)),
+    }
+    for name in ("pair_exclude_types", "atom_exclude_types", "data_stat_protect"):
+        key[name] = thaw(getattr(settings, name))
+    for name in ("numb_fparam", "numb_aparam", "atom_ener", "rcond"):
+        key[name] = thaw(getattr(settings.fitting_net, name, None))
+    return key
+
+
+def _share_fitting_net(branch: RunBranch, another: RunBranch) -> bool:
+    """Return whether two branches have the weights of one fitting net."""
+    weight = next(branch.model.atomic_model.fitting_net.parameters(), None)
+    return weight is next(another.model.atomic_model.fitting_net.parameters(), None)
+
+
 def _check_statistics(arrays: Mapping[str, np.ndarray], model: EnergyModel, path: str) -> None:
-    """Refuse kept statistics of another shape or kind, which would end as a loss that is not finite."""
+    """Refuse stored statistics of another shape or kind.
+
+    They would end as a loss that is not finite.
+    """
     ntypes = model.ntypes
     shapes: dict[str, tuple[int, ...]] = {
         "mean": (ntypes, 4),
@@ -156,20 +169,21 @@ def _check_statistics(arrays: Mapping[str, np.ndarray], model: EnergyModel, path
     }
     for name in PARAMETERS:
         if number := getattr(model.settings.fitting_net, f"numb_{name}", 0):
-            shapes |= {f"{name}_mean": (number,), f"{name}_stddev": (number,)}
-    problems = [
-        f"{name} is missing" for name in shapes if name not in arrays and name != "energy_bias"
-    ]
-    for name, found in arrays.items():
+            shapes[f"{name}_mean"] = (number,)
+            shapes[f"{name}_stddev"] = (number,)
+    required = shapes.keys() - {"energy_bias"}  # data may have no energies
+    problems = [f"{name} is missing" for name in shapes if name in required - arrays.keys()]
+    for name, array in arrays.items():
         if name not in shapes:
             problems.append(f"{name} is unknown")
-        elif found.dtype.kind != "f" or found.size != math.prod(shapes[name]):
+        elif array.dtype.kind != "f" or array.size != math.prod(shapes[name]):
             problems.append(
-                f"{name} is {found.dtype} of shape {found.shape}, expected numbers of shape {shapes[name]}"
+                f"{name} is {array.dtype} of shape {array.shape}, "
+                f"expected numbers of shape {shapes[name]}"
             )
-        elif not np.isfinite(found).all():
+        elif not np.isfinite(array).all():
             problems.append(f"{name} has values that are not finite")
-        elif name.endswith("stddev") and not (found > 0.0).all():
+        elif name.endswith("stddev") and not (array > 0.0).all():
             problems.append(f"{name} has values that are not above 0")
     if problems:
         raise DataError(
@@ -177,110 +191,146 @@ def _check_statistics(arrays: Mapping[str, np.ndarray], model: EnergyModel, path
         )
 
 
+# ----- computing ---------------------------------------------------------------------------------
+
+
 def measured_frames(model: EnergyModel, loader: DataLoader) -> list[np.ndarray]:
     """Return the numbers of the frames of each system that `set_model_statistics` reads."""
     return loader.bounded_numbers(model.settings.data_stat_nbatch, _MOST_MEASURED)
 
 
-def _compute(
-    group: Sequence[RunBranch], samples: Mapping[str, DeviceSample]
-) -> list[dict[str, np.ndarray]]:
-    """Return the statistics of branches with one descriptor."""
-    read: list[list[Frames]] = [[] for _ in group]
-    model = group[0].model
+class _Sampled(NamedTuple):
+    """Frames, and their structures on the model's device."""
 
-    def structures() -> Iterator[Structures]:
-        for branch, own in zip(group, read, strict=True):
-            for frames, found in _measured(branch, samples.get(branch.name)):
-                own.append(frames)
-                yield found
+    frames: Frames
+    structures: Structures
+
+
+def _compute(group: Sequence[RunBranch], samples: Mapping[str, DeviceSample]) -> list[Arrays]:
+    """Return the statistics of branches with one descriptor."""
+    frames_of: list[list[Frames]] = [[] for _ in group]  # of each branch, as they are read
+
+    def read_structures() -> Iterator[Structures]:
+        for branch, frames_of_branch in zip(group, frames_of, strict=True):
+            for sampled in _sample(branch, samples.get(branch.name)):
+                frames_of_branch.append(sampled.frames)
+                yield sampled.structures
 
     # On the host further batches are built ahead while those before are standardised.
-    reading = structures()
-    mean, stddev = environment_statistics(model, reading)
-    collections.deque(
-        reading, maxlen=0
-    )  # those that are not standardised are read for their energies
-    found = [{"mean": mean.cpu().numpy(), "stddev": stddev.cpu().numpy()} for _ in group]
-    for branch, own, arrays in zip(group, read, found, strict=True):
-        sharing = [
-            theirs
-            for other, theirs in zip(group, read, strict=True)
-            if _share_fitting_net(branch, other)
+    structures = read_structures()
+    mean, stddev = environment_statistics(group[0].model, structures)
+    for _ in structures:  # batches that are not standardised are read for their energies
+        pass
+    statistics = []
+    for branch, frames_of_branch in zip(group, frames_of, strict=True):
+        frames_of_net = [
+            frames
+            for member, frames_of_member in zip(group, frames_of, strict=True)
+            if _share_fitting_net(branch, member)
+            for frames in frames_of_member
         ]
-        arrays |= _parameter_statistics(
-            [*itertools.chain(*sharing)], branch.model.settings.data_stat_protect
-        )
-        labelled = [frames for frames in own if frames.energy is not None]
-        if labelled:
-            settings = branch.model.settings
-            counts = np.concatenate(
-                [frames.type_counts(branch.model.ntypes) for frames in labelled]
-            )
-            counts[:, list(settings.atom_exclude_types)] = 0
-            energies = np.concatenate([frames.energy for frames in labelled])
-            rcond = getattr(settings.fitting_net, "rcond", None)
-            arrays["energy_bias"] = energy_bias(counts, energies, fixed_energies(settings), rcond)
-    return found
+        protection = branch.model.settings.data_stat_protect
+        arrays = {
+            "mean": mean.cpu().numpy(),
+            "stddev": stddev.cpu().numpy(),
+            **_parameter_statistics(frames_of_net, protection),
+        }
+        bias = _energy_bias_of(branch.model, frames_of_branch)
+        if bias is not None:
+            arrays["energy_bias"] = bias
+        statistics.append(arrays)
+    return statistics
 
 
-def _measured(
-    branch: RunBranch, sample: DeviceSample | None
-) -> Iterator[tuple[Frames, Structures]]:
-    """Yield the frames behind a branch's statistics, and their structures on the model's device."""
-    model, loader = branch.model, branch.data.training
+def _sample(branch: RunBranch, sample: DeviceSample | None) -> Iterator[_Sampled]:
+    """Yield the frames behind a branch's statistics."""
+    model = branch.model
+    loader = branch.data.training
     if sample is not None:
-        yield from sample.batches(measured_frames(model, loader))
+        for frames, structures in sample.batches(measured_frames(model, loader)):
+            yield _Sampled(frames, structures)
         return
     device = model.atomic_model.out_bias.device
     for batch in loader.bounded_batches(model.settings.data_stat_nbatch, _MOST_MEASURED):
-        yield batch.frames, Structures.of(batch.frames, batch.neighbors, model.ntypes, device)
+        structures = Structures.of(batch.frames, batch.neighbors, model.ntypes, device)
+        yield _Sampled(batch.frames, structures)
 
 
-def _parameter_statistics(every: Sequence[Frames], protection: float) -> dict[str, np.ndarray]:
-    """Return means and deviations, at least `protection`, of the parameters that frames carry, over frames or atoms."""
-    found: dict[str, np.ndarray] = {}
+def _parameter_statistics(frames_of_net: Sequence[Frames], protection: float) -> Arrays:
+    """Return means and deviations of the parameters that frames carry, over frames or atoms.
+
+    Deviations are at least `protection`.
+    """
+    arrays = {}
     for name in PARAMETERS:
-        rows = [
-            values if name == "fparam" else values[frames.atype >= 0]
-            for frames in every
-            if (values := getattr(frames, name)) is not None
-        ]
+        rows = []
+        for frames in frames_of_net:
+            values = getattr(frames, name)
+            if values is not None:
+                rows.append(values if name == "fparam" else values[frames.atype >= 0])
         if rows:
             joined = np.concatenate(rows)
             mean = joined.mean(axis=0)
+            # Rounding may make the difference of two large numbers negative.
             variance = np.clip(np.square(joined).mean(axis=0) - np.square(mean), 0.0, None)
-            found |= {
-                f"{name}_mean": mean,
-                f"{name}_stddev": np.maximum(np.sqrt(variance), protection),
-            }
-    return found
+            arrays[f"{name}_mean"] = mean
+            arrays[f"{name}_stddev"] = np.maximum(np.sqrt(variance), protection)
+    return arrays
+
+
+def _energy_bias_of(model: EnergyModel, frames_of_branch: Sequence[Frames]) -> np.ndarray | None:
+    """Return the energy bias of a branch `(ntypes,)` [eV]; None if no frame has an energy."""
+    labelled = [frames for frames in frames_of_branch if frames.energy is not None]
+    if not labelled:
+        return None
+    settings = model.settings
+    counts = np.concatenate([_type_counts(frames, model) for frames in labelled])
+    energies = np.concatenate([frames.energy for frames in labelled])
+    rcond = getattr(settings.fitting_net, "rcond", None)
+    return energy_bias(counts, energies, fixed_energies(settings), rcond)
+
+
+def _type_counts(frames: Frames, model: EnergyModel) -> np.ndarray:
+    """Return the atoms of each type that add to the energy `(nframes, ntypes)`."""
+    counts = frames.type_counts(model.ntypes)
+    counts[:, list(model.settings.atom_exclude_types)] = 0
+    return counts
 
 
 def fixed_energies(settings: ModelSettings) -> np.ndarray | None:
-    """Return given vacuum energies `(ntypes,)` [eV] with NaN where there is none; None when all are free."""
-    given = getattr(settings.fitting_net, "atom_ener", None)
-    return np.array([math.nan if value is None else value for value in given]) if given else None
+    """Return given vacuum energies `(ntypes,)` [eV], NaN for free types; None if all are free."""
+    energies = getattr(settings.fitting_net, "atom_ener", None)
+    if not energies:
+        return None
+    return np.array([math.nan if energy is None else energy for energy in energies])
+
+
+# ----- the energy bias of a trained model --------------------------------------------------------
 
 
 def settle_energy_bias(model: EnergyModel, source: Source, loader: DataLoader) -> None:
-    """Fit the energy bias to training data: of all types when fine-tuning, else of those new to the checkpoint."""
+    """Fit the energy bias to training data.
+
+    Fine-tuning fits the bias of all types; otherwise only types that are new to the checkpoint.
+    """
     move = source.move_to(model.type_map)
-    new = move.new if move else ()
-    if source.new_fitting or not (new or source.way == "finetune"):
+    new_types = move.new if move else ()
+    refits_all = source.way == "finetune"
+    if source.new_fitting or not (new_types or refits_all):
         return
-    keep = (
-        {name for name in model.type_map if name not in new} if source.way != "finetune" else set()
-    )
+    keep = set()
+    if not refits_all:
+        keep = {name for name in model.type_map if name not in new_types}
     fixed = fixed_energies(model.settings)
     if fixed is not None:
         keep |= {
-            name for name, value in zip(model.type_map, fixed, strict=True) if not math.isnan(value)
+            name
+            for name, energy in zip(model.type_map, fixed, strict=True)
+            if not math.isnan(energy)
         }
     batches = loader.bounded_batches(model.settings.data_stat_nbatch, _MOST_MEASURED)
-    fit_energy_bias(
-        model, batches, keep=keep, rcond=getattr(model.settings.fitting_net, "rcond", None)
-    )
+    rcond = getattr(model.settings.fitting_net, "rcond", None)
+    fit_energy_bias(model, batches, keep=keep, rcond=rcond)
 
 
 @torch.no_grad()
@@ -292,45 +342,58 @@ def fit_energy_bias(
     keep: Collection[str] = (),
     rcond: float | None = None,
 ) -> None:
-    """Fit the energy of each type that the model adds to its atoms, by least squares, as deepmd-kit does.
+    """Fit the energy of each type that the model adds to its atoms, by least squares.
+
+    As deepmd-kit does.
 
     Parameters
     ----------
+    model
+        The model; its bias changes.
     batches
-        Samples; frames without energy do not count. A TrainingError where none has an energy.
+        Samples; frames without energy do not count.
     mode
-        'change' adds to the bias what explains the model's errors best; 'set' replaces it by what explains the total
-        energies best without the model.
+        'change' adds to the bias what explains the model's errors best. 'set' replaces it by what
+        explains the total energies best without the model.
     keep
-        Types whose bias stays.
+        Types with a bias that stays.
     rcond
         As in `energy_bias`.
+
+    Raises
+    ------
+    TrainingError
+        If no frame has an energy.
     """
-    before = model.atomic_model.out_bias[0, :, 0].cpu().numpy().copy()
-    counts, errors = [], []
+    bias = model.atomic_model.out_bias
+    before = bias[0, :, 0].cpu().numpy().copy()
+    counts = []
+    errors = []
     for batch in batches:
         frames = batch.frames
         if frames.energy is None:
             continue
         predicted = 0.0
         if mode == "change":
-            device = model.atomic_model.out_bias.device
-            structures = Structures.of(frames, batch.neighbors, model.ntypes, device)
+            structures = Structures.of(frames, batch.neighbors, model.ntypes, bias.device)
+            # (nframes,) [eV]
             predicted = model(structures, force=False)["energy"].cpu().numpy()
-        counted = frames.type_counts(model.ntypes)
-        counted[:, list(model.settings.atom_exclude_types)] = 0
-        counts.append(counted)
+        counts.append(_type_counts(frames, model))
         errors.append(frames.energy - predicted)
     if not counts:
         raise TrainingError("no system has energies, which the energy bias is fitted to")
-    kept = np.array([name in keep for name in model.type_map])
-    fixed = np.where(kept, 0.0 if mode == "change" else before, np.nan)
-    found = energy_bias(np.concatenate(counts), np.concatenate(errors), fixed, rcond)
-    after = before + found if mode == "change" else found
+    # What is fitted is the change of the bias, or the bias itself; types to keep change by 0.
+    is_fixed = np.array([name in keep for name in model.type_map])
+    fixed = np.where(is_fixed, 0.0 if mode == "change" else before, np.nan)
+    fitted = energy_bias(np.concatenate(counts), np.concatenate(errors), fixed, rcond)
+    after = before + fitted if mode == "change" else fitted
     model.set_energy_bias(torch.from_numpy(after))
-    values = zip(model.type_map, before, after, strict=True)
-    changed = [f"{name} {old:.6g} → {new:.6g} eV" for name, old, new in values if old != new]
-    log.info("energy bias: %s", ", ".join(changed) or "unchanged")
+    changes = [
+        f"{name} {old:.6g} → {new:.6g} eV"
+        for name, old, new in zip(model.type_map, before, after, strict=True)
+        if old != new
+    ]
+    log.info("energy bias: %s", ", ".join(changes) or "unchanged")
 
 
 def change_bias(
@@ -343,14 +406,18 @@ def change_bias(
     frames: int = 0,
     branch: str | None = None,
 ) -> None:
-    """Write a checkpoint with another energy bias; all else in it, optimizer state too, stays.
+    """Write a checkpoint with another energy bias; all else in it stays, optimizer state too.
 
     Parameters
     ----------
+    source, output
+        The checkpoint and the new one.
     open_data
-        Opens the systems whose energies the bias is fitted to, for a type map.
+        Opens the systems with the energies that the bias is fitted to, for a type map.
     values
         Energies [eV] to set instead, one for each type.
+    mode
+        See `fit_energy_bias`.
     frames
         At most this many of each system; 0 takes all.
     branch
@@ -367,7 +434,7 @@ def change_bias(
         systems = with_parameters(open_data(model.type_map), Parameters.of(settings.fitting_net))
         if settings.atom_exclude_types:
             log.info("%s", EXCLUDED_ATOMS)
-        fit_energy_bias(model, _samples(model, systems, frames), mode, rcond=rcond)
+        fit_energy_bias(model, _sample_batches(model, systems, frames), mode, rcond=rcond)
     elif len(values) != model.ntypes:
         raise TrainingError(
             f"one energy is needed for each type of {list(model.type_map)}; found {len(values)}"
@@ -383,11 +450,10 @@ def change_bias(
     log.info("saved %s", output)
 
 
-def _samples(model: EnergyModel, systems: list[System], frames: int) -> Iterator[Batch]:
-    """Return frames of every system, spread evenly."""
+def _sample_batches(model: EnergyModel, systems: list[System], frames: int) -> Iterator[Batch]:
+    """Return frames of every system, spread evenly; all of them if `frames` is 0."""
     cache = NeighborCache.of(model.neighbors, model.ntypes, max_bytes=0)
     if frames:
         return DataLoader(systems, 1, cache=cache).sample_batches(frames)
-    return DataLoader(systems, "auto:1024", cache=cache).sample_batches(
-        max(system.nframes for system in systems)
-    )
+    loader = DataLoader(systems, "auto:1024", cache=cache)
+    return loader.sample_batches(max(system.nframes for system in systems))

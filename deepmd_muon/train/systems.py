@@ -1,4 +1,4 @@
-"""Data of a run: systems, opened as the input says and looked at before the long work begins, and their loaders."""
+"""Data of a run: systems, opened as the input says and checked before the long work, and loaders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepmd_muon.argcheck import Input, TrainingDataSettings
 from deepmd_muon.argcheck.changes import changed_settings
@@ -18,7 +18,7 @@ from deepmd_muon.data import (
     open_systems,
     with_parameters,
 )
-from deepmd_muon.data.checks.digest import content_digest
+from deepmd_muon.data.checks.digest import ContentDigest, content_digest
 from deepmd_muon.data.checks.labels import suspicions
 from deepmd_muon.data.checks.overlap import shared_frames
 from deepmd_muon.data.opening import check_labels, elements_of
@@ -28,10 +28,14 @@ from deepmd_muon.train.ranks.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
-# Places of files, which may have other names on another machine; data are compared by content.
-_OF_A_MACHINE = (
-    *("training_data/systems", "validation_data/systems"),
-    *("/stat_file", "/tensorboard_log_dir", "/profiling_file"),
+# Settings that name files, which may have other names on another machine; data are compared by
+# content.
+_PLACES = (
+    "training_data/systems",
+    "validation_data/systems",
+    "/stat_file",
+    "/tensorboard_log_dir",
+    "/profiling_file",
 )
 # Doubts about the data that are named at the usual log level.
 _MOST_SUSPICIONS = 20
@@ -46,12 +50,15 @@ class Systems:
 
     @property
     def all(self) -> list[System]:
-        """Both."""
+        """Training systems, then validation systems."""
         return [*self.training, *self.validation]
 
 
 def open_section(section: TrainingDataSettings, type_map: Sequence[str] | None) -> list[System]:
-    """Open the systems of a data section, with types that index `type_map`; without one, each keeps its own."""
+    """Open the systems of a data section, with types that index `type_map`.
+
+    Without a type map, each system keeps its own.
+    """
     return open_systems(
         section.systems,
         type_map or None,
@@ -61,101 +68,130 @@ def open_section(section: TrainingDataSettings, type_map: Sequence[str] | None) 
     )
 
 
-def open_training_systems(given: Input) -> tuple[Input, dict[str, Systems]]:
-    """Open the systems of each branch, types translated to its model's; take a type map that the input omits from them.
+def open_training_systems(run_input: Input) -> tuple[Input, dict[str, Systems]]:
+    """Open the systems of each branch, with the types of its model.
+
+    Returns
+    -------
+    tuple
+        The input, with type maps from the data if it omits them, and the systems by branch.
 
     Raises
     ------
     DataError
-        When a system cannot be read or lacks frame or atomic parameters, or no training system has labels.
+        If a system cannot be read or lacks frame or atomic parameters, or no training system has
+        labels.
     TypeMapError
-        When neither the input nor a system has element names.
+        If neither the input nor a system has element names.
     """
-    opened = {}
-    for name, branch in given.branches.items():
-        model = branch.model
-        sections = branch.data.training_data, branch.data.validation_data
-        train, valid = (
-            open_section(section, model.type_map) if section else [] for section in sections
-        )
-        if not model.type_map:
-            names = elements_of(train)
-            given = given.with_model([name], type_map=names)
-            train, valid = (
-                [system.with_types(names) for system in part] for part in (train, valid)
-            )
+    systems = {}
+    for name, branch in run_input.branches.items():
+        type_map = branch.model.type_map
+        validation_section = branch.data.validation_data
+        training = open_section(branch.data.training_data, type_map)
+        validation = open_section(validation_section, type_map) if validation_section else []
+        if not type_map:
+            elements = elements_of(training)
+            run_input = run_input.with_model([name], type_map=elements)
+            training = [system.with_types(elements) for system in training]
+            validation = [system.with_types(elements) for system in validation]
             log.info(
                 "model/type_map is left out and becomes %s: the types of the training data",
-                list(names),
+                list(elements),
             )
-        every = with_parameters([*train, *valid], Parameters.of(model.fitting_net))
-        opened[name] = Systems(every[: len(train)], every[len(train) :])
-        of_branch = f" of {name}" if given.multi_task else ""
-        for kind, systems in (
-            ("training", opened[name].training),
-            ("validation", opened[name].validation),
-        ):
-            if systems:
-                _log_systems(f"{kind} data{of_branch}", systems)
-                check_labels(systems)
-    # Branches may have labels of other methods, for the same structures too.
-    sentences = [sentence for systems in opened.values() for sentence in suspicions(systems.all)]
-    # Branches, or training and validation, may share systems.
-    found = list(dict.fromkeys(sentences))
-    for number, suspicion in enumerate(found):
-        log.log(
-            logging.WARNING if number < _MOST_SUSPICIONS else logging.DEBUG, "data: %s", suspicion
-        )
-    if len(found) > _MOST_SUSPICIONS:
-        log.warning(
-            "data: %d more suspicions; --log-level DEBUG names them", len(found) - _MOST_SUSPICIONS
-        )
-    return given, opened
+        parameters = Parameters.of(branch.model.fitting_net)
+        # Both at once, so that one error lists the problems of all systems.
+        with_all = with_parameters([*training, *validation], parameters)
+        systems[name] = Systems(with_all[: len(training)], with_all[len(training) :])
+        of_branch = f" of {name}" if run_input.multi_task else ""
+        _look_at(f"training data{of_branch}", systems[name].training)
+        _look_at(f"validation data{of_branch}", systems[name].validation)
+    # Each branch alone: others may have labels of other methods for the same structures.
+    doubts = [
+        doubt for branch_systems in systems.values() for doubt in suspicions(branch_systems.all)
+    ]
+    _log_doubts(doubts)
+    return run_input, systems
 
 
-def _log_systems(kind: str, systems: Sequence[System]) -> None:
-    """Log what the data are: thousands of systems must not bury the rest of the log."""
-    atoms = sorted({system.natoms for system in systems})
+def _look_at(kind: str, systems: Sequence[System]) -> None:
+    """Log what data are, in one line: thousands of systems must not bury the rest of the log.
+
+    Raises
+    ------
+    DataError
+        If no system has labels.
+    """
+    if not systems:
+        return
+    natoms = sorted({system.natoms for system in systems})
+    labels = sorted({label for system in systems for label in system.labels})
     log.info(
         "%s: %d system%s, %d frames of %s atoms, %d periodic, labels %s",
         kind,
         len(systems),
-        "s" * (len(systems) > 1),
+        "s" if len(systems) > 1 else "",
         sum(system.nframes for system in systems),
-        f"{atoms[0]} to {atoms[-1]}" if len(atoms) > 1 else atoms[0],
+        f"{natoms[0]} to {natoms[-1]}" if len(natoms) > 1 else natoms[0],
         sum(system.pbc for system in systems),
-        ", ".join(sorted(frozenset[str]().union(*(system.labels for system in systems)))) or "none",
+        ", ".join(labels) or "none",
     )
     for system in systems:
         log.debug("%s: %s", kind, system)
+    check_labels(systems)
 
 
-def warn_of_shared_frames(train: Sequence[System], valid: Sequence[System]) -> None:
-    """Warn when validation data repeat training data: their errors would say nothing about other structures."""
-    shared, looked = shared_frames(train, valid) if valid else (0, 0)
-    if shared:
+def _log_doubts(doubts: Sequence[str]) -> None:
+    """Log each doubt about the data once: branches, or training and validation, may share systems."""
+    distinct = list(dict.fromkeys(doubts))
+    for doubt in distinct[:_MOST_SUSPICIONS]:
+        log.warning("data: %s", doubt)
+    for doubt in distinct[_MOST_SUSPICIONS:]:
+        log.debug("data: %s", doubt)
+    if len(distinct) > _MOST_SUSPICIONS:
         log.warning(
-            "%d of %d validation frames looked at are training frames too: their errors do not show how the model does "
-            "on other structures; split by trajectories or blocks of time (dp init does)",
-            shared,
-            looked,
+            "data: %d more suspicions; --log-level DEBUG names them",
+            len(distinct) - _MOST_SUSPICIONS,
         )
 
 
+def warn_of_shared_frames(training: Sequence[System], validation: Sequence[System]) -> None:
+    """Warn if validation data repeat training data.
+
+    Their errors would say nothing about other structures.
+    """
+    if not validation:
+        return
+    n_shared, n_compared = shared_frames(training, validation)
+    if n_shared:
+        log.warning(
+            "%d of %d validation frames looked at are training frames too: their errors do not show "
+            "how the model does on other structures; split by trajectories or blocks of time "
+            "(dp init does)",
+            n_shared,
+            n_compared,
+        )
+
+
+# ----- loaders -----------------------------------------------------------------------------------
+
+
 def seed_of(seed: int, name: str) -> int:
-    """Return the seed of the order of a branch's data; branches with the same data must not draw the same frames."""
+    """Return the seed of the order of a branch's data.
+
+    Branches with the same data must not draw the same frames.
+    """
     if name == SINGLE:
         return seed
-    return (
-        int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
-    )  # 63 bits
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1  # 63 bits
 
 
 @dataclasses.dataclass
 class Data:
     """Endless shuffled batches of a branch; no `validation` without validation data.
 
-    `training_systems` has those that the batch size of `training` leaves out, too.
+    `training_systems` has also those that the batch size of `training` leaves out.
     """
 
     training: DataLoader
@@ -164,15 +200,15 @@ class Data:
 
 
 def make_loaders(
-    given: Input,
+    run_input: Input,
     systems: Mapping[str, Systems],
     caches: Mapping[str, NeighborCache],
     seed: int,
     ranks: Ranks,
 ) -> dict[str, Data]:
-    """Make this rank's loaders of every branch, those of a branch on one cache of neighbour lists."""
+    """Make this rank's loaders of every branch; loaders of a branch share its neighbour lists."""
 
-    def loader(
+    def make_loader(
         name: str, opened: list[System], section: TrainingDataSettings, **options: Any
     ) -> DataLoader:
         return DataLoader(
@@ -187,62 +223,95 @@ def make_loaders(
             **options,
         )
 
-    training = given.settings.training
-    steps = {
-        "batches_per_step": training.accumulate_grad_batches,
-        "balance": training.balance_batches,
-    }
-    found = {}
-    for name, branch in given.branches.items():
-        own, validation = systems[name], branch.data.validation_data
-        found[name] = Data(
-            loader(name, own.training, branch.data.training_data, prefetch=True, **steps),
-            loader(name, own.validation, validation) if validation else None,
-            own.training,
+    settings = run_input.settings.training
+    data = {}
+    for name, branch in run_input.branches.items():
+        training = make_loader(
+            name,
+            systems[name].training,
+            branch.data.training_data,
+            prefetch=True,
+            batches_per_step=settings.accumulate_grad_batches,
+            balance=settings.balance_batches,
         )
-    return found
+        validation = None
+        if branch.data.validation_data:
+            validation = make_loader(name, systems[name].validation, branch.data.validation_data)
+        data[name] = Data(training, validation, systems[name].training)
+    return data
 
 
-def check_same_run(given: Input, systems: Mapping[str, Systems], ranks: Ranks) -> None:
+# ----- several ranks -----------------------------------------------------------------------------
+
+
+class _Section(NamedTuple):
+    """A data section of the input, and its systems as this rank sees them."""
+
+    path: str
+    kind: str  # "training" or "validation"
+    systems: list[System]
+
+
+class RankView(NamedTuple):
+    """What a rank sees: its normalised input, and digests of the data by section."""
+
+    normalized: Mapping[str, Any]
+    digests: Mapping[str, ContentDigest]
+
+
+def check_same_run(run_input: Input, systems: Mapping[str, Systems], ranks: Ranks) -> None:
     """Compare the inputs and data that the ranks see, which may be other files on another machine.
 
-    Raise a TrainingError on all ranks, naming one that differs from rank 0, and in what.
+    Raises
+    ------
+    TrainingError
+        On all ranks, naming a rank that differs from rank 0, and in what.
     """
     if ranks.size == 1:
         return
-    sections = {}
-    for name, branch in given.branches.items():
-        for kind in ("training", "validation"):
-            sections[f"{branch.data_path}/{kind}_data"] = (kind, getattr(systems[name], kind))
+    sections = []
+    for name, branch in run_input.branches.items():
+        path = branch.data_path
+        sections.append(_Section(f"{path}/training_data", "training", systems[name].training))
+        sections.append(_Section(f"{path}/validation_data", "validation", systems[name].validation))
     with ranks.together("comparing inputs and data"):
-        digests = {where: content_digest(opened) for where, (_, opened) in sections.items()}
-        found = ranks.gather_objects((given.normalized, digests))
-    for where, digest in digests.items():
-        if digest.share < 1.0:
-            kind = sections[where][0]
+        digests = {section.path: content_digest(section.systems) for section in sections}
+        views = ranks.gather_objects(RankView(run_input.normalized, digests))
+    for section in sections:
+        share = digests[section.path].share
+        if share < 1.0:
             log.info(
                 "%.2g %% of the frames of the %s data were compared between the ranks",
-                100 * digest.share,
-                kind,
+                100 * share,
+                section.kind,
             )
-    for rank, theirs in enumerate(found):
-        changes = changed_settings(found[0][0], theirs[0])
-        keys = [
-            key
-            for key in changes
-            if not (key.startswith("training/") and key.endswith(_OF_A_MACHINE))
-        ]
+    for rank, view in enumerate(views):
+        changes = changed_settings(views[0].normalized, view.normalized)
+        keys = [key for key in changes if not _is_place(key)]
         if keys:
             raise TrainingError(
                 f"the input of rank {rank} differs from that of rank 0 in {', '.join(keys)}: "
                 "all ranks must read the same input"
             )
-        for where, (kind, opened) in sections.items():
-            first, other = found[0][1][where], theirs[1][where]
-            if first != other:
-                pairs = zip(opened, first.systems, other.systems, strict=False)
-                which = next((f" in system {system.name}" for system, a, b in pairs if a != b), "")
+        for section in sections:
+            digest_of_first = views[0].digests[section.path]
+            digest = view.digests[section.path]
+            if digest != digest_of_first:
+                in_system = _differing_system(section, digest_of_first, digest)
                 raise TrainingError(
-                    f"the {kind} data of rank {rank} are not those of rank 0{which}: "
-                    f"see that {where}/systems is the same on all machines"
+                    f"the {section.kind} data of rank {rank} are not those of rank 0{in_system}: "
+                    f"see that {section.path}/systems is the same on all machines"
                 )
+
+
+def _is_place(key: str) -> bool:
+    """Return whether a setting names a file, which each machine may keep elsewhere."""
+    return key.startswith("training/") and key.endswith(_PLACES)
+
+
+def _differing_system(section: _Section, digest: ContentDigest, other: ContentDigest) -> str:
+    """Name the first system with another content; empty if only the number of systems differs."""
+    for system, one, another in zip(section.systems, digest.systems, other.systems, strict=False):
+        if one != another:
+            return f" in system {system.name}"
+    return ""

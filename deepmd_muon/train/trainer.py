@@ -1,4 +1,4 @@
-"""The training run: wires data, model, loss, optimizer, reports and checkpoints, and goes through the steps."""
+"""The training run: strategy, optimizer, reports, checkpoints, and the loop over the steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from deepmd_muon.argcheck.training import MultiTaskTrainingSettings
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import OWN_KEY
 from deepmd_muon.data import DataLoader
-from deepmd_muon.files import WriteError, is_special, replacement, whole_file
+from deepmd_muon.files import WriteError, replacement, whole_file
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branches import Branches
 from deepmd_muon.optim import HybridMuon
@@ -31,8 +31,8 @@ from deepmd_muon.train.branches import (
     task_order,
 )
 from deepmd_muon.train.checkpoint.content import RunState
-from deepmd_muon.train.checkpoint.newest import newest_finite
 from deepmd_muon.train.checkpoint.optimizer_state import check_state
+from deepmd_muon.train.checkpoint.ownership import newest_finite
 from deepmd_muon.train.checkpoint.saving import Checkpoints
 from deepmd_muon.train.ema import Ema
 from deepmd_muon.train.errors import NonFiniteError
@@ -41,13 +41,13 @@ from deepmd_muon.train.process.abort import Moment, explained, last_good
 from deepmd_muon.train.process.signals import StopSignals
 from deepmd_muon.train.process.warm_up import compile_kernels
 from deepmd_muon.train.ranks.ranks import Ranks, local_part
-from deepmd_muon.train.ranks.watchdog import STEPPING, is_lost_connection
+from deepmd_muon.train.ranks.watchdog import STEPPING
 from deepmd_muon.train.report import Reports, open_reports
 from deepmd_muon.train.report.divergence import Divergence
 from deepmd_muon.train.report.metrics import RecentMetrics, numbers
 from deepmd_muon.train.report.throughput import Throughput
 from deepmd_muon.train.step.interpolation_schedule import Tuning
-from deepmd_muon.train.step.stepper import DeviceParts, build_stepper
+from deepmd_muon.train.step.stepper import DeviceParts, Stepper, build_stepper
 from deepmd_muon.train.strategy import choose_strategy
 from deepmd_muon.train.strategy.base import build_optimizer
 from deepmd_muon.train.validation.final_errors import check_command
@@ -55,22 +55,22 @@ from deepmd_muon.train.validation.run_validation import Validation
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 
 class Trainer:
     """A run from its first step to its last.
 
     Parameters
     ----------
-    given
+    run_input
         The checked input, with numbers in `sel`.
     model
         The model, or those of all branches, with statistics set or weights loaded, on its device.
+    branches
+        The branches by name.
     seed
-        Of the order in which branches are trained.
+        Seed of the order in which branches are trained.
     ranks
-        The processes that train together, each with its own batches; this one alone when left out.
+        The processes that train together, each with its own batches; by default this one alone.
 
     Attributes
     ----------
@@ -82,154 +82,222 @@ class Trainer:
 
     def __init__(
         self,
-        given: Input,
+        run_input: Input,
         model: EnergyModel | Branches,
         branches: Mapping[str, RunBranch],
         seed: int,
         ranks: Ranks | None = None,
     ) -> None:
-        settings, training = given.settings, given.settings.training
-        self.given = given
+        self.run_input = run_input
         self.model = model
         self.branches = branches
-        data = {name: branch.data for name, branch in branches.items()}
+        self._training = run_input.settings.training
         self._device = next(model.parameters()).device
         self.ranks = ranks or Ranks(self._device)
-        self.num_steps, shares = length_and_probabilities(given, data)
-        self._drawn = {name for name, share in shares.items() if share > 0}
-        require_labels(branches)
-        self._order = task_order(given, shares, seed, self.ranks)
-        self.rate = learning_rate(settings.learning_rate, self.num_steps)
-        with self.ranks.together("laying out the model"):
-            self.strategy = choose_strategy(training, self.ranks, model)
-            self.optimizer = self.strategy.build_optimizer(settings.optimizer, self.rate(0))
-            if isinstance(self.optimizer, HybridMuon):
-                self.optimizer.alternates = len(branches) > 1
-            first = round(self.num_steps * (1.0 - training.ema_tail)) if training.ema_tail else None
-            self.ema = Ema(model, training.ema_decay, first) if training.enable_ema else None
-        self.checkpoints = Checkpoints(training, self.ranks)
-        self.validation = Validation(given, branches, self.num_steps, self.strategy, self._now)
-        self.step = self._first_step = 0
+        self.step = 0
+        self._first_step = 0
         self.source: Path | None = None
         self._moment = Moment("starting")
         self._throughput = Throughput(self.ranks)
         self._divergence = Divergence()
-        parts, shared = (self.strategy, self.optimizer, self.ema), DeviceParts()
-        self._steppers = {
+
+        data = {name: branch.data for name, branch in branches.items()}
+        self.num_steps, probabilities = length_and_probabilities(run_input, data)
+        self._trained_branches = {name for name, share in probabilities.items() if share > 0}
+        require_labels(branches)
+        self._order = task_order(run_input, probabilities, seed, self.ranks)
+        self.rate = learning_rate(run_input.settings.learning_rate, self.num_steps)
+
+        # Strategies make process groups, and the ranks arrive here at different times.
+        with self.ranks.together("laying out the model"):
+            self.strategy = choose_strategy(self._training, self.ranks, model)
+            self.optimizer = self._build_optimizer()
+            self.ema = self._build_ema()
+        self.checkpoints = Checkpoints(self._training, self.ranks)
+        self.validation = Validation(run_input, branches, self.num_steps, self.strategy, self._note)
+        self._steppers = self._build_steppers()
+        self._compile_kernels()
+        self._recompute_layers()
+        self._tunings = self._build_tunings()
+        self._state = RunState(
+            run_input=run_input,
+            model=model,
+            optimizer=self.optimizer,
+            branches=branches,
+            order=self._order,
+            ema=self.ema,
+        )
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self.strategy.build_optimizer(self.run_input.settings.optimizer, self.rate(0))
+        if isinstance(optimizer, HybridMuon):
+            # A step of one branch leaves the other fitting nets without gradients.
+            optimizer.alternates = len(self.branches) > 1
+        return optimizer
+
+    def _build_ema(self) -> Ema | None:
+        training = self._training
+        if not training.enable_ema:
+            return None
+        first_update = None
+        if training.ema_tail:
+            first_update = round(self.num_steps * (1.0 - training.ema_tail))
+        return Ema(self.model, training.ema_decay, first_update)
+
+    def _build_steppers(self) -> dict[str, Stepper]:
+        """Return the stepper of each branch; they share memory of graphs and the guard."""
+        device_parts = DeviceParts()
+        return {
             name: build_stepper(
-                parts[0],
-                branch.loss,
-                *parts[1:],
-                training,
-                self._rate_and_fraction,
-                branch.model,
-                shared,
+                strategy=self.strategy,
+                loss=branch.loss,
+                optimizer=self.optimizer,
+                ema=self.ema,
+                training=self._training,
+                scalars=self._rate_and_fraction,
+                model=branch.model,
+                parts=device_parts,
             )
-            for name, branch in branches.items()
+            for name, branch in self.branches.items()
         }
+
+    def _compile_kernels(self) -> None:
+        """Begin to compile the optimizer's kernels in a thread, while data are read."""
         # In TF32, a thread could change the precision of the first step's products.
-        if (
-            isinstance(self.optimizer, HybridMuon)
-            and self._device.type == "cuda"
-            and not training.enable_tf32
-        ):
+        on_gpu = self._device.type == "cuda" and not self._training.enable_tf32
+        if on_gpu and isinstance(self.optimizer, HybridMuon):
             compile_kernels(self.optimizer)
-        recomputed = [
-            branch.model.recompute_layers() for branch in branches.values() if training.recompute
-        ]
-        if training.recompute and not any(recomputed):
+
+    def _recompute_layers(self) -> None:
+        if not self._training.recompute:
+            return
+        with_layers = [branch.model.recompute_layers() for branch in self.branches.values()]
+        if not any(with_layers):
             log.warning(
                 "training/recompute has no effect: the descriptor has no layers to compute again"
             )
-        self._tuning: list[Tuning] = []
-        if training.interpolate_embedding and not self.strategy.cuts_parameters:
-            tuned: dict[object, list[tuple[EnergyModel, DataLoader]]] = {}
-            for branch in branches.values():
-                if branch.model.can_interpolate:
-                    users = tuned.setdefault(branch.model.atomic_model.descriptor, [])
-                    users.append((branch.model, branch.data.training))
-            self._tuning = [Tuning(users, self._device) for users in tuned.values()]
-        self._state = RunState(given, model, self.optimizer, branches, self._order, self.ema)
+
+    def _build_tunings(self) -> list[Tuning]:
+        """Return the schedule of each interpolated descriptor; branches may share a descriptor."""
+        if not self._training.interpolate_embedding or self.strategy.cuts_parameters:
+            return []
+        users_of: dict[object, list[tuple[EnergyModel, DataLoader]]] = {}
+        for branch in self.branches.values():
+            if branch.model.can_interpolate:
+                users = users_of.setdefault(branch.model.atomic_model.descriptor, [])
+                users.append((branch.model, branch.data.training))
+        return [Tuning(users, self._device) for users in users_of.values()]
+
+    # ----- the run -------------------------------------------------------------------------------
 
     def run(self, begun: float | None = None) -> int:
-        """Train until the last step; `begun` is `time.monotonic()` when the command began, for the log.
+        """Train until the last step.
 
-        Return 0, or 128 plus the number of the signal that ended the run early (after a checkpoint was saved).
+        Parameters
+        ----------
+        begun
+            `time.monotonic()` when the command began, for the log.
+
+        Returns
+        -------
+        int
+            0, or 128 plus the number of the signal that ended the run early. A checkpoint has been
+            saved then.
 
         Raises
         ------
         RunError
-            When it cannot go on: loss or gradient is not finite, a disk is full, memory is short, data are unreadable.
-            The message names the last good checkpoint.
+            If it cannot go on: loss or gradient is not finite, a disk is full, memory is short,
+            data are unreadable. The message names the last good checkpoint.
         """
         self._first_step = self.step
         with self.ranks.together("starting"):
             log.info("training from step %d to step %d", self.step, self.num_steps)
-        # With several ranks, their launcher repeats signals that they have received from the terminal.
+        # The launcher of several ranks repeats signals that they have received from the terminal.
         repeats = 0 if self.ranks.size == 1 else 1
         with (
             explained(lambda: self._moment, lambda: self.checkpoints.newest or self.source),
             StopSignals(
-                self.strategy.request_stop, lambda: self.checkpoints.writing, repeats
+                self.strategy.request_stop, lambda: self.checkpoints.is_saving, repeats
             ) as signals,
         ):
             try:
-                self._go_through_steps(begun)
+                self._train(begun)
+                # After a signal the run ends soon; the table of errors would take long.
                 if self.strategy.stop_signal is None:
                     self.validation.compare_at_end(self.step)
-            except Exception as error:
-                self._rescue(error)
-                if not isinstance(error, NonFiniteError):
-                    raise
-                update, good = (
-                    error.update or self.step + 1,
-                    last_good(newest_finite(self.checkpoints.saved, self.source)),
-                )
-                message = f"training stopped before update {update}: {error}; {good}"
-                raise NonFiniteError(message, update) from error
-        newest = self.checkpoints.files.newest
-        number = self.strategy.stop_signal or signals.number
-        if number is not None:
-            name = signal.Signals(number).name
+            except NonFiniteError as error:
+                self._rescue()
+                raise self._non_finite_error(error) from error
+            except Exception:
+                self._rescue()
+                raise
+        stop_signal = self.strategy.stop_signal or signals.number
+        if stop_signal is not None:
             log.warning(
-                "stopped by %s after step %d; continue with --restart %s", name, self.step, newest
+                "stopped by %s after step %d; continue with --restart %s",
+                signal.Signals(stop_signal).name,
+                self.step,
+                self.checkpoints.newest,
             )
-            return 128 + number
-        weights = map(local_part, self.model.parameters())
+            return 128 + stop_signal
+        self._log_end()
+        return 0
+
+    def _non_finite_error(self, error: NonFiniteError) -> NonFiniteError:
+        """Return the error with the number of the update and the last checkpoint that is finite."""
+        update = error.update or self.step + 1
+        good = last_good(newest_finite(self.checkpoints.saved, self.source))
+        return NonFiniteError(f"training stopped before update {update}: {error}; {good}", update)
+
+    def _log_end(self) -> None:
+        """Log whether the run diverged, and how to go on with its model."""
+        newest = self.checkpoints.newest
+        weights = (local_part(p) for p in self.model.parameters())
         if self.ranks.first and (problem := self._divergence.describe(weights)):
             log.warning("training diverged: %s", problem)
             log.warning(
-                "do not use the model %s: train again with a lower learning_rate/start_lr or optimizer/weight_decay",
+                "do not use the model %s: train again with a lower learning_rate/start_lr "
+                "or optimizer/weight_decay",
                 newest,
             )
-            return 0
+            return
         log.info("training done; the model is %s", newest)
-        checkpoint = Path(f"{self.given.settings.training.save_ckpt}.pt")
-        if len(self.branches) == 1 and (command := check_command(self.given.source, checkpoint)):
+        checkpoint = Path(f"{self._training.save_ckpt}.pt")
+        if len(self.branches) == 1 and (
+            command := check_command(self.run_input.source, checkpoint)
+        ):
             log.info("check that dynamics with it are stable: %s", command)
-        return 0
 
-    def _go_through_steps(self, begun: float | None) -> None:
-        """Open reports and batches, take all steps, save, and close: an error of closing loses no step."""
-        training = self.given.settings.training
+    def _train(self, begun: float | None) -> None:
+        """Open reports and batches, take all steps, save, and close.
+
+        An error of closing loses no step: the last checkpoint is written before.
+        """
+        training = self._training
         with contextlib.ExitStack() as stack:
+            # Closed in reverse order: batches, reports, then the loaders and graphs of each branch.
             for name, stepper in self._steppers.items():
+                data = self.branches[name].data
                 stack.callback(stepper.close)
-                for loader in (
-                    self.branches[name].data.validation,
-                    self.branches[name].data.training,
-                ):
-                    if loader is not None:
-                        stack.callback(loader.close)
-            self._now("opening its reports")
-            steps = {"num_steps": self.num_steps, "start_step": self.step}
-            silent, atoms = not self.ranks.first, lambda: self._throughput.atoms
-            reports = open_reports(training, **steps, begun=begun, silent=silent, atoms=atoms)
+                if data.validation is not None:
+                    stack.callback(data.validation.close)
+                stack.callback(data.training.close)
+            self._note("opening its reports")
+            reports = open_reports(
+                training,
+                num_steps=self.num_steps,
+                start_step=self.step,
+                begun=begun,
+                silent=not self.ranks.first,
+                atoms=lambda: self._throughput.atoms,
+            )
             stack.callback(reports.close)
             self.validation.begin(self.step, fresh=self.source is None)
             stack.callback(self.validation.close)
-            batches = {}
+            # After a position has been restored, and before loaders read ahead.
             self._order.deal({name: branch.data.training for name, branch in self.branches.items()})
+            batches = {}
             for name, branch in self.branches.items():
                 batches[name] = self._steppers[name].open_batches(
                     branch.data.training, branch.model.ntypes
@@ -237,50 +305,92 @@ class Trainer:
                 stack.callback(batches[name].close)
             profiling = training.profiling and self.ranks.first
             with torch.profiler.profile() if profiling else contextlib.nullcontext() as profile:
-                self._steps(reports, batches)
+                self._take_steps(reports, batches)
                 self._check()
             if training.disp_training and training.time_training:
                 with self.ranks.waiting():
-                    told = self._throughput.describe()
-                if told is not None:
-                    log.info("%s", told)
-            self._now("saving", self.step)
+                    throughput = self._throughput.describe()
+                if throughput is not None:
+                    log.info("%s", throughput)
+            self._note("saving", self.step)
             self.checkpoints.complete(self.step, self._content)
             self._export()
             if profile is not None:
                 _write_trace(profile, Path(training.profiling_file))
 
-    def _export(self) -> None:
-        """Write the branch of `export_branch` as a checkpoint of one model."""
-        training = self.given.settings.training
-        path = training.exported_path
-        if path is None or not self.ranks.first:
-            return
-        assert isinstance(training, MultiTaskTrainingSettings)
-        assert training.export_branch is not None
-        content = self._state.alone(
-            training.export_branch, self.step, self.rate(max(0, self.step - 1))
+    def _take_steps(self, reports: Reports, batches: Mapping[str, StepSource]) -> None:
+        """Go through the steps, reporting and saving on the way."""
+        training = self._training
+        recent = RecentMetrics(
+            self.branches,
+            averaged=training.disp_avg,
+            stratified=isinstance(self._order, StratifiedOrder),
         )
-        with self.checkpoints.being_written(), whole_file(path) as file:
-            torch.save(content, file)
-        log.info("the model of the branch %s alone is %s", training.export_branch, path)
+        warned_of_neighbors = False
+        while (
+            self.step < self.num_steps
+            and self.strategy.stop_signal is None
+            and not self._stops_early()
+        ):
+            lr, fraction = self._rate_and_fraction(self.step)
+            name = self._order.next(self.validation.stopped)
+            self._note("reading its batch", self.step + 1, reads_data=True, between_steps=True)
+            with self._throughput.reading():
+                batch = batches[name].next()
+            for tuning in self._tunings:
+                tuning(self.step)
+            self._note(STEPPING, self.step + 1)
+            metrics = self._steppers[name](batch, self.step)
+            self.step += 1
+            self._throughput.take(batch)
 
-    def _rescue(self, error: Exception) -> None:
-        """Save work that an error would lose: a directory under way, and the last step if the error came after it."""
-        self.checkpoints.rescue(wait=not is_lost_connection(error))
-        if not self._moment.between_steps or self.ranks.size > 1 or self.step == self._first_step:
-            return
-        try:
-            self._check()
-            if self.validation.due(
-                self.step
-            ):  # reports come before it; a restart would not make up for it
+            due = reports.due(self.step)
+            recent.add(name, metrics, batch, due=due)
+            if due:
+                self._report(reports, recent, lr, fraction)
+            reports.advance(self.step)
+            if not warned_of_neighbors and self.branches[name].data.training.cache.dropped:
+                warned_of_neighbors = True
+                log.warning(
+                    "some atoms have more neighbours than sel allows: the farthest are left out"
+                )
+            if self.validation.due(self.step):
                 self._validate_fully()
-            self.checkpoints.complete(self.step, self._content)
-        except Exception as another:
-            log.warning("step %d could not be saved either: %s", self.step, another)
+            if self.step % training.save_freq == 0:
+                self.save()
 
-    def _now(
+    def _report(self, reports: Reports, recent: RecentMetrics, lr: float, fraction: float) -> None:
+        """Write a row of metrics; `fraction` is the learning rate relative to the first one."""
+        self._check()
+        averaged = recent.take(self.ranks)
+        validated = None
+        if reports.due_validation(self.step):
+            validated = self.validation.measure(fraction)
+        with self.ranks.waiting():  # on a GPU, reading them waits for the sum over ranks
+            self._throughput.share()
+            row = numbers(averaged)
+        self._note("reporting", self.step, between_steps=True)
+        reports.step(self.step, lr, row, validated)
+        self._divergence.add(row)
+
+    def _stops_early(self) -> bool:
+        """Return, and log, whether no trained branch has had a new best within its patience."""
+        if not self._trained_branches <= self.validation.stopped:
+            return False
+        log.info(
+            "stopped early after step %d of %d: %d full validations brought no new best",
+            self.step,
+            self.num_steps,
+            self.run_input.settings.validating.early_stop_patience,
+        )
+        return True
+
+    def _rate_and_fraction(self, step: int) -> tuple[float, float]:
+        """Return the learning rate of a 0-based step, and its fraction of the first one."""
+        lr = self.rate(step)
+        return lr, lr / self.run_input.settings.learning_rate.start_lr
+
+    def _note(
         self, doing: str, step: int = 0, *, reads_data: bool = False, between_steps: bool = False
     ) -> None:
         """Note the run's activity, for its other ranks and for the error that may end it."""
@@ -292,144 +402,112 @@ class Trainer:
         for stepper in self._steppers.values():
             stepper.check(self.step)
 
-    def _steps(self, reports: Reports, batches: Mapping[str, StepSource]) -> None:
-        """Go through the steps, reporting and saving on the way."""
-        training = self.given.settings.training
-        recent = RecentMetrics(
-            self.branches,
-            averaged=training.disp_avg,
-            stratified=isinstance(self._order, StratifiedOrder),
-        )
-        dropped = False
-        while (
-            self.step < self.num_steps
-            and self.strategy.stop_signal is None
-            and not self._stops_early()
-        ):
-            lr, fraction = self._rate_and_fraction(self.step)
-            name = self._order.next(self.validation.stopped)
-            self._now("reading its batch", self.step + 1, reads_data=True, between_steps=True)
-            with self._throughput.reading():
-                batch = batches[name].next()
-            for tuning in self._tuning:
-                tuning(self.step)
-            self._now(STEPPING, self.step + 1)
-            metrics = self._steppers[name](batch, self.step)
-            self.step += 1
-            self._throughput.take(batch)
-            due = reports.due(self.step)
-            recent.add(name, metrics, batch, due=due)
-            if due:
-                self._check()
-                averaged = recent.take(self.ranks)
-                shown = (
-                    self.validation.measure(fraction) if reports.due_validation(self.step) else None
-                )
-                with self.ranks.waiting():  # on a GPU, reading them waits for the sum over ranks
-                    self._throughput.share()
-                    found = numbers(averaged)
-                self._now("reporting", self.step, between_steps=True)
-                reports.step(self.step, lr, found, shown)
-                self._divergence.add(found)
-            reports.advance(self.step)
-            if self.checkpoints.writing:
-                self._now("saving", self.step)
-                self.checkpoints.poll()
-            if not dropped and self.branches[name].data.training.cache.dropped:
-                dropped = True
-                log.warning(
-                    "some atoms have more neighbours than sel allows: the farthest are left out"
-                )
-            if self.validation.due(self.step):
-                self._validate_fully()
-            if self.step % training.save_freq == 0:
-                self.save()
-
-    def _stops_early(self) -> bool:
-        """Return, and log, whether every branch that is drawn has used up its patience without a new best."""
-        if not self._drawn <= self.validation.stopped:
-            return False
-        log.info(
-            "stopped early after step %d of %d: %d full validations brought no new best",
-            *(self.step, self.num_steps, self.given.settings.validating.early_stop_patience),
-        )
-        return True
-
-    def _rate_and_fraction(self, step: int) -> tuple[float, float]:
-        """Return the learning rate of a 0-based step, and its fraction of the first one."""
-        lr = self.rate(step)
-        return lr, lr / self.given.settings.learning_rate.start_lr
-
-    def _validate_fully(self) -> None:
-        """Measure the present weights on all validation data, and save them if they are among the best."""
-        self._check()
-        errors = self.validation.errors(self.step)
-        self._now("saving", self.step)
-        with self.checkpoints.being_written():
-            self.validation.take(self.step, errors, self._content)
+    # ----- checkpoints ---------------------------------------------------------------------------
 
     def save(self) -> None:
         """Write a checkpoint of the present step; all ranks must call it."""
         self._check()
-        self._now("saving", self.step)
+        self._note("saving", self.step)
         self.checkpoints.save(self.step, self._content)
 
     def _content(self) -> dict[str, Any]:
-        """Return the content of a checkpoint of the present step, in its present layout over the ranks."""
-        return self._state.content(
-            self.step, self.rate(max(0, self.step - 1)), self.validation.state()
-        )
+        """Return the content of a checkpoint of the present step, laid out over the ranks."""
+        return self._state.content(self.step, self._last_rate(), self.validation.state())
+
+    def _last_rate(self) -> float:
+        """Return the learning rate of the last update, of the first one if there was none."""
+        return self.rate(max(0, self.step - 1))
+
+    def _validate_fully(self) -> None:
+        """Measure the present weights on all validation data; save them if among the best."""
+        self._check()
+        errors = self.validation.errors(self.step)
+        self._note("saving", self.step)
+        with self.checkpoints.being_written():
+            self.validation.take(self.step, errors, self._content)
+
+    def _export(self) -> None:
+        """Write the branch of `export_branch` as a checkpoint of one model."""
+        training = self._training
+        path = training.exported_path
+        if path is None or not self.ranks.first:
+            return
+        assert isinstance(training, MultiTaskTrainingSettings)
+        assert training.export_branch is not None
+        content = self._state.alone(training.export_branch, self.step, self._last_rate())
+        with self.checkpoints.being_written(), whole_file(path) as file:
+            torch.save(content, file)
+        log.info("the model of the branch %s alone is %s", training.export_branch, path)
+
+    def _rescue(self) -> None:
+        """Save the last step if an error came after it, which matters more than an error here."""
+        if not self._moment.between_steps or self.ranks.size > 1 or self.step == self._first_step:
+            return
+        try:
+            self._check()
+            if self.validation.due(self.step):
+                # Reports come before it, so the error may have; a restart would not repeat it.
+                self._validate_fully()
+            self.checkpoints.complete(self.step, self._content)
+        except Exception as error:
+            log.warning("step %d could not be saved either: %s", self.step, error)
 
     def restart(self, content: Mapping[str, Any], source: Path) -> None:
-        """Continue from a checkpoint: optimizer, averages, data order and random numbers; the weights are loaded.
+        """Continue from a checkpoint: optimizer, averages, data order and random numbers.
 
-        Of a directory, tensors of optimizer and average may have been left there.
+        The weights are loaded already.
 
         Raises
         ------
         CheckpointError
-            When the optimizer state is missing or of another kind of optimizer.
+            If the optimizer state is missing or of another kind of optimizer.
         RoutingMismatchError
-            When a parameter's route or matrix view has changed.
+            If a parameter's route or matrix view has changed.
         """
         self.strategy.load_optimizer_state(self.optimizer, content, source, self._build_whole)
         self.source = source
         self.step = self._state.restore(content, source)
         with self.ranks.together("checking the optimizer's state"):
             check_state(self.optimizer, self.ema.averages() if self.ema else {}, source)
-        infos = content["model"]["_extra_state"]["train_infos"]
-        self.validation.restore(infos)
-        if self.step:
-            saved, present = float(infos["lr"]), self.rate(self.step - 1)
-            if abs(present - saved) > 1e-6 * max(abs(saved), abs(present)):
-                was = "the learning rate was %.3g when %s was written and goes on from %.3g"
-                log.warning(was, saved, source, present)
+        train_infos = content["model"]["_extra_state"]["train_infos"]
+        self.validation.restore(train_infos)
+        self._compare_rates(train_infos, source)
         if self.step > self.num_steps:
             raise CheckpointError(
-                f"{source} is at step {self.step}, beyond the last step {self.num_steps} of this input: "
-                "raise training/numb_steps, or start from its weights with --init-model"
+                f"{source} is at step {self.step}, beyond the last step {self.num_steps} of this "
+                "input: raise training/numb_steps, or start from its weights with --init-model"
             )
-        if OWN_KEY in content:
+        if OWN_KEY in content:  # not deepmd-kit's
             self.checkpoints.adopt(content[OWN_KEY], source)
-            for tuning in self._tuning:
+            for tuning in self._tunings:
                 tuning.looked = "pieces" in content[OWN_KEY]
         log.info("restarting from %s at step %d", source, self.step)
 
+    def _compare_rates(self, train_infos: Mapping[str, Any], source: Path) -> None:
+        """Warn if the schedule gives another rate for the last update than the saved one."""
+        if not self.step:
+            return
+        saved = float(train_infos["lr"])
+        present = self._last_rate()
+        if abs(present - saved) > 1e-6 * max(abs(saved), abs(present)):
+            log.warning(
+                "the learning rate was %.3g when %s was written and goes on from %.3g",
+                saved,
+                source,
+                present,
+            )
+
     def _build_whole(self) -> tuple[EnergyModel | Branches, torch.optim.Optimizer]:
         """Make model and optimizer as a single process has them."""
-        model = build_of(self.given)
-        return model, build_optimizer(self.given.settings.optimizer, model, self.rate(0))
+        model = build_of(self.run_input)
+        return model, build_optimizer(self.run_input.settings.optimizer, model, self.rate(0))
 
 
 def _write_trace(profile: torch.profiler.profile, path: Path) -> None:
     """Write a trace for chrome://tracing; torch reports no error of its writer."""
-    if is_special(path):
-        profile.export_chrome_trace(str(path))
-        return
     with replacement(path) as temporary:
         profile.export_chrome_trace(str(temporary))
-        temporary.with_name(f"{temporary.name}.tmp").unlink(
-            missing_ok=True
-        )  # torch's, when it could not write all
+        # torch's own temporary file, which stays if it could not write all
+        temporary.with_name(f"{temporary.name}.tmp").unlink(missing_ok=True)
         if not temporary.read_bytes().rstrip().endswith((b"}", b"]")):
             raise WriteError(errno.EIO, "torch has written a part of the trace only", str(path))

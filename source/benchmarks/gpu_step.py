@@ -48,7 +48,7 @@ def child(case: str, options: argparse.Namespace) -> None:
     own |= {"enable_tf32": "tf32" in others, "recompute": "recompute" in others}
     content = make_input(model, precision, "HybridMuon", 1_000_000, options.data.resolve(), own)
     found: dict[str, float] = {}
-    original = Trainer._steps
+    original = Trainer._take_steps
 
     def steps(trainer: Any, reports: Any, batches: Any) -> None:
         def go(count: int) -> None:
@@ -57,7 +57,7 @@ def child(case: str, options: argparse.Namespace) -> None:
 
         measure(trainer, batches, go, found, options)
 
-    Trainer._steps = steps  # type: ignore[method-assign]  # the same loop, stopped and looked at on the way
+    Trainer._take_steps = steps  # type: ignore[method-assign]  # the same loop, stopped and looked at on the way
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         Path("input.json").write_text(json.dumps(content))
@@ -86,14 +86,14 @@ def measure(
 
     for _ in range(4):
         settled(1)
-    trainer._tuning = {}  # its looks, at powers of two, would fall into the short time that is measured
+    trainer._tunings = []  # its looks, at powers of two, would fall into the short time that is measured
     settled(8)
     found["ms a step"] = 1e3 * settled(max(50, int(options.seconds / settled(20))))
     found["allocated MiB"] = torch.cuda.max_memory_allocated() / 2**20
     found["reserved MiB"] = torch.cuda.max_memory_reserved() / 2**20
     found |= profiled(go, 20, show=options.kernels)
     found["idle %"] = 100 * max(0.0, 1 - found["device ms"] / found["ms a step"])
-    if trainer.given.settings.training.enable_tf32:
+    if trainer.run_input.settings.training.enable_tf32:
         compare_forces(trainer, batches)
 
 

@@ -26,7 +26,6 @@ PRELOADED = [
     *(
         "deepmd_muon.optim.sharded.step",
         "deepmd_muon.train.start",
-        "deepmd_muon.train.checkpoint.directories",
     ),
     *(
         "deepmd_muon.train.strategy.replicated",

@@ -13,8 +13,8 @@ import torch
 
 from deepmd_muon.argcheck import Input
 from deepmd_muon.argcheck.changes import report_changes
-from deepmd_muon.checkpoint_file.file import FORMAT_VERSION, OWN_KEY, checkpoint_path
-from deepmd_muon.data import SamplerStateError
+from deepmd_muon.checkpoint_file.file import FORMAT_VERSION, OWN_KEY
+from deepmd_muon.data import DataLoader, SamplerStateError
 from deepmd_muon.model import EnergyModel
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.model.branches import Branches
@@ -27,14 +27,29 @@ from deepmd_muon.train.ema import Ema
 
 log = logging.getLogger(__name__)
 
-_LOADERS = ("training_data", "validation_data")
+# Keys below ours that a checkpoint of several branches has by branch.
+_OF_BRANCH = ("pieces", "training_data", "validation_data")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunState:
-    """The parts of a run whose state a checkpoint keeps; `ema` is None without an average."""
+    """The parts of a run that a checkpoint keeps the state of.
 
-    given: Input
+    Attributes
+    ----------
+    run_input
+        The normalised input is stored, so that a restart can name changed settings.
+    model, optimizer
+        What is trained, as it is laid out over the ranks.
+    branches
+        For their data order and interpolation.
+    order
+        The order in which branches are trained.
+    ema
+        The average; None without one.
+    """
+
+    run_input: Input
     model: EnergyModel | Branches
     optimizer: torch.optim.Optimizer
     branches: Mapping[str, RunBranch]
@@ -42,46 +57,55 @@ class RunState:
     ema: Ema | None
 
     def content(self, step: int, lr: float, infos: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of a checkpoint after `step` updates, tensors laid out over the ranks as they are.
+        """Return the keys of a checkpoint after `step` updates, tensors laid out over the ranks.
 
-        `lr` is the rate of the last update; `infos` are plain values that deepmd-kit keeps beside these two.
+        `lr` is the rate of the last update. `infos` are plain values that deepmd-kit keeps next to
+        `lr` and `step`.
         """
-        several = isinstance(self.model, Branches)
-
-        def kept(values: dict[str, Any]) -> Any:  # of a single model, its own
-            return values if several else values[SINGLE]
-
-        branches = self.branches.items()
-        own = {
-            "version": FORMAT_VERSION,
-            "step": step,
-            "settings": json.dumps(self.given.normalized),
-            "torch_rng": torch.get_rng_state(),
-            "pieces": kept({name: list(one.model.pieces) for name, one in branches}),
-            "training_data": kept({name: one.data.training.state_dict() for name, one in branches}),
-            "validation_data": kept(
-                {
-                    name: one.data.validation.state_dict() if one.data.validation else {}
-                    for name, one in branches
-                }
-            ),
-        }
-        if several:
-            own |= {"tasks": self.order.state_dict(), SHARED: shared_names(self.model)}
-        infos = {**infos, "lr": lr, "step": step - 1}  # deepmd-kit counts from 0
-        distances = kept({name: one.min_nbor_dist for name, one in branches})
+        train_infos = {**infos, "lr": lr, "step": step - 1}  # deepmd-kit counts from 0
+        distances = {name: branch.min_nbor_dist for name, branch in self.branches.items()}
         optimizer = _with_plain_rates(self.optimizer.state_dict())
         content: dict[str, Any] = {
-            "model": to_deepmd_kit(self.model, infos, min_nbor_dist=distances),
+            "model": to_deepmd_kit(
+                self.model, train_infos, min_nbor_dist=self._by_branch(distances)
+            ),
             "optimizer": in_deepmd_kits_order(optimizer, parameter_order(self.model)),
-            OWN_KEY: own,
+            OWN_KEY: self._own_content(step),
         }
         if self.ema:
             content["ema"] = self.ema.state_dict()
         return content
 
+    def _own_content(self, step: int) -> dict[str, Any]:
+        """Return what an exact restart needs and deepmd-kit ignores."""
+        pieces = {}
+        training = {}
+        validation = {}
+        for name, branch in self.branches.items():
+            pieces[name] = list(branch.model.pieces)
+            training[name] = branch.data.training.state_dict()
+            loader = branch.data.validation
+            validation[name] = loader.state_dict() if loader else {}
+        ours = {
+            "version": FORMAT_VERSION,
+            "step": step,
+            "settings": json.dumps(self.run_input.normalized),
+            "torch_rng": torch.get_rng_state(),
+            "pieces": self._by_branch(pieces),
+            "training_data": self._by_branch(training),
+            "validation_data": self._by_branch(validation),
+        }
+        if isinstance(self.model, Branches):
+            ours["tasks"] = self.order.state_dict()
+            ours[SHARED] = shared_names(self.model)
+        return ours
+
+    def _by_branch(self, values: dict[str, Any]) -> Any:
+        """Return values by branch, or the value itself in a run of a single model."""
+        return values if isinstance(self.model, Branches) else values[SINGLE]
+
     def alone(self, name: str, step: int, lr: float) -> dict[str, Any]:
-        """Return the keys of a checkpoint of one branch as a single model, without the state for a restart."""
+        """Return a checkpoint of one branch as a single model, without the state for a restart."""
         branch = self.branches[name]
         infos = {"lr": lr, "step": step - 1}
         content: dict[str, Any] = {
@@ -90,83 +114,87 @@ class RunState:
         }
         if self.ema:
             average = self.ema.state_dict()
-            own = {
+            of_branch = {
                 key: average["model"][f"{name}.{key}"] for key, _ in branch.model.named_parameters()
             }
-            content["ema"] = {**average, "model": own}
+            content["ema"] = {**average, "model": of_branch}
         return content
 
     def restore(self, content: Mapping[str, Any], source: Path) -> int:
-        """Restore random numbers, data order and average from a checkpoint; return the number of updates done.
+        """Restore random numbers, data order and average; return the number of updates done.
 
-        Weights and optimizer state are restored elsewhere. Parts that the checkpoint lacks, as one of deepmd-kit does,
-        start anew, with a warning.
+        Weights and optimizer state are restored elsewhere. A checkpoint of deepmd-kit lacks some
+        parts: they start afresh, with a warning.
         """
-        own = content.get(OWN_KEY)
-        if own is None:
+        ours = content.get(OWN_KEY)
+        if ours is None:
             step = int(content["model"]["_extra_state"]["train_infos"]["step"]) + 1
             log.warning(
-                "%s comes from deepmd-kit, which keeps neither data order nor random numbers: they start anew",
+                "%s comes from deepmd-kit, which keeps neither data order nor random numbers: "
+                "they start anew",
                 source,
             )
         else:
-            step = int(own["step"])
-            self._restore_own(own, source)
+            step = int(ours["step"])
+            torch.set_rng_state(ours["torch_rng"])
+            report_changes(json.loads(ours["settings"]), self.run_input.normalized, source)
+            self._restore_order(ours, source)
+            self._restore_branches(ours, source)
         if self.ema:
             self.ema.resume(step)
             if "ema" in content:
-                self.ema.load_state_dict(content["ema"], checkpoint_path(source))
+                self.ema.load_state_dict(content["ema"])
             else:
                 log.warning(
                     "%s has no averaged parameters: the average starts from its weights", source
                 )
         return step
 
-    def _restore_own(self, own: Mapping[str, Any], source: Path) -> None:
-        """Restore the part that only our checkpoints have: random numbers and data order; log changed settings."""
-        torch.set_rng_state(own["torch_rng"])
-        report_changes(json.loads(own["settings"]), self.given.normalized, source)
-        if isinstance(self.model, Branches) and "tasks" in own:
+    def _restore_order(self, ours: Mapping[str, Any], source: Path) -> None:
+        """Restore the order of the branches, if both runs have several."""
+        if isinstance(self.model, Branches) and "tasks" in ours:
             try:
-                self.order.load_state_dict(own["tasks"])
+                self.order.load_state_dict(ours["tasks"])
             except SamplerStateError:
                 log.warning(
                     "branches or probabilities are not those of %s: their order starts anew", source
                 )
-        saved = (
-            own
-            if "tasks" in own
-            else {key: {SINGLE: own.get(key)} for key in ("pieces", *_LOADERS)}
-        )
-        for name, branch in self.branches.items():
-            former = branch.continued if branch.continued in saved["training_data"] else name
-            self._restore_branch(
-                branch, {key: saved[key].get(former) for key in ("pieces", *_LOADERS)}, source
-            )
 
-    def _restore_branch(self, branch: RunBranch, saved: Mapping[str, Any], source: Path) -> None:
-        """Restore the order of a branch's data, and how its embedding nets are interpolated."""
-        if self.given.settings.training.interpolate_embedding:
-            pieces = saved["pieces"] or 0
-            branch.model.pieces = uniform(pieces) if isinstance(pieces, int) else tuple(pieces)
-        for key, loader in zip(
-            _LOADERS, (branch.data.training, branch.data.validation), strict=True
-        ):
-            if loader is None or not saved[key]:
-                continue
-            try:
-                loader.load_state_dict(saved[key])
-            except SamplerStateError:
-                log.warning(
-                    "%s%s is not that of %s: its order starts anew from training/seed",
-                    branch.prefix,
-                    key,
-                    source,
-                )
+    def _restore_branches(self, ours: Mapping[str, Any], source: Path) -> None:
+        """Restore the order of each branch's data, and the interpolation of its embedding nets."""
+        # By key, then by branch. A single model has its values without the name of a branch; its
+        # first checkpoints had no pieces.
+        if "tasks" in ours:
+            values_of = {key: ours[key] for key in _OF_BRANCH}
+        else:
+            values_of = {key: {SINGLE: ours.get(key)} for key in _OF_BRANCH}
+        for name, branch in self.branches.items():
+            former = branch.continued if branch.continued in values_of["training_data"] else name
+            if self.run_input.settings.training.interpolate_embedding:
+                pieces = values_of["pieces"].get(former) or 0
+                # Until 2026-11-24 pieces had one length, and their number was saved.
+                branch.model.pieces = uniform(pieces) if isinstance(pieces, int) else tuple(pieces)
+            loaders = {
+                "training_data": branch.data.training,
+                "validation_data": branch.data.validation,
+            }
+            for key, loader in loaders.items():
+                state = values_of[key].get(former)
+                if loader is not None and state:
+                    _restore_loader(loader, state, f"{branch.prefix}{key}", source)
+
+
+def _restore_loader(
+    loader: DataLoader, state: dict[str, int | str], name: str, source: Path
+) -> None:
+    try:
+        loader.load_state_dict(state)
+    except SamplerStateError:
+        log.warning("%s is not that of %s: its order starts anew from training/seed", name, source)
 
 
 def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict whose learning rates are numbers, as on a CPU, not tensors on a device."""
+    """Return an optimizer's state dict with learning rates as numbers, not tensors on a device."""
     groups = state["param_groups"]
     if not any(isinstance(group["lr"], torch.Tensor) for group in groups):
         return state

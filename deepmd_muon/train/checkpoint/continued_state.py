@@ -1,14 +1,13 @@
-"""Continuing a run with other branches or types: optimizer state and averages follow the parameters."""
+"""Continue a run with other branches or types: optimizer state and averages follow."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from deepmd_muon.checkpoint_file.directory import is_directory
 from deepmd_muon.checkpoint_file.errors import CheckpointError
 from deepmd_muon.checkpoint_file.file import OWN_KEY, understood
 from deepmd_muon.model import EnergyModel
@@ -24,6 +23,8 @@ log = logging.getLogger(__name__)
 
 SHARED = "shared_parameters"
 """Key below ours in a checkpoint: the first name of every parameter that has several."""
+
+# The lists of the routing manifest, with one entry for each parameter of a group.
 _MANIFEST = ("routes", "views", "shapes")
 
 
@@ -33,47 +34,38 @@ def shared_names(model: EnergyModel | Branches) -> dict[str, str]:
 
 
 def state_of(
-    sources: Mapping[str, Source],
-    model: EnergyModel | Branches,
-    optimizer: torch.optim.Optimizer,
-    *,
-    alone: bool,
+    sources: Mapping[str, Source], model: EnergyModel | Branches, optimizer: torch.optim.Optimizer
 ) -> Mapping[str, Any]:
-    """Return the content of the checkpoint that a run restarts from, its state arranged as the present model's.
+    """Return the content of the checkpoint that a run restarts from, arranged as the present model.
 
-    Several ranks (not `alone`) cannot rearrange the state of a directory. The weights are loaded already.
+    The weights are loaded already.
 
     Raises
     ------
     CheckpointError
-        When the state cannot follow other branches, or the types of another type map.
+        If the state of several branches would have to follow another type map.
     """
-    source, models = next(iter(sources.values())), branches_of(model)
-    moves = {
-        name: move for name, one in sources.items() if (move := one.move_to(models[name].type_map))
-    }
-    fixed = not alone and is_directory(source.path)
-    if moves and fixed:
-        raise CheckpointError(
-            f"type_map is not that of {source.path}, a directory whose state several processes cannot rearrange: "
-            "continue from a file, or start on one process"
-        )
+    source = next(iter(sources.values()))
+    models = branches_of(model)
+    moves = {}
+    for name, branch_source in sources.items():
+        move = branch_source.move_to(models[name].type_map)
+        if move is not None:
+            moves[name] = move
     if moves and len(models) > 1:
         raise CheckpointError(
-            f"type_map is not that of {source.path}, which the state of several branches cannot follow: start from its "
-            "weights with --init-model"
+            f"type_map is not that of {source.path}, which the state of several branches cannot "
+            "follow: start from its weights with --init-model"
         )
     with understood(source.path):
-        continued = {name: one.branch for name, one in sources.items()}
+        continued = {name: branch_source.branch for name, branch_source in sources.items()}
         content = for_branches(source.content, model, optimizer, continued)
-        if content is not source.content and fixed:
-            raise CheckpointError(
-                f"the branches of this input are not those of {source.path}, a directory whose state several processes "
-                "cannot rearrange: continue from a file, or start on one process"
-            )
         for name, move in moves.items():
             content = moved_content(content, models[name], optimizer, move)
     return content
+
+
+# ----- other branches ----------------------------------------------------------------------------
 
 
 def for_branches(
@@ -82,44 +74,123 @@ def for_branches(
     optimizer: torch.optim.Optimizer,
     continued: Mapping[str, str],
 ) -> Mapping[str, Any]:
-    """Return a checkpoint whose optimizer state and averages bear the names of the present parameters.
+    """Return a checkpoint with optimizer state and averages under the names of present parameters.
 
-    Parameters that the checkpoint does not have start without state, as in a fresh run; state of parameters that are
-    gone is dropped. A checkpoint with the present names comes back as it is, as does one without names. `continued` has
-    the saved branch that each branch starts from; those that start anew have none.
+    Parameters that the checkpoint does not have start without state, as in a fresh run. State of
+    parameters that are gone is dropped. A checkpoint with the present names comes back as it is, as
+    does one without names. `continued` has the saved branch that each branch starts from; branches
+    that start afresh are not in it.
     """
-    saved = content.get("optimizer") or {}
-    groups = saved.get("param_groups", [])
+    saved_state = content.get("optimizer") or {}
+    groups = saved_state.get("param_groups", [])
     if len(groups) != 1 or "param_names" not in groups[0]:
         return content
-    (group,) = groups
-    places = {canonical_name(name): place for place, name in enumerate(group["param_names"])}
-    names = {
-        canonical_name(found[0]): [*map(canonical_name, found)]
-        for found in all_names(model).values()
+    group = groups[0]
+    # Where each saved parameter is in the lists of the group, and which of them have state.
+    saved_position = {canonical_name(name): i for i, name in enumerate(group["param_names"])}
+    with_state = {
+        name for name, i in saved_position.items() if group["params"][i] in saved_state["state"]
     }
-    kept = {name for name, place in places.items() if group["params"][place] in saved["state"]}
-    same = all(name == former for name, former in continued.items())
-    if same and names.keys() <= places.keys() and kept <= names.keys():
+    # Every present parameter by its first name, with all names that it has in branches.
+    names = {
+        canonical_name(alike[0]): [canonical_name(name) for name in alike]
+        for alike in all_names(model).values()
+    }
+    same_branches = all(name == former for name, former in continued.items())
+    is_complete = names.keys() <= saved_position.keys() and with_state <= names.keys()
+    if same_branches and is_complete:
         return content
-    former = _Former(content, continued)
-    sources = {name: next((place for each in alike if (place := former.find(each)) in places), None)
-               for name, alike in names.items()}  # fmt: skip
-    moved = {**content, "optimizer": _moved_state(saved, sources, places, optimizer)}
+
+    former = _FormerNames(content, continued)
+    saved_names: dict[str, str | None] = {}
+    for name, alike in names.items():
+        candidates = [former.state_name_of(branch_name) for branch_name in alike]
+        with_position = [candidate for candidate in candidates if candidate in saved_position]
+        saved_names[name] = with_position[0] if with_position else None
+    rearranged = {
+        **content,
+        "optimizer": _moved_state(saved_state, saved_names, saved_position, optimizer),
+    }
     if average := content.get("ema"):
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        stored = _with_own_names(average["model"])
-        found = {name: stored.get(former.name_of(name)) for name in parameters}
-        values = {name: parameters[name].detach() if x is None else x for name, x in found.items()}
-        moved["ema"] = {**average, "model": values}
-    fresh = [name for name, source in sources.items() if source is None]
-    gone = sorted(kept - {*sources.values()})
-    log.warning(
-        "optimizer state: %d parameters continue; %s",
-        len(sources) - len(fresh),
-        "; ".join(_describe(fresh, gone)) or "all",
-    )
-    return moved
+        rearranged["ema"] = {**average, "model": _moved_average(average["model"], model, former)}
+    _log_moved(saved_names, with_state)
+    return rearranged
+
+
+class _FormerNames:
+    """Names of the present parameters in a checkpoint."""
+
+    def __init__(self, content: Mapping[str, Any], continued: Mapping[str, str]) -> None:
+        self._continued = continued
+        self._has_branches = "model_dict" in content["model"]["_extra_state"]["model_params"]
+        self._first_names = content.get(OWN_KEY, {}).get(SHARED, {})
+
+    def name_of(self, name: str) -> str:
+        """Return the name of a present parameter in the checkpoint, "" if its branch is new."""
+        branch, _, name_in_branch = name.partition(".")
+        if SINGLE in self._continued:  # names of a single model do not begin with a branch
+            branch = SINGLE
+            name_in_branch = name
+        former = self._continued.get(branch)
+        if former is None:
+            return ""
+        return f"{former}.{name_in_branch}" if self._has_branches else name_in_branch
+
+    def state_name_of(self, name: str) -> str:
+        """Return the name under which the checkpoint has the optimizer's state of a parameter."""
+        former = self.name_of(name)
+        return str(self._first_names.get(former, former))
+
+
+def _moved_state(
+    saved_state: Mapping[str, Any],
+    saved_names: Mapping[str, str | None],
+    saved_position: Mapping[str, int],
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, Any]:
+    """Return an optimizer's state dict of the present parameters, with the state of their sources.
+
+    `saved_names` has the name of each present parameter in the checkpoint, None for a new one.
+    """
+    group = saved_state["param_groups"][0]
+    lists: dict[str, list[Any]] = {
+        "params": list(range(len(saved_names))),
+        "param_names": list(saved_names),
+    }
+    if isinstance(optimizer, HybridMuon):
+        manifest = optimizer.routing.manifest()
+        position = {entry.name: i for i, entry in enumerate(optimizer.routing)}
+        for key in _MANIFEST:
+            if key in group:
+                # New parameters have the present route, so that none of them counts as changed.
+                lists[key] = [
+                    manifest[key][position[name]]
+                    if saved_name is None
+                    else group[key][saved_position[saved_name]]
+                    for name, saved_name in saved_names.items()
+                ]
+    state = {}
+    for number, saved_name in enumerate(saved_names.values()):
+        if saved_name is None:
+            continue
+        tensors = saved_state["state"].get(group["params"][saved_position[saved_name]], {})
+        if tensors:
+            # Copies: one shared parameter may have become two.
+            state[number] = {
+                key: x.clone() if torch.is_tensor(x) else x for key, x in tensors.items()
+            }
+    return {**saved_state, "state": state, "param_groups": [{**group, **lists}]}
+
+
+def _moved_average(
+    stored: Mapping[str, torch.Tensor], model: EnergyModel | Branches, former: _FormerNames
+) -> dict[str, torch.Tensor]:
+    """Return the average of the present parameters; a new one begins with its weight."""
+    by_own_name = _with_own_names(stored)
+    return {
+        name: by_own_name.get(former.name_of(name), parameter.detach())
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def _with_own_names(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -127,126 +198,113 @@ def _with_own_names(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     return {own_parameter_name(name): x for name, x in stored.items()}
 
 
-def _describe(fresh: list[str], gone: list[str]) -> list[str]:
-    """Describe which branches have parameters that start without state, and which state is dropped."""
-    told = []
-    for names, what in (
-        (fresh, "start without state"),
-        (gone, "are gone, and their state is dropped"),
-    ):
-        if names:
-            branches = dict.fromkeys(name.partition(".")[0] for name in names)
-            told.append(f"{len(names)} {what} (of {', '.join(branches)})")
-    return told
+def _log_moved(saved_names: Mapping[str, str | None], with_state: set[str]) -> None:
+    """Log how many parameters continue, start without state, or are gone, and their branches."""
+    new = [name for name, saved_name in saved_names.items() if saved_name is None]
+    gone = sorted(with_state - {*saved_names.values()})
+    changes = []
+    if new:
+        changes.append(f"{len(new)} start without state (of {_branches_in(new)})")
+    if gone:
+        changes.append(
+            f"{len(gone)} are gone, and their state is dropped (of {_branches_in(gone)})"
+        )
+    n_continued = len(saved_names) - len(new)
+    log.warning(
+        "optimizer state: %d parameters continue; %s", n_continued, "; ".join(changes) or "all"
+    )
 
 
-class _Former:
-    """Names of the present parameters in a checkpoint."""
-
-    def __init__(self, content: Mapping[str, Any], continued: Mapping[str, str]) -> None:
-        self._continued = continued
-        self._several = "model_dict" in content["model"]["_extra_state"]["model_params"]
-        self._first = content.get(OWN_KEY, {}).get(SHARED, {})
-
-    def name_of(self, name: str) -> str:
-        """Return the name of a present parameter in the checkpoint, "" where its branch starts anew."""
-        branch, _, rest = name.partition(".")
-        if SINGLE in self._continued:
-            branch, rest = SINGLE, name
-        former = self._continued.get(branch)
-        return "" if former is None else f"{former}.{rest}" if self._several else rest
-
-    def find(self, name: str) -> str:
-        """Return the name under which the checkpoint has its optimizer state."""
-        former = self.name_of(name)
-        return str(self._first.get(former, former))
+def _branches_in(names: list[str]) -> str:
+    return ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
 
 
-def _moved_state(
-    saved: Mapping[str, Any],
-    sources: Mapping[str, str | None],
-    places: Mapping[str, int],
-    optimizer: torch.optim.Optimizer,
-) -> dict[str, Any]:
-    """Return an optimizer's state dict of the present parameters, each with the state of its source."""
-    (group,) = saved["param_groups"]
-    lists: dict[str, list[Any]] = {
-        "params": list(range(len(sources))),
-        "param_names": list(sources),
-    }
-    if isinstance(optimizer, HybridMuon):
-        present = {entry.name: number for number, entry in enumerate(optimizer.routing)}
-        manifest = optimizer.routing.manifest()
-        for key in _MANIFEST:
-            if key in group:
-                lists[key] = [
-                    manifest[key][present[name]] if source is None else group[key][places[source]]
-                    for name, source in sources.items()
-                ]
-    state = {}
-    for number, source in enumerate(sources.values()):
-        values = {} if source is None else saved["state"].get(group["params"][places[source]], {})
-        if values:  # a copy: what was shared may have become two parameters
-            state[number] = {
-                key: x.clone() if torch.is_tensor(x) else x for key, x in values.items()
-            }
-    return {**saved, "state": state, "param_groups": [{**group, **lists}]}
+# ----- other types -------------------------------------------------------------------------------
 
 
 def moved_content(
     content: Mapping[str, Any], model: EnergyModel, optimizer: torch.optim.Optimizer, move: TypeMove
 ) -> dict[str, Any]:
-    """Return a checkpoint whose optimizer state and averages have the shapes of the present types."""
-    moved = dict(content)
+    """Return a checkpoint with optimizer state and averages in the shapes of the present types."""
+    rearranged = dict(content)
     if state := content.get("optimizer"):
-        moved["optimizer"] = _move_state(state, model, optimizer, move)
+        rearranged["optimizer"] = _move_state(state, model, optimizer, move)
     if average := content.get("ema"):
         stored = _with_own_names(average["model"])
-        moved["ema"] = {**average, "model": move_weights(model, stored, move)}
-    return moved
+        rearranged["ema"] = {**average, "model": move_weights(model, stored, move)}
+    return rearranged
+
+
+class _TypedParameter(NamedTuple):
+    """A parameter with rows for types."""
+
+    name: str
+    shape: torch.Size
+    type_axis: int
+    entry: Any  # its entry in HybridMuon's routing, None for other optimizers
 
 
 def _move_state(
     state: Mapping[str, Any], model: EnergyModel, optimizer: torch.optim.Optimizer, move: TypeMove
 ) -> dict[str, Any]:
-    """Move rows of moments; new types have none, as before a first step."""
-    axes, parameters = type_axes(model), dict(model.named_parameters())
-    routing = (
-        {entry.name: entry for entry in optimizer.routing}
-        if isinstance(optimizer, HybridMuon)
-        else {}
-    )
-    # deepmd-kit's own state is by position.
-    unnamed = iter([own_parameter_name(name) for name in deepmd_kit_parameter_names(model)])
-    groups, values = [], dict(state["state"])
+    """Move rows of moments; rows of new types are zero, as before a first step."""
+    typed = _typed_parameters(model, optimizer)
+    # deepmd-kit's own state has no names; it is by position.
+    names_by_position = [own_parameter_name(name) for name in deepmd_kit_parameter_names(model)]
+    groups = []
+    tensors_of = dict(state["state"])
+    start = 0  # position of the group's first parameter among those of all groups
     for group in state["param_groups"]:
-        changed = {key: list(group[key]) for key in ("routes", "views", "shapes") if key in group}
-        names = group.get("param_names") or [next(unnamed, "") for _ in group["params"]]
-        for index, (name, key) in enumerate(
-            zip(map(canonical_name, names), group["params"], strict=True)
-        ):
-            if name not in axes or name not in parameters:
+        manifest = {key: list(group[key]) for key in _MANIFEST if key in group}
+        end = start + len(group["params"])
+        names = group.get("param_names") or names_by_position[start:end]
+        start = end
+        for i, (name, number) in enumerate(zip(names, group["params"], strict=True)):
+            parameter = typed.get(canonical_name(name))
+            if parameter is None:
                 continue
-            shape, old, entry = parameters[name].shape, values.get(key, {}), routing.get(name)
-            if (
-                entry
-                and entry.route != "frozen"
-                and ("momentum_buffer" in old) != (entry.route == "muon")
-            ):
-                old = {}  # with one type the table is not a matrix
-            moments = {
-                what: x for what, x in old.items() if torch.is_tensor(x) and x.dim() == len(shape)
-            }
-            values[key] = {
-                **old,
-                **{w: move.rows(x, x.new_zeros(shape), axes[name]) for w, x in moments.items()},
-            }
-            if entry and changed:
-                for what, listed in RouteTable([entry]).manifest().items():
-                    if what in changed:
-                        changed[what][index] = listed[0]
-            log.warning(
-                "optimizer state of %s: %s", name, move.describe() if old else "starts fresh"
-            )
-        groups.append({**group, **changed})
-    return {**state, "state": values, "param_groups": groups}
+            tensors_of[number] = _move_rows(tensors_of.get(number, {}), parameter, move)
+            if parameter.entry is not None:
+                for key, values in RouteTable([parameter.entry]).manifest().items():
+                    if key in manifest:
+                        manifest[key][i] = values[0]
+        groups.append({**group, **manifest})
+    return {**state, "state": tensors_of, "param_groups": groups}
+
+
+def _typed_parameters(
+    model: EnergyModel, optimizer: torch.optim.Optimizer
+) -> dict[str, _TypedParameter]:
+    """Return the parameters with rows for types by name."""
+    entries = {}
+    if isinstance(optimizer, HybridMuon):
+        entries = {entry.name: entry for entry in optimizer.routing}
+    axes = type_axes(model)
+    return {
+        name: _TypedParameter(
+            name=name, shape=parameter.shape, type_axis=axes[name], entry=entries.get(name)
+        )
+        for name, parameter in model.named_parameters()
+        if name in axes
+    }
+
+
+def _move_rows(
+    tensors: Mapping[str, Any], parameter: _TypedParameter, move: TypeMove
+) -> dict[str, Any]:
+    """Return a parameter's state with its moments in the rows of the present types."""
+    entry = parameter.entry
+    if entry is not None and entry.route != "frozen":
+        # With one type the table is not a matrix, so the parameter may change its route.
+        same_route = ("momentum_buffer" in tensors) == (entry.route == "muon")
+        tensors = tensors if same_route else {}
+    in_present_rows = dict(tensors)
+    for key, x in tensors.items():
+        if torch.is_tensor(x) and x.dim() == len(parameter.shape):
+            in_present_rows[key] = move.rows(x, x.new_zeros(parameter.shape), parameter.type_axis)
+    log.warning(
+        "optimizer state of %s: %s",
+        parameter.name,
+        move.describe() if tensors else "starts fresh",
+    )
+    return in_present_rows

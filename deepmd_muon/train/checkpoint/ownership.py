@@ -1,4 +1,4 @@
-"""Lock the output folder: one run at a time, and never overwrite an earlier run's files."""
+"""Lock a run's files, find the checkpoint it continues, set files of earlier runs aside."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deepmd_muon.checkpoint_file.file import OWN_KEY
+import torch
+
+from deepmd_muon.checkpoint_file.errors import CheckpointError
+from deepmd_muon.checkpoint_file.file import (
+    DIRECTORY_SUFFIX,
+    OWN_KEY,
+    checkpoint_path,
+    read_checkpoint,
+    refuse_directory,
+)
 from deepmd_muon.failures import is_disk_failure
 from deepmd_muon.files import (
     WriteError,
-    is_special,
-    leftovers_of,
     make_folder_of,
     refuse_clashes,
     regular_text,
@@ -28,7 +35,7 @@ from deepmd_muon.files import (
     whole_file,
     writing,
 )
-from deepmd_muon.train.checkpoint.files import REMOVED, write_pointer
+from deepmd_muon.train.checkpoint.saving import write_pointer
 from deepmd_muon.train.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -37,199 +44,248 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: Values of --restart that stand for the newest checkpoint, if there is one.
+AUTOMATIC = ("auto", "latest")
+
 _NEW = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-_SUFFIXES = (".pt", ".dcp")
-# A temporary file that several runs may write is left behind when it is older [s].
-_LONGEST_SAVE = 3600.0
+
+
+class _OtherRun(NamedTuple):
+    """Another run in the folder, as its normalised input describes it."""
+
+    prefix: Path
+    reports: frozenset[str | None]
+
+    @classmethod
+    def of(cls, sections: Any) -> _OtherRun:
+        """Read the names from an input, which may be anything."""
+        training = sections["training"]
+        return cls(
+            prefix=Path(training["save_ckpt"]),
+            reports=frozenset(
+                [
+                    training.get("disp_file"),
+                    training.get("jsonl_file"),
+                    sections.get("validating", {}).get("full_val_file"),
+                ]
+            ),
+        )
 
 
 class RunFiles:
     """The files that a run writes, as its checked input and the command line name them."""
 
-    def __init__(self, given: Input, output: str = "out.json", log_path: str | None = None) -> None:
-        self._given, self._output, self._log_path = given, output, log_path
-        self._training = given.settings.training
-        self._prefix = Path(self._training.save_ckpt)
-        validating = given.settings.validating
+    def __init__(
+        self, run_input: Input, output: str = "out.json", log_path: str | None = None
+    ) -> None:
+        training = run_input.settings.training
+        validating = run_input.settings.validating
+        self._input = run_input
+        self._training = training
+        self._prefix = Path(training.save_ckpt)
+        self._output = Path(output)
+        self._log_path = log_path
+        self._curve = training.disp_file if training.disp_training else None
         self._validations = validating.full_val_file if validating.full_validation else None
-        self._curve = self._training.disp_file if self._training.disp_training else None
+        self._best_prefix = validating.best_prefix(training.save_ckpt)
         self._earlier_input = b""
 
     def check(self, checkpoint: str | None = None) -> None:
-        """Refuse to write over the input, the data, the checkpoint of a run's start, or one output over another."""
+        """Refuse to overwrite the input, the data, the first checkpoint, or another output."""
         training = self._training
         outputs = {
             "the output (-o)": self._output,
             "-l": self._log_path,
+            "training/disp_file": self._curve,
             "training/jsonl_file": training.jsonl_file,
+            "training/profiling_file": training.profiling_file if training.profiling else None,
+            "validating/full_val_file": self._validations,
+            # deepmd-kit's text file that names the newest checkpoint
+            "the run's file checkpoint": self._prefix.with_name("checkpoint"),
         }
-        for branch in self._given.branches.values():
-            outputs[f"{branch.data_path}/stat_file"] = branch.data.stat_file
-        outputs["training/disp_file"] = self._curve
-        if training.profiling:
-            outputs["training/profiling_file"] = training.profiling_file
-        # The text file that names the newest checkpoint.
-        outputs["the run's file checkpoint"] = str(self._prefix.with_name("checkpoint"))
-        outputs["validating/full_val_file"] = self._validations
         link = Path(f"{training.save_ckpt}.pt")
         if not link.is_symlink():  # a link is left from an earlier run
-            outputs["training/save_ckpt"] = str(link)
+            outputs["training/save_ckpt"] = link
         systems = {}
-        for name, branch in self._given.branches.items():
-            whose = f" of {name}" if self._given.multi_task else ""
-            systems[f"the training data{whose}"] = branch.data.training_data.systems
+        for name, branch in self._input.branches.items():
+            outputs[f"{branch.data_path}/stat_file"] = branch.data.stat_file
+            of_branch = f" of {name}" if self._input.multi_task else ""
+            systems[f"the training data{of_branch}"] = branch.data.training_data.systems
             if branch.data.validation_data:
-                systems[f"the validation data{whose}"] = branch.data.validation_data.systems
-        inputs = {"the input": self._given.source, "the checkpoint": checkpoint}
+                systems[f"the validation data{of_branch}"] = branch.data.validation_data.systems
+        inputs = {"the input": self._input.source, "the checkpoint": checkpoint}
         refuse_clashes(TrainingError, outputs, inputs, systems)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold checkpoints and reports for the time of a `with` block; a TrainingError where another run holds them.
+        """Lock checkpoints and reports for the time of a `with` block.
 
-        The lock is the system's, which releases it however the process ends; a file beside each says who holds it.
-        Delete temporary files that killed runs of the same names have left.
+        The operating system releases the locks however the process ends; a file next to each output
+        says who holds it. Temporary checkpoints that a killed run has left are deleted.
+
+        Raises
+        ------
+        TrainingError
+            If another run holds a lock.
         """
-        named = {
-            "training/save_ckpt": self._prefix,
-            "training/disp_file": self._curve,
-            "training/jsonl_file": self._training.jsonl_file,
-            "validating/full_val_file": self._validations,
-            "validating/save_best_dir": self._given.settings.validating.best_prefix(
-                self._training.save_ckpt
-            ),
+        # Checkpoints of all runs in a folder share the text file `checkpoint`; best checkpoints of
+        # all runs in a folder have the same names, so two runs would delete each other's.
+        setting_of_file: dict[str | Path | None, str] = {
+            self._prefix: "training/save_ckpt",
+            self._curve: "training/disp_file",
+            self._training.jsonl_file: "training/jsonl_file",
+            self._validations: "validating/full_val_file",
+            self._best_prefix: "validating/save_best_dir",
+            self._prefix.with_name("checkpoint"): "training/save_ckpt",
         }
-        # All runs share the names of the best checkpoints: two in one folder would delete each other's. deepmd-kit's
-        # text file names the newest checkpoint of a folder, whatever `save_ckpt` is.
-        places = {path: setting for setting, one in named.items() for path in _files_of(one)}
-        places |= {self._prefix.with_name("checkpoint"): "training/save_ckpt"}
-        with contextlib.ExitStack() as stack:
-            for path, setting in places.items():
-                stack.enter_context(_lock(path, setting, self._given.source))
-            self._remove_leftovers({_lock_of(path).name for path in places})
-            if (output := Path(self._output)).is_file():
-                self._earlier_input = output.read_bytes()
+        with contextlib.ExitStack() as locks:
+            for file, setting in setting_of_file.items():
+                if file is not None:
+                    locks.enter_context(_lock(Path(file), setting, self._input.source))
+            self._remove_leftovers()
+            if self._output.is_file():
+                self._earlier_input = self._output.read_bytes()
             yield
 
-    def _remove_leftovers(self, mine: set[str]) -> None:
-        """Delete temporary files of killed runs; `mine` are the names of this run's locks."""
-        prefix = self._prefix
-        # Of this prefix alone: others in the folder, such as prefix-2, may be writing theirs.
-        step = rf"\.{re.escape(prefix.name)}(-([0-9]+|{REMOVED}))?"
-        own = re.compile(rf"{step}\.[0-9a-f]{{16}}\.(pt|dcp)|{step}\.dcp")
-        found = [path for path in _entries(prefix.parent) if own.fullmatch(path.name)]
-        found += [left for path in _files_of(self._curve) for left in leftovers_of(path)]
-        # Other runs may be writing these as well: they stay while another run has locks there, for an hour at most.
-        named = [self._training.jsonl_file, self._validations, self._output, self._log_path]
-        named += [branch.data.stat_file for branch in self._given.branches.values()]
-        shared = [
-            prefix.with_name("checkpoint"),
-            prefix.with_name("try"),
-            *(Path(name) for name in named if name),
-        ]
-        for rest in (left for path in shared for left in leftovers_of(path)):
-            with contextlib.suppress(FileNotFoundError):  # its run has just renamed it
-                old = time.time() - rest.lstat().st_mtime > _LONGEST_SAVE
-                if old or {path.name for path in rest.parent.glob(".*.lock")} <= mine:
-                    found.append(rest)
-        for rest in found:
-            with writing(rest):
-                if rest.is_dir() and not rest.is_symlink():
-                    shutil.rmtree(rest)
-                else:
-                    rest.unlink(missing_ok=True)
-            log.info(
-                "removed %s, which a run that was killed had begun to write or to delete", rest
-            )
+    def _remove_leftovers(self) -> None:
+        """Delete temporary checkpoints and links of killed runs of this prefix.
+
+        Their names have a step, so no later write of the same name would remove them.
+        """
+        name = re.escape(self._prefix.name)
+        temporary = re.compile(rf"\.{name}(-[0-9]+)?\.[0-9a-f]{{16}}\.pt")
+        for path in _files_matching(temporary, self._prefix.parent):
+            with writing(path):
+                path.unlink(missing_ok=True)
+            log.info("removed %s, which a killed run had begun to write", path)
 
     def keep(self, source: Source | None, step: int, keep_best: Callable[[int], None]) -> None:
-        """Give files that this run would overwrite a number: ``lcurve.out`` becomes ``lcurve.out.1``.
+        """Set aside what this run would overwrite: ``lcurve.out`` becomes ``lcurve.out.1``.
 
-        A fresh run sets all files of an earlier one aside, ``model.ckpt-100.pt`` as ``model.ckpt.1-100.pt``; the first
-        number that is free for all of them is taken. A run that continues `source` after `step` updates sets aside the
-        reports of another run, or its own files of later steps. `keep_best` sets aside the best checkpoints after a
-        step, -1 for all.
+        One rule: checkpoints of later steps than the run begins with, and reports that would lose
+        rows, take the first number that is free for all of them. A fresh run sets everything aside.
+        A run that continues `source` after `step` updates sets aside what follows this step, and
+        all reports of a run with another ``save_ckpt``.
+
+        Parameters
+        ----------
+        source
+            The checkpoint that the run continues; None for a fresh run.
+        step
+            Updates done.
+        keep_best
+            Sets the best checkpoints after a step aside, -1 for all.
         """
-        prefix = self._prefix
-        reports = _not_empty(self._curve, self._training.jsonl_file, self._training.exported_path)
-        every = [*reports, *_not_empty(self._validations)]
-        saved: list[Path] = []
-        if source is None:  # full validation keeps its file itself
-            saved, told = _saved(prefix), "kept the files of an earlier run as %s"
-        elif another := self._of_another_run(source):
-            other, theirs = another
-            reports = [path for path in every if str(path) in theirs]
-            told = f"reports of the run with save_ckpt {other} are kept as %s"
+        reports = [self._curve, self._training.jsonl_file, self._training.exported_path]
+        continues_reports = False
+        if source is None:
+            # Full validation sets its own file and best checkpoints aside.
+            checkpoints = self._checkpoints_after(-1)
+            message = "kept the files of an earlier run as %s"
+        elif other_run := self._reports_of_another_run(source):
+            checkpoints = []
+            reports = [
+                name for name in (*reports, self._validations) if str(name) in other_run.reports
+            ]
             keep_best(-1)
-        elif saved := self._later_than(source.path.resolve(), step):
-            reports, told = every, f"this run goes back to step {step}: later files are kept as %s"
-            keep_best(step)
+            message = f"reports of the run with save_ckpt {other_run.prefix} are kept as %s"
         else:
+            checkpoints = self._later_checkpoints(source.path.resolve(), step)
+            if not checkpoints:
+                return
+            reports.append(self._validations)
+            continues_reports = True
+            keep_best(step)
+            message = f"this run goes back to step {step}: later files are kept as %s"
+        report_files = [Path(name) for name in reports if name is not None]
+        report_files = [path for path in report_files if path.is_file() and path.stat().st_size]
+        if not checkpoints and not report_files:
             return
-        if not saved and not reports:
-            return
-        number = _free_number(prefix, reports)
-        renamed = _set_aside(prefix, saved, number)
-        names = [*renamed.values()]
-        if source is None and self._earlier_input:
-            output = Path(self._output)
-            names.append(f"{output.name}.{number}")
-            with whole_file(output.with_name(names[-1])) as file:
-                file.write(self._earlier_input)
-        pointer = ""  # of deepmd-kit: a text file that names the newest checkpoint
-        with contextlib.suppress(OSError):
-            pointer = renamed.get(regular_text(prefix.with_name("checkpoint")).strip(), "")
-        if source is not None and saved:
-            pointer = source.path.resolve().name
-            replace_link(prefix.with_name(f"{prefix.name}{source.path.resolve().suffix}"), pointer)
-        if pointer:
-            write_pointer(prefix.parent, pointer)
-        for path in reports:
-            names.append(f"{path.name}.{number}")
-            if source is not None and saved:  # the run will cut the report at its first step
-                with whole_file(path.with_name(names[-1])) as file, path.open("rb") as report:
-                    shutil.copyfileobj(report, file)
+
+        number = _free_number(self._prefix, report_files)
+        new_names = self._number_checkpoints(checkpoints, number, source)
+        for path in report_files:
+            numbered = path.with_name(f"{path.name}.{number}")
+            new_names.append(numbered.name)
+            if continues_reports:  # the run will cut the report at its first step
+                with whole_file(numbered) as copy, path.open("rb") as report:
+                    shutil.copyfileobj(report, copy)
             else:
                 with writing(path):
-                    path.rename(path.with_name(names[-1]))
-        log.log(logging.WARNING if source else logging.INFO, told, ", ".join(names))
+                    path.rename(numbered)
+        if source is None and self._earlier_input:
+            numbered = self._output.with_name(f"{self._output.name}.{number}")
+            new_names.append(numbered.name)
+            with whole_file(numbered) as file:
+                file.write(self._earlier_input)
+        log.log(logging.WARNING if source else logging.INFO, message, ", ".join(new_names))
 
-    def _later_than(self, source: Path, step: int) -> list[Path]:
-        """Return the checkpoints beyond the one that is continued; only one of `save_ckpt` has later ones."""
+    def _checkpoints_after(self, step: int) -> list[Path]:
+        """Return the checkpoints of this prefix after a step, in the order of their names."""
+        name = re.compile(rf"{re.escape(self._prefix.name)}-[0-9]+\.pt")
+        checkpoints = sorted(_files_matching(name, self._prefix.parent))
+        return [path for path in checkpoints if _step(path) > step]
+
+    def _later_checkpoints(self, source: Path, step: int) -> list[Path]:
+        """Return the checkpoints after the continued one, if that is one of this prefix."""
         prefix = self._prefix
-        if (
-            source.parent != prefix.parent.resolve()
-            or source.name.rpartition("-")[0] != prefix.name
-        ):
-            return []
-        return [path for path in _saved(prefix) if int(path.stem.rpartition("-")[2]) > step]
+        same_folder = source.parent == prefix.parent.resolve()
+        same_name = source.name.rpartition("-")[0] == prefix.name
+        return self._checkpoints_after(step) if same_folder and same_name else []
 
-    def _of_another_run(self, source: Source) -> tuple[Path, set[str | None]] | None:
-        """Return `save_ckpt` and reports of another run, to which this one would add its rows; None for its own.
+    def _reports_of_another_run(self, source: Source) -> _OtherRun | None:
+        """Return the run to whose reports this one would add its rows; None if they are its own.
 
-        Two runs with different `save_ckpt` and the same `disp_file` may follow each other in a folder. The normalised
-        input that lies there says whose the reports are.
+        Two runs with different `save_ckpt` and the same `disp_file` may follow each other in a
+        folder. The normalised input in the folder says which of them wrote the reports.
         """
         try:
-            sections = json.loads(self._earlier_input)
-            theirs = sections["training"]
-            prefix, names = (
-                Path(theirs["save_ckpt"]),
-                {theirs.get("disp_file"), theirs.get("jsonl_file")},
-            )
-            names.add(sections.get("validating", {}).get("full_val_file"))
-        except (ValueError, LookupError, TypeError, AttributeError):
+            other_run = _OtherRun.of(json.loads(self._earlier_input))
+        except (ValueError, LookupError, TypeError, AttributeError):  # not an input of ours
             return None
-        own = source.content.get(OWN_KEY)
-        continued = json.loads(own["settings"])["training"].get("save_ckpt") if own else None
-        continued = continued or str(source.path).rpartition("-")[0]
-        own_prefixes = self._prefix.resolve(), Path(continued).resolve()
-        return None if prefix.resolve() in own_prefixes else (prefix, names)
+        ours = source.content.get(OWN_KEY)
+        continued = json.loads(ours["settings"])["training"].get("save_ckpt") if ours else None
+        continued = Path(continued or str(source.path).rpartition("-")[0])
+        is_ours = other_run.prefix.resolve() in (self._prefix.resolve(), continued.resolve())
+        return None if is_ours else other_run
+
+    def _number_checkpoints(
+        self, checkpoints: Sequence[Path], number: int, source: Source | None
+    ) -> list[str]:
+        """Rename checkpoints, the link and the pointer that name one; return the new names."""
+        prefix = self._prefix
+        link = prefix.with_name(f"{prefix.name}.pt")
+        target = os.readlink(link) if link.is_symlink() else ""
+        new_names = {
+            path.name: f"{prefix.name}.{number}{path.name[len(prefix.name) :]}"
+            for path in checkpoints
+        }
+        for old, new in new_names.items():
+            with writing(prefix.parent / new):
+                (prefix.parent / old).rename(prefix.parent / new)
+        if target in new_names:
+            replace_link(prefix.with_name(f"{prefix.name}.{number}.pt"), new_names[target])
+            link.unlink()
+        pointer = ""
+        if checkpoints and source is not None:
+            pointer = source.path.resolve().name
+            replace_link(link, pointer)
+        else:
+            with contextlib.suppress(OSError):  # there is none
+                text = regular_text(prefix.with_name("checkpoint"))
+                pointer = new_names.get(text.strip(), "")
+        if pointer:
+            write_pointer(prefix.parent, pointer)
+        return list(new_names.values())
+
+
+# ----- locks -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _lock(path: Path, setting: str, input_path: str) -> Iterator[None]:
-    place = _lock_of(path)
+    """Hold the lock of an output, in the file ``.NAME.lock`` next to it."""
+    place = path.with_name(f".{path.name}.lock")
     try:
         make_folder_of(place)
         with writing(place):
@@ -237,16 +293,19 @@ def _lock(path: Path, setting: str, input_path: str) -> Iterator[None]:
     except WriteError as error:
         if is_disk_failure(error):
             raise
-        what = "reports" if setting.endswith("file") else "checkpoints"
+        kind = "reports" if setting.endswith("file") else "checkpoints"
         raise TrainingError(
-            f"{setting}: cannot write {what} to {path.parent}: {error.strerror}"
+            f"{setting}: cannot write {kind} to {path.parent}: {error.strerror}"
         ) from error
     try:
         started = time.strftime("%Y-%m-%d %H:%M:%S")
-        who = f"process {os.getpid()} on {socket.gethostname()}, started {started} with {os.path.abspath(input_path)}"
+        holder = (
+            f"process {os.getpid()} on {socket.gethostname()}, "
+            f"started {started} with {os.path.abspath(input_path)}"
+        )
         with writing(place):
             os.truncate(handle, 0)
-            os.pwrite(handle, os.fsencode(who), 0)
+            os.pwrite(handle, os.fsencode(holder), 0)
         yield
     finally:
         with contextlib.suppress(OSError):  # the next run takes the file as it is
@@ -261,74 +320,150 @@ def _open_locked(place: Path, path: Path, setting: str) -> int:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            who = os.pread(handle, 1000, 0).decode(errors="replace") or "another run"
+            holder = os.pread(handle, 1000, 0).decode(errors="replace") or "another run"
             os.close(handle)
             raise TrainingError(
-                f"{setting}: {path} is being written by {who}; wait until it ends, or give this run another "
-                f"{'folder' if path.name == 'checkpoint' else 'name'}"
+                f"{setting}: {path} is being written by {holder}; wait until it ends, "
+                f"or give this run another {'folder' if path.name == 'checkpoint' else 'name'}"
             ) from error
         except OSError as error:  # a file system without locks
             log.warning(
                 "%s cannot be locked (%s): see that no other run writes it", path, error.strerror
             )
             return handle
+        # The holder before may have removed the file between opening and locking: then this lock
+        # is on a file that no other run can find.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(place), os.fstat(handle)):
                 return handle
-        os.close(handle)  # its holder has just removed it
+        os.close(handle)
 
 
-def _lock_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.lock")
+# ----- the newest checkpoint ---------------------------------------------------------------------
 
 
-def _saved(prefix: Path) -> list[Path]:
-    """Return the checkpoints of a prefix."""
-    own = re.compile(rf"{re.escape(prefix.name)}-[0-9]+({'|'.join(map(re.escape, _SUFFIXES))})")
-    return sorted(path for path in _entries(prefix.parent) if own.fullmatch(path.name))
+def continued_by(restart: str | None, save_ckpt: str) -> str | None:
+    """Return the checkpoint that a run with ``--restart`` continues; None if it starts afresh.
+
+    The link of the prefix stands for the newest checkpoint: a run that was killed, or met a full
+    disk, may have written it but not linked it. All other paths stand for themselves.
+    """
+    if restart is None:
+        return None
+    if restart in AUTOMATIC:
+        return newest_checkpoint(save_ckpt)
+    path = checkpoint_path(restart)
+    link = Path(f"{save_ckpt}.pt")
+    if not path.is_symlink() or path.absolute() != link.absolute():
+        return restart
+    newest = newest_checkpoint(save_ckpt)
+    return newest if newest is not None and _step(Path(newest)) > _step(path) else restart
 
 
-def _files_of(*named: str | Path | None) -> list[Path]:
-    """Return the paths of those that are files, not devices."""
-    return [Path(path) for path in named if path is not None and not is_special(Path(path))]
+def newest_checkpoint(save_ckpt: str) -> str | None:
+    """Return the newest checkpoint of a prefix, or None.
+
+    The link names it. A run that was killed between writing a checkpoint and linking it has left a
+    later one, which lists the linked one among those before it. A later checkpoint of a run that
+    was given up does not.
+
+    Raises
+    ------
+    CheckpointError
+        If the newest is a checkpoint directory of an earlier version.
+    """
+    prefix = Path(save_ckpt)
+    link = Path(f"{prefix}.pt")
+    linked = link if link.exists() else None
+    directory = Path(f"{prefix}{DIRECTORY_SUFFIX}")
+    if directory.exists() and (linked is None or _step(directory) > _step(linked)):
+        refuse_directory(directory)
+    name = re.compile(rf"{re.escape(prefix.name)}-[0-9]+\.pt")
+    files = _files_matching(name, prefix.parent)
+    unlinked = [path for path in files if path.is_file() and not path.is_symlink()]
+    if linked is not None:
+        unlinked = [path for path in unlinked if _step(path) > _step(linked)]
+    for path in sorted(unlinked, key=_step, reverse=True):
+        if linked is None or linked.resolve().name in _series_of(path):
+            return str(path)
+    if linked is None:
+        log.info("there is no %s.pt: starting afresh", prefix)
+        return None
+    return str(linked)
 
 
-def _not_empty(*named: str | Path | None) -> list[Path]:
-    return [path for path in _files_of(*named) if path.is_file() and path.stat().st_size > 0]
+def _series_of(path: Path) -> Sequence[str]:
+    """Return the names of the checkpoints that existed when one was written."""
+    try:
+        ours = read_checkpoint(path).get(OWN_KEY, {})
+    except CheckpointError as error:
+        log.warning("%s", error)
+        return ()
+    series: Sequence[str] = ours.get("series", ())
+    return series
 
 
-def _set_aside(prefix: Path, saved: Sequence[Path], number: int) -> dict[str, str]:
-    """Rename checkpoints, and links that point at them; return the new names by the old ones."""
-    renamed = {
-        path.name: f"{prefix.name}.{number}{path.name[len(prefix.name) :]}" for path in saved
-    }
-    links = {suffix: prefix.with_name(prefix.name + suffix) for suffix in _SUFFIXES}
-    targets = {suffix: os.readlink(link) for suffix, link in links.items() if link.is_symlink()}
-    for old, new in renamed.items():
-        with writing(prefix.parent / new):
-            (prefix.parent / old).rename(prefix.parent / new)
-    for suffix, target in targets.items():
-        if target in renamed:
-            replace_link(prefix.with_name(f"{prefix.name}.{number}{suffix}"), renamed[target])
-            links[suffix].unlink()
-    return renamed
+def newest_finite(saved: Sequence[Path], source: Path | None) -> Path | None:
+    """Return the last checkpoint whose numbers are finite; `source` if there is none.
+
+    The newest may hold the weights that made a loss NaN, or moments that make weights NaN.
+    `source`, which the run has continued, was examined when it was read. `saved` is in order,
+    oldest first.
+    """
+    for path in reversed(saved):
+        try:
+            content = read_checkpoint(path)
+        except CheckpointError as error:
+            log.warning("%s", error)
+            continue
+        not_finite = [name for name, x in _tensors_in(content) if not bool(torch.isfinite(x).all())]
+        if not not_finite:
+            return path
+        log.warning("%s holds numbers that are not finite (%s)", path, ", ".join(not_finite[:3]))
+    return source
+
+
+def _tensors_in(node: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested dicts and lists with the keys that lead to them."""
+    if isinstance(node, torch.Tensor):
+        yield name, node
+        return
+    children: Iterable[tuple[Any, Any]] = ()
+    if isinstance(node, Mapping):
+        children = node.items()
+    elif isinstance(node, list):
+        children = enumerate(node)
+    for key, child in children:
+        yield from _tensors_in(child, f"{name}/{key}" if name else str(key))
+
+
+# ----- names of files ----------------------------------------------------------------------------
+
+
+def _step(path: Path) -> int:
+    """Return the N of prefix-N.pt, of a link that of its target; 0 for other names."""
+    name = re.search(r"-(\d+)$", path.resolve().stem)
+    return int(name[1]) if name else 0
 
 
 def _free_number(prefix: Path, reports: Sequence[Path]) -> int:
-    """Return the first number that no kept file has."""
-    taken = re.compile(rf"{re.escape(prefix.name)}\.([0-9]+)[-.].*")
-    numbers = [
-        int(found[1]) for path in _entries(prefix.parent) if (found := taken.fullmatch(path.name))
-    ]
+    """Return the first number above those of all files that were set aside before."""
+    numbered = re.compile(rf"{re.escape(prefix.name)}\.([0-9]+)[-.].*")
+    numbers = _numbers_of(numbered, prefix.parent)
     for report in reports:
-        taken = re.compile(rf"{re.escape(report.name)}\.([0-9]+)")
-        numbers += [
-            int(found[1])
-            for path in _entries(report.parent)
-            if (found := taken.fullmatch(path.name))
-        ]
+        numbered = re.compile(rf"{re.escape(report.name)}\.([0-9]+)")
+        numbers += _numbers_of(numbered, report.parent)
     return max(numbers, default=0) + 1
 
 
-def _entries(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
+def _numbers_of(pattern: re.Pattern[str], folder: Path) -> list[int]:
+    """Return the number in the name of each file that matches."""
+    matches = (pattern.fullmatch(path.name) for path in _files_matching(pattern, folder))
+    return [int(match[1]) for match in matches if match]
+
+
+def _files_matching(pattern: re.Pattern[str], folder: Path) -> list[Path]:
+    """Return the entries of a folder whose whole names match, in any order."""
+    if not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if pattern.fullmatch(path.name)]

@@ -1,198 +1,159 @@
-"""The checkpoints of a run in the forms that its input asks for."""
+"""Write the checkpoints of a run: deepmd-kit's own format with our state added, written atomically.
+
+A file holds ``{"model": …, "optimizer": …, "ema": …, "deepmd_muon": …}``. The first three keys are
+deepmd-kit's, so deepmd-kit tests, freezes and continues from the file. An exact restart also needs
+the last one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import socket
-import time
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from deepmd_muon.checkpoint_file.file import OWN_KEY
 from deepmd_muon.failures import is_disk_failure
-from deepmd_muon.files import WriteError, make_folder_of, try_to_write
-from deepmd_muon.train.checkpoint.files import FileSeries
+from deepmd_muon.files import (
+    WriteError,
+    make_folder_of,
+    replace_link,
+    try_to_write,
+    whole_file,
+    writing,
+)
 from deepmd_muon.train.errors import TrainingError
 from deepmd_muon.train.ranks.ranks import Ranks, gather_whole
 
 if TYPE_CHECKING:
     from deepmd_muon.argcheck import RunSettings
-    from deepmd_muon.train.checkpoint.directories import DirectorySeries
 
 log = logging.getLogger(__name__)
 
-# Longest time that a rank waits for rank 0 to name a directory that is complete [s].
-_NAMING = 10.0
-
 
 class Checkpoints:
-    """Files, directories or both; every rank has one and calls its methods with the others.
+    """The checkpoints ``prefix-N.pt`` of a run, the link ``prefix.pt``, the file ``checkpoint``.
 
-    Rank 0 writes files, all write directories. A rank that will write but cannot is a TrainingError on all ranks.
+    Every rank has one and calls its methods together with the others; rank 0 writes. Only files
+    that this run wrote are ever deleted, the oldest first. Files of a run that this one continues
+    count as its own.
+
+    Attributes
+    ----------
+    prefix
+        Path of the checkpoints without ``-N.pt``.
+    written
+        Names of those of this run that still exist, oldest first.
+    is_saving
+        Whether a checkpoint is being written.
     """
 
     def __init__(self, training: RunSettings, ranks: Ranks) -> None:
-        prefix, keep = Path(training.save_ckpt), training.max_ckpt_keep
-        ranks.from_first(
-            "making the folder of checkpoints", lambda: _require_writable(prefix.parent)
-        )
-        self.files = FileSeries(prefix, keep)
-        self.directories: DirectorySeries | None = None
+        self.prefix = Path(training.save_ckpt)
+        self.written: list[str] = []  # on all ranks: all name the same last one in an error
+        self._keep = training.max_ckpt_keep
         self._ranks = ranks
-        self._saving = False
-        self._always_files = training.checkpoint_format != "dcp"
-        if training.checkpoint_format != "file":
-            from deepmd_muon.train.checkpoint.directories import (
-                DirectorySeries,  # brings torch.distributed.checkpoint along
-            )
+        self.is_saving = False
+        ranks.from_first("making the folder of checkpoints", self._require_writable)
 
-            with ranks.together("trying to write checkpoints"):
-                problem = None  # on the machine of another rank, the folder that rank 0 has made may not be there
-                try:
-                    try_to_write(prefix.parent)
-                except WriteError as error:
-                    problem = f"on {socket.gethostname()}: {error.strerror}"
-                found = [
-                    f"rank {rank} {each}"
-                    for rank, each in enumerate(ranks.gather_objects(problem))
-                    if each
-                ]
-                if found:
-                    raise TrainingError(
-                        f"training/save_ckpt: cannot write checkpoints to {prefix.parent}: {'; '.join(found)}"
-                    )
-                self.directories = DirectorySeries(
-                    prefix, keep, ranks, pointer=not self._always_files
-                )
-
-    @property
-    def newest(self) -> Path | None:
-        """The last complete checkpoint of this run."""
-        return self.saved[-1] if self.saved else None
+    def _require_writable(self) -> None:
+        """Make the folder and write to it, so that a run does not fail at its first save."""
+        folder = self.prefix.parent
+        try:
+            make_folder_of(self.prefix)
+            try_to_write(folder)
+        except WriteError as error:
+            if is_disk_failure(error):
+                raise
+            raise TrainingError(
+                f"training/save_ckpt: cannot write checkpoints to {folder}: {error.strerror}"
+            ) from error
 
     @property
     def saved(self) -> list[Path]:
-        """The complete checkpoints of this run that still exist, oldest first; of the same step, the directory last."""
-        names = [*self.files.written, *(self.directories.written if self.directories else ())]
-        return sorted((self.files.prefix.parent / name for name in names), key=_step)
+        """The checkpoints of this run that still exist, oldest first."""
+        return [self.prefix.parent / name for name in self.written]
 
     @property
-    def writing(self) -> bool:
-        """Whether a checkpoint is being written, also beside the steps."""
-        return self._saving or (self.directories is not None and self.directories.under_way)
-
-    def save(self, step: int, content: Callable[[], Mapping[str, Any]]) -> None:
-        """Write the checkpoint of `step` updates; a directory is only begun.
-
-        `content` returns the keys of the file, tensors laid out over the ranks as they are; lists of files are added.
-        """
-        with self.being_written():
-            if self.directories:
-                self.directories.finish()
-            named = self._with_names(step, content())
-            if self.directories:
-                self.directories.save(step, named)
-            if self._always_files:
-                self._save_file(step, named)
-
-    def complete(self, step: int, content: Callable[[], Mapping[str, Any]]) -> None:
-        """Ensure that the last step of a run is saved, as a file too, and that no checkpoint is under way."""
-        with self.being_written():
-            self.finish()
-            directory, file = (
-                self.directories.newest if self.directories else None,
-                self.files.newest,
-            )
-            if self.directories and (directory is None or _step(directory) != step):
-                self.directories.save(step, self._with_names(step, content()))
-            if file is None or _step(file) != step:
-                self._save_file(step, self._with_names(step, content()))
-            elif self._ranks.first:
-                self.files.publish()  # a run that was killed after its last save may not have published it
-            self.finish()
-            if self.directories:
-                self.directories.publish()  # the same; and the text file names the directory, not the file
-
-    def poll(self) -> None:
-        """Publish a directory whose writing has ended meanwhile."""
-        if self.directories:
-            with self.being_written():
-                self.directories.poll()
-
-    def finish(self) -> None:
-        """Wait for the directory under way."""
-        if self.directories:
-            with self.being_written():
-                self.directories.finish()
-
-    def rescue(self, *, wait: bool) -> None:
-        """Publish the directory under way when the run ends with an error, which matters more than an error here.
-
-        Wait for it, unless another rank is lost, and with it perhaps its part.
-        """
-        try:
-            self.finish() if wait else self.poll()
-        except Exception as error:
-            log.warning("%s", error)
-        # Rank 0 gives a directory its name, and all ranks are to call the same one their last good checkpoint.
-        newest, patience = self.newest, time.monotonic() + _NAMING
-        while wait and newest is not None and not newest.exists() and time.monotonic() < patience:
-            time.sleep(0.02)
+    def newest(self) -> Path | None:
+        """The last checkpoint of this run."""
+        return self.saved[-1] if self.written else None
 
     @contextlib.contextmanager
     def being_written(self) -> Iterator[None]:
         """Mark a `with` block as one in which a checkpoint is being written."""
-        outer, self._saving = self._saving, True
+        outer = self.is_saving
+        self.is_saving = True
         try:
             yield
         finally:
-            self._saving = outer
+            self.is_saving = outer
 
-    def adopt(self, own: Mapping[str, Any], source: Path) -> None:
-        """Count the checkpoints of the run that is continued, which `own` lists under our key, as this run's own.
+    def save(self, step: int, content: Callable[[], Mapping[str, Any]]) -> None:
+        """Write the checkpoint of `step` updates, and update link, text file and retention.
 
-        Nothing happens unless this run saves in the same folder, or when `source` bears another name than it was saved
-        under: the others' names may then be those of another run.
+        `content` returns the keys of the file, tensors laid out over the ranks as they are. The
+        list of the run's checkpoints is added to it.
         """
-        source, names = source.resolve(), {*own["series"], *own.get("directories", [])}
+        with self.being_written():
+            path = self._path_of(step)
+            names = [name for name in self.written if name != path.name] + [path.name]
+            laid_out = dict(content())
+            laid_out = {**laid_out, OWN_KEY: {**laid_out[OWN_KEY], "series": names}}
+            gathered = gather_whole(laid_out)  # a collective of all ranks
+            if self._ranks.first:
+                make_folder_of(path)  # it may have been deleted since the start
+                with whole_file(path) as file:
+                    torch.save(gathered, file)
+            # Only now: if the file cannot be written, the checkpoint before is still the newest.
+            self.written = names
+            self._publish()
+            log.info("saved %s", path)
+
+    def complete(self, step: int, content: Callable[[], Mapping[str, Any]]) -> None:
+        """Save the last step of a run unless it is saved already."""
+        if self.newest != self._path_of(step):
+            self.save(step, content)
+        else:
+            with self.being_written():
+                self._publish()  # a killed run that this one continues may not have done so
+
+    def _path_of(self, step: int) -> Path:
+        return self.prefix.parent / f"{self.prefix.name}-{step}.pt"
+
+    def _publish(self) -> None:
+        """Let link and text file name the newest checkpoint, and delete surplus ones."""
+        surplus = self.written[: -self._keep]
+        if self._ranks.first:
+            newest = self.written[-1]
+            link = self.prefix.parent / f"{self.prefix.name}.pt"
+            if not link.is_symlink() or os.readlink(link) != newest:
+                replace_link(link, newest)
+            write_pointer(self.prefix.parent, newest)
+            for name in surplus:
+                oldest = self.prefix.parent / name
+                with writing(oldest):
+                    oldest.unlink(missing_ok=True)
+        self.written = self.written[-self._keep :]
+
+    def adopt(self, ours: Mapping[str, Any], source: Path) -> None:
+        """Count the checkpoints of the run that is continued as this run's own.
+
+        `ours` lists them under our key of the checkpoint `source`. If `source` is in another folder
+        than this run's, or has been renamed, the listed names may belong to another run: then
+        nothing happens.
+        """
+        source = source.resolve()
         folder = source.parent
-        if folder != self.files.prefix.parent.resolve() or source.name not in names:
-            return
-        self.files.written = [name for name in own["series"] if (folder / name).exists()]
-        if self.directories:
-            self.directories.written = [
-                name for name in own.get("directories", []) if (folder / name).exists()
-            ]
-
-    def _with_names(self, step: int, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the names of the checkpoints after this save, in both forms: a run may continue from either."""
-        directories = self.directories.names_with(step) if self.directories else []
-        own = {
-            **content[OWN_KEY],
-            "series": self.files.names_with(step),
-            "directories": directories,
-        }
-        return {**content, OWN_KEY: own}
-
-    def _save_file(self, step: int, content: Mapping[str, Any]) -> None:
-        log.info("saved %s", self.files.save(step, gather_whole(content), write=self._ranks.first))
+        if folder == self.prefix.parent.resolve() and source.name in ours["series"]:
+            self.written = [name for name in ours["series"] if (folder / name).exists()]
 
 
-def _step(path: Path) -> int:
-    """Return the N of prefix-N.pt."""
-    return int(path.stem.rpartition("-")[2])
-
-
-def _require_writable(folder: Path) -> None:
-    """Make the folder of the checkpoints and write to it, so that a run does not fail at its first save."""
-    try:
-        make_folder_of(folder / "checkpoint")
-        try_to_write(folder)
-    except WriteError as error:
-        if is_disk_failure(error):
-            raise
-        raise TrainingError(
-            f"training/save_ckpt: cannot write checkpoints to {folder}: {error.strerror}"
-        ) from error
+def write_pointer(folder: Path, name: str) -> None:
+    """Write deepmd-kit's text file ``checkpoint``, which names the newest one."""
+    with whole_file(folder / "checkpoint") as file:
+        file.write(os.fsencode(f"{name}\n"))

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from deepmd_muon.train.checkpoint.optimizer_state import in_own_names
 log = logging.getLogger(__name__)
 
 Way = Literal["restart", "init_model", "finetune"]
-# The branch that stands for a new fitting net on the descriptor of the first one.
+# The name of a saved branch that asks for a new fitting net on the descriptor of the first branch.
 RANDOM = "RANDOM"
 _TABLE = "short_range.tab_data"
 
@@ -61,19 +61,24 @@ class Source:
     branch: str = SINGLE
 
     @classmethod
-    def of(
-        cls,
-        path: Path,
-        content: Mapping[str, Any],
-        way: Way,
-        branch: str | None = None,
-        new_fitting: bool = False,
-    ) -> Source:
-        """Take the model of a branch out of a checkpoint's content; ForeignModelError where it cannot be built here."""
-        settings, weights = from_deepmd_kit(content["model"], branch)
-        saved = saved_branches(content["model"])
+    def of(cls, path: Path, content: Mapping[str, Any], choice: Choice) -> Source:
+        """Take the model of a branch out of a checkpoint's content.
+
+        Raises
+        ------
+        ForeignModelError
+            If the model cannot be built here.
+        """
+        settings, weights = from_deepmd_kit(content["model"], choice.branch)
+        branches = saved_branches(content["model"])
         return cls(
-            path, content, settings, weights, way, new_fitting, saved.get(branch or "", SINGLE)
+            path=path,
+            content=content,
+            model=settings,
+            weights=weights,
+            way=choice.way,
+            new_fitting=choice.new_fitting,
+            branch=branches.get(choice.branch or "", SINGLE),
         )
 
     @property
@@ -82,7 +87,10 @@ class Source:
         return _TABLE in self.weights
 
     def move_to(self, type_map: Collection[str]) -> TypeMove | None:
-        """Return where its types are in another type map; None for the same, or where networks belong to types."""
+        """Return where its types are in another type map.
+
+        None if the type maps are the same, or if networks belong to types.
+        """
         if self.model.type_map == tuple(type_map) or not self.model.descriptor.one_fitting_net:
             return None
         return TypeMove(self.model.type_map, tuple(type_map))
@@ -93,80 +101,68 @@ class Source:
             check_move(TypeMove(self.model.type_map, tuple(present)), self.model)
 
     def has_statistics(self, type_map: Collection[str]) -> bool:
-        """Return whether it holds all that the statistics of data would give to a model of these types."""
+        """Return whether it holds all statistics of the data that a model of these types needs."""
         move = self.move_to(type_map)
         return not self.new_fitting and not (move and move.new)
 
     def script(self, present: ModelSettings) -> ModelSettings:
         """Return the model for --use-pretrain-script.
 
-        Fine-tuning keeps the type map and the trainable parts of the input; otherwise the model is the checkpoint's.
+        Fine-tuning keeps the type map and the trainable parts of the input; otherwise the model is
+        the checkpoint's.
         """
         if self.way != "finetune":
             return self.model
-        saved = self._model_for(present)
-        taken = {}
-        for part in ("descriptor",) if self.new_fitting else ("descriptor", "fitting_net"):
-            old, new = getattr(saved, part), getattr(present, part)
-            both = hasattr(old, "trainable") and hasattr(
-                new, "trainable"
-            )  # a third party's part may lack it
-            taken[part] = changed(
-                old, {"trainable": new.trainable} if both else {}, f"model/{part}"
-            )
-        return changed(present, taken)
+        saved_model = self._model_for(present)
+        parts = ["descriptor"] if self.new_fitting else ["descriptor", "fitting_net"]
+        scripted = {}
+        for part in parts:
+            saved_part = getattr(saved_model, part)
+            present_part = getattr(present, part)
+            changes = {}
+            # A third party's part may lack it.
+            if hasattr(saved_part, "trainable") and hasattr(present_part, "trainable"):
+                changes["trainable"] = present_part.trainable
+            scripted[part] = changed(saved_part, changes, f"model/{part}")
+        return changed(present, scripted)
 
     def check(self, present: ModelSettings, *, insist: bool) -> None:
-        """Refuse to go on with weights of another model, or log the differences; see `check_model_section`."""
-        saved = self._model_for(present)
+        """Refuse to continue with weights of another model, or log the differences.
+
+        See `check_model_section`.
+        """
+        saved_model = self._model_for(present)
         if self.new_fitting:
-            saved = changed(saved, {"fitting_net": present.fitting_net})
-        check_model_section(saved, present, self.path, insist=insist)
+            saved_model = changed(saved_model, {"fitting_net": present.fitting_net})
+        check_model_section(saved_model, present, self.path, insist=insist)
+
+    def _model_for(self, present: ModelSettings) -> ModelSettings:
+        """Return its model with the type map of another one, if rows can move."""
+        move = self.move_to(present.type_map)
+        return move.settings(self.model, present) if move else self.model
 
     def load_into(self, model: EnergyModel, *, force: bool) -> None:
-        """Load weights and statistics into a model of the input; rows of types move to where its type map has them.
+        """Load weights and statistics into a model of the input, in the rows of its type map.
 
-        `force` loads matching parts and logs the others. Parts that the checkpoint lacks are not changed then.
+        `force` loads matching parts and logs the others. Parts that the checkpoint lacks are not
+        changed then.
 
         Raises
         ------
         CheckpointError
             Listing every tensor that is missing, unknown, of another shape or not finite.
         """
-        weights = self.weights
-        spoiled = [name for name, x in weights.items() if not bool(torch.isfinite(x).all())]
-        if spoiled:
-            raise CheckpointError(
-                f"{self.path} holds weights that are not finite ({', '.join(spoiled[:3])}): take an earlier checkpoint"
-            )
-        if move := self.move_to(model.type_map):
-            log.warning("type_map is not that of %s: %s", self.path, move.describe())
-            if not self.new_fitting:
-                model.set_energy_bias([0.0] * model.ntypes)  # of new types; it is fitted afterwards
-            weights = move_weights(model, weights, move)
-        if self.new_fitting:
-            taken = {
-                name: x
-                for name, x in weights.items()
-                if name.startswith("atomic_model.descriptor.")
-            }
-            weights = {**model.state_dict(), **taken}
+        self._require_finite()
+        weights = self._weights_for(model)
         present = model.state_dict()
-        problems = [f"{name}: not in the checkpoint" for name in present if name not in weights]
-        problems += [
-            f"{name}: not in the model of this input" for name in weights if name not in present
-        ]
-        problems += [
-            f"{name}: shape {tuple(tensor.shape)} in the checkpoint, {tuple(present[name].shape)} here"
-            for name, tensor in weights.items()
-            if name in present and not _fits(name, tensor, present[name])
-        ]
+        problems = _differences(weights, present)
         if problems and not force:
-            saved = self.model.descriptor.neighbors().sel
-            if saved != model.sel:
+            sel = self.model.descriptor.neighbors().sel
+            if sel != model.sel:
+                # The cause of the other differences, so it comes first.
                 problems.insert(
                     0,
-                    f"model/descriptor/sel: {list(saved)} in the checkpoint, {list(model.sel)} here",
+                    f"model/descriptor/sel: {list(sel)} in the checkpoint, {list(model.sel)} here",
                 )
             listed = "\n".join(f"  {problem}" for problem in problems)
             raise CheckpointError(
@@ -177,117 +173,176 @@ class Source:
         for problem in problems:
             log.warning("--force-load: %s", problem)
         fitting = {
-            name: tensor
-            for name, tensor in weights.items()
-            if name in present and _fits(name, tensor, present[name])
+            name: x
+            for name, x in weights.items()
+            if name in present and _fits(name, x, present[name])
         }
+        # Not strict: with --force-load, parts that do not fit keep their initial values.
         model.load_state_dict(fitting, strict=False)
 
-    def _model_for(self, present: ModelSettings) -> ModelSettings:
-        """Return its model with the type map of another one, where rows can move."""
-        move = self.move_to(present.type_map)
-        return move.settings(self.model, present) if move else self.model
+    def _require_finite(self) -> None:
+        not_finite = [name for name, x in self.weights.items() if not bool(torch.isfinite(x).all())]
+        if not_finite:
+            raise CheckpointError(
+                f"{self.path} holds weights that are not finite ({', '.join(not_finite[:3])}): "
+                "take an earlier checkpoint"
+            )
+
+    def _weights_for(self, model: EnergyModel) -> Mapping[str, torch.Tensor]:
+        """Return its weights in the type map of a model, with a new fitting net the model's own."""
+        weights = self.weights
+        if move := self.move_to(model.type_map):
+            log.warning("type_map is not that of %s: %s", self.path, move.describe())
+            if not self.new_fitting:
+                # The bias of new types stays 0 here; it is fitted afterwards.
+                model.set_energy_bias([0.0] * model.ntypes)
+            weights = move_weights(model, weights, move)
+        if not self.new_fitting:
+            return weights
+        # The new fitting net keeps its initial values.
+        descriptor = {
+            name: x for name, x in weights.items() if name.startswith("atomic_model.descriptor.")
+        }
+        return {**model.state_dict(), **descriptor}
+
+
+def _differences(
+    weights: Mapping[str, torch.Tensor], present: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Describe the tensors that are missing, unknown, or of another shape."""
+    missing = [f"{name}: not in the checkpoint" for name in present if name not in weights]
+    unknown = [f"{name}: not in the model of this input" for name in weights if name not in present]
+    other_shapes = [
+        f"{name}: shape {tuple(x.shape)} in the checkpoint, {tuple(present[name].shape)} here"
+        for name, x in weights.items()
+        if name in present and not _fits(name, x, present[name])
+    ]
+    return missing + unknown + other_shapes
+
+
+def _fits(name: str, saved: torch.Tensor, present: torch.Tensor) -> bool:
+    """Return whether a saved tensor can be loaded.
+
+    A model without its `use_srtab` file accepts any table.
+    """
+    return saved.shape == present.shape or (name == _TABLE and not present.numel())
+
+
+class Choice(NamedTuple):
+    """How a branch of a run uses a branch of a checkpoint.
+
+    Attributes
+    ----------
+    branch
+        Its name in the checkpoint; None if that holds a single model.
+    new_fitting
+        Whether only the descriptor is taken.
+    """
+
+    way: Way
+    branch: str | None
+    new_fitting: bool
 
 
 def read_sources(
-    given: Input, ways: Mapping[Way, str | None], branch: str | None = None, *, alone: bool = True
+    run_input: Input, ways: Mapping[Way, str | None], branch: str | None = None
 ) -> dict[str, Source]:
-    """Read a checkpoint of ours or of deepmd-kit, and find the model in it that each branch of a run continues.
+    """Read a checkpoint, and find the model in it that each branch of a run continues.
 
     Parameters
     ----------
+    run_input
+        The input.
     ways
-        The checkpoint, under the way the run uses it.
+        The checkpoint, ours or deepmd-kit's, under the way the run uses it.
     branch
-        Name or alias of a branch of a multi-task checkpoint, for a run of one model. As in deepmd-kit, fine-tuning
-        without one, or from "RANDOM", takes the descriptor of the first branch and starts the fitting net anew.
-    alone
-        False for several ranks, which read optimizer state and average of a directory later, each its part.
+        Name or alias of a branch of a multi-task checkpoint, for a run of one model. As in
+        deepmd-kit, fine-tuning without one, or from "RANDOM", takes the descriptor of the first
+        branch and starts the fitting net anew.
 
     Returns
     -------
     dict
-        By name of the run's branches; those that start anew have none.
+        By name of the run's branches. Branches that start anew have none.
     """
-    way, named = next(((way, path) for way, path in ways.items() if path), (None, None))
-    if way is None or named is None:
+    named = [(way, path) for way, path in ways.items() if path]
+    if not named:
         return {}
-    path = checkpoint_path(named)
-    content = read_checkpoint(path, () if way == "restart" and alone else ("optimizer", "ema"))
+    way, name_of_checkpoint = named[0]
+    assert name_of_checkpoint is not None
+    path = checkpoint_path(name_of_checkpoint)
+    content = read_checkpoint(path)
     if content.get("optimizer"):
         content["optimizer"] = in_own_names(content["optimizer"])
     with understood(path):
-        if isinstance(given.settings, MultiTaskSettings):
+        if isinstance(run_input.settings, MultiTaskSettings):
             if branch:
                 raise CheckpointError(
-                    "--model-branch names the branch for a run of one model; of several, each names its own: set "
-                    "finetune_head in model/model_dict"
+                    "--model-branch names the branch for a run of one model; of several, each "
+                    "names its own: set finetune_head in model/model_dict"
                 )
-            chosen = _choose(given.settings, content["model"], path, way)
+            choices = _choose(run_input.settings, content["model"], path, way)
         else:
-            chosen = {SINGLE: (way, branch, False)}
-            if way == "finetune" and branch in (None, RANDOM):
-                branches = saved_branches(content["model"])
-                chosen = {
-                    SINGLE: (way, next(iter(branches), None), bool(branches) or branch == RANDOM)
-                }
-        found = {name: Source.of(path, content, *choice) for name, choice in chosen.items()}
-    for name, source in found.items():
+            choices = {SINGLE: _choose_for_single(content["model"], way, branch)}
+        sources = {name: Source.of(path, content, choice) for name, choice in choices.items()}
+    for name, source in sources.items():
         if source.new_fitting:
-            whose = "" if name == SINGLE else f" of {name}"
-            log.warning("%s gives its descriptor alone; the fitting net%s starts anew", path, whose)
-    return found
+            of_branch = "" if name == SINGLE else f" of {name}"
+            log.warning(
+                "%s gives its descriptor alone; the fitting net%s starts anew", path, of_branch
+            )
+    return sources
 
 
-_Choice = tuple[
-    Way, "str | None", bool
-]  # how a branch is used, its name in the checkpoint, whether the net is new
+def _choose_for_single(state: Mapping[str, Any], way: Way, branch: str | None) -> Choice:
+    """Choose the saved branch for a run of one model."""
+    if way != "finetune" or branch not in (None, RANDOM):
+        return Choice(way, branch, new_fitting=False)
+    branches = saved_branches(state)
+    first = next(iter(branches), None)
+    return Choice(way, first, new_fitting=bool(branches) or branch == RANDOM)
 
 
 def _choose(
     settings: MultiTaskSettings, state: Mapping[str, Any], path: Path, way: Way
-) -> dict[str, _Choice]:
+) -> dict[str, Choice]:
     """Choose the saved branch of each branch of a run, for fine-tuning as deepmd-kit does."""
-    saved = saved_branches(state)
-    known: Mapping[str, str | None] = saved or {SINGLE: None}
-    chosen: dict[str, _Choice] = {}
-    for name, branch in settings.model.model_dict.items():
+    saved_names = saved_branches(state)
+    branch_of_name: Mapping[str, str | None] = saved_names or {SINGLE: None}
+    branches = settings.model.model_dict
+    choices: dict[str, Choice] = {}
+    for name, branch in branches.items():
         head = branch.finetune_head
-        if way == "finetune" and head not in (None, RANDOM):
-            if head not in known:
+        if way != "finetune":
+            candidates = (name, *branch.model_branch_alias, head or "")
+            matching = [candidate for candidate in candidates if candidate in branch_of_name]
+            if matching:
+                choices[name] = Choice(way, branch_of_name[matching[0]], new_fitting=False)
+        elif head not in (None, RANDOM):
+            if head not in branch_of_name:
                 raise CheckpointError(
-                    f"model/model_dict/{name}/finetune_head is {head!r}, but {path} has the branches {', '.join(known)}"
+                    f"model/model_dict/{name}/finetune_head is {head!r}, "
+                    f"but {path} has the branches {', '.join(branch_of_name)}"
                 )
-            chosen[name] = (way, known[head], False)
-        elif way == "finetune" and (head == RANDOM or name not in known.values()):
-            chosen[name] = (way, next(iter(known.values())), True)
-        elif way == "finetune":
-            chosen[name] = (
-                "init_model",
-                name,
-                False,
-            )  # it goes on as it is, beside those that are fine-tuned
+            choices[name] = Choice(way, branch_of_name[head], new_fitting=False)
+        elif head == RANDOM or name not in branch_of_name.values():
+            first = next(iter(branch_of_name.values()))
+            choices[name] = Choice(way, first, new_fitting=True)
         else:
-            names = [
-                each for each in (name, *branch.model_branch_alias, head or "") if each in known
-            ]
-            if names:
-                chosen[name] = (way, known[names[0]], False)
-    if not chosen and not saved:
-        chosen = {next(iter(settings.model.model_dict)): (way, None, False)}
-    if not chosen:
+            # A saved branch without a head continues as it is, while the others are fine-tuned.
+            choices[name] = Choice("init_model", name, new_fitting=False)
+    if not choices and not saved_names:
+        # A checkpoint of a single model has no names: it becomes the first branch.
+        choices = {next(iter(branches)): Choice(way, None, new_fitting=False)}
+    if not choices:
         raise CheckpointError(
-            f"{path} has the branches {', '.join(known)}, and this input none of them; where a branch has another name "
-            "now, list the former one in its model_branch_alias"
+            f"{path} has the branches {', '.join(branch_of_name)}, and this input none of them; "
+            "where a branch has another name now, list the former one in its model_branch_alias"
         )
-    for name in settings.model.model_dict:
-        if name not in chosen:
+    for name in branches:
+        if name not in choices:
             log.warning("the branch %s starts anew: %s has no branch of this name", name, path)
-        elif (other := chosen[name][1]) != name:
-            log.info("the branch %s starts from %s of %s", name, other or "the model", path)
-    return chosen
-
-
-def _fits(name: str, saved: torch.Tensor, present: torch.Tensor) -> bool:
-    """Return whether a saved tensor can be loaded; a model without its `use_srtab` file accepts any table."""
-    return saved.shape == present.shape or (name == _TABLE and not present.numel())
+        elif choices[name].branch != name:
+            saved_name = choices[name].branch or "the model"
+            log.info("the branch %s starts from %s of %s", name, saved_name, path)
+    return choices

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from deepmd_muon.files import fresh_file, is_special
+from deepmd_muon.files import fresh_file
 
 log = logging.getLogger(__name__)
 
 
 class LinesFile:
-    """A report that grows by lines; its folder is there. A device or FIFO is written to from here on."""
+    """A report that grows by lines; its folder is there."""
 
     def __init__(self, path: Path, lines: Iterable[str] = ()) -> None:
         self._file = fresh_file(path, "".join(f"{line}\n" for line in lines).encode())
@@ -30,10 +30,10 @@ class LinesFile:
 def earlier_lines(path: Path, last_step: int, step_of: Callable[[str], int]) -> list[str]:
     """Return the lines that a restart after `last_step` steps keeps, each row with the comments that follow it.
 
-    A device or a missing file has no lines. Lines for which `step_of` raises ValueError, because they are not
+    A missing file has no lines. Lines for which `step_of` raises ValueError, because they are not
     rows, are left out with a warning.
     """
-    if not last_step or not path.is_file() or is_special(path):
+    if not last_step or not path.is_file():
         return []
     kept: list[str] = []
     damaged, keeping = 0, True

@@ -47,8 +47,7 @@ class LearningCurveFile(LinesFile):
     """Append a row of metrics at every reported step.
 
     The first row decides the columns: its training metrics in alphabetical order, and whether there is validation, for
-    each branch. At a restart, rows beyond `start_step` are dropped: each step stands in the file once. A device or FIFO
-    is written to from here on.
+    each branch. At a restart, rows beyond `start_step` are dropped: each step stands in the file once.
     """
 
     validates = True

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepmd_muon.files import is_special, make_folder_of, writing
+from deepmd_muon.files import make_folder_of, writing
 from deepmd_muon.train.report.earlier_lines import LinesFile, earlier_lines, first_number
 
 _UNITS = {"e": "meV/atom", "f": "meV/Å", "s": "meV/Å³", "v": "meV/atom"}
@@ -26,12 +26,7 @@ class ValidationFile(LinesFile):
         families = ("e", "f", "v" if metric.startswith("v") else "s")
         self._columns = [f"{family}:{kind}" for family in families for kind in ("mae", "rmse")]
         lines = earlier_lines(self._path, start_step, first_number)
-        if (
-            not start_step
-            and self._path.is_file()
-            and not is_special(self._path)
-            and self._path.stat().st_size
-        ):
+        if not start_step and self._path.is_file() and self._path.stat().st_size:
             number = 1
             while (kept := self._path.with_name(f"{self._path.name}.{number}")).exists():
                 number += 1

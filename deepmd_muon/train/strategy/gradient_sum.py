@@ -1,4 +1,4 @@
-"""The mean of all gradients over the ranks, a part of which is summed beside the backward pass."""
+"""The mean of all gradients over the ranks; a part of them is summed during the backward pass."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from deepmd_muon.train.ranks.ranks import Ranks
 
 #: Elements of a row of all gradients.
 ROW = 1024
-# Elements of a copy, and copies that are made in addition to one for each gradient, at most.
-_SHORT, _COPIES = 1 << 14, 64
+# `_pack` cuts copies into pieces of about this many elements, but adds at most so many copies to
+# one for each gradient.
+_SHORT_COPY = 1 << 14
+_MOST_ADDED_COPIES = 64
 
 
 class Mean(NamedTuple):
@@ -39,10 +41,14 @@ class Mean(NamedTuple):
 class GradientSum:
     """Averages the gradients of parameters over the ranks; a missing gradient counts as zero.
 
-    The first `early` parameters have their gradients long before the backward pass ends. After `begin`, which all ranks
-    call or none does, the sum of these starts beside that pass, as soon as the last is there. `finish` sums the others,
-    and `ntail` other numbers. Every rank launches these two sums in this order, whatever gradients it has. Without
-    `begin` there is one sum of all.
+    The first `early` parameters have their gradients long before the backward pass ends. After
+    `begin`, which all ranks call or none does, their sum starts during that pass, as soon as the
+    last of them is there. `finish` sums the others, and `ntail` other numbers. Every rank launches
+    these two sums in this order, whatever gradients it has. Without `begin` there is one sum of
+    all.
+
+    Both sums are on parts of one vector: early gradients, zeros that complete a row, late
+    gradients, zeros that complete a row, tail.
 
     Attributes
     ----------
@@ -56,62 +62,32 @@ class GradientSum:
         self._ranks = ranks
         self.params = list(params)
         early = early if ranks.size > 1 else 0
-        self._early, self._late = list(params[:early]), list(params[early:])
-        sizes = [sum(p.numel() for p in group) for group in (self._early, self._late)]
-        self._sections = [*(size + -size % ROW for size in sizes), ntail]
+        self._early = self.params[:early]
+        self._late = self.params[early:]
+        self._sections = [_padded_size(self._early), _padded_size(self._late), ntail]
         self._dtype = max((p.dtype for p in params), key=lambda dtype: dtype.itemsize)
         self._collectives = CollectiveStream(ranks.device) if self._early else None
-        self._vector: Tensor | None = None
+        self._vector: Tensor | None = None  # from `begin` to `abandon`
         self._hooks: list[Any] = []
-        self._missing = 0
-        self._arrive: Callable[[], object] | None = None
+        self._n_missing = 0
+        self._wait_for_early: Callable[[], object] | None = None  # set once their sum has started
 
     def begin(self) -> None:
         """Watch the coming backward pass for the early gradients."""
         self.abandon()
         if self._early:
-            self._missing = len(self._early)
-            self._hooks = [p.register_post_accumulate_grad_hook(self._count) for p in self._early]
+            self._n_missing = len(self._early)
+            self._hooks = [
+                p.register_post_accumulate_grad_hook(self._count_gradient) for p in self._early
+            ]
             self._vector = self._empty()
 
-    def finish(self, tail: Tensor) -> Mean:
-        """Return the mean of all gradients, and the sum of `tail` `(ntail,)` in their precision."""
-        begun = self._vector is not None
-        if begun and self._arrive is None:
-            self._start()
-        vector = self._empty() if self._vector is None else self._vector
-        early, late, summed = vector.split(self._sections)
-        means = [*_views(early, self._early), *_views(late, self._late)]
-        first = len(self._early) if begun else 0
-        _pack([*means[first:], summed], [*_gradients(self.params[first:]), tail])
-        self.abandon()
-        self._ranks.sum(vector[len(early) :] if begun else vector)
-        (late if begun else vector[: -len(summed)]).div_(self._ranks.size)
-        return Mean(vector[: -len(summed)].view(-1, ROW), means, summed)
+    def _count_gradient(self, _: Tensor) -> None:
+        self._n_missing -= 1
+        if not self._n_missing:
+            self._start_early()
 
-    def abandon(self) -> None:
-        """Forget a backward pass; the current stream waits for a sum that it has started."""
-        for hook in self._hooks:
-            hook.remove()
-        if self._arrive is not None:
-            self._arrive()
-        self._hooks, self._vector, self._arrive = [], None, None
-
-    def _empty(self) -> Tensor:
-        """Return a vector for all gradients and the tail, with zeros where they complete rows."""
-        vector = torch.empty(sum(self._sections), dtype=self._dtype, device=self._ranks.device)
-        for section, params in zip(
-            vector.split(self._sections), (self._early, self._late), strict=False
-        ):
-            section[sum(p.numel() for p in params) :].zero_()
-        return vector
-
-    def _count(self, _: Tensor) -> None:
-        self._missing -= 1
-        if not self._missing:
-            self._start()
-
-    def _start(self) -> None:
+    def _start_early(self) -> None:
         """Launch the sum of the early gradients."""
         assert self._vector is not None
         assert self._collectives is not None
@@ -122,9 +98,54 @@ class GradientSum:
             work: dist.Work | None = dist.all_reduce(section, async_op=async_op)
             return work
 
-        self._arrive = self._collectives.launch(
+        self._wait_for_early = self._collectives.launch(
             collect, then=lambda: section.div_(self._ranks.size)
         )
+
+    def finish(self, tail: Tensor) -> Mean:
+        """Return the mean of all gradients, and the sum of `tail` `(ntail,)` in their precision."""
+        begun = self._vector is not None
+        if begun and self._wait_for_early is None:
+            # This rank's branch lacks some early gradients, but others wait for its part of the
+            # sum.
+            self._start_early()
+        vector = self._empty() if self._vector is None else self._vector
+        early, late, summed_tail = vector.split(self._sections)
+        views = [*_views(early, self._early), *_views(late, self._late)]
+        first = len(self._early) if begun else 0
+        _pack([*views[first:], summed_tail], [*_gradients(self.params[first:]), tail])
+        self.abandon()  # the early sum has arrived from here on
+        self._ranks.sum(vector[len(early) :] if begun else vector)
+        n_gradients = len(early) + len(late)
+        (late if begun else vector[:n_gradients]).div_(self._ranks.size)
+        return Mean(rows=vector[:n_gradients].view(-1, ROW), gradients=views, tail=summed_tail)
+
+    def abandon(self) -> None:
+        """Forget a backward pass; the current stream waits for a sum that it has started."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._wait_for_early is not None:
+            self._wait_for_early()
+        self._hooks = []
+        self._vector = None
+        self._wait_for_early = None
+
+    def _empty(self) -> Tensor:
+        """Return a vector for all gradients and the tail, with zeros where they complete rows."""
+        vector = torch.empty(sum(self._sections), dtype=self._dtype, device=self._ranks.device)
+        early, late, _ = vector.split(self._sections)
+        early[_size(self._early) :].zero_()
+        late[_size(self._late) :].zero_()
+        return vector
+
+
+def _size(params: Sequence[nn.Parameter]) -> int:
+    return sum(p.numel() for p in params)
+
+
+def _padded_size(params: Sequence[nn.Parameter]) -> int:
+    """Return the elements of these parameters in whole rows."""
+    return -(-_size(params) // ROW) * ROW
 
 
 def _gradients(params: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -142,10 +163,11 @@ def _pack(parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
     Many short copies occupy more of a GPU's multiprocessors than a few long ones.
     """
-    short = max(_SHORT, sum(len(part) for part in parts) // _COPIES)
-    into: list[Tensor] = []
-    out_of: list[Tensor] = []
+    n_elements = sum(len(part) for part in parts)
+    short = max(_SHORT_COPY, n_elements // _MOST_ADDED_COPIES)
+    destinations: list[Tensor] = []
+    sources: list[Tensor] = []
     for part, tensor in zip(parts, tensors, strict=True):
-        into += part.split(short)
-        out_of += tensor.reshape(-1).split(short)
-    torch._foreach_copy_(into, out_of)
+        destinations += part.split(short)
+        sources += tensor.reshape(-1).split(short)
+    torch._foreach_copy_(destinations, sources)

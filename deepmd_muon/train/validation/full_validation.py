@@ -100,7 +100,7 @@ class FullValidation:
         if self.best.enter(step, error) and self._settings.save_best:
             whole = gather_whole(content())
             # It stands apart from the run's other checkpoints, which a run that continues from it does not delete.
-            whole[OWN_KEY] = {**whole[OWN_KEY], "series": [], "directories": []}
+            whole[OWN_KEY] = {**whole[OWN_KEY], "series": []}
             self._ranks.from_first(
                 "saving a best checkpoint",
                 lambda: log.info("saved %s", self.best.save(step, whole)),

@@ -180,11 +180,6 @@ def change(data, path, value):
             2,
             "needs zero_stage 2 or 3; found 2 with zero_stage 0",
         ),
-        (
-            "training/checkpoint_format",
-            "files",
-            "must be one of 'file', 'dcp', 'both'; found 'files'; did you mean 'file'?",
-        ),
         ("training/rank_timeout", 0, "must be > 0; found 0"),
         ("training/ema_decay", 1, "must be < 1; found 1"),
         (
@@ -355,7 +350,6 @@ def test_a_word_of_other_programs_names_the_setting_not_the_nearest_one(
         ("optimizer/scaling", "match-rms", "match_rms"),
         ("optimizer/schedule", "polar_express", "polar-express"),
         ("optimizer/muon_mode", "slices", "slice"),
-        ("training/checkpoint_format", "dpc", None),
         ("optimizer/precision", "float8", None),
         ("model/descriptor/type", "se_e2_b", "se_e2_a"),
         ("model/descriptor/activation_function", "sofplus", "softplus"),

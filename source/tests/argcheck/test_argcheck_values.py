@@ -312,7 +312,11 @@ def test_neutral_values_of_foreign_keys_ask_for_nothing(water):
     water["learning_rate"]["scale_by_worker"] = "linear"
     water["loss"].update(start_pref_h=0.0, limit_pref_gf=0, numb_generalized_coord=0)
     water["training"].update(
-        acc_freq=1, enable_compile=False, save_dir=None, stat_file_mode="update"
+        acc_freq=1,
+        checkpoint_format="file",
+        enable_compile=False,
+        save_dir=None,
+        stat_file_mode="update",
     )
     water["training"]["training_data"].update(set_prefix="set", min_pair_dist=0.0)
     water["validating"] = {"full_validation": False, "validation_freq": 5000, "save_best": True}
@@ -326,12 +330,13 @@ def test_neutral_values_of_foreign_keys_ask_for_nothing(water):
 def test_keys_without_effect_are_noticed(water):
     water["learning_rate"]["scale_by_worker"] = "sqrt"
     water["model"]["data_bias_nsample"] = 3
-    water["training"]["enable_compile"] = True
+    water["training"].update(enable_compile=True, checkpoint_format="dcp")
     notices = normalize(water).notices
     assert [notice.split(" has no effect here")[0] for notice in notices] == [
         "model/data_bias_nsample",
         "learning_rate/scale_by_worker",
         "training/enable_compile",
+        "training/checkpoint_format",
     ]
 
 

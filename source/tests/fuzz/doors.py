@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import random
-import warnings
 from abc import ABC, abstractmethod
 from pathlib import Path
 
@@ -15,11 +14,8 @@ import numpy as np
 import torch
 import yaml
 from mutants import array_mutant, bytes_mutant, tree_mutant
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from deepmd_muon.argcheck import load, normalize
-from deepmd_muon.checkpoint_file.directory import take_apart
 from deepmd_muon.checkpoint_file.file import read_checkpoint
 from deepmd_muon.data import NeighborCache, open_systems
 from deepmd_muon.data.checks.labels import suspicions
@@ -210,17 +206,6 @@ def small_checkpoint(type_map: tuple[str, str] = ("A", "B")) -> dict:
     return {"model": content, "deepmd_muon": {"version": 1, "step": 5}}
 
 
-def write_directory(path: Path, content: dict) -> dict:
-    """Write a checkpoint directory; return its content without tensors."""
-    path.mkdir()
-    parts, tensors = take_apart(content)
-    torch.save(parts, path / "content.pt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        save(tensors, storage_writer=FileSystemWriter(path), no_dist=True)
-    return parts
-
-
 class CheckpointBytes(Door):
     """A checkpoint file whose bytes have changed is refused or holds what it held."""
 
@@ -255,18 +240,6 @@ class CheckpointBytes(Door):
             ), key
 
 
-class DirectoryBytes(CheckpointBytes):
-    """A checkpoint directory of which the bytes of one file have changed."""
-
-    name = "a.dcp"
-
-    def _write(self) -> None:
-        write_directory(self.folder / self.name, self._expected)
-
-    def _files(self) -> list[Path]:
-        return sorted((self.folder / self.name).iterdir())
-
-
 class CheckpointStructure(Door):
     """A checkpoint with valid checksums whose values are strange, missing or misplaced, as a model to predict with."""
 
@@ -283,19 +256,6 @@ class CheckpointStructure(Door):
         coord = np.arange(12.0).reshape(1, 4, 3) % 5.0
         predictor = Predictor(str(self.folder / self.name), device="cpu")
         predictor.predict(coord, np.eye(3)[None] * 6.0, [0, 1, 0, 1])
-
-
-class DirectoryStructure(CheckpointStructure):
-    """The same of a directory: its content without tensors is strange, and the tensors are what they were."""
-
-    name = "a.dcp"
-
-    def __init__(self, folder: Path) -> None:
-        Door.__init__(self, folder)
-        self._content = write_directory(folder / self.name, small_checkpoint())
-
-    def change(self, draw: random.Random) -> None:
-        torch.save(tree_mutant(self._content, draw), self.folder / self.name / "content.pt")
 
 
 class Restart(Door):

@@ -37,11 +37,8 @@ from pathlib import Path
 
 import torch
 from kills import (
-    FORMS,
     PRELOADED,
-    STEPS,
     KillError,
-    Kind,
     result,
     same,
     whole_checkpoints,
@@ -56,8 +53,8 @@ ERRORS = ("ENOSPC", "EIO", "EACCES", "ESTALE", "EINTR")
 LASTING = tuple(f"{error} lasting" for error in ERRORS if error != "EINTR")
 #: Errors of one call, the death of the process at that call, and errors of all calls from one on.
 FAULTS = (*ERRORS, "kill", *LASTING)
-#: What is trained: a form of checkpoints, or files with best checkpoints and full validation beside them.
-KINDS = (*FORMS, "best")
+#: What is trained: without and with best checkpoints and full validation.
+KINDS = ("file", "best")
 #: Seconds of processor time after which a training hangs: it needs about one.
 PATIENCE = 60
 
@@ -108,7 +105,7 @@ def build_library(folder: Path) -> Path:
 
 def prepare(folder: Path, kind: str) -> None:
     """Write data and input of a training."""
-    write_input(folder, Kind("file" if kind == "best" else kind, 1))
+    write_input(folder)
     if kind == "best":
         path = folder / "run/input.json"
         content = json.loads(path.read_text())
@@ -183,13 +180,6 @@ def _in_words(line: str) -> str:
 def outcome(run: Path, kind: str) -> dict:
     """Return what must not depend on faults: checkpoint, learning curve, validation and the names of the files."""
     names = sorted(path.name for path in run.iterdir())
-    if kind in ("dcp", "both"):
-        # A run whose directory could not be written leaves a file of that step, from which the next run continues. One
-        # that runs without fault keeps a directory of that step, and no file, where the form is "dcp".
-        names = [
-            re.sub(rf"^(model[.]ckpt-)(?!{STEPS}[.])[0-9]+", r"\1older", name) for name in names
-        ]
-        names = [name for name in names if kind == "both" or name != "model.ckpt-older.pt"]
     links = {path.name: os.readlink(path) for path in run.iterdir() if path.is_symlink()}
     texts = {
         name: (run / name).read_text()

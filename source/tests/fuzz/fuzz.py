@@ -27,8 +27,6 @@ from command_doors import CheckJson, ExploreInput, Replay, Rounds
 from doors import (
     CheckpointBytes,
     CheckpointStructure,
-    DirectoryBytes,
-    DirectoryStructure,
     Door,
     FrozenBytes,
     HDF5System,
@@ -53,9 +51,7 @@ DOORS: dict[str, type[Door]] = {
     "hdf5": HDF5System,
     "hdf5-bytes": HDF5Bytes,
     "file": CheckpointBytes,
-    "directory": DirectoryBytes,
     "structure": CheckpointStructure,
-    "directory-structure": DirectoryStructure,
     "average": Average,
     "restart": Restart,
     "reports": Reports,

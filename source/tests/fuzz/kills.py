@@ -27,7 +27,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deepmd_muon.checkpoint_file.directory import is_directory
 from deepmd_muon.checkpoint_file.file import read_checkpoint
 
 PRELOADED = [
@@ -37,10 +36,10 @@ PRELOADED = [
         "deepmd_muon.train.strategy.replicated",
         "deepmd_muon.train.strategy.fully_sharded",
     ),
-    *("deepmd_muon.train.checkpoint.directories", "numpy.random", "torch._dynamo"),
+    "numpy.random",
+    "torch._dynamo",
 ]
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-FORMS = ("file", "dcp", "both")
 STEPS, SAVE_EVERY, KEPT = 9, 2, 2
 # A process that has not ended by then hangs [s], however busy the machine is.
 PATIENCE = 600.0
@@ -49,14 +48,6 @@ _CHANGES = frozenset(
     ("os.rename", "os.remove", "os.symlink", "os.mkdir", "os.rmdir", "os.truncate")
 )
 _WRITING = os.O_WRONLY | os.O_RDWR
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What is trained: the form of checkpoints and the number of processes."""
-
-    form: str
-    ranks: int
 
 
 @dataclass(frozen=True)
@@ -87,7 +78,7 @@ class KillError(AssertionError):
     """A kill has lost or damaged something."""
 
 
-def write_input(folder: Path, kind: Kind) -> None:
+def write_input(folder: Path) -> None:
     """Write a system of four atoms and an input that trains on it for a few steps."""
     part = folder / "data/set.000"
     part.mkdir(parents=True)
@@ -119,7 +110,6 @@ def write_input(folder: Path, kind: Kind) -> None:
             "disp_freq": 1,
             "save_freq": SAVE_EVERY,
             "max_ckpt_keep": KEPT,
-            "checkpoint_format": kind.form,
             "enable_ema": True,
             "time_training": False,
             "rank_timeout": 30.0,
@@ -171,7 +161,7 @@ def _count_changes(kill: Kill | None) -> list[int]:
     return count
 
 
-def train(folder: Path, kind: Kind, kill: Kill | None = None) -> tuple[list[int], int, float]:
+def train(folder: Path, ranks: int, kill: Kill | None = None) -> tuple[list[int], int, float]:
     """Start or continue the training of a folder; return the exit codes, changes of the file system and seconds.
 
     Raises
@@ -183,10 +173,10 @@ def train(folder: Path, kind: Kind, kill: Kill | None = None) -> tuple[list[int]
     context.set_forkserver_preload(PRELOADED)
     port = _free_port()
     queues, processes = [], []
-    for rank in range(kind.ranks):
+    for rank in range(ranks):
         place = {"DEVICE": "cpu"}
-        if kind.ranks > 1:
-            place |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(kind.ranks)}
+        if ranks > 1:
+            place |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         queues.append(context.SimpleQueue())
         mine = kill if kill is not None and kill.rank == rank else None
@@ -232,8 +222,6 @@ def whole_checkpoints(run: Path) -> dict[int, Path]:
         if path.is_symlink() or not path.name.startswith("model.ckpt-"):
             continue
         step = int(path.stem.rpartition("-")[2])
-        if path.suffix == ".dcp" and not is_directory(path):
-            raise KillError(f"{path.name} is incomplete")
         try:
             content = read_checkpoint(path)
         except Exception as error:
@@ -266,16 +254,14 @@ def same(first: object, second: object) -> bool:
 def result(run: Path) -> dict:
     """Return what the last checkpoint of a run says of its training: all but the names of the others."""
     content = read_checkpoint(run / f"model.ckpt-{STEPS}.pt")
-    content["deepmd_muon"] = {
-        k: v for k, v in content["deepmd_muon"].items() if k not in ("series", "directories")
-    }
+    content["deepmd_muon"] = {k: v for k, v in content["deepmd_muon"].items() if k != "series"}
     return content
 
 
-def reference(folder: Path, kind: Kind) -> Reference:
+def reference(folder: Path, ranks: int) -> Reference:
     """Train without being disturbed."""
-    write_input(folder, kind)
-    codes, changes, seconds = train(folder, kind)
+    write_input(folder)
+    codes, changes, seconds = train(folder, ranks)
     if any(codes):
         raise KillError(f"the undisturbed run ended with {codes}: {(folder / 'log0').read_text()}")
     return Reference(
@@ -283,15 +269,15 @@ def reference(folder: Path, kind: Kind) -> Reference:
     )
 
 
-def draw_kill(draw: random.Random, kind: Kind, undisturbed: Reference) -> Kill:
+def draw_kill(draw: random.Random, ranks: int, undisturbed: Reference) -> Kill:
     """Draw a moment, a signal and a rank."""
-    rank, number = draw.randrange(kind.ranks), draw.choice(SIGNALS)
+    rank, number = draw.randrange(ranks), draw.choice(SIGNALS)
     if draw.random() < 0.5:
         return Kill(rank, number, seconds=draw.uniform(0.0, undisturbed.seconds))
     return Kill(rank, number, change=draw.randint(1, undisturbed.changes))
 
 
-def try_chain(folder: Path, kind: Kind, kills: list[Kill], undisturbed: Reference) -> list[int]:
+def try_chain(folder: Path, ranks: int, kills: list[Kill], undisturbed: Reference) -> list[int]:
     """Kill a training several times, continue it to its end, and check all that is promised.
 
     Returns
@@ -304,19 +290,19 @@ def try_chain(folder: Path, kind: Kind, kills: list[Kill], undisturbed: Referenc
     KillError
         When something is lost, damaged, left over or different.
     """
-    write_input(folder, kind)
+    write_input(folder)
     run, log, steps = folder / "run", folder / "log0", []
     newest = 0
     for kill in [*kills, None]:
         log.write_text("")
-        codes, _, _ = train(folder, kind, kill)
+        codes, _, _ = train(folder, ranks, kill)
         text = log.read_text()
         if newest and "restarting from" in text and f"at step {newest}\n" not in text:
             raise KillError(f"the restart did not begin at step {newest}: {text}")
         found = whole_checkpoints(run)
         if newest and max(found, default=0) < newest:
             raise KillError(f"the checkpoint of step {newest} is lost")
-        for rank in range(kind.ranks):
+        for rank in range(ranks):
             if "Traceback" in (folder / f"log{rank}").read_text():
                 raise KillError((folder / f"log{rank}").read_text())
         newest = max(found, default=0)
@@ -329,10 +315,9 @@ def try_chain(folder: Path, kind: Kind, kills: list[Kill], undisturbed: Referenc
         raise KillError(
             f"lcurve.out differs from that of the undisturbed run: {(run / 'lcurve.out').read_text()}"
         )
-    for suffix in ("pt", "dcp"):
-        kept = sorted(path.name for path in run.glob(f"model.ckpt-*.{suffix}"))
-        if len(kept) > KEPT:
-            raise KillError(f"more than {KEPT} are kept: {kept}")
+    kept = sorted(path.name for path in run.glob("model.ckpt-*.pt"))
+    if len(kept) > KEPT:
+        raise KillError(f"more than {KEPT} are kept: {kept}")
     leftovers = [path.name for path in run.iterdir() if path.name.startswith(".")]
     if leftovers:
         raise KillError(f"left over: {leftovers}")
@@ -340,23 +325,23 @@ def try_chain(folder: Path, kind: Kind, kills: list[Kill], undisturbed: Referenc
 
 
 def run_kills(
-    place: Path, amount: int, seed: int, kinds: tuple[Kind, ...]
+    place: Path, amount: int, seed: int, numbers_of_ranks: tuple[int, ...]
 ) -> tuple[Counter, list[str]]:
     """Kill `amount` times; return the number of kills by kind, signal and what was reached, and all failures."""
     draw, counts, failures = random.Random(seed), Counter(), []
-    references: dict[Kind, Reference] = {}
+    references: dict[int, Reference] = {}
     while counts["kills"] < amount:
-        kind = draw.choice(kinds)
-        if kind not in references:
-            references[kind] = reference(place / f"undisturbed_{kind.form}_{kind.ranks}", kind)
+        ranks = draw.choice(numbers_of_ranks)
+        if ranks not in references:
+            references[ranks] = reference(place / f"undisturbed_{ranks}", ranks)
         number = min(draw.randint(1, 3), amount - counts["kills"])
-        kills = [draw_kill(draw, kind, references[kind]) for _ in range(number)]
+        kills = [draw_kill(draw, ranks, references[ranks]) for _ in range(number)]
         folder = place / f"chain{counts['chains']}"
         try:
-            steps = try_chain(folder, kind, kills, references[kind])
+            steps = try_chain(folder, ranks, kills, references[ranks])
         except KillError as error:
             failures.append(
-                f"seed {seed}, chain {counts['chains']}, {kind}, {'; '.join(map(str, kills))}: {error}"
+                f"seed {seed}, chain {counts['chains']}, {ranks} ranks, {'; '.join(map(str, kills))}: {error}"
             )
         else:
             counts["kills before the first checkpoint"] += steps.count(0)
@@ -365,12 +350,8 @@ def run_kills(
         counts["kills"] += number
         counts["chains"] += 1
         counts.update(f"{kill.number.name}" for kill in kills)
-        counts[f"{kind.form}, {kind.ranks} processes"] += number
+        counts[f"{ranks} processes"] += number
     return counts, failures
-
-
-ALONE = tuple(Kind(form, 1) for form in FORMS)
-TWO_RANKS = tuple(Kind(form, 2) for form in FORMS)
 
 
 def main() -> int:
@@ -382,9 +363,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         begin = time.monotonic()
         # One in four with two ranks, which take three times as long.
-        counts, failures = run_kills(
-            Path(place), options.kills, options.seed, ALONE * 3 + TWO_RANKS
-        )
+        counts, failures = run_kills(Path(place), options.kills, options.seed, (1, 1, 1, 2))
     for name, count in sorted(counts.items()):
         print(f"{count:6d} {name}")
     for failure in failures:

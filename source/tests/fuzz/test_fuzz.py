@@ -18,8 +18,6 @@ pytestmark = pytest.mark.usefixtures("as_alone")
 FEW = {
     "restart": 12,
     "show": 30,
-    "directory": 40,
-    "directory-structure": 40,
     "replay": 30,
     "check-json": 12,
 }

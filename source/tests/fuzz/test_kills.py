@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from kills import ALONE, TWO_RANKS, Kind, run_kills
+from kills import run_kills
 
 
-@pytest.mark.parametrize(
-    ("kinds", "amount"), [((Kind("both", 1),), 4), ((Kind("file", 2),), 1)], ids=["alone", "ranks"]
-)
-def test_a_few_kills(tmp_path, kinds, amount):
-    counts, failures = run_kills(tmp_path, amount, 1, kinds)
+@pytest.mark.parametrize(("ranks", "amount"), [(1, 4), (2, 1)], ids=["alone", "ranks"])
+def test_a_few_kills(tmp_path, ranks, amount):
+    counts, failures = run_kills(tmp_path, amount, 1, (ranks,))
     assert failures == []
     assert counts["kills"] == amount
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kinds", "amount"), [(ALONE, 75), (TWO_RANKS, 25)], ids=["alone", "ranks"]
-)
-def test_a_hundred_kills(tmp_path, kinds, amount):
-    counts, failures = run_kills(tmp_path, amount, 2, kinds)
+@pytest.mark.parametrize(("ranks", "amount"), [(1, 75), (2, 25)], ids=["alone", "ranks"])
+def test_a_hundred_kills(tmp_path, ranks, amount):
+    counts, failures = run_kills(tmp_path, amount, 2, (ranks,))
     assert failures == []
     assert counts["kills"] == amount

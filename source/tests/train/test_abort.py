@@ -118,16 +118,6 @@ def test_what_hides_a_lack_of_memory_does_not_count(ends):
     assert "2.50 GiB" in ends(TrainingStep, "__call__", failing(TrainingStep.__call__, 4, error))
 
 
-def test_a_directory_under_way_is_kept(ends):
-    error = MemoryError()
-    message = ends(
-        TrainingStep, "__call__", failing(TrainingStep.__call__, 3, error), checkpoint_format="dcp"
-    )
-    assert "step 3" in message
-    assert "the last good checkpoint is model.ckpt-2.dcp" in message
-    assert read_checkpoint("model.ckpt.dcp")["deepmd_muon"]["step"] == 2
-
-
 def test_debugging_shows_the_traceback(small_input, monkeypatch):
     Path("input.json").write_text(json.dumps(small_input(training={"numb_steps": 1})))
     monkeypatch.setattr(TrainingStep, "__call__", failing(TrainingStep.__call__, 1, MemoryError()))

@@ -18,7 +18,7 @@ from deepmd_muon.train.batches.streamed import AccumulatedFeed, BatchFeed, Strea
 from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.step.guard import HostGuard
 from deepmd_muon.train.step.step import TrainingStep
-from deepmd_muon.train.strategy.alone import Alone
+from deepmd_muon.train.strategy.base import Alone
 
 SYSTEM = Path(__file__).parents[3] / "examples" / "cu_emt" / "data" / "train" / "fcc32"
 CPU = torch.device("cpu")

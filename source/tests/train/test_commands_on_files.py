@@ -35,7 +35,7 @@ DESCRIPTORS = {
     "dpa1": {"type": "se_atten", "sel": "auto", "axis_neuron": 3, "seed": 1, **ATTENTION},
     "dpa3": {"type": "dpa3", "repflow": REPFLOW, "seed": 1},
 }
-FILES = ("model.ckpt", "model.ckpt.dcp", "best.ckpt-2.t-1.pt", "frozen.pth", ".", "input.json")
+FILES = ("model.ckpt", "best.ckpt-2.t-1.pt", "frozen.pth", ".", "input.json")
 NO_CHECKPOINT = {
     "frozen.pth": "frozen model",
     ".": "folder",
@@ -92,7 +92,6 @@ def run(descriptor, runs, small_input, train):
             training={
                 "numb_steps": 2,
                 "save_freq": 1,
-                "checkpoint_format": "both",
                 "enable_ema": True,
                 "seed": 1,
             }
@@ -150,10 +149,10 @@ def test_every_command_takes_or_refuses_every_file(run, file, capsys):
 
 @pytest.mark.parametrize("descriptor", DESCRIPTORS)
 def test_what_is_shown_does_not_hang_on_the_kind_of_file(run, capsys):
-    """Newest file, its directory and the frozen file hold one model."""
+    """The newest file and the frozen file hold one model."""
     for command in ("show routing", "show weights", "show attributes", "test"):
         texts = set()
-        for file in ("model.ckpt.pt", "model.ckpt.dcp", "frozen.pth"):
+        for file in ("model.ckpt.pt", "frozen.pth"):
             words, refused = COMMANDS[command]
             if refused.get(file) is None:
                 capsys.readouterr()
@@ -254,7 +253,7 @@ SEVERAL = {
 @pytest.fixture
 def several(two_branches, train):
     """The files of a run with two branches."""
-    content = two_branches(numb_steps=2, save_freq=1, checkpoint_format="both", enable_ema=True)
+    content = two_branches(numb_steps=2, save_freq=1, enable_ema=True)
     data = content["training"]["data_dict"]
     data["cold"]["validation_data"] = data["hot"]["validation_data"]
     content["validating"] = {"full_validation": True, "validation_freq": 2, "full_val_start": 0}
@@ -265,7 +264,7 @@ def several(two_branches, train):
 
 
 def test_every_command_takes_files_of_several_models(several, capsys):
-    for file in ("model.ckpt", "model.ckpt.dcp", "best.cold.ckpt-2.t-1.pt"):
+    for file in ("model.ckpt", "best.cold.ckpt-2.t-1.pt"):
         for words, expected in SEVERAL.items():
             if file != "model.ckpt" and words.startswith(("check", "train", "show lcurve")):
                 continue

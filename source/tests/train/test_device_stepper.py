@@ -15,8 +15,7 @@ from deepmd_muon.train.batches.batch import tensors_of, to_device
 from deepmd_muon.train.batches.streamed import StreamedBatches, with_full_sections
 from deepmd_muon.train.step.step import TrainingStep
 from deepmd_muon.train.step.stepper import DeviceStepper, RateTable, build_stepper
-from deepmd_muon.train.strategy.alone import Alone
-from deepmd_muon.train.strategy.base import Strategy
+from deepmd_muon.train.strategy.base import Alone, Strategy
 from deepmd_muon.train.strategy.fully_sharded import FullySharded
 from deepmd_muon.train.strategy.replicated import Replicated
 

@@ -174,19 +174,14 @@ def test_conversion_under_a_limit_of_file_sizes(output, capfd):
     assert not [path for path in Path().rglob("*") if path.name.startswith(".")]
 
 
-# What is named, the operation and its error, the last good checkpoint, and what the input asks for besides.
-DCP = {"checkpoint_format": "dcp"}
+# What is named, the operation and its error, and the last good checkpoint.
 FAULTS = [
-    ("model.ckpt-4.pt", "write", "ENOSPC", r"model\.ckpt-4", "model.ckpt-2.pt", {}),
-    ("model.ckpt-4.pt", "open", "EROFS", r"model\.ckpt-4", "model.ckpt-2.pt", {}),
-    ("model.ckpt-4.pt", "fsync", "EIO", r"model\.ckpt-4", "model.ckpt-2.pt", {}),
-    ("model.ckpt-4.pt", "replace", "EDQUOT", r"model\.ckpt-4", "model.ckpt-2.pt", {}),
-    ("model.ckpt.pt", "replace", "ENOSPC", r"model\.ckpt\.pt$", "model.ckpt-2.pt", {}),
-    ("checkpoint", "write", "ENOSPC", r"^checkpoint$", "model.ckpt-2.pt", {}),
-    ("model.ckpt-4.dcp", "write", "EFBIG", r"model\.ckpt-4\.dcp", "model.ckpt-2.dcp", DCP),
-    ("model.ckpt-4.dcp", "open", "ENOSPC", r"ckpt-4.*/\.metadata", "model.ckpt-2.dcp", DCP),
-    ("model.ckpt-4.dcp", "fsync", "EIO", r"ckpt-4.*dcp", "model.ckpt-2.dcp", DCP),
-    ("model.ckpt.dcp", "replace", "EIO", r"model\.ckpt\.dcp$", "model.ckpt-2.dcp", DCP),
+    ("model.ckpt-4.pt", "write", "ENOSPC", r"model\.ckpt-4", "model.ckpt-2.pt"),
+    ("model.ckpt-4.pt", "open", "EROFS", r"model\.ckpt-4", "model.ckpt-2.pt"),
+    ("model.ckpt-4.pt", "fsync", "EIO", r"model\.ckpt-4", "model.ckpt-2.pt"),
+    ("model.ckpt-4.pt", "replace", "EDQUOT", r"model\.ckpt-4", "model.ckpt-2.pt"),
+    ("model.ckpt.pt", "replace", "ENOSPC", r"model\.ckpt\.pt$", "model.ckpt-2.pt"),
+    ("checkpoint", "write", "ENOSPC", r"^checkpoint$", "model.ckpt-2.pt"),
 ]
 
 
@@ -214,12 +209,12 @@ def short_input(small_input):
     return make
 
 
-@pytest.mark.parametrize(("name", "operation", "error", "matching", "good", "training"), FAULTS)
+@pytest.mark.parametrize(("name", "operation", "error", "matching", "good"), FAULTS)
 def test_a_save_that_fails_names_itself_and_the_one_before(
-    short_input, break_disk, capfd, name, operation, error, matching, good, training
+    short_input, break_disk, capfd, name, operation, error, matching, good
 ):
     break_disk(operation, error, matching)
-    message = trained(short_input(**training), capfd)
+    message = trained(short_input(), capfd)
     assert f"cannot write {name}: {os.strerror(getattr(errno, error))}" in message
     assert message.endswith(f"the last good checkpoint is {good}")
     assert read_checkpoint(good)["deepmd_muon"]["step"] == 2
@@ -282,18 +277,45 @@ def test_what_cannot_be_begun_names_the_checkpoint_to_continue(
     assert message.endswith("the last good checkpoint is model.ckpt-2.pt")
 
 
-@pytest.mark.parametrize("setting", ["disp_file", "jsonl_file"])
-def test_a_report_on_a_full_device_names_the_last_checkpoint(short_input, capfd, setting):
-    """/dev/full opens and answers every write with ENOSPC; the row of step 1 is the first."""
-    message = trained(short_input(**{setting: "/dev/full"}), capfd)
+@pytest.fixture
+def fail_rows(monkeypatch):
+    """A function that lets every write to a file of this name fail that is open for appending."""
+
+    def start(name):
+        original = files._NamedFile.write
+
+        def write(self, data):
+            if self._path == Path(name) and not Path(
+                f"/proc/self/fd/{self.fileno()}"
+            ).readlink().name.startswith("."):
+                raise files.WriteError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+            return original(self, data)
+
+        monkeypatch.setattr(files._NamedFile, "write", write)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"), [("disp_file", "lcurve.out"), ("jsonl_file", "log.jsonl")]
+)
+def test_a_report_on_a_full_disk_names_the_last_checkpoint(
+    short_input, fail_rows, capfd, setting, name
+):
+    """The row of step 1 is the first."""
+    fail_rows(name)
+    message = trained(short_input(**{setting: name}), capfd)
     assert "step 1" in message
-    assert "cannot write /dev/full: No space left on device" in message
+    assert f"cannot write {name}: No space left on device" in message
     assert message.endswith("the last good checkpoint is model.ckpt-1.pt")
 
 
-def test_reports_a_full_disk_twice_for_reports_and_checkpoints(short_input, break_disk, capfd):
-    Path("input.json").write_text(json.dumps(short_input(disp_file="/dev/full")))
+def test_reports_a_full_disk_twice_for_reports_and_checkpoints(
+    short_input, break_disk, fail_rows, capfd
+):
+    Path("input.json").write_text(json.dumps(short_input()))
     break_disk("write", "EDQUOT", r"^model\.ckpt-1\.pt$")
+    fail_rows("lcurve.out")
     assert main(["train", "input.json", "-v", "WARNING"]) == 1
     said = capfd.readouterr().err
     assert (
@@ -301,16 +323,17 @@ def test_reports_a_full_disk_twice_for_reports_and_checkpoints(short_input, brea
         in said
     )
     assert (
-        "cannot write /dev/full: No space left on device; free space there; no checkpoint has been"
+        "cannot write lcurve.out: No space left on device; free space there; no checkpoint has been"
         in said
     )
 
 
-def test_a_full_log_file_ends_nothing(short_input, capfd):
+def test_a_full_log_file_ends_nothing(short_input, fail_rows, capfd):
     Path("input.json").write_text(json.dumps(short_input(numb_steps=1)))
-    assert main(["train", "input.json", "-l", "/dev/full"]) == 0
+    fail_rows("train.log")
+    assert main(["train", "input.json", "-l", "train.log"]) == 0
     said = capfd.readouterr().err
-    assert said.count("cannot write /dev/full") == 1
+    assert said.count("cannot write train.log") == 1
     assert "training done" in said
     assert "Traceback" not in said
 
@@ -352,9 +375,8 @@ def test_a_trace_that_is_cut_off_names_itself_after_the_last_save(short_input, c
     assert not list(Path().glob("*trace*"))
 
 
-@pytest.mark.parametrize("form", ["file", "dcp"])
-def test_checkpoints_under_a_limit_of_file_sizes(short_input, capfd, form):
-    content = short_input(checkpoint_format=form)
+def test_checkpoints_under_a_limit_of_file_sizes(short_input, capfd):
+    content = short_input()
     content["model"]["fitting_net"]["neuron"] = [60, 60]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
@@ -362,7 +384,6 @@ def test_checkpoints_under_a_limit_of_file_sizes(short_input, capfd, form):
         message = trained(content, capfd)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    name = f"model.ckpt-2.{'pt' if form == 'file' else 'dcp'}"
-    assert f"cannot write {name}: File too large; raise the limit" in message
+    assert "cannot write model.ckpt-2.pt: File too large; raise the limit" in message
     assert message.endswith("no checkpoint has been written yet")
     assert not [path for path in Path().iterdir() if "ckpt" in path.name]

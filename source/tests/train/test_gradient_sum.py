@@ -33,7 +33,7 @@ def with_gradients(shapes, seed=0):
 
 @pytest.mark.parametrize("case", SHAPES)
 def test_gradients_and_their_norm_are_those_of_the_parameters(case, monkeypatch):
-    monkeypatch.setattr(gradient_sum, "_SHORT", 1 << 10)
+    monkeypatch.setattr(gradient_sum, "_SHORT_COPY", 1 << 10)
     params = with_gradients(SHAPES[case])
     ranks = Ranks(torch.device("cpu"))
     mean = GradientSum(ranks, params, len(TAIL)).finish(TAIL)
@@ -91,7 +91,7 @@ def test_early_gradients_are_summed_in_the_backward_pass(begun, missing, monkeyp
                 (1.0 + step) * params[2].prod() * (first.square().sum() + params[1].square().sum())
             )
             value.backward()
-            launched, sums = summed._arrive is not None, len(calls[rank])
+            launched, sums = summed._wait_for_early is not None, len(calls[rank])
             mine = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params]
             mean = summed.finish(value.detach().reshape(1))
             assert len(calls[rank]) - sums == (1 if launched or not begun else 2)
@@ -133,7 +133,7 @@ def test_a_pass_that_fails_leaves_nothing_behind():
         params = [nn.Parameter(torch.full((2,), 1.0 + rank, dtype=torch.float64)) for _ in range(2)]
         summed = GradientSum(Ranks(torch.device("cpu"), rank, 2), params, 1, 1)
         strategy = Replicated.__new__(Replicated)
-        strategy._sums = {None: summed}
+        strategy._gradient_sums = {None: summed}
         with pytest.raises(MemoryError), strategy.overlapping():
             (Fails.apply(params[1]).sum() + params[0].sum()).backward()
         assert not any(p._post_accumulate_grad_hooks for p in params)
@@ -160,7 +160,7 @@ def test_the_larger_fitting_nets_are_summed_early(neuron, first):
         strategy.ranks, strategy.model = Ranks(torch.device("cpu"), rank, 2), model
         for name, p in model.named_parameters():
             p.grad = None if name.endswith("bias") else torch.ones_like(p)
-        found[rank] = strategy._agreed_sum(None), model
+        found[rank] = strategy._agree_on_sum(None), model
 
     with ranks_in_threads.Ranks(2) as ranks:
         ranks.together(work)

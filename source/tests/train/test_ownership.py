@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -84,9 +82,7 @@ def test_locks_are_not_taken_through_links(small_input):
 
 
 def test_a_fresh_run_keeps_the_files_of_an_earlier_one(small_input, train):
-    content = small_input(
-        training={"checkpoint_format": "both", "max_ckpt_keep": 1, "numb_steps": 5}
-    )
+    content = small_input(training={"max_ckpt_keep": 1, "numb_steps": 5})
     for run in range(3):
         content["training"]["seed"] = run
         train(content)
@@ -96,7 +92,7 @@ def test_a_fresh_run_keeps_the_files_of_an_earlier_one(small_input, train):
         if path.name.startswith(("model", "lcurve", "checkpoint"))
     )
     numbered = [f"model.ckpt{number}" for number in ("", ".1", ".2")]
-    expected = [f"{name}{end}" for name in numbered for end in ("-5.dcp", "-5.pt", ".dcp", ".pt")]
+    expected = [f"{name}{end}" for name in numbered for end in ("-5.pt", ".pt")]
     assert names == sorted([*expected, "checkpoint", "lcurve.out", "lcurve.out.1", "lcurve.out.2"])
     seeds = [
         json.loads(read_checkpoint(name)["deepmd_muon"]["settings"])["training"]["seed"]
@@ -110,42 +106,23 @@ def test_a_fresh_run_keeps_the_files_of_an_earlier_one(small_input, train):
     assert Path("model.ckpt.2-5.pt").exists()
 
 
-SHARED = {"checkpoint": "", "try": "", "out": ".json", "stat": ".hdf5", "log": ".jsonl"}
-
-
-def test_what_a_killed_save_left_is_removed(small_input, train):
-    hexadecimal = "0123456789abcdef"
-    mine = [f".model.ckpt-7.{hexadecimal}.pt", f".model.ckpt.{hexadecimal}.pt"]
+@pytest.mark.parametrize("prefix", ["model", "model.ckpt", "model[300K]"])
+def test_what_a_killed_run_left_is_removed(small_input, prefix):
+    token = "0123456789abcdef"
+    own = [f".{prefix}-7.{token}.pt", f".{prefix}.{token}.pt"]
     others = [
-        f".model-7.{hexadecimal}.pt",
-        f".model.ckpt2-7.{hexadecimal}.pt",
-        ".model.ckpt-7.pt",
-        ".model.ckpt-7.x.pt",
+        f".{prefix}-2-7.{token}.pt",
+        f".{prefix}2-7.{token}.pt",
+        f".modelxckpt-7.{token}.pt",
+        f".{prefix}-7.pt",
+        f".{prefix}-7.x.pt",
+        f"{prefix}-7.pt",
     ]
-    mine += [f".lcurve.{hexadecimal}.out"]
-    # Other runs in this folder write these as well, and hold locks on what they are writing.
-    shared = [f".{name}.{hexadecimal}{ending}" for name, ending in SHARED.items()]
-    Path(".other.ckpt.lock").write_text("")
-    for name in (*mine, *others, *shared):
+    for name in (*own, *others):
         Path(name).write_text("half")
-    files = {"stat_file": "stat.hdf5", "jsonl_file": "log.jsonl", "numb_steps": 1}
-    with contextlib.ExitStack() as living:
-        for name in shared:
-            file = living.enter_context(Path(name).open())
-            fcntl.flock(file, fcntl.LOCK_EX)
-        train(small_input(training=files))
-        assert all(Path(name).exists() for name in shared)
-    for name in shared:
-        os.utime(name, (1.0, 1.0))
-    train(small_input(training=files))
-    assert not [name for name in shared if Path(name).exists()]
-    Path(".other.ckpt.lock").unlink()
-    for name in shared:
-        Path(name).write_text("half")
-    train(small_input(training=files))
-    assert not [name for name in shared if Path(name).exists()]
-    assert not [name for name in mine if Path(name).exists()]
-    assert all(Path(name).exists() for name in others)
+    with RunFiles(normalize(small_input(training={"save_ckpt": prefix}))).held():
+        pass
+    assert sorted(os.listdir()) == sorted(others)
 
 
 @pytest.mark.parametrize("way", ["restart", "init_model"])

@@ -18,58 +18,53 @@ from deepmd_muon.train.process.signals import StopSignals
 CHILD = """
 import sys
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from deepmd_muon.cli.main import main
 
-def paused(form, original):
-    def write(*args, **kwargs):
-        if form in waiting:
-            waiting.remove(form)
-            print("writing", flush=True)
-            sys.stdin.readline()
-        return original(*args, **kwargs)
-    return write
+save = torch.save
 
-torch.save = paused("file", torch.save)
-FileSystemWriter.write_data = paused("dcp", FileSystemWriter.write_data)
-for case in sys.argv[1:]:
-    form, _, path = case.partition(":")
-    waiting = [form]
+def paused(*args, **kwargs):
+    global waiting
+    if waiting:
+        waiting = False
+        print("writing", flush=True)
+        sys.stdin.readline()
+    return save(*args, **kwargs)
+
+torch.save = paused
+for path in sys.argv[1:]:
+    waiting = True
     status = main(["train", path, "-v", "WARNING"])
     print(status, flush=True)
 sys.exit(status)
 """
-# Form of the checkpoint, whether its save is the last one, and what comes during it.
+# Whether the save is the last one, and what comes during it.
 CASES = [
-    ("file", False, ("SIGTERM",)),
-    ("file", False, ("SIGINT", "SIGINT", "SIGTERM")),
-    ("file", True, ("SIGINT",)),
-    ("file", True, ("SIGTERM", "SIGTERM")),
-    ("dcp", False, ("SIGTERM", "SIGTERM")),
-    ("dcp", True, ("SIGINT", "SIGTERM")),
+    (False, ("SIGTERM",)),
+    (False, ("SIGINT", "SIGINT", "SIGTERM")),
+    (True, ("SIGINT",)),
+    (True, ("SIGTERM", "SIGTERM")),
 ]
 
 
 def test_a_checkpoint_that_is_being_written_outlives_signals(small_input):
-    for number, (form, final, _) in enumerate(CASES):
+    for number, (final, _) in enumerate(CASES):
         steps = {"numb_steps": 2, "save_freq": 100} if final else {"numb_steps": 4, "save_freq": 2}
         names = {
             "save_ckpt": f"{number}/model",
             "disp_file": f"{number}/lcurve.out",
-            "checkpoint_format": form,
         }
         Path(f"{number}.json").write_text(json.dumps(small_input(training={**steps, **names})))
     words = [
         sys.executable,
         "-c",
         CHILD,
-        *(f"{form}:{number}.json" for number, (form, *_) in enumerate(CASES)),
+        *(f"{number}.json" for number in range(len(CASES))),
     ]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(
         words, **pipes, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     ) as child:
-        for number, (form, _, names) in enumerate(CASES):
+        for number, (_, names) in enumerate(CASES):
             assert child.stdout.readline() == "writing\n"
             for name in names:
                 child.send_signal(signal.Signals[name])
@@ -78,15 +73,15 @@ def test_a_checkpoint_that_is_being_written_outlives_signals(small_input):
             print(file=child.stdin, flush=True)
             expected = 128 + signal.Signals[names[0]]
             assert child.stdout.readline() == f"{expected}\n"
-            check_saved(Path(str(number)), form)
+            check_saved(Path(str(number)))
         child.communicate()
     assert child.returncode == expected
 
 
-def check_saved(folder, form):
-    """Look for a whole checkpoint of step 2 in this form, and for nothing half written."""
+def check_saved(folder):
+    """Look for a whole checkpoint of step 2, and for nothing half written."""
     saved = [path for path in folder.iterdir() if not path.is_symlink() and "-2." in path.name]
-    assert f"model-2.{'pt' if form == 'file' else 'dcp'}" in {path.name for path in saved}
+    assert "model-2.pt" in {path.name for path in saved}
     assert {read_checkpoint(path)["deepmd_muon"]["step"] for path in saved} == {2}
     assert read_checkpoint(folder / "model")["deepmd_muon"]["step"] >= 2
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]

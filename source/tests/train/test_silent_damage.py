@@ -23,7 +23,7 @@ from deepmd_muon.train import NonFiniteError, TrainingError
 from deepmd_muon.train.checkpoint.optimizer_state import load_optimizer_state
 from deepmd_muon.train.step.guard import DeviceGuard, HostGuard, SkipCount
 from deepmd_muon.train.strategy.base import Reduced
-from deepmd_muon.train.systems import Systems, check_same_run
+from deepmd_muon.train.systems import RankView, Systems, check_same_run
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 
@@ -165,7 +165,7 @@ def test_ranks_with_other_data_or_inputs_are_named(small_input):
     def digests(training, validation):
         return {"training/training_data": training, "training/validation_data": validation}
 
-    mine = (thaw(given.settings), digests(first, second))
+    mine = RankView(thaw(given.settings), digests(first, second))
 
     def check(*others):
         check_same_run(
@@ -174,14 +174,14 @@ def test_ranks_with_other_data_or_inputs_are_named(small_input):
 
     check(mine, mine)
     with pytest.raises(TrainingError, match="training data of rank 2 are not those of rank 0"):
-        check(mine, (mine[0], digests(second, second)))
+        check(mine, mine._replace(digests=digests(second, second)))
     with pytest.raises(TrainingError, match="validation data of rank 1 are not those of rank 0"):
-        check((mine[0], digests(first, first)))
+        check(mine._replace(digests=digests(first, first)))
     with pytest.raises(
         TrainingError,
         match=r"rank 1 differs .* in optimizer/weight_decay, training/numb_steps: all",
     ):
-        check((thaw(other.settings), mine[1]))
+        check(mine._replace(normalized=thaw(other.settings)))
 
 
 def change_a_force(folder):

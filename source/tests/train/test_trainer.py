@@ -21,7 +21,7 @@ from deepmd_muon.infer import Predictor
 from deepmd_muon.model.statistics import descriptor_length
 from deepmd_muon.optim import HybridMuon, RouteTable, omitted_scales
 from deepmd_muon.train import NonFiniteError, RunError, TrainingError, trainer
-from deepmd_muon.train.checkpoint.newest import newest_checkpoint
+from deepmd_muon.train.checkpoint.ownership import newest_checkpoint
 from deepmd_muon.train.ranks.ranks import Ranks
 from deepmd_muon.train.report import TensorBoardError
 from deepmd_muon.train.step.step import TrainingStep
@@ -732,13 +732,17 @@ def test_restart_auto_starts_afresh_and_then_continues(small_input, train, load,
     assert_same(ours, load())
 
 
-def test_restart_latest_takes_the_newest_of_file_and_directory(small_input, train, load):
-    settings = {"numb_steps": 4, "save_freq": 2, "checkpoint_format": "dcp"}
-    assert train(small_input(training=settings)) == 0
-    assert Path("model.ckpt.dcp").resolve().name == "model.ckpt-4.dcp"
-    settings.update(numb_steps=6, checkpoint_format="file")
-    assert train(small_input(training=settings), restart="latest") == 0
-    assert Path("model.ckpt.pt").resolve().name == "model.ckpt-6.pt"
+def test_a_restart_does_not_step_back_over_a_directory_of_earlier_versions(small_input, train):
+    content = small_input(training={"numb_steps": 2})
+    Path("model.ckpt-4.dcp").mkdir()
+    Path("model.ckpt.dcp").symlink_to("model.ckpt-4.dcp")
+    with pytest.raises(CheckpointError, match="3adbaabc"):
+        train(content, restart="auto")
+    assert train(content) == 0
+    with pytest.raises(CheckpointError, match="3adbaabc"):
+        newest_checkpoint("model.ckpt")
+    Path("model.ckpt-2.pt").rename("model.ckpt-4.pt")
+    link("model.ckpt.pt", "model.ckpt-4.pt")
     assert newest_checkpoint("model.ckpt") == "model.ckpt.pt"
 
 
@@ -750,21 +754,16 @@ def link(name, target):
 def test_restart_latest_finds_what_a_kill_has_left_without_its_link(
     small_input, train, load, caplog
 ):
-    settings = {"numb_steps": 6, "save_freq": 2, "checkpoint_format": "both", "max_ckpt_keep": 2}
+    settings = {"numb_steps": 6, "save_freq": 2, "max_ckpt_keep": 2}
     assert train(small_input(training=settings)) == 0
-    for suffix in ("pt", "dcp"):
-        link(f"model.ckpt.{suffix}", f"model.ckpt-4.{suffix}")
-    assert newest_checkpoint("model.ckpt") == "model.ckpt-6.dcp"
-    Path("model.ckpt-6.dcp/.metadata").unlink()
+    link("model.ckpt.pt", "model.ckpt-4.pt")
     assert newest_checkpoint("model.ckpt") == "model.ckpt-6.pt"
     Path("model.ckpt-6.pt").write_bytes(b"damaged")
-    assert newest_checkpoint("model.ckpt") == "model.ckpt.dcp"
+    assert newest_checkpoint("model.ckpt") == "model.ckpt.pt"
     assert "model.ckpt-6.pt cannot be read as a checkpoint" in caplog.text
     # A branch that was given up: the run went on from step 4 and saved step 5.
     shutil.copy("model.ckpt-4.pt", "model.ckpt-5.pt")
-    for suffix in ("pt", "dcp"):
-        Path(f"model.ckpt.{suffix}").unlink()
-    Path("model.ckpt.pt").symlink_to("model.ckpt-5.pt")
+    link("model.ckpt.pt", "model.ckpt-5.pt")
     other = load("model.ckpt-4.pt")
     other["deepmd_muon"]["series"] = ["model.ckpt-4.pt", "model.ckpt-6.pt"]
     torch.save(other, "model.ckpt-6.pt")

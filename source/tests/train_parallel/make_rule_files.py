@@ -1,9 +1,10 @@
-"""Make rule_files.tar.xz: checkpoints with and without Magma, whole and in parts, which later versions must continue.
+"""Make rule_files.tar.xz: checkpoints with and without Magma, of one and two ranks, which later versions must continue.
 
 Usage: python make_rule_files.py
 
 They were written by revision 8046313 (torch 2.13, one thread, 2026-11-23), in which Magma was not yet a rule of its
-own. Make them again only with that revision: a file that the present code writes proves nothing.
+own. The runs of two ranks wrote directories at half of their steps, which are no longer read; these were taken out of
+the archive. Make them again only with that revision: a file that the present code writes proves nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from pathlib import Path
 
 ARCHIVE = Path(__file__).parent / "rule_files.tar.xz"
 HALF, STEPS = 3, 6
-# What each run adds to the input; the last two take two ranks and write directories.
+# What each run adds to the input; the last two take two ranks.
 RUNS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
     "magma": (1, {}, {"enable_ema": True, "ema_decay": 0.9}),
     "no_magma": (1, {"magma_muon": False}, {}),
     "offload": (1, {"offload": True}, {}),
-    "zero_1": (2, {}, {"zero_stage": 1, "checkpoint_format": "dcp"}),
-    "zero_2": (2, {}, {"zero_stage": 2, "checkpoint_format": "dcp"}),
+    "zero_1": (2, {}, {"zero_stage": 1}),
+    "zero_2": (2, {}, {"zero_stage": 2}),
 }
 
 
@@ -62,10 +63,7 @@ def main() -> None:
             *(f"{name}/model.ckpt-{step}" for name in RUNS for step in (HALF, STEPS)),
         ]:
             for path in sorted(place.glob(f"{name}*")):
-                if (
-                    path.suffix != ".dcp" or f"-{HALF}." in path.name
-                ):  # the last one is in a file, too
-                    archive.add(path, str(path.relative_to(place)))
+                archive.add(path, str(path.relative_to(place)))
 
 
 if __name__ == "__main__":

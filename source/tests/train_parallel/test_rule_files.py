@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tarfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,31 +44,26 @@ def optimizer_state(path):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_earlier_checkpoints_load_bitwise_and_go_on(place, world):
+    """The archive has the last checkpoint of every run, and one of half of the steps if it had one rank."""
     names = [name for name, (ranks, *_) in RUNS.items() if ranks == world]
-    again = []
+    again, further = {}, {}
     for name in names:
-        (path,) = (place / name).glob(f"model.ckpt-{HALF}.*")
-        again.append(
-            (name, path, Job(place / f"{name}_again", content(name, HALF), {"restart": str(path)}))
-        )
-        again.append(
-            (name, path, Job(place / f"{name}_further", content(name), {"restart": str(path)}))
-        )
-    ends = run_jobs(world, [job for *_, job in again])
-    assert ends == [["0"] * world] * len(again)
-    for name, path, job in again:
-        if job.folder.name.endswith("_again"):
-            loaded, saved = (
-                optimizer_state(job.folder / f"model.ckpt-{HALF}.pt"),
-                optimizer_state(path),
-            )
-            assert loaded.keys() == saved.keys()
-            assert all(
-                torch.equal(loaded[key], x) and loaded[key].dtype == x.dtype
-                for key, x in saved.items()
-            ), name
-            assert any(kind == "magma_score" for _, kind in saved) == (name != "no_magma")
-            continue
+        path = place / name / f"model.ckpt-{HALF if world == 1 else STEPS}.pt"
+        steps = int(path.stem.rpartition("-")[2])
+        again[name] = Job(place / f"{name}_again", content(name, steps), {"restart": str(path)})
+        if world == 1:
+            further[name] = Job(place / f"{name}_further", content(name), {"restart": str(path)})
+    jobs = [*again.values(), *further.values()]
+    assert run_jobs(world, jobs) == [["0"] * world] * len(jobs)
+    for name, job in again.items():
+        path = Path(job.options["restart"])
+        loaded, saved = optimizer_state(job.folder / path.name), optimizer_state(path)
+        assert loaded.keys() == saved.keys()
+        assert all(
+            torch.equal(loaded[key], x) and loaded[key].dtype == x.dtype for key, x in saved.items()
+        ), name
+        assert any(kind == "magma_score" for _, kind in saved) == (name != "no_magma")
+    for name, job in further.items():
         last, then = (
             read_checkpoint(folder / f"model.ckpt-{STEPS}.pt")
             for folder in (job.folder, place / name)
@@ -83,7 +79,7 @@ def test_earlier_checkpoints_load_bitwise_and_go_on(place, world):
 
 
 def test_runs_with_later_rules_restart_on_other_ranks(place):
-    """Two ranks at stages 1 and 2 equal one process; whole files and directories load bitwise on one and on two."""
+    """Two ranks at stages 1 and 2 equal one process; their files load bitwise on one and on two."""
     chosen = {"normuon": True, "cautious_decay": True}  # neurons are columns under `dp train`
     jobs = {
         name: Job(place / f"{name}_rules", content(name)) for name in ("magma", "zero_1", "zero_2")
@@ -99,13 +95,8 @@ def test_runs_with_later_rules_restart_on_other_ranks(place):
         for key, x in expected.items():
             torch.testing.assert_close(found[key], x, rtol=1e-7, atol=1e-9, msg=f"{name}: {key}")
     moves = []
-    for name, world, suffix in (
-        ("zero_1", 1, "dcp"),
-        ("zero_2", 1, "dcp"),
-        ("magma", 2, "pt"),
-        ("zero_1", 2, "dcp"),
-    ):
-        path = jobs[name].folder / f"model.ckpt-{HALF}.{suffix}"
+    for name, world in (("zero_1", 1), ("zero_2", 1), ("magma", 2), ("zero_1", 2)):
+        path = jobs[name].folder / f"model.ckpt-{HALF}.pt"
         given = content("zero_2", HALF) if world == 2 else content("magma", HALF)
         given["optimizer"] |= chosen
         given["training"] = {

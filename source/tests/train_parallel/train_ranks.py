@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +17,6 @@ from pathlib import Path
 import forked
 import torch
 
-from deepmd_muon.checkpoint_file.parts import TensorReader
 from deepmd_muon.optim.state.schema import ALL_MOMENTS
 from deepmd_muon.train.ranks.ranks import local_part
 
@@ -226,14 +224,6 @@ stop = _in_step(1, 3, _pause)
 stop_first_stepping = _in_step(0, 3, _stop_for_good)
 
 
-def other_folder(rank):
-    """The machine of rank 1 does not have what rank 0 makes: it works in another folder."""
-    if rank == 1:
-        os.mkdir("elsewhere")
-        shutil.copy("input.json", "elsewhere")
-        os.chdir("elsewhere")
-
-
 def own_folder(rank):
     """Every rank has an input of its own."""
     os.chdir(str(rank))
@@ -353,18 +343,6 @@ def tell_state(rank):
         Path(f"state{rank}.txt").write_text(str(sum(local_part(x).numel() for x in moments)))
 
     return _after_steps(write)
-
-
-def tell_reading(rank):
-    """Every rank writes down how many elements it reads from a directory, each time that it does."""
-    original, found = TensorReader.read_data, []
-
-    def read_data(self, plan, planner):
-        found.append(sum(item.lengths.numel() for item in plan.items))
-        Path(f"read{rank}.txt").write_text(json.dumps(found))
-        return original(self, plan, planner)
-
-    return _replace(TensorReader, "read_data", read_data)
 
 
 def on_device(rank):
