@@ -81,13 +81,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train; an input that needs features of deepmd-kit goes to deepmd-kit, before torch is imported."""
     begun = time.monotonic()
-    from deepmd_muon.train.process.warm_up import (
-        garbage_collection_paused,
-        load_libraries,
-        open_device,
-    )
-
-    load_libraries()  # in the meantime, the input is read
     from deepmd_muon.argcheck import DeepmdKitOnlyError, load
 
     try:
@@ -97,9 +90,7 @@ def run(options: argparse.Namespace) -> int:
         raise HandOver(
             error.elsewhere, f"install it, or change {error.source} ({problems})"
         ) from error
-    open_device()  # in the meantime, the imports below load torch
-    with garbage_collection_paused():
-        from deepmd_muon.train import run as run_training
+    from deepmd_muon.train import run as run_training
 
     if options.model_branch and not (options.finetune or options.init_model or options.restart):
         raise CommandError(

@@ -298,7 +298,7 @@ def suit_scales(
     def longest() -> float:
         return max(descriptor_length(branch.model, batches(branch)) for branch in branches.values())
 
-    scales = given.scales.for_descriptors(ranks.from_first("measuring descriptors", longest))
+    scales = given.scales.for_descriptors(ranks.run_on_rank0("measuring descriptors", longest))
     # On other ranks than the first the log shows warnings alone.
     level = logging.WARNING if scales.fallen and ranks.first else logging.INFO
     log.log(level, "%s", scales.notice)

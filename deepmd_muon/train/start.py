@@ -123,7 +123,7 @@ def run(
         # "auto" is resolved below, once the files are locked; until then no checkpoint can be named. After a failure
         # there is nothing to continue from in the checkpoint of --finetune.
         checkpoint = init_model or (None if restart in AUTOMATIC else restart)
-        ranks.from_first("looking at its outputs", lambda: files.check(checkpoint or finetune))
+        ranks.run_on_rank0("looking at its outputs", lambda: files.check(checkpoint or finetune))
         stack.enter_context(
             explained(
                 lambda: Moment("preparing"),
@@ -137,7 +137,7 @@ def run(
             stack.enter_context(files.held())
             return continued_by(restart, training.save_ckpt)
 
-        restart = ranks.from_first("locking its files", lock_files)
+        restart = ranks.run_on_rank0("locking its files", lock_files)
         checkpoint = init_model or restart  # read by `explained` above when an error ends the run
         ways: dict[Way, str | None] = {
             "restart": restart,
@@ -152,7 +152,7 @@ def run(
             _log_remarks(given, sources)
             _check_outputs(given, output)
         if make_data is not None:
-            ranks.from_first("drawing structures to replay", make_data)
+            ranks.run_on_rank0("drawing structures to replay", make_data)
         trainer = _prepare(
             given,
             sources,
@@ -166,7 +166,7 @@ def run(
             content = state_of(sources, trainer.model, trainer.optimizer, alone=ranks.size == 1)
             with understood(continued.path):
                 trainer.restart(content, continued.path)
-        ranks.from_first(
+        ranks.run_on_rank0(
             "keeping other files",
             lambda: files.keep(continued, trainer.step, trainer.validation.keep_earlier),
         )
@@ -228,7 +228,7 @@ def _prepare(
     """Open the data, build the models with their statistics or weights, and make the trainer.
 
     `count_neighbors` is whether `sel` is compared with the data. Passes over the data (counting, statistics, energy
-    bias) run on rank 0 alone, whose results or errors reach the other ranks (`Ranks.from_first`).
+    bias) run on rank 0 alone, whose results or errors reach the other ranks (`Ranks.run_on_rank0`).
     """
     warm_up(ranks.device)
     if ranks.device.type == "cpu":
@@ -240,7 +240,7 @@ def _prepare(
     if ranks.first:
         for branch_systems in systems.values():
             warn_of_shared_frames(branch_systems.training, branch_systems.validation)
-    given, neighbor_stats = ranks.from_first(
+    given, neighbor_stats = ranks.run_on_rank0(
         "counting neighbours",
         lambda: resolve_sel(given, systems, sources, count=count_neighbors, device=ranks.device),
     )
@@ -255,7 +255,7 @@ def _prepare(
     _require_trainable(model)
     seed = given.settings.training.seed
     if seed is None:
-        seed = ranks.from_first("drawing a seed", new_seed)
+        seed = ranks.run_on_rank0("drawing a seed", new_seed)
     data = make_loaders(given, systems, _neighbor_caches(given, model), seed, ranks)
     loaders = {name: branch_data.training for name, branch_data in data.items()}
 
@@ -280,7 +280,7 @@ def _prepare(
                     counting,
                     given.branches[name].model_path,
                 )
-                neighbor_stats[name] = ranks.from_first("counting neighbours", compare_with_sel)
+                neighbor_stats[name] = ranks.run_on_rank0("counting neighbours", compare_with_sel)
     _log_size(model, ranks)
     branches = make_branches(
         given,
@@ -368,7 +368,7 @@ def _set_weights(
     if samples is not None:
         # Samples are on the device; with a checkpoint the model is not yet.
         samples_beside_model = {} if sources else samples
-        ranks.from_first(
+        ranks.run_on_rank0(
             "computing statistics", lambda: set_model_statistics(branches, samples_beside_model)
         )
     # Branches may share parts now that were not shared in the checkpoints. Then the first branch wins, so it is loaded
@@ -380,5 +380,5 @@ def _set_weights(
         settle = partial(
             settle_energy_bias, branches[name].model, source, branches[name].data.training
         )
-        ranks.from_first("fitting the energy bias", settle)
-    ranks.copy_from_first(model)
+        ranks.run_on_rank0("fitting the energy bias", settle)
+    ranks.copy_from_rank0(model)

@@ -214,7 +214,7 @@ def check_same_run(given: Input, systems: Mapping[str, Systems], ranks: Ranks) -
     for name, branch in given.branches.items():
         for kind in ("training", "validation"):
             sections[f"{branch.data_path}/{kind}_data"] = (kind, getattr(systems[name], kind))
-    with ranks.together("comparing inputs and data"):
+    with ranks.barrier("comparing inputs and data"):
         digests = {where: content_digest(opened) for where, (_, opened) in sections.items()}
         found = ranks.gather_objects((given.normalized, digests))
     for where, digest in digests.items():

@@ -100,7 +100,7 @@ class Trainer:
         require_labels(branches)
         self._order = task_order(given, shares, seed, self.ranks)
         self.rate = learning_rate(settings.learning_rate, self.num_steps)
-        with self.ranks.together("laying out the model"):
+        with self.ranks.barrier("laying out the model"):
             self.strategy = choose_strategy(training, self.ranks, model)
             self.optimizer = self.strategy.build_optimizer(settings.optimizer, self.rate(0))
             if isinstance(self.optimizer, HybridMuon):
@@ -163,7 +163,7 @@ class Trainer:
             The message names the last good checkpoint.
         """
         self._first_step = self.step
-        with self.ranks.together("starting"):
+        with self.ranks.barrier("starting"):
             log.info("training from step %d to step %d", self.step, self.num_steps)
         # With several ranks, their launcher repeats signals that they have received from the terminal.
         repeats = 0 if self.ranks.size == 1 else 1
@@ -395,7 +395,7 @@ class Trainer:
         self.strategy.load_optimizer_state(self.optimizer, content, source, self._build_whole)
         self.source = source
         self.step = self._state.restore(content, source)
-        with self.ranks.together("checking the optimizer's state"):
+        with self.ranks.barrier("checking the optimizer's state"):
             check_state(self.optimizer, self.ema.averages() if self.ema else {}, source)
         infos = content["model"]["_extra_state"]["train_infos"]
         self.validation.restore(infos)

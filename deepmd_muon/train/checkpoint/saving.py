@@ -35,7 +35,7 @@ class Checkpoints:
 
     def __init__(self, training: RunSettings, ranks: Ranks) -> None:
         prefix, keep = Path(training.save_ckpt), training.max_ckpt_keep
-        ranks.from_first(
+        ranks.run_on_rank0(
             "making the folder of checkpoints", lambda: _require_writable(prefix.parent)
         )
         self.files = FileSeries(prefix, keep)
@@ -48,7 +48,7 @@ class Checkpoints:
                 DirectorySeries,  # brings torch.distributed.checkpoint along
             )
 
-            with ranks.together("trying to write checkpoints"):
+            with ranks.barrier("trying to write checkpoints"):
                 problem = None  # on the machine of another rank, the folder that rank 0 has made may not be there
                 try:
                     try_to_write(prefix.parent)

@@ -61,7 +61,7 @@ class SeveralRanks(Strategy):
         # An optimizer of one process reads it, with all checks and conversions; the ranks take their parts of that.
         model, reader = build_whole()
         load_optimizer_state(reader, model, content, source)
-        with self.ranks.together("loading optimizer state"):
+        with self.ranks.barrier("loading optimizer state"):
             self._take_state(optimizer, reader.state_dict())
 
     @abstractmethod

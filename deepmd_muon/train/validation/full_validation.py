@@ -71,7 +71,7 @@ class FullValidation:
                 self.best.tidy()
             self._file = ValidationFile(self._path, self.best.metric, start_step=step)
 
-        self._ranks.from_first("opening the file of full validations", settle)
+        self._ranks.run_on_rank0("opening the file of full validations", settle)
 
     def due(self, step: int) -> bool:
         """Return whether the 1-based `step` is to be validated, and has not been."""
@@ -101,7 +101,7 @@ class FullValidation:
             whole = gather_whole(content())
             # It stands apart from the run's other checkpoints, which a run that continues from it does not delete.
             whole[OWN_KEY] = {**whole[OWN_KEY], "series": [], "directories": []}
-            self._ranks.from_first(
+            self._ranks.run_on_rank0(
                 "saving a best checkpoint",
                 lambda: log.info("saved %s", self.best.save(step, whole)),
             )
