@@ -114,16 +114,17 @@ class Trainer:
         self._moment = Moment("starting")
         self._throughput = Throughput(self.ranks)
         self._divergence = Divergence()
-        parts, shared = (self.strategy, self.optimizer, self.ema), DeviceParts()
+        device_parts = DeviceParts()
         self._steppers = {
             name: build_stepper(
-                parts[0],
-                branch.loss,
-                *parts[1:],
-                training,
-                self._rate_and_fraction,
-                branch.model,
-                shared,
+                strategy=self.strategy,
+                loss=branch.loss,
+                optimizer=self.optimizer,
+                ema=self.ema,
+                training=training,
+                scalars=self._rate_and_fraction,
+                model=branch.model,
+                parts=device_parts,
             )
             for name, branch in branches.items()
         }

@@ -43,8 +43,8 @@ def steppers(monkeypatch):
     """The steppers that runs have made."""
     found, original = [], trainer.build_stepper
 
-    def build(*args):
-        found.append(original(*args))
+    def build(**arguments):
+        found.append(original(**arguments))
         return found[-1]
 
     monkeypatch.setattr(trainer, "build_stepper", build)

@@ -135,9 +135,9 @@ def test_only_runs_with_branches_may_lack_gradients_in_a_captured_step(
     """In a run of one model, a gradient that is missing when a step is captured is an error."""
     found, original = [], trainer.build_stepper
 
-    def build(strategy, loss, optimizer, *others):
+    def build(*, optimizer, **others):
         found.append(optimizer.alternates)
-        return original(strategy, loss, optimizer, *others)
+        return original(optimizer=optimizer, **others)
 
     monkeypatch.setattr(trainer, "build_stepper", build)
     for content in (small_input(training={"numb_steps": 1}), two_branches(numb_steps=1)):
