@@ -36,8 +36,7 @@ from deepmd_muon.train.process.allocator import keep_freed_memory
 from deepmd_muon.train.process.warm_up import warm_up
 from deepmd_muon.train.ranks.ranks import Ranks, joined
 from deepmd_muon.train.report import set_up_logging
-from deepmd_muon.train.report.tensorboard import require_tensorboard
-from deepmd_muon.train.report.weights_and_biases import require_wandb
+from deepmd_muon.train.report.trackers import require_tensorboard, require_wandb
 from deepmd_muon.train.statistics import set_model_statistics, settle_energy_bias
 from deepmd_muon.train.systems import (
     check_same_run,

@@ -44,7 +44,7 @@ from deepmd_muon.train.ranks.ranks import Ranks, local_part
 from deepmd_muon.train.ranks.watchdog import STEPPING, is_lost_connection
 from deepmd_muon.train.report import Reports, open_reports
 from deepmd_muon.train.report.divergence import Divergence
-from deepmd_muon.train.report.metrics import RecentMetrics, numbers
+from deepmd_muon.train.report.metrics import RecentMetrics
 from deepmd_muon.train.report.throughput import Throughput
 from deepmd_muon.train.step.interpolation_schedule import Tuning
 from deepmd_muon.train.step.stepper import DeviceParts, build_stepper
@@ -52,6 +52,7 @@ from deepmd_muon.train.strategy import choose_strategy
 from deepmd_muon.train.strategy.base import build_optimizer
 from deepmd_muon.train.validation.final_errors import check_command
 from deepmd_muon.train.validation.run_validation import Validation
+from deepmd_muon.train.validation.validate import numbers
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Prepare a GPU in threads while a run reads its data.
 
-Python joins these threads when it ends: a process that exits within a call of CUDA may crash. A failure in
-a thread occurs again where the result is needed, and is reported there.
+Python joins these threads when it ends: a process that exits within a call of CUDA may crash. A
+failure in a thread occurs again where the result is needed, and is reported there.
 """
 
 from __future__ import annotations

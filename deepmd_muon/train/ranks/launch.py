@@ -59,10 +59,10 @@ class Place:
 def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     """Return this process's place; None when it is alone.
 
-    If WORLD_SIZE is set (torchrun, scripts for mpirun), it decides with RANK, LOCAL_RANK, MASTER_ADDR and
-    MASTER_PORT. Otherwise a task of srun takes SLURM_NTASKS, SLURM_PROCID and SLURM_LOCALID. Its tasks meet at
-    MASTER_ADDR and MASTER_PORT if they are set, else at the first node of the step and a port made of the
-    job's number.
+    If WORLD_SIZE is set (torchrun, scripts for mpirun), it decides with RANK, LOCAL_RANK,
+    MASTER_ADDR and MASTER_PORT. Otherwise a task of srun takes SLURM_NTASKS, SLURM_PROCID and
+    SLURM_LOCALID. Its tasks meet at MASTER_ADDR and MASTER_PORT if they are set, else at the first
+    node of the step and a port made of the job's number.
 
     Raises
     ------
@@ -104,7 +104,8 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
 def end_with_parent() -> None:
     """Let the kernel send SIGTERM when the parent process ends, at which a run saves and ends.
 
-    If its launcher is killed, a rank would keep running in the background. Does nothing without Linux.
+    If its launcher is killed, a rank would keep running in the background. Does nothing without
+    Linux.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
@@ -115,7 +116,8 @@ def _checked(place: Place) -> Place:
     """Refuse a number that no process of the run can have."""
     if not 0 <= place.rank < place.size:
         raise TrainingError(
-            f"rank {place.rank} is not one of {place.size} processes, which are 0 to {place.size - 1}"
+            f"rank {place.rank} is not one of {place.size} processes, which are 0 to "
+            f"{place.size - 1}"
         )
     if not 0 <= place.local < place.size:
         raise TrainingError(
@@ -125,7 +127,10 @@ def _checked(place: Place) -> Place:
 
 
 def _is_task(environment: Mapping[str, str]) -> bool:
-    """Return whether srun has started this process. A batch script sees the job's tasks, too, but no step."""
+    """Return whether srun has started this process.
+
+    A batch script sees the job's tasks, too, but no step.
+    """
     if "SLURM_PROCID" not in environment or "SLURM_NTASKS" not in environment:
         return False
     return "SLURM_JOB_ID" not in environment or bool(

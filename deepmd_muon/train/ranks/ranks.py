@@ -91,7 +91,7 @@ class Ranks:
             self.watch.doing(what, step)
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for work that this process can finish only if the others do their part."""
+        """Return a context for work that needs the other processes."""
         return contextlib.nullcontext() if self.watch is None else self.watch.waiting()
 
     @contextlib.contextmanager
@@ -170,7 +170,8 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
     """Join the processes that torchrun or srun started, for the time of a `with` block.
 
     See `find_place` for the environment; a process that is alone makes no process group. GPUs talk
-    through NCCL, CPUs through gloo. A rank that the others wait for longer than `seconds` is given up.
+    through NCCL, CPUs through gloo. A rank that the others wait for longer than `seconds` is given
+    up.
 
     Raises
     ------
@@ -227,7 +228,7 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
 
 
 def _begin(place: Place) -> tuple[torch.device, Rendezvous]:
-    """Choose this process's device and meet the others, who all learn when one of them cannot begin."""
+    """Choose this process's device and meet the others; all learn when one cannot begin."""
     failure: TrainingError | None = None
     device = torch.device("cpu")
     try:
@@ -244,10 +245,10 @@ def _begin(place: Place) -> tuple[torch.device, Rendezvous]:
 
 @contextlib.contextmanager
 def prints_error(message: str) -> Iterator[bool]:
-    """Return, in a `with` block, whether this process prints an error from before the ranks have `joined`.
+    """Return a context that says whether this process prints an error from before `joined`.
 
-    Rank 0 prints at once. The others wait for its report and print only errors that differ from it, or
-    any error if rank 0 does not report in time. Ranks that can begin receive the error.
+    Rank 0 prints at once. The others wait for its report and print only errors that differ from it,
+    or any error if rank 0 does not report in time. Ranks that can begin receive the error.
     """
     try:
         place = find_place()
@@ -272,9 +273,9 @@ def prints_error(message: str) -> Iterator[bool]:
 def _exchange_last() -> None:
     """Exchange a number, and keep the exchange until the process ends.
 
-    DTensor's caches keep groups alive, and with them gloo's threads. The last owner of an exchange frees
-    its tensors; one of these threads would need the interpreter's lock for this, and would abort the
-    process if the interpreter has ended by then.
+    DTensor's caches keep groups alive, and with them gloo's threads. The last owner of an exchange
+    frees its tensors; one of these threads would need the interpreter's lock for this, and would
+    abort the process if the interpreter has ended by then.
     """
     last = dist.all_reduce(torch.zeros(1), async_op=True)
     last.wait()
@@ -313,19 +314,20 @@ def training_device() -> torch.device:
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
         raise TrainingError(
-            "DEVICE is cuda, but torch finds no GPU: unset it, or set DEVICE=cpu to train on the CPU"
+            "DEVICE is cuda, but torch finds no GPU: unset it, or set DEVICE=cpu to train on the "
+            "CPU"
         )
     return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
 
 
 def _is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Return whether something is a DTensor; a single process never imports them, which takes a second."""
+    """Return whether something is a DTensor, without importing them, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def gather_whole(content: Any) -> Any:
-    """Gather the DTensors in nested dicts, lists and tuples into full tensors; a collective of all ranks.
+    """Gather the DTensors in nested dicts, lists and tuples into full tensors; a collective.
 
     Each tensor is gathered once, however often it appears; everything else stays as it is.
     """
@@ -353,7 +355,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def shard_like(tensor: Tensor, pattern: Tensor) -> Tensor:
-    """Shard a full tensor like `pattern` if that is a DTensor; otherwise return the tensor itself."""
+    """Shard a full tensor like `pattern` if that is a DTensor; otherwise return it."""
     if not _is_dtensor(pattern):
         return tensor
     from torch.distributed.tensor import distribute_tensor

@@ -1,4 +1,4 @@
-"""Meet the other processes of a run, and learn before the first exchange which of them cannot begin, and why.
+"""Meet the other processes of a run, and learn which of them cannot begin, and why.
 
 They meet in a store of torch at one host and port. Rank 0 keeps it, or torchrun's agent.
 """
@@ -62,7 +62,7 @@ class Rendezvous:
         self.store.set_timeout(datetime.timedelta(seconds=ANSWER))
 
     def report(self, problem: str = "") -> dict[int, str]:
-        """Share what keeps this rank from beginning, and wait until all have come or one has a problem.
+        """Share this rank's problem, and wait until all have come or one has a problem.
 
         Returns
         -------
@@ -99,14 +99,14 @@ class Rendezvous:
         return {rank: text for rank, text in problems.items() if text}
 
     def problem_of(self, rank: int, seconds: float = 0.0) -> str:
-        """Return the problem of a rank; empty if it has none or does not report within some seconds."""
+        """Return the problem of a rank; empty if it has none or does not report in time."""
         key = f"report{rank}"
         if not self._wait(key, time.monotonic() + seconds):
             return ""
         return str(self.store.get(key).decode())
 
     def leave(self, seconds: float) -> None:
-        """Say that this rank needs the store no more; its keeper waits until the others have said so."""
+        """Say that this rank has read the store; its keeper waits until the others have said so."""
         with contextlib.suppress(RuntimeError):  # the keeper may have ended without waiting
             self.store.set(f"left{self._place.rank}", "")
             end = time.monotonic() + seconds
@@ -178,8 +178,8 @@ def _connect(place: Place, patience: float) -> Store:
 def _await_address(place: Place, patience: float) -> None:
     """Wait until a process listens at the address, or on rank 0 until its host is known.
 
-    torch would wait without a word for the first, and log a page about an unknown host. In a cluster,
-    the name of a machine may become known a few seconds after its start.
+    torch would wait without a word for the first, and log a page about an unknown host. In a
+    cluster, the name of a machine may become known a few seconds after its start.
     """
     address = (place.host, place.port)
     if place.hosts:
@@ -215,7 +215,7 @@ def _await_address(place: Place, patience: float) -> None:
 
 
 def describe(problems: dict[int, str]) -> str:
-    """Describe, for a rank that could begin, the problems of the others; each problem appears once."""
+    """Describe the problems of ranks that cannot begin; each problem appears once."""
     ranks_with: dict[str, list[str]] = {}
     for rank, problem in sorted(problems.items()):
         ranks_with.setdefault(problem, []).append(str(rank))

@@ -1,12 +1,14 @@
-"""Name the rank that others miss, its machine and its last activity, and end a run that waits for it in vain.
+"""Name a missing rank, its machine and its activity; end a run that waits for it in vain.
 
-torch's timeouts end an exchange (gloo) or the process (NCCL), but do not say who is missing. So a thread
-of every rank writes a note into the store, at which the ranks have met, once a second: a count of beats,
-the rank's activity, and the error that has ended it. If the beats stop, the rank is dead or stopped. If
-they go on and the activity does not, it is stuck there. Notes need no collective.
+torch's timeouts end an exchange (gloo) or the process (NCCL), but do not say who is missing. So a
+thread of every rank writes a note into the store, at which the ranks have met, once a second: a
+count of beats, the rank's activity, and the error that has ended it. If the beats stop, the rank is
+dead or stopped. If they go on and the activity does not, it is stuck there. Notes need no
+collective.
 
-Rank 0, or torchrun, keeps the store. If that process is stopped, requests to the store get neither an
-answer nor an error. So one thread talks to the store; another one, and the run, look at what it has read.
+Rank 0, or torchrun, keeps the store. If that process is stopped, requests to the store get neither
+an answer nor an error. So one thread talks to the store; another one, and the run, look at what it
+has read.
 """
 
 from __future__ import annotations
@@ -37,9 +39,10 @@ _GIVEN_UP = "waiting for the others in vain"
 _LONGEST_WORK = 6 * 3600.0
 #: A rank that waits longer logs whom it waits for [s].
 SILENCE = 10.0
-#: Seconds between two ways to end a run that waits in vain, so that the first can name the missing rank.
-#: On CPUs an exchange raises an error after the limit, and the thread ends what hangs longer. On GPUs the
-#: thread acts after the limit, and NCCL, which ends the process without a message, later.
+#: Seconds between two ways to end a run that waits in vain, so that the first can name the missing
+#: rank. On CPUs an exchange raises an error after the limit, and the thread ends what hangs longer.
+#: On GPUs the thread acts after the limit, and NCCL, which ends the process without a message,
+#: later.
 GRACE = 15.0
 
 
@@ -103,10 +106,11 @@ class Watch:
     limit
         How long this rank waits for the others [s].
     give_up
-        Called from a thread, with the reason, when this rank has waited longer, when another rank has
-        stopped with an error while it waits, and when its work for all (`guarding`) is in vain.
+        Called from a thread, with the reason, when this rank has waited longer, when another rank
+        has stopped with an error while it waits, and when its work for all (`guarding`) is in vain.
     errors_come
-        Whether waiting too long ends with an error anyway (gloo), so that `give_up` is the last resort.
+        Whether waiting too long ends with an error anyway (gloo), so that `give_up` is the last
+        resort.
     """
 
     def __init__(
@@ -127,7 +131,8 @@ class Watch:
         self._give_up = give_up
         self._errors_come = errors_come
         self._others = [other for other in range(size) if other != rank]
-        # Rank 0 watches all others, and they watch rank 0: reading all notes everywhere would load the store.
+        # Rank 0 watches all others, and they watch rank 0: reading all notes everywhere would load
+        # the store.
         self._watched = self._others if rank == 0 else [0]
         self._interval = min(1.0, limit / 8)
         # This rank's note.
@@ -162,7 +167,7 @@ class Watch:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Mark a `with` block, also within another one, in which this rank can only wait for the others."""
+        """Mark a `with` block, possibly nested, in which this rank waits for the others."""
         outer = self._waiting
         self._waiting = time.monotonic() if outer is None else outer
         try:
@@ -172,7 +177,7 @@ class Watch:
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[None]:
-        """Mark a `with` block of long work of rank 0, which is given up when another rank is lost."""
+        """Mark a `with` block of long work of rank 0; it is given up when a rank is lost."""
         self._guarding = time.monotonic()
         try:
             yield
@@ -262,7 +267,7 @@ class Watch:
         return f"rank 0 ({note.where}), {text}, last seen {note.activity}"
 
     def _linger(self) -> None:
-        """Give the others time to read rank 0's note before the store ends with it, unless all have ended."""
+        """Give the others time to read rank 0's note before the store ends with it."""
         end = time.monotonic() + 2.5 * self._interval
         while self._rank == 0 and time.monotonic() < end:
             if all(rank in self._notes and self._notes[rank].error for rank in self._others):
@@ -271,7 +276,7 @@ class Watch:
             time.sleep(self._interval / 10)
 
     def _raise_if_lost(self, since: float) -> None:
-        """Raise LostRankError if a watched rank has ended, or has been silent for the limit after `since`."""
+        """Raise LostRankError if a watched rank has ended, or is silent for the limit."""
         for rank in self._watched:
             if rank in self._notes and self._notes[rank].ended:
                 raise LostRankError(f"rank {rank} has ended")
@@ -282,13 +287,13 @@ class Watch:
             raise LostRankError(f"after {waited:.0f} s of waiting")
 
     def _any_silent(self, since: float) -> bool:
-        """Return whether a watched rank has given no sign of life for the limit, which begins at `since`."""
+        """Return whether a watched rank is silent for the limit, which begins at `since`."""
         now = time.monotonic()
         return any(
             now - max(since, self._heard.get(rank, since)) > self._limit for rank in self._watched
         )
 
-    # ----- the thread that talks to the store --------------------------------------------------------
+    # ----- the thread that talks to the store -----------------------------------------------------
 
     def _exchange_notes(self) -> None:
         """Write this rank's note and read those of the ranks that it watches, at every interval."""
@@ -334,7 +339,7 @@ class Watch:
             time.sleep(0.005)
         return self._answered >= begin
 
-    # ----- the thread that judges --------------------------------------------------------------------
+    # ----- the thread that judges -----------------------------------------------------------------
 
     def _judge(self) -> None:
         """Log long waits, and give up when another rank is lost."""
@@ -359,7 +364,7 @@ class Watch:
                 return
 
     def _log_wait(self, begin: float) -> None:
-        """Log once whom this rank waits for: rank 0 for all others, rank 1 for rank 0 if it is silent."""
+        """Log once whom this rank waits for; rank 1 does so only if rank 0 is silent."""
         if self._rank > 1 or begin == self._logged_wait:
             return
         now = time.monotonic()
@@ -399,12 +404,13 @@ def _describe(rank: int, note: _Note, *, alive: bool) -> _Description:
     return _Description(f"{name} has been {note.activity} for {note.seconds:.0f} s", to_blame)
 
 
-# Words in errors of exchanges. gloo says the last one of an exchange next to one that has timed out.
+# Words in errors of exchanges. gloo says the last one of an exchange next to one that has timed
+# out.
 _WORDS = ("gloo", "NCCL", "pair closure")
 
 
 def end_process(reason: str) -> None:
-    """End this process from a thread while the main thread is stuck, such as in the device's queue."""
+    """End this process from a thread while the main thread hangs."""
     log.error("%s", reason)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -1,9 +1,9 @@
 """Keep numbers that are not finite out of the weights.
 
-Two guards do the same at different times. `HostGuard` reads loss and gradient norm in every step, which
-costs nothing on a CPU. `DeviceGuard` decides on the device, so that a step waits for nothing and can be
-captured in a CUDA graph; from the first bad step on it freezes weights, optimizer state and average, and
-`check` reports that step later.
+Two guards do the same at different times. `HostGuard` reads loss and gradient norm in every step,
+which costs nothing on a CPU. `DeviceGuard` decides on the device, so that a step waits for nothing
+and can be captured in a CUDA graph; from the first bad step on it freezes weights, optimizer state
+and average, and `check` reports that step later.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ OnNonFinite = Literal["error", "skip"]
 
 
 def on_nonfinite(optimizer: torch.optim.Optimizer) -> OnNonFinite:
-    """Return the reaction to a step with a loss or gradient that is not finite: the optimizer's, else 'error'.
+    """Return the reaction to a step that is not finite: the optimizer's, else 'error'.
 
-    A training run treats 'ignore' as 'error'; outside a run, HybridMuon then lets the parameter become NaN.
+    A training run treats 'ignore' as 'error'; outside a run, HybridMuon then lets the parameter
+    become NaN.
     """
     setting = getattr(optimizer, "on_nonfinite", "error")
     return "skip" if setting == "skip" else "error"
@@ -70,8 +71,8 @@ class SkipCount:
         self._bad = 0
         if bad_together == seen_together:
             raise NonFiniteError(
-                f"all of the last {seen_together} steps were skipped, because their loss or gradient was "
-                "not finite"
+                f"all of the last {seen_together} steps were skipped, because their loss or "
+                "gradient was not finite"
             )
         if 2 * bad_together > seen_together:
             log.warning(
@@ -87,13 +88,13 @@ class Guard(ABC):
 
     @abstractmethod
     def admits(self, reduced: Reduced, frames: Callable[[], str]) -> bool:
-        """Return whether the optimizer is to be called for a step; `frames` names the frames of its batch.
+        """Return whether to call the optimizer for a step; `frames` names those of its batch.
 
         Under 'error', loss or gradient that is not finite is a NonFiniteError.
         """
 
     def weight(self, value: float | Tensor) -> float | Tensor:
-        """Return `value`, or zero on the device if a step must not change the average of the parameters."""
+        """Return `value`, or zero on the device if a step must not change the average."""
         return value
 
     @abstractmethod
@@ -105,7 +106,7 @@ class Guard(ABC):
 
 
 class HostGuard(Guard):
-    """Reads loss and gradient norm in every step; the policy 'skip' leaves bad steps out with a warning."""
+    """Reads loss and gradient norm in every step; 'skip' leaves bad ones out with a warning."""
 
     def __init__(self, policy: OnNonFinite, interval: int = 1) -> None:
         self._policy = policy
@@ -139,17 +140,18 @@ class _Record(NamedTuple):
 
     seen: float  # steps since `begin`
     bad: float
-    first: float  # number, loss and gradient norm of the first bad step; of the last step while none was bad
+    # Number, loss and gradient norm of the first bad step; of the last step while none was bad.
+    first: float
     loss: float
     norm: float
 
 
 class DeviceGuard(Guard):
-    """Decides on the device through the optimizer's `found_inf`, the predicate of torch's gradient scaler.
+    """Decides on the device through `found_inf`, the predicate of torch's gradient scaler.
 
-    The optimizer reads it in its `step`; its own treatment of gradients that are not finite is switched off.
-    The policy 'error' freezes everything from the first bad step on, 'skip' leaves bad steps out and counts
-    them.
+    The optimizer reads it in its `step`; its own treatment of gradients that are not finite is
+    switched off. The policy 'error' freezes everything from the first bad step on, 'skip' leaves
+    bad steps out and counts them.
 
     Parameters
     ----------
@@ -181,7 +183,8 @@ class DeviceGuard(Guard):
         # Adam reads the attribute, too, but has no setting of that name.
         if hasattr(optimizer, "on_nonfinite"):
             optimizer.on_nonfinite = "ignore"
-        optimizer.found_inf = self.skip  # type: ignore[attr-defined]  # torch's protocol for gradient scalers
+        # torch's protocol for gradient scalers
+        optimizer.found_inf = self.skip  # type: ignore[attr-defined]
         if hasattr(optimizer, "agreed_skip"):
             optimizer.agreed_skip = True  # from the loss and norm of all ranks
         self._record = torch.zeros(len(_Record._fields), dtype=torch.float64, device=device)
@@ -189,7 +192,7 @@ class DeviceGuard(Guard):
         self._begun: int | None = None
 
     def expect(self, done: int) -> None:
-        """Before a step: count from here on if nothing has been counted yet; `done` updates have been made."""
+        """Begin to count before the first step; `done` updates have been made."""
         if self._begun is None:
             self.begin(done)
 

@@ -1,13 +1,13 @@
 """The Triton kernel of `DeviceGuard`, one launch a step.
 
-It is a file of its own because a run on a CPU must not import Triton. `DeviceGuard.admits` is its reference,
-and `test_model_kernels` compares the two.
+It is a file of its own because a run on a CPU must not import Triton. `DeviceGuard.admits` is its
+reference, and `test_model_kernels` compares the two.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 # ruff: noqa: ANN001, ANN202
-# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of Python's,
-# and a branch that is decided at compile time must be a statement.
+# Reason for both: Triton compiles these functions. Their arguments are of its own language, not of
+# Python's, and a branch that is decided at compile time must be a statement.
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def judge(
     *,
     freeze: bool,
 ) -> None:
-    """Update record and `skip` as `DeviceGuard.admits` does; `freeze` from the first bad step on."""
+    """Update record and `skip`; `freeze` is whether the first bad step ends all updates."""
     _judge_kernel[(1,)](record, skip, loss, norm, freeze=freeze)

@@ -16,7 +16,8 @@ from deepmd_muon.train.batches.batch import to_device
 
 log = logging.getLogger(__name__)
 
-# Steps between two checks late in a run. Weights change fastest at its start, where checks are at powers of two.
+# Steps between two checks late in a run. Weights change fastest at its start, where checks are at
+# powers of two.
 _PERIOD = 1000
 # Systems of which a frame is examined.
 _MOST_SYSTEMS = 4
@@ -30,9 +31,9 @@ class _Sample(NamedTuple):
 class Tuning:
     """Keeps the pieces of a descriptor's interpolation in step with its weights.
 
-    It examines the same frames every time, so that a run is reproducible. `branches` are the models that have
-    the descriptor, with the loaders of their training data: the pieces suffice for all of them. `looked` says
-    whether the run, or the one that it continues, has done so before.
+    It examines the same frames every time, so that a run is reproducible. `branches` are the models
+    that have the descriptor, with the loaders of their training data: the pieces suffice for all of
+    them. `looked` says whether the run, or the one that it continues, has done so before.
     """
 
     def __init__(

@@ -66,7 +66,8 @@ class TrainingStep:
         Parameters
         ----------
         batch
-            Structures and labels on the model's device; of several batches, the mean gradient is taken.
+            Structures and labels on the model's device; of several batches, the mean gradient is
+            taken.
         lr
             The learning rate; a tensor is read on its device.
         lr_fraction
@@ -80,8 +81,8 @@ class TrainingStep:
         Raises
         ------
         NonFiniteError
-            As the guard decides, when loss or gradient is not finite; parameters and optimizer state are
-            untouched.
+            As the guard decides, when loss or gradient is not finite; parameters and optimizer
+            state are untouched.
         """
         self.optimizer.zero_grad(set_to_none=True)
         if isinstance(self.optimizer, HybridMuon):
@@ -128,13 +129,13 @@ class TrainingStep:
 
     @functools.cached_property
     def _trained(self) -> list[torch.nn.Parameter]:
-        """The parameters with gradients; a walk through the modules would take a hundredth of a small step."""
+        """The parameters with gradients; to list them takes a hundredth of a small step."""
         return [p for p in self._model.parameters() if p.requires_grad]
 
     def _accumulate(
         self, feed: AccumulatedFeed, lr_fraction: float | Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean loss and all metrics of several batches, the means of their gradients in `grad`."""
+        """Return the mean loss and all metrics of several batches, the mean gradients in `grad`."""
         losses: list[Tensor] = []
         metrics_of_batches: list[dict[str, Tensor]] = []
         for batch_feed in feed.parts:
@@ -171,10 +172,10 @@ def differentiate(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss and metrics of a batch, the gradients in the parameters' `grad`.
 
-    Edges are leaves of the graph as well (`describe_by_autograd`). Only the parameters are asked for, so that
-    second derivatives of edges are not computed. A `sharded` model has other tensors in place of its
-    parameters, so there all leaves get gradients. `trained` are the parameters that have gradients; without
-    it, the modules are walked through for them.
+    Edges are leaves of the graph as well (`describe_by_autograd`). Only the parameters are asked
+    for, so that second derivatives of edges are not computed. A `sharded` model has other tensors
+    in place of its parameters, so there all leaves get gradients. `trained` are the parameters that
+    have gradients; without it, the modules are walked through for them.
     """
     structures = batch.structures
     prediction = model(structures, force=loss.needs_force, virial=loss.needs_virial)
@@ -190,7 +191,7 @@ def differentiate(
 
 @contextlib.contextmanager
 def float32_products(precision: str) -> Iterator[None]:
-    """Let torch multiply float32 matrices with a precision, "highest" or "high" (TF32), in a `with` block."""
+    """Set the precision of float32 products, "highest" or "high" (TF32), in a `with` block."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

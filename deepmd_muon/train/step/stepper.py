@@ -1,9 +1,10 @@
-"""How a run takes its steps: reading loss and gradient on the host, or without waiting for the device.
+"""How a run takes its steps: reading on the host, or without waiting for the device.
 
-A step that waits for nothing is a function of tensors with fixed addresses: batch, learning rate, weights,
-optimizer state, averages. `CapturedStep` calls that function eagerly at the first batch of a layout (kernels
-are compiled, state is made), captures it in a CUDA graph at the second one, and replays the graph from then
-on. Without capture it always calls the function, on a CPU too, and gives the same weights.
+A step that waits for nothing is a function of tensors with fixed addresses: batch, learning rate,
+weights, optimizer state, averages. `CapturedStep` calls that function eagerly at the first batch of
+a layout (kernels are compiled, state is made), captures it in a CUDA graph at the second one, and
+replays the graph from then on. Without capture it always calls the function, on a CPU too, and
+gives the same weights.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ log = logging.getLogger(__name__)
 Scalars: TypeAlias = Callable[[int], tuple[float, float]]
 """Maps the 0-based step to its learning rate and the fraction of the first one."""
 
-#: Graphs that are kept at most; batches of further layouts are stepped eagerly while all are in use.
+#: Graphs that are kept at most; batches of further layouts are stepped eagerly while all are in
+#: use.
 MOST_GRAPHS = 32
 # Steps after which a graph that was not replayed makes room for another.
 _UNUSED = 4096
@@ -57,7 +59,7 @@ _RESIDENT_BYTES_ON_CPU = 1 << 30
 
 @dataclasses.dataclass
 class DeviceParts:
-    """Parts of steps that wait for nothing, which the branches of a run share: made for the first of them.
+    """Parts of steps that the branches of a run share; the first branch makes them.
 
     Attributes
     ----------
@@ -85,7 +87,7 @@ def build_stepper(
     model: EnergyModel | None = None,
     parts: DeviceParts | None = None,
 ) -> Stepper:
-    """Make the stepper of a run, as the section `training` asks; branches pass their own `model` and share `parts`.
+    """Make the stepper of a run; branches pass their `model` and share `parts`.
 
     Raises
     ------
@@ -162,7 +164,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
-        """Update the parameters once, after `done` updates; return metrics from before the update."""
+        """Update the parameters after `done` updates; return metrics from before the update."""
 
     @abstractmethod
     def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
@@ -177,7 +179,7 @@ class Stepper(ABC):
 
 
 class HostStepper(Stepper):
-    """Reads loss and gradient norm in every step: on CPUs, and if ranks share more than gradients."""
+    """Reads loss and gradient norm in every step: on CPUs, and if ranks share parameters."""
 
     def __init__(self, step: TrainingStep, scalars: Scalars, device: torch.device) -> None:
         self._step = step
@@ -203,8 +205,8 @@ class HostStepper(Stepper):
 class DeviceStepper(Stepper):
     """Waits for nothing in a step, and captures it if it may.
 
-    With `keep_metrics` the next step does not overwrite the metrics that are returned. `parts` are shared with
-    the steppers of other branches.
+    With `keep_metrics` the next step does not overwrite the metrics that are returned. `parts` are
+    shared with the steppers of other branches.
     """
 
     def __init__(
@@ -250,15 +252,15 @@ class DeviceStepper(Stepper):
         self._captured.close()
 
     def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
-        """Return batches gathered on the device, or made on the host if the device cannot make them."""
+        """Return batches gathered on the device, or made on the host if it cannot."""
         return _batches_on(self._device, loader, ntypes)
 
 
 class RateTable:
-    """The schedule's learning rates and their fractions of the first one on the device, read step by step.
+    """The learning rates and their fractions of the first one on the device, step by step.
 
-    `lr`, of the dtype that the optimizer demands, and `lr_fraction`, float64, are scalars of the step,
-    written by `read`.
+    `lr`, of the dtype that the optimizer demands, and `lr_fraction`, float64, are scalars of the
+    step, written by `read`.
     """
 
     def __init__(self, scalars: Scalars, dtype: torch.dtype, device: torch.device) -> None:
@@ -271,7 +273,7 @@ class RateTable:
         self.lr_fraction = torch.zeros((), dtype=torch.float64, device=device)
 
     def expect(self, step: int) -> None:
-        """Make sure that the next `read` gives the scalars of this step; on the host, before the step."""
+        """Make sure that the next `read` gives the scalars of this step; on the host."""
         if step != self._next or step >= self._end:
             values = [self._scalars(number) for number in range(step, step + _RATES)]
             self._table.copy_(torch.tensor(values, dtype=torch.float64))
@@ -288,10 +290,10 @@ class RateTable:
 
 
 class CapturedStep:
-    """A training step that waits for nothing, captured if possible; called eagerly without `memory` for graphs.
+    """A training step that waits for nothing; captured if it has `memory` for graphs.
 
-    `recorded` counts the graphs that have been recorded. `eager_reason` says why a capture has failed, after
-    which all steps run eagerly; None if none has.
+    `recorded` counts the graphs that have been recorded. `eager_reason` says why a capture has
+    failed, after which all steps run eagerly; None if none has.
     """
 
     def __init__(self, step: TrainingStep, rates: RateTable, memory: GraphMemory | None) -> None:
@@ -320,7 +322,7 @@ class CapturedStep:
             step.optimizer._warned_capturable_if_run_uncaptured = True
 
     def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
-        """Update the parameters once, after `done` updates; the next step overwrites the returned metrics."""
+        """Update the parameters after `done` updates; the next step overwrites the metrics."""
         self._rates.expect(done)
         self._guard.note(feed.origin)
         if self._pieces != self._model.pieces:  # a graph holds launches of other kernels
@@ -341,7 +343,7 @@ class CapturedStep:
         return self._metrics
 
     def close(self) -> None:
-        """Drop the graphs: one that holds an exchange between GPUs must end before their communicator does."""
+        """Drop the graphs, which must end before the communicator of their exchanges does."""
         if self._graphs:
             torch.cuda.synchronize()
             self._graphs.clear()
@@ -357,7 +359,7 @@ class CapturedStep:
         self._values.copy_(values)
 
     def _wants_graph(self, layout: Hashable | None) -> bool:
-        """Return whether this step is to be captured: from the second batch of a layout on, while there is room."""
+        """Return whether to capture this step: a layout's second batch or later, if there is room."""
         if self._memory is None or self.eager_reason is not None or layout is None:
             return False
         if len(self._graphs) == MOST_GRAPHS and not self._drop_unused():
@@ -373,7 +375,7 @@ class CapturedStep:
         return not is_new
 
     def _drop_unused(self) -> bool:
-        """Drop the graph that was not replayed for longest, if that is long; return whether there is room."""
+        """Drop the graph that was not replayed for longest; return whether there is room."""
         oldest = min(self._graphs, key=lambda layout: self._last_replay[layout])
         if self._steps - self._last_replay[oldest] < _UNUSED:
             return False
@@ -391,7 +393,8 @@ class CapturedStep:
         except Exception as error:
             self.eager_reason = f"{type(error).__name__}: {error}".splitlines()[0]
             log.warning(
-                "training steps are launched one kernel at a time, because they cannot be captured: %s",
+                "training steps are launched one kernel at a time, "
+                "because they cannot be captured: %s",
                 self.eager_reason,
             )
             return None
@@ -408,7 +411,7 @@ def _by_step(source: BatchSource, loader: DataLoader) -> StepSource:
 
 
 def _batches_on(device: torch.device, loader: DataLoader, ntypes: int) -> StepSource:
-    """Return batches gathered on the device, or made on the host if the device cannot make them."""
+    """Return batches gathered on the device, or made on the host if it cannot."""
     reason = why_not_on_device(loader.systems)
     if reason is not None:
         log.info("batches are made on the host and copied to the device: %s", reason)
