@@ -88,13 +88,12 @@ class Rendezvous:
                 self.store.set("complete", "")
             if not self._wait("complete", min(self._end, time.monotonic() + _SILENCE)):
                 self._log_missing()
-                if not self._wait("complete", self._end):
-                    missing = ", ".join(map(str, self._missing()))
-                    raise TrainingError(
-                        f"rank {missing} has not come to {place.meeting} within "
-                        f"{self._patience:g} s; see its output, and that all of the {place.size} "
-                        "processes start"
-                    )
+            if not self._wait("complete", self._end):
+                missing = ", ".join(map(str, self._missing()))
+                raise TrainingError(
+                    f"rank {missing} has not come to {place.meeting} within {self._patience:g} s; "
+                    f"see its output, and that all of the {place.size} processes start"
+                )
             problems = {rank: self.problem_of(rank) for rank in range(place.size)}
         return {rank: text for rank, text in problems.items() if text}
 
@@ -128,13 +127,12 @@ class Rendezvous:
     def _log_missing(self) -> None:
         """Log which ranks have not come. The lowest rank that has come does so for all."""
         missing = self._missing()
-        all_below = list(range(self._place.rank))
-        if missing and missing[: self._place.rank] == all_below:
-            listed = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
+        lowest_present = min(set(range(self._place.size)) - set(missing))
+        if missing and self._place.rank == lowest_present:
             log.warning(
                 "rank %d waits for rank %s at %s, up to %.0f s longer",
                 self._place.rank,
-                listed,
+                ", ".join(map(str, missing)),
                 self._place.meeting,
                 self._end - time.monotonic(),
             )
@@ -184,8 +182,6 @@ def _await_address(place: Place, patience: float) -> None:
     address = (place.host, place.port)
     if place.hosts:
         patience = _SILENCE
-    elif place.agent:
-        patience = min(patience, ANSWER)
     begin = time.monotonic()
     logged = False
     pause = 0.01
@@ -200,12 +196,9 @@ def _await_address(place: Place, patience: float) -> None:
             reason = error.strerror or str(error)
         waited = time.monotonic() - begin
         if waited > patience:
-            if place.hosts:
-                advice = "MASTER_ADDR must name its machine"
-                raise TrainingError(f"rank 0 cannot listen at {place.meeting}: {reason}; {advice}")
             raise TrainingError(
-                f"rank {place.rank} has not found {_keeper(place)} at {place.meeting} within "
-                f"{waited:.0f} s: {reason}"
+                f"rank {place.rank} does not reach {place.meeting} within {waited:.0f} s: "
+                f"{reason}; MASTER_ADDR must name the machine of {_keeper(place)}"
             )
         if waited > _SILENCE and not logged:
             logged = True

@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -53,6 +53,16 @@ class LostRankError(RuntimeError):
 class _Activity(NamedTuple):
     doing: str
     step: int  # counts from 1; 0 before the first
+    since: float  # time.monotonic()
+
+
+class _Phase(NamedTuple):
+    """What the main thread does that another rank may prevent.
+
+    It waits for others in an exchange, or at a barrier, or works for all (`guarding`).
+    """
+
+    kind: Literal["waiting", "guarding", "barrier"]
     since: float  # time.monotonic()
 
 
@@ -146,11 +156,8 @@ class Watch:
         self._heard: dict[int, float] = {}  # when a rank's beat has changed
         self._answered = time.monotonic()  # when the last request began that was answered
         self._any_ended = False
-        # When the main thread began to wait, at a barrier or elsewhere, and to work for all ranks.
-        self._waiting: float | None = None
-        self._at_barrier: float | None = None
-        self._guarding: float | None = None
-        self._logged_wait: float | None = None
+        self._phase: _Phase | None = None  # of the main thread
+        self._logged_phase: _Phase | None = None
         self._closed = threading.Event()
         self._wake = threading.Event()
         self._wake.set()
@@ -165,24 +172,23 @@ class Watch:
         """Note the present activity of this rank; `step` counts from 1."""
         self._activity = _Activity(what, step, time.monotonic())
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
         """Mark a `with` block, possibly nested, in which this rank waits for the others."""
-        outer = self._waiting
-        self._waiting = time.monotonic() if outer is None else outer
-        try:
-            yield
-        finally:
-            self._waiting = outer
+        return self._mark("waiting")
+
+    def guarding(self) -> contextlib.AbstractContextManager[None]:
+        """Mark a `with` block of long work of rank 0; it is given up when a rank is lost."""
+        return self._mark("guarding")
 
     @contextlib.contextmanager
-    def guarding(self) -> Iterator[None]:
-        """Mark a `with` block of long work of rank 0; it is given up when a rank is lost."""
-        self._guarding = time.monotonic()
+    def _mark(self, kind: Literal["waiting", "guarding", "barrier"]) -> Iterator[None]:
+        """Begin a phase of the main thread, unless it is in one."""
+        outer = self._phase
+        self._phase = outer or _Phase(kind, time.monotonic())
         try:
             yield
         finally:
-            self._guarding = None
+            self._phase = outer
 
     def barrier(self) -> None:
         """Wait until all ranks have arrived, as long as the missing ones give signs of life.
@@ -192,12 +198,12 @@ class Watch:
         LostRankError
             When a watched rank has ended, or was silent for the limit.
         """
-        begin = self._at_barrier = time.monotonic()
+        begin = time.monotonic()
         number = self._barrier + 1
         if self._rank:
             self._barrier = number
         pause = 0.005
-        try:
+        with self._mark("barrier"):
             while not all(
                 rank in self._notes and self._notes[rank].barrier >= number
                 for rank in self._watched
@@ -209,8 +215,6 @@ class Watch:
             self._barrier = number
             if self._rank == 0:
                 self._refresh()  # the others wait for rank 0's note
-        finally:
-            self._at_barrier = None
 
     def stopped(self, error: BaseException) -> None:
         """Share the error that ends this rank."""
@@ -260,11 +264,10 @@ class Watch:
         ]
         if failed:
             return "; ".join(failed)
-        text = "through which they reach each other, is dead or stopped"
         note = self._notes.get(0)
-        if note is None:
-            return f"rank 0, {text}"
-        return f"rank 0 ({note.where}), {text}, last seen {note.activity}"
+        where = f" ({note.where})" if note else ""
+        last_seen = f", last seen {note.activity}" if note else ""
+        return f"rank 0{where}, through which they reach each other, is dead or stopped{last_seen}"
 
     def _linger(self) -> None:
         """Give the others time to read rank 0's note before the store ends with it."""
@@ -344,34 +347,36 @@ class Watch:
     def _judge(self) -> None:
         """Log long waits, and give up when another rank is lost."""
         while not self._closed.wait(min(0.5, self._interval)):
-            waiting = self._waiting
-            guarding = self._guarding
-            begin = self._at_barrier if waiting is None else waiting
-            if begin is not None and time.monotonic() - begin > SILENCE:
-                self._log_wait(begin)
-            give_up = False
-            if waiting is not None:
-                patience = self._limit + (GRACE if self._errors_come else 0.0)
-                give_up = time.monotonic() - waiting > patience
-                give_up |= self._any_ended and not self._errors_come
-            if guarding is not None:
-                try:
-                    self._raise_if_lost(guarding)
-                except LostRankError:
-                    give_up = True
-            if give_up:
+            phase = self._phase
+            if phase is None:
+                continue
+            seconds = time.monotonic() - phase.since
+            if phase.kind != "guarding" and seconds > SILENCE and phase is not self._logged_phase:
+                self._log_wait(phase, seconds)
+            if self._is_in_vain(phase, seconds):
                 self._give_up(self.verdict())
                 return
 
-    def _log_wait(self, begin: float) -> None:
+    def _is_in_vain(self, phase: _Phase, seconds: float) -> bool:
+        """Return whether this thread has to end the phase of the main thread."""
+        if phase.kind == "waiting":
+            if self._errors_come:
+                return seconds > self._limit + GRACE
+            return seconds > self._limit or self._any_ended
+        if phase.kind == "guarding":
+            try:
+                self._raise_if_lost(phase.since)
+            except LostRankError:
+                return True
+        return False
+
+    def _log_wait(self, phase: _Phase, seconds: float) -> None:
         """Log once whom this rank waits for; rank 1 does so only if rank 0 is silent."""
-        if self._rank > 1 or begin == self._logged_wait:
-            return
         now = time.monotonic()
         silent = {rank for rank in self._watched if now - self._heard.get(rank, now) > SILENCE / 2}
-        if self._rank == 1 and not silent:
+        if self._rank > 1 or (self._rank == 1 and not silent):
             return
-        self._logged_wait = begin
+        self._logged_phase = phase
         descriptions = [
             _describe(rank, note, alive=rank not in silent) for rank, note in self._notes.items()
         ]
@@ -379,7 +384,7 @@ class Watch:
         log.log(
             logging.WARNING if silent else logging.INFO,
             "waiting for %.0f s: %s",
-            now - begin,
+            seconds,
             blamed or "the others are in the same step",
         )
 

@@ -71,7 +71,8 @@ class Divergence:
                 of_branch = f" of {branch}" if branch else ""
                 problems.append(
                     f"{metric}{of_branch} was {errors.first:.3g} {limit.unit} at first "
-                    f"and is at least {least:.3g} {limit.unit} in the last {len(errors.last)} reports"
+                    f"and is at least {least:.3g} {limit.unit} "
+                    f"in the last {len(errors.last)} reports"
                 )
         largest = max((float(p.detach().abs().max()) for p in parameters if p.numel()), default=0.0)
         if not largest <= _LARGEST_WEIGHT:  # also NaN

@@ -65,7 +65,7 @@ class Reports:
         return any(_due(report, step) for report in self._reports if report.validates)
 
     def advance(self, step: int) -> None:
-        """Move the progress line and end long silences of the log; reads nothing from the device."""
+        """Move the progress line and end long silences of the log."""
         for report in self._advancing:
             report.advance(step)  # type: ignore[union-attr]
 

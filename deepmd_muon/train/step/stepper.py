@@ -359,7 +359,7 @@ class CapturedStep:
         self._values.copy_(values)
 
     def _wants_graph(self, layout: Hashable | None) -> bool:
-        """Return whether to capture this step: a layout's second batch or later, if there is room."""
+        """Return whether to capture this step: from the second batch of its layout on."""
         if self._memory is None or self.eager_reason is not None or layout is None:
             return False
         if len(self._graphs) == MOST_GRAPHS and not self._drop_unused():

@@ -164,7 +164,7 @@ def test_processes_that_do_not_come_are_missed(monkeypatch, rank):
     monkeypatch.setattr(ranks, "Rendezvous", lambda place: rendezvous.Rendezvous(place, 1.0))
     message = {
         "0": r"rank 1 has not come to 127.0.0.1:\d+ .* within 1 s",
-        "1": "rank 1 has not found rank 0 at .*refused",
+        "1": "rank 1 does not reach 127.0.0.1:.*refused",
     }
     with pytest.raises(TrainingError, match=message[rank]), ranks.joined():
         pass
@@ -206,7 +206,7 @@ def test_an_unknown_host_is_an_error_of_rank_0(monkeypatch):
     """torch would look for it in a thread, which aborts the process if that ends meanwhile."""
     monkeypatch.setattr(rendezvous, "_SILENCE", 0.2)
     monkeypatch.setattr(rendezvous.dist, "TCPStore", None)  # is not reached
-    with pytest.raises(TrainingError, match="MASTER_ADDR must name its machine"):
+    with pytest.raises(TrainingError, match="MASTER_ADDR must name the machine of rank 0"):
         rendezvous.Rendezvous(Place(0, 0, 2, "no.such.host.invalid", free_port()))
 
 
