@@ -7,6 +7,7 @@ import time
 
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import DeepmdKitOption, HandOver
+from deepmd_muon.collector import importing_torch
 
 HELP = "train a model as an input file says"
 
@@ -90,7 +91,8 @@ def run(options: argparse.Namespace) -> int:
         raise HandOver(
             error.elsewhere, f"install it, or change {error.source} ({problems})"
         ) from error
-    from deepmd_muon.train import run as run_training
+    with importing_torch():
+        from deepmd_muon.train import run as run_training
 
     if options.model_branch and not (options.finetune or options.init_model or options.restart):
         raise CommandError(

@@ -79,8 +79,10 @@ class DeviceSample:
         """Count the neighbours in frames `numbers` of each system."""
         statistics = NeighborStatistics(np.inf, (0,) * self._cache.ntypes, 0)
         for part, frames in self._read(numbers):
-            _, most = self._searched(frames)
-            counted = self._counted_on_host(part) if most is None else most.statistics
+            _, max_neighbors = self._searched(frames)
+            counted = (
+                self._counted_on_host(part) if max_neighbors is None else max_neighbors.statistics
+            )
             statistics = statistics.merge(counted)
         return statistics
 
@@ -90,11 +92,11 @@ class DeviceSample:
         The structures need not have frame and atomic parameters.
         """
         for part, frames in self._read(numbers):
-            places, most = self._searched(frames)
-            if places is None or most is None or most.total > MOST_NEIGHBORS:
+            places, max_neighbors = self._searched(frames)
+            if places is None or max_neighbors is None or max_neighbors.total > MOST_NEIGHBORS:
                 yield frames, self._listed_on_host(part, frames)
             else:
-                yield frames, places.structures(self._cache, most)
+                yield frames, places.structures(self._cache, max_neighbors)
 
     def _read(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[_Part, Frames]]:
         def read(part: _Part) -> tuple[_Part, Frames]:
@@ -102,7 +104,7 @@ class DeviceSample:
 
         return read_ahead(read, packed(self._systems, numbers, CHUNK_ATOMS), READERS)
 
-    def _searched(self, frames: Frames) -> tuple[_PlacedFrames | None, _MostNeighbors | None]:
+    def _searched(self, frames: Frames) -> tuple[_PlacedFrames | None, _MaxNeighbors | None]:
         """Return frames on the device and their most neighbours; None if the host has to do it."""
         usual, _ = ordinary(
             np.where(frames.atype[..., None] < 0, 0.0, frames.coord), frames.box, _FLAT
@@ -110,10 +112,10 @@ class DeviceSample:
         if not usual.all() or densities(frames).max() > DENSEST:
             return None, None
         places = _PlacedFrames.of(frames, self._cache.rcut, self._device)
-        most = places.count(self._cache)
-        if most is not None:
-            self._cache.note_most(most.of_types, most.total)
-        return places, most
+        max_neighbors = places.count(self._cache)
+        if max_neighbors is not None:
+            self._cache.note_most(max_neighbors.of_types, max_neighbors.total)
+        return places, max_neighbors
 
     def _counted_on_host(self, part: _Part) -> NeighborStatistics:
         no_frames: np.ndarray = np.zeros(0, dtype=np.int64)
@@ -141,7 +143,7 @@ class DeviceSample:
 
 
 @dataclass(frozen=True)
-class _MostNeighbors:
+class _MaxNeighbors:
     """Most neighbours of an atom in some frames.
 
     Attributes
@@ -210,46 +212,46 @@ class _PlacedFrames:
             type_counts=np.bincount(flat[order]),
         )
 
-    def count(self, cache: NeighborCache) -> _MostNeighbors | None:
+    def count(self, cache: NeighborCache) -> _MaxNeighbors | None:
         """Count the neighbours of every atom; None if two atoms are at the same place."""
         ntypes = cache.ntypes
         if not len(self.order):
             none = np.zeros(ntypes + len(cache.inner), dtype=np.int64)
-            return _MostNeighbors(none[:ntypes], 0, none[ntypes:], np.inf)
+            return _MaxNeighbors(none[:ntypes], 0, none[ntypes:], np.inf)
         radii = [cache.rcut, *(radius for radius, _ in cache.inner)]
         of_types, within, nearest = count_neighbors(
             self.atoms, self.order, self.frame, radii, ntypes
         )
         of_all_types = of_types.sum(1, keepdim=True)
-        most = torch.cat([of_types, of_all_types, within], 1).amax(0)
+        max_neighbors = torch.cat([of_types, of_all_types, within], 1).amax(0)
         distance = nearest.amin().sqrt()
         # One transfer from the device.
-        *counts, shortest = torch.cat([most.double(), distance.view(1)]).tolist()
+        *counts, shortest = torch.cat([max_neighbors.double(), distance.view(1)]).tolist()
         if shortest < SAME_PLACE:
             return None
         numbers = np.array(counts, dtype=np.int64)
-        return _MostNeighbors(
+        return _MaxNeighbors(
             of_types=numbers[:ntypes],
             total=int(numbers[ntypes]),
             inner=numbers[ntypes + 1 :],
             shortest=shortest if shortest < cache.rcut else np.inf,
         )
 
-    def structures(self, cache: NeighborCache, most: _MostNeighbors) -> Structures:
+    def structures(self, cache: NeighborCache, max_neighbors: _MaxNeighbors) -> Structures:
         """Return the frames with the neighbours that a model reads."""
         limits = group_limits(cache.sel, cache.by_type, cache.ntypes)
-        columns = most.of_types if cache.by_type else np.array([most.total])
+        columns = max_neighbors.of_types if cache.by_type else np.array([max_neighbors.total])
         widths = np.minimum(columns, limits)
         sections = Sections(
             rcut=cache.rcut,
             widths=tuple(widths.tolist()),
             by_type=cache.by_type,
             most=int(min(limits.sum(dtype=np.float64), MOST_NEIGHBORS)),
-            capacity=max(1, most.total),
+            capacity=max(1, max_neighbors.total),
         )
         neighbor, shift = find_neighbors(self.atoms, self.order, self.frame, sections)
-        most_inner = np.array([bound for _, bound in cache.inner], dtype=np.int64)
-        inner = np.minimum(most.inner, most_inner)
+        bounds = np.array([bound for _, bound in cache.inner], dtype=np.int64)
+        inner = np.minimum(max_neighbors.inner, bounds)
         nreal = len(self.order)
         nframes = len(self.atoms.counts)
         type_counts = np.zeros(cache.ntypes, dtype=np.int64)

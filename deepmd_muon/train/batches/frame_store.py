@@ -74,7 +74,7 @@ class FrameStore:
     type_counts, periodic
         Atoms of each type `(ncompositions, ntypes)`, and which compositions have cells
         `(ncompositions,)`.
-    most
+    max_neighbors
         Largest number of neighbours of an atom, so far, in frames of a composition: of each type,
         of all types, and within each shorter cut-off `(ncompositions, ntypes + 1 + ninner)`.
     missing
@@ -125,7 +125,7 @@ class FrameStore:
         self.present = {name: np.zeros(self.nframes, dtype=bool) for name in label_names}
         self.type_counts = np.zeros((0, ntypes), dtype=np.int64)
         self.periodic = np.zeros(0, dtype=bool)
-        self.most = np.zeros((0, ntypes + 1 + len(cache.inner)), dtype=np.int64)
+        self.max_neighbors = np.zeros((0, ntypes + 1 + len(cache.inner)), dtype=np.int64)
         self._compositions: dict[tuple[bytes, bool], int] = {}
 
         # The tensors.
@@ -253,9 +253,11 @@ class FrameStore:
             all_present[chunk.numbers] = present
             writes.append(_Write(self.has_label[name], rows, on_device(present)))
             if name in FRAME_LABELS:
-                target, target_rows = self.of_frames[name], rows
+                target = self.of_frames[name]
+                target_rows = rows
             else:
-                target, target_rows = self.of_atoms[name], places
+                target = self.of_atoms[name]
+                target_rows = places
             # A frame without the label may replace one with it.
             if name in chunk.labels:
                 values = on_device(chunk.labels[name])
@@ -280,19 +282,19 @@ class FrameStore:
     def _count(self, chunk: Chunk, packed: Atoms) -> None:
         """Count the neighbours of a chunk and record them by composition; waits for the count."""
         ntypes = self._cache.ntypes
-        most = np.zeros((len(chunk.numbers), self.most.shape[1]), dtype=np.int64)
+        max_neighbors = np.zeros((len(chunk.numbers), self.max_neighbors.shape[1]), dtype=np.int64)
         least_square = np.full(len(chunk.numbers), np.inf)
         # Frames of similar sizes together, by powers of two: each is padded to the largest.
         sizes = np.frexp(chunk.natoms)[1]
         for size in np.unique(sizes[chunk.natoms > 0]):
             rows = np.flatnonzero(sizes == size)
             counted = self._count_rows(chunk, packed, rows)
-            most[rows] = counted.most
+            max_neighbors[rows] = counted.max_neighbors
             least_square[rows] = counted.least_square
         same_place = np.flatnonzero(least_square < SAME_PLACE**2)
         if len(same_place):
             self._refuse(int(chunk.numbers[same_place[0]]))
-        of_all_types = most[:, ntypes]
+        of_all_types = max_neighbors[:, ntypes]
         if of_all_types.max(initial=0) > MOST_NEIGHBORS:
             row = int(of_all_types.argmax())
             system, number = self._frame(int(chunk.numbers[row]))
@@ -301,7 +303,7 @@ class FrameStore:
                 f"{self._cache.rcut} Å, and training on a GPU takes at most {MOST_NEIGHBORS}: "
                 "look at the positions, or use a smaller cut-off"
             )
-        self._record(chunk, most)
+        self._record(chunk, max_neighbors)
 
     def _count_rows(self, chunk: Chunk, packed: Atoms, rows: np.ndarray) -> _Counted:
         """Count the neighbours of some frames of a chunk."""
@@ -331,15 +333,15 @@ class FrameStore:
         of_all_types = of_types.sum(1, keepdim=True)
         counts = torch.cat(
             [of_types, of_all_types, shorter], 1
-        ).long()  # (atoms, columns of `most`)
+        ).long()  # (atoms, columns of `max_neighbors`)
         index = owner.unsqueeze(1).expand_as(counts)
-        most = counts.new_zeros(len(rows), counts.shape[1])
-        most = most.scatter_reduce(0, index, counts, "amax")
+        max_neighbors = counts.new_zeros(len(rows), counts.shape[1])
+        max_neighbors = max_neighbors.scatter_reduce(0, index, counts, "amax")
         least = nearest.new_full((len(rows),), torch.inf)
         least = least.scatter_reduce(0, owner, nearest, "amin")
-        return _Counted(most.cpu().numpy(), least.cpu().numpy())
+        return _Counted(max_neighbors.cpu().numpy(), least.cpu().numpy())
 
-    def _record(self, chunk: Chunk, most: np.ndarray) -> None:
+    def _record(self, chunk: Chunk, max_neighbors: np.ndarray) -> None:
         """Record composition, size and neighbours of frames."""
         rows = np.concatenate([chunk.counts, chunk.periodic[:, None]], axis=1)
         unique, inverse = np.unique(rows, axis=0, return_inverse=True)
@@ -355,12 +357,12 @@ class FrameStore:
         new = unique[numbers >= n_known]
         self.type_counts = np.concatenate([self.type_counts, new[:, :-1]])
         self.periodic = np.concatenate([self.periodic, new[:, -1] > 0])
-        none = np.zeros((len(new), self.most.shape[1]), dtype=np.int64)
-        self.most = np.concatenate([self.most, none])
+        none = np.zeros((len(new), self.max_neighbors.shape[1]), dtype=np.int64)
+        self.max_neighbors = np.concatenate([self.max_neighbors, none])
         composition = numbers[inverse.reshape(-1)]
         self.composition[chunk.numbers] = composition
         self.natoms[chunk.numbers] = chunk.natoms
-        np.maximum.at(self.most, composition, most)
+        np.maximum.at(self.max_neighbors, composition, max_neighbors)
 
     def _frame(self, number: int) -> tuple[System, int]:
         """Return the system of a frame, and its number there."""
@@ -376,7 +378,7 @@ class FrameStore:
 class _Counted(NamedTuple):
     """Neighbours of some frames."""
 
-    most: np.ndarray  # of an atom, as a row of `FrameStore.most`; (nrows, …)
+    max_neighbors: np.ndarray  # of an atom, as a row of `FrameStore.max_neighbors`; (nrows, …)
     least_square: np.ndarray  # squared distance of the nearest two atoms [Å²]; (nrows,)
 
 

@@ -188,8 +188,8 @@ class ResidentBatches:
         offset = self._store.offset
         ntypes = self._loader.cache.ntypes
         return [
-            self._readers.submit(read_chunk, systems, offset, part, ntypes)
-            for part in cut_into_chunks(systems, offset, numbers)
+            self._readers.submit(read_chunk, systems, offset, chunk_numbers, ntypes)
+            for chunk_numbers in cut_into_chunks(systems, offset, numbers)
         ]
 
     def _draw(self) -> _Window:
@@ -264,8 +264,8 @@ class ResidentBatches:
     def _note_cut_lists(self) -> None:
         """Record in the cache that `sel` cuts neighbour lists."""
         cache = self._loader.cache
-        most = self._store.most.max(0)
-        cache.note_most(most[: cache.ntypes], int(most[cache.ntypes]))
+        max_neighbors = self._store.max_neighbors.max(0)
+        cache.note_most(max_neighbors[: cache.ntypes], int(max_neighbors[cache.ntypes]))
 
     def _shapes_of(self, batches: Sequence[np.ndarray]) -> list[Shape]:
         """Return what each batch needs, computed once for all of one kind and number of frames."""
@@ -292,10 +292,10 @@ class ResidentBatches:
         cache = self._loader.cache
         ntypes = cache.ntypes
         compositions, n_frames = np.unique(store.composition[numbers], return_counts=True)
-        most = store.most[compositions].max(0)
-        widths = most[:ntypes] if cache.by_type else most[ntypes : ntypes + 1]
+        max_neighbors = store.max_neighbors[compositions].max(0)
+        widths = max_neighbors[:ntypes] if cache.by_type else max_neighbors[ntypes : ntypes + 1]
         bounds = np.array([count for _, count in cache.inner], dtype=np.int64)
-        inner = np.minimum(most[ntypes + 1 :], bounds)
+        inner = np.minimum(max_neighbors[ntypes + 1 :], bounds)
         present = {name: flags[numbers] for name, flags in store.present.items()}
         labels = frozenset(name for name, flags in present.items() if flags.any())
         return Shape(
@@ -308,7 +308,7 @@ class ResidentBatches:
             labels=labels,
             partial=frozenset(name for name in labels if not present[name].all()),
             composition=int(compositions[0]) if len(compositions) == 1 else None,
-            capacity=1 << max(_LEAST_CAPACITY, int(most[ntypes] - 1).bit_length()),
+            capacity=1 << max(_LEAST_CAPACITY, int(max_neighbors[ntypes] - 1).bit_length()),
         )
 
 

@@ -149,14 +149,14 @@ class Shapes:
         return min(fitting, key=lambda shape: shape.cost, default=None)
 
 
-def merge(weights: dict[Shape, int], most: int) -> list[Shape]:
-    """Join shapes until at most `most` are left, at each turn the two that cost least.
+def merge(weights: dict[Shape, int], max_shapes: int) -> list[Shape]:
+    """Join shapes until `max_shapes` are left, at each turn the two that cost least.
 
     Weights say how often each occurs. The shapes of a thousand batches are few enough to compare
     all pairs.
     """
     shapes = list(weights)
-    if len(shapes) <= most:
+    if len(shapes) <= max_shapes:
         return shapes
     weight = np.array([weights[shape] for shape in shapes], dtype=np.float64)
     cost = np.array([shape.cost for shape in shapes])
@@ -184,7 +184,7 @@ def merge(weights: dict[Shape, int], most: int) -> list[Shape]:
 
     for k in range(len(shapes)):
         compare(k)
-    for _ in range(len(shapes) - most):
+    for _ in range(len(shapes) - max_shapes):
         a, b = divmod(int(extra_cost.argmin()), len(shapes))
         shapes[a] = shapes[a].joined(shapes[b])
         numbers[a] = shapes[a].numbers
