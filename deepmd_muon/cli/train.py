@@ -7,6 +7,7 @@ import time
 
 from deepmd_muon.cli.errors import CommandError
 from deepmd_muon.cli.handover import DeepmdKitOption, HandOver
+from deepmd_muon.collector import importing_torch
 
 HELP = "train a model as an input file says"
 
@@ -81,13 +82,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train; an input that needs features of deepmd-kit goes to deepmd-kit, before torch is imported."""
     begun = time.monotonic()
-    from deepmd_muon.train.process.warm_up import (
-        garbage_collection_paused,
-        load_libraries,
-        open_device,
-    )
-
-    load_libraries()  # in the meantime, the input is read
     from deepmd_muon.argcheck import DeepmdKitOnlyError, load
 
     try:
@@ -97,8 +91,7 @@ def run(options: argparse.Namespace) -> int:
         raise HandOver(
             error.elsewhere, f"install it, or change {error.source} ({problems})"
         ) from error
-    open_device()  # in the meantime, the imports below load torch
-    with garbage_collection_paused():
+    with importing_torch():
         from deepmd_muon.train import run as run_training
 
     if options.model_branch and not (options.finetune or options.init_model or options.restart):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from deepmd_muon.collector import without_collector
 from deepmd_muon.data.elements import by_atomic_number
 from deepmd_muon.data.errors import DataError, SystemNotFoundError, TypeMapError
 from deepmd_muon.data.frames import Parameters
@@ -106,11 +105,9 @@ def open_systems(
     if patterns is not None:
         places = [place for folder in places for place in _matching_systems(folder, patterns)]
     read = functools.partial(read_ase, keys=keys, keep_unconverged=keep_unconverged)
-    # The garbage collector would go through thousands of systems again and again, and find nothing.
-    with without_collector():
-        systems = [
-            System(store, type_map) for place in places for store in _stores(place, handles, read)
-        ]
+    systems = [
+        System(store, type_map) for place in places for store in _stores(place, handles, read)
+    ]
     if not systems:
         raise SystemNotFoundError("no systems given")
     return systems

@@ -330,7 +330,7 @@ def suit_scales(
         )
 
     scales = run_input.scales.for_descriptors(
-        ranks.from_first("measuring descriptors", measure_longest)
+        ranks.run_on_rank0("measuring descriptors", measure_longest)
     )
     # Ranks other than the first show warnings, and one is enough.
     level = logging.WARNING if scales.fallen and ranks.first else logging.INFO

@@ -35,8 +35,7 @@ from deepmd_muon.train.process.allocator import keep_freed_memory
 from deepmd_muon.train.process.warm_up import warm_up
 from deepmd_muon.train.ranks.ranks import Ranks, joined
 from deepmd_muon.train.report import set_up_logging
-from deepmd_muon.train.report.tensorboard import require_tensorboard
-from deepmd_muon.train.report.weights_and_biases import require_wandb
+from deepmd_muon.train.report.trackers import require_tensorboard, require_wandb
 from deepmd_muon.train.statistics import set_model_statistics, settle_energy_bias
 from deepmd_muon.train.systems import (
     check_same_run,
@@ -124,7 +123,7 @@ def run(
         # "auto" is resolved below, once the files are locked; until then no checkpoint can be
         # named. After a failure there is nothing to continue from in the checkpoint of --finetune.
         checkpoint = init_model or (None if restart in AUTOMATIC else restart)
-        ranks.from_first("looking at its outputs", lambda: files.check(checkpoint or finetune))
+        ranks.run_on_rank0("looking at its outputs", lambda: files.check(checkpoint or finetune))
         stack.enter_context(
             explained(
                 lambda: Moment("preparing"),
@@ -138,7 +137,7 @@ def run(
             stack.enter_context(files.held())
             return continued_by(restart, training.save_ckpt)
 
-        restart = ranks.from_first("locking its files", lock_files)
+        restart = ranks.run_on_rank0("locking its files", lock_files)
         checkpoint = init_model or restart  # read by `explained` above when an error ends the run
         ways: dict[Way, str | None] = {
             "restart": restart,
@@ -153,7 +152,7 @@ def run(
             _log_remarks(run_input, sources)
             _check_outputs(run_input, output)
         if make_data is not None:
-            ranks.from_first("drawing structures to replay", make_data)
+            ranks.run_on_rank0("drawing structures to replay", make_data)
         trainer = _prepare(
             run_input,
             sources,
@@ -167,7 +166,7 @@ def run(
             content = state_of(sources, trainer.model, trainer.optimizer)
             with understood(continued.path):
                 trainer.restart(content, continued.path)
-        ranks.from_first(
+        ranks.run_on_rank0(
             "keeping other files",
             lambda: files.keep(continued, trainer.step, trainer.validation.keep_earlier),
         )
@@ -235,7 +234,7 @@ def _prepare(
 
     `count_neighbors` is whether `sel` is compared with the data. Passes over the data (counting,
     statistics, energy bias) run on rank 0 alone, whose results or errors reach the other ranks
-    (`Ranks.from_first`).
+    (`Ranks.run_on_rank0`).
     """
     warm_up(ranks.device)
     if ranks.device.type == "cpu":
@@ -247,7 +246,7 @@ def _prepare(
     if ranks.first:
         for branch_systems in systems.values():
             warn_of_shared_frames(branch_systems.training, branch_systems.validation)
-    run_input, neighbor_stats = ranks.from_first(
+    run_input, neighbor_stats = ranks.run_on_rank0(
         "counting neighbours",
         lambda: resolve_sel(
             run_input, systems, sources, count=count_neighbors, device=ranks.device
@@ -264,7 +263,7 @@ def _prepare(
     _require_trainable(model)
     seed = run_input.settings.training.seed
     if seed is None:
-        seed = ranks.from_first("drawing a seed", new_seed)
+        seed = ranks.run_on_rank0("drawing a seed", new_seed)
     data = make_loaders(run_input, systems, _neighbor_caches(run_input, model), seed, ranks)
     loaders = {name: branch_data.training for name, branch_data in data.items()}
 
@@ -290,7 +289,7 @@ def _prepare(
                     counting,
                     run_input.branches[name].model_path,
                 )
-                neighbor_stats[name] = ranks.from_first("counting neighbours", compare_with_sel)
+                neighbor_stats[name] = ranks.run_on_rank0("counting neighbours", compare_with_sel)
     _log_size(model, ranks)
     branches = make_branches(
         run_input,
@@ -379,7 +378,7 @@ def _set_weights(
     if samples is not None:
         # Samples are on the device; with a checkpoint the model is not yet.
         samples_beside_model = {} if sources else samples
-        ranks.from_first(
+        ranks.run_on_rank0(
             "computing statistics", lambda: set_model_statistics(branches, samples_beside_model)
         )
     # Branches may share parts now that were not shared in the checkpoints. Then the first branch
@@ -391,5 +390,5 @@ def _set_weights(
         settle = partial(
             settle_energy_bias, branches[name].model, source, branches[name].data.training
         )
-        ranks.from_first("fitting the energy bias", settle)
-    ranks.copy_from_first(model)
+        ranks.run_on_rank0("fitting the energy bias", settle)
+    ranks.copy_from_rank0(model)

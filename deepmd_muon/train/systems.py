@@ -274,7 +274,7 @@ def check_same_run(run_input: Input, systems: Mapping[str, Systems], ranks: Rank
         path = branch.data_path
         sections.append(_Section(f"{path}/training_data", "training", systems[name].training))
         sections.append(_Section(f"{path}/validation_data", "validation", systems[name].validation))
-    with ranks.together("comparing inputs and data"):
+    with ranks.barrier("comparing inputs and data"):
         digests = {section.path: content_digest(section.systems) for section in sections}
         views = ranks.gather_objects(RankView(run_input.normalized, digests))
     for section in sections:

@@ -44,7 +44,7 @@ from deepmd_muon.train.ranks.ranks import Ranks, local_part
 from deepmd_muon.train.ranks.watchdog import STEPPING
 from deepmd_muon.train.report import Reports, open_reports
 from deepmd_muon.train.report.divergence import Divergence
-from deepmd_muon.train.report.metrics import RecentMetrics, numbers
+from deepmd_muon.train.report.metrics import RecentMetrics
 from deepmd_muon.train.report.throughput import Throughput
 from deepmd_muon.train.step.interpolation_schedule import Tuning
 from deepmd_muon.train.step.stepper import DeviceParts, Stepper, build_stepper
@@ -52,6 +52,7 @@ from deepmd_muon.train.strategy import choose_strategy
 from deepmd_muon.train.strategy.base import build_optimizer
 from deepmd_muon.train.validation.final_errors import check_command
 from deepmd_muon.train.validation.run_validation import Validation
+from deepmd_muon.train.validation.validate import numbers
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class Trainer:
         self.rate = learning_rate(run_input.settings.learning_rate, self.num_steps)
 
         # Strategies make process groups, and the ranks arrive here at different times.
-        with self.ranks.together("laying out the model"):
+        with self.ranks.barrier("laying out the model"):
             self.strategy = choose_strategy(self._training, self.ranks, model)
             self.optimizer = self._build_optimizer()
             self.ema = self._build_ema()
@@ -211,7 +212,7 @@ class Trainer:
             data are unreadable. The message names the last good checkpoint.
         """
         self._first_step = self.step
-        with self.ranks.together("starting"):
+        with self.ranks.barrier("starting"):
             log.info("training from step %d to step %d", self.step, self.num_steps)
         # The launcher of several ranks repeats signals that they have received from the terminal.
         repeats = 0 if self.ranks.size == 1 else 1
@@ -467,7 +468,7 @@ class Trainer:
         self.strategy.load_optimizer_state(self.optimizer, content, source, self._build_whole)
         self.source = source
         self.step = self._state.restore(content, source)
-        with self.ranks.together("checking the optimizer's state"):
+        with self.ranks.barrier("checking the optimizer's state"):
             check_state(self.optimizer, self.ema.averages() if self.ema else {}, source)
         train_infos = content["model"]["_extra_state"]["train_infos"]
         self.validation.restore(train_infos)

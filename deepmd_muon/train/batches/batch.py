@@ -28,8 +28,9 @@ class TrainingBatch:
         The input of the model.
     labels
         `energy (nframes,)` [eV], `force (nframes, natoms, 3)` [eV/Å], `virial (nframes, 9)` [eV],
-        `atom_ener (nframes, natoms)` [eV], `atom_pref (nframes, natoms)`; None where a system has none. Where only
-        some frames have a label, `find_energy` etc. (nframes,) tell which; the others hold 0.
+        `atom_ener (nframes, natoms)` [eV], `atom_pref (nframes, natoms)`; None if a system has
+        none. If only some frames have a label, `find_energy` etc. (nframes,) tell which; the others
+        hold 0.
     mask
         True for real atoms `(nframes, natoms)`; None when no frame carries padding.
     origin
@@ -49,77 +50,82 @@ class TrainingBatch:
 
     def labelled_atoms(self, needed: Collection[str]) -> float:
         """Return the number of atoms in frames that have all these labels."""
-        return float(
-            self.atoms[np.logical_and.reduce([self.present[name] for name in needed])].sum()
-        )
+        has_all = np.logical_and.reduce([self.present[name] for name in needed])
+        return float(self.atoms[has_all].sum())
 
     def compared(self, prediction: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the predictions without those of the last frames, which only pad the batch to its shape."""
+        """Return the predictions without those for the last frames, which only pad the batch."""
         if self.mask is None or len(self.mask) == self.structures.nframes:
             return prediction
         return {name: values[: len(self.mask)] for name, values in prediction.items()}
 
     def counted(self, types: Tensor | None) -> Tensor | None:
-        """Return which atoms count in the loss `(nframes, natoms)`, as in deepmd-kit: real ones of types with energy.
+        """Return which atoms count in the loss `(nframes, natoms)`: real ones of types with energy.
 
         `types` is `EnergyModel.counted`.
         """
         if types is None:
             return self.mask
-        atype = (
-            self.structures.atype if self.mask is None else self.structures.atype[: len(self.mask)]
-        )
+        atype = self.structures.atype
+        if self.mask is not None:
+            atype = atype[: len(self.mask)]
         return (atype >= 0) & (types[atype.clamp(min=0)] > 0.0)
 
 
 def to_device(batch: Batch, ntypes: int, device: torch.device) -> TrainingBatch:
-    """Convert frames and neighbours of a batch, for a model of `ntypes` types, to tensors on `device`."""
+    """Convert frames and neighbours of a batch to tensors, for a model of `ntypes` types."""
     frames = batch.frames
-    structures = Structures.of(frames, batch.neighbors, ntypes, device)
 
-    def tensor(values: np.ndarray | None) -> Tensor | None:
-        return None if values is None else torch.from_numpy(np.ascontiguousarray(values)).to(device)
+    def tensor(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
-    real = frames.atype >= 0
     labels: dict[str, Tensor | None] = {}
     present = {name: frames.present(name) for name in LABELS}
-    for name, found in present.items():
+    for name, has_label in present.items():
         values = getattr(frames, name)
-        if values is not None and not found.all():
-            values, labels[f"find_{name}"] = np.nan_to_num(values), tensor(found)
-        labels[name] = tensor(values)
-    mask = None if real.all() else tensor(real)
-    return TrainingBatch(structures, labels, mask, batch.origin, real.sum(1), present)
+        if values is not None and not has_label.all():
+            values = np.nan_to_num(values)
+            labels[f"find_{name}"] = tensor(has_label)
+        labels[name] = None if values is None else tensor(values)
+    real = frames.atype >= 0
+    return TrainingBatch(
+        structures=Structures.of(frames, batch.neighbors, ntypes, device),
+        labels=labels,
+        mask=None if real.all() else tensor(real),
+        origin=batch.origin,
+        atoms=real.sum(1),
+        present=present,
+    )
 
 
 def map_tensors(content: T, function: Callable[[Tensor], Tensor]) -> T:
-    """Apply a function to every tensor in nested dataclasses, dicts, lists and tuples; keep everything else."""
+    """Apply a function to every tensor in nested dataclasses, dicts, lists and tuples."""
 
-    def walk(node: Any) -> Any:
+    def convert(node: Any) -> Any:
         if isinstance(node, Tensor):
             return function(node)
         if dataclasses.is_dataclass(node) and not isinstance(node, type):
-            fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+            names = [field.name for field in dataclasses.fields(node)]
             return dataclasses.replace(
-                node, **{name: walk(value) for name, value in fields.items()}
+                node, **{name: convert(getattr(node, name)) for name in names}
             )
         if isinstance(node, dict):
-            return {key: walk(value) for key, value in node.items()}
+            return {key: convert(value) for key, value in node.items()}
         if isinstance(node, (list, tuple)):
-            return type(node)(map(walk, node))
+            return type(node)(map(convert, node))
         return node
 
-    found: T = walk(content)
-    return found
+    converted: T = convert(content)
+    return converted
 
 
 def tensors_of(content: Any) -> list[Tensor]:
     """Return the tensors in nested dataclasses, dicts, lists and tuples, in a fixed order."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+    def collect(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
         return tensor
 
-    map_tensors(content, keep)
-    return found
+    map_tensors(content, collect)
+    return tensors

@@ -34,14 +34,24 @@ from deepmd_muon.train.batches.resident import READERS, why_not_on_device
 # Volume of a cell over the cube of its longest vector, below which the host searches.
 _FLAT = 1e-6
 
+# Systems by their numbers, and the frames to take of each.
 _Part = list[tuple[int, np.ndarray]]
+
+
+def sample_on(
+    device: torch.device, systems: Sequence[System], cache: NeighborCache
+) -> DeviceSample | None:
+    """Return the sample on a device that makes batches itself; None if the host makes them."""
+    if device.type != "cuda" or why_not_on_device(systems) is not None:
+        return None
+    return DeviceSample(systems, cache, device)
 
 
 class DeviceSample:
     """Counts neighbours in frames of some systems, and makes batches of them, on a device.
 
-    Frames are read in parts. A part in which a frame is not ordinary, has atoms at the same place, or has too many
-    neighbours for the device is left to the host, which names mistakes.
+    Frames are read in parts. A part in which a frame is not ordinary, has atoms at the same place,
+    or has too many neighbours for the device is left to the host, which names mistakes.
 
     Parameters
     ----------
@@ -61,61 +71,70 @@ class DeviceSample:
     def __init__(
         self, systems: Sequence[System], cache: NeighborCache, device: torch.device
     ) -> None:
-        self._systems, self._cache, self._device = systems, cache, device
+        self._systems = systems
+        self._cache = cache
+        self._device = device
 
     def count(self, numbers: Sequence[np.ndarray]) -> NeighborStatistics:
         """Count the neighbours in frames `numbers` of each system."""
-        found = NeighborStatistics(np.inf, (0,) * self._cache.ntypes, 0)
+        statistics = NeighborStatistics(np.inf, (0,) * self._cache.ntypes, 0)
         for part, frames in self._read(numbers):
-            _, most = self._searched(frames)
-            found = found.merge(self._counted_on_host(part) if most is None else most.statistics)
-        return found
+            _, max_neighbors = self._searched(frames)
+            counted = (
+                self._counted_on_host(part) if max_neighbors is None else max_neighbors.statistics
+            )
+            statistics = statistics.merge(counted)
+        return statistics
 
     def batches(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[Frames, Structures]]:
-        """Yield frames `numbers` of each system, small ones together: on the host, and on the device with neighbours.
+        """Yield frames `numbers` of each system: on the host, and on the device with neighbours.
 
         The structures need not have frame and atomic parameters.
         """
         for part, frames in self._read(numbers):
-            places, most = self._searched(frames)
-            if places is None or most is None or most.total > MOST_NEIGHBORS:
+            places, max_neighbors = self._searched(frames)
+            if places is None or max_neighbors is None or max_neighbors.total > MOST_NEIGHBORS:
                 yield frames, self._listed_on_host(part, frames)
             else:
-                yield frames, places.structures(self._cache, most)
+                yield frames, places.structures(self._cache, max_neighbors)
 
     def _read(self, numbers: Sequence[np.ndarray]) -> Iterator[tuple[_Part, Frames]]:
         def read(part: _Part) -> tuple[_Part, Frames]:
-            return part, Frames.concatenate([self._systems[k].frames(mine) for k, mine in part])
+            return part, Frames.concatenate([self._systems[k].frames(rows) for k, rows in part])
 
         return read_ahead(read, packed(self._systems, numbers, CHUNK_ATOMS), READERS)
 
-    def _searched(self, frames: Frames) -> tuple[_PlacedFrames | None, _MostNeighbors | None]:
-        """Return frames on the device and the most neighbours of their atoms; None for what is left to the host."""
+    def _searched(self, frames: Frames) -> tuple[_PlacedFrames | None, _MaxNeighbors | None]:
+        """Return frames on the device and their most neighbours; None if the host has to do it."""
         usual, _ = ordinary(
             np.where(frames.atype[..., None] < 0, 0.0, frames.coord), frames.box, _FLAT
         )
         if not usual.all() or densities(frames).max() > DENSEST:
             return None, None
         places = _PlacedFrames.of(frames, self._cache.rcut, self._device)
-        most = places.count(self._cache)
-        if most is not None:
-            self._cache.note_most(most.of_types, most.total)
-        return places, most
+        max_neighbors = places.count(self._cache)
+        if max_neighbors is not None:
+            self._cache.note_most(max_neighbors.of_types, max_neighbors.total)
+        return places, max_neighbors
 
     def _counted_on_host(self, part: _Part) -> NeighborStatistics:
-        none: np.ndarray = np.zeros(0, dtype=np.int64)
-        chosen = dict(part)
-        numbers = [chosen.get(k, none) for k in range(len(self._systems))]
-        listed = [none] * len(self._systems)
+        no_frames: np.ndarray = np.zeros(0, dtype=np.int64)
+        rows_of = dict(part)
         return neighbor_statistics(
-            self._systems, self._cache.rcut, self._cache, numbers=numbers, listed=listed
+            self._systems,
+            self._cache.rcut,
+            self._cache,
+            numbers=[rows_of.get(k, no_frames) for k in range(len(self._systems))],
+            listed=[no_frames] * len(self._systems),
         )
 
     def _listed_on_host(self, part: _Part, frames: Frames) -> Structures:
-        def lists_of(k: int, mine: np.ndarray) -> list[FrameNeighbors]:
-            own = self._systems[k].frames(mine)
+        def lists_of(k: int, numbers: np.ndarray) -> list[FrameNeighbors]:
+            system = self._systems[k]
+            of_system = system.frames(numbers)
             return [
-                self._cache.frame(self._systems[k], int(n), own, row) for row, n in enumerate(mine)
+                self._cache.frame(system, int(number), of_system, row)
+                for row, number in enumerate(numbers)
             ]
 
         with ThreadPoolExecutor(worker_count(), thread_name_prefix="deepmd_muon-neighbors") as pool:
@@ -123,25 +142,16 @@ class DeviceSample:
         return Structures.of(frames, stack_neighbors(lists), self._cache.ntypes, self._device)
 
 
-def sample_on(
-    device: torch.device, systems: Sequence[System], cache: NeighborCache
-) -> DeviceSample | None:
-    """Return the sample of a device that makes the batches of systems itself; None where the host makes them."""
-    if device.type != "cuda" or why_not_on_device(systems) is not None:
-        return None
-    return DeviceSample(systems, cache, device)
-
-
 @dataclass(frozen=True)
-class _MostNeighbors:
+class _MaxNeighbors:
     """Most neighbours of an atom in some frames.
 
     Attributes
     ----------
     of_types, total, inner
-        Of each type, of all types, and within each shorter cut-off.
+        Of each type `(ntypes,)`, of all types, and within each shorter cut-off `(ninner,)`.
     shortest
-        Distance of the nearest two atoms [Å]; infinite where none are within the cut-off.
+        Distance of the nearest two atoms [Å]; infinite if none are within the cut-off.
     """
 
     of_types: np.ndarray
@@ -176,65 +186,74 @@ class _PlacedFrames:
 
     @classmethod
     def of(cls, frames: Frames, rcut: float, device: torch.device) -> _PlacedFrames:
-        atype, coord = frames.atype.astype(np.int64), frames.coord
+        atype = frames.atype.astype(np.int64)
+        coord = frames.coord
         if (atype < 0).any():
             real_first = np.argsort(atype < 0, axis=1, kind="stable")
             atype = np.take_along_axis(atype, real_first, 1)
             coord = np.take_along_axis(coord, real_first[..., None], 1)
         flat = atype.reshape(-1)
-        order = np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0) :]
+        n_padding = np.count_nonzero(flat < 0)
+        order = np.argsort(flat, kind="stable")[n_padding:]  # padding has type -1
 
-        def moved(values: np.ndarray) -> Tensor:
+        def on_device(values: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
-        cells = (
-            None
-            if frames.box is None
-            else Cells.of(moved(np.asarray(frames.box, dtype=np.float64)), rcut)
-        )
-        natoms = frames.natoms
-        positions = moved(np.asarray(coord, dtype=np.float64).reshape(-1, 3))
-        atoms = Atoms(positions, moved(flat), moved((atype >= 0).sum(1)), natoms, cells)
+        cells = None
+        if frames.box is not None:
+            cells = Cells.of(on_device(np.asarray(frames.box, dtype=np.float64)), rcut)
+        positions = on_device(np.asarray(coord, dtype=np.float64).reshape(-1, 3))
+        n_real = on_device((atype >= 0).sum(1))
         return cls(
-            atoms,
-            moved(order),
-            moved(order // natoms),
-            moved(flat[order]),
-            np.bincount(flat[order]),
+            atoms=Atoms(positions, on_device(flat), n_real, frames.natoms, cells),
+            order=on_device(order),
+            frame=on_device(order // frames.natoms),
+            kind=on_device(flat[order]),
+            type_counts=np.bincount(flat[order]),
         )
 
-    def count(self, cache: NeighborCache) -> _MostNeighbors | None:
-        """Count the neighbours of every atom; None where two atoms lie at the same place."""
+    def count(self, cache: NeighborCache) -> _MaxNeighbors | None:
+        """Count the neighbours of every atom; None if two atoms are at the same place."""
         ntypes = cache.ntypes
         if not len(self.order):
             none = np.zeros(ntypes + len(cache.inner), dtype=np.int64)
-            return _MostNeighbors(none[:ntypes], 0, none[ntypes:], np.inf)
+            return _MaxNeighbors(none[:ntypes], 0, none[ntypes:], np.inf)
         radii = [cache.rcut, *(radius for radius, _ in cache.inner)]
         of_types, within, nearest = count_neighbors(
             self.atoms, self.order, self.frame, radii, ntypes
         )
-        most = torch.cat([of_types, of_types.sum(1, keepdim=True), within], 1).amax(0)
-        *numbers, shortest = torch.cat([most.double(), nearest.amin().sqrt().view(1)]).tolist()
+        of_all_types = of_types.sum(1, keepdim=True)
+        max_neighbors = torch.cat([of_types, of_all_types, within], 1).amax(0)
+        distance = nearest.amin().sqrt()
+        # One transfer from the device.
+        *counts, shortest = torch.cat([max_neighbors.double(), distance.view(1)]).tolist()
         if shortest < SAME_PLACE:
             return None
-        whole = np.array(numbers, dtype=np.int64)
-        shortest = shortest if shortest < cache.rcut else np.inf
-        return _MostNeighbors(whole[:ntypes], int(whole[ntypes]), whole[ntypes + 1 :], shortest)
+        numbers = np.array(counts, dtype=np.int64)
+        return _MaxNeighbors(
+            of_types=numbers[:ntypes],
+            total=int(numbers[ntypes]),
+            inner=numbers[ntypes + 1 :],
+            shortest=shortest if shortest < cache.rcut else np.inf,
+        )
 
-    def structures(self, cache: NeighborCache, most: _MostNeighbors) -> Structures:
+    def structures(self, cache: NeighborCache, max_neighbors: _MaxNeighbors) -> Structures:
         """Return the frames with the neighbours that a model reads."""
         limits = group_limits(cache.sel, cache.by_type, cache.ntypes)
-        columns = most.of_types if cache.by_type else np.array([most.total])
+        columns = max_neighbors.of_types if cache.by_type else np.array([max_neighbors.total])
         widths = np.minimum(columns, limits)
-        nearest = int(min(limits.sum(dtype=np.float64), MOST_NEIGHBORS))
         sections = Sections(
-            cache.rcut, tuple(widths.tolist()), cache.by_type, nearest, max(1, most.total)
+            rcut=cache.rcut,
+            widths=tuple(widths.tolist()),
+            by_type=cache.by_type,
+            most=int(min(limits.sum(dtype=np.float64), MOST_NEIGHBORS)),
+            capacity=max(1, max_neighbors.total),
         )
         neighbor, shift = find_neighbors(self.atoms, self.order, self.frame, sections)
-        bounds = np.minimum(
-            most.inner, np.array([bound for _, bound in cache.inner], dtype=np.int64)
-        )
-        nreal, (nframes,) = len(self.order), self.atoms.counts.shape
+        bounds = np.array([bound for _, bound in cache.inner], dtype=np.int64)
+        inner = np.minimum(max_neighbors.inner, bounds)
+        nreal = len(self.order)
+        nframes = len(self.atoms.counts)
         type_counts = np.zeros(cache.ntypes, dtype=np.int64)
         type_counts[: len(self.type_counts)] = self.type_counts
         return Structures(
@@ -249,5 +268,5 @@ class _PlacedFrames:
             sections=sections.widths,
             type_counts=tuple(type_counts.tolist()),
             filled=np.repeat(widths.astype(np.int64)[:, None], nreal, axis=1),
-            inner=np.repeat(bounds[:, None], nreal, axis=1),
+            inner=np.repeat(inner[:, None], nreal, axis=1),
         )

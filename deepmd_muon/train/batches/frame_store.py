@@ -1,34 +1,56 @@
 """Frames of training systems on a device, one after the other: positions, cells, types and labels.
 
-Data that fit their budget stay: each frame has a slot of its own, and is read once, before a batch needs it. Other
-data pass through: the frames of the next batches fill the slots anew. A chunk of frames is uploaded and its neighbours
-are counted on a stream of its own, so that steps which have been launched go on meanwhile.
+Data that fit their budget stay: each frame has its slot, and is read once, before a batch needs it.
+Other data pass through: the frames of the next batches replace earlier ones. A chunk of frames is
+uploaded and its neighbours are counted on a separate stream, so that steps which have been launched
+go on meanwhile.
+
+A frame is named by its number, counted over all systems. Frames with the same atoms of each type
+and the same periodicity have the same composition.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deepmd_muon.data import NeighborCache, NeighborError, System
+from deepmd_muon.data import Frames, NeighborCache, NeighborError, System
 from deepmd_muon.data.frames import ATOM_LABELS, FRAME_LABELS, LABELS
 from deepmd_muon.data.neighbors.lists import SAME_PLACE
 from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS, Atoms, Cells
 from deepmd_muon.model.neighbors.search import count_neighbors
-from deepmd_muon.train.batches.frame_reader import Chunk
 
-_T = TypeVar("_T")
+#: Atoms that are read at once.
+CHUNK_ATOMS = 1 << 16
+# Volume of a cell over the cube of its longest vector, below which the neighbour search rejects it.
+_FLAT = 1e-6
+
+
+class Room(NamedTuple):
+    """Capacity of a store for data that pass through."""
+
+    frames: int
+    atoms: int
+
+
+class _Write(NamedTuple):
+    """Values on the device for some rows of a tensor of the store."""
+
+    target: Tensor
+    rows: Tensor
+    values: Tensor
 
 
 class FrameStore:
     """Frames of some systems on a device, the atoms of each sorted by type.
 
-    A last slot without atoms and labels stands for a missing frame.
+    A last slot without atoms and labels is the missing frame.
 
     Parameters
     ----------
@@ -39,34 +61,36 @@ class FrameStore:
     device
         Device of the tensors.
     room
-        Capacity in frames and atoms for data that pass through; None keeps all data.
+        Capacity for data that pass through; None keeps all data.
 
     Attributes
     ----------
     offset
         Number of the first frame of each system `(nsystems + 1,)`.
-    group, natoms
+    composition, natoms
         Composition and atoms of every frame `(nframes,)`, on the host, once it has been read.
     present
         Which frames have each label `(nframes,)`, on the host; without labels that no system has.
-    of_kind, periodic
-        Atoms of each type `(ncompositions, ntypes)`, and which compositions have cells `(ncompositions,)`.
-    most
-        Largest number of neighbours of an atom, so far, in frames of a composition: of each type, of all types,
-        and within each shorter cut-off `(ncompositions, ntypes + 1 + ninner)`.
+    type_counts, periodic
+        Atoms of each type `(ncompositions, ntypes)`, and which compositions have cells
+        `(ncompositions,)`.
+    max_neighbors
+        Largest number of neighbours of an atom, so far, in frames of a composition: of each type,
+        of all types, and within each shorter cut-off `(ncompositions, ntypes + 1 + ninner)`.
     missing
         The last slot.
     coord, atype
         Positions [Å] and types of all atoms.
-    first, sizes, counts
-        First atom, atoms, and atoms of each type of every slot, `(nslots + 1,)` and `(nslots + 1, ntypes)`.
+    first_atom, sizes, counts
+        First atom, atoms, and atoms of each type of every slot, `(nslots + 1,)` and `(nslots + 1,
+        ntypes)`.
     cells
-        Of all slots; None where no system is periodic.
+        Of all slots; None if no system is periodic.
     of_frames, of_atoms
-        Labels by name, `(nslots + 1, width)` and `(natoms of all, width)`; zeros where a frame has none.
+        Labels by name, `(nslots + 1, width)` and `(atoms, width)`; zeros if a frame has none.
     parameters
-        Values of "fparam" `(nslots + 1, numb_fparam)` and "aparam" `(natoms of all, numb_aparam)`.
-    found
+        Values of "fparam" `(nslots + 1, numb_fparam)` and "aparam" `(atoms, numb_aparam)`.
+    has_label
         Which slots have a label `(nslots + 1,)`, by name.
     """
 
@@ -75,98 +99,116 @@ class FrameStore:
         systems: Sequence[System],
         cache: NeighborCache,
         device: torch.device,
-        room: tuple[int, int] | None = None,
+        room: Room | None = None,
     ) -> None:
-        self._systems, self._cache, self._device = systems, cache, device
-        sizes = np.array([system.nframes for system in systems], dtype=np.int64)
-        widths = np.array([system.natoms for system in systems], dtype=np.int64)
-        self.offset = np.concatenate([[0], sizes.cumsum()])
-        self._base = np.concatenate([[0], (sizes * widths).cumsum()])
-        self._widths = widths
-        self.nframes = int(self.offset[-1])
+        self._systems = systems
+        self._cache = cache
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.stays = room is None
-        slots, places = (self.nframes, int(self._base[-1])) if room is None else room
+
+        # Numbers of frames, and places of their atoms if they stay.
+        nframes = np.array([system.nframes for system in systems], dtype=np.int64)
+        self._widths = np.array([system.natoms for system in systems], dtype=np.int64)
+        self.offset = np.concatenate([[0], nframes.cumsum()])
+        self._first_place = np.concatenate([[0], (nframes * self._widths).cumsum()])
+        self.nframes = int(self.offset[-1])
+        if room is None:
+            room = Room(frames=self.nframes, atoms=int(self._first_place[-1]))
+
+        # What the host knows of frames and compositions.
         ntypes = cache.ntypes
-        labels = sorted({name for system in systems for name in system.labels}, key=[*LABELS].index)
-
-        self.group = np.full(self.nframes, -1, dtype=np.int32)
+        labels = {name for system in systems for name in system.labels}
+        label_names = [name for name in LABELS if name in labels]
+        self.composition = np.full(self.nframes, -1, dtype=np.int32)
         self.natoms = np.zeros(self.nframes, dtype=np.int32)
-        self.present = {name: np.zeros(self.nframes, dtype=bool) for name in labels}
-        self.of_kind = np.zeros((0, ntypes), dtype=np.int64)
+        self.present = {name: np.zeros(self.nframes, dtype=bool) for name in label_names}
+        self.type_counts = np.zeros((0, ntypes), dtype=np.int64)
         self.periodic = np.zeros(0, dtype=bool)
-        self.most = np.zeros((0, ntypes + 1 + len(cache.inner)), dtype=np.int64)
-        self._kinds: dict[tuple[bytes, bool], int] = {}
+        self.max_neighbors = np.zeros((0, ntypes + 1 + len(cache.inner)), dtype=np.int64)
+        self._compositions: dict[tuple[bytes, bool], int] = {}
 
+        # The tensors.
         def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self.missing = slots
-        self.coord = zeros(places, 3)
-        self.atype = zeros(places, dtype=torch.int64)
-        self.first = zeros(slots + 1, dtype=torch.int64)
-        self.sizes = zeros(slots + 1, dtype=torch.int64)
-        self.counts = zeros(slots + 1, ntypes, dtype=torch.int32)
+        self.missing = room.frames
+        slots = room.frames + 1
+        self.coord = zeros(room.atoms, 3)
+        self.atype = zeros(room.atoms, dtype=torch.int64)
+        self.first_atom = zeros(slots, dtype=torch.int64)
+        self.sizes = zeros(slots, dtype=torch.int64)
+        self.counts = zeros(slots, ntypes, dtype=torch.int32)
         self.of_frames = {
-            name: zeros(slots + 1, width) for name, width in FRAME_LABELS.items() if name in labels
+            name: zeros(slots, width) for name, width in FRAME_LABELS.items() if name in labels
         }
         self.of_atoms = {
-            name: zeros(places, width) for name, width in ATOM_LABELS.items() if name in labels
+            name: zeros(room.atoms, width) for name, width in ATOM_LABELS.items() if name in labels
         }
-        self.found = {name: zeros(slots + 1, dtype=torch.bool) for name in labels}
-        wanted = systems[0].parameters  # those of all
-        shapes = {"fparam": (slots + 1, wanted.fparam), "aparam": (places, wanted.aparam)}
-        self.parameters = {name: zeros(*shape) for name, shape in shapes.items() if shape[1]}
+        self.has_label = {name: zeros(slots, dtype=torch.bool) for name in label_names}
+        widths = systems[0].parameters  # all systems have the same
+        self.parameters = {}
+        if widths.fparam:
+            self.parameters["fparam"] = zeros(slots, widths.fparam)
+        if widths.aparam:
+            self.parameters["aparam"] = zeros(room.atoms, widths.aparam)
         self.cells: Cells | None = None
         if any(system.pbc for system in systems):
-            images = torch.ones(slots + 1, 3, dtype=torch.int32, device=device)
-            self.cells = Cells(
-                zeros(slots + 1, 3, 3), zeros(slots + 1, 3, 3), zeros(slots + 1, 3), images
-            )
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+            images = torch.ones(slots, 3, dtype=torch.int32, device=device)
+            self.cells = Cells(zeros(slots, 3, 3), zeros(slots, 3, 3), zeros(slots, 3), images)
 
     def take(self, chunks: Sequence[Chunk]) -> None:
-        """Write frames into their slots; where data pass through, over all that was there.
+        """Write frames into their slots; data that pass through replace all that was there.
 
-        Two atoms at the same place, an impossible cell or position, or an atom with more neighbours than the search on
-        a device takes are a NeighborError that names frame and system.
+        Raises
+        ------
+        NeighborError
+            When two atoms are at the same place, a cell or position is impossible, or an atom has
+            more neighbours than the search on a device takes; it names frame and system.
         """
-        slot = place = 0
+        next_slot = 0
+        next_place = 0
         for chunk in chunks:
             for number in chunk.doubtful:
                 self._refuse(int(number))
             if self.stays:
-                slots, first = chunk.numbers, self._place_of(chunk.numbers)
+                slots = chunk.numbers
+                first_atom = self._places_of(chunk.numbers)
             else:
-                slots = slot + np.arange(len(chunk.numbers))
-                first = place + chunk.natoms.cumsum() - chunk.natoms
-                slot, place = slot + len(slots), place + len(chunk.atype)
-            with self._beside():
-                values = self._upload(chunk, slots, first)
-            self._write(values)
+                slots = next_slot + np.arange(len(chunk.numbers))
+                first_atom = next_place + _starts(chunk.natoms)
+                next_slot += len(slots)
+                next_place += len(chunk.atype)
+            with self._side_stream():
+                writes = self._upload(chunk, slots, first_atom)
+            for write in writes:
+                rows = self._used_now(write.rows)
+                write.target.index_copy_(0, rows, self._used_now(write.values))
 
-    def slots_of(self, numbers: np.ndarray, taken: np.ndarray) -> np.ndarray:
-        """Return the slots of frames; `taken` are those of the last `take`, in rising order."""
-        return numbers if self.stays else np.searchsorted(taken, numbers)
+    def slots_of(self, numbers: np.ndarray, window: np.ndarray) -> np.ndarray:
+        """Return the slots of frames; `window` are the sorted frames of the last `take`."""
+        return numbers if self.stays else np.searchsorted(window, numbers)
 
     def kinds_of(self, numbers: np.ndarray) -> np.ndarray:
         """Return the kind of each frame: equal numbers for equal composition and labels."""
-        kinds: np.ndarray = self.group[numbers].astype(np.int64)
-        for flags in self.present.values():
-            kinds = 2 * kinds + flags[numbers]
+        kinds: np.ndarray = self.composition[numbers].astype(np.int64)
+        for present in self.present.values():
+            kinds = 2 * kinds + present[numbers]
         return kinds
 
-    def move(self, values: np.ndarray, target: Tensor) -> None:
-        """Copy an array of the host to a tensor, after all launched work; the host does not wait for that work."""
-        with self._beside():
-            moved = self._moved(values)
-        target.copy_(self._kept(moved))
+    def copy_to(self, target: Tensor, values: np.ndarray) -> None:
+        """Copy an array of the host to a tensor after all launched work, without waiting for it."""
+        with self._side_stream():
+            uploaded = self._on_device(values)
+        target.copy_(self._used_now(uploaded))
 
-    def _moved(self, values: np.ndarray) -> Tensor:
-        """Return an array of the host on the device."""
+    # ----- two streams ---------------------------------------------------------------------------
+
+    def _on_device(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
 
     @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
+    def _side_stream(self) -> Iterator[None]:
         """Launch on a separate stream; later work of the current stream waits for it."""
         if self._stream is None:
             yield
@@ -175,151 +217,156 @@ class FrameStore:
             yield
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def _kept(self, tensor: Tensor) -> Tensor:
-        """Keep the memory of a tensor of the other stream until the current stream has read it."""
+    def _used_now(self, tensor: Tensor) -> Tensor:
+        """Keep the memory of a tensor of the side stream until the current stream has read it."""
         if self._stream is not None:
             tensor.record_stream(torch.cuda.current_stream(self._device))
         return tensor
 
-    def _place_of(self, numbers: np.ndarray) -> np.ndarray:
+    # ----- writing -------------------------------------------------------------------------------
+
+    def _places_of(self, numbers: np.ndarray) -> np.ndarray:
         """Return the first atom of frames that stay."""
-        owners = np.searchsorted(self.offset, numbers, side="right") - 1
-        places: np.ndarray = (
-            self._base[owners] + (numbers - self.offset[owners]) * self._widths[owners]
-        )
+        owners = system_of(numbers, self.offset)
+        row = numbers - self.offset[owners]
+        places: np.ndarray = self._first_place[owners] + row * self._widths[owners]
         return places
 
-    def _upload(
-        self, chunk: Chunk, slots: np.ndarray, first: np.ndarray
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Copy a chunk to the device and count its neighbours; return targets, rows and values for `_write`."""
-        moved = self._moved
-        starts = chunk.natoms.cumsum() - chunk.natoms
-        within = np.arange(len(chunk.atype)) - np.repeat(starts, chunk.natoms)
-        rows, atoms = moved(slots), moved(np.repeat(first, chunk.natoms) + within)
-        coord, atype, sizes = (
-            moved(chunk.coord),
-            moved(chunk.atype),
-            moved(chunk.natoms.astype(np.int64)),
-        )
-        values = [(self.coord, atoms, coord), (self.atype, atoms, atype), (self.sizes, rows, sizes)]
-        values += [
-            (self.first, rows, moved(first)),
-            (self.counts, rows, moved(chunk.counts.astype(np.int32))),
+    def _upload(self, chunk: Chunk, slots: np.ndarray, first_atom: np.ndarray) -> list[_Write]:
+        """Copy a chunk to the device and count its neighbours; return what is to be written."""
+        on_device = self._on_device
+        within_frame = np.arange(len(chunk.atype)) - np.repeat(_starts(chunk.natoms), chunk.natoms)
+        rows = on_device(slots)
+        places = on_device(np.repeat(first_atom, chunk.natoms) + within_frame)
+        coord = on_device(chunk.coord)
+        atype = on_device(chunk.atype)
+        sizes = on_device(chunk.natoms.astype(np.int64))
+        writes = [
+            _Write(self.coord, places, coord),
+            _Write(self.atype, places, atype),
+            _Write(self.sizes, rows, sizes),
+            _Write(self.first_atom, rows, on_device(first_atom)),
+            _Write(self.counts, rows, on_device(chunk.counts.astype(np.int32))),
         ]
-        for name, present in self.present.items():
-            flags = chunk.present.get(name, np.zeros(len(slots), dtype=bool))
-            present[chunk.numbers] = flags
-            values.append((self.found[name], rows, moved(flags)))
-            target, where = (
-                (self.of_frames, rows) if name in FRAME_LABELS else (self.of_atoms, atoms)
-            )
-            label = chunk.labels.get(name)
-            found = coord.new_zeros(len(where), LABELS[name]) if label is None else moved(label)
-            values.append((target[name], where, found))
-        for name, given in chunk.parameters.items():
-            values.append(
-                (self.parameters[name], rows if name == "fparam" else atoms, moved(given))
-            )
+        for name, all_present in self.present.items():
+            present = chunk.present.get(name, np.zeros(len(slots), dtype=bool))
+            all_present[chunk.numbers] = present
+            writes.append(_Write(self.has_label[name], rows, on_device(present)))
+            if name in FRAME_LABELS:
+                target = self.of_frames[name]
+                target_rows = rows
+            else:
+                target = self.of_atoms[name]
+                target_rows = places
+            # A frame without the label may replace one with it.
+            if name in chunk.labels:
+                values = on_device(chunk.labels[name])
+            else:
+                values = coord.new_zeros(len(target_rows), LABELS[name])
+            writes.append(_Write(target, target_rows, values))
+        for name, parameter in chunk.parameters.items():
+            target_rows = rows if name == "fparam" else places
+            writes.append(_Write(self.parameters[name], target_rows, on_device(parameter)))
         cells = None
         if self.cells is not None:
-            cells = self._cells_of(chunk)
-            values += [
-                (target, rows, source) for target, source in zip(self.cells, cells, strict=True)
-            ]
+            # The cell of a frame without one is zero and moves nothing.
+            box = np.zeros((len(slots), 3, 3)) if chunk.box is None else chunk.box
+            cells = Cells.of_some(on_device(box), self._cache.rcut)
+            for target, values in zip(self.cells, cells, strict=True):
+                writes.append(_Write(target, rows, values))
         self._count(chunk, Atoms(coord, atype, sizes, 0, cells))
-        return values
+        return writes
 
-    def _write(self, values: list[tuple[Tensor, Tensor, Tensor]]) -> None:
-        for target, rows, source in values:
-            self._kept(rows)
-            target.index_copy_(0, rows, self._kept(source))
-
-    def _cells_of(self, chunk: Chunk) -> Cells:
-        """Return the cells of frames; those of frames without one move nothing."""
-        vectors = np.zeros((len(chunk.numbers), 3, 3)) if chunk.box is None else chunk.box
-        return Cells.of_some(self._moved(vectors), self._cache.rcut)
+    # ----- counting neighbours -------------------------------------------------------------------
 
     def _count(self, chunk: Chunk, packed: Atoms) -> None:
         """Count the neighbours of a chunk and record them by composition; waits for the count."""
         ntypes = self._cache.ntypes
-        most = np.zeros((len(chunk.numbers), self.most.shape[1]), dtype=np.int64)
-        least = np.full(len(chunk.numbers), np.inf)
-        # Frames of similar sizes together: each is padded to the largest.
+        max_neighbors = np.zeros((len(chunk.numbers), self.max_neighbors.shape[1]), dtype=np.int64)
+        least_square = np.full(len(chunk.numbers), np.inf)
+        # Frames of similar sizes together, by powers of two: each is padded to the largest.
         sizes = np.frexp(chunk.natoms)[1]
         for size in np.unique(sizes[chunk.natoms > 0]):
             rows = np.flatnonzero(sizes == size)
-            most[rows], least[rows] = self._counted(chunk, packed, rows)
-        for row in np.flatnonzero(least < SAME_PLACE**2)[:1]:
-            self._refuse(int(chunk.numbers[row]))
-        if most[:, ntypes].max(initial=0) > MOST_NEIGHBORS:
-            row = int(most[:, ntypes].argmax())
+            counted = self._count_rows(chunk, packed, rows)
+            max_neighbors[rows] = counted.max_neighbors
+            least_square[rows] = counted.least_square
+        same_place = np.flatnonzero(least_square < SAME_PLACE**2)
+        if len(same_place):
+            self._refuse(int(chunk.numbers[same_place[0]]))
+        of_all_types = max_neighbors[:, ntypes]
+        if of_all_types.max(initial=0) > MOST_NEIGHBORS:
+            row = int(of_all_types.argmax())
             system, number = self._frame(int(chunk.numbers[row]))
             raise NeighborError(
-                f"{system.name}: frame {number}: an atom has {most[row, ntypes]} neighbours within "
+                f"{system.name}: frame {number}: an atom has {of_all_types[row]} neighbours within "
                 f"{self._cache.rcut} Å, and training on a GPU takes at most {MOST_NEIGHBORS}: "
                 "look at the positions, or use a smaller cut-off"
             )
-        self._learn(chunk, most)
+        self._record(chunk, max_neighbors)
 
-    def _counted(
-        self, chunk: Chunk, packed: Atoms, rows: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Count the neighbours of some frames of a chunk.
-
-        Returns
-        -------
-        tuple
-            Most of an atom, as a row of `most` `(nrows, …)`, and the least squared distance `(nrows,)` [Å²].
-        """
-        natoms, width = chunk.natoms[rows], int(chunk.natoms[rows].max())
+    def _count_rows(self, chunk: Chunk, packed: Atoms, rows: np.ndarray) -> _Counted:
+        """Count the neighbours of some frames of a chunk."""
+        natoms = chunk.natoms[rows]
+        width = int(natoms.max())
+        # Of every real atom of these frames: its frame among them, its place there, and its place
+        # in the chunk.
         frame = np.repeat(np.arange(len(rows)), natoms)
-        within = np.arange(len(frame)) - np.repeat(natoms.cumsum() - natoms, natoms)
-        source = np.repeat((chunk.natoms.cumsum() - chunk.natoms)[rows], natoms) + within
-        here, taken, owner = map(self._moved, (frame * width + within, source, frame))
-        coord = packed.coord.new_zeros(len(rows) * width, 3).index_copy_(
-            0, here, packed.coord[taken]
-        )
-        atype = packed.atype.new_full((len(rows) * width,), -1).index_copy_(
-            0, here, packed.atype[taken]
-        )
-        numbers = self._moved(rows)
+        within_frame = np.arange(len(frame)) - np.repeat(_starts(natoms), natoms)
+        in_chunk = np.repeat(_starts(chunk.natoms)[rows], natoms) + within_frame
+        places = self._on_device(frame * width + within_frame)
+        source = self._on_device(in_chunk)
+        owner = self._on_device(frame)
+
+        coord = packed.coord.new_zeros(len(rows) * width, 3)
+        coord.index_copy_(0, places, packed.coord[source])
+        atype = packed.atype.new_full((len(rows) * width,), -1)
+        atype.index_copy_(0, places, packed.atype[source])
+        numbers = self._on_device(rows)
         cells = None if packed.cells is None else packed.cells.select(numbers)
         atoms = Atoms(coord, atype, packed.counts[numbers], width, cells)
-        radii = [self._cache.rcut, *(short for short, _ in self._cache.inner)]
-        of_types, shorter, nearest = count_neighbors(atoms, here, owner, radii, self._cache.ntypes)
-        counted = torch.cat([of_types, of_types.sum(1, keepdim=True), shorter], 1).long()
-        index = owner.unsqueeze(1).expand_as(counted)
-        most = counted.new_zeros(len(rows), counted.shape[1]).scatter_reduce(
-            0, index, counted, "amax"
+        radii = [self._cache.rcut, *(radius for radius, _ in self._cache.inner)]
+        of_types, shorter, nearest = count_neighbors(
+            atoms, places, owner, radii, self._cache.ntypes
         )
-        least = nearest.new_full((len(rows),), torch.inf).scatter_reduce(0, owner, nearest, "amin")
-        return most.cpu().numpy(), least.cpu().numpy()
 
-    def _learn(self, chunk: Chunk, most: np.ndarray) -> None:
+        of_all_types = of_types.sum(1, keepdim=True)
+        counts = torch.cat(
+            [of_types, of_all_types, shorter], 1
+        ).long()  # (atoms, columns of `max_neighbors`)
+        index = owner.unsqueeze(1).expand_as(counts)
+        max_neighbors = counts.new_zeros(len(rows), counts.shape[1])
+        max_neighbors = max_neighbors.scatter_reduce(0, index, counts, "amax")
+        least = nearest.new_full((len(rows),), torch.inf)
+        least = least.scatter_reduce(0, owner, nearest, "amin")
+        return _Counted(max_neighbors.cpu().numpy(), least.cpu().numpy())
+
+    def _record(self, chunk: Chunk, max_neighbors: np.ndarray) -> None:
         """Record composition, size and neighbours of frames."""
         rows = np.concatenate([chunk.counts, chunk.periodic[:, None]], axis=1)
-        kinds, inverse = np.unique(rows, axis=0, return_inverse=True)
-        known = len(self._kinds)
+        unique, inverse = np.unique(rows, axis=0, return_inverse=True)
+        n_known = len(self._compositions)
         numbers = np.array(
             [
-                self._kinds.setdefault((kind[:-1].tobytes(), bool(kind[-1])), len(self._kinds))
-                for kind in kinds
+                self._compositions.setdefault(
+                    (row[:-1].tobytes(), bool(row[-1])), len(self._compositions)
+                )
+                for row in unique
             ]
         )
-        new = kinds[numbers >= known]
-        self.of_kind = np.concatenate([self.of_kind, new[:, :-1]])
+        new = unique[numbers >= n_known]
+        self.type_counts = np.concatenate([self.type_counts, new[:, :-1]])
         self.periodic = np.concatenate([self.periodic, new[:, -1] > 0])
-        self.most = np.concatenate(
-            [self.most, np.zeros((len(new), self.most.shape[1]), dtype=np.int64)]
-        )
-        group = numbers[inverse.reshape(-1)]
-        self.group[chunk.numbers] = group
+        none = np.zeros((len(new), self.max_neighbors.shape[1]), dtype=np.int64)
+        self.max_neighbors = np.concatenate([self.max_neighbors, none])
+        composition = numbers[inverse.reshape(-1)]
+        self.composition[chunk.numbers] = composition
         self.natoms[chunk.numbers] = chunk.natoms
-        np.maximum.at(self.most, group, most)
+        np.maximum.at(self.max_neighbors, composition, max_neighbors)
 
     def _frame(self, number: int) -> tuple[System, int]:
-        owner = int(np.searchsorted(self.offset, number, side="right")) - 1
+        """Return the system of a frame, and its number there."""
+        owner = int(system_of(np.array(number), self.offset))
         return self._systems[owner], number - int(self.offset[owner])
 
     def _refuse(self, number: int) -> None:
@@ -328,12 +375,220 @@ class FrameStore:
         self._cache.frame(system, row, system.frames([row]), 0)
 
 
+class _Counted(NamedTuple):
+    """Neighbours of some frames."""
+
+    max_neighbors: np.ndarray  # of an atom, as a row of `FrameStore.max_neighbors`; (nrows, …)
+    least_square: np.ndarray  # squared distance of the nearest two atoms [Å²]; (nrows,)
+
+
 def store_bytes(systems: Sequence[System], ntypes: int) -> int:
     """Return the memory of all frames of systems on a device [bytes]."""
     labels = {name for system in systems for name in system.labels}
-    wanted = systems[0].parameters
-    atom = 4 + wanted.aparam + sum(width for name, width in ATOM_LABELS.items() if name in labels)
-    frame = 2 + wanted.fparam + 0.5 * ntypes + 0.125 * len(labels)
+    parameters = systems[0].parameters
+    # In numbers of 8 bytes: positions and type of an atom; size and first atom of a frame, its
+    # counts and cell.
+    atom = 4 + parameters.aparam
+    atom += sum(width for name, width in ATOM_LABELS.items() if name in labels)
+    frame = 2 + parameters.fparam + 0.5 * ntypes + 0.125 * len(labels)
     frame += sum(width for name, width in FRAME_LABELS.items() if name in labels)
-    frame += 22.5 * any(system.pbc for system in systems)
+    if any(system.pbc for system in systems):
+        frame += 22.5
     return int(8 * sum(system.nframes * (system.natoms * atom + frame) for system in systems))
+
+
+# ----- reading frames ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some frames, packed one after the other, the atoms of each sorted by type.
+
+    Attributes
+    ----------
+    numbers
+        Of the frames `(nframes,)`, counted over all systems.
+    natoms, counts
+        Atoms of each frame without padding `(nframes,)`, and of each type `(nframes, ntypes)`.
+    periodic
+        Which frames have cells `(nframes,)`.
+    box
+        Cell vectors as rows [Å] `(nframes, 3, 3)`, zeros if a frame has none; None if no frame has
+        one.
+    coord, atype
+        Positions [Å] and types of all atoms, `(atoms, 3)` and `(atoms,)`.
+    labels
+        By name, `(nframes, width)` or `(atoms, width)`; zeros if a frame has none.
+    present
+        Which frames have each label `(nframes,)`, by name.
+    parameters
+        Values of "fparam" `(nframes, numb_fparam)` and "aparam" `(atoms, numb_aparam)`.
+    doubtful
+        Numbers of the frames that the neighbour search rejects because of their cell.
+    """
+
+    numbers: np.ndarray
+    natoms: np.ndarray
+    counts: np.ndarray
+    periodic: np.ndarray
+    box: np.ndarray | None
+    coord: np.ndarray
+    atype: np.ndarray
+    labels: dict[str, np.ndarray]
+    present: dict[str, np.ndarray]
+    parameters: dict[str, np.ndarray]
+    doubtful: np.ndarray
+
+
+def system_of(numbers: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """Return the systems of frames, by the numbers `offset` of their first frames."""
+    owners: np.ndarray = np.searchsorted(offset, numbers, side="right") - 1
+    return owners
+
+
+def cut_into_chunks(
+    systems: Sequence[System], offset: np.ndarray, numbers: np.ndarray
+) -> Iterator[np.ndarray]:
+    """Cut frames, in rising order, into parts of about `CHUNK_ATOMS` atoms."""
+    sizes = np.array([system.natoms for system in systems])
+    natoms = sizes[system_of(numbers, offset)]
+    part = _starts(natoms) // CHUNK_ATOMS
+    yield from np.split(numbers, np.flatnonzero(np.diff(part)) + 1)
+
+
+def read_chunk(
+    systems: Sequence[System], offset: np.ndarray, numbers: np.ndarray, ntypes: int
+) -> Chunk:
+    """Read frames, whose numbers rise."""
+    owners = system_of(numbers, offset)
+    chunks = []
+    for same_system in np.split(numbers, np.flatnonzero(np.diff(owners)) + 1):
+        owner = int(system_of(same_system[0], offset))
+        chunks.append(_read_system(systems[owner], same_system, int(offset[owner]), ntypes))
+    return chunks[0] if len(chunks) == 1 else _join(chunks)
+
+
+def _starts(sizes: np.ndarray) -> np.ndarray:
+    """Return where each of some consecutive blocks begins."""
+    starts: np.ndarray = sizes.cumsum() - sizes
+    return starts
+
+
+def _read_system(system: System, numbers: np.ndarray, first: int, ntypes: int) -> Chunk:
+    """Read frames of one system, whose first frame has the number `first`."""
+    frames = system.frames(numbers - first)
+    atype = frames.atype
+    nframes, width = atype.shape
+    # Frames usually have the same types in the same order, and no padding: then rows move as a
+    # whole.
+    full = bool((atype[0] >= 0).all())
+    uniform = full and (not system.mixed or bool((atype == atype[0]).all()))
+    rows_to_sort = atype[:1] if uniform else atype
+    padding_last = np.where(rows_to_sort < 0, 1 << 30, rows_to_sort)
+    order = np.argsort(padding_last, axis=1, kind="stable")
+    is_sorted = uniform and bool((np.diff(atype[0]) >= 0).all())
+    if uniform:
+        real = np.ones_like(atype, dtype=bool)
+    else:
+        real = np.take_along_axis(atype, order, 1) >= 0
+        source = (np.arange(nframes)[:, None] * width + order)[real]  # (atoms,)
+
+    def pack(values: np.ndarray) -> np.ndarray:
+        """Return values of the real atoms as rows, each frame's sorted by type `(atoms, width)`."""
+        if uniform:
+            if not is_sorted:
+                values = values.take(order[0], axis=1)
+            return values.reshape(-1, values.shape[2])
+        packed: np.ndarray = values.reshape(-1, values.shape[2]).take(source, axis=0)
+        return packed
+
+    labels = {}
+    present = {}
+    for name in frames.labels:
+        values = getattr(frames, name)
+        present[name] = frames.present(name)
+        if not present[name].all():
+            ones = (1,) * (values.ndim - 1)
+            values = np.where(present[name].reshape(-1, *ones), values, 0.0)
+        if name in FRAME_LABELS:
+            labels[name] = values.reshape(nframes, FRAME_LABELS[name])
+        else:
+            labels[name] = pack(values.reshape(nframes, width, ATOM_LABELS[name]))
+    parameters = {}
+    if frames.fparam is not None:
+        parameters["fparam"] = frames.fparam
+    if frames.aparam is not None:
+        parameters["aparam"] = pack(frames.aparam)
+    return Chunk(
+        numbers=numbers,
+        natoms=real.sum(1),
+        counts=frames.type_counts(ntypes),
+        periodic=np.full(nframes, system.pbc),
+        box=np.asarray(frames.box, dtype=np.float64) if system.pbc else None,
+        coord=pack(frames.coord),
+        atype=pack(atype[..., None])[:, 0].astype(np.int64),
+        labels=labels,
+        present=present,
+        parameters=parameters,
+        doubtful=numbers[_has_flat_cell(system, frames)],
+    )
+
+
+def _has_flat_cell(system: System, frames: Frames) -> np.ndarray:
+    """Return which frames the neighbour search rejects because of their cell `(nframes,)`.
+
+    `System` checks the lengths of cell vectors.
+    """
+    if not system.pbc or frames.box is None:
+        return np.zeros(frames.nframes, dtype=bool)
+    volume = np.abs(np.linalg.det(frames.box))
+    length = np.abs(frames.box).max(axis=(1, 2))
+    return np.asarray(~(volume > _FLAT * length**3))  # also NaN
+
+
+def _join(chunks: Sequence[Chunk]) -> Chunk:
+    """Return frames of several systems as one chunk."""
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([getattr(chunk, name) for chunk in chunks])
+
+    labels = {}
+    present = {}
+    for name in sorted({name for chunk in chunks for name in chunk.labels}):
+        label_parts = []
+        present_parts = []
+        for chunk in chunks:
+            nframes = len(chunk.numbers)
+            if name in chunk.labels:
+                label_parts.append(chunk.labels[name])
+                present_parts.append(chunk.present[name])
+            else:
+                n_rows = nframes if name in FRAME_LABELS else len(chunk.atype)
+                label_parts.append(np.zeros((n_rows, LABELS[name])))
+                present_parts.append(np.zeros(nframes, dtype=bool))
+        labels[name] = np.concatenate(label_parts)
+        present[name] = np.concatenate(present_parts)
+    box = None
+    if any(chunk.box is not None for chunk in chunks):
+        boxes = [
+            np.zeros((len(chunk.numbers), 3, 3)) if chunk.box is None else chunk.box
+            for chunk in chunks
+        ]
+        box = np.concatenate(boxes)
+    return Chunk(
+        numbers=joined("numbers"),
+        natoms=joined("natoms"),
+        counts=joined("counts"),
+        periodic=joined("periodic"),
+        box=box,
+        coord=joined("coord"),
+        atype=joined("atype"),
+        labels=labels,
+        present=present,
+        # All systems have the same parameters.
+        parameters={
+            name: np.concatenate([chunk.parameters[name] for chunk in chunks])
+            for name in chunks[0].parameters
+        },
+        doubtful=joined("doubtful"),
+    )

@@ -1,7 +1,13 @@
-"""Batches that steps gather from frames on the device (`gathering`), drawn and read ahead on the host.
+"""Batches that steps gather from frames on the device, drawn and read ahead on the host.
 
-The host draws batches in windows: up to a thousand of them, or fewer where frames have to be read first. Threads read
-the frames of the next windows meanwhile. Batches are padded to a few shapes (`shapes`), each with one CUDA graph.
+The host draws batches in windows: up to a thousand of them, or fewer if frames have to be read
+first. Threads read the frames of the next windows meanwhile. The slots of the frames of a window
+are in a table on the device. A step reads its row of the table and gathers its batch by operations
+of the device alone.
+
+Batches are padded to a few shapes (`shapes`), each with one CUDA graph. The atoms of a batch are
+sorted by type. Places of a type that no atom takes belong to spare frames behind all others, which
+have no labels.
 """
 
 from __future__ import annotations
@@ -9,20 +15,31 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deepmd_muon.data import DataLoader, Plan, System, group_limits, worker_count
 from deepmd_muon.data.frames import LABELS, PARAMETERS, Frames
 from deepmd_muon.data.sampling.loader import Origin
-from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS, Sections
-from deepmd_muon.train.batches.frame_reader import Chunk, pieces, read_chunk
-from deepmd_muon.train.batches.frame_store import FrameStore, store_bytes
-from deepmd_muon.train.batches.gathering import Gathering, ResidentFeed, SlotTable
+from deepmd_muon.model import Structures
+from deepmd_muon.model.neighbors.atoms import MOST_NEIGHBORS, Atoms, Sections
+from deepmd_muon.model.neighbors.search import find_neighbors
+from deepmd_muon.train.batches.batch import TrainingBatch
+from deepmd_muon.train.batches.frame_store import (
+    Chunk,
+    FrameStore,
+    Room,
+    cut_into_chunks,
+    read_chunk,
+    store_bytes,
+    system_of,
+)
 from deepmd_muon.train.batches.shapes import Shape, Shapes
 from deepmd_muon.train.batches.streamed import INNER_STEP, SECTION_STEP
 
@@ -30,244 +47,503 @@ log = logging.getLogger(__name__)
 
 # Batches of a window, at most.
 _AHEAD = 1024
-# Atoms of a window whose frames have to be read: the first one is small, so that a run begins soon.
-_FIRST_ATOMS, _WINDOW_ATOMS = 1 << 16, 1 << 18
+# Atoms of a window if its frames have to be read: the first one is small, so that a run begins
+# soon.
+_FIRST_ATOMS = 1 << 16
+_WINDOW_ATOMS = 1 << 18
 # Windows that are read ahead of the one in use.
 _READ_AHEAD = 2
-#: Threads that read. Most of their work holds the interpreter's lock, so more threads would only delay each other
-#: and the thread that takes the steps.
+#: Threads that read. Most of their work holds the interpreter's lock, so more threads would only
+#: delay each other and the thread that takes the steps.
 READERS = 2
 #: Cost of all data, in atoms, up to which they are read before the first step: a second or two.
 AT_ONCE = 1 << 22
-# Cost of a frame and of a system beside their atoms: reading them takes as long as so many atoms.
-_FRAME_COST, _SYSTEM_COST = 64, 1024
-#: From so many atoms in a frame on, the device's search over all pairs is slower than the host's search.
+# Reading a frame and a system takes as long as so many atoms more.
+_FRAME_COST = 64
+_SYSTEM_COST = 1024
+#: From so many atoms in a frame on, the device's search over all pairs is slower than the host's
+#: search.
 MOST_ATOMS = 20_000
+# Least room for neighbours of an atom in the search, as a power of two.
+_LEAST_CAPACITY = 4
 # What `FrameStore` keeps of a frame; a batch gathered on the device would lack anything else.
 _KEPT = frozenset({"atype", "coord", "box", *LABELS, *PARAMETERS})
 
 
-@dataclass(frozen=True)
-class _Window:
-    """Batches that are drawn together.
+def why_not_on_device(systems: Sequence[System]) -> str | None:
+    """Return why the host must make the batches of some systems; None if the device can."""
+    unknown = sorted({field.name for field in dataclasses.fields(Frames)} - _KEPT)
+    if unknown:
+        return f"frames have {', '.join(unknown)}, which the device does not keep"
+    largest = max(systems, key=lambda system: system.natoms)
+    if largest.natoms > MOST_ATOMS:
+        return f"{largest.name} has {largest.natoms} atoms"
+    return None
 
-    Attributes
-    ----------
-    plans
-        What the loader drew.
-    batches
-        Numbers of the frames of each batch, counted over all systems.
-    frames
-        The frames that have to be read, in rising order `(nframes,)`.
-    chunks
-        Those frames, being read.
-    """
+
+class _Window(NamedTuple):
+    """Batches that are drawn together."""
 
     plans: list[Plan]
-    batches: list[np.ndarray]
-    frames: np.ndarray
-    chunks: list[Future[Chunk]]
+    batches: list[np.ndarray]  # numbers of the frames of each, counted over all systems
+    frames: np.ndarray  # those that have to be read, in rising order (nframes,)
+    chunks: list[Future[Chunk]]  # these frames, being read
+
+
+class _DrawnBatch(NamedTuple):
+    plan: Plan
+    numbers: np.ndarray  # of its frames
+    shape: Shape  # that it needs
 
 
 class ResidentBatches:
     """Batches of a loader gathered on the device, in the loader's order.
 
-    Data within the budget [bytes] are read once and stay; larger ones pass through, window after window.
+    Data within the budget [bytes] are read once and stay; larger ones pass through, window after
+    window.
     """
 
     def __init__(self, loader: DataLoader, device: torch.device, budget: int = 1 << 30) -> None:
         self._loader = loader
         cache = loader.cache
         self._sizes = np.array([system.natoms for system in loader.systems])
-        stays = store_bytes(loader.systems, cache.ntypes) <= budget
-        each = loader.batches_per_step
-        self._rows = (
-            max(1, _AHEAD // each) * each
-        )  # the table is written between steps, not within one
-        largest = loader.most_frames * int(self._sizes.max())
-        atoms = _WINDOW_ATOMS + each * largest
-        room = None if stays else (min(atoms, self._rows * loader.most_frames), atoms)
+        per_step = loader.batches_per_step
+        # The table is written between steps, not within one.
+        self._rows = max(1, _AHEAD // per_step) * per_step
+        room = None
+        if store_bytes(loader.systems, cache.ntypes) > budget:
+            # A window ends with the step that exceeds its atoms.
+            atoms = _WINDOW_ATOMS + per_step * loader.most_frames * int(self._sizes.max())
+            room = Room(frames=min(atoms, self._rows * loader.most_frames), atoms=atoms)
         self._store = FrameStore(loader.systems, cache, device, room)
-        self._asked = np.zeros(self._store.nframes, dtype=bool)
+        self._requested = np.zeros(self._store.nframes, dtype=bool)
         self._limits = group_limits(cache.sel, cache.by_type, cache.ntypes)
-        most = int(min(self._limits.sum(dtype=np.float64), MOST_NEIGHBORS))
-        self._sections = Sections(cache.rcut, (), cache.by_type, most, MOST_NEIGHBORS)
+        self._sections = Sections(
+            rcut=cache.rcut,
+            widths=(),
+            by_type=cache.by_type,
+            most=int(min(self._limits.sum(dtype=np.float64), MOST_NEIGHBORS)),
+            capacity=MOST_NEIGHBORS,
+        )
         self._shapes = Shapes()
         self._gatherings: dict[Shape, Gathering] = {}
-        self._numbers = SlotTable(self._rows, loader.most_frames, self._store)
+        self._table = SlotTable(self._rows, loader.most_frames, self._store)
         self._readers = ThreadPoolExecutor(
             min(READERS, worker_count()), thread_name_prefix="deepmd_muon-frames"
         )
         self._windows: deque[_Window] = deque()
-        self._begun = 0
+        self._n_windows = 0  # drawn so far
         self._reads = False  # whether the present window had frames to read
         self._waiting = 0  # batches to hand out before the windows after the first one are drawn
-        self._plans: deque[tuple[Plan, np.ndarray, Shape]] = deque()
+        self._plans: deque[_DrawnBatch] = deque()
         self._logged = False
         self._read_first()
 
     def next(self) -> ResidentFeed:
         """Return the next batch."""
         if not self._plans:
-            self._turn()
+            self._begin_window()
         elif self._waiting:
             self._waiting -= 1
             if not self._waiting:
                 self._look_ahead()
-        plan, numbers, wanted = self._plans.popleft()
+        drawn = self._plans.popleft()
         self._loader.advance()
-        shape = self._shapes.of(wanted)
+        shape = self._shapes.of(drawn.shape)
         if shape not in self._gatherings:
             self._gatherings[shape] = Gathering(self._store, shape, self._sections)
-        origin = Origin.of(self._loader.systems, plan)
-        return ResidentFeed(self._gatherings[shape], origin, self._numbers, numbers, self._store)
+        return ResidentFeed(
+            gathering=self._gatherings[shape],
+            origin=Origin.of(self._loader.systems, drawn.plan),
+            table=self._table,
+            numbers=drawn.numbers,
+            store=self._store,
+        )
 
     def close(self) -> None:
         """End the threads that read."""
         self._readers.shutdown(wait=True, cancel_futures=True)
 
-    # -- reading -------------------------------------------------------------------------------------------------
+    # ----- windows -------------------------------------------------------------------------------
 
     def _read_first(self) -> None:
-        """Read small data whole; of larger data a fixed sample, which gives the shapes of most batches."""
+        """Read small data whole, or a fixed sample, which gives the shapes of most batches."""
         store = self._store
-        number = store.nframes
-        cost = number * (int(self._sizes.max()) + _FRAME_COST) + len(self._sizes) * _SYSTEM_COST
+        n_read = store.nframes
+        largest = int(self._sizes.max())
+        cost = n_read * (largest + _FRAME_COST) + len(self._sizes) * _SYSTEM_COST
         if not store.stays or cost > AT_ONCE:
-            number = min(
-                number, max(1, min(_FIRST_ATOMS, len(store.coord)) // int(self._sizes.max()))
-            )
-        numbers = np.arange(number) * store.nframes // number
-        self._asked[numbers] = True
+            fitting = min(_FIRST_ATOMS, len(store.coord)) // largest
+            n_read = min(n_read, max(1, fitting))
+        numbers = np.arange(n_read) * store.nframes // n_read  # evenly spread
+        self._requested[numbers] = True
         for chunk in self._read(numbers):
             store.take([chunk.result()])
 
     def _read(self, numbers: np.ndarray) -> list[Future[Chunk]]:
         """Begin to read frames, in rising order."""
-        store, systems = self._store, self._loader.systems
-        parts = pieces(systems, store.offset, numbers) if len(numbers) else ()
+        if not len(numbers):
+            return []
+        systems = self._loader.systems
+        offset = self._store.offset
         ntypes = self._loader.cache.ntypes
         return [
-            self._readers.submit(read_chunk, systems, store.offset, part, ntypes) for part in parts
+            self._readers.submit(read_chunk, systems, offset, chunk_numbers, ntypes)
+            for chunk_numbers in cut_into_chunks(systems, offset, numbers)
         ]
 
     def _draw(self) -> _Window:
         """Draw the batches of a window, and begin to read their frames."""
-        store, loader = self._store, self._loader
-        room = _WINDOW_ATOMS if self._begun else _FIRST_ATOMS
-        self._begun += 1
-        window = _Window([], [], np.zeros(0, dtype=np.int64), [])
-        atoms, wanted = 0, []
-        while len(window.plans) < self._rows and atoms < room:
+        store = self._store
+        loader = self._loader
+        room = _WINDOW_ATOMS if self._n_windows else _FIRST_ATOMS
+        self._n_windows += 1
+        plans: list[Plan] = []
+        batches: list[np.ndarray] = []
+        to_read = [np.zeros(0, dtype=np.int64)]
+        atoms = 0
+        while len(plans) < self._rows and atoms < room:
             for _ in range(loader.batches_per_step):
                 plan = loader.draw()
-                numbers = np.concatenate([n + store.offset[k] for k, n in plan.parts])
-                window.plans.append(plan)
-                window.batches.append(numbers)
-                new = numbers if not store.stays else numbers[~self._asked[numbers]]
-                if len(new):
-                    wanted.append(new)
-                    self._asked[new] = True
-                    atoms += int(
-                        self._sizes[np.searchsorted(store.offset, new, side="right") - 1].sum()
-                    )
-        frames = np.unique(np.concatenate(wanted)) if wanted else window.frames
-        return _Window(window.plans, window.batches, frames, self._read(frames))
+                numbers = np.concatenate([rows + store.offset[k] for k, rows in plan.parts])
+                plans.append(plan)
+                batches.append(numbers)
+                # Data that pass through are read anew for each window.
+                new = numbers[~self._requested[numbers]] if store.stays else numbers
+                self._requested[new] = True
+                to_read.append(new)
+                atoms += int(self._sizes[system_of(new, store.offset)].sum())
+        frames = np.unique(np.concatenate(to_read))
+        return _Window(plans, batches, frames, self._read(frames))
 
-    def _turn(self) -> None:
-        """Begin the next window: write its frames and their slots, and extend the shapes to its batches."""
-        first = not self._begun
+    def _begin_window(self) -> None:
+        """Begin the next window: write its frames and slots, and add shapes for its batches."""
+        is_first = not self._n_windows
         window = self._windows.popleft() if self._windows else self._draw()
         self._reads = bool(window.chunks)
         self._store.take([chunk.result() for chunk in window.chunks])
         self._note_cut_lists()
-        wanted = self._shapes_of(window.batches)
-        self._shapes.learn(wanted)
-        self._numbers.write(
+        needed = self._shapes_of(window.batches)
+        self._shapes.learn(needed)
+        self._table.write(
             [self._store.slots_of(numbers, window.frames) for numbers in window.batches]
         )
-        self._plans.extend(zip(window.plans, window.batches, wanted, strict=True))
+        self._plans.extend(map(_DrawnBatch, window.plans, window.batches, needed))
         # Drawing and reading later windows would delay the first step.
-        each = self._loader.batches_per_step
-        self._waiting = each if first and len(self._plans) > each else 0
+        per_step = self._loader.batches_per_step
+        self._waiting = per_step if is_first and len(self._plans) > per_step else 0
         if not self._waiting:
             self._look_ahead()
         if not self._logged:
             self._logged = True
-            self._tell([self._shapes.of(shape) for shape in wanted], wanted)
+            self._log(needed)
 
     def _look_ahead(self) -> None:
         """Draw the windows after the present one, until one has nothing to read."""
-        while len(self._windows) < _READ_AHEAD and (
-            self._windows[-1].chunks if self._windows else self._reads
-        ):
+        while len(self._windows) < _READ_AHEAD:
+            reads = bool(self._windows[-1].chunks) if self._windows else self._reads
+            if not reads:
+                return
             self._windows.append(self._draw())
 
-    def _tell(self, shapes: Sequence[Shape], wanted: Sequence[Shape]) -> None:
-        atoms = sum(sum(shape.counts) for shape in shapes)
-        padding = 1.0 - sum(sum(shape.counts) for shape in wanted) / max(1, atoms)
+    def _log(self, needed: Sequence[Shape]) -> None:
+        shapes = [self._shapes.of(shape) for shape in needed]
+        places = sum(sum(shape.counts) for shape in shapes)
+        atoms = sum(sum(shape.counts) for shape in needed)
         log.info(
-            "training data %s the device: %d frames, batches of %d shapes, %.0f %% of their atoms are padding",
+            "training data %s the device: %d frames, batches of %d shapes, "
+            "%.0f %% of their atoms are padding",
             "live on" if self._store.stays else "pass through",
             self._store.nframes,
             len(set(shapes)),
-            100.0 * padding,
+            100.0 * (1.0 - atoms / max(1, places)),
         )
 
-    # -- what batches need ---------------------------------------------------------------------------------------
+    # ----- what batches need ---------------------------------------------------------------------
 
     def _note_cut_lists(self) -> None:
         """Record in the cache that `sel` cuts neighbour lists."""
         cache = self._loader.cache
-        most = self._store.most.max(0)
-        cache.note_most(most[: cache.ntypes], int(most[cache.ntypes]))
+        max_neighbors = self._store.max_neighbors.max(0)
+        cache.note_most(max_neighbors[: cache.ntypes], int(max_neighbors[cache.ntypes]))
 
     def _shapes_of(self, batches: Sequence[np.ndarray]) -> list[Shape]:
-        """Return what each batch needs, found once for all of one composition and number of frames."""
+        """Return what each batch needs, computed once for all of one kind and number of frames."""
         sizes = [len(numbers) for numbers in batches]
         kinds = self._store.kinds_of(np.concatenate(batches))
         starts = np.cumsum([0, *sizes[:-1]])
-        least, most = np.minimum.reduceat(kinds, starts), np.maximum.reduceat(kinds, starts)
+        lowest_kinds = np.minimum.reduceat(kinds, starts).tolist()
+        highest_kinds = np.maximum.reduceat(kinds, starts).tolist()
         known: dict[tuple[int, int], Shape] = {}
-        found = []
-        for numbers, size, kind, last in zip(
-            batches, sizes, least.tolist(), most.tolist(), strict=True
-        ):
-            if kind != last:
-                found.append(self._shape_of(numbers))
+        shapes = []
+        for numbers, lowest, highest in zip(batches, lowest_kinds, highest_kinds, strict=True):
+            if lowest != highest:  # frames of several kinds
+                shapes.append(self._shape_of(numbers))
                 continue
-            if (size, kind) not in known:
-                known[size, kind] = self._shape_of(numbers)
-            found.append(known[size, kind])
-        return found
+            key = (len(numbers), lowest)
+            if key not in known:
+                known[key] = self._shape_of(numbers)
+            shapes.append(known[key])
+        return shapes
 
     def _shape_of(self, numbers: np.ndarray) -> Shape:
         """Return what a batch needs."""
-        store, cache = self._store, self._loader.cache
-        groups, often = np.unique(store.group[numbers], return_counts=True)
-        most = store.most[groups].max(0)
-        columns = most[: cache.ntypes] if cache.by_type else most[cache.ntypes : cache.ntypes + 1]
+        store = self._store
+        cache = self._loader.cache
+        ntypes = cache.ntypes
+        compositions, n_frames = np.unique(store.composition[numbers], return_counts=True)
+        max_neighbors = store.max_neighbors[compositions].max(0)
+        widths = max_neighbors[:ntypes] if cache.by_type else max_neighbors[ntypes : ntypes + 1]
         bounds = np.array([count for _, count in cache.inner], dtype=np.int64)
-        inner = np.minimum(most[cache.ntypes + 1 :], bounds)
+        inner = np.minimum(max_neighbors[ntypes + 1 :], bounds)
         present = {name: flags[numbers] for name, flags in store.present.items()}
+        labels = frozenset(name for name, flags in present.items() if flags.any())
         return Shape(
-            len(numbers),
-            int(store.natoms[numbers].max()),
-            tuple((store.of_kind[groups] * often[:, None]).sum(0).tolist()),
-            tuple(np.minimum(-(-columns // SECTION_STEP) * SECTION_STEP, self._limits).tolist()),
-            tuple((-(-inner // INNER_STEP) * INNER_STEP).tolist()),
-            bool(store.periodic[groups].any()),
-            frozenset(name for name, flags in present.items() if flags.any()),
-            frozenset(name for name, flags in present.items() if flags.any() and not flags.all()),
-            int(groups[0]) if len(groups) == 1 else None,
-            1 << max(4, int(most[cache.ntypes] - 1).bit_length()),
+            frames=len(numbers),
+            natoms=int(store.natoms[numbers].max()),
+            counts=tuple((store.type_counts[compositions] * n_frames[:, None]).sum(0).tolist()),
+            widths=tuple(np.minimum(_round_up(widths, SECTION_STEP), self._limits).tolist()),
+            inner=tuple(_round_up(inner, INNER_STEP).tolist()),
+            periodic=bool(store.periodic[compositions].any()),
+            labels=labels,
+            partial=frozenset(name for name in labels if not present[name].all()),
+            composition=int(compositions[0]) if len(compositions) == 1 else None,
+            capacity=1 << max(_LEAST_CAPACITY, int(max_neighbors[ntypes] - 1).bit_length()),
         )
 
 
-def why_not_on_device(systems: Sequence[System]) -> str | None:
-    """Return why batches of some systems must be made on the host; None when the device can make them."""
-    others = sorted({field.name for field in dataclasses.fields(Frames)} - _KEPT)
-    if others:
-        return f"frames have {', '.join(others)}, which the device does not keep"
-    large = max(systems, key=lambda system: system.natoms)
-    return f"{large.name} has {large.natoms} atoms" if large.natoms > MOST_ATOMS else None
+def _round_up(numbers: np.ndarray, step: int) -> np.ndarray:
+    rounded: np.ndarray = -(-numbers // step) * step
+    return rounded
+
+
+@dataclass(frozen=True)
+class ResidentFeed:
+    """A batch that a step gathers from the slots it reads in the table."""
+
+    gathering: Gathering
+    origin: Origin
+    table: SlotTable
+    numbers: np.ndarray
+    store: FrameStore
+
+    @property
+    def layout(self) -> Hashable:
+        """The shape: batches of one shape share a graph."""
+        return self.gathering.shape
+
+    @property
+    def atoms(self) -> np.ndarray:
+        """Real atoms of each frame, on the host."""
+        natoms: np.ndarray = self.store.natoms[self.numbers]
+        return natoms
+
+    @property
+    def present(self) -> dict[str, np.ndarray]:
+        """Which frames have each label, on the host."""
+        none = np.zeros(len(self.numbers), dtype=bool)
+        stored = self.store.present
+        return {name: stored[name][self.numbers] if name in stored else none for name in LABELS}
+
+    def labelled_atoms(self, needed: Collection[str]) -> float:
+        """Return the number of atoms in frames that have all these labels."""
+        present = self.present
+        return float(self.atoms[np.logical_and.reduce([present[name] for name in needed])].sum())
+
+    def read(self) -> TrainingBatch:
+        """Gather the batch."""
+        slots = self.table.read()[: self.gathering.shape.frames]
+        return self.gathering(slots, self)
+
+
+class SlotTable:
+    """Slots of the frames of the next batches on the device, one row a batch.
+
+    The missing frame fills the rows up.
+    """
+
+    def __init__(self, rows: int, width: int, store: FrameStore) -> None:
+        self._store = store
+        self._row = torch.zeros(1, dtype=torch.int64, device=store.coord.device)
+        self._table = torch.zeros(rows, width, dtype=torch.int64, device=store.coord.device)
+
+    def write(self, batches: Sequence[np.ndarray]) -> None:
+        """Take the slots of these batches, on the host."""
+        values = np.full((len(batches), self._table.shape[1]), self._store.missing, dtype=np.int64)
+        for row, slots in enumerate(batches):
+            values[row, : len(slots)] = slots
+        self._store.copy_to(self._table[: len(batches)], values)
+        self._row.zero_()
+
+    def read(self) -> Tensor:
+        """Return the slots of the present batch, and go to the next row; on the device."""
+        slots = self._table.index_select(0, self._row)[0]
+        self._row.add_(1)
+        return slots
+
+
+class _Real(NamedTuple):
+    """Which places of a batch have an atom, and where the store has it."""
+
+    source: Tensor  # place in the store (frames · natoms,); 0 if there is no atom
+    mask: Tensor | None  # (frames, natoms); None if all places have an atom
+
+
+class Gathering:
+    """Makes batches of one shape from a store, by operations of the device alone.
+
+    Graphs read its tensors as long as they exist.
+
+    Parameters
+    ----------
+    store
+        The data.
+    shape
+        Of the batches.
+    sections
+        Form of the neighbour lists, the widths replaced by those of the shape.
+    """
+
+    def __init__(self, store: FrameStore, shape: Shape, sections: Sections) -> None:
+        self._store = store
+        self.shape = shape
+        self._sections = sections._replace(widths=shape.widths, capacity=shape.capacity)
+
+        # Sorted list of all places: its types, and the number of each place among those of its
+        # type.
+        nsorted = sum(shape.counts)
+        kind = np.repeat(np.arange(len(shape.counts)), shape.counts)
+        rank = np.arange(nsorted) - np.repeat(np.cumsum((0, *shape.counts[:-1])), shape.counts)
+        if shape.composition is not None:
+            # All frames are alike, so place and frame of every sorted atom are known now.
+            self._n_spare = 0
+            per_frame = np.array(shape.counts) // max(1, shape.frames)
+            n_of_kind = np.maximum(per_frame[kind], 1)
+            frame = rank // n_of_kind
+            within_kind = rank % n_of_kind
+            first_of_kind = (np.cumsum(per_frame) - per_frame)[kind]
+            order = frame * shape.natoms + first_of_kind + within_kind
+        else:
+            # Place and frame, among the spare frames, of sorted atoms that are no atoms.
+            self._n_spare = -(-nsorted // max(1, shape.natoms))
+            order = shape.frames * shape.natoms + np.arange(nsorted)
+            frame = order // max(1, shape.natoms)
+
+        def on_device(values: np.ndarray) -> Tensor:
+            values = np.ascontiguousarray(values, dtype=np.int64)
+            return torch.from_numpy(values).to(store.coord.device)
+
+        self._kind = on_device(kind)
+        self._rank = on_device(rank)
+        self._order = on_device(order)
+        self._frame = on_device(frame)
+        # On the host: lists are full up to their width.
+        self._filled = np.repeat(np.array(shape.widths)[:, None], nsorted, axis=1)
+        self._inner = np.repeat(np.array(shape.inner, dtype=np.int64)[:, None], nsorted, axis=1)
+
+    def __call__(self, slots: Tensor, feed: ResidentFeed) -> TrainingBatch:
+        """Return the batch of the frames in some slots `(frames of the shape,)`, int64."""
+        store = self._store
+        shape = self.shape
+        natoms = store.sizes.index_select(0, slots)
+        real = self._find_real(slots, natoms)
+        coord = self._with_spare(self._of_atoms(store.coord, real), real)
+        atype = store.atype.index_select(0, real.source).view(shape.frames, shape.natoms)
+        order = self._order
+        frame = self._frame
+        if real.mask is not None:
+            atype = torch.where(real.mask, atype, -1)
+            atype = torch.nn.functional.pad(atype, (0, 0, 0, self._n_spare), value=-1)
+            order, frame = self._sort(store.counts.index_select(0, slots).long())
+        cells = None
+        box = None
+        if shape.periodic and store.cells is not None:
+            cells = store.cells.select(slots)
+            box = torch.nn.functional.pad(cells.box, (0, 0, 0, 0, 0, self._n_spare))
+        atoms = Atoms(coord.view(-1, 3), atype.flatten(), natoms, shape.natoms, cells)
+        neighbor, shift = find_neighbors(atoms, order, frame, self._sections)
+        fparam = store.parameters.get("fparam")
+        if fparam is not None:
+            spare = 0 if real.mask is None else self._n_spare
+            fparam = torch.nn.functional.pad(fparam.index_select(0, slots), (0, 0, 0, spare))
+        aparam = store.parameters.get("aparam")
+        if aparam is not None:
+            aparam = self._with_spare(self._of_atoms(aparam, real), real)
+        structures = Structures(
+            atype=atype,
+            order=order,
+            sorted_type=self._kind,
+            sorted_frame=frame,
+            coord=coord,
+            box=box,
+            neighbor=neighbor,
+            shift=shift,
+            sections=shape.widths,
+            type_counts=shape.counts,
+            filled=self._filled,
+            inner=self._inner,
+            fparam=fparam,
+            aparam=aparam,
+        )
+        return TrainingBatch(
+            structures=structures,
+            labels=self._labels(slots, real),
+            mask=real.mask,
+            origin=feed.origin,
+            atoms=feed.atoms,
+            present=feed.present,
+        )
+
+    def _find_real(self, slots: Tensor, natoms: Tensor) -> _Real:
+        place = torch.arange(self.shape.natoms, device=slots.device)
+        source = self._store.first_atom.index_select(0, slots).unsqueeze(1) + place
+        if self.shape.composition is not None:
+            return _Real(source.flatten(), mask=None)
+        mask = place < natoms.unsqueeze(1)
+        return _Real(torch.where(mask, source, 0).flatten(), mask)
+
+    def _of_atoms(self, values: Tensor, real: _Real) -> Tensor:
+        """Return values of atoms `(frames, natoms, width)`, zero if there is none."""
+        gathered = values.index_select(0, real.source)
+        gathered = gathered.view(self.shape.frames, self.shape.natoms, -1)
+        if real.mask is None:
+            return gathered
+        return torch.where(real.mask.unsqueeze(2), gathered, 0.0)
+
+    def _with_spare(self, values: Tensor, real: _Real) -> Tensor:
+        """Add zeros for the spare frames."""
+        if real.mask is None:
+            return values
+        return torch.nn.functional.pad(values, (0, 0, 0, 0, 0, self._n_spare))
+
+    def _sort(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return place and frame of every sorted atom `(nsorted,)`.
+
+        `counts` are the atoms of each type `(nframes, ntypes)`.
+        """
+        # The atoms of a type are in the order of the frames: rank r is in the first frame at whose
+        # end more than r atoms of the type have come.
+        ends = counts.cumsum(0)
+        n_before = (self._rank >= ends.index_select(1, self._kind)).sum(0)
+        is_atom = n_before < self.shape.frames
+        frame = n_before.clamp(max=self.shape.frames - 1)
+        # First place of the type in its frame, less the atoms of the type in earlier frames.
+        first_of_kind = (counts.cumsum(1) - ends)[frame, self._kind]
+        order = frame * self.shape.natoms + first_of_kind + self._rank
+        return torch.where(is_atom, order, self._order), torch.where(is_atom, frame, self._frame)
+
+    def _labels(self, slots: Tensor, real: _Real) -> dict[str, Tensor | None]:
+        """Return the labels as `TrainingBatch` has them; `find_` tells which frames have one."""
+        store = self._store
+        labels: dict[str, Tensor | None] = {}
+        for name, width in LABELS.items():
+            if name not in self.shape.labels:
+                continue
+            if name in store.of_frames:
+                values = store.of_frames[name].index_select(0, slots)
+            else:
+                values = self._of_atoms(store.of_atoms[name], real)
+            labels[name] = values if width > 1 else values.squeeze(-1)
+            if name in self.shape.partial:
+                labels[f"find_{name}"] = store.has_label[name].index_select(0, slots)
+        return labels

@@ -32,8 +32,8 @@ class Shape:
         Whether a frame has a cell.
     labels, partial
         Labels that a frame has, and those of them that a frame may lack.
-    group
-        The composition of all frames, where they have the same and fill the shape; None for others.
+    composition
+        The composition of all frames, if they have the same and fill the shape; else None.
     capacity
         Neighbours of an atom that the search sorts, before `sel` cuts them.
     """
@@ -46,7 +46,7 @@ class Shape:
     periodic: bool
     labels: frozenset[str] = frozenset()
     partial: frozenset[str] = frozenset()
-    group: int | None = None
+    composition: int | None = None
     capacity: int = 16
 
     @cached_property
@@ -63,124 +63,135 @@ class Shape:
         return sum(self.counts) * (1.0 + sum(self.widths) + sum(n * n for n in self.inner))
 
     @property
-    def _numbers(self) -> tuple[int, ...]:
+    def numbers(self) -> tuple[int, ...]:
+        """All sizes in a row."""
         return (self.frames, self.natoms, *self.counts, *self.widths, *self.inner)
 
     def holds(self, other: Shape) -> bool:
         """Return whether batches of another shape fit in."""
         if self == other:
             return True
-        if self.group is not None and not self._differs_in_neighbors(other):
+        if self.composition is not None and not self._differs_in_neighbors(other):
             return False
-        room = all(a >= b for a, b in zip(self._numbers, other._numbers, strict=True))
-        return room and self.joined(other) == self
+        has_room = all(a >= b for a, b in zip(self.numbers, other.numbers, strict=True))
+        return has_room and self.joined(other) == self
 
     def _differs_in_neighbors(self, other: Shape) -> bool:
-        """Return whether another shape is of the same composition, and differs in room for neighbours at most."""
+        """Return whether another shape differs in room for neighbours at most."""
         return replace(other, widths=self.widths, inner=self.inner, capacity=self.capacity) == self
 
     def joined(self, other: Shape) -> Shape:
         """Return the least shape that holds both."""
         labels = self.labels | other.labels
-        partial = self.partial | other.partial | (self.labels ^ other.labels)
+        # A batch with fewer frames is filled up with frames that have no labels.
+        partial = labels
+        if self.frames == other.frames:
+            partial = self.partial | other.partial | (self.labels ^ other.labels)
         return Shape(
-            max(self.frames, other.frames),
-            max(self.natoms, other.natoms),
-            tuple(map(max, zip(self.counts, other.counts, strict=True))),
-            tuple(map(max, zip(self.widths, other.widths, strict=True))),
-            tuple(map(max, zip(self.inner, other.inner, strict=True))),
-            self.periodic or other.periodic,
-            labels,
-            partial if self.frames == other.frames else labels,
-            self.group if self._differs_in_neighbors(other) else None,
-            max(self.capacity, other.capacity),
+            frames=max(self.frames, other.frames),
+            natoms=max(self.natoms, other.natoms),
+            counts=_maxima(self.counts, other.counts),
+            widths=_maxima(self.widths, other.widths),
+            inner=_maxima(self.inner, other.inner),
+            periodic=self.periodic or other.periodic,
+            labels=labels,
+            partial=partial,
+            composition=self.composition if self._differs_in_neighbors(other) else None,
+            capacity=max(self.capacity, other.capacity),
         )
+
+
+def _maxima(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(max, zip(a, b, strict=True)))
 
 
 class Shapes:
-    """At most `MOST_SHAPES` shapes that hold all batches seen so far, chosen so that padding costs little."""
+    """At most `MOST_SHAPES` shapes that hold all batches so far with little padding."""
 
     def __init__(self) -> None:
         self._shapes: list[Shape] = []
-        self._of: dict[Shape, Shape] = {}
+        self._shape_for: dict[Shape, Shape] = {}
 
-    def learn(self, wanted: Sequence[Shape]) -> None:
+    def learn(self, needed: Sequence[Shape]) -> None:
         """Add the shapes of coming batches, each as often as it occurs."""
-        new = [shape for shape in wanted if shape not in self._of and self._fitting(shape) is None]
+        new = [
+            shape
+            for shape in needed
+            if shape not in self._shape_for and self._cheapest_for(shape) is None
+        ]
         if not new:
             return
         weights: dict[Shape, int] = dict.fromkeys(self._shapes, 0)
-        for shape in wanted:
+        for shape in needed:
             weights[shape] = weights.get(shape, 0) + 1
         # A composition with more neighbours than before no longer needs its former shape.
-        grown = {
-            shape
-            for shape in self._shapes
-            for one in new
-            if shape.group is not None and one.group == shape.group and one.holds(shape)
-        }
-        self._shapes = merge(
-            {shape: n for shape, n in weights.items() if shape not in grown}, MOST_SHAPES
-        )
-        self._of.clear()
+        for former in self._shapes:
+            if former.composition is None:
+                continue
+            if any(s.composition == former.composition and s.holds(former) for s in new):
+                del weights[former]
+        self._shapes = merge(weights, MOST_SHAPES)
+        self._shape_for.clear()
 
-    def of(self, wanted: Shape) -> Shape:
+    def of(self, needed: Shape) -> Shape:
         """Return the shape to pad a batch to; `learn` must have seen its shape."""
-        if wanted not in self._of:
-            found = self._fitting(wanted)
-            if found is None:
-                self.learn([wanted])
-                found = self._fitting(wanted)
-            assert found is not None
-            self._of[wanted] = found
-        return self._of[wanted]
+        if needed not in self._shape_for:
+            shape = self._cheapest_for(needed)
+            if shape is None:
+                self.learn([needed])
+                shape = self._cheapest_for(needed)
+            assert shape is not None
+            self._shape_for[needed] = shape
+        return self._shape_for[needed]
 
-    def _fitting(self, wanted: Shape) -> Shape | None:
-        fitting = [shape for shape in self._shapes if shape.holds(wanted)]
+    def _cheapest_for(self, needed: Shape) -> Shape | None:
+        fitting = [shape for shape in self._shapes if shape.holds(needed)]
         return min(fitting, key=lambda shape: shape.cost, default=None)
 
 
-def merge(weights: dict[Shape, int], most: int) -> list[Shape]:
-    """Join shapes until at most so many are left, at each turn the two that cost least.
+def merge(weights: dict[Shape, int], max_shapes: int) -> list[Shape]:
+    """Join shapes until `max_shapes` are left, at each turn the two that cost least.
 
-    Weights say how often each occurs. The shapes of a thousand batches are few enough to compare all pairs.
+    Weights say how often each occurs. The shapes of a thousand batches are few enough to compare
+    all pairs.
     """
     shapes = list(weights)
-    often = np.array([weights[shape] for shape in shapes], dtype=np.float64)
-    if len(shapes) <= most:
+    if len(shapes) <= max_shapes:
         return shapes
-    sizes = len(shapes[0].counts), len(shapes[0].widths), len(shapes[0].inner)
-    table = np.array([shape._numbers for shape in shapes], dtype=np.int64)
+    weight = np.array([weights[shape] for shape in shapes], dtype=np.float64)
+    cost = np.array([shape.cost for shape in shapes])
+    numbers = np.array([shape.numbers for shape in shapes], dtype=np.int64)
+    # Columns of `numbers`: frames, natoms, counts, widths, inner.
+    first_width = 2 + len(shapes[0].counts)
+    first_inner = first_width + len(shapes[0].widths)
     alive = np.ones(len(shapes), dtype=bool)
-
-    def costs(row: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the extra cost of joining one shape with each of the others."""
-        both = np.maximum(row, rows)[:, 2:]
-        atoms, columns, near = np.split(both, np.cumsum(sizes)[:-1], axis=1)
-        return np.asarray(
-            atoms.sum(1) * (1.0 + columns.sum(1) + (near.astype(np.float64) ** 2).sum(1))
-        )
-
-    own = np.array([shape.cost for shape in shapes])
-    added = np.full((len(shapes), len(shapes)), np.inf)
+    extra_cost = np.full((len(shapes), len(shapes)), np.inf)  # of joining two shapes
 
     def compare(k: int) -> None:
-        others = np.flatnonzero(alive)
-        others = others[others != k]
-        whole = (
-            costs(table[k], table[others]) * (often[k] + often[others])
-            - own[k] * often[k]
-            - own[others] * often[others]
-        )
-        added[k, others] = added[others, k] = whole
+        """Compute the extra cost of joining shape k with each of the others."""
+        is_other = alive.copy()
+        is_other[k] = False
+        others = np.flatnonzero(is_other)
+        joined = np.maximum(numbers[k], numbers[others])
+        atoms = joined[:, 2:first_width].sum(1)
+        columns = joined[:, first_width:first_inner].sum(1)
+        angles = (joined[:, first_inner:].astype(np.float64) ** 2).sum(1)
+        joined_cost = atoms * (1.0 + columns + angles)  # see `Shape.cost`
+        extra = joined_cost * (weight[k] + weight[others])
+        extra = extra - cost[k] * weight[k] - cost[others] * weight[others]
+        extra_cost[k, others] = extra
+        extra_cost[others, k] = extra
 
     for k in range(len(shapes)):
         compare(k)
-    for _ in range(len(shapes) - most):
-        a, b = divmod(int(added.argmin()), len(shapes))
+    for _ in range(len(shapes) - max_shapes):
+        a, b = divmod(int(extra_cost.argmin()), len(shapes))
         shapes[a] = shapes[a].joined(shapes[b])
-        table[a], often[a], own[a] = shapes[a]._numbers, often[a] + often[b], shapes[a].cost
+        numbers[a] = shapes[a].numbers
+        weight[a] += weight[b]
+        cost[a] = shapes[a].cost
         alive[b] = False
-        added[b, :] = added[:, b] = np.inf
+        extra_cost[b, :] = np.inf
+        extra_cost[:, b] = np.inf
         compare(a)
-    return [shape for shape, kept in zip(shapes, alive, strict=True) if kept]
+    return [shape for shape, is_alive in zip(shapes, alive, strict=True) if is_alive]

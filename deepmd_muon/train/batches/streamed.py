@@ -1,4 +1,8 @@
-"""Sources of a step's batches: converted on the spot, or streamed to the device one ahead; several for one step."""
+"""Sources of a step's batches: converted on the spot, or streamed to the device one ahead.
+
+A source yields feeds. A feed is one batch on its way into a step, or several if a step accumulates
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ class Feed(Protocol):
 
     @property
     def layout(self) -> Hashable | None:
-        """Equal for batches whose steps launch the same work on the same memory; None for memory of its own."""
+        """Equal if steps launch the same work on the same memory; None for unshared memory."""
 
     @property
     def origin(self) -> Origin:
@@ -59,7 +63,10 @@ class BatchSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class BatchFeed:
-    """A batch on the host, and its copy in tensors that all batches of its layout share; without one, its own."""
+    """A batch on the host, and its copy in tensors that all batches of its layout share.
+
+    Without a layout, no other batch shares them.
+    """
 
     layout: Hashable | None
     host: TrainingBatch
@@ -95,26 +102,25 @@ class HostBatches:
     def next(self) -> BatchFeed:
         """Return the next batch."""
         batch = to_device(self._loader.next(), self._ntypes, self._device)
-        return BatchFeed(None, batch, batch)
+        return BatchFeed(layout=None, host=batch, static=batch)
 
     def close(self) -> None:
         """Do nothing: the loader is closed by its owner."""
 
 
 class StreamedBatches:
-    """Batches of a loader, prepared one ahead in a thread and copied to `device` from pinned memory.
+    """Batches of a loader, prepared one ahead in a thread and copied from pinned memory.
 
-    The tensors of a layout are written anew with every batch of it, in stream order.
+    Every batch of a layout overwrites the same tensors, in stream order.
     """
 
     def __init__(self, loader: DataLoader, ntypes: int, device: torch.device) -> None:
         self._loader = loader
         self._ntypes = ntypes
         self._device = device
-        self._each, self._turn = (
-            loader.batches_per_step,
-            0,
-        )  # the batches of a step must not share tensors
+        # The batches of a step must not share tensors: each has its number in the step.
+        self._per_step = loader.batches_per_step
+        self._number = 0
         cache = loader.cache
         self._limits = group_limits(cache.sel, cache.by_type, cache.ntypes)
         self._static: dict[Hashable, TrainingBatch] = {}
@@ -128,15 +134,15 @@ class StreamedBatches:
         self._ahead = self._submit()
         self._loader.advance()
         layout: Hashable | None = layout_of(host)
-        key = (self._turn, layout)
-        self._turn = (self._turn + 1) % self._each
+        key = (self._number, layout)
+        self._number = (self._number + 1) % self._per_step
         static = self._static.get(key)
         if static is None:
             static = map_tensors(host, lambda x: torch.empty_like(x, device=self._device))
-            if len(self._static) < MOST_LAYOUTS * self._each:
+            if len(self._static) < MOST_LAYOUTS * self._per_step:
                 self._static[key] = static
-        if key not in self._static:
-            layout = None
+            else:
+                layout = None
         for target, source in zip(tensors_of(static), tensors_of(host), strict=True):
             target.copy_(source, non_blocking=True)
         return BatchFeed(layout, host, static)
@@ -146,22 +152,23 @@ class StreamedBatches:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _submit(self) -> Future[TrainingBatch]:
+        # The order of the data must not depend on the thread.
         plan = self._loader.draw()
         return self._thread.submit(lambda: self._prepare(self._loader.build(plan)))
 
     def _prepare(self, batch: Batch) -> TrainingBatch:
-        """Convert a batch on the host, its neighbour sections padded, in memory that copies start from."""
+        """Convert a batch on the host, its neighbour sections padded, in pinned memory."""
         widths = padded_widths(batch.neighbors.sections, self._limits)
         padded = dataclasses.replace(batch, neighbors=widen_sections(batch.neighbors, widths))
         converted = with_full_sections(to_device(padded, self._ntypes, _CPU))
-        return (
-            map_tensors(converted, Tensor.pin_memory) if self._device.type == "cuda" else converted
-        )
+        if self._device.type == "cuda":
+            return map_tensors(converted, Tensor.pin_memory)
+        return converted
 
 
 @dataclasses.dataclass(frozen=True)
 class AccumulatedFeed:
-    """The batches of one step, in the order of the data; read one by one, so that memory holds a single one."""
+    """The batches of one step; they are read one by one, so that memory holds one."""
 
     parts: tuple[Feed, ...]
 
@@ -210,18 +217,18 @@ class StepSource(Protocol):
 
 
 class AccumulatedBatches:
-    """Group the batches of another source, `each` per step.
+    """Group the batches of another source, `per_step` for each step.
 
     A source that shares tensors among batches must have as many sets of them.
     """
 
-    def __init__(self, source: BatchSource, each: int) -> None:
+    def __init__(self, source: BatchSource, per_step: int) -> None:
         self._source = source
-        self._each = each
+        self._per_step = per_step
 
     def next(self) -> AccumulatedFeed:
         """Return the batches of the next step."""
-        return AccumulatedFeed(tuple(self._source.next() for _ in range(self._each)))
+        return AccumulatedFeed(tuple(self._source.next() for _ in range(self._per_step)))
 
     def close(self) -> None:
         """End background work."""
@@ -230,8 +237,8 @@ class AccumulatedBatches:
 
 def padded_widths(sections: Collection[int], limits: np.ndarray) -> tuple[int, ...]:
     """Round the widths of neighbour sections up, at most to what `sel` allows."""
-    steps = (-(-width // SECTION_STEP) * SECTION_STEP for width in sections)
-    return tuple(min(int(limit), width) for width, limit in zip(steps, limits, strict=True))
+    rounded = [-(-width // SECTION_STEP) * SECTION_STEP for width in sections]
+    return tuple(min(int(limit), width) for width, limit in zip(rounded, limits, strict=True))
 
 
 def with_full_sections(batch: TrainingBatch) -> TrainingBatch:
@@ -249,17 +256,23 @@ def with_full_sections(batch: TrainingBatch) -> TrainingBatch:
 
 
 def bounds_of(inner: np.ndarray) -> np.ndarray:
-    """Return a bound of each row of counts `(ninner, …)`, rounded up so that few bounds occur `(ninner,)`, int64."""
-    return np.array(
-        [-(-int(row.max(initial=0)) // INNER_STEP) * INNER_STEP for row in inner], dtype=np.int64
-    )
+    """Return a bound of each row of counts `(ninner, …)`, rounded up so that few occur."""
+    bounds = [-(-int(row.max(initial=0)) // INNER_STEP) * INNER_STEP for row in inner]
+    return np.array(bounds, dtype=np.int64)
 
 
 def layout_of(batch: TrainingBatch) -> Hashable:
-    """Return the layout of a batch: all but its tensors' values. Batches of one layout share their launches."""
+    """Return the layout of a batch: all but its tensors' values.
+
+    Batches of one layout share their launches.
+    """
     structures = batch.structures
-    shapes = tuple((x.shape, x.dtype) for x in tensors_of(batch))
-    labels = tuple(name for name, value in batch.labels.items() if value is not None)
-    inner = tuple(structures.inner.max(axis=1, initial=0).tolist())
-    counts = (structures.sections, structures.type_counts, inner)
-    return shapes, labels, batch.mask is None, structures.box is None, counts
+    return (
+        tuple((x.shape, x.dtype) for x in tensors_of(batch)),
+        tuple(name for name, value in batch.labels.items() if value is not None),
+        batch.mask is None,
+        structures.box is None,
+        structures.sections,
+        structures.type_counts,
+        tuple(structures.inner.max(axis=1, initial=0).tolist()),
+    )

@@ -58,7 +58,7 @@ class Checkpoints:
         self._keep = training.max_ckpt_keep
         self._ranks = ranks
         self.is_saving = False
-        ranks.from_first("making the folder of checkpoints", self._require_writable)
+        ranks.run_on_rank0("making the folder of checkpoints", self._require_writable)
 
     def _require_writable(self) -> None:
         """Make the folder and write to it, so that a run does not fail at its first save."""

@@ -37,16 +37,18 @@ class Moment:
     between_steps: bool = False
 
     def __str__(self) -> str:
-        return f"{f'at step {self.step}' if self.step else 'before its first step'} ({self.doing})"
+        when = f"at step {self.step}" if self.step else "before its first step"
+        return f"{when} ({self.doing})"
 
 
 @contextlib.contextmanager
 def explained(moment: Callable[[], Moment], newest: Callable[[], Path | None]) -> Iterator[None]:
     """Turn the error that ends a run in a `with` block into a `RunError`.
 
-    A full disk, lack of memory, a failing device and, after the first step, unreadable data are not errors of this
-    package, so that no traceback is shown. Other errors are not changed, and the log says how far the run was: its
-    activity and its last checkpoint are asked for when it ends.
+    A full disk, lack of memory, a failing device and, after the first step, unreadable data are not
+    errors of this package, so no traceback is shown. Other errors are not changed, and the log says
+    how far the run was. `moment` and `newest` return the run's activity and last checkpoint; they
+    are called when it ends.
     """
     try:
         yield
@@ -65,16 +67,19 @@ def _cause(error: Exception, moment: Moment) -> str | None:
     """Return the cause in words; None when only a traceback, or another rank, shows it."""
     if is_lost_connection(error):
         return None
-    ours = type(error).__module__.startswith("deepmd_muon")  # their messages name the cause
-    if failure := next(filter(None, map(failure_of, [error] if ours else _chain(error))), None):
-        return failure
-    if moment.step and (ours or isinstance(error, OSError)):
+    names_cause = type(error).__module__.startswith("deepmd_muon")
+    # An error at the end of a graph capture may hide a lack of memory, which is in the chain of its
+    # causes.
+    for link in [error] if names_cause else _chain(error):
+        if failure := failure_of(link):
+            return failure
+    if moment.step and (names_cause or isinstance(error, OSError)):
         return str(error)
     return f"{type(error).__name__}: {error}" if moment.reads_data else None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes: an error at the end of a graph capture may hide a lack of memory."""
+    """Yield an error and its causes."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)

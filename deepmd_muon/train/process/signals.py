@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM in a run: the first ends it after a checkpoint, and none ends it while one is being written."""
+"""End a run after a checkpoint at SIGINT and SIGTERM, and never while one is being written."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """Handles SIGINT and SIGTERM in a `with` block; does nothing where another thread than the main one runs it.
+    """Handles SIGINT and SIGTERM in a `with` block of the main thread; idle in others.
 
-    The first signal asks for the end of the run. Later ones end the process at once, as usual, unless a checkpoint is
-    being written: then the run ends after it, however many come. SIGQUIT and SIGKILL stay as they are.
+    The first signal asks for the end of the run. Later ones end the process at once, as usual,
+    unless a checkpoint is being written: then the run ends after it, however many come. SIGQUIT and
+    SIGKILL are not handled.
 
     Parameters
     ----------
@@ -26,8 +27,8 @@ class StopSignals:
     writing
         Returns whether a checkpoint is being written.
     repeats
-        Signals after the first that change nothing. Under torchrun a process gets Ctrl-C twice, from the terminal and
-        from torchrun.
+        Signals after the first that change nothing. Under torchrun a process gets Ctrl-C twice,
+        from the terminal and from torchrun.
     """
 
     def __init__(

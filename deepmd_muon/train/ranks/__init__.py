@@ -1,1 +1,1 @@
-"""The processes of one run: how they are started, find each other, agree, and notice that one is gone."""
+"""The processes of one run: how they start, meet, agree, and notice that one is gone."""

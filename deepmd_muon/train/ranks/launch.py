@@ -1,36 +1,39 @@
-"""Which process of a run this one is: from the environment that torchrun or srun sets."""
+"""Find the place of this process in its run from the environment that torchrun or srun sets."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import re
+import signal
 from collections.abc import Mapping
 
 from deepmd_muon.train.errors import TrainingError
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Variables that torchrun and the launchers of MPI set; srun ends its processes itself.
-_LAUNCHERS = {"TORCHELASTIC_RUN_ID": "torchrun", "PMIX_RANK": "mpirun", "PMI_RANK": "mpirun"}
 _SRUN = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+# Variables that torchrun and the launchers of MPI set; srun ends its processes itself.
+_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "PMIX_RANK", "PMI_RANK")
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A process among those of a run.
+    """The place of a process in its run.
 
     Attributes
     ----------
     rank, local, size
-        Its number, its number on this machine, and how many there are.
+        Its number, its number on this machine, and how many processes there are.
     host, port
-        Where they find each other.
+        Where they meet.
     srun
         Whether srun alone says all this; it may show each process its own GPU only.
     agent
         Whether torchrun keeps the store at which they meet; otherwise rank 0 does.
-    launcher
-        torchrun or mpirun, without which this process should not go on; empty where it may outlive its parent.
+    launched
+        Whether torchrun or mpirun started this process, which should not outlive it.
     """
 
     rank: int
@@ -40,7 +43,7 @@ class Place:
     port: int
     srun: bool = False
     agent: bool = False
-    launcher: str = ""
+    launched: bool = False
 
     @property
     def hosts(self) -> bool:
@@ -56,37 +59,65 @@ class Place:
 def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     """Return this process's place; None when it is alone.
 
-    WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT decide where the first is set (torchrun, mpirun scripts).
-    Otherwise a task of srun takes SLURM_NTASKS, SLURM_PROCID and SLURM_LOCALID; its meeting point is MASTER_ADDR and
-    MASTER_PORT where they are set, else the first node of the step and a port made of the job's number.
+    If WORLD_SIZE is set (torchrun, scripts for mpirun), it decides with RANK, LOCAL_RANK,
+    MASTER_ADDR and MASTER_PORT. Otherwise a task of srun takes SLURM_NTASKS, SLURM_PROCID and
+    SLURM_LOCALID. Its tasks meet at MASTER_ADDR and MASTER_PORT if they are set, else at the first
+    node of the step and a port made of the job's number.
 
     Raises
     ------
     TrainingError
         When a variable is missing, no number or out of range.
     """
-    launcher = next((name for variable, name in _LAUNCHERS.items() if variable in environment), "")
+    launched = any(variable in environment for variable in _LAUNCHERS)
     if "WORLD_SIZE" in environment:
         if _number(environment, "WORLD_SIZE") == 1:
             return None
         _require(environment, _TORCHRUN, "start with torchrun")
-        rank, local, size = (_number(environment, name) for name in _TORCHRUN[:3])
-        host, port = environment["MASTER_ADDR"], _port(environment)
-        agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return _checked(Place(rank, local, size, host, port, agent=agent, launcher=launcher))
+        return _checked(
+            Place(
+                rank=_number(environment, "RANK"),
+                local=_number(environment, "LOCAL_RANK"),
+                size=_number(environment, "WORLD_SIZE"),
+                host=environment["MASTER_ADDR"],
+                port=_port(environment),
+                agent=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+                launched=launched,
+            )
+        )
     if not _is_task(environment) or _number(environment, "SLURM_NTASKS") == 1:
         return None
     _require(environment, _SRUN, "start with srun or torchrun")
-    rank, local, size = (_number(environment, name) for name in _SRUN)
-    host, port = _slurm_address(environment), _slurm_port(environment)
-    return _checked(Place(rank, local, size, host, port, srun=True, launcher=launcher))
+    return _checked(
+        Place(
+            rank=_number(environment, "SLURM_PROCID"),
+            local=_number(environment, "SLURM_LOCALID"),
+            size=_number(environment, "SLURM_NTASKS"),
+            host=_slurm_address(environment),
+            port=_slurm_port(environment),
+            srun=True,
+            launched=launched,
+        )
+    )
+
+
+def end_with_parent() -> None:
+    """Let the kernel send SIGTERM when the parent process ends, at which a run saves and ends.
+
+    If its launcher is killed, a rank would keep running in the background. Does nothing without
+    Linux.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _checked(place: Place) -> Place:
     """Refuse a number that no process of the run can have."""
     if not 0 <= place.rank < place.size:
         raise TrainingError(
-            f"rank {place.rank} is not one of {place.size} processes, which are 0 to {place.size - 1}"
+            f"rank {place.rank} is not one of {place.size} processes, which are 0 to "
+            f"{place.size - 1}"
         )
     if not 0 <= place.local < place.size:
         raise TrainingError(
@@ -96,7 +127,10 @@ def _checked(place: Place) -> Place:
 
 
 def _is_task(environment: Mapping[str, str]) -> bool:
-    """Whether srun has started this process: a batch script knows the job's tasks, too, but belongs to no step."""
+    """Return whether srun has started this process.
+
+    A batch script sees the job's tasks, too, but no step.
+    """
     if "SLURM_PROCID" not in environment or "SLURM_NTASKS" not in environment:
         return False
     return "SLURM_JOB_ID" not in environment or bool(
@@ -122,19 +156,17 @@ def _slurm_port(environment: Mapping[str, str]) -> int:
         raise TrainingError(
             "srun has set no SLURM_JOB_ID: set MASTER_PORT to a free port of the first node"
         )
-    # Steps of one job that run beside each other on one node must not meet.
-    step = environment.get("SLURM_STEP_ID", "0")
-    return (
-        15000
-        + (_number(environment, "SLURM_JOB_ID") + 101 * int(step if step.isdigit() else 0)) % 15000
-    )
+    # Simultaneous steps of one job on one node must not meet.
+    step_id = environment.get("SLURM_STEP_ID", "0")
+    step = int(step_id) if step_id.isdigit() else 0  # it may be a word
+    return 15000 + (_number(environment, "SLURM_JOB_ID") + 101 * step) % 15000
 
 
 def first_node(nodes: str) -> str:
     """Return the first name of Slurm's short form, e.g. node007 of ``node[007-012,020],login1``."""
-    found = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\])?([^\[,]*)", nodes.strip())
-    assert found is not None  # every part of the pattern may be empty
-    return "".join(part or "" for part in found.groups())
+    match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\])?([^\[,]*)", nodes.strip())
+    assert match is not None  # every part of the pattern may be empty
+    return "".join(part or "" for part in match.groups())
 
 
 def _require(environment: Mapping[str, str], names: tuple[str, ...], advice: str) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 
 from deepmd_muon.train.errors import TrainingError
-from deepmd_muon.train.ranks.launch import Place, find_place
-from deepmd_muon.train.ranks.rendezvous import ANSWER, Meeting, describe
+from deepmd_muon.train.ranks.launch import Place, end_with_parent, find_place
+from deepmd_muon.train.ranks.rendezvous import ANSWER, Rendezvous, describe
 from deepmd_muon.train.ranks.watchdog import (
     GRACE,
     WAITING,
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 TIMEOUT = datetime.timedelta(seconds=60)
 # Ten times as long as a thread may keep the interpreter's lock from another [s].
 _HANDOVER = 0.05
-# References to exchanges, so that gloo's threads never release them.
-_HELD: list[dist.Work] = []
+# The last exchange of each run, so that gloo's threads never release it.
+_last_exchanges: list[dist.Work] = []
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Ranks:
     Attributes
     ----------
     device
-        This process's.
+        Of this process.
     rank, size
         Number of this process, and how many there are.
     timeout
@@ -91,48 +91,51 @@ class Ranks:
             self.watch.doing(what, step)
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for work that this process can finish only if the others do their part."""
+        """Return a context for work that needs the other processes."""
         return contextlib.nullcontext() if self.watch is None else self.watch.waiting()
 
     @contextlib.contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def barrier(self, what: str) -> Iterator[None]:
         """Wait until all processes have arrived, then run a `with` block of short common work.
 
-        They may have worked for longer than the timeout; a rank that gives no sign of life is given up.
+        They may have worked for longer than the timeout; a rank without a sign of life is given up.
         """
         if self.watch is not None:
             self.watch.doing(WAITING)
-            self.watch.meet()
+            self.watch.barrier()
             self.watch.doing(what)
         with self.waiting():
             yield
         if self.watch is not None:
             self.watch.doing("preparing")
 
-    def from_first(self, what: str, compute: Callable[[], T]) -> T:
+    def run_on_rank0(self, what: str, compute: Callable[[], T]) -> T:
         """Compute `what` on rank 0 alone, however long it takes, and hand the result to all.
 
         The others get a TrainingError when rank 0 raised anything.
         """
         if self.size == 1:
             return compute()
-        answer: list[Any] = [None, None]
+        result: T | None = None
         failure: Exception | None = None
         if self.first:
             self.doing(what)
             try:
                 with contextlib.nullcontext() if self.watch is None else self.watch.guarding():
-                    answer[0] = compute()
+                    result = compute()
             except Exception as error:  # whatever it is, the others must not wait
-                failure, answer[1] = error, f"{type(error).__name__}: {error}"
-        with self.together(f"handing over after {what}"):
-            dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
+                failure = error
+        problem = f"{type(failure).__name__}: {failure}" if failure else None
+        message: list[Any] = [result, problem]
+        with self.barrier(f"handing over after {what}"):
+            dist.broadcast_object_list(message, src=0, device=torch.device("cpu"))
         if failure is not None:
             raise failure
-        if answer[1] is not None:
-            raise TrainingError(f"rank 0 stopped with {answer[1]}")
-        result: T = answer[0]
-        return result
+        shared: T
+        shared, problem = message
+        if problem is not None:
+            raise TrainingError(f"rank 0 stopped with {problem}")
+        return shared
 
     def sum(self, values: Tensor) -> Tensor:
         """Add a tensor over all ranks, in place."""
@@ -143,50 +146,55 @@ class Ranks:
                 dist.all_reduce(values)
         return values
 
-    def copy_from_first(self, model: nn.Module) -> None:
+    def copy_from_rank0(self, model: nn.Module) -> None:
         """Give every rank the parameters and buffers of rank 0."""
         if self.size == 1:
             return
-        with self.together("copying the model"):
+        with self.barrier("copying the model"):
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), src=0)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
 
-    def gather_objects(self, mine: T) -> list[T]:
+    def gather_objects(self, local: T) -> list[T]:
         """Return the objects of all ranks, in order."""
         if self.size == 1:
-            return [mine]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, mine)
-        return found
+            return [local]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, local)
+        return gathered
 
 
 @contextlib.contextmanager
 def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
     """Join the processes that torchrun or srun started, for the time of a `with` block.
 
-    See `find_place` for the environment; a process that is alone makes no process group. GPUs talk through NCCL, CPUs
-    through gloo. A rank that the others wait for longer than `seconds` is given up.
+    See `find_place` for the environment; a process that is alone makes no process group. GPUs talk
+    through NCCL, CPUs through gloo. A rank that the others wait for longer than `seconds` is given
+    up.
 
     Raises
     ------
     TrainingError
-        When the environment is incomplete, there are fewer GPUs than processes on this machine, or another rank cannot
-        begin or is lost; the message then describes that rank.
+        When the environment is incomplete, there are fewer GPUs than processes on this machine, or
+        another rank cannot begin or is lost; the message then describes that rank.
     """
     place = find_place()
     if place is None:
         yield Ranks(training_device())
         return
-    device, meeting = _begin(place)
+    if place.launched:
+        end_with_parent()
+    device, rendezvous = _begin(place)
     on_gpu = device.type == "cuda"
     timeout = datetime.timedelta(seconds=seconds)
     watch = Watch(
-        *(PrefixStore("watch", meeting.store), place.rank, place.size, seconds, end_process),
+        store=PrefixStore("watch", rendezvous.store),
+        rank=place.rank,
+        size=place.size,
+        limit=seconds,
+        give_up=end_process,
         errors_come=not on_gpu,
-        launcher=place.launcher,
-        agent=place.agent,
     )
     # NCCL's own watchdog ends a process without a message; ours must act first.
     patience = timeout + datetime.timedelta(seconds=GRACE) if on_gpu else timeout
@@ -195,15 +203,17 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
         with watch.waiting():
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-                store=PrefixStore("ranks", meeting.store),
+                store=PrefixStore("ranks", rendezvous.store),
                 rank=place.rank,
                 world_size=place.size,
                 timeout=patience,
             )
         yield Ranks(device, place.rank, place.size, patience, watch)
         finished = True
-        watch.finish()
-        _take_leave()  # rank 0 keeps the notes; nobody reads them after its end
+        # Rank 0 may have written files for longer than the limit.
+        watch.barrier()
+        with watch.waiting():
+            _exchange_last()
     except BaseException as error:
         if is_lost_connection(error):
             raise TrainingError(f"{watch.verdict()} ({reason(error)})") from error
@@ -214,31 +224,31 @@ def joined(seconds: float = TIMEOUT.total_seconds()) -> Iterator[Ranks]:
         # After an error on this rank alone, NCCL would wait here for ranks that will not come.
         if dist.is_initialized() and (finished or not on_gpu):
             dist.destroy_process_group()
-            time.sleep(_HANDOVER)  # see `_take_leave`; this is for earlier exchanges
+            time.sleep(_HANDOVER)  # see `_exchange_last`; this is for earlier exchanges
 
 
-def _begin(place: Place) -> tuple[torch.device, Meeting]:
-    """Choose this process's device and meet the others, all of whom learn when one of them cannot begin."""
+def _begin(place: Place) -> tuple[torch.device, Rendezvous]:
+    """Choose this process's device and meet the others; all learn when one cannot begin."""
     failure: TrainingError | None = None
     device = torch.device("cpu")
     try:
         device = _device_of(place)
     except TrainingError as error:
         failure = error
-    meeting = Meeting(place)
-    problems = meeting.report(str(failure or ""))
+    rendezvous = Rendezvous(place)
+    problems = rendezvous.report(str(failure or ""))
     if problems:
-        meeting.leave(ANSWER)
+        rendezvous.leave(ANSWER)
         raise failure or TrainingError(describe(problems))
-    return device, meeting
+    return device, rendezvous
 
 
 @contextlib.contextmanager
 def prints_error(message: str) -> Iterator[bool]:
-    """Return, in a `with` block, whether this process prints an error from before the ranks have `joined`.
+    """Return a context that says whether this process prints an error from before `joined`.
 
-    Rank 0 prints at once. The others wait for its report and print only errors that differ from it, or any error if
-    rank 0 does not report in time. Ranks that can begin receive the error.
+    Rank 0 prints at once. The others wait for its report and print only errors that differ from it,
+    or any error if rank 0 does not report in time. Ranks that can begin receive the error.
     """
     try:
         place = find_place()
@@ -247,42 +257,43 @@ def prints_error(message: str) -> Iterator[bool]:
     if place is None:
         yield True
         return
-    first = ""
+    error_of_rank0 = ""
     if place.rank == 0:
         yield True
     with contextlib.suppress(TrainingError, RuntimeError):
-        meeting = Meeting(place, ANSWER)
-        meeting.report(message)
+        rendezvous = Rendezvous(place, ANSWER)
+        rendezvous.report(message)
         if place.rank:
-            first = meeting.problem_of(0, ANSWER)
-        meeting.leave(ANSWER)
+            error_of_rank0 = rendezvous.problem_of(0, ANSWER)
+        rendezvous.leave(ANSWER)
     if place.rank:
-        yield first != message
+        yield error_of_rank0 != message
 
 
-def _take_leave() -> None:
-    """Wait until all ranks have come here.
+def _exchange_last() -> None:
+    """Exchange a number, and keep the exchange until the process ends.
 
-    DTensor's caches keep groups alive, and with them gloo's threads. The last owner of an exchange frees its
-    tensors; one of these threads would need the interpreter's lock for this, and would abort the process if the
-    interpreter has ended by then. Therefore this last exchange is kept to the end.
+    DTensor's caches keep groups alive, and with them gloo's threads. The last owner of an exchange
+    frees its tensors; one of these threads would need the interpreter's lock for this, and would
+    abort the process if the interpreter has ended by then.
     """
-    farewell = dist.all_reduce(torch.zeros(1), async_op=True)
-    farewell.wait()
-    _HELD.append(farewell)
+    last = dist.all_reduce(torch.zeros(1), async_op=True)
+    last.wait()
+    _last_exchanges.append(last)
 
 
 def _device_of(place: Place) -> torch.device:
     device = training_device()
     if device.type != "cuda":
         return device
-    there = torch.cuda.device_count()
-    if there == 1 and place.size > 1 and place.srun:
+    n_gpus = torch.cuda.device_count()
+    if n_gpus == 1 and place.size > 1 and place.srun:
         # Slurm may show each task its own GPU alone.
         device = torch.device("cuda", 0)
-    elif place.local >= there:
+    elif place.local >= n_gpus:
         raise TrainingError(
-            f"process {place.local} of this machine finds {there} GPUs; start one process a GPU, or set DEVICE=cpu"
+            f"process {place.local} of this machine finds {n_gpus} GPUs; "
+            "start one process a GPU, or set DEVICE=cpu"
         )
     else:
         device = torch.device("cuda", place.local)
@@ -291,47 +302,51 @@ def _device_of(place: Place) -> torch.device:
 
 
 def training_device() -> torch.device:
-    """Return the device that the environment variable DEVICE names, as in deepmd-kit; unset, a GPU if there is one."""
-    wanted = os.environ.get("DEVICE", "").lower()
-    if wanted not in ("", "cpu", "cuda"):
+    """Return the device that the environment variable DEVICE names; unset, a GPU if there is one.
+
+    deepmd-kit reads the same variable.
+    """
+    name = os.environ.get("DEVICE", "").lower()
+    if name not in ("", "cpu", "cuda"):
         raise TrainingError(
             f"the environment variable DEVICE must be cpu or cuda; found {os.environ['DEVICE']!r}"
         )
-    there = torch.cuda.is_available()
-    if wanted == "cuda" and not there:
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
         raise TrainingError(
-            "DEVICE is cuda, but torch finds no GPU: unset it, or set DEVICE=cpu to train on the CPU"
+            "DEVICE is cuda, but torch finds no GPU: unset it, or set DEVICE=cpu to train on the "
+            "CPU"
         )
-    return torch.device("cuda" if there and wanted != "cpu" else "cpu")
+    return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
 
 
-def _is_dtensor(node: object) -> TypeGuard[DTensor]:
-    """Return whether something is a DTensor; a single process never imports them, which takes a second."""
+def _is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Return whether something is a DTensor, without importing them, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(node, module.DTensor)
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def gather_whole(content: Any) -> Any:
-    """Gather the DTensors in nested dicts, lists and tuples into full tensors; a collective of all ranks.
+    """Gather the DTensors in nested dicts, lists and tuples into full tensors; a collective.
 
     Each tensor is gathered once, however often it appears; everything else stays as it is.
     """
-    known: dict[int, Tensor] = {}
+    full_tensors: dict[int, Tensor] = {}
 
-    def walk(node: Any) -> Any:
+    def gather(node: Any) -> Any:
         if _is_dtensor(node):
-            if id(node) not in known:
-                known[id(node)] = node.full_tensor().detach()
-            return known[id(node)]
+            if id(node) not in full_tensors:
+                full_tensors[id(node)] = node.full_tensor().detach()
+            return full_tensors[id(node)]
         if isinstance(node, Mapping):
-            # In one order on all ranks: an optimizer may have made its state in another one on each.
-            found = {key: walk(node[key]) for key in sorted(node, key=str)}
-            return {key: found[key] for key in node}
+            # All ranks gather in one order, although an optimizer's state may differ in its order.
+            gathered = {key: gather(node[key]) for key in sorted(node, key=str)}
+            return {key: gathered[key] for key in node}
         if isinstance(node, (list, tuple)):
-            return type(node)(walk(value) for value in node)
+            return type(node)(gather(value) for value in node)
         return node
 
-    return walk(content)
+    return gather(content)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -340,10 +355,11 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def shard_like(tensor: Tensor, pattern: Tensor) -> Tensor:
-    """Shard a full tensor like `pattern` where that is a DTensor; otherwise return the tensor itself."""
+    """Shard a full tensor like `pattern` if that is a DTensor; otherwise return it."""
     if not _is_dtensor(pattern):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    tensor = tensor.to(pattern.device)
-    return distribute_tensor(tensor, pattern.device_mesh, pattern.placements, src_data_rank=None)
+    return distribute_tensor(
+        tensor.to(pattern.device), pattern.device_mesh, pattern.placements, src_data_rank=None
+    )

@@ -1,23 +1,19 @@
-"""Rendezvous of a run's processes. Before the first exchange, each learns which ranks cannot begin, and why.
+"""Meet the other processes of a run, and learn which of them cannot begin, and why.
 
-They meet in a store of torch at one host and port, which rank 0 keeps, or torchrun's agent. torch's own client waits
-without end for an answer from another program that listens there, and takes part in the store of another run; so this
-module tries the connection first, gives it a limit, and lets every rank claim its number.
+They meet in a store of torch at one host and port. Rank 0 keeps it, or torchrun's agent.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import datetime
 import itertools
 import logging
+import os
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -27,123 +23,129 @@ from deepmd_muon.train.ranks.launch import Place
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 #: Processes of a large job may start this far apart [s].
 PATIENCE = 300.0
-#: A store answers within this time [s]; torchrun's is there before its processes are.
+#: A store answers within this time [s]. The store of torchrun exists before its processes.
 ANSWER = 20.0
-# A rank that waits longer for rank 0 logs it [s].
+# A rank that waits longer logs whom it waits for [s].
 _SILENCE = 10.0
-# The runs of this process, one after the other, of which torchrun keeps one store.
-_NUMBERS = itertools.count()
+# torchrun keeps one store for all runs of a process.
+_run_numbers = itertools.count()
 
 
-class Meeting:
-    """A process among those of its run, which waits `patience` seconds for the others; `store` reaches all of them.
+class Rendezvous:
+    """The place where the processes of a run meet; `store` reaches all of them.
+
+    Parameters
+    ----------
+    place
+        This process.
+    patience
+        How long it waits for the others [s].
 
     Raises
     ------
     TrainingError
-        When the port is in use, rank 0 does not come, or another process has this rank.
+        When the port is in use or rank 0 does not come.
     """
 
     def __init__(self, place: Place, patience: float = PATIENCE) -> None:
         self._place = place
-        self._end = time.monotonic() + patience
         self._patience = patience
-        number = next(_NUMBERS) if place.agent else 0
-        connection = _listen(place) if place.hosts else _connect(place, patience)
-        self.store: Store = PrefixStore(f"deepmd_muon{number}", connection)
+        self._end = time.monotonic() + patience
+        prefix = "deepmd_muon"
+        if place.agent:
+            # The store also outlives the processes that torchrun starts again after a failure.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            prefix += f"/{attempt}/{next(_run_numbers)}"
+        self.store: Store = PrefixStore(prefix, _connect(place, patience))
         self.store.set_timeout(datetime.timedelta(seconds=ANSWER))
-        token = secrets.token_hex(8)
-        if (
-            self._ask(lambda: self.store.compare_set(f"claim{place.rank}", "", token))
-            != token.encode()
-        ):
-            raise TrainingError(
-                f"another process is rank {place.rank} at {place.meeting} already: "
-                "give each run a MASTER_PORT of its own"
-            )
-        size = self._ask(lambda: self.store.compare_set("size", "", str(place.size))).decode()
-        if size != str(place.size):
-            raise TrainingError(
-                f"rank {place.rank} is one of {place.size} processes, those that it meets at {place.meeting} "
-                f"are {size}: give each run a MASTER_PORT of its own"
-            )
 
     def report(self, problem: str = "") -> dict[int, str]:
-        """Say whether this rank can begin, and wait until all have come or one has a problem.
+        """Share this rank's problem, and wait until all have come or one has a problem.
 
-        Return the problems of the ranks that have one; without an entry, all can begin. A rank that does not come in
-        time is a TrainingError.
+        Returns
+        -------
+        dict
+            The problem of each rank that has one; empty when all can begin.
+
+        Raises
+        ------
+        TrainingError
+            When a rank does not come in time, or another process has this rank already.
         """
-        size = self._place.size
-        self._ask(lambda: self.store.set(f"report{self._place.rank}", problem))
-        if self._ask(lambda: self.store.add("reports", 1)) == size or problem:
-            self._ask(lambda: self.store.set("complete", ""))
-        complete = self._wait(["complete"], min(self._end, time.monotonic() + _SILENCE))
-        if not complete and time.monotonic() < self._end:
-            self._log_missing()
-            complete = self._wait(["complete"], self._end)
-        if not complete:
-            missing = ", ".join(map(str, self._missing()))
-            raise TrainingError(
-                f"rank {missing} has not come to {self._place.meeting} within "
-                f"{self._patience:g} s; see its output, and that all of the {size} processes start"
-            )
-        return {rank: text for rank in range(size) if (text := self.problem_of(rank))}
+        place = self._place
+        token = secrets.token_hex(8)
+        with self._keeper_named():
+            claim = self.store.compare_set(f"claim{place.rank}", "", token)
+            if claim.decode() != token:
+                raise TrainingError(
+                    f"another process is rank {place.rank} at {place.meeting} already: "
+                    "give each run a MASTER_PORT of its own"
+                )
+            self.store.set(f"report{place.rank}", problem)
+            if self.store.add("reports", 1) == place.size or problem:
+                self.store.set("complete", "")
+            if not self._wait("complete", min(self._end, time.monotonic() + _SILENCE)):
+                self._log_missing()
+            if not self._wait("complete", self._end):
+                missing = ", ".join(map(str, self._missing()))
+                raise TrainingError(
+                    f"rank {missing} has not come to {place.meeting} within {self._patience:g} s; "
+                    f"see its output, and that all of the {place.size} processes start"
+                )
+            problems = {rank: self.problem_of(rank) for rank in range(place.size)}
+        return {rank: text for rank, text in problems.items() if text}
+
+    def problem_of(self, rank: int, seconds: float = 0.0) -> str:
+        """Return the problem of a rank; empty if it has none or does not report in time."""
+        key = f"report{rank}"
+        if not self._wait(key, time.monotonic() + seconds):
+            return ""
+        return str(self.store.get(key).decode())
+
+    def leave(self, seconds: float) -> None:
+        """Say that this rank has read the store; its keeper waits until the others have said so."""
+        with contextlib.suppress(RuntimeError):  # the keeper may have ended without waiting
+            self.store.set(f"left{self._place.rank}", "")
+            end = time.monotonic() + seconds
+            for rank in range(self._place.size if self._place.hosts else 0):
+                self._wait(f"left{rank}", end)
+
+    def _wait(self, key: str, end: float) -> bool:
+        """Return whether a key is there before a moment. torch's own wait does not hear Ctrl-C."""
+        pause = 0.01
+        while not (exists := self.store.check([key])) and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+        return bool(exists)
 
     def _missing(self) -> list[int]:
         """Return the ranks that have not reported."""
-        return [rank for rank in range(self._place.size) if not self._wait([f"report{rank}"])]
+        return [rank for rank in range(self._place.size) if not self.store.check([f"report{rank}"])]
 
     def _log_missing(self) -> None:
-        """Log the ranks that have not come; the lowest one that has come does so for all."""
+        """Log which ranks have not come. The lowest rank that has come does so for all."""
         missing = self._missing()
-        if missing and missing[: self._place.rank] == list(range(self._place.rank)):
-            listed = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
+        lowest_present = min(set(range(self._place.size)) - set(missing))
+        if missing and self._place.rank == lowest_present:
             log.warning(
                 "rank %d waits for rank %s at %s, up to %.0f s longer",
                 self._place.rank,
-                listed,
+                ", ".join(map(str, missing)),
                 self._place.meeting,
                 self._end - time.monotonic(),
             )
 
-    def leave(self, seconds: float) -> None:
-        """Ask the store nothing more after a problem; where this process keeps it, wait until the others have left."""
-        if self._place.hosts:
-            self._wait(
-                [f"heard{rank}" for rank in range(1, self._place.size)], time.monotonic() + seconds
-            )
-        else:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the process with the store has ended and does not wait
-                self.store.set(f"heard{self._place.rank}", "")
-
-    def problem_of(self, rank: int, seconds: float = 0.0) -> str:
-        """Return the problem of a rank once it has reported; nothing when it has none or does not report in time."""
-        report = f"report{rank}"
-        there = self._wait([report], time.monotonic() + seconds)
-        return str(self._ask(lambda: self.store.get(report)).decode()) if there else ""
-
-    def _wait(self, keys: list[str], end: float = 0.0) -> bool:
-        """Return whether keys are there before a moment; torch's own wait does not hear Ctrl-C."""
-        pause = 0.01
-        while not (there := self._ask(lambda: self.store.check(keys))) and time.monotonic() < end:
-            time.sleep(pause)
-            pause = min(2 * pause, 0.5)
-        return there
-
-    def _ask(self, question: Callable[[], T]) -> T:
+    @contextlib.contextmanager
+    def _keeper_named(self) -> Iterator[None]:
+        """Name the process that keeps the store in errors of the store."""
         try:
-            return question()
-        except RuntimeError as error:
+            yield
+        except dist.DistError as error:
             raise TrainingError(
-                f"rank {self._place.rank} has lost {_keeper(self._place)}, which keeps {self._place.meeting}; "
-                "see its output"
+                f"rank {self._place.rank} has lost {_keeper(self._place)}, which keeps "
+                f"{self._place.meeting}; see its output"
             ) from error
 
 
@@ -151,107 +153,65 @@ def _keeper(place: Place) -> str:
     return "torchrun" if place.agent else "rank 0"
 
 
-def _listen(place: Place) -> Store:
-    """Make the store that this process keeps."""
-    _require_known(place)
+def _connect(place: Place, patience: float) -> Store:
+    """Make the store if this process keeps it; otherwise reach it as soon as it is there."""
+    _await_address(place, patience)
     try:
-        return _store(place)
-    except TimeoutError as error:
-        raise TrainingError(
-            f"rank 0 does not reach itself at {place.meeting} within {ANSWER:g} s: MASTER_ADDR must name its machine"
-        ) from error
+        return dist.TCPStore(  # type: ignore[attr-defined]  # not in the stubs
+            place.host,
+            place.port,
+            is_master=place.hosts,
+            timeout=datetime.timedelta(seconds=ANSWER / 4),  # torch tries twice
+            wait_for_workers=False,
+            multi_tenant=not place.agent,
+        )
     except (RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        if "EADDRINUSE" in reason:
-            reason = "another program or run uses this port; choose another MASTER_PORT"
-        raise TrainingError(f"rank 0 cannot listen at {place.meeting}: {reason}") from error
-
-
-def _require_known(place: Place) -> None:
-    """Refuse a host without an address; torch would try for longer than its thread may live, and abort the process.
-
-    In a cluster, the name of a machine may become known a few seconds after its start.
-    """
-    end = time.monotonic() + _SILENCE
-    while True:
-        try:
-            socket.getaddrinfo(place.host, place.port)
-            return
-        except OSError as error:
-            if time.monotonic() > end:
-                raise TrainingError(
-                    f"rank 0 cannot listen at {place.meeting}: {error.strerror or error}; MASTER_ADDR must name its "
-                    "machine"
-                ) from error
-        time.sleep(0.5)
-
-
-def _connect(place: Place, patience: float) -> Store:
-    """Reach the store as soon as it is there."""
-    begin, logged, pause = time.monotonic(), False, 0.01
-    while (refusal := _refusal(place)) is not None:
-        waited = time.monotonic() - begin
-        if waited > (min(patience, ANSWER) if place.agent else patience):
-            raise TrainingError(
-                f"rank {place.rank} has not found {_keeper(place)} at {place.meeting} within {waited:.0f} s: {refusal}"
-            )
-        if not logged and waited > _SILENCE:
-            logged = True
-            log.warning("rank %d waits for rank 0 at %s: %s", place.rank, place.meeting, refusal)
-        time.sleep(pause)
-        pause = min(2 * pause, 0.5)
-    try:
-        return _store(place)
-    except (TimeoutError, RuntimeError) as error:
         raise TrainingError(
-            f"rank {place.rank} finds something else than rank 0 at {place.meeting}: another program uses this port, "
-            "or rank 0 is stopped; choose another MASTER_PORT"
+            f"rank {place.rank} cannot meet the others at {place.meeting}: another program or run "
+            f"uses this port; choose another MASTER_PORT ({reason})"
         ) from error
 
 
-def _refusal(place: Place) -> str | None:
-    """Return the reason why the store's address cannot be reached; None if a process listens there."""
-    try:
-        socket.create_connection((place.host, place.port), timeout=min(ANSWER, _SILENCE)).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
+def _await_address(place: Place, patience: float) -> None:
+    """Wait until a process listens at the address, or on rank 0 until its host is known.
 
-
-def _store(place: Place) -> Store:
-    """Return torch's store, of which this process is the keeper or a client.
-
-    Where another program listens there, torch waits for its answer without end: TimeoutError, and its thread is left.
-    All other failures end within the time that the thread has: torch tries twice. A thread that comes back while the
-    interpreter ends would abort the process.
+    torch would wait without a word for the first, and log a page about an unknown host. In a
+    cluster, the name of a machine may become known a few seconds after its start.
     """
-    made: concurrent.futures.Future[Store] = concurrent.futures.Future()
-
-    def attempt() -> None:
+    address = (place.host, place.port)
+    if place.hosts:
+        patience = _SILENCE
+    begin = time.monotonic()
+    logged = False
+    pause = 0.01
+    while True:
         try:
-            made.set_result(
-                dist.TCPStore(  # type: ignore[attr-defined]  # not in the stubs
-                    *(place.host, place.port, None, place.hosts),
-                    timeout=datetime.timedelta(seconds=ANSWER / 4),
-                    wait_for_workers=False,
-                    multi_tenant=not place.agent,
-                )
+            if place.hosts:
+                socket.getaddrinfo(*address)
+            else:
+                socket.create_connection(address, timeout=_SILENCE).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        waited = time.monotonic() - begin
+        if waited > patience:
+            raise TrainingError(
+                f"rank {place.rank} does not reach {place.meeting} within {waited:.0f} s: "
+                f"{reason}; MASTER_ADDR must name the machine of {_keeper(place)}"
             )
-        except BaseException as error:
-            made.set_exception(error)
-
-    threading.Thread(target=attempt, name="deepmd_muon-meeting", daemon=True).start()
-    try:
-        return made.result(ANSWER)
-    except concurrent.futures.TimeoutError as error:  # a class of its own before Python 3.11
-        raise TimeoutError(f"no answer within {ANSWER:g} s") from error
+        if waited > _SILENCE and not logged:
+            logged = True
+            log.warning("rank %d waits for rank 0 at %s: %s", place.rank, place.meeting, reason)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
 
 
 def describe(problems: dict[int, str]) -> str:
-    """Describe, for a rank that could begin, the problems of the others; each problem appears once."""
-    ranks: dict[str, list[str]] = {}
+    """Describe the problems of ranks that cannot begin; each problem appears once."""
+    ranks_with: dict[str, list[str]] = {}
     for rank, problem in sorted(problems.items()):
-        ranks.setdefault(problem, []).append(str(rank))
+        ranks_with.setdefault(problem, []).append(str(rank))
     return "; ".join(
-        f"rank {', '.join(names)} cannot begin: {problem}" for problem, names in ranks.items()
+        f"rank {', '.join(ranks)} cannot begin: {problem}" for problem, ranks in ranks_with.items()
     )

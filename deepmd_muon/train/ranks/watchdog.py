@@ -1,13 +1,14 @@
-"""Share every rank's activity with the others, so that the error that ends a run names missing ranks and the reason.
+"""Name a missing rank, its machine and its activity; end a run that waits for it in vain.
 
-torch's timeouts end an exchange (gloo) or the process (NCCL), but do not tell which rank is missing, where it runs and
-what it was doing; they know nothing of a rank whose launcher has died, nor of work before the first exchange. So each
-rank keeps a note in the store through which the processes have found each other, renewed by a thread. A rank whose note
-is no longer renewed is dead or stopped; one whose note is renewed but does not move on is stuck in the activity of the
-note. No collective is involved, so that it works when collectives do not.
+torch's timeouts end an exchange (gloo) or the process (NCCL), but do not say who is missing. So a
+thread of every rank writes a note into the store, at which the ranks have met, once a second: a
+count of beats, the rank's activity, and the error that has ended it. If the beats stop, the rank is
+dead or stopped. If they go on and the activity does not, it is stuck there. Notes need no
+collective.
 
-Rank 0 keeps the store, or torchrun. While that process is stopped, requests get neither an answer nor an error. So one
-thread alone asks the store; a second one, and the run itself, only look at what it has found.
+Rank 0, or torchrun, keeps the store. If that process is stopped, requests to the store get neither
+an answer nor an error. So one thread talks to the store; another one, and the run, look at what it
+has read.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import json
 import logging
 import os
 import re
-import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -33,15 +34,15 @@ log = logging.getLogger(__name__)
 
 STEPPING = "in its step"
 WAITING = "waiting for the others"
-_IN_VAIN = "waiting for the others in vain"
-_FINISHED = "leaving the finished run"
+_GIVEN_UP = "waiting for the others in vain"
 # Work of rank 0 before the first step, such as counting neighbours, may take this long [s].
 _LONGEST_WORK = 6 * 3600.0
-#: A rank that waits longer logs the reason, and that another one gives no sign of life for longer [s].
+#: A rank that waits longer logs whom it waits for [s].
 SILENCE = 10.0
-#: Between two ways to end a run that waits in vain [s], so that the first can look for the missing rank and name it. On
-#: CPUs an exchange raises an error after the limit, and the thread ends what still hangs later. On GPUs the thread acts
-#: after the limit, and NCCL, which ends the process without a message, later.
+#: Seconds between two ways to end a run that waits in vain, so that the first can name the missing
+#: rank. On CPUs an exchange raises an error after the limit, and the thread ends what hangs longer.
+#: On GPUs the thread acts after the limit, and NCCL, which ends the process without a message,
+#: later.
 GRACE = 15.0
 
 
@@ -49,11 +50,40 @@ class LostRankError(RuntimeError):
     """Another rank has given no sign of life for too long, or has given up."""
 
 
+class _Activity(NamedTuple):
+    doing: str
+    step: int  # counts from 1; 0 before the first
+    since: float  # time.monotonic()
+
+
+class _Phase(NamedTuple):
+    """What the main thread does that another rank may prevent.
+
+    It waits for others in an exchange, or at a barrier, or works for all (`guarding`).
+    """
+
+    kind: Literal["waiting", "guarding", "barrier"]
+    since: float  # time.monotonic()
+
+
 @dataclasses.dataclass(frozen=True)
 class _Note:
-    """The note of one rank: a count that grows while it lives, its place, its activity and how long that takes [s].
+    """The note of one rank.
 
-    `met` counts the meetings that it has come to; on rank 0, those that all have come to.
+    Attributes
+    ----------
+    beat
+        Grows while the rank lives.
+    where
+        Its process and machine.
+    doing, step, seconds
+        Its activity, the step, and how long this takes by now [s].
+    written
+        `time.time()`.
+    barrier
+        Number of the last barrier that the rank has reached; on rank 0, that all have reached.
+    error
+        The error that has ended the rank; empty while it runs.
     """
 
     beat: int
@@ -62,15 +92,20 @@ class _Note:
     step: int
     seconds: float
     written: float
-    met: int = 0
-    ended: str = ""
+    barrier: int
+    error: str
 
-    def at(self) -> str:
+    @property
+    def ended(self) -> bool:
+        return bool(self.error) or self.doing == _GIVEN_UP
+
+    @property
+    def activity(self) -> str:
         return f"{self.doing} (step {self.step})" if self.step else self.doing
 
 
 class Watch:
-    """The notes of one rank and its view of the others'.
+    """The note of this rank and its view of the others'.
 
     Parameters
     ----------
@@ -81,17 +116,11 @@ class Watch:
     limit
         How long this rank waits for the others [s].
     give_up
-        Called from a thread, with the reason, when this rank has waited longer, another has stopped with an error
-        while it waits, the work that it does for all (`guarding`) is in vain, or it has not ended although its
-        launcher has died.
+        Called from a thread, with the reason, when this rank has waited longer, when another rank
+        has stopped with an error while it waits, and when its work for all (`guarding`) is in vain.
     errors_come
-        Whether waiting too long ends with an error by itself (gloo), so that `give_up` is the last resort.
-    launcher
-        The process that started this one, in words. When it dies, this rank gets SIGTERM, at which a run finishes
-        its step, saves and ends. Empty for a process that may outlive its parent.
-    agent
-        Whether the launcher keeps the store, so that a silent store counts as its death: a script between the two
-        may outlive it.
+        Whether waiting too long ends with an error anyway (gloo), so that `give_up` is the last
+        resort.
     """
 
     def __init__(
@@ -100,355 +129,293 @@ class Watch:
         rank: int,
         size: int,
         limit: float,
-        give_up: Callable[[str], None] | None = None,
+        give_up: Callable[[str], None],
         *,
-        errors_come: bool = False,
-        launcher: str = "",
-        agent: bool = False,
+        errors_come: bool,
     ) -> None:
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # not in the stubs
-        self._reach = min(5.0, limit)
-        self._store.set_timeout(datetime.timedelta(seconds=self._reach))
-        self._rank, self._limit, self._give_up = rank, limit, give_up
-        self._errors_come, self._launcher, self._agent = errors_come, launcher, agent
+        self._patience_with_store = min(5.0, limit)
+        self._store.set_timeout(datetime.timedelta(seconds=self._patience_with_store))
+        self._rank = rank
+        self._limit = limit
+        self._give_up = give_up
+        self._errors_come = errors_come
         self._others = [other for other in range(size) if other != rank]
-        self._watched = (
-            self._others if rank == 0 else [0]
-        )  # a rank that asked for all would load the store
-        self._seen: dict[
-            int, tuple[_Note, float]
-        ] = {}  # the last note of a rank, and when it was new
-        self._answered, self._failed = (
-            time.monotonic(),
-            0.0,
-        )  # when the last request began that was answered, or not
-        self._someone_stopped = False
+        # Rank 0 watches all others, and they watch rank 0: reading all notes everywhere would load
+        # the store.
+        self._watched = self._others if rank == 0 else [0]
         self._interval = min(1.0, limit / 8)
+        # This rank's note.
         self._where = f"process {os.getpid()} on {socket.gethostname()}"
-        self._state = ("starting", 0, time.monotonic())
-        self._beat = self._met = 0
-        self._ended = ""
-        self._waiting: float | None = None
-        self._meeting: float | None = None
-        # The wait whose reason has been logged, by its beginning, and the ranks logged as silent.
-        self._logged_wait: float | None = None
-        self._logged_silent: set[int] = set()
-        self._guarding: float | None = None
-        self._parent = os.getppid()
-        self._orphaned: float | None = None
-        self._end, self._wake = threading.Event(), threading.Event()
+        self._activity = _Activity("starting", 0, time.monotonic())
+        self._beat = 0
+        self._barrier = 0
+        self._error = ""
+        # Written by the thread that talks to the store.
+        self._notes: dict[int, _Note] = {}
+        self._heard: dict[int, float] = {}  # when a rank's beat has changed
+        self._answered = time.monotonic()  # when the last request began that was answered
+        self._any_ended = False
+        self._phase: _Phase | None = None  # of the main thread
+        self._logged_phase: _Phase | None = None
+        self._closed = threading.Event()
+        self._wake = threading.Event()
         self._wake.set()
         self._threads = [
-            threading.Thread(
-                target=self._repeat, args=(work,), name="deepmd_muon-watch", daemon=True
-            )
-            for work in (self._exchange, self._judge)
+            threading.Thread(target=work, name="deepmd_muon-watch", daemon=True)
+            for work in (self._exchange_notes, self._judge)
         ]
         for thread in self._threads:
             thread.start()
 
     def doing(self, what: str, step: int = 0) -> None:
         """Note the present activity of this rank; `step` counts from 1."""
-        self._state = (what, step, time.monotonic())
+        self._activity = _Activity(what, step, time.monotonic())
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Mark a `with` block, possibly nested, in which this rank waits for the others."""
+        return self._mark("waiting")
+
+    def guarding(self) -> contextlib.AbstractContextManager[None]:
+        """Mark a `with` block of long work of rank 0; it is given up when a rank is lost."""
+        return self._mark("guarding")
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Mark a `with` block, also within another one, in which this rank can only wait for the others."""
-        before = self._waiting
-        self._waiting = time.monotonic() if before is None else before
+    def _mark(self, kind: Literal["waiting", "guarding", "barrier"]) -> Iterator[None]:
+        """Begin a phase of the main thread, unless it is in one."""
+        outer = self._phase
+        self._phase = outer or _Phase(kind, time.monotonic())
         try:
             yield
         finally:
-            self._waiting = before
+            self._phase = outer
 
-    @contextlib.contextmanager
-    def guarding(self) -> Iterator[None]:
-        """Let the thread of rank 0 give up when another rank ends or falls silent in a `with` block of long work."""
-        self._guarding = time.monotonic()
-        try:
-            yield
-        finally:
-            self._guarding = None
-
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks have arrived, as long as the missing ones give signs of life.
 
-        Rank 0 watches all others, they watch rank 0 alone. A rank that has ended, or was silent for the limit, is lost.
+        Raises
+        ------
+        LostRankError
+            When a watched rank has ended, or was silent for the limit.
         """
-        self._meeting = time.monotonic()
-        try:
-            self._meet(self._met + 1, self._meeting)
-        finally:
-            self._meeting = None
-
-    def _meet(self, number: int, begin: float) -> None:
-        """Wait since `begin` until all ranks have arrived at this meeting."""
+        begin = time.monotonic()
+        number = self._barrier + 1
         if self._rank:
-            self._met = number
+            self._barrier = number
         pause = 0.005
-        while missing := [
-            rank
-            for rank in self._watched
-            if (note := self._note_of(rank)) is None or note.met < number
-        ]:
-            for rank in missing:
-                if (note := self._note_of(rank)) is not None and (
-                    note.ended or note.doing == _IN_VAIN
-                ):
-                    raise LostRankError(f"rank {rank} has ended")
-            waited = time.monotonic() - begin
-            if self._silent(missing, begin) or waited > _LONGEST_WORK:
-                raise LostRankError(f"after {waited:.0f} s of waiting")
-            self._wake.set()
-            time.sleep(pause)
-            pause = min(2 * pause, self._interval)
-        self._met = number
-        if self._rank == 0:
-            self._refresh()  # the others wait for it
+        with self._mark("barrier"):
+            while not all(
+                rank in self._notes and self._notes[rank].barrier >= number
+                for rank in self._watched
+            ):
+                self._raise_if_lost(begin)
+                self._wake.set()
+                time.sleep(pause)
+                pause = min(2 * pause, self._interval)
+            self._barrier = number
+            if self._rank == 0:
+                self._refresh()  # the others wait for rank 0's note
 
     def stopped(self, error: BaseException) -> None:
-        """Tell the others that this rank ends with an error."""
-        self._ended = f"{type(error).__name__}: {error}"
+        """Share the error that ends this rank."""
+        self._error = f"{type(error).__name__}: {error}"
         self._refresh()
-        self._let_them_read()
-        self._end.set()
-
-    def finish(self) -> None:
-        """Tell the others that this rank has finished the run, and end the threads."""
-        self.doing(_FINISHED)
-        self._refresh()
-        self.close()
+        self._linger()
 
     def close(self) -> None:
         """End the threads."""
-        self._end.set()
+        self._closed.set()
         self._wake.set()
         for thread in self._threads:
-            thread.join(self._reach)
+            if thread is not threading.current_thread():
+                thread.join(self._patience_with_store)
 
     def verdict(self) -> str:
         """Describe which ranks are missing, according to their notes; takes a few intervals."""
-        step = self._state[1]
+        step = self._activity.step
         opening = f"rank {self._rank} has lost the others" + (f" at step {step}" if step else "")
-        self.doing(_IN_VAIN, step)
+        self.doing(_GIVEN_UP, step)
         self._watched = self._others
-        try:
-            there = self._refresh()
-            before = {rank: self._note_of(rank) for rank in self._others}
-            if there:
-                time.sleep(2.5 * self._interval)
-            if not there or not self._refresh():
-                return f"{opening}: {self._last_seen()}"
-        finally:
-            self._let_them_read()
-        lines = [self._say(rank, before[rank], self._note_of(rank)) for rank in self._others]
-        blamed = [line for line, to_blame in lines if to_blame]
-        return f"{opening}: " + "; ".join(blamed or [line for line, _ in lines])
+        answered = self._refresh()
+        before = dict(self._notes)
+        if answered:
+            time.sleep(2.5 * self._interval)
+            answered = self._refresh()
+        self._linger()
+        if not answered:
+            return f"{opening}: {self._describe_lost_store()}"
+        descriptions = []
+        for rank in self._others:
+            note = self._notes.get(rank)
+            if note is None or rank not in before:
+                descriptions.append(_Description(f"rank {rank} has never reported", True))
+            else:
+                alive = note.beat != before[rank].beat
+                descriptions.append(_describe(rank, note, alive=alive))
+        blamed = [text for text, to_blame in descriptions if to_blame]
+        return f"{opening}: " + "; ".join(blamed or [text for text, _ in descriptions])
 
-    def _last_seen(self) -> str:
-        """Describe the last known notes when the store, which rank 0 keeps, no longer answers."""
-        notes = {rank: note for rank in self._others if (note := self._note_of(rank)) is not None}
-        ended = [_ended(rank, note) for rank, note in notes.items() if note.ended]
-        if ended:
-            return "; ".join(ended)
-        name, last = (
-            (f"rank 0 ({notes[0].where})", f", last seen {notes[0].at()}")
-            if 0 in notes
-            else ("rank 0", "")
-        )
-        return f"{name}, through which they reach each other, is dead or stopped{last}"
-
-    def _say(self, rank: int, before: _Note | None, after: _Note | None) -> tuple[str, bool]:
-        """Describe another rank, and return whether it is to blame."""
-        if before is None or after is None:
-            return f"rank {rank} has never reported", True
-        return _describe(rank, after, alive=after.beat != before.beat)
-
-    def _log_wait(self, begin: float) -> None:
-        """Log for which ranks rank 0, which sees all others, waits since `begin`."""
-        waited = time.monotonic() - begin
-        if self._rank or waited < SILENCE or begin == self._logged_wait:
-            return
-        self._logged_wait = begin
-        lines = [
-            _describe(rank, note, alive=True)
-            for rank in self._others
-            if (note := self._note_of(rank)) is not None and rank not in self._logged_silent
+    def _describe_lost_store(self) -> str:
+        """Describe the last known notes if the store does not answer."""
+        failed = [
+            _describe(rank, note, alive=False).text
+            for rank, note in self._notes.items()
+            if note.error
         ]
-        blamed = "; ".join(line for line, to_blame in lines if to_blame)
-        if blamed or not self._logged_silent:
-            log.info("waiting for %.0f s: %s", waited, blamed or "the others are in the same step")
+        if failed:
+            return "; ".join(failed)
+        note = self._notes.get(0)
+        where = f" ({note.where})" if note else ""
+        last_seen = f", last seen {note.activity}" if note else ""
+        return f"rank 0{where}, through which they reach each other, is dead or stopped{last_seen}"
 
-    def _log_silence(self) -> None:
-        """Log once which ranks give no sign of life: rank 0 does for all others, rank 1 for rank 0."""
-        if self._rank > 1 or not self._silent_ranks() - self._logged_silent:
-            return
-        self._refresh()  # this process itself may have been stopped, and not have asked
-        silent = self._silent_ranks()
-        for rank in sorted(silent - self._logged_silent):
-            note = self._note_of(rank)
-            assert note is not None
-            log.warning("%s", _describe(rank, note, alive=False)[0])
-        for rank in sorted(self._logged_silent - silent):
-            log.warning("rank %d gives signs of life again", rank)
-        self._logged_silent = silent
-
-    def _silent_ranks(self) -> set[int]:
-        """Return the watched ranks whose note has not been renewed for long although they have not ended."""
-        now = time.monotonic()
-        return {
-            rank
-            for rank in self._watched
-            if rank in self._seen
-            and now - self._seen[rank][1] > SILENCE
-            and not self._seen[rank][0].ended
-            and self._seen[rank][0].doing not in (_IN_VAIN, _FINISHED)
-        }
-
-    def _let_them_read(self) -> None:
-        """Give the others time to read rank 0's note before the store ends with it, unless all have ended."""
+    def _linger(self) -> None:
+        """Give the others time to read rank 0's note before the store ends with it."""
         end = time.monotonic() + 2.5 * self._interval
         while self._rank == 0 and time.monotonic() < end:
-            if all(map(self._has_ended, self._others)):
+            if all(rank in self._notes and self._notes[rank].error for rank in self._others):
                 return
             self._wake.set()
             time.sleep(self._interval / 10)
 
-    def _note_of(self, rank: int) -> _Note | None:
-        return self._seen[rank][0] if rank in self._seen else None
+    def _raise_if_lost(self, since: float) -> None:
+        """Raise LostRankError if a watched rank has ended, or is silent for the limit."""
+        for rank in self._watched:
+            if rank in self._notes and self._notes[rank].ended:
+                raise LostRankError(f"rank {rank} has ended")
+        waited = time.monotonic() - since
+        # If this process itself has been stopped, it has to read the notes before it judges.
+        silent = self._any_silent(since) and (not self._refresh() or self._any_silent(since))
+        if silent or waited > _LONGEST_WORK:
+            raise LostRankError(f"after {waited:.0f} s of waiting")
 
-    def _has_ended(self, rank: int) -> bool:
-        note = self._note_of(rank)
-        return note is not None and bool(note.ended)
+    def _any_silent(self, since: float) -> bool:
+        """Return whether a watched rank is silent for the limit, which begins at `since`."""
+        now = time.monotonic()
+        return any(
+            now - max(since, self._heard.get(rank, since)) > self._limit for rank in self._watched
+        )
 
-    def _silent(self, ranks: Sequence[int], since: float) -> bool:
-        """Return whether one of some ranks has been silent for the limit, which begins at `since`."""
+    # ----- the thread that talks to the store -----------------------------------------------------
 
-        def silent() -> bool:
-            heard = min(
-                max(since, self._seen[rank][1] if rank in self._seen else since) for rank in ranks
-            )
-            return time.monotonic() - heard > self._limit
+    def _exchange_notes(self) -> None:
+        """Write this rank's note and read those of the ranks that it watches, at every interval."""
+        while not self._closed.is_set():
+            self._wake.wait(self._interval)
+            self._wake.clear()
+            with contextlib.suppress(RuntimeError):  # the store has ended with its process
+                self._exchange()
 
-        # This process itself may have been stopped, and not have asked.
-        return silent() and (not self._refresh() or silent())
+    def _exchange(self) -> None:
+        begin = time.monotonic()
+        activity = self._activity
+        self._beat += 1
+        note = _Note(
+            beat=self._beat,
+            where=self._where,
+            doing=activity.doing,
+            step=activity.step,
+            seconds=begin - activity.since,
+            written=time.time(),
+            barrier=self._barrier,
+            error=self._error,
+        )
+        self._store.set(f"note{self._rank}", json.dumps(dataclasses.asdict(note)))
+        if note.error:
+            self._store.set("ended", "")
+        self._any_ended = self._store.check(["ended"])
+        for rank in self._watched:
+            if not self._store.check([f"note{rank}"]):
+                continue
+            other = _Note(**json.loads(self._store.get(f"note{rank}")))
+            known = self._notes.get(rank)
+            if known is None or known.beat != other.beat:
+                self._notes[rank] = other
+                self._heard[rank] = time.monotonic()
+        self._answered = begin
 
     def _refresh(self) -> bool:
-        """Let the thread ask the store anew, and return whether it has answered in time."""
+        """Let the thread exchange notes now, and return whether the store has answered in time."""
         begin = time.monotonic()
-        if self._end.is_set():  # the last exchange of a run comes after `close`
-            self._exchange()
-        while max(self._answered, self._failed) < begin and time.monotonic() < begin + self._reach:
+        while self._answered < begin and time.monotonic() < begin + self._patience_with_store:
             self._wake.set()
             time.sleep(0.005)
         return self._answered >= begin
 
-    def _repeat(self, work: Callable[[], None]) -> None:
-        """Call a function repeatedly; its errors are logged once and never fatal."""
-        logged: set[str] = set()
-        while not self._end.is_set():
-            try:
-                work()
-            except Exception as error:  # noqa: PERF203 (others would take a healthy rank without it for dead)
-                if repr(error) not in logged:
-                    logged.add(repr(error))
-                    log.warning(
-                        "the watch of rank %d continues after an error:", self._rank, exc_info=True
-                    )
-
-    def _exchange(self) -> None:
-        """Renew this rank's note when it is time to, and read those of the ranks that it watches."""
-        self._wake.wait(self._interval)
-        self._wake.clear()
-        begin = time.monotonic()
-        what, step, since = self._state
-        self._beat += 1
-        note = _Note(
-            self._beat, self._where, what, step, begin - since, time.time(), self._met, self._ended
-        )
-        try:
-            self._store.set(f"note{self._rank}", json.dumps(dataclasses.asdict(note)))
-            if note.ended:
-                self._store.set("stopped", "")
-            self._someone_stopped = self._store.check(["stopped"])
-            for rank in [rank for rank in self._watched if self._store.check([f"note{rank}"])]:
-                found = _Note(**json.loads(self._store.get(f"note{rank}")))
-                if rank not in self._seen or self._seen[rank][0].beat != found.beat:
-                    self._seen[rank] = found, time.monotonic()
-            self._answered = begin
-        except RuntimeError:  # the store has ended with the process that kept it
-            self._failed = begin
+    # ----- the thread that judges -----------------------------------------------------------------
 
     def _judge(self) -> None:
-        """Give up when it is time to; end this rank when its launcher has died."""
-        self._end.wait(min(0.5, self._interval))
-        waiting, guarding = self._waiting, self._guarding
-        self._log_silence()
-        idle = self._meeting if waiting is None else waiting
-        if idle is not None:
-            self._log_wait(idle)
-        if self._give_up is None:
+        """Log long waits, and give up when another rank is lost."""
+        while not self._closed.wait(min(0.5, self._interval)):
+            phase = self._phase
+            if phase is None:
+                continue
+            seconds = time.monotonic() - phase.since
+            if phase.kind != "guarding" and seconds > SILENCE and phase is not self._logged_phase:
+                self._log_wait(phase, seconds)
+            if self._is_in_vain(phase, seconds):
+                self._give_up(self.verdict())
+                return
+
+    def _is_in_vain(self, phase: _Phase, seconds: float) -> bool:
+        """Return whether this thread has to end the phase of the main thread."""
+        if phase.kind == "waiting":
+            if self._errors_come:
+                return seconds > self._limit + GRACE
+            return seconds > self._limit or self._any_ended
+        if phase.kind == "guarding":
+            try:
+                self._raise_if_lost(phase.since)
+            except LostRankError:
+                return True
+        return False
+
+    def _log_wait(self, phase: _Phase, seconds: float) -> None:
+        """Log once whom this rank waits for; rank 1 does so only if rank 0 is silent."""
+        now = time.monotonic()
+        silent = {rank for rank in self._watched if now - self._heard.get(rank, now) > SILENCE / 2}
+        if self._rank > 1 or (self._rank == 1 and not silent):
             return
-        lost = guarding is not None and (
-            any(map(self._has_ended, self._others)) or self._silent(self._others, guarding)
+        self._logged_phase = phase
+        descriptions = [
+            _describe(rank, note, alive=rank not in silent) for rank, note in self._notes.items()
+        ]
+        blamed = "; ".join(text for text, to_blame in descriptions if to_blame)
+        log.log(
+            logging.WARNING if silent else logging.INFO,
+            "waiting for %.0f s: %s",
+            seconds,
+            blamed or "the others are in the same step",
         )
-        if waiting is not None:
-            patience = self._limit + (GRACE if self._errors_come else 0.0)
-            lost |= time.monotonic() - waiting > patience or (
-                not self._errors_come and self._someone_stopped
-            )
-        if lost:
-            self._give_up(self.verdict())
-            self._end.set()
-        elif self._launcher:
-            self._look_at_launcher(self._give_up)
-
-    def _look_at_launcher(self, give_up: Callable[[str], None]) -> None:
-        """Send SIGTERM when the launcher has died, so that this rank does not keep running in the background."""
-        reason = f"{self._launcher}, which started rank {self._rank}, has died"
-        if self._orphaned is None:
-            silent = (
-                self._agent
-                and time.monotonic() - self._answered > self._limit
-                and not self._refresh()
-            )
-            if silent or os.getppid() != self._parent:
-                self._orphaned = time.monotonic()
-                log.error("%s: ending this rank", reason)
-                os.kill(os.getpid(), signal.SIGTERM)
-        elif time.monotonic() - self._orphaned > self._limit:
-            give_up(
-                f"{reason}, and rank {self._rank} has not ended within {self._limit:g} s of SIGTERM"
-            )
 
 
-def _describe(rank: int, note: _Note, *, alive: bool) -> tuple[str, bool]:
-    """Describe a rank by its last note, and return whether the others wait because of it."""
-    if note.ended:
-        return _ended(rank, note), True
+class _Description(NamedTuple):
+    text: str
+    to_blame: bool  # whether the others wait because of this rank
+
+
+def _describe(rank: int, note: _Note, *, alive: bool) -> _Description:
+    """Describe a rank by its last note; `alive` is whether its beats go on."""
     name = f"rank {rank} ({note.where})"
-    if note.doing == _IN_VAIN:
-        return f"{name} has given up", False
+    if note.error:
+        return _Description(f"{name} stopped with {note.error}", True)
+    if note.doing == _GIVEN_UP:
+        return _Description(f"{name} has given up", False)
     if not alive:
-        silent = max(0.0, time.time() - note.written)
-        return (
-            f"{name} is dead or stopped: no sign of life for {silent:.0f} s, last seen {note.at()}",
-            True,
-        )
+        seconds = max(0.0, time.time() - note.written)
+        text = f"no sign of life for {seconds:.0f} s, last seen {note.activity}"
+        return _Description(f"{name} is dead or stopped: {text}", True)
     to_blame = note.doing not in (STEPPING, WAITING)
-    return f"{name} has been {note.at()} for {note.seconds:.0f} s", to_blame
+    return _Description(f"{name} has been {note.activity} for {note.seconds:.0f} s", to_blame)
 
 
-def _ended(rank: int, note: _Note) -> str:
-    return f"rank {rank} ({note.where}) stopped with {note.ended}"
-
-
-# In errors of exchanges. gloo says the last of an exchange beside another one whose time has run out.
+# Words in errors of exchanges. gloo says the last one of an exchange next to one that has timed
+# out.
 _WORDS = ("gloo", "NCCL", "pair closure")
 
 
 def end_process(reason: str) -> None:
-    """End this process from a thread while the main thread is stuck, such as in the device's queue."""
+    """End this process from a thread while the main thread hangs."""
     log.error("%s", reason)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -464,10 +431,9 @@ def reason(error: BaseException) -> str:
 def is_lost_connection(error: BaseException | None) -> bool:
     """Return whether an error, or its cause, comes from the exchange between ranks."""
     while error is not None:
-        text = str(error)
-        if isinstance(error, (dist.DistError, LostRankError)) or (
-            isinstance(error, RuntimeError) and any(word in text for word in _WORDS)
-        ):
+        if isinstance(error, (dist.DistError, LostRankError)):
+            return True
+        if isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS):
             return True
         error = error.__cause__
     return False

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from deepmd_muon.train.report.columns import branch_of
+from deepmd_muon.train.validation.columns import branch_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -26,7 +26,7 @@ _SILENCE = 30.0
 def metrics_line(
     step: int, kind: str, metrics: Mapping[str, float], lr: float | None = None
 ) -> str:
-    """Return one line such as `Batch     100: trn: rmse = 1.20e+00, rmse_f = 3.10e-02, lr = 1.00e-03`."""
+    """Return one line such as `Batch     100: trn: rmse = 1.20e+00, lr = 1.00e-03`."""
     figures = [f"{name} = {value:8.2e}" for name, value in sorted(metrics.items())]
     if lr is not None:
         figures.append(f"lr = {lr:8.2e}")
@@ -50,17 +50,17 @@ def timing_line(
     now: datetime.datetime,
     atoms: float = 0.0,
 ) -> str:
-    """Return the line that says how long the command has run, how long a step takes and when the run will end [s].
+    """Return the line that says how long the command has run, and when it will end [s].
 
-    `atoms` is the number of atoms in a second; 0 where it is not known.
+    `atoms` is the number of atoms in a second; 0 if it is not known.
     """
     line = f"Batch {step:7d}: total wall time = {total:.2f} s, {each:.4f} s/batch"
     if atoms:
         line += f", {atoms:.4g} atoms/s"
     if remaining is None or not remaining < _LONGEST:
         return line
-    left = datetime.timedelta(seconds=int(remaining))
-    return f"{line}, eta = {left} at {now + left:%Y-%m-%d %H:%M}"
+    duration = datetime.timedelta(seconds=int(remaining))
+    return f"{line}, eta = {duration} at {now + duration:%Y-%m-%d %H:%M}"
 
 
 class ConsoleReport:
@@ -73,7 +73,8 @@ class ConsoleReport:
     num_steps, start_step
         Last step of the run, and the steps done before it began.
     timing
-        Whether to write a timing line below the metrics, and between them after half a minute without one.
+        Whether to write a timing line below the metrics, and between them after half a minute
+        without one.
     begun
         When the command began, as `clock` counts; now by default.
     clock
@@ -95,16 +96,22 @@ class ConsoleReport:
         clock: Callable[[], float] = time.monotonic,
         atoms: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        now = clock()
         self.frequency = frequency
-        self._atoms, self._last_atoms = atoms, atoms()
+        self._atoms = atoms
         self._num_steps = num_steps
-        self._first = start_step
+        self._start_step = start_step
         self._timing = timing
         self._clock = clock
-        self._last_step, self._last_time = start_step, clock()
-        self._begun = self._last_time if begun is None else begun
-        self._last_line = self._last_time
-        self._timed_steps, self._timed_seconds = 0, 0.0
+        self._begun = now if begun is None else begun
+        self._last_line = now
+        # The end of the last interval between metrics.
+        self._last_step = start_step
+        self._last_time = now
+        self._last_atoms = atoms()
+        # Of all intervals but the first.
+        self._timed_steps = 0
+        self._timed_seconds = 0.0
 
     def step(
         self, step: int, lr: float, train: Mapping[str, float], valid: Mapping[str, float]
@@ -115,49 +122,60 @@ class ConsoleReport:
             trained = _metrics_of(branch, train)
             if not branch or not all(map(math.isnan, trained.values())):  # it may have had no step
                 log.info(metrics_line(step, f"{prefix}trn", trained, lr))
-            if found := _metrics_of(branch, valid):
-                log.info(metrics_line(step, f"{prefix}val", found))
+            if validated := _metrics_of(branch, valid):
+                log.info(metrics_line(step, f"{prefix}val", validated))
         if self._timing:
             self._log_time(step)
 
     def advance(self, step: int) -> None:
-        """Log the time after a long silence; called after every step, reads nothing from the device."""
+        """Log the time after a long silence, without reading from the device."""
         if self._timing and self._clock() - self._last_line >= _SILENCE:
-            # An interval between metrics goes on, so that a single slow step does not set the time left.
-            self._log_time(step, ends=self._opening)
+            # An interval between metrics goes on, so that a single slow step does not set the time
+            # left.
+            self._log_time(step, ends=self._in_first_interval)
 
     @property
-    def _opening(self) -> bool:
-        """Whether no interval has ended: the first pays for compiling and first reads of data, and predicts nothing."""
-        return self._last_step == self._first
+    def _in_first_interval(self) -> bool:
+        """Whether no interval has ended: the first one compiles and predicts nothing."""
+        return self._last_step == self._start_step
 
     def _log_time(self, step: int, *, ends: bool = True) -> None:
         """Log the time since the last interval; `ends` begins another."""
         now = self._clock()
-        seconds, steps = now - self._last_time, max(1, step - self._last_step)
-        remaining = None if self._opening else (self._num_steps - step) * seconds / steps
+        seconds = now - self._last_time
+        steps = max(1, step - self._last_step)
+        atoms = self._atoms() - self._last_atoms
+        is_first = self._in_first_interval
+        remaining = None if is_first else (self._num_steps - step) * seconds / steps
+        line = timing_line(
+            step,
+            total=now - self._begun,
+            each=seconds / steps,
+            remaining=remaining,
+            now=datetime.datetime.now().astimezone(),
+            atoms=atoms / seconds if seconds > 0.0 else 0.0,
+        )
+        log.info(line)
         self._last_line = now
-        done = self._atoms() - self._last_atoms
-        if ends:
-            self._last_atoms += done
-            if not self._opening:
-                self._timed_steps += steps
-                self._timed_seconds += seconds
-            self._last_step, self._last_time = step, now
-        local = datetime.datetime.now().astimezone()
-        rate = done / seconds if seconds > 0.0 else 0.0
-        log.info(timing_line(step, now - self._begun, seconds / steps, remaining, local, rate))
+        if not ends:
+            return
+        if not is_first:
+            self._timed_steps += steps
+            self._timed_seconds += seconds
+        self._last_step = step
+        self._last_time = now
+        self._last_atoms += atoms
 
     def close(self) -> None:
         """Log the average time of a step."""
         if self._timing and self._timed_steps:
-            excluded = self._last_step - self._first - self._timed_steps
+            excluded = self._last_step - self._start_step - self._timed_steps
             average = self._timed_seconds / self._timed_steps
             log.info(f"average training time: {average:.4f} s/batch ({excluded} batches excluded)")
 
 
 class ProgressLine:
-    """A bar with steps, elapsed and remaining time, kept below the log lines of a terminal; `on_terminal` makes it."""
+    """A bar with steps, elapsed and remaining time below the log lines of a terminal."""
 
     def __init__(self, num_steps: int, start_step: int, progress: Progress) -> None:
         self._progress = progress
@@ -184,7 +202,7 @@ class ProgressLine:
         )
 
     def advance(self, step: int) -> None:
-        """Show that the 1-based `step` is done; the screen itself is refreshed ten times a second."""
+        """Show that the 1-based `step` is done, on a screen refreshed ten times a second."""
         self._progress.update(self._task, completed=step)
 
     def close(self) -> None:

@@ -6,20 +6,31 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
-# A run diverged if its errors are this many times the first ones, and above these.
+# A run diverged if its errors are this many times the first ones, and above the limits.
 _GROWTH = 10.0
-_LARGE = {
-    f"{kind}_{quantity}": limit
-    for kind in ("rmse", "mae")
-    for quantity, limit in (("e", (1.0, "eV/atom")), ("f", (10.0, "eV/Å")))
-}
 # A single batch may hold an odd frame: the least error of this many reports counts.
 _REPORTS = 3
 # Weights of trained models are at most some hundred.
 _LARGEST_WEIGHT = 1e6
+
+
+class _Limit(NamedTuple):
+    value: float
+    unit: str
+
+
+_ENERGY_LIMIT = _Limit(1.0, "eV/atom")
+_FORCE_LIMIT = _Limit(10.0, "eV/Å")
+_LIMITS = {
+    "rmse_e": _ENERGY_LIMIT,
+    "mae_e": _ENERGY_LIMIT,
+    "rmse_f": _FORCE_LIMIT,
+    "mae_f": _FORCE_LIMIT,
+}
 
 
 @dataclass
@@ -37,9 +48,9 @@ class Divergence:
         self._errors: dict[str, _Errors] = {}
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a report: "rmse_e", "rmse_f" and others, of several branches metric/branch."""
+        """Take the metrics of a report; of several branches, names are metric/branch."""
         for name, value in metrics.items():
-            if name.partition("/")[0] not in _LARGE or not math.isfinite(value):
+            if name.partition("/")[0] not in _LIMITS or not math.isfinite(value):
                 continue
             if name in self._errors:
                 self._errors[name].last.append(value)
@@ -47,19 +58,23 @@ class Divergence:
                 self._errors[name] = _Errors(value)
 
     def describe(self, parameters: Iterable[Tensor]) -> str | None:
-        """Describe in one phrase how the run diverged; None if it did not. `parameters` are those at its end."""
-        found = []
+        """Describe how the run diverged; None if it did not.
+
+        `parameters` are those at its end.
+        """
+        problems = []
         for name, errors in self._errors.items():
             metric, _, branch = name.partition("/")
-            most, unit = _LARGE[metric]
-            last = min(errors.last, default=0.0)
-            if last > max(most, _GROWTH * errors.first):
-                where = f" of {branch}" if branch else ""
-                found.append(
-                    f"{metric}{where} was {errors.first:.3g} {unit} at first and is at least {last:.3g}"
-                    f" {unit} in the last {len(errors.last)} reports"
+            limit = _LIMITS[metric]
+            least = min(errors.last, default=0.0)
+            if least > max(limit.value, _GROWTH * errors.first):
+                of_branch = f" of {branch}" if branch else ""
+                problems.append(
+                    f"{metric}{of_branch} was {errors.first:.3g} {limit.unit} at first "
+                    f"and is at least {least:.3g} {limit.unit} "
+                    f"in the last {len(errors.last)} reports"
                 )
         largest = max((float(p.detach().abs().max()) for p in parameters if p.numel()), default=0.0)
-        if not largest <= _LARGEST_WEIGHT:
-            found.append(f"the largest weight is {largest:.3g}")
-        return "; ".join(found) or None
+        if not largest <= _LARGEST_WEIGHT:  # also NaN
+            problems.append(f"the largest weight is {largest:.3g}")
+        return "; ".join(problems) or None

@@ -28,7 +28,7 @@ class LinesFile:
 
 
 def earlier_lines(path: Path, last_step: int, step_of: Callable[[str], int]) -> list[str]:
-    """Return the lines that a restart after `last_step` steps keeps, each row with the comments that follow it.
+    """Return the lines that a restart keeps: rows up to `last_step`, with their comments.
 
     A missing file has no lines. Lines for which `step_of` raises ValueError, because they are not
     rows, are left out with a warning.
@@ -36,7 +36,8 @@ def earlier_lines(path: Path, last_step: int, step_of: Callable[[str], int]) -> 
     if not last_step or not path.is_file():
         return []
     kept: list[str] = []
-    damaged, keeping = 0, True
+    n_damaged = 0
+    keeping = True
     # What follows the last line break was cut short by a crash.
     for raw in path.read_bytes().split(b"\n")[:-1]:
         try:
@@ -44,18 +45,18 @@ def earlier_lines(path: Path, last_step: int, step_of: Callable[[str], int]) -> 
             if not line.startswith("#"):
                 keeping = step_of(line) <= last_step
         except ValueError:
-            damaged += 1
+            n_damaged += 1
             continue
         if keeping:
             kept.append(line)
-    if damaged:
-        log.warning("%s: %d damaged lines are left out", path, damaged)
+    if n_damaged:
+        log.warning("%s: %d damaged lines are left out", path, n_damaged)
     return kept
 
 
 def first_number(line: str) -> int:
     """Return the step that a row of columns begins with."""
-    first = line.split(maxsplit=1)[:1]
-    if not first or not first[0].isdecimal():
+    words = line.split(maxsplit=1)
+    if not words or not words[0].isdecimal():
         raise ValueError("no row")
-    return int(first[0])
+    return int(words[0])

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from deepmd_muon.files import make_folder_of
-from deepmd_muon.train.report.columns import branch_of, column, in_order
 from deepmd_muon.train.report.earlier_lines import LinesFile, earlier_lines, first_number
+from deepmd_muon.train.validation.columns import branch_of, column, in_order
 
 _NOTE = "# If there is no available reference data, rmse_*_{val,trn} will print nan"
 
 
 def header(names: Sequence[str], validated: Collection[str]) -> str:
-    """Return the header line: per metric a training column, before it one of validation where it is `validated`."""
-    columns = [
-        f"   {column(name, 'val'):>11s} {column(name, 'trn'):>11s}"
-        if name in validated
-        else f"   {column(name, 'trn'):>11s}"
-        for name in names
-    ]
-    return f"# {'step':5s}{''.join(columns)}   {'lr':8s}"
+    """Return the header: a training column a metric, after one of validation if `validated`."""
+    line = f"# {'step':5s}"
+    for name in names:
+        line += "  "
+        if name in validated:
+            line += f" {column(name, 'val'):>11s}"
+        line += f" {column(name, 'trn'):>11s}"
+    return f"{line}   {'lr':8s}"
 
 
 def row(
@@ -32,22 +33,22 @@ def row(
     train: Mapping[str, float],
     valid: Mapping[str, float],
 ) -> str:
-    """Return one row in the columns of `header`; a metric that is not there is nan."""
-    nan = float("nan")
-    columns = [
-        f"   {valid.get(name, nan):11.2e} {train.get(name, nan):11.2e}"
-        if name in validated
-        else f"   {train.get(name, nan):11.2e}"
-        for name in names
-    ]
-    return f"{step:7d}{''.join(columns)}   {lr:8.1e}"
+    """Return one row in the columns of `header`; a missing metric is nan."""
+    line = f"{step:7d}"
+    for name in names:
+        line += "  "
+        if name in validated:
+            line += f" {valid.get(name, math.nan):11.2e}"
+        line += f" {train.get(name, math.nan):11.2e}"
+    return f"{line}   {lr:8.1e}"
 
 
 class LearningCurveFile(LinesFile):
     """Append a row of metrics at every reported step.
 
-    The first row decides the columns: its training metrics in alphabetical order, and whether there is validation, for
-    each branch. At a restart, rows beyond `start_step` are dropped: each step stands in the file once.
+    The first row decides the columns: its training metrics in alphabetical order, and whether there
+    is validation, for each branch. At a restart, rows beyond `start_step` are dropped, so that each
+    step has one row.
     """
 
     validates = True
@@ -58,10 +59,10 @@ class LearningCurveFile(LinesFile):
         self.frequency = frequency
         path = Path(path)
         make_folder_of(path)
-        kept = earlier_lines(path, start_step, first_number)
-        headers = [line for line in kept if line.startswith("# step")]
-        self._header = headers[-1] if headers else None
-        super().__init__(path, kept)
+        lines = earlier_lines(path, start_step, first_number)
+        headers = [line for line in lines if line.startswith("# step")]
+        self._header = headers[-1] if headers else ""
+        super().__init__(path, lines)
         self._names: list[str] = []
         self._validated: list[str] = []
 
@@ -73,7 +74,7 @@ class LearningCurveFile(LinesFile):
             self._names = in_order(train)
             branches = {branch_of(name) for name in valid}
             self._validated = [name for name in self._names if branch_of(name) in branches]
-            wanted = header(self._names, self._validated)
-            if wanted.rstrip() != (self._header or "").rstrip():
-                self.write(f"{wanted}\n{_NOTE}")
-        self.write(row(step, lr, self._names, self._validated, train, valid))
+            present_header = header(self._names, self._validated)
+            if present_header.rstrip() != self._header.rstrip():
+                self.write(f"{present_header}\n{_NOTE}")
+        self.write(row(step, lr, self._names, self._validated, train=train, valid=valid))

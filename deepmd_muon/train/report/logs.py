@@ -24,7 +24,7 @@ else:
 
 
 class _StderrHandler(_Handler):
-    """Write to the current `sys.stderr`, which a progress line replaces by a proxy while it is shown."""
+    """Write to the current `sys.stderr`, which a progress line replaces by a proxy."""
 
     @property
     def stream(self) -> TextIO:
@@ -41,9 +41,10 @@ class _StderrHandler(_Handler):
 
 
 class _FileHandler(_Handler):
-    """Write to a file of its own; `logging.FileHandler` would open it through a link.
+    """Write to a new file; `logging.FileHandler` would open it through a link.
 
-    The log goes to stderr as well, where a file that can no longer be written causes one warning; the run continues.
+    The log goes to stderr as well, where a file that can no longer be written causes one warning;
+    the run continues.
     """
 
     broken = False
@@ -77,26 +78,29 @@ def set_up_logging(
     *,
     rank: int | None = None,
 ) -> None:
-    """Send this package's log to stderr and, when `path` is given, to that file, begun anew, as well.
+    """Send this package's log to stderr and, when `path` is given, to a new file there as well.
 
-    Another call replaces the set-up of the last one. In a distributed run every line shows the `rank`; other ranks than
-    0 show warnings and errors only, and rank 0 keeps the file.
+    Another call replaces the set-up of the last one. In a distributed run every line shows the
+    `rank`; ranks other than 0 show warnings and errors only, and rank 0 keeps the file.
     """
     logger = logging.getLogger("deepmd_muon")
-    for handler in [h for h in logger.handlers if getattr(h, "_deepmd_muon", False)]:
-        logger.removeHandler(handler)
-        handler.close()
+    for handler in list(logger.handlers):
+        if getattr(handler, "_deepmd_muon", False):
+            logger.removeHandler(handler)
+            handler.close()
     logger.setLevel(level)
     prefix = "" if rank is None else f"rank:{rank:<2d} "
-    handlers: list[logging.Handler] = [_StderrHandler()]
-    handlers[0].setFormatter(logging.Formatter(_CONSOLE.format(rank=prefix)))
+    console = _StderrHandler()
+    console.setFormatter(logging.Formatter(_CONSOLE.format(rank=prefix)))
     if rank:
-        handlers[0].setLevel(logging.WARNING)
+        console.setLevel(logging.WARNING)
+    handlers: list[logging.Handler] = [console]
     if path is not None and not rank:
         make_folder_of(Path(path))
-        file = _FileHandler(
-            io.TextIOWrapper(fresh_file(Path(path)), encoding="utf-8", errors="backslashreplace")
+        stream = io.TextIOWrapper(
+            fresh_file(Path(path)), encoding="utf-8", errors="backslashreplace"
         )
+        file = _FileHandler(stream)
         file.setFormatter(logging.Formatter(_FILE.format(rank=prefix)))
         handlers.append(file)
     for handler in handlers:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from deepmd_muon.train.report.console import ConsoleReport, ProgressLine
 from deepmd_muon.train.report.json_lines import JsonLinesFile
 from deepmd_muon.train.report.lcurve import LearningCurveFile
-from deepmd_muon.train.report.tensorboard import TensorBoardReport
-from deepmd_muon.train.report.weights_and_biases import WandbReport
+from deepmd_muon.train.report.trackers import TensorBoardReport, WandbReport
 
 if TYPE_CHECKING:
     from deepmd_muon.argcheck import RunSettings
@@ -48,16 +47,14 @@ def _due(report: Report, step: int) -> bool:
 
 
 class Reports:
-    """All reports of a run, none at all on ranks that stay silent; each gets the steps that its frequency asks for."""
+    """All reports of a run; each gets the steps that its frequency asks for."""
 
     def __init__(
         self, reports: Sequence[Report] = (), progress: ProgressLine | None = None
     ) -> None:
         self._reports = tuple(reports)
         self._progress = progress
-        self._advancing = [
-            found for found in (*self._reports, progress) if hasattr(found, "advance")
-        ]
+        self._advancing = [x for x in (*self._reports, progress) if hasattr(x, "advance")]
 
     def due(self, step: int) -> bool:
         """Return whether any report wants the training metrics of the 1-based `step`."""
@@ -68,14 +65,15 @@ class Reports:
         return any(_due(report, step) for report in self._reports if report.validates)
 
     def advance(self, step: int) -> None:
-        """Move the progress line and end long silences of the log; called every step, reads nothing from the device."""
+        """Move the progress line and end long silences of the log."""
         for report in self._advancing:
             report.advance(step)  # type: ignore[union-attr]
 
     def step(self, step: int, lr: float, train: Metrics, valid: Metrics | None = None) -> None:
-        """Hand the metrics of the 1-based `step`, whose update used `lr`, to every report that wants them.
+        """Hand the metrics of the 1-based `step`, whose update used `lr`, to the reports.
 
-        Metrics have DeePMD's names ("rmse", "rmse_e", "rmse_f", …), of several branches metric/branch.
+        Metrics have DeePMD's names ("rmse", "rmse_e", "rmse_f", …), of several branches
+        metric/branch.
         """
         for report in self._reports:
             if _due(report, step):
@@ -113,7 +111,7 @@ def open_reports(
     silent: bool = False,
     atoms: Callable[[], float] = lambda: 0.0,
 ) -> Reports:
-    """Open the reports that section `training` asks for; a restart after `start_step` steps continues files.
+    """Open the reports that `training` asks for; a restart after `start_step` continues files.
 
     Parameters
     ----------
@@ -129,13 +127,13 @@ def open_reports(
     TensorBoardError, WandbError
         When `tensorboard` or `wandb` is on and its package is not installed, or cannot begin a run.
     """
-    if silent:
-        shown = training.disp_training or training.jsonl_file is not None or training.wandb
-        curve = [_Silent(training.disp_freq, validates=True)] * shown
-        return Reports(
-            [*curve, *[_Silent(training.tensorboard_freq, validates=False)] * training.tensorboard]
-        )
     reports: list[Report] = []
+    if silent:
+        if training.disp_training or training.jsonl_file is not None or training.wandb:
+            reports.append(_Silent(training.disp_freq, validates=True))
+        if training.tensorboard:
+            reports.append(_Silent(training.tensorboard_freq, validates=False))
+        return Reports(reports)
     if training.tensorboard:
         reports.append(
             TensorBoardReport(
@@ -143,16 +141,16 @@ def open_reports(
             )
         )
     if training.disp_training:
-        timing = training.time_training
-        console = ConsoleReport(
-            training.disp_freq,
-            num_steps,
-            start_step=start_step,
-            timing=timing,
-            begun=begun,
-            atoms=atoms,
+        reports.append(
+            ConsoleReport(
+                training.disp_freq,
+                num_steps,
+                start_step=start_step,
+                timing=training.time_training,
+                begun=begun,
+                atoms=atoms,
+            )
         )
-        reports.append(console)
         reports.append(
             LearningCurveFile(training.disp_file, training.disp_freq, start_step=start_step)
         )

@@ -1,1 +1,1 @@
-"""One training step: eager, captured or compiled, and the guard that keeps bad numbers out of the weights."""
+"""One training step, eager or captured, and the guard that keeps bad numbers out."""

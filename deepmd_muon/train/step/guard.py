@@ -1,8 +1,9 @@
-"""Keeping numbers that are not finite out of the weights.
+"""Keep numbers that are not finite out of the weights.
 
-Two guards do the same at different times. `HostGuard` reads loss and gradient norm in every step, which costs nothing
-on a CPU. `DeviceGuard` decides on the device, so that a step waits for nothing and can be captured in a CUDA graph;
-from the first bad step on it freezes weights, optimizer state and average, and `check` reports that step later.
+Two guards do the same at different times. `HostGuard` reads loss and gradient norm in every step,
+which costs nothing on a CPU. `DeviceGuard` decides on the device, so that a step waits for nothing
+and can be captured in a CUDA graph; from the first bad step on it freezes weights, optimizer state
+and average, and `check` reports that step later.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,16 +27,17 @@ OnNonFinite = Literal["error", "skip"]
 
 
 def on_nonfinite(optimizer: torch.optim.Optimizer) -> OnNonFinite:
-    """Return the reaction to a step whose loss or gradient is not finite: the optimizer's setting, else 'error'.
+    """Return the reaction to a step that is not finite: the optimizer's, else 'error'.
 
-    A training run treats 'ignore' as 'error'; outside a run, HybridMuon then lets the parameter become NaN.
+    A training run treats 'ignore' as 'error'; outside a run, HybridMuon then lets the parameter
+    become NaN.
     """
-    wanted = getattr(optimizer, "on_nonfinite", "error")
-    return "skip" if wanted == "skip" else "error"
+    setting = getattr(optimizer, "on_nonfinite", "error")
+    return "skip" if setting == "skip" else "error"
 
 
-def _problem(loss: float, norm: float, where: str) -> str:
-    return f"the loss is {loss:g} and the norm of its gradient {norm:g} on a batch of {where}"
+def _describe(loss: float, norm: float, frames: str) -> str:
+    return f"the loss is {loss:g} and the norm of its gradient {norm:g} on a batch of {frames}"
 
 
 class SkipCount:
@@ -48,25 +50,35 @@ class SkipCount:
 
     def __init__(self, interval: int) -> None:
         self._interval = max(interval, self.LEAST)
-        self._seen = self._bad = 0
+        self._seen = 0
+        self._bad = 0
 
     def add(self, seen: int, bad: int, done: int) -> None:
-        """Count steps, of which the last is update `done`; a complete interval of skipped steps is a NonFiniteError."""
+        """Count steps up to update `done`.
+
+        Raises
+        ------
+        NonFiniteError
+            When all steps of an interval were skipped.
+        """
         self._seen += seen
         self._bad += bad
         if self._seen < self._interval:
             return
-        seen, bad = self._seen, self._bad
-        self._seen = self._bad = 0
-        if bad == seen:
+        seen_together = self._seen
+        bad_together = self._bad
+        self._seen = 0
+        self._bad = 0
+        if bad_together == seen_together:
             raise NonFiniteError(
-                f"all of the last {seen} steps were skipped, because their loss or gradient was not finite"
+                f"all of the last {seen_together} steps were skipped, because their loss or "
+                "gradient was not finite"
             )
-        if 2 * bad > seen:
+        if 2 * bad_together > seen_together:
             log.warning(
                 "%d of the %d steps up to update %d were skipped: the model hardly trains",
-                bad,
-                seen,
+                bad_together,
+                seen_together,
                 done,
             )
 
@@ -75,17 +87,18 @@ class Guard(ABC):
     """Decides whether a step may change anything."""
 
     @abstractmethod
-    def admits(self, reduced: Reduced, where: Callable[[], str]) -> bool:
-        """Return whether the optimizer is to be called for a step; `where` names the frames of its batch.
+    def admits(self, reduced: Reduced, frames: Callable[[], str]) -> bool:
+        """Return whether to call the optimizer for a step; `frames` names those of its batch.
 
         Under 'error', loss or gradient that is not finite is a NonFiniteError.
         """
 
     def weight(self, value: float | Tensor) -> float | Tensor:
-        """Return `value`, or zero on the device where a step must not change the average of the parameters."""
+        """Return `value`, or zero on the device if a step must not change the average."""
         return value
 
-    def check(self, done: int) -> None:  # noqa: B027 (nothing to report where steps raise themselves)
+    @abstractmethod
+    def check(self, done: int) -> None:
         """Report bad steps since the last check, under 'error' by raising NonFiniteError.
 
         `done` updates have been asked for by now.
@@ -93,24 +106,28 @@ class Guard(ABC):
 
 
 class HostGuard(Guard):
-    """Reads loss and gradient norm in every step; the policy 'skip' leaves bad steps out with a warning."""
+    """Reads loss and gradient norm in every step; 'skip' leaves bad ones out with a warning."""
 
     def __init__(self, policy: OnNonFinite, interval: int = 1) -> None:
         self._policy = policy
         self._skipped = SkipCount(interval)
-        self._seen = self._bad = 0
+        self._seen = 0
+        self._bad = 0
 
     def check(self, done: int) -> None:
         """Judge the steps since the last check; see `Guard.check`."""
-        seen, bad, self._seen, self._bad = self._seen, self._bad, 0, 0
+        seen = self._seen
+        bad = self._bad
+        self._seen = 0
+        self._bad = 0
         self._skipped.add(seen, bad, done)
 
-    def admits(self, reduced: Reduced, where: Callable[[], str]) -> bool:
+    def admits(self, reduced: Reduced, frames: Callable[[], str]) -> bool:
         """Return whether loss and gradient are finite; see `Guard.admits`."""
         self._seen += 1
         if bool(torch.isfinite(reduced.norm + reduced.loss)):
             return True
-        problem = _problem(float(reduced.loss), float(reduced.norm), where())
+        problem = _describe(float(reduced.loss), float(reduced.norm), frames())
         if self._policy == "error":
             raise NonFiniteError(problem)
         log.warning("%s: the step is skipped", problem)
@@ -118,17 +135,38 @@ class HostGuard(Guard):
         return False
 
 
+class _Record(NamedTuple):
+    """What `DeviceGuard` keeps on the device, in the order of `_judge_kernel`; float64."""
+
+    seen: float  # steps since `begin`
+    bad: float
+    # Number, loss and gradient norm of the first bad step; of the last step while none was bad.
+    first: float
+    loss: float
+    norm: float
+
+
 class DeviceGuard(Guard):
-    """Decides on the device through the optimizer's `found_inf`, the predicate of torch's gradient scaler.
+    """Decides on the device through `found_inf`, the predicate of torch's gradient scaler.
 
-    The optimizer reads it in its `step`; its own treatment of gradients that are not finite is switched off. The policy
-    'error' freezes everything from the first bad step on, 'skip' leaves bad steps out and counts them. `gather`
-    collects every rank's report of a bad step; all ranks detect it in the same step. `skip` is a float32 scalar on the
-    device: 1 leaves the present step out.
+    The optimizer reads it in its `step`; its own treatment of gradients that are not finite is
+    switched off. The policy 'error' freezes everything from the first bad step on, 'skip' leaves
+    bad steps out and counts them.
+
+    Parameters
+    ----------
+    policy, optimizer, device
+        What to do with a bad step, whose steps these are, and on which device.
+    interval
+        Steps that are judged together under 'skip'.
+    gather
+        Collects every rank's report of a bad step; all ranks detect it in the same step.
+
+    Attributes
+    ----------
+    skip
+        Scalar on the device, float32: 1 leaves the present step out.
     """
-
-    #: Values kept on the device: steps seen, bad steps, and number, loss and norm of the first bad one.
-    _FIELDS = Literal["seen", "bad", "first", "loss", "norm"]
 
     def __init__(
         self,
@@ -136,7 +174,7 @@ class DeviceGuard(Guard):
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         interval: int = 1,
-        gather: Callable[[str], Sequence[str]] = lambda mine: [mine],
+        gather: Callable[[str], Sequence[str]] = lambda report: [report],
     ) -> None:
         self._policy = policy
         self._gather = gather
@@ -145,15 +183,16 @@ class DeviceGuard(Guard):
         # Adam reads the attribute, too, but has no setting of that name.
         if hasattr(optimizer, "on_nonfinite"):
             optimizer.on_nonfinite = "ignore"
-        optimizer.found_inf = self.skip  # type: ignore[attr-defined]  # torch's protocol for gradient scalers
+        # torch's protocol for gradient scalers
+        optimizer.found_inf = self.skip  # type: ignore[attr-defined]
         if hasattr(optimizer, "agreed_skip"):
             optimizer.agreed_skip = True  # from the loss and norm of all ranks
-        self._record = torch.zeros(len(get_args(self._FIELDS)), dtype=torch.float64, device=device)
+        self._record = torch.zeros(len(_Record._fields), dtype=torch.float64, device=device)
         self._origins: list[Origin] = []
         self._begun: int | None = None
 
     def expect(self, done: int) -> None:
-        """Before a step: count from here on if nothing has been counted yet; `done` updates have been made."""
+        """Begin to count before the first step; `done` updates have been made."""
         if self._begun is None:
             self.begin(done)
 
@@ -168,7 +207,7 @@ class DeviceGuard(Guard):
         """Remember on the host where the batch of the next step comes from."""
         self._origins.append(origin)
 
-    def admits(self, reduced: Reduced, where: Callable[[], str]) -> bool:
+    def admits(self, reduced: Reduced, frames: Callable[[], str]) -> bool:
         """Set `skip` for this step and return True, without waiting for the device."""
         if triton_support.usable(self.skip.device):
             from deepmd_muon.train.step.guard_kernel import judge
@@ -177,17 +216,21 @@ class DeviceGuard(Guard):
                 self._record, self.skip, reduced.loss, reduced.norm, freeze=self._policy == "error"
             )
             return True
-        norm, loss = reduced.norm.double(), reduced.loss.double()
+        norm = reduced.norm.double()
+        loss = reduced.loss.double()
         total = norm + loss
-        bad = (total - total).ne(0.0).double()  # NaN unless finite
-        seen, count, *first = self._record.unbind()
+        is_bad = (total - total).ne(0.0).double()  # NaN unless finite
+        seen, bad_before, *first_bad = self._record.unbind()
+        seen = seen + 1.0
+        bad = bad_before + is_bad
         # The record of the first bad step stays.
-        known = count.gt(0.0)
-        found = (seen + 1.0, loss, norm)
-        kept = [torch.where(known, old, new * 1.0) for old, new in zip(first, found, strict=True)]
-        count = count + bad
-        self._record.copy_(torch.stack([seen + 1.0, count, *kept]))
-        self.skip.copy_(count if self._policy == "error" else bad)
+        kept = bad_before.gt(0.0)
+        first_bad = [
+            torch.where(kept, old, new)
+            for old, new in zip(first_bad, (seen, loss, norm), strict=True)
+        ]
+        self._record.copy_(torch.stack([seen, bad, *first_bad]))
+        self.skip.copy_(bad if self._policy == "error" else is_bad)
         self.skip.clamp_(max=1.0)
         return True
 
@@ -197,25 +240,20 @@ class DeviceGuard(Guard):
 
     def check(self, done: int) -> None:
         """Read the record, one transfer; see `Guard.check`."""
-        seen, count, first, loss, norm = self._record.tolist()
-        origins, begun = list(self._origins), self._begun or 0
+        record = _Record(*self._record.tolist())
+        origins = list(self._origins)
+        begun = self._begun or 0
         self.begin(done)
-        if not count:
-            self._skipped.add(round(seen), 0, done)
+        if not record.bad:
+            self._skipped.add(round(record.seen), 0, done)
             return
-        number = round(first)
-        where = ", ".join(
-            self._gather(
-                str(origins[number - 1]) if number <= len(origins) else "an unknown system"
-            )
-        )
-        problem = _problem(loss, norm, where)
+        number = round(record.first)
+        origin = str(origins[number - 1]) if number <= len(origins) else "an unknown system"
+        problem = _describe(record.loss, record.norm, ", ".join(self._gather(origin)))
         if self._policy == "error":
             raise NonFiniteError(problem, update=begun + number)
-        steps = (
-            f"{count:.0f} steps since update {begun} are"
-            if count > 1
-            else f"update {begun + number} is"
-        )
-        log.warning("%s: %s skipped", problem, steps)
-        self._skipped.add(round(seen), round(count), done)
+        if record.bad > 1:
+            log.warning("%s: %.0f steps since update %d are skipped", problem, record.bad, begun)
+        else:
+            log.warning("%s: update %d is skipped", problem, begun + number)
+        self._skipped.add(round(record.seen), round(record.bad), done)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,18 +16,24 @@ from deepmd_muon.train.batches.batch import to_device
 
 log = logging.getLogger(__name__)
 
-# Steps between two checks late in a run. Weights change fastest at its start, where checks are at powers of two.
+# Steps between two checks late in a run. Weights change fastest at its start, where checks are at
+# powers of two.
 _PERIOD = 1000
-# Systems whose frames are examined.
+# Systems of which a frame is examined.
 _MOST_SYSTEMS = 4
+
+
+class _Sample(NamedTuple):
+    model: EnergyModel
+    batches: list[Structures]
 
 
 class Tuning:
     """Keeps the pieces of a descriptor's interpolation in step with its weights.
 
-    It examines the same frames every time, so that a run is reproducible. `branches` are the models that have the
-    descriptor, with the loaders of their training data: the pieces suffice for all of them. `looked` says whether the
-    run, or the one that it continues, has done so before.
+    It examines the same frames every time, so that a run is reproducible. `branches` are the models
+    that have the descriptor, with the loaders of their training data: the pieces suffice for all of
+    them. `looked` says whether the run, or the one that it continues, has done so before.
     """
 
     def __init__(
@@ -34,30 +41,31 @@ class Tuning:
     ) -> None:
         self._branches = branches
         self._device = device
-        self._batches: list[tuple[EnergyModel, list[Structures]]] = []
+        self._samples: list[_Sample] = []
         self.looked = False
 
     def __call__(self, done: int) -> None:
         """Choose the pieces before update `done` + 1, if a check is due."""
-        first, self.looked = not self.looked, True
-        if not (first or done & (done - 1) == 0 or done % _PERIOD == 0):
+        is_power_of_two = done & (done - 1) == 0
+        due = not self.looked or is_power_of_two or done % _PERIOD == 0
+        self.looked = True
+        if not due:
             return
-        if not self._batches:
-            for model, loader in self._branches:
-                samples = itertools.islice(loader.sample_batches(1), _MOST_SYSTEMS)
-                found = [
-                    to_device(batch, model.ntypes, self._device).structures for batch in samples
-                ]
-                self._batches.append((model, found))
-        pieces = finest(model.wanted_pieces(batches) for model, batches in self._batches)
-        model, _ = self._branches[0]  # its descriptor is that of all
+        if not self._samples:
+            self._samples = [self._sample(model, loader) for model, loader in self._branches]
+        pieces = finest(sample.model.wanted_pieces(sample.batches) for sample in self._samples)
+        model = self._samples[0].model  # its descriptor is the one of all
         present = model.pieces
         if pieces != present:
             model.pieces = pieces
-        if len(pieces) != len(present):
-            how = (
-                f"interpolated on {len(pieces)} pieces in training steps"
-                if pieces
-                else "evaluated at every edge"
-            )
-            log.info("embedding nets are %s", how)
+        if len(pieces) == len(present):
+            return
+        if pieces:
+            log.info("embedding nets are interpolated on %d pieces in training steps", len(pieces))
+        else:
+            log.info("embedding nets are evaluated at every edge")
+
+    def _sample(self, model: EnergyModel, loader: DataLoader) -> _Sample:
+        batches = itertools.islice(loader.sample_batches(1), _MOST_SYSTEMS)
+        structures = [to_device(batch, model.ntypes, self._device).structures for batch in batches]
+        return _Sample(model, structures)

@@ -41,7 +41,7 @@ class TrainingStep:
     tf32
         Multiply float32 matrices in TF32 on the way to the gradient.
     model
-        The model of the step's branch where the strategy holds several; None for the strategy's.
+        The model of the step's branch if the strategy holds several; None for the strategy's.
     adam_max_norm
         Largest norm of the gradients of HybridMuon's Adam routes, after `max_norm`; 0 for no limit.
     """
@@ -64,9 +64,15 @@ class TrainingStep:
     ) -> dict[str, Tensor]:
         """Update the parameters and their average once.
 
-        Structures and labels are on the model's device; of several batches, the mean of their gradients is taken. `lr`
-        may be a tensor, which is read on its device; the prefactors of the loss follow `lr_fraction`, the rate divided
-        by the first one.
+        Parameters
+        ----------
+        batch
+            Structures and labels on the model's device; of several batches, the mean gradient is
+            taken.
+        lr
+            The learning rate; a tensor is read on its device.
+        lr_fraction
+            The rate divided by the first one, which the prefactors of the loss follow.
 
         Returns
         -------
@@ -76,7 +82,8 @@ class TrainingStep:
         Raises
         ------
         NonFiniteError
-            As the guard decides, when loss or gradient is not finite; parameters and optimizer state are untouched.
+            As the guard decides, when loss or gradient is not finite; parameters and optimizer
+            state are untouched.
         """
         self.optimizer.zero_grad(set_to_none=True)
         if isinstance(self.optimizer, HybridMuon):
@@ -88,9 +95,11 @@ class TrainingStep:
                 with self.strategy.overlapping(self.model):
                     value, metrics = self._differentiate(batch, lr_fraction)
         reduced = self.strategy.reduce(value, self.model)
-        if self.guard.admits(
-            reduced, lambda: ", ".join(self.strategy.ranks.gather_objects(str(batch.origin)))
-        ):
+
+        def frames_of_all_ranks() -> str:
+            return ", ".join(self.strategy.ranks.gather_objects(str(batch.origin)))
+
+        if self.guard.admits(reduced, frames_of_all_ranks):
             self._clip(reduced)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -118,9 +127,13 @@ class TrainingStep:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and metrics of a batch; add its gradients to the parameters' `grad`."""
         sharded = self.strategy.cuts_parameters
-        trained = None if sharded else self._trained
         return differentiate(
-            self._model, self.loss, batch, lr_fraction, sharded=sharded, trained=trained
+            self._model,
+            self.loss,
+            batch,
+            lr_fraction,
+            sharded=sharded,
+            trained=None if sharded else self._trained,
         )
 
     @property
@@ -131,33 +144,34 @@ class TrainingStep:
 
     @functools.cached_property
     def _trained(self) -> list[torch.nn.Parameter]:
-        """The parameters with gradients; a walk through the modules would take a hundredth of a small step."""
+        """The parameters with gradients; to list them takes a hundredth of a small step."""
         return [p for p in self._model.parameters() if p.requires_grad]
 
     def _accumulate(
         self, feed: AccumulatedFeed, lr_fraction: float | Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean loss and all metrics of several batches, the means of their gradients in `grad`."""
-        values: list[Tensor] = []
-        found: list[dict[str, Tensor]] = []
-        for part in feed.parts:
-            value, metrics = self._differentiate(part.read(), lr_fraction)
-            values.append(value)
-            found.append(metrics)
+        """Return the mean loss and all metrics of several batches, the mean gradients in `grad`."""
+        losses: list[Tensor] = []
+        metrics_of_batches: list[dict[str, Tensor]] = []
+        for batch_feed in feed.parts:
+            loss, metrics = self._differentiate(batch_feed.read(), lr_fraction)
+            losses.append(loss)
+            metrics_of_batches.append(metrics)
         gradients = [
             local_part(p.grad) for p in self.strategy.model.parameters() if p.grad is not None
         ]
-        torch._foreach_div_(gradients, float(len(values)))
-        return torch.stack(values).mean(), {
-            name: torch.stack([each[name] for each in found]) for name in found[0]
+        torch._foreach_div_(gradients, float(len(losses)))
+        stacked = {
+            name: torch.stack([metrics[name] for metrics in metrics_of_batches])
+            for name in metrics_of_batches[0]
         }
+        return torch.stack(losses).mean(), stacked
 
     def _clip(self, reduced: Reduced) -> None:
         """Scale gradients that are longer than `max_norm` or `adam_max_norm` down to it."""
         if self.max_norm > 0:
-            torch._foreach_mul_(
-                reduced.gradients, (self.max_norm / (reduced.norm + 1e-6)).clamp(max=1.0)
-            )
+            scale = (self.max_norm / (reduced.norm + 1e-6)).clamp(max=1.0)  # as torch clips
+            torch._foreach_mul_(reduced.gradients, scale)
         if self.adam_max_norm > 0:
             clip_adam_grad_norm_(self.optimizer, self.adam_max_norm)
 
@@ -173,9 +187,10 @@ def differentiate(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss and metrics of a batch, the gradients in the parameters' `grad`.
 
-    Edges are leaves of the graph as well (`describe_by_autograd`); their second derivatives are not computed unless the
-    model is `sharded`, when other tensors stand for its parameters. `trained` spares a walk through the modules for the
-    parameters that have gradients.
+    Edges are leaves of the graph as well (`describe_by_autograd`). Only the parameters are asked
+    for, so that second derivatives of edges are not computed. A `sharded` model has other tensors
+    in place of its parameters, so there all leaves get gradients. `trained` are the parameters that
+    have gradients; without it, the modules are walked through for them.
     """
     structures = batch.structures
     prediction = model(structures, force=loss.needs_force, virial=loss.needs_virial)
@@ -191,7 +206,7 @@ def differentiate(
 
 @contextlib.contextmanager
 def float32_products(precision: str) -> Iterator[None]:
-    """Let torch multiply float32 matrices with this precision within the context: "highest", or "high" for TF32."""
+    """Set the precision of float32 products, "highest" or "high" (TF32), in a `with` block."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

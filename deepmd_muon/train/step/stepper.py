@@ -1,9 +1,10 @@
-"""How a run takes its steps: reading loss and gradient on the host, or without waiting for the device.
+"""How a run takes its steps: reading on the host, or without waiting for the device.
 
-A step that waits for nothing is a function of tensors whose addresses stay: the batch, the learning rate, weights,
-optimizer state, averages. `CapturedStep` calls that function eagerly the first time a layout of batches occurs (kernels
-are compiled, state is made), captures it in a CUDA graph the second time, and replays the graph from then on. Without
-capture it always calls the function, on a CPU too, and gives the same weights.
+A step that waits for nothing is a function of tensors with fixed addresses: batch, learning rate,
+weights, optimizer state, averages. `CapturedStep` calls that function eagerly at the first batch of
+a layout (kernels are compiled, state is made), captures it in a CUDA graph at the second one, and
+replays the graph from then on. Without capture it always calls the function, on a CPU too, and
+gives the same weights.
 """
 
 from __future__ import annotations
@@ -43,61 +44,22 @@ log = logging.getLogger(__name__)
 Scalars: TypeAlias = Callable[[int], tuple[float, float]]
 """Maps the 0-based step to its learning rate and the fraction of the first one."""
 
-#: Graphs that are kept at most; batches of further layouts are stepped eagerly while all are in use.
+#: Graphs that are kept at most; batches of further layouts are stepped eagerly while all are in
+#: use.
 MOST_GRAPHS = 32
 # Steps after which a graph that was not replayed makes room for another.
 _UNUSED = 4096
 # Steps whose learning rates are copied to the device at once.
 _RATES = 1024
-# Share of a device's free memory that training data may take to live there.
+# Share of a device's free memory that training data may take to stay there.
 _RESIDENT_SHARE = 0.25
-
-
-class Stepper(ABC):
-    """Takes the steps of a run."""
-
-    @abstractmethod
-    def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
-        """Update the parameters once, after `done` updates; return metrics from before the update."""
-
-    @abstractmethod
-    def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
-        """Return where the batches of a run come from."""
-
-    @abstractmethod
-    def check(self, done: int) -> None:
-        """Raise pending errors of steps, before anything is built on `done` updates."""
-
-    def close(self) -> None:  # noqa: B027 (steps that read on the host leave nothing behind)
-        """Release the stepper's resources; no step follows."""
-
-
-class HostStepper(Stepper):
-    """Reads loss and gradient norm in every step: on CPUs, and where ranks share more than gradients."""
-
-    def __init__(self, step: TrainingStep, scalars: Scalars, device: torch.device) -> None:
-        self._step = step
-        self._scalars = scalars
-        self._device = device
-
-    def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
-        """Update the parameters once; see `Stepper`."""
-        return self._step(feed.read(), *self._scalars(done))
-
-    def check(self, done: int) -> None:
-        """Judge the steps that were skipped; others raise themselves."""
-        self._step.guard.check(done)
-
-    def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
-        """Return batches that are converted one by one; on a GPU those of `DeviceStepper`."""
-        if self._device.type == "cuda":
-            return _batches_on(self._device, loader, ntypes)
-        return _by_step(HostBatches(loader, ntypes, self._device), loader)
+# The same on a CPU, in tests [bytes].
+_RESIDENT_BYTES_ON_CPU = 1 << 30
 
 
 @dataclasses.dataclass
 class DeviceParts:
-    """Parts of steps that wait for nothing, which the branches of a run share: made for the first of them.
+    """Parts of steps that the branches of a run share; the first branch makes them.
 
     Attributes
     ----------
@@ -114,19 +76,194 @@ class DeviceParts:
     memory: GraphMemory | None = None
 
 
-class RateTable:
-    """The schedule's learning rates and their fractions of the first one on the device, read in the order of steps.
+def build_stepper(
+    *,
+    strategy: Strategy,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    ema: Ema | None,
+    training: RunSettings,
+    scalars: Scalars,
+    model: EnergyModel | None = None,
+    parts: DeviceParts | None = None,
+) -> Stepper:
+    """Make the stepper of a run; branches pass their `model` and share `parts`.
 
-    `lr`, of the dtype that the optimizer demands, and `lr_fraction`, float64, are scalars of the step, written by
-    `read`.
+    Raises
+    ------
+    TrainingError
+        When `capture` is 'on' although steps cannot be captured.
+    """
+    parts = parts or DeviceParts()
+    device = strategy.ranks.device
+    obstacle = _why_on_host(strategy, training)
+    step = TrainingStep(
+        strategy=strategy,
+        loss=loss,
+        optimizer=optimizer,
+        guard=_build_guard(strategy, optimizer, training, parts, on_host=bool(obstacle)),
+        max_norm=training.gradient_max_norm,
+        ema=ema,
+        tf32=_uses_tf32(training, device, obstacle),
+        model=model,
+        adam_max_norm=training.adam_gradient_max_norm,
+    )
+    if obstacle:
+        return HostStepper(step, scalars, device)
+    return DeviceStepper(
+        step,
+        scalars,
+        device,
+        capture=training.capture != "off",
+        keep_metrics=training.disp_avg,
+        parts=parts,
+    )
+
+
+def _why_on_host(strategy: Strategy, training: RunSettings) -> str | None:
+    """Return why steps have to read on the host; None if they can wait for nothing."""
+    on_gpu = strategy.ranks.device.type == "cuda"
+    obstacle = strategy.reads_on_host if on_gpu else "there is no GPU"
+    if obstacle and training.capture == "on":
+        raise TrainingError(f'training/capture is "on", but {obstacle}: use "auto"')
+    return obstacle
+
+
+def _build_guard(
+    strategy: Strategy,
+    optimizer: torch.optim.Optimizer,
+    training: RunSettings,
+    parts: DeviceParts,
+    *,
+    on_host: bool,
+) -> Guard:
+    """Return the guard of the steps; the branches of a run share one on the device."""
+    policy = on_nonfinite(optimizer)
+    if on_host:
+        return HostGuard(policy, training.disp_freq)
+    if parts.guard is None:
+        parts.guard = DeviceGuard(
+            policy=policy,
+            optimizer=optimizer,
+            device=strategy.ranks.device,
+            interval=training.disp_freq,
+            gather=strategy.ranks.gather_objects,
+        )
+    return parts.guard
+
+
+def _uses_tf32(training: RunSettings, device: torch.device, obstacle: str | None) -> bool:
+    if training.enable_tf32 and device.type != "cuda":
+        log.info("training/enable_tf32 is ignored: %s", obstacle)
+        return False
+    return training.enable_tf32
+
+
+class Stepper(ABC):
+    """Takes the steps of a run."""
+
+    @abstractmethod
+    def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
+        """Update the parameters after `done` updates; return metrics from before the update."""
+
+    @abstractmethod
+    def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
+        """Return where the batches of a run come from."""
+
+    @abstractmethod
+    def check(self, done: int) -> None:
+        """Raise pending errors of steps, before anything is built on `done` updates."""
+
+    def close(self) -> None:  # noqa: B027 (steps that read on the host leave nothing behind)
+        """Release the stepper's resources; no step follows."""
+
+
+class HostStepper(Stepper):
+    """Reads loss and gradient norm in every step: on CPUs, and if ranks share parameters."""
+
+    def __init__(self, step: TrainingStep, scalars: Scalars, device: torch.device) -> None:
+        self._step = step
+        self._scalars = scalars
+        self._device = device
+
+    def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
+        """Update the parameters once; see `Stepper`."""
+        lr, lr_fraction = self._scalars(done)
+        return self._step(feed.read(), lr, lr_fraction)
+
+    def check(self, done: int) -> None:
+        """Judge the steps that were skipped; others raise themselves."""
+        self._step.guard.check(done)
+
+    def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
+        """Return batches that are converted one by one; on a GPU the batches of `DeviceStepper`."""
+        if self._device.type == "cuda":
+            return _batches_on(self._device, loader, ntypes)
+        return _by_step(HostBatches(loader, ntypes, self._device), loader)
+
+
+class DeviceStepper(Stepper):
+    """Waits for nothing in a step, and captures it if it may.
+
+    With `keep_metrics` the next step does not overwrite the metrics that are returned. `parts` are
+    shared with the steppers of other branches.
     """
 
     def __init__(
         self,
-        scalars: Callable[[int], tuple[float, float]],
-        dtype: torch.dtype,
+        step: TrainingStep,
+        scalars: Scalars,
         device: torch.device,
+        *,
+        capture: bool,
+        keep_metrics: bool = False,
+        parts: DeviceParts | None = None,
     ) -> None:
+        assert isinstance(step.guard, DeviceGuard)
+        parts = parts or DeviceParts(step.guard)
+        if capture and parts.memory is None:
+            parts.memory = GraphMemory()
+        if parts.rates is None:
+            # torch's fused Adam reads its rate in float32 only.
+            dtype = torch.float64 if isinstance(step.optimizer, HybridMuon) else torch.float32
+            parts.rates = RateTable(scalars, dtype, device)
+        self._guard = step.guard
+        self._strategy = step.strategy
+        self._captured = CapturedStep(step, parts.rates, parts.memory)
+        self._device = device
+        self._keep_metrics = keep_metrics
+
+    def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
+        """Update the parameters once; see `Stepper`."""
+        self._guard.expect(done)
+        metrics = self._captured(feed, done)
+        self._strategy.launched()
+        if self._keep_metrics:
+            return {name: value.clone() for name, value in metrics.items()}
+        return metrics
+
+    def check(self, done: int) -> None:
+        """Wait for the device and report steps that were not finite."""
+        with self._strategy.ranks.waiting():
+            self._guard.check(done)
+
+    def close(self) -> None:
+        """Drop what has been captured."""
+        self._captured.close()
+
+    def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
+        """Return batches gathered on the device, or made on the host if it cannot."""
+        return _batches_on(self._device, loader, ntypes)
+
+
+class RateTable:
+    """The learning rates and their fractions of the first one on the device, step by step.
+
+    `lr`, of the dtype that the optimizer demands, and `lr_fraction`, float64, are scalars of the
+    step, written by `read`.
+    """
+
+    def __init__(self, scalars: Scalars, dtype: torch.dtype, device: torch.device) -> None:
         self._scalars = scalars
         self._table = torch.zeros(_RATES, 2, dtype=torch.float64, device=device)
         self._row = torch.zeros(1, dtype=torch.int64, device=device)
@@ -136,7 +273,7 @@ class RateTable:
         self.lr_fraction = torch.zeros((), dtype=torch.float64, device=device)
 
     def expect(self, step: int) -> None:
-        """Make sure that the next `read` gives the scalars of this step; on the host, before the step."""
+        """Make sure that the next `read` gives the scalars of this step; on the host."""
         if step != self._next or step >= self._end:
             values = [self._scalars(number) for number in range(step, step + _RATES)]
             self._table.copy_(torch.tensor(values, dtype=torch.float64))
@@ -146,17 +283,17 @@ class RateTable:
 
     def read(self) -> None:
         """Write the scalars of the present step; on the device, part of the step."""
-        row = self._table.index_select(0, self._row)
+        row = self._table.index_select(0, self._row)  # (1, 2)
         self.lr.copy_(row[0, 0])
         self.lr_fraction.copy_(row[0, 1])
         self._row.add_(1)
 
 
 class CapturedStep:
-    """A training step that waits for nothing, captured where it can be; without `memory` for graphs, called eagerly.
+    """A training step that waits for nothing; captured if it has `memory` for graphs.
 
-    `recorded` counts the graphs that have been recorded. `eager_reason` says why steps that were to be
-    captured run eagerly; None where there is no such reason.
+    `recorded` counts the graphs that have been recorded. `eager_reason` says why a capture has
+    failed, after which all steps run eagerly; None if none has.
     """
 
     def __init__(self, step: TrainingStep, rates: RateTable, memory: GraphMemory | None) -> None:
@@ -165,11 +302,11 @@ class CapturedStep:
         self._guard = step.guard
         self._rates = rates
         self._memory = memory
-        self._met: set[Hashable] = set()
+        self._seen_layouts: set[Hashable] = set()
         self._graphs: dict[Hashable | None, torch.cuda.CUDAGraph] = {}
-        self._used: dict[Hashable | None, int] = {}
+        self._last_replay: dict[Hashable | None, int] = {}  # number of the step
         self._steps = 0
-        self._full = False
+        self._logged_full = False
         self._values: Tensor | None = None
         self._metrics: dict[str, Tensor] = {}  # views of the values, which every step overwrites
         model = step.model or step.strategy.model
@@ -186,39 +323,31 @@ class CapturedStep:
             step.optimizer._warned_capturable_if_run_uncaptured = True
 
     def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
-        """Update the parameters once, after `done` updates; the next step overwrites the metrics that are returned."""
+        """Update the parameters after `done` updates; the next step overwrites the metrics."""
         self._rates.expect(done)
         self._guard.note(feed.origin)
         if self._pieces != self._model.pieces:  # a graph holds launches of other kernels
             self._pieces = self._model.pieces
             self._graphs.clear()
-            self._met.clear()
+            self._seen_layouts.clear()
         self._steps += 1
         graph = self._graphs.get(feed.layout)
+        if graph is None and self._wants_graph(feed.layout):
+            graph = self._capture(feed)
         if graph is not None:
-            self._used[feed.layout] = self._steps
+            self._last_replay[feed.layout] = self._steps
             graph.replay()
-        else:
-            self._without_graph(feed)
-        return self._metrics
-
-    def close(self) -> None:
-        """Drop the graphs: one that holds an exchange between GPUs must end before their communicator does."""
-        if self._graphs:
-            torch.cuda.synchronize()
-            self._graphs.clear()
-
-    def _without_graph(self, feed: StepFeed) -> None:
-        """Take a step without a graph; record one if wanted."""
-        if self._wants_graph(feed.layout):
-            graph = self._captured(feed)
-            if graph is not None:
-                graph.replay()
-                return
-        if self._memory is not None:
+        elif self._memory is not None:
             self._memory.run_aside(lambda: self._run(feed))
         else:
             self._run(feed)
+        return self._metrics
+
+    def close(self) -> None:
+        """Drop the graphs, which must end before the communicator of their exchanges does."""
+        if self._graphs:
+            torch.cuda.synchronize()
+            self._graphs.clear()
 
     def _run(self, feed: StepFeed) -> None:
         """Run the part of a step that a graph contains, all work on the device."""
@@ -235,162 +364,65 @@ class CapturedStep:
         self._values.copy_(values)
 
     def _wants_graph(self, layout: Hashable | None) -> bool:
-        """Return whether this step is to be captured: from the second batch of a layout on, while there is room."""
+        """Return whether to capture this step: from the second batch of its layout on."""
         if self._memory is None or self.eager_reason is not None or layout is None:
             return False
         if len(self._graphs) == MOST_GRAPHS and not self._drop_unused():
-            if not self._full:
-                self._full = True
+            if not self._logged_full:
+                self._logged_full = True
                 log.info(
                     "batches have more than %d layouts: further ones are stepped without a graph",
                     MOST_GRAPHS,
                 )
             return False
-        if layout not in self._met:
-            self._met.add(layout)
-            return False
-        return True
+        is_new = layout not in self._seen_layouts
+        self._seen_layouts.add(layout)
+        return not is_new
 
     def _drop_unused(self) -> bool:
-        """Drop the graph that was not replayed for longest, if that is long; return whether there is room."""
-        oldest = min(self._graphs, key=lambda layout: self._used[layout])
-        if self._steps - self._used[oldest] < _UNUSED:
+        """Drop the graph that was not replayed for longest; return whether there is room."""
+        oldest = min(self._graphs, key=lambda layout: self._last_replay[layout])
+        if self._steps - self._last_replay[oldest] < _UNUSED:
             return False
         torch.cuda.synchronize()
-        del self._graphs[oldest], self._used[oldest]
-        self._met.discard(oldest)
+        del self._graphs[oldest]
+        self._seen_layouts.discard(oldest)
         return True
 
-    def _captured(self, feed: StepFeed) -> torch.cuda.CUDAGraph | None:
-        """Record a step in a graph without running it; None, with one log line, where that fails."""
+    def _capture(self, feed: StepFeed) -> torch.cuda.CUDAGraph | None:
+        """Record a step in a graph without running it; None, with one log line, if that fails."""
         assert self._memory is not None
         try:
             graph = self._memory.recorded(lambda: self._run(feed))
-        except (
-            Exception
-        ) as error:  # no exception of a driver, compiler or module may end a training run
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            self.eager_reason = reason
+        # No exception of a driver, compiler or module may end a training run.
+        except Exception as error:
+            self.eager_reason = f"{type(error).__name__}: {error}".splitlines()[0]
             log.warning(
-                "training steps are launched one kernel at a time, because they cannot be captured: %s",
-                reason,
+                "training steps are launched one kernel at a time, "
+                "because they cannot be captured: %s",
+                self.eager_reason,
             )
             return None
-        self._graphs[feed.layout], self._used[feed.layout] = graph, self._steps
+        self._graphs[feed.layout] = graph
         self.recorded += 1
         return graph
 
 
-class DeviceStepper(Stepper):
-    """Waits for nothing in a step, and captures it where it may.
-
-    `keep_metrics` returns metrics that the next step does not overwrite. `parts` are shared with the steppers of other
-    branches.
-    """
-
-    def __init__(
-        self,
-        step: TrainingStep,
-        scalars: Scalars,
-        device: torch.device,
-        *,
-        capture: bool,
-        keep_metrics: bool = False,
-        parts: DeviceParts | None = None,
-    ) -> None:
-        assert isinstance(step.guard, DeviceGuard)
-        parts = parts or DeviceParts(step.guard)
-        if capture:
-            parts.memory = parts.memory or GraphMemory()
-        self._guard = step.guard
-        self._strategy = step.strategy
-        if parts.rates is None:  # torch's fused Adam reads no other dtype
-            dtype = torch.float64 if isinstance(step.optimizer, HybridMuon) else torch.float32
-            parts.rates = RateTable(scalars, dtype, device)
-        self._captured = CapturedStep(step, parts.rates, parts.memory)
-        self._device = device
-        self._keep = keep_metrics
-
-    def __call__(self, feed: StepFeed, done: int) -> dict[str, Tensor]:
-        """Update the parameters once; see `Stepper`."""
-        self._guard.expect(done)
-        metrics = self._captured(feed, done)
-        self._strategy.launched()
-        return {name: value.clone() for name, value in metrics.items()} if self._keep else metrics
-
-    def check(self, done: int) -> None:
-        """Wait for the device and report steps that were not finite."""
-        with self._strategy.ranks.waiting():
-            self._guard.check(done)
-
-    def close(self) -> None:
-        """Drop what has been captured."""
-        self._captured.close()
-
-    def open_batches(self, loader: DataLoader, ntypes: int) -> StepSource:
-        """Return batches gathered on the device, or made on the host where the device cannot make them."""
-        return _batches_on(self._device, loader, ntypes)
-
-
 def _by_step(source: BatchSource, loader: DataLoader) -> StepSource:
-    each = loader.batches_per_step
-    return source if each == 1 else AccumulatedBatches(source, each)
+    """Return a source of the inputs of steps, which may take several batches each."""
+    if loader.batches_per_step == 1:
+        return source
+    return AccumulatedBatches(source, loader.batches_per_step)
 
 
 def _batches_on(device: torch.device, loader: DataLoader, ntypes: int) -> StepSource:
-    """Return batches gathered on the device, or made on the host where the device cannot make them."""
-    budget = 1 << 30
+    """Return batches gathered on the device, or made on the host if it cannot."""
+    reason = why_not_on_device(loader.systems)
+    if reason is not None:
+        log.info("batches are made on the host and copied to the device: %s", reason)
+        return _by_step(StreamedBatches(loader, ntypes, device), loader)
+    budget = _RESIDENT_BYTES_ON_CPU
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         budget = int(free * _RESIDENT_SHARE)
-    reason = why_not_on_device(loader.systems)
-    if reason is None:
-        return _by_step(ResidentBatches(loader, device, budget), loader)
-    log.info("batches are made on the host and copied to the device: %s", reason)
-    return _by_step(StreamedBatches(loader, ntypes, device), loader)
-
-
-def build_stepper(
-    strategy: Strategy,
-    loss: Loss,
-    optimizer: torch.optim.Optimizer,
-    ema: Ema | None,
-    training: RunSettings,
-    scalars: Scalars,
-    model: EnergyModel | None = None,
-    parts: DeviceParts | None = None,
-) -> Stepper:
-    """Make the stepper of a run, as the section `training` asks; branches pass their own `model` and share `parts`.
-
-    Raises
-    ------
-    TrainingError
-        When `capture` is 'on' where steps cannot be captured.
-    """
-    device, policy = strategy.ranks.device, on_nonfinite(optimizer)
-    obstacle = "there is no GPU" if device.type != "cuda" else strategy.reads_on_host
-    if obstacle and training.capture == "on":
-        raise TrainingError(f'training/capture is "on", but {obstacle}: use "auto"')
-    tf32 = training.enable_tf32 and device.type == "cuda"
-    capture = training.capture != "off"
-    parts = parts or DeviceParts()
-    guard: Guard
-    if obstacle:
-        if training.enable_tf32 and not tf32:
-            log.info("training/enable_tf32 is ignored: %s", obstacle)
-        guard = HostGuard(policy, training.disp_freq)
-    else:
-        gather = strategy.ranks.gather_objects
-        guard = parts.guard = parts.guard or DeviceGuard(
-            policy, optimizer, device, training.disp_freq, gather
-        )
-    norms = {
-        "max_norm": training.gradient_max_norm,
-        "adam_max_norm": training.adam_gradient_max_norm,
-    }
-    step = TrainingStep(strategy, loss, optimizer, guard, ema=ema, tf32=tf32, model=model, **norms)
-    if obstacle:
-        return HostStepper(step, scalars, device)
-    return DeviceStepper(
-        step, scalars, device, capture=capture, keep_metrics=training.disp_avg, parts=parts
-    )
+    return _by_step(ResidentBatches(loader, device, budget), loader)

@@ -194,7 +194,7 @@ class SeveralRanks(Strategy):
         """
         model, reader = build_whole()
         load_optimizer_state(reader, model, content, source)
-        with self.ranks.together("loading optimizer state"):
+        with self.ranks.barrier("loading optimizer state"):
             self._take_state(optimizer, reader.state_dict())
 
     @abstractmethod

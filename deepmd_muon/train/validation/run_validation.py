@@ -1,4 +1,4 @@
-"""The validation of a run's branches: the errors that reports show, best checkpoints, and the table at the end."""
+"""The validation of a run's branches: reported errors, best checkpoints, the last table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepmd_muon.model.branch_settings import SINGLE
 from deepmd_muon.train.batches.batch import to_device
-from deepmd_muon.train.report.metrics import numbers
 from deepmd_muon.train.validation.final_errors import (
     error_table,
     frames_of_sample,
@@ -18,7 +17,7 @@ from deepmd_muon.train.validation.final_errors import (
     parity_command,
 )
 from deepmd_muon.train.validation.full_validation import FullValidation, error_sums, full_errors
-from deepmd_muon.train.validation.validate import validate
+from deepmd_muon.train.validation.validate import numbers, validate
 
 if TYPE_CHECKING:
     from deepmd_muon.argcheck import Input
@@ -31,12 +30,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Key of a checkpoint's train_infos: for each branch, the entries that deepmd-kit keeps of one model.
+# Key of a checkpoint's train_infos: for each branch, the entries that deepmd-kit keeps of one
+# model.
 _OF_BRANCHES = "full_validation_of_branches"
 
 
 class Validation:
-    """Measures the errors of every branch that has validation data; every rank has one and calls it with the others.
+    """Measures the errors of every branch with validation data; a collective.
 
     `now` notes the run's activity and step.
     """
@@ -80,42 +80,44 @@ class Validation:
         return any(full.due(step) for full in self._full.values())
 
     def measure(self, lr_fraction: float) -> dict[str, float] | None:
-        """Return the metrics of the present weights on the next validation batches, None without any."""
-        found = {}
+        """Return the metrics of the present weights on the next batches; None without any."""
+        measured = {}
         for branch in self._branches.values():
-            section, loader = branch.settings.data.validation_data, branch.data.validation
-            assert section is not None
-            assert loader is not None
-            frames = [system.nframes for system in loader.systems]
-            dealt: Iterator[tuple[Batch, bool]]
-            if section.numb_btch == "all":
-                dealt = loader.deal_all()
-            elif section.numb_btch == "sample":
-                wanted = frames_of_sample(frames, self._given.settings.training.disp_freq)
-                dealt = ((batch, counts) for batch, counts, _ in loader.deal_sample(wanted))
-            else:
-                dealt = loader.deal(int(section.numb_btch))
             batches = (
-                (self._to_device(branch, batch), counts) for batch, counts in self._announced(dealt)
+                (self._to_device(branch, batch), counts)
+                for batch, counts in self._announced(self._deal(branch))
             )
             metrics = validate(branch.model, branch.loss, batches, lr_fraction, self._ranks.sum)
             with self._ranks.waiting():
-                found.update(
-                    {branch.named(name): value for name, value in numbers(metrics).items()}
-                )
+                values = numbers(metrics)
+            measured.update({branch.named(name): value for name, value in values.items()})
             self._strategy.reshard()
-        return found or None
+        return measured or None
+
+    def _deal(self, branch: RunBranch) -> Iterator[tuple[Batch, bool]]:
+        """Return the batches of a row of the learning curve, each with whether it counts."""
+        section = branch.settings.data.validation_data
+        loader = branch.data.validation
+        assert section is not None
+        assert loader is not None
+        if section.numb_btch == "all":
+            return loader.deal_all()
+        if section.numb_btch == "sample":
+            disp_freq = self._given.settings.training.disp_freq
+            frames = frames_of_sample([system.nframes for system in loader.systems], disp_freq)
+            return ((batch, counts) for batch, counts, _ in loader.deal_sample(frames))
+        return loader.deal(int(section.numb_btch))
 
     def errors(self, step: int) -> dict[str, dict[str, float]]:
         """Return the errors of each branch on all its validation data."""
-        found = {}
+        errors = {}
         for name, branch in self._branches.items():
             assert branch.data.validation is not None
             dealt = self._announced(branch.data.validation.deal_all(), step)
             batches = ((self._to_device(branch, batch), counts) for batch, counts in dealt)
-            found[name] = full_errors(branch.model, batches, self._ranks.sum)
+            errors[name] = full_errors(branch.model, batches, self._ranks.sum)
             self._strategy.reshard()
-        return found
+        return errors
 
     def take(
         self,
@@ -123,10 +125,10 @@ class Validation:
         errors: Mapping[str, Mapping[str, float]],
         content: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """Rank the errors of a step and save it where it is among the best; see `FullValidation.take`."""
+        """Rank the errors of a step; see `FullValidation.take`."""
         before = self.stopped
-        for name, found in errors.items():
-            self._full[name].take(step, found, content)
+        for name, of_branch in errors.items():
+            self._full[name].take(step, of_branch, content)
         for name in sorted(self.stopped ^ before):
             which = "no" if name in self.stopped else "has a"
             log.info(
@@ -144,17 +146,17 @@ class Validation:
 
     def state(self) -> dict[str, Any]:
         """Return the part that a checkpoint keeps."""
-        if [*self._full] == [SINGLE]:
+        if list(self._full) == [SINGLE]:
             return self._full[SINGLE].state()
-        found = {name: state for name, full in self._full.items() if (state := full.state())}
-        return {_OF_BRANCHES: found} if found else {}
+        states = {name: full.state() for name, full in self._full.items()}
+        states = {name: state for name, state in states.items() if state}
+        return {_OF_BRANCHES: states} if states else {}
 
     def restore(self, infos: Mapping[str, Any]) -> None:
         """Take over the records of a checkpoint."""
         for name, full in self._full.items():
-            full.best.restore(
-                infos if name == SINGLE else infos.get(_OF_BRANCHES, {}).get(name, {})
-            )
+            of_branch = infos if name == SINGLE else infos.get(_OF_BRANCHES, {}).get(name, {})
+            full.best.restore(of_branch)
 
     def keep_earlier(self, after: int = -1) -> None:
         """Keep files of later steps, or of another run; see `BestCheckpoints.keep_earlier`."""
@@ -162,7 +164,7 @@ class Validation:
             full.best.keep_earlier(after)
 
     def compare_at_end(self, step: int) -> None:
-        """Log the errors of the last weights on the validation data; a signal ends it without its table."""
+        """Log the errors of the last weights; a signal ends it without its table."""
         for branch in self._branches.values():
             loader = branch.data.validation
             assert loader is not None
@@ -172,27 +174,28 @@ class Validation:
             batches = (
                 (self._to_device(branch, batch), counts, system) for batch, counts, system in dealt
             )
-            # Ranks agree on signals in their steps: one that comes now is seen at once by a single process alone.
-            going_on = itertools.takewhile(lambda _: self._strategy.stop_signal is None, batches)
-            sums = error_sums(branch.model, going_on, len(frames), self._ranks.sum)
+            # Ranks agree on signals in their steps; only a single process sees one that comes now.
+            until_signal = itertools.takewhile(
+                lambda _: self._strategy.stop_signal is None, batches
+            )
+            sums = error_sums(branch.model, until_signal, len(frames), self._ranks.sum)
             self._strategy.reshard()
             if self._strategy.stop_signal is not None:
                 return
-            for line in error_table(
-                [system.name for system in loader.systems], frames, compared, sums
-            ):
+            names = [system.name for system in loader.systems]
+            for line in error_table(names, frames, compared, sums):
                 log.info("%s%s", branch.prefix, line)
-        checkpoint = Path(f"{self._given.settings.training.save_ckpt}.pt")
-        if [*self._branches] == [SINGLE] and (
-            command := parity_command(self._given.source, checkpoint)
-        ):
-            log.info("draw predictions against labels with: %s", command)
+        if list(self._branches) == [SINGLE]:
+            checkpoint = Path(f"{self._given.settings.training.save_ckpt}.pt")
+            command = parity_command(self._given.source, checkpoint)
+            if command:
+                log.info("draw predictions against labels with: %s", command)
 
     def _to_device(self, branch: RunBranch, batch: Batch) -> TrainingBatch:
         return to_device(batch, branch.model.ntypes, self._ranks.device)
 
     def _announced(self, batches: Iterable[T], step: int = 0) -> Iterator[T]:
-        """Tell the other ranks of every validation batch, because all of them may take longer than the ranks wait."""
+        """Note every batch as an activity: all together may take longer than ranks wait."""
         for batch in batches:
             self._now("validating", step)
             yield batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,41 +15,50 @@ if TYPE_CHECKING:
     from deepmd_muon.train.batches.streamed import Feed
 
 
+class WeightedMetrics(NamedTuple):
+    """Metrics of a batch by name, and their weights in a mean over batches."""
+
+    values: Mapping[str, Tensor]
+    weights: Mapping[str, float]
+
+
 def metric_weights(loss: Loss, batch: TrainingBatch | Feed) -> dict[str, float]:
-    """Return the weight of each metric of a batch in a mean over batches: the atoms of the frames that it compares."""
+    """Return the weight of each metric of a batch: the atoms of the frames that it compares."""
     weights = {term.metric: batch.labelled_atoms(term.labels) for term in loss.terms}
     return {**weights, "rmse": float(batch.atoms.sum())}
 
 
 def metrics_by_batch(
     loss: Loss, metrics: Mapping[str, Tensor], feeds: Sequence[Feed]
-) -> list[tuple[Mapping[str, Tensor], Mapping[str, float]]]:
-    """Return the metrics of each batch of a step, and their weights, for `mean_metrics`.
-
-    Metrics are scalars of one batch, `(nbatches,)` of several.
-    """
+) -> list[WeightedMetrics]:
+    """Return the metrics of each batch of a step, from scalars or `(nbatches,)`."""
     columns = {name: values.reshape(len(feeds)).unbind() for name, values in metrics.items()}
-    rows = [{name: values[k] for name, values in columns.items()} for k in range(len(feeds))]
-    return [(row, metric_weights(loss, feed)) for row, feed in zip(rows, feeds, strict=True)]
+    return [
+        WeightedMetrics(
+            {name: values[k] for name, values in columns.items()}, metric_weights(loss, feed)
+        )
+        for k, feed in enumerate(feeds)
+    ]
 
 
 def mean_metrics(
     metrics: Iterable[tuple[Mapping[str, Tensor], Mapping[str, float]]],
     add_up: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Average metrics of several batches: root mean squares are averaged as squares, the others as they are.
+    """Average metrics of several batches; root mean squares are averaged as squares.
 
     Parameters
     ----------
     metrics
-        Metrics of a batch by name, and their weights (see `metric_weights`); those of weight 0 do not count.
+        `WeightedMetrics` of each batch.
     add_up
-        Adds a tensor over all ranks, whose batches then count as well; every rank must have metrics of these names.
+        Adds a tensor over all ranks, whose batches then count as well; every rank must have metrics
+        of these names.
 
     Returns
     -------
     dict
-        NaN where no batch counts.
+        NaN if no batch counts.
     """
     sums: dict[str, Tensor] = {}
     totals: dict[str, float] = {}
@@ -57,9 +66,8 @@ def mean_metrics(
         for name, value in values.items():
             weight = weights[name]
             square = value.square() if name.startswith("rmse") else value
-            term = (
-                square * weight if weight else torch.zeros_like(value)
-            )  # a missing label shows as NaN
+            # A missing label shows as NaN, which a weight of 0 would not remove.
+            term = square * weight if weight else torch.zeros_like(value)
             sums[name] = sums[name] + term if name in sums else term
             totals[name] = totals.get(name, 0.0) + weight
     names = sorted(sums)  # one order on all ranks
@@ -80,18 +88,30 @@ def validate(
     lr_fraction: float,
     add_up: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the metrics of `model` over some batches, each weighted with the atoms that it compares.
+    """Return the metrics of `model` over batches, weighted with the atoms that they compare.
 
-    Batches come with whether each counts; one that does not is passed through the model nevertheless, because the ranks
-    of a sharded model must do so together. The prefactors of the loss follow `lr_fraction`, as in training. See
-    `mean_metrics` for `add_up`.
+    Batches come with whether each counts. One that does not is passed through the model
+    nevertheless, because the ranks of a sharded model must do so together. The prefactors of the
+    loss follow `lr_fraction`, as in training. See `mean_metrics` for `add_up`.
     """
 
-    def measured() -> Iterable[tuple[Mapping[str, Tensor], Mapping[str, float]]]:
+    def measure() -> Iterable[WeightedMetrics]:
         for batch, counts in batches:
             prediction = model(batch.structures, force=loss.needs_force, virial=loss.needs_virial)
             mask = batch.counted(model.counted)
             _, metrics = loss(prediction, batch.labels, lr_fraction, batch.structures.natoms, mask)
-            yield metrics, metric_weights(loss, batch) if counts else dict.fromkeys(metrics, 0.0)
+            weights = metric_weights(loss, batch) if counts else dict.fromkeys(metrics, 0.0)
+            yield WeightedMetrics(metrics, weights)
 
-    return mean_metrics(measured(), add_up)
+    return mean_metrics(measure(), add_up)
+
+
+def numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    """Read all metrics from the device in one transfer."""
+    device = torch.device("cpu")
+    for value in metrics.values():
+        if value.device.type != "cpu":  # metrics of a branch without a step are on the host
+            device = value.device
+            break
+    values = torch.stack([value.double().to(device) for value in metrics.values()])
+    return dict(zip(metrics, values.tolist(), strict=True))

@@ -188,7 +188,14 @@ class Run:
             )
             self._foreign.train()
         loss = build_loss(given.settings.loss)
-        self._stepper = build_stepper(strategy, loss, optimizer, None, training, self._scalars)
+        self._stepper = build_stepper(
+            strategy=strategy,
+            loss=loss,
+            optimizer=optimizer,
+            ema=None,
+            training=training,
+            scalars=self._scalars,
+        )
         self._batches = self._stepper.open_batches(arena.data(given).training, model.ntypes)
         self._stream = arena.stream or torch.cuda.Stream(arena.device) if on_gpu else None
         if self._stream is not None:

@@ -214,7 +214,7 @@ def test_a_deferred_optimizer_takes_the_steps_of_an_immediate_one(sets, monkeypa
     for _ in range(5):
         expected.advance()
 
-    def deferred(strategy, loss, optimizer, ema, training, scalars):
+    def deferred(*, strategy, loss, optimizer, ema, training, scalars):
         assert isinstance(optimizer, Foreign)
         optimizer._deferred = True
         step = TrainingStep(

@@ -25,7 +25,7 @@ from deepmd_muon.show.plan import plan_page
 from deepmd_muon.show.weights import weights_page
 from deepmd_muon.train.report.json_lines import JsonLinesFile
 from deepmd_muon.train.report.lcurve import LearningCurveFile
-from deepmd_muon.train.report.validation_file import ValidationFile
+from deepmd_muon.train.validation.validation_file import ValidationFile
 
 
 class ExtendedXYZ(Door):

@@ -28,7 +28,7 @@ from deepmd_muon.infer.details import DetailFiles
 from deepmd_muon.infer.predictor import Prediction
 from deepmd_muon.show import picture
 from deepmd_muon.train.checkpoint import ownership
-from deepmd_muon.train.report.tensorboard import TensorBoardReport
+from deepmd_muon.train.report.trackers import TensorBoardReport
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cu_emt" / "data"
 ERRORS = ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "EROFS")

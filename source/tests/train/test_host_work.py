@@ -1,6 +1,5 @@
 """What the host does before the first step, and in a step that a GPU replays: calls are counted, not seconds."""
 
-import gc
 import os
 import sys
 from collections import Counter
@@ -10,7 +9,7 @@ import pytest
 import torch
 from write_systems import make_arrays, write_npy
 
-from deepmd_muon.data import System, open_systems, opening
+from deepmd_muon.data import open_systems
 from deepmd_muon.data.neighbors import cache
 from deepmd_muon.data.sampling import loader, samples
 from deepmd_muon.data.stores import npy_store
@@ -124,17 +123,6 @@ def test_a_system_is_opened_and_read_with_few_calls_of_the_system(
     files = 8 * (2 + len(opened[0].labels))
     # Each file is compared with what it was. The values of small ones were read with their headers.
     assert (file_calls["stat"], file_calls["open"]) == (files, 0 if small else files)
-
-
-def test_no_garbage_is_collected_while_systems_are_opened(tmp_path, monkeypatch):
-    places = [write_npy(tmp_path / str(k), [0, 1], [make_arrays(1, 2)]) for k in range(3)]
-    collects = []
-    monkeypatch.setattr(
-        opening, "System", lambda *given: collects.append(gc.isenabled()) or System(*given)
-    )
-    assert [system.nframes for system in open_systems(places)] == [1, 1, 1]
-    assert collects == [False] * 3
-    assert gc.isenabled()
 
 
 def test_the_bounded_sample_is_drawn_once(small_input, train, monkeypatch):

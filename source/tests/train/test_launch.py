@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -108,6 +110,34 @@ def test_first_node(nodes, first):
     assert first_node(nodes) == first
 
 
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+CHILD = """
+import signal, sys, time
+from deepmd_muon.train.ranks.launch import end_with_parent
+signal.signal(signal.SIGTERM, lambda *_: (open("ended", "w").close(), sys.exit()))
+end_with_parent()
+print("begun", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_whose_parent_is_killed_gets_sigterm(tmp_path):
+    command = [sys.executable, "-c", PARENT, CHILD]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) as parent:
+        parent.stdout.readline()
+        parent.kill()
+    end = time.monotonic() + 60.0
+    while not (tmp_path / "ended").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -131,10 +161,10 @@ def become_one_of_two(monkeypatch, rank):
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_processes_that_do_not_come_are_missed(monkeypatch, rank):
     become_one_of_two(monkeypatch, rank)
-    monkeypatch.setattr(ranks, "Meeting", lambda place: rendezvous.Meeting(place, 1.0))
+    monkeypatch.setattr(ranks, "Rendezvous", lambda place: rendezvous.Rendezvous(place, 1.0))
     message = {
         "0": r"rank 1 has not come to 127.0.0.1:\d+ .* within 1 s",
-        "1": "rank 1 has not found rank 0 at .*refused",
+        "1": "rank 1 does not reach 127.0.0.1:.*refused",
     }
     with pytest.raises(TrainingError, match=message[rank]), ranks.joined():
         pass
@@ -146,7 +176,7 @@ def test_a_rank_that_waits_for_others_says_so(monkeypatch, caplog, rank):
     port = free_port()
     place = Place(rank, rank, 3, "127.0.0.1", port)
     with contextlib.suppress(TrainingError):
-        rendezvous.Meeting(place, 1.0).report()
+        rendezvous.Rendezvous(place, 1.0).report()
     (said,) = [record for record in caplog.records if record.levelname == "WARNING"]
     words = {0: "rank 0 waits for rank 1, 2 at", 1: "rank 1 waits for rank 0 at"}
     assert said.message.startswith(words[rank])
@@ -156,7 +186,7 @@ def test_the_lowest_rank_that_has_come_says_who_is_missing(monkeypatch, caplog):
     monkeypatch.setattr(rendezvous, "_SILENCE", 0.2)
     port = free_port()
     meetings = [
-        rendezvous.Meeting(Place(rank, rank, 3, "127.0.0.1", port), 2.0) for rank in range(2)
+        rendezvous.Rendezvous(Place(rank, rank, 3, "127.0.0.1", port), 2.0) for rank in range(2)
     ]
 
     def report(meeting):
@@ -175,9 +205,9 @@ def test_the_lowest_rank_that_has_come_says_who_is_missing(monkeypatch, caplog):
 def test_an_unknown_host_is_an_error_of_rank_0(monkeypatch):
     """torch would look for it in a thread, which aborts the process if that ends meanwhile."""
     monkeypatch.setattr(rendezvous, "_SILENCE", 0.2)
-    monkeypatch.setattr(rendezvous, "_store", None)  # is not reached
-    with pytest.raises(TrainingError, match="MASTER_ADDR must name its machine"):
-        rendezvous.Meeting(Place(0, 0, 2, "no.such.host.invalid", free_port()))
+    monkeypatch.setattr(rendezvous.dist, "TCPStore", None)  # is not reached
+    with pytest.raises(TrainingError, match="MASTER_ADDR must name the machine of rank 0"):
+        rendezvous.Rendezvous(Place(0, 0, 2, "no.such.host.invalid", free_port()))
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -197,7 +227,7 @@ def test_who_hears_nothing_of_the_others_tells_what_is_wrong(monkeypatch, rank):
 def test_rank_0_keeps_the_store_until_the_others_have_asked_all():
     places = [Place(rank, rank, 2, "127.0.0.1", free_port()) for rank in range(2)]
     places[1] = dataclasses.replace(places[1], port=places[0].port)
-    keeper, other = (rendezvous.Meeting(place, 60.0) for place in places)
+    keeper, other = (rendezvous.Rendezvous(place, 60.0) for place in places)
     assert other.report("wrong") == {
         1: "wrong"
     }  # it comes first and does not know yet what rank 0 will say
@@ -231,41 +261,32 @@ def answer_http(connection):
         connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
-OPEN = []
-
-
-@pytest.mark.parametrize("answer", [OPEN.append, socket.socket.close, answer_http])
+@pytest.mark.parametrize("answer", [socket.socket.close, answer_http])
 def test_another_program_at_the_port_is_an_error_of_every_rank(monkeypatch, answer):
     monkeypatch.setattr(rendezvous, "ANSWER", 1.0)
     with listen(answer) as server:
         port = server.getsockname()[1]
-        with pytest.raises(
-            TrainingError, match=r"rank 0 cannot listen.*choose another MASTER_PORT"
-        ):
-            rendezvous.Meeting(Place(0, 0, 2, "127.0.0.1", port))
-        with pytest.raises(
-            TrainingError,
-            match=r"rank 1 finds something else than rank 0.*choose another MASTER_PORT",
-        ):
-            rendezvous.Meeting(Place(1, 1, 2, "127.0.0.1", port))
+        for rank in range(2):
+            with pytest.raises(TrainingError, match="choose another MASTER_PORT"):
+                rendezvous.Rendezvous(Place(rank, rank, 2, "127.0.0.1", port))
 
 
-def test_two_runs_at_one_port_are_told_apart(monkeypatch):
+def test_a_second_process_with_the_rank_of_another_is_refused():
     port = free_port()
-    first = rendezvous.Meeting(Place(0, 0, 2, "127.0.0.1", port))
-    rendezvous.Meeting(Place(1, 1, 2, "127.0.0.1", port))
+    first, second, third = (
+        rendezvous.Rendezvous(Place(rank, rank, 2, "127.0.0.1", port)) for rank in (0, 1, 1)
+    )
+    assert second.report("no data") == {1: "no data"}
     with pytest.raises(TrainingError, match="another process is rank 1 at"):
-        rendezvous.Meeting(Place(1, 1, 2, "127.0.0.1", port))
-    with pytest.raises(
-        TrainingError, match=r"rank 2 is one of 3 processes, those that it meets at .* are 2"
-    ):
-        rendezvous.Meeting(Place(2, 2, 3, "127.0.0.1", port))
-    assert first.store.get("size") == b"2"
+        third.report()
+    assert first.report() == {1: "no data"}
 
 
 def test_a_problem_reaches_all_before_all_have_come():
     port = free_port()
-    first, second = (rendezvous.Meeting(Place(rank, rank, 3, "127.0.0.1", port)) for rank in (0, 1))
+    first, second = (
+        rendezvous.Rendezvous(Place(rank, rank, 3, "127.0.0.1", port)) for rank in (0, 1)
+    )
     assert second.report("no data") == {1: "no data"}
     assert first.report() == {1: "no data"}
     assert (
@@ -280,7 +301,7 @@ def test_a_rank_without_its_gpu_ends_the_others(monkeypatch):
     other = []
 
     def begin():
-        met = rendezvous.Meeting(Place(1, 1, 2, "127.0.0.1", port))
+        met = rendezvous.Rendezvous(Place(1, 1, 2, "127.0.0.1", port))
         other.append(met.report("finds 1 GPUs"))
         met.leave(60.0)
 
@@ -306,5 +327,5 @@ def test_the_last_exchange_of_ranks_outlives_the_run(monkeypatch):
     with ranks.joined(5.0):
         pass
     assert made[-1] is not None
-    assert made[-1] is ranks._HELD[-1]
+    assert made[-1] is ranks._last_exchanges[-1]
     assert not dist.is_initialized()

@@ -205,7 +205,7 @@ def test_many_small_frames_or_systems_are_not_all_read_before_the_first_step(
     for each in (0, resident_module.AT_ONCE):
         monkeypatch.setattr(resident_module, cost, each)
         monkeypatch.setattr(resident_module, "_FIRST_ATOMS", 30)
-        counts.append(int(ResidentBatches(loader(systems, model, 2), CPU)._asked.sum()))
+        counts.append(int(ResidentBatches(loader(systems, model, 2), CPU)._requested.sum()))
     assert counts == [30, 30 // 14]
 
 
@@ -216,7 +216,7 @@ def test_memory_of_frames_that_pass_through_does_not_grow_with_the_data(systems,
         for n in (1, 20)
     )
     assert small.coord.shape == large.coord.shape == (10 + 14, 3)
-    assert small.first.shape == large.first.shape
+    assert small.first_atom.shape == large.first_atom.shape
 
 
 def test_steps_of_several_batches_lie_in_one_window(systems, way):

@@ -145,7 +145,7 @@ def test_a_checkpoint_of_a_model_without_sense_is_named(small_input, train, load
 
 
 class Ranks(SimpleNamespace):
-    def together(self, what):
+    def barrier(self, what):
         return pytest.MonkeyPatch.context()
 
     def gather_objects(self, mine):

@@ -6,7 +6,6 @@ import datetime
 import os
 import queue
 import re
-import signal
 import socket
 import threading
 import time
@@ -30,6 +29,10 @@ HANG = 300.0  # seconds; no slow machine takes as long
 GLOO = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:36260. This is typically caused"
 
 
+def make_watch(store, rank, size, give_up=lambda reason: None, errors_come=False):
+    return Watch(store, rank, size, LIMIT, give_up, errors_come=errors_come)
+
+
 def end_all(watches):
     """Close watches and wait for their threads, which would log into the next test."""
     for watch in watches:
@@ -47,8 +50,7 @@ def ranks():
 
     def make(size, **options):
         made.extend(
-            Watch(store, rank, size, LIMIT, **(options if rank == 0 else {}))
-            for rank in range(size)
+            make_watch(store, rank, size, **(options if rank == 0 else {})) for rank in range(size)
         )
         return made
 
@@ -92,14 +94,6 @@ def test_a_rank_that_stopped_with_an_error_is_named_with_it(ranks):
     assert verdict.endswith("stopped with MemoryError: had enough")
 
 
-def test_a_rank_that_is_missed_at_the_end_is_named(ranks):
-    """When the last exchange of a run fails, this rank has closed its watch."""
-    first, second = ranks(2)
-    second.stopped(MemoryError("had enough"))
-    first.close()
-    assert first.verdict().endswith("stopped with MemoryError: had enough")
-
-
 def test_all_are_listed_when_none_is_to_blame(ranks):
     first, second, third = ranks(3)
     for watch in (first, second, third):
@@ -109,21 +103,21 @@ def test_all_are_listed_when_none_is_to_blame(ranks):
     assert verdict.count("has been in its step (step 4)") == 2
 
 
-def test_a_meeting_waits_for_ranks_that_live(ranks):
+def test_a_barrier_waits_for_ranks_that_live(ranks):
     """Longer than the limit, as long as notes are renewed; nobody leaves before all have come."""
     watches = ranks(3)
     left = []
 
-    def meet(watch, after):
+    def arrive(watch, after):
         time.sleep(after)
-        watch.meet()
+        watch.barrier()
         left.append(time.monotonic())
 
     for late in (0, 2, 1):
         left.clear()
         start = time.monotonic()
         threads = [
-            threading.Thread(target=meet, args=(watch, 2 * LIMIT if rank == late else 0.0))
+            threading.Thread(target=arrive, args=(watch, 2 * LIMIT if rank == late else 0.0))
             for rank, watch in enumerate(watches)
         ]
         for thread in threads:
@@ -135,22 +129,22 @@ def test_a_meeting_waits_for_ranks_that_live(ranks):
         assert max(left) - start < HANG
 
 
-def test_a_meeting_ends_when_a_rank_dies(ranks):
+def test_a_barrier_ends_when_a_rank_dies(ranks):
     first, second, third = ranks(3)
     third.close()
     found = queue.SimpleQueue()
 
-    def meet():
+    def arrive():
         try:
-            second.meet()
+            second.barrier()
         except LostRankError as error:
             found.put(error)
 
-    thread = threading.Thread(target=meet)
+    thread = threading.Thread(target=arrive)
     thread.start()
     start = time.monotonic()
     with pytest.raises(LostRankError) as lost:
-        first.meet()
+        first.barrier()
     assert LIMIT < time.monotonic() - start < HANG
     assert is_lost_connection(lost.value)
     assert "rank 2 (process" in first.verdict()
@@ -171,68 +165,6 @@ def test_work_for_others_that_have_died_is_given_up(ranks):
         assert time.monotonic() - start > LIMIT / 2
 
 
-def test_the_threads_outlive_an_error_and_tell_it_once(ranks, monkeypatch, caplog):
-    found = queue.SimpleQueue()
-    first, second = ranks(2, give_up=found.put)
-
-    def strange(*_):
-        raise KeyError("nobody thought of this")
-
-    with monkeypatch.context() as patch, first.guarding():
-        patch.setattr(first, "_has_ended", strange)
-        patch.setattr(watchdog, "_Note", strange)
-        time.sleep(LIMIT / 2)
-    told = [record for record in caplog.records if "rank 0" in record.getMessage()]
-    assert len(told) == 2  # each thread once
-    for record in told:
-        assert (record.name, record.levelname) == (watchdog.__name__, "WARNING")
-        assert "nobody thought of this" in str(record.exc_info[1])
-    # They still do their work.
-    with first.waiting():
-        second.stopped(ValueError("no such file"))
-        assert "stopped with ValueError: no such file" in found.get(timeout=HANG)
-
-
-@pytest.fixture
-def signals(monkeypatch):
-    """The signals that this process would get."""
-    sent = queue.SimpleQueue()
-    monkeypatch.setattr(watchdog.os, "kill", lambda pid, number: sent.put(number))
-    return sent
-
-
-def test_a_rank_whose_launcher_dies_gets_sigterm_and_ends_if_that_does_not_help(
-    ranks, monkeypatch, signals, caplog
-):
-    found = queue.SimpleQueue()
-    ranks(2, give_up=found.put, launcher="mpirun")
-    time.sleep(2 * LIMIT)
-    assert signals.empty()
-    monkeypatch.setattr(watchdog.os, "getppid", lambda: 1)
-    assert signals.get(timeout=HANG) == signal.SIGTERM
-    start = time.monotonic()
-    story = found.get(timeout=HANG)
-    assert time.monotonic() - start > LIMIT / 2
-    assert story.startswith(
-        "mpirun, which started rank 0, has died, and rank 0 has not ended within"
-    )
-    assert signals.empty()
-    assert "mpirun, which started rank 0, has died" in caplog.text
-
-
-@pytest.mark.parametrize("agent", [False, True])
-def test_the_death_of_torchrun_shows_in_its_store(follower, signals, agent):
-    """A script between torchrun and the rank lives on; the store of rank 0 says nothing of a launcher."""
-    make, end = follower
-    make(give_up=lambda reason: None, launcher="torchrun", agent=agent)
-    end()
-    if agent:
-        assert signals.get(timeout=HANG) == signal.SIGTERM
-    else:
-        time.sleep(2 * LIMIT)
-        assert signals.empty()
-
-
 def test_a_store_that_does_not_answer_is_no_trap(ranks, monkeypatch):
     """Rank 0, which keeps the store, is stopped."""
     _, second = ranks(2)
@@ -243,10 +175,10 @@ def test_a_store_that_does_not_answer_is_no_trap(ranks, monkeypatch):
         stuck.wait(HANG)
         raise RuntimeError("the store has gone")
 
-    monkeypatch.setattr(second, "_store", SimpleNamespace(set=check))
+    monkeypatch.setattr(second, "_store", SimpleNamespace(set=check, check=check))
     start = time.monotonic()
     with pytest.raises(LostRankError):
-        second.meet()
+        second.barrier()
     found = second.verdict()
     stuck.set()
     assert time.monotonic() - start < HANG
@@ -260,13 +192,13 @@ def test_a_store_that_does_not_answer_is_no_trap(ranks, monkeypatch):
 def follower():
     """A function that makes the watch of rank 1, and one that ends rank 0 with the store."""
     kept = [TCPStore("127.0.0.1", 0, 1, True)]
-    made = [Watch(kept[0], 0, 2, LIMIT)]
+    made = [make_watch(kept[0], 0, 2)]
 
     def make(**options):
         store = TCPStore(
             "127.0.0.1", kept[0].port, 1, False, timeout=datetime.timedelta(seconds=60)
         )
-        made.append(Watch(store, 1, 2, LIMIT, **options))
+        made.append(make_watch(store, 1, 2, **options))
         return made[-1]
 
     def end(error=None):
@@ -324,39 +256,33 @@ def test_a_wait_that_hangs_although_errors_come_ends_the_process(ranks, monkeypa
         assert "stopped with ValueError: no such file" in found.get(timeout=HANG)
 
 
-def wait_for_log(caplog, words):
-    """Wait until a line is logged, and return its level; every line with these words must be one."""
+def lines_of_waiting(caplog, count):
+    """Wait until so many lines say that a rank waits, and return them."""
     end = time.monotonic() + HANG
-    while not (lines := [record for record in caplog.records if words in record.message]):
+    while len(lines := [record for record in caplog.records if "waiting" in record.msg]) < count:
         assert time.monotonic() < end
         time.sleep(0.01)
-    (line,) = lines
-    return line
+    return lines
 
 
-def test_a_long_wait_is_logged_once(ranks, monkeypatch, caplog):
+def test_a_long_wait_is_logged_once_with_the_ranks_that_do_something_else(
+    ranks, monkeypatch, caplog
+):
     caplog.set_level("INFO", "deepmd_muon")
     monkeypatch.setattr(watchdog, "SILENCE", 0.2)
-    first, _ = ranks(2)
+    first, second, third = ranks(3, errors_come=True)
+    second.doing("reading its batch", 3)
+    third.doing(WAITING, 3)
+    while not all(note and note.step == 3 for note in map(first._notes.get, (1, 2))):
+        time.sleep(0.01)
+    monkeypatch.setattr(watchdog, "SILENCE", 2.0)
     with first.waiting(), first.waiting():
-        wait_for_log(caplog, "waiting for")
+        lines_of_waiting(caplog, 1)
         time.sleep(1.0)
     with first.waiting():
         pass
     time.sleep(0.5)
-    assert len([record for record in caplog.records if "waiting for" in record.message]) == 1
-
-
-def test_the_log_of_a_long_wait_names_the_ranks_that_do_something_else(ranks, monkeypatch, caplog):
-    caplog.set_level("INFO", "deepmd_muon")
-    first, second, third = ranks(3)
-    second.doing("reading its batch", 3)
-    third.doing(WAITING, 3)
-    while not all(note and note.step == 3 for note in map(first._note_of, (1, 2))):
-        time.sleep(0.01)
-    for watch in (first, second):
-        watch._log_wait(time.monotonic() - 2 * watchdog.SILENCE)
-    (line,) = [record for record in caplog.records if "waiting for" in record.message]
+    (line,) = lines_of_waiting(caplog, 1)
     assert line.levelname == "INFO"
     assert "rank 1 (process " in line.message
     assert "reading its batch (step 3)" in line.message
@@ -364,28 +290,21 @@ def test_the_log_of_a_long_wait_names_the_ranks_that_do_something_else(ranks, mo
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_a_rank_without_a_sign_of_life_is_logged_once(ranks, monkeypatch, caplog, silent):
+def test_a_rank_that_waits_names_the_one_without_a_sign_of_life(ranks, monkeypatch, caplog, silent):
     """Rank 0 watches all others, and rank 1 watches rank 0."""
     made = ranks(3)
     watcher = made[1 - silent]
     made[silent].doing(STEPPING, 5)
-    while (note := watcher._note_of(silent)) is None or note.step != 5:
+    while (note := watcher._notes.get(silent)) is None or note.step != 5:
         time.sleep(0.01)
-    monkeypatch.setattr(watchdog, "SILENCE", 1.0)
     made[silent].close()
-    words = f"rank {silent} (process {os.getpid()} on {socket.gethostname()}) is dead or stopped"
-    assert wait_for_log(caplog, words).levelname == "WARNING"
-    time.sleep(1.0)
-    assert caplog.text.count(words) == 1
-
-
-def test_a_rank_that_has_finished_is_not_silent(ranks, monkeypatch, caplog):
-    first, second = ranks(2)
-    second.finish()
-    monkeypatch.setattr(watchdog, "SILENCE", 0.2)
-    time.sleep(1.5)
-    assert first._note_of(1).doing == watchdog._FINISHED
-    assert "no sign of life" not in caplog.text
+    monkeypatch.setattr(watchdog, "SILENCE", 0.3)
+    with watcher.waiting():
+        (line,) = lines_of_waiting(caplog, 1)
+    assert line.levelname == "WARNING"
+    place = f"rank {silent} (process {os.getpid()} on {socket.gethostname()})"
+    assert f"{place} is dead or stopped" in line.message
+    assert "last seen in its step (step 5)" in line.message
 
 
 def test_a_wait_that_is_too_long_ends_the_process(ranks):

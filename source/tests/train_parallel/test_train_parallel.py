@@ -726,8 +726,7 @@ def test_ranks_end_when_torchrun_is_killed(place, tmp_path):
         for rank in filter(is_running, ranks):
             os.kill(rank, signal.SIGKILL)
     log = (tmp_path / "log").read_text()
-    # The first rank that notices stops the others, too, which may end before they have looked.
-    assert log.count("torchrun, which started rank ") in (1, 2)
+    assert "SIGTERM: finishing the step and saving" in log
     assert log.count("optimizer/lr_adjust_coeff is not given") == 1
     assert read_checkpoint(tmp_path / "model.ckpt.pt")["deepmd_muon"]["step"] > 0
     # A rank that misses the other one at the end may leave the file of its lock, but no lock.

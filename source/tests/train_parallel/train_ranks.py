@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -234,20 +236,29 @@ def busy_port(rank):
     from deepmd_muon.train.ranks import rendezvous
 
     patience, rendezvous.ANSWER = rendezvous.ANSWER, 2.0
-    server = (
-        socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))) if rank == 0 else None
-    )
+    if rank:
 
-    def undo():
-        rendezvous.ANSWER = patience
-        if server:
-            while not Path("ended").exists():  # it listens for as long as rank 1 tries
-                time.sleep(0.05)
-            server.close()
-        else:
+        def undo():
+            rendezvous.ANSWER = patience
             Path("ended").touch()
 
-    return undo
+        return undo
+    server = socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+
+    def answer():
+        with contextlib.suppress(OSError):
+            while True:
+                server.accept()[0].close()
+
+    threading.Thread(target=answer, daemon=True).start()
+
+    def undo_first():
+        rendezvous.ANSWER = patience
+        while not Path("ended").exists():  # it listens for as long as rank 1 tries
+            time.sleep(0.05)
+        server.close()
+
+    return undo_first
 
 
 def sleep(rank):

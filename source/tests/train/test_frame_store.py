@@ -5,7 +5,7 @@ import pytest
 from write_systems import make_arrays, write_npy
 
 from deepmd_muon.data import SystemFormatError, open_systems
-from deepmd_muon.train.batches.frame_reader import read_chunk
+from deepmd_muon.train.batches.frame_store import read_chunk
 
 # Types of each of four frames of five atoms, and of a fixed order.
 TYPES = {
