@@ -26,7 +26,7 @@ _Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Formula(NamedTuple):
-    """The function as kernels compute it (`activation_kernels.curve`).
+    """The function as kernels compute it (`layer_kernels.curve`).
 
     Attributes
     ----------

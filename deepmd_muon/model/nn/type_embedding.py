@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from deepmd_muon.model.nn.linear import linear
+from deepmd_muon.model.nn.layers import linear
 from deepmd_muon.model.nn.networks import Layer, SeedPath
 
 # Name of the matrix below a `TypeEmbedding`; its rows are types.

@@ -29,7 +29,7 @@ from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     precision,
     share,
 )
-from deepmd_muon.model.nn.activation_kernels import curve
+from deepmd_muon.model.nn.layer_kernels import curve
 
 
 class Terms(NamedTuple):
