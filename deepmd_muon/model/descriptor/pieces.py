@@ -1,8 +1,9 @@
-"""How the interval of an interpolated network's argument is cut, and the edges that are interpolated.
+"""How the interval of an interpolated network's argument is cut, and its edges.
 
-The interval has `GRID` cells. A piece is a run of 2ᵏ cells that begins at a multiple of 2ᵏ, as if the interval had
-been halved again and again. Therefore any two ways of cutting have a common refinement. A way of cutting is the tuple
-of the first cells of its pieces; it is empty if the network is not interpolated.
+The interval has `GRID` cells. A piece is a run of 2ᵏ cells that begins at a multiple of 2ᵏ, as if
+the interval had been halved again and again. Therefore any two ways of cutting have a common
+refinement. A way of cutting is the tuple of the first cells of its pieces; it is empty if the
+network is not interpolated.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ def finest(candidates: Iterable[Pieces]) -> Pieces:
 
 
 def padded(starts: Sequence[int]) -> Pieces:
-    """Halve the longest pieces until their number is a multiple of `FEWEST`; none if they are too many."""
+    """Halve the longest pieces until their number is a multiple of `FEWEST`.
+
+    The result is empty if they are too many.
+    """
     pieces = tuple(starts)
     while len(pieces) % FEWEST:
         sizes = lengths(pieces)
@@ -73,7 +77,8 @@ def halved(pieces: Pieces, numbers: Iterable[int]) -> Pieces:
 def refined(errors_of: Callable[[Pieces], Tensor], tolerance: float) -> Pieces:
     """Return pieces with errors within a tolerance, long where the error is small.
 
-    `errors_of` returns the error of every piece. The result is empty if too many pieces would be needed.
+    `errors_of` returns the error of every piece. The result is empty if too many pieces would be
+    needed.
     """
     pieces = uniform(FEWEST // 2)
     while pieces:
@@ -90,7 +95,7 @@ def refined(errors_of: Callable[[Pieces], Tensor], tolerance: float) -> Pieces:
 
 @cache  # captured graphs read these tables
 def places(pieces: Pieces, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return each cell's piece, int32 `(GRID,)`, and each piece's first cell and inverse length `(pieces, 2)`."""
+    """Return each cell's piece `(GRID,)`, and first cell and 1/length of a piece `(pieces, 2)`."""
     sizes = torch.tensor(lengths(pieces), device="cpu")
     numbers = torch.arange(len(pieces), dtype=torch.int32, device="cpu")
     first_cells = torch.tensor(pieces, device="cpu").double()

@@ -1,15 +1,19 @@
 """Triton kernels of the element-wise part of a layer, and activation functions for other kernels.
 
-A layer is y = f(h)∘idt + copies of x with h = x·W + b. A kernel reads each element once; `layers` has the same functions
-in torch's operations, which define the results (`test_layer_kernels` compares them). `keep` holds what the derivatives
-need, as in `activation`: f(h) for tanh, and h for other functions.
+A layer is y = f(h)∘idt + copies of x with h = x·W + b. A kernel reads each element once; `layers`
+has the same functions in torch's operations, which define the results (`test_layer_kernels`
+compares them). `keep` holds what the derivatives need, as in `activation`: f(h) for tanh, and h for
+other functions.
 
-| symbol     | name      | shape                    | meaning                                       |
-|------------|-----------|--------------------------|-----------------------------------------------|
-| h          | `keep`    | (rows, width)            | argument of f, or f(h) for tanh               |
-| b, idt     | same      | (width,)                 | bias, and factor of f(h)                      |
-| x          | `x`       | (rows, n_in)             | input; column c adds to columns c and c + n_in |
-| ẋ, ḣ       | `_dot`    | like x and h             | tangents                                      |
+| symbol | name            | shape         | meaning                                       |
+|--------|-----------------|---------------|-----------------------------------------------|
+| y      | `y`             | (rows, width) | output                                        |
+| h      | `keep`          | (rows, width) | argument of f, or f(h) for tanh               |
+| b, idt | `bias`, `idt`   | (width,)      | bias, and factor of f(h)                      |
+| x      | `x`             | (rows, n_in)  | input; width = copies·n_in if there are copies |
+| ẋ, ḣ, ẏ | `_dot`         | like x, h, y  | tangents                                      |
+| h̄, ȳ   | `_bar`          | like h, y     | derivatives of the energy                     |
+| ĥ, ŷ   | `_hat`          | like h, y     | derivatives of the loss                       |
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from deepmd_muon.model.nn.activation import Formula
 
 BLOCK = 512  # elements of (rows, width) that one program computes
 
-# ----- activation functions; `activation` defines their results ------------------------------------
+# ----- activation functions; `activation` defines their results -----------------------------------
 
 
 @triton.jit
@@ -36,8 +40,9 @@ def tanh(x):
 
 @triton.jit
 def curve(h, kind: tl.constexpr, curve_of: tl.constexpr):
-    """Return f(h), f′(h) and f″(h); `curve_of` are threshold, rate and start of an `activation.Formula`.
+    """Return f(h), f′(h) and f″(h).
 
+    `curve_of` are threshold, rate and start of an `activation.Formula`.
     The compiler drops the results that a caller does not use.
     """
     if kind == "tanh":
@@ -53,9 +58,9 @@ def curve(h, kind: tl.constexpr, curve_of: tl.constexpr):
         past = h - threshold  # a comparison would round the constant
         x = tl.where(past >= 0.0, 2.0 * rate * past, h)
     sigmoid = tl.sigmoid(x)
-    rest = 1.0 - sigmoid
-    change = sigmoid * rest
-    turn = rest - sigmoid
+    complement = 1.0 - sigmoid
+    change = sigmoid * complement
+    turn = complement - sigmoid
     q = h * change
     value = h * sigmoid
     slope = sigmoid + q
@@ -76,7 +81,7 @@ def _derivatives(keep, kind: tl.constexpr, curve_of: tl.constexpr):
     return curve(keep, kind, curve_of)
 
 
-# ----- kernels: a program computes `block` elements of (rows, width) --------------------------------
+# ----- kernels: a program computes `block` elements of (rows, width) ------------------------------
 
 
 @triton.jit
@@ -105,6 +110,7 @@ def _forward_kernel(
     """Y = f(h)∘idt + copies of x with h = x·W + b."""
     index, mask, row, column = _elements(count, width, block)
     value = tl.load(keep + index, mask, 0.0) + tl.load(bias + column, mask, 0.0)
+    # Derivatives of tanh follow from its value: that is kept instead of h.
     if kind == "tanh":
         value = tanh(value)
     tl.store(keep + index, value, mask)
@@ -209,7 +215,8 @@ def _cotangent_kernel(
 ):
     """Differentiate ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩ by h and ḣ, and atom by atom by idt.
 
-    ĥ = idt∘(f′(h)∘ŷ + f″(h)∘ḣ∘ȳ), h̄ = idt∘f′(h)∘ȳ; the gradient of idt sums f(h)∘ŷ + f′(h)∘ḣ∘ȳ over rows.
+    ĥ = idt∘(f′(h)∘ŷ + f″(h)∘ḣ∘ȳ), h̄ = idt∘f′(h)∘ȳ; the gradient of idt sums f(h)∘ŷ + f′(h)∘ḣ∘ȳ
+    over rows.
     """
     index, mask, row, column = _elements(count, width, block)
     value, slope, bend = _derivatives(tl.load(keep + index, mask, 0.0), kind, curve_of)
@@ -226,7 +233,7 @@ def _cotangent_kernel(
     tl.store(out + count + index, slope * y_bar_value, mask)
 
 
-# ----- launches -------------------------------------------------------------------------------------
+# ----- launches -----------------------------------------------------------------------------------
 
 
 def _grid(keep: Tensor) -> tuple[int]:

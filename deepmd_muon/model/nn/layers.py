@@ -1,11 +1,12 @@
 """A dense layer with its derivatives written out, and other operations with written-out transposes.
 
-A layer is y = f(h)∘idt + copies of x with h = x·W + b (`deepmd_muon.model.nn.networks`). A bar (`_bar`) marks
-derivatives of the energy, a dot (`_dot`) tangents, a hat (`_hat`) derivatives of the loss, as in `four_passes`. `keep`
-holds the values that the derivatives of f need: f(h) or h, see `Activation`.
+A layer is y = f(h)∘idt + copies of x with h = x·W + b (`deepmd_muon.model.nn.networks`). A bar
+(`_bar`) marks derivatives of the energy, a dot (`_dot`) tangents, a hat (`_hat`) derivatives of the
+loss, as in `four_passes`. `keep` holds the values that the derivatives of f need: f(h) or h, see
+`Activation`.
 
-Where kernels know f, the element-wise part of a function here is one launch on a GPU (`layer_kernels`). Elsewhere it is
-a few of torch's operations, which define the result.
+Where kernels know f, the element-wise part of a function here is one launch on a GPU
+(`layer_kernels`). Elsewhere it is a few of torch's operations, which define the result.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.networks import Copies, LayerTensors
 
-# ----- one layer ------------------------------------------------------------------------------------
+# ----- one layer ----------------------------------------------------------------------------------
 
 
 def repeat(x: Tensor, copies: Copies) -> Tensor:
@@ -111,7 +112,8 @@ def cotangents(
     Returns
     -------
     tuple
-        ĥ and h̄ `(2, rows, n)`, the gradient of the bias `(n,)`, and the gradient of idt `(n,)` or None.
+        ĥ and h̄ `(2, rows, n)`, the gradient of the bias `(n,)`, and the gradient of idt `(n,)` or
+        None.
     """
     kernels = _kernels(f, keep)
     if kernels is not None:
@@ -141,7 +143,7 @@ def down(
     return torch.addmm(fold(y_bar, copies), h_bar, layer.matrix.t(), out=out)
 
 
-# ----- a network without a last linear layer --------------------------------------------------------
+# ----- a network without a last linear layer ------------------------------------------------------
 
 
 def plain_values(
@@ -191,7 +193,7 @@ def pull_values(
     layers: Sequence[LayerTensors],
     y_hat: Tensor,
 ) -> list[Tensor | None]:
-    """Return the gradient of every layer's matrix, bias and idt from the gradient of the features."""
+    """Return the gradients of matrix, bias and idt of every layer from that of the features."""
     gradients: list[Tensor | None] = []
     for index in reversed(range(len(layers))):
         layer = layers[index]
@@ -204,7 +206,7 @@ def pull_values(
     return gradients[::-1]
 
 
-# ----- linear maps ----------------------------------------------------------------------------------
+# ----- linear maps --------------------------------------------------------------------------------
 
 _Map = Callable[..., Tensor]
 

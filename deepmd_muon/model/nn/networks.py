@@ -46,8 +46,8 @@ def dtype_of(precision: str) -> torch.dtype:
 class Stream:
     """Random numbers of one model, independent of torch's global generator.
 
-    Every network draws from its own child stream, `Stream(seed).child(i)`, so that its weights do not depend on the
-    number of other networks. Seed None draws fresh entropy.
+    Every network draws from its own child stream, `Stream(seed).child(i)`, so that its weights do
+    not depend on the number of other networks. Seed None draws fresh entropy.
     """
 
     draw_dtype: torch.dtype | None = torch.float64  # equal numbers in every precision
@@ -72,9 +72,9 @@ class Stream:
 class SeedPath:
     """Random numbers that start a network as deepmd-kit 3.2 starts it on the same kind of device.
 
-    deepmd-kit seeds one generator a layer with a hash of the path of numbers that leads to the layer, innermost
-    first, the input's seed last (`deepmd/dpmodel/utils/seed.py`, `mix_entropy` in `deepmd/pt/utils/utils.py`). Seed
-    None draws fresh entropy.
+    deepmd-kit seeds one generator a layer with a hash of the path of numbers that leads to the
+    layer, innermost first, the input's seed last (`deepmd/dpmodel/utils/seed.py`, `mix_entropy` in
+    `deepmd/pt/utils/utils.py`). Seed None draws fresh entropy.
     """
 
     draw_dtype: torch.dtype | None = None  # numbers are drawn in the parameter's own precision
@@ -121,7 +121,7 @@ class LayerTensors(NamedTuple):
 
 
 def unflatten(flat: Sequence[torch.Tensor | None], networks: int = 1) -> list[list[LayerTensors]]:
-    """Return the layers of each of several equal networks from their `Network.flat`, one after another."""
+    """Return the layers of several equal networks from their `Network.flat` in a row."""
     layers = [
         LayerTensors(*flat[i : i + 3])  # type: ignore[arg-type]  # idt may be None
         for i in range(0, len(flat), 3)
@@ -133,8 +133,8 @@ def unflatten(flat: Sequence[torch.Tensor | None], networks: int = 1) -> list[li
 class Layer(torch.nn.Module):
     """Parameters of one dense layer.
 
-    They start as in DeePMD: matrix normal with deviation 1/√(n_in + n_out), bias normal with deviation 1, time step
-    normal around 0.1. Without `bias` the layer is linear: x·matrix.
+    They start as in DeePMD: matrix normal with deviation 1/√(n_in + n_out), bias normal with
+    deviation 1, time step normal around 0.1. Without `bias` the layer is linear: x·matrix.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Network(torch.nn.Module):
     @property
     def flat(self) -> list[torch.Tensor | None]:
         """Matrix, bias and idt of every layer one after another."""
-        return [part for layer in self.tensors for part in layer]
+        return [tensor for layer in self.tensors for tensor in layer]
 
 
 class NetworkCollection(torch.nn.Module):
@@ -246,9 +246,10 @@ def _copies(n_in: int, n_out: int) -> Copies:
 def run_layer(layer: Callable[..., T], *arguments: Any, recompute: bool) -> T:
     """Return ``layer(*arguments)``; with `recompute`, the forward pass keeps the arguments alone.
 
-    The layer must draw no random numbers. Every backward pass that needs its tensors calls it again: once for forces,
-    and once for the gradient of the loss. The pass that computes forces still keeps some tensors for the gradient of a
-    loss on forces. Without gradients the layer is called once.
+    The layer must draw no random numbers. Every backward pass that needs its tensors calls it
+    again: once for forces, and once for the gradient of the loss. The pass that computes forces
+    still keeps some tensors for the gradient of a loss on forces. Without gradients the layer is
+    called once.
     """
     if not recompute or not torch.is_grad_enabled():
         return layer(*arguments)

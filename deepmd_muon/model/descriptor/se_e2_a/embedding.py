@@ -1,4 +1,4 @@
-"""The sums of `se_e2_a` over the neighbours of an atom, by the embedding net itself, and their contraction.
+"""The sums of `se_e2_a` over the neighbours of an atom, and their contraction.
 
 Sums
 ----
@@ -10,26 +10,28 @@ and its energy derivative, from Ā = dE/dA, needs per edge
 
     dE/dR = Ā·G(s)  and  dE/ds = R·Ā·G′(s).
 
-Since s is a scalar, one pass yields G and G′ = dG/ds: every layer multiplies values and derivatives stacked in one
-matrix. So forces are plain forward arithmetic, and the gradient of a force loss is one backward pass.
+Since s is a scalar, one pass yields G and G′ = dG/ds: every layer multiplies values and derivatives
+stacked in one matrix. So forces are plain forward arithmetic, and the gradient of a force loss is
+one backward pass.
 
-Pass 1 (see `four_passes`) computes A, pass 2 the edge derivative. With Ṙ the tangent that arrives in pass 3, and Â the
-gradient of A in pass 4, the layers need the low-rank gradients
+Pass 1 (see `four_passes`) computes A, pass 2 the edge derivative. With Ṙ the tangent that arrives
+in pass 3, and Â the gradient of A in pass 4, the layers need the low-rank gradients
 
     Ĝ = R·Â + Ṙ·Ā      Ĝ′ = Ṙ₀·R·Ā.
 
-Forming the terms of Ĝ one after the other would move two (edges, M) arrays through memory; pass 4 forms both in one
-product per atom. Work proceeds in blocks of atoms that are small enough for a CPU's cache, each as wide as its fullest
-atom needs (one block on a GPU).
+Forming the terms of Ĝ one after the other would move two (edges, M) arrays through memory; pass 4
+forms both in one product per atom. Work proceeds in blocks of atoms that are small enough for a
+CPU's cache, each as wide as its fullest atom needs (one block on a GPU).
 
-All slots of `sel` count. An empty slot has the same row and s for every atom of a type. So the slots beyond the width
-of a block enter as one edge, the stand-in, with its row multiplied by their number.
+All slots of `sel` count. An empty slot has the same row and s for every atom of a type. So the
+slots beyond the width of a block enter as one edge, the stand-in, with its row multiplied by their
+number.
 
 Contraction
 -----------
-D = Aᵀ·A_axis with A_axis = A[:, :axis]. The bilinear form behind D, Aᵀ·B_axis + Bᵀ·A_axis, is symmetric. Therefore one
-function, `pull`, is its adjoint in either argument: it returns Ā from A and D̄, and in the backward pass of that the
-cotangent of A.
+D = Aᵀ·A_axis with A_axis = A[:, :axis]. The bilinear form behind D, Aᵀ·B_axis + Bᵀ·A_axis, is
+symmetric. Therefore one function, `pull`, is its adjoint in either argument: it returns Ā from A
+and D̄, and in the backward pass of that the cotangent of A.
 """
 
 from __future__ import annotations
@@ -47,24 +49,26 @@ from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
 from deepmd_muon.model.nn.networks import Copies, LayerTensors, unflatten
 
-# Edges in a block. Between 512 and 4096 a step of the water example varies by 15 % on one core, where smaller
-# blocks win (caches), and by 30 % on two, where larger blocks win (fewer joins of the threads).
+# Edges in a block. Between 512 and 4096 a step of the water example varies by 15 % on one core,
+# where smaller blocks win (caches), and by 30 % on two, where larger blocks win (fewer joins of the
+# threads).
 CPU_BLOCK_ROWS = 2048
 
-# ----- blocks ---------------------------------------------------------------------------------------
+# ----- blocks -------------------------------------------------------------------------------------
 
 
 class BlockPlan(NamedTuple):
-    """Some atoms, and how many of their neighbour slots are computed; the slots beyond are empty."""
+    """Some atoms, and how many of their slots are computed; the slots beyond are empty."""
 
     atoms: Tensor | slice
     width: int
 
 
 def plan_blocks(filled: np.ndarray, width: int, device: torch.device) -> list[BlockPlan]:
-    """Split atoms into blocks: on a CPU by falling number of neighbours and as large as a cache, elsewhere one.
+    """Split atoms into blocks: on a CPU as large as a cache, elsewhere a single one.
 
-    The first `filled` of the `width` neighbour slots of a batch hold all neighbours of an atom `(atoms,)`.
+    On a CPU, atoms are sorted by falling number of neighbours. The first `filled` of the `width`
+    neighbour slots of a batch hold all neighbours of an atom `(atoms,)`.
     """
     if device.type != "cpu":
         return [BlockPlan(slice(None), width)]
@@ -131,7 +135,7 @@ class _Block:
         return self.features[order, :, 1:] if self.has_stand_in else self.features[order]
 
 
-# ----- layers of stacked values and derivatives -----------------------------------------------------
+# ----- layers of stacked values and derivatives ---------------------------------------------------
 
 
 def _forward_layer(
@@ -171,7 +175,7 @@ def _backward_layer(
     trace: _LayerTrace,
     gradient: LayerTensors,
 ) -> Tensor:
-    """Add to a layer's gradient, and return the gradient of its stacked input; `y_hat` is overwritten."""
+    """Add to a layer's gradient; return the gradient of its stacked input. Overwrites `y_hat`."""
     n_stacked, rows, _ = y_hat.shape
     n_in = layer.matrix.shape[0]
     through_copies = None
@@ -189,7 +193,7 @@ def _backward_layer(
 def _backward_activation(
     y_hat: Tensor, layer: LayerTensors, f: Activation, trace: _LayerTrace, gradient: LayerTensors
 ) -> Tensor:
-    """Add to a layer's gradient, and turn the gradient of y into that of h `(stacked·rows, n_out)` in place."""
+    """Add to a layer's gradient; turn `y_hat` in place into that of h `(stacked·rows, n_out)`."""
     if layer.idt is not None and gradient.idt is not None:
         gradient.idt.add_((f.value_of(trace.keep) * y_hat[0]).sum(0))
         if trace.h_dot is not None:
@@ -202,16 +206,17 @@ def _backward_activation(
     return flat
 
 
-# ----- the sums -------------------------------------------------------------------------------------
+# ----- the sums -----------------------------------------------------------------------------------
 
 
 @dataclass
 class Sums(FourPasses):
     """A = Σ R ⊗ G(s) over all slots of each atom; in pass 2 dE/dR from Ā.
 
-    Inputs: R `(atoms, edges, 4)`, R of an empty slot `(atoms, 4)`, then matrix, bias, idt of every layer. Output: A
-    `(atoms, 4, M)`. Adjoint: dE/drow `(atoms, edges, 4)`, with R·Ā·G′ on the first component, through which s enters.
-    Only the layers have a gradient: R is data, and s its first component.
+    Inputs: R `(atoms, edges, 4)`, R of an empty slot `(atoms, 4)`, then matrix, bias, idt of every
+    layer. Output: A `(atoms, 4, M)`. Adjoint: dE/drow `(atoms, edges, 4)`, with R·Ā·G′ on the first
+    component, through which s enters. Only the layers have a gradient: R is data, and s its first
+    component.
 
     Attributes
     ----------
@@ -353,7 +358,7 @@ def _features_hat(
     return out.flatten(1, 2)
 
 
-# ----- the contraction ------------------------------------------------------------------------------
+# ----- the contraction ----------------------------------------------------------------------------
 
 
 def pull(a: Tensor, d_bar: Tensor) -> Tensor:

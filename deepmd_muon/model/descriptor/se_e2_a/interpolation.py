@@ -1,22 +1,27 @@
-"""The embedding net of `se_e2_a` by piecewise Chebyshev interpolation: no feature of an edge is ever formed.
+"""The embedding net of `se_e2_a` by interpolation: no feature of an edge is ever formed.
 
 The net G maps one number s per edge to M features, and the descriptor needs only sums over edges,
 
-    A_i = Σ_e R_e ⊗ G(s_e)                  dE/dR_e = Ā_i·G(s_e)                dE/ds_e = R_e·Ā_i·G′(s_e).
+    A_i = Σ_e R_e ⊗ G(s_e)            dE/dR_e = Ā_i·G(s_e)            dE/ds_e = R_e·Ā_i·G′(s_e).
 
-The s of a batch's neighbours of one type are in a short interval. The interval is cut into pieces (`pieces`), which are
-short where G bends much. On each piece G is a polynomial of degree 15 to rounding, G(s) = Σ_m T_m(u) C_jm, where j is
-the piece of s and u ∈ [−1, 1] its place in the piece. Then
+The s of a batch's neighbours of one type are in a short interval. The interval is cut into pieces
+(`pieces`), which are short where G bends much. On each piece G is a polynomial of degree 15 to
+rounding, G(s) = Σ_m T_m(u) C_jm, where j is the piece of s and u ∈ [−1, 1] its place in the piece.
+Then
 
-    A_i = B_i·C,   B_i[c, jm] = Σ_{e in piece j} R_e[c] T_m(u_e)            (`expand`: geometry alone)
-    dE/dR_e[c] = Σ_m T_m(u_e) P_i[c, jm],  P_i = Ā_i·Cᵀ,  and dE/ds_e alike with T′_m      (`evaluate`: linear in P).
+    A_i = B_i·C,   B_i[c, jm] = Σ_{e in piece j} R_e[c] T_m(u_e)
+    dE/dR_e[c] = Σ_m T_m(u_e) P_i[c, jm],  P_i = Ā_i·Cᵀ,  and dE/ds_e alike with T′_m.
 
-So the network is evaluated at 16 nodes a piece instead of once per edge (10² to 10³ times fewer rows), and only matrix
-products per atom remain. Forces and the gradient of a force loss are the exact derivatives of the interpolated energy,
-through torch's autograd. `tails` estimates the interpolation error by the last coefficients, as usual for Chebyshev
-series (Trefethen, Approximation Theory and Approximation Practice, chapter 8).
+`expand` computes B from geometry alone; `evaluate` is linear in P.
 
-On a GPU the two sums over edges are one Triton kernel each (`kernels`); the functions here define their results.
+So the network is evaluated at 16 nodes a piece instead of once per edge (10² to 10³ times fewer
+rows), and only matrix products per atom remain. Forces and the gradient of a force loss are the
+exact derivatives of the interpolated energy, through torch's autograd. `tails` estimates the
+interpolation error by the last coefficients, as usual for Chebyshev series (Trefethen,
+Approximation Theory and Approximation Practice, chapter 8).
+
+On a GPU the two sums over edges are one Triton kernel each (`kernels`); the functions here define
+their results.
 """
 
 from __future__ import annotations
@@ -52,27 +57,28 @@ The slope of a feature errs 10³ times more.
 MARGIN = 1 / 8
 """Part of the tolerance that newly chosen pieces keep.
 
-An error grows with the 16th power of the weights: the pieces suffice until the weights have grown by an eighth.
+An error grows with the 16th power of the weights: the pieces suffice until the weights have grown
+by an eighth.
 """
 
 SHORTEST = 1.0
 """Least length of an interval, in standard deviations of s.
 
-All s of a type may be equal, as in empty slots of an absent element. Pieces of a shorter interval would turn their
-rounding errors into slopes.
+All s of a type may be equal, as in empty slots of an absent element. Pieces of a shorter interval
+would turn their rounding errors into slopes.
 """
 
 TABLE_TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-6}
 """The tolerance of tables that replace the networks in predictions."""
 
 CLOSER = 0.8
-"""Distance down to which a table reaches, over the smallest distance of the atoms it is made for."""
+"""A table reaches down to this multiple of the smallest distance between atoms."""
 
 EDGES_PER_NODE = 4
 """With fewer edges for each node, evaluating the networks at every edge is as fast."""
 
 
-# ----- intervals and pieces -------------------------------------------------------------------------
+# ----- intervals and pieces -----------------------------------------------------------------------
 
 
 def intervals_of(rows: Tensor, empty: Tensor, widths: Sequence[int]) -> Tensor:
@@ -97,9 +103,11 @@ def cut(
 ) -> Edges:
     """Return the edges of a batch on intervals that they fill.
 
-    `rows` and `empty` are those of `Edges`; `widths` are the columns, and `sel` the slots, of each neighbour type.
+    `rows` and `empty` are those of `Edges`; `widths` are the columns, and `sel` the slots, of each
+    neighbour type.
     """
-    return _edges(rows, empty, intervals_of(rows, empty, widths), pieces, widths, sel)
+    intervals = intervals_of(rows, empty, widths)
+    return _edges(rows, empty, intervals, pieces=pieces, widths=widths, sel=sel)
 
 
 def _edges(
@@ -122,7 +130,7 @@ def pays(networks: int, edges: int, pieces: int) -> bool:
 def choose_pieces(
     blocks: Sequence[Sequence[Network]], f: Activation, intervals: Tensor, present: Pieces
 ) -> Pieces:
-    """Return pieces that interpolate all networks within `TOLERANCE`; none if too many would be needed.
+    """Return pieces that interpolate all networks within `TOLERANCE`; none if they are too many.
 
     Parameters
     ----------
@@ -155,12 +163,15 @@ def _errors(
 
 
 def tails(c: Tensor, pieces: int) -> Tensor:
-    """Estimate each piece's error `(pieces,)` relative to the largest feature, from the last two coefficients."""
+    """Estimate each piece's error `(pieces,)`, relative to the largest feature.
+
+    The estimate is the larger of the last two coefficients.
+    """
     by_piece = c.unflatten(0, (-1, pieces, ORDERS)).abs()  # (types, pieces, orders, M)
     return torch.div(by_piece[:, :, -2:].amax(dim=(0, 2, 3)), by_piece.amax())
 
 
-# ----- coefficients ---------------------------------------------------------------------------------
+# ----- coefficients -------------------------------------------------------------------------------
 
 
 def coefficients(
@@ -170,11 +181,11 @@ def coefficients(
     pieces: Pieces,
     scale: float = 1.0,
 ) -> Tensor:
-    """Return `scale` times the coefficients C of every neighbour type's network `(terms, M)`, differentiable."""
+    """Return `scale` times C of every neighbour type's network `(terms, M)`, differentiable."""
     device = intervals.device
     low, rate = intervals.double().unsqueeze(-1).unbind(1)
     s = torch.addcdiv(low, _nodes(pieces, device), rate)
-    flat = [part for network in networks for part in network.flat]
+    flat = [tensor for network in networks for tensor in network.flat]
     c = _coefficients(f, networks[0].copies, s, _transform(scale, device), *flat)
     return c.to(intervals.dtype)
 
@@ -195,7 +206,7 @@ def _nodes(pieces: Pieces, device: torch.device) -> Tensor:
 
 @lru_cache
 def _transform(scale: float, device: torch.device) -> Tensor:
-    """Return the matrix from values at the nodes of a piece to `scale` times the coefficients `(16, 16)`."""
+    """Return the matrix from values at the nodes of a piece to scaled coefficients `(16, 16)`."""
     orders = torch.arange(ORDERS, dtype=torch.float64, device="cpu")
     matrix = torch.cos(orders[:, None] * _angles())
     matrix *= 2.0 * scale / ORDERS
@@ -206,11 +217,12 @@ def _transform(scale: float, device: torch.device) -> Tensor:
 class Coefficients(torch.autograd.Function):
     """The coefficients of several networks, which overlap on a GPU.
 
-    They are computed in float64: the slope of a series multiplies the errors of high orders, so these must be small
-    compared with the high orders themselves.
+    They are computed in float64: the slope of a series multiplies the errors of high orders, so
+    these must be small compared with the high orders themselves.
 
-    Arguments: activation, copies of every layer, nodes s of each network `(networks, nodes)`, the matrix of
-    `_transform`, then matrix, bias and idt of every layer of every network. s has no gradient.
+    Arguments: activation, copies of every layer, nodes s of each network `(networks, nodes)`, the
+    matrix of `_transform`, then matrix, bias and idt of every layer of every network. s has no
+    gradient.
     """
 
     @staticmethod
@@ -229,16 +241,18 @@ class Coefficients(torch.autograd.Function):
         ctx.n_networks = n_networks
         ctx.dtype = next(tensor.dtype for tensor in flat if tensor is not None)
         wide = _converted(flat, torch.float64)
-        parts: list[Tensor] = []
+        blocks: list[Tensor] = []
         tapes: list[Tensor] = []
         with triton_support.Branches(s.device, n_networks) as branches:
-            for number, tensors in enumerate(unflatten(wide, n_networks)):
+            for number, network in enumerate(unflatten(wide, n_networks)):
                 with branches.chain(number):
-                    features, tape = layers.values(f, copies, s[number, :, None], tensors)
-                    parts.append(_by_piece(transform, features.view(-1, ORDERS, features.shape[1])))
+                    features, tape = layers.values(f, copies, s[number, :, None], network)
+                    blocks.append(
+                        _by_piece(transform, features.view(-1, ORDERS, features.shape[1]))
+                    )
                     tapes += [*tape.inputs, *tape.keeps]
         ctx.save_for_backward(transform, *wide, *tapes)
-        return torch.cat(parts)
+        return torch.cat(blocks)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -246,14 +260,14 @@ class Coefficients(torch.autograd.Function):
         """Return the gradient of every layer's tensors."""
         n_networks = ctx.n_networks
         depth = len(ctx.copies)
-        transform, *saved = ctx.saved_tensors
+        transform, *tensors = ctx.saved_tensors
         n_tensors = 3 * depth * n_networks  # matrix, bias, idt of every layer
-        wide = saved[:n_tensors]
-        tapes = saved[n_tensors:]
+        wide = tensors[:n_tensors]
+        tapes = tensors[n_tensors:]
         by_network = c_hat.view(n_networks, -1, ORDERS, c_hat.shape[1])
         gradients: list[Tensor | None] = []
         with triton_support.Branches(c_hat.device, n_networks) as branches:
-            for number, tensors in enumerate(unflatten(wide, n_networks)):
+            for number, network in enumerate(unflatten(wide, n_networks)):
                 with branches.chain(number):
                     features_hat = _by_piece(transform.t(), by_network[number])
                     start = 2 * depth * number
@@ -262,7 +276,7 @@ class Coefficients(torch.autograd.Function):
                         keeps=tapes[start + depth : start + 2 * depth],
                     )
                     gradients += layers.pull_values(
-                        ctx.activation, ctx.copies, tape, tensors, features_hat
+                        ctx.activation, ctx.copies, tape, network, features_hat
                     )
         return (None, None, None, None, *_converted(gradients, ctx.dtype))
 
@@ -271,7 +285,7 @@ _coefficients: Callable[..., Tensor] = Coefficients.apply  # torch leaves `apply
 
 
 def _by_piece(matrix: Tensor, values: Tensor) -> Tensor:
-    """Return matrix·values of every piece, `(16, 16)` and `(pieces, 16, M)`, as `(pieces·16, M)`."""
+    """Return matrix `(16, 16)` · values `(pieces, 16, M)` of every piece `(pieces·16, M)`."""
     return torch.bmm(matrix.expand(values.shape[0], -1, -1), values).flatten(0, 1)
 
 
@@ -281,11 +295,11 @@ def _converted(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Ten
     if all(tensor.dtype == dtype for tensor in present):
         return list(tensors)
     flat = torch.cat([tensor.reshape(-1) for tensor in present]).to(dtype)
-    parts = iter(flat.split([tensor.numel() for tensor in present]))
-    return [None if tensor is None else next(parts).view(tensor.shape) for tensor in tensors]
+    converted = iter(flat.split([tensor.numel() for tensor in present]))
+    return [None if tensor is None else next(converted).view(tensor.shape) for tensor in tensors]
 
 
-# ----- tables for predictions -----------------------------------------------------------------------
+# ----- tables for predictions ---------------------------------------------------------------------
 
 
 class Table(NamedTuple):
@@ -310,7 +324,7 @@ class Table(NamedTuple):
         self, rows: Tensor, empty: Tensor, widths: Sequence[int], sel: Sequence[int]
     ) -> Edges:
         """Return the edges of a batch on this interval; arguments as in `cut`."""
-        return _edges(rows, empty, self.intervals, self.pieces, widths, sel)
+        return _edges(rows, empty, self.intervals, pieces=self.pieces, widths=widths, sel=sel)
 
 
 def tabulate(
@@ -346,7 +360,7 @@ def tabulate(
     )
 
 
-# ----- sums over edges ------------------------------------------------------------------------------
+# ----- sums over edges ----------------------------------------------------------------------------
 
 
 def _kernels(tensor: Tensor) -> Any:
@@ -365,7 +379,7 @@ def expand(edges: Edges) -> Tensor:
 
 
 def evaluate(edges: Edges, p: Tensor) -> Tensor:
-    """Return the result of `evaluate_reference`, by the kernel on a GPU; differentiable by P, in which it is linear."""
+    """Return the result of `evaluate_reference`, by the kernel on a GPU; differentiable by P."""
     kernels = _kernels(p)
     if kernels is None:
         return linear(partial(evaluate_reference, edges), partial(spread_reference, edges), p)
@@ -376,7 +390,8 @@ def expand_reference(edges: Edges) -> Tensor:
     """Return B `(atoms, 4, terms)`; see the module."""
     cell, values, _ = _edge_basis(edges)
     b = _scatter(edges, cell, edges.rows.unsqueeze(-1) * values.unsqueeze(-2))
-    # An empty slot counts as an edge. The missing slots of a type have equal rows: one term serves all of them.
+    # An empty slot counts as an edge. The missing slots of a type have equal rows: one term serves
+    # all of them.
     n_types = len(edges.widths)
     types = torch.arange(n_types, device=b.device)
     piece, values, _ = _basis(edges, edges.empty[:, :1], types)  # (atoms, types[, 16])
@@ -389,7 +404,10 @@ def expand_reference(edges: Edges) -> Tensor:
 
 
 def evaluate_reference(edges: Edges, p: Tensor) -> Tensor:
-    """Return dE/dR of every edge `(atoms, edges, 4)` from P `(atoms, 4, terms)`; dE/ds is added to dE/dR₀."""
+    """Return dE/dR of every edge `(atoms, edges, 4)` from P `(atoms, 4, terms)`, linear in P.
+
+    dE/ds is added to dE/dR₀.
+    """
     cell, values, slopes = _edge_basis(edges)
     n_cells = len(edges.widths) * len(edges.pieces)
     by_cell = p.unflatten(2, (n_cells, ORDERS)).transpose(1, 2).reshape(-1, 4, ORDERS)
@@ -409,7 +427,7 @@ def spread_reference(edges: Edges, cotangent: Tensor) -> Tensor:
 
 
 def _edge_basis(edges: Edges) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the flat number (atom, neighbour type, piece) of every edge, and T_m and dT_m/ds at its s."""
+    """Return the flat index (atom, neighbour type, piece), T_m and dT_m/ds of every edge."""
     kind = _kinds(edges.widths, edges.rows.device)
     piece, values, slopes = _basis(edges, edges.rows[..., 0], kind)
     atom = torch.arange(piece.shape[0], device=piece.device).unsqueeze(1)
@@ -425,7 +443,7 @@ def _kinds(widths: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _basis(edges: Edges, s: Tensor, kind: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the piece of each s among neighbours of type `kind`, and T_m and dT_m/ds with m as last axis."""
+    """Return the piece of each s among neighbours of type `kind`, and T_m and dT_m/ds `(…, 16)`."""
     low, rate = edges.intervals[kind].unbind(-1)
     place = (s - low) * rate
     cells, spans = places(edges.pieces, s.dtype, s.device)

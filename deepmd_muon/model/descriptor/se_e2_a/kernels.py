@@ -1,18 +1,21 @@
 """Triton kernels of `se_e2_a`: rows, their interpolated sums, and the contraction.
 
-`SeE2A._standardised`, `interpolation` and `embedding` have the same functions in torch's operations, which define the
-results; `test_rows_kernels`, `test_interpolation_kernels` and `test_contraction_kernels` compare them.
+`SeE2A._standardised`, `interpolation` and `embedding` have the same functions in torch's
+operations, which define the results; `test_rows_kernels`, `test_interpolation_kernels` and
+`test_contraction_kernels` compare them.
 
-| symbol | name            | shape                     | meaning                                           |
-|--------|-----------------|---------------------------|---------------------------------------------------|
-| R      | `rows`          | (atoms, nnei, 4)          | standardised environment; R₀ = s                  |
-| R∅     | `empty`         | (atoms, 4)                | R of an empty slot                                |
-|        | `intervals`     | (types, 2)                | least s, and cells per unit of s, see `pieces`    |
-|        | `type_table`    | (types, 3)                | first column, columns and missing slots of a type |
-|        | `cells`         | (GRID,)                   | piece of each cell                                |
-|        | `spans`         | (pieces, 2)               | first cell and inverse length of a piece          |
-| B, P   | `b`, `p`        | (atoms, 4, types, pieces, orders) | sums over edges, and polynomials to evaluate |
-| A, D   | `a`, `d`        | (atoms, 4, M), (atoms, M, axis) | see `embedding`                             |
+| symbol | name         | shape                             | meaning                              |
+|--------|--------------|-----------------------------------|--------------------------------------|
+| R      | `rows`       | (atoms, nnei, 4)                  | standardised environment; R₀ = s     |
+| R∅     | `empty`      | (atoms, 4)                        | R of an empty slot                   |
+|        | `intervals`  | (types, 2)                        | least s, and cells per unit of s     |
+|        | `type_table` | (types, 3)                        | first column, columns, missing slots |
+|        | `cells`      | (n_cells,)                        | piece of each cell, see `pieces`     |
+|        | `spans`      | (pieces, 2)                       | first cell and 1/length of a piece   |
+| B      | `b`          | (atoms, 4, types, pieces, orders) | sums over edges                      |
+| P      | `p`          | like B                            | coefficients of polynomials          |
+| A      | `a`          | (atoms, 4, M)                     | see `embedding`                      |
+| D      | `d`          | (atoms, M, axis)                  | see `embedding`                      |
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ FEATURE_BLOCK = 128  # rows of D that are computed together
 EDGE_BLOCK = 32  # edges that are interpolated together
 WARPS = 1  # of a program that works on one atom alone: one warp waits for no other
 
-# ----- rows: a program standardises one atom --------------------------------------------------------
+# ----- rows: a program standardises one atom ------------------------------------------------------
 
 
 @triton.jit
@@ -78,15 +81,18 @@ def _standard_rows_kernel(
     protection: tl.constexpr,
     block: tl.constexpr,
 ):
-    """R = (w·(t, t²·r) − mean) / stddev with t = 1/(|r| + protection) and the switch w, and R∅ = −mean / stddev."""
+    """R = (w·(t, t²·r) − mean)/stddev with t = 1/(|r| + protection), and R∅ = −mean/stddev.
+
+    w is the switch.
+    """
     atom = tl.program_id(0).to(tl.int64)
     statistics = tl.load(kinds + atom) * stride
-    mean0, mean1, mean2, mean3 = _load_four(mean + statistics)
     stddev0, stddev1, stddev2, stddev3 = _load_four(stddev + statistics)
     scale0 = 1.0 / stddev0
     scale1 = 1.0 / stddev1
     scale2 = 1.0 / stddev2
     scale3 = 1.0 / stddev3
+    mean0, mean1, mean2, mean3 = _load_four(mean + statistics)
     empty0 = -mean0 * scale0
     empty1 = -mean1 * scale1
     empty2 = -mean2 * scale2
@@ -117,8 +123,8 @@ def standard_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return R `(nreal, nnei, 4)`, R∅ and dR/drow `(nreal, 4)` in the dtype of the statistics.
 
-    `mean` and `stddev` `(ntypes, slots, 4)` are the same for all slots; `kinds` are the atoms' types. The other
-    arguments are as in `environment.environment`.
+    `mean` and `stddev` `(ntypes, slots, 4)` are the same for all slots; `kinds` are the atoms'
+    types. The other arguments are as in `environment.environment`.
     """
     atoms, nnei = neighbor.shape
     rows = mean.new_empty(atoms, nnei, 4)
@@ -143,7 +149,7 @@ def standard_rows(
     return rows, empty, scale
 
 
-# ----- intervals of s -------------------------------------------------------------------------------
+# ----- intervals of s -----------------------------------------------------------------------------
 
 
 @triton.jit
@@ -160,7 +166,7 @@ def _extremes_kernel(
     atom = tl.program_id(0).to(tl.int64)
     kind = tl.program_id(1)
     kinds = tl.num_programs(1)
-    first = tl.load(type_table + 3 * kind)
+    first_column = tl.load(type_table + 3 * kind)
     width = tl.load(type_table + 3 * kind + 1)
     empty_s = tl.load(empty + atom * 4)
     low = tl.zeros((block,), rows.dtype.element_ty) + empty_s
@@ -168,7 +174,7 @@ def _extremes_kernel(
     for begin in range(0, width, block):
         column = begin + tl.arange(0, block)
         mask = column < width
-        s = tl.load(rows + (atom * nnei + first + column) * 4, mask, 0.0)
+        s = tl.load(rows + (atom * nnei + first_column + column) * 4, mask, 0.0)
         s = tl.where(mask, s, empty_s)
         low = tl.minimum(low, s)
         high = tl.maximum(high, s)
@@ -230,7 +236,7 @@ def intervals_of(rows: Tensor, empty: Tensor, widths: Sequence[int], shortest: f
     return intervals
 
 
-# ----- interpolated sums: a program works on one atom and one neighbour type ------------------------
+# ----- interpolated sums: a program works on one atom and one neighbour type ----------------------
 
 
 @triton.jit
@@ -248,8 +254,9 @@ def _interval(intervals, kind):
 
 @triton.jit
 def _basis(place, cells, spans, n_cells: tl.constexpr, orders: tl.constexpr, edges: tl.constexpr):
-    """Return piece and inverse length (edges,), T_m(u) and T′_m(u) (edges, orders) of places in [0, n_cells].
+    """Return piece and 1/length (edges,), T_m(u) and T′_m(u) (edges, orders) at some places.
 
+    Places are in [0, n_cells].
     T_m = 2u·T_{m−1} − T_{m−2} and T′_m = 2(T_{m−1} + u·T′_{m−1}) − T′_{m−2}.
     """
     piece = tl.load(cells + tl.minimum(tl.maximum(place.to(tl.int32), 0), n_cells - 1))
@@ -316,14 +323,15 @@ def _expand_kernel(
     edges: tl.constexpr,
     block: tl.constexpr,
 ):
-    """B[c, jm] = Σ_{e in piece j} R_e[c]·T_m(u_e); the missing slots enter as one edge with row missing·R∅.
+    """B[c, jm] = Σ_{e in piece j} R_e[c]·T_m(u_e).
 
+    The missing slots enter as one edge with row missing·R∅.
     Neighbours are sorted by distance, so that few pieces have edges in a block.
     """
     atom = tl.program_id(0).to(tl.int64)
     kind = tl.program_id(1)
     kinds = tl.num_programs(1)
-    first, width, missing = _columns(type_table, kind)
+    first_column, width, missing = _columns(type_table, kind)
     low, rate = _interval(intervals, kind)
     size = pieces * orders
     target = b + (atom * 4 * kinds + kind) * size
@@ -333,8 +341,9 @@ def _expand_kernel(
         is_edge = e < width
         is_empty = e == width
         used = is_edge | is_empty
-        at = (atom * nnei + first + e) * 4
-        # Unused lanes stay at the start of the interval: far outside it polynomials overflow, and 0 · inf is NaN.
+        at = (atom * nnei + first_column + e) * 4
+        # Unused lanes stay at the start of the interval: far outside it polynomials overflow, and 0
+        # · inf is NaN.
         s = tl.where(is_edge, tl.load(rows + at, is_edge, 0.0), low)
         s = tl.where(is_empty, tl.load(empty + atom * 4), s)
         piece, _, values, _ = _basis((s - low) * rate, cells, spans, n_cells, orders, edges)
@@ -374,7 +383,7 @@ def _spread_kernel(
     atom = tl.program_id(0).to(tl.int64)
     kind = tl.program_id(1)
     kinds = tl.num_programs(1)
-    first, width, _ = _columns(type_table, kind)
+    first_column, width, _ = _columns(type_table, kind)
     low, rate = _interval(intervals, kind)
     size = pieces * orders
     target = p_bar + (atom * 4 * kinds + kind) * size
@@ -382,12 +391,12 @@ def _spread_kernel(
     for begin in range(0, width, edges):
         e = begin + tl.arange(0, edges)
         used = e < width
-        at = (atom * nnei + first + e) * 4
-        # Unused lanes stay at the start of the interval: far outside it polynomials overflow, and 0 · inf is NaN.
+        at = (atom * nnei + first_column + e) * 4
+        # Unused lanes stay at the start of the interval: far outside it polynomials overflow, and 0
+        # · inf is NaN.
         s = tl.where(used, tl.load(rows + at, used, 0.0), low)
-        piece, inverse, values, slopes = _basis(
-            (s - low) * rate, cells, spans, n_cells, orders, edges
-        )
+        place = (s - low) * rate
+        piece, inverse, values, slopes = _basis(place, cells, spans, n_cells, orders, edges)
         y0_du_ds = tl.load(cotangent + at, used, 0.0) * (2.0 * rate * inverse)
         lowest, end = _piece_range(piece, used, pieces)
         for number in range(lowest, end):
@@ -418,16 +427,16 @@ def _evaluate_kernel(
     orders: tl.constexpr,
     edges: tl.constexpr,
 ):
-    """out_e[c] = Σ_m P[c, jm]·T_m(u_e), and added to out_e[0]: Σ_cm R_e[c]·P[c, jm]·T′_m(u_e)·du/ds."""
+    """out_e[c] = Σ_m P[c, jm]·T_m(u_e) + [c = 0]·Σ_bm R_e[b]·P[b, jm]·T′_m(u_e)·du/ds."""
     atom = tl.program_id(0).to(tl.int64)
     kind = tl.program_id(1)
     kinds = tl.num_programs(1)
-    first, width, _ = _columns(type_table, kind)
+    first_column, width, _ = _columns(type_table, kind)
     low, rate = _interval(intervals, kind)
     size = pieces * orders
     e = tl.program_id(2) * edges + tl.arange(0, edges)
     is_edge = e < width
-    at = (atom * nnei + first + e) * 4
+    at = (atom * nnei + first_column + e) * 4
     s = tl.where(is_edge, tl.load(rows + at, is_edge, 0.0), low)
     piece, inverse, values, slopes = _basis((s - low) * rate, cells, spans, n_cells, orders, edges)
     cell = piece[:, None] * orders + tl.arange(0, orders)[None, :]
@@ -509,14 +518,14 @@ def evaluate(edges: Edges, p: Tensor) -> Tensor:
     return out
 
 
-# ----- contraction ----------------------------------------------------------------------------------
-# Batched matrix products with sums of four terms are bound by the small tiles of their launches; these kernels read
-# and write each number once.
+# ----- contraction --------------------------------------------------------------------------------
+# Batched matrix products with sums of four terms are bound by the small tiles of their launches;
+# these kernels read and write each number once.
 
 
 @triton.jit
 def _load_rows(a, width, column, mask):
-    """Return some columns of the four rows of A of an atom."""
+    """Return some columns of the four rows of A of one atom."""
     row0 = tl.load(a + column, mask, 0.0)
     row1 = tl.load(a + width + column, mask, 0.0)
     row2 = tl.load(a + 2 * width + column, mask, 0.0)
@@ -525,12 +534,9 @@ def _load_rows(a, width, column, mask):
 
 
 @triton.jit
-def _store_rows(a, width, column, mask, row0, row1, row2, row3):
-    """Store some columns of the four rows of A of an atom."""
-    tl.store(a + column, row0, mask)
-    tl.store(a + width + column, row1, mask)
-    tl.store(a + 2 * width + column, row2, mask)
-    tl.store(a + 3 * width + column, row3, mask)
+def _column_sums(bar, a_row, mask):
+    """Return Σ_m A[c, m]·D̄[m, k] from D̄ (features, columns) and pointers to A[c, m]."""
+    return tl.sum(bar * tl.load(a_row, mask, 0.0)[:, None], 0)
 
 
 @triton.jit
@@ -585,21 +591,15 @@ def _pull_contraction_kernel(
         m_mask = m < width
         index = (atom * width + m[:, None]) * axis + k[None, :]
         bar = tl.load(d_bar + index, m_mask[:, None] & k_mask[None, :], 0.0)
-        _store_rows(
-            target,
-            width,
-            m,
-            m_mask,
-            tl.sum(bar * first0[None, :], 1),
-            tl.sum(bar * first1[None, :], 1),
-            tl.sum(bar * first2[None, :], 1),
-            tl.sum(bar * first3[None, :], 1),
-        )
-        a0, a1, a2, a3 = _load_rows(source, width, m, m_mask)
-        axis_sum0 += tl.sum(bar * a0[:, None], 0)
-        axis_sum1 += tl.sum(bar * a1[:, None], 0)
-        axis_sum2 += tl.sum(bar * a2[:, None], 0)
-        axis_sum3 += tl.sum(bar * a3[:, None], 0)
+        # One row of A after the other: all four at once do not fit the registers in float64.
+        tl.store(target + m, tl.sum(bar * first0[None, :], 1), m_mask)
+        tl.store(target + width + m, tl.sum(bar * first1[None, :], 1), m_mask)
+        tl.store(target + 2 * width + m, tl.sum(bar * first2[None, :], 1), m_mask)
+        tl.store(target + 3 * width + m, tl.sum(bar * first3[None, :], 1), m_mask)
+        axis_sum0 += _column_sums(bar, source + m, m_mask)
+        axis_sum1 += _column_sums(bar, source + width + m, m_mask)
+        axis_sum2 += _column_sums(bar, source + 2 * width + m, m_mask)
+        axis_sum3 += _column_sums(bar, source + 3 * width + m, m_mask)
     tl.debug_barrier()  # other threads have written the first columns
     sum0, sum1, sum2, sum3 = _load_rows(target, width, k, k_mask)
     sum0 += axis_sum0
@@ -607,7 +607,10 @@ def _pull_contraction_kernel(
     sum2 += axis_sum2
     sum3 += axis_sum3
     tl.debug_barrier()  # several threads may hold the same column: all read before one writes
-    _store_rows(target, width, k, k_mask, sum0, sum1, sum2, sum3)
+    tl.store(target + k, sum0, k_mask)
+    tl.store(target + width + k, sum1, k_mask)
+    tl.store(target + 2 * width + k, sum2, k_mask)
+    tl.store(target + 3 * width + k, sum3, k_mask)
 
 
 def contract(a: Tensor, axis: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The smooth two-body embedding descriptor `se_e2_a` (Zhang et al., NeurIPS 2018, arXiv:1805.09003)."""
+"""The smooth two-body embedding descriptor `se_e2_a` (Zhang et al., arXiv:1805.09003)."""
 
 from __future__ import annotations
 
@@ -83,13 +83,15 @@ class StandardRows(NamedTuple):
 
 
 class SeE2A(torch.nn.Module):
-    """D_i = (RᵀG/N)ᵀ(RᵀG_axis/N) with G = embedding(s), R the standardised environment rows, N = sum(sel).
+    """D_i = (RᵀG/N)ᵀ(RᵀG_axis/N) with G = embedding(s) and N = sum(sel).
 
-    Every slot of `sel` counts, an empty slot with the standardised zero row. Arguments as in `Descriptor`.
+    R are the standardised environment rows. Every slot of `sel` counts, an empty slot with the
+    standardised zero row. Arguments as in `Descriptor`.
     """
 
     needs_statistics = True
-    #: The settings that interpolated networks implement, in training steps and in tables for predictions.
+    #: The settings that interpolated networks implement, in training steps and in tables for
+    #: predictions.
     interpolation_covers = Coverage(
         frozenset(
             {
@@ -110,7 +112,8 @@ class SeE2A(torch.nn.Module):
             }
         )
     )
-    #: How training steps cut the interval of an embedding net; without pieces they evaluate it at every edge.
+    #: How training steps cut the interval of an embedding net; without pieces they evaluate it at
+    #: every edge.
     pieces: Pieces = ()
     #: Replaces the embedding nets in predictions; made by `tabulate`.
     table: interpolation.Table | None = None
@@ -141,13 +144,13 @@ class SeE2A(torch.nn.Module):
         self.requires_grad_(settings.trainable)
 
     def set_statistics(self, mean: Tensor, stddev: Tensor) -> None:
-        """Standardise environment rows by these values `(ntypes, 4)`; `set_davg_zero` leaves the mean alone."""
+        """Standardise environment rows by these values `(ntypes, 4)`; see `set_davg_zero`."""
         if not self.settings.set_davg_zero:
             self.sea.mean.copy_(mean[:, None, :].expand_as(self.sea.mean))
         self.sea.stddev.copy_(stddev[:, None, :].expand_as(self.sea.stddev))
 
     def environment(self, structures: Structures, edges: Tensor) -> Environment:
-        """Return the environment of every edge, not standardised; rows of excluded pairs are not removed."""
+        """Return the environment of every edge, not standardised, with excluded pairs."""
         return environment(edges, structures.neighbor, self.reach)
 
     def forward(self, structures: Structures, edges: Tensor, *, force: bool = True) -> Described:
@@ -155,7 +158,8 @@ class SeE2A(torch.nn.Module):
         for width, sel, name in zip(structures.sections, self.sel, self.type_map, strict=True):
             if width > sel:
                 raise ModelError(
-                    f"the batch has {width} columns for neighbours of type {name}, more than sel {sel}"
+                    f"the batch has {width} columns for neighbours of type {name}, more than sel "
+                    f"{sel}"
                 )
         used = self.used_slots(structures)
         standard = self._standardised(structures, edges, used)
@@ -179,7 +183,7 @@ class SeE2A(torch.nn.Module):
         return Described(contract(a, self.axis).flatten(1), pullback if force else None)
 
     def _interpolation_pays(self, rows: Tensor) -> bool:
-        """Return whether interpolated networks are implemented for the settings, and faster on this batch."""
+        """Return whether networks can be interpolated with these settings, faster on this batch."""
         n_edges = rows.shape[0] * rows.shape[1]
         n_networks = len(self.sea.filter_layers.networks)
         return (
@@ -216,13 +220,14 @@ class SeE2A(torch.nn.Module):
         return StandardRows(rows, empty, scale, env.jacobian)
 
     def networks(self) -> list[list[Network]]:
-        """Return the network of each neighbour type, for each centre type unless all centres share them."""
+        """Return the networks of all neighbour types, for each centre type unless it is shared."""
         ntypes = len(self.sel)
         nets = self.sea.filter_layers
         if self.one_side:
-            return [[nets[other] for other in range(ntypes)]]
+            return [[nets[neighbor] for neighbor in range(ntypes)]]
         return [
-            [nets[other * ntypes + centre] for other in range(ntypes)] for centre in range(ntypes)
+            [nets[neighbor * ntypes + centre] for neighbor in range(ntypes)]
+            for centre in range(ntypes)
         ]
 
     def centres(self, structures: Structures) -> list[slice]:
@@ -244,7 +249,7 @@ class SeE2A(torch.nn.Module):
     def tabulate(
         self, structures: Structures, edges: Tensor, nearest: float
     ) -> interpolation.Table | None:
-        """Return a table that replaces the present weights on batches like this one; see `Tabulated`."""
+        """Return a table of the present weights for batches like this one; see `Tabulated`."""
         if not self.interpolation_fits:
             return None
         rcut = self.settings.rcut
@@ -269,15 +274,15 @@ class SeE2A(torch.nn.Module):
         )
 
     def used_slots(self, structures: Structures) -> Tensor | None:
-        """Return which slots count: all but neighbours of an excluded pair of types `(nreal, nnei)`."""
+        """Return which slots count `(nreal, nnei)`: all but neighbours of excluded pairs."""
         if not self.excluded:
             return None
         used = torch.ones_like(structures.neighbor, dtype=torch.bool)
         atoms = _ranges(structures.type_counts)
         columns = _ranges(structures.sections)
-        for centre, other in self.excluded:
-            is_neighbor = structures.neighbor[atoms[centre], columns[other]] >= 0
-            used[atoms[centre], columns[other]] = ~is_neighbor
+        for centre, neighbor in self.excluded:
+            is_neighbor = structures.neighbor[atoms[centre], columns[neighbor]] >= 0
+            used[atoms[centre], columns[neighbor]] = ~is_neighbor
         return used
 
 
@@ -298,29 +303,30 @@ class _Contractions:
         self._pulls: list[list[Pullback]] = []  # of each neighbour type, for each of the centres
         sums_of_centres: list[Tensor] = []
         for atoms, networks in zip(self._centres, model.networks(), strict=True):
-            parts: list[Tensor] = []
             pulls: list[Pullback] = []
-            for other, columns in enumerate(_ranges(structures.sections)):
-                network = networks[other]
+            total: Tensor | None = None
+            for kind, columns in enumerate(_ranges(structures.sections)):
+                network = networks[kind]
                 trains = any(p.requires_grad for p in network.parameters())
                 sums = Sums(
                     plans=plan_blocks(
-                        structures.filled[other, atoms],
-                        structures.sections[other],
+                        structures.filled[kind, atoms],
+                        structures.sections[kind],
                         standard.rows.device,
                     ),
-                    sel=model.sel[other],
+                    sel=model.sel[kind],
                     activation=model.activation,
                     copies=network.copies,
                     force=force,
                     trace=torch.is_grad_enabled() and trains,
                 )
-                (part,), pull = run_with_pullback(
+                (a,), pull = run_with_pullback(
                     sums, standard.rows[atoms, columns], standard.empty[atoms], *network.flat
                 )
-                parts.append(part)
+                total = a if total is None else total + a
                 pulls.append(pull)
-            sums_of_centres.append(sum(parts[1:], start=parts[0]))
+            assert total is not None
+            sums_of_centres.append(total)
             self._pulls.append(pulls)
         self.a = joined(sums_of_centres) / self._slots
 
@@ -335,7 +341,7 @@ class _Contractions:
 
 
 class _Interpolated:
-    """The same sums over interpolated networks, from a table or the present weights; see `interpolation`."""
+    """The same sums by interpolated networks, from a table or the present weights."""
 
     def __init__(
         self,
