@@ -498,9 +498,8 @@ class Program(torch.nn.Module):
         )
         if self.excludes:
             neighbor_types = frames.types[neighbor.clamp(min=0)].clamp(min=0)
-            mark = self.excluded[
-                kind.unsqueeze(1), neighbor_types
-            ]  # negative: what to write instead
+            # Negative marks replace the neighbours of excluded pairs.
+            mark = self.excluded[kind.unsqueeze(1), neighbor_types]
             neighbor = torch.where((mark < 0) & (neighbor >= 0), mark, neighbor)
         first_atom = torch.div(centre, frames.nall, rounding_mode="floor") * frames.nall
         return Near(

@@ -14,13 +14,15 @@ the `interpolation` of training steps:
 The net itself is evaluated for edges beyond the table, so that energy and forces are those of the
 model at any distance.
 
-Why not the Chebyshev series of training steps: an edge adds to 6 coefficients of a spline, but to
-16 of a series. On one core the sums over 23,808 edges took 0.9 and 3.4 ms in float32, the way back
-0.7 and 2.2 ms. Training steps cannot take splines: of a potential of water after 6,000 steps, a
-spline within their tolerance had 853 coefficients in float32 and 2,133 in float64, the series 256
-and 512 (pieces of unequal length, adapted to the net). Their products per atom grow alike.
-(2026-11-27, torch 2.13, 15,000-step input of `examples/water_xtb` with neurons 25, 50, 100 and a
-cut-off of 6 Å.)
+Training steps interpolate by Chebyshev series instead, because each scheme is slow at the other's
+task (measured 2026-11-27, torch 2.13, one CPU core):
+
+- An edge adds to 6 coefficients of a spline, but to 16 of a series. For 23,808 edges in float32, the
+  sums took 0.9 and 3.4 ms, and the way back 0.7 and 2.2 ms; in float64 1.3 and 6.6, 1.0 and 4.8 ms.
+- A series needs fewer coefficients, because its pieces adapt to the net. Within the tolerance of
+  training steps, nets of water (25, 50, 100 neurons; 6,000 steps on the data of
+  `examples/water_xtb`) took 512 in float64 and 256 in float32, splines 2,133 and 853. The products
+  of an atom and the evaluations of the net grow alike.
 """
 
 import warnings

@@ -20,6 +20,8 @@ exact derivatives of the interpolated energy, through torch's autograd. `tails` 
 interpolation error by the last coefficients, as usual for Chebyshev series (Trefethen,
 Approximation Theory and Approximation Practice, chapter 8).
 
+Compressed files use splines instead; `deepmd_muon.model.scripted.tabulated` has the figures.
+
 On a GPU the two sums over edges are one Triton kernel each (`kernels`); the functions here define
 their results.
 """
