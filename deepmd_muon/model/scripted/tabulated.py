@@ -17,8 +17,8 @@ model at any distance.
 Training steps interpolate by Chebyshev series instead, because each scheme is slow at the other's
 task (measured 2026-11-27, torch 2.13, one CPU core):
 
-- An edge adds to 6 coefficients of a spline, but to 16 of a series. For 23,808 edges in float32, the
-  sums took 0.9 and 3.4 ms, and the way back 0.7 and 2.2 ms; in float64 1.3 and 6.6, 1.0 and 4.8 ms.
+- An edge adds to 6 coefficients of a spline, but to 16 of a series. For 23,808 edges in float32,
+  the sums took 0.9 and 3.4 ms, the way back 0.7 and 2.2; in float64 1.3 and 6.6, 1.0 and 4.8.
 - A series needs fewer coefficients, because its pieces adapt to the net. Within the tolerance of
   training steps, nets of water (25, 50, 100 neurons; 6,000 steps on the data of
   `examples/water_xtb`) took 512 in float64 and 256 in float32, splines 2,133 and 853. The products
