@@ -1,1 +1,1 @@
-"""Frozen files: a trained potential as a TorchScript program for LAMMPS, deepmd-kit's `DeepPot` and our predictor."""
+"""Frozen files: a potential as a TorchScript program for LAMMPS, `DeepPot` and our predictor."""

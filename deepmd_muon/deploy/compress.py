@@ -1,4 +1,4 @@
-"""Compression: frozen files with tables in place of embedding nets, compared with the nets before they are written."""
+"""Compression: frozen files with tables in place of embedding nets, compared with the nets."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class Compression:
     Attributes
     ----------
     difference
-        Between the file and the model on random structures, some with atoms at and below the smallest distance.
+        Between the file and the model on random structures, some with atoms at and below the
+        smallest distance.
     step
         Interval of the tables in the input of the nets.
     nearest
@@ -92,13 +93,14 @@ def compress(
     output
         The file; it appears only after the comparison.
     min_distance
-        Smallest distance in the training data [Å]; 0.5 is taken if it is negative, or infinite as in data without
-        neighbours.
+        Smallest distance in the training data [Å]; 0.5 is taken if it is negative, or infinite as
+        in data without neighbours.
     step
-        Interval of the tables in the input of the nets; by default the longest of `STEPS` that changes forces by at
-        most `FORCE`.
+        Interval of the tables in the input of the nets; by default the longest of `STEPS` that
+        changes forces by at most `FORCE`.
     extrapolate
-        The tables reach down to min_distance/extrapolate. Below that, the program evaluates the nets themselves.
+        The tables reach down to min_distance/extrapolate. Below that, the program evaluates the
+        nets themselves.
 
     Raises
     ------
@@ -109,10 +111,9 @@ def compress(
     """
     tabulated = _table_of(model)
     settings = model.settings.descriptor
-    covers = getattr(tabulated, "covers", None)
-    check_coverage(f"compressed {DESCRIPTORS.name_of(settings)!r}", covers, settings)
+    label = f"compressed {DESCRIPTORS.name_of(settings)!r}"
+    check_coverage(label, getattr(tabulated, "covers", None), settings)
     program = program_of(model, min_distance)
-    with_nets: Any = program.descriptor
     closest = min_distance if 0 < min_distance < math.inf else ASSUMED_DISTANCE
     nearest = closest / extrapolate
     reference = Predictor(model, device="cpu")
@@ -120,29 +121,36 @@ def compress(
     expected = [reference.predict(*structure) for structure in structures]
     precisions = precisions_of(model)
     tolerance = max(TOLERANCE[precision] for precision in precisions)
-    of_nets = difference_of(_paired(expected, [evaluate(program, s) for s in structures]))
-    if not of_nets.relative <= tolerance:
+
+    with_nets: Any = program.descriptor
+    nets_difference = difference_of(_paired(expected, _evaluate_all(program, structures)))
+    if not nets_difference.relative <= tolerance:
         raise FreezeError(
-            f"the program with the nets themselves differs from the model by {of_nets} (relative "
-            f"{of_nets.relative:.1e}, allowed {tolerance:.0e}); nothing was written to {output}: report this with "
-            "the input file"
+            f"the program with the nets themselves differs from the model by {nets_difference} "
+            f"(relative {nets_difference.relative:.1e}, allowed {tolerance:.0e}); nothing was "
+            f"written to {output}: report this "
+            "with the input file"
         )
     rounding = max(ROUNDING[precision] for precision in precisions)
-    allowed = FORCE + rounding * max(float(np.abs(one.force).max()) for one in expected)
+    allowed = FORCE + rounding * max(float(np.abs(p.force).max()) for p in expected)
     for tried in STEPS if step is None else (step,):
         program.descriptor = tabulated(with_nets, step=tried, nearest=nearest)
-        of_tables = [evaluate(program, structure) for structure in structures]
-        difference = difference_of(_paired(expected, of_tables))
+        from_tables = _evaluate_all(program, structures)
+        difference = difference_of(_paired(expected, from_tables))
         log.debug("step %g: %s", tried, difference)
         if difference.force <= allowed:
             break
     else:
+        # A user's step may be coarse, but not useless.
         if step is None or not difference.relative < 1e-2:
             raise FreezeError(
-                f"tables of step {tried:g} change {difference}, where {allowed:.0e} eV/Å was allowed; nothing was "
-                "written: use dp freeze, whose file holds the nets (activations with a kink, like relu, need them)"
+                f"tables of step {tried:g} change {difference}, where {allowed:.0e} eV/Å was "
+                f"allowed; nothing was "
+                "written: use dp freeze, whose file holds the nets (activations with a kink, like "
+                "relu, need them)"
             )
-    program.descriptor.told = False
+
+    program.descriptor.warned = False  # the file warns its users again
     output = Path(output)
     make_folder_of(output)
     with replacement(output) as temporary:
@@ -150,41 +158,54 @@ def compress(
         frozen = Predictor(temporary, device="cpu")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # about the structures with close atoms
-            of_file = [frozen.predict(*structure) for structure in structures]
-        written = difference_of(_paired(of_tables, of_file))
+            from_file = [frozen.predict(*structure) for structure in structures]
+        written = difference_of(_paired(from_tables, from_file))
         if not written.relative <= tolerance:
             raise FreezeError(
-                f"the frozen file differs from the program in it by {written} (relative {written.relative:.1e}, "
-                f"allowed {tolerance:.0e}); nothing was written to {output}: report this with the input file"
+                f"the frozen file differs from the program in it by {written} (relative "
+                f"{written.relative:.1e}, allowed {tolerance:.0e}); nothing was written to "
+                f"{output}: report this with the input file"
             )
-    return Compression(difference_of(_paired(expected, of_file)), tried, nearest, allowed)
+    return Compression(
+        difference=difference_of(_paired(expected, from_file)),
+        step=tried,
+        nearest=nearest,
+        allowed=allowed,
+    )
 
 
-def _paired(one: list[Prediction], other: list[Prediction]) -> list[tuple[Prediction, Prediction]]:
-    return list(zip(one, other, strict=True))
+def _paired(
+    expected: list[Prediction], results: list[Prediction]
+) -> list[tuple[Prediction, Prediction]]:
+    return list(zip(expected, results, strict=True))
 
 
 def _table_of(model: EnergyModel) -> Any:
     """Return the class of the compressed descriptor."""
-    found = DESCRIPTORS.tabulated(model.settings.descriptor)
-    if found is None:
+    tabulated = DESCRIPTORS.tabulated(model.settings.descriptor)
+    if tabulated is None:
         kind = DESCRIPTORS.name_of(model.settings.descriptor)
         raise FreezeError(
-            f"the descriptor {kind!r} cannot be compressed: tables need features that depend on one distance, as those "
+            f"the descriptor {kind!r} cannot be compressed: tables need features that depend on "
+            f"one distance, as those "
             "of se_e2_a and of DPA-1 without attention do. Nothing was written: use dp freeze"
         )
-    return found
+    return tabulated
+
+
+def _evaluate_all(program: Program, structures: list[Structure]) -> list[Prediction]:
+    return [evaluate(program, structure) for structure in structures]
 
 
 def evaluate(program: Program, structure: Structure) -> Prediction:
     """Return the results of a program that is not in a file."""
-    coord, atype, box, fparam, aparam = (
+    arguments = [
         None if array is None else torch.from_numpy(array)[None]
         for array in structure.for_program()
-    )
+    ]
     with warnings.catch_warnings(), torch.enable_grad():  # a program may differentiate
         warnings.simplefilter("ignore", UserWarning)
-        results = program(coord, atype, box, fparam, aparam)
+        results = program(*arguments)
     values = {name: value.detach().double().numpy() for name, value in results.items()}
     return Prediction(
         values["energy"][:, 0], values["force"], values["virial"], values["atom_energy"][..., 0]
@@ -192,14 +213,17 @@ def evaluate(program: Program, structure: Structure) -> Prediction:
 
 
 def restored(path: str | os.PathLike[str], *, trust: bool = False) -> tuple[EnergyModel, float]:
-    """Return the model of a frozen file of this package, and the smallest distance in its data [Å], −1 when unknown.
+    """Return the model of a frozen file of this package, and the smallest distance in its data [Å].
+
+    The distance is −1 if it is unknown.
 
     Raises
     ------
     CheckpointError
         When the file cannot be read.
     FreezeError
-        When it does not hold the nets of its descriptor: of the nets of types, files of DPA-1 hold only the results.
+        When the file does not hold the nets of its descriptor. Files of DPA-1 hold the results of
+        the nets of types instead of the nets.
     """
     program: Any = FrozenModel(path, "cpu", trust=trust).program
     model = build_model(settings_of(json.loads(program.get_model_def_script())))
@@ -207,47 +231,55 @@ def restored(path: str | os.PathLike[str], *, trust: bool = False) -> tuple[Ener
     if not hasattr(program.descriptor, "nets"):
         kind = DESCRIPTORS.name_of(model.settings.descriptor)
         raise FreezeError(
-            f"{path} does not hold all nets of {kind!r}: give the checkpoint, dp compress -i model.ckpt.pt"
+            f"{path} does not hold all nets of {kind!r}: give the checkpoint, dp compress -i "
+            f"model.ckpt.pt"
         )
     try:
         with torch.no_grad():
-            _fill(model, program)
+            _copy_weights(model, program)
     except (RuntimeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{path} does not hold the nets of its model section: {error}"
         ) from error
-    known = hasattr(program, "get_min_nbor_dist")  # not in older files
-    return model, float(program.get_min_nbor_dist()) if known else UNKNOWN_DISTANCE
+    if not hasattr(program, "get_min_nbor_dist"):  # an older file
+        return model, UNKNOWN_DISTANCE
+    return model, float(program.get_min_nbor_dist())
 
 
-def _fill(model: EnergyModel, program: Any) -> None:
+def _copy_weights(model: EnergyModel, program: Any) -> None:
     """Copy the weights of a program into a model."""
-    own: Any = model.atomic_model
-    sea, net = own.descriptor.sea, own.fitting_net
-    for collection, saved in (
-        (sea.filter_layers, program.descriptor.nets),
-        (net.filter_layers, program.fitting_net.nets),
-    ):
-        for network, layers in zip(collection.networks, saved, strict=True):
-            for layer, values in zip(
-                network.tensors, (Dense(*each) for each in layers), strict=True
-            ):
-                layer.matrix.copy_(values.matrix)
-                layer.bias.copy_(values.bias)
-                if layer.idt is not None:
-                    layer.idt.copy_(values.idt)
+    atomic_model: Any = model.atomic_model
+    sea = atomic_model.descriptor.sea
+    net = atomic_model.fitting_net
+    _copy_layers(sea.filter_layers, program.descriptor.nets)
+    _copy_layers(net.filter_layers, program.fitting_net.nets)
     stddev = 1.0 / program.descriptor.scale
+    mean = -program.descriptor.empty_row * stddev
     sea.stddev.copy_(stddev.unsqueeze(1).expand_as(sea.stddev))
-    sea.mean.copy_((-program.descriptor.empty_row * stddev).unsqueeze(1).expand_as(sea.mean))
-    own.out_bias[0, :, 0] = program.bias
+    sea.mean.copy_(mean.unsqueeze(1).expand_as(sea.mean))
+    atomic_model.out_bias[0, :, 0] = program.bias
     if net.case_embd is not None:
         net.case_embd.copy_(program.fitting_net.branch)
-    first = 0
+    # The program has the statistics of frame parameters, then of atomic ones, in a row.
+    start = 0
     for name in ("fparam", "aparam"):
-        mean, scale = getattr(net, f"{name}_avg"), getattr(net, f"{name}_inv_std")
-        if mean is not None:
-            mean.copy_(program.fitting_net.parameter_mean[first : first + len(mean)])
-            scale.copy_(program.fitting_net.parameter_scale[first : first + len(mean)])
-            first += len(mean)
+        average = getattr(net, f"{name}_avg")
+        inverse_deviation = getattr(net, f"{name}_inv_std")
+        if average is not None:
+            stop = start + len(average)
+            average.copy_(program.fitting_net.parameter_mean[start:stop])
+            inverse_deviation.copy_(program.fitting_net.parameter_scale[start:stop])
+            start = stop
     # A program subtracts the nets' values in vacuum from the bias.
     net.bias_atom_e[:, 0] += program.fitting_net.bias - ScriptedEnergyFitting(net).bias
+
+
+def _copy_layers(collection: Any, saved: Any) -> None:
+    """Copy the layers of scripted nets into a `NetworkCollection`."""
+    for network, saved_layers in zip(collection.networks, saved, strict=True):
+        for layer, saved_layer in zip(network.tensors, saved_layers, strict=True):
+            dense = Dense(*saved_layer)
+            layer.matrix.copy_(dense.matrix)
+            layer.bias.copy_(dense.bias)
+            if layer.idt is not None:
+                layer.idt.copy_(dense.idt)

@@ -1,4 +1,4 @@
-"""Freezing: a checkpoint's model as a TorchScript file, compared with the checkpoint before it gets its final name."""
+"""Freezing: a checkpoint's model as a TorchScript file that is compared with the checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from deepmd_muon.model.nn.networks import dtype_of
 
 log = logging.getLogger(__name__)
 
-# Largest difference between file and checkpoint, relative to the largest force (or energy per atom, …), by precision.
+# Largest difference between file and checkpoint, relative to the largest force (or energy per atom,
+# …), by precision.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
@@ -52,7 +53,10 @@ class Difference:
     relative: float
 
     def __str__(self) -> str:
-        return f"energy {self.energy:.1e} eV/atom, forces {self.force:.1e} eV/Å, virial {self.virial:.1e} eV/atom"
+        return (
+            f"energy {self.energy:.1e} eV/atom, forces {self.force:.1e} eV/Å, "
+            f"virial {self.virial:.1e} eV/atom"
+        )
 
 
 def freeze(
@@ -89,40 +93,40 @@ def freeze(
         allowed = max(TOLERANCE[precision] for precision in precisions_of(model))
         if not difference.relative <= allowed:
             raise FreezeError(
-                f"the frozen file differs from the checkpoint by {difference} (relative {difference.relative:.1e}, "
-                f"allowed {allowed:.0e}); nothing was written to {output}: report this with the input file"
+                f"the frozen file differs from the checkpoint by {difference} (relative "
+                f"{difference.relative:.1e}, allowed {allowed:.0e}); nothing was written to "
+                f"{output}: report this with the input file"
             )
     return difference
 
 
 def program_of(model: EnergyModel, min_distance: float = UNKNOWN_DISTANCE) -> Program:
     """Return the program of a model."""
-    return Program(
-        model, to_deepmd_kit(model, {})["_extra_state"]["model_params"], min_distance
-    ).eval()
+    section = to_deepmd_kit(model, {})["_extra_state"]["model_params"]
+    return Program(model, section, min_distance).eval()
 
 
 def save(program: Program, model: EnergyModel, temporary: Path, output: Path) -> None:
-    """Write a program, the weights and the list of all parts to `temporary`; errors name the file `output`."""
-    weights, plain = io.BytesIO(), io.BytesIO()
+    """Write a program, its weights and a manifest to `temporary`; errors name `output`."""
+    weights = io.BytesIO()
     torch.save(to_deepmd_kit(model, {}), weights)
     extra: dict[str, bytes | str] = {WEIGHTS: weights.getvalue()}
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of TorchScript: LAMMPS's plugin reads nothing else
+        # TorchScript is deprecated, but LAMMPS's plugin reads nothing else.
+        warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch.jit.script(program)
-        torch.jit.save(scripted, plain, _extra_files=extra)
+        # The manifest lists the other parts: it is made from an archive without it.
+        archive = io.BytesIO()
+        torch.jit.save(scripted, archive, _extra_files=extra)
+        extra[MANIFEST] = manifest_of(archive.getvalue())
         with named_file(temporary, output) as file:
-            torch.jit.save(
-                scripted, file, _extra_files=extra | {MANIFEST: manifest_of(plain.getvalue())}
-            )
+            torch.jit.save(scripted, file, _extra_files=extra)
 
 
 def precisions_of(model: EnergyModel) -> set[torch.dtype]:
     """Return the precisions of a model's parts."""
-    parts = model.settings.descriptor, model.settings.fitting_net
-    return {dtype_of(getattr(part, "precision", "default")) for part in parts}
+    sections = (model.settings.descriptor, model.settings.fitting_net)
+    return {dtype_of(getattr(settings, "precision", "default")) for settings in sections}
 
 
 def compare(model: EnergyModel, path: str | os.PathLike[str], seed: int = 0) -> Difference:
@@ -140,23 +144,16 @@ def compare(model: EnergyModel, path: str | os.PathLike[str], seed: int = 0) -> 
     return difference_of(pairs)
 
 
-def _per_atom(prediction: Prediction) -> dict[str, np.ndarray]:
-    natoms = prediction.atom_energy.shape[1]
-    values = {
-        field.name: np.asarray(getattr(prediction, field.name)) for field in fields(prediction)
-    }
-    return values | {"energy": values["energy"] / natoms, "virial": values["virial"] / natoms}
-
-
 def difference_of(predictions: Sequence[tuple[Prediction, ...]]) -> Difference:
-    """Return the largest difference between pairs of predictions, relative to the largest value of the first ones."""
-    pairs = [(_per_atom(one), _per_atom(other)) for one, other in predictions]
+    """Return the largest difference between pairs of an expected prediction and a result."""
+    pairs = [(_per_atom(expected), _per_atom(result)) for expected, result in predictions]
     largest: dict[str, float] = {}
     size: dict[str, float] = {}
     for name in ("energy", "atom_energy", "force", "virial"):
-        largest[name] = max(float(np.abs(one[name] - other[name]).max()) for one, other in pairs)
-        size[name] = max(float(np.abs(one[name]).max()) for one, _ in pairs)
-    # Of atoms with energies of both signs, the sum may be small.
+        differences = [np.abs(expected[name] - result[name]) for expected, result in pairs]
+        largest[name] = max(float(difference.max()) for difference in differences)
+        size[name] = max(float(np.abs(expected[name]).max()) for expected, _ in pairs)
+    # If energies of atoms have both signs, their sum may be small.
     size["energy"] = max(size["energy"], size["atom_energy"])
     ratios = [largest[name] / (size[name] or 1.0) for name in largest]
     return Difference(
@@ -165,3 +162,14 @@ def difference_of(predictions: Sequence[tuple[Prediction, ...]]) -> Difference:
         virial=largest["virial"],
         relative=float(np.max(ratios)),  # NaN in either must not pass: np.max returns it
     )
+
+
+def _per_atom(prediction: Prediction) -> dict[str, np.ndarray]:
+    """Return the results by name, energy and virial per atom."""
+    natoms = prediction.atom_energy.shape[1]
+    values = {
+        field.name: np.asarray(getattr(prediction, field.name)) for field in fields(prediction)
+    }
+    values["energy"] = values["energy"] / natoms
+    values["virial"] = values["virial"] / natoms
+    return values

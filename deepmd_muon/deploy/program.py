@@ -1,8 +1,12 @@
-"""The program in a frozen file, with the methods that LAMMPS's plugin and deepmd-kit's `DeepPot` call.
+"""The program in a frozen file, with the methods that LAMMPS and deepmd-kit's `DeepPot` call.
 
-The plugin asks for `get_rcut`, `get_ntypes`, `get_type_map`, `get_dim_fparam`, `get_dim_aparam`, `is_aparam_nall` and
-`has_message_passing`, and runs `forward_lower` each step. `DeepPot` runs `forward_common_lower` where it finds
-neighbours itself, else `forward`. Our predictor runs `forward_lower`.
+The plugin asks for `get_rcut`, `get_ntypes`, `get_type_map`, `get_dim_fparam`, `get_dim_aparam`,
+`is_aparam_nall` and `has_message_passing`, and runs `forward_lower` each step. `DeepPot` runs
+`forward_common_lower` where it finds neighbours itself, else `forward`. Our predictor runs
+`forward_lower`.
+
+TorchScript compiles this file. It forbids some idioms: methods of a module cannot call each other
+with default arguments, and comprehensions have no condition.
 """
 
 import copy
@@ -20,27 +24,117 @@ from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.scripted.near import Near, neighbors_within, sort_by_type
 from deepmd_muon.model.short_range import edge_slope
 
-# Settings of the model that a program has; the scripted forms of its parts list theirs in `covers`.
+# Settings of the model that a program implements; the scripted forms of its parts list theirs in
+# `covers`.
 COVERAGE = Coverage(
     frozenset(
         {
-            *("type_map", "descriptor", "fitting_net", "pair_exclude_types", "atom_exclude_types"),
-            *("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax"),
+            "type_map",
+            "descriptor",
+            "fitting_net",
+            "pair_exclude_types",
+            "atom_exclude_types",
+            "use_srtab",
+            "smin_alpha",
+            "sw_rmin",
+            "sw_rmax",
             # The statistics that follow from these are among the weights.
-            *("data_stat_nbatch", "data_stat_protect"),
+            "data_stat_nbatch",
+            "data_stat_protect",
         }
     )
 )
 
+# ----- from a model to a program ------------------------------------------------------------------
+
 
 def check_coverage(what: str, covers: Coverage | None, settings: Any) -> None:
-    """Raise ModelError naming the settings that a frozen form does not cover; None covers all."""
+    """Raise ModelError naming the settings that are not covered; None covers all."""
     names = () if covers is None else covers.uncovered(settings)
     if names:
         raise ModelError(
-            f"the {what} cannot be frozen with this value of {', '.join(names)}: frozen files do not have the setting. "
+            f"the {what} cannot be frozen with this value of {', '.join(names)}: frozen files do "
+            f"not have the setting. "
             "Compute with the checkpoint, or train with the default"
         )
+
+
+def _scripted_part(registry: Any, settings: Any, module: Any) -> Any:
+    """Return the scripted form of a descriptor or fitting net."""
+    label = f"{registry.what} {registry.name_of(settings)!r}"
+    scripted = registry.scripted(settings)
+    if scripted is None:
+        raise ModelError(f"the {label} cannot be frozen: it was registered without `scripted`")
+    check_coverage(label, getattr(scripted, "covers", None), settings)
+    return scripted(module)
+
+
+class _WithoutParameters(torch.nn.Module):
+    """A scripted fitting net that reads neither frame nor atomic parameters."""
+
+    default_fparam: torch.Tensor
+    if TYPE_CHECKING:
+        net: Any
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.numb_fparam = 0
+        self.numb_aparam = 0
+        self.register_buffer("default_fparam", torch.zeros(0))
+
+    @torch.jit.export
+    def energy_and_slope(
+        self, descriptor: torch.Tensor, counts: list[int], parameters: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Call the net, which takes no parameters."""
+        results: tuple[torch.Tensor, torch.Tensor] = self.net.energy_and_slope(descriptor, counts)
+        return results
+
+
+# ----- what an evaluation passes on ---------------------------------------------------------------
+
+
+class Frames(NamedTuple):
+    """The arguments of `forward_lower`, with the atoms of all frames in a row.
+
+    Attributes
+    ----------
+    coord
+        Positions `(nframes·nall, 3)` [Å], float64.
+    types
+        Types `(nframes·nall,)`, −1 for padding.
+    centre
+        Number of every local atom in this row `(nframes·nloc,)`.
+    listed
+        Numbers of the atoms near each local atom `(nframes·nloc, n)`, −1 for an empty entry.
+    nall, nloc
+        Atoms, and local atoms, of a frame.
+    """
+
+    coord: torch.Tensor
+    types: torch.Tensor
+    centre: torch.Tensor
+    listed: torch.Tensor
+    nall: int
+    nloc: int
+
+
+def _in_a_row(coord: torch.Tensor, types: torch.Tensor, nlist: torch.Tensor) -> Frames:
+    """Return the frames from `(nframes, nall, 3)`, `(nframes, nall)` and `(nframes, nloc, n)`."""
+    nframes, nall = types.shape
+    nloc = nlist.shape[1]
+    offset = torch.arange(nframes, device=coord.device) * nall
+    local = torch.arange(nloc, device=coord.device)
+    listed = torch.where(nlist >= 0, nlist + offset.view(-1, 1, 1), -1)
+    return Frames(
+        coord=coord.reshape(nframes * nall, 3).to(torch.float64),
+        types=types.reshape(-1),
+        centre=(offset.unsqueeze(1) + local).view(-1),
+        listed=listed.view(nframes * nloc, -1),
+        nall=nall,
+        nloc=nloc,
+    )
 
 
 class Sums(NamedTuple):
@@ -64,31 +158,45 @@ class Sums(NamedTuple):
     atom_virial: torch.Tensor
 
 
+def _zero_sums(frames: Frames, nframes: int, do_atomic_virial: bool) -> Sums:
+    """Return the sums before the first centre."""
+    coord = frames.coord
+    return Sums(
+        energy=coord.new_zeros([nframes * frames.nloc]),
+        force=torch.zeros_like(coord),
+        virial=coord.new_zeros([nframes, 9]),
+        atom_virial=coord.new_zeros([coord.shape[0] if do_atomic_virial else 0, 9]),
+    )
+
+
 def add_edges(near: Near, slope: torch.Tensor, frame: torch.Tensor, sums: Sums) -> None:
-    """Add the contributions of edges to forces and virials; `slope` is dE/dr_ij, and the neighbour gets the virial."""
+    """Add the contributions of edges to forces and virials; the neighbour gets the virial.
+
+    `slope` is dE/dr_ij `(ncentre, nnei, 3)`, and `frame` the frame of each centre.
+    """
+    # F_i = Σ_j dE/dr_ij, F_j = −Σ_i dE/dr_ij; the slopes of empty slots are 0.
     sums.force.index_add_(0, near.centre, slope.sum(1))
     atoms = near.neighbor.clamp(min=0).view(-1)
     sums.force.index_add_(0, atoms, slope.reshape(-1, 3), alpha=-1)
     if sums.atom_virial.shape[0] > 0:
         products = slope.unsqueeze(3) * near.vectors.unsqueeze(2)
         sums.atom_virial.index_add_(0, atoms, products.reshape(-1, 9), alpha=-1)
-    sums.virial.index_add_(
-        0, frame, torch.bmm(slope.transpose(1, 2), near.vectors).reshape(-1, 9), alpha=-1
-    )
+    virials = torch.bmm(slope.transpose(1, 2), near.vectors)
+    sums.virial.index_add_(0, frame, virials.reshape(-1, 9), alpha=-1)
 
 
-def _places(
-    order: torch.Tensor, offset: torch.Tensor, nloc: int, mapping: torch.Tensor | None
-) -> torch.Tensor:
+def _originals(order: torch.Tensor, frames: Frames, mapping: torch.Tensor | None) -> torch.Tensor:
     """Return the row of every atom's original among the sorted centres `(nframes·nall,)`."""
     if mapping is None:
         raise ValueError(
-            "this potential passes messages: it needs mapping (LAMMPS: atom_modify map yes) or comm_dict"
+            "this potential passes messages: it needs mapping (LAMMPS: atom_modify map yes) or "
+            "comm_dict"
         )
-    place = torch.zeros([offset.shape[0] * nloc], dtype=torch.int64, device=order.device)
+    # The inverse of the permutation `order`; padding keeps 0.
+    place = torch.zeros([frames.centre.shape[0]], dtype=torch.int64, device=order.device)
     place = place.index_copy(0, order, torch.arange(order.shape[0], device=order.device))
-    frames = torch.arange(offset.shape[0], device=order.device).unsqueeze(1)
-    return place[(mapping.to(torch.int64) + frames * nloc).view(-1)]
+    frame = torch.arange(mapping.shape[0], device=order.device).unsqueeze(1)
+    return place[(mapping.to(torch.int64) + frame * frames.nloc).view(-1)]
 
 
 def _outputs(
@@ -107,25 +215,7 @@ def _outputs(
     return out
 
 
-class _WithoutParameters(torch.nn.Module):
-    """A scripted fitting net that reads neither frame nor atomic parameters."""
-
-    default_fparam: torch.Tensor
-    if TYPE_CHECKING:
-        net: Any
-
-    def __init__(self, net: torch.nn.Module) -> None:
-        super().__init__()
-        self.net, self.numb_fparam, self.numb_aparam = net, 0, 0
-        self.register_buffer("default_fparam", torch.zeros(0))
-
-    @torch.jit.export
-    def energy_and_slope(
-        self, descriptor: torch.Tensor, counts: list[int], parameters: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call the net, which takes no parameters."""
-        found: tuple[torch.Tensor, torch.Tensor] = self.net.energy_and_slope(descriptor, counts)
-        return found
+# ----- the program --------------------------------------------------------------------------------
 
 
 class Program(torch.nn.Module):
@@ -146,9 +236,8 @@ class Program(torch.nn.Module):
         When a part of the model has no scripted form.
     """
 
-    centres_cpu: Final[
-        int
-    ]  # evaluated at once: bounds memory, and the data that a cache has to hold
+    # Centres that are evaluated together: bounds memory, and the data that a cache has to hold.
+    centres_cpu: Final[int]
     centres_gpu: Final[int] = 8192
     type_map: list[str]
     sel: list[int]
@@ -165,44 +254,33 @@ class Program(torch.nn.Module):
         self, model: EnergyModel, section: dict[str, Any], min_distance: float = UNKNOWN_DISTANCE
     ) -> None:
         super().__init__()
-        own = model.atomic_model
+        atomic_model = model.atomic_model
         check_coverage("model", COVERAGE, model.settings)
-        parts = []
-        for table, settings, module in (
-            (DESCRIPTORS, model.settings.descriptor, own.descriptor),
-            (FITTING_NETS, model.settings.fitting_net, own.fitting_net),
-        ):
-            scripted = table.scripted(settings)
-            if scripted is None:
-                kind = f"{table.what} {table.name_of(settings)!r}"
-                raise ModelError(
-                    f"the {kind} cannot be frozen: it was registered without `scripted`"
-                )
-            covers = getattr(scripted, "covers", None)
-            check_coverage(f"{table.what} {table.name_of(settings)!r}", covers, settings)
-            parts.append(scripted(module))
-        self.descriptor, net = parts
+        self.descriptor = _scripted_part(
+            DESCRIPTORS, model.settings.descriptor, atomic_model.descriptor
+        )
         self.centres_cpu = int(getattr(self.descriptor, "centres_cpu", 256))
+        net = _scripted_part(FITTING_NETS, model.settings.fitting_net, atomic_model.fitting_net)
         self.fitting_net = net if hasattr(net, "numb_fparam") else _WithoutParameters(net)
+
         self.excludes = model.excluded is not None
         no_pairs = torch.zeros(model.ntypes, model.ntypes, dtype=torch.int64)
-        every = torch.ones(model.ntypes, dtype=torch.float64)
-        self.register_buffer(
-            "excluded", no_pairs if model.excluded is None else model.excluded.clone()
-        )
-        self.register_buffer("counted", every if model.counted is None else model.counted.clone())
+        excluded = no_pairs if model.excluded is None else model.excluded.clone()
+        self.register_buffer("excluded", excluded)
+        all_types = torch.ones(model.ntypes, dtype=torch.float64)
+        counted = all_types if model.counted is None else model.counted.clone()
+        self.register_buffer("counted", counted)
         self.has_table = model.short_range is not None
         self.short_range = (
             copy.deepcopy(model.short_range) if self.has_table else torch.nn.Identity()
         )
-        self.type_map, self.rcut, self.sel = (
-            list(model.type_map),
-            float(model.rcut),
-            list(model.sel),
-        )
+        self.type_map = list(model.type_map)
+        self.rcut = float(model.rcut)
+        self.sel = list(model.sel)
         self.ntypes = len(self.type_map)
-        self.section, self.min_distance = json.dumps(section), min_distance
-        self.register_buffer("bias", own.out_bias.detach()[0, :, 0].clone())
+        self.section = json.dumps(section)
+        self.min_distance = min_distance
+        self.register_buffer("bias", atomic_model.out_bias.detach()[0, :, 0].clone())
 
     @torch.jit.export
     def get_rcut(self) -> float:
@@ -239,8 +317,8 @@ class Program(torch.nn.Module):
     @torch.jit.export
     def has_default_fparam(self) -> bool:
         """Return whether frame parameters may be left out."""
-        there: bool = self.fitting_net.default_fparam.shape[0] > 0
-        return there
+        has_default: bool = self.fitting_net.default_fparam.shape[0] > 0
+        return has_default
 
     @torch.jit.export
     def get_default_fparam(self) -> torch.Tensor | None:
@@ -260,7 +338,7 @@ class Program(torch.nn.Module):
         if float(self.counted.min()) == 0.0:
             for kind in range(self.ntypes):
                 if float(self.counted[kind]) > 0.0:
-                    counted.append(kind)  # noqa: PERF401 (TorchScript has no comprehension with "if")
+                    counted.append(kind)  # noqa: PERF401 (no comprehension with a condition)
         return counted
 
     @torch.jit.export
@@ -286,11 +364,12 @@ class Program(torch.nn.Module):
 
     @torch.jit.export
     def get_observed_type_list(self) -> list[str]:
-        """Return the types of the training data: those with an energy bias above deepmd-kit's bound [eV]."""
+        """Return the types of the training data: with a bias above deepmd-kit's bound [eV]."""
         names: list[str] = []
         for kind in range(self.ntypes):
             if abs(float(self.bias[kind])) > 1e-6:
-                names.append(self.type_map[kind])  # noqa: PERF401 (TorchScript has no comprehension with "if")
+                name = self.type_map[kind]
+                names.append(name)
         return names
 
     @torch.jit.export
@@ -315,10 +394,11 @@ class Program(torch.nn.Module):
         extended_atype
             Types `(nframes, nall)`, −1 for padding.
         nlist
-            Numbers of the atoms near each local atom `(nframes, nloc, n)`, in any order, farther than the cut-off or
-            not, −1 for an empty entry.
+            Numbers of the atoms near each local atom `(nframes, nloc, n)`, in any order, farther
+            than the cut-off or not, −1 for an empty entry.
         mapping
-            Local atom that each atom is an image of `(nframes, nall)`; message passing needs it or `comm_dict`.
+            Local atom that each atom is an image of `(nframes, nall)`; message passing needs it or
+            `comm_dict`.
         fparam
             Frame parameters `(nframes, numb_fparam)`.
         aparam
@@ -333,9 +413,9 @@ class Program(torch.nn.Module):
         Returns
         -------
         dict
-            `energy (nframes, 1)`, `atom_energy (nframes, nloc, 1)` [eV], `extended_force (nframes, nall, 3)` [eV/Å],
-            `virial (nframes, 9)` and, if asked for, `extended_virial (nframes, nall, 9)` [eV]; energies float64, the
-            others in the precision of the positions.
+            `energy (nframes, 1)`, `atom_energy (nframes, nloc, 1)` [eV], `extended_force (nframes,
+            nall, 3)` [eV/Å], `virial (nframes, 9)` and, if asked for, `extended_virial (nframes,
+            nall, 9)` [eV]; energies float64, the others in the precision of the positions.
         """
         parameters = self._parameter_rows(nlist, fparam, aparam)
         return self._evaluate(
@@ -345,22 +425,25 @@ class Program(torch.nn.Module):
     def _parameter_rows(
         self, nlist: torch.Tensor, fparam: torch.Tensor | None, aparam: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return frame and atomic parameters of every local atom `(nframes·nloc, numb_fparam + numb_aparam)`."""
-        nframes, nloc = nlist.shape[0], nlist.shape[1]
-        parts = [torch.zeros([nframes * nloc, 0], dtype=torch.float64, device=nlist.device)]
-        frames: int = self.fitting_net.numb_fparam
-        atoms: int = self.fitting_net.numb_aparam
-        if frames > 0:
-            given = fparam if fparam is not None else self.get_default_fparam()
-            if given is None:
+        """Return frame and atomic parameters of every local atom `(nframes·nloc, n)`."""
+        nframes = nlist.shape[0]
+        nloc = nlist.shape[1]
+        # Without columns, so that cat also works if there are no parameters.
+        columns = [torch.zeros([nframes * nloc, 0], dtype=torch.float64, device=nlist.device)]
+        numb_fparam: int = self.fitting_net.numb_fparam
+        numb_aparam: int = self.fitting_net.numb_aparam
+        if numb_fparam > 0:
+            frame_values = fparam if fparam is not None else self.get_default_fparam()
+            if frame_values is None:
                 raise ValueError("this potential reads frame parameters: give fparam")
-            of_frames = given.to(torch.float64).reshape([-1, frames]).expand([nframes, frames])
-            parts.append(of_frames.repeat_interleave(nloc, dim=0))
-        if atoms > 0:
+            frame_rows = frame_values.to(torch.float64).reshape([-1, numb_fparam])
+            frame_rows = frame_rows.expand([nframes, numb_fparam])
+            columns.append(frame_rows.repeat_interleave(nloc, dim=0))
+        if numb_aparam > 0:
             if aparam is None:
                 raise ValueError("this potential reads atomic parameters: give aparam")
-            parts.append(aparam.to(torch.float64).reshape([nframes * nloc, atoms]))
-        return torch.cat(parts, dim=1)
+            columns.append(aparam.to(torch.float64).reshape([nframes * nloc, numb_aparam]))
+        return torch.cat(columns, dim=1)
 
     def _evaluate(
         self,
@@ -372,65 +455,93 @@ class Program(torch.nn.Module):
         do_atomic_virial: bool,
         comm_dict: dict[str, torch.Tensor] | None,
     ) -> dict[str, torch.Tensor]:
-        """Implement `forward_lower`, apart from it because TorchScript methods call each other without defaults."""
-        nframes, nall = extended_atype.shape
-        nloc = nlist.shape[1]
-        coord = extended_coord.reshape(nframes * nall, 3).to(torch.float64)
-        types = extended_atype.reshape(-1)
-        offset = torch.arange(nframes, device=coord.device) * nall
-        centre = (offset.unsqueeze(1) + torch.arange(nloc, device=coord.device)).view(-1)
-        listed = torch.where(nlist >= 0, nlist + offset.view(-1, 1, 1), -1).view(nframes * nloc, -1)
-        step = self.centres_gpu if coord.is_cuda else self.centres_cpu
-        crowd = (listed >= 0).sum(1) if centre.shape[0] > step else torch.zeros_like(centre)
-        order = sort_by_type(types[centre], crowd)
-        sums = Sums(
-            energy=torch.zeros([nframes * nloc], dtype=torch.float64, device=coord.device),
-            force=torch.zeros_like(coord),
-            virial=torch.zeros([nframes, 9], dtype=torch.float64, device=coord.device),
-            atom_virial=coord.new_zeros([coord.shape[0] if do_atomic_virial else 0, 9]),
-        )
-        place = torch.empty([0], dtype=torch.int64, device=coord.device)
+        """Implement `forward_lower`, with the result of `_parameter_rows`."""
+        nframes = extended_atype.shape[0]
+        frames = _in_a_row(extended_coord, extended_atype, nlist)
+        sums = _zero_sums(frames, nframes, do_atomic_virial)
+        step = self.centres_gpu if extended_coord.is_cuda else self.centres_cpu
+        # Centres with similar numbers of neighbours share a step, if there are several.
+        crowd = torch.zeros_like(frames.centre)
+        if frames.centre.shape[0] > step:
+            crowd = (frames.listed >= 0).sum(1)
+        order = sort_by_type(frames.types[frames.centre], crowd)
+
+        originals = torch.empty([0], dtype=torch.int64, device=order.device)
         comm: dict[str, torch.Tensor] = {}
         if self.descriptor.message_passing:
             step = max(1, order.shape[0])  # all at once: layers read the features of other centres
             if comm_dict is not None:
                 comm = comm_dict
             else:
-                place = _places(order, offset, nloc, mapping)
-        for begin in range(
-            0, max(1, order.shape[0]), step
-        ):  # a rank without atoms still takes part in exchanges
-            here = order[begin : begin + step]
-            atoms = centre[here]
-            kind = types[atoms]
-            own: list[int] = torch.bincount(kind, minlength=self.ntypes).cpu().tolist()
-            neighbor, sections, vectors = neighbors_within(
-                coord, types, atoms, listed[here], self.descriptor.request
-            )
-            if self.excludes:
-                mark = self.excluded[kind.unsqueeze(1), types[neighbor.clamp(min=0)].clamp(min=0)]
-                neighbor = torch.where((mark < 0) & (neighbor >= 0), mark, neighbor)
-            frame = torch.div(atoms, nall, rounding_mode="floor")
-            first_type = types[frame * nall].clamp(min=0)
-            near = Near(
-                atoms, kind, own, neighbor, sections, vectors, types, first_type, place, nloc, comm
-            )
-            described, tape = self.descriptor.describe(near)
-            values, adjoint = self.fitting_net.energy_and_slope(described, own, parameters[here])
-            weight = self.counted[kind]
-            if self.has_table:
-                other = torch.where(neighbor >= 0, types[neighbor.clamp(min=0)], -1)
-                blend = self.short_range(vectors, kind, other)
-                share = 1.0 - blend.weight
-                add_edges(
-                    near, weight.view(-1, 1, 1) * edge_slope(blend, values, vectors), frame, sums
-                )
-                values = share * values + blend.weight * blend.energy
-                adjoint = share.unsqueeze(1).to(adjoint.dtype) * adjoint
-            sums.energy[here] = (values + self.bias[kind]) * weight
-            adjoint = adjoint * weight.unsqueeze(1).to(adjoint.dtype)
-            add_edges(near, self.descriptor.pullback(adjoint, tape), frame, sums)
+                originals = _originals(order, frames, mapping)
+        # At least once: a rank without atoms still takes part in exchanges.
+        for begin in range(0, max(1, order.shape[0]), step):
+            rows = order[begin : begin + step]
+            near = self._near(frames, rows, originals, comm)
+            self._add_centres(frames, near, rows, parameters[rows], sums)
         return _outputs(sums, nframes, do_atomic_virial, extended_coord.dtype)
+
+    def _near(
+        self,
+        frames: Frames,
+        rows: torch.Tensor,
+        originals: torch.Tensor,
+        comm: dict[str, torch.Tensor],
+    ) -> Near:
+        """Return the neighbourhoods of some centres, given by their rows in `frames.centre`."""
+        centre = frames.centre[rows]
+        kind = frames.types[centre]
+        counts: list[int] = torch.bincount(kind, minlength=self.ntypes).cpu().tolist()
+        # Of the listed atoms within the cut-off, the ones that the descriptor reads.
+        neighbor, sections, vectors = neighbors_within(
+            frames.coord, frames.types, centre, frames.listed[rows], self.descriptor.request
+        )
+        if self.excludes:
+            neighbor_types = frames.types[neighbor.clamp(min=0)].clamp(min=0)
+            # Negative marks replace the neighbours of excluded pairs.
+            mark = self.excluded[kind.unsqueeze(1), neighbor_types]
+            neighbor = torch.where((mark < 0) & (neighbor >= 0), mark, neighbor)
+        first_atom = torch.div(centre, frames.nall, rounding_mode="floor") * frames.nall
+        return Near(
+            centre=centre,
+            kind=kind,
+            counts=counts,
+            neighbor=neighbor,
+            sections=sections,
+            vectors=vectors,
+            types=frames.types,
+            first_type=frames.types[first_atom].clamp(min=0),
+            place=originals,
+            nlocal=frames.nloc,
+            comm=comm,
+        )
+
+    def _add_centres(
+        self,
+        frames: Frames,
+        near: Near,
+        rows: torch.Tensor,
+        parameters: torch.Tensor,
+        sums: Sums,
+    ) -> None:
+        """Add energies, forces and virials of some centres to the sums."""
+        described, tape = self.descriptor.describe(near)
+        energy, adjoint = self.fitting_net.energy_and_slope(described, near.counts, parameters)
+        weight = self.counted[near.kind]
+        frame = torch.div(near.centre, frames.nall, rounding_mode="floor")
+        if self.has_table:
+            # E = (1 − w)·E_net + w·E_table, with a weight w that depends on distances, too.
+            neighbor_types = frames.types[near.neighbor.clamp(min=0)]
+            neighbor_types = torch.where(near.neighbor >= 0, neighbor_types, -1)
+            blend = self.short_range(near.vectors, near.kind, neighbor_types)
+            share = 1.0 - blend.weight
+            slope = weight.view(-1, 1, 1) * edge_slope(blend, energy, near.vectors)
+            add_edges(near, slope, frame, sums)
+            energy = share * energy + blend.weight * blend.energy
+            adjoint = share.unsqueeze(1).to(adjoint.dtype) * adjoint
+        sums.energy[rows] = (energy + self.bias[near.kind]) * weight
+        adjoint = adjoint * weight.unsqueeze(1).to(adjoint.dtype)  # types without energy: 0
+        add_edges(near, self.descriptor.pullback(adjoint, tape), frame, sums)
 
     @torch.jit.export
     def forward_common_lower(
@@ -446,26 +557,25 @@ class Program(torch.nn.Module):
     ) -> dict[str, torch.Tensor]:
         """Return the results of `forward_lower` under the names of deepmd-kit's Python code.
 
-        deepmd-kit sums `energy_derv_c` over atoms to get the virial. Without `do_atomic_virial` the first atom
-        therefore holds the whole virial.
+        deepmd-kit sums `energy_derv_c` over atoms to get the virial. Without `do_atomic_virial` the
+        first atom therefore holds the whole virial.
         """
         parameters = self._parameter_rows(nlist, fparam, aparam)
-        found = self._evaluate(
+        results = self._evaluate(
             extended_coord, extended_atype, nlist, mapping, parameters, do_atomic_virial, None
         )
+        virial = results["virial"]
         if do_atomic_virial:
-            of_atoms = found["extended_virial"]
+            atom_virial = results["extended_virial"]
         else:
-            of_atoms = found["virial"].new_zeros(
-                [extended_atype.shape[0], extended_atype.shape[1], 9]
-            )
-            of_atoms[:, :1] = found["virial"].unsqueeze(1)
+            atom_virial = virial.new_zeros([extended_atype.shape[0], extended_atype.shape[1], 9])
+            atom_virial[:, :1] = virial.unsqueeze(1)
         return {
-            "energy": found["atom_energy"],
-            "energy_redu": found["energy"],
-            "energy_derv_r": found["extended_force"].unsqueeze(2),
-            "energy_derv_c": of_atoms.unsqueeze(2),
-            "energy_derv_c_redu": found["virial"].unsqueeze(1),
+            "energy": results["atom_energy"],
+            "energy_redu": results["energy"],
+            "energy_derv_r": results["extended_force"].unsqueeze(2),
+            "energy_derv_c": atom_virial.unsqueeze(2),
+            "energy_derv_c_redu": virial.unsqueeze(1),
             "mask": (extended_atype[:, : nlist.shape[1]] >= 0).to(torch.int32),
         }
 
@@ -505,37 +615,57 @@ class Program(torch.nn.Module):
             `virial (nframes, 9)` and, if asked for, `atom_virial (nframes, natoms, 9)`.
         """
         nframes, natoms = atype.shape
-        parts: list[dict[str, torch.Tensor]] = []
+        results: list[dict[str, torch.Tensor]] = []
         for frame in range(nframes):
-            own, kind = coord[frame].view(natoms, 3), atype[frame]
-            owner = torch.arange(natoms, device=coord.device)
-            if box is not None:
-                own, kind, owner = with_images(own, kind, box[frame].view(3, 3), self.rcut)
-            nlist = all_pairs(own, natoms, self.rcut)
-            of_frame = None if fparam is None else fparam.reshape([nframes, -1])[frame]
-            of_atoms = None if aparam is None else aparam.reshape([nframes, natoms, -1])[frame]
-            parameters = self._parameter_rows(nlist[None], of_frame, of_atoms)
-            found = self._evaluate(
-                own[None], kind[None], nlist[None], owner[None], parameters, do_atomic_virial, None
+            cell = None if box is None else box[frame].view(3, 3)
+            frame_values = None if fparam is None else fparam.reshape([nframes, -1])[frame]
+            atom_values = None if aparam is None else aparam.reshape([nframes, natoms, -1])[frame]
+            results.append(
+                self._evaluate_frame(
+                    coord[frame].view(natoms, 3),
+                    atype[frame],
+                    cell,
+                    frame_values,
+                    atom_values,
+                    do_atomic_virial,
+                )
             )
-            part = {
-                "energy": found["energy"],
-                "atom_energy": found["atom_energy"],
-                "virial": found["virial"],
-            }
-            part["force"] = (
-                torch.zeros_like(own[:natoms])
-                .index_add(0, owner, found["extended_force"][0])
-                .unsqueeze(0)
-            )
-            if do_atomic_virial:
-                zeros = torch.zeros([natoms, 9], dtype=own.dtype, device=own.device)
-                part["atom_virial"] = zeros.index_add(
-                    0, owner, found["extended_virial"][0]
-                ).unsqueeze(0)
-            part["mask"] = (atype[frame : frame + 1] >= 0).to(torch.int32)
-            parts.append(part)
         out: dict[str, torch.Tensor] = {}
-        for key in parts[0]:
-            out[key] = torch.cat([part[key] for part in parts])
+        for key in results[0]:
+            out[key] = torch.cat([result[key] for result in results])
+        return out
+
+    def _evaluate_frame(
+        self,
+        coord: torch.Tensor,
+        atype: torch.Tensor,
+        box: torch.Tensor | None,
+        fparam: torch.Tensor | None,
+        aparam: torch.Tensor | None,
+        do_atomic_virial: bool,
+    ) -> dict[str, torch.Tensor]:
+        """Evaluate one frame; arguments as in `forward`, without the axis of frames."""
+        natoms = atype.shape[0]
+        extended = coord
+        types = atype
+        owner = torch.arange(natoms, device=coord.device)
+        if box is not None:
+            extended, types, owner = with_images(coord, atype, box, self.rcut)
+        nlist = all_pairs(extended, natoms, self.rcut)[None]
+        parameters = self._parameter_rows(nlist, fparam, aparam)
+        results = self._evaluate(
+            extended[None], types[None], nlist, owner[None], parameters, do_atomic_virial, None
+        )
+        force = torch.zeros_like(extended[:natoms])
+        out = {
+            "energy": results["energy"],
+            "atom_energy": results["atom_energy"],
+            "virial": results["virial"],
+            "force": force.index_add(0, owner, results["extended_force"][0])[None],
+        }
+        if do_atomic_virial:
+            atom_virial = torch.zeros([natoms, 9], dtype=extended.dtype, device=extended.device)
+            atom_virial = atom_virial.index_add(0, owner, results["extended_virial"][0])
+            out["atom_virial"] = atom_virial[None]
+        out["mask"] = (atype[None] >= 0).to(torch.int32)
         return out

@@ -1,9 +1,10 @@
 """Random structures on which `dp freeze` and `dp compress` compare a file with its model.
 
-A full neighbour list leaves out the farthest neighbours. If two of these are equally far, rounding and the order of
-the list decide which one stays, and both choices are right. The two images of an atom on opposite sides of another
-one can be equally far, and those on opposite sides of itself always are. So a structure here either has a list with
-room for every neighbour (`random_crystal`), or at most one image of an atom near another atom (`random_cluster`).
+A full neighbour list leaves out the farthest neighbours. If two of these are equally far, rounding
+and the order of the list decide which one stays, and both choices are right. The two images of an
+atom on opposite sides of another one can be equally far, and those on opposite sides of itself
+always are. So a structure here either has a list with room for every neighbour (`random_crystal`),
+or at most one image of an atom near another atom (`random_cluster`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from deepmd_muon.data.neighbors.lists import group_limits
 from deepmd_muon.model import EnergyModel
 
 VOLUME_PER_ATOM = 10.0  # [Å³], about that of water and of copper
-_GROWTH = 1.1  # of a cell whose neighbours do not fit the lists
+_GROWTH = 1.1  # factor of a cell with more neighbours than the lists hold
 _UNLIMITED = np.iinfo(np.int32).max
 
 
@@ -33,7 +34,8 @@ class Structure(NamedTuple):
     atype
         Types (natoms,).
     fparam, aparam
-        Frame parameters (numb_fparam,) and atomic parameters (natoms, numb_aparam); None where the model reads none.
+        Frame parameters (numb_fparam,) and atomic parameters (natoms, numb_aparam); None if the
+        model reads none.
     """
 
     coord: np.ndarray
@@ -48,7 +50,10 @@ class Structure(NamedTuple):
 
 
 def random_structures(model: EnergyModel, seed: int = 0, points: int = 4) -> list[Structure]:
-    """Return the structures on which a frozen file is compared with its model; clusters have points³ atoms."""
+    """Return the structures on which a frozen file is compared with its model.
+
+    Clusters have points³ atoms.
+    """
     random = np.random.default_rng(seed)
     return [
         random_crystal(random, model),
@@ -61,7 +66,7 @@ def random_structures(model: EnergyModel, seed: int = 0, points: int = 4) -> lis
 def structures_with_close_atoms(
     model: EnergyModel, closest: float, seed: int = 0
 ) -> list[Structure]:
-    """Return structures, all but the first with two atoms at 0.4, 0.8, … 2 times the distance `closest` [Å]."""
+    """Return structures; all but the first have two atoms at 0.4, 0.8, … 2 times `closest` [Å]."""
     random = np.random.default_rng(seed)
     structures = [random_crystal(random, model)]
     for number in range(1, 6):
@@ -74,7 +79,7 @@ def structures_with_close_atoms(
 
 
 def random_crystal(random: np.random.Generator, model: EnergyModel, points: int = 3) -> Structure:
-    """Return points³ atoms that fill a triclinic cell, as dense as the model's neighbour lists hold all neighbours.
+    """Return points³ atoms that fill a triclinic cell, as densely as the neighbour lists allow.
 
     An atom may have several images near another atom, or near itself.
     """
@@ -91,9 +96,10 @@ def random_crystal(random: np.random.Generator, model: EnergyModel, points: int 
 def random_cluster(
     random: np.random.Generator, model: EnergyModel, *, periodic: bool, points: int
 ) -> Structure:
-    """Return points³ atoms of ordinary density, without a cell or across the faces of one wider than two cut-offs.
+    """Return points³ atoms of ordinary density, without a cell or in one wider than two cut-offs.
 
-    Neighbour lists may be too short for them. In a cell that would be smaller than the cluster, the atoms fill it.
+    Neighbour lists may be too short for them. In a cell that would be smaller than the cluster, the
+    atoms fill it.
     """
     filled = _random_cell(random, points, VOLUME_PER_ATOM)
     coord = (_jittered_grid(random, points) - 0.5) @ filled
@@ -113,14 +119,14 @@ def _random_cell(random: np.random.Generator, points: int, volume: float) -> np.
 
 
 def _jittered_grid(random: np.random.Generator, points: int) -> np.ndarray:
-    """Return positions in units of the cell `(points³, 3)`; neighbours on the grid differ in all distances."""
+    """Return positions in units of the cell `(points³, 3)`, a grid with random shifts."""
     grid = np.stack(np.meshgrid(*[np.arange(points)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
     fractions: np.ndarray = (grid + random.uniform(-0.2, 0.2, size=grid.shape)) / points
     return fractions
 
 
 def _lists_hold(model: EnergyModel, coord: np.ndarray, box: np.ndarray, atype: np.ndarray) -> bool:
-    """Return whether the model's lists, those of shorter cut-offs too, have room for all neighbours."""
+    """Return whether the model's lists, also of shorter cut-offs, have room for all neighbours."""
     inner = model.neighbors.inner
     everything = build_neighbors(
         coord,
@@ -134,14 +140,14 @@ def _lists_hold(model: EnergyModel, coord: np.ndarray, box: np.ndarray, atype: n
     )
     if np.any(everything.sections > group_limits(model.sel, model.by_type, model.ntypes)):
         return False
-    limits = np.array([most for _, most in inner], dtype=np.int64)
+    limits = np.array([limit for _, limit in inner], dtype=np.int64)
     return bool(np.all(everything.inner <= limits[:, None]))
 
 
 def _with_parameters(
     random: np.random.Generator, model: EnergyModel, structure: Structure
 ) -> Structure:
-    """Return the structure with frame and atomic parameters spread like those of the training data."""
+    """Return the structure with parameters spread like those of the training data."""
     drawn: dict[str, np.ndarray] = {}
     for name, leading in (("fparam", ()), ("aparam", (len(structure.coord),))):
         mean = getattr(model.atomic_model.fitting_net, f"{name}_avg", None)

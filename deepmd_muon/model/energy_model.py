@@ -23,7 +23,7 @@ from deepmd_muon.model.descriptor.pieces import Pieces, finest
 from deepmd_muon.model.errors import ModelError
 from deepmd_muon.model.fitting.interface import Conditioned
 from deepmd_muon.model.nn import triton_support
-from deepmd_muon.model.nn.linear import linear
+from deepmd_muon.model.nn.layers import linear
 from deepmd_muon.model.registry import DESCRIPTORS, FITTING_NETS
 from deepmd_muon.model.settings import DEFAULT_ALPHA, ModelSettings, model_settings
 from deepmd_muon.model.short_range import PairTable, edge_slope

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepmd_muon.model.nn import triton_support
-from deepmd_muon.model.nn.linear import linear
+from deepmd_muon.model.nn.layers import linear
 
 
 class Reach(NamedTuple):

@@ -1,7 +1,7 @@
 """Activation functions with first and second derivative, under the names that DeePMD inputs use.
 
-Forces need the slope in the forward pass and their gradients need the curvature in the backward pass, so
-each function offers both in closed form instead of asking autograd twice.
+Forces need the slope in the forward pass and their gradients need the curvature in the backward
+pass, so each function offers both in closed form instead of asking autograd twice.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import torch
 from deepmd_muon.model.errors import ModelError
 
 SOFTPLUS_LINEAR_ABOVE = 20.0  # torch.nn.functional.softplus's default threshold
-GELU_SCALE, GELU_CUBIC = (
-    math.sqrt(2.0 / math.pi),
-    0.044715,
-)  # Hendrycks & Gimpel, arXiv:1606.08415, eq. 2
+# Hendrycks & Gimpel, arXiv:1606.08415, eq. 2.
+GELU_SCALE = math.sqrt(2.0 / math.pi)
+GELU_CUBIC = 0.044715
 SILUT_THRESHOLD = 3.0  # deepmd-kit's, when the name carries none
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Formula(NamedTuple):
-    """The function as kernels compute it (`activation_kernels.curve`).
+    """The function as kernels compute it (`layer_kernels.curve`).
 
     Attributes
     ----------
@@ -43,14 +42,14 @@ class Formula(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """The members as kernels take them: numbers known when they are compiled keep double precision."""
+        """The members as arguments of kernels; compile-time constants keep double precision."""
         kind, *curve_of = self
         return {"curve_of": tuple(curve_of), "kind": kind}
 
 
 @dataclass(frozen=True)
 class Activation:
-    """A function f applied to every element h, and the values from which its derivatives are cheapest.
+    """A function f of every element h, and the values from which its derivatives are cheapest.
 
     Attributes
     ----------
@@ -118,7 +117,7 @@ class Tanh(Activation):
     """tanh, the activation of nearly every DeePMD model, with its passes over memory fused."""
 
     def __call__(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Activation`. On CPUs 2σ(2h) − 1 takes half the time of tanh and errs by 2e-16 at most."""
+        """See `Activation`; on CPUs 2σ(2h) − 1 takes half the time of tanh, errors are 2e-16."""
         value = h.mul_(2.0).sigmoid_().mul_(2.0).sub_(1.0) if h.device.type == "cpu" else h.tanh_()
         return value, value
 
@@ -172,17 +171,18 @@ class Silu(Activation):
     def derivatives(self, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Activation`; with q = h·σ·(1 − σ), f′ = σ + q and f″ = 2·σ·(1 − σ) + q·(1 − 2σ)."""
         sigmoid = torch.sigmoid(keep)
-        rest = 1.0 - sigmoid
-        q = (keep * sigmoid).mul_(rest)
-        curvature = (rest - sigmoid).mul_(q).addcmul_(sigmoid, rest, value=2.0)
+        complement = 1.0 - sigmoid
+        q = (keep * sigmoid).mul_(complement)
+        curvature = (complement - sigmoid).mul_(q).addcmul_(sigmoid, complement, value=2.0)
         return q.add_(sigmoid), curvature
 
 
 @dataclass(frozen=True)
 class Silut(Silu):
-    """SiLU up to a threshold, beyond it a tanh that continues value and slope (deepmd-kit's `silut:T`).
+    """SiLU up to a threshold, then a tanh that continues value and slope (`silut:T`).
 
-    On a CPU, where asking costs little, a tensor that stays below the threshold takes the passes of SiLU.
+    On a CPU, where asking costs little, a tensor that stays below the threshold takes the passes of
+    SiLU.
 
     Attributes
     ----------
@@ -289,7 +289,9 @@ _BY_NAME: dict[str, Activation] = {
 
 
 def activation(name: str) -> Activation:
-    """Return the activation that a DeePMD input means by `name` (any case; `silut:3.0` carries a threshold).
+    """Return the activation that a DeePMD input means by `name`.
+
+    Upper and lower case are equal; `silut:3.0` has a threshold.
 
     Raises
     ------

@@ -1,18 +1,18 @@
 """Operations with written-out derivatives: values, forces, and the gradient of a loss on forces.
 
-An operation returns outputs y = F(x, θ). The inputs x depend on positions, θ are parameters. A bar marks derivatives
-of the energy, a dot tangents, a hat derivatives of the loss:
+An operation returns outputs y = F(x, θ). The inputs x depend on positions, θ are parameters. A bar
+marks derivatives of the energy, a dot tangents, a hat derivatives of the loss:
 
-| pass | method     | from          | to                                                     | when             |
-|------|------------|---------------|--------------------------------------------------------|------------------|
-| 1    | `value`    | x, θ          | y                                                      | forward          |
-| 2    | `adjoint`  | ȳ             | x̄ = ȳ·F′                                               | forces           |
-| 3    | `tangent`  | ẋ = dloss/dx̄  | dloss/dȳ = F′·ẋ                                        | gradient of loss |
-| 4    | `gradient` | ŷ = dloss/dy  | dloss/d(x, θ) = ŷ·F′ + the derivative of x̄·ẋ by (x, θ) | gradient of loss |
+| pass | method     | from         | to                                    | when             |
+|------|------------|--------------|---------------------------------------|------------------|
+| 1    | `value`    | x, θ         | y                                     | forward          |
+| 2    | `adjoint`  | ȳ            | x̄ = ȳ·F′                              | forces           |
+| 3    | `tangent`  | ẋ = dloss/dx̄ | dloss/dȳ = F′·ẋ                       | gradient of loss |
+| 4    | `gradient` | ŷ = dloss/dy | dloss/d(x, θ) = ŷ·F′ + d(x̄·ẋ)/d(x, θ) | gradient of loss |
 
-Autograd cannot know that pass 4 needs results of passes 2 and 3, or that it must wait for pass 3. Therefore pass 1
-returns one more output, an empty tensor that pass 2 takes as an input: the edge from pass 2 to pass 1 orders them. A
-`_Record` carries the results from passes 2 and 3 to pass 4.
+Autograd cannot know that pass 4 needs results of passes 2 and 3, or that it must wait for pass 3.
+Therefore pass 1 returns one more output, an empty tensor that pass 2 takes as an input: the edge
+from pass 2 to pass 1 orders them. A `_Record` carries the results from passes 2 and 3 to pass 4.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Perhaps = Sequence[Tensor | None]
 class FourPasses(ABC):
     """An operation and its passes.
 
-    Inputs that depend on positions come before all others. Tensors arrive contiguous. A cotangent may be None; a
-    tangent that autograd does not have arrives as zeros.
+    Inputs that depend on positions come before all others. Tensors arrive contiguous. A cotangent
+    may be None; a tangent that autograd does not have arrives as zeros.
     """
 
     @abstractmethod
@@ -42,7 +42,7 @@ class FourPasses(ABC):
 
     @abstractmethod
     def adjoint(self, cotangents: Any, inputs: Any, value_saved: Any) -> tuple[Tensors, Perhaps]:
-        """Pass 2: return the adjoints of the first inputs, and the tensors to save (`adjoint_saved`).
+        """Pass 2: return adjoints of the first inputs, and tensors to save (`adjoint_saved`).
 
         There is one cotangent for each output. Pass 3 sees no other tensors than `adjoint_saved`.
         """
@@ -51,8 +51,8 @@ class FourPasses(ABC):
     def tangent(self, tangents: Any, adjoint_saved: Any) -> tuple[Perhaps, Perhaps]:
         """Pass 3: return the tangents of the outputs, and the tensors to save (`tangent_saved`).
 
-        There is one tangent for each input that has an adjoint. The tangent of an output without a cotangent is
-        ignored.
+        There is one tangent for each input that has an adjoint. The tangent of an output without a
+        cotangent is ignored.
         """
 
     @abstractmethod
@@ -85,8 +85,8 @@ class _Record:
 class _AdjointArguments(NamedTuple):
     """The arguments of pass 2 that autograd does not see.
 
-    Pass 2 depends on `inputs`, too, but its backward pass 3 differentiates by the cotangents alone: the derivative by
-    the inputs is part of pass 4.
+    Pass 2 depends on `inputs`, too, but its backward pass 3 differentiates by the cotangents alone:
+    the derivative by the inputs is part of pass 4.
     """
 
     passes: FourPasses
@@ -113,11 +113,12 @@ class _Value(torch.autograd.Function):
     def backward(ctx: Any, *output_cotangents: Tensor | None) -> Any:
         passes = ctx.passes
         record = ctx.record
-        order, *saved = ctx.saved_tensors
-        inputs = saved[: ctx.n_inputs]
-        value_saved = saved[ctx.n_inputs :]
+        order, *tensors = ctx.saved_tensors
+        inputs = tensors[: ctx.n_inputs]
+        value_saved = tensors[ctx.n_inputs :]
         cotangents = [None if x is None else x.contiguous() for x in output_cotangents[:-1]]
-        # Autograd records this backward pass only under create_graph, which is how forces are asked for.
+        # Autograd records this backward pass only under create_graph, which is how forces are asked
+        # for.
         create_graph = torch.is_grad_enabled()
         input_gradients: Perhaps
         if not record.gradient_is_next:
@@ -146,8 +147,8 @@ class _Adjoint(torch.autograd.Function):
     def forward(
         ctx: Any, arguments: _AdjointArguments, order: Tensor, *output_cotangents: Tensor | None
     ) -> Any:
-        # Detached, because the record keeps what pass 2 saves: with a graph, which holds the record,
-        # this would be a cycle that is never freed.
+        # Detached, because the record keeps what pass 2 saves: with a graph, which holds the
+        # record, this would be a cycle that is never freed.
         cotangents = [None if x is None else x.detach() for x in output_cotangents]
         adjoints, adjoint_saved = arguments.passes.adjoint(
             cotangents, arguments.inputs, arguments.value_saved
@@ -167,11 +168,11 @@ class _Adjoint(torch.autograd.Function):
         )
         ctx.record.adjoint_saved = adjoint_saved
         ctx.record.tangent_saved = tangent_saved
-        wanted = [
+        results = [
             tangent if has_cotangent else None
             for tangent, has_cotangent in zip(output_tangents, ctx.has_cotangent, strict=True)
         ]
-        return None, None, *wanted
+        return None, None, *results
 
 
 def run(passes: FourPasses, *inputs: Tensor | None, force: bool) -> Any:
@@ -184,8 +185,9 @@ def run(passes: FourPasses, *inputs: Tensor | None, force: bool) -> Any:
     inputs
         Its inputs.
     force
-        Whether the first backward pass is that of the energy, with create_graph. It returns no gradients of
-        parameters; the second one does. Otherwise the only backward pass is that of the loss.
+        Whether the first backward pass is that of the energy, with create_graph. It returns no
+        gradients of parameters; the second one does. Otherwise the only backward pass is that of
+        the loss.
     """
     record = _Record(gradient_is_next=not force)
     *outputs, _order = _Value.apply(passes, record, *inputs)
@@ -193,7 +195,7 @@ def run(passes: FourPasses, *inputs: Tensor | None, force: bool) -> Any:
 
 
 def run_with_pullback(passes: FourPasses, *inputs: Tensor | None) -> tuple[Any, Callable[..., Any]]:
-    """Return the outputs, and pass 2 as a function of cotangents, for a caller that calls it itself.
+    """Return the outputs, and pass 2 as a function of cotangents that the caller calls.
 
     Pass 2 gets an empty `value_saved`: such an operation remembers these tensors itself.
     """

@@ -1,4 +1,4 @@
-"""CUDA graphs: work that is launched as one, of functions of tensors whose addresses stay."""
+"""CUDA graphs of functions that read and write tensors at constant addresses."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class GraphMemory:
         self.pool = torch.cuda.graph_pool_handle()
 
     def run_aside(self, launch: Callable[[], None]) -> None:
-        """Launch on the stream of captures, after earlier and before later work of the current stream."""
-        here = torch.cuda.current_stream()
-        self.stream.wait_stream(here)
+        """Launch on the stream of captures, in order with the current stream."""
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             launch()
-        here.wait_stream(self.stream)
+        current.wait_stream(self.stream)
 
     def recorded(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Return the work that a function launches as a graph, without running it."""
         graph = torch.cuda.CUDAGraph()
-        # The outer context returns to this stream even after an error. thread_local: other threads use the device
-        # meanwhile, those that prepare batches for example.
+        # The outer context returns to this stream even after an error. thread_local: other threads
+        # use the device meanwhile, those that prepare batches for example.
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
             own_blas_workspaces(),
@@ -47,19 +47,20 @@ class GraphMemory:
 
 
 class Replayed:
-    """A function that is launched eagerly at its first call, recorded at the second, and replayed from then on.
+    """A function that is called once, recorded at its second call, and replayed from then on.
 
     Parameters
     ----------
     launch
-        The function; it reads and writes tensors whose addresses stay, and waits for nothing.
+        The function. Its tensors keep their addresses, and it does not wait for the device.
     memory
         Where graphs are captured; None always calls the function.
     """
 
     def __init__(self, launch: Callable[[], None], memory: GraphMemory | None) -> None:
-        self._launch, self._memory = launch, memory
-        self._met = False
+        self._launch = launch
+        self._memory = memory
+        self._called = False
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
@@ -70,7 +71,7 @@ class Replayed:
         if self._memory is None:
             self._launch()
             return
-        if self._met:
+        if self._called:
             try:
                 self.graph = self._memory.recorded(self._launch)
             except Exception as error:  # no exception of a driver or module may end a run
@@ -84,7 +85,7 @@ class Replayed:
                 return
             self.graph.replay()
             return
-        self._met = True
+        self._called = True
         self._memory.run_aside(self._launch)
 
 
@@ -92,8 +93,9 @@ class Replayed:
 def own_blas_workspaces() -> Iterator[None]:
     """Let a capture in this context take cuBLAS's workspaces from the graph's pool.
 
-    torch keeps one workspace a handle and stream, and a graph keeps its address. Graphs that were captured on the same
-    streams would share it, and write over one another's partial sums when they replay at the same time.
+    torch keeps one workspace a handle and stream, and a graph keeps its address. Graphs that were
+    captured on the same streams would share it, and write over one another's partial sums when they
+    replay at the same time.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:

@@ -1,6 +1,19 @@
-"""Triton kernels of the element-wise part of a layer; `layers` defines their results.
+"""Triton kernels of the element-wise part of a layer, and activation functions for other kernels.
 
-For tanh they keep its values, for other functions their arguments, as `activation` does.
+A layer is y = f(h)∘idt + copies of x with h = x·W + b. A kernel reads each element once; `layers`
+has the same functions in torch's operations, which define the results (`test_layer_kernels`
+compares them). `keep` holds what the derivatives need, as in `activation`: f(h) for tanh, and h for
+other functions.
+
+| symbol | name            | shape         | meaning                                       |
+|--------|-----------------|---------------|-----------------------------------------------|
+| y      | `y`             | (rows, width) | output                                        |
+| h      | `keep`          | (rows, width) | argument of f, or f(h) for tanh               |
+| b, idt | `bias`, `idt`   | (width,)      | bias, and factor of f(h)                      |
+| x      | `x`             | (rows, n_in)  | input; width = copies·n_in if there are copies |
+| ẋ, ḣ, ẏ | `_dot`         | like x, h, y  | tangents                                      |
+| h̄, ȳ   | `_bar`          | like h, y     | derivatives of the energy                     |
+| ĥ, ŷ   | `_hat`          | like h, y     | derivatives of the loss                       |
 """
 
 from __future__ import annotations
@@ -13,235 +26,330 @@ import triton.language as tl
 from torch import Tensor
 
 from deepmd_muon.model.nn.activation import Formula
-from deepmd_muon.model.nn.activation_kernels import curve, tanh
 
-BLOCK = 512
+BLOCK = 512  # elements of (rows, width) that one program computes
+
+# ----- activation functions; `activation` defines their results -----------------------------------
 
 
 @triton.jit
-def _derivatives(kept, kind: tl.constexpr, curve_of: tl.constexpr):
-    """Return f, f′ and f″ from what was kept."""
+def tanh(x):
+    """As torch on CPUs computes it in this package: off by 2e-16 at most in float64."""
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def curve(h, kind: tl.constexpr, curve_of: tl.constexpr):
+    """Return f(h), f′(h) and f″(h).
+
+    `curve_of` are threshold, rate and start of an `activation.Formula`.
+    The compiler drops the results that a caller does not use.
+    """
     if kind == "tanh":
-        slope = 1.0 - kept * kept
-        return kept, slope, -2.0 * kept * slope
-    return curve(kept, kind, curve_of)
+        value = tanh(h)
+        slope = 1.0 - value * value
+        return value, slope, -2.0 * value * slope
+    x = h
+    if kind == "silut":  # one sigmoid σ serves both pieces, since tanh x = 2σ(2x) − 1
+        # Arguments and variables would be rounded to single precision; constants are not.
+        threshold: tl.constexpr = curve_of[0]
+        rate: tl.constexpr = curve_of[1]
+        start: tl.constexpr = curve_of[2]
+        past = h - threshold  # a comparison would round the constant
+        x = tl.where(past >= 0.0, 2.0 * rate * past, h)
+    sigmoid = tl.sigmoid(x)
+    complement = 1.0 - sigmoid
+    change = sigmoid * complement
+    turn = complement - sigmoid
+    q = h * change
+    value = h * sigmoid
+    slope = sigmoid + q
+    bend = 2.0 * change + q * turn
+    if kind == "silut":
+        value = tl.where(past >= 0.0, start - turn, value)
+        slope = tl.where(past >= 0.0, 4.0 * rate * change, slope)
+        bend = tl.where(past >= 0.0, 8.0 * rate * rate * change * turn, bend)
+    return value, slope, bend
+
+
+@triton.jit
+def _derivatives(keep, kind: tl.constexpr, curve_of: tl.constexpr):
+    """Return f, f′ and f″ from an element of `keep`."""
+    if kind == "tanh":
+        slope = 1.0 - keep * keep
+        return keep, slope, -2.0 * keep * slope
+    return curve(keep, kind, curve_of)
+
+
+# ----- kernels: a program computes `block` elements of (rows, width) ------------------------------
+
+
+@triton.jit
+def _elements(count, width, block: tl.constexpr):
+    """Return the flat indices of this program's elements, their mask, rows and columns."""
+    index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    return index, index < count, index // width, index % width
 
 
 @triton.jit
 def _forward_kernel(
-    out, keep, bias, idt, x, count, width, n_in,
-    curve_of: tl.constexpr, kind: tl.constexpr, scaled: tl.constexpr, residual: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """Store out = f(h)·idt + copies of x, with h = `keep` + bias; then keep f(h) for tanh, h for other functions."""
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    real = at < count
-    row, column = at // width, at % width
-    value = tl.load(keep + at, real, 0.0) + tl.load(bias + column, real, 0.0)
+    y,  # (rows, width), written
+    keep,  # (rows, width): x·W, overwritten
+    bias,  # (width,)
+    idt,  # (width,); read only if scaled
+    x,  # (rows, n_in); read only if residual
+    n_in,
+    count,  # rows·width
+    width,
+    scaled: tl.constexpr,
+    residual: tl.constexpr,
+    curve_of: tl.constexpr,
+    kind: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Y = f(h)∘idt + copies of x with h = x·W + b."""
+    index, mask, row, column = _elements(count, width, block)
+    value = tl.load(keep + index, mask, 0.0) + tl.load(bias + column, mask, 0.0)
+    # Derivatives of tanh follow from its value: that is kept instead of h.
     if kind == "tanh":
         value = tanh(value)
-    tl.store(keep + at, value, real)
+    tl.store(keep + index, value, mask)
     if kind != "tanh":
         value = curve(value, kind, curve_of)[0]
     if scaled:
-        value *= tl.load(idt + column, real, 0.0)
+        value *= tl.load(idt + column, mask, 0.0)
     if residual:
-        value += tl.load(x + row * n_in + column % n_in, real, 0.0)
-    tl.store(out + at, value, real)
+        value += tl.load(x + row * n_in + column % n_in, mask, 0.0)
+    tl.store(y + index, value, mask)
 
 
 @triton.jit
 def _scalar_kernel(
-    out,
-    keep,
-    x,
-    w,
-    start,
-    count,
+    out,  # (rows, width), written
+    keep,  # (rows, width), written except for tanh
+    x,  # (rows,)
+    w,  # (width,)
+    start,  # (rows, width)
+    count,  # rows·width
     width,
     curve_of: tl.constexpr,
     kind: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Store out = f(h) with h = x·w + start; then keep h, except for tanh."""
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    real = at < count
-    row, column = at // width, at % width
-    h = tl.load(start + at, real, 0.0) + tl.load(x + row, real, 0.0) * tl.load(
-        w + column, real, 0.0
-    )
+    """f(h) with h = x⊗w + start."""
+    index, mask, row, column = _elements(count, width, block)
+    x_value = tl.load(x + row, mask, 0.0)
+    h = tl.load(start + index, mask, 0.0) + x_value * tl.load(w + column, mask, 0.0)
     if kind == "tanh":
-        tl.store(out + at, tanh(h), real)
+        tl.store(out + index, tanh(h), mask)
     else:
-        tl.store(keep + at, h, real)
-        tl.store(out + at, curve(h, kind, curve_of)[0], real)
+        tl.store(keep + index, h, mask)
+        tl.store(out + index, curve(h, kind, curve_of)[0], mask)
 
 
 @triton.jit
 def _slope_kernel(
-    out, keep, idt, above, count, width, stride,
-    curve_of: tl.constexpr, kind: tl.constexpr, scaled: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """Store out = f′·idt·above; `stride` 0 reads one row of `above` for all."""
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    real = at < count
-    row, column = at // width, at % width
-    slope = _derivatives(tl.load(keep + at, real, 0.0), kind, curve_of)[1]
-    moved = tl.load(above + row * stride + column, real, 0.0)
+    h_bar,  # (rows, width), written
+    keep,  # (rows, width)
+    idt,  # (width,); read only if scaled
+    y_bar,  # (rows, width), or one row for all if `stride` is 0
+    stride,  # between rows of ȳ
+    count,  # rows·width
+    width,
+    scaled: tl.constexpr,
+    curve_of: tl.constexpr,
+    kind: tl.constexpr,
+    block: tl.constexpr,
+):
+    """h̄ = f′(h)∘idt∘ȳ."""
+    index, mask, row, column = _elements(count, width, block)
+    _, slope, _ = _derivatives(tl.load(keep + index, mask, 0.0), kind, curve_of)
+    factor = tl.load(y_bar + row * stride + column, mask, 0.0)
     if scaled:
-        moved *= tl.load(idt + column, real, 0.0)
-    tl.store(out + at, slope * moved, real)
+        factor *= tl.load(idt + column, mask, 0.0)
+    tl.store(h_bar + index, slope * factor, mask)
 
 
 @triton.jit
 def _tangent_kernel(
-    out, keep, idt, before, tangent, count, width, n_in,
-    curve_of: tl.constexpr, kind: tl.constexpr, scaled: tl.constexpr, residual: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """Store out = f′·before·idt + copies of the tangent below."""
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    real = at < count
-    row, column = at // width, at % width
-    slope = _derivatives(tl.load(keep + at, real, 0.0), kind, curve_of)[1]
-    result = slope * tl.load(before + at, real, 0.0)
+    y_dot,  # (rows, width), written
+    keep,  # (rows, width)
+    idt,  # (width,); read only if scaled
+    h_dot,  # (rows, width)
+    x_dot,  # (rows, n_in); read only if residual
+    n_in,
+    count,  # rows·width
+    width,
+    scaled: tl.constexpr,
+    residual: tl.constexpr,
+    curve_of: tl.constexpr,
+    kind: tl.constexpr,
+    block: tl.constexpr,
+):
+    """ẏ = f′(h)∘ḣ∘idt + copies of ẋ."""
+    index, mask, row, column = _elements(count, width, block)
+    _, slope, _ = _derivatives(tl.load(keep + index, mask, 0.0), kind, curve_of)
+    result = slope * tl.load(h_dot + index, mask, 0.0)
     if scaled:
-        result *= tl.load(idt + column, real, 0.0)
+        result *= tl.load(idt + column, mask, 0.0)
     if residual:
-        result += tl.load(tangent + row * n_in + column % n_in, real, 0.0)
-    tl.store(out + at, result, real)
+        result += tl.load(x_dot + row * n_in + column % n_in, mask, 0.0)
+    tl.store(y_dot + index, result, mask)
 
 
 @triton.jit
 def _cotangent_kernel(
-    out, keep, idt, before, down, adjoint, count, width, stride,
-    curve_of: tl.constexpr, kind: tl.constexpr, scaled: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """If `scaled`, the cotangent of idt per row; then those of h and of its tangent: `out` (2 or 3, rows, width)."""
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    real = at < count
-    row, column = at // width, at % width
-    value, slope, bend = _derivatives(tl.load(keep + at, real, 0.0), kind, curve_of)
-    tangent = tl.load(before + at, real, 0.0)
-    up, along = tl.load(down + at, real, 0.0), tl.load(adjoint + row * stride + column, real, 0.0)
+    out,  # ([1 +] 2, rows, width), written: [terms of the gradient of idt if scaled,] ĥ and h̄
+    keep,  # (rows, width)
+    idt,  # (width,); read only if scaled
+    h_dot,  # (rows, width)
+    y_hat,  # (rows, width): cotangent of y
+    y_bar,  # (rows, width), or one row for all if `stride` is 0: cotangent of ẏ
+    stride,  # between rows of ȳ
+    count,  # rows·width
+    width,
+    scaled: tl.constexpr,
+    curve_of: tl.constexpr,
+    kind: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Differentiate ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩ by h and ḣ, and atom by atom by idt.
+
+    ĥ = idt∘(f′(h)∘ŷ + f″(h)∘ḣ∘ȳ), h̄ = idt∘f′(h)∘ȳ; the gradient of idt sums f(h)∘ŷ + f′(h)∘ḣ∘ȳ
+    over rows.
+    """
+    index, mask, row, column = _elements(count, width, block)
+    value, slope, bend = _derivatives(tl.load(keep + index, mask, 0.0), kind, curve_of)
+    h_dot_value = tl.load(h_dot + index, mask, 0.0)
+    y_hat_value = tl.load(y_hat + index, mask, 0.0)
+    y_bar_value = tl.load(y_bar + row * stride + column, mask, 0.0)
     if scaled:
-        tl.store(out + at, value * up + slope * tangent * along, real)
+        tl.store(out + index, value * y_hat_value + slope * h_dot_value * y_bar_value, mask)
         out += count
-        scale = tl.load(idt + column, real, 0.0)
-        up *= scale
-        along *= scale
-    tl.store(out + at, slope * up + bend * tangent * along, real)
-    tl.store(out + count + at, slope * along, real)
+        scale = tl.load(idt + column, mask, 0.0)
+        y_hat_value *= scale
+        y_bar_value *= scale
+    tl.store(out + index, slope * y_hat_value + bend * h_dot_value * y_bar_value, mask)
+    tl.store(out + count + index, slope * y_bar_value, mask)
 
 
-def _form(formula: Formula) -> dict[str, Any]:
-    return {**formula.constants, "block": BLOCK}
+# ----- launches -----------------------------------------------------------------------------------
 
 
 def _grid(keep: Tensor) -> tuple[int]:
     return (triton.cdiv(keep.numel(), BLOCK),)
 
 
+def _common(keep: Tensor, formula: Formula) -> dict[str, Any]:
+    """Return the arguments that all kernels on matrices like `keep` share."""
+    return {"count": keep.numel(), "width": keep.shape[1], "block": BLOCK, **formula.constants}
+
+
+def _scale(idt: Tensor | None, dummy: Tensor) -> dict[str, Any]:
+    """Return the arguments for idt; the kernels do not read the dummy."""
+    return {"idt": dummy if idt is None else idt, "scaled": idt is not None}
+
+
+def _dense_rows(y_bar: Tensor) -> tuple[Tensor, int]:
+    """Return a tensor with dense rows, and the distance between rows: 0 if all are the same row."""
+    if y_bar.stride(1) != 1 or y_bar.stride(0) not in (0, y_bar.shape[1]):
+        y_bar = y_bar.contiguous()
+    return y_bar, y_bar.stride(0)
+
+
 def forward(
     z: Tensor, bias: Tensor, idt: Tensor | None, x: Tensor, *, residual: bool, formula: Formula
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of `layers.forward` from z = x·matrix, which is overwritten."""
-    out = torch.empty_like(z)
-    scaled = idt is not None
-    sizes = z.numel(), z.shape[1], x.shape[1]
+    """Return the results of `layers.forward` from z = x·W, which is overwritten."""
+    y = torch.empty_like(z)
     _forward_kernel[_grid(z)](
-        out,
-        z,
-        bias,
-        idt if scaled else z,
-        x,
-        *sizes,
-        scaled=scaled,
+        y=y,
+        keep=z,
+        bias=bias,
+        x=x,
+        n_in=x.shape[1],
         residual=residual,
-        **_form(formula),
+        **_scale(idt, dummy=z),
+        **_common(z, formula),
     )
-    return out, z
+    return y, z
 
 
 def forward_from_scalar(
     x: Tensor, w: Tensor, start: Tensor, formula: Formula
 ) -> tuple[Tensor, Tensor]:
-    """See `layers.forward_from_scalar`."""
+    """Return the results of `layers.forward_from_scalar`."""
     out = torch.empty(start.shape, dtype=start.dtype, device=start.device)
     keep = out if formula.kind == "tanh" else torch.empty_like(out)
-    tensors = x.contiguous(), w.contiguous(), start.contiguous()
-    _scalar_kernel[_grid(out)](out, keep, *tensors, out.numel(), out.shape[1], **_form(formula))
+    _scalar_kernel[_grid(out)](
+        out=out,
+        keep=keep,
+        x=x.contiguous(),
+        w=w.contiguous(),
+        start=start.contiguous(),
+        **_common(out, formula),
+    )
     return out, keep
 
 
-def _row_stride(above: Tensor) -> tuple[Tensor, int]:
-    """Return a tensor whose rows are dense, and the distance between rows, 0 where all are one."""
-    if above.stride(1) != 1 or above.stride(0) not in (0, above.shape[1]):
-        above = above.contiguous()
-    return above, above.stride(0)
-
-
-def slope(keep: Tensor, idt: Tensor | None, above: Tensor, formula: Formula) -> Tensor:
-    """See `layers.slope`."""
-    out = torch.empty_like(keep)
-    scaled = idt is not None
-    above, stride = _row_stride(above)
-    sizes = keep.numel(), keep.shape[1], stride
+def slope(keep: Tensor, idt: Tensor | None, y_bar: Tensor, formula: Formula) -> Tensor:
+    """Return the result of `layers.slope`."""
+    h_bar = torch.empty_like(keep)
+    y_bar, stride = _dense_rows(y_bar)
     _slope_kernel[_grid(keep)](
-        out, keep, idt if scaled else keep, above, *sizes, scaled=scaled, **_form(formula)
+        h_bar=h_bar,
+        keep=keep,
+        y_bar=y_bar,
+        stride=stride,
+        **_scale(idt, dummy=keep),
+        **_common(keep, formula),
     )
-    return out
+    return h_bar
 
 
 def tangent(
     keep: Tensor,
     idt: Tensor | None,
-    before: Tensor,
-    below: Tensor,
+    h_dot: Tensor,
+    x_dot: Tensor,
     *,
     residual: bool,
     formula: Formula,
 ) -> Tensor:
-    """See `layers.tangent`."""
-    out = torch.empty_like(keep)
-    scaled = idt is not None
-    sizes = keep.numel(), keep.shape[1], below.shape[1]
-    below = below.contiguous()
+    """Return the result of `layers.tangent`."""
+    y_dot = torch.empty_like(keep)
     _tangent_kernel[_grid(keep)](
-        out,
-        keep,
-        idt if scaled else keep,
-        before,
-        below,
-        *sizes,
-        scaled=scaled,
+        y_dot=y_dot,
+        keep=keep,
+        h_dot=h_dot,
+        x_dot=x_dot.contiguous(),
+        n_in=x_dot.shape[1],
         residual=residual,
-        **_form(formula),
+        **_scale(idt, dummy=keep),
+        **_common(keep, formula),
     )
-    return out
+    return y_dot
 
 
 def cotangents(
     keep: Tensor,
     idt: Tensor | None,
-    before: Tensor,
-    down: Tensor,
-    adjoint: Tensor,
+    h_dot: Tensor,
+    y_hat: Tensor,
+    y_bar: Tensor,
     formula: Formula,
 ) -> Tensor:
-    """See `layers.cotangents`."""
-    scaled = idt is not None
-    out = keep.new_empty(2 + scaled, *keep.shape)
-    adjoint, stride = _row_stride(adjoint)
-    sizes = keep.numel(), keep.shape[1], stride
-    down = down.contiguous()
+    """Return ĥ and h̄ `(2, rows, width)`, and with idt before them the terms of its gradient."""
+    out = keep.new_empty(2 if idt is None else 3, *keep.shape)
+    y_bar, stride = _dense_rows(y_bar)
     _cotangent_kernel[_grid(keep)](
-        out,
-        keep,
-        idt if scaled else keep,
-        before,
-        down,
-        adjoint,
-        *sizes,
-        scaled=scaled,
-        **_form(formula),
+        out=out,
+        keep=keep,
+        h_dot=h_dot,
+        y_hat=y_hat.contiguous(),
+        y_bar=y_bar,
+        stride=stride,
+        **_scale(idt, dummy=keep),
+        **_common(keep, formula),
     )
     return out

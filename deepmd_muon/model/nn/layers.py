@@ -1,13 +1,17 @@
-"""A dense layer, and the element-wise parts of its tangents and cotangents.
+"""A dense layer with its derivatives written out, and other operations with written-out transposes.
 
-A layer is y = f(h)·idt + copies of x with h = x·matrix + bias (`deepmd_muon.model.nn.networks`). Where kernels know f,
-the element-wise part of a function here is one launch on a GPU. Elsewhere it is a few of torch's operations, which
-define the result.
+A layer is y = f(h)∘idt + copies of x with h = x·W + b (`deepmd_muon.model.nn.networks`). A bar
+(`_bar`) marks derivatives of the energy, a dot (`_dot`) tangents, a hat (`_hat`) derivatives of the
+loss, as in `four_passes`. `keep` holds the values that the derivatives of f need: f(h) or h, see
+`Activation`.
+
+Where kernels know f, the element-wise part of a function here is one launch on a GPU
+(`layer_kernels`). Elsewhere it is a few of torch's operations, which define the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +20,8 @@ from torch import Tensor
 from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.networks import Copies, LayerTensors
+
+# ----- one layer ----------------------------------------------------------------------------------
 
 
 def repeat(x: Tensor, copies: Copies) -> Tensor:
@@ -32,12 +38,12 @@ def fold(x: Tensor, copies: Copies) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all parts; the only part is not copied."""
+    """Return the rows of all parts; a single part is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _fused(f: Activation, tensor: Tensor) -> Any:
-    """Return the module of Triton kernels where they can be used."""
+def _kernels(f: Activation, tensor: Tensor) -> Any:
+    """Return the module of Triton kernels if they can be used, else None."""
     if f.formula is None or not tensor.numel() or not triton_support.usable(tensor.device):
         return None
     from deepmd_muon.model.nn import layer_kernels
@@ -46,15 +52,15 @@ def _fused(f: Activation, tensor: Tensor) -> Any:
 
 
 def forward(f: Activation, layer: LayerTensors, x: Tensor, copies: Copies) -> tuple[Tensor, Tensor]:
-    """Return y `(rows, n)` and the values of f(h) that the derivatives need."""
-    fused = _fused(f, x)
-    if fused is not None:
-        # A product of its own: cuBLAS is slower where it adds a bias in float64.
+    """Return y `(rows, n)` and `keep`."""
+    kernels = _kernels(f, x)
+    if kernels is not None:
+        # A product without bias: cuBLAS is slower if it adds one in float64.
         z = torch.mm(x, layer.matrix)
-        both: tuple[Tensor, Tensor] = fused.forward(
+        result: tuple[Tensor, Tensor] = kernels.forward(
             z, layer.bias, layer.idt, x, residual=copies > 0, formula=f.formula
         )
-        return both
+        return result
     value, keep = f(torch.addmm(layer.bias, x, layer.matrix))
     out = value if layer.idt is None else value * layer.idt
     return out + repeat(x, copies) if copies else out, keep
@@ -63,91 +69,96 @@ def forward(f: Activation, layer: LayerTensors, x: Tensor, copies: Copies) -> tu
 def forward_from_scalar(
     f: Activation, x: Tensor, w: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return f(h) `(rows, n)` with h = x·w + start, and the values that the derivatives need.
+    """Return f(h) `(rows, n)` and `keep` with h = x·w + start.
 
     x is one number for each row `(rows, 1)`, w `(n,)`, start `(rows, n)`.
     """
-    fused = _fused(f, start)
-    if fused is not None:
-        both: tuple[Tensor, Tensor] = fused.forward_from_scalar(x, w, start, f.formula)
-        return both
+    kernels = _kernels(f, start)
+    if kernels is not None:
+        result: tuple[Tensor, Tensor] = kernels.forward_from_scalar(x, w, start, f.formula)
+        return result
     return f(torch.addcmul(start, x, w))
 
 
-def slope(f: Activation, keep: Tensor, idt: Tensor | None, above: Tensor) -> Tensor:
-    """Return the cotangent of h `(rows, n)` from that of y."""
-    fused = _fused(f, keep)
-    if fused is not None:
-        out: Tensor = fused.slope(keep, idt, above, f.formula)
-        return out
-    return f.times_slope(keep, above if idt is None else above * idt)
+def slope(f: Activation, keep: Tensor, idt: Tensor | None, y_bar: Tensor) -> Tensor:
+    """Return h̄ = f′(h)∘idt∘ȳ `(rows, n)`."""
+    kernels = _kernels(f, keep)
+    if kernels is not None:
+        h_bar: Tensor = kernels.slope(keep, idt, y_bar, f.formula)
+        return h_bar
+    return f.times_slope(keep, y_bar if idt is None else y_bar * idt)
 
 
 def tangent(
-    f: Activation, keep: Tensor, idt: Tensor | None, before: Tensor, below: Tensor, copies: Copies
+    f: Activation, keep: Tensor, idt: Tensor | None, h_dot: Tensor, x_dot: Tensor, copies: Copies
 ) -> Tensor:
-    """Return the tangent of y from those of h (`before`) and x (`below`)."""
-    fused = _fused(f, keep)
-    if fused is not None:
-        result: Tensor = fused.tangent(
-            keep, idt, before, below, residual=copies > 0, formula=f.formula
+    """Return ẏ = f′(h)∘ḣ∘idt + copies of ẋ `(rows, n)`."""
+    kernels = _kernels(f, keep)
+    if kernels is not None:
+        y_dot: Tensor = kernels.tangent(
+            keep, idt, h_dot, x_dot, residual=copies > 0, formula=f.formula
         )
-        return result
-    moved = f.times_slope(keep, before)
-    out = moved if idt is None else moved * idt
-    return out + repeat(below, copies) if copies else out
+        return y_dot
+    value_dot = f.times_slope(keep, h_dot)
+    out = value_dot if idt is None else value_dot * idt
+    return out + repeat(x_dot, copies) if copies else out
 
 
 def cotangents(
-    f: Activation, keep: Tensor, idt: Tensor | None, before: Tensor, down: Tensor, adjoint: Tensor
+    f: Activation, keep: Tensor, idt: Tensor | None, h_dot: Tensor, y_hat: Tensor, y_bar: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Pull cotangents of (y, its tangent), `down` and `adjoint`, back to (h, its tangent).
+    """Differentiate ⟨ŷ, y⟩ + ⟨ȳ, ẏ⟩ by h, ḣ, the bias and idt.
 
     Returns
     -------
     tuple
-        Both cotangents `(2, rows, n)`, the gradient of the bias `(n,)` and that of idt.
+        ĥ and h̄ `(2, rows, n)`, the gradient of the bias `(n,)`, and the gradient of idt `(n,)` or
+        None.
     """
-    fused = _fused(f, keep)
-    if fused is not None:
-        found = fused.cotangents(keep, idt, before, down, adjoint, f.formula)
+    kernels = _kernels(f, keep)
+    if kernels is not None:
+        out = kernels.cotangents(keep, idt, h_dot, y_hat, y_bar, f.formula)
         if idt is None:
-            return found, found[0].sum(0), None
-        of_idt, of_bias = found[:2].sum(1)
-        return found[1:], of_bias, of_idt
-    pair = torch.stack([down, adjoint])
-    of_idt = None
+            return out, out[0].sum(0), None
+        idt_hat, bias_hat = out[:2].sum(1)
+        return out[1:], bias_hat, idt_hat
+    pair = torch.stack([y_hat, y_bar])
+    idt_hat = None
     if idt is not None:
-        of_idt = torch.addcmul(f.value_of(keep) * down, f.times_slope(keep, before), pair[1]).sum(0)
+        terms = torch.addcmul(f.value_of(keep) * y_hat, f.times_slope(keep, h_dot), pair[1])
+        idt_hat = terms.sum(0)
         pair *= idt
-    f.pull_back_(keep, before, pair)
-    return pair, pair[0].sum(0), of_idt
+    f.pull_back_(keep, h_dot, pair)
+    return pair, pair[0].sum(0), idt_hat
 
 
 def down(
-    of_h: Tensor, layer: LayerTensors, above: Tensor, copies: Copies, out: Tensor | None = None
+    h_bar: Tensor, layer: LayerTensors, y_bar: Tensor, copies: Copies, out: Tensor | None = None
 ) -> Tensor:
-    """Return the cotangent of a layer's input from those of h and of its output."""
+    """Return x̄ = h̄·Wᵀ + the transpose of the copies of ȳ."""
     if not copies:
-        return torch.mm(of_h, layer.matrix.t(), out=out)
+        return torch.mm(h_bar, layer.matrix.t(), out=out)
     if copies == 2 and out is None:
-        return fold(above, copies).addmm_(of_h, layer.matrix.t())
-    return torch.addmm(fold(above, copies), of_h, layer.matrix.t(), out=out)
+        return fold(y_bar, copies).addmm_(h_bar, layer.matrix.t())
+    return torch.addmm(fold(y_bar, copies), h_bar, layer.matrix.t(), out=out)
+
+
+# ----- a network without a last linear layer ------------------------------------------------------
 
 
 def plain_values(
     f: Activation, copies: Sequence[Copies], x: Tensor, layers: Sequence[LayerTensors]
 ) -> Tensor:
     """Return the result of `values`, differentiated by autograd."""
-    for layer, kind in zip(layers, copies, strict=True):
+    for layer, layer_copies in zip(layers, copies, strict=True):
         value = f.value(torch.addmm(layer.bias, x, layer.matrix))
         out = value if layer.idt is None else value * layer.idt
-        x = out + repeat(x, kind) if kind else out
+        x = out + repeat(x, layer_copies) if layer_copies else out
     return x
 
 
 class Tape(NamedTuple):
-    """Tensors for the backward pass of `values`: each layer's input, and the saved values of its activation."""
+    """Tensors for the backward pass of `values`: input and `keep` of each layer."""
 
     inputs: list[Tensor]
     keeps: list[Tensor]
@@ -156,10 +167,10 @@ class Tape(NamedTuple):
 def values(
     f: Activation, copies: Sequence[Copies], x: Tensor, layers: Sequence[LayerTensors]
 ) -> tuple[Tensor, Tape]:
-    """Return the features `(rows, n)` of a network without a last linear layer."""
+    """Return the features `(rows, n)` of a network, and the tape."""
     tape = Tape([], [])
-    for layer, kind in zip(layers, copies, strict=True):
-        out, keep = forward(f, layer, x, kind)
+    for layer, layer_copies in zip(layers, copies, strict=True):
+        out, keep = forward(f, layer, x, layer_copies)
         tape.inputs.append(x)
         tape.keeps.append(keep)
         x = out
@@ -167,12 +178,12 @@ def values(
 
 
 def plain_gradient(
-    f: Activation, layer: LayerTensors, x: Tensor, keep: Tensor, cotangent: Tensor
+    f: Activation, layer: LayerTensors, x: Tensor, keep: Tensor, y_hat: Tensor
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the cotangent of h, and the gradients of idt, bias and matrix, from the cotangent of y alone."""
-    of_idt = None if layer.idt is None else (f.value_of(keep) * cotangent).sum(0)
-    of_h = slope(f, keep, layer.idt, cotangent)
-    return of_h, [of_idt, of_h.sum(0), torch.mm(x.t(), of_h)]
+    """Return ĥ, and the gradients of idt, bias and matrix, from ŷ alone."""
+    idt_hat = None if layer.idt is None else (f.value_of(keep) * y_hat).sum(0)
+    h_hat = slope(f, keep, layer.idt, y_hat)
+    return h_hat, [idt_hat, h_hat.sum(0), torch.mm(x.t(), h_hat)]
 
 
 def pull_values(
@@ -180,14 +191,53 @@ def pull_values(
     copies: Sequence[Copies],
     tape: Tape,
     layers: Sequence[LayerTensors],
-    cotangent: Tensor,
+    y_hat: Tensor,
 ) -> list[Tensor | None]:
-    """Return the gradient of every layer's matrix, bias and idt from that of the features."""
+    """Return the gradients of matrix, bias and idt of every layer from that of the features."""
     gradients: list[Tensor | None] = []
     for index in reversed(range(len(layers))):
-        layer, kind, x, keep = layers[index], copies[index], tape.inputs[index], tape.keeps[index]
-        of_h, found = plain_gradient(f, layer, x, keep, cotangent)
-        gradients += found
+        layer = layers[index]
+        h_hat, layer_gradients = plain_gradient(
+            f, layer, tape.inputs[index], tape.keeps[index], y_hat
+        )
+        gradients += layer_gradients
         if index:
-            cotangent = down(of_h, layer, cotangent, kind)
+            y_hat = down(h_hat, layer, y_hat, copies[index])
     return gradients[::-1]
+
+
+# ----- linear maps --------------------------------------------------------------------------------
+
+_Map = Callable[..., Tensor]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, apply: _Map, transpose: _Map, x: Tensor, *data: Tensor) -> Tensor:
+        ctx.map = apply
+        ctx.transpose = transpose
+        ctx.save_for_backward(*data)
+        return apply(x, *data)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        data = ctx.saved_tensors
+        # The transpose is linear, too: its transpose is the map itself.
+        x_bar = linear(ctx.transpose, ctx.map, cotangent, *data)
+        return None, None, x_bar, *(None for _ in data)
+
+
+def linear(apply: _Map, transpose: _Map, x: Tensor, *data: Tensor) -> Tensor:
+    """Return ``apply(x, *data)``, differentiable any number of times.
+
+    Parameters
+    ----------
+    apply, transpose
+        A map that is linear in its first argument, and its transpose.
+    x
+        The argument that has a derivative.
+    data
+        Further arguments of both; they have none.
+    """
+    out: Tensor = _Linear.apply(apply, transpose, x, *data)
+    return out

@@ -1,16 +1,18 @@
-"""Layers with deepmd-kit's parameter names: `networks.I.layers.L.{matrix, bias, idt}`."""
+"""Networks with deepmd-kit's parameter names: `networks.I.layers.L.{matrix, bias, idt}`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from deepmd_muon.model.errors import ModelError
+
+T = TypeVar("T")
 
 Copies = Literal[0, 1, 2]
 """How many copies of its input a layer adds to its output: none, one, or two side by side."""
@@ -23,7 +25,9 @@ _DTYPES = {
     "single": torch.float32,
 }
 
-IDT_MEAN, IDT_STD = 0.1, 0.001  # deepmd-kit's start for the per-neuron time step
+# deepmd-kit's start for the per-neuron time step.
+IDT_MEAN = 0.1
+IDT_STD = 0.001
 
 
 def dtype_of(precision: str) -> torch.dtype:
@@ -42,8 +46,8 @@ def dtype_of(precision: str) -> torch.dtype:
 class Stream:
     """Random numbers of one model, independent of torch's global generator.
 
-    `Stream(seed).child(i)` gives a stream of its own, so the weights of one network do not depend on how
-    many others exist. Seed None draws fresh entropy.
+    Every network draws from its own child stream, `Stream(seed).child(i)`, so that its weights do
+    not depend on the number of other networks. Seed None draws fresh entropy.
     """
 
     draw_dtype: torch.dtype | None = torch.float64  # equal numbers in every precision
@@ -52,12 +56,12 @@ class Stream:
         self._sequence = np.random.SeedSequence(seed)
 
     def child(self, *path: int) -> Stream:
-        """Return the stream that belongs to this path of numbers."""
-        other = Stream(0)
-        other._sequence = np.random.SeedSequence(
+        """Return the stream of this path of numbers below this stream."""
+        child = Stream(0)
+        child._sequence = np.random.SeedSequence(
             entropy=self._sequence.entropy, spawn_key=(*self._sequence.spawn_key, *path)
         )
-        return other
+        return child
 
     def generator(self) -> torch.Generator:
         """Return a CPU generator at the start of this stream."""
@@ -68,9 +72,9 @@ class Stream:
 class SeedPath:
     """Random numbers that start a network as deepmd-kit 3.2 starts it on the same kind of device.
 
-    deepmd-kit seeds one generator a layer with a hash of the path of numbers that leads to the layer, innermost
-    first, the input's seed last (`deepmd/dpmodel/utils/seed.py`, `mix_entropy` in `deepmd/pt/utils/utils.py`). Seed
-    None draws fresh entropy.
+    deepmd-kit seeds one generator a layer with a hash of the path of numbers that leads to the
+    layer, innermost first, the input's seed last (`deepmd/dpmodel/utils/seed.py`, `mix_entropy` in
+    `deepmd/pt/utils/utils.py`). Seed None draws fresh entropy.
     """
 
     draw_dtype: torch.dtype | None = None  # numbers are drawn in the parameter's own precision
@@ -78,7 +82,8 @@ class SeedPath:
     def __init__(self, seed: int | Sequence[int] | None, path: tuple[int, ...] = ()) -> None:
         if seed is None:
             seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
-        self.path = (*path, *([seed] if isinstance(seed, int) else seed))
+        seeds = [seed] if isinstance(seed, int) else seed
+        self.path = (*path, *seeds)
 
     def child(self, *path: int) -> SeedPath:
         """Return the seed below this one, by numbers from the outermost to the innermost."""
@@ -86,15 +91,20 @@ class SeedPath:
 
     def generator(self) -> torch.Generator:
         """Return a CPU generator seeded with the hash of the path."""
+        if len(self.path) == 1:  # deepmd-kit takes a single number as it is
+            return torch.Generator().manual_seed(self.path[0])
         mixed = _hash(self.path[0])
         for number in self.path[1:]:
             mixed = (_MIX_LEFT * mixed - _MIX_RIGHT * _hash(number)) & _WORD
             mixed ^= mixed >> 16
-        return torch.Generator().manual_seed(mixed if len(self.path) > 1 else self.path[0])
+        return torch.Generator().manual_seed(mixed)
 
 
 _WORD = 0xFFFF_FFFF_FFFF_FFFF
-_HASH, _MIX_LEFT, _MIX_RIGHT = 0x43B0D7E5, 0xCA01F9DD, 0x4973F715  # numpy's SeedSequence constants
+# Constants of numpy's SeedSequence.
+_HASH = 0x43B0D7E5
+_MIX_LEFT = 0xCA01F9DD
+_MIX_RIGHT = 0x4973F715
 
 
 def _hash(number: int) -> int:
@@ -111,8 +121,11 @@ class LayerTensors(NamedTuple):
 
 
 def unflatten(flat: Sequence[torch.Tensor | None], networks: int = 1) -> list[list[LayerTensors]]:
-    """Group what `Network.flat` lists again, of each of several equal networks, as an autograd function gets them."""
-    layers = [LayerTensors(*flat[i : i + 3]) for i in range(0, len(flat), 3)]  # type: ignore[arg-type]  # idt may be None
+    """Return the layers of several equal networks from their `Network.flat` in a row."""
+    layers = [
+        LayerTensors(*flat[i : i + 3])  # type: ignore[arg-type]  # idt may be None
+        for i in range(0, len(flat), 3)
+    ]
     depth = len(layers) // networks
     return [layers[i : i + depth] for i in range(0, len(layers), depth)]
 
@@ -120,8 +133,8 @@ def unflatten(flat: Sequence[torch.Tensor | None], networks: int = 1) -> list[li
 class Layer(torch.nn.Module):
     """Parameters of one dense layer.
 
-    Weights start as DeePMD's: normal with deviation 1/√(in + out), bias normal with deviation 1, time step
-    normal around 0.1. Without `bias` the layer is linear: x·matrix.
+    They start as in DeePMD: matrix normal with deviation 1/√(n_in + n_out), bias normal with
+    deviation 1, time step normal around 0.1. Without `bias` the layer is linear: x·matrix.
     """
 
     def __init__(
@@ -150,7 +163,7 @@ class Layer(torch.nn.Module):
     @property
     def tensors(self) -> LayerTensors:
         """The layer's parameters in a fixed order."""
-        assert self.bias is not None  # those of a `Network` have one
+        assert self.bias is not None  # layers of a `Network` have one
         return LayerTensors(self.matrix, self.bias, self.idt)
 
 
@@ -181,14 +194,20 @@ class Network(torch.nn.Module):
         stream: Stream | SeedPath,
     ) -> None:
         super().__init__()
-        pairs = list(pairwise(widths))
-        self.copies = tuple(_copies(n_in, n_to) for n_in, n_to in pairs)
-        layers = [
-            Layer(
-                n_in, n_to, timestep=timestep and kind > 0, dtype=dtype, stream=stream.child(index)
+        layers: list[Layer] = []
+        all_copies: list[Copies] = []
+        for index, (n_from, n_to) in enumerate(pairwise(widths)):
+            copies = _copies(n_from, n_to)
+            layer = Layer(
+                n_from,
+                n_to,
+                timestep=timestep and copies > 0,
+                dtype=dtype,
+                stream=stream.child(index),
             )
-            for index, ((n_in, n_to), kind) in enumerate(zip(pairs, self.copies, strict=True))
-        ]
+            layers.append(layer)
+            all_copies.append(copies)
+        self.copies = tuple(all_copies)
         if n_out is not None:
             last = stream.child(len(layers))
             layers.append(Layer(widths[-1], n_out, timestep=False, dtype=dtype, stream=last))
@@ -197,12 +216,13 @@ class Network(torch.nn.Module):
     @property
     def tensors(self) -> tuple[LayerTensors, ...]:
         """Parameters of all layers, in order."""
-        return tuple(layer.tensors for layer in self.layers)  # type: ignore[misc]  # ModuleList forgets its element type
+        # ModuleList forgets the type of its elements.
+        return tuple(layer.tensors for layer in self.layers)  # type: ignore[misc]
 
     @property
     def flat(self) -> list[torch.Tensor | None]:
         """Matrix, bias and idt of every layer one after another."""
-        return [part for layer in self.tensors for part in layer]
+        return [tensor for layer in self.tensors for tensor in layer]
 
 
 class NetworkCollection(torch.nn.Module):
@@ -213,10 +233,28 @@ class NetworkCollection(torch.nn.Module):
         self.networks = torch.nn.ModuleList(networks)
 
     def __getitem__(self, index: int) -> Network:
-        return self.networks[index]  # type: ignore[return-value]  # ModuleList forgets its element type
+        # ModuleList forgets the type of its elements.
+        return self.networks[index]  # type: ignore[return-value]
 
 
 def _copies(n_in: int, n_out: int) -> Copies:
     if n_out == n_in:
         return 1
     return 2 if n_out == 2 * n_in else 0
+
+
+def run_layer(layer: Callable[..., T], *arguments: Any, recompute: bool) -> T:
+    """Return ``layer(*arguments)``; with `recompute`, the forward pass keeps the arguments alone.
+
+    The layer must draw no random numbers. Every backward pass that needs its tensors calls it
+    again: once for forces, and once for the gradient of the loss. The pass that computes forces
+    still keeps some tensors for the gradient of a loss on forces. Without gradients the layer is
+    called once.
+    """
+    if not recompute or not torch.is_grad_enabled():
+        return layer(*arguments)
+    # The first call imports torch's compiler, which takes seconds.
+    from torch.utils.checkpoint import checkpoint
+
+    result: T = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return result

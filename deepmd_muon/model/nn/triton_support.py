@@ -1,4 +1,4 @@
-"""Where Triton kernels can run, their launches as operators of torch, and chains of kernels beside each other."""
+"""Where Triton kernels can run, and chains of kernels that overlap."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ def usable(device: torch.device) -> bool:
 
 
 class Branches:
-    """Independent chains of small kernels, each on a stream of its own, so that they overlap on a GPU.
+    """Independent chains of small kernels on separate streams, so that they overlap on a GPU.
 
-    Work launched ``with branches.chain(i):`` waits for all work queued before the context was entered, and
-    work queued after its end waits for all chains. Chain 0 stays on the current stream. Memory that a
-    chain allocates may be freed at any time: only a later use of `Branches` can get it again. Autograd runs the
-    backward of an operation on the operation's stream, so chains overlap there too: tensors that cross their borders
-    are then used for longer than the context lasts, and must be declared with `lend` and `take`.
+    Work launched ``with branches.chain(i):`` waits for all work queued before the context was
+    entered, and work queued after its end waits for all chains. Chain 0 stays on the current
+    stream. Memory that a chain allocates may be freed at any time: only a later use of `Branches`
+    can get it again. Autograd runs the backward of an operation on the operation's stream, so
+    chains overlap there too: tensors that cross their borders are then used for longer than the
+    context lasts, and must be declared with `lend` and `take`.
 
     Parameters
     ----------
@@ -77,7 +78,7 @@ def _streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
 
 
 def has_tensor_cores(device: torch.device) -> bool:
-    """Return whether matrix products of kernels keep single precision at speed: NVIDIA GPUs from Ampere on."""
+    """Return whether tensor cores multiply single precision: on NVIDIA GPUs from Ampere on."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -90,9 +91,9 @@ def _works() -> bool:
     try:
         from deepmd_muon.model.descriptor import environment_kernels
 
-        one = torch.ones(1, 1, 3, dtype=torch.float64, device="cuda")
+        edge = torch.ones(1, 1, 3, dtype=torch.float64, device="cuda")
         environment_kernels.environment(
-            one, torch.zeros(1, 1, dtype=torch.int64, device="cuda"), 6.0, 0.5, 0.0
+            edge, torch.zeros(1, 1, dtype=torch.int64, device="cuda"), 6.0, 0.5, 0.0
         )
     except Exception as error:  # a missing compiler fails in many ways
         log.warning(

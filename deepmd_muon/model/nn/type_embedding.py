@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from deepmd_muon.model.nn.linear import linear
+from deepmd_muon.model.nn.layers import linear
 from deepmd_muon.model.nn.networks import Layer, SeedPath
 
 # Name of the matrix below a `TypeEmbedding`; its rows are types.
@@ -14,18 +14,20 @@ TABLE = "embedding.embedding_net.layers.0.matrix"
 
 
 def identity(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the residual connection's addend of the matrix `(ntypes, width)`: one identity, two, or zeros."""
+    """Return what the residual connection adds to the matrix: one identity, two, or zeros."""
     ntypes, width = matrix.shape
     copies = width // ntypes if width in (ntypes, 2 * ntypes) else 0
-    one = torch.eye(ntypes, dtype=matrix.dtype, device=matrix.device)
-    return torch.cat([one] * copies, dim=1) if copies else torch.zeros_like(matrix)
+    if not copies:
+        return torch.zeros_like(matrix)
+    eye = torch.eye(ntypes, dtype=matrix.dtype, device=matrix.device)
+    return torch.cat([eye] * copies, dim=1)
 
 
 class TypeEmbedding(torch.nn.Module):
-    """One linear layer on one-hot types, under deepmd-kit's name `embedding.embedding_net.layers.0`.
+    """A linear layer on one-hot types, with deepmd-kit's name `embedding.embedding_net.layers.0`.
 
-    deepmd-kit gives the layer a residual connection. So where the width equals the number of types, or twice that, the
-    identity (or two side by side) is added to the matrix.
+    deepmd-kit gives the layer a residual connection. So if the width equals the number of types,
+    or twice that, the identity (or two side by side) is added to the matrix.
 
     Parameters
     ----------
@@ -43,7 +45,8 @@ class TypeEmbedding(torch.nn.Module):
         self, ntypes: int, width: int, *, bias: bool, dtype: torch.dtype, stream: SeedPath
     ) -> None:
         super().__init__()
-        self.ntypes, self.width = ntypes, width
+        self.ntypes = ntypes
+        self.width = width
         layer = Layer(ntypes, width, timestep=False, bias=bias, dtype=dtype, stream=stream.child(0))
         self.embedding = torch.nn.Module()
         self.embedding.embedding_net = torch.nn.Module()
@@ -59,7 +62,7 @@ class TypeEmbedding(torch.nn.Module):
         return table
 
 
-# Gradients of tables with more rows are summed by torch's own indexing.
+# Torch's indexing sums gradients of tables with more rows.
 _MOST_ROWS = 64
 
 
@@ -69,15 +72,15 @@ def _rows(table: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
 
 def _sums(values: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
     """Return the sum of the values of each of `count` rows."""
-    chosen = torch.arange(count, device=index.device).unsqueeze(1) == index.reshape(-1)
-    return chosen.to(values.dtype) @ values.reshape(-1, values.shape[-1])
+    one_hot = torch.arange(count, device=index.device).unsqueeze(1) == index.reshape(-1)
+    return one_hot.to(values.dtype) @ values.reshape(-1, values.shape[-1])
 
 
 def rows_of(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the rows `(*index.shape, width)` of a small table that many entries share, such as one for each type.
+    """Return rows `(*index.shape, width)` of a small table, such as one with a row for each type.
 
-    The gradient is a matrix product: torch's own adds thousands of rows to the same few, one after another on a CPU and
-    by colliding atomic additions on a GPU.
+    The gradient is a matrix product: torch's own adds thousands of rows to the same few, one after
+    another on a CPU and by colliding atomic additions on a GPU.
     """
     if len(table) > _MOST_ROWS:
         return table[index]

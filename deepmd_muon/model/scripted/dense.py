@@ -1,4 +1,4 @@
-"""Dense layers and activations for TorchScript; the same as `model.networks` and `model.activation`."""
+"""Dense layers and activations of `model.nn` for TorchScript."""
 
 import math
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Act(NamedTuple):
     kind
         Its name, one for each function.
     threshold
-        Where `silut` goes over into a tanh; `relu6` ends there; unused by the others.
+        Where the tanh of `silut` begins, or `relu6` ends; other functions have none.
     """
 
     kind: str
@@ -47,27 +47,28 @@ def act_of(name: str) -> Act:
     ModelError
         When the name is unknown.
     """
-    activation(name)
+    activation(name)  # raises if the name is unknown
     kind, _, threshold = name.lower().partition(":")
     if kind == "relu6":
         return Act("relu", 6.0)
     kind = {"none": "linear", "gelu_tf": "gelu", "custom_silu": "silut"}.get(kind, kind)
-    return Act(
-        kind, float(threshold) if threshold else SILUT_THRESHOLD if kind == "silut" else math.inf
-    )
+    if threshold:
+        return Act(kind, float(threshold))
+    return Act(kind, SILUT_THRESHOLD if kind == "silut" else math.inf)
 
 
 def dense_layers(network: Network) -> list[Dense]:
-    """Return copies of a network's layers, the last linear one included where it has one."""
-    copies = [*network.copies, 0]
+    """Return copies of a network's layers, with the last linear layer if it has one."""
+    tensors = network.tensors
+    copies = [*network.copies, 0][: len(tensors)]  # a last linear layer adds no copies
     return [
         Dense(
-            layer.matrix.detach().clone(),
-            layer.bias.detach().clone(),
-            None if layer.idt is None else layer.idt.detach().clone(),
-            int(kind),
+            matrix=layer.matrix.detach().clone(),
+            bias=layer.bias.detach().clone(),
+            idt=None if layer.idt is None else layer.idt.detach().clone(),
+            copies=int(layer_copies),
         )
-        for layer, kind in zip(network.tensors, copies[: len(network.tensors)], strict=True)
+        for layer, layer_copies in zip(tensors, copies, strict=True)
     ]
 
 
@@ -80,7 +81,10 @@ def _silut_start(threshold: float) -> tuple[float, float]:
 def _slope_of_gelu(
     h: torch.Tensor, scale: float = GELU_SCALE, cubic: float = GELU_CUBIC
 ) -> torch.Tensor:
-    """Return the derivative of the tanh form of GELU; TorchScript sees constants only as defaults of arguments."""
+    """Return the derivative of the tanh form of GELU.
+
+    TorchScript sees constants of modules only as defaults of arguments.
+    """
     square = h * h
     t = torch.tanh(scale * h * (1.0 + cubic * square))
     inner = scale * (1.0 + 3.0 * cubic * square)
@@ -90,12 +94,10 @@ def _slope_of_gelu(
 def value_of(act: Act, h: torch.Tensor) -> torch.Tensor:
     """Return f(h) in a new tensor."""
     if act.kind == "tanh":
+        if h.is_cuda or h.requires_grad:
+            return torch.tanh(h)
         # On CPUs 2σ(2h) − 1 takes half the time of tanh and errs by 2e-16 at most.
-        return (
-            torch.tanh(h)
-            if h.is_cuda or h.requires_grad
-            else (h * 2.0).sigmoid_().mul_(2.0).sub_(1.0)
-        )
+        return (h * 2.0).sigmoid_().mul_(2.0).sub_(1.0)
     if act.kind == "sigmoid":
         return torch.sigmoid(h)
     if act.kind == "relu":
@@ -107,7 +109,8 @@ def value_of(act: Act, h: torch.Tensor) -> torch.Tensor:
     if act.kind == "silu":
         return torch.nn.functional.silu(h)
     if act.kind == "silut":
-        # Few arguments ever reach the threshold. On CPUs looking for them costs less than a tanh of all.
+        # Few arguments ever reach the threshold. On CPUs looking for them costs less than a tanh of
+        # all.
         if not h.is_cuda and h.numel() > 0 and float(h.detach().max()) < act.threshold:
             return torch.nn.functional.silu(h)
         start, rate = _silut_start(act.threshold)
@@ -137,15 +140,14 @@ def slope_of(
         if act.kind == "silu":
             return low
         _, rate = _silut_start(act.threshold)
-        return torch.where(
-            h >= act.threshold, rate * (1.0 - torch.tanh(rate * (h - act.threshold)).square()), low
-        )
+        tail = rate * (1.0 - torch.tanh(rate * (h - act.threshold)).square())
+        return torch.where(h >= act.threshold, tail, low)
     assert act.kind == "linear"
     return torch.ones_like(h)
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:
-    """Return the rows of x `(rows, n)` in two batches; a row of zeros follows an odd number of them."""
+    """Return the rows of x `(rows, n)` in two batches, padded with a row of zeros if odd."""
     if x.shape[0] % 2 == 1:
         x = torch.nn.functional.pad(x, [0, 0, 0, 1])
     return x.reshape([2, x.shape[0] // 2, x.shape[1]])
@@ -154,22 +156,23 @@ def _halves(x: torch.Tensor) -> torch.Tensor:
 def product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return x·matrix, from x `(rows, n)` and matrix `(n, M)`.
 
-    On CPUs in two batches: LAMMPS exports a `dgemm_` of its own, without vector instructions, and the linker gives it
-    to torch.mm, addmm and products of one batch. Those of more batches call a function that only MKL has.
+    On CPUs in two batches: LAMMPS exports its own `dgemm_`, without vector instructions, and the
+    linker gives it to torch.mm, addmm and products of one batch. Products of more batches call a
+    function that only MKL has.
     """
     if x.is_cuda:
         return torch.mm(x, matrix)
-    found = torch.bmm(_halves(x), matrix.expand([2, -1, -1]))
-    return found.flatten(0, 1)[: x.shape[0]]
+    result = torch.bmm(_halves(x), matrix.expand([2, -1, -1]))
+    return result.flatten(0, 1)[: x.shape[0]]
 
 
 def add_product(other: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return other + x·matrix, from other `(M,)` or `(rows, M)`; see `product`."""
     if x.is_cuda:
         return torch.addmm(other, x, matrix)
-    there = other if other.dim() == 1 else _halves(other)
-    found = torch.baddbmm(there, _halves(x), matrix.expand([2, -1, -1]))
-    return found.flatten(0, 1)[: x.shape[0]]
+    start = other if other.dim() == 1 else _halves(other)
+    result = torch.baddbmm(start, _halves(x), matrix.expand([2, -1, -1]))
+    return result.flatten(0, 1)[: x.shape[0]]
 
 
 def accumulate_product(total: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> None:
@@ -184,7 +187,7 @@ def accumulate_product(total: torch.Tensor, x: torch.Tensor, matrix: torch.Tenso
 
 
 def output_of(layer: Dense, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return y `(rows, n_out)` from f(h) and x `(rows, n_in)`: scaled by idt, x added once, twice or not at all."""
+    """Return y `(rows, n_out)` = f(h)·idt + copies of x, from f(h) and x `(rows, n_in)`."""
     idt = layer.idt
     out = value if idt is None else value * idt
     if layer.copies == 1:
@@ -195,14 +198,15 @@ def output_of(layer: Dense, x: torch.Tensor, value: torch.Tensor) -> torch.Tenso
 
 
 def embed_rows(act: Act, layers: list[Dense], x: torch.Tensor) -> torch.Tensor:
-    """Return the output of a net and its derivative by the first column of x `(2, rows, M)`, from x `(rows, n)`."""
+    """Return a net's output and its derivative by column 0 of x `(rows, n)`: `(2, rows, M)`."""
     nrows = x.shape[0]
-    moved = torch.zeros_like(x)
-    moved[:, 0] = 1.0
-    stack = torch.stack([x, moved])
+    x_dot = torch.zeros_like(x)
+    x_dot[:, 0] = 1.0
+    stack = torch.stack([x, x_dot])
     for layer in layers:
         n_in = stack.shape[2]
-        z = product(stack.view(-1, n_in), layer.matrix).view(2, nrows, layer.matrix.shape[1])
+        z = product(stack.view(-1, n_in), layer.matrix)
+        z = z.view(2, nrows, layer.matrix.shape[1])
         h = z[0].add_(layer.bias)
         if act.kind == "tanh" and not (h.is_cuda or h.requires_grad):
             # In place: σ(2h) as in value_of, (1 − tanh²)·dh as dh − tanh²·dh.
@@ -230,17 +234,17 @@ def forward_layer(act: Act, layer: Dense, x: torch.Tensor) -> tuple[torch.Tensor
     return output_of(layer, x, value), slope_of(act, h, value)
 
 
-def adjoint_layer(layer: Dense, slope: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
-    """Return dE/dx from dE/dy and what `forward_layer` returned as slope."""
+def adjoint_layer(layer: Dense, slope: torch.Tensor, y_bar: torch.Tensor) -> torch.Tensor:
+    """Return dE/dx from dE/dy and the slope that `forward_layer` returned."""
     idt = layer.idt
-    of_h = slope * above if idt is None else slope * above * idt
-    below = product(of_h, layer.matrix.t())
+    h_bar = slope * y_bar if idt is None else slope * y_bar * idt
+    x_bar = product(h_bar, layer.matrix.t())
     if layer.copies == 1:
-        return below + above
+        return x_bar + y_bar
     if layer.copies == 2:
         n_in = layer.matrix.shape[0]
-        return below + above[:, :n_in] + above[:, n_in:]
-    return below
+        return x_bar + y_bar[:, :n_in] + y_bar[:, n_in:]
+    return x_bar
 
 
 def energy_and_slope(
@@ -253,6 +257,7 @@ def energy_and_slope(
         x, slope = forward_layer(act, layer, x)
         slopes.append(slope)
     adjoint = last.matrix.t().expand(x.shape[0], -1)
+    # TorchScript knows no reversed().
     for index in range(len(slopes) - 1, -1, -1):
         adjoint = adjoint_layer(layers[index], slopes[index], adjoint)
     return add_product(last.bias, x, last.matrix), adjoint

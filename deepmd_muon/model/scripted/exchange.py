@@ -1,30 +1,32 @@
-"""Features of neighbours that are ghosts: gathered by the atom they are an image of, or exchanged between ranks."""
+"""Features of ghost neighbours: gathered from their originals, or exchanged between ranks."""
 
 import torch
 
 from deepmd_muon.model.scripted.near import Near
 
-# LAMMPS's plugin always loads deepmd-kit's operators; scripting and loading a file elsewhere needs only their schemas.
+# LAMMPS's plugin always loads deepmd-kit's operators. Scripting and loading a file elsewhere needs
+# only their schemas.
 BORDER_OP = (
-    "border_op(Tensor sendlist, Tensor sendproc, Tensor recvproc, Tensor sendnum, Tensor recvnum, Tensor g1, "
-    "Tensor communicator, Tensor nlocal, Tensor nghost) -> Tensor[]"
+    "border_op(Tensor sendlist, Tensor sendproc, Tensor recvproc, Tensor sendnum, "
+    "Tensor recvnum, Tensor g1, Tensor communicator, Tensor nlocal, Tensor nghost) -> Tensor[]"
 )
-_libraries: list[torch.library.Library] = []  # a schema goes with its library
+_libraries: list[torch.library.Library] = []  # a schema disappears with its library
 
 
 def declare_operators(*schemas: str) -> None:
-    """Make schemas of the namespace `deepmd` known, except where deepmd-kit has registered the operator itself."""
+    """Declare operators of the namespace `deepmd` that deepmd-kit has not registered itself."""
     missing = [
         schema for schema in schemas if not hasattr(torch.ops.deepmd, schema.partition("(")[0])
     ]
     if missing:
-        _libraries.append(torch.library.Library("deepmd", "FRAGMENT"))
+        library = torch.library.Library("deepmd", "FRAGMENT")
         for schema in missing:
-            _libraries[-1].define(schema)
+            library.define(schema)
+        _libraries.append(library)
 
 
 def neighbor_rows(rows: torch.Tensor, near: Near) -> torch.Tensor:
-    """Return the rows of every neighbour `(ncentre, nnei, n)` from those of the centres `(ncentre, n)`.
+    """Return rows of neighbours `(ncentre, nnei, n)` from rows of centres `(ncentre, n)`.
 
     Rows of empty slots are arbitrary.
     """
@@ -36,7 +38,7 @@ def neighbor_rows(rows: torch.Tensor, near: Near) -> torch.Tensor:
     nlocal = near.nlocal
     local = torch.zeros([natoms, rows.shape[1]], dtype=rows.dtype, device=rows.device)
     local = local.index_copy(0, near.centre, rows)
-    everywhere = torch.ops.deepmd.border_op(
+    all_rows = torch.ops.deepmd.border_op(
         comm["send_list"],
         comm["send_proc"],
         comm["recv_proc"],
@@ -47,5 +49,5 @@ def neighbor_rows(rows: torch.Tensor, near: Near) -> torch.Tensor:
         torch.tensor(nlocal, dtype=torch.int32),
         torch.tensor(natoms - nlocal, dtype=torch.int32),
     )[0]
-    found: torch.Tensor = everywhere[neighbor]
-    return found
+    neighbor_features: torch.Tensor = all_rows[neighbor]
+    return neighbor_features

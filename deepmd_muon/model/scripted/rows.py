@@ -1,4 +1,4 @@
-"""Environment rows for TorchScript, as `model.descriptor.environment` defines them, and sums over their edges."""
+"""Environment rows of `model.descriptor.environment` for TorchScript, and their pullbacks."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,8 @@ class Rows(NamedTuple):
     Attributes
     ----------
     edges
-        r_ij `(ncentre, nnei, 3)` [Å]; a vector at the cut-off in empty slots, where everything vanishes.
+        r_ij `(ncentre, nnei, 3)` [Å]. In empty slots a vector beyond the cut-off, where everything
+        vanishes.
     rows
         `(ncentre, nnei, 4)` [1/Å].
     radial, isotropic, bend
@@ -56,9 +57,9 @@ def rows_pullback(adjoint: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def sums_pullback(adjoint: torch.Tensor, a: torch.Tensor, axis: int, slots: int) -> torch.Tensor:
-    """Return dE/d(slots·A) like A `(ncentre, 4, M)` from dE/dD; D begins with Aᵀ times the first columns of A."""
+    """Return dE/d(slots·A) like A `(ncentre, 4, M)` from dE/dD; D begins with AᵀA_axis."""
     width = a.shape[2]
-    of_products = adjoint[:, : width * axis].reshape(-1, width, axis)
-    of_sums = torch.bmm(a[:, :, :axis], of_products.transpose(1, 2))
-    of_sums[:, :, :axis] += torch.bmm(a, of_products)
-    return of_sums / slots
+    d_bar = adjoint[:, : width * axis].reshape(-1, width, axis)
+    a_bar = torch.bmm(a[:, :, :axis], d_bar.transpose(1, 2))
+    a_bar[:, :, :axis] += torch.bmm(a, d_bar)
+    return a_bar / slots

@@ -8,8 +8,12 @@ from model_batches import make_batch, read_fixture, section
 from deepmd_muon.model import build_model
 from deepmd_muon.model.descriptor.environment import Reach, edge_derivative, environment
 from deepmd_muon.model.descriptor.se_e2_a import embedding
-from deepmd_muon.model.descriptor.se_e2_a.contraction import contract, pull_contraction
-from deepmd_muon.model.descriptor.se_e2_a.embedding import Sums, plan_blocks
+from deepmd_muon.model.descriptor.se_e2_a.embedding import (
+    Sums,
+    contract,
+    plan_blocks,
+    pull_contraction,
+)
 from deepmd_muon.model.energy_model import edge_vectors, forces_of
 from deepmd_muon.model.fitting.ener.module import energy_and_slope
 from deepmd_muon.model.nn.activation import activation

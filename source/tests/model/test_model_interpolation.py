@@ -167,9 +167,14 @@ def test_the_tail_tells_the_error():
         with torch.no_grad():
             for p in nets[0].parameters():
                 p.mul_(scale)
-        rows, empty, _, _ = descriptor._standardised(structures, edge_vectors(structures), None)
-        edges = interpolation.cut(rows, empty, uniform(16), structures.sections, descriptor.sel)
-        found = interpolation.coefficients(nets, descriptor.activation, edges)
+        standard = descriptor._standardised(structures, edge_vectors(structures), None)
+        rows = standard.rows
+        edges = interpolation.cut(
+            rows, standard.empty, uniform(16), structures.sections, descriptor.sel
+        )
+        found = interpolation.coefficients(
+            nets, descriptor.activation, edges.intervals, edges.pieces
+        )
         s = rows[:, : structures.sections[0], 0].flatten()
         exact, _ = interpolation.layers.values(
             descriptor.activation, nets[0].copies, s[:, None], nets[0].tensors

@@ -200,8 +200,8 @@ def test_rows_kernels(dtype):
     for one, other in zip(found, (wanted, wanted_empty, wanted_scale), strict=True):
         close(one, other)
     edges = interpolation.cut(wanted, wanted_empty, uniform(16), (7, 200), (9, 200))
-    start = se_e2_a_kernels.interval_starts(wanted, wanted_empty, (7, 200), interpolation.SHORTEST)
-    close(start, edges.start)
+    intervals = se_e2_a_kernels.intervals_of(wanted, wanted_empty, (7, 200), interpolation.SHORTEST)
+    close(intervals, edges.intervals)
 
 
 @on_each_backend

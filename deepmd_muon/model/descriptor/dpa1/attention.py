@@ -9,8 +9,7 @@ import torch
 from deepmd_muon.model.descriptor.dpa1.attention_passes import Attention
 from deepmd_muon.model.descriptor.dpa1.settings import AttentionSettings
 from deepmd_muon.model.nn.four_passes import run
-from deepmd_muon.model.nn.networks import Layer, SeedPath, dtype_of
-from deepmd_muon.model.nn.recomputation import run_layer
+from deepmd_muon.model.nn.networks import Layer, SeedPath, dtype_of, run_layer
 
 SHIFT = 20.0  # deepmd-kit's `attnw_shift`: a neighbour at the cut-off has the score −20
 NORMALIZE_EPS = 1e-12  # of torch.nn.functional.normalize

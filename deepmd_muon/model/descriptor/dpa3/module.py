@@ -15,8 +15,7 @@ from deepmd_muon.model.descriptor.dpa3.settings import DPA3Settings
 from deepmd_muon.model.descriptor.environment import Environment, Reach, environment
 from deepmd_muon.model.descriptor.interface import Described, describe_by_autograd
 from deepmd_muon.model.nn.activation import activation
-from deepmd_muon.model.nn.networks import Layer, SeedPath, dtype_of
-from deepmd_muon.model.nn.recomputation import run_layer
+from deepmd_muon.model.nn.networks import Layer, SeedPath, dtype_of, run_layer
 from deepmd_muon.model.nn.type_embedding import TABLE, TypeEmbedding, rows_of
 from deepmd_muon.model.structures import Structures
 

@@ -1,204 +1,233 @@
-"""The embedding of se_e2_a and its two contractions, with the derivative as a forward-mode by-product.
+"""The sums of `se_e2_a` over the neighbours of an atom, and their contraction.
 
+Sums
+----
 An embedding net G maps one number s per edge to M features. The descriptor needs, per atom,
 
     A = Σ_edges R ⊗ G(s)                                   (4, M)
 
-and its energy derivative, given Ā = dE/dA, needs per edge
+and its energy derivative, from Ā = dE/dA, needs per edge
 
     dE/dR = Ā·G(s)  and  dE/ds = R·Ā·G′(s).
 
-Since s is a scalar, G and G′ = dG/ds come out of one pass in which every layer multiplies values and
-derivatives stacked in one matrix. Forces are then plain forward arithmetic, and the gradient of a force
-loss is ONE backward pass.
+Since s is a scalar, one pass yields G and G′ = dG/ds: every layer multiplies values and derivatives
+stacked in one matrix. So forces are plain forward arithmetic, and the gradient of a force loss is
+one backward pass.
 
-Pass 1 (see `four_passes`) computes A, pass 2 the edge derivative. The gradient of the layers needs cotangents of G and
-G′, which are low-rank: with Ṙ the cotangent of dE/dR that arrives in pass 3, and A̅ the one of A in pass 4,
+Pass 1 (see `four_passes`) computes A, pass 2 the edge derivative. With Ṙ the tangent that arrives
+in pass 3, and Â the gradient of A in pass 4, the layers need the low-rank gradients
 
-    cot(G) = R·A̅ + Ṙ·Ā      cot(G′) = Ṙ₀·R·Ā.
+    Ĝ = R·Â + Ṙ·Ā      Ĝ′ = Ṙ₀·R·Ā.
 
-Forming them twice and adding would move two (edges, M) arrays through memory; so pass 4 forms both in one product per
-atom. Work proceeds in blocks of atoms small enough for a CPU's cache, each as wide as its fullest atom needs (one block
-on a GPU).
+Forming the terms of Ĝ one after the other would move two (edges, M) arrays through memory; pass 4
+forms both in one product per atom. Work proceeds in blocks of atoms that are small enough for a
+CPU's cache, each as wide as its fullest atom needs (one block on a GPU).
 
-All slots of `sel` count. An empty one has the same row and s for every atom of a type, so those beyond a
-block's width enter as one edge whose row is multiplied with their number.
+All slots of `sel` count. An empty slot has the same row and s for every atom of a type. So the
+slots beyond the width of a block enter as one edge, the stand-in, with its row multiplied by their
+number.
+
+Contraction
+-----------
+D = Aᵀ·A_axis with A_axis = A[:, :axis]. The bilinear form behind D, Aᵀ·B_axis + Bᵀ·A_axis, is
+symmetric. Therefore one function, `pull`, is its adjoint in either argument: it returns Ā from A
+and D̄, and in the backward pass of that the cotangent of A.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from deepmd_muon.model.nn import triton_support
 from deepmd_muon.model.nn.activation import Activation
 from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
 from deepmd_muon.model.nn.networks import Copies, LayerTensors, unflatten
 
-# Edges in a block. Between 512 and 4096 a step of the water example varies by 15 % on one core, where smaller
-# blocks win (caches), and by 30 % on two, where larger ones do (fewer joins of the threads).
+# Edges in a block. Between 512 and 4096 a step of the water example varies by 15 % on one core,
+# where smaller blocks win (caches), and by 30 % on two, where larger blocks win (fewer joins of the
+# threads).
 CPU_BLOCK_ROWS = 2048
+
+# ----- blocks -------------------------------------------------------------------------------------
 
 
 class BlockPlan(NamedTuple):
-    """Some atoms, and how many of their neighbour slots are looked at; the slots beyond are empty."""
+    """Some atoms, and how many of their slots are computed; the slots beyond are empty."""
 
-    atoms: torch.Tensor | slice
+    atoms: Tensor | slice
     width: int
 
 
 def plan_blocks(filled: np.ndarray, width: int, device: torch.device) -> list[BlockPlan]:
-    """Split atoms into blocks: on a CPU by falling number of neighbours and as large as a cache, elsewhere one.
+    """Split atoms into blocks: on a CPU as large as a cache, elsewhere a single one.
 
-    The first `filled` of the `width` neighbour slots of a batch hold all neighbours of an atom `(atoms,)`.
+    On a CPU, atoms are sorted by falling number of neighbours. The first `filled` of the `width`
+    neighbour slots of a batch hold all neighbours of an atom `(atoms,)`.
     """
     if device.type != "cpu":
         return [BlockPlan(slice(None), width)]
     order = np.argsort(-filled, kind="stable")
-    plans, first = [], 0
-    while first < len(order):
-        fullest = int(filled[order[first]])
-        last = first + max(1, CPU_BLOCK_ROWS // (fullest + 1))
-        plans.append(BlockPlan(torch.from_numpy(order[first:last]), fullest))
-        first = last
+    plans = []
+    start = 0
+    while start < len(order):
+        fullest = int(filled[order[start]])
+        stop = start + max(1, CPU_BLOCK_ROWS // (fullest + 1))
+        plans.append(BlockPlan(torch.from_numpy(order[start:stop]), fullest))
+        start = stop
     return plans
 
 
-@dataclass
-class _LayerTrace:
-    """Tensors for the backward pass of one layer: its stacked input, activation and tangent before it."""
+class _LayerTrace(NamedTuple):
+    """Tensors for the backward pass of one layer.
 
-    stack: torch.Tensor
-    keep: torch.Tensor
-    tangent: torch.Tensor | None
+    Attributes
+    ----------
+    stack
+        Its stacked input `(1 or 2, rows, n_in)`.
+    keep
+        What the derivatives of the activation need `(rows, n)`.
+    h_dot
+        The derivative by s before the activation `(rows, n)`, if there are derivatives.
+    """
+
+    stack: Tensor
+    keep: Tensor
+    h_dot: Tensor | None
 
 
 @dataclass
 class _Block:
-    """R `(atoms, edges, 4)` of a block, its G (and G′) `(1 or 2, atoms, edges, M)`, and each layer's trace.
+    """What the passes keep of a block.
 
-    When slots are missing, edge 0 stands for all of them, its row multiplied with their number.
+    Attributes
+    ----------
+    plan
+        The atoms.
+    has_stand_in
+        Whether edge 0 is the stand-in for missing slots.
+    rows
+        R `(atoms, edges, 4)`.
+    features
+        G, and G′ if forces are needed `(1 or 2, atoms, edges, M)`.
+    layers
+        The trace of each layer.
     """
 
     plan: BlockPlan
-    missing: bool
-    rows: torch.Tensor
-    features: torch.Tensor
+    has_stand_in: bool
+    rows: Tensor
+    features: Tensor
     layers: list[_LayerTrace]
 
     @property
-    def real(self) -> torch.Tensor:
+    def edge_rows(self) -> Tensor:
         """R without the stand-in."""
-        return self.rows[:, 1:] if self.missing else self.rows
+        return self.rows[:, 1:] if self.has_stand_in else self.rows
 
-    def real_features(self, part: int) -> torch.Tensor:
-        """G (part 0) or G′ (part 1) without the stand-in."""
-        return self.features[part, :, 1:] if self.missing else self.features[part]
+    def edge_features(self, order: int) -> Tensor:
+        """G (order 0) or G′ (order 1) without the stand-in."""
+        return self.features[order, :, 1:] if self.has_stand_in else self.features[order]
+
+
+# ----- layers of stacked values and derivatives ---------------------------------------------------
 
 
 def _forward_layer(
-    stack: torch.Tensor,
+    stack: Tensor,
     layer: LayerTensors,
     copies: Copies,
     f: Activation,
     trace: list[_LayerTrace] | None,
-) -> torch.Tensor:
-    """Map stacked (values, derivatives) `(1 or 2, rows, n_in)` to `(1 or 2, rows, n_out)`."""
-    parts, rows, n_in = stack.shape
-    z = torch.mm(stack.view(parts * rows, n_in), layer.matrix).view(
-        parts, rows, layer.matrix.shape[1]
-    )
+) -> Tensor:
+    """Map stacked values and derivatives `(1 or 2, rows, n_in)` to `(1 or 2, rows, n_out)`."""
+    n_stacked, rows, n_in = stack.shape
+    flat = torch.mm(stack.view(n_stacked * rows, n_in), layer.matrix)
+    z = flat.view(n_stacked, rows, layer.matrix.shape[1])
     value, keep = f(z[0].add_(layer.bias))
-    tangent = z[1] if parts == 2 else None
+    h_dot = z[1] if n_stacked == 2 else None
     if trace is not None:
-        trace.append(_LayerTrace(stack, keep, tangent))
+        trace.append(_LayerTrace(stack, keep, h_dot))
     outputs = [value if layer.idt is None else value * layer.idt]
-    if tangent is not None:
-        moved = f.times_slope(keep, tangent)
-        outputs.append(moved if layer.idt is None else moved.mul_(layer.idt))
+    if h_dot is not None:
+        value_dot = f.times_slope(keep, h_dot)
+        outputs.append(value_dot if layer.idt is None else value_dot.mul_(layer.idt))
     out = torch.empty_like(z)
-    for part, y in enumerate(outputs):
+    for number, y in enumerate(outputs):
         if copies:
             shape = (rows, copies, n_in)
-            torch.add(y.view(shape), stack[part].unsqueeze(1), out=out[part].view(shape))
+            torch.add(y.view(shape), stack[number].unsqueeze(1), out=out[number].view(shape))
         else:
-            out[part].copy_(y)
+            out[number].copy_(y)
     return out
 
 
 def _backward_layer(
-    cotangent: torch.Tensor,
+    y_hat: Tensor,
     layer: LayerTensors,
     copies: Copies,
     f: Activation,
     trace: _LayerTrace,
     gradient: LayerTensors,
-    *,
-    first: bool,
-) -> torch.Tensor | None:
-    """Add to this layer's gradient and return the cotangent of its stacked input (None for the first layer's: data).
-
-    `cotangent` is overwritten.
-    """
-    parts, rows, n_out = cotangent.shape
+) -> Tensor:
+    """Add to a layer's gradient; return the gradient of its stacked input. Overwrites `y_hat`."""
+    n_stacked, rows, _ = y_hat.shape
     n_in = layer.matrix.shape[0]
-    skipped = None
-    if not first and copies:
-        skipped = (
-            torch.add(cotangent[..., :n_in], cotangent[..., n_in:])
-            if copies == 2
-            else cotangent.clone()
-        )
+    through_copies = None
+    if copies == 2:
+        through_copies = torch.add(y_hat[..., :n_in], y_hat[..., n_in:])
+    elif copies:
+        through_copies = y_hat.clone()
+    flat = _backward_activation(y_hat, layer, f, trace, gradient)
+    if through_copies is None:
+        return torch.mm(flat, layer.matrix.t()).view(n_stacked, rows, n_in)
+    through_copies.view(n_stacked * rows, n_in).addmm_(flat, layer.matrix.t())
+    return through_copies
+
+
+def _backward_activation(
+    y_hat: Tensor, layer: LayerTensors, f: Activation, trace: _LayerTrace, gradient: LayerTensors
+) -> Tensor:
+    """Add to a layer's gradient; turn `y_hat` in place into that of h `(stacked·rows, n_out)`."""
     if layer.idt is not None and gradient.idt is not None:
-        gradient.idt.add_((f.value_of(trace.keep) * cotangent[0]).sum(0))
-        if trace.tangent is not None:
-            gradient.idt.add_(f.times_slope(trace.keep, trace.tangent).mul_(cotangent[1]).sum(0))
-        cotangent *= layer.idt
-    f.pull_back_(trace.keep, trace.tangent, cotangent)
-    gradient.bias.add_(cotangent[0].sum(0))
-    flat = cotangent.view(parts * rows, n_out)
-    gradient.matrix.addmm_(trace.stack.view(parts * rows, n_in).t(), flat)
-    if first:
-        return None
-    if skipped is None:
-        return torch.mm(flat, layer.matrix.t()).view(parts, rows, n_in)
-    skipped.view(parts * rows, n_in).addmm_(flat, layer.matrix.t())
-    return skipped
+        gradient.idt.add_((f.value_of(trace.keep) * y_hat[0]).sum(0))
+        if trace.h_dot is not None:
+            gradient.idt.add_(f.times_slope(trace.keep, trace.h_dot).mul_(y_hat[1]).sum(0))
+        y_hat *= layer.idt
+    f.pull_back_(trace.keep, trace.h_dot, y_hat)
+    gradient.bias.add_(y_hat[0].sum(0))
+    flat = y_hat.view(-1, y_hat.shape[2])
+    gradient.matrix.addmm_(trace.stack.view(-1, trace.stack.shape[2]).t(), flat)
+    return flat
 
 
-def _inputs(
-    sums: Sums, plan: BlockPlan, rows: torch.Tensor, empty: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return s `(atoms, edges)` and R `(atoms, edges, 4)` of a block, the stand-in for missing slots first."""
-    r = rows[plan.atoms, : plan.width]
-    missing = sums.sel - plan.width
-    if not missing:
-        return r[..., 0], r
-    stand_in = empty[plan.atoms].unsqueeze(1)
-    s = torch.cat([stand_in[..., 0], r[..., 0]], dim=1)
-    return s, torch.cat([stand_in * missing, r], dim=1)
+# ----- the sums -----------------------------------------------------------------------------------
 
 
 @dataclass
 class Sums(FourPasses):
-    """A = Σ R ⊗ G(s) over all slots of each atom; in pass 2 dE/dR from Ā = dE/dA.
+    """A = Σ R ⊗ G(s) over all slots of each atom; in pass 2 dE/dR from Ā.
 
-    Inputs: R `(atoms, edges, 4)`, R of an empty slot `(atoms, 4)`, then matrix, bias, idt of every layer. Output: A
-    `(atoms, 4, M)`. Adjoint: dE/drow `(atoms, edges, 4)`, with R·Ā·G′ on the first component, through which s enters.
-    Only the layers have a gradient: R is data, and s its first component.
+    Inputs: R `(atoms, edges, 4)`, R of an empty slot `(atoms, 4)`, then matrix, bias, idt of every
+    layer. Output: A `(atoms, 4, M)`. Adjoint: dE/drow `(atoms, edges, 4)`, with R·Ā·G′ on the first
+    component, through which s enters. Only the layers have a gradient: R is data, and s its first
+    component.
 
     Attributes
     ----------
     plans
         The blocks.
     sel
-        Slots that count, of which the batch may have fewer.
+        Slots that count; the batch may have fewer.
     activation, copies
         Of the network.
     force
-        Whether pass 2 will be asked for, which needs G′.
+        Whether pass 2 will be called, which needs G′.
     trace
         Whether a backward pass may follow.
     """
@@ -211,87 +240,180 @@ class Sums(FourPasses):
     trace: bool
     blocks: list[_Block] = field(default_factory=list)
 
-    def value(self, given: Any) -> tuple[Perhaps, Perhaps]:
-        """See `FourPasses`."""
-        rows, empty, *flat = given
+    def value(self, inputs: Any) -> tuple[Perhaps, Perhaps]:
+        """Pass 1: return A."""
+        rows, empty, *flat = inputs
         (layers,) = unflatten(flat)
-        out = rows.new_empty((rows.shape[0], 4, layers[-1].matrix.shape[1]))
+        a = rows.new_empty((rows.shape[0], 4, layers[-1].matrix.shape[1]))
         for plan in self.plans:
-            s, r = _inputs(self, plan, rows, empty)
+            s, block_rows = self._block_inputs(plan, rows, empty)
             values = s.reshape(1, -1, 1)
             stack = torch.cat([values, torch.ones_like(values)]) if self.force else values
             trace: list[_LayerTrace] = []
             for layer, copies in zip(layers, self.copies, strict=True):
                 stack = _forward_layer(
-                    stack, layer, copies, self.activation, trace if self.trace else None
+                    stack, layer, copies, self.activation, trace=trace if self.trace else None
                 )
             features = stack.unflatten(1, s.shape)
-            out[plan.atoms] = torch.bmm(r.transpose(1, 2), features[0])
+            a[plan.atoms] = torch.bmm(block_rows.transpose(1, 2), features[0])
             if self.trace or self.force:
-                self.blocks.append(_Block(plan, self.sel > plan.width, r, features, trace))
-        return (out,), ()
+                block = _Block(
+                    plan=plan,
+                    has_stand_in=self.sel > plan.width,
+                    rows=block_rows,
+                    features=features,
+                    layers=trace,
+                )
+                self.blocks.append(block)
+        return (a,), ()
 
-    def adjoint(self, cotangents: Any, given: Any, kept: Any) -> tuple[Tensors, Perhaps]:
-        """Return dE/drow, and Ā."""
-        (adjoint,) = cotangents
-        out = torch.zeros_like(given[0])
+    def _block_inputs(self, plan: BlockPlan, rows: Tensor, empty: Tensor) -> tuple[Tensor, Tensor]:
+        """Return s `(atoms, edges)` and R `(atoms, edges, 4)` of a block, the stand-in first."""
+        edge_rows = rows[plan.atoms, : plan.width]
+        missing = self.sel - plan.width
+        if not missing:
+            return edge_rows[..., 0], edge_rows
+        stand_in = empty[plan.atoms].unsqueeze(1)
+        s = torch.cat([stand_in[..., 0], edge_rows[..., 0]], dim=1)
+        return s, torch.cat([stand_in * missing, edge_rows], dim=1)
+
+    def adjoint(self, cotangents: Any, inputs: Any, value_saved: Any) -> tuple[Tensors, Perhaps]:
+        """Pass 2: return dE/drow, and save Ā."""
+        (a_bar,) = cotangents
+        out = torch.zeros_like(inputs[0])
         for block in self.blocks:
             atoms, width = block.plan
-            a = adjoint[atoms].transpose(1, 2)
-            slope = torch.bmm(block.real_features(0), a)
-            slope[..., 0] += torch.bmm(block.real_features(1), a).mul_(block.real).sum(-1)
-            out[atoms, :width] = slope
+            block_a_bar = a_bar[atoms].transpose(1, 2)
+            rows_bar = torch.bmm(block.edge_features(0), block_a_bar)
+            through_s = torch.bmm(block.edge_features(1), block_a_bar).mul_(block.edge_rows)
+            rows_bar[..., 0] += through_s.sum(-1)
+            out[atoms, :width] = rows_bar
         return (out,), cotangents
 
-    def tangent(self, tangents: Any, left: Any) -> tuple[Perhaps, Perhaps]:
-        """Return the derivative of A, and Ṙ."""
-        out = torch.empty_like(left[0])
+    def tangent(self, tangents: Any, adjoint_saved: Any) -> tuple[Perhaps, Perhaps]:
+        """Pass 3: return Ȧ, and save Ṙ."""
+        (rows_dot,) = tangents
+        (a_bar,) = adjoint_saved
+        a_dot = torch.empty_like(a_bar)
         for block in self.blocks:
             atoms, width = block.plan
-            moved = tangents[0][atoms, :width]
-            sums = torch.bmm(moved.transpose(1, 2), block.real_features(0))
-            out[atoms] = sums.baddbmm_(
-                (block.real * moved[..., :1]).transpose(1, 2), block.real_features(1)
-            )
-        return (out,), tangents
+            block_dot = rows_dot[atoms, :width]
+            through_s = block.edge_rows * block_dot[..., :1]
+            sums = torch.bmm(block_dot.transpose(1, 2), block.edge_features(0))
+            a_dot[atoms] = sums.baddbmm_(through_s.transpose(1, 2), block.edge_features(1))
+        return (a_dot,), tangents
 
-    def gradient(self, cotangents: Any, given: Any, kept: Any, left: Any, moved: Any) -> Perhaps:
-        """Return the gradient of every layer's tensors."""
-        (layers,) = unflatten(given[2:])
-        above = left[0].new_zeros(left[0].shape) if cotangents[0] is None else cotangents[0]
-        found = [None if x is None else torch.zeros_like(x) for x in given[2:]]
-        (gradients,) = unflatten(found)
+    def gradient(
+        self, cotangents: Any, inputs: Any, value_saved: Any, adjoint_saved: Any, tangent_saved: Any
+    ) -> Perhaps:
+        """Pass 4: return the gradient of every layer's tensors."""
+        (a_hat,) = cotangents
+        tensors = inputs[2:]
+        (layers,) = unflatten(tensors)
+        flat_gradients = [None if x is None else torch.zeros_like(x) for x in tensors]
+        (gradients,) = unflatten(flat_gradients)
+        a_bar = None if adjoint_saved is None else adjoint_saved[0]
+        rows_dot = None if tangent_saved is None else tangent_saved[0]
+        if a_hat is None:  # the loss depends on A through forces alone
+            assert a_bar is not None
+            a_hat = torch.zeros_like(a_bar)
         for block in self.blocks:
-            below: torch.Tensor | None = _feature_cotangent(block, above, left, moved)
-            for index in reversed(range(len(layers))):
-                assert below is not None
-                args = (
+            y_hat = _features_hat(block, a_hat, a_bar, rows_dot)
+            for index in reversed(range(1, len(layers))):
+                y_hat = _backward_layer(
+                    y_hat,
                     layers[index],
                     self.copies[index],
                     self.activation,
-                    block.layers[index],
-                    gradients[index],
+                    trace=block.layers[index],
+                    gradient=gradients[index],
                 )
-                below = _backward_layer(below, *args, first=index == 0)
-        return None, None, *found
+            # The input of the first layer, s, has no gradient.
+            _backward_activation(
+                y_hat, layers[0], self.activation, trace=block.layers[0], gradient=gradients[0]
+            )
+        return None, None, *flat_gradients
 
 
-def _feature_cotangent(
-    block: _Block, cotangent: torch.Tensor, left: Tensors | None, moved: Tensors | None
-) -> torch.Tensor:
-    """Cotangents of G and G′ of a block, stacked `(1 or 2, rows, M)`."""
+def _features_hat(
+    block: _Block, a_hat: Tensor, a_bar: Tensor | None, rows_dot: Tensor | None
+) -> Tensor:
+    """Return Ĝ and Ĝ′ of a block, stacked `(1 or 2, rows, M)`."""
     atoms, width = block.plan
     out = torch.empty_like(block.features)
-    if left is None or moved is None:
-        torch.bmm(block.rows, cotangent[atoms], out=out[0])
+    if a_bar is None or rows_dot is None:
+        torch.bmm(block.rows, a_hat[atoms], out=out[0])
         out[1:].zero_()
     else:
-        along = moved[0][atoms, :width]
-        if block.missing:
-            along = torch.nn.functional.pad(along, (0, 0, 1, 0))
-        adjoint = left[0][atoms]
+        block_dot = rows_dot[atoms, :width]
+        if block.has_stand_in:  # its row does not depend on positions
+            block_dot = torch.nn.functional.pad(block_dot, (0, 0, 1, 0))
+        block_a_bar = a_bar[atoms]
         torch.bmm(
-            torch.cat([block.rows, along], 2), torch.cat([cotangent[atoms], adjoint], 1), out=out[0]
+            torch.cat([block.rows, block_dot], 2),
+            torch.cat([a_hat[atoms], block_a_bar], 1),
+            out=out[0],
         )
-        torch.bmm(block.rows * along[..., :1], adjoint, out=out[1])
+        torch.bmm(block.rows * block_dot[..., :1], block_a_bar, out=out[1])
     return out.flatten(1, 2)
+
+
+# ----- the contraction ----------------------------------------------------------------------------
+
+
+def pull(a: Tensor, d_bar: Tensor) -> Tensor:
+    """Return Ā `(natoms, 4, M)` from A and D̄ `(natoms, M, axis)`."""
+    if triton_support.usable(a.device):
+        from deepmd_muon.model.descriptor.se_e2_a import kernels
+
+        return kernels.pull_contraction(a, d_bar)
+    axis = d_bar.shape[2]
+    a_bar = torch.bmm(a[:, :, :axis], d_bar.transpose(1, 2))
+    a_bar[:, :, :axis].baddbmm_(a, d_bar)
+    return a_bar
+
+
+class Contract(torch.autograd.Function):
+    """D from A."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, axis: int) -> Tensor:
+        """Return D `(natoms, M, axis)`."""
+        ctx.save_for_backward(a)
+        if triton_support.usable(a.device):
+            from deepmd_muon.model.descriptor.se_e2_a import kernels
+
+            return kernels.contract(a, axis)
+        return torch.bmm(a.transpose(1, 2), a[:, :, :axis])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_bar: Tensor) -> Any:
+        """Return Ā."""
+        (a,) = ctx.saved_tensors
+        return pull(a, d_bar), None
+
+
+class PullContraction(torch.autograd.Function):
+    """`pull`, differentiable once in both arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, d_bar: Tensor) -> Tensor:
+        """Return Ā `(natoms, 4, M)`."""
+        ctx.save_for_backward(a, d_bar)
+        return pull(a, d_bar)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, a_dot: Tensor) -> Any:
+        """Return the gradients of A and D̄ from the cotangent of Ā."""
+        a, d_bar = ctx.saved_tensors
+        axis = d_bar.shape[2]
+        d_dot = torch.bmm(a_dot.transpose(1, 2), a[:, :, :axis])
+        d_dot.baddbmm_(a.transpose(1, 2), a_dot[:, :, :axis])
+        return pull(a_dot, d_bar), d_dot
+
+
+# torch leaves `apply` untyped.
+contract: Callable[[Tensor, int], Tensor] = Contract.apply
+pull_contraction: Callable[[Tensor, Tensor], Tensor] = PullContraction.apply

@@ -1,13 +1,28 @@
-"""Triton kernels of `se_e2_a`: `SeE2A`, `contraction` and `interpolation` define their results.
+"""Triton kernels of `se_e2_a`: rows, their interpolated sums, and the contraction.
 
-Matrix products in batches whose sums have four terms are bound by the small tiles of their launches. The kernels of the
-contraction read and write each number once.
+`SeE2A._standardised`, `interpolation` and `embedding` have the same functions in torch's
+operations, which define the results; `test_rows_kernels`, `test_interpolation_kernels` and
+`test_contraction_kernels` compare them.
+
+| symbol | name         | shape                             | meaning                              |
+|--------|--------------|-----------------------------------|--------------------------------------|
+| R      | `rows`       | (atoms, nnei, 4)                  | standardised environment; R₀ = s     |
+| R∅     | `empty`      | (atoms, 4)                        | R of an empty slot                   |
+|        | `intervals`  | (types, 2)                        | least s, and cells per unit of s     |
+|        | `type_table` | (types, 3)                        | first column, columns, missing slots |
+|        | `cells`      | (n_cells,)                        | piece of each cell, see `pieces`     |
+|        | `spans`      | (pieces, 2)                       | first cell and 1/length of a piece   |
+| B      | `b`          | (atoms, 4, types, pieces, orders) | sums over edges                      |
+| P      | `p`          | like B                            | coefficients of polynomials          |
+| A      | `a`          | (atoms, 4, M)                     | see `embedding`                      |
+| D      | `d`          | (atoms, M, axis)                  | see `embedding`                      |
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -16,361 +31,618 @@ from torch import Tensor
 
 from deepmd_muon.model.descriptor.environment import Reach
 from deepmd_muon.model.descriptor.environment_kernels import loaded_edges, store_four, switched
-from deepmd_muon.model.descriptor.pieces import FEWEST, GRID, places
-from deepmd_muon.model.descriptor.se_e2_a.edges import ORDERS, Edges, first_columns
+from deepmd_muon.model.descriptor.pieces import (
+    FEWEST,
+    GRID,
+    ORDERS,
+    Edges,
+    first_columns,
+    places,
+)
 
-ROWS = 128  # of an atom's environment, standardised together
-FEATURES = 128  # of the contraction, looked at together
-EDGES = 32  # looked at together in sums over pieces
-WARPS = 1  # of a program for the edges of an atom, or for its contraction's derivative: one warp waits for no other
+ROW_BLOCK = 128  # edges of an atom that are standardised together
+ATOM_BLOCK = 1024  # atoms whose extremes are reduced together
+FEATURE_BLOCK = 128  # rows of D that are computed together
+EDGE_BLOCK = 32  # edges that are interpolated together
+WARPS = 1  # of a program that works on one atom alone: one warp waits for no other
+
+# ----- rows: a program standardises one atom ------------------------------------------------------
+
+
+@triton.jit
+def _load_four(pointer):
+    """Return four numbers that are stored side by side."""
+    return tl.load(pointer), tl.load(pointer + 1), tl.load(pointer + 2), tl.load(pointer + 3)
+
+
+@triton.jit
+def _store_four(pointer, x0, x1, x2, x3):
+    """Store four numbers side by side."""
+    tl.store(pointer, x0)
+    tl.store(pointer + 1, x1)
+    tl.store(pointer + 2, x2)
+    tl.store(pointer + 3, x3)
 
 
 @triton.jit
 def _standard_rows_kernel(
-    out, empty, scale, edges, neighbor, mean, stddev, kinds, stride, nnei,
-    rcut: tl.constexpr, rcut_smth: tl.constexpr, protection: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    """Write R of one atom's edges; and R of an empty slot, and the factor of rows."""
+    rows,  # (atoms, nnei, 4), written
+    empty,  # (atoms, 4), written
+    scale,  # (atoms, 4), written: 1/stddev
+    edges,  # (atoms, nnei, 3): r_ij
+    neighbor,  # (atoms, nnei), −1 in empty slots
+    mean,  # (types, slots, 4)
+    stddev,  # (types, slots, 4)
+    kinds,  # (atoms,): types
+    stride,  # between types of the statistics
+    nnei,
+    rcut: tl.constexpr,
+    rcut_smth: tl.constexpr,
+    protection: tl.constexpr,
+    block: tl.constexpr,
+):
+    """R = (w·(t, t²·r) − mean)/stddev with t = 1/(|r| + protection), and R∅ = −mean/stddev.
+
+    w is the switch.
+    """
     atom = tl.program_id(0).to(tl.int64)
-    at = tl.load(kinds + atom) * stride
-    factor0, factor1 = 1.0 / tl.load(stddev + at), 1.0 / tl.load(stddev + at + 1)
-    factor2, factor3 = 1.0 / tl.load(stddev + at + 2), 1.0 / tl.load(stddev + at + 3)
-    none0, none1 = -tl.load(mean + at) * factor0, -tl.load(mean + at + 1) * factor1
-    none2, none3 = -tl.load(mean + at + 2) * factor2, -tl.load(mean + at + 3) * factor3
-    dtype: tl.constexpr = out.dtype.element_ty
+    statistics = tl.load(kinds + atom) * stride
+    stddev0, stddev1, stddev2, stddev3 = _load_four(stddev + statistics)
+    scale0 = 1.0 / stddev0
+    scale1 = 1.0 / stddev1
+    scale2 = 1.0 / stddev2
+    scale3 = 1.0 / stddev3
+    mean0, mean1, mean2, mean3 = _load_four(mean + statistics)
+    empty0 = -mean0 * scale0
+    empty1 = -mean1 * scale1
+    empty2 = -mean2 * scale2
+    empty3 = -mean3 * scale3
+    dtype: tl.constexpr = rows.dtype.element_ty
     for begin in range(0, nnei, block):
         column = begin + tl.arange(0, block)
-        edge, real = atom * nnei + column, column < nnei
-        x, y, z = loaded_edges(edges, neighbor, edge, real, rcut)
+        edge = atom * nnei + column
+        mask = column < nnei
+        x, y, z = loaded_edges(edges, neighbor, edge, mask, rcut)
         _, t, switch, _ = switched(x, y, z, rcut, rcut_smth, protection)
         isotropic = switch * t * t
         store_four(
-            out, edge, real,
-            none0 + (switch * t).to(dtype) * factor0, none1 + (isotropic * x).to(dtype) * factor1,
-            none2 + (isotropic * y).to(dtype) * factor2, none3 + (isotropic * z).to(dtype) * factor3,
-        )  # fmt: skip
-    tl.store(empty + atom * 4, none0)
-    tl.store(empty + atom * 4 + 1, none1)
-    tl.store(empty + atom * 4 + 2, none2)
-    tl.store(empty + atom * 4 + 3, none3)
-    tl.store(scale + atom * 4, factor0)
-    tl.store(scale + atom * 4 + 1, factor1)
-    tl.store(scale + atom * 4 + 2, factor2)
-    tl.store(scale + atom * 4 + 3, factor3)
-
-
-@triton.jit
-def _extremes_kernel(extremes, rows, empty, table, atoms, nnei, block: tl.constexpr):
-    """Write the least and the largest s of one atom's neighbours of one type, an empty slot's among them."""
-    atom, kind = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first, width = tl.load(table + 3 * kind), tl.load(table + 3 * kind + 1)
-    other = tl.load(empty + atom * 4)
-    low = tl.zeros((block,), rows.dtype.element_ty) + other
-    high = low
-    for begin in range(0, width, block):
-        column = begin + tl.arange(0, block)
-        s = tl.load(rows + (atom * nnei + first + column) * 4, column < width, 0.0)
-        s = tl.where(column < width, s, other)
-        low, high = tl.minimum(low, s), tl.maximum(high, s)
-    tl.store(extremes + kind * atoms + atom, tl.min(low))
-    tl.store(extremes + (tl.num_programs(1) + kind) * atoms + atom, tl.max(high))
-
-
-@triton.jit
-def _start_kernel(
-    start, extremes, atoms, least: tl.constexpr, cells: tl.constexpr, block: tl.constexpr
-):
-    """Write the least s of a type and cells per unit of s."""
-    kind = tl.program_id(0)
-    low_at, high_at = extremes + kind * atoms, extremes + (tl.num_programs(0) + kind) * atoms
-    dtype: tl.constexpr = extremes.dtype.element_ty
-    low = tl.zeros((block,), dtype) + tl.load(low_at)
-    high = tl.zeros((block,), dtype) + tl.load(high_at)
-    for begin in range(0, atoms, block):
-        atom = begin + tl.arange(0, block)
-        low = tl.minimum(low, tl.load(low_at + atom, atom < atoms, float("inf")))
-        high = tl.maximum(high, tl.load(high_at + atom, atom < atoms, float("-inf")))
-    lowest = tl.min(low)
-    span = tl.maximum(tl.max(high) - lowest, least).to(dtype)
-    tl.store(start + 2 * kind, lowest)
-    tl.store(start + 2 * kind + 1, cells / span)
+            rows,
+            edge,
+            mask,
+            empty0 + (switch * t).to(dtype) * scale0,
+            empty1 + (isotropic * x).to(dtype) * scale1,
+            empty2 + (isotropic * y).to(dtype) * scale2,
+            empty3 + (isotropic * z).to(dtype) * scale3,
+        )
+    _store_four(empty + atom * 4, empty0, empty1, empty2, empty3)
+    _store_four(scale + atom * 4, scale0, scale1, scale2, scale3)
 
 
 def standard_rows(
     edges: Tensor, neighbor: Tensor, reach: Reach, mean: Tensor, stddev: Tensor, kinds: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return R `(nreal, nnei, 4)`, R of an empty slot and dR/drow `(nreal, 4)` in the dtype of the statistics.
+    """Return R `(nreal, nnei, 4)`, R∅ and dR/drow `(nreal, 4)` in the dtype of the statistics.
 
-    These, `mean` and `stddev` `(ntypes, slots, 4)`, are the same for all slots; `kinds` are the atoms' types. Other
-    arguments as in `environment.environment`.
+    `mean` and `stddev` `(ntypes, slots, 4)` are the same for all slots; `kinds` are the atoms'
+    types. The other arguments are as in `environment.environment`.
     """
     atoms, nnei = neighbor.shape
-    out = mean.new_empty(atoms, nnei, 4)
+    rows = mean.new_empty(atoms, nnei, 4)
     empty, scale = mean.new_empty(2, atoms, 4).unbind()
-    rcut, rcut_smth, protection = reach
     if atoms:
         _standard_rows_kernel[(atoms,)](
-            out, empty, scale, edges.contiguous(), neighbor.contiguous(), mean, stddev, kinds, mean.stride(0), nnei,
-            rcut=rcut, rcut_smth=rcut_smth, protection=protection, block=ROWS,
-        )  # fmt: skip
-    return out, empty, scale
+            rows=rows,
+            empty=empty,
+            scale=scale,
+            edges=edges.contiguous(),
+            neighbor=neighbor.contiguous(),
+            mean=mean,
+            stddev=stddev,
+            kinds=kinds,
+            stride=mean.stride(0),
+            nnei=nnei,
+            rcut=reach.rcut,
+            rcut_smth=reach.rcut_smth,
+            protection=reach.protection,
+            block=ROW_BLOCK,
+        )
+    return rows, empty, scale
 
 
-def interval_starts(rows: Tensor, empty: Tensor, widths: Sequence[int], least: float) -> Tensor:
-    """Return the least s of each type and cells per unit of s `(types, 2)`; spans are at least `least`."""
+# ----- intervals of s -----------------------------------------------------------------------------
+
+
+@triton.jit
+def _extremes_kernel(
+    extremes,  # (2, types, atoms), written: least and largest s
+    rows,  # (atoms, nnei, 4)
+    empty,  # (atoms, 4)
+    type_table,  # (types, 3)
+    atoms,
+    nnei,
+    block: tl.constexpr,
+):
+    """Min and max of the s of one atom's neighbours of one type and of an empty slot."""
+    atom = tl.program_id(0).to(tl.int64)
+    kind = tl.program_id(1)
+    kinds = tl.num_programs(1)
+    first_column = tl.load(type_table + 3 * kind)
+    width = tl.load(type_table + 3 * kind + 1)
+    empty_s = tl.load(empty + atom * 4)
+    low = tl.zeros((block,), rows.dtype.element_ty) + empty_s
+    high = low
+    for begin in range(0, width, block):
+        column = begin + tl.arange(0, block)
+        mask = column < width
+        s = tl.load(rows + (atom * nnei + first_column + column) * 4, mask, 0.0)
+        s = tl.where(mask, s, empty_s)
+        low = tl.minimum(low, s)
+        high = tl.maximum(high, s)
+    tl.store(extremes + kind * atoms + atom, tl.min(low))
+    tl.store(extremes + (kinds + kind) * atoms + atom, tl.max(high))
+
+
+@triton.jit
+def _intervals_kernel(
+    intervals,  # (types, 2), written
+    extremes,  # (2, types, atoms)
+    atoms,
+    shortest: tl.constexpr,
+    n_cells: tl.constexpr,
+    block: tl.constexpr,
+):
+    """(min s, n_cells / max(max s − min s, shortest)) over all atoms, for one type."""
+    kind = tl.program_id(0)
+    kinds = tl.num_programs(0)
+    lows = extremes + kind * atoms
+    highs = extremes + (kinds + kind) * atoms
+    dtype: tl.constexpr = extremes.dtype.element_ty
+    low = tl.zeros((block,), dtype) + tl.load(lows)
+    high = tl.zeros((block,), dtype) + tl.load(highs)
+    for begin in range(0, atoms, block):
+        atom = begin + tl.arange(0, block)
+        mask = atom < atoms
+        low = tl.minimum(low, tl.load(lows + atom, mask, float("inf")))
+        high = tl.maximum(high, tl.load(highs + atom, mask, float("-inf")))
+    lowest = tl.min(low)
+    span = tl.maximum(tl.max(high) - lowest, shortest).to(dtype)
+    tl.store(intervals + 2 * kind, lowest)
+    tl.store(intervals + 2 * kind + 1, n_cells / span)
+
+
+def intervals_of(rows: Tensor, empty: Tensor, widths: Sequence[int], shortest: float) -> Tensor:
+    """Return the `intervals` of `Edges` `(types, 2)`, none shorter than `shortest`."""
     atoms, nnei, _ = rows.shape
     types = len(widths)
     extremes = rows.new_empty(2, types, atoms)
-    table = type_table(tuple(widths), (0,) * types, rows.device)
     _extremes_kernel[(atoms, types)](
-        extremes, rows.contiguous(), empty.contiguous(), table, atoms, nnei, block=ROWS
+        extremes=extremes,
+        rows=rows.contiguous(),
+        empty=empty.contiguous(),
+        type_table=_type_table(tuple(widths), (0,) * types, rows.device),
+        atoms=atoms,
+        nnei=nnei,
+        block=ROW_BLOCK,
     )
-    start = rows.new_empty(types, 2)
-    _start_kernel[(types,)](start, extremes, atoms, least=least, cells=GRID, block=1024)
-    return start
+    intervals = rows.new_empty(types, 2)
+    _intervals_kernel[(types,)](
+        intervals=intervals,
+        extremes=extremes,
+        atoms=atoms,
+        shortest=shortest,
+        n_cells=GRID,
+        block=ATOM_BLOCK,
+    )
+    return intervals
+
+
+# ----- interpolated sums: a program works on one atom and one neighbour type ----------------------
 
 
 @triton.jit
-def _contract_kernel(out, a, width, axis, features: tl.constexpr, columns: tl.constexpr):
-    """Write some rows of D of one atom."""
-    atom = tl.program_id(0).to(tl.int64)
-    m = tl.program_id(1) * features + tl.arange(0, features)
-    k = tl.arange(0, columns)
-    total = tl.zeros((features, columns), a.dtype.element_ty)
-    for c in tl.static_range(4):
-        row = a + (atom * 4 + c) * width
-        total += (
-            tl.load(row + m, m < width, 0.0)[:, None] * tl.load(row + k, k < axis, 0.0)[None, :]
-        )
-    inside = (m < width)[:, None] & (k < axis)[None, :]
-    tl.store(out + (atom * width + m[:, None]) * axis + k[None, :], total, inside)
+def _columns(type_table, kind):
+    """Return first column, columns and missing slots of a neighbour type."""
+    entry = type_table + 3 * kind
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
 
 
 @triton.jit
-def _pull_contraction_kernel(
-    out, a, d_bar, width, axis, features: tl.constexpr, columns: tl.constexpr
-):
-    """Write dE/dA of one atom."""
-    atom = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, columns)
-    within = k < axis
-    dtype: tl.constexpr = a.dtype.element_ty
-    here = a + atom * 4 * width
-    first0 = tl.load(here + k, within, 0.0)
-    first1 = tl.load(here + width + k, within, 0.0)
-    first2 = tl.load(here + 2 * width + k, within, 0.0)
-    first3 = tl.load(here + 3 * width + k, within, 0.0)
-    of_axis0 = tl.zeros((columns,), dtype)
-    of_axis1 = tl.zeros((columns,), dtype)
-    of_axis2 = tl.zeros((columns,), dtype)
-    of_axis3 = tl.zeros((columns,), dtype)
-    target = out + atom * 4 * width
-    for begin in range(0, width, features):
-        m = begin + tl.arange(0, features)
-        inside = m < width
-        at = d_bar + (atom * width + m[:, None]) * axis + k[None, :]
-        bar = tl.load(at, inside[:, None] & within[None, :], 0.0)
-        tl.store(target + m, tl.sum(bar * first0[None, :], 1), inside)
-        tl.store(target + width + m, tl.sum(bar * first1[None, :], 1), inside)
-        tl.store(target + 2 * width + m, tl.sum(bar * first2[None, :], 1), inside)
-        tl.store(target + 3 * width + m, tl.sum(bar * first3[None, :], 1), inside)
-        of_axis0 += tl.sum(bar * tl.load(here + m, inside, 0.0)[:, None], 0)
-        of_axis1 += tl.sum(bar * tl.load(here + width + m, inside, 0.0)[:, None], 0)
-        of_axis2 += tl.sum(bar * tl.load(here + 2 * width + m, inside, 0.0)[:, None], 0)
-        of_axis3 += tl.sum(bar * tl.load(here + 3 * width + m, inside, 0.0)[:, None], 0)
-    tl.debug_barrier()  # other threads have written the first columns
-    sum0 = tl.load(target + k, within, 0.0) + of_axis0
-    sum1 = tl.load(target + width + k, within, 0.0) + of_axis1
-    sum2 = tl.load(target + 2 * width + k, within, 0.0) + of_axis2
-    sum3 = tl.load(target + 3 * width + k, within, 0.0) + of_axis3
-    tl.debug_barrier()  # several threads may hold the same column
-    tl.store(target + k, sum0, within)
-    tl.store(target + width + k, sum1, within)
-    tl.store(target + 2 * width + k, sum2, within)
-    tl.store(target + 3 * width + k, sum3, within)
-
-
-def contract(a: Tensor, axis: int) -> Tensor:
-    """Return D `(natoms, M, axis)` from A `(natoms, 4, M)`."""
-    natoms, _, width = a.shape
-    out = a.new_empty(natoms, width, axis)
-    if natoms:
-        grid = natoms, triton.cdiv(width, FEATURES)
-        _contract_kernel[grid](
-            out, a.contiguous(), width, axis, features=FEATURES, columns=_columns(axis)
-        )
-    return out
-
-
-def pull_contraction(a: Tensor, d_bar: Tensor) -> Tensor:
-    """Return dE/dA `(natoms, 4, M)` from A and dE/dD `(natoms, M, axis)`."""
-    natoms, width, axis = d_bar.shape
-    out = a.new_empty(a.shape)
-    if natoms:
-        tensors = a.contiguous(), d_bar.contiguous()
-        _pull_contraction_kernel[(natoms,)](
-            out, *tensors, width, axis, features=FEATURES, columns=_columns(axis), num_warps=WARPS
-        )
-    return out
-
-
-def _columns(axis: int) -> int:
-    return max(2, int(triton.next_power_of_2(axis)))
+def _interval(intervals, kind):
+    """Return the least s of a neighbour type, and cells per unit of s."""
+    return tl.load(intervals + 2 * kind), tl.load(intervals + 2 * kind + 1)
 
 
 @triton.jit
-def _basis(place, cells, spans, most: tl.constexpr, orders: tl.constexpr, edges: tl.constexpr):
-    """Return piece and inverse length `(edges,)`, T_m(u) and T′_m(u) `(edges, orders)` of every place in [0, most]."""
-    piece = tl.load(cells + tl.minimum(tl.maximum(place.to(tl.int32), 0), most - 1))
+def _basis(place, cells, spans, n_cells: tl.constexpr, orders: tl.constexpr, edges: tl.constexpr):
+    """Return piece and 1/length (edges,), T_m(u) and T′_m(u) (edges, orders) at some places.
+
+    Places are in [0, n_cells].
+    T_m = 2u·T_{m−1} − T_{m−2} and T′_m = 2(T_{m−1} + u·T′_{m−1}) − T′_{m−2}.
+    """
+    piece = tl.load(cells + tl.minimum(tl.maximum(place.to(tl.int32), 0), n_cells - 1))
+    first_cell = tl.load(spans + 2 * piece)
     inverse = tl.load(spans + 2 * piece + 1)
-    u = 2.0 * (place - tl.load(spans + 2 * piece)) * inverse - 1.0
+    u = 2.0 * (place - first_cell) * inverse - 1.0
     m = tl.arange(0, orders)[None, :]
-    before, value = tl.full((edges,), 1.0, place.dtype), u
-    slope_before, slope = tl.zeros((edges,), place.dtype), tl.full((edges,), 1.0, place.dtype)
-    values = tl.where(m == 0, before[:, None], value[:, None])
+    t_before = tl.full((edges,), 1.0, place.dtype)
+    t = u
+    slope_before = tl.zeros((edges,), place.dtype)
+    slope = tl.full((edges,), 1.0, place.dtype)
+    values = tl.where(m == 0, t_before[:, None], t[:, None])
     slopes = tl.where(m == 0, slope_before[:, None], slope[:, None])
     for k in tl.static_range(2, orders):
-        slope, slope_before = 2.0 * (value + u * slope) - slope_before, slope
-        value, before = 2.0 * u * value - before, value
-        values = tl.where(m == k, value[:, None], values)
+        slope_next = 2.0 * (t + u * slope) - slope_before
+        t_next = 2.0 * u * t - t_before
+        slope_before = slope
+        slope = slope_next
+        t_before = t
+        t = t_next
+        values = tl.where(m == k, t[:, None], values)
         slopes = tl.where(m == k, slope[:, None], slopes)
     return piece, inverse, values, slopes
 
 
 @triton.jit
-def _spread_kernel(
-    out, rows, empty, moved, start, table, cells, spans, nnei, pieces,
-    most: tl.constexpr, orders: tl.constexpr, edges: tl.constexpr, block: tl.constexpr, transpose: tl.constexpr,
-):  # fmt: skip
-    """Sum over the edges of one atom and neighbour type into `(4, pieces, orders)`.
-
-    With `transpose`, the cotangents `moved` of `evaluate`; else R itself, empty slots included. Neighbours are sorted
-    by distance, so that few pieces have edges in a block.
-    """
-    atom, kind = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first, width, missing = (
-        tl.load(table + 3 * kind),
-        tl.load(table + 3 * kind + 1),
-        tl.load(table + 3 * kind + 2),
-    )
-    low, rate = tl.load(start + 2 * kind), tl.load(start + 2 * kind + 1)
-    dtype: tl.constexpr = rows.dtype.element_ty
-    kinds = tl.num_programs(1)
-    size = pieces * orders
-    target = out + (atom * 4 * kinds + kind) * size
+def _clear(target, stride, size, block: tl.constexpr):
+    """Write zeros to the (4, pieces, orders) sums of one atom and neighbour type."""
     for c in tl.static_range(4):
         for begin in range(0, size, block):
-            tl.store(
-                target + c * kinds * size + begin + tl.arange(0, block), tl.zeros((block,), dtype)
-            )
-    last = width if transpose else width + 1
-    for begin in range(0, last, edges):
+            zeros = tl.zeros((block,), target.dtype.element_ty)
+            tl.store(target + c * stride + begin + tl.arange(0, block), zeros)
+
+
+@triton.jit
+def _piece_range(piece, used, pieces):
+    """Return the first piece with a used edge, and the end of the range of such pieces."""
+    lowest = tl.min(tl.where(used, piece, pieces))
+    highest = tl.max(tl.where(used, piece, -1))
+    return lowest, highest + 1
+
+
+@triton.jit
+def _add_terms(sums, terms):
+    """Add the sum over edges of terms (edges, orders) to sums (orders,) in memory."""
+    total = tl.load(sums) + tl.sum(terms, 0)
+    tl.debug_barrier()  # several threads may hold the same order: all read before one writes
+    tl.store(sums, total)
+
+
+@triton.jit
+def _expand_kernel(
+    b,  # (atoms, 4, types, pieces, orders), written
+    rows,  # (atoms, nnei, 4)
+    empty,  # (atoms, 4)
+    intervals,  # (types, 2)
+    type_table,  # (types, 3)
+    cells,  # (n_cells,)
+    spans,  # (pieces, 2)
+    nnei,
+    pieces,
+    n_cells: tl.constexpr,
+    orders: tl.constexpr,
+    edges: tl.constexpr,
+    block: tl.constexpr,
+):
+    """B[c, jm] = Σ_{e in piece j} R_e[c]·T_m(u_e).
+
+    The missing slots enter as one edge with row missing·R∅.
+    Neighbours are sorted by distance, so that few pieces have edges in a block.
+    """
+    atom = tl.program_id(0).to(tl.int64)
+    kind = tl.program_id(1)
+    kinds = tl.num_programs(1)
+    first_column, width, missing = _columns(type_table, kind)
+    low, rate = _interval(intervals, kind)
+    size = pieces * orders
+    target = b + (atom * 4 * kinds + kind) * size
+    _clear(target, kinds * size, size, block)
+    for begin in range(0, width + 1, edges):
         e = begin + tl.arange(0, edges)
-        real = e < width
-        at = (atom * nnei + first + e) * 4
-        # Lanes without an edge stay at the start of the interval: far outside it the polynomials overflow, and 0 · inf
-        # is NaN.
-        s = tl.where(real, tl.load(rows + at, real, 0.0), low)
-        if not transpose:
-            is_empty = e == width
-            s = tl.where(is_empty, tl.load(empty + atom * 4), s)
-            used = real | is_empty
-        else:
-            used = real
-        piece, inverse, values, slopes = _basis((s - low) * rate, cells, spans, most, orders, edges)
-        if transpose:
-            bend = tl.load(moved + at, real, 0.0) * (2.0 * rate * inverse)
-        highest = tl.max(tl.where(used, piece, -1))
-        for number in range(tl.min(tl.where(used, piece, pieces)), highest + 1):
-            mine = used & (piece == number)
-            if tl.sum(mine.to(tl.int32)) > 0:
-                cell = target + number * orders + tl.arange(0, orders)
-                tl.debug_barrier()  # several threads may hold the same order
+        is_edge = e < width
+        is_empty = e == width
+        used = is_edge | is_empty
+        at = (atom * nnei + first_column + e) * 4
+        # Unused lanes stay at the start of the interval: far outside it polynomials overflow, and 0
+        # · inf is NaN.
+        s = tl.where(is_edge, tl.load(rows + at, is_edge, 0.0), low)
+        s = tl.where(is_empty, tl.load(empty + atom * 4), s)
+        piece, _, values, _ = _basis((s - low) * rate, cells, spans, n_cells, orders, edges)
+        lowest, end = _piece_range(piece, used, pieces)
+        for number in range(lowest, end):
+            inside = used & (piece == number)
+            if tl.sum(inside.to(tl.int32)) > 0:
+                sums = target + number * orders + tl.arange(0, orders)
+                tl.debug_barrier()  # other threads have written these sums
                 for c in tl.static_range(4):
-                    x = tl.load(rows + at + c, mine & real, 0.0)
-                    if transpose:
-                        y = tl.load(moved + at + c, mine, 0.0)
-                        terms = (
-                            y[:, None] * values + (x * tl.where(mine, bend, 0.0))[:, None] * slopes
-                        )
-                    else:
-                        stand_in = tl.load(empty + atom * 4 + c) * missing.to(dtype)
-                        terms = tl.where(mine & is_empty, stand_in, x)[:, None] * values
-                    sums = tl.load(cell + c * kinds * size) + tl.sum(terms, 0)
-                    tl.debug_barrier()
-                    tl.store(cell + c * kinds * size, sums)
+                    row = tl.load(rows + at + c, inside & is_edge, 0.0)
+                    stand_in = tl.load(empty + atom * 4 + c) * missing.to(row.dtype)
+                    row = tl.where(inside & is_empty, stand_in, row)
+                    _add_terms(sums + c * kinds * size, row[:, None] * values)
+
+
+@triton.jit
+def _spread_kernel(
+    p_bar,  # (atoms, 4, types, pieces, orders), written
+    rows,  # (atoms, nnei, 4)
+    cotangent,  # (atoms, nnei, 4): of the result of `_evaluate_kernel`, y
+    intervals,  # (types, 2)
+    type_table,  # (types, 3)
+    cells,  # (n_cells,)
+    spans,  # (pieces, 2)
+    nnei,
+    pieces,
+    n_cells: tl.constexpr,
+    orders: tl.constexpr,
+    edges: tl.constexpr,
+    block: tl.constexpr,
+):
+    """P̄[c, jm] = Σ_{e in piece j} (y_e[c]·T_m(u_e) + y_e[0]·R_e[c]·T′_m(u_e)·du/ds).
+
+    This is the transpose of `_evaluate_kernel`; neighbours are sorted as in `_expand_kernel`.
+    """
+    atom = tl.program_id(0).to(tl.int64)
+    kind = tl.program_id(1)
+    kinds = tl.num_programs(1)
+    first_column, width, _ = _columns(type_table, kind)
+    low, rate = _interval(intervals, kind)
+    size = pieces * orders
+    target = p_bar + (atom * 4 * kinds + kind) * size
+    _clear(target, kinds * size, size, block)
+    for begin in range(0, width, edges):
+        e = begin + tl.arange(0, edges)
+        used = e < width
+        at = (atom * nnei + first_column + e) * 4
+        # Unused lanes stay at the start of the interval: far outside it polynomials overflow, and 0
+        # · inf is NaN.
+        s = tl.where(used, tl.load(rows + at, used, 0.0), low)
+        place = (s - low) * rate
+        piece, inverse, values, slopes = _basis(place, cells, spans, n_cells, orders, edges)
+        y0_du_ds = tl.load(cotangent + at, used, 0.0) * (2.0 * rate * inverse)
+        lowest, end = _piece_range(piece, used, pieces)
+        for number in range(lowest, end):
+            inside = used & (piece == number)
+            if tl.sum(inside.to(tl.int32)) > 0:
+                sums = target + number * orders + tl.arange(0, orders)
+                tl.debug_barrier()  # other threads have written these sums
+                for c in tl.static_range(4):
+                    row = tl.load(rows + at + c, inside, 0.0)
+                    y = tl.load(cotangent + at + c, inside, 0.0)
+                    slope_factor = row * tl.where(inside, y0_du_ds, 0.0)
+                    terms = y[:, None] * values + slope_factor[:, None] * slopes
+                    _add_terms(sums + c * kinds * size, terms)
 
 
 @triton.jit
 def _evaluate_kernel(
-    out, rows, product, start, table, cells, spans, nnei, pieces,
-    most: tl.constexpr, orders: tl.constexpr, edges: tl.constexpr,
-):  # fmt: skip
-    """Evaluate the polynomials P of one atom and neighbour type at some of its edges."""
-    atom, kind = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    out,  # (atoms, nnei, 4), written
+    rows,  # (atoms, nnei, 4)
+    p,  # (atoms, 4, types, pieces, orders)
+    intervals,  # (types, 2)
+    type_table,  # (types, 3)
+    cells,  # (n_cells,)
+    spans,  # (pieces, 2)
+    nnei,
+    pieces,
+    n_cells: tl.constexpr,
+    orders: tl.constexpr,
+    edges: tl.constexpr,
+):
+    """out_e[c] = Σ_m P[c, jm]·T_m(u_e) + [c = 0]·Σ_bm R_e[b]·P[b, jm]·T′_m(u_e)·du/ds."""
+    atom = tl.program_id(0).to(tl.int64)
+    kind = tl.program_id(1)
     kinds = tl.num_programs(1)
-    first, width = tl.load(table + 3 * kind), tl.load(table + 3 * kind + 1)
-    low, rate = tl.load(start + 2 * kind), tl.load(start + 2 * kind + 1)
+    first_column, width, _ = _columns(type_table, kind)
+    low, rate = _interval(intervals, kind)
     size = pieces * orders
     e = tl.program_id(2) * edges + tl.arange(0, edges)
-    real = e < width
-    at = (atom * nnei + first + e) * 4
-    s = tl.where(real, tl.load(rows + at, real, 0.0), low)
-    piece, inverse, values, slopes = _basis((s - low) * rate, cells, spans, most, orders, edges)
+    is_edge = e < width
+    at = (atom * nnei + first_column + e) * 4
+    s = tl.where(is_edge, tl.load(rows + at, is_edge, 0.0), low)
+    piece, inverse, values, slopes = _basis((s - low) * rate, cells, spans, n_cells, orders, edges)
     cell = piece[:, None] * orders + tl.arange(0, orders)[None, :]
-    source = product + (atom * 4 * kinds + kind) * size + cell
+    source = p + (atom * 4 * kinds + kind) * size + cell
     through_s = tl.zeros((edges,), rows.dtype.element_ty)
     result0 = through_s
     for c in tl.static_range(4):
-        mine = tl.load(source + c * kinds * size)
-        through_s += tl.sum(mine * slopes, 1) * tl.load(rows + at + c, real, 0.0)
-        result = tl.sum(mine * values, 1)
+        coefficients = tl.load(source + c * kinds * size)
+        row = tl.load(rows + at + c, is_edge, 0.0)
+        through_s += tl.sum(coefficients * slopes, 1) * row
+        result = tl.sum(coefficients * values, 1)
         if c == 0:
             result0 = result
         else:
-            tl.store(out + at + c, result, real)
-    tl.store(out + at, result0 + through_s * (2.0 * rate * inverse), real)
+            tl.store(out + at + c, result, is_edge)
+    tl.store(out + at, result0 + through_s * (2.0 * rate * inverse), is_edge)
 
 
-@lru_cache
-def type_table(widths: tuple[int, ...], missing: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return first column, width and missing slots of each neighbour type."""
-    found = list(zip(first_columns(widths), widths, missing, strict=True))
-    return torch.tensor(found, dtype=torch.int32, device="cpu").to(device)
+@lru_cache  # captured graphs read these tables
+def _type_table(widths: tuple[int, ...], missing: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return first column, columns and missing slots of each neighbour type `(types, 3)`."""
+    entries = list(zip(first_columns(widths), widths, missing, strict=True))
+    return torch.tensor(entries, dtype=torch.int32, device="cpu").to(device)
 
 
-def _launch_spread(edges: Edges, moved: Tensor | None) -> Tensor:
-    rows = edges.rows.contiguous()
-    atoms, nnei, _ = rows.shape
-    out = rows.new_empty(atoms, 4, edges.terms)
-    _spread_kernel[(atoms, len(edges.widths))](
-        out, rows, edges.empty.contiguous(), rows if moved is None else moved.contiguous(), edges.start,
-        type_table(edges.widths, edges.missing, rows.device), *places(edges.pieces, rows.dtype, rows.device), nnei,
-        len(edges.pieces), most=GRID, orders=ORDERS, edges=EDGES, block=FEWEST * ORDERS,
-        transpose=moved is not None, num_warps=WARPS,
-    )  # fmt: skip
-    return out
+def _common(edges: Edges, rows: Tensor) -> dict[str, Any]:
+    """Return the arguments that all kernels of interpolated sums share."""
+    cells, spans = places(edges.pieces, rows.dtype, rows.device)
+    return {
+        "rows": rows,
+        "intervals": edges.intervals,
+        "type_table": _type_table(edges.widths, edges.missing, rows.device),
+        "cells": cells,
+        "spans": spans,
+        "nnei": rows.shape[1],
+        "pieces": len(edges.pieces),
+        "n_cells": GRID,
+        "orders": ORDERS,
+        "edges": EDGE_BLOCK,
+    }
 
 
 def expand(edges: Edges) -> Tensor:
-    """See `interpolation.expand_reference`."""
-    return _launch_spread(edges, None)
-
-
-def spread(edges: Edges, moved: Tensor) -> Tensor:
-    """See `interpolation.spread_reference`."""
-    return _launch_spread(edges, moved)
-
-
-def evaluate(edges: Edges, product: Tensor) -> Tensor:
-    """See `interpolation.evaluate_reference`."""
+    """Return the result of `interpolation.expand_reference`."""
     rows = edges.rows.contiguous()
-    atoms, nnei, _ = rows.shape
+    b = rows.new_empty(len(rows), 4, edges.terms)
+    _expand_kernel[(len(rows), len(edges.widths))](
+        b=b,
+        empty=edges.empty.contiguous(),
+        block=FEWEST * ORDERS,
+        num_warps=WARPS,
+        **_common(edges, rows),
+    )
+    return b
+
+
+def spread(edges: Edges, cotangent: Tensor) -> Tensor:
+    """Return the result of `interpolation.spread_reference`."""
+    rows = edges.rows.contiguous()
+    p_bar = rows.new_empty(len(rows), 4, edges.terms)
+    _spread_kernel[(len(rows), len(edges.widths))](
+        p_bar=p_bar,
+        cotangent=cotangent.contiguous(),
+        block=FEWEST * ORDERS,
+        num_warps=WARPS,
+        **_common(edges, rows),
+    )
+    return p_bar
+
+
+def evaluate(edges: Edges, p: Tensor) -> Tensor:
+    """Return the result of `interpolation.evaluate_reference`."""
+    rows = edges.rows.contiguous()
     out = torch.empty_like(rows)
-    grid = (atoms, len(edges.widths), triton.cdiv(max(edges.widths), EDGES))
-    _evaluate_kernel[grid](
-        out, rows, product.contiguous(), edges.start, type_table(edges.widths, edges.missing, rows.device),
-        *places(edges.pieces, rows.dtype, rows.device), nnei, len(edges.pieces),
-        most=GRID, orders=ORDERS, edges=EDGES,
-    )  # fmt: skip
+    blocks = triton.cdiv(max(edges.widths), EDGE_BLOCK)
+    _evaluate_kernel[(len(rows), len(edges.widths), blocks)](
+        out=out, p=p.contiguous(), **_common(edges, rows)
+    )
     return out
+
+
+# ----- contraction --------------------------------------------------------------------------------
+# Batched matrix products with sums of four terms are bound by the small tiles of their launches;
+# these kernels read and write each number once.
+
+
+@triton.jit
+def _load_rows(a, width, column, mask):
+    """Return some columns of the four rows of A of one atom."""
+    row0 = tl.load(a + column, mask, 0.0)
+    row1 = tl.load(a + width + column, mask, 0.0)
+    row2 = tl.load(a + 2 * width + column, mask, 0.0)
+    row3 = tl.load(a + 3 * width + column, mask, 0.0)
+    return row0, row1, row2, row3
+
+
+@triton.jit
+def _column_sums(bar, a_row, mask):
+    """Return Σ_m A[c, m]·D̄[m, k] from D̄ (features, columns) and pointers to A[c, m]."""
+    return tl.sum(bar * tl.load(a_row, mask, 0.0)[:, None], 0)
+
+
+@triton.jit
+def _contract_kernel(
+    d,  # (atoms, M, axis), written
+    a,  # (atoms, 4, M)
+    width,  # M
+    axis,
+    features: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """D[m, k] = Σ_c A[c, m]·A[c, k], k < axis: some rows of one atom."""
+    atom = tl.program_id(0).to(tl.int64)
+    m = tl.program_id(1) * features + tl.arange(0, features)
+    k = tl.arange(0, columns)
+    m_mask = m < width
+    k_mask = k < axis
+    total = tl.zeros((features, columns), a.dtype.element_ty)
+    for c in tl.static_range(4):
+        row = a + (atom * 4 + c) * width
+        a_m = tl.load(row + m, m_mask, 0.0)
+        a_k = tl.load(row + k, k_mask, 0.0)
+        total += a_m[:, None] * a_k[None, :]
+    index = (atom * width + m[:, None]) * axis + k[None, :]
+    tl.store(d + index, total, m_mask[:, None] & k_mask[None, :])
+
+
+@triton.jit
+def _pull_contraction_kernel(
+    a_bar,  # (atoms, 4, M), written
+    a,  # (atoms, 4, M)
+    d_bar,  # (atoms, M, axis)
+    width,  # M
+    axis,
+    features: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """Ā[c, m] = Σ_k A[c, k]·D̄[m, k] + [m < axis]·Σ_l A[c, l]·D̄[l, m]: one atom."""
+    atom = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, columns)
+    k_mask = k < axis
+    source = a + atom * 4 * width
+    target = a_bar + atom * 4 * width
+    first0, first1, first2, first3 = _load_rows(source, width, k, k_mask)
+    zeros = tl.zeros((columns,), a.dtype.element_ty)
+    axis_sum0 = zeros
+    axis_sum1 = zeros
+    axis_sum2 = zeros
+    axis_sum3 = zeros
+    for begin in range(0, width, features):
+        m = begin + tl.arange(0, features)
+        m_mask = m < width
+        index = (atom * width + m[:, None]) * axis + k[None, :]
+        bar = tl.load(d_bar + index, m_mask[:, None] & k_mask[None, :], 0.0)
+        # One row of A after the other: all four at once do not fit the registers in float64.
+        tl.store(target + m, tl.sum(bar * first0[None, :], 1), m_mask)
+        tl.store(target + width + m, tl.sum(bar * first1[None, :], 1), m_mask)
+        tl.store(target + 2 * width + m, tl.sum(bar * first2[None, :], 1), m_mask)
+        tl.store(target + 3 * width + m, tl.sum(bar * first3[None, :], 1), m_mask)
+        axis_sum0 += _column_sums(bar, source + m, m_mask)
+        axis_sum1 += _column_sums(bar, source + width + m, m_mask)
+        axis_sum2 += _column_sums(bar, source + 2 * width + m, m_mask)
+        axis_sum3 += _column_sums(bar, source + 3 * width + m, m_mask)
+    tl.debug_barrier()  # other threads have written the first columns
+    sum0, sum1, sum2, sum3 = _load_rows(target, width, k, k_mask)
+    sum0 += axis_sum0
+    sum1 += axis_sum1
+    sum2 += axis_sum2
+    sum3 += axis_sum3
+    tl.debug_barrier()  # several threads may hold the same column: all read before one writes
+    tl.store(target + k, sum0, k_mask)
+    tl.store(target + width + k, sum1, k_mask)
+    tl.store(target + 2 * width + k, sum2, k_mask)
+    tl.store(target + 3 * width + k, sum3, k_mask)
+
+
+def contract(a: Tensor, axis: int) -> Tensor:
+    """Return D `(natoms, M, axis)` from A `(natoms, 4, M)`."""
+    natoms, _, width = a.shape
+    d = a.new_empty(natoms, width, axis)
+    if natoms:
+        _contract_kernel[(natoms, triton.cdiv(width, FEATURE_BLOCK))](
+            d=d, a=a.contiguous(), **_contraction_sizes(width, axis)
+        )
+    return d
+
+
+def pull_contraction(a: Tensor, d_bar: Tensor) -> Tensor:
+    """Return Ā `(natoms, 4, M)` from A and D̄ `(natoms, M, axis)`."""
+    natoms, width, axis = d_bar.shape
+    a_bar = a.new_empty(a.shape)
+    if natoms:
+        _pull_contraction_kernel[(natoms,)](
+            a_bar=a_bar,
+            a=a.contiguous(),
+            d_bar=d_bar.contiguous(),
+            num_warps=WARPS,
+            **_contraction_sizes(width, axis),
+        )
+    return a_bar
+
+
+def _contraction_sizes(width: int, axis: int) -> dict[str, int]:
+    return {
+        "width": width,
+        "axis": axis,
+        "features": FEATURE_BLOCK,
+        "columns": max(2, int(triton.next_power_of_2(axis))),
+    }

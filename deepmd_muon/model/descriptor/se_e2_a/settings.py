@@ -29,9 +29,9 @@ class SeE2ASettings(EmbeddingSettings):
         **SEL,
         forms='"auto", "auto:factor" or one whole number for each type',
         doc=(
-            "Largest number of neighbours of each type that an atom may have inside rcut. 'auto:factor' takes the "
-            "largest number found in the training data, times factor, rounded up to a multiple of 4; 'auto' is "
-            "'auto:1.1'."
+            "Largest number of neighbours of each type that an atom may have inside rcut. "
+            "'auto:factor' takes the largest number found in the training data, times factor, "
+            "rounded up to a multiple of 4; 'auto' is 'auto:1.1'."
         ),
     )
     type_one_side: bool = setting(
@@ -40,7 +40,10 @@ class SeE2ASettings(EmbeddingSettings):
     )
     set_davg_zero: bool = setting(
         False,
-        doc="Keep the mean of the environment at 0 instead of taking it from the data; meant for atom_ener.",
+        doc=(
+            "Keep the mean of the environment at 0 instead of taking it from the data; meant for "
+            "atom_ener."
+        ),
     )
 
     def neighbors(self) -> NeighborRequest:
@@ -55,8 +58,9 @@ class SeE2ASettings(EmbeddingSettings):
         """Return the settings with a number for each type in `sel`."""
         if not isinstance(self.sel, str):
             return self
-        wanted = self.sel
-        sel = tuple(slots_for(wanted, most) for most in count(self.rcut).max_neighbors)
+        rule = self.sel
+        max_neighbors = count(self.rcut).max_neighbors
+        sel = tuple(slots_for(rule, number) for number in max_neighbors)
         return dataclasses.replace(self, sel=sel)
 
     def with_counts_of(self, saved: DescriptorSettings) -> SeE2ASettings:

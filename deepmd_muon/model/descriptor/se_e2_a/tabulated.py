@@ -13,15 +13,26 @@ from deepmd_muon.model.scripted.tabulated import Tabulated, double
 
 
 class TabulatedSeE2A(Tabulated):
-    """See `Tabulated`; the nets of pairs of types have a table each."""
+    """See `Tabulated`; the net of every pair of types has a table."""
 
-    #: The settings that this form has.
+    #: The settings that this form implements.
     covers = Coverage(
         frozenset(
             {
-                *("sel", "rcut", "rcut_smth", "env_protection", "exclude_types"),
-                *("neuron", "axis_neuron", "activation_function", "resnet_dt", "type_one_side"),
-                *("precision", "trainable", "seed", "set_davg_zero"),
+                "sel",
+                "rcut",
+                "rcut_smth",
+                "env_protection",
+                "exclude_types",
+                "neuron",
+                "axis_neuron",
+                "activation_function",
+                "resnet_dt",
+                "type_one_side",
+                "precision",
+                "trainable",
+                "seed",
+                "set_davg_zero",
             }
         )
     )
@@ -35,12 +46,10 @@ class TabulatedSeE2A(Tabulated):
 
     def __init__(self, own: ScriptedSeE2A, *, step: float, nearest: float) -> None:
         super().__init__(own, own.empty_row, step=step, nearest=nearest)
-        self.act, self.nets, self.one_side, self.excludes = (
-            own.act,
-            own.nets,
-            own.one_side,
-            own.excludes,
-        )
+        self.act = own.act
+        self.nets = own.nets
+        self.one_side = own.one_side
+        self.excludes = own.excludes
         self.seen.copy_(own.seen)
         self.register_buffer("empty_features", own.empty_features.clone())
         self.register_buffer("sel", torch.tensor(self.request.sel, dtype=self.scale.dtype))
@@ -55,8 +64,8 @@ class TabulatedSeE2A(Tabulated):
         own: ScriptedSeE2A, centre: int, other: int
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the net of a pair of types; see `Tabulated`."""
-        layers = [double(layer) for layer in own.nets[own._net(centre, other)]]
-        return lambda x: embed(own.act, layers, x)[0]
+        layers = [double(layer) for layer in own.nets[own.net_number(centre, other)]]
+        return lambda s: embed(own.act, layers, s)[0]
 
     def embed_exactly(
         self, x: torch.Tensor, pair: torch.Tensor, switch: torch.Tensor
@@ -66,10 +75,10 @@ class TabulatedSeE2A(Tabulated):
         out = torch.zeros([2, x.shape[0], self.width], dtype=x.dtype, device=x.device)
         for centre in range(ntypes):
             for other in range(ntypes):
-                here = (pair == centre * ntypes + other).nonzero().view(-1)
-                if here.shape[0] > 0:
+                edges = (pair == centre * ntypes + other).nonzero().view(-1)
+                if edges.shape[0] > 0:
                     layers = self.nets[other if self.one_side else other * ntypes + centre]
-                    out.index_copy_(1, here, embed(self.act, layers, x[here]))
+                    out.index_copy_(1, edges, embed(self.act, layers, x[edges]))
         return out
 
     def fill(self, near: Near, other: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
@@ -78,5 +87,6 @@ class TabulatedSeE2A(Tabulated):
             [other.shape[0], self.request.ntypes], dtype=self.sel.dtype, device=other.device
         )
         filled.scatter_add_(1, other, real.to(filled.dtype))
-        features = torch.bmm((self.sel - filled).unsqueeze(1), self.empty_features[near.kind])
+        empty_slots = (self.sel - filled).unsqueeze(1)  # (ncentre, 1, ntypes)
+        features = torch.bmm(empty_slots, self.empty_features[near.kind])
         return self.empty_row[near.kind].unsqueeze(2) * features

@@ -19,8 +19,8 @@ import triton.language as tl
 
 from deepmd_muon.model.descriptor.dpa3.kernels.shared import add_parts
 from deepmd_muon.model.nn.activation import Activation
-from deepmd_muon.model.nn.activation_kernels import curve
 from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
+from deepmd_muon.model.nn.layer_kernels import curve
 
 ELEMENTS = 2048  # of a program's tile
 

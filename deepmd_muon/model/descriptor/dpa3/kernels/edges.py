@@ -57,7 +57,7 @@ from deepmd_muon.model.descriptor.dpa3.kernels.shared import (
     precision,
 )
 from deepmd_muon.model.nn.activation import Formula
-from deepmd_muon.model.nn.activation_kernels import curve
+from deepmd_muon.model.nn.layer_kernels import curve
 
 # ----- arguments ---------------------------------------------------------------------------------
 

@@ -38,8 +38,8 @@ import triton.language as tl
 from torch import Tensor
 
 from deepmd_muon.model.nn.activation import Activation
-from deepmd_muon.model.nn.activation_kernels import curve
 from deepmd_muon.model.nn.four_passes import FourPasses, Perhaps, Tensors
+from deepmd_muon.model.nn.layer_kernels import curve
 
 BLOCK = 256  # elements of (atoms, n) that one program computes
 
