@@ -1,4 +1,7 @@
-"""Messages for a full disk, lack of memory, a faulty device. Finds torch's errors by class name, without torch."""
+"""Messages for a full disk, lack of memory, a faulty device.
+
+Finds torch's errors by class name, without torch.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ def failure_of(error: BaseException) -> str | None:
     if "OutOfMemoryError" in kinds or re.search(
         r"(CUDA|HIP|XPU) error: out of memory|_STATUS_ALLOC_FAILED", text
     ):
-        return f"the GPU has no memory left{_wanted(text)}: {_LESS}, or more GPUs with training/zero_stage 3"
+        return (
+            f"the GPU has no memory left{_wanted(text)}: {_LESS}, or more GPUs with "
+            "training/zero_stage 3"
+        )
     if (
         isinstance(error, MemoryError)
         or "DefaultCPUAllocator" in text
@@ -49,7 +55,10 @@ def failure_of(error: BaseException) -> str | None:
         return "the system starts no more threads: raise the limit of processes (ulimit -u)"
     if "AcceleratorError" in kinds or text.startswith("CUDA error:"):
         line = text.partition("\n")[0]
-        return f"the GPU reports an error ({line}): see the system's log; training/capture off may show where it is"
+        return (
+            f"the GPU reports an error ({line}): see the system's log; training/capture off may "
+            "show where it is"
+        )
     return None
 
 

@@ -1,6 +1,9 @@
-"""Write files atomically, never through a symlink or over an input. Read regular files only. Enter each folder once.
+"""Write files atomically, never through a symlink or over an input. Read regular files only.
 
-Every error of writing is a `WriteError`, which names the file that was to be written, not a temporary one.
+Enter each folder once.
+
+Every error of writing is a `WriteError`, which names the file that was to be written, not a
+temporary one.
 """
 
 from __future__ import annotations
@@ -36,7 +39,10 @@ FIFO_PATIENCE = 10.0
 
 
 class WriteError(OSError):
-    """A file cannot be written, for instance on a full disk; arguments are errno, its text and the path."""
+    """A file cannot be written, for instance on a full disk.
+
+    Arguments are errno, its text and the path.
+    """
 
     #: Exit status of a command that ends with this error.
     exit_status: ClassVar[int] = 1
@@ -79,7 +85,10 @@ class _NamedFile(io.FileIO):
 
 
 def make_folder_of(path: Path, named: Path | None = None) -> None:
-    """Make the folder of `path`, if there is none; errors name `path`, or `named`, the final path of the file."""
+    """Make the folder of `path`, if there is none.
+
+    Errors name `path`, or `named`, the final path of the file.
+    """
     with writing(named or path):
         path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -96,14 +105,16 @@ def try_to_write(folder: Path) -> None:
 def whole_file(path: Path, *, new: bool = False) -> Iterator[BinaryIO]:
     """Open a file for writing beside `path`, and rename it to `path` at the end of the `with` block.
 
-    It is synced to the disk before, so a reader finds the old file or the new one, never a part, even after a power
-    cut. After an exception the old file is unchanged. A link is replaced, not followed; a device, FIFO or terminal is
-    written to and not replaced. With `new`, fail at the end if `path` exists, so that no other process's file is lost.
+    It is synced to the disk before, so a reader finds the old file or the new one, never a part,
+    even after a power cut. After an exception the old file is unchanged. A link is replaced, not
+    followed; a device, FIFO or terminal is written to and not replaced. With `new`, fail at the end
+    if `path` exists, so that no other process's file is lost.
 
     Raises
     ------
     WriteError
-        When any of this fails; also when a write inside the block fails and the block then raises another error.
+        When any of this fails; also when a write inside the block fails and the block then raises
+        another error.
     """
     if is_special(path):
         with append_to(path) as special:
@@ -115,7 +126,9 @@ def whole_file(path: Path, *, new: bool = False) -> Iterator[BinaryIO]:
 
 @contextmanager
 def named_file(place: Path, path: Path) -> Iterator[BinaryIO]:
-    """Open a file at `place` for writing, and sync it in the end; errors name `path`, its final path.
+    """Open a file at `place` for writing, and sync it in the end.
+
+    Errors name `path`, its final path.
 
     See `whole_file`.
     """
@@ -142,8 +155,9 @@ def named_file(place: Path, path: Path) -> Iterator[BinaryIO]:
 def replacement(path: Path, *, new: bool = False) -> Iterator[Path]:
     """Yield the path of an empty file beside `path`, which is renamed to `path` at the end of the `with` block.
 
-    Use it for writers that take a path; others call `whole_file`, which syncs. The name cannot be guessed, and has the
-    same ending. Files that killed processes began to write for `path` are removed. With `new`, fail if `path` exists.
+    Use it for writers that take a path; others call `whole_file`, which syncs. The name cannot be
+    guessed, and has the same ending. Files that killed processes began to write for `path` are
+    removed. With `new`, fail if `path` exists.
     """
     remove_abandoned(path)
     with writing(path):
@@ -162,7 +176,10 @@ def replacement(path: Path, *, new: bool = False) -> Iterator[Path]:
 
 
 def _locked_file(path: Path) -> tuple[Path, int]:
-    """Make an empty file beside `path`; return it and a handle with a lock, which the system releases after a kill."""
+    """Make an empty file beside `path`.
+
+    Return it and a handle with a lock, which the system releases after a kill.
+    """
     while True:
         temporary = hidden_name(path)
         handle = os.open(temporary, _NEW, 0o666)
@@ -173,7 +190,10 @@ def _locked_file(path: Path) -> tuple[Path, int]:
 
 
 def _lock(handle: int) -> bool | None:
-    """Lock an open file or folder; return whether that was free, or None if the file system has no such locks."""
+    """Lock an open file or folder.
+
+    Return whether that was free, or None if the file system has no such locks.
+    """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -212,8 +232,9 @@ def _publish(temporary: Path, path: Path, *, new: bool) -> None:
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder beside `path`, which is renamed to `path` at the end of the `with` block.
 
-    If the process is killed, `path` stays as it was, so that a part of the files cannot be mistaken for all; the next
-    call removes the rest. `path` must be absent or an empty folder. The writers of the files sync them.
+    If the process is killed, `path` stays as it was, so that a part of the files cannot be mistaken
+    for all; the next call removes the rest. `path` must be absent or an empty folder. The writers
+    of the files sync them.
 
     Raises
     ------
@@ -252,7 +273,9 @@ def _locked_folder(path: Path) -> tuple[Path, int]:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove temporary files and folders of `path` whose processes were killed; those of living processes stay.
+    """Remove temporary files and folders of `path` whose processes were killed.
+
+    Those of living processes stay.
 
     A living process holds a lock on its file. If the file system has no locks, age decides.
     """
@@ -294,7 +317,8 @@ def working_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
 def fresh_file(path: Path, content: bytes = b"") -> BinaryIO:
     """Return a new file at `path` that begins with `content`, open for appending.
 
-    The old file stays until the new one holds `content`. Links and devices are handled as by `whole_file`.
+    The old file stays until the new one holds `content`. Links and devices are handled as by
+    `whole_file`.
     """
     if not is_special(path):
         with whole_file(path) as whole:
@@ -317,7 +341,10 @@ def append_to(path: Path) -> BinaryIO:
 
 
 def _open_patiently(path: Path, flags: int) -> int:
-    """Open a file; for a FIFO, wait up to `FIFO_PATIENCE` for its reader, for which the system would wait for ever."""
+    """Open a file.
+
+    For a FIFO, wait up to `FIFO_PATIENCE` for its reader, for which the system would wait for ever.
+    """
     last = time.monotonic() + FIFO_PATIENCE
     while True:
         try:
@@ -381,7 +408,8 @@ def regular_handle(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
     Raises
     ------
     OSError
-        When it cannot be opened or is not regular: reading a FIFO would block, and a device may have no end.
+        When it cannot be opened or is not regular: reading a FIFO would block, and a device may
+        have no end.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(handle)
@@ -411,10 +439,13 @@ def regular_text(path: str | os.PathLike[str]) -> str:
 def real_folders(
     root: str, refuse: Callable[[OSError], None] | None = None
 ) -> list[tuple[str, list[str], list[str]]]:
-    """Return the folders at or below `root`, sorted, with their folders and files; cycles of links are not followed.
+    """Return the folders at or below `root`, sorted, with their folders and files.
 
-    Sets of systems (``set.000``) and folders whose names begin with a dot, which killed conversions leave behind, are
-    not entered. `refuse` receives the error of a folder that cannot be listed; without it, such folders are skipped.
+    Cycles of links are not followed.
+
+    Sets of systems (``set.000``) and folders whose names begin with a dot, which killed conversions
+    leave behind, are not entered. `refuse` receives the error of a folder that cannot be listed;
+    without it, such folders are skipped.
     """
     seen: set[str] = set()
     found: list[tuple[str, list[str], list[str]]] = []
@@ -432,7 +463,10 @@ def real_folders(
 
 
 def paths_matching(pattern: str, refuse: Callable[[OSError], None] | None = None) -> Iterator[str]:
-    """Yield the paths that match a pattern. ``**`` matches `real_folders`; at the end, only the folder before it."""
+    """Yield the paths that match a pattern.
+
+    ``**`` matches `real_folders`; at the end, only the folder before it.
+    """
     parts = pattern.split(os.sep)
     if "**" not in parts:
         yield from glob.iglob(pattern)
@@ -458,9 +492,9 @@ def refuse_clashes(
 ) -> None:
     """Refuse to write one output over another, or over an input.
 
-    `outputs` and `inputs` have paths by description; None, and devices among outputs, are ignored. `systems` has paths
-    or patterns of data by description, as `open_systems` takes them. The `error` names every output that is another
-    file, too.
+    `outputs` and `inputs` have paths by description; None, and devices among outputs, are ignored.
+    `systems` has paths or patterns of data by description, as `open_systems` takes them. The
+    `error` names every output that is another file, too.
     """
     places = {
         name: Path(path)

@@ -1,8 +1,8 @@
 """Declaration of a section of input.json: a frozen dataclass of settings and sub-sections, and its plain form.
 
-A section is a dataclass whose fields are declared with `setting` (a value) or `section` (a sub-section). Its defaults,
-ranges and rules apply wherever it is built: by the input check, from a checkpoint or by hand. This module imports only
-`setting`, and not torch.
+A section is a dataclass whose fields are declared with `setting` (a value) or `section` (a
+sub-section). Its defaults, ranges and rules apply wherever it is built: by the input check, from a
+checkpoint or by hand. This module imports only `setting`, and not torch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Rule:
     Attributes
     ----------
     reads
-        Paths of the values below the section, such as `descriptor/sel`. A problem is reported at the first one. The
-        rule is not checked if one of the values is itself wrong.
+        Paths of the values below the section, such as `descriptor/sel`. A problem is reported at
+        the first one. The rule is not checked if one of the values is itself wrong.
     check
         A function that takes the values in this order and returns the problem, or None.
     """
@@ -52,7 +52,8 @@ class Foreign:
     what
         The feature that the key requests, as a phrase for messages.
     neutral
-        Values besides null that request nothing; they are accepted and left out of the normalised input.
+        Values besides null that request nothing; they are accepted and left out of the normalised
+        input.
     inert
         Whether all other values are left out, too, with a notice, because they change no result.
     """
@@ -83,7 +84,8 @@ class Section:
     foreign: ClassVar[Mapping[str, Foreign]] = {}
     #: Words of other programs for settings of this section, with what to write instead.
     hints: ClassVar[Mapping[str, str]] = {}
-    #: Settings that the plain form omits if they are None, because deepmd-kit checks whether their keys exist.
+    #: Settings that the plain form omits if they are None, because deepmd-kit checks whether their
+    #: keys exist.
     left_out: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -139,8 +141,8 @@ def section(
 ) -> Any:
     """Declare a dataclass field that is a sub-section; without a default, it is required.
 
-    `variants` are its kinds; None if the annotation names a single dataclass. A field annotated ``Mapping[str, X]`` is
-    an object of sections with names from the input.
+    `variants` are its kinds; None if the annotation names a single dataclass. A field annotated
+    ``Mapping[str, X]`` is an object of sections with names from the input.
     """
     metadata = {"setting": Setting(doc), "variants": variants}
     return dataclasses.field(default=default, metadata=metadata)
@@ -185,10 +187,12 @@ T = TypeVar("T")
 
 
 def freeze(section: type[T], plain: Mapping[str, Any]) -> T:
-    """Build settings from their plain objects, the inverse of `thaw`; absent keys take their defaults.
+    """Build settings from their plain objects, the inverse of `thaw`.
 
-    Unlike `argcheck.check`, which checks users' inputs, it accepts only the present spellings, and raises at the first
-    section with problems.
+    Absent keys take their defaults.
+
+    Unlike `argcheck.check`, which checks users' inputs, it accepts only the present spellings, and
+    raises at the first section with problems.
 
     Raises
     ------

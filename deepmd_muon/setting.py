@@ -1,7 +1,7 @@
 """Declaration of a setting, and the check of a value against its annotated type, with messages.
 
-The dataclass field of a setting holds its default, meaning, choices and range. This module imports neither the rest of
-the package nor torch.
+The dataclass field of a setting holds its default, meaning, choices and range. This module imports
+neither the rest of the package nor torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-# Bounds on any setting: larger numbers soon overflow float32, and larger whole numbers do not fit in 64 bits.
+# Bounds on any setting: larger numbers soon overflow float32, and larger whole numbers do not fit
+# in 64 bits.
 _LARGEST = 1e30
 _LARGEST_INTEGER = 2**63 - 1
 
@@ -50,7 +51,8 @@ class Needs:
     words
         The condition, as messages and the reference say it after "without": "normuon true".
     neutral
-        Values of the setting that ask for nothing, so that nobody misses an effect; None means its default alone.
+        Values of the setting that ask for nothing, so that nobody misses an effect; None means its
+        default alone.
     """
 
     reads: tuple[str, ...]
@@ -59,7 +61,9 @@ class Needs:
     neutral: tuple[Any, ...] | None = None
 
     def problem(self, of: Any) -> str | None:
-        """Describe in one phrase why the setting has no effect beside the other settings of `of`; None if it has one.
+        """Describe in one phrase why the setting has no effect beside the other settings of `of`.
+
+        None if it has one.
 
         `of` returns the value of a setting by its name.
         """
@@ -107,7 +111,8 @@ class Setting:
     nonempty
         Whether a list must have an element.
     any_case
-        Whether upper and lower case are equivalent, as in deepmd-kit; settings keep the string in lower case.
+        Whether upper and lower case are equivalent, as in deepmd-kit; settings keep the string in
+        lower case.
     needs
         Conditions on other settings, without which this one has no effect.
     """
@@ -128,7 +133,9 @@ class Setting:
     needs: tuple[Needs, ...] = ()
 
     def idle(self, value: Any, default: Any, of: Callable[[str], Any]) -> str | None:
-        """Describe in one phrase why a value has no effect; None if it has one, or if it asks for nothing.
+        """Describe in one phrase why a value has no effect.
+
+        None if it has one, or if it asks for nothing.
 
         `of` returns the value of another setting of the section by its name.
         """
@@ -145,7 +152,8 @@ class Setting:
     def problem(self, value: Any) -> str | None:
         """Describe in one phrase the problem of `value`, or return None.
 
-        Bounds, choices and pattern apply to a scalar, and to every element of a list or value of a map.
+        Bounds, choices and pattern apply to a scalar, and to every element of a list or value of a
+        map.
         """
         if isinstance(value, Mapping):
             return next((found for found in map(self.problem, value.values()) if found), None)
@@ -164,7 +172,9 @@ class Setting:
         return f"must be {rule}; found {literal(value)}{hint}{note}"
 
     def mismatch(self, value: Any, annotation: Any, words: str) -> str:
-        """Describe the problem of a value of the wrong type; a setting with names for its values lists them.
+        """Describe the problem of a value of the wrong type.
+
+        A setting with names for its values lists them.
 
         `words` is the description by the type alone.
         """
@@ -219,7 +229,10 @@ class Setting:
 
 
 def setting(default: Any = dataclasses.MISSING, *, doc: str, **rules: Any) -> Any:
-    """Declare a dataclass field that carries its `Setting`; without a default, the field is required."""
+    """Declare a dataclass field that carries its `Setting`.
+
+    Without a default, the field is required.
+    """
     return dataclasses.field(default=default, metadata={"setting": Setting(doc, **rules)})
 
 
@@ -234,7 +247,10 @@ def setting_like(settings: type, name: str, default: Any = dataclasses.MISSING) 
 
 
 def setting_of(field: dataclasses.Field[Any], annotation: Any = None) -> Setting:
-    """Return the `Setting` that `setting` attached to a dataclass field; a Literal annotation gives its choices."""
+    """Return the `Setting` that `setting` attached to a dataclass field.
+
+    A Literal annotation gives its choices.
+    """
     found = field.metadata["setting"]
     assert isinstance(found, Setting)
     literals = [
@@ -248,7 +264,8 @@ def setting_of(field: dataclasses.Field[Any], annotation: Any = None) -> Setting
 def check_settings(settings: Any, of: str = "") -> None:
     """Raise `InvalidSettingError` naming every field of a settings dataclass that violates its type or rules.
 
-    Strings with `any_case` become lower case. The message starts with `of`, or with the dataclass's name.
+    Strings with `any_case` become lower case. The message starts with `of`, or with the dataclass's
+    name.
     """
     kind: Any = type(settings)
     problems = []
@@ -320,8 +337,8 @@ class Mismatch:
     Attributes
     ----------
     found
-        For each fault, its indices inside nested lists, and a function that describes it. Most mismatches are
-        attempts without a reader, and describing a tensor takes milliseconds.
+        For each fault, its indices inside nested lists, and a function that describes it. Most
+        mismatches are attempts without a reader, and describing a tensor takes milliseconds.
     """
 
     found: tuple[tuple[tuple[int | str, ...], Callable[[], str]], ...]
@@ -346,9 +363,10 @@ class Mismatch:
 def convert(value: Any, annotation: Any, *, exact: bool = False) -> Any:
     """Return `value` as the annotated type, or a `Mismatch` when it does not fit.
 
-    A list becomes a tuple, a whole number stands for a float, and a float without a fraction (1e6) for a whole number
-    unless `exact`. A truth value is never a number; NaN and infinity are rejected. Of a Literal, only the type of its
-    members is checked here; `Setting.problem` compares with `choices`. Other kinds of annotations take any value.
+    A list becomes a tuple, a whole number stands for a float, and a float without a fraction (1e6)
+    for a whole number unless `exact`. A truth value is never a number; NaN and infinity are
+    rejected. Of a Literal, only the type of its members is checked here; `Setting.problem` compares
+    with `choices`. Other kinds of annotations take any value.
     """
     if annotation is Any:
         return value
@@ -436,7 +454,10 @@ def _convert_map(value: Any, annotation: Any, *, exact: bool) -> Any:
 
 
 def _faults_within(found: Iterable[tuple[int | str, Any]]) -> Mismatch | None:
-    """Return the faults of elements, with the index of the element put first; None without faults."""
+    """Return the faults of elements, with the index of the element put first.
+
+    None without faults.
+    """
     faults = [
         ((index, *where), word)
         for index, element in found
@@ -531,8 +552,8 @@ def one_of(choices: Collection[Any]) -> str:
 def nearest_of(value: Any, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the name that a string probably means, None without any.
 
-    Case, "-" and "_" do not count. Numbers must agree: 'float16' is not a misspelled 'float64'. `cutoff` is the least
-    similarity (difflib).
+    Case, "-" and "_" do not count. Numbers must agree: 'float16' is not a misspelled 'float64'.
+    `cutoff` is the least similarity (difflib).
     """
     if not isinstance(value, str):
         return None

@@ -14,7 +14,8 @@ from deepmd_muon.section import thaw
 
 log = logging.getLogger(__name__)
 
-# Settings of how weights and statistics are made, which a checkpoint already holds, and of what is trained.
+# Settings of how weights and statistics are made, which a checkpoint already holds, and of what is
+# trained.
 _NOT_PHYSICS = (
     "trainable",
     "seed",
@@ -29,10 +30,12 @@ _TRAINING = ("optimizer/", "loss/", "learning_rate/", "training/training_data/",
 def check_model_section(
     saved: ModelSettings, present: ModelSettings, path: Path, *, insist: bool
 ) -> None:
-    """Raise if the checkpoint `path` was trained with other model settings; with `insist`, log the changes instead.
+    """Raise if the checkpoint `path` was trained with other model settings.
 
-    Weights load without error after a change of cutoff or activation, but the run would continue with other energies.
-    Both sections must give `sel` as numbers.
+    With `insist`, log the changes instead.
+
+    Weights load without error after a change of cutoff or activation, but the run would continue
+    with other energies. Both sections must give `sel` as numbers.
 
     Raises
     ------

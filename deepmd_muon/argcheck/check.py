@@ -48,7 +48,10 @@ class _Found:
 
 
 def check(section: type[T], given: object) -> Checked[T]:
-    """Check the content of an input file against a settings dataclass; return the settings or every problem."""
+    """Check the content of an input file against a settings dataclass.
+
+    Return the settings or every problem.
+    """
     walk = _Walk(tree(section))
     found = walk.section(walk.root, given, ())
     settings = _freeze(found) if found is not None and not walk.problems else None
@@ -79,7 +82,10 @@ class _Walk:
         self.problems.append(Problem("/".join(path), message, elsewhere))
 
     def section(self, key: Key, given: object, path: Path) -> _Found | None:
-        """Check an object; return its valid values, or None if it is not an object or of an unknown kind."""
+        """Check an object.
+
+        Return its valid values, or None if it is not an object or of an unknown kind.
+        """
         if not isinstance(given, dict):
             self.problem(path, f"must be an object with keys of its own; found {shown(given)}")
             return None
@@ -148,7 +154,10 @@ class _Walk:
     def spellings(
         self, kind: Key, given: dict[Any, Any], path: Path, *, tagged: bool
     ) -> dict[str, str]:
-        """Match the keys of an object with those of its section; report unknown and doubled ones."""
+        """Match the keys of an object with those of its section.
+
+        Report unknown and doubled ones.
+        """
         assert kind.section is not None
         known = {
             spelling: key.name for key in kind.keys.values() for spelling in (key.name, *key.alias)
@@ -215,7 +224,10 @@ class _Walk:
         return _WRONG if None in found.values() else found
 
     def rules(self, found: _Found, path: Path) -> None:
-        """Report broken rules over several values; skip a rule if one of its values is invalid itself."""
+        """Report broken rules over several values.
+
+        Skip a rule if one of its values is invalid itself.
+        """
         for rule in rules_of(found.section):
             values = [self.look(found, name.split("/"), path) for name in rule.reads]
             if any(value is _WRONG for value in values):
@@ -225,7 +237,10 @@ class _Walk:
                 self.problem((*path, *_spelled(found, rule.reads[0].split("/"))), problem)
 
     def needs(self, kind: Key, found: _Found, path: Path) -> None:
-        """Report the given settings that have no effect beside the others; skip those with an invalid value."""
+        """Report the given settings that have no effect beside the others.
+
+        Skip those with an invalid value.
+        """
         invalid = kind.keys.keys() - found.values.keys()
         for name, spelling in found.spellings.items():
             key = kind.keys[name]
@@ -236,7 +251,10 @@ class _Walk:
                 self.idle.append(Problem("/".join((*path, spelling)), problem))
 
     def look(self, found: _Found, names: list[str], path: Path) -> Any:
-        """Return the value at a rule's path, a section as its settings; `_WRONG` if it is invalid."""
+        """Return the value at a rule's path, a section as its settings.
+
+        `_WRONG` if it is invalid.
+        """
         value = _look(found, names)
         if not isinstance(value, (_Found, dict)):
             return value

@@ -1,7 +1,8 @@
 """The input file as dargs arguments, for other programs: DP-GUI, deepmd-kit's own check, `--out-type json`.
 
-They are plain arguments of dargs, made from the same declarations as our own check. They know keys, aliases, types,
-choices and ranges, but neither rules over several keys nor older layouts; `normalize` knows these.
+They are plain arguments of dargs, made from the same declarations as our own check. They know keys,
+aliases, types, choices and ranges, but neither rules over several keys nor older layouts;
+`normalize` knows these.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def gen_args(multi_task: bool = False) -> list[Argument]:
     sections = {section.name: section for section in arguments_of(MultiTaskSettings)}
     model = sections["model"]
     branch = model.sub_fields["model_dict"]
-    # Keys that are the same in all branches may stand in `model` itself: a branch needs none, and a default that dargs
-    # filled in would hide the common value.
+    # Keys that are the same in all branches may stand in `model` itself: a branch needs none, and a
+    # default that dargs filled in would hide the common value.
     branch.sub_fields = {key.name: key for key in _branch_fields()}
     common = [key for key in _branch_fields() if key.name not in model.sub_fields]
     model.extend_subfields(common)
@@ -133,7 +134,10 @@ def _argument(key: Key, *, has_default: bool = True) -> Argument:
 
 
 def _default(key: Key) -> Any:
-    """Return the plain default of a key; dargs does not fill in the keys of an absent section by itself."""
+    """Return the plain default of a key.
+
+    Dargs does not fill in the keys of an absent section by itself.
+    """
     if key.variants is None or key.value is None:
         return thaw(key.value)
     return {"type": key.variants.name_of(type(key.value)), **thaw(key.value)}

@@ -21,8 +21,8 @@ def unlike_deepmd_kit(branch: Branch, *, finetune: bool = False) -> list[str]:
     loss = branch.loss
     if isinstance(loss, EnerLossSettings) and not loss.has("e"):
         found.append(
-            "without start_pref_e and limit_pref_e above 0, energies only give the energy bias; deepmd-kit does not "
-            "read them, and its bias is 0"
+            "without start_pref_e and limit_pref_e above 0, energies only give the energy bias; "
+            "deepmd-kit does not read them, and its bias is 0"
         )
     if finetune and branch.model.atom_exclude_types:
         found.append(EXCLUDED_ATOMS)
@@ -33,8 +33,8 @@ def _of_model(model: ModelSettings) -> list[str]:
     found = []
     if model.use_srtab is not None and model.pair_exclude_types:
         found.append(
-            "pair_exclude_types: excluded pairs are empty in the statistics of the descriptor; with use_srtab, "
-            "deepmd-kit counts them there"
+            "pair_exclude_types: excluded pairs are empty in the statistics of the descriptor; "
+            "with use_srtab, deepmd-kit counts them there"
         )
     descriptor, fitting = model.descriptor, model.fitting_net
     if model.smin_alpha not in (None, DEFAULT_ALPHA):
@@ -43,7 +43,8 @@ def _of_model(model: ModelSettings) -> list[str]:
         )
     if any(energy is not None for energy in getattr(fitting, "atom_ener", ())):
         found.append(
-            "fitting_net/atom_ener: these energies are the bias of their types; deepmd-kit fits the bias to the data"
+            "fitting_net/atom_ener: these energies are the bias of their types; deepmd-kit fits "
+            "the bias to the data"
         )
     if getattr(fitting, "rcond", None) is not None:
         found.append("fitting_net/rcond: deepmd-kit ignores it")

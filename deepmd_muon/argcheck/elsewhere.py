@@ -1,4 +1,7 @@
-"""Features of deepmd-kit 3.2 that this package lacks; inputs that request them can go to deepmd-kit instead."""
+"""Features of deepmd-kit 3.2 that this package lacks.
+
+Inputs that request them can go to deepmd-kit instead.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from typing import Any
 from deepmd_muon.argcheck.errors import Problem
 from deepmd_muon.argcheck.schema import Key
 
-# Names of deepmd-kit's kinds, aliases included. A kind that this package or a plugin registers does not count.
+# Names of deepmd-kit's kinds, aliases included. A kind that this package or a plugin registers does
+# not count.
 TYPES: dict[str, tuple[str, ...]] = {
     "model": (
         *("dpa4", "DPA4", "SeZM", "sezm", "frozen", "pairtab", "pairwise_dprc", "linear_ener"),
@@ -52,7 +56,9 @@ KEYS = {
 
 
 def only_in_deepmd_kit(data: Mapping[str, Any], schema: Key) -> list[Problem]:
-    """Return the features of an input that only deepmd-kit has; callers then report these and no other problem.
+    """Return the features of an input that only deepmd-kit has.
+
+    Callers then report these and no other problem.
 
     The input is in today's spelling; `schema` is the `tree` of the whole input.
     """

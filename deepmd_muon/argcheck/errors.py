@@ -17,7 +17,8 @@ class Problem:
     message
         The problem, the value found and the remedy.
     elsewhere
-        Requested features that deepmd-kit has and this package lacks, in words; empty for a mistake.
+        Requested features that deepmd-kit has and this package lacks, in words; empty for a
+        mistake.
     """
 
     path: str

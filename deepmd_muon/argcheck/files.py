@@ -16,7 +16,8 @@ from deepmd_muon.argcheck.errors import InputError, Problem
 from deepmd_muon.files import open_regular
 from deepmd_muon.setting import shown
 
-#: Bounds on an input; the largest in use have some hundred systems. Parsing YAML takes a hundred times longer.
+#: Bounds on an input; the largest in use have some hundred systems. Parsing YAML takes a hundred
+#: times longer.
 MAX_BYTES = 8 << 20
 MAX_YAML_BYTES = 1 << 18
 MAX_VALUES = 200_000
@@ -49,7 +50,10 @@ _TAG = "tag:yaml.org,2002:"
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """YAML 1.2's core schema: 1e-3 is a number; yes, no, on, off, 12:30 and 2026-11-21 are words."""
+    """YAML 1.2's core schema: 1e-3 is a number.
+
+    Yes, no, on, off, 12:30 and 2026-11-21 are words.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it so
         first: [(tag, rule) for tag, rule in rules if tag in (f"{_TAG}null", f"{_TAG}merge")]
@@ -81,7 +85,8 @@ class _YamlLoader(yaml.SafeLoader):
 
     def object(self, node: yaml.MappingNode) -> Iterator[_Object]:
         """Build an object after its contents, so that PyYAML rejects an object that contains itself."""
-        # An object may override the keys that "<<" merges in, so only its own keys count as repeated.
+        # An object may override the keys that "<<" merges in, so only its own keys count as
+        # repeated.
         own = [key for key, _ in node.value if key.tag != f"{_TAG}merge"]
         doubled = _doubles([_hashable(self.construct_object(key, deep=True)) for key in own])
         self.flatten_mapping(node)
@@ -188,7 +193,10 @@ def _json_mistake(text: str, error: json.JSONDecodeError) -> str:
 
 
 def _marked(text: str, error: json.JSONDecodeError) -> str:
-    """Return the line of an error with a mark below its column; of a long line, the part around it."""
+    """Return the line of an error with a mark below its column.
+
+    Of a long line, the part around it.
+    """
     lines = text.splitlines()
     line = lines[error.lineno - 1] if error.lineno <= len(lines) else ""
     first = max(0, error.colno - 60)
@@ -200,7 +208,8 @@ def _marked(text: str, error: json.JSONDecodeError) -> str:
 
 
 def _digits(value: int) -> int:
-    # Python refuses to write numbers of more than 4,300 digits; YAML's hexadecimal ones may have more.
+    # Python refuses to write numbers of more than 4,300 digits; YAML's hexadecimal ones may have
+    # more.
     return int((abs(value).bit_length() - 1) * math.log10(2)) + 1
 
 

@@ -19,8 +19,8 @@ _SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", typ
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of an input file (draft 2020-12).
 
-    It covers keys, aliases, types, choices and ranges, but neither rules over several keys nor the older layouts that
-    `normalize` translates.
+    It covers keys, aliases, types, choices and ranges, but neither rules over several keys nor the
+    older layouts that `normalize` translates.
     """
     extra = {"$schema": {"type": "string"}}
     several = {"properties": {"model": {"required": ["model_dict"]}}, "required": ["model"]}

@@ -31,9 +31,9 @@ from deepmd_muon.section import thaw
 from deepmd_muon.setting import shown
 
 _NO_OPTIMIZER = (
-    'optimizer is not given: the run uses Adam, as deepmd-kit does; "optimizer": {"type": "HybridMuon"} would '
-    "orthogonalize the updates of weight matrices and leave the rest to Adam (doc/optimizer.md; results in "
-    "doc/benchmarks/race.md)"
+    'optimizer is not given: the run uses Adam, as deepmd-kit does; "optimizer": '
+    '{"type": "HybridMuon"} would orthogonalize the updates of weight matrices and leave the rest '
+    "to Adam (doc/optimizer.md; results in doc/benchmarks/race.md)"
 )
 
 
@@ -55,7 +55,8 @@ class Input:
     Attributes
     ----------
     settings
-        The settings as frozen dataclasses; those of several models with their shared parts written out.
+        The settings as frozen dataclasses; those of several models with their shared parts written
+        out.
     source
         Name of its file.
     notices
@@ -237,6 +238,9 @@ def load(path: str | os.PathLike[str]) -> Input:
 
 
 def dump(normalized: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write `Input.normalized` as JSON, usually out.json; a reader sees the old file or the new one, never a part."""
+    """Write `Input.normalized` as JSON, usually out.json.
+
+    A reader sees the old file or the new one, never a part.
+    """
     with whole_file(Path(path)) as file:
         file.write((json.dumps(normalized, indent=4, ensure_ascii=False) + "\n").encode())

@@ -103,7 +103,8 @@ def expand(data: Mapping[str, Any]) -> Expanded:
         if not isinstance(name, str) or name in _NO_NAMES or {*name} & {".", "/"}:
             found.problem(
                 where,
-                f"is no name of a branch: it must have neither . nor /, and not be {_or(_NO_NAMES)}",
+                "is no name of a branch: it must have neither . nor /, and not be "
+                f"{_or(_NO_NAMES)}",
             )
         if isinstance(branch, dict):
             for key, value in common.items():

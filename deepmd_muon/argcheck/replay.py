@@ -47,7 +47,10 @@ def check_replay(given: Input) -> Settings:
         With every obstacle at once.
     """
     if not isinstance(given.settings, Settings):
-        problem = "has branches already, and --replay adds its own: put the data to replay into a branch instead"
+        problem = (
+            "has branches already, and --replay adds its own: put the data to replay into a branch "
+            "instead"
+        )
         raise InputError([Problem("model/model_dict", problem)], given.source)
     settings, problems = given.settings, []
     if settings.training.numb_steps is None:
@@ -57,12 +60,15 @@ def check_replay(given: Input) -> Settings:
     frozen = not getattr(settings.model.descriptor, "trainable", True)
     if frozen and not replay_of(settings).share_fitting_net:
         problem = (
-            "is false, so replayed data would not train any part of the new model: set replay/share_fitting_net to "
-            "true, or fine-tune without --replay"
+            "is false, so replayed data would not train any part of the new model: set "
+            "replay/share_fitting_net to true, or fine-tune without --replay"
         )
         problems.append(Problem("model/descriptor/trainable", problem))
     if settings.training.zero_stage > 1:
-        problem = f"must be 0 or 1 with --replay, which trains two branches; found {settings.training.zero_stage}"
+        problem = (
+            "must be 0 or 1 with --replay, which trains two branches; found "
+            f"{settings.training.zero_stage}"
+        )
         problems.append(Problem("training/zero_stage", problem))
     if problems:
         raise InputError(problems, given.source)
@@ -93,8 +99,9 @@ def with_replay(
 ) -> Input:
     """Return the input of the two-branch run, from one that passed `check_replay` and its model with a type map.
 
-    Both branches share the descriptor and, with `replay/share_fitting_net`, the fitting net. Both start from the branch
-    `head` of the checkpoint, or from its only model. Each branch fits its atomic energy biases to its own data.
+    Both branches share the descriptor and, with `replay/share_fitting_net`, the fitting net. Both
+    start from the branch `head` of the checkpoint, or from its only model. Each branch fits its
+    atomic energy biases to its own data.
 
     Raises
     ------

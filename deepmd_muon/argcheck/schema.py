@@ -1,7 +1,7 @@
 """From settings dataclasses to one tree of dargs arguments.
 
-Everything is derived from the dataclasses that `deepmd_muon.section` describes: the dargs tree here, the check in
-`check`, the reference and the JSON Schema in `document`.
+Everything is derived from the dataclasses that `deepmd_muon.section` describes: the dargs tree
+here, the check in `check`, the reference and the JSON Schema in `document`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,10 @@ _TREES: dict[tuple[type, str], Key] = {}
 
 
 def tree(section: type, name: str = "input") -> Key:
-    """Return a settings dataclass as one dargs argument; rebuild it only if kinds were registered since."""
+    """Return a settings dataclass as one dargs argument.
+
+    Rebuild it only if kinds were registered since.
+    """
     known = _TREES.get((section, name))
     if known is None or not _is_current(known):
         known = _TREES[section, name] = _kind(name, section)

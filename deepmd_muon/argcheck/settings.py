@@ -47,8 +47,8 @@ def _decay_keeps_signs(optimizer: Buildable, start_lr: float) -> str | None:
         return None
     ratio = f" · adam_lr_ratio {fastest:g}" if fastest > 1.0 else ""
     return (
-        f"weight_decay {decay:g} · start_lr {start_lr:g}{ratio} must be below 1, because each step multiplies the "
-        f"weights by 1 minus this product; found {shrinkage:g}"
+        f"weight_decay {decay:g} · start_lr {start_lr:g}{ratio} must be below 1, because each step "
+        f"multiplies the weights by 1 minus this product; found {shrinkage:g}"
     )
 
 

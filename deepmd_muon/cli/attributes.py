@@ -20,15 +20,16 @@ ATTRIBUTES = (
     "observed-type",
     "serialization-tree",
 )
-# deepmd-kit's bound for a type that its data did not have: the energy bias of such a type is 0 [eV].
+# deepmd-kit's bound for a type that its data did not have: the energy bias of such a type is 0
+# [eV].
 _UNOBSERVED = 1e-6
 
 
 def log_attributes(path: str, wanted: Sequence[str], *, trust: bool = False) -> None:
     """Log attributes of the model in a checkpoint or frozen file, in deepmd-kit's order and words.
 
-    `trust` runs a frozen file whatever operators it calls, see `Predictor`. Attributes that only deepmd-kit
-    knows are handed over: a serialization tree, the size of a model that we do not have.
+    `trust` runs a frozen file whatever operators it calls, see `Predictor`. Attributes that only
+    deepmd-kit knows are handed over: a serialization tree, the size of a model that we do not have.
     """
     if "serialization-tree" in wanted:
         raise HandOver("'show serialization-tree'")
@@ -98,7 +99,8 @@ def _lines_of_several(
     if "model-branch" in wanted:
         names = [*sections, "RANDOM"]
         lines.append(
-            f"Available model branches are {names}, where 'RANDOM' means using a randomly initialized fitting net."
+            f"Available model branches are {names}, where 'RANDOM' means using a randomly "
+            "initialized fitting net."
         )
         rows = [
             (name, ", ".join(section.get("model_branch_alias") or ()))

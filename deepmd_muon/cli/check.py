@@ -9,14 +9,17 @@ from pathlib import Path
 from deepmd_muon.cli.models import add_model_options, load_predictors, require_readable
 from deepmd_muon.cli.systems import add_label_options, begin, open_listed, section_of_input
 
-HELP = "check whether dynamics with models can be trusted near their data: coverage, scans, short dynamics"
+HELP = (
+    "check whether dynamics with models can be trusted near their data: coverage, scans, short "
+    "dynamics"
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.epilog = (
-        "The exit status is 0 when no item fails (with --strict: when all hold), 1 when one fails, and 2 when nothing "
-        "could be checked."
+        "The exit status is 0 when no item fails (with --strict: when all hold), 1 when one fails, "
+        "and 2 when nothing could be checked."
     )
     parser.add_argument(
         "MODEL", nargs="+", help="checkpoints or frozen files; several are compared as well"
@@ -35,7 +38,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--temperature",
         type=float,
         metavar="K",
-        help="of the dynamics [1.5 times that of the data, by forces; above 2,000 K you must give it]",
+        help=(
+            "of the dynamics [1.5 times that of the data, by forces; above 2,000 K you must give "
+            "it]"
+        ),
     )
     parser.add_argument(
         "--time", type=float, metavar="PS", help="length of the dynamics [2, on a GPU 5]"

@@ -18,7 +18,8 @@ _OF_LIBRARIES = "error is raised when loading"
 class HandOver(Exception):  # noqa: N818 (a request, not an error)
     """A command line that deepmd-kit should answer; its text names the missing feature.
 
-    `advice` is for users without deepmd-kit; `words` are deepmd-kit's command for it, where that is another one.
+    `advice` is for users without deepmd-kit; `words` are deepmd-kit's command for it, where that is
+    another one.
     """
 
     def __init__(self, what: str, advice: str = "", words: Sequence[str] = ()) -> None:
@@ -54,7 +55,8 @@ class DeepmdKitOption(argparse.Action):
 def hand_over(what: str, words: list[str], advice: str = "") -> int:
     """Run deepmd-kit's own main on `words`, because `what` is missing here, and say so.
 
-    Return deepmd-kit's exit status, or 2 with a message when deepmd-kit is not installed or lacks a package.
+    Return deepmd-kit's exit status, or 2 with a message when deepmd-kit is not installed or lacks a
+    package.
     """
     if importlib.util.find_spec("deepmd") is None:
         rest = f"; {advice}" if advice else ""
@@ -70,12 +72,14 @@ def hand_over(what: str, words: list[str], advice: str = "") -> int:
 
         return int(deepmd_kit_main([word for word in words if word != "--trust"]) or 0)
     except (ImportError, RuntimeError) as error:
-        # It loads a backend's libraries late: without MPI, or with another torch than its wheel's, only then.
+        # It loads a backend's libraries late: without MPI, or with another torch than its wheel's,
+        # only then.
         if not isinstance(error, ImportError) and _OF_LIBRARIES not in str(error):
             raise
         sys.stderr.write(
-            f"dp: deepmd-kit is installed but cannot load what it needs ({type(error).__name__}: {error})\n"
-            "For its PyTorch backend, which needs MPI and the torch that it was compiled with: "
-            f"pip install 'deepmd-kit[torch]'. `python -m deepmd {shlex.join(words)}` shows the traceback.\n"
+            f"dp: deepmd-kit is installed but cannot load what it needs ({type(error).__name__}: "
+            f"{error})\nFor its PyTorch backend, which needs MPI and the torch that it was "
+            "compiled with: pip install 'deepmd-kit[torch]'. `python -m deepmd "
+            f"{shlex.join(words)}` shows the traceback.\n"
         )
         return 2

@@ -48,7 +48,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="also write model-2/FILE to model-N/FILE: the same with other seeds, to measure uncertainty",
+        help=(
+            "also write model-2/FILE to model-N/FILE: the same with other seeds, to measure "
+            "uncertainty"
+        ),
     )
     parser.add_argument(
         "--split-folder",

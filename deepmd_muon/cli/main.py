@@ -1,8 +1,8 @@
 """The program behind `dp`, `dpmuon` and `python -m deepmd_muon`.
 
-Backend, command and options are deepmd-kit's. Those that this package lacks (other backends, other commands, some
-options) go to deepmd-kit's own main where deepmd-kit is installed beside us; it is imported, never called
-as `dp`, because that name may be ours.
+Backend, command and options are deepmd-kit's. Those that this package lacks (other backends, other
+commands, some options) go to deepmd-kit's own main where deepmd-kit is installed beside us; it is
+imported, never called as `dp`, because that name may be ours.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ _LOG_LEVELS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the words after the program's name, those of this process by default, and return the exit status.
 
-    It is 0 on success, 2 when the command line or a file it names is wrong, 1 when the work cannot go on (a full disk,
-    no memory, a loss that is not finite), 130 after Ctrl-C; otherwise the status of the command or of deepmd-kit.
+    It is 0 on success, 2 when the command line or a file it names is wrong, 1 when the work cannot
+    go on (a full disk, no memory, a loss that is not finite), 130 after Ctrl-C; otherwise the
+    status of the command or of deepmd-kit.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     backend, rest = split_backend(words)
@@ -108,7 +109,10 @@ def _run(words: list[str], backend: str | None, rest: list[str]) -> int:
     command = next((word for word in rest if not word.startswith("-")), None)
     try:
         if backend not in (None, *_OURS):
-            known = f"{choices(backend, (*_OURS, *_OTHERS))} (all but {' and '.join(_OURS)} are deepmd-kit's)"
+            known = (
+                f"{choices(backend, (*_OURS, *_OTHERS))} (all but {' and '.join(_OURS)} are "
+                "deepmd-kit's)"
+            )
             raise HandOver(f"the backend {backend!r}", "" if backend in _OTHERS else known)
         if command is not None and command not in COMMANDS:
             raise HandOver(f"the command {command!r}", choices(command, tuple(COMMANDS)))
@@ -143,7 +147,8 @@ def _guarded(options: argparse.Namespace) -> int:
     except (HandOver, BrokenPipeError):
         raise
     except Exception as error:
-        # Our own exception classes, files that cannot be opened and the machine's failures: nothing else is expected.
+        # Our own exception classes, files that cannot be opened and the machine's failures: nothing
+        # else is expected.
         ours = type(error).__module__.startswith("deepmd_muon") or isinstance(error, OSError)
         failure = failure_of(error)
         if not (ours or failure) or options.log_level <= logging.DEBUG:
@@ -162,7 +167,8 @@ def _check_threads() -> None:
         number.strip().isdecimal() and int(number) > 0 for number in given.split(",")
     ):
         raise CommandError(
-            f"OMP_NUM_THREADS must be a whole number above 0; found {given!r}: set another, or unset it"
+            f"OMP_NUM_THREADS must be a whole number above 0; found {given!r}: set another, or "
+            "unset it"
         )
 
 
@@ -178,7 +184,10 @@ def _printing(command: str, error: Exception) -> contextlib.AbstractContextManag
 
 
 def split_backend(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the backend's name, from the words or else from DP_BACKEND, or None; and the words without it."""
+    """Return the backend's name, from the words or else from DP_BACKEND, or None.
+
+    And the words without it.
+    """
     backend = os.environ.get("DP_BACKEND") or None
     rest: list[str] = []
     remaining = list(words)
@@ -213,7 +222,10 @@ def build_parser() -> argparse.ArgumentParser:
         "-b",
         "--backend",
         metavar="NAME",
-        help="backend; ours is pytorch (or pt), others go to deepmd-kit; default: $DP_BACKEND or pytorch",
+        help=(
+            "backend; ours is pytorch (or pt), others go to deepmd-kit; default: $DP_BACKEND or "
+            "pytorch"
+        ),
     )
     backend.add_argument(
         "--pt", "--pytorch", action="store_true", help="the same as --backend pytorch"

@@ -31,7 +31,10 @@ def add_model_options(parser: argparse.ArgumentParser, *options: str) -> None:
             "--ema", action="store_true", help="use the averaged weights of a checkpoint"
         )
     if "trust" in options:
-        trust = "run a frozen file with any operators, or a compiled one (.pt2), of whose maker you are sure"
+        trust = (
+            "run a frozen file with any operators, or a compiled one (.pt2), of whose maker you "
+            "are sure"
+        )
         parser.add_argument("--trust", action="store_true", help=trust)
 
 
@@ -47,7 +50,8 @@ def check_compiled(path: str, *, trust: bool) -> None:
         require_file(path)
     if Path(path).suffix == ".pt2" and not trust:
         raise CommandError(
-            f"{path} holds compiled code, which runs when it is loaded; if you trust its maker, use --trust"
+            f"{path} holds compiled code, which runs when it is loaded; if you trust its maker, "
+            "use --trust"
         )
 
 
@@ -58,7 +62,10 @@ def require_file(path: str | os.PathLike[str]) -> None:
 
 
 def require_readable(path: str, *, trust: bool) -> None:
-    """Hand over for a model file of deepmd-kit's other backends; see `check_compiled` for compiled ones."""
+    """Hand over for a model file of deepmd-kit's other backends.
+
+    See `check_compiled` for compiled ones.
+    """
     check_compiled(path, trust=trust)
     if Path(path).suffix in (".pb", ".pt2", ".dp", ".yaml", ".savedmodel", ".hlo"):
         require_file(path)

@@ -21,7 +21,8 @@ from deepmd_muon.data.sampling.splitting import Share, split
 from deepmd_muon.data.writing import formula_of, write_npy
 from deepmd_muon.files import make_folder_of, whole_file
 
-# se_e2_a has a network for every type of neighbour; beyond so many types one for all of them learns from more data.
+# se_e2_a has a network for every type of neighbour; beyond so many types one for all of them learns
+# from more data.
 _MANY_TYPES = 4
 # The networks of the race (doc/benchmarks/race.md), on which the default rates were measured.
 _DESCRIPTORS: dict[str, dict[str, Any]] = {
@@ -95,7 +96,8 @@ class Choice:
 class Proposal:
     """An input and its grounds: choices with reasons, frames of every system, doubts about the data.
 
-    `to_write` has the systems to write by folder; it is empty where the input names the data as they are.
+    `to_write` has the systems to write by folder; it is empty where the input names the data as
+    they are.
     """
 
     content: dict[str, Any]
@@ -110,8 +112,8 @@ class Proposal:
         Raises
         ------
         WriteError
-            When a file cannot be written, or exists by now: another command may have written it. The split systems
-            are removed again.
+            When a file cannot be written, or exists by now: another command may have written it.
+            The split systems are removed again.
         """
         texts = []
         for seed, output in enumerate(outputs, 1):
@@ -169,7 +171,10 @@ def _encoded(text: str) -> bytes:
 
 
 def _with_seed(content: dict[str, Any], seed: int, top: str) -> dict[str, Any]:
-    """Return an input of other first weights and another order of the data; from its folder `top` leads here."""
+    """Return an input of other first weights and another order of the data.
+
+    From its folder `top` leads here.
+    """
     content = copy.deepcopy(content)
     for section in (
         content["model"]["descriptor"],
@@ -378,7 +383,8 @@ def _content(
     kind, labels = _descriptor_kind(wishes, type_map), _labels(shares)
     if wishes.rcut <= 0.5:
         raise CommandError(
-            f"--rcut must be more than 0.5 Å, where the descriptor begins to fade; found {wishes.rcut:g}"
+            "--rcut must be more than 0.5 Å, where the descriptor begins to fade; found "
+            f"{wishes.rcut:g}"
         )
     descriptor = {
         "type": kind,

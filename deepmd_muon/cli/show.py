@@ -45,7 +45,10 @@ _PICTURES = {"lcurve": "lcurve.png", "weights": "weights.png"}
 
 
 class _Topic(argparse.Action):
-    """Takes the topic; of those, kernels alone goes without a file. `-h` after the topic shows its own help."""
+    """Takes the topic; of those, kernels alone goes without a file.
+
+    `-h` after the topic shows its own help.
+    """
 
     file: argparse.Action
     options: Mapping[str, Sequence[argparse.Action]]
@@ -205,7 +208,10 @@ def _run_attributes(options: argparse.Namespace) -> int:
 
 
 def _input_routing(path: Path) -> str:
-    """Return the routing that training with this input would use, or HybridMuon in it; no data are read."""
+    """Return the routing that training with this input would use, or HybridMuon in it.
+
+    No data are read.
+    """
     from deepmd_muon.argcheck import load
     from deepmd_muon.optim import HybridMuon, HybridMuonConfig
     from deepmd_muon.show.plan import model_of, optimizer_of

@@ -23,7 +23,10 @@ def begin(
     inputs: Mapping[str, str | Path | None] = MappingProxyType({}),
     systems: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
-    """Refuse outputs that the command reads, or each other (see `refuse_clashes`); then begin its log."""
+    """Refuse outputs that the command reads, or each other (see `refuse_clashes`).
+
+    Then begin its log.
+    """
     from deepmd_muon.train.report import set_up_logging
 
     refuse_clashes(CommandError, {**outputs, "-l": options.log_path}, inputs, systems)
@@ -65,7 +68,10 @@ def open_listed(
 
 
 def write_systems(systems: list[System], output: Path) -> list[str]:
-    """Write systems in the form that the ending of `output` names, else as npy folders; return their names."""
+    """Write systems in the form that the ending of `output` names, else as npy folders.
+
+    Return their names.
+    """
     from deepmd_muon.data.writing import write_extxyz, write_hdf5, write_lmdb, write_npy
 
     writers = {".hdf5": write_hdf5, ".h5": write_hdf5, ".lmdb": write_lmdb}
@@ -74,7 +80,10 @@ def write_systems(systems: list[System], output: Path) -> list[str]:
 
 
 def listed_systems(path: str) -> list[str]:
-    """Return the systems of a text file, one a line; empty lines and those that begin with # do not count."""
+    """Return the systems of a text file, one a line.
+
+    Empty lines and those that begin with # do not count.
+    """
     if not Path(path).exists():
         raise CommandError(f"there is no list of systems {path}")
     try:
@@ -87,7 +96,10 @@ def listed_systems(path: str) -> list[str]:
 
 
 def section_of_input(path: Path, name: str, head: str | None = None) -> TrainingDataSettings:
-    """Return a data section of an input file; its systems are relative to the file's folder, as in deepmd-kit."""
+    """Return a data section of an input file.
+
+    Its systems are relative to the file's folder, as in deepmd-kit.
+    """
     from deepmd_muon.argcheck import load
 
     given = load(path)

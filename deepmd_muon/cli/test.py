@@ -32,7 +32,10 @@ log = logging.getLogger(__name__)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options; names and meaning are deepmd-kit's, `--plot` and `--ema` are ours."""
+    """Declare the command's options.
+
+    Names and meaning are deepmd-kit's, `--plot` and `--ema` are ours.
+    """
     parser.add_argument(
         "-m",
         "--model",
@@ -127,7 +130,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _begin(options: argparse.Namespace) -> None:
-    """Refuse outputs that are the model, data, a list, an input file or each other; begin the log."""
+    """Refuse outputs that are the model, data, a list, an input file or each other.
+
+    Begin the log.
+    """
     from deepmd_muon.checkpoint_file.file import checkpoint_path
     from deepmd_muon.infer.details import DetailFiles
 
@@ -153,8 +159,8 @@ def _test_system(
     for part in parts:
         if wrong := part.prediction.not_finite:
             raise CommandError(
-                f"{' and '.join(wrong)} predicted for {part.system} are not finite: the weights of the model are "
-                "spoiled; test an earlier checkpoint"
+                f"{' and '.join(wrong)} predicted for {part.system} are not finite: the weights of "
+                "the model are spoiled; test an earlier checkpoint"
             )
         errors = add_errors(errors, part.errors)
         frames += part.reference.nframes
@@ -167,7 +173,10 @@ def _test_system(
 
 
 def _picture(paths: list[str] | None) -> ParityPicture | None:
-    """Return the picture to fill, checked before the work begins; matplotlib is imported for it alone."""
+    """Return the picture to fill, checked before the work begins.
+
+    Matplotlib is imported for it alone.
+    """
     if paths is None:
         return None
     from deepmd_muon.show.parity import ParityPicture

@@ -79,7 +79,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train; an input that needs features of deepmd-kit goes to deepmd-kit, before torch is imported."""
+    """Train.
+
+    An input that needs features of deepmd-kit goes to deepmd-kit, before torch is imported.
+    """
     begun = time.monotonic()
     from deepmd_muon.train.process.warm_up import (
         garbage_collection_paused,

@@ -12,7 +12,8 @@ from types import ModuleType, TracebackType
 VARIABLE = "DEEPMD_MUON"
 # The trainers of `dp --pt` and `dp --pt-expt`.
 TRAINERS = ("deepmd.pt.train.training", "deepmd.pt_expt.train.training")
-# The input check of all its commands, `dp doc-train-input` and `gen_args` for other programs included.
+# The input check of all its commands, `dp doc-train-input` and `gen_args` for other programs
+# included.
 INPUT_CHECK = "deepmd.utils.argcheck"
 
 
@@ -31,8 +32,8 @@ def wanted(environment: Mapping[str, str]) -> bool:
     value = environment.get(VARIABLE, "")
     if value not in ("", "0", "1"):
         raise ActivationError(
-            f"the environment variable {VARIABLE} must be 1 (deepmd-muon's HybridMuon inside deepmd-kit) or 0; "
-            f"found {value!r}"
+            f"the environment variable {VARIABLE} must be 1 (deepmd-muon's HybridMuon inside "
+            f"deepmd-kit) or 0; found {value!r}"
         )
     return value == "1"
 
@@ -77,7 +78,10 @@ class ModuleFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a module's own spec, which extends the module after its execution; None for all other modules."""
+        """Return a module's own spec, which extends the module after its execution.
+
+        None for all other modules.
+        """
         if fullname not in (INPUT_CHECK, *TRAINERS):
             return None
         spec = PathFinder.find_spec(fullname, path, target)

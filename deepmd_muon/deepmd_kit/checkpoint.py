@@ -1,7 +1,8 @@
 """Convert optimizer states between the checkpoints of deepmd-kit's trainers, at any `zero_stage`, and HybridMuon.
 
-A state dict lists its parameters by number (`zero_stage` 0 and 1) or by name (2 and 3, by torch.distributed). Our
-class writes names and routes into its groups; deepmd-kit's own class writes neither.
+A state dict lists its parameters by number (`zero_stage` 0 and 1) or by name (2 and 3, by
+torch.distributed). Our class writes names and routes into its groups; deepmd-kit's own class writes
+neither.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ PER_PARAMETER = ("params", "param_names", "routes", "views", "shapes")
 def with_names(state_dict: Mapping[str, Any], names: Sequence[str], step: int) -> dict[str, Any]:
     """Return a state dict, deepmd-kit's or ours, whose groups name their parameters.
 
-    Parameters without names get the present `names`, in the trainer's order. If a state of deepmd-kit's class does not
-    contain the number of steps taken, the bias correction uses `step`.
+    Parameters without names get the present `names`, in the trainer's order. If a state of
+    deepmd-kit's class does not contain the number of steps taken, the bias correction uses `step`.
     """
     groups = state_dict["param_groups"]
     if all("param_names" in group for group in groups):

@@ -95,7 +95,8 @@ def extend(module: ModuleType) -> None:
     ]
     if missing:
         raise UnsupportedDeepmdKitError(
-            f"{module.__name__}.Trainer has no {' and no '.join(missing)}: DEEPMD_MUON=1 works with deepmd-kit 3.2; "
-            "install that, or unset DEEPMD_MUON to train with deepmd-kit's own optimizer"
+            f"{module.__name__}.Trainer has no {' and no '.join(missing)}: DEEPMD_MUON=1 works "
+            "with deepmd-kit 3.2; install that, or unset DEEPMD_MUON to train with deepmd-kit's "
+            "own optimizer"
         )
     module.Trainer = type("Trainer", (HybridMuonTrainer, theirs), {"__module__": module.__name__})  # type: ignore[attr-defined]

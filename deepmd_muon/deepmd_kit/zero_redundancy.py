@@ -14,12 +14,14 @@ from deepmd_muon.deepmd_kit.optimizer import DeepmdKitHybridMuon
 
 
 class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
-    """Each rank updates some of the parameters and keeps their state; checkpoints have the form of one process's.
+    """Each rank updates some of the parameters and keeps their state.
 
-    The groups of torch's class list all parameters, those of a rank's own optimizer only the rank's. torch copies every
-    key between them; this class does not copy lists with one entry per parameter (names, routes, ...), and collects
-    them from all ranks for a state dict. `named_parameters` are those of the whole model, in the same order on all
-    ranks.
+    Checkpoints have the form of one process's.
+
+    The groups of torch's class list all parameters, those of a rank's own optimizer only the
+    rank's. torch copies every key between them; this class does not copy lists with one entry per
+    parameter (names, routes, ...), and collects them from all ranks for a state dict.
+    `named_parameters` are those of the whole model, in the same order on all ranks.
     """
 
     def __init__(

@@ -57,8 +57,8 @@ def prepare(given: Input, checkpoint: str, branch: str | None, replay: Sequence[
         saved = saved_branches(content["model"])
         if saved and branch not in saved:
             raise ReplayError(
-                f"--replay continues one branch of {path}, which has {', '.join(saved)}: name it with --model-branch"
-                + (f"; found {branch!r}" if branch else "")
+                f"--replay continues one branch of {path}, which has {', '.join(saved)}: name it "
+                "with --model-branch" + (f"; found {branch!r}" if branch else "")
             )
         head = saved[branch] if branch and saved else None
         present, weights = from_deepmd_kit(content["model"], head)
@@ -76,8 +76,8 @@ def prepare(given: Input, checkpoint: str, branch: str | None, replay: Sequence[
     net = present.fitting_net
     if getattr(net, "numb_fparam", 0) or getattr(net, "numb_aparam", 0):
         raise ReplayError(
-            f"the model of {path} takes parameters of frames or atoms, for which {PSEUDO!r} has no values: replay data "
-            "that it was trained on (--replay DATA)"
+            f"the model of {path} takes parameters of frames or atoms, for which {PSEUDO!r} has no "
+            "values: replay data that it was trained on (--replay DATA)"
         )
     starts = _starts(settings, present)
     digest = hashlib.sha256(
@@ -118,9 +118,9 @@ def _starts(settings: Settings, checkpoint: ModelSettings) -> Frames:
     ]
     if not systems:
         raise ReplayError(
-            f"every system of the training data has elements beside those of the checkpoint "
-            f"({', '.join(checkpoint.type_map)}), so that it can draw none like them: replay data that it was trained "
-            "on (--replay DATA)"
+            "every system of the training data has elements beside those of the checkpoint "
+            f"({', '.join(checkpoint.type_map)}), so that it can draw none like them: replay data "
+            "that it was trained on (--replay DATA)"
         )
     seed = settings.training.seed or 0
     return choose_starts(systems, -(-replay.frames // KEPT), seed)

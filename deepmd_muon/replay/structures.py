@@ -1,8 +1,9 @@
 """Structures that a potential visits itself, with its own labels.
 
-Walkers start from structures at hand, strained at random if periodic. Each follows Langevin dynamics on the potential
-at one of several temperatures. Four structures of each are kept, equally far apart in time. Where the potential is
-unsound, a walker blows up; the structures it left behind after that are not kept.
+Walkers start from structures at hand, strained at random if periodic. Each follows Langevin
+dynamics on the potential at one of several temperatures. Four structures of each are kept, equally
+far apart in time. Where the potential is unsound, a walker blows up; the structures it left behind
+after that are not kept.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ class ReplayError(ValueError):
 
 
 def choose_starts(systems: Sequence[System], count: int, seed: int) -> Frames:
-    """Return frames of systems, without labels, in random order; some twice if there are too few."""
+    """Return frames of systems, without labels, in random order.
+
+    Some twice if there are too few.
+    """
     rng = np.random.default_rng(seed)
     frames = np.array([system.nframes for system in systems])
     chosen = rng.choice(frames.sum(), count, replace=count > frames.sum())
@@ -49,7 +53,9 @@ def choose_starts(systems: Sequence[System], count: int, seed: int) -> Frames:
 
 
 def strained(frames: Frames, strain: float, seed: int) -> Frames:
-    """Return frames whose cells and positions have been strained at random; those without a cell stay as they are.
+    """Return frames whose cells and positions have been strained at random.
+
+    Those without a cell stay as they are.
 
     `strain` is the standard deviation of each component of the symmetric strain.
     """
@@ -72,13 +78,14 @@ def draw(
 ) -> list[Frames]:
     """Return structures with energy, forces and virials of a potential, one `Frames` of a single frame each.
 
-    A walker starts from each of the structures, strained at random, and takes `steps` of dynamics. The temperatures [K]
-    are taken in turn.
+    A walker starts from each of the structures, strained at random, and takes `steps` of dynamics.
+    The temperatures [K] are taken in turn.
 
     Raises
     ------
     ReplayError
-        When fewer than half of the walkers keep to their temperatures: the potential describes no such structures.
+        When fewer than half of the walkers keep to their temperatures: the potential describes no
+        such structures.
     """
     present = {predictor.type_map[k] for k in np.unique(starts.atype) if k >= 0}
     time_step = usual_time_step(present)
@@ -108,8 +115,9 @@ def draw(
         unsound += len(gone)
     if 2 * unsound > starts.nframes:
         raise ReplayError(
-            f"{unsound} of {starts.nframes} structures of the training data blow up in dynamics of the checkpoint, so "
-            "that it cannot label structures like them: replay data that it was trained on (--replay DATA)"
+            f"{unsound} of {starts.nframes} structures of the training data blow up in dynamics of "
+            "the checkpoint, so that it cannot label structures like them: replay data that it "
+            "was trained on (--replay DATA)"
         )
     if unsound:
         log.warning(

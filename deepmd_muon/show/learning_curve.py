@@ -34,8 +34,8 @@ _SPARSE = 40
 def read_learning_curve(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Read a learning curve, of this package or of deepmd-kit: `lcurve.out` or, with the ending .jsonl, JSON lines.
 
-    Return columns by name ("step", "rmse_e_trn", …, "lr", and for JSON lines "time" [s]), each (nrows,) float64. If
-    columns change at a restart, rows without a column have nan there.
+    Return columns by name ("step", "rmse_e_trn", …, "lr", and for JSON lines "time" [s]), each
+    (nrows,) float64. If columns change at a restart, rows without a column have nan there.
 
     Raises
     ------
@@ -97,8 +97,8 @@ def plot_learning_curves(
 ) -> None:
     """Draw learning curves: one panel per quantity, with validation and training errors and learning rates.
 
-    The ending of `picture` determines its format. Without `labels`, runs have the names or folders of their files. The
-    axis "time" needs logs of JSON lines.
+    The ending of `picture` determines its format. Without `labels`, runs have the names or folders
+    of their files. The axis "time" needs logs of JSON lines.
 
     Raises
     ------
@@ -114,12 +114,14 @@ def plot_learning_curves(
             labels = [str(Path(path).parent) for path in paths]
     if len(labels) != len(runs):
         raise PictureError(
-            f"{len(runs)} learning curves need {len(runs)} labels; found {len(labels)}: {list(labels)}"
+            f"{len(runs)} learning curves need {len(runs)} labels; found {len(labels)}: "
+            f"{list(labels)}"
         )
     for path, columns in zip(paths, runs, strict=True):
         if against not in columns:
             raise PictureError(
-                f"{path} has no column {against!r}: lcurve.out keeps no time; set training/jsonl_file and draw its file"
+                f"{path} has no column {against!r}: lcurve.out keeps no time; set "
+                "training/jsonl_file and draw its file"
             )
     several = len(runs) > 1
     curves: list[tuple[str, dict[str, np.ndarray]]] = []
@@ -148,7 +150,10 @@ def plot_learning_curves(
 def _branches(
     columns: dict[str, np.ndarray], label: str
 ) -> list[tuple[str, dict[str, np.ndarray]]]:
-    """Return label and curves of each branch of a multi-task run; for any other run, the given ones."""
+    """Return label and curves of each branch of a multi-task run.
+
+    For any other run, the given ones.
+    """
     found: dict[str, dict[str, np.ndarray]] = {}
     common = {name: x for name, x in columns.items() if not _OF_BRANCH.fullmatch(name)}
     for name, x in columns.items():

@@ -22,9 +22,9 @@ OPTIMIZERS = {
 def colors_of(labels: Sequence[str]) -> list[str]:
     """Return a colour for each label of the series of a picture, in their order.
 
-    A label that is an optimizer's name, or begins with it as "HybridMuon, seed 2" does, gets that optimizer's colour if
-    no earlier label has it. The others take the remaining colours in order, and start again with the first when all are
-    taken.
+    A label that is an optimizer's name, or begins with it as "HybridMuon, seed 2" does, gets that
+    optimizer's colour if no earlier label has it. The others take the remaining colours in order,
+    and start again with the first when all are taken.
     """
     named: dict[int, str] = {}
     for number, label in enumerate(labels):

@@ -33,17 +33,17 @@ _COLORS = SERIES[:4]
 class ParityPicture:
     """Collect points from tests, then draw one column each for energy, force and virial.
 
-    The upper panel of a column shows prediction against reference, the lower one their difference. Energies are drawn
-    relative to the least-squares energy of each element, fitted to the reference, so that total energies of thousands
-    of eV do not hide errors of a few meV.
+    The upper panel of a column shows prediction against reference, the lower one their difference.
+    Energies are drawn relative to the least-squares energy of each element, fitted to the
+    reference, so that total energies of thousands of eV do not hide errors of a few meV.
 
     Parameters
     ----------
     paths
         Files to write, whose endings determine the formats.
     max_points
-        Largest number of points drawn per panel and series, chosen at random with a fixed seed. Errors are of all
-        points.
+        Largest number of points drawn per panel and series, chosen at random with a fixed seed.
+        Errors are of all points.
 
     Raises
     ------
@@ -63,7 +63,9 @@ class ParityPicture:
             check_ending(path)
 
     def add(self, reference: Frames, prediction: Prediction, series: str = "") -> None:
-        """Add the points of frames, given with labels and as predicted; quantities without labels are left out.
+        """Add the points of frames, given with labels and as predicted.
+
+        Quantities without labels are left out.
 
         Every `series` of data, such as "training", has its own colour and errors.
         """
@@ -115,8 +117,9 @@ def without_offset(
 ) -> dict[str, np.ndarray]:
     """Subtract the least-squares energy of each element, fitted to all reference energies.
 
-    `points` has reference and prediction of every series, `(2, nframes)` [eV/atom]. `counts` has the fraction of every
-    element, `(nframes, ntypes)`; an array may end at the highest type in its frames.
+    `points` has reference and prediction of every series, `(2, nframes)` [eV/atom]. `counts` has
+    the fraction of every element, `(nframes, ntypes)`; an array may end at the highest type in its
+    frames.
     """
     width = max(part.shape[1] for parts in counts.values() for part in parts)
     fractions = {

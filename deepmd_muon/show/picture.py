@@ -15,7 +15,8 @@ def check_ending(path: Path) -> None:
     formats = Figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in formats:
         raise PictureError(
-            f"no picture can be written to {path}; use one of the endings .{', .'.join(sorted(formats))}"
+            f"no picture can be written to {path}; use one of the endings "
+            f".{', .'.join(sorted(formats))}"
         )
 
 

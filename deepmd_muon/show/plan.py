@@ -31,8 +31,8 @@ def plan_page(
 ) -> str:
     """Return the plan of HybridMuon's step on `ranks` ranks as text, for an input file or a checkpoint's input.
 
-    `stage` and `groups` are `zero_stage` and `data_parallel_replicate_degree`; None means those of the input. With
-    `owners`, the text lists the owner of every matrix.
+    `stage` and `groups` are `zero_stage` and `data_parallel_replicate_degree`; None means those of
+    the input. With `owners`, the text lists the owner of every matrix.
 
     Raises
     ------
@@ -114,8 +114,8 @@ def model_of(given: Input) -> EnergyModel | Branches:
         settings = branch.model
         if not settings.type_map:
             raise ShowError(
-                "the input leaves out model/type_map, which only dp train takes from its data: name the types, or give "
-                "the out.json of the run"
+                "the input leaves out model/type_map, which only dp train takes from its data: "
+                "name the types, or give the out.json of the run"
             )
         # "auto" needs the data, but no parameter's shape depends on the number of neighbours.
         one = NeighborStatistics(math.inf, (1,) * len(settings.type_map), 1)

@@ -16,8 +16,8 @@ from deepmd_muon.show.errors import PictureError
 from deepmd_muon.show.palette import OPTIMIZERS
 from deepmd_muon.show.picture import check_ending, write
 
-#: Singular values above this fraction of the matrix's Frobenius norm count towards the rank; smaller ones are rounding
-#: noise in 16 bits.
+#: Singular values above this fraction of the matrix's Frobenius norm count towards the rank;
+#: smaller ones are rounding noise in 16 bits.
 SHARE = 1e-3
 
 _COLORS = {
@@ -63,8 +63,8 @@ def table(parameters: Sequence[ParameterUpdate]) -> str:
     """Return a line per parameter, and a line per route with the statistics of its updates."""
     width = max([len(parameter.name) for parameter in parameters] + [9])
     lines = [
-        f"{'parameter':{width}s}  {'route':5s}  {'shape':>12s}  {'weight: max':>11s}  {'min':>8s}  {'stable':>6s}  "
-        f"{'momentum: rank':>14s}  {'stable':>6s}  {'update':>8s}  {'/ weight':>8s}"
+        f"{'parameter':{width}s}  {'route':5s}  {'shape':>12s}  {'weight: max':>11s}  {'min':>8s}  "
+        f"{'stable':>6s}  {'momentum: rank':>14s}  {'stable':>6s}  {'update':>8s}  {'/ weight':>8s}"
     ]
     for p in parameters:
         row = f"{p.name:{width}s}  {p.route:5s}  {'x'.join(map(str, p.shape)):>12s}"

@@ -47,7 +47,8 @@ def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpda
     groups = optimizer.get("param_groups", [])
     if not groups or not all(group.get("param_names") for group in groups):
         raise ShowError(
-            f"{path} holds no optimizer state with names of parameters; take a checkpoint of this package"
+            f"{path} holds no optimizer state with names of parameters; take a checkpoint of this "
+            "package"
         )
     weights = _weights(checkpoint["model"])
     # A checkpoint lists deepmd-kit's parameters; our models lack the empty ones among them.
@@ -70,7 +71,10 @@ def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpda
 
 
 def _weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights of a model by name; those of several branches by branch.name, like their parameters."""
+    """Return the weights of a model by name.
+
+    Those of several branches by branch.name, like their parameters.
+    """
     from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches
 
     branches = dict.fromkeys(saved_branches(state).values())
@@ -123,7 +127,10 @@ def _spectra(entry: RouteEntry, x: Tensor) -> tuple[np.ndarray, ...]:
 
 
 def _settings(group: Mapping[str, Any]) -> HybridMuonConfig:
-    """Return HybridMuon's settings of a group; settings that an earlier release lacked have their defaults."""
+    """Return HybridMuon's settings of a group.
+
+    Settings that an earlier release lacked have their defaults.
+    """
     from deepmd_muon.optim import HybridMuonConfig
     from deepmd_muon.optim.routing.group_settings import group_settings
 
@@ -133,7 +140,10 @@ def _settings(group: Mapping[str, Any]) -> HybridMuonConfig:
 def _muon_update(
     entry: RouteEntry, weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
 ) -> float:
-    """Return the RMS of lr · scaled polar factors of the momentum; Nesterov's form would need a gradient."""
+    """Return the RMS of lr · scaled polar factors of the momentum.
+
+    Nesterov's form would need a gradient.
+    """
     from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
     from deepmd_muon.optim.update.muon import polar_factors, scaled
 

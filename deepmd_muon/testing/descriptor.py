@@ -25,10 +25,12 @@ STENCIL = ((-2, 1 / 12), (-1, -2 / 3), (1, 2 / 3), (2, -1 / 12))
 
 
 class DescriptorChecks:
-    """Tests that every descriptor of an energy model has to pass; pytest collects them from a derived class.
+    """Tests that every descriptor of an energy model has to pass.
 
-    The descriptor should compute in float64, and its `sel` should hold all neighbours within its cut-off radius, of up
-    to 0.08 atoms/Å³: where neighbours are left out, no energy is smooth.
+    Pytest collects them from a derived class.
+
+    The descriptor should compute in float64, and its `sel` should hold all neighbours within its
+    cut-off radius, of up to 0.08 atoms/Å³: where neighbours are left out, no energy is smooth.
 
     Attributes
     ----------
@@ -69,7 +71,8 @@ class DescriptorChecks:
                 model.by_type and np.any(np.greater(found, request.sel))
             ):
                 raise ValueError(
-                    f"an atom has {found} neighbours, sel holds {tuple(request.sel)}: test a larger sel"
+                    f"an atom has {found} neighbours, sel holds {tuple(request.sel)}: test a "
+                    "larger sel"
                 )
             parts.append(build_neighbors(*given, request.sel, model.by_type, ntypes, request.inner))
         box = (
@@ -315,7 +318,10 @@ class DescriptorChecks:
             np.testing.assert_array_equal(self.predict(again, frame)[key], value, err_msg=key)
 
     def test_a_frozen_file_gives_the_same(self) -> None:
-        """`dp freeze` compares the program with the model; a descriptor without a scripted form is refused."""
+        """`dp freeze` compares the program with the model.
+
+        A descriptor without a scripted form is refused.
+        """
         model = self.build()
         scripted = DESCRIPTORS.scripted(model.settings.descriptor) is not None
         with tempfile.TemporaryDirectory() as folder:

@@ -121,7 +121,10 @@ class LossChecks:
             torch.testing.assert_close(one, other)
 
     def test_missing_labels_contribute_nothing(self) -> None:
-        """The metric of a term without its labels is NaN, loss and gradient stay finite; without any they are zero."""
+        """The metric of a term without its labels is NaN, loss and gradient stay finite.
+
+        Without any they are zero.
+        """
         loss, label = self.build(), self.labelled()
         leaves = {name: value.requires_grad_() for name, value in self.predicted(loss).items()}
         for term in loss.terms:
@@ -159,7 +162,10 @@ class LossChecks:
             torch.testing.assert_close(one, other, equal_nan=True)
 
     def test_padding_atoms_have_no_weight(self) -> None:
-        """`mask` is False for them; neither labels nor predictions of them count. Their `atom_ener_coeff` is 0."""
+        """`mask` is False for them; neither labels nor predictions of them count.
+
+        Their `atom_ener_coeff` is 0.
+        """
         loss, label = self.build(), self.labelled()
         mask = torch.ones(FRAMES, ATOMS, dtype=torch.bool)
         mask[1, 2:] = False
