@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dargs import Argument, ArgumentEncoder, Variant
@@ -20,7 +22,7 @@ from deepmd_muon.argcheck.settings import MultiTaskSettings, Settings
 from deepmd_muon.model.branch_settings import SHAREABLE
 from deepmd_muon.optim.words import RENAMED_SETTINGS
 from deepmd_muon.section import Foreign, thaw
-from deepmd_muon.setting import Mismatch, convert
+from deepmd_muon.setting import Mismatch, alternatives_of, convert
 
 _ANY = (bool, int, float, str, list, dict, type(None))
 # Older names that mean the same setting with the same values, by the setting.
@@ -118,7 +120,7 @@ def _argument(key: Key, *, has_default: bool = True) -> Argument:
     allowed = f"Allowed: {'; '.join(limits)}." if limits else ""
     argument = Argument(
         key.name,
-        key.dtype,
+        _types_of(key),
         sub_fields=_fields(key) if key.section else None,
         sub_variants=[_variant(key)] if key.variants else None,
         repeat=key.named,
@@ -131,6 +133,35 @@ def _argument(key: Key, *, has_default: bool = True) -> Argument:
     # dargs keeps types in a set, whose order differs from run to run.
     argument.dtype = tuple(sorted(argument.dtype, key=str))
     return argument
+
+
+def _types_of(key: Key) -> list[Any]:
+    """Return the types under which dargs checks plain values of a key."""
+    if key.is_section:
+        # A null from the input means an absent section.
+        return [dict] if key.required or key.value is not None else [dict, type(None)]
+    kinds: list[Any] = []
+    for kind in alternatives_of(key.annotation):
+        origin = typing.get_origin(kind)
+        if origin is tuple:
+            kinds.append(_list_type(kind))
+            if key.setting.lone:
+                kinds.append(typing.get_args(kind)[0])
+        elif origin is Mapping:
+            kinds.append(dict)
+        elif origin is typing.Literal:
+            kinds += {type(choice) for choice in typing.get_args(kind)}
+        else:
+            kinds.append(kind)
+    return kinds
+
+
+def _list_type(annotation: Any) -> Any:
+    """Return a tuple annotation as the list annotation of its JSON form."""
+    element = typing.get_args(annotation)[0]
+    if typing.get_origin(element) is tuple:
+        element = _list_type(element)
+    return types.GenericAlias(list, (element,))
 
 
 def _default(key: Key) -> Any:
