@@ -11,7 +11,7 @@ from deepmd_muon.show.errors import PictureError
 
 
 def check_ending(path: Path) -> None:
-    """Raise PictureError unless a picture can be written in the format that the file's ending names."""
+    """Raise PictureError if no picture can be written in the format of the file's ending."""
     formats = Figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in formats:
         raise PictureError(
