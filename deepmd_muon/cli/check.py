@@ -88,13 +88,15 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.stability.report import text_of, values_of
     from deepmd_muon.train.systems import open_section
 
-    section = (
-        section_of_input(Path(options.train_data), "training", options.head)
-        if options.train_data
-        else None
-    )
-    models = {"--train-data": options.train_data}
-    models |= {f"the model {name}": checkpoint_path(name) for name in options.MODEL}
+    section = None
+    paths = options.system
+    if options.train_data:
+        section = section_of_input(Path(options.train_data), "training", options.head)
+        paths = section.systems
+    inputs = {"--train-data": options.train_data}
+    inputs |= {f"the model {name}": checkpoint_path(name) for name in options.MODEL}
+    outputs = {"--json": options.json, "-o": options.output}
+    begin(options, outputs, inputs, {"the data": paths})
     settings = CheckSettings(
         options.temperature,
         options.time_step,
@@ -103,8 +105,6 @@ def run(options: argparse.Namespace) -> int:
         options.probes,
         options.seed,
     )
-    data = {"the data": options.system if section is None else section.systems}
-    begin(options, {"--json": options.json, "-o": options.output}, models, data)
     if options.output:
         from deepmd_muon.show.picture import check_ending
 
@@ -112,9 +112,9 @@ def run(options: argparse.Namespace) -> int:
     predictors = load_predictors(options.MODEL, options)
     type_map = predictors[0].type_map
     systems = (
-        open_section(section, type_map)
-        if section
-        else open_listed(options.system, type_map, options)
+        open_listed(paths, type_map, options)
+        if section is None
+        else open_section(section, type_map)
     )
     check = check_models(options.MODEL, predictors, systems, settings)
     print("\n".join(text_of(check)))
@@ -126,4 +126,5 @@ def run(options: argparse.Namespace) -> int:
         from deepmd_muon.show.stability import draw_check
 
         draw_check(check, Path(options.output))
-    return int(check.verdict >= (Verdict.doubtful if options.strict else Verdict.fails))
+    threshold = Verdict.doubtful if options.strict else Verdict.fails
+    return 1 if check.verdict >= threshold else 0

@@ -1,4 +1,4 @@
-"""`dp compress`: a frozen file with tables in place of embedding nets, from a checkpoint or a frozen file."""
+"""`dp compress`: a frozen file with tables in place of embedding nets."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _write_table(options: argparse.Namespace) -> None:
 def _write_dimers(options: argparse.Namespace) -> None:
     from deepmd_muon.data.zbl import dimers_of, zbl_forces
 
-    label = zbl_forces
+    label: Label = zbl_forces
     kinds = "forces"
     if options.calculator:
         label = _label_by(options.calculator, options.arguments, options.time_limit)
