@@ -1,4 +1,4 @@
-"""The input file as dargs arguments, for other programs: DP-GUI, deepmd-kit's own check, `--out-type json`.
+"""The input file as dargs arguments, for DP-GUI and deepmd-kit's own check.
 
 They are plain arguments of dargs, made from the same declarations as our own check. They know keys,
 aliases, types, choices and ranges, but neither rules over several keys nor older layouts;
@@ -33,7 +33,9 @@ _OLDER_NAMES = {
 
 
 def gen_args(multi_task: bool = False) -> list[Argument]:
-    """Return the sections of an input file as dargs arguments, under the name that deepmd-kit gives its own.
+    """Return the sections of an input file as dargs arguments.
+
+    deepmd-kit's function for its own arguments has the same name.
 
     Parameters
     ----------
@@ -95,17 +97,19 @@ def arguments_of(section: type) -> list[Argument]:
 
 
 def _fields(section: Key, *, has_defaults: bool = True) -> list[Argument]:
-    """Return the keys of a section of one kind, deepmd-kit's keys without a counterpart here included."""
+    """Return the keys of a section of one kind.
+
+    They include deepmd-kit's keys without a counterpart here.
+    """
     assert section.section is not None
-    others = foreign_of(section.section).items()
     left_out: frozenset[str] = getattr(section.section, "left_out", frozenset())
-    return [
-        *(
-            _argument(key, has_default=has_defaults and name not in left_out)
-            for name, key in section.keys.items()
-        ),
-        *(_foreign_argument(name, foreign) for name, foreign in others),
-    ]
+    arguments = []
+    for name, key in section.keys.items():
+        has_default = has_defaults and name not in left_out
+        arguments.append(_argument(key, has_default=has_default))
+    for name, foreign in foreign_of(section.section).items():
+        arguments.append(_foreign_argument(name, foreign))
+    return arguments
 
 
 def _argument(key: Key, *, has_default: bool = True) -> Argument:

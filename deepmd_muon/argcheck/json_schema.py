@@ -114,7 +114,7 @@ def _property(key: Key) -> dict[str, Any]:
 
 
 def _kinds(key: Key) -> dict[str, Any]:
-    """Return the schema of a section of several kinds: its `type` chooses which keys it may have."""
+    """Return the schema of a section of several kinds; its `type` chooses its other keys."""
     assert key.variants is not None
     names = {name: [name, *kind.alias] for name, kind in key.kinds.items()}
     every = [spelling for spellings in names.values() for spelling in spellings]

@@ -146,7 +146,7 @@ def _positive(stop: float | None) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class WSDSettings(_Schedule):
-    """Warm-up, stable, decay: the rate stays at start_lr and falls to stop_lr at the end of the run."""
+    """Warm-up, stable, decay: the rate stays at start_lr and falls to stop_lr at the end."""
 
     type: ClassVar[str] = "wsd"
 

@@ -49,12 +49,12 @@ def _probabilities(sys_probs: tuple[float, ...] | None, systems: tuple[str, ...]
             f"must have one probability for each of the {len(systems)} systems; found "
             f"{len(sys_probs)}"
         )
-    given = math.fsum(probability for probability in sys_probs if probability >= 0)
+    total = math.fsum(probability for probability in sys_probs if probability >= 0)
     shared = any(probability < 0 for probability in sys_probs)
-    if given > 1 + 1e-8 or (not shared and not math.isclose(given, 1.0, abs_tol=1e-8)):
+    if total > 1 + 1e-8 or (not shared and not math.isclose(total, 1.0, abs_tol=1e-8)):
         return (
             f"must sum to {'at most ' if shared else ''}1 over the entries that are not negative; "
-            f"found {given:g}"
+            f"found {total:g}"
         )
     return None
 
@@ -95,7 +95,10 @@ class TrainingDataSettings(Section):
         minimum=1,
         nonempty=True,
         pattern=r"auto(:[1-9]\d*)?|(max|filter|mixed|mix):[1-9]\d*",
-        forms='"auto", "auto:N", "max:N", "filter:N", "mixed:N", "mix:N", a whole number or one for each system',
+        forms=(
+            '"auto", "auto:N", "max:N", "filter:N", "mixed:N", "mix:N", a whole number or one for '
+            "each system"
+        ),
         doc=(
             "Frames in a batch. 'auto:N' is the smallest size with at least N atoms in a batch "
             "('auto': 32); 'max:N' the largest with at most N atoms, but at least one frame; "

@@ -1,4 +1,4 @@
-"""Section `validating`: passes over all validation data during training, and the best checkpoints by them."""
+"""Section `validating`: passes over all validation data, and the best checkpoints by them."""
 
 from __future__ import annotations
 

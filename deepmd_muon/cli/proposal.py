@@ -424,7 +424,11 @@ def _content(wishes: Wishes, data: Data, choices: list[Choice]) -> dict[str, Any
         return {"_comment": "; ".join(reasons)}
 
     def data_section(kind: str, paths: list[str]) -> dict[str, Any]:
-        section = {**comment(f"training/{kind}"), "systems": paths, "batch_size": "auto"}
+        section: dict[str, Any] = {
+            **comment(f"training/{kind}"),
+            "systems": paths,
+            "batch_size": "auto",
+        }
         if not data.to_write:  # written systems have the names of npy folders
             if wishes.label_keys:
                 section["label_keys"] = wishes.label_keys
