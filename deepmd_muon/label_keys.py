@@ -13,11 +13,9 @@ from deepmd_muon.setting import setting
 
 
 def _one_of_both(stress: str | None, virial: str | None) -> str | None:
-    return (
-        f"excludes virial; found {stress!r} and {virial!r}, keep one of them"
-        if stress and virial
-        else None
-    )
+    if stress and virial:
+        return f"excludes virial; found {stress!r} and {virial!r}, keep one of them"
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

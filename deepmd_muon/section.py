@@ -1,4 +1,4 @@
-"""Declaration of a section of input.json: a frozen dataclass of settings and sub-sections, and its plain form.
+"""Declaration of a section of input.json, and its plain form.
 
 A section is a dataclass whose fields are declared with `setting` (a value) or `section` (a
 sub-section). Its defaults, ranges and rules apply wherever it is built: by the input check, from a
@@ -91,11 +91,12 @@ class Section:
     def __post_init__(self) -> None:
         check_settings(self)
         # Rules may assume that each value is valid by itself.
-        found = [
-            (rule.reads[0], rule.check(*(_attribute(self, path) for path in rule.reads)))
-            for rule in self.rules
-        ]
-        broken = [f"{name}: {problem}" for name, problem in found if problem]
+        broken = []
+        for rule in self.rules:
+            values = [_attribute(self, path) for path in rule.reads]
+            problem = rule.check(*values)
+            if problem:
+                broken.append(f"{rule.reads[0]}: {problem}")
         if broken:
             raise InvalidSettingError(f"{type(self).__name__}: " + "; ".join(broken), broken)
 
@@ -130,10 +131,10 @@ class Variants:
         InvalidSettingError
             When no kind has this name.
         """
-        wanted = self.default if name is None else self.alias.get(name, name)
-        if wanted is None or wanted not in self.choices:
+        kind = self.default if name is None else self.alias.get(name, name)
+        if kind is None or kind not in self.choices:
             raise InvalidSettingError(f"type must be {one_of(self.choices)}; found {shown(name)}")
-        return self.choices[wanted]
+        return self.choices[kind]
 
 
 def section(
@@ -169,12 +170,12 @@ def thaw(value: Any) -> Any:
         if inner is None and field.name in getattr(value, "left_out", ()):
             continue
         variants: Variants | None = field.metadata.get("variants")
-        if variants and isinstance(inner, Mapping):
-            plain[field.name] = {name: _tagged(one, variants) for name, one in inner.items()}
+        if variants is None or inner is None:
+            plain[field.name] = thaw(inner)
+        elif isinstance(inner, Mapping):
+            plain[field.name] = {key: _tagged(one, variants) for key, one in inner.items()}
         else:
-            plain[field.name] = (
-                _tagged(inner, variants) if variants and inner is not None else thaw(inner)
-            )
+            plain[field.name] = _tagged(inner, variants)
     return plain
 
 
@@ -187,9 +188,7 @@ T = TypeVar("T")
 
 
 def freeze(section: type[T], plain: Mapping[str, Any]) -> T:
-    """Build settings from their plain objects, the inverse of `thaw`.
-
-    Absent keys take their defaults.
+    """Build settings from their plain objects, the inverse of `thaw`; absent keys take defaults.
 
     Unlike `argcheck.check`, which checks users' inputs, it accepts only the present spellings, and
     raises at the first section with problems.
@@ -221,21 +220,24 @@ def freeze(section: type[T], plain: Mapping[str, Any]) -> T:
 def _frozen(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
     """Return one plain value in the type of its field, or a `Mismatch`."""
     variants: Variants | None = field.metadata.get("variants")
-    # The X of an object of sections, Mapping[str, X].
-    inside = typing.get_args(annotation)[1] if typing.get_origin(annotation) is Mapping else None
-    if inside is not None and (variants is not None or dataclasses.is_dataclass(inside)):
+    is_named = typing.get_origin(annotation) is Mapping
+    inside = typing.get_args(annotation)[1] if is_named else annotation  # X of Mapping[str, X]
+    sections: list[Any] = [
+        kind for kind in alternatives_of(inside) if dataclasses.is_dataclass(kind)
+    ]
+    has_sections = variants is not None or bool(sections)
+
+    def freeze_one(plain: Mapping[str, Any]) -> Any:
+        section = sections[0] if variants is None else variants.choose(plain.get("type"))
+        return freeze(section, plain)
+
+    if is_named and has_sections:
         plain = convert(value, Mapping[str, Mapping[str, Any]])
         if isinstance(plain, Mismatch):
             return plain
-        return {
-            name: freeze(variants.choose(one.get("type")) if variants else inside, one)
-            for name, one in plain.items()
-        }
-    sections: list[Any] = [
-        kind for kind in alternatives_of(annotation) if dataclasses.is_dataclass(kind)
-    ]
-    if isinstance(value, Mapping) and (variants is not None or sections):
-        return freeze(variants.choose(value.get("type")) if variants else sections[0], value)
+        return {name: freeze_one(one) for name, one in plain.items()}
+    if isinstance(value, Mapping) and has_sections:
+        return freeze_one(value)
     if setting_of(field).lone and not isinstance(value, (list, tuple)):
         value = [value]
     return value if variants else convert(value, annotation)
