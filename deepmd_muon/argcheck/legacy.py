@@ -61,9 +61,9 @@ OLDER_SPELLINGS: tuple[tuple[str, str, str], ...] = (
     (
         "min_2d_dim, muon_min_2d_dim",
         "in training or in optimizer of type HybridMuon",
-        f"optimizer/{RENAMED_SETTINGS['min_2d_dim']}. With one of these three keys, settings that the "
-        "section omits take the defaults of their version: lr_adjust 10.0, lr_adjust_coeff 0.2, magma_muon false, "
-        'muon_mode "2d", layout "as_stored".',
+        f"optimizer/{RENAMED_SETTINGS['min_2d_dim']}. With one of these three keys, settings that "
+        "the section omits take the defaults of their version: lr_adjust 10.0, lr_adjust_coeff "
+        '0.2, magma_muon false, muon_mode "2d", layout "as_stored".',
     ),
 )
 """Spellings that `upgrade` accepts, and their translations: for the reference."""
