@@ -315,8 +315,8 @@ def fresh_file(path: Path, content: bytes = b"") -> BinaryIO:
     `whole_file`.
     """
     if not is_special(path):
-        with whole_file(path) as whole:
-            whole.write(content)
+        with whole_file(path) as new_file:
+            new_file.write(content)
         return append_to(path)
     file = append_to(path)
     file.write(content)
@@ -522,9 +522,9 @@ def _twice(places: Mapping[str, Path]) -> Iterator[str]:
     """Yield a problem for every output with the path of an earlier one."""
     seen: dict[str, str] = {}
     for name, path in places.items():
-        other = seen.setdefault(os.path.realpath(path), name)
-        if other != name:
-            yield f"{name} is {other}: {path}"
+        earlier = seen.setdefault(os.path.realpath(path), name)
+        if earlier != name:
+            yield f"{name} is {earlier}: {path}"
 
 
 def _same(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:

@@ -265,8 +265,9 @@ def check_settings(settings: Any, of: str = "") -> None:
     Strings with `any_case` become lower case. The message starts with `of`, or with the dataclass's
     name.
     """
+    settings_class: Any = type(settings)
     problems = []
-    for name, annotation, setting in _declared(type(settings)):
+    for name, annotation, setting in _declared(settings_class):
         value = getattr(settings, name)
         fitted = convert(value, annotation, exact=True)
         if not isinstance(fitted, Mismatch):
@@ -411,9 +412,9 @@ def _scalar(value: Any, kind: Any, *, exact: bool) -> Any:
     if kind is bool or (isinstance(value, bool) and kind in _NAMES):
         return value if kind is bool and isinstance(value, bool) else None
     if kind is int and isinstance(value, Real):
-        number = float(value) if not isinstance(value, Integral) else value
-        whole = isinstance(number, Integral) or (not exact and number.is_integer())
-        return int(number) if whole else None
+        if isinstance(value, Integral):
+            return int(value)
+        return int(value) if not exact and float(value).is_integer() else None
     if kind is float and isinstance(value, Real):
         return _finite(value)
     # In Python 3.10, list[str] counts as a type, which `isinstance` then refuses.

@@ -113,7 +113,7 @@ class _Walk:
     def _check_kind(
         self, kind: Key, plain: dict[Any, Any], path: Path, *, has_type: bool
     ) -> _SectionValues:
-        """Check an object of a known kind, which may have the key `type`; return its valid values."""
+        """Check an object of a known kind, which may have a key `type`; return its valid values."""
         assert kind.section is not None
         spellings = self._match_keys(kind, plain, path, has_type=has_type)
         values: dict[str, Any] = {}
@@ -224,7 +224,7 @@ class _Walk:
         )
 
     def _hint(self, name: str, known: list[str], path: Path) -> str:
-        """Return what an unknown key below `path` may mean: a key there, or one in another section."""
+        """Return what an unknown key below `path` may mean: a key there or in another section."""
         places = list(_places(self.root, (), ""))
         exact = [place for place in places if place.spelling == name]
         # A key of the same outermost section is likelier meant.

@@ -177,10 +177,13 @@ def _value(annotation: Any, setting: Setting) -> dict[str, Any]:
 
 def _in_any_case(pattern: str) -> str:
     """Return a pattern that matches in any case; JSON Schema has no flag for that."""
-    both = re.sub(
-        r"\\.|[a-z]", lambda x: x[0] if x[0][0] == "\\" else f"[{x[0].upper()}{x[0]}]", pattern
-    )
-    return f"^(?:{both})$"
+
+    def both_cases(match: re.Match[str]) -> str:
+        text = match[0]
+        return text if text.startswith("\\") else f"[{text.upper()}{text}]"
+
+    in_any_case = re.sub(r"\\.|[a-z]", both_cases, pattern)  # an escape stays as it is
+    return f"^(?:{in_any_case})$"
 
 
 def _array(annotation: Any, setting: Setting) -> dict[str, Any]:

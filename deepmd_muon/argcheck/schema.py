@@ -68,10 +68,11 @@ _TREES: dict[type, Key] = {}
 
 def tree(section: type) -> Key:
     """Return the keys of a settings dataclass; rebuild them only if kinds were registered since."""
-    known = _TREES.get(section)
-    if known is None or not _is_current(known):
-        known = _TREES[section] = _section_key("input", section)
-    return known
+    key = _TREES.get(section)
+    if key is None or not _is_current(key):
+        key = _section_key("input", section)
+        _TREES[section] = key
+    return key
 
 
 def _is_current(key: Key) -> bool:
@@ -121,7 +122,7 @@ def _field_key(field: dataclasses.Field[Any], annotation: Any) -> Key:
         section = typing.cast("type", classes[0]) if classes else None
     else:
         for name, choice in variants.choices.items():
-            alias = tuple(other for other, target in variants.alias.items() if target == name)
+            alias = tuple(word for word, target in variants.alias.items() if target == name)
             kinds[name] = _section_key(name, choice, alias)
     return Key(
         name=field.name,

@@ -257,8 +257,8 @@ def _input_routing(path: Path) -> str:
     from deepmd_muon.show.plan import model_of, optimizer_of
     from deepmd_muon.train.checkpoint.continued_state import shared_names
 
-    given = load(path)
-    optimizer = optimizer_of(given)
+    run_input = load(path)
+    optimizer = optimizer_of(run_input)
     introduction = ""
     if not isinstance(optimizer, HybridMuon):
         n_weights = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
@@ -266,10 +266,10 @@ def _input_routing(path: Path) -> str:
             f"{type(optimizer).__name__} treats all {n_weights} weights alike; with HybridMuon "
             "they would take:\n\n"
         )
-        start_lr = given.settings.learning_rate.start_lr
-        optimizer = HybridMuonConfig().build(model_of(given), lr=start_lr)
+        start_lr = run_input.settings.learning_rate.start_lr
+        optimizer = HybridMuonConfig().build(model_of(run_input), lr=start_lr)
     assert isinstance(optimizer, HybridMuon)
-    sharing = _sharing(shared_names(model_of(given)))
+    sharing = _sharing(shared_names(model_of(run_input)))
     return f"{introduction}{optimizer.routing}\n\n{optimizer.routing.summary()}{sharing}"
 
 

@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.argcheck import DeepmdKitOnlyError, load
 
     try:
-        given = load(options.INPUT)
+        run_input = load(options.INPUT)
     except DeepmdKitOnlyError as error:
         problems = "; ".join(map(str, error.problems))
         raise HandOver(
@@ -124,12 +124,12 @@ def run(options: argparse.Namespace) -> int:
                 "--replay goes with --finetune CKPT; a run with replay continues from the out.json "
                 "that it wrote: dp --pt train out.json --restart CKPT"
             )
-        prepared = prepare(given, options.finetune, options.model_branch, options.replay)
-        given = prepared.given
+        prepared = prepare(run_input, options.finetune, options.model_branch, options.replay)
+        run_input = prepared.run_input
         make_data = prepared.make_data
         model_branch = None  # each branch of the new input names the one that it starts from
     return run_training(
-        given,
+        run_input,
         make_data=make_data,
         output=options.output,
         restart=options.restart,

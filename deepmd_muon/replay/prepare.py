@@ -44,13 +44,13 @@ class Prepared:
 
     Attributes
     ----------
-    given
+    run_input
         The two-branch input.
     make_data
         Writes the data that the input names and that do not exist yet.
     """
 
-    given: Input
+    run_input: Input
     make_data: Callable[[], None]
 
 
@@ -91,7 +91,7 @@ def prepare(single: Input, checkpoint: str, branch: str | None, replay: Sequence
     if PSEUDO not in replay:
         training = replayed_section(settings, replay)
         return Prepared(
-            given=with_replay(single, model, head, training, validation), make_data=lambda: None
+            run_input=with_replay(single, model, head, training, validation), make_data=lambda: None
         )
 
     if len(replay) > 1:
@@ -118,7 +118,7 @@ def prepare(single: Input, checkpoint: str, branch: str | None, replay: Sequence
             _write(Predictor(path, head=head), starts, settings, training_file, validation_file)
 
     return Prepared(
-        given=with_replay(single, model, head, training, validation), make_data=make_data
+        run_input=with_replay(single, model, head, training, validation), make_data=make_data
     )
 
 

@@ -49,18 +49,18 @@ def plan_page(
     ShowError
         When this layout of processes is impossible, or the optimizer is not HybridMuon.
     """
-    given = _input_of(path)
-    training = given.settings.training
+    run_input = _input_of(path)
+    training = run_input.settings.training
     stage = training.zero_stage if stage is None else stage
     if groups is None:
         groups = training.data_parallel_replicate_degree if stage >= 2 else 1
-    plan = plan_of(given, ranks, stage, groups)
+    plan = plan_of(run_input, ranks, stage, groups)
     hybrid = f" in {groups} groups" if groups > 1 else ""
     title = f"{ranks} ranks{hybrid}, zero_stage {stage}: {_STAGES[stage]}"
     return f"{title}\n{plan.describe(owners=owners)}"
 
 
-def plan_of(given: Input, ranks: int | None, stage: int, groups: int = 1) -> Plan:
+def plan_of(run_input: Input, ranks: int | None, stage: int, groups: int = 1) -> Plan:
     """Return the plan of HybridMuon's step for an input; see `plan_page`."""
     from deepmd_muon.optim import HybridMuon
     from deepmd_muon.optim.polar.schedules import coefficients_of
@@ -70,7 +70,7 @@ def plan_of(given: Input, ranks: int | None, stage: int, groups: int = 1) -> Pla
     from deepmd_muon.optim.sharded.layout import state_layout
 
     layout = _layout(ranks, stage, groups)
-    optimizer = optimizer_of(given)
+    optimizer = optimizer_of(run_input)
     if not isinstance(optimizer, HybridMuon):
         raise ShowError(
             f"{type(optimizer).__name__} steps every element by itself: there is no plan"
@@ -107,21 +107,21 @@ def plan_of(given: Input, ranks: int | None, stage: int, groups: int = 1) -> Pla
     return make_plan(planned, sharded)
 
 
-def optimizer_of(given: Input) -> torch.optim.Optimizer:
+def optimizer_of(run_input: Input) -> torch.optim.Optimizer:
     """Build the model and the optimizer of an input without reading data."""
     from deepmd_muon.train.strategy.base import build_optimizer
 
     return build_optimizer(
-        given.settings.optimizer, model_of(given), given.settings.learning_rate.start_lr
+        run_input.settings.optimizer, model_of(run_input), run_input.settings.learning_rate.start_lr
     )
 
 
-def model_of(given: Input) -> EnergyModel | Branches:
+def model_of(run_input: Input) -> EnergyModel | Branches:
     """Build the model of an input, or those of all branches, without reading data."""
     from deepmd_muon.train.branches import build_of
 
     models = {}
-    for name, branch in given.branches.items():
+    for name, branch in run_input.branches.items():
         settings = branch.model
         if not settings.type_map:
             raise ShowError(
@@ -129,7 +129,7 @@ def model_of(given: Input) -> EnergyModel | Branches:
                 "name the types, or give the out.json of the run"
             )
         models[name] = _with_one_neighbor(settings)
-    return build_of(given.with_models(models))
+    return build_of(run_input.with_models(models))
 
 
 def _with_one_neighbor(settings: ModelSettings) -> ModelSettings:
@@ -148,11 +148,11 @@ def _input_of(path: Path) -> Input:
 
     if path.suffix not in (".pt", ".dcp"):
         return load(path)
-    own = read_checkpoint(path).get(OWN_KEY)
-    if own is None:
+    record = read_checkpoint(path).get(OWN_KEY)
+    if record is None:
         raise ShowError(f"{path} comes from deepmd-kit and holds no settings; give the input file")
     with understood(path):
-        return normalize(json.loads(own["settings"]), str(path))
+        return normalize(json.loads(record["settings"]), str(path))
 
 
 def _layout(ranks: int | None, stage: int, groups: int) -> Layout:

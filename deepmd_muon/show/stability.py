@@ -39,9 +39,9 @@ def _draw_scans(
             if set(curve.pair) != set(pair) or (curve.kind == "dimer") != dimers:
                 continue
             color = f"C{number % 10}"
-            known = np.where(curve.outside, np.nan, curve.energy)
+            inside = np.where(curve.outside, np.nan, curve.energy)
             axes.plot(curve.distance, curve.energy, color=color, linestyle=":", linewidth=0.9)
-            axes.plot(curve.distance, known, color=color, linewidth=1.2, label=label)
+            axes.plot(curve.distance, inside, color=color, linewidth=1.2, label=label)
             label = None  # once in the legend
             for feature in curve.features:
                 if feature.verdict:

@@ -62,7 +62,7 @@ class DescriptorChecks:
     # ----- the model under test ------------------------------------------------------------------
 
     def build(self) -> EnergyModel:
-        """Return the model under test; weights, statistics and energy biases are always the same."""
+        """Return the model under test, always with the same weights, statistics and biases."""
         torch.manual_seed(1)
         model = build_model(
             {

@@ -179,7 +179,7 @@ class LossChecks:
         assert check_labels(loss, [complete, bare]).errors
 
     def test_a_run_writes_its_columns_and_restarts(self) -> None:
-        """Every metric is a column of `lcurve.out`; a restart ends with the same weights, bit by bit."""
+        """Every metric is a column of `lcurve.out`; a restart ends with the very same weights."""
         loss = self.build()
         with tempfile.TemporaryDirectory() as folder, working_folder(folder):
             self._write_system(self._needed_labels(loss))
