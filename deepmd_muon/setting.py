@@ -414,7 +414,8 @@ def _scalar(value: Any, kind: Any, *, exact: bool) -> Any:
     if kind is int and isinstance(value, Real):
         if isinstance(value, Integral):
             return int(value)
-        return int(value) if not exact and float(value).is_integer() else None
+        number = float(value)
+        return int(number) if not exact and number.is_integer() else None
     if kind is float and isinstance(value, Real):
         return _finite(value)
     # In Python 3.10, list[str] counts as a type, which `isinstance` then refuses.
