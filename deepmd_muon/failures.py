@@ -1,4 +1,7 @@
-"""Messages for a full disk, lack of memory, a faulty device. Finds torch's errors by class name, without torch."""
+"""Messages for a full disk, lack of memory, a faulty device.
+
+Finds torch's errors by class name, without torch.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,12 @@ _ADVICE = {
     errno.EROFS: "write to another place, or mount it writable",
     errno.EIO: "the disk or its connection fails: see the system's log, or write to another place",
 }
+_GPU_OUT_OF_MEMORY = re.compile(r"(CUDA|HIP|XPU) error: out of memory|_STATUS_ALLOC_FAILED")
 _LESS = "use smaller batches (training/training_data/batch_size), a smaller sel or model"
 
 
 def is_disk_failure(error: OSError) -> bool:
-    """Return whether a disk is full, read-only or faulty, so that writing to another file there would fail, too."""
+    """Return whether a disk is full, read-only or faulty: it would take no other file either."""
     return error.errno in _ADVICE
 
 
@@ -35,26 +39,33 @@ def failure_of(error: BaseException) -> str | None:
     if isinstance(error, WriteError):
         advice = _ADVICE.get(error.errno or 0)
         return f"{error}; {advice}" if advice else text
-    if "OutOfMemoryError" in kinds or re.search(
-        r"(CUDA|HIP|XPU) error: out of memory|_STATUS_ALLOC_FAILED", text
-    ):
-        return f"the GPU has no memory left{_wanted(text)}: {_LESS}, or more GPUs with training/zero_stage 3"
-    if (
-        isinstance(error, MemoryError)
-        or "DefaultCPUAllocator" in text
-        or getattr(error, "errno", 0) == errno.ENOMEM
-    ):
-        return f"this machine has no memory left{_wanted(text)}: {_LESS}, or end other programs"
+    if "OutOfMemoryError" in kinds or _GPU_OUT_OF_MEMORY.search(text):
+        return (
+            f"the GPU has no memory left{_missing_memory(text)}: {_LESS}, or more GPUs with "
+            "training/zero_stage 3"
+        )
+    host_out_of_memory = isinstance(error, MemoryError) or "DefaultCPUAllocator" in text
+    if host_out_of_memory or getattr(error, "errno", 0) == errno.ENOMEM:
+        return (
+            f"this machine has no memory left{_missing_memory(text)}: {_LESS}, or end other "
+            "programs"
+        )
     if isinstance(error, RuntimeError) and "can't start new thread" in text:
         return "the system starts no more threads: raise the limit of processes (ulimit -u)"
     if "AcceleratorError" in kinds or text.startswith("CUDA error:"):
         line = text.partition("\n")[0]
-        return f"the GPU reports an error ({line}): see the system's log; training/capture off may show where it is"
+        return (
+            f"the GPU reports an error ({line}): see the system's log; training/capture off may "
+            "show where it is"
+        )
     return None
 
 
-def _wanted(text: str) -> str:
-    """Return the size that torch failed to allocate, or else the first line of the message, in parentheses."""
-    found = re.search(r"ried to allocate ([\d.]+ ?(?:bytes|[KMGTPE]?i?B))", text)
-    line = f"{found[1]} could not be allocated" if found else text.partition("\n")[0]
+def _missing_memory(text: str) -> str:
+    """Return the size that torch failed to allocate, in parentheses.
+
+    If the message does not say it, return its first line.
+    """
+    size = re.search(r"ried to allocate ([\d.]+ ?(?:bytes|[KMGTPE]?i?B))", text)
+    line = f"{size[1]} could not be allocated" if size else text.partition("\n")[0]
     return f" ({line})" if line else ""

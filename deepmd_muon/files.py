@@ -1,6 +1,7 @@
-"""Write files atomically, never through a symlink or over an input. Read regular files only. Enter each folder once.
+"""Write files atomically, never through a symlink or over an input; read regular files only.
 
-Every error of writing is a `WriteError`, which names the file that was to be written, not a temporary one.
+Every error of writing is a `WriteError`, which names the file that was to be written, not a
+temporary one.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ABANDONED = 86_400.0
 
 # Files of a system of data, besides those in its sets.
-_OF_SYSTEM = frozenset({"type.raw", "type_map.raw", "nopbc", "data.mdb"})
+_SYSTEM_FILES = frozenset({"type.raw", "type_map.raw", "nopbc", "data.mdb"})
 
 
 class WriteError(OSError):
-    """A file cannot be written, for instance on a full disk; arguments are errno, its text and the path."""
+    """A file cannot be written, for instance on a full disk.
+
+    Arguments are errno, its text and the path.
+    """
 
     #: Exit status of a command that ends with this error.
     exit_status: ClassVar[int] = 1
@@ -55,9 +59,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class _NamedFile(io.FileIO):
-    """A file under a temporary name that keeps its first error, which a library may replace by another.
+    """A file under a temporary name that keeps its first error.
 
-    For example, torch.save raises a RuntimeError about positions when the disk is full.
+    A library may raise another one: torch.save raises a RuntimeError about positions when the disk
+    is full.
     """
 
     failure: WriteError | None = None
@@ -77,7 +82,10 @@ class _NamedFile(io.FileIO):
 
 
 def make_folder_of(path: Path, named: Path | None = None) -> None:
-    """Make the folder of `path`, if there is none; errors name `path`, or `named`, the final path of the file."""
+    """Make the folder of `path`, if there is none.
+
+    Errors name `path`, or `named`, the final path of the file.
+    """
     with writing(named or path):
         path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -92,7 +100,7 @@ def try_to_write(folder: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path, *, new: bool = False) -> Iterator[BinaryIO]:
-    """Open a file for writing beside `path`, and rename it to `path` at the end of the `with` block.
+    """Open a temporary file for writing; rename it to `path` at the end of the `with` block.
 
     It is synced to the disk before, so a reader finds the old file or the new one, never a part,
     even after a power cut. After an exception the old file is unchanged. A link is replaced, not
@@ -102,7 +110,8 @@ def whole_file(path: Path, *, new: bool = False) -> Iterator[BinaryIO]:
     Raises
     ------
     WriteError
-        When any of this fails; also when a write inside the block fails and the block then raises another error.
+        When any of this fails; also when a write inside the block fails and the block then raises
+        another error.
     """
     with replacement(path, new=new) as temporary, named_file(temporary, path) as file:
         yield file
@@ -110,14 +119,13 @@ def whole_file(path: Path, *, new: bool = False) -> Iterator[BinaryIO]:
 
 @contextmanager
 def named_file(place: Path, path: Path) -> Iterator[BinaryIO]:
-    """Open a file at `place` for writing, and sync it in the end; errors name `path`, its final path.
+    """Open a file at `place` for writing, and sync it in the end.
 
-    See `whole_file`.
+    Errors name `path`, its final path. See `whole_file`.
     """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     with writing(path):
-        raw = _NamedFile(
-            os.open(place, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), path
-        )
+        raw = _NamedFile(os.open(place, flags, 0o666), path)
     try:
         with io.BufferedWriter(raw) as file:
             yield file
@@ -135,10 +143,11 @@ def named_file(place: Path, path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacement(path: Path, *, new: bool = False) -> Iterator[Path]:
-    """Yield the path of an empty file beside `path`, which is renamed to `path` at the end of the `with` block.
+    """Yield the path of an empty file; rename it to `path` at the end of the `with` block.
 
-    Use it for writers that take a path; others call `whole_file`, which syncs. The name cannot be guessed, and has the
-    same ending. Files that killed processes began to write for `path` are removed. With `new`, fail if `path` exists.
+    Use it for writers that take a path; others call `whole_file`, which syncs. The name cannot be
+    guessed, and has the same ending. Files that killed processes began to write for `path` are
+    removed. With `new`, fail if `path` exists.
     """
     if is_special(path):
         raise WriteError(
@@ -161,7 +170,10 @@ def replacement(path: Path, *, new: bool = False) -> Iterator[Path]:
 
 
 def _locked_file(path: Path) -> tuple[Path, int]:
-    """Make an empty file beside `path`; return it and a handle with a lock, which the system releases after a kill."""
+    """Make an empty file beside `path`.
+
+    Return it and a handle with a lock, which the system releases after a kill.
+    """
     while True:
         temporary = hidden_name(path)
         handle = os.open(temporary, _NEW, 0o666)
@@ -172,7 +184,10 @@ def _locked_file(path: Path) -> tuple[Path, int]:
 
 
 def _lock(handle: int) -> bool | None:
-    """Lock an open file or folder; return whether that was free, or None if the file system has no such locks."""
+    """Lock an open file or folder; return whether it was free.
+
+    Return None if the file system has no such locks.
+    """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -209,10 +224,11 @@ def _publish(temporary: Path, path: Path, *, new: bool) -> None:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `path`, which is renamed to `path` at the end of the `with` block.
+    """Yield an empty folder; rename it to `path` at the end of the `with` block.
 
-    If the process is killed, `path` stays as it was, so that a part of the files cannot be mistaken for all; the next
-    call removes the rest. `path` must be absent or an empty folder. The writers of the files sync them.
+    If the process is killed, `path` stays as it was, so that a part of the files cannot be mistaken
+    for all; the next call removes the rest. `path` must be absent or an empty folder. The writers
+    of the files sync them.
 
     Raises
     ------
@@ -251,7 +267,7 @@ def _locked_folder(path: Path) -> tuple[Path, int]:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove temporary files and folders of `path` whose processes were killed; those of living processes stay.
+    """Remove temporary files and folders of `path` that killed processes left behind.
 
     A living process holds a lock on its file. If the file system has no locks, age decides.
     """
@@ -293,7 +309,8 @@ def working_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
 def fresh_file(path: Path, content: bytes = b"") -> BinaryIO:
     """Return a new file at `path` that begins with `content`, open for appending.
 
-    The old file stays until the new one holds `content`. Links and devices are handled as by `whole_file`.
+    The old file stays until the new one holds `content`. Links and devices are handled as by
+    `whole_file`.
     """
     with whole_file(path) as whole:
         whole.write(content)
@@ -308,7 +325,7 @@ def append_to(path: Path) -> BinaryIO:
 
 
 def replace_link(link: Path, target: str) -> None:
-    """Point a symbolic link at a file in the same folder, atomically: the link exists at all times."""
+    """Point a symbolic link at a file in the same folder; the link exists at all times."""
     temporary = hidden_name(link)
     with writing(link):
         temporary.symlink_to(target)  # fails if the name is taken
@@ -327,10 +344,10 @@ def hidden_name(path: Path) -> Path:
 
 
 def leftovers_of(path: Path) -> list[Path]:
-    """Return the temporary files of `path` beside it: those of processes that are writing it or were killed."""
-    own = re.compile(rf"\.{re.escape(path.stem)}\.[0-9a-f]{{16}}{re.escape(path.suffix)}")
+    """Return the temporary files of processes that are writing `path` or were killed."""
+    pattern = re.compile(rf"\.{re.escape(path.stem)}\.[0-9a-f]{{16}}{re.escape(path.suffix)}")
     try:
-        return [entry for entry in path.parent.iterdir() if own.fullmatch(entry.name)]
+        return [entry for entry in path.parent.iterdir() if pattern.fullmatch(entry.name)]
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
 
@@ -358,7 +375,8 @@ def regular_handle(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
     Raises
     ------
     OSError
-        When it cannot be opened or is not regular: reading a FIFO would block, and a device may have no end.
+        When it cannot be opened or is not regular: reading a FIFO would block, and a device may
+        have no end.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(handle)
@@ -388,13 +406,14 @@ def regular_text(path: str | os.PathLike[str]) -> str:
 def real_folders(
     root: str, refuse: Callable[[OSError], None] | None = None
 ) -> list[tuple[str, list[str], list[str]]]:
-    """Return the folders at or below `root`, sorted, with their folders and files; cycles of links are not followed.
+    """Return the folders at or below `root`, sorted, with their folders and files.
 
-    Sets of systems (``set.000``) and folders whose names begin with a dot, which killed conversions leave behind, are
-    not entered. `refuse` receives the error of a folder that cannot be listed; without it, such folders are skipped.
+    Cycles of links are not followed. Sets of systems (``set.000``) are not entered, and neither are
+    folders with a name that begins with a dot, which killed conversions leave behind. `refuse`
+    receives the error of a folder that cannot be listed; without it, such folders are skipped.
     """
     seen: set[str] = set()
-    found: list[tuple[str, list[str], list[str]]] = []
+    folders: list[tuple[str, list[str], list[str]]] = []
     for folder, below, files in os.walk(root, onerror=refuse, followlinks=True):
         further = sorted(name for name in below if not name.startswith(("set.", ".")))
         if seen or further:  # a root without folders to enter, such as a system, is in no circle
@@ -403,28 +422,33 @@ def real_folders(
                 below.clear()
                 continue
             seen.add(real)
-        found.append((folder, [*below], files))
-        below[:] = further
-    return sorted(found)
+        folders.append((folder, [*below], files))
+        below[:] = further  # os.walk enters these
+    return sorted(folders)
 
 
 def paths_matching(pattern: str, refuse: Callable[[OSError], None] | None = None) -> Iterator[str]:
-    """Yield the paths that match a pattern. ``**`` matches `real_folders`; at the end, only the folder before it."""
+    """Yield the paths that match a pattern.
+
+    ``**`` matches `real_folders`; at the end, only the folder before it.
+    """
     parts = pattern.split(os.sep)
     if "**" not in parts:
         yield from glob.iglob(pattern)
         return
-    place = parts.index("**")
-    rest = os.sep.join(parts[place + 1 :])
-    for top in glob.glob(
-        os.sep.join(parts[:place]) or (os.sep if parts[0] == "" and place else os.curdir)
-    ):
-        if not rest:
+    position = parts.index("**")
+    before = os.sep.join(parts[:position])
+    after = os.sep.join(parts[position + 1 :])
+    if not before:
+        before = os.curdir if position == 0 else os.sep  # "**/…" or "/**/…"
+    for top in glob.glob(before):
+        if not after:
             yield top  # readers search it for systems; `refuse_clashes` looks below it, too
             continue
         for folder, _, _ in real_folders(top, refuse):
-            folder = os.path.normpath(folder) if place == 0 else folder
-            yield from paths_matching(os.path.join(glob.escape(folder), rest), refuse)
+            if position == 0:
+                folder = os.path.normpath(folder)  # without "./"
+            yield from paths_matching(os.path.join(glob.escape(folder), after), refuse)
 
 
 def refuse_clashes(
@@ -435,37 +459,38 @@ def refuse_clashes(
 ) -> None:
     """Refuse to write one output over another, over an input, or to a device or FIFO.
 
-    `outputs` and `inputs` have paths by description; None is ignored. `systems` has paths
-    or patterns of data by description, as `open_systems` takes them. The `error` names every output that is another
-    file, too.
+    `outputs` and `inputs` have paths by description; None is ignored. `systems` has paths or
+    patterns of data by description, as `open_systems` takes them. The `error` names every output
+    that is another file, too.
     """
-    places = {name: Path(path) for name, path in outputs.items() if path is not None}
+    output_paths = {name: Path(path) for name, path in outputs.items() if path is not None}
     special = [
-        f"{name} is a device or FIFO: {path}" for name, path in places.items() if is_special(path)
+        f"{name} is a device or FIFO: {path}"
+        for name, path in output_paths.items()
+        if is_special(path)
     ]
     if special:
         raise error("; ".join(special) + ". Give the name of a regular file")
-    problems = list(_twice(places))
-    existing = {name: path for name, path in places.items() if path.exists()}
+    problems = list(_twice(output_paths))
+    existing = {name: path for name, path in output_paths.items() if path.exists()}
     for name, path in existing.items():
-        problems += [
-            f"{name} is {what}: {path}"
-            for what, file in inputs.items()
-            if file and _same(path, file)
-        ]
-    real = {name: os.path.realpath(path) for name, path in existing.items()}
-    for what, paths in systems.items():
-        for system in paths if existing else ():
-            found = _outputs_in(system, real)
-            problems += [
-                f"{name} is a file of {what} {system}: {places[name]}"
-                for name in real
-                if name in found
-            ]
+        for what, file in inputs.items():
+            if file and _same(path, file):
+                problems.append(f"{name} is {what}: {path}")
+    if existing:
+        real_paths = {name: os.path.realpath(path) for name, path in existing.items()}
+        for what, paths in systems.items():
+            for system in paths:
+                inside = _outputs_in(system, real_paths)
+                problems += [
+                    f"{name} is a file of {what} {system}: {path}"
+                    for name, path in existing.items()
+                    if name in inside
+                ]
     if problems:
         raise error(
-            "; ".join(problems)
-            + ". Give the output another name, so that it overwrites no other file"
+            f"{'; '.join(problems)}. Give the output another name, so that it overwrites no other "
+            "file"
         )
 
 
@@ -473,9 +498,9 @@ def _twice(places: Mapping[str, Path]) -> Iterator[str]:
     """Yield a problem for every output with the path of an earlier one."""
     seen: dict[str, str] = {}
     for name, path in places.items():
-        other = seen.setdefault(os.path.realpath(path), name)
-        if other != name:
-            yield f"{name} is {other}: {path}"
+        earlier = seen.setdefault(os.path.realpath(path), name)
+        if earlier != name:
+            yield f"{name} is {earlier}: {path}"
 
 
 def _same(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
@@ -483,20 +508,24 @@ def _same(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
 
 
 def _outputs_in(system: str, outputs: Mapping[str, str]) -> set[str]:
-    """Return the names of the outputs, given with real paths, that are files of a system as for `open_systems`."""
-    system = system if os.path.exists(system) else system.partition("#")[0]
-    found = set()
+    """Return the names of the outputs that are files of a system.
+
+    `system` is a path or pattern as for `open_systems`; `outputs` has real paths by name.
+    """
+    if not os.path.exists(system):
+        system = system.partition("#")[0]  # without the group in an HDF5 file
+    names = set()
     for place in [system] if os.path.exists(system) else paths_matching(system):
         folder = os.path.realpath(place)
-        within = f"{folder}{os.sep}" if os.path.isdir(folder) else None
         for name, path in outputs.items():
-            if within is None or not path.startswith(within):
-                inside = False
-            else:
-                parts = Path(path).relative_to(folder).parts
-                inside = parts[-1] in _OF_SYSTEM or any(
-                    part.startswith("set.") for part in parts[:-1]
-                )
-            if inside or _same(path, place):
-                found.add(name)
-    return found
+            if _same(path, place) or _belongs_to_system(path, folder):
+                names.add(name)
+    return names
+
+
+def _belongs_to_system(path: str, folder: str) -> bool:
+    """Return whether a path below a folder is a file of a system there."""
+    if not os.path.isdir(folder) or not path.startswith(f"{folder}{os.sep}"):
+        return False
+    *folders, name = Path(path).relative_to(folder).parts
+    return name in _SYSTEM_FILES or any(part.startswith("set.") for part in folders)

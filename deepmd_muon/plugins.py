@@ -12,7 +12,7 @@ class PluginError(RuntimeError):
 
 
 def load_plugins() -> None:
-    """Import every installed module that declares an entry point in the group ``deepmd_muon.plugins``.
+    """Import every installed module with an entry point in the group ``deepmd_muon.plugins``.
 
     At its import, a module registers its descriptors, fitting nets and settings.
 

@@ -1,8 +1,8 @@
-"""Declaration of a section of input.json: a frozen dataclass of settings and sub-sections, and its plain form.
+"""Declaration of a section of input.json, and its plain form.
 
-A section is a dataclass whose fields are declared with `setting` (a value) or `section` (a sub-section). Its defaults,
-ranges and rules apply wherever it is built: by the input check, from a checkpoint or by hand. This module imports only
-`setting`, and not torch.
+A section is a dataclass whose fields are declared with `setting` (a value) or `section` (a
+sub-section). Its defaults, ranges and rules apply wherever it is built: by the input check, from a
+checkpoint or by hand. This module imports only `setting`, and not torch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Rule:
     Attributes
     ----------
     reads
-        Paths of the values below the section, such as `descriptor/sel`. A problem is reported at the first one. The
-        rule is not checked if one of the values is itself wrong.
+        Paths of the values below the section, such as `descriptor/sel`. A problem is reported at
+        the first one. The rule is not checked if one of the values is itself wrong.
     check
         A function that takes the values in this order and returns the problem, or None.
     """
@@ -52,7 +52,8 @@ class Foreign:
     what
         The feature that the key requests, as a phrase for messages.
     neutral
-        Values besides null that request nothing; they are accepted and left out of the normalised input.
+        Values besides null that request nothing; they are accepted and left out of the normalised
+        input.
     inert
         Whether all other values are left out, too, with a notice, because they change no result.
     """
@@ -83,17 +84,19 @@ class Section:
     foreign: ClassVar[Mapping[str, Foreign]] = {}
     #: Words of other programs for settings of this section, with what to write instead.
     hints: ClassVar[Mapping[str, str]] = {}
-    #: Settings that the plain form omits if they are None, because deepmd-kit checks whether their keys exist.
+    #: Settings that the plain form omits if they are None, because deepmd-kit checks whether their
+    #: keys exist.
     left_out: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         check_settings(self)
         # Rules may assume that each value is valid by itself.
-        found = [
-            (rule.reads[0], rule.check(*(_attribute(self, path) for path in rule.reads)))
-            for rule in self.rules
-        ]
-        broken = [f"{name}: {problem}" for name, problem in found if problem]
+        broken = []
+        for rule in self.rules:
+            values = [_attribute(self, path) for path in rule.reads]
+            problem = rule.check(*values)
+            if problem:
+                broken.append(f"{rule.reads[0]}: {problem}")
         if broken:
             raise InvalidSettingError(f"{type(self).__name__}: " + "; ".join(broken), broken)
 
@@ -128,10 +131,10 @@ class Variants:
         InvalidSettingError
             When no kind has this name.
         """
-        wanted = self.default if name is None else self.alias.get(name, name)
-        if wanted is None or wanted not in self.choices:
+        kind = self.default if name is None else self.alias.get(name, name)
+        if kind is None or kind not in self.choices:
             raise InvalidSettingError(f"type must be {one_of(self.choices)}; found {shown(name)}")
-        return self.choices[wanted]
+        return self.choices[kind]
 
 
 def section(
@@ -139,8 +142,8 @@ def section(
 ) -> Any:
     """Declare a dataclass field that is a sub-section; without a default, it is required.
 
-    `variants` are its kinds; None if the annotation names a single dataclass. A field annotated ``Mapping[str, X]`` is
-    an object of sections with names from the input.
+    `variants` are its kinds; None if the annotation names a single dataclass. A field annotated
+    ``Mapping[str, X]`` is an object of sections with names from the input.
     """
     metadata = {"setting": Setting(doc), "variants": variants}
     return dataclasses.field(default=default, metadata=metadata)
@@ -167,12 +170,12 @@ def thaw(value: Any) -> Any:
         if inner is None and field.name in getattr(value, "left_out", ()):
             continue
         variants: Variants | None = field.metadata.get("variants")
-        if variants and isinstance(inner, Mapping):
-            plain[field.name] = {name: _tagged(one, variants) for name, one in inner.items()}
+        if variants is None or inner is None:
+            plain[field.name] = thaw(inner)
+        elif isinstance(inner, Mapping):
+            plain[field.name] = {key: _tagged(one, variants) for key, one in inner.items()}
         else:
-            plain[field.name] = (
-                _tagged(inner, variants) if variants and inner is not None else thaw(inner)
-            )
+            plain[field.name] = _tagged(inner, variants)
     return plain
 
 
@@ -185,10 +188,10 @@ T = TypeVar("T")
 
 
 def freeze(section: type[T], plain: Mapping[str, Any]) -> T:
-    """Build settings from their plain objects, the inverse of `thaw`; absent keys take their defaults.
+    """Build settings from their plain objects, the inverse of `thaw`; absent keys take defaults.
 
-    Unlike `argcheck.check`, which checks users' inputs, it accepts only the present spellings, and raises at the first
-    section with problems.
+    Unlike `argcheck.check`, which checks users' inputs, it accepts only the present spellings, and
+    raises at the first section with problems.
 
     Raises
     ------
@@ -217,21 +220,24 @@ def freeze(section: type[T], plain: Mapping[str, Any]) -> T:
 def _frozen(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
     """Return one plain value in the type of its field, or a `Mismatch`."""
     variants: Variants | None = field.metadata.get("variants")
-    # The X of an object of sections, Mapping[str, X].
-    inside = typing.get_args(annotation)[1] if typing.get_origin(annotation) is Mapping else None
-    if inside is not None and (variants is not None or dataclasses.is_dataclass(inside)):
+    is_named = typing.get_origin(annotation) is Mapping
+    inside = typing.get_args(annotation)[1] if is_named else annotation  # X of Mapping[str, X]
+    sections: list[Any] = [
+        kind for kind in alternatives_of(inside) if dataclasses.is_dataclass(kind)
+    ]
+    has_sections = variants is not None or bool(sections)
+
+    def freeze_one(plain: Mapping[str, Any]) -> Any:
+        section = sections[0] if variants is None else variants.choose(plain.get("type"))
+        return freeze(section, plain)
+
+    if is_named and has_sections:
         plain = convert(value, Mapping[str, Mapping[str, Any]])
         if isinstance(plain, Mismatch):
             return plain
-        return {
-            name: freeze(variants.choose(one.get("type")) if variants else inside, one)
-            for name, one in plain.items()
-        }
-    sections: list[Any] = [
-        kind for kind in alternatives_of(annotation) if dataclasses.is_dataclass(kind)
-    ]
-    if isinstance(value, Mapping) and (variants is not None or sections):
-        return freeze(variants.choose(value.get("type")) if variants else sections[0], value)
+        return {name: freeze_one(one) for name, one in plain.items()}
+    if isinstance(value, Mapping) and has_sections:
+        return freeze_one(value)
     if setting_of(field).lone and not isinstance(value, (list, tuple)):
         value = [value]
     return value if variants else convert(value, annotation)

@@ -1,7 +1,7 @@
 """Declaration of a setting, and the check of a value against its annotated type, with messages.
 
-The dataclass field of a setting holds its default, meaning, choices and range. This module imports neither the rest of
-the package nor torch.
+The dataclass field of a setting holds its default, meaning, choices and range. This module imports
+neither the rest of the package nor torch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
-# Bounds on any setting: larger numbers soon overflow float32, and larger whole numbers do not fit in 64 bits.
+# Bounds on any setting: larger numbers soon overflow float32, and larger whole numbers do not fit
+# in 64 bits.
 _LARGEST = 1e30
 _LARGEST_INTEGER = 2**63 - 1
 
@@ -50,7 +51,8 @@ class Needs:
     words
         The condition, as messages and the reference say it after "without": "normuon true".
     neutral
-        Values of the setting that ask for nothing, so that nobody misses an effect; None means its default alone.
+        Values of the setting that ask for nothing, so that nobody misses an effect; None means its
+        default alone.
     """
 
     reads: tuple[str, ...]
@@ -59,16 +61,17 @@ class Needs:
     neutral: tuple[Any, ...] | None = None
 
     def problem(self, of: Any) -> str | None:
-        """Describe in one phrase why the setting has no effect beside the other settings of `of`; None if it has one.
+        """Describe in one phrase why the setting has no effect beside the other settings of `of`.
+
+        None if it has one.
 
         `of` returns the value of a setting by its name.
         """
         values = [of(name) for name in self.reads]
         if self.holds(*values):
             return None
-        found = ", ".join(
-            f"{name} {_as_json(value)}" for name, value in zip(self.reads, values, strict=True)
-        )
+        pairs = zip(self.reads, values, strict=True)
+        found = ", ".join(f"{name} {_as_json(value)}" for name, value in pairs)
         return f"has no effect without {self.words}; found {found}"
 
 
@@ -107,7 +110,8 @@ class Setting:
     nonempty
         Whether a list must have an element.
     any_case
-        Whether upper and lower case are equivalent, as in deepmd-kit; settings keep the string in lower case.
+        Whether upper and lower case are equivalent, as in deepmd-kit; settings keep the string in
+        lower case.
     needs
         Conditions on other settings, without which this one has no effect.
     """
@@ -128,13 +132,16 @@ class Setting:
     needs: tuple[Needs, ...] = ()
 
     def idle(self, value: Any, default: Any, of: Callable[[str], Any]) -> str | None:
-        """Describe in one phrase why a value has no effect; None if it has one, or if it asks for nothing.
+        """Describe in one phrase why a value has no effect.
+
+        None if it has one, or if it asks for nothing.
 
         `of` returns the value of another setting of the section by its name.
         """
         for needs in self.needs:
             neutral = (default,) if needs.neutral is None else needs.neutral
-            if value not in neutral and (problem := needs.problem(of)):
+            problem = None if value in neutral else needs.problem(of)
+            if problem:
                 return problem
         return None
 
@@ -145,17 +152,15 @@ class Setting:
     def problem(self, value: Any) -> str | None:
         """Describe in one phrase the problem of `value`, or return None.
 
-        Bounds, choices and pattern apply to a scalar, and to every element of a list or value of a map.
+        Bounds, choices and pattern apply to a scalar, and to every element of a list or value of a
+        map.
         """
         if isinstance(value, Mapping):
-            return next((found for found in map(self.problem, value.values()) if found), None)
+            return next(filter(None, map(self.problem, value.values())), None)
         if isinstance(value, (tuple, list)):
-            empty = (
-                "must have at least one element; found an empty list"
-                if self.nonempty and not value
-                else None
-            )
-            return empty or next((found for found in map(self.problem, value) if found), None)
+            if self.nonempty and not value:
+                return "must have at least one element; found an empty list"
+            return next(filter(None, map(self.problem, value)), None)
         rule = self._broken_rule(value)
         if rule is None:
             return None
@@ -164,7 +169,9 @@ class Setting:
         return f"must be {rule}; found {literal(value)}{hint}{note}"
 
     def mismatch(self, value: Any, annotation: Any, words: str) -> str:
-        """Describe the problem of a value of the wrong type; a setting with names for its values lists them.
+        """Describe the problem of a value of the wrong type.
+
+        A setting with names for its values lists them.
 
         `words` is the description by the type alone.
         """
@@ -204,67 +211,75 @@ class Setting:
         largest = _LARGEST_INTEGER if isinstance(value, int) else _LARGEST
         if abs(value) > largest:
             return f"at most {largest:.3g} in size"
-        bounds = (
-            (self.minimum, lambda b: value >= b, ">="),
-            (self.maximum, lambda b: value <= b, "<="),
-            (self.above, lambda b: value > b, ">"),
-            (self.below, lambda b: value < b, "<"),
-        )
-        broken = [
-            f"{sign} {bound:g}"
-            for bound, holds, sign in bounds
-            if bound is not None and not holds(bound)
-        ]
+        broken = []
+        if self.minimum is not None and not value >= self.minimum:
+            broken.append(f">= {self.minimum:g}")
+        if self.maximum is not None and not value <= self.maximum:
+            broken.append(f"<= {self.maximum:g}")
+        if self.above is not None and not value > self.above:
+            broken.append(f"> {self.above:g}")
+        if self.below is not None and not value < self.below:
+            broken.append(f"< {self.below:g}")
         return " and ".join(broken) or None
 
 
 def setting(default: Any = dataclasses.MISSING, *, doc: str, **rules: Any) -> Any:
-    """Declare a dataclass field that carries its `Setting`; without a default, the field is required."""
+    """Declare a dataclass field that carries its `Setting`.
+
+    Without a default, the field is required.
+    """
     return dataclasses.field(default=default, metadata={"setting": Setting(doc, **rules)})
 
 
 def setting_like(settings: type, name: str, default: Any = dataclasses.MISSING) -> Any:
-    """Declare a dataclass field with rules and text of another class's field, and its default or the given one."""
+    """Declare a dataclass field with rules and text of another class's field.
+
+    Without `default`, it has the default of that field, too.
+    """
     declared: Any = settings
     (field,) = (field for field in dataclasses.fields(declared) if field.name == name)
-    default = field.default if default is dataclasses.MISSING else default
-    return dataclasses.field(
-        default=default, metadata={"setting": dataclasses.replace(setting_of(field), alias=())}
-    )
+    if default is dataclasses.MISSING:
+        default = field.default
+    without_alias = dataclasses.replace(setting_of(field), alias=())
+    return dataclasses.field(default=default, metadata={"setting": without_alias})
 
 
 def setting_of(field: dataclasses.Field[Any], annotation: Any = None) -> Setting:
-    """Return the `Setting` that `setting` attached to a dataclass field; a Literal annotation gives its choices."""
-    found = field.metadata["setting"]
-    assert isinstance(found, Setting)
+    """Return the `Setting` that `setting` attached to a dataclass field.
+
+    A Literal annotation gives its choices.
+    """
+    declared = field.metadata["setting"]
+    assert isinstance(declared, Setting)
     literals = [
         kind for kind in alternatives_of(annotation) if typing.get_origin(kind) is typing.Literal
     ]
-    if found.choices is None and len(literals) == 1:
-        return dataclasses.replace(found, choices=typing.get_args(literals[0]))
-    return found
+    if declared.choices is None and len(literals) == 1:
+        return dataclasses.replace(declared, choices=typing.get_args(literals[0]))
+    return declared
 
 
 def check_settings(settings: Any, of: str = "") -> None:
-    """Raise `InvalidSettingError` naming every field of a settings dataclass that violates its type or rules.
+    """Raise `InvalidSettingError` if a field of a settings dataclass has a wrong type or value.
 
-    Strings with `any_case` become lower case. The message starts with `of`, or with the dataclass's name.
+    Strings with `any_case` become lower case. The message starts with `of`, or with the dataclass's
+    name.
     """
-    kind: Any = type(settings)
+    settings_class: Any = type(settings)
     problems = []
-    for name, annotation, own in _declared(kind):
+    for name, annotation, setting in _declared(settings_class):
         value = getattr(settings, name)
         fitted = convert(value, annotation, exact=True)
         if not isinstance(fitted, Mismatch):
-            problem = own.problem(value)
+            problem = setting.problem(value)
         elif fitted.is_of_elements:
             problem = fitted.words
         else:
-            problem = own.mismatch(value, annotation, fitted.words)
+            problem = setting.mismatch(value, annotation, fitted.words)
         if problem:
             problems.append(f"{name}: {problem}")
-        elif own.any_case:
-            object.__setattr__(settings, name, own.folded(value))
+        elif setting.any_case:
+            object.__setattr__(settings, name, setting.folded(value))
     if problems:
         raise InvalidSettingError(
             f"{of or type(settings).__name__}: " + "; ".join(problems), problems
@@ -272,83 +287,107 @@ def check_settings(settings: Any, of: str = "") -> None:
 
 
 def idle_settings(settings: Any) -> dict[str, str]:
-    """Return the settings of a dataclass that have no effect beside its others, each with the reason.
+    """Return the settings of a dataclass without effect, each with the reason.
 
-    A setting with its default, or with another value that asks for nothing, is not among them.
+    The values of its other settings decide that. A setting with its default, or with another value
+    that asks for nothing, is not among them.
     """
     kind: Any = type(settings)
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-    reasons = {
-        name: own.idle(
-            getattr(settings, name), defaults[name], lambda other: getattr(settings, other, None)
-        )
-        for name, _, own in _declared(kind)
-    }
-    return {name: reason for name, reason in reasons.items() if reason}
+
+    def value_of(name: str) -> Any:
+        return getattr(settings, name, None)
+
+    reasons = {}
+    for name, _, setting in _declared(kind):
+        reason = setting.idle(value_of(name), defaults[name], value_of)
+        if reason:
+            reasons[name] = reason
+    return reasons
+
+
+class _Declared(NamedTuple):
+    """A field of a settings dataclass."""
+
+    name: str
+    annotation: Any
+    setting: Setting
 
 
 @functools.cache
-def _declared(settings: Any) -> tuple[tuple[str, Any, Setting], ...]:
-    """Return name, annotation and `Setting` of the fields of a settings dataclass that have one."""
+def _declared(settings: Any) -> tuple[_Declared, ...]:
+    """Return the fields of a settings dataclass that carry a `Setting`."""
     annotations = annotations_of(settings)
-    fields = [field for field in dataclasses.fields(settings) if "setting" in field.metadata]
-    return tuple((f.name, annotations[f.name], setting_of(f, annotations[f.name])) for f in fields)
+    declared = []
+    for field in dataclasses.fields(settings):
+        if "setting" in field.metadata:
+            annotation = annotations[field.name]
+            setting = setting_of(field, annotation)
+            declared.append(_Declared(field.name, annotation, setting))
+    return tuple(declared)
 
 
 @functools.cache
 def annotations_of(settings: type) -> dict[str, Any]:
-    """Return the evaluated annotations of a settings dataclass, with `tuple[X, ...]` for `Sequence[X]`."""
-    return {
-        name: _as_tuple(annotation) for name, annotation in typing.get_type_hints(settings).items()
-    }
+    """Return the evaluated annotations of a dataclass, with `tuple[X, ...]` for `Sequence[X]`."""
+    hints = typing.get_type_hints(settings)
+    return {name: _as_tuple(annotation) for name, annotation in hints.items()}
 
 
 def _as_tuple(annotation: Any) -> Any:
     """Return an annotation with `tuple[X, ...]` for `Sequence[X]`."""
     if typing.get_origin(annotation) is Sequence:
-        return types.GenericAlias(tuple, (_as_tuple(typing.get_args(annotation)[0]), ...))
+        element = typing.get_args(annotation)[0]
+        return types.GenericAlias(tuple, (_as_tuple(element), ...))
     members = alternatives_of(annotation)
-    return (
-        functools.reduce(operator.or_, map(_as_tuple, members)) if len(members) > 1 else annotation
-    )
+    if len(members) == 1:
+        return annotation
+    return functools.reduce(operator.or_, map(_as_tuple, members))
+
+
+class _Fault(NamedTuple):
+    """A wrong type inside a value."""
+
+    indices: tuple[int | str, ...]  # inside nested lists and maps
+    describe: Callable[[], str]  # says the expected type and the value
 
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
     """The reasons why a value does not have the type of its setting.
 
-    Attributes
-    ----------
-    found
-        For each fault, its indices inside nested lists, and a function that describes it. Most mismatches are
-        attempts without a reader, and describing a tensor takes milliseconds.
+    They are functions: nobody reads those of an attempt that another member of a union replaces,
+    and describing a tensor takes milliseconds.
     """
 
-    found: tuple[tuple[tuple[int | str, ...], Callable[[], str]], ...]
+    reasons: tuple[_Fault, ...]
 
     @property
     def faults(self) -> tuple[tuple[tuple[int | str, ...], str], ...]:
-        """Indices inside nested lists, and a description of expected type and found value, of each fault."""
-        return tuple((where, word()) for where, word in self.found)
+        """Of each fault: indices inside nested lists, expected type and value in words."""
+        return tuple((fault.indices, fault.describe()) for fault in self.reasons)
 
     @property
     def is_of_elements(self) -> bool:
         """Whether the value has the right type, but elements of it do not."""
-        return bool(self.found[0][0])
+        return bool(self.reasons[0].indices)
 
     @property
     def words(self) -> str:
         """Description of the first fault, with its indices inside nested lists."""
-        where, word = self.found[0]
-        return f"element {'/'.join(map(str, where))} {word()}" if where else word()
+        fault = self.reasons[0]
+        if not fault.indices:
+            return fault.describe()
+        return f"element {'/'.join(map(str, fault.indices))} {fault.describe()}"
 
 
 def convert(value: Any, annotation: Any, *, exact: bool = False) -> Any:
     """Return `value` as the annotated type, or a `Mismatch` when it does not fit.
 
-    A list becomes a tuple, a whole number stands for a float, and a float without a fraction (1e6) for a whole number
-    unless `exact`. A truth value is never a number; NaN and infinity are rejected. Of a Literal, only the type of its
-    members is checked here; `Setting.problem` compares with `choices`. Other kinds of annotations take any value.
+    A list becomes a tuple, a whole number stands for a float, and a float without a fraction (1e6)
+    for a whole number unless `exact`. A truth value is never a number; NaN and infinity are
+    rejected. Of a Literal, only the type of its members is checked here; `Setting.problem` compares
+    with `choices`. Other kinds of annotations take any value.
     """
     if annotation is Any:
         return value
@@ -368,15 +407,15 @@ def convert(value: Any, annotation: Any, *, exact: bool = False) -> Any:
 def _scalar(value: Any, kind: Any, *, exact: bool) -> Any:
     """Return a scalar as the annotated type, or None when it does not fit."""
     if typing.get_origin(kind) is typing.Literal:
-        return (
-            value if any(type(value) is type(choice) for choice in typing.get_args(kind)) else None
-        )
+        types_of_choices = {type(choice) for choice in typing.get_args(kind)}
+        return value if type(value) in types_of_choices else None
     if kind is bool or (isinstance(value, bool) and kind in _NAMES):
         return value if kind is bool and isinstance(value, bool) else None
     if kind is int and isinstance(value, Real):
-        number = float(value) if not isinstance(value, Integral) else value
-        whole = isinstance(number, Integral) or (not exact and number.is_integer())
-        return int(number) if whole else None
+        if isinstance(value, Integral):
+            return int(value)
+        number = float(value)
+        return int(number) if not exact and number.is_integer() else None
     if kind is float and isinstance(value, Real):
         return _finite(value)
     # In Python 3.10, list[str] counts as a type, which `isinstance` then refuses.
@@ -395,31 +434,32 @@ def _finite(value: Real) -> float | None:
 
 def _convert_any(value: Any, members: tuple[Any, ...], annotation: Any, *, exact: bool) -> Any:
     """Return the value in the type of the first member of a union that fits."""
-    container: Any = (
-        tuple
-        if isinstance(value, (list, tuple))
-        else Mapping
-        if isinstance(value, Mapping)
-        else None
-    )
-    alike = [member for member in members if typing.get_origin(member) is container]
-    if container is not None and len(alike) == 1:
-        # Naming the wrong element of a list or a map helps more than saying that no member fits.
-        return convert(value, alike[0], exact=exact)
-    attempts = (convert(value, member, exact=exact) for member in members)
-    return next(
-        (fitted for fitted in attempts if not isinstance(fitted, Mismatch)),
-        _mismatch(value, annotation),
-    )
+    container: Any = None
+    if isinstance(value, (list, tuple)):
+        container = tuple
+    elif isinstance(value, Mapping):
+        container = Mapping
+    if container is not None:
+        alike = [member for member in members if typing.get_origin(member) is container]
+        if len(alike) == 1:
+            # Naming the wrong element of a list or map helps more than saying that no member fits.
+            return convert(value, alike[0], exact=exact)
+    for member in members:
+        fitted = convert(value, member, exact=exact)
+        if not isinstance(fitted, Mismatch):
+            return fitted
+    return _mismatch(value, annotation)
 
 
 def _convert_list(value: Any, annotation: Any, *, exact: bool) -> Any:
     """Return a list as a tuple of the annotated element types."""
     elements = typing.get_args(annotation)
-    fixed = not (len(elements) == 2 and elements[1] is Ellipsis)
-    if not isinstance(value, (list, tuple)) or (fixed and len(value) != len(elements)):
+    any_length = len(elements) == 2 and elements[1] is Ellipsis
+    if not isinstance(value, (list, tuple)):
         return _mismatch(value, annotation)
-    kinds = elements if fixed else (elements[0],) * len(value)
+    if not any_length and len(value) != len(elements):
+        return _mismatch(value, annotation)
+    kinds = (elements[0],) * len(value) if any_length else elements
     converted = tuple(
         convert(element, kind, exact=exact) for element, kind in zip(value, kinds, strict=True)
     )
@@ -435,19 +475,22 @@ def _convert_map(value: Any, annotation: Any, *, exact: bool) -> Any:
     return _faults_within(converted.items()) or converted
 
 
-def _faults_within(found: Iterable[tuple[int | str, Any]]) -> Mismatch | None:
-    """Return the faults of elements, with the index of the element put first; None without faults."""
+def _faults_within(converted: Iterable[tuple[int | str, Any]]) -> Mismatch | None:
+    """Return the faults of elements, each with the index of the element first; None without any."""
     faults = [
-        ((index, *where), word)
-        for index, element in found
+        _Fault((index, *fault.indices), fault.describe)
+        for index, element in converted
         if isinstance(element, Mismatch)
-        for where, word in element.found
+        for fault in element.reasons
     ]
     return Mismatch(tuple(faults)) if faults else None
 
 
 def _mismatch(value: Any, annotation: Any) -> Mismatch:
-    return Mismatch((((), lambda: f"must be {describe(annotation)}; found {shown(value)}"),))
+    def words() -> str:
+        return f"must be {describe(annotation)}; found {shown(value)}"
+
+    return Mismatch((_Fault((), words),))
 
 
 _NAMES: dict[Any, tuple[str, str]] = {
@@ -460,7 +503,7 @@ _NAMES: dict[Any, tuple[str, str]] = {
 
 
 def describe(annotation: Any, *, plural: bool = False) -> str:
-    """Describe the values that an annotation allows, except null, which means that a setting is left out."""
+    """Describe the values that an annotation allows, but not null, which leaves a setting out."""
     members = [member for member in alternatives_of(annotation) if member is not type(None)]
     if len(members) > 1:
         return " or ".join(describe(member, plural=plural) for member in members)
@@ -476,9 +519,8 @@ def describe(annotation: Any, *, plural: bool = False) -> str:
     inner = describe(elements[0], plural=True)
     if type(None) in alternatives_of(elements[0]):
         inner += " or nulls"
-    many = elements[1] is Ellipsis
-    head = ("lists of " if plural else "a list of ") + ("" if many else f"{len(elements)} ")
-    return head + inner
+    count = "" if elements[1] is Ellipsis else f"{len(elements)} "
+    return f"{'lists' if plural else 'a list'} of {count}{inner}"
 
 
 def alternatives_of(annotation: Any) -> tuple[Any, ...]:
@@ -497,15 +539,13 @@ def shown(value: Any) -> str:
     if isinstance(value, dict):
         return "an object"
     text = repr(value)
-    text = text if len(text) <= 60 else text[:57] + "..."
-    kind = (
-        "the string "
-        if isinstance(value, str)
-        else "the list "
-        if isinstance(value, (list, tuple))
-        else ""
-    )
-    return kind + text
+    if len(text) > 60:
+        text = text[:57] + "..."
+    if isinstance(value, str):
+        return f"the string {text}"
+    if isinstance(value, (list, tuple)):
+        return f"the list {text}"
+    return text
 
 
 def literal(value: Any) -> str:
@@ -531,8 +571,8 @@ def one_of(choices: Collection[Any]) -> str:
 def nearest_of(value: Any, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the name that a string probably means, None without any.
 
-    Case, "-" and "_" do not count. Numbers must agree: 'float16' is not a misspelled 'float64'. `cutoff` is the least
-    similarity (difflib).
+    Case, "-" and "_" do not count. Numbers must agree: 'float16' is not a misspelled 'float64'.
+    `cutoff` is the least similarity (difflib).
     """
     if not isinstance(value, str):
         return None

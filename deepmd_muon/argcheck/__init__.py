@@ -1,7 +1,7 @@
 """Check input.json and freeze it into settings.
 
-`load` reads a file, `normalize` takes its contents; both report every problem at once as an `InputError`. For other
-programs, `gen_args` describes the input as dargs arguments.
+`load` reads a file, `normalize` takes its contents; both report every problem at once as an
+`InputError`. For other programs, `gen_args` describes the input as dargs arguments.
 """
 
 from deepmd_muon.argcheck.dargs_tree import gen_args, gen_args_multi_task

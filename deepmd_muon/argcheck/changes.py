@@ -14,7 +14,8 @@ from deepmd_muon.section import thaw
 
 log = logging.getLogger(__name__)
 
-# Settings of how weights and statistics are made, which a checkpoint already holds, and of what is trained.
+# Settings of how weights and statistics are made, which a checkpoint already holds, and of what is
+# trained.
 _NOT_PHYSICS = (
     "trainable",
     "seed",
@@ -29,35 +30,40 @@ _TRAINING = ("optimizer/", "loss/", "learning_rate/", "training/training_data/",
 def check_model_section(
     saved: ModelSettings, present: ModelSettings, path: Path, *, insist: bool
 ) -> None:
-    """Raise if the checkpoint `path` was trained with other model settings; with `insist`, log the changes instead.
+    """Raise if the checkpoint `path` was trained with other model settings.
 
-    Weights load without error after a change of cutoff or activation, but the run would continue with other energies.
-    Both sections must give `sel` as numbers.
+    With `insist`, log the changes instead.
+
+    Weights load without error after a change of cutoff or activation, but the run would continue
+    with other energies. Both sections must give `sel` as numbers.
 
     Raises
     ------
     CheckpointError
         Listing the settings that differ.
     """
+    saved_section = _with_one_spelling(thaw(saved))
+    present_section = _with_one_spelling(thaw(present))
     changes = [
         change
-        for key, change in changed_settings(
-            _with_one_spelling(thaw(saved)), _with_one_spelling(thaw(present)), "model/"
-        ).items()
+        for key, change in changed_settings(saved_section, present_section, "model/").items()
         if key.rpartition("/")[2] not in _NOT_PHYSICS
     ]
     if changes and not insist:
+        listed = "".join(f"  {change}\n" for change in changes)
         raise CheckpointError(
-            f"{path} was trained with another model:\n"
-            + "".join(f"  {change}\n" for change in changes)
-            + "Use its model section (--use-pretrain-script), or --force-load to go on with the changed one."
+            f"{path} was trained with another model:\n{listed}Use its model section "
+            "(--use-pretrain-script), or --force-load to go on with the changed one."
         )
     for change in changes:
         log.warning("--force-load: %s", change)
 
 
 def report_changes(saved: Mapping[str, Any], present: Mapping[str, Any], path: Path) -> None:
-    """Log the differences between two normalised inputs, as warnings where they change the training."""
+    """Log the differences between two normalised inputs.
+
+    Those that change the training are warnings.
+    """
     changes = changed_settings(saved, present)
     # Settings without effect today, which checkpoints of earlier versions have.
     left_out = {f"training/{name}" for name in RunSettings.foreign}
@@ -77,29 +83,35 @@ def report_changes(saved: Mapping[str, Any], present: Mapping[str, Any], path: P
 def changed_settings(
     saved: Mapping[str, Any], present: Mapping[str, Any], path: str = ""
 ) -> dict[str, str]:
-    """Describe every setting that differs, with its saved and its present value, by its path in the input."""
+    """Describe every setting that differs, by its path in the input."""
     changes: dict[str, str] = {}
     for key in sorted({*saved, *present}):
-        where = f"{path}{key}"
-        old, new = saved.get(key), present.get(key)
+        setting = f"{path}{key}"
+        old = saved.get(key)
+        new = present.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            changes |= changed_settings(old, new, f"{where}/")
-        elif where == "training/seed" and old != new:
+            changes |= changed_settings(old, new, f"{setting}/")
+        elif setting == "training/seed" and old != new:
             effect = "without effect while the saved order of the data continues"
-            changes[where] = f"{where} was {old}, is {new} ({effect})"
+            changes[setting] = f"{setting} was {old}, is {new} ({effect})"
         elif old != new:
-            changes[where] = f"{where} was {old!r}, is {new!r}"
+            changes[setting] = f"{setting} was {old!r}, is {new!r}"
     return changes
 
 
 def _with_one_spelling(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section in which the precision "default" reads "float64", and a table has its `smin_alpha`."""
-    spelled = {
-        key: _with_one_spelling(value)
-        if isinstance(value, Mapping)
-        else "float64"
-        if key == "precision" and value == "default"
-        else value
-        for key, value in section.items()
-    }
-    return {"smin_alpha": DEFAULT_ALPHA, **spelled} if "use_srtab" in section else spelled
+    """Return a section in which settings with the same meaning have the same form.
+
+    The precision "default" reads "float64", and a table has its `smin_alpha`.
+    """
+    spelled: dict[str, Any] = {}
+    if "use_srtab" in section:
+        spelled["smin_alpha"] = DEFAULT_ALPHA
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            spelled[key] = _with_one_spelling(value)
+        elif key == "precision" and value == "default":
+            spelled[key] = "float64"
+        else:
+            spelled[key] = value
+    return spelled

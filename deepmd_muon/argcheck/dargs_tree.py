@@ -1,14 +1,17 @@
-"""The input file as dargs arguments, for other programs: DP-GUI, deepmd-kit's own check, `--out-type json`.
+"""The input file as dargs arguments, for DP-GUI and deepmd-kit's own check.
 
-They are plain arguments of dargs, made from the same declarations as our own check. They know keys, aliases, types,
-choices and ranges, but neither rules over several keys nor older layouts; `normalize` knows these.
+They are plain arguments of dargs, made from the same declarations as our own check. They know keys,
+aliases, types, choices and ranges, but neither rules over several keys nor older layouts;
+`normalize` knows these.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dargs import Argument, ArgumentEncoder, Variant
@@ -19,7 +22,7 @@ from deepmd_muon.argcheck.settings import MultiTaskSettings, Settings
 from deepmd_muon.model.branch_settings import SHAREABLE
 from deepmd_muon.optim.words import RENAMED_SETTINGS
 from deepmd_muon.section import Foreign, thaw
-from deepmd_muon.setting import Mismatch, convert
+from deepmd_muon.setting import Mismatch, alternatives_of, convert
 
 _ANY = (bool, int, float, str, list, dict, type(None))
 # Older names that mean the same setting with the same values, by the setting.
@@ -30,7 +33,9 @@ _OLDER_NAMES = {
 
 
 def gen_args(multi_task: bool = False) -> list[Argument]:
-    """Return the sections of an input file as dargs arguments, under the name that deepmd-kit gives its own.
+    """Return the sections of an input file as dargs arguments.
+
+    deepmd-kit's function for its own arguments has the same name.
 
     Parameters
     ----------
@@ -50,8 +55,8 @@ def gen_args(multi_task: bool = False) -> list[Argument]:
     sections = {section.name: section for section in arguments_of(MultiTaskSettings)}
     model = sections["model"]
     branch = model.sub_fields["model_dict"]
-    # Keys that are the same in all branches may stand in `model` itself: a branch needs none, and a default that dargs
-    # filled in would hide the common value.
+    # Keys that are the same in all branches may stand in `model` itself: a branch needs none, and a
+    # default that dargs filled in would hide the common value.
     branch.sub_fields = {key.name: key for key in _branch_fields()}
     common = [key for key in _branch_fields() if key.name not in model.sub_fields]
     model.extend_subfields(common)
@@ -92,17 +97,19 @@ def arguments_of(section: type) -> list[Argument]:
 
 
 def _fields(section: Key, *, has_defaults: bool = True) -> list[Argument]:
-    """Return the keys of a section of one kind, deepmd-kit's keys without a counterpart here included."""
+    """Return the keys of a section of one kind.
+
+    They include deepmd-kit's keys without a counterpart here.
+    """
     assert section.section is not None
-    others = foreign_of(section.section).items()
     left_out: frozenset[str] = getattr(section.section, "left_out", frozenset())
-    return [
-        *(
-            _argument(key, has_default=has_defaults and name not in left_out)
-            for name, key in section.keys.items()
-        ),
-        *(_foreign_argument(name, foreign) for name, foreign in others),
-    ]
+    arguments = []
+    for name, key in section.keys.items():
+        has_default = has_defaults and name not in left_out
+        arguments.append(_argument(key, has_default=has_default))
+    for name, foreign in foreign_of(section.section).items():
+        arguments.append(_foreign_argument(name, foreign))
+    return arguments
 
 
 def _argument(key: Key, *, has_default: bool = True) -> Argument:
@@ -117,7 +124,7 @@ def _argument(key: Key, *, has_default: bool = True) -> Argument:
     allowed = f"Allowed: {'; '.join(limits)}." if limits else ""
     argument = Argument(
         key.name,
-        key.dtype,
+        _types_of(key),
         sub_fields=_fields(key) if key.section else None,
         sub_variants=[_variant(key)] if key.variants else None,
         repeat=key.named,
@@ -132,8 +139,40 @@ def _argument(key: Key, *, has_default: bool = True) -> Argument:
     return argument
 
 
+def _types_of(key: Key) -> list[Any]:
+    """Return the types under which dargs checks plain values of a key."""
+    if key.is_section:
+        # A null from the input means an absent section.
+        return [dict] if key.required or key.value is not None else [dict, type(None)]
+    kinds: list[Any] = []
+    for kind in alternatives_of(key.annotation):
+        origin = typing.get_origin(kind)
+        if origin is tuple:
+            kinds.append(_list_type(kind))
+            if key.setting.lone:
+                kinds.append(typing.get_args(kind)[0])
+        elif origin is Mapping:
+            kinds.append(dict)
+        elif origin is typing.Literal:
+            kinds += {type(choice) for choice in typing.get_args(kind)}
+        else:
+            kinds.append(kind)
+    return kinds
+
+
+def _list_type(annotation: Any) -> Any:
+    """Return a tuple annotation as the list annotation of its JSON form."""
+    element = typing.get_args(annotation)[0]
+    if typing.get_origin(element) is tuple:
+        element = _list_type(element)
+    return types.GenericAlias(list, (element,))
+
+
 def _default(key: Key) -> Any:
-    """Return the plain default of a key; dargs does not fill in the keys of an absent section by itself."""
+    """Return the plain default of a key.
+
+    Dargs does not fill in the keys of an absent section by itself.
+    """
     if key.variants is None or key.value is None:
         return thaw(key.value)
     return {"type": key.variants.name_of(type(key.value)), **thaw(key.value)}

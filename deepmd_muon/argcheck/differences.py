@@ -1,4 +1,4 @@
-"""Settings with which deepmd-kit 3.2.0 does something else than their documentation says, which this package does."""
+"""Settings that deepmd-kit 3.2.0 treats otherwise than it documents them; this package does not."""
 
 from __future__ import annotations
 
@@ -13,43 +13,45 @@ EXCLUDED_ATOMS = (
 
 
 def unlike_deepmd_kit(branch: Branch, *, finetune: bool = False) -> list[str]:
-    """Return one line for each setting of a branch with which deepmd-kit's run from the same input is another one.
+    """Return one line for each setting of a branch that makes deepmd-kit's run another one.
 
     `finetune` says whether the run fits the energy bias of a trained model.
     """
-    found = [f"{branch.model_path}/{line}" for line in _of_model(branch.model)]
+    lines = [f"{branch.model_path}/{line}" for line in _model_lines(branch.model)]
     loss = branch.loss
     if isinstance(loss, EnerLossSettings) and not loss.has("e"):
-        found.append(
-            "without start_pref_e and limit_pref_e above 0, energies only give the energy bias; deepmd-kit does not "
-            "read them, and its bias is 0"
+        lines.append(
+            "without start_pref_e and limit_pref_e above 0, energies only give the energy bias; "
+            "deepmd-kit does not read them, and its bias is 0"
         )
     if finetune and branch.model.atom_exclude_types:
-        found.append(EXCLUDED_ATOMS)
-    return found
+        lines.append(EXCLUDED_ATOMS)
+    return lines
 
 
-def _of_model(model: ModelSettings) -> list[str]:
-    found = []
+def _model_lines(model: ModelSettings) -> list[str]:
+    descriptor = model.descriptor
+    fitting_net = model.fitting_net
+    lines = []
     if model.use_srtab is not None and model.pair_exclude_types:
-        found.append(
-            "pair_exclude_types: excluded pairs are empty in the statistics of the descriptor; with use_srtab, "
-            "deepmd-kit counts them there"
+        lines.append(
+            "pair_exclude_types: excluded pairs are empty in the statistics of the descriptor; "
+            "with use_srtab, deepmd-kit counts them there"
         )
-    descriptor, fitting = model.descriptor, model.fitting_net
     if model.smin_alpha not in (None, DEFAULT_ALPHA):
-        found.append(
+        lines.append(
             f"smin_alpha: deepmd-kit computes with {DEFAULT_ALPHA} whatever the input says"
         )
-    if any(energy is not None for energy in getattr(fitting, "atom_ener", ())):
-        found.append(
-            "fitting_net/atom_ener: these energies are the bias of their types; deepmd-kit fits the bias to the data"
+    if any(energy is not None for energy in getattr(fitting_net, "atom_ener", ())):
+        lines.append(
+            "fitting_net/atom_ener: these energies are the bias of their types; deepmd-kit fits "
+            "the bias to the data"
         )
-    if getattr(fitting, "rcond", None) is not None:
-        found.append("fitting_net/rcond: deepmd-kit ignores it")
+    if getattr(fitting_net, "rcond", None) is not None:
+        lines.append("fitting_net/rcond: deepmd-kit ignores it")
     layers: int = getattr(descriptor, "attn_layer", 0)
     if layers and not getattr(descriptor, "trainable_ln", True):
-        found.append(
+        lines.append(
             "descriptor/trainable_ln: deepmd-kit trains the layer normalisation all the same"
         )
-    return found
+    return lines

@@ -1,4 +1,7 @@
-"""Features of deepmd-kit 3.2 that this package lacks; inputs that request them can go to deepmd-kit instead."""
+"""Features of deepmd-kit 3.2 that this package lacks.
+
+Inputs that request them can go to deepmd-kit instead.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +11,57 @@ from typing import Any
 from deepmd_muon.argcheck.errors import Problem
 from deepmd_muon.argcheck.schema import Key
 
-# Names of deepmd-kit's kinds, aliases included. A kind that this package or a plugin registers does not count.
+# Names of deepmd-kit's kinds, aliases included. A kind that this package or a plugin registers does
+# not count.
 TYPES: dict[str, tuple[str, ...]] = {
     "model": (
-        *("dpa4", "DPA4", "SeZM", "sezm", "frozen", "pairtab", "pairwise_dprc", "linear_ener"),
+        "dpa4",
+        "DPA4",
+        "SeZM",
+        "sezm",
+        "frozen",
+        "pairtab",
+        "pairwise_dprc",
+        "linear_ener",
     ),
     "model/descriptor": (
-        *(
-            "loc_frame",
-            "se_e2_a",
-            "se_a",
-            "se_e2_r",
-            "se_r",
-            "se_e3",
-            "se_at",
-            "se_a_3be",
-            "se_t",
-            "se_a_tpe",
-        ),
-        *(
-            "se_a_ebd",
-            "se_e3_tebd",
-            "se_a_mask",
-            "se_atten",
-            "dpa1",
-            "se_atten_v2",
-            "se_a_ebd_v2",
-            "se_a_tpe_v2",
-        ),
-        *("hybrid", "dpa2", "dpa3", "dpa4", "DPA4", "SeZM", "sezm", "dpa4c", "DPA4C"),
+        "loc_frame",
+        "se_e2_a",
+        "se_a",
+        "se_e2_r",
+        "se_r",
+        "se_e3",
+        "se_at",
+        "se_a_3be",
+        "se_t",
+        "se_a_tpe",
+        "se_a_ebd",
+        "se_e3_tebd",
+        "se_a_mask",
+        "se_atten",
+        "dpa1",
+        "se_atten_v2",
+        "se_a_ebd_v2",
+        "se_a_tpe_v2",
+        "hybrid",
+        "dpa2",
+        "dpa3",
+        "dpa4",
+        "DPA4",
+        "SeZM",
+        "sezm",
+        "dpa4c",
+        "DPA4C",
     ),
     "model/fitting_net": (
-        *("ener", "dpa4_ener", "sezm_ener", "dos", "population", "property", "polar", "dipole"),
+        "ener",
+        "dpa4_ener",
+        "sezm_ener",
+        "dos",
+        "population",
+        "property",
+        "polar",
+        "dipole",
     ),
     "loss": ("ener", "ener_hess", "dens", "ener_spin", "dos", "population", "property", "tensor"),
     "optimizer": ("Adam", "AdamW", "HybridMuon", "LKF", "AdaMuon"),
@@ -52,11 +74,13 @@ KEYS = {
 
 
 def only_in_deepmd_kit(data: Mapping[str, Any], schema: Key) -> list[Problem]:
-    """Return the features of an input that only deepmd-kit has; callers then report these and no other problem.
+    """Return the features of an input that only deepmd-kit has.
+
+    Callers then report these and no other problem.
 
     The input is in today's spelling; `schema` is the `tree` of the whole input.
     """
-    found = {path: what for path, what in KEYS.items() if _value(data, path)}
+    features = {path: what for path, what in KEYS.items() if _value(data, path)}
     for path, names in TYPES.items():
         kind = _value(data, f"{path}/type")
         section = schema
@@ -64,10 +88,10 @@ def only_in_deepmd_kit(data: Mapping[str, Any], schema: Key) -> list[Problem]:
             section = section.keys[name]
         ours = {*section.kinds, *section.variants.alias} if section.variants else set()
         if kind in names and kind not in ours:
-            found[f"{path}/type"] = f"the {path.rpartition('/')[2].replace('_', ' ')} {kind!r}"
+            features[f"{path}/type"] = f"the {path.rpartition('/')[2].replace('_', ' ')} {kind!r}"
     return [
         Problem(path, f"deepmd-kit has {what}, this package does not", what)
-        for path, what in found.items()
+        for path, what in features.items()
     ]
 
 

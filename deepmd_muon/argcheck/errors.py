@@ -17,7 +17,8 @@ class Problem:
     message
         The problem, the value found and the remedy.
     elsewhere
-        Requested features that deepmd-kit has and this package lacks, in words; empty for a mistake.
+        Requested features that deepmd-kit has and this package lacks, in words; empty for a
+        mistake.
     """
 
     path: str
@@ -29,7 +30,15 @@ class Problem:
 
 
 class InputError(ValueError):
-    """An input that cannot be used: everything that is wrong, in the order of the file, and the name of the file."""
+    """An input that cannot be used.
+
+    Attributes
+    ----------
+    problems
+        Everything that is wrong, in the order of the file.
+    source
+        Name of the file.
+    """
 
     def __init__(self, problems: Iterable[Problem], source: str = "the input") -> None:
         self.problems = tuple(problems)

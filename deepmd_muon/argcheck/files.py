@@ -16,51 +16,160 @@ from deepmd_muon.argcheck.errors import InputError, Problem
 from deepmd_muon.files import open_regular
 from deepmd_muon.setting import shown
 
-#: Bounds on an input; the largest in use have some hundred systems. Parsing YAML takes a hundred times longer.
+#: Bounds on an input; the largest in use have some hundred systems. Parsing YAML takes a hundred
+#: times longer.
 MAX_BYTES = 8 << 20
 MAX_YAML_BYTES = 1 << 18
 MAX_VALUES = 200_000
 MAX_DEPTH = 64
 MAX_MERGED = 1000
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
-_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+def read(path: Path) -> dict[str, Any]:
+    """Parse a JSON or YAML file whose outermost value is an object.
+
+    Raises
+    ------
+    InputError
+        When it cannot be read or parsed, or repeats a key that is not a comment.
+    """
+    source = str(path)
+    is_yaml = path.suffix.lower() in (".yaml", ".yml")
+    limit = MAX_YAML_BYTES if is_yaml else MAX_BYTES
+    try:
+        with open_regular(path) as file:
+            content = file.read(limit + 1)
+        if len(content) > limit:
+            raise _error(source, f"has more than {limit >> 10} KiB, which no input needs")
+        text = content.decode("utf-8-sig").replace("\r\n", "\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise _error(source, f"cannot be read: {reason}") from error
+    data = _parse_yaml(text, source) if is_yaml else _parse_json(text, source)
+    _check_bounds(data, source)
+    if not isinstance(data, dict):
+        raise _error(source, f"must hold an object with sections; found {shown(data)}")
+    problems = list(_repeated_keys(data, ()))
+    if problems:
+        raise InputError(problems, source)
+    return data
+
+
+def _error(source: str, problem: str) -> InputError:
+    """Return the error of a file as a whole."""
+    return InputError([Problem("", problem)], source)
 
 
 class _Object(dict[Any, Any]):
     """An object of a file, with the keys that the file repeats."""
 
-    doubled: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, pairs: list[tuple[Any, Any]]) -> _Object:
         """Make an object of its key-value pairs."""
         made = cls(pairs)
-        made.doubled = _doubles([key for key, _ in pairs])
+        made.repeated = _repeated([key for key, _ in pairs])
         return made
 
 
-def _doubles(keys: list[Any]) -> tuple[str, ...]:
+def _repeated(keys: list[Any]) -> tuple[str, ...]:
     """Return the keys that occur more than once."""
     return tuple(sorted({str(key) for key, count in Counter(keys).items() if count > 1}))
 
 
+def _repeated_keys(value: Any, path: tuple[str, ...]) -> Iterator[Problem]:
+    """Yield a problem for every key that an object repeats, except comments."""
+    if isinstance(value, _Object):
+        for key in value.repeated:
+            if not key.startswith("_"):
+                yield Problem(
+                    "/".join((*path, key)),
+                    "is given more than once in the same object; keep one of them",
+                )
+    inner: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        inner = value.items()
+    elif isinstance(value, list):
+        inner = enumerate(value)
+    for key, element in inner:
+        yield from _repeated_keys(element, (*path, str(key)))
+
+
+# ----- JSON --------------------------------------------------------------------------------------
+
+_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_MARKED_CHARACTERS = 110  # of a long line that an error shows
+
+
+def _parse_json(text: str, source: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_Object.of)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        mistake = _json_mistake(text, error)
+        raise _error(source, f"is not JSON: {mistake} at {place}{_marked(text, error)}") from error
+    except RecursionError as error:
+        raise _error(source, "is nested too deeply") from error
+    except ValueError as error:  # Python refuses to read numbers of thousands of digits
+        raise _error(source, f"is not JSON that can be read: {error}") from error
+
+
+def _json_mistake(text: str, error: json.JSONDecodeError) -> str:
+    """Describe a common mistake; return the parser's message for any other."""
+    before = text[: error.pos].rstrip()
+    after = text[error.pos :].lstrip()
+    # Python before 3.13 stops behind a comma after the last entry, later versions at it.
+    is_behind_comma = before.endswith(",") and after[:1] in ("]", "}")
+    follows_entry = before[-1:] not in ("[", "{")
+    is_at_comma = after[:1] == "," and follows_entry and after[1:].lstrip()[:1] in ("]", "}")
+    if is_behind_comma or is_at_comma:
+        return "a comma after the last entry (remove it)"
+    if after.startswith(("//", "/*", "#")):
+        return 'a comment (JSON has none; write a key that starts with "_")'
+    if after.startswith("'"):
+        return 'a single quote (write "…")'
+    if word := re.match(r"True|False|None", after):
+        return f"Python's {word[0]} (write {_JSON_WORDS[word[0]]})"
+    if not after:
+        return "the file ends before every bracket is closed,"
+    if error.msg == "Expecting ',' delimiter":
+        return "a comma is missing"
+    return error.msg
+
+
+def _marked(text: str, error: json.JSONDecodeError) -> str:
+    """Return the line of an error with a mark below its column; of a long line, the part there."""
+    lines = text.splitlines()
+    line = lines[error.lineno - 1] if error.lineno <= len(lines) else ""
+    if not line.strip():
+        return ""
+    start = max(0, error.colno - 60)
+    indent = " " * (error.colno - 1 - start)
+    return f"\n    {line[start : start + _MARKED_CHARACTERS]}\n    {indent}^"
+
+
+# ----- YAML --------------------------------------------------------------------------------------
+
 _TAG = "tag:yaml.org,2002:"
+_JSON_TYPES = ("null", "bool", "int", "float", "str", "seq", "map")
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """YAML 1.2's core schema: 1e-3 is a number; yes, no, on, off, 12:30 and 2026-11-21 are words."""
+    """YAML 1.2's core schema.
+
+    1e-3 is a number; yes, no, on, off, 12:30 and 2026-11-21 are words.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it so
         first: [(tag, rule) for tag, rule in rules if tag in (f"{_TAG}null", f"{_TAG}merge")]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     yaml_constructors = {  # noqa: RUF012 - PyYAML declares it so
-        tag: made
-        for tag, made in yaml.SafeLoader.yaml_constructors.items()
-        # The types of JSON. None is PyYAML's constructor for all other tags: it raises an error.
-        if tag is None
-        or tag.removeprefix(_TAG) in ("null", "bool", "int", "float", "str", "seq", "map")
+        tag: constructor
+        for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
+        # None is PyYAML's constructor for all other tags: it raises an error.
+        if tag is None or tag.removeprefix(_TAG) in _JSON_TYPES
     }
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -79,129 +188,47 @@ class _YamlLoader(yaml.SafeLoader):
                 None, None, "merges multiply its keys", node.start_mark
             )
 
-    def object(self, node: yaml.MappingNode) -> Iterator[_Object]:
-        """Build an object after its contents, so that PyYAML rejects an object that contains itself."""
-        # An object may override the keys that "<<" merges in, so only its own keys count as repeated.
-        own = [key for key, _ in node.value if key.tag != f"{_TAG}merge"]
-        doubled = _doubles([_hashable(self.construct_object(key, deep=True)) for key in own])
+    def construct_map(self, node: yaml.MappingNode) -> Iterator[_Object]:
+        """Build an object after its contents, so that PyYAML rejects one that contains itself."""
+        # A file may override the keys that "<<" merges in, so these do not count as repeated.
+        written_keys = [
+            self._construct_key(key) for key, _ in node.value if key.tag != f"{_TAG}merge"
+        ]
         self.flatten_mapping(node)
         made = _Object()
         for key, value in node.value:
-            made[_hashable(self.construct_object(key, deep=True))] = self.construct_object(
-                value, deep=True
-            )
-        made.doubled = doubled
+            made[self._construct_key(key)] = self.construct_object(value, deep=True)
+        made.repeated = _repeated(written_keys)
         yield made
 
+    def _construct_key(self, node: yaml.Node) -> Hashable:
+        key = self.construct_object(node, deep=True)
+        return key if isinstance(key, Hashable) else str(key)
 
-def _hashable(key: object) -> Hashable:
-    return key if isinstance(key, Hashable) else str(key)
 
-
-def _integer(loader: _YamlLoader, node: yaml.ScalarNode) -> int:
+def _construct_int(loader: _YamlLoader, node: yaml.ScalarNode) -> int:
     text: str = node.value
     return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
 
 
-# PyYAML matches a rule against the beginning of a word, so each rule ends in \Z.
-for _name, _rule, _first in (
-    ("bool", r"(true|True|TRUE|false|False|FALSE)\Z", "tTfF"),
-    ("int", r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z", "-+0123456789"),
-    (
-        "float",
-        r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z",
-        "-+.0123456789",
+# PyYAML matches a rule against the beginning of a word, so each rule ends in \Z. The last argument
+# lists the characters that such a word can begin with.
+_YamlLoader.add_implicit_resolver(
+    f"{_TAG}bool", re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"), list("tTfF")
+)
+_YamlLoader.add_implicit_resolver(
+    f"{_TAG}int", re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z"), list("-+0123456789")
+)
+_YamlLoader.add_implicit_resolver(
+    f"{_TAG}float",
+    re.compile(
+        r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z"
     ),
-):
-    _YamlLoader.add_implicit_resolver(_TAG + _name, re.compile(_rule), list(_first))
-_YamlLoader.add_constructor(f"{_TAG}int", _integer)
-_YamlLoader.add_constructor(f"{_TAG}map", _YamlLoader.object)
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Parse a JSON or YAML file whose outermost value is an object.
-
-    Raises
-    ------
-    InputError
-        When it cannot be read or parsed, or repeats a key that is not a comment.
-    """
-    source = str(path)
-    is_yaml = path.suffix.lower() in (".yaml", ".yml")
-    most = MAX_YAML_BYTES if is_yaml else MAX_BYTES
-    try:
-        with open_regular(path) as file:
-            content = file.read(most + 1)
-        if len(content) > most:
-            raise InputError(
-                [Problem("", f"has more than {most >> 10} KiB, which no input needs")], source
-            )
-        text = content.decode("utf-8-sig").replace("\r\n", "\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise InputError([Problem("", f"cannot be read: {reason}")], source) from error
-    data = _parse_yaml(text, source) if is_yaml else _parse_json(text, source)
-    _bounded(data, source)
-    if not isinstance(data, dict):
-        raise InputError(
-            [Problem("", f"must hold an object with sections; found {shown(data)}")], source
-        )
-    problems = list(_doubled(data, ()))
-    if problems:
-        raise InputError(problems, source)
-    return data
-
-
-def _parse_json(text: str, source: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_Object.of)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        problem = f"is not JSON: {_json_mistake(text, error)} at {where}{_marked(text, error)}"
-        raise InputError([Problem("", problem)], source) from error
-    except RecursionError as error:
-        raise InputError([Problem("", "is nested too deeply")], source) from error
-    except ValueError as error:  # Python refuses to read numbers of thousands of digits
-        raise InputError([Problem("", f"is not JSON that can be read: {error}")], source) from error
-
-
-def _json_mistake(text: str, error: json.JSONDecodeError) -> str:
-    """Describe a common mistake; return the parser's message for any other."""
-    before, rest = text[: error.pos].rstrip(), text[error.pos :].lstrip()
-    trailing = before.endswith(",") and rest[:1] in ("]", "}")
-    # Newer parsers stop at the comma itself.
-    if trailing or (
-        rest[:1] == "," and before[-1:] not in ("[", "{") and rest[1:].lstrip()[:1] in ("]", "}")
-    ):
-        return "a comma after the last entry (remove it)"
-    if rest.startswith(("//", "/*", "#")):
-        return 'a comment (JSON has none; write a key that starts with "_")'
-    if rest.startswith("'"):
-        return 'a single quote (write "…")'
-    if word := re.match(r"True|False|None", rest):
-        return f"Python's {word[0]} (write {_JSON_WORDS[word[0]]})"
-    if not rest:
-        return "the file ends before every bracket is closed,"
-    if error.msg == "Expecting ',' delimiter":
-        return "a comma is missing"
-    return error.msg
-
-
-def _marked(text: str, error: json.JSONDecodeError) -> str:
-    """Return the line of an error with a mark below its column; of a long line, the part around it."""
-    lines = text.splitlines()
-    line = lines[error.lineno - 1] if error.lineno <= len(lines) else ""
-    first = max(0, error.colno - 60)
-    return (
-        f"\n    {line[first : first + 110]}\n    {' ' * (error.colno - 1 - first)}^"
-        if line.strip()
-        else ""
-    )
-
-
-def _digits(value: int) -> int:
-    # Python refuses to write numbers of more than 4,300 digits; YAML's hexadecimal ones may have more.
-    return int((abs(value).bit_length() - 1) * math.log10(2)) + 1
+    list("-+.0123456789"),
+)
+_YamlLoader.add_constructor(f"{_TAG}int", _construct_int)
+_YamlLoader.add_constructor(f"{_TAG}map", _YamlLoader.construct_map)
 
 
 def _parse_yaml(text: str, source: str) -> Any:
@@ -209,52 +236,56 @@ def _parse_yaml(text: str, source: str) -> Any:
         return yaml.load(text, _YamlLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         reason = getattr(error, "problem", None) or "it cannot be parsed"
-        raise InputError([Problem("", f"is not YAML: {reason}{where}")], source) from error
+        raise _error(source, f"is not YAML: {reason}{place}") from error
     except RecursionError as error:
-        raise InputError([Problem("", "is nested too deeply")], source) from error
+        raise _error(source, "is nested too deeply") from error
 
 
-def _bounded(data: Any, source: str) -> None:
-    """Reject content that inputs do not need and later code cannot handle: multiplying aliases, depth, huge numbers."""
+# ----- bounds ------------------------------------------------------------------------------------
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _check_bounds(data: Any, source: str) -> None:
+    """Reject content that no input needs and later code cannot handle.
+
+    Such are aliases that multiply, deep nesting, huge numbers and broken characters.
+    """
     stack = [(data, 0)]
-    count, problem = 0, None
-    while stack and problem is None:
+    count = 0
+    while stack:
         value, depth = stack.pop()
         count += 1
-        inner = (
-            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        )
-        stack += [(element, depth + 1) for element in inner]
-        words = [*value] if isinstance(value, dict) else [value]
         if count > MAX_VALUES:
-            problem = f"stands for more than {MAX_VALUES} values"
-        elif depth > MAX_DEPTH:
-            problem = f"is nested deeper than {MAX_DEPTH} levels"
-        elif type(value) is int and abs(value) >= 1 << 63:
-            problem = (
-                f"holds a whole number of {_digits(value)} digits, which does not fit into 64 bits"
+            raise _error(source, f"stands for more than {MAX_VALUES} values")
+        if depth > MAX_DEPTH:
+            raise _error(source, f"is nested deeper than {MAX_DEPTH} levels")
+        words: Iterable[Any] = [value]
+        inner: Iterable[Any] = ()
+        if isinstance(value, dict):
+            words = value.keys()
+            inner = value.values()
+        elif isinstance(value, list):
+            inner = value
+        stack += [(element, depth + 1) for element in inner]
+        if type(value) is int and abs(value) >= 1 << 63:
+            raise _error(
+                source,
+                f"holds a whole number of {_count_digits(value)} digits, which does not fit into "
+                "64 bits",
             )
-        elif any(isinstance(word, str) and _SURROGATE.search(word) for word in words):
-            problem = "holds half of a surrogate pair, which is not a character"
-        elif any(isinstance(word, str) and "\0" in word for word in words):
-            problem = "holds the character NUL, which no name may contain"
-    if problem:
-        raise InputError([Problem("", problem)], source)
+        for word in words:
+            if not isinstance(word, str):
+                continue
+            if _SURROGATE.search(word):
+                raise _error(source, "holds half of a surrogate pair, which is not a character")
+            if "\0" in word:
+                raise _error(source, "holds the character NUL, which no name may contain")
 
 
-def _doubled(value: Any, path: tuple[str, ...]) -> Iterator[Problem]:
-    """Yield a problem for every key that an object repeats, except comments."""
-    if isinstance(value, _Object):
-        for key in value.doubled:
-            if not key.startswith("_"):
-                yield Problem(
-                    "/".join((*path, key)),
-                    "is given more than once in the same object; keep one of them",
-                )
-    inner: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, (dict, list)):
-        inner = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, element in inner:
-        yield from _doubled(element, (*path, str(key)))
+def _count_digits(value: int) -> int:
+    # Python refuses to write numbers of more than 4,300 digits; YAML's hexadecimal ones may have
+    # more.
+    return int((abs(value).bit_length() - 1) * math.log10(2)) + 1

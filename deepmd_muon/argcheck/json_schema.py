@@ -19,8 +19,8 @@ _SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", typ
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of an input file (draft 2020-12).
 
-    It covers keys, aliases, types, choices and ranges, but neither rules over several keys nor the older layouts that
-    `normalize` translates.
+    It covers keys, aliases, types, choices and ranges, but neither rules over several keys nor the
+    older layouts that `normalize` translates.
     """
     extra = {"$schema": {"type": "string"}}
     several = {"properties": {"model": {"required": ["model_dict"]}}, "required": ["model"]}
@@ -114,7 +114,7 @@ def _property(key: Key) -> dict[str, Any]:
 
 
 def _kinds(key: Key) -> dict[str, Any]:
-    """Return the schema of a section of several kinds: its `type` chooses which keys it may have."""
+    """Return the schema of a section of several kinds; its `type` chooses its other keys."""
     assert key.variants is not None
     names = {name: [name, *kind.alias] for name, kind in key.kinds.items()}
     every = [spelling for spellings in names.values() for spelling in spellings]
@@ -177,10 +177,13 @@ def _value(annotation: Any, setting: Setting) -> dict[str, Any]:
 
 def _in_any_case(pattern: str) -> str:
     """Return a pattern that matches in any case; JSON Schema has no flag for that."""
-    both = re.sub(
-        r"\\.|[a-z]", lambda x: x[0] if x[0][0] == "\\" else f"[{x[0].upper()}{x[0]}]", pattern
-    )
-    return f"^(?:{both})$"
+
+    def both_cases(match: re.Match[str]) -> str:
+        text = match[0]
+        return text if text.startswith("\\") else f"[{text.upper()}{text}]"
+
+    in_any_case = re.sub(r"\\.|[a-z]", both_cases, pattern)  # an escape stays as it is
+    return f"^(?:{in_any_case})$"
 
 
 def _array(annotation: Any, setting: Setting) -> dict[str, Any]:

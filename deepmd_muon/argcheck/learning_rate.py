@@ -1,7 +1,8 @@
 """Section `learning_rate`: the rate of every step.
 
-Steps count from 0; step 0 is the first update. Over the first `warmup_steps` of the `numb_steps` steps the rate rises
-linearly. Over the rest, the decay, it follows the schedule of the section's type.
+Steps count from 0; step 0 is the first update. Over the first `warmup_steps` of the `numb_steps`
+steps the rate rises linearly. Over the rest, the decay, it follows the schedule of the section's
+type.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class _Schedule(Section):
         None,
         minimum=0.0,
         doc=(
-            "Learning rate at the end of the run, or a lower bound if decay_rate is given. Excludes stop_lr_ratio; "
-            "5e-8 when neither is given."
+            "Learning rate at the end of the run, or a lower bound if decay_rate is given. "
+            "Excludes stop_lr_ratio; 5e-8 when neither is given."
         ),
     )
     stop_lr_ratio: float | None = setting(
@@ -58,8 +59,8 @@ class _Schedule(Section):
         0,
         minimum=0,
         doc=(
-            "Steps of the warm-up, in which the rate rises linearly from warmup_start_factor·start_lr to start_lr. "
-            "Excludes warmup_ratio."
+            "Steps of the warm-up, in which the rate rises linearly from "
+            "warmup_start_factor·start_lr to start_lr. Excludes warmup_ratio."
         ),
     )
     warmup_ratio: float | None = setting(
@@ -114,8 +115,8 @@ class ExpSettings(_Schedule):
         5000,
         minimum=1,
         doc=(
-            "Steps between two drops of the rate. If it does not fit into the decay and decay_rate is not given, the "
-            "run uses a hundredth of the decay, at most 100 steps."
+            "Steps between two drops of the rate. If it does not fit into the decay and decay_rate "
+            "is not given, the run uses a hundredth of the decay, at most 100 steps."
         ),
     )
     decay_rate: float | None = setting(
@@ -145,7 +146,7 @@ def _positive(stop: float | None) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class WSDSettings(_Schedule):
-    """Warm-up, stable, decay: the rate stays at start_lr and falls to stop_lr at the end of the run."""
+    """Warm-up, stable, decay: the rate stays at start_lr and falls to stop_lr at the end."""
 
     type: ClassVar[str] = "wsd"
 
@@ -153,7 +154,10 @@ class WSDSettings(_Schedule):
         0.1,
         above=0.0,
         maximum=1.0,
-        doc="Length of the decay in units of all steps, warm-up included; it starts after the warm-up at the earliest.",
+        doc=(
+            "Length of the decay in units of all steps, warm-up included; it starts after the "
+            "warm-up at the earliest."
+        ),
     )
     decay_type: Literal["inverse_linear", "cosine", "linear"] = setting(
         "inverse_linear", doc="Course of the decay; with 'inverse_linear' 1/rate grows linearly."

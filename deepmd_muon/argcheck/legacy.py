@@ -32,8 +32,9 @@ _OPTIMIZER_KEYS = (
 )
 _TRANSLATED_KEYS = tuple(RENAMED_SETTINGS)
 
-# Defaults of the version that had `muon_2d_only` and `min_2d_dim`, where they differ from today's. It ignored the
-# layout: with lr_adjust above 0 its scale was sqrt(max(1, rows/columns)) of the weight as stored.
+# Defaults of the version that had `muon_2d_only` and `min_2d_dim`, where they differ from today's.
+# It ignored the layout: with lr_adjust above 0 its scale was sqrt(max(1, rows/columns)) of the
+# weight as stored.
 _FIRST_DEFAULTS: dict[str, Any] = {
     "lr_adjust": 10.0,
     "lr_adjust_coeff": 0.2,
@@ -48,7 +49,8 @@ OLDER_SPELLINGS: tuple[tuple[str, str, str], ...] = (
     (
         "opt_type",
         "in training",
-        'optimizer/type. "HybridMuon" without a section optimizer takes the defaults of its first version, see below.',
+        'optimizer/type. "HybridMuon" without a section optimizer takes the defaults of its first '
+        "version, see below.",
     ),
     (", ".join(_OPTIMIZER_KEYS[1:]), "in training", "The same keys in optimizer."),
     (
@@ -59,9 +61,9 @@ OLDER_SPELLINGS: tuple[tuple[str, str, str], ...] = (
     (
         "min_2d_dim, muon_min_2d_dim",
         "in training or in optimizer of type HybridMuon",
-        f"optimizer/{RENAMED_SETTINGS['min_2d_dim']}. With one of these three keys, settings that the "
-        "section omits take the defaults of their version: lr_adjust 10.0, lr_adjust_coeff 0.2, magma_muon false, "
-        'muon_mode "2d", layout "as_stored".',
+        f"optimizer/{RENAMED_SETTINGS['min_2d_dim']}. With one of these three keys, settings that "
+        "the section omits take the defaults of their version: lr_adjust 10.0, lr_adjust_coeff "
+        '0.2, magma_muon false, muon_mode "2d", layout "as_stored".',
     ),
 )
 """Spellings that `upgrade` accepts, and their translations: for the reference."""
@@ -146,7 +148,8 @@ def _drop_numb_test(upgraded: Upgrade, training: dict[str, Any]) -> None:
 def _nest_training_data(upgraded: Upgrade, training: dict[str, Any]) -> None:
     """Move the data keys of DeePMD-kit 1.x inputs, which stood in `training` itself, to `training_data`."""
     given = [key for key in _DATA_KEYS if key in training]
-    # Only the old layout had `systems` there. Without it, the check reports the other keys as misplaced.
+    # Only the old layout had `systems` there. Without it, the check reports the other keys as
+    # misplaced.
     if "systems" not in given:
         return
     if "training_data" in training:
@@ -224,8 +227,8 @@ def _translate_hybrid_muon(upgraded: Upgrade) -> None:
     if filled:
         words = ", ".join(f"{key}: {_json(value)}" for key, value in filled.items())
         upgraded.notices.append(
-            f"optimizer has older keys ({', '.join(legacy)}) and takes the defaults of their version for "
-            f"settings it omits; write {words}"
+            f"optimizer has older keys ({', '.join(legacy)}) and takes the defaults of their "
+            f"version for settings it omits; write {words}"
         )
 
 
@@ -246,14 +249,16 @@ def _translate_2d_only(upgraded: Upgrade, optimizer: dict[str, Any]) -> None:
         upgraded.problems.append(
             Problem(
                 old,
-                f'must be true or false; found {shown(value)} (it is now muon_mode: "2d" or "flat")',
+                f'must be true or false; found {shown(value)} (it is now muon_mode: "2d" or '
+                '"flat")',
             )
         )
     else:
         optimizer["muon_mode"] = "2d" if value else "flat"
         upgraded.origins["optimizer/muon_mode"] = old
         upgraded.notices.append(
-            f'{old}: {_json(value)} is an older form; write optimizer/muon_mode: "{optimizer["muon_mode"]}"'
+            f"{old}: {_json(value)} is an older form; write optimizer/muon_mode: "
+            f'"{optimizer["muon_mode"]}"'
         )
 
 
@@ -268,15 +273,17 @@ def _translate_min_dim(upgraded: Upgrade, optimizer: dict[str, Any]) -> None:
             upgraded.problems.append(
                 Problem(
                     old,
-                    f"is an older form of min_matrix_dim; {other} is given too, keep only min_matrix_dim",
+                    f"is an older form of min_matrix_dim; {other} is given too, keep only "
+                    "min_matrix_dim",
                 )
             )
             continue
         optimizer["min_matrix_dim"] = value
         upgraded.origins["optimizer/min_matrix_dim"] = old
         upgraded.notices.append(
-            f"{old}: {_json(value)} is an older form; write optimizer/min_matrix_dim: {_json(value)}. Smaller matrices "
-            "still take the Adam route, but with today's Adam: the old one clipped and scaled their update"
+            f"{old}: {_json(value)} is an older form; write optimizer/min_matrix_dim: "
+            f"{_json(value)}. Smaller matrices still take the Adam route, but with today's Adam: "
+            "the old one clipped and scaled their update"
         )
 
 

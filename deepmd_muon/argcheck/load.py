@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ from deepmd_muon.section import thaw
 from deepmd_muon.setting import shown
 
 _NO_OPTIMIZER = (
-    'optimizer is not given: the run uses Adam, as deepmd-kit does; "optimizer": {"type": "HybridMuon"} would '
-    "orthogonalize the updates of weight matrices and leave the rest to Adam (doc/optimizer.md; results in "
-    "doc/benchmarks/race.md)"
+    'optimizer is not given: the run uses Adam, as deepmd-kit does; "optimizer": '
+    '{"type": "HybridMuon"} would orthogonalize the updates of weight matrices and leave the rest '
+    "to Adam (doc/optimizer.md; results in doc/benchmarks/race.md)"
 )
 
 
@@ -55,13 +55,13 @@ class Input:
     Attributes
     ----------
     settings
-        The settings as frozen dataclasses; those of several models with their shared parts written out.
+        The settings as frozen dataclasses. With several models, each has its shared parts in full.
     source
         Name of its file.
     notices
         One line for each translated older spelling, and for each key without effect.
     idle
-        One line for each given setting that has no effect beside the others.
+        One line for each given setting that has no effect with the values of the others.
     remarks
         One line if the input omits the optimizer.
     scales
@@ -91,51 +91,40 @@ class Input:
         """The models by name of the branch; a single model is named "Default"."""
         settings = self.settings
         if isinstance(settings, Settings):
-            return {
-                SINGLE: Branch(
-                    settings.model, settings.loss, settings.training, "model", "training"
-                )
-            }
-        found = {}
-        for name, model in settings.model.model_dict.items():
-            data = settings.training.data_dict[name]
-            places = f"model/model_dict/{name}", f"training/data_dict/{name}"
-            found[name] = Branch(model.alone, settings.loss_dict[name], data, *places)
-        return found
-
-    def with_models(self, models: Mapping[str, ModelSettings]) -> Input:
-        """Return the input with the model settings of some branches replaced."""
-        settings = self.settings
-        if isinstance(settings, Settings):
-            return self.changed(model=models.get(SINGLE, settings.model))
-        changed = {
-            name: old.with_model(models.get(name, old))
-            for name, old in settings.model.model_dict.items()
+            single = Branch(
+                model=settings.model,
+                loss=settings.loss,
+                data=settings.training,
+                model_path="model",
+                data_path="training",
+            )
+            return {SINGLE: single}
+        return {
+            name: Branch(
+                model=model.alone,
+                loss=settings.loss_dict[name],
+                data=settings.training.data_dict[name],
+                model_path=f"model/model_dict/{name}",
+                data_path=f"training/data_dict/{name}",
+            )
+            for name, model in settings.model.model_dict.items()
         }
-        return self.changed(model=dataclasses.replace(settings.model, model_dict=changed))
 
     @property
     def descriptor_sections(self) -> dict[str, list[str]]:
         """Paths of the descriptors' sections, with the branches that use each."""
-        found: dict[str, list[str]] = {}
+        sections: dict[str, list[str]] = {}
         for name, branch in self.branches.items():
+            path = f"{branch.model_path}/descriptor"
             shared = self.references.get(name, {}).get("descriptor")
-            where = (
-                f"model/shared_dict/{shared.key}" if shared else f"{branch.model_path}/descriptor"
-            )
-            found.setdefault(where, []).append(name)
-        return found
-
-    def with_model(self, names: Sequence[str], **changes: Any) -> Input:
-        """Return the input with `changes` made to section `model` of some branches, which may share it."""
-        found = {name: self.branches[name] for name in names}
-        return self.with_models(
-            {name: changed(one.model, changes, one.model_path) for name, one in found.items()}
-        )
+            if shared:
+                path = f"model/shared_dict/{shared.key}"
+            sections.setdefault(path, []).append(name)
+        return sections
 
     @property
     def normalized(self) -> dict[str, Any]:
-        """The settings as plain dicts and lists, in today's spelling and with every default filled in.
+        """The settings as plain dicts and lists, in today's spelling and with every default.
 
         `out.json` holds this. Normalizing it again returns the same.
         """
@@ -146,81 +135,30 @@ class Input:
         """Return the input with some sections replaced."""
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, **sections))
 
+    def with_models(self, models: Mapping[str, ModelSettings]) -> Input:
+        """Return the input with the model settings of some branches replaced."""
+        settings = self.settings
+        if isinstance(settings, Settings):
+            return self.changed(model=models.get(SINGLE, settings.model))
+        branches = {
+            name: branch.with_model(models.get(name, branch))
+            for name, branch in settings.model.model_dict.items()
+        }
+        return self.changed(model=dataclasses.replace(settings.model, model_dict=branches))
+
+    def with_model(self, names: Sequence[str], **changes: Any) -> Input:
+        """Return the input with `changes` made to the models of some branches."""
+        models = {}
+        for name in names:
+            branch = self.branches[name]
+            models[name] = changed(branch.model, changes, branch.model_path)
+        return self.with_models(models)
+
     def with_scales(self, scales: OmittedScales) -> Input:
         """Return the input with these scales set in its optimizer."""
         config: Any = self.settings.optimizer
         optimizer = dataclasses.replace(config, **scales.values)
         return dataclasses.replace(self.changed(optimizer=optimizer), scales=scales)
-
-
-def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
-    """Check the contents of an input; `source` names its file in messages.
-
-    Raises
-    ------
-    DeepmdKitOnlyError
-        When deepmd-kit, not this package, has the features that the input requests.
-    InputError
-        With every problem of the input at once.
-    """
-    if not isinstance(data, Mapping):
-        raise InputError(
-            [Problem("", f"must be an object with sections; found {shown(data)}")], source
-        )
-    upgraded = upgrade(dict(data))
-    expanded = expand(upgraded.data) if is_multi_task(upgraded.data) else None
-    checked: Checked[Settings | MultiTaskSettings]
-    if expanded is None:
-        checked = check(Settings, upgraded.data)
-        elsewhere, found = only_in_deepmd_kit(upgraded.data, tree(Settings)), list(checked.problems)
-    else:
-        checked = check(MultiTaskSettings, expanded.data)
-        elsewhere, found = _only_in_deepmd_kit(expanded), expanded.located(checked.problems)
-    found = [
-        dataclasses.replace(each, path=upgraded.origin(each.path)) for each in elsewhere or found
-    ]
-    problems = found if elsewhere else [*upgraded.problems, *found]
-    if problems and all(problem.elsewhere for problem in problems):
-        raise DeepmdKitOnlyError(problems, source)
-    if problems or checked.settings is None:
-        raise InputError(problems, source)
-    remarks = () if "optimizer" in upgraded.data else (_NO_OPTIMIZER,)
-    notices = (*upgraded.notices, *checked.notices)
-    given = Input(checked.settings, source, notices, remarks=remarks)
-    if expanded is not None:
-        notices = tuple(dict.fromkeys((*upgraded.notices, *expanded.notices, *checked.notices)))
-        given = dataclasses.replace(given, notices=notices, references=expanded.references)
-        idle = expanded.located(checked.idle)
-    else:
-        idle = list(checked.idle)
-    idle = [dataclasses.replace(each, path=upgraded.origin(each.path)) for each in idle]
-    given = dataclasses.replace(given, idle=tuple(map(str, idle)))
-    run = (
-        checked.settings.optimizer,
-        upgraded.data.get("optimizer", {}),
-        checked.settings.learning_rate.start_lr,
-        checked.settings.training.numb_steps,
-    )
-    given = dataclasses.replace(given, small_steps=deepmd_kits_default_scale(*run))
-    scales = omitted_scales(*run)
-    return given.with_scales(scales) if scales else given
-
-
-def _only_in_deepmd_kit(expanded: Expanded) -> list[Problem]:
-    """Apply `only_in_deepmd_kit` to each model of an input of several models."""
-    data, found = expanded.data, {}
-    branches = data["model"]["model_dict"]
-    for name, branch in branches.items() if isinstance(branches, dict) else ():
-        losses = data.get("loss_dict")
-        loss = losses.get(name) if isinstance(losses, dict) else None
-        for problem in only_in_deepmd_kit({**data, "model": branch, "loss": loss}, tree(Settings)):
-            section, slash, rest = problem.path.partition("/")
-            place = {"model": f"model/model_dict/{name}", "loss": f"loss_dict/{name}"}.get(
-                section, section
-            )
-            path = expanded.origin(place + slash + rest)
-            found[path] = dataclasses.replace(problem, path=path)
-    return list(found.values())
 
 
 def load(path: str | os.PathLike[str]) -> Input:
@@ -236,7 +174,89 @@ def load(path: str | os.PathLike[str]) -> Input:
     return normalize(read(Path(path)), str(path))
 
 
+def normalize(data: Mapping[str, Any], source: str = "the input") -> Input:
+    """Check the contents of an input and complete them; `source` names its file in messages.
+
+    Raises
+    ------
+    DeepmdKitOnlyError
+        When deepmd-kit, not this package, has the features that the input requests.
+    InputError
+        With every problem of the input at once.
+    """
+    if not isinstance(data, Mapping):
+        problem = Problem("", f"must be an object with sections; found {shown(data)}")
+        raise InputError([problem], source)
+
+    # Today's spelling, every branch in full; then the check. Problems have paths of these forms.
+    upgraded = upgrade(dict(data))
+    checked: Checked[Settings | MultiTaskSettings]
+    if is_multi_task(upgraded.data):
+        expanded = expand(upgraded.data)
+        elsewhere = _only_in_deepmd_kit(expanded)
+        checked = check(MultiTaskSettings, expanded.data)
+    else:
+        expanded = Expanded(upgraded.data)
+        elsewhere = only_in_deepmd_kit(expanded.data, tree(Settings))
+        checked = check(Settings, expanded.data)
+
+    def in_file(problems: Iterable[Problem]) -> list[Problem]:
+        """Return problems of the upgraded input with their paths in the file."""
+        return [dataclasses.replace(one, path=upgraded.origin(one.path)) for one in problems]
+
+    problems = in_file(elsewhere)  # if there are any, they are the only ones to report
+    if not elsewhere:
+        problems = [*upgraded.problems, *in_file(expanded.located(checked.problems))]
+    if problems and all(problem.elsewhere for problem in problems):
+        raise DeepmdKitOnlyError(problems, source)
+    settings = checked.settings
+    if problems or settings is None:
+        raise InputError(problems, source)
+
+    # What the input leaves open: scales, which depend on the length of the run and its rate.
+    optimizer_keys = upgraded.data.get("optimizer", {})
+    start_lr = settings.learning_rate.start_lr
+    numb_steps = settings.training.numb_steps
+    small_steps = deepmd_kits_default_scale(
+        settings.optimizer, optimizer_keys, start_lr, numb_steps
+    )
+    scales = omitted_scales(settings.optimizer, optimizer_keys, start_lr, numb_steps)
+    notices = (*upgraded.notices, *expanded.notices, *checked.notices)
+    completed = Input(
+        settings=settings,
+        source=source,
+        # A notice about a shared part comes once for each branch.
+        notices=tuple(dict.fromkeys(notices)),
+        idle=tuple(map(str, in_file(expanded.located(checked.idle)))),
+        remarks=() if "optimizer" in upgraded.data else (_NO_OPTIMIZER,),
+        small_steps=small_steps,
+        references=expanded.references,
+    )
+    return completed.with_scales(scales) if scales else completed
+
+
+def _only_in_deepmd_kit(expanded: Expanded) -> list[Problem]:
+    """Apply `only_in_deepmd_kit` to each model of an input of several models."""
+    data = expanded.data
+    branches = data["model"]["model_dict"]
+    losses = data.get("loss_dict")
+    problems: dict[str, Problem] = {}  # by path: one for a shared part
+    for name, branch in branches.items() if isinstance(branches, dict) else ():
+        loss = losses.get(name) if isinstance(losses, dict) else None
+        single = {**data, "model": branch, "loss": loss}
+        sections = {"model": f"model/model_dict/{name}", "loss": f"loss_dict/{name}"}
+        for problem in only_in_deepmd_kit(single, tree(Settings)):
+            section, slash, rest = problem.path.partition("/")
+            path = expanded.origin(sections.get(section, section) + slash + rest)
+            problems[path] = dataclasses.replace(problem, path=path)
+    return list(problems.values())
+
+
 def dump(normalized: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write `Input.normalized` as JSON, usually out.json; a reader sees the old file or the new one, never a part."""
+    """Write `Input.normalized` as JSON, usually out.json.
+
+    A reader sees the old file or the new one, never a part.
+    """
+    text = json.dumps(normalized, indent=4, ensure_ascii=False) + "\n"
     with whole_file(Path(path)) as file:
-        file.write((json.dumps(normalized, indent=4, ensure_ascii=False) + "\n").encode())
+        file.write(text.encode())

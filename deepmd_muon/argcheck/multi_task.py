@@ -1,4 +1,8 @@
-"""Inputs of several models: replace the names of shared parts by the parts before the check, and restore them after."""
+"""Inputs of several models, which may share parts.
+
+Before the check, `expand` replaces the names of shared parts by the parts. `fold` puts the names
+back into a normalised input.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,10 @@ from deepmd_muon.model.branch_settings import ENTIRE, SHAREABLE, SINGLE, Shared,
 from deepmd_muon.setting import shown
 
 References = Mapping[str, Mapping[str, Shared]]
-"""Shared parts, which stand in model/shared_dict, by name of the branch and of the part."""
+"""The entry of model/shared_dict for each shared part of each branch."""
 
 # Keys of an input of one model, and their counterparts in an input of several.
-_OF_ONE_MODEL = {
+_SINGLE_MODEL_KEYS = {
     "loss": "loss_dict",
     "replay": "training/data_dict/<branch>",
     "training/training_data": "training/data_dict/<branch>/training_data",
@@ -38,12 +42,12 @@ def is_multi_task(data: Mapping[str, Any]) -> bool:
 
 @dataclasses.dataclass
 class Expanded:
-    """An input of several models in which every branch is written out.
+    """An input in which every branch is written out; an input of one model as it is.
 
     Attributes
     ----------
     data
-        The input; its own copy.
+        The input.
     references
         The entry of shared_dict for each shared part of each branch.
     problems
@@ -51,7 +55,7 @@ class Expanded:
     notices
         One line for each entry of shared_dict that no branch uses.
     origins
-        Where a path of the expanded input stands in the file.
+        The path in the file of each path of the expanded input that is elsewhere there.
     """
 
     data: dict[str, Any]
@@ -60,152 +64,173 @@ class Expanded:
     notices: list[str] = dataclasses.field(default_factory=list)
     origins: dict[str, str] = dataclasses.field(default_factory=dict)
 
+    def report(self, path: str, message: str) -> None:
+        """Add a problem at a path in the file."""
+        self.problems.append(Problem(path, message))
+
     def origin(self, path: str) -> str:
-        """Return where a path of the expanded input stands in the file."""
+        """Return the path in the file of a path of the expanded input."""
         place = path
         while place not in self.origins and "/" in place:
             place = place.rpartition("/")[0]
         return self.origins.get(place, place) + path[len(place) :]
 
-    def located(self, found: Iterable[Problem]) -> list[Problem]:
-        """Return the problems with their places in the file, a problem of a shared part once."""
-        moved = [dataclasses.replace(problem, path=self.origin(problem.path)) for problem in found]
-        known = {problem.path for problem in self.problems}
-        first = {
-            (problem.path, problem.message): problem
-            for problem in moved
-            if problem.path not in known
-        }
-        return [*self.problems, *first.values()]
+    def located(self, problems: Iterable[Problem]) -> list[Problem]:
+        """Return all problems with their paths in the file, a problem of a shared part once.
 
-    def problem(self, path: str, message: str) -> None:
-        """Add a problem at a place in the file."""
-        self.problems.append(Problem(path, message))
+        `problems` have paths of the expanded input. They give way to those found by `expand`.
+        """
+        reported = {problem.path for problem in self.problems}
+        unique: dict[tuple[str, str], Problem] = {}
+        for problem in problems:
+            path = self.origin(problem.path)
+            if path not in reported:
+                unique.setdefault((path, problem.message), dataclasses.replace(problem, path=path))
+        return [*self.problems, *unique.values()]
 
 
 def expand(data: Mapping[str, Any]) -> Expanded:
-    """Return a multi-task input with every branch written out: shared parts in full, common keys in each."""
-    found = Expanded(copy.deepcopy(dict(data)))
-    model = found.data["model"]
+    """Return a multi-task input with every branch written out.
+
+    A branch gets its shared parts in full, and a copy of each key that is common to all branches.
+    """
+    expanded = Expanded(copy.deepcopy(dict(data)))
+    model = expanded.data["model"]
     branches = model["model_dict"]
     if not isinstance(branches, dict):
-        return found  # the check reports this
+        return expanded  # the check reports this
     branches = {name: branch for name, branch in branches.items() if not str(name).startswith("_")}
-    common = {key: model.pop(key) for key in [*model] if key not in ("model_dict", "shared_dict")}
-    pool = model.pop("shared_dict", None) or {}
-    if not isinstance(pool, dict):
-        found.problem(
-            "model/shared_dict", f"must be an object with parts by names; found {shown(pool)}"
+    shared_dict = model.pop("shared_dict", None) or {}
+    if not isinstance(shared_dict, dict):
+        expanded.report(
+            "model/shared_dict",
+            f"must be an object with parts by names; found {shown(shared_dict)}",
         )
-        pool = {}
+        shared_dict = {}
+    common = {key: model.pop(key) for key in [*model] if key != "model_dict"}
     for name, branch in branches.items():
-        where = f"model/model_dict/{name}"
+        path = f"model/model_dict/{name}"
         if not isinstance(name, str) or name in _NO_NAMES or {*name} & {".", "/"}:
-            found.problem(
-                where,
-                f"is no name of a branch: it must have neither . nor /, and not be {_or(_NO_NAMES)}",
+            expanded.report(
+                path,
+                "is no name of a branch: it must have neither . nor /, and not be "
+                f"{_or(_NO_NAMES)}",
             )
         if isinstance(branch, dict):
             for key, value in common.items():
                 if key not in branch and not key.startswith("_"):
                     branch[key] = copy.deepcopy(value)
-                    found.origins[f"{where}/{key}"] = f"model/{key}"
-            _replace_names(found, name, branch, pool)
-    _check_sharing(found, branches)
-    used = {shared.key for parts in found.references.values() for shared in parts.values()}
-    unused = [key for key in pool if key not in used and not key.startswith("_")]
-    found.notices += [
-        f"model/shared_dict/{key} is left out: no branch refers to it" for key in unused
-    ]
-    _check_names(found, [*branches])
-    return found
+                    expanded.origins[f"{path}/{key}"] = f"model/{key}"
+            _insert_shared_parts(expanded, name, branch, shared_dict)
+    _check_type_maps(expanded, branches)
+    used = {shared.key for parts in expanded.references.values() for shared in parts.values()}
+    for key in shared_dict:
+        if key not in used and not key.startswith("_"):
+            expanded.notices.append(f"model/shared_dict/{key} is left out: no branch refers to it")
+    _report_single_model_keys(expanded)
+    _check_names(expanded, [*branches])
+    return expanded
 
 
-def _replace_names(
-    found: Expanded, name: str, branch: dict[str, Any], pool: Mapping[str, Any]
+def _insert_shared_parts(
+    expanded: Expanded, name: str, branch: dict[str, Any], shared_dict: Mapping[str, Any]
 ) -> None:
     """Replace the names of shared parts in a branch by copies of the parts."""
     for part in SHAREABLE:
-        given = branch.get(part)
-        if not isinstance(given, str):
+        reference = branch.get(part)
+        if not isinstance(reference, str):
             continue
-        where = found.origin(f"model/model_dict/{name}/{part}")
-        key, colon, level = given.partition(":")
-        if key not in pool:
-            near = difflib.get_close_matches(key, [*pool], 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {_or(pool) or 'nothing'}"
-            found.problem(where, f"names {key!r}, which is not in model/shared_dict; {hint}")
+        path = f"model/model_dict/{name}/{part}"
+        origin = expanded.origin(path)
+        key, colon, level = reference.partition(":")
+        if key not in shared_dict:
+            near = difflib.get_close_matches(key, [*shared_dict], 1)
+            hint = f"it has {_or(shared_dict) or 'nothing'}"
+            if near:
+                hint = f"did you mean {near[0]!r}?"
+            expanded.report(origin, f"names {key!r}, which is not in model/shared_dict; {hint}")
             continue
-        levels = levels_of(part, pool[key])
+        levels = levels_of(part, shared_dict[key])
         if colon and (not level.isdigit() or int(level) not in levels):
-            found.problem(
-                where, f"must share at level {' or '.join(map(str, levels))}; found {given!r}"
-            )
+            allowed = " or ".join(map(str, levels))
+            expanded.report(origin, f"must share at level {allowed}; found {reference!r}")
             level = ""
-        branch[part] = copy.deepcopy(pool[key])
-        found.origins[f"model/model_dict/{name}/{part}"] = f"model/shared_dict/{key}"
-        found.references.setdefault(name, {})[part] = Shared(key, int(level or ENTIRE), given)
+        branch[part] = copy.deepcopy(shared_dict[key])
+        expanded.origins[path] = f"model/shared_dict/{key}"
+        parts = expanded.references.setdefault(name, {})
+        parts[part] = Shared(key=key, level=int(level or ENTIRE), given=reference)
 
 
-def _check_sharing(found: Expanded, branches: Mapping[str, Any]) -> None:
-    """Compare the type maps of branches that share weights."""
-    first: dict[str, str] = {}
-    for name, parts in found.references.items():
+def _check_type_maps(expanded: Expanded, branches: Mapping[str, Any]) -> None:
+    """Check that branches that share weights have the same type map."""
+    first_user: dict[str, str] = {}  # of each entry of shared_dict
+    for name, parts in expanded.references.items():
         for part, shared in parts.items():
             if part == "type_map":
                 continue
-            base = first.setdefault(shared.key, name)
-            own, other = (branches[each].get("type_map") for each in (name, base))
-            if own != other and isinstance(own, list) and isinstance(other, list):
-                where = found.origin(f"model/model_dict/{name}/type_map")
-                which = f"the branch {base!r}, with which it shares {shared.key!r}"
-                found.problem(where, f"must be that of {which}: {other}; found {own}")
+            base = first_user.setdefault(shared.key, name)
+            type_map = branches[name].get("type_map")
+            base_map = branches[base].get("type_map")
+            both_lists = isinstance(type_map, list) and isinstance(base_map, list)
+            if both_lists and type_map != base_map:
+                expanded.report(
+                    expanded.origin(f"model/model_dict/{name}/type_map"),
+                    f"must be that of the branch {base!r}, with which it shares {shared.key!r}: "
+                    f"{base_map}; found {type_map}",
+                )
                 break  # once for each branch
 
 
-def _check_names(found: Expanded, names: Collection[str]) -> None:
-    """Check that losses, data, probabilities and epochs use the names of the branches."""
-    for path, other in _OF_ONE_MODEL.items():
-        section, _, key = path.rpartition("/")
-        place = found.data.get(section) if section else found.data
-        if isinstance(place, dict) and key in place:
-            del place[key]
-            found.problem(
-                path, f"belongs to an input of one model; with model/model_dict, write {other}"
+def _report_single_model_keys(expanded: Expanded) -> None:
+    """Remove keys of an input of one model and report them."""
+    for path, counterpart in _SINGLE_MODEL_KEYS.items():
+        section_name, _, key = path.rpartition("/")
+        section = expanded.data.get(section_name) if section_name else expanded.data
+        if isinstance(section, dict) and key in section:
+            del section[key]
+            expanded.report(
+                path,
+                f"belongs to an input of one model; with model/model_dict, write {counterpart}",
             )
-    training = found.data.get("training")
-    training = training if isinstance(training, dict) else {}
-    places = {
-        "loss_dict": found.data.get("loss_dict"),
+
+
+def _check_names(expanded: Expanded, names: Collection[str]) -> None:
+    """Check that losses, data, probabilities and epochs use the names of the branches."""
+    training = expanded.data.get("training")
+    if not isinstance(training, dict):
+        training = {}
+    required_sections = {
+        "loss_dict": expanded.data.get("loss_dict"),
         "training/data_dict": training.get("data_dict"),
     }
-    places |= {
-        f"training/{key}": training.get(key) or None for key in ("model_prob", "num_epoch_dict")
+    optional_numbers = {
+        "training/model_prob": training.get("model_prob") or None,
+        "training/num_epoch_dict": training.get("num_epoch_dict") or None,
     }
-    for path, given in places.items():
-        if not isinstance(given, dict):
-            continue
-        wanted = "a section" if path in ("loss_dict", "training/data_dict") else "a number"
+    for path, by_name in {**required_sections, **optional_numbers}.items():
+        if not isinstance(by_name, dict):
+            continue  # absent, or reported by the check
+        needed = "a section" if path in required_sections else "a number"
         for name in names:
-            if name not in given:
-                found.problem(f"{path}/{name}", f"is missing; give {wanted}")
-        for name in given:
+            if name not in by_name:
+                expanded.report(f"{path}/{name}", f"is missing; give {needed}")
+        for name in by_name:
             if name not in names and not str(name).startswith("_"):
                 near = difflib.get_close_matches(str(name), [*names], 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"there are {_or(names)}"
-                found.problem(f"{path}/{name}", f"is no branch of model/model_dict; {hint}")
+                expanded.report(f"{path}/{name}", f"is no branch of model/model_dict; {hint}")
 
 
 def fold(plain: Mapping[str, Any], references: References) -> dict[str, Any]:
     """Put the names of shared parts back into a normalised input, the inverse of `expand`."""
-    pool: dict[str, Any] = {}
+    shared_dict: dict[str, Any] = {}
     branches = {}
     for name, branch in plain["model"]["model_dict"].items():
-        parts = references.get(name, {})
-        for part, shared in parts.items():
-            pool.setdefault(shared.key, branch[part])
-        branches[name] = {**branch, **{part: shared.given for part, shared in parts.items()}}
-    return {**plain, "model": {"shared_dict": pool, "model_dict": branches}}
+        branches[name] = dict(branch)
+        for part, shared in references.get(name, {}).items():
+            shared_dict.setdefault(shared.key, branch[part])
+            branches[name][part] = shared.given
+    return {**plain, "model": {"shared_dict": shared_dict, "model_dict": branches}}
 
 
 def _or(words: Iterable[Any]) -> str:

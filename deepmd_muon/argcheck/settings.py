@@ -37,7 +37,10 @@ def _warmup_fits(warmup_steps: int, numb_steps: int | None) -> str | None:
 
 
 def _decay_keeps_signs(optimizer: Buildable, start_lr: float) -> str | None:
-    """Reject a decoupled decay that changes the sign of the weights in a step, and beyond 2 makes them grow."""
+    """Reject a decoupled decay that changes the sign of the weights in a step.
+
+    Beyond 2, `weight_decay` times the rate would make them grow.
+    """
     if not isinstance(optimizer, HybridMuonConfig | MuonConfig | AdamWConfig):
         return None  # Adam's is a part of the gradient
     fastest = max(1.0, optimizer.adam_lr_ratio) if isinstance(optimizer, MuonConfig) else 1.0
@@ -47,17 +50,15 @@ def _decay_keeps_signs(optimizer: Buildable, start_lr: float) -> str | None:
         return None
     ratio = f" · adam_lr_ratio {fastest:g}" if fastest > 1.0 else ""
     return (
-        f"weight_decay {decay:g} · start_lr {start_lr:g}{ratio} must be below 1, because each step multiplies the "
-        f"weights by 1 minus this product; found {shrinkage:g}"
+        f"weight_decay {decay:g} · start_lr {start_lr:g}{ratio} must be below 1, because each "
+        f"step multiplies the weights by 1 minus this product; found {shrinkage:g}"
     )
 
 
 def _validation_data(full_validation: bool, data: object) -> str | None:
-    return (
-        "needs training/validation_data; add it or set false"
-        if full_validation and data is None
-        else None
-    )
+    if full_validation and data is None:
+        return "needs training/validation_data; add it or set false"
+    return None
 
 
 _QUANTITIES: dict[str, Quantity] = {"e": "energy", "f": "force", "v": "virial", "s": "virial"}
@@ -121,8 +122,11 @@ def _some_validation_data(
 
 
 def _trained_metrics(metric: str, enabled: bool, losses: Mapping[str, LossSettings]) -> str | None:
-    found = ((name, _trained_metric(metric, enabled, loss)) for name, loss in losses.items())
-    return next((f"loss_dict/{name}: {problem}" for name, problem in found if problem), None)
+    for name, loss in losses.items():
+        problem = _trained_metric(metric, enabled, loss)
+        if problem:
+            return f"loss_dict/{name}: {problem}"
+    return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

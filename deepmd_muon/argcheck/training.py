@@ -13,9 +13,9 @@ from deepmd_muon.section import Foreign, Rule, Section, section
 from deepmd_muon.setting import Needs, setting, switched_on
 
 _SYSTEMS = (
-    "Systems of data: folders, HDF5 files or groups in them (file.hdf5#/group), folders in which to look for systems, "
-    "LMDB databases (data.lmdb), files that ASE reads (extended XYZ), or patterns of such paths (data/**/fcc*). A "
-    "single string stands for a list of one."
+    "Systems of data: folders, HDF5 files or groups in them (file.hdf5#/group), folders in which "
+    "to look for systems, LMDB databases (data.lmdb), files that ASE reads (extended XYZ), or "
+    "patterns of such paths (data/**/fcc*). A single string stands for a list of one."
 )
 # Names of files: "", "." and "/" have no last part that a number or an ending could be added to.
 _A_NAME: dict[str, Any] = {"pattern": r"[\s\S]*[^./\s][\s\S]*", "forms": "the name of a file"}
@@ -33,7 +33,10 @@ def _relative_patterns(rglob_patterns: tuple[str, ...] | None) -> str | None:
         pattern for pattern in rglob_patterns if not pattern.strip("./") or pattern.startswith("/")
     ]
     if wrong or not rglob_patterns:
-        return f"must be patterns of folders below systems, e.g. 'fcc*'; found {wrong or 'an empty list'}"
+        return (
+            "must be patterns of folders below systems, e.g. 'fcc*'; found "
+            f"{wrong or 'an empty list'}"
+        )
     return None
 
 
@@ -42,11 +45,17 @@ def _probabilities(sys_probs: tuple[float, ...] | None, systems: tuple[str, ...]
         return None
     # A folder may hold several systems, so there may be more probabilities than names, never fewer.
     if len(sys_probs) < len(systems):
-        return f"must have one probability for each of the {len(systems)} systems; found {len(sys_probs)}"
-    given = math.fsum(probability for probability in sys_probs if probability >= 0)
+        return (
+            f"must have one probability for each of the {len(systems)} systems; found "
+            f"{len(sys_probs)}"
+        )
+    total = math.fsum(probability for probability in sys_probs if probability >= 0)
     shared = any(probability < 0 for probability in sys_probs)
-    if given > 1 + 1e-8 or (not shared and not math.isclose(given, 1.0, abs_tol=1e-8)):
-        return f"must sum to {'at most ' if shared else ''}1 over the entries that are not negative; found {given:g}"
+    if total > 1 + 1e-8 or (not shared and not math.isclose(total, 1.0, abs_tol=1e-8)):
+        return (
+            f"must sum to {'at most ' if shared else ''}1 over the entries that are not negative; "
+            f"found {total:g}"
+        )
     return None
 
 
@@ -68,8 +77,9 @@ class TrainingDataSettings(Section):
     rglob_patterns: tuple[str, ...] | None = setting(
         None,
         doc=(
-            "Patterns such as 'fcc*', matched as by Python's Path.rglob. With patterns, systems lists folders; every "
-            "folder at any depth below them that matches a pattern and has a type.raw is a system."
+            "Patterns such as 'fcc*', matched as by Python's Path.rglob. With patterns, systems "
+            "lists folders; every folder at any depth below them that matches a pattern and has a "
+            "type.raw is a system."
         ),
     )
     label_keys: LabelKeys = section(LabelKeys(), doc="Names of the labels in files that ASE reads.")
@@ -85,12 +95,16 @@ class TrainingDataSettings(Section):
         minimum=1,
         nonempty=True,
         pattern=r"auto(:[1-9]\d*)?|(max|filter|mixed|mix):[1-9]\d*",
-        forms='"auto", "auto:N", "max:N", "filter:N", "mixed:N", "mix:N", a whole number or one for each system',
+        forms=(
+            '"auto", "auto:N", "max:N", "filter:N", "mixed:N", "mix:N", a whole number or one for '
+            "each system"
+        ),
         doc=(
-            "Frames in a batch. 'auto:N' is the smallest size with at least N atoms in a batch ('auto': 32); 'max:N' "
-            "the largest with at most N atoms, but at least one frame; 'filter:N' the same without the systems of "
-            "more than N atoms; 'mixed:N' draws N frames from all systems together; 'mix:N' fills batches with frames "
-            "of similar sizes from all systems, up to N atoms with padding."
+            "Frames in a batch. 'auto:N' is the smallest size with at least N atoms in a batch "
+            "('auto': 32); 'max:N' the largest with at most N atoms, but at least one frame; "
+            "'filter:N' the same without the systems of more than N atoms; 'mixed:N' draws N "
+            "frames from all systems together; 'mix:N' fills batches with frames of similar sizes "
+            "from all systems, up to N atoms with padding."
         ),
     )
     auto_prob: str = setting(
@@ -99,17 +113,17 @@ class TrainingDataSettings(Section):
         pattern=rf"prob_uniform|prob_sys_size(;\d+:\d+:({_NUMBER}))*",
         forms='"prob_uniform", "prob_sys_size" or "prob_sys_size;start:end:weight;…"',
         doc=(
-            "Probability of a system: 'prob_uniform' is the same for all, 'prob_sys_size' is proportional to the "
-            "number of its batches. With ';start:end:weight' blocks, the systems start … end−1 share the weight in "
-            "proportion to their batches."
+            "Probability of a system: 'prob_uniform' is the same for all, 'prob_sys_size' is "
+            "proportional to the number of its batches. With ';start:end:weight' blocks, the "
+            "systems start … end−1 share the weight in proportion to their batches."
         ),
     )
     sys_probs: tuple[float, ...] | None = setting(
         None,
         alias=("sys_weights",),
         doc=(
-            "Probability of each system. Systems with a negative entry share the remaining probability in proportion "
-            "to their batches."
+            "Probability of each system. Systems with a negative entry share the remaining "
+            "probability in proportion to their batches."
         ),
     )
 
@@ -137,9 +151,9 @@ class ValidationDataSettings(TrainingDataSettings):
         pattern="all|sample",
         forms='a whole number, "all" or "sample"',
         doc=(
-            "Batches of all processes together over which the validation errors are averaged. 'all' takes every frame "
-            "once. 'sample' takes the same frames each time, spread evenly over the systems: at most a third of "
-            "disp_freq frames, but at least 10."
+            "Batches of all processes together over which the validation errors are averaged. "
+            "'all' takes every frame once. 'sample' takes the same frames each time, spread evenly "
+            "over the systems: at most a third of disp_freq frames, but at least 10."
         ),
     )
 
@@ -154,7 +168,10 @@ def _one_length(numb_steps: int | None, numb_epoch: float | None) -> str | None:
 
 def _only_sharded(data_parallel_replicate_degree: int, zero_stage: int) -> str | None:
     if data_parallel_replicate_degree > 1 and zero_stage < 2:
-        return f"needs zero_stage 2 or 3; found {data_parallel_replicate_degree} with zero_stage {zero_stage}"
+        return (
+            f"needs zero_stage 2 or 3; found {data_parallel_replicate_degree} with zero_stage "
+            f"{zero_stage}"
+        )
     return None
 
 
@@ -171,7 +188,10 @@ class BranchDataSettings(Section):
     )
     stat_file: str | None = setting(
         None,
-        doc="HDF5 file that keeps the statistics of the data for later runs; it must not be a folder.",
+        doc=(
+            "HDF5 file that keeps the statistics of the data for later runs; it must not be a "
+            "folder."
+        ),
     )
 
     foreign: ClassVar[dict[str, Foreign]] = {
@@ -187,24 +207,28 @@ class RunSettings(Section):
         None,
         minimum=0,
         alias=("stop_batch", "num_step", "num_steps", "numb_step"),
-        doc="Number of steps, one batch each (or accumulate_grad_batches). Excludes a number of epochs.",
+        doc=(
+            "Number of steps, one batch each (or accumulate_grad_batches). Excludes a number of "
+            "epochs."
+        ),
     )
     accumulate_grad_batches: int = setting(
         1,
         minimum=1,
         alias=("gradient_accumulation_steps",),
         doc=(
-            "Batches of each process in one step, for effective batches that do not fit into memory: the step uses the "
-            "mean of their gradients. Learning rate, average, numb_steps and all frequencies count steps; the errors "
-            "shown cover all batches of the step."
+            "Batches of each process in one step, for effective batches that do not fit into "
+            "memory: the step uses the mean of their gradients. Learning rate, average, numb_steps "
+            "and all frequencies count steps; the errors shown cover all batches of the step."
         ),
     )
     balance_batches: bool = setting(
         False,
         doc=(
-            "Order batches so that the processes of a step get batches of similar cost, and none waits long for the "
-            "others. The cost counts atoms, neighbours and, for DPA-3, angles of a system's first frame. The order "
-            "does not depend on the number of processes; it differs from the order without this key."
+            "Order batches so that the processes of a step get batches of similar cost, and none "
+            "waits long for the others. The cost counts atoms, neighbours and, for DPA-3, angles "
+            "of a system's first frame. The order does not depend on the number of processes; it "
+            "differs from the order without this key."
         ),
     )
     seed: int | None = setting(
@@ -216,8 +240,8 @@ class RunSettings(Section):
         None,
         **_A_NAME,
         doc=(
-            "File with a line of JSON for every row of the learning curve: step, time [s], lr and all errors. By "
-            "default none is written."
+            "File with a line of JSON for every row of the learning curve: step, time [s], lr and "
+            "all errors. By default none is written."
         ),
     )
     disp_training: bool = setting(True, doc="Write the learning curve and show its rows.")
@@ -225,7 +249,10 @@ class RunSettings(Section):
     disp_avg: bool = setting(
         False,
         needs=(switched_on("disp_training"),),
-        doc="Show training errors averaged over the steps since the last row instead of those of its batch.",
+        doc=(
+            "Show training errors averaged over the steps since the last row instead of those of "
+            "its batch."
+        ),
     )
     save_freq: int = setting(1000, minimum=1, doc="Steps between two checkpoints.")
     save_ckpt: str = setting("model.ckpt", **_A_NAME, doc="Prefix of the checkpoint files.")
@@ -235,15 +262,19 @@ class RunSettings(Section):
     gradient_max_norm: float = setting(
         0.0,
         minimum=0.0,
-        doc="Largest norm of the gradient; a longer gradient is scaled down to it. 0 turns this off.",
+        doc=(
+            "Largest norm of the gradient; a longer gradient is scaled down to it. 0 turns this "
+            "off."
+        ),
     )
     adam_gradient_max_norm: float = setting(
         0.0,
         minimum=0.0,
         doc=(
-            "Largest norm of the gradients on HybridMuon's Adam and AdamW routes; longer ones are scaled down to it. "
-            "The Muon route needs no bound, because the size of its update does not depend on that of the gradient. "
-            "With another optimizer, all gradients count. 0 turns this off."
+            "Largest norm of the gradients on HybridMuon's Adam and AdamW routes; longer ones are "
+            "scaled down to it. The Muon route needs no bound, because the size of its update does "
+            "not depend on that of the gradient. With another optimizer, all gradients count. 0 "
+            "turns this off."
         ),
     )
     enable_ema: bool = setting(
@@ -265,8 +296,9 @@ class RunSettings(Section):
         maximum=1.0,
         needs=(switched_on("enable_ema"),),
         doc=(
-            "Fraction of the run, at its end, over which the average weights all parameters equally. Before that, the "
-            "average equals the current parameters. 0 selects the exponential average with ema_decay."
+            "Fraction of the run, at its end, over which the average weights all parameters "
+            "equally. Before that, the average equals the current parameters. 0 selects the "
+            "exponential average with ema_decay."
         ),
     )
     tensorboard: bool = setting(False, doc="Write TensorBoard events.")
@@ -291,50 +323,55 @@ class RunSettings(Section):
         0,
         choices=(0, 1, 2, 3),
         doc=(
-            "Objects that the processes of torchrun shard: 0 none, 1 the optimizer's state, 2 also gradients, and "
-            "parameters between steps, 3 parameters also between forward and backward pass. A single process holds "
-            "everything at any stage."
+            "Objects that the processes of torchrun shard: 0 none, 1 the optimizer's state, 2 also "
+            "gradients, and parameters between steps, 3 parameters also between forward and "
+            "backward pass. A single process holds everything at any stage."
         ),
     )
     data_parallel_replicate_degree: int = setting(
         1,
         minimum=1,
         doc=(
-            "Hybrid sharding (HSDP) with zero_stage 2 or 3: the processes form this many groups of equal size. Each "
-            "group, of neighbouring processes, shards the whole model. A single process ignores it."
+            "Hybrid sharding (HSDP) with zero_stage 2 or 3: the processes form this many groups of "
+            "equal size. Each group, of neighbouring processes, shards the whole model. A single "
+            "process ignores it."
         ),
     )
     capture: str = setting(
         "auto",
         choices=("auto", "on", "off"),
         doc=(
-            "Record the training step in a CUDA graph for each shape of batches and replay it: the host then launches "
-            "one graph instead of hundreds of kernels. 'auto' records on GPUs, with several processes at zero_stage 0 "
-            "and 1. 'on' is an error where steps cannot be recorded. 'off' never records. If recording fails, the host "
-            "launches kernels one by one, and the log says why."
+            "Record the training step in a CUDA graph for each shape of batches and replay it: the "
+            "host then launches one graph instead of hundreds of kernels. 'auto' records on GPUs, "
+            "with several processes at zero_stage 0 and 1. 'on' is an error where steps cannot be "
+            "recorded. 'off' never records. If recording fails, the host launches kernels one by "
+            "one, and the log says why."
         ),
     )
     enable_tf32: bool = setting(
         False,
         doc=(
-            "Multiply float32 matrices of prediction and gradient in TF32 (11 bits of mantissa) in training steps on a "
-            "GPU. Does not affect networks in float64, the optimizer, validation and inference."
+            "Multiply float32 matrices of prediction and gradient in TF32 (11 bits of mantissa) in "
+            "training steps on a GPU. Does not affect networks in float64, the optimizer, "
+            "validation and inference."
         ),
     )
     recompute: bool = setting(
         False,
         doc=(
-            "Keep only the inputs of dpa3's layers and of dpa1's attention layers in a training step, and recompute "
-            "the rest for forces and gradient. This saves memory and takes more time."
+            "Keep only the inputs of dpa3's layers and of dpa1's attention layers in a training "
+            "step, and recompute the rest for forces and gradient. This saves memory and takes "
+            "more time."
         ),
     )
     interpolate_embedding: bool = setting(
         True,
         doc=(
-            "Interpolate the embedding nets of se_e2_a in training steps instead of evaluating them at every edge. The "
-            "run does so if batches are large enough to profit, and if the estimated error of a feature is below 1e-9 "
-            "(float32: 1e-6) of the largest; it repeats this check as weights change. Validation, tests and inference "
-            "always evaluate the networks themselves."
+            "Interpolate the embedding nets of se_e2_a in training steps instead of evaluating "
+            "them at every edge. The run does so if batches are large enough to profit, and if the "
+            "estimated error of a feature is below 1e-9 (float32: 1e-6) of the largest; it repeats "
+            "this check as weights change. Validation, tests and inference always evaluate the "
+            "networks themselves."
         ),
     )
     rank_timeout: float = setting(
@@ -399,8 +436,8 @@ class TrainingSettings(RunSettings, BranchDataSettings):
         above=0.0,
         alias=("num_epoch", "num_epochs", "numb_epochs"),
         doc=(
-            "Length of the run in passes over the data, by all processes together: on average, each system is seen in "
-            "full at least this many times. Excludes numb_steps."
+            "Length of the run in passes over the data, by all processes together: on average, "
+            "each system is seen in full at least this many times. Excludes numb_steps."
         ),
     )
 
@@ -453,30 +490,31 @@ class MultiTaskTrainingSettings(RunSettings):
         None,
         minimum=0.0,
         doc=(
-            "Probability that a step trains each branch; they need not sum to 1. By default proportional to the number "
-            "of training systems."
+            "Probability that a step trains each branch; they need not sum to 1. By default "
+            "proportional to the number of training systems."
         ),
     )
     num_epoch_dict: Mapping[str, float] | None = setting(
         None,
         above=0.0,
         doc=(
-            "Length of the run in passes over the data of each branch. It also determines the branches' probabilities. "
-            "Excludes numb_steps and model_prob."
+            "Length of the run in passes over the data of each branch. It also determines the "
+            "branches' probabilities. Excludes numb_steps and model_prob."
         ),
     )
     stratified: bool = setting(
         False,
         doc=(
-            "Train different branches on the processes of one step, in proportion to their probabilities, instead of "
-            "one branch a step. A part is updated with the mean gradient of the processes whose branch has it."
+            "Train different branches on the processes of one step, in proportion to their "
+            "probabilities, instead of one branch a step. A part is updated with the mean gradient "
+            "of the processes whose branch has it."
         ),
     )
     export_branch: str | None = setting(
         None,
         doc=(
-            "Branch whose model is also written alone when the run ends, as SAVE_CKPT.BRANCH.pt: a checkpoint of one "
-            "model, without optimizer state."
+            "Branch whose model is also written alone when the run ends, as SAVE_CKPT.BRANCH.pt: a "
+            "checkpoint of one model, without optimizer state."
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Section `validating`: passes over all validation data during training, and the best checkpoints by them."""
+"""Section `validating`: passes over all validation data, and the best checkpoints by them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class ValidatingSettings(Section):
 
     full_validation: bool = setting(
         False,
-        doc="Measure the errors on all validation data during training and keep the best checkpoints.",
+        doc=(
+            "Measure the errors on all validation data during training and keep the best "
+            "checkpoints."
+        ),
     )
     validation_freq: int = setting(
         5000, needs=_VALIDATES, minimum=1, doc="Steps between two full validations."
@@ -38,8 +41,8 @@ class ValidatingSettings(Section):
         needs=_VALIDATES,
         minimum=0.0,
         doc=(
-            "First step of full validation: a fraction of the run if below 1, a step number if above 1. 0 starts at "
-            "the beginning; 1 turns full validation off."
+            "First step of full validation: a fraction of the run if below 1, a step number if "
+            "above 1. 0 starts at the beginning; 1 turns full validation off."
         ),
     )
     validation_metric: str = setting(
@@ -48,8 +51,8 @@ class ValidatingSettings(Section):
         pattern=r"[EeFfSsVv]:([Mm][Aa][Ee]|[Rr][Mm][Ss][Ee])",
         forms='"E:MAE", "E:RMSE", "F:MAE", "F:RMSE", "S:MAE", "S:RMSE", "V:MAE" or "V:RMSE"',
         doc=(
-            "Error that decides which checkpoint is best: of the energy per atom (E), of the components of the forces "
-            "(F), of the stress (S), or of the virial per atom (V)."
+            "Error that decides which checkpoint is best: of the energy per atom (E), of the "
+            "components of the forces (F), of the stress (S), or of the virial per atom (V)."
         ),
     )
     save_best: bool = setting(
@@ -72,10 +75,10 @@ class ValidatingSettings(Section):
         0,
         minimum=0,
         doc=(
-            "End the run after this many full validations in a row without a new best; 0 turns this off. With several "
-            "models, a model that reaches this number is not drawn again until it has a new best, and the run ends "
-            "when all have reached it; a model without validation data never does. A stratified run draws all models "
-            "to its end."
+            "End the run after this many full validations in a row without a new best; 0 turns "
+            "this off. With several models, a model that reaches this number is not drawn again "
+            "until it has a new best, and the run ends when all have reached it; a model without "
+            "validation data never does. A stratified run draws all models to its end."
         ),
     )
 
@@ -84,7 +87,10 @@ class ValidatingSettings(Section):
         return Path(self.save_best_dir or Path(save_ckpt).parent)
 
     def best_prefix(self, save_ckpt: str) -> Path | None:
-        """Return the path that the best checkpoints' names begin with; None for a run that keeps none."""
+        """Return the path that the best checkpoints' names begin with.
+
+        None for a run that keeps none.
+        """
         return (
             self.best_folder(save_ckpt) / "best.ckpt"
             if self.full_validation and self.save_best

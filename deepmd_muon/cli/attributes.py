@@ -20,17 +20,24 @@ ATTRIBUTES = (
     "observed-type",
     "serialization-tree",
 )
-# deepmd-kit's bound for a type that its data did not have: the energy bias of such a type is 0 [eV].
+# deepmd-kit's bound [eV]: a type with a smaller energy bias was not in the data.
 _UNOBSERVED = 1e-6
+# Words and key of attributes that deepmd-kit shows for each branch.
+_SHOWN_BY_BRANCH = {
+    "type-map": ("type_map", "type_map"),
+    "descriptor": ("descriptor parameter", "descriptor"),
+    "fitting-net": ("fitting_net parameter", "fitting_net"),
+}
 
 
-def log_attributes(path: str, wanted: Sequence[str], *, trust: bool = False) -> None:
+def log_attributes(path: str, attributes: Sequence[str], *, trust: bool = False) -> None:
     """Log attributes of the model in a checkpoint or frozen file, in deepmd-kit's order and words.
 
-    `trust` runs a frozen file whatever operators it calls, see `Predictor`. Attributes that only deepmd-kit
-    knows are handed over: a serialization tree, the size of a model that we do not have.
+    `trust` runs a frozen file whatever operators it calls, see `Predictor`. Attributes that only
+    deepmd-kit knows are handed over: a serialization tree, the size of a model that this package
+    does not have.
     """
-    if "serialization-tree" in wanted:
+    if "serialization-tree" in attributes:
         raise HandOver("'show serialization-tree'")
     from deepmd_muon.checkpoint_file.file import read_checkpoint, understood
     from deepmd_muon.infer.frozen import FrozenModel, is_frozen
@@ -39,47 +46,52 @@ def log_attributes(path: str, wanted: Sequence[str], *, trust: bool = False) -> 
     with understood(path):
         if is_frozen(path):
             frozen = FrozenModel(path, "cpu", trust=trust)
-            lines = _lines_of_one(path, wanted, frozen.model_section(), frozen.observed_types())
+            lines = _describe_single(
+                path, attributes, frozen.model_section(), frozen.observed_types()
+            )
         else:
             state = read_checkpoint(path)["model"]
             section = state["_extra_state"]["model_params"]
             if "model_dict" in section:
-                lines = _lines_of_several(path, wanted, state, section["model_dict"])
+                lines = _describe_branches(path, attributes, state, section["model_dict"])
             else:
-                lines = _lines_of_one(path, wanted, section, _biased(state, section, PREFIX))
+                biased = _biased_types(state, section, PREFIX)
+                lines = _describe_single(path, attributes, section, biased)
     for line in lines:
         log.info(line)
 
 
-def _lines_of_one(
-    path: str, wanted: Sequence[str], section: Mapping[str, Any], biased: list[str] | None
+def _describe_single(
+    path: str, attributes: Sequence[str], section: Mapping[str, Any], biased: list[str] | None
 ) -> list[str]:
     """Return the lines on a single model."""
-    if "model-branch" in wanted:
+    if "model-branch" in attributes:
         raise CommandError(
             f"show model-branch needs a multi-task checkpoint; {path} holds a single model"
         )
     lines = ["This is a singletask model"]
-    if "type-map" in wanted:
+    if "type-map" in attributes:
         lines.append(f"The type_map is {list(section['type_map'])}")
-    if "descriptor" in wanted:
+    if "descriptor" in attributes:
         lines.append(f"The descriptor parameter is {section['descriptor']}")
-    if "fitting-net" in wanted:
+    if "fitting-net" in attributes:
         lines.append(f"The fitting_net parameter is {section['fitting_net']}")
-    if "size" in wanted:
+    if "size" in attributes:
         lines += _size_lines(section)
-    if "observed-type" in wanted:
-        observed = _observed(path, section, biased)
+    if "observed-type" in attributes:
+        observed = _observed_types(path, section, biased)
         lines += [
             "The observed types for this model: ",
             f"Number of observed types: {len(observed)} ",
+            f"Observed types: {observed} ",
         ]
-        lines.append(f"Observed types: {observed} ")
     return lines
 
 
-def _biased(state: Mapping[str, Any], section: Mapping[str, Any], prefix: str) -> list[str] | None:
-    """Return the types whose energy bias is not 0; None where the file does not say."""
+def _biased_types(
+    state: Mapping[str, Any], section: Mapping[str, Any], prefix: str
+) -> list[str] | None:
+    """Return the types with an energy bias that is not 0; None if the file does not say."""
     bias = state.get(f"{prefix}atomic_model.out_bias")  # (1, ntypes, 1)
     if bias is None:
         return None
@@ -87,52 +99,47 @@ def _biased(state: Mapping[str, Any], section: Mapping[str, Any], prefix: str) -
     return [name for name, energy in pairs if bool((energy.abs() > _UNOBSERVED).any())]
 
 
-def _lines_of_several(
+def _describe_branches(
     path: str,
-    wanted: Sequence[str],
+    attributes: Sequence[str],
     state: Mapping[str, Any],
     sections: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
     """Return the lines on a checkpoint of several branches."""
     lines = ["This is a multitask model"]
-    if "model-branch" in wanted:
+    if "model-branch" in attributes:
         names = [*sections, "RANDOM"]
         lines.append(
-            f"Available model branches are {names}, where 'RANDOM' means using a randomly initialized fitting net."
+            f"Available model branches are {names}, where 'RANDOM' means using a randomly "
+            "initialized fitting net."
         )
         rows = [
             (name, ", ".join(section.get("model_branch_alias") or ()))
             for name, section in sections.items()
         ]
         lines.append("Detailed information: \n" + _table([("Model Branch", "Alias"), *rows]))
-    shown = {
-        "type-map": ("type_map", "type_map"),
-        "descriptor": ("descriptor parameter", "descriptor"),
-    }
-    shown["fitting-net"] = ("fitting_net parameter", "fitting_net")
-    for attribute, (words, key) in shown.items():
-        if attribute in wanted:
-            lines += [
-                f"The {words} of branch {name} is {section[key]}"
-                for name, section in sections.items()
-            ]
-    if "size" in wanted:
-        (_, *sizes) = _size_lines(next(iter(sections.values())))
+    for attribute, (words, key) in _SHOWN_BY_BRANCH.items():
+        if attribute in attributes:
+            for name, section in sections.items():
+                lines.append(f"The {words} of branch {name} is {section[key]}")
+    if "size" in attributes:
+        _, *sizes = _size_lines(next(iter(sections.values())))
         lines += ["Parameter counts for a single branch model:", *sizes]
-    if "observed-type" in wanted:
-        observed = {
-            name: _observed(path, section, _biased(state, section, f"model.{name}."))
-            for name, section in sections.items()
-        }
+    if "observed-type" in attributes:
         lines.append("The observed types for each branch: ")
-        for name, found in observed.items():
+        all_types: list[str] = []
+        for name, section in sections.items():
+            biased = _biased_types(state, section, f"model.{name}.")
+            observed = _observed_types(path, section, biased)
+            all_types += [kind for kind in observed if kind not in all_types]
             lines += [
-                f"{name}: Number of observed types: {len(found)} ",
-                f"{name}: Observed types: {found} ",
+                f"{name}: Number of observed types: {len(observed)} ",
+                f"{name}: Observed types: {observed} ",
             ]
-        every = list(dict.fromkeys(kind for found in observed.values() for kind in found))
-        lines.append(f"TOTAL number of observed types in the model: {len(every)} ")
-        lines.append(f"TOTAL observed types in the model: {every} ")
+        lines += [
+            f"TOTAL number of observed types in the model: {len(all_types)} ",
+            f"TOTAL observed types in the model: {all_types} ",
+        ]
     return lines
 
 
@@ -140,8 +147,11 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows in a frame as deepmd-kit draws it."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
-    cells = ("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows)
-    return "\n".join([rule, *(f"{row}\n{rule}" for row in cells)])
+    lines = [rule]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines += [f"| {' | '.join(cells)} |", rule]
+    return "\n".join(lines)
 
 
 def _size_lines(section: Mapping[str, Any]) -> list[str]:
@@ -162,7 +172,7 @@ def _size_lines(section: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _observed(path: str, section: Mapping[str, Any], biased: list[str] | None) -> list[str]:
+def _observed_types(path: str, section: Mapping[str, Any], biased: list[str] | None) -> list[str]:
     """Return the types that the training data had, in the order of the type map."""
     recorded = section.get("info", {}).get("observed_type", biased)
     if recorded is None:

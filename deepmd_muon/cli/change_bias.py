@@ -46,7 +46,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--mode",
         choices=("change", "set"),
         default="change",
-        help="change: add the energies that fit the model's errors best; set: those that fit the data [%(default)s]",
+        help=(
+            "change: add the energies that fit the model's errors best; set: those that fit the "
+            "data [%(default)s]"
+        ),
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="changed checkpoint [INPUT with _updated before .pt]"
@@ -59,8 +62,8 @@ def run(options: argparse.Namespace) -> int:
     """Change the bias."""
     if frozen_here(options.INPUT):
         raise CommandError(
-            f"{options.INPUT} is a frozen model of deepmd-muon, whose bias is fixed; change the bias of the checkpoint "
-            "and freeze that"
+            f"{options.INPUT} is a frozen model of deepmd-muon, whose bias is fixed; change the "
+            "bias of the checkpoint and freeze that"
         )
     if Path(options.INPUT).suffix in (".pth", ".pb", ".pt2", ".dp"):
         require_file(options.INPUT)

@@ -9,14 +9,17 @@ from pathlib import Path
 from deepmd_muon.cli.models import add_model_options, load_predictors, require_readable
 from deepmd_muon.cli.systems import add_label_options, begin, open_listed, section_of_input
 
-HELP = "check whether dynamics with models can be trusted near their data: coverage, scans, short dynamics"
+HELP = (
+    "check whether dynamics with models can be trusted near their data: coverage, scans, short "
+    "dynamics"
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.epilog = (
-        "The exit status is 0 when no item fails (with --strict: when all hold), 1 when one fails, and 2 when nothing "
-        "could be checked."
+        "The exit status is 0 when no item fails (with --strict: when all hold), 1 when one fails, "
+        "and 2 when nothing could be checked."
     )
     parser.add_argument(
         "MODEL", nargs="+", help="checkpoints or frozen files; several are compared as well"
@@ -35,7 +38,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--temperature",
         type=float,
         metavar="K",
-        help="of the dynamics [1.5 times that of the data, by forces; above 2,000 K you must give it]",
+        help=(
+            "of the dynamics [1.5 times that of the data, by forces; above 2,000 K you must give "
+            "it]"
+        ),
     )
     parser.add_argument(
         "--time", type=float, metavar="PS", help="length of the dynamics [2, on a GPU 5]"
@@ -82,13 +88,15 @@ def run(options: argparse.Namespace) -> int:
     from deepmd_muon.stability.report import text_of, values_of
     from deepmd_muon.train.systems import open_section
 
-    section = (
-        section_of_input(Path(options.train_data), "training", options.head)
-        if options.train_data
-        else None
-    )
-    models = {"--train-data": options.train_data}
-    models |= {f"the model {name}": checkpoint_path(name) for name in options.MODEL}
+    section = None
+    paths = options.system
+    if options.train_data:
+        section = section_of_input(Path(options.train_data), "training", options.head)
+        paths = section.systems
+    inputs = {"--train-data": options.train_data}
+    inputs |= {f"the model {name}": checkpoint_path(name) for name in options.MODEL}
+    outputs = {"--json": options.json, "-o": options.output}
+    begin(options, outputs, inputs, {"the data": paths})
     settings = CheckSettings(
         options.temperature,
         options.time_step,
@@ -97,8 +105,6 @@ def run(options: argparse.Namespace) -> int:
         options.probes,
         options.seed,
     )
-    data = {"the data": options.system if section is None else section.systems}
-    begin(options, {"--json": options.json, "-o": options.output}, models, data)
     if options.output:
         from deepmd_muon.show.picture import check_ending
 
@@ -106,9 +112,9 @@ def run(options: argparse.Namespace) -> int:
     predictors = load_predictors(options.MODEL, options)
     type_map = predictors[0].type_map
     systems = (
-        open_section(section, type_map)
-        if section
-        else open_listed(options.system, type_map, options)
+        open_listed(paths, type_map, options)
+        if section is None
+        else open_section(section, type_map)
     )
     check = check_models(options.MODEL, predictors, systems, settings)
     print("\n".join(text_of(check)))
@@ -120,4 +126,5 @@ def run(options: argparse.Namespace) -> int:
         from deepmd_muon.show.stability import draw_check
 
         draw_check(check, Path(options.output))
-    return int(check.verdict >= (Verdict.doubtful if options.strict else Verdict.fails))
+    threshold = Verdict.doubtful if options.strict else Verdict.fails
+    return 1 if check.verdict >= threshold else 0

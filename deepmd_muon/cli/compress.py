@@ -1,4 +1,4 @@
-"""`dp compress`: a frozen file with tables in place of embedding nets, from a checkpoint or a frozen file."""
+"""`dp compress`: a frozen file with tables in place of embedding nets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from deepmd_muon.cli.systems import begin
 if TYPE_CHECKING:
     from deepmd_muon.model import EnergyModel
 
-HELP = "write a checkpoint or frozen file of se_e2_a or DPA-1 as a faster file, with tables for its embedding nets"
+HELP = (
+    "write a checkpoint or frozen file of se_e2_a or DPA-1 as a faster file, with tables for its "
+    "embedding nets"
+)
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +31,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--input",
         metavar="FILE",
         default="frozen_model",
-        help="checkpoint (.pt), ours or deepmd-kit's, or frozen file of dp freeze; .pth is added [%(default)s]",
+        help=(
+            "checkpoint (.pt), ours or deepmd-kit's, or frozen file of dp freeze; .pth is added "
+            "[%(default)s]"
+        ),
     )
     parser.add_argument(
         "-o",
@@ -42,7 +48,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--step",
         type=float,
         metavar="STEP",
-        help="length of an interval in the input of the nets; by default, forces change by less than 1e-6 eV/Å",
+        help=(
+            "length of an interval in the input of the nets; by default, forces change by less "
+            "than 1e-6 eV/Å"
+        ),
     )
     parser.add_argument(
         "-e",
@@ -50,7 +59,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=2.0,
         metavar="FACTOR",
-        help="tables end at the smallest distance of the training data over this, the nets serve below [%(default)s]",
+        help=(
+            "tables end at the smallest distance of the training data over this, the nets serve "
+            "below [%(default)s]"
+        ),
     )
     add_model_options(parser, "head", "ema", "trust")
     for words, name in (
@@ -120,7 +132,10 @@ def _check(options: argparse.Namespace, source: Path) -> None:
 def write_compressed(
     model: EnergyModel, output: Path, source: Path, *, min_distance: float, **settings: Any
 ) -> None:
-    """Compress a model, and log the differences that the tables cause; `settings` go to `deploy.compress.compress`."""
+    """Compress a model, and log the differences that the tables cause.
+
+    `settings` go to `deploy.compress.compress`.
+    """
     from deepmd_muon.deploy.compress import ASSUMED_DISTANCE, compress
 
     if min_distance <= 0:

@@ -25,7 +25,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "output",
         metavar="OUT",
-        help="name.hdf5 or name.h5, name.lmdb, name.xyz or name.extxyz, or else a folder of npy systems",
+        help=(
+            "name.hdf5 or name.h5, name.lmdb, name.xyz or name.extxyz, or else a folder of npy "
+            "systems"
+        ),
     )
     parser.add_argument(
         "-t", "--type-map", nargs="+", metavar="ELEMENT", help="order of the elements in the output"
@@ -70,7 +73,8 @@ def _summary(systems: list[System]) -> str:
 
     lines = [
         f"{system.name}: {formula_of(system)}, {system.nframes} frames of {system.natoms} atoms, "
-        f"{'periodic' if system.pbc else 'no cell'}, labels {', '.join(sorted(system.labels)) or 'none'}"
+        f"{'periodic' if system.pbc else 'no cell'}, labels "
+        f"{', '.join(sorted(system.labels)) or 'none'}"
         for system in systems
     ]
     return "\n".join([*lines, f"{len(systems)} systems, {sum(s.nframes for s in systems)} frames"])

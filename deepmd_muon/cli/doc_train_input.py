@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from deepmd_muon.cli.handover import DeepmdKitOption
 
 HELP = "print the reference of every key of an input file"
+
+_OUT_TYPES = ("md", "json", "json_schema")
+# Forms that deepmd-kit or earlier commands printed.
+_REMOVED_OUT_TYPES = ("rst", "text")
+
+
+def _out_type(word: str) -> str:
+    """Return the form that a word names; answer those that are no longer written by name."""
+    if word in _REMOVED_OUT_TYPES:
+        raise argparse.ArgumentTypeError(
+            f"{word} is no longer written: take md (Markdown), which any editor shows"
+        )
+    return word
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -16,16 +28,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--out-type",
-        default="rst",
-        choices=("rst", "md", "text", "json", "json_schema"),
-        help="markup of the reference, its dargs arguments as JSON (for DP-GUI), or a JSON Schema [%(default)s]",
+        default="md",
+        type=_out_type,
+        choices=_OUT_TYPES,
+        help="the reference in Markdown, its dargs arguments as JSON (for DP-GUI), or a JSON "
+        "Schema [%(default)s]",
     )
     form.add_argument(
         "--schema",
         action="store_const",
         dest="out_type",
         const="json_schema",
-        help="the same as --out-type json_schema, for editors that check a file while it is written",
+        help="the same as --out-type json_schema, for editors that check a file while it is "
+        "written",
     )
     parser.add_argument(
         "--explore", action="store_true", help="the input of dp explore instead of dp train"
@@ -50,7 +65,7 @@ def _of_train(out_type: str) -> str:
         return encoded(gen_args())
     if out_type == "json_schema":
         return _indented(json_schema())
-    return reference(out_type)  # type: ignore[arg-type]  # the parser's choices
+    return reference()
 
 
 def _of_explore(out_type: str) -> str:
@@ -64,8 +79,8 @@ def _of_explore(out_type: str) -> str:
         return encoded(arguments_of(ExploreSettings))
     if out_type == "json_schema":
         return _indented(json_schema_of(ExploreSettings, title))
-    return reference_of(ExploreSettings, title, out_type)  # type: ignore[arg-type]
+    return reference_of(ExploreSettings, title)
 
 
-def _indented(schema: Any) -> str:
+def _indented(schema: object) -> str:
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"

@@ -97,8 +97,8 @@ def _hand_over_compiled(options: argparse.Namespace, output: Path) -> NoReturn:
 
     if options.ema or options.head or options.interpolate:
         raise CommandError(
-            "a compiled file (.pt2) takes the last weights of a checkpoint with one model, and no tables: leave out "
-            "--ema, --head and --interpolate, or write a .pth"
+            "a compiled file (.pt2) takes the last weights of a checkpoint with one model, and no "
+            "tables: leave out --ema, --head and --interpolate, or write a .pth"
         )
     checkpoint = checkpoint_path(_checkpoint(Path(options.checkpoint)))
     require_file(checkpoint)
@@ -114,7 +114,8 @@ def _checkpoint(path: Path) -> Path:
         return path
     if not pointer.is_file():
         raise CommandError(
-            f"{path} holds no file 'checkpoint' that names the latest one; give the checkpoint with -c"
+            f"{path} holds no file 'checkpoint' that names the latest one; give the checkpoint "
+            "with -c"
         )
     try:
         return path / regular_text(pointer).strip()

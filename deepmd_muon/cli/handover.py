@@ -1,4 +1,4 @@
-"""Handing a command line to deepmd-kit, where it is installed beside us."""
+"""Handing a command line to deepmd-kit, if it is installed."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-# In deepmd-kit's message about a library of its wheel that does not fit the installed torch.
-_OF_LIBRARIES = "error is raised when loading"
+# Part of deepmd-kit's message about a library of its wheel that does not fit the installed torch.
+_LIBRARY_MESSAGE = "error is raised when loading"
 
 
 class HandOver(Exception):  # noqa: N818 (a request, not an error)
     """A command line that deepmd-kit should answer; its text names the missing feature.
 
-    `advice` is for users without deepmd-kit; `words` are deepmd-kit's command for it, where that is another one.
+    Attributes
+    ----------
+    advice
+        For users without deepmd-kit.
+    words
+        The command line for deepmd-kit; empty for that of this process.
     """
 
     def __init__(self, what: str, advice: str = "", words: Sequence[str] = ()) -> None:
         super().__init__(what)
-        self.advice, self.words = advice, list(words)
+        self.advice = advice
+        self.words = list(words)
 
 
 def choices(word: str, known: Sequence[str]) -> str:
-    """Return advice on a word that is none of those known: which one may be meant, and all of them."""
-    meant = difflib.get_close_matches(word, known, n=1)
-    start = f"did you mean {meant[0]!r}? There" if meant else "there"
+    """Return advice on an unknown word: the known word that it may mean, and all known words."""
+    near = difflib.get_close_matches(word, known, n=1)
+    start = f"did you mean {near[0]!r}? There" if near else "there"
     return f"{start} are: {', '.join(known)}"
 
 
@@ -54,14 +60,12 @@ class DeepmdKitOption(argparse.Action):
 def hand_over(what: str, words: list[str], advice: str = "") -> int:
     """Run deepmd-kit's own main on `words`, because `what` is missing here, and say so.
 
-    Return deepmd-kit's exit status, or 2 with a message when deepmd-kit is not installed or lacks a package.
+    Return deepmd-kit's exit status, or 2 with a message when deepmd-kit is not installed or lacks a
+    package.
     """
     if importlib.util.find_spec("deepmd") is None:
-        rest = f"; {advice}" if advice else ""
-        print(
-            f"dp: deepmd-muon does not have {what}, and deepmd-kit is not installed{rest}",
-            file=sys.stderr,
-        )
+        message = f"dp: deepmd-muon does not have {what}, and deepmd-kit is not installed"
+        print(f"{message}; {advice}" if advice else message, file=sys.stderr)
         return 2
     if os.environ.get("RANK", "0") == "0":
         print(f"dp: deepmd-muon does not have {what}: handing over to deepmd-kit", file=sys.stderr)
@@ -70,12 +74,14 @@ def hand_over(what: str, words: list[str], advice: str = "") -> int:
 
         return int(deepmd_kit_main([word for word in words if word != "--trust"]) or 0)
     except (ImportError, RuntimeError) as error:
-        # It loads a backend's libraries late: without MPI, or with another torch than its wheel's, only then.
-        if not isinstance(error, ImportError) and _OF_LIBRARIES not in str(error):
+        # It loads a backend's libraries late. Without MPI, or with another torch than its wheel
+        # needs, they fail only here.
+        if not isinstance(error, ImportError) and _LIBRARY_MESSAGE not in str(error):
             raise
         sys.stderr.write(
-            f"dp: deepmd-kit is installed but cannot load what it needs ({type(error).__name__}: {error})\n"
-            "For its PyTorch backend, which needs MPI and the torch that it was compiled with: "
-            f"pip install 'deepmd-kit[torch]'. `python -m deepmd {shlex.join(words)}` shows the traceback.\n"
+            f"dp: deepmd-kit is installed but cannot load what it needs ({type(error).__name__}: "
+            f"{error})\nFor its PyTorch backend, which needs MPI and the torch that it was "
+            "compiled with: pip install 'deepmd-kit[torch]'. `python -m deepmd "
+            f"{shlex.join(words)}` shows the traceback.\n"
         )
         return 2

@@ -10,6 +10,9 @@ from deepmd_muon.cli.systems import add_label_options, begin, open_listed
 
 HELP = "look at data, split off validation data, and write an input that trains on them"
 
+_MAX_MODELS = 100
+_LABELS = ("energy", "force", "virial", "stress")
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
@@ -48,7 +51,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="also write model-2/FILE to model-N/FILE: the same with other seeds, to measure uncertainty",
+        help=(
+            "also write model-2/FILE to model-N/FILE: the same with other seeds, to measure "
+            "uncertainty"
+        ),
     )
     parser.add_argument(
         "--split-folder",
@@ -60,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write input and split, and print what was found and chosen."""
+    """Write input and split, and print the data and the choices."""
     from deepmd_muon.cli.proposal import Wishes, propose
 
     begin(
@@ -70,14 +76,20 @@ def run(options: argparse.Namespace) -> int:
     )
     if not 0.0 < options.valid_share < 1.0:
         raise CommandError(f"--valid-share must be between 0 and 1; found {options.valid_share:g}")
-    if not 1 <= options.models <= _MOST_MODELS:
-        raise CommandError(f"--models must be between 1 and {_MOST_MODELS}; found {options.models}")
-    output, folder = Path(options.output), Path(options.split_folder)
+    if not 1 <= options.models <= _MAX_MODELS:
+        raise CommandError(f"--models must be between 1 and {_MAX_MODELS}; found {options.models}")
+    output = Path(options.output)
+    folder = Path(options.split_folder)
     others = [output.parent / f"model-{k}" / output.name for k in range(2, options.models + 1)]
     for place in (output, *others, folder):
         if place.exists():
             option = "--split-folder" if place == folder else "-o"
             raise CommandError(f"{place} exists; remove it or give another name ({option})")
+    label_keys = {}
+    for label in _LABELS:
+        key = getattr(options, f"{label}_key")
+        if key:
+            label_keys[label] = key
     wishes = Wishes(
         data=tuple(options.DATA),
         valid_data=tuple(options.valid_data or ()),
@@ -86,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
         rcut=options.rcut,
         steps=options.steps,
         type_map=tuple(options.type_map or ()),
-        label_keys={name: key for name in _LABELS if (key := getattr(options, f"{name}_key"))},
+        label_keys=label_keys,
         keep_unconverged=options.keep_unconverged,
         folder=folder,
     )
@@ -97,7 +109,3 @@ def run(options: argparse.Namespace) -> int:
     for other in others:
         print(f"written: {other}; train with: (cd {other.parent} && dp --pt train {other.name})")
     return 0
-
-
-_MOST_MODELS = 100
-_LABELS = ("energy", "force", "virial", "stress")

@@ -1,14 +1,15 @@
 """The program behind `dp`, `dpmuon` and `python -m deepmd_muon`.
 
-Backend, command and options are deepmd-kit's. Those that this package lacks (other backends, other commands, some
-options) go to deepmd-kit's own main where deepmd-kit is installed beside us; it is imported, never called
-as `dp`, because that name may be ours.
+Backend, command and options are deepmd-kit's. Those that this package lacks (other backends, other
+commands, some options) go to deepmd-kit's own main if deepmd-kit is installed. It is imported,
+never called as `dp`, because that name may be ours.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import logging
 import os
 import sys
@@ -52,23 +53,23 @@ COMMANDS = {
     "doc-train-input": doc_train_input,
     "show": show,
 }
-_OURS = ("pt", "pytorch")
-# Every backend name of deepmd-kit 3.2.0, as `--name` and as a value of `-b`.
-_OTHERS = (
-    *(
-        "tf",
-        "tensorflow",
-        "tf2",
-        "tensorflow2",
-        "jax",
-        "pd",
-        "paddle",
-        "dp",
-        "dpmodel",
-        "np",
-        "numpy",
-    ),
-    *("pt-expt", "pytorch-exportable", "pretrained"),
+_OWN_BACKENDS = ("pt", "pytorch")
+# Every other backend name of deepmd-kit 3.2.0, as `--name` and as a value of `-b`.
+_OTHER_BACKENDS = (
+    "tf",
+    "tensorflow",
+    "tf2",
+    "tensorflow2",
+    "jax",
+    "pd",
+    "paddle",
+    "dp",
+    "dpmodel",
+    "np",
+    "numpy",
+    "pt-expt",
+    "pytorch-exportable",
+    "pretrained",
 )
 # Commands that deepmd-kit has for TensorFlow alone.
 _TENSORFLOW_ONLY = frozenset({"transfer", "convert-from", "train-nvnmd"})
@@ -85,35 +86,47 @@ _LOG_LEVELS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the words after the program's name, those of this process by default, and return the exit status.
+    """Run a command line and return its exit status.
 
-    It is 0 on success, 2 when the command line or a file it names is wrong, 1 when the work cannot go on (a full disk,
-    no memory, a loss that is not finite), 130 after Ctrl-C; otherwise the status of the command or of deepmd-kit.
+    Parameters
+    ----------
+    arguments
+        The words after the program's name; by default those of this process.
+
+    Returns
+    -------
+    int
+        0 on success, 2 when the command line or a file it names is wrong, 1 when the work cannot
+        go on (a full disk, no memory, a loss that is not finite), 130 after Ctrl-C; otherwise the
+        status of the command or of deepmd-kit.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    backend, rest = split_backend(words)
     try:
-        return _run(words, backend, rest)
+        return _run(words)
     except KeyboardInterrupt:
         print("dp: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader (`| head`) left; Python's own flush at exit must not complain about it either.
+        # The reader (`| head`) has left. Python's own flush at exit must not complain either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
-def _run(words: list[str], backend: str | None, rest: list[str]) -> int:
+def _run(words: list[str]) -> int:
     """Run a command here or in deepmd-kit."""
-    command = next((word for word in rest if not word.startswith("-")), None)
+    backend, other_words = split_backend(words)
+    command = next((word for word in other_words if not word.startswith("-")), None)
     try:
-        if backend not in (None, *_OURS):
-            known = f"{choices(backend, (*_OURS, *_OTHERS))} (all but {' and '.join(_OURS)} are deepmd-kit's)"
-            raise HandOver(f"the backend {backend!r}", "" if backend in _OTHERS else known)
+        if backend not in (None, *_OWN_BACKENDS):
+            advice = ""
+            if backend not in _OTHER_BACKENDS:
+                known = choices(backend, (*_OWN_BACKENDS, *_OTHER_BACKENDS))
+                advice = f"{known} (all but {' and '.join(_OWN_BACKENDS)} are deepmd-kit's)"
+            raise HandOver(f"the backend {backend!r}", advice)
         if command is not None and command not in COMMANDS:
             raise HandOver(f"the command {command!r}", choices(command, tuple(COMMANDS)))
         parser = build_parser()
-        _refuse_empty(parser, words)
+        _check_no_empty_word(parser, words)
         options = parser.parse_args(words)
         if options.command is None:
             parser.print_help()
@@ -125,16 +138,22 @@ def _run(words: list[str], backend: str | None, rest: list[str]) -> int:
         return hand_over(str(request), request.words or [*prefix, *words], request.advice)
 
 
-def _refuse_empty(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Refuse empty words, such as "$DATA" of a variable that is not set: as a path they mean the present folder."""
-    for before, word in zip(["", *words], words, strict=False):
+def _check_no_empty_word(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Refuse empty words, such as "$DATA" of a variable that is not set.
+
+    As a path they would mean the present folder.
+    """
+    for previous, word in itertools.pairwise(["", *words]):
         if not word.strip() or (word.startswith("--") and word.endswith("=")):
-            name = word or before
+            name = word or previous
             parser.error(f"an argument is empty ({name!r}); is a variable of the shell unset?")
 
 
 def _guarded(options: argparse.Namespace) -> int:
-    """Run a command; a mistake of its user ends in a message, a mistake of ours in a traceback."""
+    """Run a command.
+
+    A mistake of its user ends in a message, a mistake of this package in a traceback.
+    """
     options.log_level = _LOG_LEVELS[options.log_level]
     try:
         _check_threads()
@@ -143,31 +162,41 @@ def _guarded(options: argparse.Namespace) -> int:
     except (HandOver, BrokenPipeError):
         raise
     except Exception as error:
-        # Our own exception classes, files that cannot be opened and the machine's failures: nothing else is expected.
-        ours = type(error).__module__.startswith("deepmd_muon") or isinstance(error, OSError)
+        # Expected are exceptions of this package, files that cannot be opened, and failures of the
+        # machine.
+        own_error = type(error).__module__.startswith("deepmd_muon")
         failure = failure_of(error)
-        if not (ours or failure) or options.log_level <= logging.DEBUG:
+        expected = own_error or isinstance(error, OSError) or failure
+        if not expected or options.log_level <= logging.DEBUG:
             raise
-        with _printing(options.command, error) as mine:
-            if mine:
-                # In one piece: several ranks write to one terminal.
+        with _printing(options.command, error) as prints:
+            if prints:
+                # In one piece, because several ranks write to one terminal.
                 sys.stderr.write(f"dp {options.command}: {failure or error}\n")
         return 1 if failure else getattr(error, "exit_status", 2)
 
 
 def _check_threads() -> None:
-    """Refuse a number of threads that OpenMP ignores: it then takes all processors of the host, and steps crawl."""
-    given = os.environ.get("OMP_NUM_THREADS", "").strip()
-    if given and not all(
-        number.strip().isdecimal() and int(number) > 0 for number in given.split(",")
-    ):
-        raise CommandError(
-            f"OMP_NUM_THREADS must be a whole number above 0; found {given!r}: set another, or unset it"
-        )
+    """Refuse a number of threads that OpenMP ignores.
+
+    OpenMP would take all processors of the host, and steps would crawl.
+    """
+    text = os.environ.get("OMP_NUM_THREADS", "").strip()
+    if not text:
+        return
+    for number in text.split(","):  # one for each level of nested threads
+        if not (number.strip().isdecimal() and int(number) > 0):
+            raise CommandError(
+                f"OMP_NUM_THREADS must be a whole number above 0; found {text!r}: set another, or "
+                "unset it"
+            )
 
 
 def _printing(command: str, error: Exception) -> contextlib.AbstractContextManager[bool]:
-    """Return a context that says whether to print an error: one that all ranks find in their input is printed once."""
+    """Return a context that says whether to print an error.
+
+    One of several ranks prints an error that all of them find in their input.
+    """
     from deepmd_muon.argcheck import InputError
 
     if command != "train" or not isinstance(error, InputError):
@@ -178,20 +207,25 @@ def _printing(command: str, error: Exception) -> contextlib.AbstractContextManag
 
 
 def split_backend(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the backend's name, from the words or else from DP_BACKEND, or None; and the words without it."""
+    """Return the backend's name, and the words without it.
+
+    The name comes from the words or else from DP_BACKEND; it is None if neither has one.
+    """
     backend = os.environ.get("DP_BACKEND") or None
-    rest: list[str] = []
+    options: list[str] = []
     remaining = list(words)
     while remaining and remaining[0].startswith("-"):
         word = remaining.pop(0)
         name, _, value = word.partition("=")
         if name in ("-b", "--backend"):
             backend = value or (remaining.pop(0) if remaining else None)
-        elif word[:2] == "-b" or word[2:] in (*_OURS, *_OTHERS):
+        elif word[:2] == "-b" or word[2:] in (*_OWN_BACKENDS, *_OTHER_BACKENDS):
             backend = word[2:]
         else:
-            rest.append(word)
-    return (backend.lower() if backend else None), rest + remaining
+            options.append(word)
+    if backend is not None:
+        backend = backend.lower()
+    return backend, options + remaining
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -213,7 +247,10 @@ def build_parser() -> argparse.ArgumentParser:
         "-b",
         "--backend",
         metavar="NAME",
-        help="backend; ours is pytorch (or pt), others go to deepmd-kit; default: $DP_BACKEND or pytorch",
+        help=(
+            "backend; ours is pytorch (or pt), others go to deepmd-kit; default: $DP_BACKEND or "
+            "pytorch"
+        ),
     )
     backend.add_argument(
         "--pt", "--pytorch", action="store_true", help="the same as --backend pytorch"
@@ -231,12 +268,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     for name, module in COMMANDS.items():
-        module.add_options(
-            commands.add_parser(
-                name,
-                parents=[logging_options],
-                help=module.HELP,
-                description=module.HELP[0].upper() + module.HELP[1:] + ".",
-            )
+        command_parser = commands.add_parser(
+            name,
+            parents=[logging_options],
+            help=module.HELP,
+            description=f"{module.HELP[0].upper()}{module.HELP[1:]}.",
         )
+        module.add_options(command_parser)
     return parser

@@ -21,7 +21,10 @@ _PROGRAM = "/code/__torch__/deepmd_muon/deploy/program.py"
 
 
 def add_model_options(parser: argparse.ArgumentParser, *options: str) -> None:
-    """Declare some of ``--head``, ``--ema`` and ``--trust``, which choose weights and checks of a model file."""
+    """Declare some of ``--head``, ``--ema`` and ``--trust``.
+
+    They choose weights of a model file, and whether it is checked.
+    """
     if "head" in options:
         parser.add_argument(
             "--head", "--model-branch", metavar="NAME", help="branch of a multi-task checkpoint"
@@ -31,12 +34,17 @@ def add_model_options(parser: argparse.ArgumentParser, *options: str) -> None:
             "--ema", action="store_true", help="use the averaged weights of a checkpoint"
         )
     if "trust" in options:
-        trust = "run a frozen file with any operators, or a compiled one (.pt2), of whose maker you are sure"
+        trust = (
+            "run a frozen file with any operators, or a compiled one (.pt2), of whose maker you "
+            "are sure"
+        )
         parser.add_argument("--trust", action="store_true", help=trust)
 
 
 def check_compiled(path: str, *, trust: bool) -> None:
-    """Refuse a compiled package unless its maker is trusted: loading it runs machine code that nothing can check.
+    """Refuse a compiled package unless its maker is trusted.
+
+    Loading it runs machine code that nothing can check.
 
     Raises
     ------
@@ -47,18 +55,19 @@ def check_compiled(path: str, *, trust: bool) -> None:
         require_file(path)
     if Path(path).suffix == ".pt2" and not trust:
         raise CommandError(
-            f"{path} holds compiled code, which runs when it is loaded; if you trust its maker, use --trust"
+            f"{path} holds compiled code, which runs when it is loaded; if you trust its maker, "
+            "use --trust"
         )
 
 
 def require_file(path: str | os.PathLike[str]) -> None:
-    """Refuse a model that does not exist: deepmd-kit, which may not be installed, cannot read it either."""
+    """Refuse a model that does not exist, instead of asking for deepmd-kit to read it."""
     if not Path(path).exists():
         raise CommandError(f"there is no file {path}")
 
 
 def require_readable(path: str, *, trust: bool) -> None:
-    """Hand over for a model file of deepmd-kit's other backends; see `check_compiled` for compiled ones."""
+    """Hand over for a model file of deepmd-kit's other backends; see also `check_compiled`."""
     check_compiled(path, trust=trust)
     if Path(path).suffix in (".pb", ".pt2", ".dp", ".yaml", ".savedmodel", ".hlo"):
         require_file(path)
@@ -66,7 +75,7 @@ def require_readable(path: str, *, trust: bool) -> None:
 
 
 def load_predictors(names: Sequence[str], options: argparse.Namespace) -> list[Predictor]:
-    """Load models of the same types with the command's options ``--head``, ``--ema`` and ``--trust``.
+    """Load models of the same types with the options ``--head``, ``--ema`` and ``--trust``.
 
     A model that deepmd-kit alone has is handed over.
     """
@@ -74,8 +83,9 @@ def load_predictors(names: Sequence[str], options: argparse.Namespace) -> list[P
     from deepmd_muon.infer.predictor import Predictor
     from deepmd_muon.model.errors import ForeignModelError
 
-    of_input = getattr(options, "train_data", None) or getattr(options, "valid_data", None)
-    if options.head and not of_input and all(map(is_frozen, names)):
+    # With an input of several models, --head also chooses the data.
+    input_file = getattr(options, "train_data", None) or getattr(options, "valid_data", None)
+    if options.head and not input_file and all(map(is_frozen, names)):
         raise CommandError(
             f"{names[0]} holds one model: choose the branch when you freeze (--head {options.head})"
         )
@@ -94,7 +104,10 @@ def load_predictors(names: Sequence[str], options: argparse.Namespace) -> list[P
 
 
 def frozen_here(path: str | os.PathLike[str]) -> bool:
-    """Return whether a frozen file comes from this package, by the names of its members, without torch."""
+    """Return whether a frozen file comes from this package.
+
+    The names of its members say so; torch is not imported.
+    """
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             return any(name.endswith(_PROGRAM) for name in archive.namelist())

@@ -24,7 +24,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-s",
         "--system",
         default=".",
-        help="system, or a folder or file of systems: npy, HDF5, LMDB or any file that ASE reads [%(default)s]",
+        help=(
+            "system, or a folder or file of systems: npy, HDF5, LMDB or any file that ASE reads "
+            "[%(default)s]"
+        ),
     )
     parser.add_argument("-r", "--rcut", type=float, required=True, help="cutoff radius [Å]")
     parser.add_argument(

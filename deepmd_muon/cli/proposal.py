@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepmd_muon.argcheck import normalize
 from deepmd_muon.cli.errors import CommandError
@@ -21,7 +21,8 @@ from deepmd_muon.data.sampling.splitting import Share, split
 from deepmd_muon.data.writing import formula_of, write_npy
 from deepmd_muon.files import make_folder_of, whole_file
 
-# se_e2_a has a network for every type of neighbour; beyond so many types one for all of them learns from more data.
+# se_e2_a has a network for every type of neighbour; beyond so many types one for all of them learns
+# from more data.
 _MANY_TYPES = 4
 # The networks of the race (doc/benchmarks/race.md), on which the default rates were measured.
 _DESCRIPTORS: dict[str, dict[str, Any]] = {
@@ -41,9 +42,23 @@ _DESCRIPTORS: dict[str, dict[str, Any]] = {
         "set_davg_zero": True,
     },
 }
-_PREFACTORS = {"energy": ("e", 0.02, 1), "force": ("f", 1000, 1), "virial": ("v", 0.02, 1)}
-_SHOWN = 20  # systems listed
-_ROWS = 40  # of the learning curve, at least
+_N_SYSTEMS_SHOWN = 20
+_MIN_CURVE_ROWS = 40  # of the learning curve
+
+
+class _Prefactor(NamedTuple):
+    """Weight of one term of the loss."""
+
+    letter: str  # in the keys start_pref_… and limit_pref_…
+    start: float
+    limit: float
+
+
+_PREFACTORS = {
+    "energy": _Prefactor("e", 0.02, 1),
+    "force": _Prefactor("f", 1000, 1),
+    "virial": _Prefactor("v", 0.02, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -55,9 +70,9 @@ class Wishes:
     data, valid_data
         Paths of all data, or of training and validation data.
     share
-        Share of the frames that validation takes where `valid_data` is empty.
+        Share of the frames that validation takes if `valid_data` is empty.
     descriptor
-        Kind of the descriptor, None for the number of types to decide.
+        Kind of the descriptor; None lets the number of types decide.
     rcut
         Cut-off radius [Å].
     steps
@@ -67,7 +82,7 @@ class Wishes:
     label_keys, keep_unconverged
         As in `training_data` of an input.
     folder
-        Where systems are written that a split cuts.
+        Folder for systems that a split cuts.
     """
 
     data: tuple[str, ...]
@@ -92,17 +107,57 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """An input and its grounds: choices with reasons, frames of every system, doubts about the data.
+class Data:
+    """The data of an input.
 
-    `to_write` has the systems to write by folder; it is empty where the input names the data as they are.
+    Attributes
+    ----------
+    type_map
+        Names of the types.
+    shares
+        Number of frames of every system for training and validation.
+    training_paths, validation_paths
+        What the input names.
+    to_write
+        Systems to write, by folder; empty if the input names the data as they are.
+    """
+
+    type_map: Sequence[str]
+    shares: list[Share]
+    training_paths: list[str]
+    validation_paths: list[str]
+    to_write: dict[Path, list[System]]
+
+    @property
+    def labels(self) -> set[str]:
+        """Labels of training data that the loss can compare with."""
+        labels: set[str] = set()
+        for share in self.shares:
+            if share.train:
+                labels |= share.system.labels & _PREFACTORS.keys()
+        return labels
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """An input and its grounds.
+
+    Attributes
+    ----------
+    content
+        The input of the first model.
+    choices
+        Settings with their reasons.
+    data
+        Every system, and what has to be written.
+    warnings
+        Doubts about the data.
     """
 
     content: dict[str, Any]
     choices: list[Choice]
-    shares: list[Share]
+    data: Data
     warnings: list[str]
-    to_write: dict[Path, list[System]]
 
     def write(self, outputs: Sequence[Path]) -> None:
         """Write the split systems and an input for each model; models differ in their seeds.
@@ -110,18 +165,18 @@ class Proposal:
         Raises
         ------
         WriteError
-            When a file cannot be written, or exists by now: another command may have written it. The split systems
-            are removed again.
+            When a file cannot be written, or exists by now: another command may have written it.
+            The split systems are removed again.
         """
         texts = []
         for seed, output in enumerate(outputs, 1):
-            content = _with_seed(
-                self.content, seed, os.path.relpath(".", output.parent) if seed > 1 else "."
-            )
+            # The first input is in the present folder or names its paths from there.
+            top = os.path.relpath(".", output.parent) if seed > 1 else "."
+            content = _with_seed(self.content, seed, top)
             texts.append(_encoded(json.dumps(content, indent=2, ensure_ascii=False) + "\n"))
         written: list[Path] = []
         try:
-            for folder, systems in self.to_write.items():
+            for folder, systems in self.data.to_write.items():
                 write_npy(systems, folder)
                 written.append(folder)
             for text, output in zip(texts, outputs, strict=True):
@@ -131,34 +186,45 @@ class Proposal:
         except BaseException:
             for folder in written:
                 shutil.rmtree(folder, ignore_errors=True)
-                with contextlib.suppress(OSError):  # the other part of the split
+                with contextlib.suppress(OSError):  # it holds the other part of the split
                     folder.parent.rmdir()
             raise
 
     def report(self) -> str:
-        """Return what was found and chosen as tables."""
-        rows = [("system", "formula", "atoms", "cell", "labels", "training", "validation")]
-        for share in self.shares[:_SHOWN]:
+        """Return the data and the choices as tables."""
+        systems = [("system", "formula", "atoms", "cell", "labels", "training", "validation")]
+        shares = self.data.shares
+        for share in shares[:_N_SYSTEMS_SHOWN]:
             system = share.system
-            labels = ", ".join(sorted(system.labels)) + ("" if system.uniform_labels else " (some)")
-            kind = (
-                system.name,
-                formula_of(system),
-                str(system.natoms),
-                "periodic" if system.pbc else "none",
-                labels,
+            labels = ", ".join(sorted(system.labels))
+            if not system.uniform_labels:
+                labels += " (some)"
+            systems.append(
+                (
+                    system.name,
+                    formula_of(system),
+                    str(system.natoms),
+                    "periodic" if system.pbc else "none",
+                    labels,
+                    str(share.train),
+                    str(system.nframes - share.train),
+                )
             )
-            rows.append((*kind, str(share.train), str(system.nframes - share.train)))
-        more = len(self.shares) - _SHOWN
-        lines = [*_table(rows), *([f"and {more} more systems"] if more > 0 else []), ""]
-        lines += _table(
-            [("key", "value", "reason"), *((c.key, c.value, c.reason) for c in self.choices)]
-        )
-        return "\n".join([*lines, "", *(f"warning: {warning}" for warning in self.warnings)])
+        lines = _table(systems)
+        if len(shares) > _N_SYSTEMS_SHOWN:
+            lines.append(f"and {len(shares) - _N_SYSTEMS_SHOWN} more systems")
+        settings = [("key", "value", "reason")]
+        settings += [(choice.key, choice.value, choice.reason) for choice in self.choices]
+        lines += ["", *_table(settings), ""]
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
 
 
 def _encoded(text: str) -> bytes:
-    """Return a text in UTF-8; bytes of paths that are none stand in it as half surrogate pairs."""
+    """Return a text in UTF-8.
+
+    Python reads other bytes of a path as halves of surrogate pairs, which no input can hold.
+    """
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -169,25 +235,23 @@ def _encoded(text: str) -> bytes:
 
 
 def _with_seed(content: dict[str, Any], seed: int, top: str) -> dict[str, Any]:
-    """Return an input of other first weights and another order of the data; from its folder `top` leads here."""
+    """Return an input with other first weights and another order of the data.
+
+    `top` is the path from its folder to the present one.
+    """
     content = copy.deepcopy(content)
-    for section in (
-        content["model"]["descriptor"],
-        content["model"]["fitting_net"],
-        content["training"],
-    ):
-        section["seed"] = seed
+    content["model"]["descriptor"]["seed"] = seed
+    content["model"]["fitting_net"]["seed"] = seed
+    content["training"]["seed"] = seed
     for kind in ("training_data", "validation_data"):
-        if kind in content["training"]:
+        if kind in content["training"] and top != ".":
             data = content["training"][kind]
-            data["systems"] = [
-                system if top == "." else os.path.join(top, system) for system in data["systems"]
-            ]
+            data["systems"] = [os.path.join(top, system) for system in data["systems"]]
     return content
 
 
 def propose(wishes: Wishes, open_data: Callable[[Sequence[str]], list[System]]) -> Proposal:
-    """Look at data, which `open_data` opens by their paths, and choose.
+    """Look at data and choose an input; `open_data` opens them by their paths.
 
     Raises
     ------
@@ -196,92 +260,96 @@ def propose(wishes: Wishes, open_data: Callable[[Sequence[str]], list[System]]) 
     CommandError
         When no input could train on them.
     """
-    found, held_out = (
-        open_data(wishes.data),
-        open_data(wishes.valid_data) if wishes.valid_data else [],
-    )
-    check_labels(found)
-    usable = [system for system in found if system.labels & _PREFACTORS.keys()]
+    systems = open_data(wishes.data)
+    held_out = open_data(wishes.valid_data) if wishes.valid_data else []
+    check_labels(systems)
+    usable = [system for system in systems if system.labels & _PREFACTORS.keys()]
     if not usable:
         raise DataError("no system has energies, forces or virials: there is nothing to train on")
     warnings = [
-        f"{s.name}: no energies, forces or virials; it is left out"
-        for s in found
-        if s not in usable
+        f"{system.name}: no energies, forces or virials; it is left out"
+        for system in systems
+        if system not in usable
     ]
     type_map = wishes.type_map or elements_of(usable)
-    usable, held_out = (
-        [system.with_types(type_map) for system in part] for part in (usable, held_out)
-    )
+    all_used = len(usable) == len(systems)
+    usable = [system.with_types(type_map) for system in usable]
+    held_out = [system.with_types(type_map) for system in held_out]
     warnings += suspicions([*usable, *held_out])
     if held_out:
-        shares = [*(Share(s, s.nframes) for s in usable), *(Share(s, 0) for s in held_out)]
+        shares = [Share(system, system.nframes) for system in usable]
+        shares += [Share(system, 0) for system in held_out]
     else:
         shares = split(usable, wishes.share)
-    places, to_write = _places(wishes, shares, all_used=len(usable) == len(found))
-    choices = list(_choices(wishes, type_map, shares, places, written=bool(to_write)))
-    content = _content(wishes, type_map, shares, places, choices, written=bool(to_write))
+    data = _locate(wishes, type_map, shares, all_used=all_used)
+    choices = list(_choices(wishes, data))
+    content = _content(wishes, data, choices)
     normalize(content, "the proposed input")
-    return Proposal(content, choices, shares, warnings, to_write)
+    return Proposal(content=content, choices=choices, data=data, warnings=warnings)
 
 
-def _places(
-    wishes: Wishes, shares: list[Share], *, all_used: bool
-) -> tuple[dict[str, list[str]], dict[Path, list[System]]]:
-    """Return the paths of training and validation data, and the systems to write there."""
+def _locate(
+    wishes: Wishes, type_map: Sequence[str], shares: list[Share], *, all_used: bool
+) -> Data:
+    """Decide which paths the input names, and which systems have to be written."""
+    training = [system for share in shares if (system := share.training)]
+    validation = [system for share in shares if (system := share.validation)]
+    to_write = {}
     if wishes.valid_data and all_used:
-        return {"training": list(wishes.data), "validation": list(wishes.valid_data)}, {}
-    kinds = {
-        "training": [system for share in shares if (system := share.training)],
-        "validation": [system for share in shares if (system := share.validation)],
-    }
-    if all(share.whole and _has_a_path(share.system) for share in shares):
-        return {kind: [system.name for system in systems] for kind, systems in kinds.items()}, {}
-    folders = {"training": wishes.folder / "train", "validation": wishes.folder / "valid"}
-    to_write = {folders[kind]: systems for kind, systems in kinds.items() if systems}
-    return {
-        kind: [str(folders[kind])] if systems else [] for kind, systems in kinds.items()
-    }, to_write
+        training_paths = list(wishes.data)
+        validation_paths = list(wishes.valid_data)
+    elif all(share.whole and _has_path(share.system) for share in shares):
+        training_paths = [system.name for system in training]
+        validation_paths = [system.name for system in validation]
+    else:
+        train_folder = wishes.folder / "train"
+        valid_folder = wishes.folder / "valid"
+        training_paths = [str(train_folder)] if training else []
+        validation_paths = [str(valid_folder)] if validation else []
+        if training:
+            to_write[train_folder] = training
+        if validation:
+            to_write[valid_folder] = validation
+    return Data(
+        type_map=type_map,
+        shares=shares,
+        training_paths=training_paths,
+        validation_paths=validation_paths,
+        to_write=to_write,
+    )
 
 
-def _has_a_path(system: System) -> bool:
+def _has_path(system: System) -> bool:
     """Whether an input can name a system alone: a folder, or a group of an HDF5 file."""
     return os.path.isfile(os.path.join(system.name, "type.raw")) or "#/" in system.name
 
 
-def _choices(
-    wishes: Wishes,
-    type_map: Sequence[str],
-    shares: list[Share],
-    places: dict[str, list[str]],
-    *,
-    written: bool,
-) -> Iterator[Choice]:
+def _choices(wishes: Wishes, data: Data) -> Iterator[Choice]:
     """Yield every setting that is not a default, with its reason."""
     yield Choice(
         "model/type_map",
-        " ".join(type_map),
+        " ".join(data.type_map),
         "given" if wishes.type_map else "all types of the data, by atomic number",
     )
-    kind, rcut = _descriptor_kind(wishes, type_map), f"{wishes.rcut:g} Å"
-    one = f"{_count(len(type_map), 'type')}: " + (
-        "a network for each is fast and accurate"
-        if kind == "se_e2_a"
-        else "one network for all learns from more data"
+    kind = _descriptor_kind(wishes, data)
+    advantage = "one network for all learns from more data"
+    if kind == "se_e2_a":
+        advantage = "a network for each is fast and accurate"
+    yield Choice(
+        "model/descriptor/type",
+        kind,
+        "given" if wishes.descriptor else f"{_count(len(data.type_map), 'type')}: {advantage}",
     )
-    yield Choice("model/descriptor/type", kind, "given" if wishes.descriptor else one)
     yield Choice(
         "model/descriptor/rcut",
-        rcut,
+        f"{wishes.rcut:g} Å",
         "usual; --rcut changes it (longer: slower, and for long-ranged order)",
     )
     yield Choice("model/descriptor/sel", "auto", "dp train counts neighbours")
-    labels = _labels(shares)
-    terms = ", ".join(name for name in _PREFACTORS if name in labels)
-    missing = ", ".join(name for name in _PREFACTORS if name not in labels)
+    missing = ", ".join(name for name in _PREFACTORS if name not in data.labels)
     yield Choice(
         "loss",
-        terms,
+        ", ".join(name for name in _PREFACTORS if name in data.labels),
         f"the labels of the data; they have no {missing}" if missing else "all labels of the data",
     )
     yield Choice(
@@ -294,122 +362,113 @@ def _choices(
         str(wishes.steps),
         "a first potential; 10 times as many lower the errors further",
     )
-    atoms = max(share.system.natoms for share in shares)
+    natoms = max(share.system.natoms for share in data.shares)
     yield Choice(
         "training/…/batch_size",
         "auto",
-        f"frames until a batch has 32 atoms (frames have up to {atoms})",
+        f"frames until a batch has 32 atoms (frames have up to {natoms})",
     )
-    train, valid = (
-        sum(counts)
-        for counts in zip(*((s.train, s.system.nframes - s.train) for s in shares), strict=True)
-    )
+    n_training = sum(share.train for share in data.shares)
+    n_validation = sum(share.system.nframes for share in data.shares) - n_training
+    written = bool(data.to_write)
     yield Choice(
-        "training/training_data", f"{train} frames", _where(places["training"], written=written)
+        "training/training_data",
+        f"{n_training} frames",
+        _origin(data.training_paths, written=written),
     )
-    reason = _reason_of_split(wishes, shares) + (
-        f" {_where(places['validation'], written=written)}" if valid else ""
-    )
-    yield Choice("training/validation_data", f"{valid} frames", reason)
+    reason = _reason_of_split(wishes, data.shares)
+    if n_validation:
+        reason += f" {_origin(data.validation_paths, written=written)}"
+    yield Choice("training/validation_data", f"{n_validation} frames", reason)
 
 
-def _descriptor_kind(wishes: Wishes, type_map: Sequence[str]) -> str:
-    return wishes.descriptor or ("se_e2_a" if len(type_map) <= _MANY_TYPES else "dpa1")
+def _descriptor_kind(wishes: Wishes, data: Data) -> str:
+    return wishes.descriptor or ("se_e2_a" if len(data.type_map) <= _MANY_TYPES else "dpa1")
 
 
-def _labels(shares: list[Share]) -> set[str]:
-    """Labels of training data that the loss can compare with."""
-    return {
-        label
-        for share in shares
-        if share.train
-        for label in share.system.labels & _PREFACTORS.keys()
-    }
-
-
-def _where(paths: list[str], *, written: bool) -> str:
-    shown = paths[0] if len(paths) == 1 else _count(len(paths), "path")
-    return f"written to {shown}" if written else f"from {shown}"
+def _origin(paths: list[str], *, written: bool) -> str:
+    place = paths[0] if len(paths) == 1 else _count(len(paths), "path")
+    return f"written to {place}" if written else f"from {place}"
 
 
 def _reason_of_split(wishes: Wishes, shares: list[Share]) -> str:
     if wishes.valid_data:
         return "given;"
-    whole = sum(share.train == 0 for share in shares)
-    blocks = sum(not share.whole for share in shares)
-    parts = [f"{_count(whole, 'whole system')}"] * bool(whole)
-    parts += [f"the last frames of {_count(blocks, 'system')}"] * bool(blocks)
+    n_whole = sum(share.train == 0 for share in shares)
+    n_cut = sum(not share.whole for share in shares)
+    parts = []
+    if n_whole:
+        parts.append(_count(n_whole, "whole system"))
+    if n_cut:
+        parts.append(f"the last frames of {_count(n_cut, 'system')}")
     if not parts:
         return "too few frames to hold any out: give others with --valid-data"
     return f"{' and '.join(parts)}, because neighbours in time are nearly copies;"
 
 
-def _content(
-    wishes: Wishes,
-    type_map: Sequence[str],
-    shares: list[Share],
-    places: dict[str, list[str]],
-    choices: list[Choice],
-    *,
-    written: bool,
-) -> dict[str, Any]:
+def _content(wishes: Wishes, data: Data, choices: list[Choice]) -> dict[str, Any]:
     """Return the input, with the reasons as comments."""
-
-    def comment(prefix: str) -> dict[str, str]:
-        chosen = [c for c in choices if c.key.startswith(prefix)]
-        names = (c.key.removeprefix(prefix).strip("/") for c in chosen)
-        text = "; ".join(
-            f"{name}: {c.reason}" if name else c.reason
-            for name, c in zip(names, chosen, strict=True)
-        )
-        return {"_comment": text}
-
-    def data(kind: str) -> dict[str, Any]:
-        section: dict[str, Any] = {
-            **comment(f"training/{kind}_data"),
-            "systems": places[kind],
-            "batch_size": "auto",
-        }
-        if not written:  # written systems have the names of npy folders
-            section |= {"label_keys": wishes.label_keys} if wishes.label_keys else {}
-            section |= {"keep_unconverged": True} if wishes.keep_unconverged else {}
-        return section
-
-    kind, labels = _descriptor_kind(wishes, type_map), _labels(shares)
     if wishes.rcut <= 0.5:
         raise CommandError(
-            f"--rcut must be more than 0.5 Å, where the descriptor begins to fade; found {wishes.rcut:g}"
+            "--rcut must be more than 0.5 Å, where the descriptor begins to fade; found "
+            f"{wishes.rcut:g}"
         )
+
+    def comment(prefix: str) -> dict[str, str]:
+        """Return the reasons of all choices below a section, or of one key."""
+        reasons = []
+        for choice in choices:
+            if choice.key.startswith(prefix):
+                name = choice.key.removeprefix(prefix).strip("/")
+                reasons.append(f"{name}: {choice.reason}" if name else choice.reason)
+        return {"_comment": "; ".join(reasons)}
+
+    def data_section(kind: str, paths: list[str]) -> dict[str, Any]:
+        section: dict[str, Any] = {
+            **comment(f"training/{kind}"),
+            "systems": paths,
+            "batch_size": "auto",
+        }
+        if not data.to_write:  # written systems have the names of npy folders
+            if wishes.label_keys:
+                section["label_keys"] = wishes.label_keys
+            if wishes.keep_unconverged:
+                section["keep_unconverged"] = True
+        return section
+
+    kind = _descriptor_kind(wishes, data)
     descriptor = {
+        **comment("model/descriptor"),
         "type": kind,
         "sel": "auto",
         "rcut": wishes.rcut,
         "rcut_smth": 0.5,
         **_DESCRIPTORS[kind],
+        "precision": "float32",
+        "seed": 1,
     }
     loss: dict[str, Any] = {**comment("loss"), "type": "ener"}
-    for label, (term, start, limit) in _PREFACTORS.items():
-        there = label in labels
-        loss |= {
-            f"start_pref_{term}": start if there else 0,
-            f"limit_pref_{term}": limit if there else 0,
-        }
-    training: dict[str, Any] = {"training_data": data("training")}
-    if places["validation"]:
-        training["validation_data"] = {**data("validation"), "numb_btch": "sample"}
-    training |= {**comment("training/numb_steps"), "numb_steps": wishes.steps, "seed": 1}
-    training |= {"disp_freq": max(1, min(100, wishes.steps // _ROWS)), "save_freq": 1000}
+    for label, prefactor in _PREFACTORS.items():
+        has_label = label in data.labels
+        loss[f"start_pref_{prefactor.letter}"] = prefactor.start if has_label else 0
+        loss[f"limit_pref_{prefactor.letter}"] = prefactor.limit if has_label else 0
+    training: dict[str, Any] = {"training_data": data_section("training_data", data.training_paths)}
+    if data.validation_paths:
+        validation_data = data_section("validation_data", data.validation_paths)
+        training["validation_data"] = {**validation_data, "numb_btch": "sample"}
+    training |= {
+        **comment("training/numb_steps"),
+        "numb_steps": wishes.steps,
+        "seed": 1,
+        "disp_freq": max(1, min(100, wishes.steps // _MIN_CURVE_ROWS)),
+        "save_freq": 1000,
+    }
     return {
         "_comment": "written by dp init; keys that start with _ are comments",
         "model": {
             **comment("model/type_map"),
-            "type_map": list(type_map),
-            "descriptor": {
-                **comment("model/descriptor"),
-                **descriptor,
-                "precision": "float32",
-                "seed": 1,
-            },
+            "type_map": list(data.type_map),
+            "descriptor": descriptor,
             "fitting_net": {"neuron": [96, 96, 96], "precision": "float32", "seed": 1},
         },
         "learning_rate": {"type": "exp", "start_lr": 0.001, "stop_lr": 1e-6},
@@ -419,14 +478,15 @@ def _content(
     }
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -9,7 +9,7 @@ import argparse
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepmd_muon.cli.attributes import ATTRIBUTES, log_attributes
 from deepmd_muon.cli.errors import CommandError
@@ -18,37 +18,76 @@ from deepmd_muon.cli.models import add_model_options, check_compiled
 from deepmd_muon.cli.systems import begin
 from deepmd_muon.files import refuse_clashes
 
-HELP = "show how the optimizer treats every parameter, on one process or many, or draw a learning curve"
+HELP = (
+    "show how the optimizer treats every parameter, on one process or many, or draw a learning "
+    "curve"
+)
 
-# The file that each topic takes; the message of a missing one names it.
+
+class _Topic(NamedTuple):
+    """A topic of `dp show`.
+
+    Attributes
+    ----------
+    file
+        The file that it takes; the message of a missing one names it.
+    description
+        What `dp show TOPIC -h` says.
+    picture
+        Its picture without `-o`.
+    """
+
+    file: str
+    description: str
+    picture: str = ""
+
+
 _TOPICS = {
-    "routing": "input.json or model.ckpt.pt",
-    "plan": "input.json",
-    "lcurve": "lcurve.out",
-    "weights": "model.ckpt.pt",
-    "kernels": "no file",
+    "routing": _Topic(
+        file="input.json or model.ckpt.pt",
+        description="Print which update every parameter gets, and why: of an input before a run, "
+        "or recorded in a checkpoint.",
+    ),
+    "plan": _Topic(
+        file="input.json",
+        description="Print the plan of HybridMuon's step on several processes: messages between "
+        "them, and the process that orthogonalizes each matrix.",
+    ),
+    "lcurve": _Topic(
+        file="lcurve.out",
+        description="Draw the learning curves of one or more runs in one picture.",
+        picture="lcurve.png",
+    ),
+    "weights": _Topic(
+        file="model.ckpt.pt",
+        description="Print and draw singular values of weights and momenta, and the size of the "
+        "next update of every parameter.",
+        picture="weights.png",
+    ),
+    "kernels": _Topic(
+        file="no file",
+        description="Print which code orthogonalizes matrices of which size on this machine.",
+    ),
 }
 
 
-# What `dp show TOPIC -h` says.
-_DESCRIPTIONS = {
-    "routing": "Print which update every parameter gets, and why: of an input before a run, or recorded in a "
-    "checkpoint.",
-    "plan": "Print the plan of HybridMuon's step on several processes: messages between them, and the process that "
-    "orthogonalizes each matrix.",
-    "weights": "Print and draw singular values of weights and momenta, and the size of the next update of every "
-    "parameter.",
-    "lcurve": "Draw the learning curves of one or more runs in one picture.",
-    "kernels": "Print which code orthogonalizes matrices of which size on this machine.",
-}
-_PICTURES = {"lcurve": "lcurve.png", "weights": "weights.png"}
+class _TopicAction(argparse.Action):
+    """Takes the topic, and fits the command line to it.
 
+    Of all topics, kernels alone takes no file. `-h` after a topic shows the help of this topic.
 
-class _Topic(argparse.Action):
-    """Takes the topic; of those, kernels alone goes without a file. `-h` after the topic shows its own help."""
+    Attributes
+    ----------
+    file
+        The argument FILE.
+    options
+        Options of topics, by the names of these topics.
+    groups
+        Titled groups of these options; the title is a topic.
+    """
 
     file: argparse.Action
-    options: Mapping[str, Sequence[argparse.Action]]
+    options: Mapping[tuple[str, ...], Sequence[argparse.Action]]
     groups: Sequence[argparse._ArgumentGroup]
 
     def __call__(
@@ -60,22 +99,23 @@ class _Topic(argparse.Action):
     ) -> None:
         """Note the topic."""
         namespace.topic = values
-        self.file.metavar = _TOPICS.get(values, "FILE")
         if values == "kernels":
-            # From the start '*' would end at the first option, and a file behind options be refused (Python 3.11).
-            self.file.nargs, self.file.required = "*", False
+            # With '*' from the start, Python 3.11 would take no file that follows an option.
+            self.file.nargs = "*"
+            self.file.required = False
         if values in _TOPICS:
             self._narrow_help(parser, values)
 
     def _narrow_help(self, parser: argparse.ArgumentParser, topic: str) -> None:
         """Leave the other topics out of the help."""
-        parser.description = _DESCRIPTIONS[topic]
+        parser.description = _TOPICS[topic].description
         parser.prog = f"{parser.prog} {topic}"
         self.help = argparse.SUPPRESS
+        self.file.metavar = _TOPICS[topic].file
         self.file.help = argparse.SUPPRESS if topic == "kernels" else "several of lcurve, else one"
-        for name, actions in self.options.items():
+        for topics, actions in self.options.items():
             for action in actions:
-                if topic not in name.split():
+                if topic not in topics:
                     action.help = argparse.SUPPRESS
         for group in self.groups:
             if group.title != topic:
@@ -87,27 +127,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     topic = parser.add_argument(
         "topic",
         metavar="TOPIC",
-        action=_Topic,
-        help="routing (of an input file or a checkpoint), plan (of its step on several processes), weights (spectra "
-        "and updates of a checkpoint), lcurve (draw one or more) or kernels (of this machine, by shape); "
-        "`dp show TOPIC -h` lists options; or deepmd-kit's form, a checkpoint or frozen file, followed by "
-        f"{', '.join(ATTRIBUTES)}",
+        action=_TopicAction,
+        help="routing (of an input file or a checkpoint), plan (of its step on several processes), "
+        "weights (spectra and updates of a checkpoint), lcurve (draw one or more) or kernels (of "
+        "this machine, by shape); `dp show TOPIC -h` lists options; or deepmd-kit's form, a "
+        f"checkpoint or frozen file, followed by {', '.join(ATTRIBUTES)}",
     )
-    assert isinstance(topic, _Topic)
+    assert isinstance(topic, _TopicAction)
     topic.file = parser.add_argument(
         "file", metavar="FILE", nargs="+", help="input.json, model.ckpt.pt or lcurve.out"
     )
     add_model_options(parser, "trust")
+    pictures = [f"{name}: {one.picture}" for name, one in _TOPICS.items() if one.picture]
     output = parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help=f"picture [{', '.join(f'{t}: {p}' for t, p in _PICTURES.items())}]",
+        "-o", "--output", metavar="FILE", help=f"picture [{', '.join(pictures)}]"
     )
     curve = parser.add_argument_group(
         "lcurve", "several files, one a run, are drawn in one picture"
     )
-    curves = [
+    curve_options = [
         curve.add_argument("--label", metavar="NAME", nargs="+", help="name of every run"),
         curve.add_argument(
             "--against",
@@ -117,7 +155,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ),
     ]
     plan = parser.add_argument_group("plan", "zero_stage and hsdp default to those of the input")
-    plans = [
+    plan_options = [
         plan.add_argument("--world-size", type=int, metavar="N", help="processes"),
         plan.add_argument(
             "--zero-stage", type=int, choices=(0, 1, 2, 3), help="training.zero_stage"
@@ -129,8 +167,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             "--owners", action="store_true", help="list which process orthogonalizes which matrix"
         ),
     ]
-    topic.groups = curve, plan
-    topic.options = {"lcurve weights": [output], "lcurve": curves, "plan": plans}
+    topic.groups = (curve, plan)
+    topic.options = {
+        ("lcurve", "weights"): [output],
+        ("lcurve",): curve_options,
+        ("plan",): plan_options,
+    }
 
 
 def run(options: argparse.Namespace) -> int:
@@ -147,10 +189,9 @@ def run(options: argparse.Namespace) -> int:
     if options.topic == "lcurve":
         from deepmd_muon.show.learning_curve import plot_learning_curves
 
-        picture = options.output or _PICTURES["lcurve"]
-        refuse_clashes(
-            CommandError, {"-o": picture}, {f"the curve {path}": path for path in options.file}
-        )
+        picture = options.output or _TOPICS["lcurve"].picture
+        curves = {f"the curve {path}": path for path in options.file}
+        refuse_clashes(CommandError, {"-o": picture}, curves)
         plot_learning_curves(options.file, picture, options.label, options.against)
         print(f"{picture}: drawn")
         return 0
@@ -162,21 +203,25 @@ def run(options: argparse.Namespace) -> int:
     path = checkpoint_path(options.file[0])
     if path.suffix == ".pth":
         raise CommandError(
-            f"{path} is a frozen model, which holds no optimizer; give the checkpoint it was made from"
+            f"{path} is a frozen model, which holds no optimizer; give the checkpoint it was made "
+            "from"
         )
     if options.topic == "plan":
         from deepmd_muon.show.plan import plan_page
 
-        print(
-            plan_page(
-                path, options.world_size, options.zero_stage, options.hsdp, owners=options.owners
-            )
+        page = plan_page(
+            path,
+            ranks=options.world_size,
+            stage=options.zero_stage,
+            groups=options.hsdp,
+            owners=options.owners,
         )
+        print(page)
         return 0
     if options.topic == "weights":
         from deepmd_muon.show.weights import weights_page
 
-        picture = options.output or _PICTURES["weights"]
+        picture = options.output or _TOPICS["weights"].picture
         refuse_clashes(CommandError, {"-o": picture}, {"the checkpoint": path})
         print(weights_page(path, Path(picture)))
         print(f"{picture}: drawn")
@@ -193,13 +238,11 @@ def _run_attributes(options: argparse.Namespace) -> int:
     """Show a model as deepmd-kit does: the first word is its file, the others are attributes."""
     unknown = [word for word in options.file if word not in ATTRIBUTES]
     if unknown and Path(options.topic).exists():
-        raise CommandError(
-            f"a model has no attribute {unknown[0]!r}; {choices(unknown[0], ATTRIBUTES)}"
-        )
+        advice = choices(unknown[0], ATTRIBUTES)
+        raise CommandError(f"a model has no attribute {unknown[0]!r}; {advice}")
     if unknown:
-        raise CommandError(
-            f"there is no topic {options.topic!r}; {choices(options.topic, tuple(_TOPICS))}"
-        )
+        advice = choices(options.topic, tuple(_TOPICS))
+        raise CommandError(f"there is no topic {options.topic!r}; {advice}")
     from deepmd_muon.checkpoint_file.file import checkpoint_path
 
     check_compiled(options.topic, trust=options.trust)
@@ -209,22 +252,29 @@ def _run_attributes(options: argparse.Namespace) -> int:
 
 
 def _input_routing(path: Path) -> str:
-    """Return the routing that training with this input would use, or HybridMuon in it; no data are read."""
+    """Return the routing that training with this input would use, without reading data.
+
+    If its optimizer is another, return the routing of HybridMuon.
+    """
     from deepmd_muon.argcheck import load
     from deepmd_muon.optim import HybridMuon, HybridMuonConfig
     from deepmd_muon.show.plan import model_of, optimizer_of
     from deepmd_muon.train.checkpoint.continued_state import shared_names
 
-    given = load(path)
-    optimizer, first = optimizer_of(given), ""
+    run_input = load(path)
+    optimizer = optimizer_of(run_input)
+    introduction = ""
     if not isinstance(optimizer, HybridMuon):
-        weights = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-        first = f"{type(optimizer).__name__} treats all {weights} weights alike; with HybridMuon they would take:\n\n"
-        optimizer = HybridMuonConfig().build(
-            model_of(given), lr=given.settings.learning_rate.start_lr
+        n_weights = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        introduction = (
+            f"{type(optimizer).__name__} treats all {n_weights} weights alike; with HybridMuon "
+            "they would take:\n\n"
         )
+        start_lr = run_input.settings.learning_rate.start_lr
+        optimizer = HybridMuonConfig().build(model_of(run_input), lr=start_lr)
     assert isinstance(optimizer, HybridMuon)
-    return f"{first}{optimizer.routing}\n\n{optimizer.routing.summary()}{_sharing(shared_names(model_of(given)))}"
+    sharing = _sharing(shared_names(model_of(run_input)))
+    return f"{introduction}{optimizer.routing}\n\n{optimizer.routing.summary()}{sharing}"
 
 
 def _checkpoint_routing(path: Path) -> str:
@@ -239,7 +289,10 @@ def _checkpoint_routing(path: Path) -> str:
     with understood(path):
         groups = checkpoint["optimizer"]["param_groups"]
         if not any("routes" in group or "lr_adjust" in group for group in groups):
-            return f"{path} holds the state of Adam or AdamW, which treat all parameters alike: there are no routes"
+            return (
+                f"{path} holds the state of Adam or AdamW, which treat all parameters alike: there "
+                "are no routes"
+            )
         # Files list the empty parameters of deepmd-kit's model, too.
         routing = RouteTable(
             [entry for entry in RouteTable.from_manifest(groups) if 0 not in entry.shape]
@@ -249,12 +302,15 @@ def _checkpoint_routing(path: Path) -> str:
 
 
 def _sharing(shared: Mapping[str, str]) -> str:
-    """Describe which parameters of the table several branches share: the table lists each once."""
-    further: dict[str, list[str]] = {}
-    for name, first in shared.items():
-        further.setdefault(first, []).append(name.partition(".")[0])
-    groups = Counter((first.partition(".")[0], *others) for first, others in further.items())
-    return "".join(
-        f"\n{count} parameters of {first} are those of {', '.join(others)} as well"
-        for (first, *others), count in groups.items()
-    )
+    """Describe which parameters of the table several branches share: the table lists each once.
+
+    `shared` has the listed name of each name that the table leaves out.
+    """
+    branches: dict[str, list[str]] = {}  # by listed name, its own branch first
+    for name, listed in shared.items():
+        owner = listed.partition(".")[0]
+        branches.setdefault(listed, [owner]).append(name.partition(".")[0])
+    lines = []
+    for (owner, *others), count in Counter(map(tuple, branches.values())).items():
+        lines.append(f"\n{count} parameters of {owner} are those of {', '.join(others)} as well")
+    return "".join(lines)

@@ -1,4 +1,4 @@
-"""Data and outputs of a command line: lists in text files, names of labels, and files that it must not write over."""
+"""Data and outputs of a command line: lists of systems, names of labels, files to write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def begin(
     inputs: Mapping[str, str | Path | None] = MappingProxyType({}),
     systems: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
-    """Refuse outputs that the command reads, or each other (see `refuse_clashes`); then begin its log."""
+    """Refuse outputs that are inputs or each other (see `refuse_clashes`), then begin the log."""
     from deepmd_muon.train.report import set_up_logging
 
     refuse_clashes(CommandError, {**outputs, "-l": options.log_path}, inputs, systems)
@@ -65,16 +65,25 @@ def open_listed(
 
 
 def write_systems(systems: list[System], output: Path) -> list[str]:
-    """Write systems in the form that the ending of `output` names, else as npy folders; return their names."""
+    """Write systems in the form that the ending of `output` names, else as npy folders.
+
+    Return their names.
+    """
     from deepmd_muon.data.writing import write_extxyz, write_hdf5, write_lmdb, write_npy
 
-    writers = {".hdf5": write_hdf5, ".h5": write_hdf5, ".lmdb": write_lmdb}
-    writers |= {".xyz": write_extxyz, ".extxyz": write_extxyz}
-    return writers.get(output.suffix.lower(), write_npy)(systems, output)
+    writers = {
+        ".hdf5": write_hdf5,
+        ".h5": write_hdf5,
+        ".lmdb": write_lmdb,
+        ".xyz": write_extxyz,
+        ".extxyz": write_extxyz,
+    }
+    write = writers.get(output.suffix.lower(), write_npy)
+    return write(systems, output)
 
 
 def listed_systems(path: str) -> list[str]:
-    """Return the systems of a text file, one a line; empty lines and those that begin with # do not count."""
+    """Return the systems of a text file, one a line, without empty lines and comments (#)."""
     if not Path(path).exists():
         raise CommandError(f"there is no list of systems {path}")
     try:
@@ -87,24 +96,27 @@ def listed_systems(path: str) -> list[str]:
 
 
 def section_of_input(path: Path, name: str, head: str | None = None) -> TrainingDataSettings:
-    """Return a data section of an input file; its systems are relative to the file's folder, as in deepmd-kit."""
+    """Return a data section of an input file.
+
+    Its systems are relative to the file's folder, as in deepmd-kit.
+    """
     from deepmd_muon.argcheck import load
 
-    given = load(path)
-    if given.multi_task and head not in given.branches:
+    checked = load(path)
+    branches = checked.branches
+    if not checked.multi_task:
+        (branch,) = branches.values()
+    elif head in branches:
+        branch = branches[head]
+    else:
         found = "" if head is None else f"; found {head!r}"
-        names = ", ".join(given.branches)
         raise CommandError(
-            f"{path} has data of several branches ({names}): choose one with --head{found}"
+            f"{path} has data of several branches ({', '.join(branches)}): choose one with "
+            f"--head{found}"
         )
-    branch = (
-        given.branches[head] if given.multi_task and head else next(iter(given.branches.values()))
-    )
     data = branch.data.training_data if name == "training" else branch.data.validation_data
     if data is None:
-        raise CommandError(
-            f"{path} has no validation data{f' of {head}' if given.multi_task else ''}"
-        )
-    return dataclasses.replace(
-        data, systems=tuple(str(path.parent / system) for system in data.systems)
-    )
+        of_branch = f" of {head}" if checked.multi_task else ""
+        raise CommandError(f"{path} has no validation data{of_branch}")
+    systems = tuple(str(path.parent / system) for system in data.systems)
+    return dataclasses.replace(data, systems=systems)

@@ -32,7 +32,10 @@ log = logging.getLogger(__name__)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options; names and meaning are deepmd-kit's, `--plot` and `--ema` are ours."""
+    """Declare the command's options.
+
+    Names and meaning are deepmd-kit's, `--plot` and `--ema` are ours.
+    """
     parser.add_argument(
         "-m",
         "--model",
@@ -43,13 +46,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     data = parser.add_mutually_exclusive_group()
     data.add_argument("-s", "--system", help="system, or a folder or HDF5 file of systems [.]")
     data.add_argument("-f", "--datafile", metavar="LIST", help="text file with one system a line")
-    both = parser.add_argument_group(
+    input_data = parser.add_argument_group(
         "data of an input file", "with both, each has its own errors and color"
     )
-    both.add_argument(
+    input_data.add_argument(
         "--train-data", metavar="INPUT", help="test on the training data of an input file"
     )
-    both.add_argument(
+    input_data.add_argument(
         "--valid-data", metavar="INPUT", help="test on the validation data of an input file"
     )
     parser.add_argument(
@@ -99,12 +102,12 @@ def run(options: argparse.Namespace) -> int:
     details = DetailFiles(options.detail_file) if options.detail_file else None
     picture = _picture(options.plot)
     shuffle = np.random.default_rng(options.rand_seed) if options.shuffle_test else None
-    opened = {
+    series = {
         name: with_parameters(systems, predictor.parameters)
         for name, systems in _open(options, predictor.type_map).items()
     }
-    check_labels([system for systems in opened.values() for system in systems])
-    for name, systems in opened.items():
+    check_labels([system for systems in series.values() for system in systems])
+    for name, systems in series.items():
         total: Errors = {}
         for system in systems:
             log.info("# testing system : %s", system.name)
@@ -116,10 +119,8 @@ def run(options: argparse.Namespace) -> int:
                 atomic=options.atomic,
             )
             total = add_errors(total, _test_system(parts, name, details, picture))
-        log.info(
-            "# ----------weighted average of errors%s-----------",
-            f" of {name} data" if name else "",
-        )
+        of_series = f" of {name} data" if name else ""
+        log.info("# ----------weighted average of errors%s-----------", of_series)
         _report(total, f"# number of systems : {len(systems)}")
     if picture is not None:
         picture.save()
@@ -127,16 +128,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _begin(options: argparse.Namespace) -> None:
-    """Refuse outputs that are the model, data, a list, an input file or each other; begin the log."""
+    """Refuse outputs that are inputs or each other, then begin the log."""
     from deepmd_muon.checkpoint_file.file import checkpoint_path
     from deepmd_muon.infer.details import DetailFiles
 
     outputs = {f"--plot {path}": path for path in options.plot or ()}
     if options.detail_file:
         outputs |= {f"-d ({path.name})": path for path in DetailFiles.paths(options.detail_file)}
-    read = {"the model": checkpoint_path(options.model), "the list": options.datafile}
-    read |= {"--train-data": options.train_data, "--valid-data": options.valid_data}
-    begin(options, outputs, read, {"the data": _paths(options)})
+    inputs = {
+        "the model": checkpoint_path(options.model),
+        "the list": options.datafile,
+        "--train-data": options.train_data,
+        "--valid-data": options.valid_data,
+    }
+    begin(options, outputs, inputs, {"the data": _paths(options)})
 
 
 def _test_system(
@@ -149,27 +154,29 @@ def _test_system(
     from deepmd_muon.infer.metrics import add_errors
 
     errors: Errors = {}
-    frames = 0
+    nframes = 0
     for part in parts:
-        if wrong := part.prediction.not_finite:
+        not_finite = part.prediction.not_finite
+        if not_finite:
             raise CommandError(
-                f"{' and '.join(wrong)} predicted for {part.system} are not finite: the weights of the model are "
-                "spoiled; test an earlier checkpoint"
+                f"{' and '.join(not_finite)} predicted for {part.system} are not finite: the "
+                "weights of the model are spoiled; test an earlier checkpoint"
             )
         errors = add_errors(errors, part.errors)
-        frames += part.reference.nframes
+        nframes += part.reference.nframes
         if details is not None:
             details.add(part.system, part.reference, part.prediction)
         if picture is not None:
             picture.add(part.reference, part.prediction, series)
-    _report(errors, f"# number of test data : {frames}")
+    _report(errors, f"# number of test data : {nframes}")
     return errors
 
 
 def _picture(paths: list[str] | None) -> ParityPicture | None:
-    """Return the picture to fill, checked before the work begins; matplotlib is imported for it alone."""
+    """Return the picture to fill; its paths are checked before the work begins."""
     if paths is None:
         return None
+    # Matplotlib is imported only if a picture is asked for.
     from deepmd_muon.show.parity import ParityPicture
 
     return ParityPicture([Path(path) for path in paths])
@@ -184,7 +191,7 @@ def _report(errors: Errors, title: str) -> None:
 
 
 def _sections(options: argparse.Namespace) -> dict[str, TrainingDataSettings]:
-    """Return the data sections of the input files that the options name, by the name of their series."""
+    """Return the data sections of the input files in the options, by name of the series."""
     inputs = {"training": options.train_data, "validation": options.valid_data}
     return {
         name: section_of_input(Path(path), name, options.head)
@@ -205,7 +212,7 @@ def _paths(options: argparse.Namespace) -> list[str]:
 
 
 def _open(options: argparse.Namespace, type_map: tuple[str, ...]) -> dict[str, list[System]]:
-    """Open the systems that the options name, with the model's types, by the name of their series."""
+    """Open the systems in the options with the model's types, by name of the series."""
     from deepmd_muon.train.systems import open_section
 
     series = {name: open_section(section, type_map) for name, section in _sections(options).items()}

@@ -26,14 +26,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-r",
         "--restart",
         metavar="CKPT",
-        help="continue the run that wrote this checkpoint, step and state included; auto (or latest) takes the newest "
-        "of training.save_ckpt, and starts afresh when there is none",
+        help="continue the run that wrote this checkpoint, step and state included; auto (or "
+        "latest) takes the newest of training.save_ckpt, and starts afresh when there is none",
     )
     source.add_argument(
         "-t",
         "--finetune",
         metavar="CKPT",
-        help="start from the weights of this checkpoint, at step 0, with the energy bias fitted to the training data",
+        help="start from the weights of this checkpoint, at step 0, with the energy bias fitted to "
+        "the training data",
     )
     source.add_argument(
         "-f",
@@ -45,20 +46,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-branch",
         metavar="NAME",
-        help="branch of a multi-task checkpoint (with --finetune, --init-model or --restart); without it, or with "
-        "RANDOM, --finetune takes the descriptor of the first branch and starts the fitting net anew",
+        help="branch of a multi-task checkpoint (with --finetune, --init-model or --restart); "
+        "without it, or with RANDOM, --finetune takes the descriptor of the first branch and "
+        "starts the fitting net anew",
     )
     parser.add_argument(
         "--replay",
         nargs="+",
         metavar="DATA",
-        help="with --finetune: train a second branch beside the input's data, on data that the checkpoint was trained "
-        "on, or on structures that it draws and labels itself (pseudo); section replay of INPUT has the settings",
+        help="with --finetune: train a second branch beside the input's data, on data that the "
+        "checkpoint was trained on, or on structures that it draws and labels itself (pseudo); "
+        "section replay of INPUT has the settings",
     )
     parser.add_argument(
         "--use-pretrain-script",
         action="store_true",
-        help="take the model section from the checkpoint instead of INPUT; with --finetune, descriptor and fitting net",
+        help="take the model section from the checkpoint instead of INPUT; with --finetune, "
+        "descriptor and fitting net",
     )
     parser.add_argument(
         "-o",
@@ -75,17 +79,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force-load",
         action="store_true",
-        help="go on with a changed model section: load what fits and start the other parameters anew",
+        help="go on with a changed model section: load what fits and start the other parameters "
+        "anew",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train; an input that needs features of deepmd-kit goes to deepmd-kit, before torch is imported."""
+    """Train.
+
+    An input that needs features of deepmd-kit goes to deepmd-kit, before torch is imported.
+    """
     begun = time.monotonic()
     from deepmd_muon.argcheck import DeepmdKitOnlyError, load
 
     try:
-        given = load(options.INPUT)
+        run_input = load(options.INPUT)
     except DeepmdKitOnlyError as error:
         problems = "; ".join(map(str, error.problems))
         raise HandOver(
@@ -96,27 +104,31 @@ def run(options: argparse.Namespace) -> int:
 
     if options.model_branch and not (options.finetune or options.init_model or options.restart):
         raise CommandError(
-            "--model-branch names a branch of the checkpoint of --finetune, --init-model or --restart; give one"
+            "--model-branch names a branch of the checkpoint of --finetune, --init-model or "
+            "--restart; give one"
         )
     make_data = None
+    model_branch = options.model_branch
     if options.replay:
         from deepmd_muon.replay.prepare import prepare
 
         if not options.finetune:
             raise CommandError(
-                "--replay goes with --finetune CKPT; a run with replay continues from the out.json that it wrote: "
-                "dp --pt train out.json --restart CKPT"
+                "--replay goes with --finetune CKPT; a run with replay continues from the out.json "
+                "that it wrote: dp --pt train out.json --restart CKPT"
             )
-        prepared = prepare(given, options.finetune, options.model_branch, options.replay)
-        given, make_data, options.model_branch = prepared.given, prepared.make_data, None
+        prepared = prepare(run_input, options.finetune, options.model_branch, options.replay)
+        run_input = prepared.run_input
+        make_data = prepared.make_data
+        model_branch = None  # each branch of the new input names the one that it starts from
     return run_training(
-        given,
+        run_input,
         make_data=make_data,
         output=options.output,
         restart=options.restart,
         init_model=options.init_model,
         finetune=options.finetune,
-        model_branch=options.model_branch,
+        model_branch=model_branch,
         skip_neighbor_stat=options.skip_neighbor_stat,
         force_load=options.force_load,
         use_pretrain_script=options.use_pretrain_script,

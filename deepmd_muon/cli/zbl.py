@@ -1,4 +1,4 @@
-"""`dp zbl`: the repulsion of nuclei as a table for `use_srtab`, or dimers that ZBL or an ASE calculator labels."""
+"""`dp zbl`: the repulsion of nuclei, as a table for `use_srtab` or as labelled dimers."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ HELP = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.epilog = (
-        "ZBL describes nuclei closer than about 1 Å: collisions in cascades and shocks. Gaps of a potential at larger "
-        "distances need labelled frames (dp explore)."
+        "ZBL describes nuclei closer than about 1 Å: collisions in cascades and shocks. Gaps of a "
+        "potential at larger distances need labelled frames (dp explore)."
     )
     parser.add_argument("ELEMENT", nargs="+", help="elements in the order of the model's type map")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
+    result = parser.add_mutually_exclusive_group(required=True)
+    result.add_argument(
         "-o",
         "--output",
         metavar="FILE",
         help="write a table: distances [Å], energies of all pairs [eV]",
     )
-    what.add_argument(
+    result.add_argument(
         "--dimers",
         metavar="DATA",
-        help="write dimers with forces, as dp convert-data does: a folder of npy systems, name.hdf5 or name.xyz",
+        help="write dimers with forces, as dp convert-data does: a folder of npy systems, "
+        "name.hdf5 or name.xyz",
     )
     parser.add_argument(
         "--step", type=float, default=0.005, metavar="Å", help="rows of the table [%(default)s]"
@@ -61,8 +62,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calculator",
         metavar="MODULE:CLASS",
-        help="an ASE calculator that labels the dimers with energies and forces instead, e.g. tblite.ase:TBLite; "
-        "its module is imported and may start programs",
+        help="an ASE calculator that labels the dimers with energies and forces instead, e.g. "
+        "tblite.ase:TBLite; its module is imported and may start programs",
     )
     parser.add_argument(
         "--arguments", metavar="JSON", help='its keyword arguments, e.g. \'{"method": "GFN1-xTB"}\''
@@ -78,54 +79,64 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write a table or dimers."""
-    import numpy as np
-
-    from deepmd_muon.data.zbl import dimers_of, table_of, zbl_forces
-    from deepmd_muon.files import make_folder_of, whole_file
-
     names = options.ELEMENT
     if len(set(names)) < len(names):
         raise CommandError(
             f"each element stands once, in the order of the type map; found {' '.join(names)}"
         )
-    if (options.calculator and not options.dimers) or (
-        options.arguments and not options.calculator
-    ):
+    only_calculator = options.calculator and not options.dimers
+    only_arguments = options.arguments and not options.calculator
+    if only_calculator or only_arguments:
         raise CommandError(
             "--calculator labels dimers (--dimers), and --arguments are those of a --calculator"
         )
     if options.dimers:
-        place = Path(options.dimers)
-        label = (
-            _label_by(options.calculator, options.arguments, options.time_limit)
-            if options.calculator
-            else zbl_forces
-        )
-        systems = dimers_of(
-            names, _or(options.begin, 0.4), _or(options.end, 1.0), options.frames, label
-        )
-        write_systems(systems, place)
-        kinds = "energies and forces" if options.calculator else "forces"
-        print(
-            f"{sum(s.nframes for s in systems)} dimers of {len(systems)} pairs, labelled with {kinds}: {place}"
-        )
-        return 0
-    begin, end = _or(options.begin, 1.0), _or(options.end, 2.0)
-    table, text = table_of(names, options.step, begin, end), io.StringIO()
+        _write_dimers(options)
+    else:
+        _write_table(options)
+    return 0
+
+
+def _write_table(options: argparse.Namespace) -> None:
+    import numpy as np
+
+    from deepmd_muon.data.zbl import table_of
+    from deepmd_muon.files import make_folder_of, whole_file
+
+    begin = 1.0 if options.begin is None else options.begin
+    end = 2.0 if options.end is None else options.end
+    table = table_of(options.ELEMENT, options.step, begin, end)
+    text = io.StringIO()
     np.savetxt(text, table, fmt="%.12g")
     make_folder_of(Path(options.output))
     with whole_file(Path(options.output)) as file:
         file.write(text.getvalue().encode())
-    print(f"{len(table)} rows to {table[-1, 0]:g} Å, {table.shape[1] - 1} pairs: {options.output}")
-    return 0
+    n_rows, n_columns = table.shape  # a column of distances, and one for each pair
+    print(f"{n_rows} rows to {table[-1, 0]:g} Å, {n_columns - 1} pairs: {options.output}")
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _write_dimers(options: argparse.Namespace) -> None:
+    from deepmd_muon.data.zbl import dimers_of, zbl_forces
+
+    label: Label = zbl_forces
+    kinds = "forces"
+    if options.calculator:
+        label = _label_by(options.calculator, options.arguments, options.time_limit)
+        kinds = "energies and forces"
+    begin = 0.4 if options.begin is None else options.begin
+    end = 1.0 if options.end is None else options.end
+    systems = dimers_of(options.ELEMENT, begin, end, options.frames, label)
+    path = Path(options.dimers)
+    write_systems(systems, path)
+    nframes = sum(system.nframes for system in systems)
+    print(f"{nframes} dimers of {len(systems)} pairs, labelled with {kinds}: {path}")
 
 
 def _label_by(name: str, arguments: str | None, time_limit: float) -> Label:
-    """Return labels of the ASE calculator module:class; dimers that it fails for are left out."""
+    """Return a function that labels dimers by the ASE calculator module:class.
+
+    It leaves out dimers that the calculator fails for.
+    """
     import numpy as np
 
     from deepmd_muon.explore.calculator import CalculatorChoice, Job, Structure
@@ -142,30 +153,31 @@ def _label_by(name: str, arguments: str | None, time_limit: float) -> Label:
     choice = CalculatorChoice(name, keywords, prefix="--")
     try_calculator(choice, time_limit)  # before any work
 
-    def labels(first: str, second: str, coord: np.ndarray) -> dict[str, np.ndarray]:
-        jobs = {
-            k: Job(choice, Structure((first, second), row.reshape(2, 3), None))
-            for k, row in enumerate(coord)
-        }
-        answers = dict(answers_of(jobs, workers=1, time_limit=time_limit))
-        failed = [
-            f"{coord[k, 3]:.3f} Å ({answer})"
-            for k, answer in answers.items()
-            if isinstance(answer, str)
-        ]
-        results = {k: answer for k, answer in answers.items() if not isinstance(answer, str)}
+    def label(first: str, second: str, coord: np.ndarray) -> dict[str, np.ndarray]:
+        """Label dimers of two elements, `coord` (nframes, 6) [Å], the first atom at the origin."""
+        jobs = {}
+        for k, row in enumerate(coord):
+            jobs[k] = Job(choice, Structure((first, second), row.reshape(2, 3), None))
+        results = {}
+        failures = []
+        for k, answer in answers_of(jobs, workers=1, time_limit=time_limit):
+            if isinstance(answer, str):
+                failures.append(f"{coord[k, 3]:.3f} Å ({answer})")
+            else:
+                results[k] = answer
         if not results:
             raise CommandError(
-                f"{name} labels no dimer of {first} and {second}: the first at {failed[0]}"
+                f"{name} labels no dimer of {first} and {second}: the first at {failures[0]}"
             )
-        if failed:
+        if failures:
             print(
-                f"{first}-{second}: {len(failed)} dimers without a label, the first at {failed[0]}"
+                f"{first}-{second}: {len(failures)} dimers without a label, the first at "
+                f"{failures[0]}"
             )
         return {
             "coord": coord[list(results)],
-            "energy": np.array([one["energy"] for one in results.values()]),
-            "force": np.array([one["forces"].reshape(-1) for one in results.values()]),
+            "energy": np.array([result["energy"] for result in results.values()]),
+            "force": np.array([result["forces"].reshape(-1) for result in results.values()]),
         }
 
-    return labels
+    return label

@@ -12,7 +12,8 @@ from types import ModuleType, TracebackType
 VARIABLE = "DEEPMD_MUON"
 # The trainers of `dp --pt` and `dp --pt-expt`.
 TRAINERS = ("deepmd.pt.train.training", "deepmd.pt_expt.train.training")
-# The input check of all its commands, `dp doc-train-input` and `gen_args` for other programs included.
+# The input check of all its commands, `dp doc-train-input` and `gen_args` for other programs
+# included.
 INPUT_CHECK = "deepmd.utils.argcheck"
 
 
@@ -20,8 +21,8 @@ class ActivationError(ValueError):
     """The environment variable DEEPMD_MUON has an invalid value."""
 
 
-def wanted(environment: Mapping[str, str]) -> bool:
-    """Return whether the user requests this package's optimizer inside deepmd-kit: ``DEEPMD_MUON=1``.
+def is_requested(environment: Mapping[str, str]) -> bool:
+    """Return whether the user wants this package's optimizer in deepmd-kit: ``DEEPMD_MUON=1``.
 
     Raises
     ------
@@ -31,14 +32,14 @@ def wanted(environment: Mapping[str, str]) -> bool:
     value = environment.get(VARIABLE, "")
     if value not in ("", "0", "1"):
         raise ActivationError(
-            f"the environment variable {VARIABLE} must be 1 (deepmd-muon's HybridMuon inside deepmd-kit) or 0; "
-            f"found {value!r}"
+            f"the environment variable {VARIABLE} must be 1 (deepmd-muon's HybridMuon inside "
+            f"deepmd-kit) or 0; found {value!r}"
         )
     return value == "1"
 
 
 def activate() -> None:
-    """Extend deepmd-kit's input check and trainers: at once where it has imported them, else when it does."""
+    """Extend deepmd-kit's input check and trainers, now or as soon as it imports them."""
     for name in (INPUT_CHECK, *TRAINERS):
         if name in sys.modules:
             _extend(sys.modules[name])
@@ -59,25 +60,28 @@ def _extend(module: ModuleType) -> None:
 
 
 def _print_error(
-    others: Callable[..., object],
+    print_traceback: Callable[..., object],
     kind: type[BaseException],
     error: BaseException,
     traceback: TracebackType | None,
 ) -> None:
-    """Print only the message of an input error, ours or dargs's, where deepmd-kit would print a traceback."""
+    """Print only the message of an input error; deepmd-kit alone would print its traceback."""
     if kind.__module__.partition(".")[0] in ("deepmd_muon", "dargs"):
         print(f"dp: {error}", file=sys.stderr)
     else:
-        others(kind, error, traceback)
+        print_traceback(kind, error, traceback)
 
 
 class ModuleFinder(importlib.abc.MetaPathFinder):
-    """Finds deepmd-kit's input check and trainers as Python does, and extends each after its import."""
+    """Extends deepmd-kit's input check and trainers as soon as they are imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a module's own spec, which extends the module after its execution; None for all other modules."""
+        """Return the spec that Python finds, changed so that it extends the module.
+
+        Return None for all other modules.
+        """
         if fullname not in (INPUT_CHECK, *TRAINERS):
             return None
         spec = PathFinder.find_spec(fullname, path, target)

@@ -1,7 +1,8 @@
-"""Convert optimizer states between the checkpoints of deepmd-kit's trainers, at any `zero_stage`, and HybridMuon.
+"""Convert optimizer states of deepmd-kit's trainers, at any `zero_stage`, for HybridMuon.
 
-A state dict lists its parameters by number (`zero_stage` 0 and 1) or by name (2 and 3, by torch.distributed). Our
-class writes names and routes into its groups; deepmd-kit's own class writes neither.
+A state dict lists its parameters by number (`zero_stage` 0 and 1) or by name (2 and 3, by
+torch.distributed). Our class writes names and routes into its groups; deepmd-kit's own class writes
+neither.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ PER_PARAMETER = ("params", "param_names", "routes", "views", "shapes")
 def with_names(state_dict: Mapping[str, Any], names: Sequence[str], step: int) -> dict[str, Any]:
     """Return a state dict, deepmd-kit's or ours, whose groups name their parameters.
 
-    Parameters without names get the present `names`, in the trainer's order. If a state of deepmd-kit's class does not
-    contain the number of steps taken, the bias correction uses `step`.
+    Parameters without names get the present `names`, in the trainer's order. If a state of
+    deepmd-kit's class does not contain the number of steps taken, the bias correction uses `step`.
     """
     groups = state_dict["param_groups"]
     if all("param_names" in group for group in groups):
@@ -34,46 +35,58 @@ def with_names(state_dict: Mapping[str, Any], names: Sequence[str], step: int) -
 
 
 def of_parameters(state_dict: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return the part of a state dict with names that belongs to some of its parameters."""
-    wanted = {canonical_name(name) for name in names}
-    groups, state = [], {}
+    """Return the part of a state dict with names that belongs to the parameters of these names."""
+    canonical_names = {canonical_name(name) for name in names}
+    groups = []
+    state = {}
     for group in state_dict["param_groups"]:
-        kept = [i for i, name in enumerate(group["param_names"]) if canonical_name(name) in wanted]
-        lists = {key: [group[key][i] for i in kept] for key in PER_PARAMETER if key in group}
-        groups.append({**group, **lists})
-        state.update(
-            {key: state_dict["state"][key] for key in lists["params"] if key in state_dict["state"]}
-        )
+        positions = [
+            i
+            for i, name in enumerate(group["param_names"])
+            if canonical_name(name) in canonical_names
+        ]
+        part = dict(group)
+        for key in PER_PARAMETER:
+            if key in group:
+                part[key] = [group[key][i] for i in positions]
+        groups.append(part)
+        for key in part["params"]:
+            if key in state_dict["state"]:
+                state[key] = state_dict["state"][key]
     return {"state": state, "param_groups": groups}
 
 
 def laid_out(state_dict: Mapping[str, Any], optimizer: HybridMuon) -> dict[str, Any]:
-    """Shard the whole tensors of a state dict with names, the same on every rank, like the optimizer's own state.
+    """Shard the tensors of a state dict with names like the optimizer's own state.
 
-    This needs no communication. The optimizer's parameters are DTensors or plain tensors.
+    Every rank has the same whole tensors, so this needs no communication. The optimizer's
+    parameters are DTensors or plain tensors.
     """
-    fresh = optimizer.fresh_state()
-    parameters = {
-        canonical_name(name): p
-        for group in optimizer.param_groups
-        for name, p in zip(group["param_names"], group["params"], strict=True)
-    }
+    fresh_state = optimizer.fresh_state()
+    parameters: dict[str, Tensor] = {}
+    for group in optimizer.param_groups:
+        for name, p in zip(group["param_names"], group["params"], strict=True):
+            parameters[canonical_name(name)] = p
     state = dict(state_dict["state"])
     for group in state_dict["param_groups"]:
-        for key, given in zip(group["params"], group["param_names"], strict=True):
-            name = canonical_name(given)
-            if name in parameters:
-                values, patterns = dict(state.get(key, {})), fresh.get(name, {})
-                for k, value in values.items():
-                    pattern = patterns.get(k, parameters[name])
-                    if (
-                        isinstance(value, Tensor)
-                        and isinstance(pattern, DTensor)
-                        and value.shape == pattern.shape
-                    ):
-                        mesh, placements = pattern.device_mesh, pattern.placements
-                        values[k] = distribute_tensor(
-                            value.to(pattern.device), mesh, placements, src_data_rank=None
-                        )
-                state[key] = values
+        for key, saved_name in zip(group["params"], group["param_names"], strict=True):
+            name = canonical_name(saved_name)
+            if name not in parameters:
+                continue
+            patterns = fresh_state.get(name, {})
+            state[key] = {
+                kind: _shard_like(patterns.get(kind, parameters[name]), value)
+                for kind, value in state.get(key, {}).items()
+            }
     return {**state_dict, "state": state}
+
+
+def _shard_like(pattern: Any, value: Any) -> Any:
+    """Shard a tensor like a DTensor of its shape; return anything else as it is."""
+    if not isinstance(value, Tensor) or not isinstance(pattern, DTensor):
+        return value
+    if value.shape != pattern.shape:
+        return value
+    return distribute_tensor(
+        value.to(pattern.device), pattern.device_mesh, pattern.placements, src_data_rank=None
+    )

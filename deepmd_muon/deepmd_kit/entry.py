@@ -1,8 +1,8 @@
-"""The module that deepmd-kit imports through the entry-point groups ``deepmd.pt`` and ``deepmd.pt_expt``."""
+"""deepmd-kit imports this module by the entry points ``deepmd.pt`` and ``deepmd.pt_expt``."""
 
 import os
 
-from deepmd_muon.deepmd_kit.activation import activate, wanted
+from deepmd_muon.deepmd_kit.activation import activate, is_requested
 
-if wanted(os.environ):
+if is_requested(os.environ):
     activate()

@@ -11,19 +11,23 @@ from deepmd_muon.optim import HybridMuon
 
 
 class DeepmdKitHybridMuon(HybridMuon):
-    """HybridMuon with the two methods that deepmd-kit's trainers and checkpoints expect of their optimizer."""
+    """HybridMuon with the two methods that deepmd-kit's trainers and checkpoints expect."""
 
     def set_param_names(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Do nothing: the constructor has received the names."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with its routing, and with the powers of Adam's betas, which deepmd-kit reads."""
-        found = super().state_dict()
-        state = found["state"] = dict(found["state"])
-        for group in found["param_groups"]:
+        """Return the state with its routing.
+
+        deepmd-kit reads the powers of Adam's betas, so the state of a parameter has them, too.
+        """
+        state_dict = super().state_dict()
+        state = dict(state_dict["state"])
+        for group in state_dict["param_groups"]:
+            beta1, beta2 = group["adam_betas"]
             for key in group["params"]:
                 if "step" in state.get(key, {}):
                     steps = float(state[key]["step"])
-                    beta1_pow, beta2_pow = (beta**steps for beta in group["adam_betas"])
-                    state[key] = {**state[key], "beta1_pow": beta1_pow, "beta2_pow": beta2_pow}
-        return found
+                    powers = {"beta1_pow": beta1**steps, "beta2_pow": beta2**steps}
+                    state[key] = {**state[key], **powers}
+        return {**state_dict, "state": state}

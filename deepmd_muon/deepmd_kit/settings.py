@@ -30,28 +30,29 @@ def accept_further_keys(registry: Any) -> None:
 
     `registry` is ``deepmd.utils.argcheck.opt_args_plugin``.
     """
-    theirs: Argument = registry.get_argument("HybridMuon")
-    further = [key for key in arguments_of(HybridMuonConfig) if key.name not in theirs.sub_fields]
+    present: Argument = registry.get_argument("HybridMuon")
+    further = [key for key in arguments_of(HybridMuonConfig) if key.name not in present.sub_fields]
 
     def arguments() -> list[Argument]:
-        return [*theirs.sub_fields.values(), *further]
+        return [*present.sub_fields.values(), *further]
 
     # The registry keeps one entry per name, aliases and text, so this replaces deepmd-kit's.
     register: Callable[..., Callable[..., Any]] = registry.register
-    register("HybridMuon", theirs.alias or None, theirs.doc)(arguments)
+    register("HybridMuon", present.alias or None, present.doc)(arguments)
 
 
 def further_settings(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return HybridMuon's settings beyond deepmd-kit's keys, from an ``optimizer`` section that deepmd-kit has checked.
+    """Return HybridMuon's settings beyond deepmd-kit's keys.
+
+    deepmd-kit has checked the section ``optimizer`` that contains them.
 
     Raises
     ------
     InputError
         Naming every key, deepmd-kit's included, whose value is out of its range.
     """
-    checked = check(
-        HybridMuonConfig, {key: value for key, value in section.items() if key != "type"}
-    )
+    plain = {key: value for key, value in section.items() if key != "type"}
+    checked = check(HybridMuonConfig, plain)
     if checked.settings is None:
         raise InputError(Problem(f"optimizer/{p.path}", p.message) for p in checked.problems)
     if checked.settings.rules:

@@ -30,10 +30,11 @@ class HybridMuonTrainer(_Trainer):
     def __init__(self, config: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         section = config.get("optimizer", {})
         # Show this package's messages where deepmd-kit shows its own.
-        theirs, ours = logging.getLogger("deepmd"), logging.getLogger("deepmd_muon")
-        ours.setLevel(theirs.getEffectiveLevel())
-        for handler in theirs.handlers:
-            ours.addHandler(handler)
+        deepmd_kit_log = logging.getLogger("deepmd")
+        package_log = logging.getLogger("deepmd_muon")
+        package_log.setLevel(deepmd_kit_log.getEffectiveLevel())
+        for handler in deepmd_kit_log.handlers:
+            package_log.addHandler(handler)
         self._further: dict[str, Any] = {}
         if section.get("type") == "HybridMuon":
             self._further = further_settings(section)
@@ -44,34 +45,36 @@ class HybridMuonTrainer(_Trainer):
         super().__init__(config, *args, **kwargs)
 
     def _create_optimizer(self, optimizer_class: type, **settings: Any) -> torch.optim.Optimizer:
-        """Make this package's optimizer where deepmd-kit asks for its HybridMuon."""
+        """Make this package's optimizer if deepmd-kit asks for its HybridMuon."""
+        optimizer: torch.optim.Optimizer
         if optimizer_class.__name__ != "HybridMuonOptimizer":
-            made: torch.optim.Optimizer = super()._create_optimizer(optimizer_class, **settings)
-            return made
-        settings.pop(
-            "use_foreach", None
-        )  # deepmd-kit's way around gaps of torch; HybridMuon does not need it
-        named = list(self.wrapper.named_parameters())
+            optimizer = super()._create_optimizer(optimizer_class, **settings)
+            return optimizer
+        # deepmd-kit's way around gaps of torch; HybridMuon does not need it.
+        settings.pop("use_foreach", None)
+        named_parameters = list(self.wrapper.named_parameters())
         if self.sharding.stage == 1:
-            shared = ZeroRedundancyHybridMuon(named, **settings, **self._further)
-            optimizer: torch.optim.Optimizer = shared
-            routing = shared.optim.routing
+            sharded = ZeroRedundancyHybridMuon(named_parameters, **settings, **self._further)
+            optimizer = sharded
+            routing = sharded.optim.routing
+            routed = "parameters of the first rank"
         else:
-            optimizer = own = DeepmdKitHybridMuon(named, **settings, **self._further)
-            routing = own.routing
+            hybrid_muon = DeepmdKitHybridMuon(named_parameters, **settings, **self._further)
+            optimizer = hybrid_muon
+            routing = hybrid_muon.routing
+            routed = "all parameters"
         if self.rank == 0:
-            of = "parameters of the first rank" if self.sharding.stage == 1 else "all parameters"
             log.info(
                 "HybridMuon of deepmd-muon %s in place of deepmd-kit's (DEEPMD_MUON=1)", __version__
             )
-            log.info("routing of %s: %s", of, routing.summary())
-            log.debug("routes of %s:\n%s", of, routing)
+            log.info("routing of %s: %s", routed, routing.summary())
+            log.debug("routes of %s:\n%s", routed, routing)
         return optimizer
 
     def _load_optimizer_state(self, optimizer_state_dict: Mapping[str, Any] | None) -> None:
         """Load the state of a checkpoint of either class, saved at any `zero_stage`."""
-        ours = isinstance(self.optimizer, (DeepmdKitHybridMuon, ZeroRedundancyHybridMuon))
-        if not ours or optimizer_state_dict is None or not self.restart_training:
+        is_ours = isinstance(self.optimizer, (DeepmdKitHybridMuon, ZeroRedundancyHybridMuon))
+        if not is_ours or optimizer_state_dict is None or not self.restart_training:
             super()._load_optimizer_state(optimizer_state_dict)
             return
         names = [name for name, _ in self.wrapper.named_parameters()]
@@ -89,13 +92,15 @@ def extend(module: ModuleType) -> None:
     UnsupportedDeepmdKitError
         When the module's trainer lacks the methods that `HybridMuonTrainer` overrides.
     """
-    theirs: Any = getattr(module, "Trainer", None)
-    missing = [
-        name for name in ("_create_optimizer", "_load_optimizer_state") if not hasattr(theirs, name)
-    ]
+    trainer: Any = getattr(module, "Trainer", None)
+    overridden = ("_create_optimizer", "_load_optimizer_state")
+    missing = [name for name in overridden if not hasattr(trainer, name)]
     if missing:
         raise UnsupportedDeepmdKitError(
-            f"{module.__name__}.Trainer has no {' and no '.join(missing)}: DEEPMD_MUON=1 works with deepmd-kit 3.2; "
-            "install that, or unset DEEPMD_MUON to train with deepmd-kit's own optimizer"
+            f"{module.__name__}.Trainer has no {' and no '.join(missing)}: DEEPMD_MUON=1 works "
+            "with deepmd-kit 3.2; install that, or unset DEEPMD_MUON to train with deepmd-kit's "
+            "own optimizer"
         )
-    module.Trainer = type("Trainer", (HybridMuonTrainer, theirs), {"__module__": module.__name__})  # type: ignore[attr-defined]
+    namespace = {"__module__": module.__name__}
+    extended: Any = module
+    extended.Trainer = type("Trainer", (HybridMuonTrainer, trainer), namespace)

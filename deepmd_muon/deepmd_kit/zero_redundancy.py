@@ -12,14 +12,26 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from deepmd_muon.deepmd_kit.checkpoint import PER_PARAMETER, of_parameters
 from deepmd_muon.deepmd_kit.optimizer import DeepmdKitHybridMuon
 
+# What the routing records of a parameter: the lists of a group that follow its names.
+_MANIFEST = ("routes", "views", "shapes")
+
 
 class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
-    """Each rank updates some of the parameters and keeps their state; checkpoints have the form of one process's.
+    """Each rank updates some of the parameters and keeps their state.
 
-    The groups of torch's class list all parameters, those of a rank's own optimizer only the rank's. torch copies every
-    key between them; this class does not copy lists with one entry per parameter (names, routes, ...), and collects
-    them from all ranks for a state dict. `named_parameters` are those of the whole model, in the same order on all
-    ranks.
+    Checkpoints have the form of a single process.
+
+    The groups of torch's class list all parameters; the groups of a rank's inner optimizer list
+    the parameters of this rank. torch copies every key between them. This class does not copy lists
+    with one entry per parameter (names, routes, ...), and collects them from all ranks for a state
+    dict.
+
+    Parameters
+    ----------
+    named_parameters
+        Names and parameters of the whole model, in the same order on all ranks.
+    lr, settings
+        As of `HybridMuon`.
     """
 
     def __init__(
@@ -27,16 +39,18 @@ class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
     ) -> None:
         self._names = {p: name for name, p in named_parameters}
 
-        def make(
-            groups: list[dict[str, Any]], lr: float
-        ) -> DeepmdKitHybridMuon:  # torch's class gives no names
-            named = [
-                {**group, "params": [(self._names[p], p) for p in group["params"]]}
-                for group in groups
-            ]
-            return DeepmdKitHybridMuon(named, lr, **settings)
+        def make_inner(groups: list[dict[str, Any]], lr: float) -> DeepmdKitHybridMuon:
+            """Make the optimizer of this rank; torch's class passes no names."""
+            named_groups = []
+            for group in groups:
+                named = [(self._names[p], p) for p in group["params"]]
+                named_groups.append({**group, "params": named})
+            return DeepmdKitHybridMuon(named_groups, lr, **settings)
 
-        super().__init__([p for _, p in named_parameters], optimizer_class=make, lr=lr)  # type: ignore[arg-type]
+        parameters = [p for _, p in named_parameters]
+        optimizer_class: Any = make_inner
+        super().__init__(parameters, optimizer_class=optimizer_class, lr=lr)
+        # Of each group: route, view and shape of each parameter of the whole model, by name.
         self._manifests: list[Mapping[str, Sequence[str]]] = []
 
     @staticmethod
@@ -47,34 +61,32 @@ class ZeroRedundancyHybridMuon(ZeroRedundancyOptimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the state and the routes of all ranks on rank `to`; all ranks call it."""
         super().consolidate_state_dict(to)
-        # Name, route, view and shape of each parameter.
-        rows = [
-            zip(*(group[key] for key in PER_PARAMETER[1:]), strict=True)
-            for group in self.optim.param_groups
-        ]
-        own = [{name: entry for name, *entry in group} for group in rows]
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, own, group=self.process_group)
+        manifests = []
+        for group in self.optim.param_groups:
+            entries = zip(*(group[key] for key in _MANIFEST), strict=True)
+            manifests.append(dict(zip(group["param_names"], entries, strict=True)))
+        rank_manifests: list[Any] = [None] * self.world_size
+        dist.all_gather_object(rank_manifests, manifests, group=self.process_group)
         self._manifests = [
-            {name: entry for part in of_group for name, entry in part.items()}
-            for of_group in zip(*gathered, strict=True)
+            {name: entry for part in parts for name, entry in part.items()}
+            for parts in zip(*rank_manifests, strict=True)
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that `consolidate_state_dict` collected, in the form of a single process."""
-        found = super().state_dict()
-        for group, present, manifest in zip(
-            found["param_groups"], self.param_groups, self._manifests, strict=True
+        """Return the state of all ranks that `consolidate_state_dict` collected."""
+        state_dict = super().state_dict()
+        for saved_group, group, manifest in zip(
+            state_dict["param_groups"], self.param_groups, self._manifests, strict=True
         ):
-            names = [self._names[p] for p in present["params"]]
+            names = [self._names[p] for p in group["params"]]
+            saved_group["param_names"] = names
             columns = zip(*(manifest[name] for name in names), strict=True)
-            group.update(
-                param_names=names, **dict(zip(PER_PARAMETER[2:], map(list, columns), strict=True))
-            )
-        return found
+            for key, column in zip(_MANIFEST, columns, strict=True):
+                saved_group[key] = list(column)
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's part of a whole state dict whose groups name their parameters."""
-        mine = [self._names[p] for group in self.optim.param_groups for p in group["params"]]
-        self.optim.load_state_dict(of_parameters(state_dict, mine))
+        names = [self._names[p] for group in self.optim.param_groups for p in group["params"]]
+        self.optim.load_state_dict(of_parameters(state_dict, names))
         self._sync_param_groups(self.optim.param_groups, self.param_groups)

@@ -14,7 +14,7 @@ from typing import Any
 
 from deepmd_muon.loss.interface import Loss
 from deepmd_muon.loss.settings import LossSettings
-from deepmd_muon.model.registry import Part, Registry
+from deepmd_muon.registry import Part, Registry
 from deepmd_muon.section import freeze
 
 LOSSES = Registry("loss")
@@ -33,8 +33,8 @@ def register_loss(
 
     Raises
     ------
-    ModelError
-        When a name is taken.
+    NameTakenError
+        When the name or an alias belongs to another loss.
     """
     LOSSES.register(name, Part(settings, module), aliases)
 

@@ -1,1 +1,1 @@
-"""Fine-tuning that forgets nothing: structures of a checkpoint's own, labelled by it, and the run that replays them."""
+"""Fine-tuning that forgets nothing: structures that a checkpoint draws, labels and replays."""

@@ -1,152 +1,178 @@
-"""Fine-tuning with replay: which run it is, and the file of structures that the checkpoint labels."""
+"""Fine-tuning with replay: the two-branch run, and the files of structures that it replays."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from deepmd_muon.argcheck import Input, Settings, ValidationDataSettings
 from deepmd_muon.argcheck.replay import check_replay, replay_of, replayed_section, with_replay
 from deepmd_muon.checkpoint_file.file import checkpoint_path, read_checkpoint, understood
-from deepmd_muon.data import Frames, System, TypeMapError, open_systems
+from deepmd_muon.data import Frames, TypeMapError, open_systems
 from deepmd_muon.data.writing import write_hdf5
 from deepmd_muon.infer.predictor import Predictor
 from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches
 from deepmd_muon.model.settings import ModelSettings, changed
-from deepmd_muon.replay.structures import KEPT, ReplayError, as_systems, choose_starts, draw
+from deepmd_muon.replay.structures import (
+    STRUCTURES_PER_WALKER,
+    ReplayError,
+    as_systems,
+    choose_starts,
+    draw,
+)
 from deepmd_muon.section import thaw
 
 log = logging.getLogger(__name__)
 
-#: Stands for structures of the checkpoint's own in the place of data.
 PSEUDO = "pseudo"
-# Of structures that the checkpoint draws: one of so many walkers is held out.
+"""In place of data: structures that the checkpoint draws and labels."""
+# One of so many walkers is held out for validation.
 _HELD_OUT = 10
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run with replay."""
+    """A run with replay.
 
-    given: Input  # the two-branch input
-    make_data: Callable[[], None]  # writes the data that the input names and that do not exist yet
+    Attributes
+    ----------
+    run_input
+        The two-branch input.
+    make_data
+        Writes the data that the input names and that do not exist yet.
+    """
+
+    run_input: Input
+    make_data: Callable[[], None]
 
 
-def prepare(given: Input, checkpoint: str, branch: str | None, replay: Sequence[str]) -> Prepared:
+def prepare(single: Input, checkpoint: str, branch: str | None, replay: Sequence[str]) -> Prepared:
     """Make the two-branch run of fine-tuning a checkpoint, or one of its branches, with replay.
 
-    `replay` is data of the checkpoint's kind, or "pseudo" alone.
+    Parameters
+    ----------
+    single
+        The input of one model.
+    replay
+        Data of the checkpoint's kind, or "pseudo" alone.
 
     Raises
     ------
     ReplayError
-        When the checkpoint has several branches and none is named, or "pseudo" stands beside data.
+        When the checkpoint has several branches and none is named, or "pseudo" comes with data.
     InputError
         When the input cannot be fine-tuned so.
     """
-    settings = check_replay(given)
+    settings = check_replay(single)
     path = checkpoint_path(checkpoint)
     content = read_checkpoint(path)
     with understood(path):
-        saved = saved_branches(content["model"])
-        if saved and branch not in saved:
+        branches = saved_branches(content["model"])
+        if branches and branch not in branches:
+            found = f"; found {branch!r}" if branch else ""
             raise ReplayError(
-                f"--replay continues one branch of {path}, which has {', '.join(saved)}: name it with --model-branch"
-                + (f"; found {branch!r}" if branch else "")
+                f"--replay continues one branch of {path}, which has {', '.join(branches)}: name "
+                f"it with --model-branch{found}"
             )
-        head = saved[branch] if branch and saved else None
-        present, weights = from_deepmd_kit(content["model"], head)
+        head = branches[branch] if branch and branches else None
+        saved_model, weights = from_deepmd_kit(content["model"], head)
     model = settings.model
     if not model.type_map:
-        model = changed(model, {"type_map": present.type_map}, "model")
+        model = changed(model, {"type_map": saved_model.type_map}, "model")
+    validation = replay_of(settings).validation_data
     if PSEUDO not in replay:
         training = replayed_section(settings, replay)
         return Prepared(
-            with_replay(given, model, head, training, replay_of(settings).validation_data),
-            lambda: None,
+            run_input=with_replay(single, model, head, training, validation), make_data=lambda: None
         )
+
     if len(replay) > 1:
         raise ReplayError(f"--replay takes data or {PSEUDO!r} alone; found {' '.join(replay)}")
-    net = present.fitting_net
+    net = saved_model.fitting_net
     if getattr(net, "numb_fparam", 0) or getattr(net, "numb_aparam", 0):
         raise ReplayError(
-            f"the model of {path} takes parameters of frames or atoms, for which {PSEUDO!r} has no values: replay data "
-            "that it was trained on (--replay DATA)"
+            f"the model of {path} takes parameters of frames or atoms, for which {PSEUDO!r} has no "
+            "values: replay data that it was trained on (--replay DATA)"
         )
-    starts = _starts(settings, present)
-    digest = hashlib.sha256(
-        json.dumps([thaw(replay_of(settings)), settings.training.seed]).encode()
-    )
-    for array in (
-        *(x.detach().cpu().numpy() for _, x in sorted(weights.items())),
-        starts.coord,
-        starts.atype,
-    ):
-        digest.update(np.ascontiguousarray(array).tobytes())
-    stem = f"{settings.training.save_ckpt}.replay-{digest.hexdigest()[:12]}"
-    places = Path(f"{stem}.hdf5"), Path(f"{stem}.valid.hdf5")
-    training = replayed_section(settings, [str(places[0])])
-    held_out = replay_of(settings).validation_data or ValidationDataSettings(
-        systems=(str(places[1]),), batch_size=training.batch_size, numb_btch="all"
-    )
+    starts = _starts(settings, saved_model)
+    # The name says what the structures depend on, so that a second run reuses the files.
+    stem = f"{settings.training.save_ckpt}.replay-{_digest(settings, weights, starts)}"
+    training_file = Path(f"{stem}.hdf5")
+    validation_file = Path(f"{stem}.valid.hdf5")
+    training = replayed_section(settings, [str(training_file)])
+    if validation is None:
+        validation = ValidationDataSettings(
+            systems=(str(validation_file),), batch_size=training.batch_size, numb_btch="all"
+        )
 
     def make_data() -> None:
-        if not all(place.exists() for place in places):
-            _write(Predictor(path, head=head), starts, settings, places)
+        if not (training_file.exists() and validation_file.exists()):
+            _write(Predictor(path, head=head), starts, settings, training_file, validation_file)
 
-    return Prepared(with_replay(given, model, head, training, held_out), make_data)
-
-
-def _starts(settings: Settings, checkpoint: ModelSettings) -> Frames:
-    """Choose structures of the training data that the checkpoint knows all elements of."""
-    section, replay = settings.training.training_data, replay_of(settings)
-    found = open_systems(
-        section.systems,
-        settings.model.type_map or None,
-        section.label_keys,
-        section.rglob_patterns,
-        keep_unconverged=section.keep_unconverged,
+    return Prepared(
+        run_input=with_replay(single, model, head, training, validation), make_data=make_data
     )
-    systems = [
-        known for system in found if (known := _with_types(system, checkpoint.type_map)) is not None
-    ]
+
+
+def _digest(settings: Settings, weights: Mapping[str, Tensor], starts: Frames) -> str:
+    """Return twelve digits that depend on all that decides which structures are drawn."""
+    plain = [thaw(replay_of(settings)), settings.training.seed]
+    digest = hashlib.sha256(json.dumps(plain).encode())
+    arrays = [tensor.detach().cpu().numpy() for _, tensor in sorted(weights.items())]
+    for array in (*arrays, starts.coord, starts.atype):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()[:12]
+
+
+def _starts(settings: Settings, saved_model: ModelSettings) -> Frames:
+    """Choose structures of the training data whose elements the checkpoint knows."""
+    training_data = settings.training.training_data
+    systems = []
+    for system in open_systems(
+        training_data.systems,
+        settings.model.type_map or None,
+        training_data.label_keys,
+        training_data.rglob_patterns,
+        keep_unconverged=training_data.keep_unconverged,
+    ):
+        with contextlib.suppress(TypeMapError):  # raised by a system with another element
+            systems.append(system.with_types(saved_model.type_map))
     if not systems:
         raise ReplayError(
-            f"every system of the training data has elements beside those of the checkpoint "
-            f"({', '.join(checkpoint.type_map)}), so that it can draw none like them: replay data that it was trained "
-            "on (--replay DATA)"
+            "every system of the training data has elements beside those of the checkpoint "
+            f"({', '.join(saved_model.type_map)}), so that it can draw none like them: replay data "
+            "that it was trained on (--replay DATA)"
         )
-    seed = settings.training.seed or 0
-    return choose_starts(systems, -(-replay.frames // KEPT), seed)
-
-
-def _with_types(system: System, type_map: Sequence[str]) -> System | None:
-    """Return a system with other types; None where it has an element that they lack."""
-    try:
-        return system.with_types(type_map)
-    except TypeMapError:
-        return None
+    n_walkers = -(-replay_of(settings).frames // STRUCTURES_PER_WALKER)
+    return choose_starts(systems, n_walkers, settings.training.seed or 0)
 
 
 def _write(
-    predictor: Predictor, starts: Frames, settings: Settings, places: tuple[Path, Path]
+    predictor: Predictor,
+    starts: Frames,
+    settings: Settings,
+    training_file: Path,
+    validation_file: Path,
 ) -> None:
-    """Draw structures and write them: walkers that are held out wholly, the others for training."""
-    replay, seed = replay_of(settings), settings.training.seed or 0
+    """Draw structures and write them, all of one walker to the same file."""
+    replay = replay_of(settings)
+    seed = settings.training.seed or 0
     log.info(
         "drawing %d structures from dynamics of the checkpoint, to be replayed",
-        KEPT * starts.nframes,
+        STRUCTURES_PER_WALKER * starts.nframes,
     )
-    for k, (place, held_out) in enumerate(zip(places, (False, True), strict=True)):
-        # The last walkers: each temperature is among them, as among the others.
-        cut = starts.nframes - max(1, starts.nframes // _HELD_OUT)
-        rows = slice(cut, None) if held_out else slice(0, cut)
+    # Walkers take the temperatures in turn, so each temperature is among the last ones, too.
+    cut = starts.nframes - max(1, starts.nframes // _HELD_OUT)
+    walkers = {training_file: slice(0, cut), validation_file: slice(cut, None)}
+    for k, (path, rows) in enumerate(walkers.items()):
         frames = draw(
             predictor,
             starts.rows(rows),
@@ -159,12 +185,12 @@ def _write(
             raise ReplayError(
                 "no dynamics of the checkpoint kept to its temperature: replay data (--replay DATA)"
             )
-        if not place.exists():
-            write_hdf5(as_systems(frames, predictor.type_map, place.name), place)
+        if not path.exists():
+            write_hdf5(as_systems(frames, predictor.type_map, path.name), path)
         force = np.concatenate([np.asarray(frame.force).ravel() for frame in frames])
         log.info(
             "%s: %d structures, forces of %.3g eV/Å (root mean square), at most %.3g",
-            place,
+            path,
             len(frames),
             np.sqrt(np.square(force).mean()),
             np.abs(force).max(),

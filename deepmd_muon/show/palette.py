@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
+BLUE = "#1f6fb4"
+ORANGE = "#d1651a"
+GREEN = "#2d8a57"
+PURPLE = "#8a5aa8"
+RED = "#b8323f"
+GRAY = "#6b6b6b"
+BROWN = "#8c6d31"
 #: Colours in the order of series.
-SERIES = ("#1f6fb4", "#d1651a", "#2d8a57", "#8a5aa8", "#b8323f", "#6b6b6b", "#8c6d31")
-BLUE, ORANGE, GREEN, PURPLE, RED, GRAY, BROWN = SERIES
+SERIES = (BLUE, ORANGE, GREEN, PURPLE, RED, GRAY, BROWN)
 #: Colours of optimizers by their names in pictures.
 OPTIMIZERS = {
     "HybridMuon": ORANGE,
@@ -22,20 +29,22 @@ OPTIMIZERS = {
 def colors_of(labels: Sequence[str]) -> list[str]:
     """Return a colour for each label of the series of a picture, in their order.
 
-    A label that is an optimizer's name, or begins with it as "HybridMuon, seed 2" does, gets that optimizer's colour if
-    no earlier label has it. The others take the remaining colours in order, and start again with the first when all are
-    taken.
+    A label that is an optimizer's name, or begins with it as "HybridMuon, seed 2" does, gets that
+    optimizer's colour if no earlier label has it. The others take the remaining colours in order,
+    and start again with the first when all are taken.
     """
-    named: dict[int, str] = {}
+    reserved: dict[int, str] = {}  # by number of the label
     for number, label in enumerate(labels):
-        color = next((c for name, c in OPTIMIZERS.items() if _names(label, name)), None)
-        if color is not None and color not in named.values():
-            named[number] = color
-    free = [color for color in SERIES if color not in named.values()] or list(SERIES)
-    rest = (free[number % len(free)] for number in range(len(labels)))
-    return [named.get(number) or next(rest) for number in range(len(labels))]
+        for name, color in OPTIMIZERS.items():
+            if _begins_with(label, name) and color not in reserved.values():
+                reserved[number] = color
+                break
+    free = [color for color in SERIES if color not in reserved.values()]
+    remaining = itertools.cycle(free or SERIES)
+    return [reserved.get(number) or next(remaining) for number in range(len(labels))]
 
 
-def _names(label: str, name: str) -> bool:
-    start, rest = label[: len(name)], label[len(name) :]
-    return start.lower() == name.lower() and not rest[:1].isalnum()
+def _begins_with(label: str, name: str) -> bool:
+    """Whether a label is a name or begins with it as a word, in any case."""
+    follows = label[len(name) :][:1]
+    return label.lower().startswith(name.lower()) and not follows.isalnum()

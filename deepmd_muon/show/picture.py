@@ -11,11 +11,12 @@ from deepmd_muon.show.errors import PictureError
 
 
 def check_ending(path: Path) -> None:
-    """Raise PictureError unless a picture can be written in the format that the file's ending names."""
+    """Raise PictureError if no picture can be written in the format of the file's ending."""
     formats = Figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in formats:
         raise PictureError(
-            f"no picture can be written to {path}; use one of the endings .{', .'.join(sorted(formats))}"
+            f"no picture can be written to {path}; use one of the endings "
+            f".{', .'.join(sorted(formats))}"
         )
 
 

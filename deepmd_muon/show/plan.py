@@ -1,4 +1,4 @@
-"""The plan of a model's sharded step for any number of processes, computed in one, without data or training."""
+"""The plan of a model's sharded step on any number of processes, without data or training."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from deepmd_muon.argcheck import Input
     from deepmd_muon.model import EnergyModel
     from deepmd_muon.model.branches import Branches
+    from deepmd_muon.model.settings import ModelSettings
     from deepmd_muon.optim.sharded import Layout, Plan
 
-_HELD = (
+# What ranks share at each `zero_stage`.
+_STAGES = (
     "every rank holds everything",
     "optimizer state in parts",
     "gradients, and parameters between steps, in parts",
@@ -29,28 +31,36 @@ _HELD = (
 def plan_page(
     path: Path, ranks: int | None, stage: int | None, groups: int | None, *, owners: bool = False
 ) -> str:
-    """Return the plan of HybridMuon's step on `ranks` ranks as text, for an input file or a checkpoint's input.
+    """Return the plan of HybridMuon's step as text.
 
-    `stage` and `groups` are `zero_stage` and `data_parallel_replicate_degree`; None means those of the input. With
-    `owners`, the text lists the owner of every matrix.
+    Parameters
+    ----------
+    path
+        An input file, or a checkpoint with its input.
+    ranks
+        Number of processes; None is an error that names the option.
+    stage, groups
+        `zero_stage` and `data_parallel_replicate_degree`; None means those of the input.
+    owners
+        List the owner of every matrix.
 
     Raises
     ------
     ShowError
         When this layout of processes is impossible, or the optimizer is not HybridMuon.
     """
-    given = _input_of(path)
-    training = given.settings.training
+    run_input = _input_of(path)
+    training = run_input.settings.training
     stage = training.zero_stage if stage is None else stage
     if groups is None:
         groups = training.data_parallel_replicate_degree if stage >= 2 else 1
-    plan = plan_of(given, ranks, stage, groups)
+    plan = plan_of(run_input, ranks, stage, groups)
     hybrid = f" in {groups} groups" if groups > 1 else ""
-    title = f"{ranks} ranks{hybrid}, zero_stage {stage}: {_HELD[stage]}"
+    title = f"{ranks} ranks{hybrid}, zero_stage {stage}: {_STAGES[stage]}"
     return f"{title}\n{plan.describe(owners=owners)}"
 
 
-def plan_of(given: Input, ranks: int | None, stage: int, groups: int = 1) -> Plan:
+def plan_of(run_input: Input, ranks: int | None, stage: int, groups: int = 1) -> Plan:
     """Return the plan of HybridMuon's step for an input; see `plan_page`."""
     from deepmd_muon.optim import HybridMuon
     from deepmd_muon.optim.polar.schedules import coefficients_of
@@ -60,68 +70,75 @@ def plan_of(given: Input, ranks: int | None, stage: int, groups: int = 1) -> Pla
     from deepmd_muon.optim.sharded.layout import state_layout
 
     layout = _layout(ranks, stage, groups)
-    optimizer = optimizer_of(given)
+    optimizer = optimizer_of(run_input)
     if not isinstance(optimizer, HybridMuon):
         raise ShowError(
             f"{type(optimizer).__name__} steps every element by itself: there is no plan"
         )
     (group,) = optimizer.param_groups
     settings = group_settings(group)
-    sharded = (
-        dataclasses.replace(optimizer.sharded, state="sharded") if stage == 1 else optimizer.sharded
-    )
+    sharded = optimizer.sharded
+    if stage == 1:
+        sharded = dataclasses.replace(sharded, state="sharded")
     shard_state = stage < 2 and sharded.state == "sharded"
-    sizes = {
-        name: max(4, p.element_size())
-        for name, p in zip(group["param_names"], group["params"], strict=True)
-    }
-    planned = [
-        PlannedParameter(
-            entry.name,
-            entry.shape,
-            entry.view,
-            layout,
-            itemsize=sizes[entry.name],
-            rules=matrix_rules(settings),
-            steps=len(coefficients_of(settings.schedule_of(entry.view.block_shapes[0]))),
-            gram=settings.enable_gram,
-            state_layout=state_layout(entry.shape, layout.ranks, layout.mesh, matrices=True)
-            if shard_state
-            else None,
+    parameters = dict(zip(group["param_names"], group["params"], strict=True))
+    planned = []
+    for entry in optimizer.routing:
+        if entry.route != "muon" or entry.view is None:
+            continue
+        layout_of_state = None
+        if shard_state:
+            layout_of_state = state_layout(entry.shape, layout.ranks, layout.mesh, matrices=True)
+        schedule = settings.schedule_of(entry.view.block_shapes[0])
+        planned.append(
+            PlannedParameter(
+                entry.name,
+                entry.shape,
+                entry.view,
+                layout,
+                # Momenta travel in float32 at least.
+                itemsize=max(4, parameters[entry.name].element_size()),
+                rules=matrix_rules(settings),
+                steps=len(coefficients_of(schedule)),
+                gram=settings.enable_gram,
+                state_layout=layout_of_state,
+            )
         )
-        for entry in optimizer.routing
-        if entry.route == "muon" and entry.view is not None
-    ]
     return make_plan(planned, sharded)
 
 
-def optimizer_of(given: Input) -> torch.optim.Optimizer:
+def optimizer_of(run_input: Input) -> torch.optim.Optimizer:
     """Build the model and the optimizer of an input without reading data."""
     from deepmd_muon.train.strategy.base import build_optimizer
 
     return build_optimizer(
-        given.settings.optimizer, model_of(given), given.settings.learning_rate.start_lr
+        run_input.settings.optimizer, model_of(run_input), run_input.settings.learning_rate.start_lr
     )
 
 
-def model_of(given: Input) -> EnergyModel | Branches:
+def model_of(run_input: Input) -> EnergyModel | Branches:
     """Build the model of an input, or those of all branches, without reading data."""
-    from deepmd_muon.data import NeighborStatistics
     from deepmd_muon.train.branches import build_of
 
     models = {}
-    for name, branch in given.branches.items():
+    for name, branch in run_input.branches.items():
         settings = branch.model
         if not settings.type_map:
             raise ShowError(
-                "the input leaves out model/type_map, which only dp train takes from its data: name the types, or give "
-                "the out.json of the run"
+                "the input leaves out model/type_map, which only dp train takes from its data: "
+                "name the types, or give the out.json of the run"
             )
-        # "auto" needs the data, but no parameter's shape depends on the number of neighbours.
-        one = NeighborStatistics(math.inf, (1,) * len(settings.type_map), 1)
-        descriptor = settings.descriptor.with_counts(lambda rcut, found=one: found)  # type: ignore[misc]
-        models[name] = dataclasses.replace(settings, descriptor=descriptor)
-    return build_of(given.with_models(models))
+        models[name] = _with_one_neighbor(settings)
+    return build_of(run_input.with_models(models))
+
+
+def _with_one_neighbor(settings: ModelSettings) -> ModelSettings:
+    """Replace `sel` "auto", which needs data; no parameter's shape depends on it."""
+    from deepmd_muon.data import NeighborStatistics
+
+    counts = NeighborStatistics(math.inf, (1,) * len(settings.type_map), 1)
+    descriptor = settings.descriptor.with_counts(lambda rcut: counts)
+    return dataclasses.replace(settings, descriptor=descriptor)
 
 
 def _input_of(path: Path) -> Input:
@@ -136,11 +153,11 @@ def _input_of(path: Path) -> Input:
 
     if path.suffix not in (".pt", DIRECTORY_SUFFIX):
         return load(path)
-    own = read_checkpoint(path).get(OWN_KEY)
-    if own is None:
+    record = read_checkpoint(path).get(OWN_KEY)
+    if record is None:
         raise ShowError(f"{path} comes from deepmd-kit and holds no settings; give the input file")
     with understood(path):
-        return normalize(json.loads(own["settings"]), str(path))
+        return normalize(json.loads(record["settings"]), str(path))
 
 
 def _layout(ranks: int | None, stage: int, groups: int) -> Layout:

@@ -16,8 +16,8 @@ from deepmd_muon.show.errors import PictureError
 from deepmd_muon.show.palette import OPTIMIZERS
 from deepmd_muon.show.picture import check_ending, write
 
-#: Singular values above this fraction of the matrix's Frobenius norm count towards the rank; smaller ones are rounding
-#: noise in 16 bits.
+#: Singular values above this fraction of the matrix's Frobenius norm count towards the rank;
+#: smaller ones are rounding noise in 16 bits.
 SHARE = 1e-3
 
 _COLORS = {
@@ -25,23 +25,37 @@ _COLORS = {
     "adam": OPTIMIZERS["Adam"],
     "adamw": OPTIMIZERS["AdamW"],
 }
-# Opacity of the lines, from the first to the last matrix of the model.
-_DARKEST, _LIGHTEST = 0.9, 0.35
+# Opacity of the lines of the first and of the last matrix of the model.
+_DARKEST = 0.9
+_LIGHTEST = 0.35
 
 
 @dataclass(frozen=True)
 class ParameterUpdate:
-    """A parameter, its momentum, and the size of the update that its optimizer would compute from them."""
+    """A parameter, its momentum, and the size of the next update.
+
+    Attributes
+    ----------
+    route
+        "muon", "adam" or "adamw".
+    weights
+        Singular values of each of its matrices, largest first; empty for vectors.
+    momenta
+        Singular values of the momenta of these matrices.
+    rms
+        Root mean square of the weights.
+    update
+        Root mean square of the update that the optimizer would compute from the momentum; None
+        without optimizer state.
+    """
 
     name: str
-    route: str  # "muon", "adam" or "adamw"
+    route: str
     shape: tuple[int, ...]
-    weights: tuple[
-        np.ndarray, ...
-    ]  # singular values of each of its matrices, largest first; empty for vectors
-    momenta: tuple[np.ndarray, ...]  # singular values of the momenta of these matrices
-    rms: float  # root mean square of the weights
-    update: float | None  # root mean square of the update; None without optimizer state
+    weights: tuple[np.ndarray, ...]
+    momenta: tuple[np.ndarray, ...]
+    rms: float
+    update: float | None
 
     @property
     def relative(self) -> float | None:
@@ -55,52 +69,53 @@ def rank(values: np.ndarray) -> int:
 
 
 def stable_rank(values: np.ndarray) -> float:
-    """Return ‖X‖²_F / σ₁², between 1 and the number of singular values; 0 if all are zero."""
+    """Return ‖X‖²_F / σ₁²: from 1 to the number of singular values, or 0 if all are zero."""
     return float((values**2).sum() / values[0] ** 2) if values[0] > 0 else 0.0
 
 
 def table(parameters: Sequence[ParameterUpdate]) -> str:
     """Return a line per parameter, and a line per route with the statistics of its updates."""
-    width = max([len(parameter.name) for parameter in parameters] + [9])
+    width = max(len("parameter"), *(len(parameter.name) for parameter in parameters))
     lines = [
-        f"{'parameter':{width}s}  {'route':5s}  {'shape':>12s}  {'weight: max':>11s}  {'min':>8s}  {'stable':>6s}  "
-        f"{'momentum: rank':>14s}  {'stable':>6s}  {'update':>8s}  {'/ weight':>8s}"
+        f"{'parameter':{width}s}  {'route':5s}  {'shape':>12s}  {'weight: max':>11s}  {'min':>8s}  "
+        f"{'stable':>6s}  {'momentum: rank':>14s}  {'stable':>6s}  {'update':>8s}  {'/ weight':>8s}"
     ]
     for p in parameters:
-        row = f"{p.name:{width}s}  {p.route:5s}  {'x'.join(map(str, p.shape)):>12s}"
-        row += _columns(
-            p.weights,
-            lambda v: (f"{v[0]:.3g}", f"{v[-1]:.2g}", f"{stable_rank(v):.1f}"),
-            (11, 8, 6),
+        largest = smallest = weight_rank = momentum_rank = stable_momentum_rank = ""
+        if p.weights:  # a parameter of several matrices is shown by its first
+            values = p.weights[0]
+            largest = f"{values[0]:.3g}"
+            smallest = f"{values[-1]:.2g}"
+            weight_rank = f"{stable_rank(values):.1f}"
+        if p.momenta:
+            values = p.momenta[0]
+            momentum_rank = f"{rank(values)} of {len(values)}"
+            stable_momentum_rank = f"{stable_rank(values):.1f}"
+        update = "" if p.update is None else f"{p.update:.2g}"
+        relative = "" if p.relative is None else f"{p.relative:.2g}"
+        shape = "x".join(map(str, p.shape))
+        row = (
+            f"{p.name:{width}s}  {p.route:5s}  {shape:>12s}  {largest:>11s}  {smallest:>8s}  "
+            f"{weight_rank:>6s}  {momentum_rank:>14s}  {stable_momentum_rank:>6s}  {update:>8s}  "
+            f"{relative:>8s}"
         )
-        row += _columns(
-            p.momenta, lambda v: (f"{rank(v)} of {len(v)}", f"{stable_rank(v):.1f}"), (14, 6)
-        )
-        row += "".join(f"  {'' if x is None else f'{x:.2g}':>8s}" for x in (p.update, p.relative))
         lines.append(row.rstrip())
     lines.append("")
     for route in dict.fromkeys(p.route for p in parameters):
-        found = [p.relative for p in parameters if p.route == route and p.relative is not None]
-        count = sum(p.route == route for p in parameters)
-        spread = (
-            f"median {np.median(found):.2g}, from {min(found):.2g} to {max(found):.2g}"
-            if found
-            else "no state"
-        )
-        lines.append(f"{route}: {count} parameters; update / weight: {spread}")
+        members = [p for p in parameters if p.route == route]
+        updates = [p.relative for p in members if p.relative is not None]
+        spread = "no state"
+        if updates:
+            median = np.median(updates)
+            spread = f"median {median:.2g}, from {min(updates):.2g} to {max(updates):.2g}"
+        lines.append(f"{route}: {len(members)} parameters; update / weight: {spread}")
     return "\n".join(lines)
-
-
-def _columns(spectra: Sequence[np.ndarray], show: Any, widths: tuple[int, ...]) -> str:
-    """Return the columns of a parameter's first matrix; blanks without one."""
-    texts = show(spectra[0]) if spectra else ("",) * len(widths)
-    return "".join(f"  {text:>{width}s}" for text, width in zip(texts, widths, strict=True))
 
 
 def plot_spectra(
     parameters: Sequence[ParameterUpdate], picture: str | os.PathLike[str], title: str = ""
 ) -> None:
-    """Draw the spectra of all matrices' weights and momenta, and the relative update of every parameter.
+    """Draw the spectra of all weights and momenta, and the relative update of every parameter.
 
     `parameters` are in the order of the model. The ending of `picture` determines its format.
 
@@ -115,27 +130,27 @@ def plot_spectra(
     if not matrices:
         raise PictureError("no parameter is a matrix: there are no spectra to draw")
     figure = Figure(figsize=(11.5, 3.6), layout="constrained")
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1))
-    _spectra(left, matrices, "weights", "Weights", "singular value / largest")
+    weights, momenta, updates = figure.subplots(1, 3, width_ratios=(1, 1, 1))
+    _draw_spectra(weights, matrices, "weights", "Weights", "singular value / largest")
     if any(p.momenta for p in matrices):
-        _spectra(middle, matrices, "momenta", "Momenta", "singular value / Frobenius norm")
-        middle.axhline(SHARE, color="0.4", linewidth=0.8, linestyle="--")
+        _draw_spectra(momenta, matrices, "momenta", "Momenta", "singular value / Frobenius norm")
+        momenta.axhline(SHARE, color="0.4", linewidth=0.8, linestyle="--")
     else:
-        middle.set_title("Momenta", fontsize="medium")
-        middle.text(
-            0.5, 0.5, "no optimizer state", transform=middle.transAxes, ha="center", color="0.4"
+        momenta.set_title("Momenta", fontsize="medium")
+        momenta.text(
+            0.5, 0.5, "no optimizer state", transform=momenta.transAxes, ha="center", color="0.4"
         )
-        middle.set_axis_off()
-    _updates(right, parameters)
+        momenta.set_axis_off()
+    _draw_updates(updates, parameters)
     if title:
         figure.suptitle(title, fontsize="medium")
     # One legend below all panels.
     routes = list(dict.fromkeys(p.route for p in parameters))
     handles = [
-        left.plot([], [], color=_COLORS.get(route, "0.3"), marker="o", markersize=4)[0]
+        weights.plot([], [], color=_COLORS.get(route, "0.3"), marker="o", markersize=4)[0]
         for route in routes
     ]
-    handles.append(left.plot([], [], color="0.4", linewidth=0.8, linestyle="--")[0])
+    handles.append(weights.plot([], [], color="0.4", linewidth=0.8, linestyle="--")[0])
     labels = [
         *(f"{route} (dark: first layers)" for route in routes),
         f"numerical rank counts above {SHARE:g}",
@@ -151,7 +166,7 @@ def plot_spectra(
     write(figure, picture)
 
 
-def _spectra(
+def _draw_spectra(
     axes: Any, matrices: Sequence[ParameterUpdate], kind: str, title: str, label: str
 ) -> None:
     """Draw one line per matrix; matrices of earlier layers are darker."""
@@ -161,13 +176,8 @@ def _spectra(
             norm = values[0] if kind == "weights" else np.sqrt((values**2).sum())
             if norm > 0:
                 x = np.arange(1, len(values) + 1) / len(values)
-                axes.plot(
-                    x,
-                    values / norm,
-                    color=_COLORS.get(parameter.route, "0.3"),
-                    alpha=shade,
-                    linewidth=1.1,
-                )
+                color = _COLORS.get(parameter.route, "0.3")
+                axes.plot(x, values / norm, color=color, alpha=shade, linewidth=1.1)
     axes.set_title(title, fontsize="medium")
     axes.set_xlabel("index / number of singular values")
     axes.set_ylabel(label)
@@ -177,17 +187,19 @@ def _spectra(
     axes.set_xlim(0, 1)
 
 
-def _updates(axes: Any, parameters: Sequence[ParameterUpdate]) -> None:
+def _draw_updates(axes: Any, parameters: Sequence[ParameterUpdate]) -> None:
     """Draw relative updates with their median, one row per route."""
     routes = list(dict.fromkeys(p.route for p in parameters))
     for row, route in enumerate(routes):
-        found = np.array([p.relative for p in parameters if p.route == route and p.relative])
-        if not len(found):
+        updates = np.array([p.relative for p in parameters if p.route == route and p.relative])
+        if not len(updates):
             continue
-        spread = np.linspace(-0.22, 0.22, len(found)) if len(found) > 1 else np.zeros(1)
         color = _COLORS.get(route, "0.3")
-        axes.plot(found, row + spread, "o", color=color, markersize=4, alpha=0.6, markeredgewidth=0)
-        median = float(np.median(found))
+        y = np.full(1, float(row))
+        if len(updates) > 1:  # spread over the row, so that points do not hide each other
+            y = row + np.linspace(-0.22, 0.22, len(updates))
+        axes.plot(updates, y, "o", color=color, markersize=4, alpha=0.6, markeredgewidth=0)
+        median = float(np.median(updates))
         axes.plot([median] * 2, [row - 0.32, row + 0.32], color=color, linewidth=1.6)
         mantissa, exponent = f"{median:.1e}".split("e")
         number = rf"${mantissa}\cdot 10^{{{int(exponent)}}}$"

@@ -13,43 +13,41 @@ from deepmd_muon.stability.check import Check, ModelCheck
 from deepmd_muon.stability.coverage import Coverage
 
 # Energies beyond these are cut off [eV].
-_LOWEST, _HIGHEST = -4.0, 6.0
+_LOWEST = -4.0
+_HIGHEST = 6.0
 
 
 def draw_check(check: Check, path: Path) -> None:
     """Draw and write the picture; curves are dotted at distances that do not occur in the data."""
     figure = Figure(figsize=(14.0, 3.4 * len(check.models)), layout="constrained")
     rows = figure.subplots(len(check.models), 4, squeeze=False)
-    for axes, model in zip(rows, check.models, strict=True):
-        axes[0].set_ylabel(f"{model.model}: {model.verdict.name}\nenergy [eV]", fontsize="small")
-        axes[1].set_ylabel("energy [eV]")
-        _scans(axes[0], check.coverage, model, "dimers", dimers=True)
-        _scans(axes[1], check.coverage, model, "moved in place", dimers=False)
-        _dynamics(axes[2], axes[3], model)
+    for (dimers, displaced, heat, closeness), model in zip(rows, check.models, strict=True):
+        dimers.set_ylabel(f"{model.model}: {model.verdict.name}\nenergy [eV]", fontsize="small")
+        displaced.set_ylabel("energy [eV]")
+        _draw_scans(dimers, check.coverage, model, "dimers", dimers=True)
+        _draw_scans(displaced, check.coverage, model, "moved in place", dimers=False)
+        _draw_dynamics(heat, closeness, model)
     write(figure, path)
 
 
-def _scans(axes: Any, coverage: Coverage, model: ModelCheck, title: str, *, dimers: bool) -> None:
+def _draw_scans(
+    axes: Any, coverage: Coverage, model: ModelCheck, title: str, *, dimers: bool
+) -> None:
     for number, pair in enumerate(coverage.pairs):
         label: str | None = coverage.name(pair)
         for curve in model.curves:
             if set(curve.pair) != set(pair) or (curve.kind == "dimer") != dimers:
                 continue
             color = f"C{number % 10}"
-            known = np.where(curve.outside, np.nan, curve.energy)
+            inside = np.where(curve.outside, np.nan, curve.energy)
             axes.plot(curve.distance, curve.energy, color=color, linestyle=":", linewidth=0.9)
-            axes.plot(curve.distance, known, color=color, linewidth=1.2, label=label)
-            label = None
+            axes.plot(curve.distance, inside, color=color, linewidth=1.2, label=label)
+            label = None  # once in the legend
             for feature in curve.features:
                 if feature.verdict:
-                    at = curve.energy[np.abs(curve.distance - feature.distance).argmin()]
-                    axes.plot(
-                        feature.distance,
-                        np.clip(at, _LOWEST, _HIGHEST),
-                        "v",
-                        color=color,
-                        markersize=5,
-                    )
+                    nearest = np.abs(curve.distance - feature.distance).argmin()
+                    energy = np.clip(curve.energy[nearest], _LOWEST, _HIGHEST)
+                    axes.plot(feature.distance, energy, "v", color=color, markersize=5)
     axes.set_ylim(_LOWEST, _HIGHEST)
     axes.set_title(title, fontsize="medium")
     axes.set_xlabel("distance [Å]; dotted: not in the data")
@@ -57,7 +55,7 @@ def _scans(axes: Any, coverage: Coverage, model: ModelCheck, title: str, *, dime
         axes.legend(fontsize="x-small")
 
 
-def _dynamics(heat: Any, closeness: Any, model: ModelCheck) -> None:
+def _draw_dynamics(heat: Any, closeness: Any, model: ModelCheck) -> None:
     run = model.dynamics
     heat.plot(run.times, np.array(run.heat), linewidth=0.8)
     heat.axhline(run.temperature, color="0.5", linestyle=":", linewidth=0.8)

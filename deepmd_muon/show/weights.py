@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,16 +46,17 @@ def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpda
     groups = optimizer.get("param_groups", [])
     if not groups or not all(group.get("param_names") for group in groups):
         raise ShowError(
-            f"{path} holds no optimizer state with names of parameters; take a checkpoint of this package"
+            f"{path} holds no optimizer state with names of parameters; take a checkpoint of this "
+            "package"
         )
     weights = _weights(checkpoint["model"])
     # A checkpoint lists deepmd-kit's parameters; our models lack the empty ones among them.
     optimizer = in_own_order(in_own_names(optimizer), list(weights))
-    found = []
+    updates = []
     for group in optimizer["param_groups"]:
         if "routes" in group:
             entries = list(RouteTable.from_manifest([group]))
-        else:
+        else:  # Adam or AdamW of torch
             route: Any = "adamw" if group.get("decoupled_weight_decay") else "adam"
             names = [canonical_name(name) for name in group["param_names"]]
             entries = [
@@ -65,21 +65,22 @@ def _parameters(checkpoint: Mapping[str, Any], path: Path) -> list[ParameterUpda
             ]
         for entry, key in zip(entries, group["params"], strict=True):
             state = optimizer["state"].get(key, {})
-            found.append(_parameter(entry, weights[entry.name].double(), state, group))
-    return found
+            updates.append(_parameter(entry, weights[entry.name].double(), state, group))
+    return updates
 
 
 def _weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights of a model by name; those of several branches by branch.name, like their parameters."""
+    """Return the weights of a model by name; with several branches, by branch.name."""
     from deepmd_muon.model.deepmd_kit import from_deepmd_kit, saved_branches
 
     branches = dict.fromkeys(saved_branches(state).values())
     if not branches:
         return dict(from_deepmd_kit(state)[1])
-    found = {branch: from_deepmd_kit(state, branch)[1] for branch in branches}
-    return {
-        f"{branch}.{name}": x for branch, weights in found.items() for name, x in weights.items()
-    }
+    weights = {}
+    for branch in branches:
+        _, branch_weights = from_deepmd_kit(state, branch)
+        weights.update({f"{branch}.{name}": x for name, x in branch_weights.items()})
+    return weights
 
 
 def _parameter(
@@ -88,21 +89,20 @@ def _parameter(
     from deepmd_muon.show.spectra import ParameterUpdate
 
     momentum = state.get("momentum_buffer", state.get("exp_avg"))
-    update = None
-    if momentum is not None:
-        update = (
-            _muon_update(entry, weight, state, group)
-            if entry.route == "muon"
-            else _adam_update(state, group)
-        )
+    if momentum is None:
+        update = None
+    elif entry.route == "muon":
+        update = _muon_update(entry, weight, state, group)
+    else:
+        update = _adam_update(state, group)
     return ParameterUpdate(
-        entry.name,
-        entry.route,
-        entry.shape,
-        _spectra(entry, weight),
-        _spectra(entry, momentum) if momentum is not None else (),
-        _rms(weight),
-        update,
+        name=entry.name,
+        route=entry.route,
+        shape=entry.shape,
+        weights=_spectra(entry, weight),
+        momenta=() if momentum is None else _spectra(entry, momentum),
+        rms=_rms(weight),
+        update=update,
     )
 
 
@@ -111,7 +111,10 @@ def _rms(x: Tensor) -> float:
 
 
 def _spectra(entry: RouteEntry, x: Tensor) -> tuple[np.ndarray, ...]:
-    """Return the singular values of every matrix that Muon orthogonalizes, or of a 2-D tensor on an Adam route."""
+    """Return the singular values of every matrix that Muon orthogonalizes.
+
+    On an Adam route, a 2-D tensor is one matrix.
+    """
     x = x.double()
     if entry.view is not None:
         matrices = [matrix for block in entry.view.cut(x) for matrix in block]
@@ -123,7 +126,7 @@ def _spectra(entry: RouteEntry, x: Tensor) -> tuple[np.ndarray, ...]:
 
 
 def _settings(group: Mapping[str, Any]) -> HybridMuonConfig:
-    """Return HybridMuon's settings of a group; settings that an earlier release lacked have their defaults."""
+    """Return HybridMuon's settings of a group; those that it lacks have their defaults."""
     from deepmd_muon.optim import HybridMuonConfig
     from deepmd_muon.optim.routing.group_settings import group_settings
 
@@ -133,21 +136,24 @@ def _settings(group: Mapping[str, Any]) -> HybridMuonConfig:
 def _muon_update(
     entry: RouteEntry, weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
 ) -> float:
-    """Return the RMS of lr · scaled polar factors of the momentum; Nesterov's form would need a gradient."""
+    """Return the RMS of the learning rate times the scaled polar factors of the momentum.
+
+    Nesterov's form would need a gradient, which no checkpoint holds.
+    """
     from deepmd_muon.optim.rules.registry import matrix_rules, tensors_of
     from deepmd_muon.optim.update.muon import polar_factors, scaled
 
     assert entry.view is not None
     settings = _settings(group)
     rules = [rule for rule in matrix_rules(settings) if rule.tensors().keys() <= state.keys()]
-    of_blocks = {
+    block_state = {
         key: tensor.cut(state[key].float(), entry.view) for key, tensor in tensors_of(rules).items()
     }
     directions: Sequence[Tensor] = entry.view.cut(state["momentum_buffer"].float())
     for rule in rules:
-        directions, _ = rule.prepare(directions, directions, of_blocks)
+        directions, _ = rule.prepare(directions, directions, block_state)
     updates: Sequence[Tensor] = scaled(
-        polar_factors(directions, settings), of_blocks, rules, settings
+        polar_factors(directions, settings), block_state, rules, settings
     )
     for rule in rules:
         if "weight" in rule.inputs:
@@ -157,16 +163,17 @@ def _muon_update(
 
 def _adam_update(state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
     """Return the RMS of Adam's step from its present moments."""
+    lr = float(group["lr"])
     if "routes" in group:
         settings = _settings(group)
-        betas, eps, ratio = (
-            (settings.adam_beta1, settings.adam_beta2),
-            settings.adam_eps,
-            settings.adam_lr_ratio or 1.0,
-        )
+        beta1 = settings.adam_beta1
+        beta2 = settings.adam_beta2
+        eps = settings.adam_eps
+        lr *= settings.adam_lr_ratio or 1.0
     else:
-        betas, eps, ratio = group["betas"], group["eps"], 1.0
+        beta1, beta2 = group["betas"]
+        eps = group["eps"]
     step = max(1.0, float(state["step"]))
-    mean = state["exp_avg"].double() / (1 - betas[0] ** step)
-    deviation = (state["exp_avg_sq"].double() / (1 - betas[1] ** step)).sqrt()
-    return float(group["lr"]) * ratio * math.sqrt(float((mean / (deviation + eps)).square().mean()))
+    mean = state["exp_avg"].double() / (1 - beta1**step)
+    deviation = (state["exp_avg_sq"].double() / (1 - beta2**step)).sqrt()
+    return lr * _rms(mean / (deviation + eps))

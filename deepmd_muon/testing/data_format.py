@@ -48,24 +48,84 @@ class DataFormatChecks:
         content = largest.read_bytes()
         largest.write_bytes(content[: 2 * len(content) // 3])
 
+    # ----- tests ---------------------------------------------------------------------------------
+
+    def test_a_system_is_read_back(self) -> None:
+        """Periodic with a virial, and a molecule without."""
+        for box in (True, False):
+            expected = self.system(["O", "H", "H"], 5, 1, box=box, virial=box)
+            with self.written(expected) as path:
+                (actual,) = open_systems(str(path))
+                self.assert_equal(actual, expected)
+
+    def test_several_systems_are_read_back(self) -> None:
+        """Systems of other compositions and numbers of atoms, in one path."""
+        systems = [
+            self.system(["O", "H", "H"], 4, 1, box=True, virial=True),
+            self.system(["C", "O"], 3, 2, box=True, virial=True),
+        ]
+        with self.written(*systems) as path:
+            by_natoms = {system.natoms: system for system in open_systems(str(path))}
+            assert sorted(by_natoms) == [2, 3]
+            for expected in systems:
+                self.assert_equal(by_natoms[expected.natoms], expected)
+
+    def test_frames_in_any_order(self) -> None:
+        """One frame, several, and the same twice."""
+        expected = self.system(["O", "H", "H"], 6, 3, box=True, virial=True)
+        with self.written(expected) as path:
+            (actual,) = open_systems(str(path))
+            for rows in ([4], [5, 0, 3], [2, 2, 1]):
+                self._compare(actual.frames(np.array(rows)), expected.frames(np.array(rows)))
+
+    def test_types_follow_the_type_map(self) -> None:
+        """The numbers of types are those of the type map that a model asks for."""
+        system = self.system(["O", "H", "H"], 2, 4, box=True, virial=False)
+        with self.written(system) as path:
+            (actual,) = open_systems(str(path), type_map=["H", "C", "O"])
+            assert actual.frames(np.array([0])).atype.tolist() == [[2, 0, 0]]
+            self._assert_refused(lambda: open_systems(str(path), type_map=["H", "C"]))
+
+    def test_a_pickled_system_reads_the_same(self) -> None:
+        """Processes that find neighbours get pickled systems."""
+        expected = self.system(["O", "H", "H"], 4, 5, box=True, virial=True)
+        with self.written(expected) as path:
+            (actual,) = open_systems(str(path))
+            self.assert_equal(pickle.loads(pickle.dumps(actual)), expected)
+
+    def test_damage_is_an_error(self) -> None:
+        """A file that ends too early, or has gone, is a DataError and never other numbers."""
+        system = self.system(["O", "H", "H"], 40, 6, box=True, virial=True)
+
+        def read_all() -> None:
+            for opened in open_systems(str(path)):
+                opened.frames(np.arange(opened.nframes))
+
+        with self.written(system) as path:
+            self.damage(path)
+            self._assert_refused(read_all)
+        self._assert_refused(read_all, SystemNotFoundError)
+
+    # ----- what the tests share ------------------------------------------------------------------
+
     @staticmethod
     def system(
         elements: Sequence[str], nframes: int, seed: int, *, box: bool, virial: bool
     ) -> System:
         """Return a system of random frames with energies and forces."""
-        random, natoms = np.random.default_rng(seed), len(elements)
+        random = np.random.default_rng(seed)
+        natoms = len(elements)
         arrays = {
             "coord": random.uniform(0, 9, (nframes, 3 * natoms)),
             "energy": random.normal(-50.0, 1.0, (nframes, 1)),
             "force": random.normal(size=(nframes, 3 * natoms)),
         }
         if box:
-            arrays["box"] = (9 * np.eye(3) + random.uniform(0, 0.5, (nframes, 3, 3))).reshape(
-                nframes, 9
-            )
+            cells = 9 * np.eye(3) + random.uniform(0, 0.5, (nframes, 3, 3))
+            arrays["box"] = cells.reshape(nframes, 9)
         if virial:
-            symmetric = random.normal(size=(nframes, 3, 3))
-            arrays["virial"] = (symmetric + symmetric.swapaxes(1, 2)).reshape(nframes, 9)
+            square = random.normal(size=(nframes, 3, 3))
+            arrays["virial"] = (square + square.swapaxes(1, 2)).reshape(nframes, 9)
         return System(MemoryStore(f"system {seed}", elements, [arrays], pbc=box))
 
     @contextmanager
@@ -76,86 +136,35 @@ class DataFormatChecks:
             self.write(systems, path)
             yield path
 
-    def assert_equal(self, found: System, wanted: System) -> None:
+    def assert_equal(self, actual: System, expected: System) -> None:
         """Compare all frames of two systems; types are compared by their elements."""
-        assert (found.nframes, found.natoms, found.pbc) == (
-            wanted.nframes,
-            wanted.natoms,
-            wanted.pbc,
-        )
-        one, other = (system.frames(np.arange(system.nframes)) for system in (found, wanted))
-        assert self._elements(found, one) == self._elements(wanted, other)
+        assert actual.nframes == expected.nframes
+        assert actual.natoms == expected.natoms
+        assert actual.pbc == expected.pbc
+        actual_frames = actual.frames(np.arange(actual.nframes))
+        expected_frames = expected.frames(np.arange(expected.nframes))
+        assert _elements(actual, actual_frames) == _elements(expected, expected_frames)
+        self._compare(actual_frames, expected_frames)
+
+    def _compare(self, actual: Frames, expected: Frames) -> None:
+        """Compare all quantities of frames."""
         for name in QUANTITIES:
-            self._compare(name, getattr(one, name), getattr(other, name))
+            actual_array = getattr(actual, name)
+            expected_array = getattr(expected, name)
+            assert (actual_array is None) == (expected_array is None), name
+            if expected_array is not None:
+                largest = float(np.abs(expected_array).max())
+                np.testing.assert_allclose(
+                    actual_array,
+                    expected_array,
+                    rtol=0,
+                    atol=self.tolerance * largest,
+                    err_msg=name,
+                )
 
     @staticmethod
-    def _elements(system: System, frames: Frames) -> list[list[str]]:
-        assert system.type_map is not None
-        return [[system.type_map[kind] for kind in row] for row in frames.atype]
-
-    def _compare(self, name: str, found: np.ndarray | None, wanted: np.ndarray | None) -> None:
-        assert (found is None) == (wanted is None), name
-        if found is not None and wanted is not None:
-            largest = float(np.abs(wanted).max())
-            np.testing.assert_allclose(
-                found, wanted, rtol=0, atol=self.tolerance * largest, err_msg=name
-            )
-
-    def test_a_system_is_read_back(self) -> None:
-        """Periodic with a virial, and a molecule without."""
-        for box in (True, False):
-            wanted = self.system(["O", "H", "H"], 5, 1, box=box, virial=box)
-            with self.written(wanted) as path:
-                (found,) = open_systems(str(path))
-                self.assert_equal(found, wanted)
-
-    def test_several_systems_are_read_back(self) -> None:
-        """Systems of other compositions and numbers of atoms, in one path."""
-        systems = [
-            self.system(["O", "H", "H"], 4, 1, box=True, virial=True),
-            self.system(["C", "O"], 3, 2, box=True, virial=True),
-        ]
-        with self.written(*systems) as path:
-            found = {system.natoms: system for system in open_systems(str(path))}
-            assert sorted(found) == [2, 3]
-            for wanted in systems:
-                self.assert_equal(found[wanted.natoms], wanted)
-
-    def test_frames_in_any_order(self) -> None:
-        """One frame, several, and the same twice."""
-        wanted = self.system(["O", "H", "H"], 6, 3, box=True, virial=True)
-        with self.written(wanted) as path:
-            (found,) = open_systems(str(path))
-            for rows in ([4], [5, 0, 3], [2, 2, 1]):
-                one, other = found.frames(np.array(rows)), wanted.frames(np.array(rows))
-                for name in QUANTITIES:
-                    self._compare(name, getattr(one, name), getattr(other, name))
-
-    def test_types_follow_the_type_map(self) -> None:
-        """The numbers of types are those of the type map that a model asks for."""
-        wanted = self.system(["O", "H", "H"], 2, 4, box=True, virial=False)
-        with self.written(wanted) as path:
-            (found,) = open_systems(str(path), type_map=["H", "C", "O"])
-            assert found.frames(np.array([0])).atype.tolist() == [[2, 0, 0]]
-            self._refuses(lambda: open_systems(str(path), type_map=["H", "C"]))
-
-    def test_a_pickled_system_reads_the_same(self) -> None:
-        """Processes that find neighbours get pickled systems."""
-        wanted = self.system(["O", "H", "H"], 4, 5, box=True, virial=True)
-        with self.written(wanted) as path:
-            (found,) = open_systems(str(path))
-            self.assert_equal(pickle.loads(pickle.dumps(found)), wanted)
-
-    def test_damage_is_an_error(self) -> None:
-        """A file that ends too early, or has gone, is a DataError and never other numbers."""
-        wanted = self.system(["O", "H", "H"], 40, 6, box=True, virial=True)
-        with self.written(wanted) as path:
-            self.damage(path)
-            self._refuses(lambda: [s.frames(np.arange(s.nframes)) for s in open_systems(str(path))])
-        self._refuses(lambda: open_systems(str(path)), SystemNotFoundError)
-
-    @staticmethod
-    def _refuses(read: Callable[[], object], kind: type[DataError] = DataError) -> None:
+    def _assert_refused(read: Callable[[], object], kind: type[DataError] = DataError) -> None:
+        # Not `pytest.raises`: users of the package need not have pytest.
         message = None
         try:
             read()
@@ -163,3 +172,8 @@ class DataFormatChecks:
             message = str(error)
         assert message is not None, f"no {kind.__name__} was raised"
         assert message, "the error has no text"
+
+
+def _elements(system: System, frames: Frames) -> list[list[str]]:
+    assert system.type_map is not None
+    return [[system.type_map[kind] for kind in row] for row in frames.atype]

@@ -6,7 +6,8 @@ import jsonschema
 import pytest
 
 from deepmd_muon.argcheck import normalize
-from deepmd_muon.argcheck.document import json_schema, reference
+from deepmd_muon.argcheck.document import reference
+from deepmd_muon.argcheck.json_schema import json_schema
 from deepmd_muon.argcheck.schema import tree
 from deepmd_muon.argcheck.settings import Settings
 
@@ -22,19 +23,17 @@ def keys_below(key):
 
 
 def test_the_page_in_doc_is_up_to_date():
-    assert REFERENCE.read_text(encoding="utf-8") == reference("md"), (
+    assert REFERENCE.read_text(encoding="utf-8") == reference(), (
         "write it anew: python -m deepmd_muon.argcheck.document > doc/input-reference.md"
     )
 
 
-@pytest.mark.parametrize("format", ["rst", "md", "text"])
-def test_every_key_is_described(format):
-    text = " ".join(reference(format).split())
-    mark = {"rst": "``{}``", "md": "**`{}`**", "text": "{}:"}[format]
+def test_every_key_is_described():
+    text = " ".join(reference().split())
     keys = list(keys_below(tree(Settings)))
     assert len({key.name for key in keys}) > 90
     for key in keys:
-        assert key.is_section or mark.format(key.name) in text
+        assert key.is_section or f"**`{key.name}`**" in text
         assert len(key.setting.doc) > 10, key.name
 
 
@@ -42,19 +41,11 @@ def test_an_entry():
     assert (
         "- **`axis_neuron`** (a whole number; ≥ 1 and ≤ 65536; default 4; also `n_axis_neuron`)  \n"
         "  Number of columns of the embedding matrix that the descriptor multiplies the whole matrix with.\n"
-    ) in reference("md")
-    assert (
-        'muon_mode: one of "2d", "flat", "slice", in any case; default "slice"\n    How a parameter is viewed'
-    ) in reference("text")
-    assert '- **`type`** (only "ener", default "ener")' in reference("md")
-    assert '- **`type`** (one of "exp", "cosine", "wsd", default "exp")' in reference("md")
-    assert "\ntraining\n--------\n" in reference("rst")
-    assert "\n\n\n" not in reference("md")
-
-
-def test_an_unknown_format_is_refused():
-    with pytest.raises(ValueError, match="format must be one of rst, md, text; found 'html'"):
-        reference("html")
+    ) in reference()
+    assert '- **`type`** (only "ener", default "ener")' in reference()
+    assert '- **`type`** (one of "exp", "cosine", "wsd", default "exp")' in reference()
+    assert "\n## training\n" in reference()
+    assert "\n\n\n" not in reference()
 
 
 @pytest.fixture(scope="module")

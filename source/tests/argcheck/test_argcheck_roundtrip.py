@@ -4,13 +4,12 @@ import json
 
 import jsonschema
 import pytest
+from dargs import Argument
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepmd_muon.argcheck import dump, load, normalize
-from deepmd_muon.argcheck.document import json_schema
-from deepmd_muon.argcheck.schema import tree
-from deepmd_muon.argcheck.settings import Settings
+from deepmd_muon.argcheck import dump, gen_args, load, normalize
+from deepmd_muon.argcheck.json_schema import json_schema
 
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())
 
@@ -177,7 +176,7 @@ def test_normalising_twice_is_normalising_once(given_input):
 def test_every_normalised_input_satisfies_both_schemas(given_input):
     normalized = normalize(given_input).normalized
     assert [error.message for error in VALIDATOR.iter_errors(normalized)] == []
-    tree(Settings).check_value(normalized, strict=True)
+    Argument("base", dict, gen_args()).check_value(normalized, strict=True)
 
 
 def test_through_files(tmp_path, water):
@@ -200,4 +199,4 @@ def test_dargs_agrees_about_a_wrong_value(water, path):
         place = place[name]
     place[key] = "wrong"
     with pytest.raises(Exception, match="wrong value type"):
-        tree(Settings).check_value(normalized, strict=True)
+        Argument("base", dict, gen_args()).check_value(normalized, strict=True)

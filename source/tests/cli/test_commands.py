@@ -339,3 +339,10 @@ def test_reference_of_the_input(capsys):
     assert main(["doc-train-input", "--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert {"model", "training", "learning_rate"} <= set(schema["properties"])
+
+
+@pytest.mark.parametrize("form", ["rst", "text"])
+def test_removed_forms_of_the_reference_are_answered_by_name(form, capsys):
+    with pytest.raises(SystemExit):
+        main(["doc-train-input", "--out-type", form])
+    assert f"{form} is no longer written" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 from forked import run_script
 
 from deepmd_muon.argcheck import InputError, Problem
-from deepmd_muon.deepmd_kit.activation import ActivationError, activate, wanted
+from deepmd_muon.deepmd_kit.activation import ActivationError, activate, is_requested
 from deepmd_muon.deepmd_kit.trainer import UnsupportedDeepmdKitError, extend
 
 ROOT = Path(__file__).parents[3]
@@ -66,12 +66,12 @@ def look(tmp_path):
     ("value", "meaning"), [(None, False), ("", False), ("0", False), ("1", True)]
 )
 def test_the_variable_decides(value, meaning):
-    assert wanted({} if value is None else {"DEEPMD_MUON": value}) is meaning
+    assert is_requested({} if value is None else {"DEEPMD_MUON": value}) is meaning
 
 
 def test_another_value_is_refused():
     with pytest.raises(ActivationError, match="'yes'"):
-        wanted({"DEEPMD_MUON": "yes"})
+        is_requested({"DEEPMD_MUON": "yes"})
 
 
 def test_nothing_changes_unless_asked_for(look):

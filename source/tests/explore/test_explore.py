@@ -346,7 +346,7 @@ def test_the_reference_page_is_that_of_the_settings():
     from deepmd_muon.argcheck.document import reference_of
 
     page = Path(__file__).parents[3] / "doc" / "explore-reference.md"
-    assert page.read_text() == reference_of(ExploreSettings, "Input of dp explore", "md")
+    assert page.read_text() == reference_of(ExploreSettings, "Input of dp explore")
 
 
 def test_the_example_is_accepted_and_is_that_of_the_tutorial():

@@ -32,6 +32,7 @@ from deepmd_muon.model.deepmd_kit import (
 from deepmd_muon.model.errors import BranchError
 from deepmd_muon.model.nn.networks import Layer, Network, Stream
 from deepmd_muon.model.registry import DESCRIPTORS
+from deepmd_muon.registry import NameTakenError
 from deepmd_muon.setting import setting
 
 STRUCTURES = read_fixture()["structures"]
@@ -496,11 +497,11 @@ def test_a_third_party_descriptor_runs_and_trains():
 def test_a_taken_name_is_refused():
     own = {"settings": MeanDistanceSettings, "module": MeanDistance}
     register_descriptor("mean_distance", **own)  # again the same
-    with pytest.raises(ModelError, match=r"'se_e2_a' is taken by .*SeE2A"):
+    with pytest.raises(NameTakenError, match=r"'se_e2_a' is taken by .*SeE2A"):
         register_descriptor("se_e2_a", **own)
-    with pytest.raises(ModelError, match=r"'se_a' is taken by .*SeE2A"):
+    with pytest.raises(NameTakenError, match=r"'se_a' is taken by .*SeE2A"):
         register_descriptor("another", **own, aliases=("se_a",))
-    with pytest.raises(ModelError, match="'ener' is taken"):
+    with pytest.raises(NameTakenError, match="'ener' is taken"):
         register_fitting("ener", **own)
 
 

@@ -89,7 +89,7 @@ TORCH_FREE = {
     ),
 }
 # Every room may import these, in this order; they import nothing else of the package.
-GROUND = ("setting", "section", "coverage")
+GROUND = ("setting", "section", "coverage", "registry")
 THIRD_PARTY = {
     "argcheck": {"dargs", "yaml"},
     "data": {

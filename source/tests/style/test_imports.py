@@ -9,7 +9,12 @@ from import_graph import PACKAGE, circles_of, imports_of, layer_of, modules_of, 
 # From the ground up: a file imports files of its own layer and of those above this line of the list.
 LAYERS = (
     *("deepmd_muon.setting", "deepmd_muon.section", "deepmd_muon.files", "deepmd_muon.failures"),
-    *("deepmd_muon.label_keys", "deepmd_muon.collector", "deepmd_muon.coverage"),
+    *(
+        "deepmd_muon.label_keys",
+        "deepmd_muon.collector",
+        "deepmd_muon.coverage",
+        "deepmd_muon.registry",
+    ),
     *(
         "deepmd_muon.optim.errors",
         "deepmd_muon.optim.sharded_config",

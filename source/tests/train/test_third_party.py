@@ -131,7 +131,7 @@ def test_its_settings_are_checked_and_documented(small_input):
         "model/descriptor/powers/0",
         "model/descriptor/rcutt",
     }
-    assert "Exponents of 1 − r/rcut." in reference("text")
+    assert "Exponents of 1 − r/rcut." in reference()
 
 
 def test_it_trains_restarts_and_predicts(small_input, check_restart):
@@ -190,7 +190,7 @@ def test_an_optimizer_is_checked_and_documented_like_the_others(small_input):
         "optimizer/decay",
         "optimizer/dekay",
     }
-    assert "Decay of the momentum, β of the average." in reference("text")
+    assert "Decay of the momentum, β of the average." in reference()
     assert "SignedMomentum" in json.dumps(json_schema())
     for name, settings in (("Adam", SignSettings), ("mine", SignedMomentum)):
         with pytest.raises(InvalidSettingError, match="register_optimizer"):
