@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepmd_muon.data.checks.pair_fit import MOST_PAIRS, NearPairs, PairFit, pairs_to_try
+from deepmd_muon.data.checks.near_pairs import MOST_PAIRS, NearPairs, pairs_to_try
+from deepmd_muon.data.checks.pair_fit import PairFit
 from deepmd_muon.data.checks.scan import (
     Scanned,
     chosen_systems,
@@ -23,7 +24,7 @@ from deepmd_muon.data.checks.scan import (
     scan,
     share_of,
 )
-from deepmd_muon.data.checks.systems import differing_systems
+from deepmd_muon.data.checks.systems import FittedSystem, differing_systems
 from deepmd_muon.data.checks.units import (
     ENERGY_UNITS,
     POSITION_UNITS,
@@ -221,12 +222,12 @@ class _Looked:
     of_positions: tuple[str, ...]
     of_labels: tuple[str, ...]
 
-    def fitted(self, *, usable: bool) -> tuple[System, Frames, PairFit | None]:
+    def fitted(self, *, usable: bool) -> FittedSystem:
         """Return what is compared with other systems; no potential if it is not usable."""
         sample = self.sample
         # Frames that hardly move need other parts of φ than those of other systems.
         fit = sample.fit if usable and not sample.hardly_moves else None
-        return sample.system, sample.frames, fit
+        return FittedSystem(sample.system, sample.frames, fit)
 
 
 @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # labels may be absurdly large
@@ -746,7 +747,7 @@ def _of_stiffness(sample: Sample, fit: PairFit, pairs: NearPairs) -> Iterator[st
     a, b = kind[:, pairs.distance[near].argmin()].tolist()
     lengths = pairs.distance[near[(kind[0] == a) & (kind[1] == b)]]
     length = float(np.median(lengths))
-    slope, stiffness = fit.slope_and_stiffness((a, b), length)
+    slope, stiffness = fit.elasticity((a, b), length)
     share = stiffness / _usual_stiffness(length)
     radii = sum(COVALENT_RADII.get(names[t], np.nan) for t in (a, b)) if names else np.nan
     pressed = -slope > _AT_REST * stiffness
@@ -758,7 +759,7 @@ def _of_stiffness(sample: Sample, fit: PairFit, pairs: NearPairs) -> Iterator[st
     elif 0 < share < _SOFT and fit.explained > 0.8 and length < _BONDED * radii:
         # Stretched bonds go through zero on their way to a negative curvature; compressed ones do not.
         short = float(np.quantile(lengths, 0.05))
-        if fit.slope_and_stiffness((a, b), short)[1] > _SOFT * _usual_stiffness(short):
+        if fit.elasticity((a, b), short).stiffness > _SOFT * _usual_stiffness(short):
             return
         yield (
             f"bonds of {length:.2f} Å are {share:.4f} times as stiff as is usual: energies and forces in Hartree and "

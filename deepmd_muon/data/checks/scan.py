@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepmd_muon.data.checks.close_atoms import close_pairs
-from deepmd_muon.data.checks.pair_fit import MOST_PAIRS, NearPairs, pairs_to_try
+from deepmd_muon.data.checks.near_pairs import MOST_PAIRS, NearPairs, pairs_to_try
 from deepmd_muon.data.checks.structures import same_structure, structure_keys, tolerance
 from deepmd_muon.data.checks.words import frame_words
 from deepmd_muon.data.elements import COVALENT_RADII

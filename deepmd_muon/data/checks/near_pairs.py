@@ -1,0 +1,150 @@
+"""All pairs of near atoms in some frames, each once, found by comparing every pair of atoms in every near cell.
+
+The distances of all pairs over all cells are one product of matrices: with a the nearest vector of a pair along each
+cell vector and s the translation of a cell, |a + s|² = (2s, |s|², 1) · (a, 1, |a|²).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from deepmd_muon.data.frames import Frames
+
+#: Cut-off [Å]. Cells of liquids have more than twice this, which spares their images.
+RCUT = 4.5
+#: Pairs of atoms times images times frames that one system may cost.
+MOST_PAIRS = 3_000_000
+# Pairs that are compared at once: few enough for the caches, enough to make Python's share small.
+_AT_ONCE = 30_000
+# Multiplications up to which OpenBLAS takes one thread. Threads that check systems side by side would wait for more.
+_ONE_THREAD = 1 << 18
+
+
+@dataclass(frozen=True)
+class NearPairs:
+    """Pairs of atoms of some frames within `RCUT`, each once, images included."""
+
+    frame: np.ndarray  # (npairs,)
+    i: np.ndarray  # (npairs,)
+    j: np.ndarray  # (npairs,)
+    vector: np.ndarray  # (npairs, 3) [Å], from i to j
+    distance: np.ndarray  # (npairs,) [Å]
+
+    @classmethod
+    def of(cls, frames: Frames) -> NearPairs:
+        """Find the pairs of frames, whose cells have a volume; the caller has checked `pairs_to_try`."""
+        inverse = None if frames.box is None else np.linalg.inv(frames.box)
+        parts = []
+        for k in range(frames.nframes):
+            real = np.flatnonzero(frames.atype[k] >= 0)
+            i, j, vector = _pairs_of_frame(
+                points=frames.coord[k][real],
+                box=None if frames.box is None else frames.box[k],
+                inverse=None if inverse is None else inverse[k],
+            )
+            parts.append((real.take(i), real.take(j), vector))
+        i, j, vector = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        frame = np.repeat(np.arange(len(parts)), [len(i_part) for i_part, _, _ in parts])
+        return cls(frame, i, j, vector, np.sqrt((vector**2).sum(axis=1)))
+
+
+def pairs_to_try(natoms: int, box: np.ndarray | None) -> float:
+    """Count the pairs of atoms and images that `NearPairs` compares in the frame that has most of them."""
+    if box is None:
+        return float(natoms**2)
+    images = (2.0 * _reach(np.linalg.inv(box)) + 1.0).prod(axis=-1).max()
+    return float(natoms**2 * images)
+
+
+def _reach(inverse: np.ndarray) -> np.ndarray:
+    """Return the cells beyond the nearest image that may bring an atom within `RCUT`, along each axis `(…, 3)`.
+
+    Columns of `inverse` are 1 / height of the cell.
+    """
+    return np.asarray(np.floor(RCUT * np.linalg.norm(inverse, axis=-2) + (0.5 + 1e-9)))
+
+
+def _pairs_of_frame(
+    points: np.ndarray, box: np.ndarray | None, inverse: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return i, j and vectors [Å] of the near pairs of atoms `(natoms, 3)`; `inverse` is the inverse of the cell."""
+    first, second = _atom_pairs(len(points))
+    nearest = _nearest_vectors(points, box, inverse)
+    translations = np.zeros((1, 3))
+    if box is not None and inverse is not None:
+        translations = _cells_within(*_reach(inverse).tolist()) @ box
+    # The right factor of the product: columns (a, 1, |a|²).
+    columns = np.ones((5, len(first)))
+    columns[:3] = nearest
+    columns[4] = np.einsum("cp,cp->p", nearest, nearest)
+
+    with_itself = np.flatnonzero(first == second)
+    middle = len(translations) // 2
+    i_parts = []
+    j_parts = []
+    vector_parts = []
+    step = max(1, _AT_ONCE // max(1, len(first)))
+    for begin in range(0, len(translations), step):
+        some = translations[begin : begin + step]
+        squared = _squared_lengths(columns, some)
+        # An atom meets its images at opposite translations s and −s: it takes one of each two. The translation in the
+        # middle, 0, leads to itself.
+        squared[: max(0, middle + 1 - begin), with_itself] = np.inf
+        # `np.nonzero` takes ten times as long for two axes, and `np.divmod` longer than two operations.
+        place = np.flatnonzero(squared < RCUT**2)
+        cell = place // len(first)
+        pair = place - cell * len(first)
+        i_parts.append(first.take(pair))
+        j_parts.append(second.take(pair))
+        vector_parts.append(nearest.take(pair, axis=1).T + some.take(cell, axis=0))
+    return np.concatenate(i_parts), np.concatenate(j_parts), np.concatenate(vector_parts)
+
+
+@lru_cache(maxsize=4)  # the frames of a system have the same number of atoms
+def _atom_pairs(natoms: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return i ≤ j of all pairs of so many atoms, an atom with itself included, sorted by j."""
+    second, first = np.tril_indices(natoms)
+    return first, second
+
+
+@lru_cache(maxsize=64)
+def _cells_within(*reach: float) -> np.ndarray:
+    """Return the numbers of all cells at most so far along each axis, (ncells, 3); zero is in the middle."""
+    axes = (np.arange(-n, n + 1) for n in reach)
+    return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, 3)
+
+
+def _nearest_vectors(
+    points: np.ndarray, box: np.ndarray | None, inverse: np.ndarray | None
+) -> np.ndarray:
+    """Return the vectors of the pairs of `_atom_pairs`, nearest along each cell vector, (3, npairs) [Å].
+
+    Rows are components: numpy gathers and rounds long rows four times faster than short ones.
+    """
+    first, second = _atom_pairs(len(points))
+    fractions = points if inverse is None else points @ inverse
+    vectors = np.empty((3, len(first)))
+    for axis in range(3):
+        column = fractions[:, axis]
+        np.subtract(column.take(second), column.take(first), out=vectors[axis])
+    if box is None or inverse is None:
+        return vectors
+    vectors -= np.round(vectors)
+    return np.asarray(box.T @ vectors)
+
+
+def _squared_lengths(columns: np.ndarray, translations: np.ndarray) -> np.ndarray:
+    """Return |a + s|² `(ncells, npairs)` [Å²] of the columns (a, 1, |a|²) and translations s `(ncells, 3)`."""
+    rows = np.ones((len(translations), 5))  # (2s, |s|², 1)
+    rows[:, :3] = 2.0 * translations
+    rows[:, 3] = (translations * translations).sum(axis=-1)
+    npairs = columns.shape[1]
+    squared = np.empty((len(translations), npairs))
+    step = max(1, _ONE_THREAD // (5 * len(translations)))
+    for begin in range(0, npairs, step):
+        some = slice(begin, begin + step)
+        np.matmul(rows, columns[:, some], out=squared[:, some])
+    return squared
