@@ -1,7 +1,7 @@
-"""All pairs of near atoms in some frames, each once, found by comparing every pair of atoms in every near cell.
+"""All pairs of near atoms in some frames, found by comparing all atoms and their images.
 
-The distances of all pairs over all cells are one product of matrices: with a the nearest vector of a pair along each
-cell vector and s the translation of a cell, |a + s|² = (2s, |s|², 1) · (a, 1, |a|²).
+The squared distances are one product of matrices, |a + s|² = (2s, |s|², 1) · (a, 1, |a|²): a is the
+vector of a pair that is nearest along each cell vector, s a further translation by cell vectors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ RCUT = 4.5
 MOST_PAIRS = 3_000_000
 # Pairs that are compared at once: few enough for the caches, enough to make Python's share small.
 _AT_ONCE = 30_000
-# Multiplications up to which OpenBLAS takes one thread. Threads that check systems side by side would wait for more.
+# Multiplications up to which OpenBLAS takes one thread. Threads that check systems side by side
+# would wait for more.
 _ONE_THREAD = 1 << 18
 
 
@@ -35,7 +36,7 @@ class NearPairs:
 
     @classmethod
     def of(cls, frames: Frames) -> NearPairs:
-        """Find the pairs of frames, whose cells have a volume; the caller has checked `pairs_to_try`."""
+        """Find the pairs; cells have a volume, and the caller has checked `pairs_to_try`."""
         inverse = None if frames.box is None else np.linalg.inv(frames.box)
         parts = []
         for k in range(frames.nframes):
@@ -52,7 +53,7 @@ class NearPairs:
 
 
 def pairs_to_try(natoms: int, box: np.ndarray | None) -> float:
-    """Count the pairs of atoms and images that `NearPairs` compares in the frame that has most of them."""
+    """Return how many pairs of atoms and images `NearPairs` compares in a frame, at most."""
     if box is None:
         return float(natoms**2)
     images = (2.0 * _reach(np.linalg.inv(box)) + 1.0).prod(axis=-1).max()
@@ -60,9 +61,9 @@ def pairs_to_try(natoms: int, box: np.ndarray | None) -> float:
 
 
 def _reach(inverse: np.ndarray) -> np.ndarray:
-    """Return the cells beyond the nearest image that may bring an atom within `RCUT`, along each axis `(…, 3)`.
+    """Return how many cells beyond the nearest image may bring an atom within `RCUT` `(…, 3)`.
 
-    Columns of `inverse` are 1 / height of the cell.
+    The columns of `inverse` have the length 1 / height of the cell.
     """
     return np.asarray(np.floor(RCUT * np.linalg.norm(inverse, axis=-2) + (0.5 + 1e-9)))
 
@@ -70,7 +71,7 @@ def _reach(inverse: np.ndarray) -> np.ndarray:
 def _pairs_of_frame(
     points: np.ndarray, box: np.ndarray | None, inverse: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return i, j and vectors [Å] of the near pairs of atoms `(natoms, 3)`; `inverse` is the inverse of the cell."""
+    """Return i, j and vectors [Å] of the near pairs of atoms `(natoms, 3)`."""
     first, second = _atom_pairs(len(points))
     nearest = _nearest_vectors(points, box, inverse)
     translations = np.zeros((1, 3))
@@ -90,10 +91,11 @@ def _pairs_of_frame(
     for begin in range(0, len(translations), step):
         some = translations[begin : begin + step]
         squared = _squared_lengths(columns, some)
-        # An atom meets its images at opposite translations s and −s: it takes one of each two. The translation in the
-        # middle, 0, leads to itself.
+        # An atom meets its images at opposite translations s and −s: it takes one of each two. The
+        # translation in the middle, 0, leads to itself.
         squared[: max(0, middle + 1 - begin), with_itself] = np.inf
-        # `np.nonzero` takes ten times as long for two axes, and `np.divmod` longer than two operations.
+        # `np.nonzero` takes ten times as long for two axes, and `np.divmod` longer than two
+        # operations.
         place = np.flatnonzero(squared < RCUT**2)
         cell = place // len(first)
         pair = place - cell * len(first)
@@ -112,7 +114,7 @@ def _atom_pairs(natoms: int) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=64)
 def _cells_within(*reach: float) -> np.ndarray:
-    """Return the numbers of all cells at most so far along each axis, (ncells, 3); zero is in the middle."""
+    """Return all translations up to `reach` along each axis, (ncells, 3); zero is in the middle."""
     axes = (np.arange(-n, n + 1) for n in reach)
     return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, 3)
 
@@ -120,9 +122,10 @@ def _cells_within(*reach: float) -> np.ndarray:
 def _nearest_vectors(
     points: np.ndarray, box: np.ndarray | None, inverse: np.ndarray | None
 ) -> np.ndarray:
-    """Return the vectors of the pairs of `_atom_pairs`, nearest along each cell vector, (3, npairs) [Å].
+    """Return the vectors of the pairs of `_atom_pairs`, the nearest along each cell vector.
 
-    Rows are components: numpy gathers and rounds long rows four times faster than short ones.
+    The shape is (3, npairs) [Å]. Rows are components: numpy gathers and rounds long rows four times
+    faster than short ones.
     """
     first, second = _atom_pairs(len(points))
     fractions = points if inverse is None else points @ inverse
@@ -137,7 +140,7 @@ def _nearest_vectors(
 
 
 def _squared_lengths(columns: np.ndarray, translations: np.ndarray) -> np.ndarray:
-    """Return |a + s|² `(ncells, npairs)` [Å²] of the columns (a, 1, |a|²) and translations s `(ncells, 3)`."""
+    """Return |a + s|² `(ncells, npairs)` [Å²] of columns (a, 1, |a|²) and translations s."""
     rows = np.ones((len(translations), 5))  # (2s, |s|², 1)
     rows[:, :3] = 2.0 * translations
     rows[:, 3] = (translations * translations).sum(axis=-1)

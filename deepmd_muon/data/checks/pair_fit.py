@@ -1,7 +1,8 @@
 """A pair potential fitted to the forces of some frames: what energies and virials the forces imply.
 
-Forces, energies and virials of E = ½ Σ φ_ab(r_ij) are linear in the coefficients of φ, so that one small system of
-equations gives φ, whatever potential made the labels. Its energies and virials show factors and signs, not values.
+Forces, energies and virials of E = ½ Σ φ_ab(r_ij) are linear in the coefficients of φ, so that one
+small system of equations gives φ, whatever potential made the labels. Its energies and virials show
+factors and signs, not values.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _SPACING = np.log(RCUT / _FIRST) / (FUNCTIONS - 3)
 _RIDGE = 1e-6
 # Distances below this act as if they were it [Å]: functions of ln r have no value at zero.
 _SMALLEST = 1e-3
-# Two systems know the potential at the same distances if the weight of a function in one is this share of that in the
-# other.
+# Two systems know the potential at the same distances if the weight of a function in one is this
+# share of that in the other.
 _COVERED = 0.3
 
 
@@ -66,14 +67,15 @@ class PairFit:
         self._nframes = frames.nframes
         r = np.maximum(pairs.distance, _SMALLEST)
         splines = _splines(r)
-        # Four functions of each pair are not zero: their values, slopes over r, and coefficients; (npairs, 4) each.
+        # Four functions of each pair are not zero: their values, slopes over r, and coefficients;
+        # (npairs, 4) each.
         self._value = splines.value
         self._slope = splines.slope / r[:, None]
         self._column = (kind * FUNCTIONS + splines.start)[:, None] + np.arange(4)
         self._force = self._force_design(frames)
 
     def _force_design(self, frames: Frames) -> np.ndarray:
-        """Return the derivatives of the forces by the coefficients, (nframes · natoms · 3, nkinds · FUNCTIONS)."""
+        """Return ∂force/∂coefficient, (nframes · natoms · 3, nkinds · FUNCTIONS)."""
         pairs = self._pairs
         ncolumns = len(self.kinds) * FUNCTIONS
         nrows = frames.nframes * frames.natoms
@@ -108,7 +110,10 @@ class PairFit:
 
     @cached_property
     def explained(self) -> float:
-        """Share of the squares of the forces that φ explains, less what so many coefficients explain by chance."""
+        """Share of the squares of the forces that φ explains.
+
+        What so many coefficients explain by chance is subtracted.
+        """
         rest = self.labels - self._force @ self.coefficients
         share = float((rest**2).sum() / (self.labels**2).sum())
         return 1 - share * len(self.labels) / (len(self.labels) - self.coefficients.size)
@@ -157,8 +162,8 @@ class PairFit:
     def agreement(self, other: PairFit, swap: Sequence[int] | None = None) -> Agreement:
         """Compare these forces with those that the potential of another system predicts.
 
-        `swap` gives the type that takes the place of each type of these frames. Nothing is compared if `other` lacks a
-        pair of types.
+        `swap` gives the type that takes the place of each type of these frames. Nothing is compared
+        if `other` lacks a pair of types.
         """
         kinds = list(self.kinds)
         if swap is not None:
@@ -176,7 +181,7 @@ class PairFit:
         return Agreement(product / predicted, product / size)
 
     def covered(self, other: PairFit, swap: Sequence[int]) -> float:
-        """Return the share of these forces from distances at which `other` has pairs of the same types.
+        """Return the share of these forces from distances that `other` has for the same types.
 
         At other distances its potential is a guess. `swap` is as in `agreement`.
         """

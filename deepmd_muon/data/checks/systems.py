@@ -1,4 +1,4 @@
-"""Systems that differ from the others of the same model: in units, in the sign of forces, or in their types."""
+"""Systems that differ from the others of a model in units, in the sign of forces, or in types."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from deepmd_muon.data.system import System
 
 # Other systems that a system is compared with.
 _REFERENCES = 8
-# Forces of good systems have 0.3 to 2 times the size that others predict, if the correlation is at least this.
+# Forces of good systems have 0.3 to 2 times the size that others predict, if the correlation is at
+# least this.
 _SMALLEST_FACTOR = 0.25
 _LARGEST_FACTOR = 4.0
 _CORRELATED = 0.8
-# Correlations of forces that show swapped types: at most the first with types as they are, the second when swapped.
+# Correlations of forces that show swapped types: at most the first with types as they are, the
+# second when swapped.
 _WRONG = 0.5
 _RIGHT = 0.8
-# Share of the forces from distances that the other system has: 1.0 in swapped liquids and alloys, 0.5 at most if
-# cells are strained by a fifth, which makes forces fit by chance.
+# Share of the forces from distances that the other system has: 1.0 in swapped liquids and alloys,
+# 0.5 at most if cells are strained by a fifth, which makes forces fit by chance.
 _KNOWN = 0.9
-# Energy per atom [eV] away from the others with the same elements: tungsten's cohesive energy is 8.9 eV.
+# Energy per atom [eV] away from the others with the same elements: tungsten's cohesive energy is
+# 8.9 eV.
 _FAR_ENERGY = 20.0
 # Rounds of the fit by least absolute deviations.
 _ROUNDS = 30
@@ -108,7 +111,7 @@ def _has_odd_factor(agreement: Agreement) -> bool:
 def _fits_only_swapped(
     fit: PairFit, other: PairFit, unswapped: Agreement, swap: Sequence[int]
 ) -> bool:
-    """Whether forces fit the potential of another system with swapped types, but not with the types as they are."""
+    """Whether forces fit the potential of another system, but only with swapped types."""
     return (
         unswapped.correlation < _WRONG
         and fit.agreement(other, swap).correlation > _RIGHT

@@ -1,4 +1,4 @@
-"""Neighbour lists that are built once: the cache that training reads, and the statistics of a data set."""
+"""The cache of neighbour lists that training reads, and the neighbour statistics of a data set."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ log = logging.getLogger(__name__)
 #: Most frames read at once while going through a system, and most atoms in them.
 CHUNK = 64
 CHUNK_ATOMS = 8192
-#: Atoms of a cell [1/Å³]: diamond has 0.18, hydrogen in a shock wave 1; positions in nm are a thousand times too dense.
+#: Atoms of a cell [1/Å³]: diamond has 0.18, hydrogen in a shock wave 1; positions in nm are a
+#: thousand times too dense.
 DENSEST = 10.0
 # Seconds between two lines on how far the counting is.
 _LOG_INTERVAL = 10.0
 
 
 class NeighborRequest(Protocol):
-    """The neighbour lists that a descriptor reads; attributes as the parameters of `NeighborCache`."""
+    """The neighbour lists that a descriptor reads; attributes are parameters of `NeighborCache`."""
 
     @property
     def rcut(self) -> float:
@@ -60,9 +61,9 @@ class NeighborRequest(Protocol):
 class NeighborCache:
     """Neighbour lists of frames, each built once and kept while the memory budget lasts.
 
-    Frames are kept in the layout of a batch, so that a batch of one frame is a view. When the budget is spent, the
-    cache builds further frames at every call and drops none: training visits each frame once an epoch, so it needs the
-    least recently used frame next.
+    Frames are kept in the layout of a batch, so that a batch of one frame is a view. When the
+    budget is spent, the cache builds further frames at every call and drops none: training visits
+    each frame once an epoch, so it needs the least recently used frame next.
 
     Parameters
     ----------
@@ -165,7 +166,7 @@ class NeighborCache:
     def statistics(
         self, system: System, number: int, frames: Frames, row: int
     ) -> NeighborStatistics:
-        """Return the statistics of a frame without building its list; arguments and errors as in `frame`."""
+        """Count the neighbours of a frame without building its list; arguments as in `frame`."""
         cached = self._frames.get((system.name, number))
         if cached is not None:
             return cached.statistics
@@ -174,7 +175,10 @@ class NeighborCache:
         return counted
 
     def note_most(self, of_types: np.ndarray, total: int) -> None:
-        """Note in `dropped` whether `sel` cuts lists of atoms with so many neighbours of each type, and in total."""
+        """Note in `dropped` whether `sel` cuts lists of atoms with so many neighbours.
+
+        `of_types` counts the neighbours of each type `(ntypes,)`, `total` those of all types.
+        """
         columns = of_types if self.by_type else np.array([total])
         # float64: the sum of limits that are not set exceeds int64.
         if (columns > self._limits).any() or total > self._limits.sum(dtype=np.float64):
@@ -213,7 +217,7 @@ def _count(
 
 
 def worker_count() -> int:
-    """Return how many threads search for neighbours at a time: as many as the process may use, at most 8."""
+    """Return the number of threads that search for neighbours: one a core, at most 8."""
     if not hasattr(os, "sched_getaffinity"):
         return min(8, os.cpu_count() or 1)
     return min(8, len(os.sched_getaffinity(0)))
@@ -250,17 +254,20 @@ def neighbor_statistics(
     numbers : sequence of ndarray, optional
         Frames of each system; all of them when left out.
     listed : sequence of ndarray, optional
-        Frames of each system whose lists the cache shall hold; all that are counted when left out. Counting is faster.
+        Frames of each system whose lists the cache shall hold; all that are counted when left out.
+        Counting is faster.
 
     Raises
     ------
     NeighborError
-        When atoms coincide, a cell has no volume or is denser than any matter, or `cache` has another cut-off.
+        When atoms coincide, a cell has no volume or is denser than any matter, or `cache` has
+        another cut-off.
 
     Notes
     -----
-    Atoms outside of their cell are counted like all others. deepmd-kit 3.2.0's ``neighbor-stat`` does not move
-    them back before it adds images, so for unwrapped trajectories it may report fewer neighbours.
+    Atoms outside of their cell are counted like all others. deepmd-kit 3.2.0's ``neighbor-stat``
+    does not move them back before it adds images, so for unwrapped trajectories it may report fewer
+    neighbours.
     """
     ntypes = max(number_of_types(system) for system in systems)
     if cache is not None and (cache.rcut != rcut or cache.ntypes != ntypes):
@@ -320,7 +327,7 @@ def _log_progress(
 
 
 def _check_density(system: System, numbers: np.ndarray, frames: Frames) -> None:
-    """Reject cells denser than any matter: counting would take minutes and much memory for a mistake in the units."""
+    """Reject cells denser than any matter, a mistake in units that would take minutes to count."""
     if frames.box is None:
         return
     density = densities(frames)
@@ -333,7 +340,7 @@ def _check_density(system: System, numbers: np.ndarray, frames: Frames) -> None:
 
 
 def densities(frames: Frames) -> np.ndarray:
-    """Return the atoms of each cell over its volume `(nframes,)` [1/Å³]; 0 without a cell or a volume."""
+    """Return the atoms of each cell over its volume `(nframes,)` [1/Å³]; 0 without a volume."""
     natoms = (frames.atype >= 0).sum(axis=1)
     if frames.box is None:
         return np.zeros(len(natoms))

@@ -1,7 +1,8 @@
 """Frames that the neighbour library cannot take: atoms far apart, and geometries that are mistakes.
 
-vesin 0.6 sorts atoms into at most 1e5 cells. In wide, flat or long frames it rounds the number of cells along an axis
-to zero and divides by it, which ends the process (SIGFPE). `far_pairs` keeps a list of the occupied cells only.
+vesin 0.6 sorts atoms into at most 1e5 cells. In wide, flat or long frames it rounds the number of
+cells along an axis to zero and divides by it, which ends the process (SIGFPE). `far_pairs` keeps a
+list of the occupied cells only.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _MOST_PAIRS = 1e9
 # Atoms further from their cell [cell lengths] need more than the 32 bits of a translation.
 _MOST_CELLS = float(1 << 30)
 
-# Limits of ordinary frames: lengths of positions and cell vectors, and of the longest cell vector [Å].
+# Limits of ordinary frames: lengths of positions and cell vectors, and of the longest cell vector
+# [Å].
 _ORDINARY_LENGTH = 1e4
 _ORDINARY_CELL = 1e-3
 # Least volume of an ordinary cell over the cube of its longest component.
@@ -36,7 +38,7 @@ _ORDINARY_DISTANCE = 1e3
 
 
 class RawPairs(NamedTuple):
-    """Pairs of a search, each both ways: j has an image at position[j] + shift·box near position[i]."""
+    """Pairs that a search found, each both ways: position[j] + shift·box is near position[i]."""
 
     i: np.ndarray  # (npairs,) int64
     j: np.ndarray  # (npairs,) int64
@@ -47,9 +49,10 @@ class RawPairs(NamedTuple):
 def check_geometry(
     points: np.ndarray, box: np.ndarray | None, rcut: float, names: np.ndarray
 ) -> np.ndarray | None:
-    """Reject positions `(natoms, 3)` and cells for which neighbours within `rcut` [Å] cannot be found.
+    """Reject positions and cells for which neighbours within `rcut` [Å] cannot be found.
 
-    `names` are the numbers of the atoms in messages. Return the inverse of the cell; None without one.
+    `points` are `(natoms, 3)` [Å], `names` the numbers of the atoms in messages. Return the inverse
+    of the cell; None without one.
 
     Raises
     ------
@@ -68,7 +71,8 @@ def check_geometry(
     longest = float(np.abs(box).max())
     if not longest <= MAX_LENGTH:
         raise NeighborError(
-            f"the cell {box.tolist()} is not finite or longer than {MAX_LENGTH:g} Å; check the units"
+            f"the cell {box.tolist()} is not finite or longer than {MAX_LENGTH:g} Å; "
+            "check the units"
         )
     volume = abs(float(np.linalg.det(box)))
     if not volume > 1e-12 * longest**3:
@@ -112,7 +116,8 @@ def heights(inverse: np.ndarray) -> np.ndarray:
 def are_ordinary(coord: np.ndarray, box: np.ndarray | None) -> np.ndarray:
     """Return which frames have ordinary positions and cells, bool `(nframes,)`.
 
-    A search that does not check geometries takes only these frames; `check_geometry` names what is wrong with others.
+    A search that does not check geometries takes only these frames; `check_geometry` names what is
+    wrong with others.
 
     Parameters
     ----------
@@ -127,7 +132,8 @@ def are_ordinary(coord: np.ndarray, box: np.ndarray | None) -> np.ndarray:
     longest = np.abs(box).max(axis=(1, 2))
     sound &= (longest > _ORDINARY_CELL) & (longest < _ORDINARY_LENGTH)
     sound &= np.abs(np.linalg.det(box)) > _ORDINARY_VOLUME * longest**3
-    # Unsound frames get a unit cell and zeros, which numpy inverts and multiplies without a warning.
+    # Unsound frames get a unit cell and zeros, which numpy inverts and multiplies without a
+    # warning.
     chosen = sound[:, None, None]
     inverse = np.linalg.inv(np.where(chosen, box, np.eye(3)))
     fractions = np.where(chosen, coord, 0.0) @ inverse
@@ -145,7 +151,8 @@ def is_sparse(points: np.ndarray, inverse: np.ndarray | None, rcut: float) -> bo
     lengths = np.ptp(points, axis=0) if inverse is None else heights(inverse)
     cells = np.maximum(lengths // rcut, 1.0)
     n_cells = float(cells.prod())
-    # vesin visits the neighbours of every cell, empty or not, and more images of them where the period is short.
+    # vesin visits the neighbours of every cell, empty or not, and more images of them where the
+    # period is short.
     n_neighbors = 27.0
     if inverse is not None:
         n_neighbors = float((2.0 * np.ceil(rcut / lengths) + 1.0).prod())
@@ -154,8 +161,8 @@ def is_sparse(points: np.ndarray, inverse: np.ndarray | None, rcut: float) -> bo
         return True
     if n_cells < 0.9 * _VESIN_CELLS:
         return False
-    # vesin's formula for its numbers of cells along the axes. The bound of 3 leaves a margin for the box that vesin
-    # puts around atoms without a cell.
+    # vesin's formula for its numbers of cells along the axes. The bound of 3 leaves a margin for
+    # the box that vesin puts around atoms without a cell.
     ratio_xy = cells[0] / cells[1]
     ratio_yz = cells[1] / cells[2]
     nz = np.cbrt(_VESIN_CELLS / (ratio_xy * ratio_yz**2))
@@ -236,9 +243,10 @@ def _with_images(points: np.ndarray, box: np.ndarray | None, rcut: float) -> _Im
 
 
 def _cell_keys(points: np.ndarray, rcut: float) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Return numbers of cells as wide as the cut-off, and the steps between neighbours along the axes.
+    """Return the number of each atom's cell, and the steps from cell to cell along the axes.
 
-    Empty stretches of an axis shrink to one cell, so that numbers stay small at any distance.
+    Cells are as wide as the cut-off. Empty stretches of an axis shrink to one cell, so that numbers
+    stay small at any distance.
     """
     cells = np.empty(points.shape, dtype=np.int64)
     for axis in range(3):

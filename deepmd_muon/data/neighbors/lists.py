@@ -1,6 +1,7 @@
 """Neighbour lists of single frames: vesin finds the pairs, this file lays them out.
 
-`build_neighbors` and `stack_neighbors` give the lists of batches, `with_ghosts` the form of MD programs.
+`build_neighbors` and `stack_neighbors` give the lists of batches, `with_ghosts` the form of MD
+programs.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ class NeighborList:
 
     # int32 (nframes, natoms, nnei): the neighbour's number in the same frame; −1 is an empty slot
     index: np.ndarray
-    # int8, int16 or int32 (nframes, natoms, nnei, 3): S in r_ij = coord[j] + S·box − coord[i]; 0 if empty
+    # int8, int16 or int32 (nframes, natoms, nnei, 3): S in r_ij = coord[j] + S·box − coord[i]; 0 if
+    # empty
     shift: np.ndarray
-    # Columns are grouped by the neighbour's type, `sections[t]` columns for type t (one group for all types when the
-    # list is not by type). Real neighbours come first in each section, nearest first.
+    # Columns are grouped by the neighbour's type, `sections[t]` columns for type t (one group for
+    # all types when the list is not by type). Real neighbours come first in each section, nearest
+    # first.
     sections: tuple[int, ...]
-    # int32 (nframes, ninner, natoms): how many leading columns of an atom are within each shorter cut-off
+    # int32 (nframes, ninner, natoms): how many leading columns of an atom are within each shorter
+    # cut-off
     inner: np.ndarray
 
 
@@ -77,9 +81,9 @@ class FrameNeighbors:
 
 @dataclass(frozen=True)
 class Pairs:
-    """All pairs of one frame within the cut-off, each both ways; images of an atom are its neighbours, too.
+    """All pairs of one frame within the cut-off, each both ways.
 
-    i and j count the real atoms.
+    Images of an atom are its neighbours, too. i and j count the real atoms.
     """
 
     real: np.ndarray  # (nreal,) numbers of the atoms that are not padding
@@ -116,26 +120,28 @@ def build_neighbors(
     coord : ndarray, (natoms, 3)
         Positions [Å], inside the cell or not.
     box : ndarray, (3, 3), optional
-        Cell vectors as rows [Å], triclinic and smaller than the cut-off allowed; None without periodicity.
+        Cell vectors as rows [Å], triclinic and smaller than the cut-off allowed; None without
+        periodicity.
     atype : ndarray of int, (natoms,)
         Types; atoms of type −1 are padding and have no neighbours.
     rcut : float
         Cut-off radius [Å].
     sel : sequence of int, optional
-        Of the ``sum(sel)`` nearest neighbours, at most this many per type are kept, the nearest ones (all of them when
-        not `by_type`), as in deepmd-kit; None keeps all.
+        Of the ``sum(sel)`` nearest neighbours, at most this many per type are kept, the nearest
+        ones (all of them when not `by_type`), as in deepmd-kit; None keeps all.
     by_type : bool
         Group the columns by the neighbour's type.
     ntypes : int, optional
         Number of types; taken from `sel`, else from `atype` when left out.
     inner : sequence of (float, int)
-        Shorter cut-offs [Å] of a list that is not by type, each with the most neighbours counted within it.
+        Shorter cut-offs [Å] of a list that is not by type, each with the most neighbours counted
+        within it.
 
     Raises
     ------
     NeighborError
-        When the cell has no volume or is too flat, a position is not finite or too far away, or two atoms are at the
-        same place; names the atom.
+        When the cell has no volume or is too flat, a position is not finite or too far away, or two
+        atoms are at the same place; names the atom.
     """
     atype = np.asarray(atype)
     if ntypes is None:
@@ -180,11 +186,12 @@ def find_pairs(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcu
 def frame_statistics(
     coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcut: float, ntypes: int
 ) -> NeighborStatistics:
-    """Count the neighbours of one frame without making a list; arguments and errors as in `build_neighbors`."""
+    """Count the neighbours of one frame without a list; arguments as in `build_neighbors`."""
     frame = _check(coord, box, atype, rcut)
     if is_sparse(frame.points, frame.inverse, rcut):
         return find_pairs(coord, box, atype, rcut).statistics(ntypes)
-    # Each pair once: vesin decides by r², which is the same to the last bit from i to j and from j to i.
+    # Each pair once: vesin decides by r², which is the same to the last bit from i to j and from j
+    # to i.
     finder = _vesin(rcut, full=False)
     pair, distance = _compute(finder, frame.points, frame.box, "Pd")
     if distance.min(initial=np.inf) < SAME_PLACE:
@@ -198,7 +205,7 @@ def frame_statistics(
 
 
 def _statistics(counts: np.ndarray, distance: np.ndarray, ntypes: int) -> NeighborStatistics:
-    """Return statistics from each atom's neighbours of each type `(nreal · ntypes,)` and all distances [Å]."""
+    """Return statistics from counts by atom and type `(nreal · ntypes,)` and all distances [Å]."""
     by_atom = counts.reshape(-1, ntypes)
     return NeighborStatistics(
         min_distance=float(distance.min(initial=np.inf)),
@@ -230,7 +237,8 @@ def _vesin(rcut: float, *, full: bool) -> Vesin:
     # vesin imports torch if it is installed; only those who build neighbour lists pay for that.
     from vesin import NeighborList as Vesin
 
-    # One thread: a frame takes milliseconds, and the order of pairs, which decides ties, stays the same.
+    # One thread: a frame takes milliseconds, and the order of pairs, which decides ties, stays the
+    # same.
     return Vesin(cutoff=rcut, full_list=full, n_threads=1)
 
 
@@ -261,7 +269,7 @@ def _vesin_pairs(points: np.ndarray, box: np.ndarray | None, rcut: float) -> Raw
 
 
 def _keep_nearest(pairs: Pairs, most: int, rcut: float) -> Pairs:
-    """Keep the `most` nearest neighbours of every atom, of any type, as deepmd-kit does before it counts types."""
+    """Keep each atom's `most` nearest neighbours, as deepmd-kit does before it counts types."""
     counts = np.bincount(pairs.i)
     if counts.max(initial=0) <= most:
         return pairs
@@ -281,7 +289,7 @@ def _keep_nearest(pairs: Pairs, most: int, rcut: float) -> Pairs:
 def _lay_out(
     pairs: Pairs, natoms: int, rcut: float, limits: np.ndarray, by_type: bool
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-    """Sort pairs into rows of atoms and columns of sections, nearest first, at most `limits` a section.
+    """Sort pairs into rows of atoms and sections of columns, nearest first; cut at `limits`.
 
     Return index `(natoms, nnei)`, shift `(natoms, nnei, 3)` and the widths of the sections.
     """
@@ -297,8 +305,8 @@ def _lay_out(
     atom_counts = slot_counts.reshape(nreal, nsections)
     widths = np.minimum(atom_counts.max(axis=0, initial=0), limits)
     nnei = int(widths.sum())
-    # Pairs of a slot take consecutive places from its first one on. Places are flat: numpy assigns faster by one index
-    # than by row and column.
+    # Pairs of a slot take consecutive places from its first one on. Places are flat: numpy assigns
+    # faster by one index than by row and column.
     section_start = np.cumsum(widths) - widths
     first_place = (pairs.real[:, None] * nnei + section_start).ravel()  # (nreal · nsections,)
     place = np.repeat(first_place - slot_start, slot_counts) + np.arange(len(order))
@@ -367,7 +375,7 @@ def stack_neighbors(parts: Sequence[FrameNeighbors]) -> NeighborList:
 
 
 def widen_sections(neighbors: NeighborList, sections: Sequence[int]) -> NeighborList:
-    """Return the neighbours of a batch in sections that are at least as wide, filled up with empty slots."""
+    """Return the neighbours of a batch in wider sections, filled up with empty slots."""
     if tuple(sections) == neighbors.sections:
         return neighbors
     index = np.full((*neighbors.index.shape[:2], sum(sections)), -1, dtype=neighbors.index.dtype)
@@ -403,7 +411,8 @@ class GhostedFrame:
 
     coord: np.ndarray  # float64 (nall, 3): positions [Å]
     owner: np.ndarray  # int64 (nall,): the frame's atom that each is, or is an image of
-    # int64 (nreal, n): all atoms within the cut-off of each real atom, in any order; −1 in empty slots
+    # int64 (nreal, n): all atoms within the cut-off of each real atom, in any order; −1 in empty
+    # slots
     neighbor: np.ndarray
 
 
@@ -412,8 +421,8 @@ def with_ghosts(
 ) -> GhostedFrame:
     """Find the images and neighbours of one frame within `rcut` [Å].
 
-    Positions may be outside the cell, whose rows are its vectors; None without periodicity. Atoms of type −1 are
-    padding and left out.
+    Positions may be outside the cell, whose rows are its vectors; None without periodicity. Atoms
+    of type −1 are padding and left out.
 
     Raises
     ------
