@@ -3,13 +3,13 @@
 One program finds the neighbours of one atom i. It compares i with all images of all atoms j of the
 same structure:
 
-    r = x_j − x_i + S·box          vector to an image of j
+    r = x_j − x_i + S·box              vector to an image of j
     S_a = ⌈−reach_a − u_a⌉ + code_a    translation along cell vector a, 0 ≤ code_a < images_a
-    u = (x_j − x_i)·inverse        the vector as fractions of the cell
+    u = (x_j − x_i)·inverse            the vector without a translation, as fractions of the cell
 
-`reach` is the cut-off in cells, so that only these S can bring j within the cut-off. Comparisons of
-one program are numbered k = 0, 1, …: k // n_images is the number of atom j in its structure, and
-k % n_images stands for the three codes.
+reach_a is the cut-off over the height of the cell, so that only these S can bring j within the
+cut-off. A program numbers its comparisons k = 0, 1, …: k // n_images is the number of atom j in its
+structure, and k % n_images stands for the three codes (n_images = Π_a images_a).
 
 | kernel               | reference in torch                  | result                                 |
 |----------------------|-------------------------------------|----------------------------------------|
