@@ -1,4 +1,4 @@
-"""Digests of the contents of systems, by which the processes of a run see that they read the same data."""
+"""Digests of the contents of systems: processes of a run compare them before they train."""
 
 from __future__ import annotations
 
@@ -22,41 +22,40 @@ class ContentDigest:
     """The result of `content_digest`."""
 
     systems: tuple[str, ...]  # hash of each system
-    share: float  # part of the frames that was read, the chance to see a difference in one of them; 1 for all
+    # Part of the frames that was read: the chance to see a difference in one frame.
+    share: float
 
 
 def content_digest(systems: Sequence[System], most_bytes: int = MOST_BYTES) -> ContentDigest:
-    """Hash types, positions, cells and labels of systems, wherever the files lie and in whatever form.
+    """Hash types, positions, cells and labels of systems; places and formats of files do not count.
 
-    Of data larger than `most_bytes`, read all energies, and the first, the last and a random sample of the frames of
-    each system, the same on every machine.
+    Of data larger than `most_bytes`, read all energies, and the first, the last and a random sample
+    of the frames of each system, the same on every machine.
     """
     total = sum(system.nframes * _frame_bytes(system) for system in systems)
     share = min(1.0, most_bytes / max(1, total))
-    return ContentDigest(
-        tuple(_digest(system, share, number) for number, system in enumerate(systems)), share
-    )
+    digests = (_digest(system, share, number) for number, system in enumerate(systems))
+    return ContentDigest(tuple(digests), share)
 
 
 def _frame_bytes(system: System) -> int:
-    """Bytes of positions, forces and what is small beside them."""
+    """Return the bytes of positions, forces, cell, energy and virial."""
     return 8 * (6 * system.natoms + 19)
 
 
 def _digest(system: System, share: float, seed: int) -> str:
-    numbers = np.arange(system.nframes)
     if share == 1.0:
-        return frames_digest(system, numbers)
+        return frames_digest(system, np.arange(system.nframes))
     count = math.ceil(share * system.nframes)
-    drawn = np.random.Generator(np.random.PCG64([0, seed])).choice(
-        system.nframes, count, replace=False
-    )
+    stream = np.random.Generator(np.random.PCG64([0, seed]))  # the same on every machine
+    drawn = stream.choice(system.nframes, count, replace=False)
     numbers = np.unique([0, *drawn.tolist(), system.nframes - 1])
-    return f"{system.fingerprint()} {frames_digest(system, numbers)}"  # all energies, at least
+    # The fingerprint holds all energies.
+    return f"{system.fingerprint()} {frames_digest(system, numbers)}"
 
 
 def frames_digest(system: System, numbers: np.ndarray) -> str:
-    """Hash all that a system says of some of its frames, by their numbers."""
+    """Hash some frames of a system, by their numbers, with all labels."""
     facts = (
         system.natoms,
         system.nframes,
