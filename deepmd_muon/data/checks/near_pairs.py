@@ -72,44 +72,44 @@ def _pairs_of_frame(
     points: np.ndarray, box: np.ndarray | None, inverse: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return i, j and vectors [Å] of the near pairs of atoms `(natoms, 3)`."""
-    first, second = _atom_pairs(len(points))
+    i, j = _atom_pairs(len(points))
     nearest = _nearest_vectors(points, box, inverse)
     translations = np.zeros((1, 3))
     if box is not None and inverse is not None:
         translations = _cells_within(*_reach(inverse).tolist()) @ box
     # The right factor of the product: columns (a, 1, |a|²).
-    columns = np.ones((5, len(first)))
+    columns = np.ones((5, len(i)))
     columns[:3] = nearest
     columns[4] = np.einsum("cp,cp->p", nearest, nearest)
 
-    with_itself = np.flatnonzero(first == second)
+    with_itself = np.flatnonzero(i == j)
     middle = len(translations) // 2
     i_parts = []
     j_parts = []
     vector_parts = []
-    step = max(1, _AT_ONCE // max(1, len(first)))
+    step = max(1, _AT_ONCE // max(1, len(i)))
     for begin in range(0, len(translations), step):
-        some = translations[begin : begin + step]
-        squared = _squared_lengths(columns, some)
+        chunk = translations[begin : begin + step]
+        squared = _squared_lengths(columns, chunk)
         # An atom meets its images at opposite translations s and −s: it takes one of each two. The
         # translation in the middle, 0, leads to itself.
         squared[: max(0, middle + 1 - begin), with_itself] = np.inf
         # `np.nonzero` takes ten times as long for two axes, and `np.divmod` longer than two
         # operations.
         place = np.flatnonzero(squared < RCUT**2)
-        cell = place // len(first)
-        pair = place - cell * len(first)
-        i_parts.append(first.take(pair))
-        j_parts.append(second.take(pair))
-        vector_parts.append(nearest.take(pair, axis=1).T + some.take(cell, axis=0))
+        cell = place // len(i)
+        pair = place - cell * len(i)
+        i_parts.append(i.take(pair))
+        j_parts.append(j.take(pair))
+        vector_parts.append(nearest.take(pair, axis=1).T + chunk.take(cell, axis=0))
     return np.concatenate(i_parts), np.concatenate(j_parts), np.concatenate(vector_parts)
 
 
 @lru_cache(maxsize=4)  # the frames of a system have the same number of atoms
 def _atom_pairs(natoms: int) -> tuple[np.ndarray, np.ndarray]:
     """Return i ≤ j of all pairs of so many atoms, an atom with itself included, sorted by j."""
-    second, first = np.tril_indices(natoms)
-    return first, second
+    j, i = np.tril_indices(natoms)
+    return i, j
 
 
 @lru_cache(maxsize=64)
@@ -127,12 +127,12 @@ def _nearest_vectors(
     The shape is (3, npairs) [Å]. Rows are components: numpy gathers and rounds long rows four times
     faster than short ones.
     """
-    first, second = _atom_pairs(len(points))
+    i, j = _atom_pairs(len(points))
     fractions = points if inverse is None else points @ inverse
-    vectors = np.empty((3, len(first)))
+    vectors = np.empty((3, len(i)))
     for axis in range(3):
         column = fractions[:, axis]
-        np.subtract(column.take(second), column.take(first), out=vectors[axis])
+        np.subtract(column.take(j), column.take(i), out=vectors[axis])
     if box is None or inverse is None:
         return vectors
     vectors -= np.round(vectors)
@@ -148,6 +148,6 @@ def _squared_lengths(columns: np.ndarray, translations: np.ndarray) -> np.ndarra
     squared = np.empty((len(translations), npairs))
     step = max(1, _ONE_THREAD // (5 * len(translations)))
     for begin in range(0, npairs, step):
-        some = slice(begin, begin + step)
-        np.matmul(rows, columns[:, some], out=squared[:, some])
+        chunk = slice(begin, begin + step)
+        np.matmul(rows, columns[:, chunk], out=squared[:, chunk])
     return squared

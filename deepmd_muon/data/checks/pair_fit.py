@@ -56,10 +56,10 @@ class PairFit:
 
     def __init__(self, frames: Frames, pairs: NearPairs) -> None:
         assert frames.force is not None
-        first = frames.atype[pairs.frame, pairs.i].astype(int)
-        second = frames.atype[pairs.frame, pairs.j].astype(int)
+        i_type = frames.atype[pairs.frame, pairs.i].astype(int)
+        j_type = frames.atype[pairs.frame, pairs.j].astype(int)
         ntypes = int(frames.atype.max(initial=0)) + 1
-        code = np.minimum(first, second) * ntypes + np.maximum(first, second)
+        code = np.minimum(i_type, j_type) * ntypes + np.maximum(i_type, j_type)
         codes, kind = np.unique(code, return_inverse=True)
         self.kinds = tuple(divmod(one, ntypes) for one in codes.tolist())
         self.labels = frames.force.reshape(-1)
@@ -114,16 +114,16 @@ class PairFit:
 
         What so many coefficients explain by chance is subtracted.
         """
-        rest = self.labels - self._force @ self.coefficients
-        share = float((rest**2).sum() / (self.labels**2).sum())
+        residual = self.labels - self._force @ self.coefficients
+        share = float((residual**2).sum() / (self.labels**2).sum())
         return 1 - share * len(self.labels) / (len(self.labels) - self.coefficients.size)
 
     @cached_property
     def least_explained(self) -> float:
         """Share of the squares of the forces that φ explains in the frame where this is least."""
-        rest = (self.labels - self._force @ self.coefficients).reshape(self._nframes, -1)
+        residual = (self.labels - self._force @ self.coefficients).reshape(self._nframes, -1)
         labels = self.labels.reshape(self._nframes, -1)
-        shares = 1.0 - (rest**2).sum(axis=1) / (labels**2).sum(axis=1).clip(1e-300)
+        shares = 1.0 - (residual**2).sum(axis=1) / (labels**2).sum(axis=1).clip(1e-300)
         return float(shares.min())
 
     @property
@@ -185,11 +185,11 @@ class PairFit:
 
         At other distances its potential is a guess. `swap` is as in `agreement`.
         """
-        known = other._weights
+        weights_of_other = other._weights
         covered = 0.0
         total = 0.0
         for kind, weights in self._weights.items():
-            other_weights = known.get(_swapped(kind, swap), np.zeros(FUNCTIONS))
+            other_weights = weights_of_other.get(_swapped(kind, swap), np.zeros(FUNCTIONS))
             covered += float(weights[other_weights > _COVERED * weights].sum())
             total += float(weights.sum())
         return covered / total
@@ -203,9 +203,8 @@ class PairFit:
 
 def _swapped(kind: tuple[int, int], swap: Sequence[int]) -> tuple[int, int]:
     """Return the pair of types that takes the place of a pair, lower type first."""
-    first = swap[kind[0]]
-    second = swap[kind[1]]
-    return min(first, second), max(first, second)
+    a, b = (swap[one] for one in kind)
+    return min(a, b), max(a, b)
 
 
 class _Splines(NamedTuple):

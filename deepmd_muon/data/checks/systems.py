@@ -58,22 +58,22 @@ def differing_systems(fitted: Sequence[FittedSystem]) -> list[str]:
 
 
 def _differing_forces(alike: Sequence[FittedSystem]) -> list[str]:
-    """Compare the forces of each system with the potentials of others."""
+    """Compare the forces of each system with the potentials of other systems."""
     fits = [(one.system, one.fit) for one in alike if one.fit is not None]
     sentences = []
     for k, (system, fit) in enumerate(fits):
-        others = [other for n, (_, other) in enumerate(fits) if n != k]
-        if others:
-            others = others[:: -(-len(others) // _REFERENCES)]
+        references = [reference for n, (_, reference) in enumerate(fits) if n != k]
+        if references:
+            references = references[:: -(-len(references) // _REFERENCES)]
         sentences += [
-            f"{system.name}: {problem}" for problem in _force_problems(system, fit, others)
+            f"{system.name}: {problem}" for problem in _force_problems(system, fit, references)
         ]
     return sentences
 
 
-def _force_problems(system: System, fit: PairFit, others: Sequence[PairFit]) -> Iterator[str]:
-    """Compare with the potentials of the others, with types as they are, and swapped."""
-    agreements = [fit.agreement(other) for other in others]
+def _force_problems(system: System, fit: PairFit, references: Sequence[PairFit]) -> Iterator[str]:
+    """Compare with the potentials of others, with types as they are, and swapped."""
+    agreements = [fit.agreement(reference) for reference in references]
     odd = [one.factor for one in agreements if _has_odd_factor(one)]
     n_compared = sum(one.correlation != 0 for one in agreements)
     if len(odd) > n_compared / 2 and len(odd) > 1:
@@ -91,8 +91,8 @@ def _force_problems(system: System, fit: PairFit, others: Sequence[PairFit]) -> 
         swap[a] = b
         swap[b] = a
         votes = [
-            _fits_only_swapped(fit, other, agreement, swap)
-            for other, agreement in zip(others, agreements, strict=True)
+            _fits_only_swapped(fit, reference, agreement, swap)
+            for reference, agreement in zip(references, agreements, strict=True)
             if agreement.correlation != 0
         ]
         if sum(votes) > len(votes) / 2:
@@ -109,13 +109,13 @@ def _has_odd_factor(agreement: Agreement) -> bool:
 
 
 def _fits_only_swapped(
-    fit: PairFit, other: PairFit, unswapped: Agreement, swap: Sequence[int]
+    fit: PairFit, reference: PairFit, unswapped: Agreement, swap: Sequence[int]
 ) -> bool:
     """Whether forces fit the potential of another system, but only with swapped types."""
     return (
         unswapped.correlation < _WRONG
-        and fit.agreement(other, swap).correlation > _RIGHT
-        and fit.covered(other, swap) > _KNOWN
+        and fit.agreement(reference, swap).correlation > _RIGHT
+        and fit.covered(reference, swap) > _KNOWN
     )
 
 
@@ -143,14 +143,14 @@ def _differing_energies(alike: Sequence[FittedSystem]) -> list[str]:
     weight = np.ones(len(y))
     for _ in range(_ROUNDS):
         element_energies = np.linalg.lstsq(x * weight[:, None], y * weight, rcond=None)[0]
-        rest = y - x @ element_energies
-        weight = 1 / np.sqrt(np.maximum(np.abs(rest), 1e-3))
-    far = np.flatnonzero(np.abs(rest) > _FAR_ENERGY)
+        residual = y - x @ element_energies
+        weight = 1 / np.sqrt(np.maximum(np.abs(residual), 1e-3))
+    far = np.flatnonzero(np.abs(residual) > _FAR_ENERGY)
     if len(far) * 2 >= len(y):
         return []
     sentences = []
     for k in far:
-        expected = y[k] - rest[k]
+        expected = y[k] - residual[k]
         sentences.append(
             f"{labeled[k].system.name}: the energy is {y[k]:.4g} eV per atom where other systems "
             f"lead to {expected:.4g} (factor {y[k] / expected:.3g}); are unit and method the same?"

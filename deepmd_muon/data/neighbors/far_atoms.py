@@ -163,8 +163,9 @@ def is_sparse(points: np.ndarray, inverse: np.ndarray | None, rcut: float) -> bo
         return False
     # vesin's formula for its numbers of cells along the axes. The bound of 3 leaves a margin for
     # the box that vesin puts around atoms without a cell.
-    ratio_xy = cells[0] / cells[1]
-    ratio_yz = cells[1] / cells[2]
+    cells_x, cells_y, cells_z = cells
+    ratio_xy = cells_x / cells_y
+    ratio_yz = cells_y / cells_z
     nz = np.cbrt(_VESIN_CELLS / (ratio_xy * ratio_yz**2))
     ny = nz * ratio_yz
     nx = ny * ratio_xy
@@ -183,14 +184,14 @@ def far_pairs(points: np.ndarray, box: np.ndarray | None, rcut: float) -> RawPai
     j_parts = []
     distance_parts = []
     for offset in itertools.product((-1, 0, 1), repeat=3):
-        # The atoms in the cell at this offset from the cell of each atom: sorted_key[first:last].
+        # The atoms in the cell at this offset from the cell of each atom: sorted_key[begin:end].
         neighbor_key = key[:natoms] + int(np.dot(offset, strides))
-        first = np.searchsorted(sorted_key, neighbor_key, "left")
-        last = np.searchsorted(sorted_key, neighbor_key, "right")
-        counts = last - first
+        begin = np.searchsorted(sorted_key, neighbor_key, "left")
+        end = np.searchsorted(sorted_key, neighbor_key, "right")
+        counts = end - begin
         i = np.repeat(np.arange(natoms), counts)
         number_in_cell = np.arange(len(i)) - np.repeat(np.cumsum(counts) - counts, counts)
-        j = by_key[np.repeat(first, counts) + number_in_cell]
+        j = by_key[np.repeat(begin, counts) + number_in_cell]
         distance = np.linalg.norm(images.points[j] - images.points[i], axis=1)
         near = (distance < rcut) & (i != j)
         i_parts.append(i[near])
@@ -253,6 +254,6 @@ def _cell_keys(points: np.ndarray, rcut: float) -> tuple[np.ndarray, tuple[int, 
         occupied, place = np.unique(np.floor(points[:, axis] / rcut), return_inverse=True)
         gaps = np.minimum(np.diff(occupied, prepend=occupied[:1] - 1), 2)
         cells[:, axis] = np.cumsum(gaps)[place]
-    width = cells.max(axis=0) + 2
-    strides = (int(width[1] * width[2]), int(width[2]), 1)
+    _, width_y, width_z = (cells.max(axis=0) + 2).tolist()
+    strides = (width_y * width_z, width_z, 1)
     return cells @ np.array(strides), strides

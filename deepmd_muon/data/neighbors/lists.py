@@ -173,14 +173,14 @@ def find_pairs(coord: np.ndarray, box: np.ndarray | None, atype: np.ndarray, rcu
     """Find all pairs of one frame; arguments and errors as in `build_neighbors`."""
     frame = _check(coord, box, atype, rcut)
     search = far_pairs if is_sparse(frame.points, frame.inverse, rcut) else _vesin_pairs
-    found = search(frame.points, frame.box, rcut)
-    if found.distance.size and found.distance.min() < SAME_PLACE:
-        closest = int(found.distance.argmin())
-        first = frame.real[found.i[closest]]
-        second = frame.real[found.j[closest]]
-        raise NeighborError(f"atoms {first} and {second} lie at the same place; remove one of them")
+    pairs = search(frame.points, frame.box, rcut)
+    if pairs.distance.size and pairs.distance.min() < SAME_PLACE:
+        closest = int(pairs.distance.argmin())
+        i = frame.real[pairs.i[closest]]
+        j = frame.real[pairs.j[closest]]
+        raise NeighborError(f"atoms {i} and {j} lie at the same place; remove one of them")
     types = atype[frame.real].astype(np.int64)
-    return Pairs(frame.real, types, *found)
+    return Pairs(frame.real, types, *pairs)
 
 
 def frame_statistics(

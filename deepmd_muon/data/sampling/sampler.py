@@ -116,8 +116,10 @@ class BatchRule:
 
 
 def _is_size(value: object) -> bool:
-    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    return is_integer and value > 0
+    """Whether a value is a positive integer; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        return False
+    return bool(value > 0)
 
 
 def system_probabilities(

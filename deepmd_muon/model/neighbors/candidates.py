@@ -91,7 +91,7 @@ def renew(
     if triton_support.usable(atoms.coord.device):
         from deepmd_muon.model.neighbors import kernels
 
-        kernels.renew(candidates, atoms, order, frame, stale, reach)
+        kernels.renew(candidates, atoms, order, frame, stale=stale, reach=reach)
         return
     images = compare_all(atoms, order, frame)
     nframes = atoms.counts.shape[0]
@@ -134,7 +134,7 @@ def lay_out(
     if triton_support.usable(atoms.coord.device):
         from deepmd_muon.model.neighbors import kernels
 
-        return kernels.lay_out(candidates, atoms, order, frame, sections, inner)
+        return kernels.lay_out(candidates, atoms, order, frame, sections=sections, inner=inner)
     images = _at_present(candidates, atoms, order, frame)
     _note_too_small(candidates, images, atoms, sections, inner)
     neighbor, shift = in_sections(images, atoms, sections)

@@ -11,14 +11,14 @@ reach_a is the cut-off over the height of the cell, so that only these S can bri
 cut-off. A program numbers its comparisons k = 0, 1, …: k // n_images is the number of atom j in its
 structure, and k % n_images stands for the three codes (n_images = Π_a images_a).
 
-| kernel               | reference in torch                  | result                                 |
-|----------------------|-------------------------------------|----------------------------------------|
-| `search_kernel`      | `search.find_neighbors`             | lists                                  |
-| `count_kernel`       | `search.count_neighbors`            | neighbours of each atom, without lists |
-| `mark_stale_kernel`  | `candidates.mark_stale`             | structures that moved                  |
-| `refer_kernel`       | `candidates.refer`                  | positions to measure moves from        |
-| `renew_kernel`       | `candidates.renew`                  | candidates within cut-off and skin     |
-| `lay_out_kernel`     | `candidates.lay_out`                | lists from these candidates            |
+| kernel              | reference in torch       | result                                         |
+|---------------------|--------------------------|------------------------------------------------|
+| `search_kernel`     | `search.find_neighbors`  | lists                                          |
+| `count_kernel`      | `search.count_neighbors` | numbers of neighbours of each atom             |
+| `mark_stale_kernel` | `candidates.mark_stale`  | structures with atoms that moved               |
+| `refer_kernel`      | `candidates.refer`       | positions that moves are measured from         |
+| `renew_kernel`      | `candidates.renew`       | candidates: images within cut-off and skin     |
+| `lay_out_kernel`    | `candidates.lay_out`     | lists from the candidates                      |
 
 `test_neighbor_search` compares all of them with the lists of the data room.
 
@@ -102,7 +102,7 @@ class ProgramAtom(NamedTuple):
     z: Any
 
 
-class Images(NamedTuple):
+class ImageVectors(NamedTuple):
     """Vectors from atom i to images of atoms j, (block,) each."""
 
     dx: Any
@@ -352,7 +352,7 @@ def _translate(box, frame, dx, dy, dz, s0, s1, s2):
 
 @triton.jit
 def _images_of(place, code, atom, coord, cells):
-    """Return r and S from atom i to images of atoms j at `place` (block,), 0 ≤ code < n_images."""
+    """Return r and S from atom i to images `code` of atoms j at `place`, (block,) each."""
     dx = tl.load(coord + place * 3) - atom.x
     dy = tl.load(coord + place * 3 + 1) - atom.y
     dz = tl.load(coord + place * 3 + 2) - atom.z
@@ -372,7 +372,7 @@ def _images_of(place, code, atom, coord, cells):
         s0 = dx * 0.0
         s1 = dx * 0.0
         s2 = dx * 0.0
-    return Images(dx, dy, dz, s0=s0, s1=s1, s2=s2)
+    return ImageVectors(dx, dy, dz, s0=s0, s1=s1, s2=s2)
 
 
 @triton.jit
@@ -725,7 +725,9 @@ def lay_out_kernel(
     least = tl.min(tl.where(near, squared, float("inf")))
     tl.atomic_max(needed + _AT_SAME_PLACE, 1, least < _SAME_PLACE_SQUARED)
     distance = tl.sqrt(tl.maximum(least, _SAME_PLACE_SQUARED))
-    nearness = (tl.full((), _NEARNESS, tl.float64) / distance + 1.0).to(tl.int32)  # rounded up
+    # A tensor: Triton's interpreter cannot divide a constexpr.
+    scale = tl.full((), _NEARNESS, tl.float64)
+    nearness = (scale / distance + 1.0).to(tl.int32)  # rounded up
     tl.atomic_max(needed + _TOO_NEAR, nearness, least < tl.load(nearest_allowed))
     for k in range(n_inner):
         within = tl.sum((near & (squared < tl.load(inner_squared + k))).to(tl.int32))

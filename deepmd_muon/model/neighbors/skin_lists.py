@@ -252,7 +252,14 @@ class SkinLists:
             limit=(0.5 * self._skin) ** 2,
         )
         refer(self._reference, self.built, self.coord, self._stale)
-        renew(self._candidates, self._atoms, self._order, self._frame, self._stale, self._reach)
+        renew(
+            candidates=self._candidates,
+            atoms=self._atoms,
+            order=self._order,
+            frame=self._frame,
+            stale=self._stale,
+            reach=self._reach,
+        )
         return self._candidates
 
     def pairs(self) -> tuple[Tensor, Tensor, Tensor | None]:
