@@ -121,6 +121,7 @@ class Compared(NamedTuple):
     s1: Any
     s2: Any
     squared: Any  # |r|²
+    is_image: Any  # false for numbers k that do not exist, and for the atom itself
 
 
 # ----- the functions of this file ----------------------------------------------------------------
@@ -383,18 +384,16 @@ def _n_comparisons(atoms, frame, n_images, searched):
 
 @triton.jit
 def _compare(k, n_comparisons, n_images, atom, atoms):
-    """Compare atom i with the images k (block,).
-
-    |r|² is infinite for numbers k that do not exist, and for the atom itself.
-    """
+    """Compare atom i with the images k (block,)."""
     exists = k < n_comparisons
     place = atom.frame * atoms.natoms + tl.where(exists, k // n_images, 0)
     image = _images_of(place, k % n_images, atom=atom, coord=atoms.coord, cells=atoms.cells)
     not_moved = (image.s0 == 0.0) & (image.s1 == 0.0) & (image.s2 == 0.0)
     is_itself = (place == atom.place) & not_moved
     squared = image.dx * image.dx + image.dy * image.dy + image.dz * image.dz
-    squared = tl.where(exists & (is_itself == 0), squared, float("inf"))
-    return Compared(place, image.s0, image.s1, image.s2, squared=squared)
+    # A mask, not an infinite distance: that costs `search_kernel` 13 registers (sm_90).
+    is_image = exists & (is_itself == 0)
+    return Compared(place, image.s0, image.s1, image.s2, squared=squared, is_image=is_image)
 
 
 @triton.jit
@@ -509,7 +508,7 @@ def search_kernel(
     for begin in range(0, n_comparisons, block):
         k = begin + tl.arange(0, block)
         compared = _compare(k, n_comparisons, n_images, atom=atom, atoms=atoms)
-        near = compared.squared < form.rcut_squared
+        near = compared.is_image & (compared.squared < form.rcut_squared)
         column = total + tl.cumsum(near.to(tl.int32), 0) - 1
         fits = near & (column < capacity)
         tl.store(scratch + row * capacity + column, _sort_key(compared.squared, k), fits)
@@ -573,7 +572,7 @@ def count_kernel(
     for begin in range(0, n_comparisons, block):
         k = begin + tl.arange(0, block)
         compared = _compare(k, n_comparisons, n_images, atom=atom, atoms=atoms)
-        squared = compared.squared
+        squared = tl.where(compared.is_image, compared.squared, float("inf"))
         least = tl.minimum(least, tl.min(squared))
         other_kind = tl.where(squared < rcut_squared, tl.load(atoms.atype + compared.place), -1)
         of_types += tl.sum((other_kind[:, None] == kind[None, :]).to(tl.int32), 0)
@@ -663,7 +662,7 @@ def renew_kernel(
     for begin in range(0, n_comparisons, block):
         k = begin + tl.arange(0, block)
         compared = _compare(k, n_comparisons, n_images, atom=atom, atoms=atoms)
-        near = compared.squared < limit_squared
+        near = compared.is_image & (compared.squared < limit_squared)
         column = total + tl.cumsum(near.to(tl.int32), 0) - 1
         at = atom.row * room + column
         fits = near & (column < room)
