@@ -31,11 +31,11 @@ TELLING = 0.3
 # Fewest values that are correlated.
 _FEWEST_VALUES = 6
 
-# Factors of good energies over those of the pair potential. Those of water between oxides are too
-# large by 1.8.
+# Factors of good energies over the energies of the pair potential, which are 1.8 times too large
+# for water between oxides.
 _FACTORS_OF_FIT = (0.4, 1.7)
-# The same if the potential explains less of the forces than `_SURE`. Those of phases of GeTe are
-# too small by 1.9.
+# The same if the potential explains less of the forces than `_SURE`; its energies are 1.9 times too
+# small for phases of GeTe.
 _WIDE_FACTORS = (0.4, 2.2)
 _SURE = 0.85
 
@@ -188,7 +188,7 @@ def energy_problems(sample: Sample, fit: PairFit, work: Work) -> Iterator[str]:
 
 
 class _Groups(NamedTuple):
-    """Two groups of frames whose energies differ by a constant."""
+    """Two groups of frames with energies that differ by a constant."""
 
     low: np.ndarray  # rows
     high: np.ndarray
@@ -206,7 +206,7 @@ def _shows_large_gaps(sample: Sample, fit: PairFit) -> bool:
 
 
 def _two_groups(rest: np.ndarray, frames: Frames, least_gap: float) -> _Groups | None:
-    """Split frames into two groups whose energies differ by a constant; None unless they do.
+    """Split frames into two groups with energies that differ by a constant; None unless they do.
 
     The work of the pressure is fitted together with the constant.
 

@@ -48,7 +48,7 @@ _COMPARED = 12
 # total energy of uranium is 8e5 eV.
 _LARGEST_FORCE = 1e3
 _LARGEST_ENERGY = 1e6
-# Net force and torque over those of forces without order.
+# Net force and torque over the size that unrelated forces would give.
 _UNBALANCED = 0.1
 
 # A pair potential explains 0.5 (liquid silicon) to 1.0 of the forces of atoms that move.
@@ -277,7 +277,7 @@ def _better_order(sample: Sample, fit: PairFit) -> _Order | None:
 
 
 def _virial_problems(frames: Frames, fit: PairFit) -> Iterator[str]:
-    """Compare the changes of virials between frames with those that the pair potential implies."""
+    """Compare changes of virials between frames with changes that the pair potential implies."""
     assert frames.virial is not None
     assert frames.box is not None
     implied = _without_pressure(fit.virials)

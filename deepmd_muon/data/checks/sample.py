@@ -12,7 +12,7 @@ from deepmd_muon.data.checks.pair_fit import PairFit
 from deepmd_muon.data.frames import Frames
 from deepmd_muon.data.system import System
 
-#: Forces whose root mean square is less may be noise [eV/Å].
+#: Forces with a smaller root mean square may be noise [eV/Å].
 SMALL_FORCE = 0.02
 #: Atoms that move less than this from frame to frame [Å, root mean square] hardly move. Their
 #: forces are what angles and other terms balance, which no pair potential gives: phonons and the
@@ -97,7 +97,7 @@ class Sample:
 
 
 def _largest_move(frames: Frames) -> float:
-    """Return the largest root-mean-square distance of a frame's atoms from those of frame 0 [Å].
+    """Return the largest root-mean-square distance of a frame's atoms from frame 0 [Å].
 
     Positions are compared as fractions of the cells. Frames with other types have moved far.
     """

@@ -177,7 +177,8 @@ class NeighborCache:
     def note_most(self, of_types: np.ndarray, total: int) -> None:
         """Note in `dropped` whether `sel` cuts lists of atoms with so many neighbours.
 
-        `of_types` counts the neighbours of each type `(ntypes,)`, `total` those of all types.
+        `of_types` counts the neighbours of each type `(ntypes,)`, `total` the
+        neighbours of all types.
         """
         columns = of_types if self.by_type else np.array([total])
         # float64: the sum of limits that are not set exceeds int64.
@@ -228,7 +229,7 @@ class _Chunk(NamedTuple):
 
     system: System
     numbers: np.ndarray
-    listed: np.ndarray | None  # frames of the system whose lists the cache keeps; None for all
+    listed: np.ndarray | None  # frames of the system that the cache keeps lists of; None for all
 
 
 def neighbor_statistics(
@@ -254,7 +255,7 @@ def neighbor_statistics(
     numbers : sequence of ndarray, optional
         Frames of each system; all of them when left out.
     listed : sequence of ndarray, optional
-        Frames of each system whose lists the cache shall hold; all that are counted when left out.
+        Frames of each system that the cache builds lists of; all that are counted when left out.
         Counting is faster.
 
     Raises

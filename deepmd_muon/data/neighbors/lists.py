@@ -421,8 +421,8 @@ def with_ghosts(
 ) -> GhostedFrame:
     """Find the images and neighbours of one frame within `rcut` [Å].
 
-    Positions may be outside the cell, whose rows are its vectors; None without periodicity. Atoms
-    of type −1 are padding and left out.
+    Rows of `box` are the cell vectors, and positions may be outside the cell; None without
+    periodicity. Atoms of type −1 are padding and left out.
 
     Raises
     ------

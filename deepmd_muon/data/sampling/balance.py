@@ -24,7 +24,7 @@ _WINDOWS = 3
 
 
 class BalancedOrder(SavedOrder):
-    """The batches of another order, those of similar cost next to each other.
+    """The batches of another order, with batches of similar cost next to each other.
 
     It is a function of that order, of the costs and of the seed, not of the number of ranks. Only
     this object may draw from `order`. The `cost` of a batch, in any unit, must be the same in every

@@ -89,7 +89,7 @@ class Seats(NamedTuple):
 
 
 class DataLoader:
-    """Endless random batches whose position can be saved, and evenly spread samples.
+    """Endless random batches with a position that can be saved, and evenly spread samples.
 
     Single-threaded and deterministic. With `prefetch`, a background thread builds one batch ahead;
     the batches and `state_dict` are the same. Under data parallelism all ranks hold the same
@@ -303,7 +303,7 @@ class DataLoader:
         return self._order.state_dict(self._step)
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Continue after a saved position: the next batches are those of an uninterrupted run.
+        """Continue after a saved position with the next batches of an uninterrupted run.
 
         Raises
         ------

@@ -238,7 +238,7 @@ def new_seed() -> int:
 
 
 class SavedOrder:
-    """An order of batches whose position, one integer, can be saved and restored."""
+    """An order of batches with a position, one integer, that can be saved and restored."""
 
     step: int  # batches drawn so far
     seed: int  # of the order
